@@ -1,0 +1,40 @@
+# Everything here sets itself up in .venv with python3 and pip; nothing else has to be installed first.
+PYTHON ?= python3
+BIN := .venv/bin
+export HF_HUB_OFFLINE ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: demo test check fast format clean
+
+.venv/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "diloco needs Python 3.11 or newer; try make PYTHON=python3.11" >&2; exit 2; }
+	@echo "Setting up .venv; this takes a few minutes the first time."
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=24'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+## Two peers train one language model on this machine, lose one, and get it back.
+demo: .venv/.installed
+	$(BIN)/diloco run --lose-peer 1
+
+## Every test that needs no GPU.
+test: .venv/.installed
+	$(BIN)/python -m pytest
+
+## Format, lint, types and the fast tests.
+check: .venv/.installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/unit
+
+fast: .venv/.installed
+	$(BIN)/python -m pytest -q tests/unit
+
+format: .venv/.installed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
