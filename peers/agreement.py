@@ -1,0 +1,97 @@
+"""Agreeing on the run's manifest over the mesh: who publishes it, who adopts it, who has to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from peers import joining
+from peers.codecs import codec_named
+from peers.errors import ProtocolError, UserError
+from peers.joining import Scalar
+from peers.presence import Presence
+from peers.records import Announcement
+
+log = logging.getLogger(__name__)
+
+FETCH_TIMEOUT_S = 3.0
+MAX_FAILURES = 3
+"""A peer that announces a manifest and so often has none to give is passed over."""
+
+
+class Agreement:
+    """This peer's copy of the manifest: empty until agreed on."""
+
+    def __init__(self, presence: Presence) -> None:
+        self._presence = presence
+        self._failures: Counter[str] = Counter()
+        self._awaited: dict[str, asyncio.Future[dict[str, Scalar]]] = {}
+        self.manifest: dict[str, Scalar] = {}
+        self.digest = ""
+
+    async def reach(
+        self, proposal: Mapping[str, Scalar], named: Collection[str], *, waited_out: Callable[[], bool]
+    ) -> dict[str, Scalar]:
+        """The swarm's manifest, or this peer's own if it is the one to publish it.
+
+        Raises UserError where it contradicts what the user has named.
+        """
+        presence, theirs = self._presence, None
+        while theirs is None:
+            source = joining.manifest_source(
+                {r: peer for r, peer in presence.view.items() if self._failures[peer.peer_id] < MAX_FAILURES},
+                me=presence.world_rank,
+                galaxy_size=presence.galaxy_size,
+                waited_out=waited_out(),
+            )
+            if source == "own":
+                theirs = dict(proposal)
+            elif source is not None:
+                theirs = await self._fetch(source)
+                if theirs is None:
+                    self._failures[source.peer_id] += 1
+                elif wrong := joining.misfits(proposal, theirs):
+                    log.warning(
+                        "ignored the manifest of peer %d: %s", source.world_rank, ", ".join(wrong)[:200]
+                    )
+                    self._failures[source.peer_id], theirs = MAX_FAILURES, None
+            else:
+                await presence.wait_for_change()
+        if unlike := joining.manifest_differences(proposal, theirs, named):
+            raise UserError(
+                "these settings differ from the swarm's:\n" + "\n".join(f"  {line}" for line in unlike)
+            )
+        self.manifest = {**proposal, **theirs}
+        self.digest = joining.manifest_digest(self.manifest)
+        presence.publish()
+        return self.manifest
+
+    def received(self, sender: Announcement, message: dict[str, Any]) -> None:
+        """Answer a request for the manifest, or take one. Raises ProtocolError."""
+        if message["kind"] == "manifest?":
+            if self.manifest:
+                self._presence.mesh.send(sender.world_rank, {"kind": "manifest", "manifest": self.manifest})
+            return
+        try:
+            manifest = joining.check_manifest(message.get("manifest"))
+            codec_named(str(manifest.get("hv.compression") or "fp32"))
+        except ValueError as error:
+            raise ProtocolError(str(error)) from error
+        awaited = self._awaited.get(joining.manifest_digest(manifest))
+        if awaited is not None and not awaited.done():
+            awaited.set_result(manifest)
+
+    async def _fetch(self, peer: Announcement) -> dict[str, Scalar] | None:
+        """From the peer that announces it; None if it does not come, for then the view will change."""
+        awaited = self._awaited[peer.manifest_digest] = asyncio.get_running_loop().create_future()
+        self._presence.mesh.send(peer.world_rank, {"kind": "manifest?"})
+        try:
+            async with asyncio.timeout(FETCH_TIMEOUT_S):
+                return await awaited
+        except TimeoutError:
+            return None
+        finally:
+            del self._awaited[peer.manifest_digest]

@@ -1,0 +1,466 @@
+"""Carries out what the round decides: reduces, commits, catches up, and answers the worker.
+
+One task works off events in order, so that state, round and messages never move under each other's feet. Everything
+that takes long (the reduction, the outer step) runs in a thread; everything that waits has a deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import math
+import statistics
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from peers import membership, round_messages
+from peers.credit import Credit
+from peers.errors import PeersError, PeerUnreachable, ProtocolError, RoundFailed, StateUnavailable
+from peers.mesh import Mesh
+from peers.outer_optimizer import OuterOptimizer, norm_of_pseudo_gradient, rebase
+from peers.outer_state import OuterState
+from peers.records import Announcement
+from peers.reduce import reduce_pseudo_gradients
+from peers.reduce_plan import ReducePlan, ReduceReport, equal_bounds
+from peers.round_messages import Ask, Commit, Group, Join, Proposal, RoundMessage, Vote
+from peers.rounds import Action, Apply, Cancel, CatchUp, Reduce, Round, Send, Timing
+from peers.streams import RoundStreams, StreamPool
+
+log = logging.getLogger(__name__)
+
+STALL_TIMEOUT_S = 5.0
+"""A data stream that moves no byte for so long is broken."""
+CONNECT_TIMEOUT_S = 10.0
+ATTEMPT_SHARE = 0.75
+"""Of the time for an attempt, what its reduction may take: its failure has to be told before the leader gives up."""
+_RETRY_S = 0.5
+_TICK_S = (0.02, 1.0)
+_MAX_EARLY = 4096
+_MAX_UNREAD = 64
+"""Messages of one peer that wait while this one commits or catches up; what comes then is lost, and said again."""
+
+Event = Callable[[float], list[Action]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How an epoch ended for this peer; what the worker's `committed` says."""
+
+    epoch: int
+    local_step: int
+    lineage: str
+    anchor_digest: str
+    contributors: list[int]
+    """World ranks whose work is in this anchor, as far as this peer knows: after catching up, at most itself."""
+    num_peers: int
+    sent_bytes: int
+    received_bytes: int
+    round_s: float
+    """From the group to the commit, failed attempts included."""
+    wait_s: float
+    """From this peer's readiness to the group."""
+    num_failures: int
+    data_base: int
+
+
+@dataclass(kw_only=True)
+class AveragingSettings:
+    local_steps: int
+    codec: str
+    strategy: Literal["WAIT_FOR_ALL", "NO_WAIT"]
+    matchmaking_s: float | None
+    averaging_timeout_s: float | None
+
+
+@dataclass
+class _Waiting:
+    """The worker's readiness, until it is answered."""
+
+    local: torch.Tensor
+    result: torch.Tensor
+    proposal: Proposal
+    since: float
+    answer: asyncio.Future[Outcome]
+    grouped_at: float | None = None
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    failures: list[str] = field(default_factory=list)
+
+
+class Averager:
+    """Owns the outer state of one peer and the rounds on it. One fragment, blocking."""
+
+    def __init__(
+        self,
+        *,
+        me: int,
+        incarnation: int,
+        settings: AveragingSettings,
+        mesh: Mesh,
+        pool: StreamPool,
+        optimizer: OuterOptimizer,
+        view: Callable[[], Mapping[int, Announcement]],
+        download: Callable[[list[str], str], Any],
+        changed: Callable[[], None],
+    ) -> None:
+        self._me, self._incarnation, self._settings = me, incarnation, settings
+        self._mesh, self._pool, self._optimizer = mesh, pool, optimizer
+        self._newest_view, self._download, self._changed = view, download, changed
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._num_unread: Counter[int] = Counter()
+        self._credit = Credit()
+        self._early: deque[tuple[int, RoundMessage]] = deque(maxlen=_MAX_EARLY)
+        self._waiting: _Waiting | None = None
+        self._last_commit: Commit | None = None
+        self._reducing: asyncio.Task[None] | None = None
+        self._cancelled = threading.Event()
+        self._epoch_started = time.monotonic()
+        self._epoch_times: deque[float] = deque(maxlen=8)
+        self._round_times: deque[float] = deque(maxlen=8)
+        self._state: OuterState | None = None
+        self._round: Round | None = None
+
+    @property
+    def state(self) -> OuterState:
+        assert self._state is not None, "the daemon has no state before its worker has offered one"
+        return self._state
+
+    @property
+    def has_state(self) -> bool:
+        return self._state is not None
+
+    @property
+    def waits_for(self) -> str:
+        return self._round.waits_for if self._round else ""
+
+    def adopt(self, state: OuterState) -> None:
+        """Take this state as the current one and open the round on it."""
+        self._state = state
+        self._open_round()
+
+    async def run(self) -> None:
+        """Work off events until cancelled."""
+        try:
+            while True:
+                for action in await self._next_actions():
+                    await self._perform(action)
+        finally:
+            await self._stop_reducing()
+
+    async def average(
+        self, local: torch.Tensor, result: torch.Tensor, *, tokens: int, step: int, last: bool
+    ) -> Outcome:
+        """Average this worker's flat fp32 weights `local` in; the weights to go on from are then in `result`.
+
+        `tokens` counts what was trained since this peer's work was last in a commit.
+        """
+        proposal = Proposal(self._me, tokens, 0.0, step, last)
+        answer: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        # From here on, or a worker that starts meanwhile would begin on weights that a commit is about to replace.
+        waiting = self._waiting = _Waiting(local, result, proposal, time.monotonic(), answer)
+        try:
+            await self._make_proposal(waiting)
+            self._changed()
+            self._propose()
+            return await answer
+        finally:
+            self._waiting = None
+            answer.cancel()
+
+    async def idle(self) -> None:
+        """Until nothing is being averaged."""
+        while self._waiting is not None:
+            await asyncio.wait({self._waiting.answer})
+            await asyncio.sleep(0)
+
+    def _view(self) -> membership.View:
+        view, last = self._newest_view(), self._last_commit
+        if last is None:
+            return view
+        return membership.after_commit(view, last.group.ranks, last.lineage, view[self._me])
+
+    def view_changed(self) -> None:
+        self._post(lambda now: self._round.on_view(self._credible_view(), now) if self._round else [])
+
+    def received(self, sender: int, message: RoundMessage) -> None:
+        """A round message from a live peer."""
+        if self._num_unread[sender] >= _MAX_UNREAD:
+            return
+        self._num_unread[sender] += 1
+
+        def event(now: float) -> list[Action]:
+            self._num_unread[sender] -= 1
+            return self._route(sender, message, now)
+
+        self._post(event)
+
+    # Events
+
+    def _post(self, event: Event) -> None:
+        self._events.put_nowait(event)
+
+    def _propose(self) -> None:
+        def event(now: float) -> list[Action]:
+            waiting = self._waiting
+            return self._round.on_ready(waiting.proposal, now) if self._round and waiting else []
+
+        self._post(event)
+
+    async def _next_actions(self) -> list[Action]:
+        now = time.monotonic()
+        due = self._round.deadline - now if self._round else _TICK_S[1]
+        try:
+            # Not wait_for: in Python 3.11 it swallows a cancellation that meets an event.
+            async with asyncio.timeout(min(max(due, _TICK_S[0]), _TICK_S[1])):
+                event = await self._events.get()
+        except TimeoutError:
+            return self._round.on_tick(time.monotonic()) if self._round else []
+        now = time.monotonic()
+        actions = event(now)
+        if self._round and now >= self._round.deadline:
+            # However many events there are, none of them holds up the deadlines.
+            actions += self._round.on_tick(now)
+        return actions
+
+    def _route(self, sender: int, message: RoundMessage, now: float) -> list[Action]:
+        if self._round is None:
+            return []
+        lineage = message.lineage
+        if lineage == self._round.lineage:
+            return self._round.on_message(sender, message, now)
+        if self._last_commit and lineage == self._last_commit.lineage:
+            # Only what asks for an answer gets one; a late vote or commit is settled already.
+            return [Send(sender, self._last_commit)] if isinstance(message, (Join, Ask)) else []
+        if isinstance(message, Join):
+            self._early.append((sender, message))
+        return []
+
+    def _open_round(self) -> None:
+        state = self.state
+        self._round = Round(
+            me=self._me,
+            incarnation=self._incarnation,
+            fragment=0,
+            epoch=state.epoch,
+            lineage=state.lineage,
+            timing=self._timing(),
+            view=self._credible_view(),
+        )
+        for _ in range(len(self._early)):
+            sender, message = self._early.popleft()
+            self.received(sender, message)
+        self._epoch_started = time.monotonic()
+        self._changed()
+
+    def _credible_view(self) -> Mapping[int, Announcement]:
+        return self._credit.credible(self._view(), self.state.lineage, time.monotonic())
+
+    def _timing(self) -> Timing:
+        """Deadlines learned from the epochs and rounds before, bounded by the flags."""
+        settings = self._settings
+        slowest = max(self._epoch_times, default=0.0)
+        gather = max(30.0, 2.0 * slowest)
+        if settings.strategy == "NO_WAIT":
+            gather = 15.0 if settings.matchmaking_s is None else settings.matchmaking_s
+        usual = statistics.median(self._round_times) if self._round_times else 30.0
+        attempt = settings.averaging_timeout_s or 20.0 + 4.0 * usual
+        return Timing(gather_s=gather, attempt_s=attempt)
+
+    # Actions
+
+    async def _perform(self, action: Action) -> None:
+        match action:
+            case Send(rank, message):
+                self._mesh.send(rank, round_messages.to_message(message))
+            case Reduce(group):
+                await self._stop_reducing()
+                self._cancelled.clear()
+                self._reducing = asyncio.create_task(self._reduce(group))
+            case Cancel():
+                self._cancel()
+            case Apply(commit):
+                await self._apply(commit)
+            case CatchUp():
+                await self._stop_reducing()
+                await self._catch_up(action)
+
+    def _cancel(self) -> None:
+        self._cancelled.set()
+
+    async def _stop_reducing(self) -> None:
+        if self._reducing is not None:
+            self._cancel()
+            # Not cancelled as a task: its thread still writes into *in* until it sees the flag.
+            await self._reducing
+            self._reducing = None
+
+    async def _reduce(self, group: Group) -> None:
+        """Reduce, and say how it went."""
+        waiting, round_ = self._waiting, self._round
+        assert waiting is not None and round_ is not None
+        waiting.grouped_at = waiting.grouped_at or time.monotonic()
+        try:
+            report = await self._exchange(group, waiting, ATTEMPT_SHARE * round_.timing.attempt_s)
+            digests = await asyncio.to_thread(self._optimizer.preview, self.state, 0, waiting.result)
+        except (PeersError, OSError) as error:
+            suspects = error.suspects if isinstance(error, RoundFailed) else frozenset[int]()
+            if not self._cancelled.is_set():
+                log.info("attempt at epoch %d failed: %s", group.epoch, error)
+            self._post(lambda now: round_.on_reduce_failed(group.attempt, suspects, now))
+            return
+        waiting.sent_bytes += report.sent_bytes
+        waiting.received_bytes += report.received_bytes
+        vote = Vote(0, group.lineage, group.attempt, report.share_digests, digests.anchor, digests.momentum)
+        self._post(lambda now: round_.on_reduced(group.attempt, vote, now))
+
+    async def _exchange(self, group: Group, waiting: _Waiting, timeout_s: float) -> ReduceReport:
+        """Connect to the members and reduce with them. Raises RoundFailed."""
+        plan = ReducePlan(
+            attempt=bytes.fromhex(group.attempt),
+            members=group.ranks,
+            me=group.ranks.index(self._me),
+            weights=group.weights,
+            norms=tuple(member.norm for member in group.members),
+            bounds=equal_bounds(waiting.local.numel(), len(group.ranks)),
+            codec=self._settings.codec,
+        )
+        streams = await self._connect(plan)
+        log.debug("reducing with %s", group.ranks)
+        clean = False
+        try:
+            report = await asyncio.to_thread(
+                reduce_pseudo_gradients,
+                plan,
+                self.state.anchor[0],
+                waiting.local,
+                waiting.result,
+                streams.send,
+                streams.receive,
+                stall_timeout_s=STALL_TIMEOUT_S,
+                timeout_s=timeout_s,
+                cancelled=self._cancelled,
+            )
+            clean = True
+            return report
+        finally:
+            (self._pool.give_back if clean else self._pool.discard)(streams)
+
+    async def _connect(self, plan: ReducePlan) -> RoundStreams:
+        """Streams with all other members. Raises RoundFailed, soon when the attempt is cancelled."""
+        view = self._view()
+        if gone := [rank for rank in plan.members if rank not in view]:
+            raise RoundFailed(f"no channel to {gone}", gone)
+        peer_ids = {rank: view[rank].peer_id for rank in plan.members if rank != self._me}
+        return await self._pool.connect(
+            plan.attempt, peer_ids, timeout_s=CONNECT_TIMEOUT_S, cancelled=self._cancelled
+        )
+
+    async def _apply(self, commit: Commit) -> None:
+        """Anchor, momentum, epoch, lineage and data cursor advance together, here and nowhere else."""
+        waiting, group = self._waiting, commit.group
+        assert waiting is not None
+        state = self.state
+        digests = await asyncio.to_thread(
+            self._optimizer.commit,
+            state,
+            0,
+            waiting.result,
+            tokens=group.tokens,
+            data_width=group.data_width,
+        )
+        if (digests.anchor, digests.momentum) != (commit.anchor, commit.momentum):
+            raise PeersError(
+                "the outer step gave other bits than voted for: faulty memory or a bug; restart this peer"
+            )
+        self._last_commit = commit
+        now = time.monotonic()
+        self._epoch_times.append(now - self._epoch_started)
+        self._round_times.append(now - (waiting.grouped_at or now))
+        waiting.result.copy_(state.anchor[0])
+        failures = self._round.failures if self._round else []
+        self._answer(waiting, contributors=list(group.ranks), local_step=0, num_failures=len(failures))
+        self._open_round()
+
+    async def _catch_up(self, action: CatchUp) -> None:
+        """Adopt the better state, and propose the local work again on top of it: new anchor + (local - old anchor)."""
+        log.info("catching up: %s", action.reason)
+        waiting, old = self._waiting, self.state
+        new = await self._better_state(action)
+        if new is None:
+            # Whoever was ahead is gone, or cannot prove it: our own state is the best there is.
+            self._open_round()
+            self._propose()
+            return
+        self._state, self._last_commit = new, None
+        if waiting is None:
+            self._open_round()
+        elif action.contributed or waiting.proposal.last:
+            # Its work is in, or comes too late for any epoch: go on from where the others are.
+            waiting.result.copy_(new.anchor[0])
+            step = membership.progress_of_others(
+                self._view(), new.lineage, self._me, self._settings.local_steps
+            )
+            contributors = [self._me] if action.contributed else []
+            self._answer(waiting, contributors=contributors, local_step=step, num_failures=0)
+            self._open_round()
+        else:
+            await asyncio.to_thread(rebase, new.anchor[0], waiting.local, old.anchor[0], waiting.local)
+            await self._make_proposal(waiting)
+            self._open_round()
+            self._propose()
+
+    async def _better_state(self, action: CatchUp) -> OuterState | None:
+        """The state to adopt, as soon as somebody hands it over; None where nobody is ahead any more."""
+        while True:
+            view, asked_at = self._credible_view(), time.monotonic()
+            target = membership.ahead_of(view, self._me) or view.get(action.rank)
+            if target is None or (target.lineage == self.state.lineage and not action.resync):
+                return None
+            donors = membership.donors_of(view, target.lineage, self._me)
+            try:
+                state: OuterState = await self._download(donors, target.lineage)
+            except (StateUnavailable, PeerUnreachable, ProtocolError) as error:
+                log.info("no state yet (%s)", error)
+            else:
+                self._credit.delivered(donors)
+                return state
+            self._credit.failed({*donors, target.peer_id}, asked_at, time.monotonic())
+            if membership.ahead_of(self._credible_view(), self._me) is None:
+                return None
+            await asyncio.sleep(_RETRY_S)
+
+    async def _make_proposal(self, waiting: _Waiting) -> None:
+        """What the worker's weights bring to a round on the current anchor."""
+        norm = await asyncio.to_thread(norm_of_pseudo_gradient, self.state.anchor[0], waiting.local)
+        if not math.isfinite(norm):
+            raise PeersError("this peer's weights are not finite any more; is the learning rate too high?")
+        waiting.proposal = dataclasses.replace(waiting.proposal, norm=norm)
+
+    def _answer(
+        self, waiting: _Waiting, *, contributors: list[int], local_step: int, num_failures: int
+    ) -> None:
+        state, now = self.state, time.monotonic()
+        grouped_at = waiting.grouped_at or now
+        outcome = Outcome(
+            epoch=state.epoch,
+            local_step=local_step,
+            lineage=state.lineage,
+            anchor_digest=state.anchor_digest,
+            contributors=contributors,
+            num_peers=len(self._view()),
+            sent_bytes=waiting.sent_bytes,
+            received_bytes=waiting.received_bytes,
+            round_s=now - grouped_at,
+            wait_s=grouped_at - waiting.since,
+            num_failures=num_failures,
+            data_base=state.data_base,
+        )
+        if not waiting.answer.done():
+            waiting.answer.set_result(outcome)

@@ -1,0 +1,219 @@
+"""The coordinator of a run: bootstrap node of its DHT and keeper of its world ranks. Training survives its death.
+
+peer                                       coordinator   (protocol diloco/<run_id>/coordinator)
+{kind: "rank", wanted: int | None}    ->
+                                      <-   {kind: "grant", world_rank, fencing, galaxy_size}
+                                      <-   {kind: "taken", holder}
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import socket
+import time
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peers.dht import Dht
+from peers.errors import PeersError, ProtocolError, UserError
+from peers.identity import Identity, check_run_id, load_or_create
+from peers.ledger import Grant, Ledger, Taken
+from peers.maddrs import parse_maddr
+from peers.messages import Channel
+from peers.news import Watcher
+from peers.rank_request import (
+    HOLDER_TIMEOUT_S,
+    MAX_REQUEST_BYTES,
+    parse_request,
+    protocol_of,
+    request_rank,
+    to_message,
+)
+from peers.records import COORDINATOR_KEY, MAX_MADDRS, PEERS_KEY, Announcement, CoordinatorRecord
+
+__all__ = ["CoordinatorConfig", "Grant", "request_rank", "serve"]
+
+ARRIVAL_S = 30.0
+"""A peer that was given a rank so recently counts as present, announced or not."""
+_RECORD_TTL_S = 30.0
+_ANNOUNCE_INTERVAL_S = 5.0
+_POLL_INTERVAL_S = 1.0
+_REQUEST_TIMEOUT_S = 10.0
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoordinatorConfig:
+    """What a coordinator needs to know."""
+
+    state_dir: Path
+    """Holds the ledger, and the key unless `identity_path` names one: <state_dir>/coordinator/<run_id>.*"""
+    run_id: str = "diloco"
+    host_maddrs: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
+    announce_maddrs: tuple[str, ...] = ()
+    identity_path: Path | None = None
+    initial_peers: tuple[str, ...] = ()
+    """Members of the DHT to join; default: begin one."""
+
+
+async def serve(config: CoordinatorConfig, say: Callable[[str], None]) -> None:
+    """Coordinate until cancelled. `say` gets the line to paste for peers first, then one per join, leave, epoch.
+
+    Raises UserError before it serves, PeersError when p2pd dies later.
+    """
+    directory = config.state_dir / "coordinator"
+    run_id = check_run_id(config.run_id)
+    async with contextlib.AsyncExitStack() as stack:
+        identity = _claim_identity(config.identity_path or directory / f"{run_id}.key")
+        stack.callback(identity.release)
+        ledger = stack.enter_context(contextlib.closing(Ledger(directory / f"{run_id}.sqlite")))
+        dht = await Dht.join(
+            identity=identity,
+            initial_peers=config.initial_peers,
+            host_maddrs=config.host_maddrs,
+            announce_maddrs=config.announce_maddrs,
+        )
+        stack.push_async_callback(dht.close)
+        registrar = Registrar(run_id, ledger, dht)
+        await dht.transport.serve(protocol_of(run_id), registrar.handle)
+        await _announce(dht, identity, run_id)
+        for line in lines_to_paste(
+            await dht.maddrs(), config.host_maddrs, config.announce_maddrs, dht.peer_id
+        ):
+            say(line)
+        await _until_one_fails(
+            _fail_with_p2pd(dht), _announce_forever(dht, identity, run_id), _report_forever(dht, run_id, say)
+        )
+
+
+class Registrar:
+    """Answers requests for ranks."""
+
+    def __init__(self, run_id: str, ledger: Ledger, dht: Dht) -> None:
+        self._run_id, self._ledger, self._dht = run_id, ledger, dht
+        self._granted_at: dict[str, float] = {}
+
+    async def handle(self, peer_id: str, sock: socket.socket) -> None:
+        """Serve one stream, which may carry several requests."""
+        channel = Channel(sock, max_message_bytes=MAX_REQUEST_BYTES)
+        try:
+            while True:
+                wanted = parse_request(await channel.receive(_REQUEST_TIMEOUT_S))
+                await channel.send(to_message(await self.assign(peer_id, wanted)), _REQUEST_TIMEOUT_S)
+        finally:
+            channel.close()
+
+    async def assign(self, peer_id: str, wanted: int | None) -> Grant | Taken:
+        """As Ledger.assign, but a holder that does not answer loses the rank to one that asks for it.
+
+        Peers that came with ranks of their own while no coordinator was there hold them, too.
+        """
+        others = {
+            record.world_rank: record
+            for record in (await _announcements(self._dht, self._run_id)).values()
+            if record.peer_id != peer_id and record.state != "leaving"
+        }
+        if wanted in others and await self._is_there(others[wanted].peer_id, others[wanted].maddrs):
+            return Taken(others[wanted].peer_id)
+        answer = self._ledger.assign(peer_id, wanted, avoid=frozenset(others))
+        if isinstance(answer, Taken) and not await self._is_there(answer.holder):
+            answer = self._ledger.assign(peer_id, wanted, evict=answer.holder)
+        if isinstance(answer, Taken):
+            return answer
+        return dataclasses.replace(answer, galaxy_size=self._num_around(peer_id, others.values()))
+
+    def _num_around(self, peer_id: str, others: Iterable[Announcement]) -> int:
+        """The peers that are there or on their way, the asking one included; the ledger knows the dead, too."""
+        now = time.monotonic()
+        self._granted_at[peer_id] = now
+        arriving = {peer for peer, at in self._granted_at.items() if now - at < ARRIVAL_S}
+        return len(arriving | {record.peer_id for record in others})
+
+    async def _is_there(self, peer_id: str, maddrs: Sequence[str] = ()) -> bool:
+        return await self._dht.ping(peer_id, timeout_s=HOLDER_TIMEOUT_S, maddrs=maddrs)
+
+
+def lines_to_paste(
+    maddrs: Sequence[str], host_maddrs: Sequence[str], announce_maddrs: Sequence[str], peer_id: str
+) -> list[str]:
+    """`--initial-peers …` lines; the first works on this machine, `maddrs` are what the DHT node shows.
+
+    Addresses that the user announces (of a router, say) may not work from here: they come second.
+    """
+    if not announce_maddrs:
+        return [f"--initial-peers {maddr}" for maddr in maddrs[:1]]
+    here = [local for maddr in host_maddrs if (local := _seen_from_here(maddr)) is not None]
+    there = [maddr for maddr in announce_maddrs if maddr not in here]
+    return [f"--initial-peers {maddr}/p2p/{peer_id}" for maddr in (*here[:1], *there)]
+
+
+def _seen_from_here(host_maddr: str) -> str | None:
+    maddr = parse_maddr(host_maddr)
+    if maddr.port == 0:
+        return None
+    loopback = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+    return f"/{maddr.kind}/{loopback.get(maddr.host, maddr.host)}/tcp/{maddr.port}"
+
+
+def _claim_identity(path: Path) -> Identity:
+    try:
+        return load_or_create(path)
+    except BlockingIOError:
+        raise UserError(
+            f"the identity {path} is in use: this coordinator runs already. Stop it first, or give another "
+            "--run-id or --identity-path"
+        ) from None
+
+
+async def _until_one_fails(*coroutines: Coroutine[Any, Any, None]) -> None:
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        # gather, not a TaskGroup: the error itself, not a group of one.
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _announce(dht: Dht, identity: Identity, run_id: str) -> None:
+    maddrs = await dht.maddrs()
+    record = CoordinatorRecord(
+        peer_id=dht.peer_id, run_id=run_id, maddrs=tuple(maddrs[:MAX_MADDRS]), time=time.time()
+    )
+    await dht.store(COORDINATOR_KEY(run_id), dht.peer_id, record.encode(identity), _RECORD_TTL_S)
+
+
+async def _announce_forever(dht: Dht, identity: Identity, run_id: str) -> None:
+    while True:
+        await asyncio.sleep(_ANNOUNCE_INTERVAL_S)
+        await _announce(dht, identity, run_id)
+
+
+async def _report_forever(dht: Dht, run_id: str, say: Callable[[str], None]) -> None:
+    watcher = Watcher()
+    while True:
+        for line in watcher.update(await _announcements(dht, run_id), time.monotonic()):
+            say(line)
+        await asyncio.sleep(_POLL_INTERVAL_S)
+
+
+async def _fail_with_p2pd(dht: Dht) -> None:
+    raise PeersError(f"p2pd, which carries the coordinator's connections, has died: {await dht.wait_dead()}")
+
+
+async def _announcements(dht: Dht, run_id: str) -> dict[str, Announcement]:
+    """The valid announcements of a run, by peer id."""
+    found: dict[str, Announcement] = {}
+    for peer_id, blob in (await dht.get(PEERS_KEY(run_id))).items():
+        try:
+            found[peer_id] = Announcement.decode(peer_id, blob, time.time(), run_id=run_id)
+        except ProtocolError as error:
+            logger.debug("ignored: %s", error)
+    return found

@@ -1,0 +1,283 @@
+"""The daemon: one peer of the swarm as a process. Joins, agrees on manifest and state, averages, leaves.
+
+The order of a peer's life:
+
+    identity -> DHT -> world rank -> mesh -> manifest -> worker -> state -> epochs -> leave
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from peers import membership, round_messages
+from peers.agreement import Agreement
+from peers.averaging import Averager, AveragingSettings
+from peers.dht import Dht
+from peers.errors import PeersError, ProtocolError, UserError
+from peers.host import Standing, WorkerHost, local_steps_of
+from peers.identity import Identity, claim_slot
+from peers.joining import Scalar
+from peers.link import Accept, listen, refuse
+from peers.outer_optimizer import OuterOptimizer
+from peers.outer_state import OuterState
+from peers.presence import Presence
+from peers.records import Announcement
+from peers.state_transfer import StateServer
+from peers.streams import StreamPool
+from peers.supervisor import Supervisor, WorkerCommand
+from peers.worker_session import serve_workers
+
+log = logging.getLogger(__name__)
+
+WorkerFactory = Callable[[Mapping[str, Scalar], int, Path], WorkerCommand]
+"""(manifest, world rank, link socket) -> the command that trains."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DaemonConfig:
+    """What one daemon needs to know. `manifest` is this peer's proposal; `named` are the fields its user insists on."""
+
+    run_id: str = "diloco"
+    initial_peers: tuple[str, ...] = ()
+    host_maddrs: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
+    announce_maddrs: tuple[str, ...] = ()
+    world_rank: int | None = None
+    galaxy_size: int | None = None
+    matchmaking_time: float | None = None
+    averaging_timeout: float | None = None
+    all_reduce_strategy: Literal["WAIT_FOR_ALL", "NO_WAIT"] = "WAIT_FOR_ALL"
+    timeout_waiting_for_peers: float = 600.0
+    fail_rank_drop: bool = False
+    manifest: Mapping[str, Scalar] = field(default_factory=dict)
+    named: frozenset[str] = frozenset()
+    state_dir: str = ""
+    link_path: str | None = None
+    """Where the worker finds the daemon; default: a private temporary directory."""
+
+
+async def run_daemon(config: DaemonConfig, *, worker: WorkerFactory | None) -> int:
+    """Be a peer until the training is done. Returns the exit code of the worker command, 0 without one.
+
+    With `worker` the daemon starts and restarts the training itself; without, a worker has to find the link.
+    Raises UserError for what the user can mend; cancel to leave at once.
+    """
+    # Reductions and outer steps bring threads of their own; an OpenMP pool in each would only get in the workers' way.
+    torch.set_num_threads(1)
+    async with contextlib.AsyncExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="diloco-")))
+        link_path = Path(config.link_path) if config.link_path else directory / "link.sock"
+        accept = await stack.enter_async_context(listen(link_path))
+        try:
+            identity = claim_slot(Path(config.state_dir), config.run_id, config.world_rank)
+            stack.callback(identity.release)
+            log.info("starting as %s", identity.peer_id)
+            dht = await Dht.join(
+                identity=identity,
+                initial_peers=config.initial_peers,
+                host_maddrs=config.host_maddrs,
+                announce_maddrs=config.announce_maddrs,
+            )
+        except UserError as error:
+            if worker is None:
+                # The user watches the worker, so the worker has to say it.
+                await refuse(accept, str(error))
+            raise
+        stack.push_async_callback(dht.close)
+        daemon = Daemon(config, identity, dht)
+        stack.push_async_callback(daemon.close)
+        return await daemon.live(accept, link_path, worker)
+
+
+class Daemon:
+    """One peer's parts, wired together."""
+
+    def __init__(self, config: DaemonConfig, identity: Identity, dht: Dht) -> None:
+        self._config, self._dht, self._identity = config, dht, identity
+        self._incarnation = time.time_ns()
+        self._standing = Standing()
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._supervisor: Supervisor | None = None
+        self._tasks: list[asyncio.Task[Any]] = []
+        self._averager: Averager | None = None
+        self._trainers: frozenset[int] = frozenset()
+        self._presence = Presence(
+            run_id=config.run_id,
+            identity=identity,
+            dht=dht,
+            galaxy_size=config.galaxy_size,
+            describe=self._describe,
+            on_change=self._view_changed,
+            on_message=self._received,
+        )
+        self._agreement = Agreement(self._presence)
+        self._pool = StreamPool(dht.transport, f"diloco/{config.run_id}/data")
+        self._deadline = time.monotonic() + config.timeout_waiting_for_peers
+        self._host = WorkerHost(
+            run_id=config.run_id,
+            presence=self._presence,
+            agreement=self._agreement,
+            standing=self._standing,
+            transport=dht.transport,
+            waited_out=self._waited_out,
+        )
+
+    async def live(self, accept: Accept, link_path: Path, worker: WorkerFactory | None) -> int:
+        """Everything between joining the DHT and leaving it."""
+        self._spawn(serve_workers(accept, self._host))
+        self._spawn(self._watch_p2pd())
+        try:
+            manifest = await self._enter()
+        except UserError as error:
+            await self._host.refuse(error, wait=worker is None)
+            raise
+        log.info("agreed on the manifest %s", self._agreement.digest[:12])
+        self._averager = self._new_averager(manifest)
+        self._spawn(self._averager.run())
+        await StateServer(self._dht.transport, self._config.run_id, self._current_state).start()
+        self._host.ready.set_result(self._averager)
+        return await self._until_done(link_path, worker)
+
+    async def _enter(self) -> dict[str, Scalar]:
+        """Take this peer's place in the swarm, and agree with it. Raises UserError."""
+        await self._presence.enter(self._config.world_rank)
+        log.info(
+            "in the swarm as world rank %d, %d others are here",
+            self._presence.world_rank,
+            len(self._presence.view) - 1,
+        )
+        self._spawn(self._presence.announce_forever())
+        await self._pool.start()
+        return await self._agreement.reach(
+            self._config.manifest, self._config.named, waited_out=self._waited_out
+        )
+
+    async def close(self) -> None:
+        """Leave, whatever the reason: who says so keeps nobody waiting."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._presence.world_rank >= 0:
+            log.info("leaving the swarm")
+            self._standing.state = "leaving"
+            await self._presence.leave()
+        await self._pool.close()
+        await self._presence.close()
+
+    def _new_averager(self, manifest: Mapping[str, Scalar]) -> Averager:
+        config = self._config
+        return Averager(
+            me=self._presence.world_rank,
+            incarnation=self._incarnation,
+            settings=AveragingSettings(
+                local_steps=local_steps_of(manifest),
+                codec=str(manifest.get("hv.compression") or "fp32"),
+                strategy=config.all_reduce_strategy,
+                matchmaking_s=config.matchmaking_time,
+                averaging_timeout_s=config.averaging_timeout,
+            ),
+            mesh=self._presence.mesh,
+            pool=self._pool,
+            optimizer=OuterOptimizer(
+                lr=float(manifest.get("hv.outer_lr", 0.7) or 0.0),
+                momentum=float(manifest.get("hv.outer_momentum", 0.9) or 0.0),
+            ),
+            view=lambda: self._presence.view,
+            download=self._host.download,
+            changed=self._presence.publish,
+        )
+
+    async def _until_done(self, link_path: Path, worker: WorkerFactory | None) -> int:
+        """Until the worker command is over, or (without one) its worker says it has finished or is gone."""
+        if worker is None:
+            done: asyncio.Task[Any] = asyncio.create_task(self._host.finished_at.wait())
+        else:
+            self._supervisor = Supervisor(
+                worker(self._agreement.manifest, self._presence.world_rank, link_path)
+            )
+            self._host.on_progress = self._supervisor.notify_progress
+            done = asyncio.create_task(self._supervisor.run())
+        try:
+            await asyncio.wait({done, self._failed, *self._tasks}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (self._failed, *self._tasks):
+                if task.done():
+                    task.result()
+                    raise PeersError(f"a part of the daemon ended early: {task}")
+            return 0 if worker is None else int(done.result())
+        finally:
+            done.cancel()
+            if self._supervisor is not None:
+                await self._supervisor.stop()
+
+    def _spawn(self, coroutine: Any) -> None:
+        self._tasks.append(asyncio.create_task(coroutine))
+
+    async def _watch_p2pd(self) -> None:
+        await self._dht.wait_dead()
+        raise PeersError(
+            "p2pd, the process that carries this peer's connections, has died; start the peer again"
+        )
+
+    # What this peer shows, and what reaches it
+
+    def _describe(self) -> Announcement:
+        state = self._current_state()
+        return Announcement(
+            peer_id=self._identity.peer_id,
+            world_rank=max(self._presence.world_rank, 0),
+            run_id=self._config.run_id,
+            incarnation=self._incarnation,
+            state=self._standing.state,
+            epoch=state.epoch if state else 0,
+            lineage=state.lineage if state else "",
+            step=self._standing.step,
+            local_step=self._standing.local_step,
+            committed_tokens=state.committed_tokens if state else 0,
+            tokens_per_s=self._standing.tokens_per_s,
+            anchor_digest=state.anchor_digest if state else "",
+            manifest_digest=self._agreement.digest,
+            maddrs=self._presence.maddrs,
+            time=time.time(),
+        )
+
+    def _current_state(self) -> OuterState | None:
+        return self._averager.state if self._averager is not None and self._averager.has_state else None
+
+    def _view_changed(self) -> None:
+        view = self._presence.view
+        trainers = frozenset(r for r, peer in view.items() if peer.state in membership.TRAINING_STATES)
+        lost = self._trainers - view.keys()
+        self._trainers = trainers
+        if lost and self._averager is not None:
+            log.warning("lost peer %s", ", ".join(map(str, sorted(lost))))
+            if self._config.fail_rank_drop and not self._failed.done():
+                self._failed.set_exception(
+                    PeersError(f"lost peer {sorted(lost)}, and --hv.fail-rank-drop is set")
+                )
+        if self._averager is not None:
+            self._averager.view_changed()
+
+    def _received(self, sender: Announcement, message: dict[str, Any]) -> None:
+        """A message from a live peer. Raises ProtocolError, which costs it the channel."""
+        if sender.world_rank == self._presence.world_rank:
+            raise ProtocolError(f"claims this peer's own world rank {sender.world_rank}")
+        if round_messages.is_round_message(message):
+            parsed = round_messages.parse(message)
+            if self._averager is not None:
+                self._averager.received(sender.world_rank, parsed)
+        elif message.get("kind") in ("manifest", "manifest?"):
+            self._agreement.received(sender, message)
+        else:
+            raise ProtocolError(f"unknown message {message.get('kind')!r:.40}")
+
+    def _waited_out(self) -> bool:
+        return time.monotonic() > self._deadline

@@ -1,0 +1,225 @@
+"""The swarm's DHT: small expiring records that every peer can read, and the transport that comes with it.
+
+A Hivemind DHT node in this process's own event loop, on a p2pd of its own. Hivemind (and with it torch) is
+loaded by `load_hivemind` only, which `Dht.join` calls, so that a command line can import this module for nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from peers.bootstrap import connect_any
+from peers.errors import PeerUnreachable, UserError
+from peers.identity import Identity
+from peers.maddrs import by_reach, check_listenable, is_maddr, parse_maddr, validate_maddr
+from peers.p2pd import P2pd
+from peers.ping import ping, serve_ping
+
+if TYPE_CHECKING:
+    from hivemind.dht.node import DHTNode
+    from hivemind.p2p import P2P
+
+    from peers.transport import Transport
+
+__all__ = ["MAX_VALUE_BYTES", "Dht", "load_hivemind", "validate_maddr"]
+
+MAX_VALUE_BYTES = 4096
+"""Larger values are neither stored nor returned."""
+
+_MAX_VALUES = 4096
+_RPC_TIMEOUT_S = 3.0
+_REJOIN_INTERVAL_S = 5.0
+_CLOCK_TICK_S = 0.001
+_DEFAULT_JOIN_TIMEOUT_S = 20.0
+
+logger = logging.getLogger(__name__)
+
+
+class Dht:
+    """This process's membership in a DHT. Used from the event loop that joined."""
+
+    def __init__(
+        self, p2pd: P2pd, p2p: P2P, node: DHTNode, transport: Transport, initial_peers: Sequence[str]
+    ) -> None:
+        self.peer_id = str(p2p.peer_id)
+        self.transport = transport
+        self._p2pd = p2pd
+        self._p2p = p2p
+        self._node = node
+        self._expiry: dict[tuple[str, str], float] = {}
+        self._rejoiner = asyncio.create_task(self._keep_initial_peers(initial_peers))
+
+    @classmethod
+    async def join(
+        cls,
+        *,
+        identity: Identity,
+        initial_peers: Sequence[str] = (),
+        host_maddrs: Sequence[str] = ("/ip4/0.0.0.0/tcp/0",),
+        announce_maddrs: Sequence[str] = (),
+        client_mode: bool = False,
+        timeout_s: float = _DEFAULT_JOIN_TIMEOUT_S,
+    ) -> Dht:
+        """Join the DHT that any of `initial_peers` belongs to, or begin one when there are none.
+
+        `client_mode`: listen nowhere and store nothing for others, only ask. Raises UserError for addresses
+        that are wrong, in use, or silent.
+        """
+        for maddr in initial_peers:
+            validate_maddr(maddr, peer_id=True)
+        for maddr in (*host_maddrs, *announce_maddrs):
+            validate_maddr(maddr, peer_id=False)
+        if not client_mode:
+            check_listenable(host_maddrs)
+        others = [maddr for maddr in initial_peers if parse_maddr(maddr).peer_id != identity.peer_id]
+        load_hivemind()
+        from peers.transport import Transport
+
+        async with contextlib.AsyncExitStack() as undo:
+            p2pd = await P2pd.start(
+                identity_path=identity.path,
+                host_maddrs=host_maddrs,
+                announce_maddrs=announce_maddrs,
+                client_mode=client_mode,
+            )
+            undo.push_async_callback(p2pd.stop)
+            transport = Transport(p2pd.control, p2pd.directory)
+            undo.push_async_callback(transport.close)
+            answering = await connect_any(transport, others, timeout_s=timeout_s)
+            p2p = await _attach(p2pd)
+            undo.push_async_callback(p2p.shutdown)
+            node = await _create_node(p2p, answering, client_mode)
+            await serve_ping(transport)
+            undo.pop_all()
+            return cls(p2pd, p2p, node, transport, others)
+
+    async def maddrs(self) -> list[str]:
+        """The addresses others can dial now, each with /p2p/<id>, farthest reach first; none in client mode."""
+        try:
+            visible = await self._p2p.get_visible_maddrs(latest=True)
+        except (ValueError, OSError):
+            return []
+        return by_reach(text for maddr in visible if is_maddr(text := str(maddr)))
+
+    async def store(self, key: str, subkey: str, value: bytes, ttl_s: float) -> bool:
+        """Put `value` (MAX_VALUE_BYTES at most) under `key`, beside the values of other subkeys.
+
+        Returns whether any node took it. It is gone after `ttl_s`, but not before what it replaces would be.
+        """
+        if len(value) > MAX_VALUE_BYTES:
+            raise ValueError(f"a DHT value of {len(value)} bytes; at most {MAX_VALUE_BYTES} are kept")
+        # Nodes compare wall-clock times, and refuse what expires no later than the value they have.
+        expiry = max(time.time() + ttl_s, self._expiry.get((key, subkey), 0.0) + _CLOCK_TICK_S)
+        self._expiry[key, subkey] = expiry
+        return bool(await self._node.store(key, value, expiry, subkey=subkey))
+
+    async def get(self, key: str) -> dict[str, bytes]:
+        """The live values under `key` by subkey: whatever anybody wrote, for the caller to check."""
+        found = await self._node.get(key, latest=True)
+        return _checked_values(found.value if found is not None else None)
+
+    async def peers_known(self) -> int:
+        """How many other peers libp2p is connected with."""
+        return len(await self.transport.connected_peers())
+
+    @property
+    def p2pd_pid(self) -> int:
+        return self._p2pd.pid
+
+    async def ping(self, peer_id: str, *, timeout_s: float, maddrs: Sequence[str] = ()) -> bool:
+        """Whether the process that holds this identity answers, asked directly. Every member but clients does."""
+        return await ping(self.transport, peer_id, timeout_s=timeout_s, maddrs=maddrs)
+
+    async def wait_dead(self) -> str:
+        """Resolves with p2pd's last words when it has ended; this membership is over then."""
+        return await self._p2pd.wait_dead()
+
+    async def close(self) -> None:
+        """Leave: no process and no socket stays. May be repeated."""
+        self._rejoiner.cancel()
+        await asyncio.gather(self._rejoiner, return_exceptions=True)
+        await self.transport.close()
+        if self._p2pd.is_alive:
+            try:
+                async with asyncio.timeout(_RPC_TIMEOUT_S):
+                    await self._node.shutdown()
+            except Exception as error:  # noqa: BLE001 - whatever ails hivemind, p2pd has to go
+                logger.info("the DHT node did not close cleanly: %r", error)
+        await self._p2p.shutdown()
+        await self._p2pd.stop()
+
+    async def _keep_initial_peers(self, initial_peers: Sequence[str]) -> None:
+        """Come back to initial peers that were down when we joined, or restarted since."""
+        from hivemind.p2p import PeerID
+
+        while True:
+            await asyncio.sleep(_REJOIN_INTERVAL_S)
+            with contextlib.suppress(PeerUnreachable):
+                connected = await self.transport.connected_peers()
+                for maddr in initial_peers:
+                    peer_id = parse_maddr(maddr).peer_id
+                    if peer_id is None or peer_id in connected:
+                        continue
+                    with contextlib.suppress(PeerUnreachable):
+                        await self.transport.connect(peer_id, [maddr], timeout_s=_RPC_TIMEOUT_S)
+                        await self._node.protocol.call_ping(PeerID.from_base58(peer_id))
+
+
+def load_hivemind() -> None:
+    """Load what joining needs, which takes seconds: before an event loop runs, so that signals are heard meanwhile."""
+    import hivemind.dht.node  # noqa: F401 - sets up its logging as it loads
+
+    import peers.transport  # noqa: F401
+
+    # It warns of every peer that comes or goes, which is a swarm's ordinary life, with tracebacks.
+    logging.getLogger("hivemind").setLevel(logging.CRITICAL)
+
+
+async def _attach(p2pd: P2pd) -> P2P:
+    from hivemind.p2p import P2P
+    from hivemind.utils.multiaddr import Multiaddr
+
+    return await P2P.replicate(Multiaddr(f"/unix{p2pd.control}"))
+
+
+async def _create_node(p2p: P2P, initial_peers: Sequence[str], client_mode: bool) -> DHTNode:
+    from hivemind.dht.node import DHTNode
+    from hivemind.dht.protocol import ValidationError
+
+    try:
+        # Caches would answer with announcements of the past.
+        return await DHTNode.create(
+            p2p=p2p,
+            initial_peers=list(initial_peers),
+            client_mode=client_mode,
+            wait_timeout=_RPC_TIMEOUT_S,
+            cache_locally=False,
+            cache_on_store=False,
+            cache_nearest=0,
+        )
+    except ValidationError as error:
+        raise UserError(
+            f"the swarm's DHT does not take this machine: {error}. Is its clock right?"
+        ) from error
+    except RuntimeError as error:
+        raise UserError(
+            f"{', '.join(initial_peers)} can be reached, but no Hivemind DHT answers there; is it the "
+            "address that `diloco dht start` or `hivemind-dht` printed?"
+        ) from error
+
+
+def _checked_values(found: Any) -> dict[str, bytes]:
+    """What of a DHT's answer has the shape of our records; the rest is dropped."""
+    if not hasattr(found, "items"):
+        return {}
+    values: dict[str, bytes] = {}
+    for subkey, item in list(found.items())[:_MAX_VALUES]:
+        value = getattr(item, "value", None)
+        if isinstance(subkey, str) and isinstance(value, bytes) and len(value) <= MAX_VALUE_BYTES:
+            values[subkey] = value
+    return values

@@ -1,0 +1,46 @@
+"""Every error the swarm raises, by what the caller would do about it.
+
+PeersError
+├── UserError         stop before training and tell the user: a flag, a port, a key, a taken rank (exit 2)
+├── PeerUnreachable   skip this peer, or try it again later
+├── ProtocolError     drop this peer's stream: it sent what no honest peer sends
+├── RoundFailed       try the round again, without the suspects it names
+├── StateUnavailable  ask other donors, or wait for one
+└── LinkLost          the other end of the daemon <-> worker link is gone
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class PeersError(Exception):
+    """Base of everything raised here."""
+
+
+class UserError(PeersError):
+    """Something the user can mend before training starts."""
+
+
+class PeerUnreachable(PeersError):
+    """No stream to this peer could be opened in time, or it broke."""
+
+
+class ProtocolError(PeersError):
+    """A peer sent bytes that are too many, malformed, or out of turn."""
+
+
+class RoundFailed(PeersError):
+    """The reduction did not finish; `suspects` are the world ranks it was lost to."""
+
+    def __init__(self, reason: str, suspects: Iterable[int] = ()) -> None:
+        super().__init__(reason)
+        self.suspects = frozenset(suspects)
+
+
+class StateUnavailable(PeersError):
+    """No donor could hand over the state that was asked for."""
+
+
+class LinkLost(PeersError):
+    """The daemon or the worker at the other end is gone, or silent past its deadline."""

@@ -1,0 +1,217 @@
+"""What a daemon does for its worker: where to start, averaging, checkpoints. Implements worker_session.Host."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from peers import joining, membership, state_files
+from peers.agreement import Agreement
+from peers.averaging import Averager, Outcome
+from peers.credit import Credit
+from peers.errors import PeerUnreachable, ProtocolError, StateUnavailable, UserError
+from peers.joining import Scalar
+from peers.layout import Layout
+from peers.outer_state import OuterState
+from peers.presence import Presence
+from peers.records import State
+from peers.state_transfer import download_state
+from peers.streams import StreamTransport
+from peers.worker_session import Start
+
+log = logging.getLogger(__name__)
+
+DOWNLOAD_OVERHEAD_S = 30.0
+SLOWEST_DOWNLOAD = 2e6
+"""Bytes per second: a state that comes more slowly is no use."""
+BYTES_PER_VALUE = 8
+"""Anchor and momentum, both fp32."""
+REFUSAL_TIMEOUT_S = 30.0
+"""How long a worker that has to be told why it cannot join may take to connect."""
+DEFAULT_LOCAL_STEPS = 500
+
+
+@dataclass
+class Standing:
+    """What this peer shows of its worker."""
+
+    state: State = "joining"
+    step: int = 0
+    local_step: int = 0
+    tokens_per_s: float = 0.0
+
+
+def local_steps_of(manifest: Mapping[str, Scalar]) -> int:
+    return int(manifest.get("hv.local_steps") or DEFAULT_LOCAL_STEPS)
+
+
+class WorkerHost:
+    """`ready` is set by the daemon once the swarm has agreed; until then workers wait."""
+
+    def __init__(
+        self,
+        *,
+        run_id: str,
+        presence: Presence,
+        agreement: Agreement,
+        standing: Standing,
+        transport: StreamTransport,
+        waited_out: Callable[[], bool],
+    ) -> None:
+        self.run_id = run_id
+        self.ready: asyncio.Future[Averager] = asyncio.get_running_loop().create_future()
+        self.finished_at = asyncio.Event()
+        self.on_progress: Callable[[], None] = lambda: None
+        self._presence, self._agreement, self._standing = presence, agreement, standing
+        self._transport, self._waited_out = transport, waited_out
+        self._refused = asyncio.Event()
+        self._layout: Layout | None = None
+
+    @property
+    def world_rank(self) -> int:
+        return self._presence.world_rank
+
+    @property
+    def waits_for(self) -> str:
+        if self._standing.state in ("joining", "waiting"):
+            return f"peers, {len(self._presence.view)} of {self._presence.galaxy_size} are here"
+        return self.ready.result().waits_for
+
+    async def manifest(self) -> Mapping[str, Scalar]:
+        await asyncio.shield(self.ready)
+        return self._agreement.manifest
+
+    async def admit(self, layout: Layout) -> None:
+        await asyncio.shield(self.ready)
+        if self._layout is not None and self._layout.digest != layout.digest:
+            raise UserError("the worker came back with another model than before; start the peer anew")
+        self._layout = layout
+
+    async def start(self, out: torch.Tensor, inn: torch.Tensor, offer: dict[str, Any]) -> Start:
+        """The state to begin from: the swarm's, a checkpoint's, or the worker's own initial weights."""
+        averager = await asyncio.shield(self.ready)
+        keep_local = False
+        if averager.has_state:
+            await averager.idle()
+        else:
+            offered = await asyncio.to_thread(_offered_state, out, offer.get("resume"))
+            averager.adopt(offered)
+            self._show("waiting")
+            await self._adopt_best(averager)
+            keep_local = bool(offer.get("resume")) and averager.state is offered
+        state = averager.state
+        local_steps = local_steps_of(self._agreement.manifest)
+        step = membership.progress_of_others(self._presence.view, state.lineage, self.world_rank, local_steps)
+        if keep_local:
+            step = int(offer["local_step"])
+        inn.copy_(state.anchor[0])
+        self._standing.local_step, self._standing.step = step, state.epoch * local_steps + step
+        self._show("training")
+        log.info("training from epoch %d, step %d, anchor %s", state.epoch, step, state.anchor_digest[:12])
+        return Start(
+            epoch=state.epoch,
+            local_step=step,
+            local_steps=local_steps,
+            data_base=state.data_base,
+            anchor_digest=state.anchor_digest,
+            lineage=state.lineage,
+            num_peers=len(self._presence.view),
+            keep_local=keep_local,
+        )
+
+    async def average(self, out: torch.Tensor, inn: torch.Tensor, ready: dict[str, Any]) -> Outcome:
+        averager = await asyncio.shield(self.ready)
+        tokens, last = int(ready["tokens"]), bool(ready["last"])
+        self._standing.step = int(ready["step"])
+        self._show("averaging")
+        outcome = await averager.average(out, inn, tokens=tokens, step=int(ready["step"]), last=last)
+        self._standing.local_step = outcome.local_step
+        self._show("leaving" if last else "training")
+        return outcome
+
+    async def save(self, directory: Path) -> None:
+        averager = await asyncio.shield(self.ready)
+        await asyncio.to_thread(state_files.save, averager.state, directory)
+
+    def progressed(self, progress: dict[str, Any]) -> None:
+        """Shown with the next heartbeat; not worth a message of its own."""
+        self._standing.step, self._standing.local_step = int(progress["step"]), int(progress["local_step"])
+        self._standing.tokens_per_s = float(progress["tokens_per_s"])
+        self.on_progress()
+
+    def finished(self) -> None:
+        self.finished_at.set()
+
+    def refused(self) -> None:
+        self._refused.set()
+
+    async def refuse(self, error: UserError, *, wait: bool) -> None:
+        """Whoever waits for this peer to be ready is told; `wait` until somebody has been."""
+        self.ready.set_exception(error)
+        self.ready.exception()
+        if wait:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(REFUSAL_TIMEOUT_S):
+                    await self._refused.wait()
+
+    async def _adopt_best(self, averager: Averager) -> None:
+        """Start from the same state as everybody else."""
+        presence, credit, said = self._presence, Credit(), ""
+        while True:
+            if self.waits_for != said:
+                said = self.waits_for
+                log.info("waiting for %s", said)
+            source = joining.state_source(
+                credit.credible(presence.view, averager.state.lineage, time.monotonic()),
+                me=self.world_rank,
+                galaxy_size=presence.galaxy_size,
+                waited_out=self._waited_out(),
+            )
+            if source is not None and source.lineage == averager.state.lineage:
+                return
+            if source is not None:
+                donors = membership.donors_of(presence.view, source.lineage, self.world_rank)
+                asked_at = time.monotonic()
+                try:
+                    averager.adopt(await self.download(donors, source.lineage))
+                    continue
+                except (StateUnavailable, PeerUnreachable, ProtocolError) as error:
+                    log.info("no state from %s yet: %s", donors, error)
+                    credit.failed({*donors, source.peer_id}, asked_at, time.monotonic())
+            await presence.wait_for_change()
+
+    async def download(self, donors: list[str], lineage: str) -> OuterState:
+        """The state of this lineage. Raises StateUnavailable, PeerUnreachable or ProtocolError."""
+        assert self._layout is not None
+        return await download_state(
+            donors,
+            self._transport,
+            self.run_id,
+            lineage,
+            self._layout.sizes,
+            timeout_s=DOWNLOAD_OVERHEAD_S + BYTES_PER_VALUE * sum(self._layout.sizes) / SLOWEST_DOWNLOAD,
+        )
+
+    def _show(self, state: State) -> None:
+        self._standing.state = state
+        self._presence.publish()
+
+
+def _offered_state(out: torch.Tensor, resume: str | None) -> OuterState:
+    """What this peer can start from by itself. Raises UserError where the checkpoint is another model's."""
+    if not resume:
+        return OuterState.initial([out.clone()])
+    state = state_files.load(Path(resume))
+    if state.sizes != (out.numel(),):
+        raise UserError(
+            f"the checkpoint {resume} is of another model: it has {sum(state.sizes)} parameters, this one {out.numel()}"
+        )
+    return state

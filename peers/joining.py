@@ -1,0 +1,101 @@
+"""How a peer enters a run: which manifest it takes, which state it starts from. Pure decisions on a view.
+
+Every peer evaluates these whenever its view changes, so whoever dies in between, the next evaluation leads on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Mapping
+from typing import Any, Literal
+
+from peers.membership import View, best_of, preference
+from peers.records import Announcement
+
+Scalar = str | int | float | bool | None
+MAX_MANIFEST_BYTES = 256 << 10
+MAX_LOCAL_STEPS = 1 << 30
+MAX_OUTER_REAL = 1000.0
+
+
+def manifest_digest(manifest: Mapping[str, Scalar]) -> str:
+    """Hex sha256 of the canonical JSON."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def check_manifest(value: Any) -> dict[str, Scalar]:
+    """A manifest from a peer, if that is what it is; raises ValueError."""
+    if not isinstance(value, dict) or len(value) > 256:
+        raise ValueError("a manifest is a map of at most 256 fields")
+    for key, item in value.items():
+        if not isinstance(key, str) or not isinstance(item, (str, int, float, bool, type(None))):
+            raise ValueError(f"a manifest holds scalars by name, not {key!r:.40}: {item!r:.40}")
+    steps = value.get("hv.local_steps")
+    if not (steps is None or (type(steps) is int and 0 < steps <= MAX_LOCAL_STEPS)):
+        raise ValueError(f"not a number of local steps: {steps!r:.40}")
+    for key in ("hv.outer_lr", "hv.outer_momentum"):
+        real = value.get(key)
+        if not (real is None or (type(real) in (int, float) and 0 <= real <= MAX_OUTER_REAL)):
+            raise ValueError(f"{key} is no number between 0 and {MAX_OUTER_REAL:g}: {real!r:.40}")
+    if len(json.dumps(value)) > MAX_MANIFEST_BYTES:
+        raise ValueError(f"a manifest has at most {MAX_MANIFEST_BYTES} bytes")
+    return value
+
+
+def misfits(proposal: Mapping[str, Scalar], theirs: Mapping[str, Scalar]) -> list[str]:
+    """Fields of a manifest whose type is not the one that this peer's own proposal has there."""
+    return [
+        field
+        for field in sorted(theirs.keys() & proposal.keys())
+        if None not in (theirs[field], proposal[field]) and _kind(theirs[field]) is not _kind(proposal[field])
+    ]
+
+
+def _kind(value: Scalar) -> type:
+    """Whole numbers are real numbers, truth values are not."""
+    return float if type(value) is int else type(value)
+
+
+def manifest_differences(
+    ours: Mapping[str, Scalar], theirs: Mapping[str, Scalar], named: Collection[str]
+) -> list[str]:
+    """What the user named that the swarm's manifest contradicts, one line a field."""
+    return [
+        f"{field}: here {_short(ours[field])}, in the swarm {_short(theirs[field])}"
+        for field in sorted(named)
+        if field in ours and field in theirs and ours[field] != theirs[field]
+    ]
+
+
+def _short(value: Scalar) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:50]}… ({hashlib.sha256(text.encode()).hexdigest()[:8]})"
+
+
+def manifest_source(
+    view: View, *, me: int, galaxy_size: int, waited_out: bool
+) -> Announcement | Literal["own"] | None:
+    """Whose manifest to adopt: the lowest rank that has one. None: wait on. The view includes this peer."""
+    holders = [peer for rank, peer in sorted(view.items()) if rank != me and peer.manifest_digest]
+    if holders:
+        return holders[0]
+    lowest = me == min(view)
+    if lowest and (me == 0 or len(view) >= galaxy_size or waited_out):
+        return "own"
+    return None
+
+
+def state_source(view: View, *, me: int, galaxy_size: int, waited_out: bool) -> Announcement | None:
+    """Whose state to start from, once this peer has one of its own to offer. None: wait on.
+
+    A running swarm wins. Before the first step the best state among the waiting does: most committed tokens (some may
+    have come back from a checkpoint), then the smaller lineage, then the lowest rank.
+    """
+    running = best_of({rank: peer for rank, peer in view.items() if rank != me})
+    if running is not None:
+        return running
+    offering = [peer for peer in view.values() if peer.anchor_digest]
+    if len(offering) < galaxy_size and not waited_out:
+        return None
+    return max(offering, key=lambda peer: (preference(peer), -peer.world_rank), default=None)

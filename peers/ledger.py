@@ -1,0 +1,121 @@
+"""Which identity holds which world rank of a run. On disk: a restarted coordinator forgets nothing."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from peers.errors import UserError
+
+_BUSY_TIMEOUT_S = 5.0
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS ranks (
+    world_rank INTEGER PRIMARY KEY,
+    peer_id TEXT NOT NULL UNIQUE,
+    fencing INTEGER NOT NULL
+);
+CREATE TABLE IF NOT EXISTS fencing (last INTEGER NOT NULL);
+INSERT INTO fencing SELECT 0 WHERE NOT EXISTS (SELECT * FROM fencing);
+"""
+
+
+@dataclass(frozen=True)
+class Grant:
+    """A world rank. Of two claims to one rank the higher `fencing` number is the later, and holds."""
+
+    world_rank: int
+    fencing: int
+    galaxy_size: int
+    """How many peers the ledger knows, this one included."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """The rank that was asked for belongs to another identity."""
+
+    holder: str
+
+
+class Ledger:
+    """One run's ranks: one rank an identity, one identity a rank. A change is on disk when the call ends."""
+
+    def __init__(self, path: Path) -> None:
+        """Open the ledger at `path`, or make it. Raises UserError when it cannot be read or written."""
+        self._path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._db = sqlite3.connect(path, timeout=_BUSY_TIMEOUT_S, isolation_level=None)
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute("PRAGMA synchronous=FULL")
+            self._db.executescript(_SCHEMA)
+        except (sqlite3.Error, OSError) as error:
+            raise UserError(
+                f"cannot use the ledger of world ranks {path}: {error}. Move it away to begin a new one; its "
+                "ranks are forgotten then"
+            ) from error
+
+    def assign(
+        self,
+        peer_id: str,
+        wanted: int | None = None,
+        *,
+        evict: str | None = None,
+        avoid: Collection[int] = (),
+    ) -> Grant | Taken:
+        """Give this identity a rank: the wanted one, else the one it has, else the lowest free one.
+
+        Repeating it gives the same rank with a higher fencing number. A wanted rank of another identity is
+        Taken, unless that identity is `evict`, which loses it. Ranks to `avoid` are given to those only who ask
+        for them.
+        """
+        with self._transaction():
+            rank = wanted if wanted is not None else self._rank_of(peer_id)
+            if rank is None or (wanted is None and rank in avoid):
+                rank = self._lowest_free(avoid)
+            holder = self.holder(rank)
+            if holder is not None and holder not in (peer_id, evict):
+                return Taken(holder)
+            self._db.execute("UPDATE fencing SET last = last + 1")
+            self._db.execute("DELETE FROM ranks WHERE world_rank = ? OR peer_id = ?", (rank, peer_id))
+            self._db.execute("INSERT INTO ranks SELECT ?, ?, last FROM fencing", (rank, peer_id))
+            (fencing,) = self._db.execute("SELECT last FROM fencing").fetchone()
+            return Grant(rank, fencing, self.known())
+
+    def release(self, peer_id: str) -> None:
+        """Forget this identity; its rank is free. May be repeated."""
+        with self._transaction():
+            self._db.execute("DELETE FROM ranks WHERE peer_id = ?", (peer_id,))
+
+    def holder(self, world_rank: int) -> str | None:
+        row = self._db.execute("SELECT peer_id FROM ranks WHERE world_rank = ?", (world_rank,)).fetchone()
+        return row[0] if row else None
+
+    def known(self) -> int:
+        """How many identities hold a rank."""
+        (count,) = self._db.execute("SELECT count(*) FROM ranks").fetchone()
+        return int(count)
+
+    def close(self) -> None:
+        """May be repeated."""
+        self._db.close()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
+
+    def _rank_of(self, peer_id: str) -> int | None:
+        row = self._db.execute("SELECT world_rank FROM ranks WHERE peer_id = ?", (peer_id,)).fetchone()
+        return row[0] if row else None
+
+    def _lowest_free(self, avoid: Collection[int]) -> int:
+        taken = {row[0] for row in self._db.execute("SELECT world_rank FROM ranks")} | set(avoid)
+        return next(rank for rank in range(len(taken) + 1) if rank not in taken)

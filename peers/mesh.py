@@ -1,0 +1,253 @@
+"""A live channel to every other peer of the run: statuses, round messages, and the first word of a death.
+
+Peers are found in the DHT; here they are kept. Each pair shares one channel, opened by the smaller peer id (by the
+other when that does not come about). Both ends send their signed status on every change and once a second, so a channel
+that breaks or falls silent tells of a loss long before the DHT record expires.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from peers.allowance import Allowance
+from peers.errors import PeerUnreachable, ProtocolError
+from peers.messages import Channel
+from peers.records import Announcement
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_S = 1.0
+SILENCE_S = 8.0
+"""A peer that says nothing for so long counts as lost. Far above a heartbeat: a busy machine is not a dead one."""
+DIAL_TIMEOUT_S = 5.0
+LET_THE_OTHER_DIAL_S = 3.0
+_MAX_QUEUED = 1024
+
+
+class StreamOpener(Protocol):
+    """The part of peers/transport.py that the mesh needs."""
+
+    async def open(
+        self, peer_id: str, protocol: str, *, timeout_s: float, maddrs: Sequence[str] = ()
+    ) -> socket.socket: ...
+
+    async def serve(
+        self, protocol: str, handler: Callable[[str, socket.socket], Awaitable[None]]
+    ) -> None: ...
+
+
+class Mesh:
+    """Used from one event loop. `view` holds the newest status of every live peer by world rank, without this one."""
+
+    def __init__(
+        self,
+        *,
+        run_id: str,
+        peer_id: str,
+        transport: StreamOpener,
+        status: Callable[[], bytes],
+        on_change: Callable[[], None],
+        on_message: Callable[[Announcement, dict[str, Any]], None],
+    ) -> None:
+        self._protocol = f"diloco/{run_id}/mesh"
+        self._run_id, self._peer_id, self._transport = run_id, peer_id, transport
+        self._status, self._on_change, self._on_message = status, on_change, on_message
+        self._peers: dict[str, _Peer] = {}
+        self._dialling: dict[str, asyncio.Task[None]] = {}
+        self._first_heard_of: dict[str, float] = {}
+        self._allowances: dict[str, Allowance] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def view(self) -> Mapping[int, Announcement]:
+        return {rank: peer.status for rank, peer in self._holders().items()}
+
+    @property
+    def peers(self) -> list[Announcement]:
+        """The newest status of every live peer; here even two that claim one rank both appear."""
+        return [peer.status for peer in self._peers.values()]
+
+    async def start(self) -> None:
+        await self._transport.serve(self._protocol, self._accepted)
+
+    def discovered(self, records: Mapping[str, Announcement]) -> None:
+        """Dial whoever is in the DHT and has no channel yet."""
+        now = time.monotonic()
+        for peer_id, record in records.items():
+            if peer_id == self._peer_id or peer_id in self._peers or peer_id in self._dialling:
+                continue
+            heard = self._first_heard_of.setdefault(peer_id, now)
+            if self._peer_id < peer_id or now - heard > LET_THE_OTHER_DIAL_S:
+                self._dialling[peer_id] = self._spawn(self._dial(record))
+
+    async def reach(self, record: Announcement) -> bool:
+        """Whether this peer answers at all; a channel to it is kept."""
+        peer_id = record.peer_id
+        if peer_id not in self._peers and peer_id not in self._dialling:
+            self._dialling[peer_id] = self._spawn(self._dial(record))
+        if task := self._dialling.get(peer_id):
+            await asyncio.wait({task}, timeout=DIAL_TIMEOUT_S + 1)
+        return peer_id in self._peers
+
+    def send(self, world_rank: int, message: dict[str, Any]) -> None:
+        """Queue a message; one to a peer that is gone is dropped, as a broken channel would drop it."""
+        if (peer := self._holders().get(world_rank)) is not None:
+            peer.enqueue(message)
+
+    def broadcast_status(self) -> None:
+        message = {"kind": "status", "status": self._status()}
+        for peer in self._peers.values():
+            peer.enqueue(message)
+
+    async def close(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _holders(self) -> dict[int, _Peer]:
+        """By world rank: of several that claim one, whoever has been here longest."""
+        holders: dict[int, _Peer] = {}
+        for peer in self._peers.values():
+            holders.setdefault(peer.status.world_rank, peer)
+        return holders
+
+    def _spawn(self, coroutine: Any) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _dial(self, record: Announcement) -> None:
+        peer_id = record.peer_id
+        try:
+            sock = await self._transport.open(
+                peer_id, self._protocol, timeout_s=DIAL_TIMEOUT_S, maddrs=record.maddrs
+            )
+            channel = Channel(sock)
+            try:
+                await channel.send({"kind": "status", "status": self._status()}, timeout_s=DIAL_TIMEOUT_S)
+                status = await self._receive_status(channel, peer_id)
+            except BaseException:
+                channel.close()
+                raise
+        except (PeerUnreachable, ProtocolError) as error:
+            log.debug("cannot reach %s: %s", peer_id, error)
+            return
+        finally:
+            self._dialling.pop(peer_id, None)
+        self._keep(peer_id, channel, status)
+
+    async def _accepted(self, peer_id: str, sock: socket.socket) -> None:
+        channel = Channel(sock)
+        try:
+            status = await self._receive_status(channel, peer_id)
+            await channel.send({"kind": "status", "status": self._status()}, timeout_s=DIAL_TIMEOUT_S)
+        except (PeerUnreachable, ProtocolError) as error:
+            log.info("refused a channel from %s: %s", peer_id, error)
+            channel.close()
+            return
+        self._keep(peer_id, channel, status)
+
+    async def _receive_status(self, channel: Channel, peer_id: str) -> Announcement:
+        message = await channel.receive(timeout_s=DIAL_TIMEOUT_S)
+        if message.get("kind") != "status":
+            raise ProtocolError(f"expected a status, got {message.get('kind')!r:.40}")
+        return self._decode(peer_id, message.get("status"))
+
+    def _decode(self, peer_id: str, blob: Any) -> Announcement:
+        if not isinstance(blob, bytes):
+            raise ProtocolError("a status is bytes")
+        return Announcement.decode(peer_id, blob, run_id=self._run_id, now=time.time())
+
+    def _keep(self, peer_id: str, channel: Channel, status: Announcement) -> None:
+        """From now on this is the channel to the peer; a newer one replaces an older one."""
+        if (older := self._peers.get(peer_id)) is not None:
+            older.channel.break_off()
+        peer = self._peers[peer_id] = _Peer(channel, status)
+        self._on_change()
+        self._spawn(self._listen(peer, peer_id))
+
+    async def _listen(self, peer: _Peer, peer_id: str) -> None:
+        """Own the channel until it breaks."""
+        sender = asyncio.create_task(peer.send_forever(self._status))
+        # It outlives the channel: a flood is not to begin anew with every new one.
+        allowance = self._allowances.setdefault(peer_id, Allowance(time.monotonic()))
+        read_bytes = 0
+        try:
+            while True:
+                message = await peer.channel.receive(timeout_s=SILENCE_S)
+                size, read_bytes = peer.channel.received_bytes - read_bytes, peer.channel.received_bytes
+                allowance.spend(size, time.monotonic())
+                self._received(peer, peer_id, message)
+                # Reading what is there already does not let anybody else run.
+                await asyncio.sleep(0)
+        except (PeerUnreachable, ProtocolError) as error:
+            log.debug("lost the channel to peer %d: %s", peer.status.world_rank, error)
+        finally:
+            sender.cancel()
+            await asyncio.gather(sender, return_exceptions=True)
+            peer.channel.close()
+            if self._peers.get(peer_id) is peer:
+                del self._peers[peer_id]
+                self._first_heard_of.pop(peer_id, None)
+                self._on_change()
+
+    def _received(self, peer: _Peer, peer_id: str, message: dict[str, Any]) -> None:
+        if message.get("kind") != "status":
+            # Nobody speaks for a rank that another one holds.
+            if self._holders()[peer.status.world_rank] is peer:
+                self._on_message(peer.status, message)
+            return
+        status = self._decode(peer_id, message.get("status"))
+        if status.world_rank != peer.status.world_rank:
+            raise ProtocolError(
+                f"changed its world rank from {peer.status.world_rank} to {status.world_rank}"
+            )
+        changed = _essence(status) != _essence(peer.status)
+        peer.status = status
+        if changed:
+            self._on_change()
+
+
+class _Peer:
+    def __init__(self, channel: Channel, status: Announcement) -> None:
+        self.channel, self.status = channel, status
+        self._queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue(_MAX_QUEUED)
+
+    def enqueue(self, message: dict[str, Any]) -> None:
+        try:
+            self._queue.put_nowait(message)
+        except asyncio.QueueFull:
+            # It takes nothing any more: losing it now is what its silence would lead to.
+            self.channel.break_off()
+
+    async def send_forever(self, status: Callable[[], bytes]) -> None:
+        try:
+            while True:
+                try:
+                    # Not wait_for: in Python 3.11 it swallows a cancellation that meets a message.
+                    async with asyncio.timeout(HEARTBEAT_S):
+                        message = await self._queue.get()
+                except TimeoutError:
+                    message = {"kind": "status", "status": status()}
+                await self.channel.send(message, timeout_s=SILENCE_S)
+        except PeerUnreachable:
+            self.channel.break_off()
+
+
+def _essence(status: Announcement) -> tuple[Any, ...]:
+    """What decisions depend on; the rest only informs people."""
+    return (
+        status.world_rank,
+        status.incarnation,
+        status.state,
+        status.epoch,
+        status.lineage,
+        status.manifest_digest,
+    )

@@ -1,0 +1,95 @@
+"""Small messages between peers: msgpack maps behind a 4-byte length, on a stream of the transport."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import struct
+from typing import Any
+
+import msgpack
+
+from peers.errors import PeerUnreachable, ProtocolError
+
+MAX_MESSAGE_BYTES = 1 << 20
+
+_LENGTH = struct.Struct("<I")
+
+
+class Channel:
+    """Messages over a non-blocking socket, which it owns. One task may send while another receives."""
+
+    def __init__(self, sock: socket.socket, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self._max_message_bytes = max_message_bytes
+        self._sending = asyncio.Lock()
+        self._received = bytearray()
+        self.received_bytes = 0
+        """In whole messages."""
+
+    async def send(self, message: dict[str, Any], timeout_s: float | None = None) -> None:
+        """Raises PeerUnreachable when the stream is broken, or full for longer than `timeout_s`."""
+        body = msgpack.packb(message)
+        if len(body) > self._max_message_bytes:
+            raise ProtocolError(f"refusing to send a message of {len(body)} bytes")
+        try:
+            async with asyncio.timeout(timeout_s), self._sending:
+                await asyncio.get_running_loop().sock_sendall(self._sock, _LENGTH.pack(len(body)) + body)
+        except TimeoutError as error:
+            # Part of the frame may be out: nothing after it would make sense.
+            self.close()
+            raise PeerUnreachable(f"could not send within {timeout_s:g} s") from error
+        except OSError as error:
+            raise PeerUnreachable(f"the stream broke: {error}") from error
+
+    async def receive(self, timeout_s: float | None = None) -> dict[str, Any]:
+        """The next message; a receive that was cancelled or timed out loses nothing.
+
+        Raises PeerUnreachable at the end of the stream and after `timeout_s`, ProtocolError for what
+        is no message.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._fill(_LENGTH.size)
+                (length,) = _LENGTH.unpack_from(self._received)
+                if length > self._max_message_bytes:
+                    raise ProtocolError(
+                        f"a message of {length} bytes; at most {self._max_message_bytes} are allowed"
+                    )
+                await self._fill(_LENGTH.size + length)
+        except TimeoutError as error:
+            raise PeerUnreachable(f"no message within {timeout_s:g} s") from error
+        except OSError as error:
+            raise PeerUnreachable(f"the stream broke: {error}") from error
+        body = bytes(self._received[_LENGTH.size : _LENGTH.size + length])
+        del self._received[: _LENGTH.size + length]
+        self.received_bytes += _LENGTH.size + length
+        return _unpack(body)
+
+    def break_off(self) -> None:
+        """End the stream under whoever sends or receives on it right now; its owner still has to close it."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """May be repeated."""
+        self._sock.close()
+
+    async def _fill(self, num_bytes: int) -> None:
+        while len(self._received) < num_bytes:
+            piece = await asyncio.get_running_loop().sock_recv(self._sock, num_bytes - len(self._received))
+            if not piece:
+                raise PeerUnreachable("the peer closed the stream")
+            self._received += piece
+
+
+def _unpack(body: bytes) -> dict[str, Any]:
+    try:
+        message = msgpack.unpackb(body, strict_map_key=True)
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise ProtocolError(f"not a message: {error!r}") from error
+    if not isinstance(message, dict) or not all(isinstance(key, str) for key in message):
+        raise ProtocolError(f"a message is a map with text keys, not {type(message).__name__}")
+    return message

@@ -1,0 +1,80 @@
+"""What changed in a swarm between two looks at its announcements, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from peers.records import Announcement
+
+LOST_AFTER_S = 15.0
+"""A peer whose announcement has not been renewed for so long counts as lost."""
+QUIET_AFTER_S = 7.0
+"""After so long without news of it a peer is not counted any more; announcements are seconds apart."""
+
+
+@dataclass
+class Watcher:
+    """Remembers who was there. The clock is an argument, in seconds from anywhere."""
+
+    _present: dict[str, tuple[Announcement, float]] = field(default_factory=dict)
+    _newest: dict[str, float] = field(default_factory=dict)
+    _epoch: int = 0
+
+    def update(self, announcements: Mapping[str, Announcement], now_s: float) -> list[str]:
+        """One line for each peer that joined, left or was lost, and for each epoch reached, since the last call.
+
+        A peer that is still joining, and may yet be refused, is no news; nor is a record that goes missing for a
+        moment. One that says the same as before keeps nobody alive.
+        """
+        lines = []
+        for peer_id, announcement in sorted(announcements.items(), key=lambda item: item[1].world_rank):
+            renewed = announcement.time > self._newest.get(peer_id, float("-inf"))
+            self._newest[peer_id] = max(announcement.time, self._newest.get(peer_id, announcement.time))
+            if renewed and (announcement.state != "joining" or peer_id in self._present):
+                lines += self._renewed(peer_id, announcement, now_s)
+        lines += self._lost(now_s)
+        lines += self._reached(now_s)
+        return lines
+
+    def _renewed(self, peer_id: str, announcement: Announcement, now_s: float) -> list[str]:
+        before, _ = self._present.get(peer_id, (None, 0.0))
+        if announcement.state == "leaving":
+            if self._present.pop(peer_id, None) is None:
+                return []
+            return [f"{_name(announcement)} left at epoch {announcement.epoch}, {self._count(now_s)}"]
+        self._present[peer_id] = (announcement, now_s)
+        if before is None:
+            return [f"{_name(announcement)} joined, {self._count(now_s)}"]
+        if before.incarnation != announcement.incarnation:
+            return [f"{_name(announcement)} came back, {self._count(now_s)}"]
+        return []
+
+    def _lost(self, now_s: float) -> list[str]:
+        lines = []
+        for peer_id, (announcement, seen_s) in list(self._present.items()):
+            if now_s - seen_s > LOST_AFTER_S:
+                del self._present[peer_id]
+                silence = f"silent for {now_s - seen_s:.0f} s"
+                lines.append(f"{_name(announcement)} is lost: {silence}, {self._count(now_s)}")
+        return lines
+
+    def _reached(self, now_s: float) -> list[str]:
+        epoch = max((announcement.epoch for announcement, _ in self._present.values()), default=0)
+        if epoch <= self._epoch:
+            return []
+        self._epoch = epoch
+        speed = sum(announcement.tokens_per_s for announcement in self._heard(now_s))
+        return [f"epoch {epoch}: {self._count(now_s)}, {speed:,.0f} tokens/s"]
+
+    def _heard(self, now_s: float) -> list[Announcement]:
+        """Of those present, whoever has been heard of lately."""
+        return [peer for peer, seen_s in self._present.values() if now_s - seen_s <= QUIET_AFTER_S]
+
+    def _count(self, now_s: float) -> str:
+        number = len(self._heard(now_s))
+        return f"{number} peer{'s' if number != 1 else ''}"
+
+
+def _name(announcement: Announcement) -> str:
+    return f"peer {announcement.world_rank} (…{announcement.peer_id[-6:]})"

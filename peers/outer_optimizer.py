@@ -1,0 +1,145 @@
+"""The outer step, and what else is computed on whole fragments.
+
+Every peer computes every commit by itself, so the step is made of single IEEE operations in a fixed order, and gives
+the same bits on every CPU. Nothing here takes more memory than a few chunks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from peers.outer_state import Digests, OuterState, num_threads
+from peers.reduce_plan import CHUNK_NUMEL, slices
+from peers.state_header import DIGEST_BYTES, StateChunk, StateHeader, chunks_of
+
+
+class OuterOptimizer:
+    """Nesterov SGD on averaged pseudo-gradients, as torch.optim.SGD(nesterov=True) does it, without its fused adds.
+
+    Both parameters are rounded to fp32 once, here, as every peer applies them.
+    """
+
+    def __init__(self, *, lr: float, momentum: float) -> None:
+        self.lr, self.momentum = struct.unpack("2f", struct.pack("2f", lr, momentum))
+
+    def preview(self, state: OuterState, fragment: int, average: Tensor) -> Digests:
+        """The digests that `commit` would arrive at. Stores nothing."""
+        header = self._advance(state, fragment, average, None)
+        return Digests(header.anchor_digest, header.momentum_digest)
+
+    def commit(
+        self, state: OuterState, fragment: int, average: Tensor, *, tokens: int, data_width: int
+    ) -> Digests:
+        """Advance anchor, momentum, epoch, lineage, tokens and data blocks together.
+
+        `average` is the averaged pseudo-gradient, `tokens` what it was trained on, `data_width` the number of data
+        blocks that the epoch which ends has handed out.
+        """
+        old = state.header
+        target = state.begin_change(fragment)
+        header = replace(
+            self._advance(state, fragment, average, target),
+            epoch=old.epoch + 1,
+            parent=old.lineage,
+            committed_tokens=old.committed_tokens + tokens,
+            data_base=old.data_base + data_width,
+            data_width=data_width,
+        )
+        state.end_change(header, fragment, *target)
+        return Digests(header.anchor_digest, header.momentum_digest)
+
+    def _advance(
+        self, state: OuterState, fragment: int, average: Tensor, target: tuple[Tensor, Tensor] | None
+    ) -> StateHeader:
+        """The old header with the new chunks' digests; the new values go to `target`, if there is one."""
+        mine = [chunk for chunk in chunks_of(state.sizes) if chunk.fragment == fragment]
+
+        def step(chunk: StateChunk) -> tuple[bytes, bytes]:
+            return self._step_chunk(state, chunk, average, target)
+
+        with ThreadPoolExecutor(num_threads(), "outer", _keep_denormals) as pool:
+            digests = list(pool.map(step, mine))
+        return replace(
+            state.header,
+            anchor_chunks=_spliced(state.header.anchor_chunks, mine, [anchor for anchor, _ in digests]),
+            momentum_chunks=_spliced(
+                state.header.momentum_chunks, mine, [momentum for _, momentum in digests]
+            ),
+        )
+
+    def _step_chunk(
+        self, state: OuterState, chunk: StateChunk, average: Tensor, target: tuple[Tensor, Tensor] | None
+    ) -> tuple[bytes, bytes]:
+        old_anchor, old_momentum = state.anchor[chunk.fragment], state.momentum[chunk.fragment]
+        hashes = hashlib.sha256(), hashlib.sha256()
+        scratch = [torch.empty(min(chunk.numel, CHUNK_NUMEL)) for _ in range(3)]
+        for relative in slices(chunk.numel):
+            part = slice(chunk.start + relative.start, chunk.start + relative.stop)
+            direction, anchor, momentum = (buffer[: part.stop - part.start] for buffer in scratch)
+            if target is not None:
+                anchor, momentum = target[0][part], target[1][part]
+            self._step(old_anchor[part], old_momentum[part], average[part], direction, anchor, momentum)
+            for hashed, values in zip(hashes, (anchor, momentum), strict=True):
+                hashed.update(values.numpy().data)
+        return hashes[0].digest(), hashes[1].digest()
+
+    def _step(
+        self,
+        old_anchor: Tensor,
+        old_momentum: Tensor,
+        average: Tensor,
+        scratch: Tensor,
+        anchor: Tensor,
+        momentum: Tensor,
+    ) -> None:
+        """One outer step into `anchor` and `momentum`, which may be the old ones.
+
+        The first step's momentum is the average itself, since 0 times the momentum is added to it.
+        """
+        torch.mul(old_momentum, self.momentum, out=scratch)
+        torch.add(scratch, average, out=momentum)
+        torch.mul(momentum, self.momentum, out=scratch)
+        scratch.add_(average)
+        scratch.mul_(self.lr)
+        torch.sub(old_anchor, scratch, out=anchor)
+
+
+def norm_of_pseudo_gradient(anchor: Tensor, local: Tensor) -> float:
+    """The L2 norm of `anchor - local`; not finite if any value of it is not, or its square overflows fp32."""
+    scratch = torch.empty(min(anchor.numel(), CHUNK_NUMEL))
+    energy = 0.0
+    for part in slices(anchor.numel()):
+        difference = scratch[: part.stop - part.start]
+        torch.sub(anchor[part], local[part], out=difference)
+        energy += float(torch.dot(difference, difference))
+    return math.sqrt(energy) if energy >= 0 else math.nan
+
+
+def rebase(new_anchor: Tensor, local: Tensor, base: Tensor, out: Tensor) -> None:
+    """Carry local work over to another anchor: out = new_anchor + (local - base). `out` may be any of the three."""
+    scratch = torch.empty(min(local.numel(), CHUNK_NUMEL))
+    for part in slices(local.numel()):
+        work = scratch[: part.stop - part.start]
+        torch.sub(local[part], base[part], out=work)
+        torch.add(new_anchor[part], work, out=out[part])
+
+
+def _spliced(digests: bytes, chunks: Sequence[StateChunk], replacements: Sequence[bytes]) -> bytes:
+    if not chunks:
+        return digests
+    start = chunks[0].position * DIGEST_BYTES
+    new = b"".join(replacements)
+    return digests[:start] + new + digests[start + len(new) :]
+
+
+def _keep_denormals() -> None:
+    # Flushing is a state of the thread, and a library loaded elsewhere may have changed what new threads inherit.
+    torch.set_flush_denormal(False)

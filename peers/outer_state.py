@@ -1,0 +1,173 @@
+"""The outer state of a run: the anchor all peers agreed on, its momentum, and what has been committed so far."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from peers.state_header import StateHeader, chunks_of
+
+_MAX_THREADS = 4
+
+
+@dataclass(frozen=True)
+class Digests:
+    """Hex sha256 of a state's values; what members of a round vote on."""
+
+    anchor: str
+    momentum: str
+
+
+class OuterState:
+    """Flat fp32 tensors per fragment, and the header that describes them. They advance together, in `commit` only.
+
+    One thread commits; others may take snapshots meanwhile.
+    """
+
+    def __init__(self, header: StateHeader, anchor: Sequence[Tensor], momentum: Sequence[Tensor]) -> None:
+        self.header = header
+        self.anchor = list(anchor)
+        self.momentum = list(momentum)
+        self._lock = threading.Lock()
+        self._is_changing = False
+        self._snapshots: list[Snapshot] = []
+
+    @classmethod
+    def initial(cls, anchor: Sequence[Tensor]) -> OuterState:
+        """Epoch 0 on these weights, which it takes over, with zero momentum."""
+        momentum = [torch.zeros_like(values) for values in anchor]
+        sizes = tuple(values.numel() for values in anchor)
+        header = StateHeader(
+            sizes=sizes,
+            epoch=0,
+            parent="",
+            committed_tokens=0,
+            data_base=0,
+            data_width=0,
+            anchor_chunks=_hash_all(anchor, sizes),
+            momentum_chunks=_hash_all(momentum, sizes),
+        )
+        return cls(header, anchor, momentum)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.header.sizes
+
+    @property
+    def epoch(self) -> int:
+        return self.header.epoch
+
+    @property
+    def lineage(self) -> str:
+        return self.header.lineage
+
+    @property
+    def committed_tokens(self) -> int:
+        return self.header.committed_tokens
+
+    @property
+    def data_base(self) -> int:
+        return self.header.data_base
+
+    @property
+    def data_width(self) -> int:
+        return self.header.data_width
+
+    @property
+    def anchor_digest(self) -> str:
+        return self.header.anchor_digest
+
+    @property
+    def momentum_digest(self) -> str:
+        return self.header.momentum_digest
+
+    def verify(self) -> Digests:
+        """The digests of the values as they are, not as the header says."""
+        anchor, momentum = (_hash_all(values, self.sizes) for values in (self.anchor, self.momentum))
+        return Digests(hashlib.sha256(anchor).hexdigest(), hashlib.sha256(momentum).hexdigest())
+
+    def snapshot(self) -> Snapshot | None:
+        """This very state, kept for as long as the snapshot is open: later commits write elsewhere.
+
+        None while a commit is being written: try again soon.
+        """
+        with self._lock:
+            if self._is_changing:
+                return None
+            snapshot = Snapshot(self)
+            self._snapshots.append(snapshot)
+            return snapshot
+
+    def release(self, snapshot: Snapshot) -> None:
+        with self._lock:
+            if snapshot in self._snapshots:
+                self._snapshots.remove(snapshot)
+
+    def begin_change(self, fragment: int) -> tuple[Tensor, Tensor]:
+        """Where the new anchor and momentum of a fragment go: in place, or beside what a snapshot still holds.
+
+        A change that is never ended leaves a state that nobody can take a snapshot of: nothing half-applied is served
+        or saved.
+        """
+        with self._lock:
+            self._is_changing = True
+            held = any(
+                s.anchor[fragment] is self.anchor[fragment] or s.momentum[fragment] is self.momentum[fragment]
+                for s in self._snapshots
+            )
+        if held:
+            return torch.empty_like(self.anchor[fragment]), torch.empty_like(self.momentum[fragment])
+        return self.anchor[fragment], self.momentum[fragment]
+
+    def end_change(self, header: StateHeader, fragment: int, anchor: Tensor, momentum: Tensor) -> None:
+        with self._lock:
+            self.header = header
+            self.anchor[fragment], self.momentum[fragment] = anchor, momentum
+            self._is_changing = False
+
+
+class Snapshot:
+    """An outer state that no commit changes. A context manager: leaving it lets go of the memory."""
+
+    def __init__(self, state: OuterState) -> None:
+        self._state = state
+        self.header = state.header
+        self.anchor = tuple(state.anchor)
+        self.momentum = tuple(state.momentum)
+
+    def close(self) -> None:
+        """May be repeated."""
+        self._state.release(self)
+
+    def __enter__(self) -> Snapshot:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def hash_chunk(values: Tensor) -> bytes:
+    """sha256 of a chunk's values, little-endian."""
+    return hashlib.sha256(values.numpy().data).digest()
+
+
+def _hash_all(fragments: Sequence[Tensor], sizes: Sequence[int]) -> bytes:
+    with ThreadPoolExecutor(num_threads(), "outer") as pool:
+        return b"".join(
+            pool.map(lambda c: hash_chunk(fragments[c.fragment][c.start : c.stop]), chunks_of(sizes))
+        )
+
+
+def num_threads() -> int:
+    """Threads for work on all values of a state."""
+    return min(_MAX_THREADS, os.cpu_count() or 1)

@@ -1,0 +1,171 @@
+"""One peer's place in the swarm: its rank, what it shows of itself, and its view of the others.
+
+Others are found through announcements in the DHT and kept through the mesh; the DHT may be slow or briefly gone
+without anybody being taken for dead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from peers.coordinator import request_rank
+from peers.dht import Dht
+from peers.errors import PeersError, ProtocolError, UserError
+from peers.identity import Identity
+from peers.membership import View
+from peers.mesh import Mesh
+from peers.records import MAX_MADDRS, PEERS_KEY, Announcement
+
+log = logging.getLogger(__name__)
+
+ANNOUNCE_INTERVAL_S = 3.0
+EARLY_INTERVAL_S = 0.5
+"""While somebody is still missing, announcements and look-ups are this frequent."""
+RECORD_TTL_S = 20.0
+LEAVING_TTL_S = 5.0
+LEAVE_TIMEOUT_S = 2.0
+"""How long saying goodbye may take: somebody may be waiting for this process to end."""
+COORDINATOR_TIMEOUT_S = 5.0
+"""How long to look for a coordinator by a peer that needs a rank from it."""
+COORDINATOR_GLANCE_S = 2.0
+"""The same by a peer that has brought its rank: the ledger should know of it, but need not."""
+
+
+class Presence:
+    """Used from one event loop. `describe` gives the current announcement, `on_change` is called on every new view."""
+
+    def __init__(
+        self,
+        *,
+        run_id: str,
+        identity: Identity,
+        dht: Dht,
+        galaxy_size: int | None,
+        describe: Callable[[], Announcement],
+        on_change: Callable[[], None],
+        on_message: Callable[[Announcement, dict[str, Any]], None],
+    ) -> None:
+        self._run_id, self._identity, self._dht = run_id, identity, dht
+        self._describe, self._on_change = describe, on_change
+        self._galaxy_size = galaxy_size
+        self._changed = asyncio.Event()
+        self._announce_now = asyncio.Event()
+        self.world_rank = -1
+        self.maddrs: tuple[str, ...] = ()
+        self.mesh = Mesh(
+            run_id=run_id,
+            peer_id=identity.peer_id,
+            transport=dht.transport,
+            status=lambda: describe().encode(identity),
+            on_change=self._view_changed,
+            on_message=on_message,
+        )
+
+    @property
+    def galaxy_size(self) -> int:
+        """How many peers the run starts with: the flag's word, else what the coordinator knows, else one."""
+        return self._galaxy_size or 1
+
+    @property
+    def view(self) -> View:
+        """Every live peer by world rank, this one included."""
+        return {**self.mesh.view, self.world_rank: self._describe()}
+
+    async def enter(self, wanted_rank: int | None) -> None:
+        """Obtain the world rank, and meet everybody who is there before anything is decided on who is not.
+
+        Raises UserError when the rank is taken, or nobody assigns one.
+        """
+        self.world_rank = await self._obtain_rank(wanted_rank)
+        self.maddrs = tuple((await self._dht.maddrs())[:MAX_MADDRS])
+        log.info("listening on %s", " ".join(self.maddrs))
+        await self.mesh.start()
+        records = await self._records()
+        await self._dht.store(
+            PEERS_KEY(self._run_id), self._identity.peer_id, self._blob(), ttl_s=RECORD_TTL_S
+        )
+        others = [r for peer_id, r in records.items() if peer_id != self._identity.peer_id]
+        await asyncio.gather(*(self.mesh.reach(record) for record in others))
+        for peer in self.mesh.peers:
+            if peer.world_rank == self.world_rank:
+                raise UserError(
+                    f"world rank {self.world_rank} is taken by the live peer {peer.peer_id}. Choose another "
+                    "--world-rank, or leave it out where a coordinator runs"
+                )
+
+    async def announce_forever(self) -> None:
+        """Keep this peer findable, and find others."""
+        while True:
+            stored = await self._dht.store(
+                PEERS_KEY(self._run_id), self._identity.peer_id, self._blob(), ttl_s=RECORD_TTL_S
+            )
+            if not stored:
+                log.debug("the DHT did not take this peer's record")
+            self.mesh.discovered(await self._records())
+            missing = len(self.view) < self.galaxy_size
+            self._announce_now.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(EARLY_INTERVAL_S if missing else ANNOUNCE_INTERVAL_S):
+                    await self._announce_now.wait()
+
+    def publish(self) -> None:
+        """What `describe` gives has changed: tell the mesh now, the DHT soon."""
+        self.mesh.broadcast_status()
+        self._announce_now.set()
+        self._view_changed()
+
+    async def wait_for_change(self, timeout_s: float = 1.0) -> None:
+        """Until the view changes, at most `timeout_s`."""
+        self._changed.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+
+    async def leave(self) -> None:
+        """Tell the others, so that nobody waits for this peer. `describe` says "leaving" by now."""
+        self.mesh.broadcast_status()
+        with contextlib.suppress(TimeoutError, PeersError):
+            async with asyncio.timeout(LEAVE_TIMEOUT_S):
+                key = PEERS_KEY(self._run_id)
+                await self._dht.store(key, self._identity.peer_id, self._blob(), ttl_s=LEAVING_TTL_S)
+
+    async def close(self) -> None:
+        await self.mesh.close()
+
+    async def _obtain_rank(self, wanted: int | None) -> int:
+        timeout_s = COORDINATOR_TIMEOUT_S if wanted is None else COORDINATOR_GLANCE_S
+        grant = await request_rank(self._dht, self._run_id, wanted, timeout_s=timeout_s)
+        if grant is not None:
+            self._galaxy_size = self._galaxy_size or grant.galaxy_size
+            return grant.world_rank
+        if wanted is None:
+            raise UserError(
+                "no coordinator answers, so nobody assigns world ranks. Start one with `diloco dht start` and give "
+                "its address to --initial-peers, or choose a number with --world-rank"
+            )
+        return wanted
+
+    async def _records(self) -> dict[str, Announcement]:
+        """Fresh, well-signed announcements of this run in the DHT, by peer id."""
+        records = {}
+        for peer_id, blob in (await self._dht.get(PEERS_KEY(self._run_id))).items():
+            try:
+                record = Announcement.decode(peer_id, blob, run_id=self._run_id, now=time.time())
+            except ProtocolError as error:
+                log.debug("ignored a record: %s", error)
+                continue
+            if record.state != "leaving":
+                records[peer_id] = record
+        return records
+
+    def _blob(self) -> bytes:
+        return self._describe().encode(self._identity)
+
+    def _view_changed(self) -> None:
+        self._changed.set()
+        self._on_change()

@@ -1,0 +1,303 @@
+"""The weighted all-reduce of pseudo-gradients: reduce-scatter, then all-gather, over blocking sockets in threads.
+
+Each member owns a share of the vector. To every other member a sender thread sends this peer's contribution to that
+member's share, and the averaged chunks of its own share as soon as they are finished; a receiver thread takes the same
+from the other side. Everyone, the owner too, takes the decoded bytes that went on the wire.
+
+Order. For every chunk the owner adds its members in ascending order, so the sum is one and the same whatever comes
+first: the receiver of member j waits for its turn, until the member before j has added the chunk. Meanwhile it does not
+read, which holds back whoever runs ahead.
+
+No deadlock. A sender never waits for anything while it has contributions left, and a receiver waits for its turn only
+on the receiver of a smaller member. So the receiver of the smallest other member always reads, its stream always moves,
+and by induction those of all others do. Finished chunks lie in `result`, where each sender encodes them when it comes
+to them: they take no buffer that could run out.
+
+Blame. Each stream carries, as its last words, whom the sender gives the round up for, so that a member that stops
+because of another is not taken for the culprit. A member that has sent its contributions and waits for a third one says
+that it is alive. A sender is twice as patient as a receiver: who does not read may be waiting for a stalled one, and is
+then the first to know.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+import torch
+from torch import Tensor
+
+from peers.errors import ProtocolError, RoundFailed
+from peers.frames import (
+    HEADER,
+    NOBODY,
+    SLICE_S,
+    Closed,
+    Header,
+    Kind,
+    Stalled,
+    Stopped,
+    receive_header,
+    receive_into,
+    send_all,
+)
+from peers.reduce_arithmetic import Arithmetic, Scratch, reduce_alone
+from peers.reduce_plan import ReducePlan, ReduceReport
+from peers.reduce_progress import LAST_WORDS_S, Departed, Progress
+
+Sockets = Mapping[int, socket.socket]
+"""By world rank."""
+
+
+def reduce_pseudo_gradients(
+    plan: ReducePlan,
+    anchor: Tensor,
+    local: Tensor,
+    result: Tensor,
+    send: Sockets,
+    receive: Sockets,
+    *,
+    stall_timeout_s: float,
+    cancelled: threading.Event,
+    timeout_s: float = math.inf,
+) -> ReduceReport:
+    """Write the weighted average of all members' `anchor - local` to `result`: the same bits on each of them.
+
+    The tensors are flat, fp32, contiguous, on the CPU and of one size; the sockets are blocking, by
+    world rank, one for each direction, and no byte is in them. `stall_timeout_s` must exceed the time that the slowest
+    link takes for one chunk; `timeout_s` is for all of it. Raises RoundFailed, within a stall timeout of the fault, or
+    a slice (0.05 s) of `cancelled`; then all sockets are shut down and `result` is undefined. Afterwards no thread is
+    left in any case.
+    """
+    if not anchor.numel() == local.numel() == result.numel() == plan.bounds[-1]:
+        raise ValueError(f"the shares cover {plan.bounds[-1]} values, the tensors have {anchor.numel()}")
+    arithmetic = Arithmetic(plan, anchor, local, result)
+    reduction = _Reduction(plan, arithmetic, send, receive, stall_timeout_s)
+    if not plan.others:
+        try:
+            reduce_alone(plan, arithmetic, cancelled)
+        except ProtocolError as error:
+            raise RoundFailed(f"this peer {error}", plan.members) from error
+    reduction.run(cancelled, timeout_s)
+    return ReduceReport(reduction.sent_bytes, reduction.received_bytes, arithmetic.share_digests())
+
+
+class _Reduction:
+    """The threads of one attempt: a sender and a receiver for every other member."""
+
+    def __init__(
+        self,
+        plan: ReducePlan,
+        arithmetic: Arithmetic,
+        send: Sockets,
+        receive: Sockets,
+        stall_timeout_s: float,
+    ) -> None:
+        self._plan, self._arithmetic = plan, arithmetic
+        others = plan.others
+        # Inside, a member goes by its index in the group.
+        self._send = {index: send[plan.members[index]] for index in others}
+        self._receive = {index: receive[plan.members[index]] for index in others}
+        self._stall_timeout_s = stall_timeout_s
+        self._progress = Progress(plan)
+        self._sent = dict.fromkeys(others, 0)
+        self._received = dict.fromkeys(others, 0)
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(self._sent.values())
+
+    @property
+    def received_bytes(self) -> int:
+        return sum(self._received.values())
+
+    def run(self, cancelled: threading.Event, timeout_s: float) -> None:
+        """Start the threads and see them end. Raises RoundFailed."""
+        deadline = time.monotonic() + timeout_s
+        jobs = [
+            job
+            for other in self._plan.others
+            for job in ((self._receive_from, other), (self._send_to, other))
+        ]
+        with ThreadPoolExecutor(max(1, len(jobs)), "reduce") as pool:
+            futures: list[Future[None]] = [pool.submit(_with_denormals, *job) for job in jobs]
+            pending = set(futures)
+            while pending:
+                done, pending = wait(pending, SLICE_S)
+                if cancelled.is_set():
+                    self._progress.fail("cancelled", None, last_words_s=0)
+                if time.monotonic() > deadline:
+                    self._progress.fail(f"took longer than {timeout_s:g} s", self._progress.slowest())
+                if any(future.exception() for future in done):
+                    self._progress.fail("internal error", None)
+        if cancelled.is_set():
+            self._progress.fail("cancelled", None)
+        if (failure := self._progress.failure) is None:
+            return
+        for sock in (*self._send.values(), *self._receive.values()):
+            _shut_down(sock, socket.SHUT_RDWR)
+        for future in futures:
+            future.result()
+        suspects = () if failure.culprit is None else (self._plan.members[failure.culprit],)
+        raise RoundFailed(failure.reason, suspects)
+
+    # Sending
+
+    def _send_to(self, other: int) -> None:
+        scratch, progress = Scratch(self._plan.codec), self._progress
+        try:
+            while (frame := progress.next_frame(other, self._stall_timeout_s / 4)) is not None:
+                kind, index = frame
+                if kind is Kind.ALIVE:
+                    self._send_bytes(other, HEADER.pack(kind, 0, 0))
+                    continue
+                payload = self._encode(kind, other, index, scratch).numpy()
+                self._send_bytes(other, HEADER.pack(kind, index, len(payload)))
+                self._send_bytes(other, payload.data)
+                self._sent[other] += HEADER.size + len(payload)
+            if progress.failure is not None:
+                culprit = progress.failure.culprit
+                self._send_bytes(other, HEADER.pack(Kind.ABORT, NOBODY if culprit is None else culprit, 0))
+        except Closed:
+            if progress.lost_while_sending(other):
+                self._hear_last_words(other)
+        except Stalled:
+            progress.fail(f"{self._name(other)} took nothing for {2 * self._stall_timeout_s:g} s", other)
+        except Stopped:
+            return
+
+    def _encode(self, kind: Kind, other: int, index: int, scratch: Scratch) -> Tensor:
+        if kind is Kind.CONTRIBUTION:
+            return self._arithmetic.encode_contribution(other, index, scratch)
+        payload = self._arithmetic.encode_result(index, scratch)
+        if self._progress.result_encoded(other, index):
+            self._arithmetic.settle_result(index, payload)
+        return payload
+
+    def _send_bytes(self, other: int, payload: memoryview | bytes) -> None:
+        send_all(
+            self._send[other],
+            payload,
+            2 * self._stall_timeout_s,
+            stop=lambda: self._progress.must_stop_sending(other),
+        )
+
+    # Receiving
+
+    def _receive_from(self, other: int) -> None:
+        try:
+            self._receive_all(other, Scratch(self._plan.codec))
+            self._progress.everything_received(other)
+        except Departed:
+            self._hear_last_words(other)
+        except (Closed, Stalled, ProtocolError) as error:
+            self._blame(other, error)
+        except Stopped:
+            return
+        finally:
+            if self._progress.has_failed():
+                # Whoever still sends to us need not wait to find that nobody reads.
+                _shut_down(self._receive[other], socket.SHUT_RD)
+
+    def _receive_all(self, other: int, scratch: Scratch) -> None:
+        """Take every contribution and every result that `other` owes, in any interleaving that keeps each in order."""
+        expected = {
+            Kind.CONTRIBUTION: self._plan.num_chunks(self._plan.me),
+            Kind.RESULT: self._plan.num_chunks(other),
+        }
+        taken = {Kind.CONTRIBUTION: 0, Kind.RESULT: 0}
+        buffer = torch.empty_like(scratch.payload)
+        while taken != expected:
+            header = receive_header(self._receive[other], self._stall_timeout_s, self._progress.has_failed)
+            if header.kind == Kind.ABORT:
+                return self._heed_abort(other, header)
+            if header.kind == Kind.ALIVE and taken[Kind.CONTRIBUTION] == expected[Kind.CONTRIBUTION]:
+                continue
+            if header.kind not in taken or taken[Kind(header.kind)] == expected[Kind(header.kind)]:
+                raise ProtocolError(f"sent a frame out of turn: {header}")
+            kind, index = Kind(header.kind), taken[Kind(header.kind)]
+            owner = self._plan.me if kind is Kind.CONTRIBUTION else other
+            if header != (kind, index, size := self._arithmetic.payload_bytes(owner, index)):
+                raise ProtocolError(f"sent {header} in place of {kind.name} {index} of {size} bytes")
+            payload = buffer[:size]
+            receive_into(
+                self._receive[other], payload.numpy().data, self._stall_timeout_s, self._progress.has_failed
+            )
+            self._received[other] += HEADER.size + size
+            if kind is Kind.RESULT:
+                self._arithmetic.take_result(other, index, payload, scratch)
+            else:
+                self._add_in_turn(other, index, payload, scratch)
+            taken[kind] += 1
+
+    def _add_in_turn(self, other: int, index: int, payload: Tensor, scratch: Scratch) -> None:
+        plan = self._plan
+        self._progress.wait_for_turn(other, index)
+        if other == plan.me + 1:
+            self._add_own(index, scratch)
+        self._arithmetic.add(other, index, payload, scratch)
+        if other == plan.others[-1] and plan.me > other:
+            self._add_own(index, scratch)
+        self._progress.chunk_added(other, index)
+
+    def _add_own(self, index: int, scratch: Scratch) -> None:
+        try:
+            self._arithmetic.add_own(index, scratch)
+        except ProtocolError as error:
+            self._progress.fail(f"this peer {error}", self._plan.me)
+            raise Stopped from error
+
+    # Failing
+
+    def _blame(self, other: int, error: Closed | Stalled | ProtocolError) -> None:
+        if isinstance(error, Stalled):
+            self._progress.fail(f"{self._name(other)} sent nothing for {self._stall_timeout_s:g} s", other)
+        elif isinstance(error, Closed):
+            self._progress.fail(f"lost {self._name(other)}: {error}", other)
+        else:
+            self._progress.fail(f"{self._name(other)} {error}", other)
+
+    def _heed_abort(self, other: int, header: Header) -> None:
+        """`other` has given up. Whom it blames is hearsay, for the leader to weigh; if that is us, we blame it."""
+        # Who gives up and blames nobody has left the group, or could not stay in it.
+        culprit = header.chunk if header.chunk < len(self._plan.members) else other
+        self._progress.fail(f"{self._name(other)} gave up", other if culprit == self._plan.me else culprit)
+
+    def _hear_last_words(self, other: int) -> None:
+        """Skip whatever `other` still sends until it says why it takes nothing any more, or is found dead."""
+        deadline = time.monotonic() + LAST_WORDS_S
+        skipped = Scratch(self._plan.codec).payload.numpy().data
+
+        def stop() -> bool:
+            return self._progress.has_failed() or time.monotonic() > deadline
+
+        try:
+            while (header := receive_header(self._receive[other], LAST_WORDS_S, stop)).kind != Kind.ABORT:
+                if header.payload_bytes > len(skipped):
+                    raise ProtocolError(f"sent a frame that is too long: {header}")
+                receive_into(self._receive[other], skipped[: header.payload_bytes], LAST_WORDS_S, stop)
+            self._heed_abort(other, header)
+        except Stopped:
+            self._progress.fail(f"{self._name(other)} takes nothing any more", other)
+        except (Closed, Stalled, ProtocolError) as error:
+            self._blame(other, error)
+
+    def _name(self, member: int) -> str:
+        return f"peer {self._plan.members[member]}"
+
+
+def _shut_down(sock: socket.socket, how: int) -> None:
+    # One that the other end has closed already is as good as shut down.
+    with contextlib.suppress(OSError):
+        sock.shutdown(how)
+
+
+def _with_denormals(job: Callable[[int], None], other: int) -> None:
+    # Flushing is a state of the thread, and a library loaded elsewhere may have changed what new threads inherit.
+    torch.set_flush_denormal(False)
+    job(other)

@@ -1,0 +1,131 @@
+"""What identifies an outer state: its figures, the digests of its chunks, and the lineage that follows from both.
+
+Chunks are hashed one by one, and the digests of the chunks again: so hashing runs on several cores, one who knows only
+the lineage can check a header, and one who holds the header can check every single chunk, whoever it comes from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from peers.errors import ProtocolError
+
+STATE_CHUNK_NUMEL = 1 << 20
+"""Values per hashed chunk: 4 MiB."""
+DIGEST_BYTES = 32
+_MAX_COUNT = 1 << 62
+
+
+@dataclass(frozen=True)
+class StateChunk:
+    """Values [start, stop) of one fragment; `position` counts the chunks of all fragments."""
+
+    position: int
+    fragment: int
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+def chunks_of(sizes: Sequence[int]) -> Iterator[StateChunk]:
+    """All chunks of the fragments, in order. An empty fragment has none."""
+    position = 0
+    for fragment, size in enumerate(sizes):
+        for start in range(0, size, STATE_CHUNK_NUMEL):
+            yield StateChunk(position, fragment, start, min(start + STATE_CHUNK_NUMEL, size))
+            position += 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateHeader:
+    """Everything about an outer state but its values. Immutable: a commit makes a new one."""
+
+    sizes: tuple[int, ...]
+    """Values in each fragment."""
+    epoch: int
+    parent: str
+    """Lineage before the last commit; empty at epoch 0."""
+    committed_tokens: int
+    data_base: int
+    """First data block of this epoch."""
+    data_width: int
+    """Data blocks the epoch before has handed out."""
+    anchor_chunks: bytes
+    """sha256 of each anchor chunk, concatenated."""
+    momentum_chunks: bytes
+
+    @cached_property
+    def anchor_digest(self) -> str:
+        return hashlib.sha256(self.anchor_chunks).hexdigest()
+
+    @cached_property
+    def momentum_digest(self) -> str:
+        return hashlib.sha256(self.momentum_chunks).hexdigest()
+
+    @cached_property
+    def lineage(self) -> str:
+        """Hex sha256 over the parent's lineage and everything that the commit has set."""
+        text = (
+            f"diloco outer state {self.sizes} {self.epoch} {self.parent} {self.anchor_digest} {self.momentum_digest} "
+            f"{self.committed_tokens} {self.data_base} {self.data_width}"
+        )
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def to_message(self) -> dict[str, Any]:
+        """A map that msgpack takes."""
+        return {
+            "sizes": list(self.sizes),
+            "epoch": self.epoch,
+            "parent": self.parent,
+            "committed_tokens": self.committed_tokens,
+            "data_base": self.data_base,
+            "data_width": self.data_width,
+            "anchor_chunks": self.anchor_chunks,
+            "momentum_chunks": self.momentum_chunks,
+        }
+
+    @classmethod
+    def from_message(cls, message: Mapping[str, Any], sizes: Sequence[int] | None = None) -> StateHeader:
+        """Raises ProtocolError unless it is a header of a state of these sizes (None: of any)."""
+        try:
+            header = cls(
+                sizes=tuple(_count(size) for size in message["sizes"]),
+                epoch=_count(message["epoch"]),
+                parent=_lineage_or_empty(message["parent"]),
+                committed_tokens=_count(message["committed_tokens"]),
+                data_base=_count(message["data_base"]),
+                data_width=_count(message["data_width"]),
+                anchor_chunks=bytes(message["anchor_chunks"]),
+                momentum_chunks=bytes(message["momentum_chunks"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ProtocolError(f"not the header of a state: {error!r:.200}") from error
+        if sizes is not None and header.sizes != tuple(sizes):
+            raise ProtocolError(
+                f"a state of other fragments: {header.sizes!s:.100}, not {tuple(sizes)!s:.100}"
+            )
+        num_bytes = DIGEST_BYTES * sum(-(-size // STATE_CHUNK_NUMEL) for size in header.sizes)
+        if not len(header.anchor_chunks) == len(header.momentum_chunks) == num_bytes:
+            raise ProtocolError(f"a state of sizes {header.sizes!s:.100} has {num_bytes} bytes of digests")
+        return header
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= _MAX_COUNT:
+        raise ValueError(f"not a count: {value!r:.40}")
+    return value
+
+
+def _lineage_or_empty(value: Any) -> str:
+    if not isinstance(value, str) or (
+        value and (len(value) != 64 or not set(value) <= set("0123456789abcdef"))
+    ):
+        raise ValueError(f"not a lineage: {value!r:.80}")
+    return value

@@ -1,0 +1,298 @@
+"""How an outer state gets from those who hold it to one who needs it.
+
+    joiner                             donor                     protocol diloco/<run_id>/state
+    state {lineage}              ->
+                                 <-    state {header} + digests of all chunks | unavailable {lineage}
+    chunk {values, position}     ->
+                                 <-    the chunk's bytes, whose number both know
+
+The joiner knows the lineage it wants. The header must lead to it and every chunk must be what the header says, so
+chunks may come from any donor, several at once, and one that a donor fails to deliver is asked of another. A donor
+holds one snapshot per stream: commits that come meanwhile change nothing about what it serves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from peers.errors import PeersError, PeerUnreachable, ProtocolError, StateUnavailable
+from peers.messages import Channel
+from peers.outer_state import OuterState, Snapshot, hash_chunk
+from peers.state_header import DIGEST_BYTES, StateChunk, StateHeader, chunks_of
+from peers.streams import StreamTransport
+
+log = logging.getLogger(__name__)
+
+MAX_DOWNLOADS = 8
+"""Streams a donor serves at once; further ones wait."""
+_MAX_MESSAGE_BYTES = 64 << 10
+_STALL_TIMEOUT_S = 15.0
+_IDLE_TIMEOUT_S = 60.0
+_COMMIT_TIMEOUT_S = 60.0
+_POLL_S = 0.02
+_WINDOW = 2
+_FLOAT_BYTES = 4
+
+_Result = TypeVar("_Result")
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes received so far and the bytes there are to receive."""
+
+
+def state_protocol(run_id: str) -> str:
+    return f"diloco/{run_id}/state"
+
+
+class StateServer:
+    """The donor. `current` gives the state this peer holds, if it holds one."""
+
+    def __init__(
+        self, transport: StreamTransport, run_id: str, current: Callable[[], OuterState | None]
+    ) -> None:
+        self._transport, self._protocol, self._current = transport, state_protocol(run_id), current
+        self._slots = asyncio.Semaphore(MAX_DOWNLOADS)
+
+    async def start(self) -> None:
+        """Serve from now on."""
+        await self._transport.serve(self._protocol, self._accepted)
+
+    async def _accepted(self, peer_id: str, sock: socket.socket) -> None:
+        channel = Channel(sock, max_message_bytes=_MAX_MESSAGE_BYTES)
+        try:
+            async with self._slots:
+                await self._serve(channel, sock)
+        except (PeersError, OSError, TimeoutError) as error:
+            log.debug("stopped serving the state to %s: %s", peer_id, error)
+        finally:
+            channel.close()
+
+    async def _serve(self, channel: Channel, sock: socket.socket) -> None:
+        """One joiner, until it closes the stream. Raises PeersError, OSError, TimeoutError."""
+        request = await channel.receive(timeout_s=_STALL_TIMEOUT_S)
+        snapshot = await self._snapshot()
+        if snapshot is None or request.get("lineage") != snapshot.header.lineage:
+            lineage = snapshot.header.lineage if snapshot else ""
+            if snapshot is not None:
+                snapshot.close()
+            await channel.send({"kind": "unavailable", "lineage": lineage}, timeout_s=_STALL_TIMEOUT_S)
+            return
+        with snapshot:
+            message = snapshot.header.to_message()
+            digests = message.pop("anchor_chunks"), message.pop("momentum_chunks")
+            await channel.send({"kind": "state", **message}, timeout_s=_STALL_TIMEOUT_S)
+            await _send_all(sock, memoryview(b"".join(digests)))
+            chunks = list(chunks_of(snapshot.header.sizes))
+            while True:
+                wanted = await channel.receive(timeout_s=_IDLE_TIMEOUT_S)
+                await _send_all(sock, _bytes_of(_wanted_values(snapshot, chunks, wanted)))
+
+    async def _snapshot(self) -> Snapshot | None:
+        """The current state, once no commit is under way."""
+        async with asyncio.timeout(_COMMIT_TIMEOUT_S):
+            while (state := self._current()) is not None:
+                if (snapshot := state.snapshot()) is not None:
+                    return snapshot
+                await asyncio.sleep(_POLL_S)
+        return None
+
+
+def _wanted_values(snapshot: Snapshot, chunks: Sequence[StateChunk], request: dict[str, object]) -> Tensor:
+    position, values = request.get("position"), request.get("values")
+    if type(position) is not int or not 0 <= position < len(chunks) or values not in ("anchor", "momentum"):
+        raise ProtocolError(f"no such chunk: {values!r:.40} {position!r:.40}")
+    chunk = chunks[position]
+    return (snapshot.anchor if values == "anchor" else snapshot.momentum)[chunk.fragment][
+        chunk.start : chunk.stop
+    ]
+
+
+async def download_state(
+    donors: Sequence[str],
+    transport: StreamTransport,
+    run_id: str,
+    lineage: str,
+    sizes: Sequence[int],
+    *,
+    timeout_s: float,
+    progress: Progress | None = None,
+) -> OuterState:
+    """The state of this lineage from these peers, all at once. Every bit of it has been checked.
+
+    `sizes` are the values in each of our fragments. Raises StateUnavailable when no donor can hand it over, or not in
+    time; repeating it is safe.
+    """
+    download = _Download(lineage, tuple(sizes), progress)
+    tasks = {
+        donor: asyncio.create_task(download.run(donor, transport, state_protocol(run_id))) for donor in donors
+    }
+    try:
+        async with asyncio.timeout(timeout_s):
+            failures = await asyncio.gather(*tasks.values())
+    except TimeoutError:
+        raise StateUnavailable(
+            f"received {download.received_bytes} of {download.total_bytes} bytes in {timeout_s:g} s"
+        ) from None
+    finally:
+        for task in tasks.values():
+            task.cancel()
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+    if not download.is_complete:
+        reasons = "; ".join(
+            f"{donor}: {failure}" for donor, failure in zip(tasks, failures, strict=True) if failure
+        )
+        raise StateUnavailable(f"nobody hands over the state {lineage[:12]}: {reasons or 'no donors'}")
+    return download.state()
+
+
+class _Part:
+    """One chunk of anchor or momentum that is still wanted, and the memory it belongs to."""
+
+    def __init__(self, values: str, chunk: StateChunk, target: Tensor, digest: bytes) -> None:
+        self.values, self.chunk, self.target, self.digest = values, chunk, target, digest
+
+
+class _Download:
+    """What has arrived, and what is still to be asked for. Shared by the tasks of all donors."""
+
+    def __init__(self, lineage: str, sizes: tuple[int, ...], progress: Progress | None) -> None:
+        self._lineage, self._sizes, self._progress = lineage, sizes, progress
+        self._header: StateHeader | None = None
+        self._values = {name: [torch.zeros(size) for size in sizes] for name in ("anchor", "momentum")}
+        self._wanted: deque[_Part] = deque()
+        self._num_open = 0
+        self._changed = asyncio.Condition()
+        self.received_bytes = 0
+        self.total_bytes = 0
+
+    @property
+    def is_complete(self) -> bool:
+        return self._header is not None and not self._wanted and not self._num_open
+
+    def state(self) -> OuterState:
+        assert self._header is not None
+        return OuterState(self._header, self._values["anchor"], self._values["momentum"])
+
+    async def run(self, donor: str, transport: StreamTransport, protocol: str) -> str:
+        """Take from this donor whatever is wanted until nothing is. Returns why it was given up, empty: not."""
+        try:
+            sock = await transport.open(donor, protocol, timeout_s=_STALL_TIMEOUT_S)
+            channel = Channel(sock, max_message_bytes=_MAX_MESSAGE_BYTES)
+            try:
+                await self._ask_for_state(channel, sock)
+                await self._take_chunks(channel, sock)
+            finally:
+                channel.close()
+        except (PeersError, OSError, TimeoutError) as error:
+            log.info("the state does not come from %s: %s", donor, error)
+            return str(error) or type(error).__name__
+        return ""
+
+    async def _ask_for_state(self, channel: Channel, sock: socket.socket) -> None:
+        await channel.send({"kind": "state", "lineage": self._lineage}, timeout_s=_STALL_TIMEOUT_S)
+        message = await channel.receive(timeout_s=_COMMIT_TIMEOUT_S)
+        if message.get("kind") != "state":
+            raise StateUnavailable(f"it holds the state {message.get('lineage')!r:.14}")
+        digests = bytearray(2 * DIGEST_BYTES * len(list(chunks_of(self._sizes))))
+        await _receive_all(sock, memoryview(digests))
+        half = len(digests) // 2
+        chunks = {"anchor_chunks": bytes(digests[:half]), "momentum_chunks": bytes(digests[half:])}
+        header = StateHeader.from_message({**message, **chunks}, self._sizes)
+        if header.lineage != self._lineage:
+            raise ProtocolError("sent a header that does not lead to the lineage asked for")
+        if self._header is None:
+            self._start(header)
+
+    def _start(self, header: StateHeader) -> None:
+        """The first good header says what every chunk must be."""
+        self._header = header
+        zeros = {chunk.numel: hash_chunk(torch.zeros(chunk.numel)) for chunk in chunks_of(self._sizes)}
+        for name, digests in (("anchor", header.anchor_chunks), ("momentum", header.momentum_chunks)):
+            for chunk in chunks_of(self._sizes):
+                digest = digests[chunk.position * DIGEST_BYTES :][:DIGEST_BYTES]
+                # The memory starts as zeros, and so does all momentum.
+                if digest != zeros[chunk.numel]:
+                    target = self._values[name][chunk.fragment][chunk.start : chunk.stop]
+                    self._wanted.append(_Part(name, chunk, target, digest))
+                    self.total_bytes += _FLOAT_BYTES * chunk.numel
+
+    async def _take_chunks(self, channel: Channel, sock: socket.socket) -> None:
+        """Ask for a few parts ahead, so that the donor never waits for us."""
+        asked: deque[_Part] = deque()
+        try:
+            while True:
+                while len(asked) < _WINDOW and (part := await self._next_part(wait=not asked)) is not None:
+                    asked.append(part)
+                    request = {"kind": "chunk", "values": part.values, "position": part.chunk.position}
+                    await channel.send(request, timeout_s=_STALL_TIMEOUT_S)
+                if not asked:
+                    return
+                await self._take(asked[0], sock)
+                asked.popleft()
+                async with self._changed:
+                    self._num_open -= 1
+                    self._changed.notify_all()
+        finally:
+            # Whatever this donor still owes, another one may deliver.
+            self._wanted.extend(asked)
+            self._num_open -= len(asked)
+            if asked:
+                await self._notify()
+
+    async def _next_part(self, *, wait: bool) -> _Part | None:
+        """A part that nobody has been asked for. None: there is none now, or (after waiting) never again."""
+        async with self._changed:
+            while wait and not self._wanted and self._num_open:
+                await self._changed.wait()
+            if not self._wanted:
+                return None
+            self._num_open += 1
+            return self._wanted.popleft()
+
+    async def _take(self, part: _Part, sock: socket.socket) -> None:
+        await _receive_all(sock, _bytes_of(part.target))
+        if await asyncio.to_thread(hash_chunk, part.target) != part.digest:
+            raise ProtocolError(
+                f"sent other bytes than announced for {part.values} chunk {part.chunk.position}"
+            )
+        if not bool(torch.isfinite(part.target).all()):
+            raise ProtocolError(f"{part.values} chunk {part.chunk.position} is not finite")
+        self.received_bytes += _FLOAT_BYTES * part.chunk.numel
+        if self._progress is not None:
+            self._progress(self.received_bytes, self.total_bytes)
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+
+def _bytes_of(values: Tensor) -> memoryview:
+    return values.view(torch.uint8).numpy().data
+
+
+async def _send_all(sock: socket.socket, view: memoryview) -> None:
+    """Raises TimeoutError when a megabyte does not leave in time."""
+    for start in range(0, len(view), 1 << 20):
+        await _in_time(asyncio.get_running_loop().sock_sendall(sock, view[start : start + (1 << 20)]))
+
+
+async def _receive_all(sock: socket.socket, view: memoryview) -> None:
+    """Raises TimeoutError when no byte comes in time."""
+    done = 0
+    while done < len(view):
+        received = await _in_time(asyncio.get_running_loop().sock_recv_into(sock, view[done:]))
+        if not received:
+            raise PeerUnreachable("the peer closed the stream")
+        done += received
+
+
+async def _in_time(operation: Awaitable[_Result]) -> _Result:
+    async with asyncio.timeout(_STALL_TIMEOUT_S):
+        return await operation

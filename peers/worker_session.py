@@ -1,0 +1,219 @@
+"""The daemon's side of one life of the worker command: memories, the start, and an answer to every `ready`.
+
+A worker may die at any moment. Its memories belong to the session, so what it had handed over is still averaged; the
+next life gets memories of its own and starts from the state the daemon holds by then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Awaitable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from peers.averaging import Outcome
+from peers.errors import LinkLost, ProtocolError, UserError
+from peers.layout import Layout
+from peers.link import WAITING_INTERVAL_S, Accept, DaemonConnection, LinkMemory
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_HELLO_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Where a worker begins; what `start` says. The weights are in *in*, unless it keeps its own."""
+
+    epoch: int
+    local_step: int
+    local_steps: int
+    data_base: int
+    anchor_digest: str
+    lineage: str
+    num_peers: int
+    keep_local: bool
+
+
+class Host(Protocol):
+    """What a session asks of the daemon."""
+
+    run_id: str
+
+    @property
+    def world_rank(self) -> int: ...
+
+    @property
+    def waits_for(self) -> str: ...
+
+    async def manifest(self) -> Mapping[str, Any]:
+        """What the swarm has agreed on, as soon as it has. Raises UserError where this peer cannot join."""
+
+    async def admit(self, layout: Layout) -> None:
+        """Raises UserError where this model is not the swarm's."""
+
+    async def start(self, out: torch.Tensor, inn: torch.Tensor, offer: dict[str, Any]) -> Start: ...
+
+    async def average(self, out: torch.Tensor, inn: torch.Tensor, ready: dict[str, Any]) -> Outcome: ...
+
+    async def save(self, directory: Path) -> None: ...
+
+    def progressed(self, progress: dict[str, Any]) -> None: ...
+
+    def finished(self) -> None: ...
+
+    def refused(self) -> None:
+        """A worker has been told what its user must mend."""
+
+
+class WorkerSession:
+    """All local ranks of one life of the worker."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._layout: Layout | None = None
+        self._memories: list[LinkMemory] = []
+        self._descriptors: list[int] = []
+
+    async def serve(self, connection: DaemonConnection) -> None:
+        """Serve one local rank until it hangs up; only rank 0's end is an event of its own."""
+        try:
+            hello = await asyncio.wait_for(connection.receive(), 30)
+            if hello["kind"] == "adopt":
+                manifest = await self._answer(connection, self._host.manifest())
+                await connection.send("manifest", manifest=dict(manifest), world_rank=self._host.world_rank)
+                return
+            if hello["kind"] != "hello":
+                raise ProtocolError(f"expected a hello, got {hello['kind']}")
+            await self._welcome(connection, hello)
+            while True:
+                message = await connection.receive()
+                if hello["local_rank"] == 0:
+                    await self._handle(connection, message)
+        except UserError as error:
+            with contextlib.suppress(LinkLost):
+                await connection.send("refused", message=str(error))
+            self._host.refused()
+        except LinkLost:
+            log.debug("local rank hung up")
+        except (TimeoutError, ProtocolError) as error:
+            log.error("hung up on a worker: %s", error or "it said nothing")
+        finally:
+            connection.close()
+
+    def close(self) -> None:
+        """Give the descriptors back; memory that is still averaged from stays mapped until that ends."""
+        for fd in self._descriptors:
+            os.close(fd)
+        self._descriptors.clear()
+
+    async def _welcome(self, connection: DaemonConnection, hello: dict[str, Any]) -> None:
+        layout = Layout.from_message(hello["layout"])
+        await self._answer(connection, self._host.admit(layout))
+        if self._layout is None:
+            self._layout = layout
+            for index, numel in enumerate(layout.sizes):
+                memory, descriptors = LinkMemory.create(index, numel)
+                self._memories.append(memory)
+                self._descriptors += descriptors
+        elif self._layout.digest != layout.digest:
+            raise UserError(
+                "the local ranks of this peer built different models; start them with the same flags"
+            )
+        manifest = await self._answer(connection, self._host.manifest())
+        await connection.welcome(
+            self._descriptors,
+            run_id=self._host.run_id,
+            world_rank=self._host.world_rank,
+            local_steps=manifest.get("hv.local_steps"),
+        )
+
+    async def _handle(self, connection: DaemonConnection, message: dict[str, Any]) -> None:
+        match message["kind"]:
+            case "offer":
+                start = await self._answer(connection, self._host.start(*self._tensors(0), message))
+                await connection.send("start", world_rank=self._host.world_rank, **asdict(start))
+            case "ready":
+                # Not tied to this worker's life: what it handed over counts even if it dies now.
+                averaging = asyncio.ensure_future(
+                    self._host.average(*self._tensors(message["fragment"]), message)
+                )
+                outcome = await self._answer(connection, asyncio.shield(averaging))
+                await connection.send("committed", last=message["last"], **asdict(outcome))
+            case "progress":
+                self._host.progressed(message)
+            case "checkpoint":
+                await self._checkpoint(connection, message)
+            case "finished":
+                await connection.send("bye")
+                self._host.finished()
+            case kind:
+                raise ProtocolError(f"unknown link message {kind!r}")
+
+    async def _checkpoint(self, connection: DaemonConnection, message: dict[str, Any]) -> None:
+        try:
+            await self._answer(connection, self._host.save(Path(message["directory"])))
+        except OSError as error:
+            await connection.send("failed", reason=str(error))
+        else:
+            await connection.send("checkpointed")
+
+    def _tensors(self, fragment: int) -> tuple[torch.Tensor, torch.Tensor]:
+        memory = self._memories[fragment]
+        return tuple(  # type: ignore[return-value]
+            torch.frombuffer(buffer, dtype=torch.float32, count=memory.numel)
+            if memory.numel
+            else torch.empty(0, dtype=torch.float32)
+            for buffer in (memory.out, memory.inn)
+        )
+
+    async def _answer(self, connection: DaemonConnection, work: Awaitable[T]) -> T:
+        """Await the work, telling the worker all the while that somebody is there. Raises LinkLost once it is gone.
+
+        At once, that is: the next life must not be taken for this one's, whose memories are still averaged from.
+        """
+        task, gone = asyncio.ensure_future(work), asyncio.ensure_future(connection.hung_up())
+        try:
+            while True:
+                await asyncio.wait(
+                    {task, gone}, timeout=WAITING_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED
+                )
+                if task.done():
+                    return task.result()
+                if gone.done():
+                    raise LinkLost("the worker hung up before it was answered")
+                await connection.send("waiting", reason=self._host.waits_for)
+        finally:
+            task.cancel()
+            gone.cancel()
+            # It watches the socket until then, which the next receive needs for itself.
+            await asyncio.gather(gone, return_exceptions=True)
+
+
+async def serve_workers(accept: Accept, host: Host) -> None:
+    """Sessions one after the other, for ever: a hello by local rank 0 begins the next life."""
+    session: WorkerSession | None = None
+    serving: set[asyncio.Task[None]] = set()
+    try:
+        while True:
+            connection = await accept()
+            serving = {task for task in serving if not task.done()}
+            if session is None or not serving:
+                if session is not None:
+                    session.close()
+                session = WorkerSession(host)
+            serving.add(asyncio.create_task(session.serve(connection)))
+    finally:
+        for task in serving:
+            task.cancel()
+        await asyncio.gather(*serving, return_exceptions=True)
+        if session is not None:
+            session.close()

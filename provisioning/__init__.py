@@ -1,0 +1,1 @@
+"""The operator's machine: renting pods and running things on them."""
