@@ -1,0 +1,1 @@
+"""The training process and the command line."""

@@ -1,0 +1,5 @@
+"""`python -m diloco` is `diloco`."""
+
+from diloco.cli import main
+
+main()

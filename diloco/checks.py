@@ -1,0 +1,87 @@
+"""What makes a flag's value valid: small checks whose ValueErrors cyclopts turns into clear messages."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cyclopts import Token
+
+Check = Callable[[Any, Any], None]
+
+_CODECS = {"fp32": "fp32", "none": "fp32", "fp16": "fp16", "scaled-fp16": "fp16"}
+_CODECS_TO_COME = ("uniform8bit", "quantile8bit", "blockwise8bit")
+
+
+def at_least(low: float) -> Check:
+    def check(_type: Any, value: float | None) -> None:
+        if value is not None and value < low:
+            raise ValueError(f"It must be {low:g} or more.")
+
+    return check
+
+
+def up_to(high: float) -> Check:
+    def check(_type: Any, value: float | None) -> None:
+        if value is not None and value > high:
+            raise ValueError(f"It must be {high:g} or less.")
+
+    return check
+
+
+def finite(_type: Any, value: float | None) -> None:
+    if value is not None and not math.isfinite(value):
+        raise ValueError("It must be a finite number.")
+
+
+def safe_name(_type: Any, value: str) -> None:
+    """A name that may become a file name: no slash, no leading dot."""
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", value):
+        raise ValueError("Use up to 100 letters, digits, dots, dashes and underscores.")
+
+
+def whole(_type: Any, tokens: Sequence[Token]) -> int:
+    """An integer as written, 1e6 included; cyclopts itself would round 1.5 to 2."""
+    text = tokens[-1].value
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not number.is_integer():
+        raise ValueError(f'"{text}" is not a whole number.')
+    return int(text) if text.lstrip("+-").isdigit() else int(number)
+
+
+def codec(_type: Any, tokens: Sequence[Token]) -> str:
+    """Our codec for a name of ours or of hivemind's."""
+    name = tokens[-1].value
+    if name in _CODECS_TO_COME:
+        raise ValueError(f'"{name}" is not yet available; use fp16 or fp32.')
+    if name not in _CODECS:
+        known = [*_CODECS, *_CODECS_TO_COME]
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f' Did you mean "{close[0]}"?' if close else ""
+        raise ValueError(f'"{name}" is not one of {", ".join(known)}.{hint}')
+    return _CODECS[name]
+
+
+def addresses(*, of_peers: bool) -> Callable[[Any, Sequence[Token]], tuple[str, ...]]:
+    """Converts a list flag; each value may hold several addresses apart by commas or spaces."""
+
+    def convert(_type: Any, tokens: Sequence[Token]) -> tuple[str, ...]:
+        from peers.errors import UserError
+        from peers.maddrs import validate_maddr
+
+        found = [text for token in tokens for text in re.split(r"[,\s]+", token.value) if text]
+        try:
+            for text in found:
+                validate_maddr(text, peer_id=of_peers)
+        except UserError as error:
+            raise ValueError(f"{error}.") from error
+        return tuple(found)
+
+    return convert

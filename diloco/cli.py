@@ -1,0 +1,98 @@
+"""`diloco`: the verbs, each loaded when it is called, and the one place that prints errors."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from diloco.errors import DilocoError, UserError, print_box
+from diloco.interrupts import exit_at_once_on_signals
+
+if TYPE_CHECKING:
+    from cyclopts import App
+
+USER_ERROR = 2
+FAILED = 1
+
+
+def _version() -> str:
+    from importlib import metadata
+
+    try:
+        return metadata.version("diloco")
+    except metadata.PackageNotFoundError:
+        return "unknown (not installed)"
+
+
+def make_app() -> App:
+    """The whole command line."""
+    from cyclopts import App
+
+    app = App(
+        name="diloco",
+        help="Train one model on machines scattered over the world.",
+        version=_version,
+        help_format="plaintext",
+    )
+    dht = App(name="dht", help="The DHT's bootstrap node and the run's coordinator.")
+    dht.command("diloco.dht_verb:start_app", name="start", help="Start a DHT node and coordinate a run.")
+    app.command(dht)
+    app.command("diloco.peer:app", name="peer", help="Be one peer of a swarm: join, train, average, leave.")
+    app.command("diloco.run:app", name="run", help="Train with several peers on this machine.")
+    app.command("diloco.status:app", name="status", help="Show who is in a swarm.")
+    return app
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of the `diloco` command. Ends with SystemExit."""
+    exit_at_once_on_signals()
+    sys.exit(exit_code(list(sys.argv[1:] if argv is None else argv)))
+
+
+def exit_code(argv: list[str]) -> int:
+    """Run a command line: 0 done, 2 the user can mend it, 1 it failed; errors are shown."""
+    # Not at the top: a signal while this loads would meet Python's own handlers, and show a traceback.
+    from cyclopts import CycloptsError
+
+    from diloco.config import explained
+
+    try:
+        result = make_app()(
+            argv, exit_on_error=False, print_error=False, verbose=False, result_action="return_value"
+        )
+    except CycloptsError as error:
+        print_box("diloco", f"{explained(error)}\n`diloco {_verb_of(argv)}--help` lists what can be given.")
+        return USER_ERROR
+    except UserError as error:
+        print_box("diloco", str(error))
+        return USER_ERROR
+    except Exception as error:  # noqa: BLE001
+        return _failed(error)
+    return result if isinstance(result, int) else 0
+
+
+def _failed(error: Exception) -> int:
+    # Not imported above: only these errors of the swarm's are known here, and `--help` needs none of it.
+    from peers import errors as peers_errors
+
+    if isinstance(error, peers_errors.UserError):
+        print_box("diloco", str(error))
+        return USER_ERROR
+    if isinstance(error, DilocoError | peers_errors.PeersError):
+        print_box("diloco failed", str(error))
+    else:
+        traceback.print_exception(error)
+        print_box("diloco failed", f"{type(error).__name__}: {error}")
+    return FAILED
+
+
+def _verb_of(argv: Sequence[str]) -> str:
+    words = []
+    for word in argv:
+        if word.startswith("-"):
+            break
+        words.append(word)
+    known = {"dht", "start", "peer", "run", "status"}
+    return "".join(f"{word} " for word in words if word in known)

@@ -1,0 +1,38 @@
+"""Errors of the training process and the command line, and how a user sees one.
+
+DilocoError
+└── UserError   the user can mend it before training starts; the command line prints one box and exits with 2
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import textwrap
+
+_MAX_BOX_COLUMNS = 100
+
+
+class DilocoError(Exception):
+    """Base of everything raised here."""
+
+
+class UserError(DilocoError):
+    """What is wrong, the value, and the next move, in one or two sentences."""
+
+
+def print_box(title: str, message: str) -> None:
+    """Print one box on stderr. Addresses and paths are never broken, so that they can be copied."""
+    width = min(shutil.get_terminal_size().columns, _MAX_BOX_COLUMNS) - 4
+    lines = [
+        line
+        for paragraph in message.splitlines() or [""]
+        for line in textwrap.wrap(paragraph, width, break_long_words=False, break_on_hyphens=False) or [""]
+    ]
+    width = max(len(title) + 2, *map(len, lines))
+    box = [f"╭─ {title} {'─' * (width - len(title) - 1)}╮"]
+    box += [f"│ {line:<{width}} │" for line in lines]
+    box += [f"╰{'─' * (width + 2)}╯"]
+    # One write, so that the boxes of several processes do not mix.
+    sys.stderr.write("\n".join(box) + "\n")
+    sys.stderr.flush()

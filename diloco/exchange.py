@@ -1,0 +1,89 @@
+"""The ranks of a peer and their daemon: weights through shared memory, words through rank 0."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from diloco.errors import UserError
+from diloco.flat import copy_in, copy_out, layout_of, pieces_of
+from diloco.world import World, in_group, on_rank_zero, summed
+from peers.link import WorkerLink
+
+
+class Exchange:
+    """Constructed and used by all ranks together; what the daemon answers rank 0, every rank is given.
+
+    Only the ranks of the first node reach the daemon; those of other nodes get the weights by broadcast.
+    """
+
+    def __init__(self, model: nn.Module, link_path: Path) -> None:
+        """Raises peers.errors.UserError where the swarm refuses this model, LinkLost where no daemon answers."""
+        world = World.from_environment(os.environ) if in_group() else World()
+        layout = layout_of(model)
+        self._pieces = pieces_of(model, layout)
+        self._num_nodes = world.num_nodes
+        self.num_ranks = world.num_ranks
+        self.speaks = world.is_main
+        """Whether this rank is the one that talks to the daemon."""
+        self._link: WorkerLink | None = None
+        self._out: list[Tensor] = []
+        self._in: list[Tensor] = []
+        if summed(int(world.node > 0 and any(piece.is_first for piece in self._pieces))):
+            raise UserError(
+                "the model is sharded across nodes, but one node has to hold all of it: shard within each node and "
+                "replicate over the nodes (HSDP), or start a peer on each node"
+            )
+        if world.node == 0:
+            self._link = WorkerLink.connect(link_path)
+            self.welcome = self._link.hello(
+                layout, local_rank=world.local_rank, num_local_ranks=world.num_local_ranks
+            )
+            for memory in self._link.memories:
+                self._out.append(_floats(memory.out, memory.numel))
+                self._in.append(_floats(memory.inn, memory.numel))
+        self.welcome = on_rank_zero(lambda: self.welcome)
+
+    def put(self, *, tokens: int = 0) -> int:
+        """Every rank writes its share of the weights into *out*. Returns the tokens of all ranks, once all have."""
+        copy_out(self._pieces, self._out)
+        return summed(tokens)
+
+    def take(self) -> None:
+        """Every rank loads its share of the weights from *in*."""
+        copy_in(self._pieces, self._in, num_nodes=self._num_nodes)
+
+    def ask(self, kind: str, *answers: str, **fields: Any) -> dict[str, Any]:
+        """Send a message and wait for an answer of one of these kinds. Raises as WorkerLink.receive does."""
+
+        def talk() -> dict[str, Any]:
+            assert self._link is not None
+            self._link.send(kind, **fields)
+            return self._link.receive(*answers)
+
+        return on_rank_zero(talk)
+
+    def tell(self, kind: str, **fields: Any) -> None:
+        """Send a message that has no answer; only for the rank that speaks."""
+        assert self._link is not None
+        self._link.send(kind, **fields)
+
+    def close(self) -> None:
+        if self._link is not None:
+            self._link.close()
+
+
+def _floats(memory: mmap.mmap, numel: int) -> Tensor:
+    """The memory as fp32 values, page-locked where there is a GPU, so that copies run at the bus's speed."""
+    if numel == 0:
+        return torch.empty(0)
+    values = torch.frombuffer(memory, dtype=torch.float32, count=numel)
+    if torch.cuda.is_available():
+        # A refusal (a low memlock limit) only costs speed.
+        torch.cuda.cudart().cudaHostRegister(values.data_ptr(), values.nbytes, 0)
+    return values

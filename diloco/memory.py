@@ -1,0 +1,135 @@
+"""Is there memory for this model? An estimate, against what machine and container have left. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from diloco.errors import UserError
+
+# fp32 weights, gradients and AdamW's two moments, in the worker.
+_WORKER_BYTES_PER_PARAMETER = 16
+# fp32 out, in, anchor and momentum, shared by the worker and its daemon, always in host memory.
+_SWARM_BYTES_PER_PARAMETER = 16
+_GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryNeed:
+    """Bytes one peer needs while training, over all ranks on one machine."""
+
+    host_bytes: int
+    device_bytes: int
+    """On its GPUs together; 0 where it trains on the CPU."""
+
+
+def memory_needed_bytes(
+    num_parameters: int,
+    *,
+    activation_tokens: int,
+    config: Mapping[str, Any],
+    on_gpu: bool = False,
+    in_swarm: bool = True,
+) -> MemoryNeed:
+    """Estimate for one peer; `activation_tokens` = samples per forward pass × sequence length × ranks here.
+
+    Leans low, so that nothing that could run is refused: weights and optimizer exactly, activations at least.
+    """
+    worker = num_parameters * _WORKER_BYTES_PER_PARAMETER + activation_tokens * _activation_bytes_per_token(
+        config
+    )
+    swarm = num_parameters * _SWARM_BYTES_PER_PARAMETER if in_swarm else 0
+    if on_gpu:
+        return MemoryNeed(host_bytes=swarm, device_bytes=worker)
+    return MemoryNeed(host_bytes=worker + swarm, device_bytes=0)
+
+
+def check_memory(
+    need: MemoryNeed,
+    *,
+    path_model: str,
+    num_peers: int = 1,
+    available: int | None = None,
+    device_available: int | None = None,
+) -> None:
+    """Raise UserError where host or GPUs lack memory for `num_peers` such peers; silent where none can tell."""
+    if device_available is not None and need.device_bytes > device_available:
+        raise UserError(
+            f"training {path_model} needs about {need.device_bytes / _GIB:.1f} GiB of GPU memory, "
+            f"{device_available / _GIB:.1f} GiB are free; take a smaller model, more GPUs, "
+            "a smaller --per-device-train-batch-size, or --activation-checkpointing"
+        )
+    available = available_memory_bytes() if available is None else available
+    wanted = need.host_bytes * num_peers
+    if available is not None and wanted > available:
+        peers = "" if num_peers == 1 else f" for {num_peers} peers"
+        raise UserError(
+            f"training {path_model} needs about {wanted / _GIB:.1f} GiB of memory{peers}, "
+            f"{available / _GIB:.1f} GiB are free; take a smaller model, "
+            "fewer peers here, or a smaller --per-device-train-batch-size"
+        )
+
+
+def available_memory_bytes(root: Path = Path("/")) -> int | None:
+    """The least of what the kernel and every enclosing cgroup say is left; none where neither is known."""
+    left = [_meminfo_available(_read(root / "proc/meminfo"))]
+    for line in (_read(root / "proc/self/cgroup") or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            left += _cgroup_left(
+                root / "sys/fs/cgroup", path, "memory.max", "memory.current", "inactive_file"
+            )
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            left += _cgroup_left(root / "sys/fs/cgroup/memory", path, *names)
+    known = [amount for amount in left if amount is not None]
+    return min(known) if known else None
+
+
+def _cgroup_left(mount: Path, path: str, limit: str, usage: str, reclaimable: str) -> list[int | None]:
+    """What is left in the group and in each around it; in a container its files may lie at the mount."""
+    inner = mount / path.lstrip("/")
+    groups = [inner, *(parent for parent in inner.parents if parent.is_relative_to(mount))]
+    return [_group_left(group, limit, usage, reclaimable) for group in groups]
+
+
+def _group_left(group: Path, limit: str, usage: str, reclaimable: str) -> int | None:
+    limit_text, usage_text = _read(group / limit), _read(group / usage)
+    if limit_text is None or usage_text is None or not limit_text.strip().isdigit():
+        return None
+    # File cache counts as use, but gives way.
+    cache = 0
+    for line in (_read(group / "memory.stat") or "").splitlines():
+        name, _, value = line.partition(" ")
+        if name == reclaimable:
+            cache = int(value)
+    return max(0, int(limit_text) - int(usage_text) + cache)
+
+
+def _meminfo_available(text: str | None) -> int | None:
+    for line in (text or "").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _activation_bytes_per_token(config: Mapping[str, Any]) -> int:
+    """At least: each layer's inputs and products in 2 bytes each, fp32 logits and their gradient."""
+    hidden = number_in(config, "hidden_size", "n_embd")
+    layers = number_in(config, "num_hidden_layers", "n_layer")
+    return layers * hidden * 16 * 2 + number_in(config, "vocab_size") * 8
+
+
+def number_in(config: Mapping[str, Any], *names: str) -> int:
+    """The first of these fields of a config.json that is a count, else 0; some models have lists or nothing there."""
+    values = (config.get(name) for name in names)
+    return next((value for value in values if isinstance(value, int) and value > 0), 0)
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return None

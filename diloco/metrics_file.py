@@ -1,0 +1,122 @@
+"""Reading metrics.jsonl while it grows, and what a reader wants to know of one peer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Record = Mapping[str, Any]
+
+
+class Tail:
+    """The complete new lines of a file at each read. The file may not exist yet, or start over."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._offset = 0
+
+    def read(self) -> list[Record]:
+        """Records since the last read; what is no JSON object is passed over."""
+        try:
+            with self.path.open("rb") as file:
+                if file.seek(0, 2) < self._offset:
+                    self._offset = 0
+                file.seek(self._offset)
+                data = file.read()
+        except OSError:
+            return []
+        complete = data[: data.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        return [record for line in complete.splitlines() if (record := _record(line)) is not None]
+
+
+def _record(line: bytes) -> Record | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+@dataclass
+class PeerFigures:
+    """The newest figures of one peer, folded from its records."""
+
+    name: str
+    step: Record = field(default_factory=dict)
+    """Its last `step` record; empty before the first."""
+    epoch: Record = field(default_factory=dict)
+    evaluation: Record = field(default_factory=dict)
+
+    def fold(self, records: Iterable[Record]) -> None:
+        for record in records:
+            match record.get("kind"):
+                case "step":
+                    self.step = record
+                case "epoch":
+                    self.epoch = record
+                case "eval":
+                    self.evaluation = record
+
+
+def line_of(record: Record) -> str | None:
+    """A record as one line for people; None for a kind that has none."""
+    match record.get("kind"):
+        case "step":
+            return (
+                f"step {_number(record, 'step')}  epoch {_number(record, 'epoch')}  "
+                f"loss {_decimal(record, 'loss')}  {figure(record.get('tokens_per_s'))} tokens/s"
+            )
+        case "epoch":
+            number = num_contributors(record)
+            return (
+                f"epoch {_number(record, 'epoch')} averaged by {number} peer{'' if number == '1' else 's'} in "
+                f"{_decimal(record, 'round_s', 2)} s, {size(record.get('sent_bytes'))} sent, "
+                f"{size(record.get('received_bytes'))} received, "
+                f"anchor {str(record.get('anchor_digest', '?'))[:12]}"
+            )
+        case "eval":
+            return (
+                f"evaluation at step {_number(record, 'step')}: loss {_decimal(record, 'loss')}, "
+                f"{_decimal(record, 'bits_per_byte')} bits per byte"
+            )
+        case "event" if record.get("event") == "start":
+            rank = record.get("world_rank")
+            place = "" if rank is None else f" as world rank {rank}"
+            return f"starts at step {_number(record, 'step')}, epoch {_number(record, 'epoch')}{place}"
+        case "event":
+            return str(record.get("event"))
+    return None
+
+
+def num_contributors(epoch: Record) -> str:
+    """Of how many peers an epoch holds the work; a dash where that is not recorded."""
+    contributors = epoch.get("contributors")
+    return str(len(contributors)) if isinstance(contributors, list) else "–"
+
+
+def figure(value: Any) -> str:
+    """A count to three digits: 950, 12.3k, 4.5M."""
+    if not isinstance(value, int | float):
+        return "–"
+    for factor, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= factor:
+            return f"{value / factor:.3g}{letter}"
+    return f"{value:.3g}"
+
+
+def size(value: Any) -> str:
+    """Bytes in decimal units."""
+    return f"{figure(value)}B" if isinstance(value, int | float) else "–"
+
+
+def _number(record: Record, key: str) -> str:
+    return str(record.get(key, "–"))
+
+
+def _decimal(record: Record, key: str, digits: int = 3) -> str:
+    value = record.get(key)
+    return f"{value:.{digits}f}" if isinstance(value, int | float) else "–"

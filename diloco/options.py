@@ -1,0 +1,158 @@
+"""What can be configured, one frozen dataclass per concern. The defaults live here and nowhere else.
+
+Fields marked SHARED describe the run and must be the same on all its peers: they make up the manifest, and a
+peer that does not name one adopts the swarm's. The rest is each peer's own business.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from diloco.checks import addresses, at_least, codec, finite, safe_name, up_to, whole
+
+SHARED = {"shared": True}
+
+# Some of these numbers come from other peers: bounded by what torch and msgpack hold.
+_LARGEST = 2**48
+Count = Annotated[int, Parameter(converter=whole, validator=(at_least(1), up_to(_LARGEST)))]
+Whole = Annotated[int, Parameter(converter=whole, validator=(at_least(0), up_to(_LARGEST)))]
+Seconds = Annotated[float, Parameter(validator=(finite, at_least(0)))]
+Rate = Annotated[float, Parameter(validator=(finite, at_least(0)))]
+Name = Annotated[str, Parameter(validator=safe_name)]
+
+
+def address_list(alias: str = "", *, of_peers: bool = False) -> Parameter:
+    """A list flag: `--flag A B`, `--flag A --flag B` and `--flag A,B` mean the same."""
+    return Parameter(
+        alias=(alias,) if alias else (),
+        consume_multiple=True,
+        negative="",
+        converter=addresses(of_peers=of_peers),
+        metavar="MADDR...",
+        show_default=lambda value: ", ".join(value) or "none",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CkptConfig:
+    """Where and when to save, and what to start from."""
+
+    path: str = "outputs"
+    """Directory of the checkpoints; a step's lie in <path>/model_step_<N>/."""
+    interval: Count | None = None
+    """Inner steps between two checkpoints; none: no checkpoints."""
+    resume: str | None = None
+    """A model_step_<N> directory, or `auto` for the newest complete one under the path."""
+    topk: Count | None = None
+    """How many of this peer's own checkpoints to keep; none: all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HvConfig:
+    """When, how and with whom this peer averages."""
+
+    run_id: Annotated[Name, Parameter(alias="--run-id")] = "diloco"
+    """Name of the run; peers with another one never meet."""
+    initial_peers: Annotated[tuple[str, ...], address_list("--initial-peers", of_peers=True)] = ()
+    """Addresses (/ip4/…/tcp/…/p2p/…) of any members of the swarm's DHT."""
+    galaxy_size: Annotated[Count | None, Parameter(alias="--galaxy-size")] = None
+    """Peers to wait for before step 1; default: those the coordinator knows, else 1."""
+    world_rank: Annotated[Whole | None, Parameter(alias="--world-rank")] = None
+    """This peer's number in the swarm, from 0; default: the coordinator assigns one."""
+    local_steps: Count = field(default=500, metadata=SHARED)
+    """Inner steps between two outer steps (H)."""
+    outer_lr: Rate = field(default=0.7, metadata=SHARED)
+    """Learning rate of the outer Nesterov SGD (arXiv 2311.08105)."""
+    outer_momentum: Annotated[Rate, Parameter(validator=(finite, at_least(0), up_to(1)))] = field(
+        default=0.9, metadata=SHARED
+    )
+    """Momentum of the outer Nesterov SGD."""
+    compression: Annotated[
+        Literal["fp32", "fp16"], Parameter(alias="--hv.hivemind-compression", converter=codec)
+    ] = field(default="fp32", metadata=SHARED)
+    """What pseudo-gradients look like on the wire; scaled-fp16 means fp16."""
+    host_maddrs: Annotated[tuple[str, ...], address_list("--host-maddrs")] = ("/ip4/0.0.0.0/tcp/0",)
+    """Addresses to listen on."""
+    announce_maddrs: Annotated[tuple[str, ...], address_list("--announce-maddrs")] = ()
+    """Addresses others reach this peer by, where they differ from those it listens on."""
+    matchmaking_time: Seconds | None = None
+    """Seconds a round waits for its members under NO_WAIT; default 15."""
+    averaging_timeout: Seconds | None = None
+    """Seconds one attempt at a round may take; default: learned from the rounds before."""
+    all_reduce_strategy: Literal["WAIT_FOR_ALL", "NO_WAIT"] = "WAIT_FOR_ALL"
+    """Whether a round waits for every live peer, or only for the matchmaking time."""
+    timeout_waiting_for_peers: Seconds = 600.0
+    """Seconds to wait for the galaxy before starting with those who are there."""
+    fail_rank_drop: bool = False
+    """Stop when a peer is lost, instead of going on without it."""
+    skip_load_from_peers: bool = False
+    """Accepted for compatibility: a peer's weights always come from the swarm."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """One peer's training."""
+
+    path_model: str = field(default="2m", metadata=SHARED)
+    """A preset (demo, 2m, 15m, 150m, 1b), a directory, or a Hugging Face model id."""
+    dataset_name_or_path: str = field(default="stdlib", metadata=SHARED)
+    """`stdlib`, text, JSONL or Parquet files (or a directory of them), or a Hugging Face dataset."""
+    text_column: str | None = field(default=None, metadata=SHARED)
+    """The column that holds the text; default: found by itself."""
+    fake_data: bool = field(default=False, metadata=SHARED)
+    """Train on random tokens instead of the dataset."""
+    seq_length: Annotated[int, Parameter(converter=whole, validator=(at_least(2), up_to(_LARGEST)))] = field(
+        default=1024, metadata=SHARED
+    )
+    """Tokens per sample."""
+    total_batch_size: Count = field(default=512, metadata=SHARED)
+    """Samples per inner step of one peer, over all its ranks."""
+    per_device_train_batch_size: Count = 32
+    """Samples per forward pass of one rank; the default shrinks to what divides the total."""
+    lr: Rate = field(default=4e-4, metadata=SHARED)
+    """Peak learning rate of the inner AdamW."""
+    weight_decay: Rate = field(default=0.1, metadata=SHARED)
+    """Weight decay of the inner AdamW, on matrices only."""
+    warmup_steps: Whole = field(default=1000, metadata=SHARED)
+    """Nominal steps of linear warm-up."""
+    total_steps: Count = field(default=88_000, metadata=SHARED)
+    """Nominal steps of the cosine schedule; training ends after them."""
+    max_steps: Count | None = field(default=None, metadata=SHARED)
+    """End training after this many nominal steps, without changing the schedule."""
+    max_grad_norm: Rate = field(default=1.0, metadata=SHARED)
+    """Gradients are clipped to this norm."""
+    seed: Whole = field(default=42, metadata=SHARED)
+    """Seeds the initial weights and the order of the data."""
+    precision: Literal["auto", "fp16-mixed", "bf16-mixed", "32-true"] = "auto"
+    """Auto: fp32 on CPU; on GPU bf16 where the device has it, else fp16."""
+    torch_compile: bool | None = None
+    """Compile the model; default: on GPU only."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass to save memory."""
+    sharding_strategy: Literal[
+        "FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "NO_SHARD"
+    ] = "FULL_SHARD"
+    """How the ranks of this peer share the model."""
+    attn_implementation: str = "sdpa"
+    """Attention of the transformers model."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train."""
+    num_workers: Whole = 4
+    """Accepted for compatibility: data is read by one background thread."""
+    eval_interval: Count | None = None
+    """Nominal steps between two evaluations; they always happen before the first step and after the last."""
+    eval_tokens: Count = 262_144
+    """Held-out tokens an evaluation reads."""
+    run_dir: str | None = None
+    """Where metrics, logs, plots and the model go; default runs/<UTC time>-<project>."""
+    project: str = "diloco"
+    """Name of the project, for the run directory and wandb."""
+    metric_logger_type: Literal["wandb", "dummy"] = "dummy"
+    """wandb, or nothing beside metrics.jsonl."""
+    log_activations_steps: Count | None = None
+    """Steps between two records of each layer's activation norms."""
+    ckpt: Annotated[CkptConfig, Parameter(group="Checkpoints")] = field(default_factory=CkptConfig)
+    hv: Annotated[HvConfig, Parameter(group="Swarm")] = field(default_factory=HvConfig)

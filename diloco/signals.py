@@ -1,0 +1,56 @@
+"""Ctrl-C and SIGTERM for a training process: gone at once, with nothing half-written."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+CleanUps = list[Callable[[], None]]
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class LeaveOnSignal:
+    """Exits with 128 + n on SIGINT and SIGTERM, after the callbacks in `clean_ups`.
+
+    A thread does it: the main thread may sit for minutes in a collective or on the GPU, where Python runs no signal
+    handlers. Construct it in the main thread, once.
+    """
+
+    def __init__(self) -> None:
+        self.clean_ups: CleanUps = []
+        self._reader, writer = socket.socketpair()
+        writer.setblocking(False)
+        # Kept, so that it is not closed while the interpreter writes to it.
+        self._writer = writer
+        signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        for number in _SIGNALS:
+            signal.signal(number, lambda _number, _frame: None)
+        threading.Thread(target=self._watch, name="signals", daemon=True).start()
+
+    def _watch(self) -> None:
+        while True:
+            number = self._reader.recv(1)[0]
+            if number in _SIGNALS:
+                break
+        _clean_up(self.clean_ups)
+        os._exit(128 + number)
+
+
+@contextlib.contextmanager
+def cleaned_up_on_failure(clean_ups: CleanUps) -> Iterator[None]:
+    """Does the same when the block ends with an error."""
+    try:
+        yield
+    except BaseException:
+        _clean_up(clean_ups)
+        raise
+
+
+def _clean_up(clean_ups: CleanUps) -> None:
+    for clean_up in clean_ups:
+        with contextlib.suppress(OSError):
+            clean_up()

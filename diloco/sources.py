@@ -1,0 +1,111 @@
+"""Where values come from that were not given as flags: a TOML file, or a manifest."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cyclopts import CycloptsError
+
+from diloco.errors import UserError
+
+if TYPE_CHECKING:
+    from cyclopts import App
+    from cyclopts.argument import ArgumentCollection
+
+
+class ValueSource:
+    """A cyclopts config source: fills what no flag set from `values`, or from the file that `--config` names.
+
+    Without either it takes `recipe`, another file, unless a flag named one of the fields in `unless`.
+    After a parse, `named` holds the dotted names of the fields that a flag or a file set.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Any] | None = None,
+        name: str = "",
+        *,
+        recipe: Path | None = None,
+        unless: Collection[str] = (),
+    ) -> None:
+        self._values = values
+        self._name = name
+        self._recipe = recipe
+        self._unless = unless
+        self.named: frozenset[str] = frozenset()
+
+    def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+        from cyclopts.argument import update_argument_collection
+
+        values, name = self._values, self._name
+        if values is None:
+            values, name = self._values_of_file(arguments)
+        known = {".".join(argument.keys) for argument in arguments if argument.keys}
+        sections = {key.rpartition(".")[0] for key in known} - {""}
+        nested = _nested(values, known - sections, name)
+        try:
+            update_argument_collection(
+                nested, name, arguments, app.app_stack.stack[-1], root_keys=(), allow_unknown=False
+            )
+        except UserError as error:
+            raise CycloptsError(msg=str(error)) from error
+        self.named = _fields_with_tokens(arguments)
+
+    def _values_of_file(self, arguments: ArgumentCollection) -> tuple[dict[str, Any], str]:
+        tokens = [token for argument in arguments if argument.name == "--config" for token in argument.tokens]
+        if tokens:
+            path = Path(tokens[-1].value)
+        elif self._recipe and not _fields_with_tokens(arguments).intersection(self._unless):
+            path = self._recipe
+        else:
+            return {}, ""
+        try:
+            return read_toml(path), str(path)
+        except UserError as error:
+            raise CycloptsError(msg=str(error)) from error
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """A TOML file's values by dotted names, dashes turned to underscores. Raises UserError."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"--config {path}: {error.strerror}.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"--config {path} is not TOML: {error}.") from error
+    return dict(_flat(table, ""))
+
+
+def _fields_with_tokens(arguments: ArgumentCollection) -> frozenset[str]:
+    return frozenset(".".join(argument.keys) for argument in arguments if argument.keys and argument.tokens)
+
+
+def _flat(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        name = prefix + key.replace("-", "_")
+        if isinstance(value, dict):
+            yield from _flat(value, f"{name}.")
+        else:
+            yield name, value
+
+
+def _nested(values: Mapping[str, Any], known: set[str], source: str) -> dict[str, Any]:
+    """The values as cyclopts wants them: by section, without those that are unset."""
+    nested: dict[str, Any] = {}
+    for name, value in values.items():
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f' Did you mean "{close[0]}"?' if close else ""
+            raise CycloptsError(msg=f'Unknown key "{name}" in {source}.{hint}')
+        if value is None:
+            continue
+        *sections, key = name.split(".")
+        place = nested
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[key] = list(value) if isinstance(value, tuple) else value
+    return nested

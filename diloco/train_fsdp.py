@@ -1,0 +1,230 @@
+"""Pretraining with FSDP2, alone or as the worker of a peer. Start it with torchrun, by path or -m, or by itself."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+if not __package__:
+    # Started by path: Python has put diloco/ itself first, where our modules would hide others of their name.
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from diloco.checkpoint import Checkpoints
+from diloco.config import TrainConfig, flat_values, parse_train_config
+from diloco.data import batches, open_data
+from diloco.evaluation import evaluate
+from diloco.inner import InnerLoop
+from diloco.launch import Assignment, assigned, exit_code
+from diloco.memory import check_memory, memory_needed_bytes
+from diloco.metrics import Metrics, Sink, WandbSink
+from diloco.model import load_model, num_parameters
+from diloco.model_files import load_model_config, save_pretrained_dir
+from diloco.optim import adamw, learning_rate
+from diloco.outer import Diloco
+from diloco.prefetch import Prefetched
+from diloco.run_dir import METRICS
+from diloco.sampling import Block
+from diloco.sharding import Precision, full_state, prepare
+from diloco.signals import CleanUps, LeaveOnSignal, cleaned_up_on_failure
+from diloco.tokenizer import load_tokenizer
+from diloco.world import World, device_mesh, joined, on_rank_zero
+
+
+def main() -> None:
+    """Entry point of every rank. Ends with SystemExit."""
+    signals = LeaveOnSignal()
+    sys.exit(exit_code(lambda: run(sys.argv[1:], signals.clean_ups)))
+
+
+def run(argv: Sequence[str], clean_ups: CleanUps) -> None:
+    """Train as the arguments say; start the daemon too where they ask for a swarm and none is there.
+
+    `clean_ups` is given what has to be done when the process must end in the middle of it.
+    """
+    config, named = parse_train_config(argv)
+    world = World.from_environment(os.environ)
+    device = world.device(config.device)
+    with joined(world, device), cleaned_up_on_failure(clean_ups):
+        assignment, daemon = assigned(config, named, world, clean_ups)
+        trainer = Trainer(assignment, world, device, clean_ups)
+        with trainer.metrics:
+            trainer.train()
+        if daemon is not None:
+            daemon.stop()
+
+
+class Trainer:
+    """One rank's part of a training."""
+
+    def __init__(
+        self, assignment: Assignment, world: World, device: torch.device, clean_ups: CleanUps
+    ) -> None:
+        """Load model and data, and wait for the swarm. Raises UserError, and peers.errors.UserError."""
+        config = assignment.config
+        self.config, self.world, self.run_dir = config, world, assignment.run_dir
+        self.end_step = min(config.max_steps or config.total_steps, config.total_steps)
+        self.tokens_per_step = config.total_batch_size * config.seq_length
+        check_fits(config, world, device)
+        self.tokenizer = load_tokenizer(config.path_model)
+        self.source = open_data(config, self.tokenizer)
+        self.validation = self.source.validation()
+        sinks: list[Sink] = []
+        on_rank_zero(lambda: sinks.extend(opened_sinks(config, self.run_dir)))
+        self.metrics = Metrics(self.run_dir / METRICS if world.is_main else None, sinks)
+        torch.manual_seed(config.seed + world.rank)
+        precision = Precision.of(config.precision, device)
+        mesh = device_mesh(world, device, config.sharding_strategy) if world.num_ranks > 1 else None
+        model = load_model(
+            config.path_model,
+            seed=config.seed,
+            device="cpu" if mesh else device,
+            attn_implementation=config.attn_implementation,
+        )
+        prepare(model, config, precision=precision, device=device, mesh=mesh)
+        self.inner = InnerLoop(
+            model,
+            adamw(model, weight_decay=config.weight_decay),
+            precision=precision,
+            device=device,
+            micro_batch_size=config.per_device_train_batch_size,
+            max_grad_norm=config.max_grad_norm,
+        )
+        self.checkpoints = Checkpoints(config.ckpt, world, self.inner)
+        self.outer = Diloco(
+            model,
+            local_steps=config.hv.local_steps,
+            max_steps=self.end_step,
+            restore=self.checkpoints.restore,
+        )
+        clean_ups.append(self.discard_partial)
+
+    def train(self) -> None:
+        """From wherever this peer is in the run to its end, and save the model."""
+        outer = self.outer
+        self.metrics.write("event", event="start", **self.position(), world_rank=outer.world_rank)
+        if outer.nominal_step == 0 and outer.evaluates:
+            self.evaluate()
+        while not outer.done:
+            with self.samples_left() as samples_of_steps:
+                for samples in samples_of_steps:
+                    if self.step(torch.from_numpy(samples)) or outer.done:
+                        break
+        if outer.evaluates:
+            self.evaluate()
+        self.save_model()
+        outer.finish()
+        self.metrics.write("event", event="finished", **self.position())
+
+    def step(self, samples: Tensor) -> bool:
+        """One inner step, and what is due after it. Returns whether it ended an epoch."""
+        outer, config, metrics = self.outer, self.config, self.metrics
+        started_at, step = time.perf_counter(), outer.nominal_step
+        if config.log_activations_steps and step % config.log_activations_steps == 0:
+            metrics.write("activations", step=step, rms=self.inner.activation_norms(samples))
+        lr = learning_rate(
+            step, peak=config.lr, warmup_steps=config.warmup_steps, total_steps=config.total_steps
+        )
+        result = self.inner.step(samples, lr=lr)
+        rate = self.tokens_per_step / (time.perf_counter() - started_at)
+        tokens = (step + 1) * self.tokens_per_step
+        figures = {"step": step + 1, "epoch": outer.epoch, "lr": lr, "tokens": tokens, "tokens_per_s": rate}
+        metrics.write("step", **figures, **asdict(result))
+
+        commit = outer.step(num_tokens=samples.shape[0] * config.seq_length, loss=result.loss)
+        if commit is not None:
+            metrics.write("epoch", step=outer.nominal_step, **asdict(commit))
+        step = outer.nominal_step
+        if self.checkpoints.due(step):
+            self.checkpoints.save(outer, step=step)
+        if config.eval_interval and step % config.eval_interval == 0 and not outer.done and outer.evaluates:
+            self.evaluate()
+        return commit is not None
+
+    def samples_left(self) -> Prefetched[np.ndarray]:
+        """This rank's samples, int64 [n, seq_length + 1], for each step that is left of the epoch's block."""
+        outer, steps = self.outer, self.outer.local_steps
+        # Alone there are no epochs; blocks follow one another as if there were.
+        number, local_step = divmod(outer.nominal_step, steps)
+        block = Block(epoch=number, world_rank=0, data_base=number)
+        if outer.world_rank is not None:
+            local_step = outer.local_step
+            block = Block(epoch=outer.epoch, world_rank=outer.world_rank, data_base=outer.position.data_base)
+        return Prefetched(
+            batches(
+                self.source,
+                block,
+                local_steps=range(local_step, steps),
+                total_batch_size=self.config.total_batch_size,
+                rank=self.world.rank,
+                num_ranks=self.world.num_ranks,
+            )
+        )
+
+    def evaluate(self) -> None:
+        """Score the weights on the held-out text and record it."""
+        result = evaluate(
+            self.inner,
+            self.validation,
+            world=self.world,
+            micro_batch_size=self.config.per_device_train_batch_size,
+        )
+        self.metrics.write(
+            "eval",
+            **self.position(),
+            **asdict(result),
+            unigram_bits_per_byte=self.validation.byte_frequency_bits,
+            eval_bytes=self.validation.num_bytes,
+        )
+
+    def save_model(self) -> None:
+        """Write <run_dir>/model/, which transformers loads."""
+        state = full_state(self.inner.model)
+        config = load_model_config(self.config.path_model)
+        on_rank_zero(lambda: save_pretrained_dir(self.run_dir / "model", state, config, self.tokenizer))
+
+    def position(self) -> dict[str, int]:
+        step = self.outer.nominal_step
+        return {"step": step, "epoch": self.outer.epoch, "tokens": step * self.tokens_per_step}
+
+    def discard_partial(self) -> None:
+        """Leave nothing half-written, when the process is about to end in the middle of it."""
+        self.checkpoints.discard_partial()
+        for partial in self.run_dir.glob(".model.*"):
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def check_fits(config: TrainConfig, world: World, device: torch.device) -> None:
+    """Raise UserError where this machine has too little memory to train the model."""
+    model_config = load_model_config(config.path_model)
+    copies = world.num_local_ranks if config.sharding_strategy == "NO_SHARD" else 1
+    need = memory_needed_bytes(
+        num_parameters(model_config) * copies,
+        activation_tokens=config.per_device_train_batch_size * config.seq_length * world.num_local_ranks,
+        config=model_config,
+        on_gpu=device.type == "cuda",
+        # What the daemon holds it may hold already, when this worker was restarted.
+        in_swarm=False,
+    )
+    gpu_bytes = torch.cuda.mem_get_info(device)[0] * world.num_local_ranks if device.type == "cuda" else None
+    # The first rank looks before any of them has taken some.
+    on_rank_zero(lambda: check_memory(need, path_model=config.path_model, device_available=gpu_bytes))
+
+
+def opened_sinks(config: TrainConfig, run_dir: Path) -> list[Sink]:
+    """Where the metrics go beside metrics.jsonl. Raises UserError for what does not start."""
+    if config.metric_logger_type != "wandb":
+        return []
+    return [WandbSink(project=config.project, run_dir=run_dir, config=flat_values(config))]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""This peer's torch processes: who they are, how they talk, and how the model lies over them."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from diloco.errors import UserError
+
+T = TypeVar("T")
+
+# Rank 0 may wait for the swarm (galaxy, slow peers) while the others wait for rank 0; torchrun ends them all
+# when one dies, so this deadline only has to be longer than any such wait.
+GROUP_TIMEOUT = datetime.timedelta(hours=2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """One torch process among those of its peer, as torchrun numbers them. The default is a process of its own."""
+
+    rank: int = 0
+    num_ranks: int = 1
+    local_rank: int = 0
+    num_local_ranks: int = 1
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> World:
+        """Read what torchrun sets. Raises UserError for a set of nodes of different sizes."""
+        world = cls(
+            rank=int(environ.get("RANK", 0)),
+            num_ranks=int(environ.get("WORLD_SIZE", 1)),
+            local_rank=int(environ.get("LOCAL_RANK", 0)),
+            num_local_ranks=int(environ.get("LOCAL_WORLD_SIZE", environ.get("WORLD_SIZE", 1))),
+        )
+        if world.num_ranks % world.num_local_ranks:
+            raise UserError(
+                f"{world.num_ranks} ranks are not a multiple of the {world.num_local_ranks} on this node; "
+                f"start the same --nproc-per-node on every node"
+            )
+        return world
+
+    @property
+    def num_nodes(self) -> int:
+        return self.num_ranks // self.num_local_ranks
+
+    @property
+    def node(self) -> int:
+        """torchrun numbers the ranks of a node in a row."""
+        return self.rank // self.num_local_ranks
+
+    @property
+    def is_main(self) -> bool:
+        """The one that talks to the daemon and writes the metrics."""
+        return self.rank == 0
+
+    def device(self, choice: Literal["auto", "cpu", "cuda"]) -> torch.device:
+        """The device this rank trains on. Raises UserError when it has none of that kind."""
+        num_gpus = torch.cuda.device_count() if choice != "cpu" else 0
+        if choice == "cpu" or (choice == "auto" and num_gpus == 0):
+            return torch.device("cpu")
+        if num_gpus < self.num_local_ranks:
+            raise UserError(
+                f"{self.num_local_ranks} ranks on this node but {num_gpus} CUDA devices: NCCL needs one each; "
+                f"start --nproc-per-node {max(num_gpus, 1)}, or train with --device cpu"
+            )
+        return torch.device("cuda", self.local_rank)
+
+
+@contextlib.contextmanager
+def joined(world: World, device: torch.device) -> Iterator[None]:
+    """The process group of the peer's ranks, for as long as the block runs. One process needs none.
+
+    CPU tensors travel by gloo, CUDA tensors by NCCL, so rank 0 can hand on what it hears without touching the GPU.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if world.num_ranks == 1:
+        yield
+        return
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=GROUP_TIMEOUT)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def device_mesh(world: World, device: torch.device, sharding_strategy: str) -> DeviceMesh:
+    """Shard over the ranks of a node, replicate over nodes; NO_SHARD replicates over all ranks."""
+    if sharding_strategy == "NO_SHARD":
+        return init_device_mesh(device.type, (world.num_ranks, 1), mesh_dim_names=("replicate", "shard"))
+    if world.num_nodes == 1:
+        return init_device_mesh(device.type, (world.num_ranks,), mesh_dim_names=("shard",))
+    shape = (world.num_nodes, world.num_local_ranks)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def in_group() -> bool:
+    """Whether this process has a group, ours or one its owner made before constructing `Diloco`."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def on_rank_zero(action: Callable[[], T]) -> T:
+    """Run `action` on rank 0 alone and give every rank its result, or its error, so that all take the same branch."""
+    if not in_group():
+        return action()
+    outcome: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = action()
+        except Exception as error:
+            outcome[1] = error
+            dist.broadcast_object_list(outcome, src=0, device=torch.device("cpu"))
+            raise
+    dist.broadcast_object_list(outcome, src=0, device=torch.device("cpu"))
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
+
+
+def summed(value: int) -> int:
+    """The sum over all ranks; returns only when every rank has come here."""
+    if not in_group():
+        return value
+    total = torch.tensor(value, dtype=torch.int64)
+    dist.all_reduce(total)
+    return int(total)
+
+
+def barrier() -> None:
+    """Return when every rank has come here."""
+    summed(0)
