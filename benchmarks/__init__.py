@@ -1,0 +1,1 @@
+"""Every performance claim, one command each, JSON out."""

@@ -1,0 +1,149 @@
+"""Tokens per second of a peer between rounds against a bare torch loop of the same model, interleaved in one process.
+
+The peer's side is all that train_fsdp does in a step: read the data, train, record the metrics, look what is due.
+The bare loop is what anybody would write: tokens in memory, forward, backward, clip, AdamW.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from benchmarks.record import Result, parser, report
+from diloco.launch import Assignment
+from diloco.model import load_model
+from diloco.options import HvConfig, TrainConfig
+from diloco.sharding import Precision, compiles, decoder_layers
+from diloco.train_fsdp import Trainer
+from diloco.world import World
+
+# Dense bf16 rates as the manufacturers state them.
+_PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
+_LR = 1e-4
+
+
+def main() -> None:
+    flags = parser(__doc__)
+    flags.add_argument("--path-model", default=None, help="default: 2m on CPU, 150m on GPU")
+    flags.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    arguments = flags.parse_args()
+    device = World().device(arguments.device)
+    config = configuration(arguments.path_model, device, quick=arguments.quick)
+    repetitions, steps = (5, 3) if arguments.quick else (9, 8 if device.type == "cpu" else 30)
+    with tempfile.TemporaryDirectory() as directory:
+        results = measured(config, device, Path(directory), repetitions=repetitions, steps=steps)
+    report("inner_loop", results, arguments.json)
+
+
+def configuration(path_model: str | None, device: torch.device, *, quick: bool) -> TrainConfig:
+    """What both sides train."""
+    on_gpu = device.type == "cuda"
+    config = TrainConfig(
+        path_model=path_model or ("150m" if on_gpu else "2m"),
+        seq_length=1024 if on_gpu else 256,
+        total_batch_size=64 if on_gpu else 8,
+        per_device_train_batch_size=32 if on_gpu else 4,
+        lr=_LR,
+        warmup_steps=0,
+        total_steps=1_000_000,
+        eval_tokens=256,
+        hv=HvConfig(local_steps=100_000),
+    )
+    return replace(config, total_batch_size=16) if quick and on_gpu else config
+
+
+def measured(
+    config: TrainConfig, device: torch.device, directory: Path, *, repetitions: int, steps: int
+) -> list[Result]:
+    """Both sides in turns, so that what else the machine does hits both."""
+    ours, bare = peer_steps(config, device, directory), bare_steps(config, device)
+    sides: dict[str, Callable[[int], float]] = {"peer": ours, "bare": bare}
+    rates: dict[str, list[float]] = {name: [] for name in sides}
+    for run in sides.values():
+        run(3)
+    for repetition in range(repetitions):
+        for name in sorted(sides, reverse=bool(repetition % 2)):
+            tokens = steps * config.total_batch_size * config.seq_length
+            rates[name].append(tokens / sides[name](steps))
+    ratios = [a / b for a, b in zip(rates["peer"], rates["bare"], strict=True)]
+    case = f"{config.path_model} {device.type} {Precision.of(config.precision, device).compute}"
+    results = [Result.of(f"{case} {name}", "throughput", "tokens/s", rates[name]) for name in sides]
+    results.append(Result.of(case, "peer / bare", "ratio", ratios))
+    if device.type == "cuda":
+        results += utilisation(config, case, rates)
+    return results
+
+
+def peer_steps(config: TrainConfig, device: torch.device, directory: Path) -> Callable[[int], float]:
+    """Runs steps of the trainer; returns the seconds they took."""
+    trainer = Trainer(Assignment(config=config, run_dir=directory), World(), device, [])
+
+    samples_of_steps = iter(trainer.samples_left())
+
+    def run(steps: int) -> float:
+        started_at = time.perf_counter()
+        for _ in range(steps):
+            trainer.step(torch.from_numpy(next(samples_of_steps)))
+        return time.perf_counter() - started_at
+
+    return run
+
+
+def bare_steps(config: TrainConfig, device: torch.device) -> Callable[[int], float]:
+    """The same model, batch, precision and compilation without any of our code in the loop."""
+    model = load_model(config.path_model, seed=config.seed, device=device)
+    if compiles(config, device):
+        for layer in decoder_layers(model):
+            layer.compile()
+    dtype = Precision.of(config.precision, device).compute
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_LR, fused=True)
+    size = config.per_device_train_batch_size
+    parts = config.total_batch_size // size
+
+    def run(steps: int) -> float:
+        shape = (steps, parts, size, config.seq_length + 1)
+        tokens = torch.randint(0, 256, shape, device=device)
+        started_at = time.perf_counter()
+        for step in range(steps):
+            total = torch.zeros((), device=device)
+            for batch in tokens[step]:
+                with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
+                    logits = model(input_ids=batch[:, :-1], use_cache=False).logits
+                loss = functional.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten()) / parts
+                loss.backward()
+                total += loss.detach()
+            nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            total.item()
+        return time.perf_counter() - started_at
+
+    return run
+
+
+def utilisation(config: TrainConfig, case: str, rates: dict[str, list[float]]) -> list[Result]:
+    """Share of the GPU's dense bf16 rate, counting 6 operations a weight and token, and attention's own."""
+    name = torch.cuda.get_device_name()
+    peak = next((flops for part, flops in _PEAK_FLOPS.items() if part in name), None)
+    if peak is None:
+        return []
+    model = load_model(config.path_model, seed=0, device="meta")
+    weights = sum(p.numel() for n, p in model.named_parameters() if "embed_tokens" not in n)
+    attention = 12 * model.config.num_hidden_layers * model.config.hidden_size * config.seq_length
+    return [
+        Result.of(
+            f"{case} {side}", "MFU", "fraction", [(6 * weights + attention) * r / peak for r in rates[side]]
+        )
+        for side in rates
+    ]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""What every benchmark prints and writes: one row a case, medians with their spread."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+_ROOT = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One figure of one case over `runs` repetitions."""
+
+    case: str
+    metric: str
+    unit: str
+    median: float
+    min: float
+    max: float
+    runs: int
+
+    @classmethod
+    def of(cls, case: str, metric: str, unit: str, values: Sequence[float]) -> Result:
+        return cls(
+            case=case,
+            metric=metric,
+            unit=unit,
+            median=statistics.median(values),
+            min=min(values),
+            max=max(values),
+            runs=len(values),
+        )
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """The flags every benchmark has: --quick and --json FILE."""
+    flags = argparse.ArgumentParser(description=description)
+    flags.add_argument("--quick", action="store_true", help="end in under a minute")
+    flags.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    return flags
+
+
+def report(benchmark: str, results: Sequence[Result], json_path: Path | None) -> None:
+    """Print the results as a table, and write them where asked."""
+    print(f"{benchmark} on {hardware()}")
+    for row in results:
+        spread = f"{row.min:.4g} to {row.max:.4g}, {row.runs} runs"
+        print(f"  {row.case:<28} {row.metric:<24} {row.median:>10.4g} {row.unit:<10} ({spread})")
+    if json_path is not None:
+        json_path.write_text(json.dumps(record(benchmark, results), indent=2) + "\n", encoding="utf-8")
+
+
+def record(benchmark: str, results: Sequence[Result]) -> dict[str, Any]:
+    return {
+        "benchmark": benchmark,
+        "commit": commit(),
+        "hardware": hardware(),
+        "date": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
+        "results": [asdict(row) for row in results],
+    }
+
+
+def commit() -> str:
+    """The checkout's commit, with `+` where files differ from it; empty outside a checkout."""
+    try:
+        described = subprocess.run(
+            ["git", "describe", "--always", "--dirty=+", "--abbrev=12"],
+            cwd=_ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return described.stdout.strip()
+
+
+def hardware() -> str:
+    """Processor, cores, memory, and GPUs where torch sees some."""
+    import os
+
+    import torch
+
+    pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    parts = [
+        f"{len(os.sched_getaffinity(0))} cores {_processor()}",
+        f"{pages * page_bytes / 2**30:.0f} GiB",
+        f"torch {torch.__version__}",
+    ]
+    if torch.cuda.is_available():
+        parts.append(f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}")
+    return ", ".join(parts)
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
