@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.swarm import LightSwarm
+
+
+@pytest.fixture(scope="session")
+def bootstrap(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a plain DHT node on loopback, shared by the tests: each uses a run id of its own."""
+    from peers.dht import Dht
+    from peers.identity import load_or_create
+
+    ready, loop = threading.Event(), asyncio.new_event_loop()
+    address: list[str] = []
+
+    async def serve(stop: asyncio.Event) -> None:
+        identity = load_or_create(tmp_path_factory.mktemp("bootstrap") / "identity.key")
+        dht = await Dht.join(identity=identity, host_maddrs=("/ip4/127.0.0.1/tcp/0",))
+        address.extend(await dht.maddrs())
+        ready.set()
+        await stop.wait()
+        await dht.close()
+
+    stop = asyncio.Event()
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(stop),))
+    thread.start()
+    assert ready.wait(30)
+    yield address[0]
+    loop.call_soon_threadsafe(stop.set)
+    thread.join(20)
+
+
+@pytest.fixture
+def swarm(
+    bootstrap: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[Callable[..., LightSwarm]]:
+    """`swarm(**worker settings)`: a light swarm whose every process dies with the test."""
+    made: list[LightSwarm] = []
+
+    def make(**worker: Any) -> LightSwarm:
+        made.append(
+            LightSwarm(tmp_path, [bootstrap], f"t{zlib.crc32(request.node.nodeid.encode())}", **worker)
+        )
+        return made[-1]
+
+    yield make
+    for light in made:
+        light.close()

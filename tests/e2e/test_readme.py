@@ -1,0 +1,333 @@
+"""README.md and CONTRIBUTING.md as a newcomer uses them: every command typed in, every file looked at.
+
+Commands are taken from the documents. What differs from them is said in `typed` and beside each test: free ports, a
+model that trains in milliseconds, and flags that end a training early.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco.metrics_file import Tail
+from tests.support.commands import ROOT, Command, wait_until
+
+README, CONTRIBUTING = (
+    (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "CONTRIBUTING.md")
+)
+BIN = Path(sys.executable).parent
+
+DEMO = "make demo"
+RUN = ".venv/bin/diloco run --peers 3 --max-steps 200"
+INSTALL = (
+    "python3 -m venv .venv",
+    ". .venv/bin/activate",
+    "pip install --constraint constraints.txt --editable .",
+)
+DHT = "diloco dht start --host-maddrs /ip4/0.0.0.0/tcp/30001"
+FIRST = "diloco peer --initial-peers <maddr> --path-model 150m --hv.local-steps 100"
+SECOND = "diloco peer --initial-peers <maddr>"
+STATUS = "diloco status --initial-peers <maddr>"
+OWN_LOOP = 'diloco peer --initial-peers <maddr> --hv.local-steps 10 --worker "python loop.py"'
+TORCHRUN = (
+    "torchrun --standalone --nproc_per_node=2 diloco/train_fsdp.py --per-device-train-batch-size 4 "
+    "--total-batch-size 16 --lr 1e-2 --path-model tests/models/llama-2m-fresh --metric-logger-type dummy "
+    "--no-torch-compile --fake-data --max-steps 5 --hv.initial-peers <maddr> --hv.galaxy-size 2 "
+    "--hv.world-rank 0 --hv.local-steps 2"
+)
+IN_CONTRIBUTING = {
+    ".venv/bin/python -m pytest tests/unit/peers/test_rounds.py -k straggler",
+    "make fast",
+    ".venv/bin/python -m pytest tests/swarm",
+    ".venv/bin/python -m benchmarks.inner_loop --quick",
+    ".venv/bin/diloco run --peers 3 --max-steps 100",
+}
+
+KEYS = {
+    "step": {"step", "epoch", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "time"},
+    "epoch": {
+        *("epoch", "step", "anchor_digest", "num_peers", "contributors"),
+        *("sent_bytes", "received_bytes", "round_s", "wait_s", "time"),
+    },
+    "eval": {"step", "epoch", "loss", "bits_per_byte", "time"},
+    "event": {"event", "time"},
+}
+STATUS_KEYS = {
+    *("peer_id", "world_rank", "state", "epoch", "step"),
+    *("anchor_digest", "tokens_per_s", "last_seen_s"),
+}
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def commands(text: str) -> list[str]:
+    """The lines of the bash blocks, continued lines joined."""
+    lines = "".join(blocks(text, "bash")).replace("\\\n", " ").splitlines()
+    return [re.sub(r"\s+", " ", line) for line in lines if line.strip()]
+
+
+def typed(command: str, *more: Any, **replaced: Any) -> list[str]:
+    """The words of a command, with `more` behind them, the values of some flags replaced, and <maddr> filled in.
+
+    In the names of flags to replace, `_` stands for a dash and `__` for a dot.
+    """
+    maddr = replaced.pop("maddr", "")
+    words = [word.replace("<maddr>", maddr) for word in shlex.split(command)]
+    for flag, value in replaced.items():
+        words[words.index(f"--{flag.replace('__', '.').replace('_', '-')}") + 1] = str(value)
+    program = BIN / Path(words[0]).name
+    assert program.exists(), f"{words[0]} is not in this environment"
+    return [str(program), *words[1:], *map(str, more)]
+
+
+def flags_of(text: str) -> set[str]:
+    """All `--flags` of a command or of a help text."""
+    return set(re.findall(r"(?<![\w-])--[a-z][\w.-]*", text))
+
+
+def output_of(*argv: Any) -> str:
+    return subprocess.run([*map(str, argv)], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+
+
+Start = Callable[..., Command]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    """`run(argv, name, cwd=…)` starts a command in a directory of that name; none outlives this module."""
+    base, started = tmp_path_factory.mktemp("newcomer"), []
+
+    def make(argv: list[str], name: str, cwd: Path | None = None) -> Command:
+        started.append(Command(argv, base / name, cwd))
+        return started[-1]
+
+    yield make
+    for command in started:
+        command.close()
+
+
+@pytest.fixture(scope="module")
+def coordinator(run: Start) -> Command:
+    """As in the README, at a free port."""
+    command = run(typed(DHT, host_maddrs="/ip4/127.0.0.1/tcp/0"), "dht")
+    wait_until(lambda: "\n" in command.stdout, "the line to paste", command=command)
+    return command
+
+
+@pytest.fixture(scope="module")
+def maddr(coordinator: Command) -> str:
+    flag, address = coordinator.stdout.splitlines()[0].split()
+    assert flag == "--initial-peers"
+    return address
+
+
+@pytest.fixture(scope="module")
+def pair(run: Start, maddr: str, model: Path) -> tuple[Command, Command, dict[str, Any], str]:
+    """The README's two peers, from the first one's start to the end, and `diloco status` while it waits.
+
+    In place of the model of 150 million parameters a tiny one on random tokens, for 300 steps.
+    """
+    short = ("--fake-data", "--seq-length", 64, "--total-batch-size", 4, "--eval-tokens", 64)
+    more = ("--max-steps", 300, "--galaxy-size", 2, *short)
+    first = run(typed(FIRST, *more, maddr=maddr, path_model=model), "first")
+    status: dict[str, Any] = {"peers": []}
+    looks = 0
+    while not any(peer["state"] == "waiting" for peer in status["peers"]):
+        looks += 1
+        look = run(typed(STATUS, "--json", maddr=maddr), f"look{looks}")
+        assert look.wait() == 0, look.stderr
+        status = json.loads(look.stdout)
+        assert first.code is None, first.stderr
+        assert looks < 20, status
+    table = run(typed(STATUS, maddr=maddr), "table")
+    assert table.wait() == 0, table.stderr
+    second = run(typed(SECOND, maddr=maddr), "second")
+    for peer in (first, second):
+        assert peer.wait() == 0, peer.stderr
+    return first, second, status, table.stdout
+
+
+def run_dir_of(command: Command) -> Path:
+    """Where the command says, which is where the README says."""
+    path = Path(command.stdout.splitlines()[0].removeprefix("run directory: "))
+    assert path.parent == command.directory / "runs"
+    assert re.fullmatch(r"\d{8}-\d{6}-\w+", path.name)
+    return path
+
+
+def records_of(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    found = [record for record in Tail(run_dir / "metrics.jsonl").read() if record["kind"] == kind]
+    assert all(KEYS[kind] <= record.keys() for record in found)
+    return [dict(record) for record in found]
+
+
+def check_run_dir(path: Path) -> None:
+    """What the README promises of every run directory that a trainer writes."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    for kind in KEYS:
+        assert records_of(path, kind) or kind == "eval"
+    assert tomllib.loads((path / "config.toml").read_text())["path_model"]
+    assert list((path / "logs").glob("*.log"))
+    saved = AutoModelForCausalLM.from_pretrained(path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(path / "model")
+    assert tokenizer.decode(tokenizer("hi", add_special_tokens=False)["input_ids"]) == "hi"
+    assert saved.config.vocab_size == len(tokenizer)
+
+
+def digests(run_dir: Path) -> dict[int, str]:
+    return {record["epoch"]: record["anchor_digest"] for record in records_of(run_dir, "epoch")}
+
+
+def test_the_documents_have_no_command_that_is_not_tested_here():
+    known = {DEMO, *INSTALL, DHT, FIRST, SECOND, STATUS, OWN_LOOP, TORCHRUN}
+    assert set(commands(README)) == known
+    assert f"`{RUN}`" in README.replace("\n", " ")
+    assert set(re.findall(r"^\| .* \| `(.*)` \|$", CONTRIBUTING, re.MULTILINE)) == IN_CONTRIBUTING
+    assert commands(CONTRIBUTING) == []
+
+
+def test_the_documents_name_only_files_that_exist():
+    for text in (README, CONTRIBUTING):
+        links = [link for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link]
+        paths = re.findall(r"`((?:peers|diloco|tests|docs|benchmarks)/[\w./-]+)`", text)
+        assert all((ROOT / path).exists() for path in (*links, *paths)), (links, paths)
+
+
+def test_make_demo_runs_a_command_whose_flags_exist():
+    last = output_of("make", "--no-print-directory", "-n", "demo").splitlines()[-1]
+    assert last.startswith(".venv/bin/diloco run ")
+    assert flags_of(last) <= flags_of(output_of(*typed("diloco run --help")))
+
+
+@pytest.mark.parametrize("target", ["test", "check", "fast"])
+def test_the_make_targets_of_the_documents_exist(target):
+    assert f"make {target}" in README + CONTRIBUTING
+    assert ".venv/bin/" in output_of("make", "-n", target)
+
+
+def test_the_commands_of_contributing_find_what_they_name():
+    for command in IN_CONTRIBUTING:
+        if "pytest" in command:
+            words = shlex.split(command)[1:]
+            assert "::test_" in output_of(sys.executable, *words, "--collect-only", "-q")
+        elif "benchmarks" in command:
+            help_text = output_of(sys.executable, *shlex.split(command)[1:-1], "--help")
+            assert flags_of(command) <= flags_of(help_text)
+
+
+def test_every_verb_of_the_readme_has_a_help():
+    verbs = re.findall(r"^\| `(diloco .*?)` \|", README, re.MULTILINE)
+    assert verbs == ["diloco run", "diloco dht start", "diloco peer", "diloco status"]
+    for verb in verbs:
+        assert f"Usage: {verb}" in output_of(*typed(f"{verb} --help"))
+
+
+def test_python_m_diloco_is_diloco():
+    version = output_of(sys.executable, "-m", "diloco", "--version")
+    assert version == output_of(*typed("diloco --version"))
+    assert re.fullmatch(r"\d+\.\d+\.\d+\n", version)
+
+
+def test_two_peers_train_what_the_first_one_says(pair):
+    run_dirs = [run_dir_of(peer) for peer in pair[:2]]
+    for path in run_dirs:
+        check_run_dir(path)
+        assert [record["step"] for record in records_of(path, "epoch")] == [100, 200, 300]
+        assert all(record["contributors"] == [0, 1] for record in records_of(path, "epoch"))
+    assert digests(run_dirs[0]) == digests(run_dirs[1])
+    before, after = (record for path in run_dirs for record in records_of(path, "eval"))
+    assert (before["step"], after["step"]) == (0, 300)
+
+
+def test_a_peer_tells_of_its_epochs_and_of_nothing_that_need_not_worry(pair):
+    for peer in pair[:2]:
+        assert "epoch 3 averaged by 2 peers" in peer.stdout
+        assert "training is done" in peer.stdout.splitlines()[-1]
+        assert peer.stderr == ""
+
+
+def test_status_is_as_programs_may_rely_on(pair):
+    status = pair[2]
+    assert (status["run_id"], status["epoch"]) == ("diloco", 0)
+    (peer,) = status["peers"]
+    assert peer.keys() >= STATUS_KEYS
+    assert (peer["world_rank"], peer["step"], len(peer["anchor_digest"]) > 0) == (0, 0, True)
+    assert "waiting" in pair[3] and "run diloco: epoch 0, 1 peer" in pair[3]
+
+
+def test_the_coordinator_tells_who_came_and_went(pair, coordinator):
+    wait_until(lambda: coordinator.stdout.count(" left at ") >= 2, "two that left", command=coordinator)
+    assert "joined, 2 peers" in coordinator.stdout
+    assert "lost" not in coordinator.stdout
+    assert coordinator.stderr == ""
+
+
+def test_torchrun_with_swarm_flags_is_a_peer(pair, run, maddr):
+    """Two of them, in the repository's root, on shorter sequences. The swarm of the same name before has ended."""
+    peers = []
+    for rank in (0, 1):
+        more = ("--seq-length", 32, "--eval-tokens", 64, "--run-dir", pair[0].directory / f"torchrun{rank}")
+        argv = typed(TORCHRUN, *more, maddr=maddr, hv__world_rank=rank)
+        peers.append(run(argv, f"torchrun{rank}", cwd=ROOT))
+    for peer in peers:
+        assert peer.wait() == 0, peer.stderr
+    run_dirs = [pair[0].directory / f"torchrun{rank}" for rank in (0, 1)]
+    for path in run_dirs:
+        check_run_dir(path)
+    assert digests(run_dirs[0]) == digests(run_dirs[1])
+    assert list(digests(run_dirs[0])) == [1, 2, 3]
+
+
+@pytest.fixture(scope="module")
+def loop() -> str:
+    """The README's example."""
+    _, _, marked = README.partition("<!-- test: example -->")
+    return blocks(marked, "python")[0]
+
+
+def test_the_example_trains_alone(run, loop, tmp_path):
+    (tmp_path / "loop.py").write_text(loop)
+    command = run(typed("python loop.py"), "alone", cwd=tmp_path)
+    assert command.wait() == 0, command.stderr
+    assert re.fullmatch(r"loss 0\.\d{4} after 0 epochs\n", command.stdout)
+    assert command.stderr == ""
+
+
+def test_the_example_is_a_worker_of_two_peers(pair, run, loop, maddr):
+    """As typed, but that the first waits for the second."""
+    peers = []
+    for name in ("loop0", "loop1"):
+        (pair[0].directory.parent / name).mkdir()
+        (pair[0].directory.parent / name / "loop.py").write_text(loop)
+        peers.append(run(typed(OWN_LOOP, "--galaxy-size", 2, maddr=maddr), name))
+    for peer in peers:
+        assert peer.wait() == 0, peer.stderr
+        found = re.search(r"^loss (0\.\d{4}) after 4 epochs$", peer.stdout, re.MULTILINE)
+        assert found and float(found[1]) < 1, peer.stdout
+
+
+def test_a_whole_swarm_on_one_machine_ends_with_a_report_and_its_files(run):
+    """The README's own flags, for 6 steps, and little of the held-out text."""
+    more = ("--hv.local-steps", 2, "--eval-tokens", 2048)
+    command = run(typed(RUN, *more, max_steps=6), "swarm")
+    assert command.wait() == 0, command.stdout + command.stderr
+    path = run_dir_of(command)
+    assert "all peers held bit-identical anchors after every epoch" in command.stdout
+    assert "3 epochs" in command.stdout
+    assert (path / "loss.png").read_bytes().startswith(b"\x89PNG\r\n")
+    for rank in range(3):
+        check_run_dir(path / f"peer-{rank}")
+        assert digests(path / f"peer-{rank}") == digests(path / "peer-0")
+    assert command.stderr == ""

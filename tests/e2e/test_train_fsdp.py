@@ -1,0 +1,122 @@
+"""The trainer as a user starts it: by path, with -m, under torchrun; what it leaves, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from peers.link import LINK_ENV
+from tests.support.training import tiny_config
+
+ROOT = Path(__file__).parent.parent.parent
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+BY_PATH, BY_MODULE = ["diloco/train_fsdp.py"], ["-m", "diloco.train_fsdp"]
+DEADLINE_S = 120
+
+
+def flags(directory, *more, path_model=None):
+    """The model of tiny_config, by flags as the original instructions spell them."""
+    path_model = path_model or tiny_config(directory).path_model
+    return [
+        *("--path-model", path_model, "--fake-data", "--metric-logger-type", "dummy"),
+        *("--total_batch_size", "4", "--per-device-train-batch-size", "2", "--seq-length", "16"),
+        *("--no-torch-compile", "--device", "cpu", "--run-dir", str(directory / "run"), *more),
+    ]
+
+
+def start(command, **options):
+    environment = {k: v for k, v in os.environ.items() if k != LINK_ENV} | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        **options,
+    )
+
+
+def finished(command):
+    process = start(command)
+    try:
+        output, _ = process.communicate(timeout=DEADLINE_S)
+    finally:
+        process.kill()
+    return process.returncode, output
+
+
+def records(directory, kind):
+    lines = (directory / "run" / "metrics.jsonl").read_text().splitlines()
+    return [record for line in lines if (record := json.loads(line))["kind"] == kind]
+
+
+@pytest.mark.parametrize(
+    "command", [[*TORCHRUN, *BY_PATH], [sys.executable, *BY_MODULE]], ids=["torchrun", "alone"]
+)
+def test_a_training_leaves_its_metrics_and_a_model_that_transformers_loads(tmp_path, command):
+    code, output = finished([*command, *flags(tmp_path, "--max-steps", "3", "--log-activations-steps", "2")])
+    assert code == 0, output
+    steps = records(tmp_path, "step")
+    assert [record["step"] for record in steps] == [1, 2, 3]
+    assert {"epoch", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "time"} <= steps[0].keys()
+    before, after = records(tmp_path, "eval")
+    assert (before["step"], after["step"]) == (0, 3)
+    assert {"loss", "bits_per_byte", "unigram_bits_per_byte", "eval_bytes"} <= before.keys()
+    assert [len(record["rms"]) for record in records(tmp_path, "activations")] == [3, 3]
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    assert all(torch.isfinite(p).all() for p in saved.parameters())
+    assert AutoTokenizer.from_pretrained(tmp_path / "run" / "model").decode([104, 105]) == "hi"
+
+
+def test_a_mistake_of_the_users_gets_one_box_and_exit_code_2(tmp_path):
+    code, output = finished([sys.executable, *BY_MODULE, *flags(tmp_path, path_model="no/such/model")])
+    assert code == 2
+    assert output.count("╭─ diloco") == 1
+    assert "no/such/model is not a model" in output
+    assert "Traceback" not in output
+
+
+def test_under_torchrun_the_box_is_there_once(tmp_path):
+    code, output = finished([*TORCHRUN, *BY_PATH, *flags(tmp_path, path_model="nowhere")])
+    assert code != 0
+    assert output.count("╭─ diloco") == 1
+    assert "nowhere is not a model" in output
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_it_at_once_and_leaves_nothing_half_written(tmp_path, number, code):
+    checkpoints = tmp_path / "checkpoints"
+    command = [sys.executable, *BY_MODULE, *flags(tmp_path)]
+    process = start([*command, "--ckpt.path", str(checkpoints), "--ckpt.interval", "1", "--ckpt.topk", "2"])
+    try:
+        wait_for(lambda: (tmp_path / "run" / "metrics.jsonl").exists() and len(records(tmp_path, "step")) > 3)
+        process.send_signal(number)
+        started_at = time.monotonic()
+        process.communicate(timeout=DEADLINE_S)
+        assert time.monotonic() - started_at < 10
+    finally:
+        process.kill()
+    assert process.returncode == code
+    assert list(checkpoints.glob(".*")) == []
+    assert all((kept / "complete.json").exists() for kept in checkpoints.iterdir())
+    records(tmp_path, "step")
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

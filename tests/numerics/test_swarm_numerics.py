@@ -1,0 +1,90 @@
+"""Whole swarms with a torch model, against what the algebra says they compute."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from diloco.world import World
+from tests.support.torch_ranks import Ranks
+from tests.support.torch_worker import flat, fresh_model, inner_step, loss_of, optimizer_of
+
+PLAIN_AVERAGING = {"hv.outer_lr": 1.0, "hv.outer_momentum": 0.0}
+
+
+def test_one_peer_with_outer_lr_1_and_no_momentum_is_plain_training_at_every_sync(swarm):
+    light = swarm(local_steps=3, max_steps=12, optimizer="adamw")
+    light.worker_module, light.manifest = "tests.support.torch_worker", PLAIN_AVERAGING
+    light.start_all(1)
+    light.wait_finished()
+
+    model = fresh_model()
+    optimizer = optimizer_of("adamw", model)
+    for step in range(12):
+        inner_step(model, optimizer, 0, step)
+        if step % 3 == 2:
+            synced = np.load(light.directory / "peer0" / f"history.jsonl.epoch{step // 3 + 1}.npy")
+            np.testing.assert_allclose(synced, flat(model), rtol=0, atol=2e-6)
+
+
+def test_two_peers_with_one_local_step_and_sgd_are_distributed_data_parallel(swarm):
+    light = swarm(local_steps=1, max_steps=6, optimizer="sgd")
+    light.worker_module, light.manifest = "tests.support.torch_worker", PLAIN_AVERAGING
+    light.start_all(2)
+    light.wait_finished()
+    light.check_digests()
+
+    with Ranks(2) as ranks:
+        expected = ranks.run(train_data_parallel, 6)[0]
+    synced = np.load(light.directory / "peer1" / "history.jsonl.epoch6.npy")
+    np.testing.assert_allclose(synced, expected, rtol=0, atol=1e-6)
+
+
+def test_three_peers_are_plain_diloco_of_one_process(swarm):
+    light = swarm(local_steps=5, max_steps=20, optimizer="adamw")
+    light.worker_module = "tests.support.torch_worker"
+    light.start_all(3)
+    light.wait_finished()
+    light.check_digests()
+
+    expected = plain_diloco(num_peers=3, local_steps=5, epochs=4)
+    for epoch, weights in enumerate(expected, start=1):
+        synced = np.load(light.directory / "peer2" / f"history.jsonl.epoch{epoch}.npy")
+        np.testing.assert_allclose(synced, weights, rtol=0, atol=1e-6)
+
+
+def train_data_parallel(world: World, num_steps: int) -> np.ndarray:
+    model = DistributedDataParallel(fresh_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        loss_of(model, world.rank, step).backward()
+        optimizer.step()
+    return flat(model.module)
+
+
+def plain_diloco(*, num_peers: int, local_steps: int, epochs: int) -> list[np.ndarray]:
+    """The weights after each epoch of DiLoCo (arXiv 2311.08105, algorithm 1), with torch's own Nesterov SGD."""
+    anchor = [p.detach().clone() for p in fresh_model().parameters()]
+    outer = torch.optim.SGD(anchor, lr=0.7, momentum=0.9, nesterov=True)
+    peers = [(model := fresh_model(), optimizer_of("adamw", model)) for _ in range(num_peers)]
+    weights = []
+    for epoch in range(epochs):
+        for rank, (model, optimizer) in enumerate(peers):
+            load(model, anchor)
+            for step in range(local_steps):
+                inner_step(model, optimizer, rank, epoch * local_steps + step)
+        for index, value in enumerate(anchor):
+            locals_ = [list(model.parameters())[index].detach() for model, _ in peers]
+            value.grad = torch.stack([value - local for local in locals_]).mean(dim=0)
+        outer.step()
+        weights.append(torch.cat([value.reshape(-1) for value in anchor]).numpy().copy())
+    return weights
+
+
+@torch.no_grad()
+def load(model: nn.Module, values: list[torch.Tensor]) -> None:
+    for parameter, value in zip(model.parameters(), values, strict=True):
+        parameter.copy_(value)

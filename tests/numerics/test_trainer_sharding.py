@@ -1,0 +1,124 @@
+"""Sharded over two ranks = one rank, and a batch in parts = the batch at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from diloco.flat import copy_in, copy_out, layout_of, pieces_of
+from diloco.inner import InnerLoop
+from diloco.optim import adamw
+from diloco.options import TrainConfig
+from diloco.sharding import Precision, full_state, prepare
+from diloco.world import World, barrier, device_mesh
+from tests.support.tiny_model import samples, tiny_llama
+from tests.support.torch_ranks import Ranks
+
+CPU = torch.device("cpu")
+NUM_STEPS, BATCH = 4, 8
+
+
+@dataclass(frozen=True)
+class Case:
+    strategy: str = "FULL_SHARD"
+    num_nodes: int = 1
+    precision: torch.dtype = torch.float32
+    checkpointing: bool = False
+
+
+def loop_of(case: Case, world: World, *, micro_batch_size: int = BATCH) -> InnerLoop:
+    model = tiny_llama(tied=True)
+    precision = Precision(case.precision)
+    config = TrainConfig(sharding_strategy=case.strategy, activation_checkpointing=case.checkpointing)
+    mesh = device_mesh(world, CPU, case.strategy) if world.num_ranks > 1 else None
+    prepare(model, config, precision=precision, device=CPU, mesh=mesh)
+    return InnerLoop(
+        model,
+        adamw(model, weight_decay=0.1),
+        precision=precision,
+        device=CPU,
+        micro_batch_size=micro_batch_size,
+        max_grad_norm=0.5,
+    )
+
+
+def trained(
+    world: World, case: Case, micro_batch_size: int = BATCH
+) -> tuple[list[tuple[float, float]], torch.Tensor]:
+    """Loss and gradient norm of each step, and the weights after them."""
+    loop = loop_of(case, world, micro_batch_size=micro_batch_size)
+    figures = []
+    for step in range(NUM_STEPS):
+        result = loop.step(samples(BATCH, seed=step)[world.rank :: world.num_ranks], lr=1e-2)
+        figures.append((result.loss, result.grad_norm))
+    state = full_state(loop.model)
+    return figures, torch.cat([state[name].flatten() for name in sorted(state)]) if state else torch.empty(0)
+
+
+def exchanged(world: World, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the ranks of the first node write, and what each then holds after reading that times two."""
+    loop = loop_of(case, world)
+    layout = layout_of(loop.model)
+    memory = torch.zeros(layout.sizes)
+    pieces = pieces_of(loop.model, layout)
+    copy_out(pieces, [memory])
+    barrier()
+    # As the shared memory does for the ranks of one node.
+    torch.distributed.all_reduce(memory)
+    written = memory.clone()
+    visible = memory * 2 if world.node == 0 else torch.full_like(memory, float("nan"))
+    copy_in(pieces, [visible], num_nodes=world.num_nodes)
+    copy = torch.zeros(layout.sizes)
+    copy_out(pieces, [copy])
+    torch.distributed.all_reduce(copy)
+    return written, copy
+
+
+CASES = [
+    Case(),
+    Case(strategy="NO_SHARD"),
+    Case(num_nodes=2),
+    Case(checkpointing=True),
+]
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_two_ranks_train_like_one(ranks, case):
+    (figures, weights), (their_figures, _) = ranks.run(trained, case, num_nodes=case.num_nodes)
+    expected_figures, expected_weights = trained(World(), Case())
+    assert figures == their_figures
+    assert torch.tensor(figures) == pytest.approx(torch.tensor(expected_figures), abs=1e-5)
+    assert torch.allclose(weights, expected_weights, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES[:3], ids=str)
+def test_two_ranks_exchange_the_same_bits_as_one(ranks, case):
+    model = tiny_llama(tied=True)
+    expected = torch.cat([p.detach().flatten() for p in model.parameters()])
+    for written, copy in ranks.run(exchanged, case, num_nodes=case.num_nodes):
+        assert torch.equal(written, expected)
+        assert torch.equal(copy, expected * 2)
+
+
+@pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16], ids=str)
+def test_mixed_precision_stays_near_full_precision_on_one_rank_and_two(ranks, precision):
+    exact, _ = trained(World(), Case())
+    case = Case(precision=precision)
+    for figures in (trained(World(), case)[0], ranks.run(trained, case)[0][0]):
+        assert torch.tensor(figures) == pytest.approx(torch.tensor(exact), abs=0.05)
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 3, 4])
+def test_a_batch_in_parts_counts_like_the_batch_at_once(micro_batch_size):
+    whole, whole_weights = trained(World(), Case())
+    parts, weights = trained(World(), Case(), micro_batch_size)
+    assert torch.tensor(parts) == pytest.approx(torch.tensor(whole), abs=1e-5)
+    assert torch.allclose(weights, whole_weights, atol=1e-5)

@@ -1,0 +1,161 @@
+"""A peer with an identity of its own that speaks the swarm's protocols and means ill.
+
+It lives in a thread with its own event loop, DHT node and p2pd; tests tell it what to say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+from peers.dht import Dht
+from peers.errors import PeersError, PeerUnreachable
+from peers.identity import load_or_create
+from peers.messages import Channel
+from peers.records import PEERS_KEY, Announcement
+
+T = TypeVar("T")
+
+OnMessage = Callable[["Hostile", Channel, dict[str, Any]], Coroutine[Any, Any, None]]
+
+
+class Hostile:
+    """`claims` are the fields of its status that differ from the best honest peer's. A context manager."""
+
+    def __init__(self, directory: Path, initial_peers: list[str], run_id: str, **claims: Any) -> None:
+        self._directory, self._initial_peers, self.run_id = directory, initial_peers, run_id
+        self.claims: dict[str, Any] = {"world_rank": 900, "state": "joining", **claims}
+        self.follows = False
+        """Whether it claims to be where the honest peers are, and trains."""
+        self.honest: dict[str, Announcement] = {}
+        self.on_message: OnMessage | None = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self.channels: dict[str, Channel] = {}
+
+    def __enter__(self) -> Hostile:
+        self._thread.start()
+        try:
+            self.call(self._enter())
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(PeersError, OSError):
+            self.call(self._leave())
+        self._stop()
+
+    def call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float = 60.0) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)
+
+    def status(self) -> bytes:
+        model = max(self.honest.values(), key=lambda peer: (peer.epoch, peer.committed_tokens))
+        claims = {
+            **({"state": "averaging"} if self.follows else {"lineage": "", "anchor_digest": ""}),
+            **self.claims,
+        }
+        claims |= {"peer_id": self.identity.peer_id, "maddrs": (), "time": time.time()}
+        return dataclasses.replace(model, **claims).encode(self.identity)
+
+    async def stream(self, peer_id: str, protocol: str) -> socket.socket:
+        maddrs = self.honest[peer_id].maddrs
+        return await self.dht.transport.open(peer_id, protocol, timeout_s=10.0, maddrs=maddrs)
+
+    async def meet(self, peer_id: str) -> Channel:
+        """A channel of the mesh, kept alive with statuses."""
+        channel = Channel(await self.stream(peer_id, f"diloco/{self.run_id}/mesh"))
+        await channel.send({"kind": "status", "status": self.status()}, 10.0)
+        self._hear(peer_id, await channel.receive(10.0))
+        self.channels[peer_id] = channel
+        self.spawn(self._listen(peer_id, channel))
+        self.spawn(self._talk(channel))
+        return channel
+
+    async def meet_all(self) -> None:
+        met = await asyncio.gather(*(self.meet(peer_id) for peer_id in self.honest), return_exceptions=True)
+        for peer_id, outcome in zip(list(self.honest), met, strict=True):
+            if isinstance(outcome, PeersError):
+                # The record of one that has just been killed.
+                del self.honest[peer_id]
+            elif isinstance(outcome, BaseException):
+                raise outcome
+
+    def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.ensure_future(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def announce(self) -> None:
+        """In the DHT, where newcomers find it."""
+        blob = dataclasses.replace(
+            Announcement.decode(self.identity.peer_id, self.status(), time.time()),
+            maddrs=tuple(await self.dht.maddrs()),
+        ).encode(self.identity)
+        await self.dht.store(PEERS_KEY(self.run_id), self.identity.peer_id, blob, ttl_s=60.0)
+
+    async def babble(self, peer_id: str, protocol: str, seed: int, num_bytes: int = 4096) -> None:
+        """Random bytes on a stream of this protocol, which then stays open for a moment of silence."""
+        with contextlib.suppress(PeerUnreachable, OSError, TimeoutError):
+            sock = await self.stream(peer_id, protocol)
+            with sock:
+                await self._loop.sock_sendall(sock, random.Random(seed).randbytes(num_bytes))
+                async with asyncio.timeout(0.2):
+                    await self._loop.sock_recv(sock, 1 << 16)
+
+    async def _enter(self) -> None:
+        self.identity = load_or_create(self._directory / "hostile.key")
+        self.dht = await Dht.join(
+            identity=self.identity, initial_peers=self._initial_peers, host_maddrs=("/ip4/127.0.0.1/tcp/0",)
+        )
+        for peer_id, blob in (await self.dht.get(PEERS_KEY(self.run_id))).items():
+            with contextlib.suppress(PeersError):
+                record = Announcement.decode(peer_id, blob, time.time(), run_id=self.run_id)
+                if record.world_rank < 100:
+                    self.honest[peer_id] = record
+
+    async def _leave(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for channel in self.channels.values():
+            channel.close()
+        await self.dht.close()
+
+    def _stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+        self._loop.close()
+
+    def _hear(self, peer_id: str, message: dict[str, Any]) -> None:
+        if message["kind"] == "status":
+            self.honest[peer_id] = Announcement.decode(peer_id, message["status"], time.time())
+
+    async def _listen(self, peer_id: str, channel: Channel) -> None:
+        with contextlib.suppress(PeersError, OSError):
+            while True:
+                message = await channel.receive(20.0)
+                before = self.honest[peer_id].lineage
+                self._hear(peer_id, message)
+                if message["kind"] != "status":
+                    if self.on_message:
+                        await self.on_message(self, channel, message)
+                elif self.follows and self.honest[peer_id].lineage != before:
+                    await channel.send({"kind": "status", "status": self.status()}, 5.0)
+
+    async def _talk(self, channel: Channel) -> None:
+        with contextlib.suppress(PeersError, OSError):
+            while True:
+                await channel.send({"kind": "status", "status": self.status()}, 5.0)
+                await asyncio.sleep(0.3)

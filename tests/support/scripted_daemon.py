@@ -1,0 +1,120 @@
+"""A daemon for tests of the worker's side: speaks the real link, averages with nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from peers.errors import LinkLost
+from peers.layout import Layout
+from peers.link import DaemonConnection, LinkMemory, listen
+
+Answer = tuple[str, dict[str, Any]]
+Rule = Callable[[dict[str, Any], np.ndarray, np.ndarray], Answer | None]
+"""(message, out, in) -> the answer's kind and fields; None: no answer."""
+
+COMMITTED = {
+    "local_step": 0,
+    "lineage": "l",
+    "anchor_digest": "d",
+    "num_peers": 1,
+    "contributors": [0],
+    "sent_bytes": 1,
+    "received_bytes": 2,
+    "round_s": 0.1,
+    "wait_s": 0.2,
+}
+
+
+def halving(message: dict[str, Any], out: np.ndarray, inn: np.ndarray) -> Answer | None:
+    """Starts at epoch 0 with the weights offered; each commit halves them."""
+    match message["kind"]:
+        case "offer":
+            inn[:] = out
+            keep = bool(message["resume"])
+            fields = {"epoch": message["epoch"], "local_step": message["local_step"]}
+            return "start", {**fields, "data_base": 3 * message["epoch"], "num_peers": 1, "keep_local": keep}
+        case "ready":
+            inn[:] = out / 2
+            epoch = message["epoch"] + 1
+            return "committed", {**COMMITTED, "epoch": epoch, "data_base": 3 * epoch, "last": message["last"]}
+        case "checkpoint":
+            Path(message["directory"], "outer.bin").write_bytes(b"state")
+            return "checkpointed", {}
+        case "finished":
+            return "bye", {}
+    return None
+
+
+class ScriptedDaemon:
+    """Listens while the block runs. `messages` are those that rank 0 sent, in order."""
+
+    def __init__(
+        self, path: Path, rule: Rule = halving, *, world_rank: int = 0, local_steps: int = 2
+    ) -> None:
+        self.path = path
+        self.messages: list[dict[str, Any]] = []
+        self._rule = rule
+        self._welcome = {"run_id": "test", "world_rank": world_rank, "local_steps": local_steps}
+        self._memories: list[LinkMemory] = []
+        self._descriptors: list[int] = []
+        self._listening = threading.Event()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def kinds(self) -> list[str]:
+        return [message["kind"] for message in self.messages]
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        assert self._listening.wait(10)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._loop.call_soon_threadsafe(self._task.cancel)
+        self._thread.join(10)
+        for fd in self._descriptors:
+            os.close(fd)
+
+    def _run(self) -> None:
+        self._task = self._loop.create_task(self._serve())
+        try:
+            self._loop.run_until_complete(self._task)
+        except asyncio.CancelledError:
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        async with listen(self.path) as accept, asyncio.TaskGroup() as ranks:
+            self._listening.set()
+            while True:
+                ranks.create_task(self._talk(await accept()))
+
+    async def _talk(self, connection: DaemonConnection) -> None:
+        try:
+            hello = await connection.receive()
+            layout = Layout.from_message(hello["layout"])
+            if not self._memories:
+                for index, numel in enumerate(layout.sizes):
+                    memory, descriptors = LinkMemory.create(index, numel)
+                    self._memories.append(memory)
+                    self._descriptors += descriptors
+            await connection.welcome(self._descriptors, **self._welcome)
+            while True:
+                message = await connection.receive()
+                self.messages.append(message)
+                memory = self._memories[0]
+                buffers = [np.frombuffer(b, np.float32, memory.numel) for b in (memory.out, memory.inn)]
+                answer = self._rule(message, *buffers)
+                if answer:
+                    await connection.send(answer[0], **answer[1])
+        except LinkLost:
+            connection.close()

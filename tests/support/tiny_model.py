@@ -1,0 +1,31 @@
+"""A model small enough for tests: two Llama layers, odd sizes so that shards are uneven."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+VOCAB_SIZE = 37
+
+
+def tiny_llama(*, tied: bool = False, seed: int = 0) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=27,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config)
+
+
+def samples(num_samples: int, *, seq_length: int = 12, seed: int = 0) -> Tensor:
+    """Token ids [num_samples, seq_length + 1]."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, VOCAB_SIZE, (num_samples, seq_length + 1), generator=generator)

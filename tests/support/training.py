@@ -1,0 +1,62 @@
+"""Train in the test's own process, with the real trainer on a tiny byte-level model and random tokens."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diloco.launch import Assignment
+from diloco.options import CkptConfig, HvConfig, TrainConfig
+from diloco.train_fsdp import Trainer
+from diloco.world import World
+
+_MODEL = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 264,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 27,
+    "max_position_embeddings": 64,
+}
+
+
+def tiny_config(directory: Path, **changes: Any) -> TrainConfig:
+    """Six steps on random tokens; the model's config.json lies in `directory`."""
+    model = directory / "model"
+    model.mkdir(parents=True, exist_ok=True)
+    (model / "config.json").write_text(json.dumps(_MODEL), encoding="utf-8")
+    config = TrainConfig(
+        path_model=str(model),
+        fake_data=True,
+        seq_length=16,
+        total_batch_size=4,
+        per_device_train_batch_size=2,
+        lr=1e-2,
+        warmup_steps=2,
+        total_steps=6,
+        eval_tokens=64,
+        device="cpu",
+        ckpt=CkptConfig(path=str(directory / "checkpoints")),
+        hv=HvConfig(local_steps=4),
+    )
+    return replace(config, **changes)
+
+
+def train(config: TrainConfig, run_dir: Path, world: World = World()) -> list[dict[str, Any]]:  # noqa: B008
+    """The metrics of a whole training."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    trainer = Trainer(Assignment(config=config, run_dir=run_dir), world, torch.device("cpu"), [])
+    with trainer.metrics:
+        trainer.train()
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def of_kind(kind: str, records: list[dict[str, Any]], *keys: str) -> list[tuple[Any, ...]]:
+    return [tuple(record[key] for key in keys) for record in records if record["kind"] == kind]

@@ -1,0 +1,226 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+import peers
+from peers.dht import MAX_VALUE_BYTES, Dht
+from peers.errors import UserError
+from peers.identity import load_or_create
+from tests.support.members import LOOPBACK, eventually, free_port, joined
+
+DEAD_PEER = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWD3eckifWpRn9wQpMG9R9hX3sD158z7EqHWmweQAJU5SA"
+
+
+def test_what_one_peer_stores_another_reads_until_it_expires(tmp_path, bootstrap):
+    async def scenario():
+        async with joined(tmp_path, "a", bootstrap) as a, joined(tmp_path, "b", bootstrap) as b:
+            assert await a.store("store", "first", b"one", 30)
+            assert await b.store("store", "second", b"two", 30)
+            assert await a.get("store") == {"first": b"one", "second": b"two"}
+            assert await b.store("store", "second", b"three", 1), (
+                "a shorter life must not stop it from replacing"
+            )
+            assert (await a.get("store"))["second"] == b"three"
+            assert await b.store("passing", "x", b"soon gone", 1)
+            await eventually(lambda: _is_empty(a, "passing"))
+            with pytest.raises(ValueError, match="at most"):
+                await a.store("store", "long", b"x" * (MAX_VALUE_BYTES + 1), 30)
+
+    async def _is_empty(dht, key):
+        return await dht.get(key) == {}
+
+    asyncio.run(scenario())
+
+
+def test_a_peer_joins_through_the_one_live_address_of_several(tmp_path, bootstrap):
+    async def scenario():
+        async with joined(tmp_path, "a", DEAD_PEER, bootstrap) as dht:
+            assert await dht.peers_known() >= 1
+
+    asyncio.run(scenario())
+
+
+def test_a_client_reads_and_stores_without_listening(tmp_path, bootstrap):
+    async def scenario():
+        async with (
+            joined(tmp_path, "a", bootstrap) as a,
+            joined(tmp_path, "c", bootstrap, client_mode=True) as client,
+        ):
+            assert await a.store("client", "x", b"1", 30)
+            assert await client.get("client") == {"x": b"1"}
+            assert await client.maddrs() == []
+
+    asyncio.run(scenario())
+
+
+def test_a_lone_node_remembers_what_it_stored_itself(tmp_path):
+    async def scenario():
+        async with joined(tmp_path, "a") as dht:
+            assert await dht.store("key", "x", b"1", 30)
+            assert await dht.get("key") == {"x": b"1"}
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"initial_peers": [DEAD_PEER]},
+            rf"none of the initial peers answers \({DEAD_PEER}: connection refused\)",
+        ),
+        ({"initial_peers": ["127.0.0.1:4001"]}, "is not an address like"),
+        ({"initial_peers": ["/ip4/127.0.0.1/tcp/4001"]}, "lacks the peer's id"),
+        ({"host_maddrs": ["/ip4/203.0.113.9/tcp/0"]}, "not an address of this machine"),
+        ({"announce_maddrs": [DEAD_PEER]}, "names a peer"),
+    ],
+)
+def test_an_address_that_is_wrong_or_silent_is_the_users_to_mend(tmp_path, options, said):
+    async def scenario():
+        identity = load_or_create(tmp_path / "a.key")
+        with pytest.raises(UserError, match=said):
+            await Dht.join(identity=identity, **({"host_maddrs": LOOPBACK} | options))
+
+    asyncio.run(scenario())
+
+
+def test_an_address_with_another_peers_id_is_told_apart_from_a_silent_one(tmp_path, bootstrap):
+    async def scenario():
+        wrong = bootstrap.partition("/p2p/")[0] + "/p2p/" + DEAD_PEER.rpartition("/")[2]
+        identity = load_or_create(tmp_path / "a.key")
+        with pytest.raises(UserError, match="another peer answers there"):
+            await Dht.join(identity=identity, initial_peers=[wrong], host_maddrs=LOOPBACK)
+
+    asyncio.run(scenario())
+
+
+def test_a_port_in_use_is_refused_though_p2pd_would_share_it(tmp_path, bootstrap):
+    async def scenario():
+        port = bootstrap.split("/")[4]
+        identity = load_or_create(tmp_path / "a.key")
+        with pytest.raises(UserError, match=f"port {port} is in use"):
+            await Dht.join(identity=identity, host_maddrs=[f"/ip4/127.0.0.1/tcp/{port}"])
+
+    asyncio.run(scenario())
+
+
+def test_closing_leaves_no_process_and_no_socket(tmp_path_factory, bootstrap, monkeypatch):
+    # A short name: Unix sockets need one.
+    directory = tmp_path_factory.mktemp("d")
+    monkeypatch.setattr("tempfile.tempdir", str(directory))
+
+    async def scenario():
+        async with joined(directory, "a", bootstrap) as dht:
+            assert list(directory.glob("diloco-*"))
+            process = psutil.Process(dht.p2pd_pid)
+            await dht.close()
+            await dht.close()
+            assert not process.is_running()
+        assert not list(directory.glob("diloco-*"))
+
+    asyncio.run(scenario())
+
+
+def test_a_killed_p2pd_is_noticed(tmp_path, bootstrap):
+    async def scenario():
+        async with joined(tmp_path, "a", bootstrap) as dht:
+            os.kill(dht.p2pd_pid, signal.SIGKILL)
+            await asyncio.wait_for(dht.wait_dead(), 10)
+
+    asyncio.run(scenario())
+
+
+def test_a_swarm_comes_back_to_its_bootstrap_node_after_a_restart(tmp_path):
+    async def scenario():
+        port = free_port()
+        listen = {"host_maddrs": [f"/ip4/127.0.0.1/tcp/{port}"]}
+        async with joined(tmp_path, "node", **listen) as node:
+            (address,) = await node.maddrs()
+            a = await Dht.join(
+                identity=load_or_create(tmp_path / "a.key"), initial_peers=[address], host_maddrs=LOOPBACK
+            )
+        try:
+            async with joined(tmp_path, "node", **listen) as node:
+                await eventually(lambda: a.store("back", "x", b"1", 30))
+                assert await eventually(lambda: node.get("back")) == {"x": b"1"}
+        finally:
+            await a.close()
+
+    asyncio.run(scenario())
+
+
+CHILD = """
+import asyncio, sys
+from pathlib import Path
+from peers.dht import Dht
+from peers.identity import load_or_create
+from tests.support.members import LOOPBACK, eventually, free_port, joined
+
+async def main():
+    identity = load_or_create(Path(sys.argv[1]))
+    dht = await Dht.join(identity=identity, host_maddrs=["/ip4/127.0.0.1/tcp/0"])
+    print(dht.p2pd_pid, flush=True)
+    await asyncio.Future()
+
+asyncio.run(main())
+"""
+
+
+def test_p2pd_dies_with_a_killed_process(tmp_path):
+    root = Path(peers.__file__).parent.parent
+    command = [sys.executable, "-c", CHILD, str(tmp_path / "a.key")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) as process:
+        try:
+            assert process.stdout is not None
+            p2pd = psutil.Process(int(process.stdout.readline()))
+        finally:
+            process.kill()
+        gone, _alive = psutil.wait_procs([p2pd], timeout=5)
+        assert gone
+
+
+def test_a_swarm_works_on_a_plain_hivemind_node(tmp_path):
+    port = free_port()
+    command = [
+        *(
+            sys.executable,
+            "-m",
+            "hivemind.hivemind_cli.run_dht",
+            "--identity_path",
+            str(tmp_path / "node.pem"),
+        ),
+        *("--host_maddrs", f"/ip4/127.0.0.1/tcp/{port}"),
+    ]
+    with subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "HIVEMIND_COLORS": "0"},
+        start_new_session=True,
+    ) as process:
+        try:
+            assert process.stderr is not None
+            address = next(
+                found[0]
+                for line in process.stderr
+                if (found := re.search(r"/ip4/127\.0\.0\.1/tcp/\d+/p2p/\w+", line))
+            )
+
+            async def scenario():
+                async with joined(tmp_path, "a", address) as a, joined(tmp_path, "b", address) as b:
+                    assert await a.store("plain", "x", b"1", 30)
+                    assert await b.get("plain") == {"x": b"1"}
+                    assert await a.ping(b.peer_id, timeout_s=5)
+
+            asyncio.run(scenario())
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)

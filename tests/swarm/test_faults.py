@@ -1,0 +1,155 @@
+"""Real daemons on loopback, one named fault each."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.support.swarm import wait_until
+
+SURVIVORS_COMMIT_WITHIN_S = 15.0
+
+
+def test_a_peer_killed_while_training_costs_the_others_no_epoch_and_comes_back(swarm):
+    light = swarm(local_steps=10, max_steps=100000, step_s=0.05)
+    light.start_all(3)
+    wait_until(lambda: light.peers[2].epoch >= 2, "epoch 2")
+    light.peers[2].kill()
+    killed_at = time.time()
+    before = light.peers[0].epoch
+    wait_until(
+        lambda: light.peers[0].epoch > before and light.peers[1].epoch > before, "the survivors' next epoch"
+    )
+    assert time.time() - killed_at < SURVIVORS_COMMIT_WITHIN_S
+    epochs = [record["epoch"] for record in light.peers[0].epochs]
+    assert epochs == list(range(1, len(epochs) + 1))
+
+    back = light.start(2)
+    started = wait_until(lambda: back.records("start")[1:], "the killed peer's second start")[-1]
+    wait_until(lambda: back.epoch >= started["epoch"] + 2, "its next epochs")
+    light.check_digests()
+    joined = next(
+        r["epoch"] for r in light.peers[0].epochs if 2 in r["contributors"] and r["epoch"] > before + 1
+    )
+    assert joined <= started["epoch"] + 2
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_peer_killed_while_its_bytes_are_on_the_wire_costs_one_attempt(swarm, victim: int):
+    # 64 MB a peer keep the wire busy long enough to be hit.
+    light = swarm(numel=16_000_000, local_steps=2, max_steps=100000, step_s=0.2)
+    light.start_all(3)
+    survivors = [peer for rank, peer in light.peers.items() if rank != victim]
+    wait_until(lambda: survivors[0].epoch >= 1, "epoch 1")
+    attempts = light.peers[victim].log.count("reducing with")
+    wait_until(lambda: light.peers[victim].log.count("reducing with") > attempts, "the next reduction")
+    light.peers[victim].kill()
+    killed_at, before = time.time(), survivors[0].epoch
+    wait_until(lambda: all(peer.epoch > before for peer in survivors), "the survivors' next epoch")
+    assert time.time() - killed_at < SURVIVORS_COMMIT_WITHIN_S
+    light.check_digests()
+    assert [r["epoch"] for r in survivors[0].epochs] == list(range(1, survivors[0].epoch + 1))
+
+
+def test_a_killed_worker_is_restarted_and_no_epoch_is_lost(swarm):
+    light = swarm(local_steps=10, max_steps=100000, step_s=0.05)
+    light.start_all(2)
+    wait_until(lambda: light.peers[1].epoch >= 1, "epoch 1")
+    light.peers[1].kill_worker()
+    before = light.peers[0].epoch
+    wait_until(lambda: len(light.peers[1].records("start")) == 2, "the worker's second start")
+    wait_until(lambda: light.peers[0].epoch >= before + 3, "three more epochs")
+    light.check_digests()
+    contributors = [r["contributors"] for r in light.peers[0].epochs]
+    assert contributors == [[0, 1]] * len(contributors)
+
+
+def test_no_process_outlives_a_killed_daemon(swarm):
+    light = swarm(local_steps=10, max_steps=100000, step_s=0.05)
+    peer = light.start_all(1)[0]
+    wait_until(lambda: peer.epoch >= 1, "epoch 1")
+    from tests.support.swarm import children_of
+
+    children = [pid for pid, _ in children_of(peer.process.pid)]
+    assert len(children) >= 2
+    peer.kill()
+    wait_until(lambda: not any(is_running(pid) for pid in children), "the end of its p2pd and worker", 10)
+
+
+def is_running(pid: int) -> bool:
+    from pathlib import Path
+
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_a_frozen_peer_is_left_out_and_catches_up_when_it_thaws(swarm):
+    light = swarm(local_steps=10, max_steps=100000, step_s=0.05)
+    light.start_all(3)
+    wait_until(lambda: light.peers[2].epoch >= 1, "epoch 1")
+    light.peers[2].freeze()
+    frozen_at, before = time.time(), light.peers[0].epoch
+    wait_until(lambda: light.peers[0].epoch > before + 2, "epochs without the frozen peer")
+    assert time.time() - frozen_at < 30
+    light.peers[2].thaw()
+    wait_until(lambda: 2 in light.peers[0].epochs[-1]["contributors"], "the thawed peer's return")
+    light.check_digests()
+    assert [r["epoch"] for r in light.peers[0].epochs] == list(range(1, light.peers[0].epoch + 1))
+
+
+def test_a_straggler_is_left_behind_and_its_work_counts_next_time(swarm):
+    light = swarm(local_steps=4, max_steps=100000, step_s=0.05)
+    light.extra = {"all_reduce_strategy": "NO_WAIT", "matchmaking_time": 0.3}
+    light.galaxy_size = 3
+    for rank in range(3):
+        light.start(rank, step_s=0.5 if rank == 2 else 0.05)
+    straggler = light.peers[2]
+    wait_until(lambda: straggler.epoch >= len(straggler.epochs) + 2, "epochs missed by the straggler")
+    wait_until(lambda: len(straggler.epochs) >= 3, "epochs with its work")
+    assert all(2 in record["contributors"] for record in straggler.epochs)
+    assert [r["epoch"] for r in light.peers[0].epochs] == list(range(1, light.peers[0].epoch + 1))
+    light.check_digests()
+
+
+def test_without_the_bootstrap_node_training_goes_on_and_newcomers_join_through_any_peer(swarm):
+    light = swarm(local_steps=5, max_steps=100000, step_s=0.05)
+    light.initial_peers, light.galaxy_size = [], 1
+    bootstrap = light.start(0)
+    light.initial_peers = [wait_until(lambda: bootstrap.address, "the first peer's address")]
+    second = light.start(1)
+    wait_until(lambda: second.epoch >= 2, "the second peer's epochs")
+    bootstrap.kill()
+    epoch = second.epoch
+    wait_until(lambda: second.epoch >= epoch + 2, "epochs without the bootstrap node")
+    # The second peer is all the third one is told of.
+    light.initial_peers = [second.address]
+    third = light.start(2)
+    wait_until(
+        lambda: third.epoch >= 2 and third.epochs[-1]["contributors"] == [1, 2], "epochs of the newcomer"
+    )
+    light.check_digests()
+
+
+def test_a_taken_world_rank_is_refused(swarm):
+    light = swarm(local_steps=5, max_steps=100000, step_s=0.05)
+    first = light.start_all(1)[0]
+    wait_until(lambda: first.epoch >= 1, "epoch 1")
+    light.directory = light.directory / "other"
+    light.directory.mkdir()
+    second = light.start(0)
+    second.process.join(30)
+    assert second.process.exitcode == 1 and "world rank 0 is taken by the live peer" in second.error
+    assert first.process.is_alive()
+
+
+def test_a_manifest_that_contradicts_the_swarm_is_refused_with_the_difference(swarm):
+    light = swarm(local_steps=5, max_steps=100000, step_s=0.05)
+    first = light.start_all(1)[0]
+    wait_until(lambda: first.epoch >= 1, "epoch 1")
+    light.manifest, light.extra = {"hv.local_steps": 7}, {"named": ["hv.local_steps"]}
+    second = light.start(1)
+    second.process.join(30)
+    assert "hv.local_steps: here 7, in the swarm 5" in second.error

@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import threading
+
+import pytest
+
+from peers.errors import PeerUnreachable
+from peers.messages import Channel
+from tests.support.members import joined
+
+PROTOCOL = "test/stream"
+NOBODY = "12D3KooWD3eckifWpRn9wQpMG9R9hX3sD158z7EqHWmweQAJU5SA"
+
+
+class Accepted:
+    """A handler that hands each stream to whoever waits for the next one."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[tuple[str, socket.socket]] = asyncio.Queue()
+
+    async def __call__(self, peer_id: str, sock: socket.socket) -> None:
+        self._queue.put_nowait((peer_id, sock))
+
+    async def next(self) -> tuple[str, socket.socket]:
+        return await asyncio.wait_for(self._queue.get(), 10)
+
+
+def test_a_stream_carries_messages_both_ways_and_names_its_caller(tmp_path, bootstrap):
+    async def scenario():
+        async with joined(tmp_path, "a", bootstrap) as a, joined(tmp_path, "b", bootstrap) as b:
+            accepted = Accepted()
+            await b.transport.serve(PROTOCOL, accepted)
+            mine = Channel(await a.transport.open(b.peer_id, PROTOCOL, timeout_s=10))
+            caller, sock = await accepted.next()
+            theirs = Channel(sock)
+            assert caller == a.peer_id
+            await mine.send({"kind": "question"})
+            assert await theirs.receive(10) == {"kind": "question"}
+            await theirs.send({"kind": "answer", "blob": b"\0" * 100_000})
+            assert len((await mine.receive(10))["blob"]) == 100_000
+            mine.close()
+            with pytest.raises(PeerUnreachable):
+                await theirs.receive(10)
+            theirs.close()
+
+    asyncio.run(scenario())
+
+
+def test_what_was_sent_before_closing_is_delivered(tmp_path, bootstrap):
+    async def scenario():
+        async with joined(tmp_path, "a", bootstrap) as a, joined(tmp_path, "b", bootstrap) as b:
+            accepted = Accepted()
+            await b.transport.serve(PROTOCOL, accepted)
+            out = await a.transport.open(b.peer_id, PROTOCOL, timeout_s=10)
+            _, incoming = await accepted.next()
+            payload = os.urandom(8 << 20)
+            out.setblocking(True)
+            incoming.settimeout(10)
+            sender = threading.Thread(target=lambda: (out.sendall(payload), out.close()))
+            sender.start()
+            received = bytearray()
+            while piece := await asyncio.to_thread(incoming.recv, 1 << 16):
+                received += piece
+            sender.join()
+            incoming.close()
+            assert received == payload
+
+    asyncio.run(scenario())
+
+
+def test_two_peers_that_dial_each_other_at_once_both_get_through(tmp_path, bootstrap):
+    async def scenario():
+        async with joined(tmp_path, "a", bootstrap) as a, joined(tmp_path, "b", bootstrap) as b:
+            for peer in (a, b):
+                await peer.transport.serve(PROTOCOL, Accepted())
+            streams = await asyncio.gather(
+                a.transport.open(b.peer_id, PROTOCOL, timeout_s=15, maddrs=await b.maddrs()),
+                b.transport.open(a.peer_id, PROTOCOL, timeout_s=15, maddrs=await a.maddrs()),
+            )
+            for sock in streams:
+                sock.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_protocol_nobody_serves_and_a_peer_nobody_knows_are_unreachable(tmp_path, bootstrap):
+    async def scenario():
+        async with joined(tmp_path, "a", bootstrap) as a, joined(tmp_path, "b", bootstrap) as b:
+            with pytest.raises(PeerUnreachable, match="protocols not supported"):
+                await a.transport.open(b.peer_id, "test/none", timeout_s=5)
+            with pytest.raises(PeerUnreachable, match=NOBODY):
+                await a.transport.open(NOBODY, PROTOCOL, timeout_s=0.5)
+            with pytest.raises(PeerUnreachable, match="connection refused"):
+                await a.transport.open(NOBODY, PROTOCOL, timeout_s=5, maddrs=["/ip4/127.0.0.1/tcp/1"])
+            await a.close()
+            with pytest.raises(PeerUnreachable, match="p2pd is gone"):
+                await a.transport.open(b.peer_id, PROTOCOL, timeout_s=5)
+
+    asyncio.run(scenario())
+
+
+def test_a_ping_tells_the_living_from_the_stopped_and_the_dead(tmp_path, bootstrap):
+    async def scenario():
+        async with joined(tmp_path, "a", bootstrap) as a, joined(tmp_path, "b", bootstrap) as b:
+            assert await a.ping(b.peer_id, timeout_s=10)
+            os.kill(b.p2pd_pid, signal.SIGSTOP)
+            assert not await a.ping(b.peer_id, timeout_s=0.3)
+            os.kill(b.p2pd_pid, signal.SIGCONT)
+            assert await a.ping(b.peer_id, timeout_s=10)
+            os.kill(b.p2pd_pid, signal.SIGKILL)
+            assert not await a.ping(b.peer_id, timeout_s=1)
+
+    asyncio.run(scenario())
+
+
+def test_a_handler_that_fails_costs_its_own_stream_only(tmp_path, bootstrap):
+    async def scenario():
+        async with joined(tmp_path, "a", bootstrap) as a, joined(tmp_path, "b", bootstrap) as b:
+            answers = iter([PeerUnreachable("on purpose"), None])
+
+            async def handler(_peer_id: str, sock: socket.socket) -> None:
+                if (error := next(answers)) is not None:
+                    raise error
+                sock.send(b"!")
+                sock.close()
+
+            await b.transport.serve(PROTOCOL, handler)
+            replies = []
+            for _ in range(2):
+                sock = await a.transport.open(b.peer_id, PROTOCOL, timeout_s=10)
+                replies.append(await asyncio.wait_for(asyncio.get_running_loop().sock_recv(sock, 1), 10))
+                sock.close()
+            assert replies == [b"", b"!"]
+
+    asyncio.run(scenario())

@@ -1,0 +1,312 @@
+import json
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from diloco.config import HvConfig, TrainConfig
+from diloco.corpus import FileCorpus, StdlibCorpus
+from diloco.data import Block, batches, check_data, open_data
+from diloco.errors import UserError
+from diloco.held_out import cross_entropy_bits
+from diloco.token_cache import tokenized
+from diloco.tokenizer import load_tokenizer
+
+WORDS = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "one",
+    "lazy",
+    "dog",
+    "while",
+    "seven",
+    "wizards",
+    "mix",
+    "quartz",
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer("2m")
+
+
+def config_for(path, *, seq_length=32, total_batch_size=4, local_steps=3, **fields):
+    hv = HvConfig(local_steps=local_steps)
+    return TrainConfig(
+        dataset_name_or_path=str(path),
+        seq_length=seq_length,
+        total_batch_size=total_batch_size,
+        hv=hv,
+        **fields,
+    )
+
+
+def documents(count):
+    return [
+        f"{number} " + " ".join(WORDS[(number * k) % len(WORDS)] for k in range(1, 12))
+        for number in range(count)
+    ]
+
+
+def write_jsonl(path, texts, column="text"):
+    path.write_text("".join(json.dumps({"id": n, column: text}) + "\n" for n, text in enumerate(texts)))
+    return path
+
+
+def all_windows(source):
+    return source.windows(np.arange(source.num_windows))
+
+
+def test_stdlib_holds_out_enough_and_never_trains_on_it(tokenizer, tmp_path):
+    corpus = StdlibCorpus()
+    tokens = tokenized(corpus, tokenizer, tmp_path)
+    held_out = [path for path in corpus.files if path in corpus.held_out]
+    assert sum(path.stat().st_size for path in held_out) >= 200_000
+    train = tokens.train.astype(np.uint8).tobytes()
+    for path in sorted(held_out, key=lambda path: -path.stat().st_size)[:20]:
+        assert path.read_bytes() not in train
+    assert len(tokens.train) + len(tokens.held_out) == sum(
+        path.stat().st_size + 1 for path in corpus.files if path.stat().st_size
+    )
+
+
+def test_stdlib_validation_is_200_kb_and_bytes_alone_need_over_four_bits(tokenizer, tmp_path):
+    config = TrainConfig(seq_length=256, total_batch_size=4, hv=HvConfig(local_steps=2))
+    validation = open_data(config, tokenizer, cache_dir=tmp_path).validation()
+    assert validation.windows.shape == (1024, 257)
+    assert 200_000 <= validation.num_bytes <= 262_144
+    assert 4.2 < validation.byte_frequency_bits < 5.2
+    # A model that gives each of 256 bytes the same probability needs eight bits.
+    assert validation.bits_per_byte(validation.num_bytes * np.log(256)) == pytest.approx(8.0)
+
+
+def test_a_small_library_still_holds_out_what_is_asked(tmp_path):
+    for number in range(40):
+        (tmp_path / f"module_{number}.py").write_bytes(b"x = 1\n" * 3000)
+    corpus = StdlibCorpus(tmp_path)
+    assert sum(path.stat().st_size for path in corpus.held_out) >= 200_000
+    assert len(corpus.held_out) < 40
+
+
+def test_a_python_without_sources_is_told_apart(tmp_path):
+    with pytest.raises(UserError, match="no sources"):
+        StdlibCorpus(tmp_path)
+
+
+def test_text_jsonl_and_parquet_of_the_same_documents_give_the_same_samples(tokenizer, tmp_path):
+    texts = documents(400)
+    jsonl = write_jsonl(tmp_path / "a.jsonl", texts)
+    pq.write_table(pa.table({"id": list(range(400)), "text": texts}), tmp_path / "b.parquet")
+    sources = [
+        open_data(config_for(path), tokenizer, cache_dir=tmp_path / "cache")
+        for path in (jsonl, tmp_path / "b.parquet")
+    ]
+    assert (all_windows(sources[0]) == all_windows(sources[1])).all()
+    assert sources[0].digest == sources[1].digest
+    first = all_windows(sources[0])[:, :-1].ravel()
+    kept = bytes(first[first < 256].tolist()).decode()
+    assert kept.startswith(texts[0][:20])
+
+
+def test_a_document_is_trained_on_or_held_out_and_its_copies_with_it(tokenizer, tmp_path):
+    texts = documents(600)
+    source = open_data(
+        config_for(write_jsonl(tmp_path / "a.jsonl", texts * 2)), tokenizer, cache_dir=tmp_path
+    )
+    tokens = tokenized(FileCorpus(tmp_path / "a.jsonl"), tokenizer, tmp_path)
+    train, held_out = (_split(part) for part in (tokens.train, tokens.held_out))
+    assert held_out and not set(train) & set(held_out)
+    assert sorted(train + held_out) == sorted(text.encode() for text in texts * 2)
+    assert len(source.validation().windows) >= 1
+
+
+def _split(tokens):
+    parts = np.split(tokens, np.flatnonzero(tokens == 257) + 1)
+    return [part[:-1].astype(np.uint8).tobytes() for part in parts if len(part)]
+
+
+def test_long_text_files_are_held_out_in_pieces_and_directories_read_whole(tokenizer, tmp_path):
+    folder = tmp_path / "texts"
+    (folder / "inner").mkdir(parents=True)
+    (folder / "b.txt").write_text("\n".join(documents(40_000)))
+    (folder / "inner" / "a.md").write_text("\n".join(documents(50)))
+    (folder / ".hidden.txt").write_text("not for training")
+    source = open_data(config_for(folder, seq_length=128), tokenizer, cache_dir=tmp_path / "cache")
+    num_tokens = sum((folder / name).stat().st_size for name in ("b.txt", "inner/a.md"))
+    assert source.num_windows * 128 > 0.9 * num_tokens
+    assert source.validation().num_bytes > 1000
+
+
+def test_a_corpus_too_small_for_held_out_documents_gives_up_its_end(tokenizer, tmp_path):
+    path = tmp_path / "one.txt"
+    path.write_bytes(bytes(range(32, 127)) * 40)
+    source = open_data(config_for(path), tokenizer, cache_dir=tmp_path)
+    validation = source.validation()
+    assert validation.windows.shape == (source.num_windows // 50 or 2, 33)
+    assert source.num_windows * 32 + validation.windows.size >= 95 * 40 - 64
+
+
+def test_samples_depend_on_the_block_and_the_offset_alone(tokenizer, tmp_path):
+    config = config_for(write_jsonl(tmp_path / "a.jsonl", documents(300)))
+    one, two = (open_data(config, tokenizer, cache_dir=tmp_path) for _ in range(2))
+    block = Block(epoch=3, world_rank=1, data_base=6)
+    whole = list(batches(one, block, local_steps=range(3), total_batch_size=4))
+    joined_late = list(batches(two, block, local_steps=range(2, 3), total_batch_size=4))
+    assert [batch.shape for batch in whole] == [(4, 33)] * 3 and whole[0].dtype == np.int64
+    assert (whole[2] == joined_late[0]).all()
+    halves = [
+        next(batches(two, block, local_steps=range(1, 2), total_batch_size=4, rank=r, num_ranks=2))
+        for r in (0, 1)
+    ]
+    assert (whole[1][0::2] == halves[0]).all() and (whole[1][1::2] == halves[1]).all()
+
+
+def test_all_peers_together_read_each_window_once_a_pass(tokenizer, tmp_path):
+    config = config_for(write_jsonl(tmp_path / "a.jsonl", documents(300)), total_batch_size=5)
+    source = open_data(config, tokenizer, cache_dir=tmp_path)
+    block_size = source.samples_per_block
+    num_epochs = -(-source.num_windows // (2 * block_size))
+    rows = [
+        row.tobytes()
+        for epoch in range(num_epochs)
+        for rank in (0, 1)
+        for row in source.read(
+            Block(epoch=epoch, world_rank=rank, data_base=2 * epoch), np.arange(block_size)
+        )
+    ]
+    expected = sorted(row.tobytes() for row in all_windows(source))
+    assert sorted(rows[: source.num_windows]) != rows[: source.num_windows]
+    assert sorted(rows[: source.num_windows]) == expected
+
+
+def test_fake_data_differs_by_sample_and_by_seed_only(tokenizer):
+    config = config_for("ignored", fake_data=True)
+    source, other = (open_data(c, tokenizer) for c in (config, config_for("x", fake_data=True, seed=7)))
+    block = Block(epoch=0, world_rank=0, data_base=0)
+    samples = source.read(block, np.arange(12))
+    assert samples.shape == (12, 33) and samples.max() < len(tokenizer)
+    assert (samples == open_data(config, tokenizer).read(block, np.arange(12))).all()
+    assert (samples != other.read(block, np.arange(12))).any()
+    assert source.validation().windows.shape == (8192 // 32, 33)
+
+
+def test_a_changed_file_is_tokenised_anew(tokenizer, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", documents(300))
+    before = open_data(config_for(path), tokenizer, cache_dir=tmp_path / "cache").digest
+    write_jsonl(path, documents(301))
+    assert open_data(config_for(path), tokenizer, cache_dir=tmp_path / "cache").digest != before
+
+
+def test_those_who_start_at_once_share_one_cache(tokenizer, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", documents(2000))
+    cache = tmp_path / "cache"
+    together = threading.Barrier(4)
+
+    def tokenise(_):
+        # The lock belongs to an open file, so that threads stand for processes here.
+        together.wait(timeout=30)
+        return tokenized(FileCorpus(path), tokenizer, cache)
+
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(tokenise, range(4)))
+    assert len({answer.digest for answer in answers}) == 1
+    assert all((answer.train == answers[0].train).all() for answer in answers)
+    assert len([entry for entry in cache.iterdir() if entry.is_dir()]) == 1
+
+
+class Dying(FileCorpus):
+    def documents(self):
+        for number, document in enumerate(super().documents()):
+            if number == 100:
+                raise KeyboardInterrupt
+            yield document
+
+
+def test_tokenising_that_was_cut_short_leaves_nothing_that_is_read(tokenizer, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", documents(300))
+    cache = tmp_path / "cache"
+    with pytest.raises(KeyboardInterrupt):
+        tokenized(Dying(path), tokenizer, cache)
+    assert [entry.suffix for entry in cache.iterdir()] == [".lock"]
+    # A process that is killed cannot tidy up; the next one does.
+    key = next(cache.iterdir()).stem
+    (cache / f"{key}.dead.tmp").mkdir()
+    assert open_data(config_for(path), tokenizer, cache_dir=cache).num_windows > 100
+    assert sorted(entry.name for entry in cache.iterdir()) == sorted([key, f"{key}.lock"])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("empty.txt", b"", "no text"),
+        ("empty.jsonl", b"", "no text"),
+        ("binary.txt", b"a\n\0\1\2", "zero bytes"),
+        ("broken.jsonl", b'{"text": "a"', "is not JSONL"),
+        ("array.jsonl", b'["a", "b"]\n', "no JSON object"),
+        ("numbers.jsonl", b'{"a": 1, "b": 2}\n', "no column with text"),
+        ("several.jsonl", b'{"question": "a", "answer": "b"}\n', "--text-column"),
+        ("broken.parquet", b"PAR1 not at all", "not a readable Parquet"),
+    ],
+)
+def test_files_without_usable_text_are_refused_before_training(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        check_data(config_for(tmp_path / name))
+
+
+def test_parquet_without_text_names_its_columns(tmp_path):
+    pq.write_table(pa.table({"label": [1, 2]}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match="label"):
+        check_data(config_for(tmp_path / "a.parquet"))
+
+
+def test_a_dataset_that_is_not_there_is_refused(tmp_path):
+    for name in (str(tmp_path / "none.txt"), "stdlb", "./nothing"):
+        with pytest.raises(UserError, match="there is no"):
+            check_data(config_for(name))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="holds no"):
+        check_data(config_for(tmp_path / "empty"))
+
+
+def test_a_dataset_shorter_than_a_sample_is_refused(tokenizer, tmp_path):
+    (tmp_path / "a.txt").write_text("short")
+    with pytest.raises(UserError, match="too few"):
+        open_data(config_for(tmp_path / "a.txt"), tokenizer, cache_dir=tmp_path)
+
+
+def test_the_text_column_is_found_or_named(tokenizer, tmp_path):
+    path = tmp_path / "qa.jsonl"
+    rows = [{"question": text, "answer": str(n)} for n, text in enumerate(documents(300))]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = open_data(config_for(path, text_column="question"), tokenizer, cache_dir=tmp_path)
+    assert source.num_windows > 100
+    with pytest.raises(UserError, match="'nothing'"):
+        check_data(config_for(path, text_column="nothing"))
+    null_first = tmp_path / "null.jsonl"
+    null_first.write_text('{"id": "x", "text": null}\n' + '{"id": "y", "text": "some text"}\n')
+    check_data(config_for(null_first))
+
+
+def test_cross_entropy_of_its_own_frequencies_is_the_entropy():
+    counts = np.zeros(256, dtype=np.int64)
+    counts[:4] = 10**9
+    assert cross_entropy_bits(counts, counts) == pytest.approx(2.0, abs=1e-5)
+
+
+def test_checking_data_loads_no_torch():
+    program = (
+        "import sys; from diloco.config import TrainConfig; from diloco.data import check_data\n"
+        "check_data(TrainConfig()); sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from diloco.flat import copy_in, copy_out, layout_of, pieces_of
+from diloco.options import TrainConfig
+from diloco.sharding import Precision, prepare
+from tests.support.tiny_model import tiny_llama
+
+CPU = torch.device("cpu")
+
+
+def written(model: nn.Module, num_fragments: int = 1) -> list[torch.Tensor]:
+    layout = layout_of(model, num_fragments)
+    memories = [torch.full((size,), float("nan")) for size in layout.sizes]
+    copy_out(pieces_of(model, layout), memories)
+    return memories
+
+
+def test_layout_lists_every_parameter_once_without_gaps():
+    model = tiny_llama()
+    (fragment,) = layout_of(model).fragments
+    assert [slot.name for slot in fragment] == [name for name, _ in model.named_parameters()]
+    assert [slot.offset for slot in fragment[1:]] == [slot.offset + slot.numel for slot in fragment[:-1]]
+
+
+def test_tied_and_frozen_parameters_take_no_place_of_their_own():
+    model = tiny_llama(tied=True)
+    model.model.norm.weight.requires_grad_(False)
+    names = [slot.name for slot in layout_of(model).fragments[0]]
+    assert "model.embed_tokens.weight" in names
+    assert "lm_head.weight" not in names
+    assert "model.norm.weight" not in names
+
+
+def test_weights_written_by_one_model_are_read_by_another():
+    ours, theirs = tiny_llama(seed=1), tiny_llama(seed=2)
+    copy_in(pieces_of(theirs, layout_of(theirs)), written(ours))
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_memory_holds_the_parameters_in_order():
+    model = tiny_llama()
+    (memory,) = written(model)
+    assert torch.equal(memory, torch.cat([p.detach().flatten() for p in model.parameters()]))
+
+
+def test_fragments_share_the_parameters_about_evenly():
+    model = tiny_llama()
+    layout = layout_of(model, 3)
+    whole = layout_of(model).sizes[0]
+    assert sum(layout.sizes) == whole
+    assert min(layout.sizes) > 0
+    assert torch.equal(torch.cat(written(model, 3)), written(model)[0])
+
+
+def test_wrappers_do_not_change_the_layout():
+    wrapped = tiny_llama()
+    config = TrainConfig(activation_checkpointing=True, torch_compile=True)
+    prepare(wrapped, config, precision=Precision(torch.float32), device=CPU, mesh=None)
+    assert layout_of(wrapped).digest == layout_of(tiny_llama()).digest
+    assert layout_of(torch.compile(tiny_llama())).digest == layout_of(tiny_llama()).digest
+
+
+def test_half_precision_parameters_travel_as_fp32():
+    model = nn.Linear(3, 5).to(torch.bfloat16)
+    (memory,) = written(model)
+    assert memory.dtype == torch.float32
+    assert torch.equal(memory[:15].view(5, 3).to(torch.bfloat16), model.weight)
+
+
+def test_a_scalar_parameter_has_a_place():
+    model = nn.Module()
+    model.scale = nn.Parameter(torch.tensor(3.0))
+    (memory,) = written(model)
+    assert memory.tolist() == [3.0]

@@ -1,0 +1,158 @@
+"""The live view: what is read of a growing file, and what is shown of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+
+from rich.console import Console
+
+from diloco.live import Shown, caption_of, cells_of, show, table_of
+from diloco.metrics_file import PeerFigures, Tail, figure, line_of, size
+
+STEP = {"kind": "step", "step": 7, "epoch": 1, "loss": 2.34567, "tokens_per_s": 12345.6, "tokens": 100}
+EPOCH = {
+    "kind": "epoch",
+    "epoch": 1,
+    "num_peers": 3,
+    "contributors": [0, 1],
+    "round_s": 0.257,
+    "sent_bytes": 8_400_000,
+    "received_bytes": 8_400_000,
+    "anchor_digest": "0123456789abcdef",
+}
+EVALUATION = {"kind": "eval", "step": 0, "epoch": 0, "loss": 5.5, "bits_per_byte": 7.95}
+
+
+def test_a_tail_yields_each_complete_line_once(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    tail = Tail(path)
+    assert tail.read() == []
+    path.write_text('{"a": 1}\n{"a": 2}\n{"a"')
+    assert tail.read() == [{"a": 1}, {"a": 2}]
+    with path.open("a") as file:
+        file.write(": 3}\nrubbish\n[4]\n")
+    assert tail.read() == [{"a": 3}]
+    assert tail.read() == []
+
+
+def test_a_file_that_starts_over_is_read_from_its_start(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"a": 1}\n{"a": 2}\n')
+    tail = Tail(path)
+    tail.read()
+    path.write_text('{"b": 1}\n')
+    assert tail.read() == [{"b": 1}]
+
+
+def test_figures_are_short():
+    assert [figure(value) for value in (0, 950, 12_345, 4_500_000, 2e9)] == [
+        "0",
+        "950",
+        "12.3k",
+        "4.5M",
+        "2G",
+    ]
+    assert size(1_000_000) == "1MB"
+    assert figure(None) == size("x") == "–"
+
+
+def test_a_row_shows_epoch_step_loss_speed_peers_bytes_and_time():
+    figures = PeerFigures("peer 0")
+    assert set(cells_of(figures)) == {"–"}
+    figures.fold([EVALUATION, STEP, EPOCH, {"kind": "other"}])
+    assert cells_of(figures) == ["1", "7", "2.346", "12.3k", "2", "8.4MB", "8.4MB", "0.26 s"]
+
+
+def test_records_with_nulls_are_shown_as_dashes():
+    figures = PeerFigures("peer 0")
+    figures.fold([{"kind": "step", "step": 1, "epoch": 0, "loss": None, "tokens_per_s": None}])
+    assert cells_of(figures)[2:4] == ["–", "–"]
+    assert line_of({"kind": "step", "step": 1, "loss": None}) is not None
+
+
+def test_the_table_names_every_peer(tmp_path):
+    peers = [Shown("peer 0", tmp_path), Shown("peer 1", tmp_path, "restarting")]
+    console = Console(width=140, record=True, file=None, quiet=False)
+    with console.capture() as captured:
+        console.print(table_of(peers, [PeerFigures("peer 0"), PeerFigures("peer 1")]))
+    assert "peer 0" in captured.get()
+    assert "restarting" in captured.get()
+
+
+def test_the_table_is_readable_on_80_columns(tmp_path):
+    console = Console(width=80)
+    figures = PeerFigures("this peer")
+    figures.fold([{**STEP, "step": 88_000}, EPOCH])
+    with console.capture() as captured:
+        console.print(table_of([Shown("this peer", tmp_path, "restarting")], [figures]))
+    words = captured.get().split()
+    assert {"received", "restarting", "88000", "2.346", "12.3k", "8.4MB", "0.26"} <= set(words)
+
+
+def test_the_caption_tells_the_first_evaluation_and_the_last():
+    later = [{**EVALUATION, "step": step, "bits_per_byte": 8 - step / 100} for step in (100, 50, 200)]
+    assert caption_of([], elapsed_s=61.9) == "1:01"
+    assert caption_of([EVALUATION, *later], elapsed_s=5) == (
+        "0:05, 7.950 bits per byte at step 0, 6.000 bits per byte at step 200"
+    )
+
+
+def test_records_of_a_life_before_are_not_shown_again(tmp_path, capsys):
+    lines = [
+        json.dumps({"kind": "event", "event": name, "time": at}) for name, at in (("old", 1), ("new", 9))
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+
+    async def scenario() -> None:
+        view = asyncio.create_task(show([Shown("peer", tmp_path, since=5.0)], terminal=False))
+        await asyncio.sleep(0)
+        view.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await view
+
+    asyncio.run(scenario())
+    assert capsys.readouterr().out == "peer: new\n"
+
+
+def test_without_a_terminal_epochs_and_evaluations_become_lines(tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in (EVALUATION, STEP, EPOCH)))
+    seen = []
+
+    async def scenario() -> None:
+        view = asyncio.create_task(
+            show(
+                [Shown("peer 0", tmp_path)],
+                on_records=lambda index, new: seen.append((index, len(new))),
+                terminal=False,
+            )
+        )
+        while not seen:
+            await asyncio.sleep(0)
+        with path.open("a") as file:
+            file.write(json.dumps({"kind": "event", "event": "finished"}) + "\n")
+        view.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await view
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))
+    assert capsys.readouterr().out.splitlines() == [
+        "peer 0: evaluation at step 0: loss 5.500, 7.950 bits per byte",
+        "peer 0: step 7  epoch 1  loss 2.346  12.3k tokens/s",
+        "peer 0: epoch 1 averaged by 2 peers in 0.26 s, 8.4MB sent, 8.4MB received, anchor 0123456789ab",
+        "peer 0: finished",
+    ]
+    assert seen == [(0, 3), (0, 1)]
+
+
+def test_records_of_a_life_before_do_not_make_a_restarted_peer_training(tmp_path):
+    peer = Shown("peer 0", tmp_path)
+    peer.saw([{**STEP, "time": 10.0}])
+    assert peer.state == "training"
+    peer.restarted(now=20.0)
+    peer.saw([{**STEP, "time": 19.0}])
+    assert peer.state == "restarting"
+    peer.saw([{**STEP, "time": 21.0}])
+    assert peer.state == "training"

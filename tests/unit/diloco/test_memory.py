@@ -1,0 +1,72 @@
+import pytest
+
+from diloco.errors import UserError
+from diloco.memory import available_memory_bytes, check_memory, memory_needed_bytes
+from diloco.model_files import load_model_config
+
+GIB = 2**30
+
+
+def machine(root, *, free_gib, cgroup="", files=()):
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/meminfo").write_text(f"MemTotal: 99999999 kB\nMemAvailable: {free_gib * 2**20} kB\n")
+    (root / "proc/self/cgroup").write_text(cgroup)
+    for name, text in files:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def test_a_bare_machine_has_what_the_kernel_says(tmp_path):
+    assert available_memory_bytes(machine(tmp_path, free_gib=5)) == 5 * GIB
+
+
+def test_a_container_has_what_its_group_leaves_and_cache_gives_way(tmp_path):
+    files = [
+        ("sys/fs/cgroup/pod/box/memory.max", "max\n"),
+        ("sys/fs/cgroup/pod/box/memory.current", f"{GIB}\n"),
+        ("sys/fs/cgroup/pod/memory.max", f"{4 * GIB}\n"),
+        ("sys/fs/cgroup/pod/memory.current", f"{3 * GIB}\n"),
+        ("sys/fs/cgroup/pod/memory.stat", f"anon 1\ninactive_file {GIB}\n"),
+    ]
+    assert (
+        available_memory_bytes(machine(tmp_path, free_gib=9, cgroup="0::/pod/box\n", files=files)) == 2 * GIB
+    )
+
+
+def test_an_old_container_has_what_its_group_leaves(tmp_path):
+    folder = "sys/fs/cgroup/memory"
+    files = [
+        (f"{folder}/memory.limit_in_bytes", f"{2 * GIB}\n"),
+        (f"{folder}/memory.usage_in_bytes", f"{GIB}\n"),
+    ]
+    root = machine(tmp_path, free_gib=9, cgroup="4:cpu,memory:/docker/abc\n1:name=x:/\n", files=files)
+    assert available_memory_bytes(root) == GIB
+
+
+def test_a_system_that_says_nothing_is_not_guessed_at(tmp_path):
+    assert available_memory_bytes(tmp_path) is None
+
+
+def test_weights_gradients_optimizer_and_swarm_are_counted():
+    config = load_model_config("1b")
+    need = memory_needed_bytes(10**9, activation_tokens=0, config=config)
+    assert need.host_bytes == 32 * 10**9 and need.device_bytes == 0
+    alone = memory_needed_bytes(10**9, activation_tokens=0, config=config, in_swarm=False)
+    assert alone.host_bytes == 16 * 10**9
+    on_gpu = memory_needed_bytes(10**9, activation_tokens=1024, config=config, on_gpu=True)
+    assert on_gpu.host_bytes == 16 * 10**9 and on_gpu.device_bytes > 16 * 10**9
+
+
+def test_a_model_too_large_for_the_machine_is_refused_with_both_figures():
+    need = memory_needed_bytes(10**9, activation_tokens=0, config={})
+    check_memory(need, path_model="1b", available=30 * GIB)
+    with pytest.raises(UserError, match=r"1b needs about 59.6 GiB of memory for 2 peers, 30.0 GiB are free"):
+        check_memory(need, path_model="1b", num_peers=2, available=30 * GIB)
+
+
+def test_a_model_too_large_for_the_gpus_is_refused():
+    need = memory_needed_bytes(10**9, activation_tokens=0, config={}, on_gpu=True)
+    check_memory(need, path_model="1b", available=30 * GIB, device_available=15 * GIB)
+    with pytest.raises(UserError, match=r"about 14.9 GiB of GPU memory, 14.0 GiB are free"):
+        check_memory(need, path_model="1b", available=30 * GIB, device_available=14 * GIB)

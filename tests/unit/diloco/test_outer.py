@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from diloco.errors import DilocoError
+from diloco.outer import PROGRESS_INTERVAL_S, Diloco, Position, Restored, _Progress
+from peers.errors import LinkLost, UserError
+from peers.link import LINK_ENV
+from tests.support.scripted_daemon import ScriptedDaemon, halving
+
+
+@pytest.fixture
+def model():
+    model = nn.Linear(3, 2)
+    nn.init.constant_(model.weight, 8.0)
+    nn.init.zeros_(model.bias)
+    return model
+
+
+@pytest.fixture
+def path(tmp_path, monkeypatch):
+    path = tmp_path / "link.sock"
+    monkeypatch.setenv(LINK_ENV, str(path))
+    return path
+
+
+def test_alone_it_only_counts_steps(model, monkeypatch):
+    monkeypatch.delenv(LINK_ENV, raising=False)
+    outer = Diloco(model, max_steps=3)
+    for _ in range(3):
+        assert not outer.done
+        assert outer.step(num_tokens=5) is None
+    outer.finish()
+    assert (outer.done, outer.nominal_step, outer.epoch, outer.evaluates) == (True, 3, 0, True)
+    assert model.weight.unique().tolist() == [8.0]
+
+
+def test_weights_come_from_the_commit_at_each_epochs_end(model, path):
+    with ScriptedDaemon(path) as daemon:
+        outer = Diloco(model)
+        assert (outer.active, outer.world_rank, outer.local_steps) == (True, 0, 2)
+        commits = [outer.step(num_tokens=5) for _ in range(4)]
+        outer.finish()
+    assert [commit and commit.epoch for commit in commits] == [None, 1, None, 2]
+    assert commits[1].contributors == [0]
+    assert model.weight.unique().tolist() == [2.0]
+    assert outer.position == Position(epoch=2, local_step=0, data_base=6)
+    assert daemon.kinds() == ["offer", "ready", "ready", "finished"]
+    assert [m["tokens"] for m in daemon.messages if m["kind"] == "ready"] == [10, 10]
+
+
+def test_the_optimizers_state_survives_a_commit(model, path):
+    optimizer = torch.optim.AdamW(model.parameters())
+    with ScriptedDaemon(path, local_steps=1):
+        outer = Diloco(model)
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        before = optimizer.state[model.weight]["exp_avg"].clone()
+        outer.step(num_tokens=1)
+    assert torch.equal(optimizer.state[model.weight]["exp_avg"], before)
+
+
+def test_a_partial_epoch_is_averaged_once_when_the_run_ends(model, path):
+    with ScriptedDaemon(path) as daemon:
+        outer = Diloco(model, max_steps=3)
+        while not outer.done:
+            outer.step(num_tokens=5)
+        assert outer.nominal_step == 3
+        outer.finish()
+        outer.finish()
+    ready = [(m["step"], m["local_step"], m["last"]) for m in daemon.messages if m["kind"] == "ready"]
+    assert ready == [(2, 2, False), (3, 1, True)]
+    assert daemon.kinds()[-1] == "finished"
+
+
+def test_an_epoch_that_ends_with_the_run_is_averaged_only_once(model, path):
+    with ScriptedDaemon(path) as daemon:
+        outer = Diloco(model, max_steps=2)
+        while not outer.done:
+            outer.step(num_tokens=5)
+        outer.finish()
+    assert [m["last"] for m in daemon.messages if m["kind"] == "ready"] == [True]
+
+
+def test_a_loop_that_just_stops_has_its_work_averaged(model, path):
+    with ScriptedDaemon(path) as daemon:
+        outer = Diloco(model)
+        outer.step(num_tokens=7)
+        outer.finish()
+    ready = next(m for m in daemon.messages if m["kind"] == "ready")
+    assert (ready["tokens"], ready["last"]) == (7, True)
+
+
+def test_a_joiner_starts_where_the_swarm_is(model, path):
+    def rule(message, out, inn):
+        if message["kind"] != "offer":
+            return halving(message, out, inn)
+        inn[:] = 1.0
+        return "start", {"epoch": 4, "local_step": 1, "data_base": 9, "num_peers": 3, "keep_local": False}
+
+    with ScriptedDaemon(path, rule, world_rank=2):
+        outer = Diloco(model)
+        assert (outer.nominal_step, outer.world_rank, outer.num_peers) == (9, 2, 3)
+        assert model.weight.unique().tolist() == [1.0]
+        assert not outer.evaluates
+        assert outer.step(num_tokens=1).epoch == 5
+
+
+def test_a_checkpoint_of_the_swarms_state_keeps_its_own_weights(model, path, tmp_path):
+    def restore(world_rank):
+        assert world_rank == 0
+        nn.init.constant_(model.weight, 3.0)
+        return Restored(position=Position(epoch=6, local_step=1, data_base=4), tokens=30, directory=tmp_path)
+
+    with ScriptedDaemon(path) as daemon:
+        outer = Diloco(model, restore=restore)
+        assert (outer.epoch, outer.local_step) == (6, 1)
+        assert model.weight.unique().tolist() == [3.0]
+        outer.step(num_tokens=12)
+    assert daemon.messages[0]["resume"] == str(tmp_path)
+    # Those before the checkpoint weigh as much as those after it.
+    assert daemon.messages[1]["tokens"] == 42
+
+
+def test_the_daemon_adds_its_state_to_a_checkpoint(model, path, tmp_path):
+    with ScriptedDaemon(path):
+        Diloco(model).checkpoint(tmp_path)
+    assert (tmp_path / "outer.bin").read_bytes() == b"state"
+
+
+@pytest.mark.parametrize(
+    ("kind", "answer", "error", "message"),
+    [
+        ("ready", ("abandoned", {"reason": "nobody answers"}), DilocoError, "nobody answers"),
+        ("checkpoint", ("failed", {"reason": "disk full"}), DilocoError, "disk full"),
+        ("offer", ("refused", {"message": "rank 1 is taken"}), UserError, "rank 1 is taken"),
+    ],
+)
+def test_a_refusal_says_why(model, path, tmp_path, kind, answer, error, message):
+    def rule(received, out, inn):
+        return answer if received["kind"] == kind else halving(received, out, inn)
+
+    with ScriptedDaemon(path, rule), pytest.raises(error, match=message):
+        outer = Diloco(model, local_steps=1)
+        outer.checkpoint(tmp_path)
+        outer.step(num_tokens=1)
+
+
+def test_a_daemon_that_dies_is_noticed(model, path):
+    with ScriptedDaemon(path):
+        outer = Diloco(model, local_steps=1)
+    with pytest.raises(LinkLost):
+        outer.step(num_tokens=1)
+
+
+def test_the_lowest_contributor_evaluates(model, path):
+    def rule(message, out, inn):
+        kind, fields = halving(message, out, inn)
+        return kind, {**fields, "contributors": [2, 1]} if kind == "committed" else fields
+
+    with ScriptedDaemon(path, rule, world_rank=1, local_steps=1):
+        outer = Diloco(model)
+        assert not outer.evaluates
+        outer.step(num_tokens=1)
+        assert outer.evaluates
+
+
+def test_progress_is_reported_once_a_second_with_its_rate():
+    progress = _Progress()
+    assert [progress.due(10, now) for now in (0.0, 0.4, 0.8)] == [None, None, None]
+    assert progress.due(10, PROGRESS_INTERVAL_S + 0.5) == pytest.approx(20.0)
+    assert progress.due(10, 2.0) is None

@@ -1,0 +1,38 @@
+"""A program of the user's own as the worker of a peer."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from diloco.config import TrainConfig
+from diloco.errors import UserError
+from diloco.peer import Workplace, program_of
+
+
+def test_the_words_of_a_program_are_split_as_a_shell_would():
+    assert program_of(None) == ()
+    assert program_of('python loop.py --name "two words"') == ("python", "loop.py", "--name", "two words")
+
+
+@pytest.mark.parametrize("worker", ["", "no-such-program loop.py", 'python "loop.py'])
+def test_a_program_that_cannot_be_started_is_refused(worker):
+    with pytest.raises(UserError, match="--worker"):
+        program_of(worker)
+
+
+def test_a_program_runs_by_the_python_of_its_peer_and_finds_its_daemon(tmp_path):
+    workplace = Workplace(TrainConfig(), frozenset(), tmp_path, 1, ("python", "loop.py"))
+    command = workplace.command({}, 3, tmp_path / "link.sock")
+    assert command.argv == ("python", "loop.py")
+    assert command.env["DILOCO_LINK"] == str(tmp_path / "link.sock")
+    assert command.env["PATH"].split(":")[0] == str(Path(sys.executable).parent)
+
+
+def test_without_one_the_trainer_reads_what_the_swarm_agreed_on(tmp_path):
+    workplace = Workplace(TrainConfig(), frozenset(), tmp_path, 1)
+    command = workplace.command({"seq_length": 77}, 3, tmp_path / "link.sock")
+    assert command.argv[1:] == ("-m", "diloco.train_fsdp", "--config", str(tmp_path / "config.toml"))
+    assert "seq_length = 77" in (tmp_path / "config.toml").read_text()

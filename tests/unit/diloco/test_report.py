@@ -1,0 +1,89 @@
+"""The figures at the end of a run."""
+
+from __future__ import annotations
+
+from diloco.report import disagreements, plot, smoothed, summarise, text_of, with_gaps
+
+
+def epoch(number, digest, sent=100, contributors=(0, 1)):
+    return {
+        "kind": "epoch",
+        "epoch": number,
+        "anchor_digest": digest,
+        "sent_bytes": sent,
+        "contributors": contributors,
+        "time": 50.0 + number,
+    }
+
+
+def step(number, loss):
+    return {"kind": "step", "step": number, "loss": loss, "time": 20.0 + number}
+
+
+def evaluation(number, bits, time):
+    more = {"unigram_bits_per_byte": 4.9, "eval_bytes": 262_144}
+    return {"kind": "eval", "step": number, "loss": bits * 0.693, "bits_per_byte": bits, "time": time, **more}
+
+
+RECORDS = {
+    "peer 0": [evaluation(0, 8.02, 10.0), step(1, 5.0), epoch(1, "aa"), step(2, 4.0), epoch(2, "bb")],
+    "peer 1": [step(1, 5.1), epoch(1, "aa"), step(2, 4.1), epoch(2, "bb"), evaluation(2, 2.1, 70.0)],
+}
+
+
+def test_a_summary_tells_before_after_tokens_time_bytes_and_agreement():
+    summary = summarise(RECORDS, tokens_per_step=1000)
+    assert (summary.bits_before, summary.bits_after, summary.unigram_bits) == (8.02, 2.1, 4.9)
+    assert (summary.tokens, summary.duration_s, summary.sent_bytes) == (4000, 60.0, 400)
+    assert (summary.num_epochs, summary.agrees) == (2, True)
+
+
+def test_peers_whose_anchors_differ_are_found_and_named():
+    broken = {**RECORDS, "peer 2": [epoch(1, "aa"), epoch(2, "cc")]}
+    assert disagreements(broken) == {2: {"peer 0": "bb", "peer 1": "bb", "peer 2": "cc"}}
+    summary = summarise(broken, tokens_per_step=1)
+    assert not summary.agrees
+    assert "PROBLEM: anchors differed after 1 of 2 epochs" in text_of(summary, {})
+    assert "peer 2 cc" in text_of(summary, {})
+
+
+def test_a_peer_that_came_back_and_missed_an_epoch_is_no_disagreement():
+    assert disagreements({**RECORDS, "peer 2": [epoch(2, "bb")]}) == {}
+
+
+def test_a_run_without_any_epoch_does_not_count_as_agreement():
+    summary = summarise({"peer 0": [step(1, 5.0)]}, tokens_per_step=1)
+    assert not summary.agrees
+    assert "no epoch was completed" in text_of(summary, {})
+
+
+def test_the_report_prints_the_baselines_beside_the_result(tmp_path):
+    text = text_of(summarise(RECORDS, tokens_per_step=1000), {"plot of the losses": tmp_path / "loss.png"})
+    assert "uniform               8.000" in text
+    assert "byte frequencies      4.900" in text
+    assert "after training        2.100" in text
+    assert str(tmp_path / "loss.png") in text
+
+
+def test_the_report_tells_how_many_epochs_hold_everybodys_work():
+    assert "2 epochs by all 2 peers, 400B sent" in text_of(summarise(RECORDS, tokens_per_step=1), {})
+    alone = {**RECORDS, "peer 0": [*RECORDS["peer 0"], epoch(3, "cc", contributors=(0,))]}
+    assert "3 epochs, 2 of them by all 2 peers" in text_of(summarise(alone, tokens_per_step=1), {})
+
+
+def test_a_line_breaks_off_where_steps_are_missing():
+    xs, ys = with_gaps([1, 2, 5, 6], [1.0, 2.0, 3.0, 4.0], longest=1)
+    assert xs == [1, 2, 5, 5, 6]
+    assert [str(y) for y in ys] == ["1.0", "2.0", "nan", "3.0", "4.0"]
+
+
+def test_smoothing_averages_over_a_window():
+    assert smoothed([1.0, 3.0, 5.0, 7.0], 2) == [1.0, 2.0, 4.0, 6.0]
+
+
+def test_the_plot_is_a_png_even_of_nothing_and_of_losses_that_are_null(tmp_path):
+    for name, records in {"a": RECORDS, "b": {}, "c": {"peer 0": [step(1, None), step(2, 4.0)]}}.items():
+        path = tmp_path / f"{name}.png"
+        plot(records, path, tokens_per_step=1000, title="test")
+        assert path.read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".png"] * 3

@@ -1,0 +1,100 @@
+import hashlib
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diloco.sampling import Block, permuted, random_tokens, step_offsets, windows_of
+
+
+@settings(max_examples=60, deadline=None)
+@given(size=st.integers(1, 3000), seed=st.integers(0, 2**63), number=st.integers(0, 2**40))
+def test_every_pass_is_a_permutation(size, seed, number):
+    places = np.arange(size, dtype=np.uint64)
+    order = permuted(places, size=size, seed=seed, passes=np.full(size, number, dtype=np.uint64))
+    assert sorted(order.tolist()) == list(range(size))
+
+
+def test_passes_and_seeds_order_the_windows_differently():
+    orders = {
+        tuple(windows_of(np.arange(first, first + 500), num_windows=500, seed=seed).tolist())
+        for seed in (1, 2)
+        for first in (0, 500, 1000)
+    }
+    assert len(orders) == 6
+
+
+def test_the_order_stays_what_it_was():
+    # Peers of different versions must agree; a change here is a change of the run.
+    order = windows_of(np.arange(100_000), num_windows=41_652, seed=42)
+    assert order[:6].tolist() == [8205, 24210, 24843, 41341, 14273, 24600]
+    assert hashlib.sha256(order.astype("<i8").tobytes()).hexdigest()[:16] == "98a1d4265b6f1492"
+    assert random_tokens(np.array([7]), length=5, vocab_size=264, seed=42).tolist() == [
+        [160, 114, 230, 135, 6]
+    ]
+
+
+def test_neighbours_in_the_order_are_far_apart_in_the_text():
+    order = windows_of(np.arange(10_000), num_windows=10_000, seed=0)
+    steps = np.abs(np.diff(order))
+    # A random order's mean distance is a third of the size.
+    assert 3_000 < steps.mean() < 3_700
+
+
+def test_random_tokens_depend_on_sample_and_place_only():
+    together = random_tokens(np.arange(50), length=64, vocab_size=264, seed=3)
+    alone = random_tokens(np.array([31]), length=64, vocab_size=264, seed=3)
+    assert (together[31] == alone[0]).all()
+    assert together.min() >= 0 and together.max() < 264
+    assert len(np.unique(together, axis=0)) == 50
+
+
+def test_ranks_share_a_step_without_overlap():
+    parts = [step_offsets(3, total_batch_size=8, rank=rank, num_ranks=4) for rank in range(4)]
+    assert [part.tolist() for part in parts] == [[24, 28], [25, 29], [26, 30], [27, 31]]
+
+
+def test_an_offset_outside_the_block_is_refused():
+    block = Block(epoch=0, world_rank=1, data_base=5)
+    assert block.indices(np.array([0, 9]), 10).tolist() == [60, 69]
+    with pytest.raises(ValueError, match="leave a block of 10"):
+        block.indices(np.array([10]), 10)
+    with pytest.raises(ValueError, match="leave a block of 10"):
+        block.indices(np.array([-1]), 10)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_peers_that_come_and_go_never_train_a_window_twice_in_a_pass(data):
+    """The swarm's rule: an epoch's blocks go by world rank, and the commit steps over all that were given out."""
+    num_windows = data.draw(st.integers(5, 60))
+    samples_per_block = data.draw(st.integers(1, 12))
+    data_base, ranks = 0, {0, 1}
+    given_out: list[int] = []
+    for epoch in range(data.draw(st.integers(1, 6))):
+        joiners = data.draw(st.sets(st.integers(0, 5), max_size=2))
+        leavers = data.draw(st.sets(st.sampled_from(sorted(ranks)), max_size=1))
+        data_width = max(ranks | joiners) + 1
+        for rank in ranks | joiners:
+            # A joiner starts within its block, a leaver stops within it.
+            first = samples_per_block // 2 if rank in joiners - ranks else 0
+            last = samples_per_block // 2 if rank in leavers else samples_per_block
+            block = Block(epoch=epoch, world_rank=rank, data_base=data_base)
+            given_out += block.indices(np.arange(first, last), samples_per_block).tolist()
+        data_base += data_width
+        ranks = (ranks | joiners) - leavers or {0}
+    windows = windows_of(np.array(given_out, dtype=np.int64), num_windows=num_windows, seed=9)
+    trained = [(index // num_windows, window) for index, window in zip(given_out, windows, strict=True)]
+    assert len(trained) == len(set(trained))
+
+
+def test_peers_that_are_all_there_train_every_window_once():
+    num_windows, samples_per_block, num_peers = 60, 5, 3
+    seen: list[int] = []
+    for epoch in range(4):
+        for rank in range(num_peers):
+            block = Block(epoch=epoch, world_rank=rank, data_base=epoch * num_peers)
+            indices = block.indices(np.arange(samples_per_block), samples_per_block)
+            seen += windows_of(indices, num_windows=num_windows, seed=1).tolist()
+    assert sorted(seen) == list(range(num_windows))

@@ -1,0 +1,64 @@
+"""What the swarm agrees on, and how a peer takes it over."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from diloco.config import TrainConfig, parse_train_config
+from diloco.errors import UserError
+from diloco.model_files import load_model_config
+from diloco.swarm_config import adopted, daemon_config, manifest_of
+
+FRESH = str(Path(__file__).parents[3] / "tests" / "models" / "llama-2m-fresh")
+
+
+def test_the_daemon_is_told_plain_json():
+    config, named = parse_train_config(["--world-rank", "1", "--lr", "0.5", "--path-model", FRESH])
+    told = daemon_config(config, named)
+    assert json.loads(json.dumps(told)) == told
+    assert told["world_rank"] == 1
+    assert told["named"] == ["lr", "model", "tokenizer"]
+    assert told["manifest"]["lr"] == 0.5
+
+
+def test_a_model_directory_is_described_by_its_content_not_by_its_path():
+    manifest = manifest_of(TrainConfig(path_model=FRESH))
+    assert manifest["path_model"] == ""
+    assert json.loads(manifest["model"]) == load_model_config(FRESH)
+    assert FRESH not in json.dumps(manifest)
+
+
+def test_a_directory_and_a_preset_with_equal_contents_are_one_model(tmp_path):
+    manifest = manifest_of(TrainConfig(path_model=FRESH))
+    config, named = parse_train_config(["--path-model", "2m"])
+    assert {name: manifest[name] for name in ("model", "tokenizer")}.items() <= manifest_of(config).items()
+    assert adopted(config, manifest, named, run_dir=tmp_path).path_model == "2m"
+
+
+def test_a_model_that_this_machine_lacks_is_written_down(tmp_path):
+    directory = tmp_path / "theirs"
+    shutil.copytree(FRESH, directory)
+    fields = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**fields, "num_hidden_layers": 3}))
+    manifest = manifest_of(TrainConfig(path_model=str(directory), lr=0.5))
+    shutil.rmtree(directory)
+    config = adopted(TrainConfig(), manifest, (), run_dir=tmp_path / "run")
+    assert config.lr == 0.5
+    assert config.path_model == str(tmp_path / "run" / "model_config")
+    assert load_model_config(config.path_model)["num_hidden_layers"] == 3
+
+
+def test_a_model_with_a_tokenizer_that_is_not_here_is_refused(tmp_path):
+    manifest = {**manifest_of(TrainConfig(seq_length=64)), "tokenizer": "0" * 64}
+    with pytest.raises(UserError, match="Copy the model's directory"):
+        adopted(TrainConfig(), manifest, (), run_dir=tmp_path)
+
+
+@pytest.mark.parametrize("model", ["[1]", "{", '{"model_type": "llama", "auto_map": {"AutoConfig": "x.Y"}}'])
+def test_a_manifest_with_a_bad_model_is_refused(tmp_path, model):
+    with pytest.raises(UserError, match="manifest"):
+        adopted(TrainConfig(), {"model": model, "tokenizer": "", "path_model": ""}, (), run_dir=tmp_path)

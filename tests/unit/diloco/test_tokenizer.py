@@ -1,0 +1,107 @@
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from diloco.errors import UserError
+from diloco.model_files import PRESETS_DIR
+from diloco.tokenizer import (
+    SPECIAL_TOKENS,
+    build_byte_tokenizer,
+    encode_document,
+    is_byte_level,
+    load_tokenizer,
+    text_byte_counts,
+)
+
+TOKENIZER = load_tokenizer("2m")
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text())
+def test_any_text_survives_the_byte_tokenizer(text):
+    content = text.encode("utf-8", errors="replace")
+    text = content.decode()
+    ids = TOKENIZER(text, split_special_tokens=True)["input_ids"]
+    assert bytes(ids) == content
+    assert TOKENIZER.decode(ids) == text
+    assert encode_document(TOKENIZER, content, byte_level=True).tolist() == ids
+
+
+def test_any_bytes_are_ids_and_back():
+    content = bytes(range(256)) * 3
+    ids = encode_document(TOKENIZER, content, byte_level=True)
+    assert bytes(ids.tolist()) == content
+    assert text_byte_counts(TOKENIZER, ids, byte_level=True).tolist() == [3] * 256
+
+
+def test_special_tokens_follow_the_bytes_and_are_not_read_out_of_documents():
+    assert TOKENIZER.convert_tokens_to_ids(list(SPECIAL_TOKENS)) == list(range(256, 264))
+    assert (TOKENIZER.bos_token_id, TOKENIZER.eos_token_id, TOKENIZER.pad_token_id) == (256, 257, 258)
+    assert encode_document(TOKENIZER, b"a<|eos|>", byte_level=False).tolist() == list(b"a<|eos|>")
+    assert is_byte_level(TOKENIZER)
+
+
+def test_chat_template_frames_each_turn():
+    chat = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
+    assert TOKENIZER.apply_chat_template(chat, tokenize=False) == (
+        "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n"
+    )
+    ids = TOKENIZER.apply_chat_template(chat[:1], add_generation_prompt=True)["input_ids"]
+    assert ids[0] == 259 and bytes(ids[-10:]) == b"assistant\n"
+
+
+def test_preset_files_are_what_the_builder_builds():
+    built = json.loads(build_byte_tokenizer().backend_tokenizer.to_str())
+    for directory in ("2m", "15m"):
+        stored = json.loads((PRESETS_DIR / directory / "tokenizer.json").read_text())
+        assert stored == built
+
+
+def test_a_model_without_a_tokenizer_is_read_by_bytes(caplog):
+    assert is_byte_level(load_tokenizer("150m"))
+    assert "brings no tokenizer" in caplog.text
+
+
+def write_model(directory, vocab_size):
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": vocab_size}))
+    return str(directory)
+
+
+def test_a_vocabulary_too_small_for_the_tokenizer_is_refused(tmp_path):
+    with pytest.raises(UserError, match="knows 100 token ids, its tokenizer has 264"):
+        load_tokenizer(write_model(tmp_path / "model", 100))
+
+
+def word_tokenizer(**special):
+    backend = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 1, "hello": 2, "world": 3}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", **special)
+
+
+def test_a_tokenizer_beside_the_model_is_used(tmp_path):
+    path = write_model(tmp_path / "model", 4)
+    word_tokenizer(eos_token="</s>").save_pretrained(path)
+    tokenizer = load_tokenizer(path)
+    assert not is_byte_level(tokenizer)
+    ids = encode_document(tokenizer, b"hello world hello", byte_level=False)
+    assert ids.tolist() == [2, 3, 2]
+    assert text_byte_counts(tokenizer, ids, byte_level=False).sum() == len("hello world hello")
+
+
+def test_a_tokenizer_without_eos_is_refused(tmp_path):
+    path = write_model(tmp_path / "model", 4)
+    word_tokenizer().save_pretrained(path)
+    with pytest.raises(UserError, match="eos_token"):
+        load_tokenizer(path)
+
+
+def test_a_broken_tokenizer_is_refused(tmp_path):
+    path = write_model(tmp_path / "model", 300)
+    (tmp_path / "model" / "tokenizer.json").write_text("{not json")
+    with pytest.raises(UserError, match="does not load"):
+        load_tokenizer(path)

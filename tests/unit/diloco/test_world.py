@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import pytest
+
+from diloco.errors import UserError
+from diloco.world import World, on_rank_zero, summed
+from tests.support.torch_ranks import Ranks
+
+
+def test_without_torchrun_a_process_is_alone():
+    world = World.from_environment({})
+    assert (world.num_ranks, world.num_nodes, world.is_main) == (1, 1, True)
+
+
+def test_torchruns_variables_place_a_rank():
+    world = World.from_environment(
+        {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    )
+    assert (world.node, world.num_nodes, world.is_main) == (1, 2, False)
+
+
+def test_nodes_of_different_sizes_are_refused():
+    with pytest.raises(UserError, match="3 ranks are not a multiple of the 2"):
+        World.from_environment({"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"})
+
+
+def test_cuda_without_enough_devices_is_refused():
+    with pytest.raises(UserError, match="--device cpu"):
+        World(num_local_ranks=1000, num_ranks=1000).device("cuda")
+
+
+def test_alone_rank_zero_is_this_one():
+    assert on_rank_zero(lambda: 7) == 7
+    assert summed(3) == 3
+
+
+def shared(world):
+    heard = on_rank_zero(lambda: f"from {world.rank}")
+    try:
+        on_rank_zero(refuse)
+    except UserError as error:
+        return heard, str(error), summed(world.rank + 1)
+
+
+def refuse():
+    raise UserError("taken")
+
+
+def test_every_rank_takes_rank_zeros_branch_also_when_it_fails():
+    with Ranks(2) as ranks:
+        assert ranks.run(shared) == [("from 0", "taken", 3)] * 2

@@ -1,0 +1,116 @@
+"""The averager with nobody else around, and with a peer that never stops talking."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import torch
+
+from peers.averaging import Averager, AveragingSettings
+from peers.errors import StateUnavailable
+from peers.mesh import Mesh
+from peers.outer_optimizer import OuterOptimizer
+from peers.outer_state import OuterState
+from peers.records import Announcement
+from peers.round_messages import Ask
+from peers.streams import StreamPool
+from tests.support.round_world import status
+
+
+class NoTransport:
+    async def open(self, *_args: Any, **_kwargs: Any) -> Any:
+        raise AssertionError("nobody is there")
+
+    async def serve(self, *_args: Any) -> None:
+        raise AssertionError("nobody is there")
+
+
+def an_averager(others: dict[int, Announcement] | None = None, me: int = 0) -> Averager:
+    def view() -> dict[int, Announcement]:
+        return {**(others or {}), me: status(me, lineage=averager.state.lineage, epoch=averager.state.epoch)}
+
+    async def download(_donors: list[str], _lineage: str) -> OuterState:
+        raise StateUnavailable("nobody hands it over")
+
+    mesh = Mesh(
+        run_id="t", peer_id="me", transport=NoTransport(), status=bytes,
+        on_change=lambda: None, on_message=lambda *_: None,
+    )  # fmt: skip
+    averager = Averager(
+        me=me,
+        incarnation=1,
+        settings=AveragingSettings(
+            local_steps=2, codec="fp32", strategy="NO_WAIT", matchmaking_s=0.2, averaging_timeout_s=0.5
+        ),
+        mesh=mesh,
+        pool=StreamPool(NoTransport(), "t"),
+        optimizer=OuterOptimizer(lr=0.7, momentum=0.9),
+        view=view,
+        download=download,
+        changed=lambda: None,
+    )
+    averager.adopt(OuterState.initial([torch.zeros(1000)]))
+    return averager
+
+
+@contextlib.asynccontextmanager
+async def running(averager: Averager) -> AsyncIterator[None]:
+    task = asyncio.create_task(averager.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def test_no_worker_starts_between_anothers_readiness_and_its_commit():
+    async def scenario() -> None:
+        averager = an_averager()
+        local, result = torch.ones(1000), torch.zeros(1000)
+        averaging = asyncio.create_task(averager.average(local, result, tokens=1, step=2, last=False))
+        await asyncio.sleep(0)
+        # The worker has died, and its successor asks where to start: not before this work is in.
+        idle = asyncio.create_task(averager.idle())
+        async with running(averager), asyncio.timeout(20):
+            await idle
+            assert averager.state.epoch == 1
+            await averaging
+
+    asyncio.run(scenario())
+
+
+def test_deadlines_hold_however_much_a_peer_talks():
+    async def scenario() -> None:
+        # The talker has the lowest rank, so this peer waits for it to lead.
+        lineage = an_averager().state.lineage
+        averager = an_averager({0: status(0, lineage=lineage)}, me=1)
+
+        async def talk() -> None:
+            while True:
+                averager.received(0, Ask(0, lineage))
+                await asyncio.sleep(0.001)
+
+        talking = asyncio.create_task(talk())
+        async with running(averager), asyncio.timeout(20):
+            outcome = await averager.average(
+                torch.ones(1000), torch.zeros(1000), tokens=1, step=2, last=False
+            )
+        talking.cancel()
+        assert outcome.contributors == [1]
+
+    asyncio.run(scenario())
+
+
+def test_what_a_peer_says_while_nobody_listens_takes_bounded_memory():
+    averager = asyncio.run(_deafened())
+    assert averager._events.qsize() < 1000
+
+
+async def _deafened() -> Averager:
+    averager = an_averager({1: status(1)})
+    for _ in range(100_000):
+        averager.received(1, Ask(0, "a"))
+    return averager

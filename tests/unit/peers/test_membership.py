@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+from peers import membership
+from tests.support.round_world import status
+
+
+def test_members_of_the_last_commit_are_expected_before_they_say_that_they_have_committed():
+    view = {
+        0: status(0, lineage="new", epoch=1, tokens=9),
+        1: status(1, lineage="old"),
+        2: status(2, lineage="old"),
+    }
+    assert membership.trainers_of(view, "new") == [0]
+    moved = membership.after_commit(view, (0, 1), "old", view[0])
+    assert membership.trainers_of(moved, "new") == [0, 1]
+    assert (moved[1].epoch, moved[1].committed_tokens) == (1, 9)
+    assert moved[2].lineage == "old"
+
+
+def test_a_peer_that_holds_the_lineage_and_waits_is_expected_one_that_leaves_is_not():
+    view = {
+        0: status(0),
+        1: status(1, state="waiting"),
+        2: status(2, state="leaving"),
+        3: status(3, state="joining"),
+    }
+    assert membership.trainers_of(view, "a") == [0, 1]
+
+
+def test_the_leader_of_a_ballot_wraps_around():
+    view = {2: status(2), 5: status(5)}
+    assert [membership.leader_of(view, "a", ballot) for ballot in range(3)] == [2, 5, 2]
+    assert membership.leader_of(view, "b", 0) is None
+
+
+def test_of_two_forks_the_one_with_more_committed_tokens_wins_then_the_smaller_digest():
+    view = {0: status(0, lineage="a", tokens=5), 1: status(1, lineage="b", tokens=7)}
+    assert membership.ahead_of(view, 0).world_rank == 1
+    assert membership.ahead_of(view, 1) is None
+    even = {0: status(0, lineage="b", tokens=7), 1: status(1, lineage="a", tokens=7)}
+    assert membership.ahead_of(even, 0).world_rank == 1
+    assert membership.ahead_of(even, 1) is None
+
+
+def test_a_peer_that_only_waits_is_ahead_of_nobody():
+    view = {0: status(0, tokens=1), 1: status(1, lineage="b", tokens=10**9, state="waiting")}
+    assert membership.ahead_of(view, 0) is None
+
+
+def test_a_joiner_enters_at_the_others_median_but_trains_at_least_one_step():
+    import dataclasses
+
+    view = {r: dataclasses.replace(status(r), local_step=step) for r, step in enumerate((0, 40, 90, 99))}
+    assert membership.progress_of_others(view, "a", 0, 100) == 90
+    assert membership.progress_of_others(view, "a", 0, 50) == 49
+    assert membership.progress_of_others({0: status(0)}, "a", 0, 100) == 0

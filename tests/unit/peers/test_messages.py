@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+
+import msgpack
+import pytest
+
+from peers.errors import PeerUnreachable, ProtocolError
+from peers.messages import Channel
+
+
+def pair(**options) -> tuple[Channel, socket.socket]:
+    ours, theirs = socket.socketpair()
+    return Channel(ours, **options), theirs
+
+
+def test_messages_arrive_in_order_however_they_are_cut():
+    async def scenario():
+        receiver, sender = pair()
+        frames = b"".join(
+            struct.pack("<I", len(body)) + body
+            for body in map(msgpack.packb, [{"kind": "a"}, {"kind": "b", "n": 1}])
+        )
+        task = asyncio.create_task(receiver.receive(5))
+        for byte in frames:
+            sender.send(bytes([byte]))
+            await asyncio.sleep(0)
+        assert await task == {"kind": "a"}
+        assert await receiver.receive(5) == {"kind": "b", "n": 1}
+        receiver.close()
+        sender.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_receive_that_times_out_loses_nothing():
+    async def scenario():
+        ours, theirs = socket.socketpair()
+        receiver, body = Channel(ours), msgpack.packb({"kind": "late"})
+        theirs.sendall(struct.pack("<I", len(body)) + body[:2])
+        with pytest.raises(PeerUnreachable, match="no message within"):
+            await receiver.receive(0.01)
+        theirs.sendall(body[2:])
+        assert await receiver.receive(5) == {"kind": "late"}
+        receiver.close()
+        theirs.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        struct.pack("<I", 101),
+        struct.pack("<I", 1) + b"\xc1",
+        struct.pack("<I", 2) + b"\x81\xa1",
+        struct.pack("<I", 3) + msgpack.packb({1: 2}),
+        struct.pack("<I", 1) + msgpack.packb([]),
+    ],
+    ids=["too long", "not msgpack", "cut", "number as key", "list"],
+)
+def test_what_is_no_message_is_a_protocol_error(frame):
+    async def scenario():
+        receiver, sender = pair(max_message_bytes=100)
+        sender.sendall(frame)
+        with pytest.raises(ProtocolError):
+            await receiver.receive(5)
+        receiver.close()
+        sender.close()
+
+    asyncio.run(scenario())
+
+
+def test_the_end_of_the_stream_is_an_unreachable_peer():
+    async def scenario():
+        receiver, sender = pair()
+        sender.sendall(b"\x05\0")
+        sender.close()
+        with pytest.raises(PeerUnreachable, match="closed"):
+            await receiver.receive(5)
+        with pytest.raises(PeerUnreachable):
+            for _ in range(100):
+                await receiver.send({"x": b"y" * 10_000}, 5)
+        receiver.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_message_nobody_reads_times_out():
+    async def scenario():
+        sender, other = pair()
+        with pytest.raises(PeerUnreachable, match="could not send"):
+            await sender.send({"x": b"y" * 1_000_000}, 0.05)
+        other.close()
+
+    asyncio.run(scenario())

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+from peers.news import LOST_AFTER_S, QUIET_AFTER_S, Watcher
+from peers.records import Announcement
+
+
+def record(rank: int, time: float, **changes) -> Announcement:
+    fields = {
+        "peer_id": f"12D3KooW-{rank:06d}",
+        "run_id": "run",
+        "world_rank": rank,
+        "incarnation": 1,
+        "state": "training",
+        "epoch": 0,
+        "lineage": "",
+        "step": 0,
+        "local_step": 0,
+        "committed_tokens": 0,
+        "tokens_per_s": 100.0,
+        "anchor_digest": "",
+        "manifest_digest": "",
+        "maddrs": (),
+        "time": time,
+    }
+    return Announcement(**(fields | changes))
+
+
+def seen(*records: Announcement) -> dict[str, Announcement]:
+    return {record.peer_id: record for record in records}
+
+
+def test_joining_leaving_and_epochs_are_told_once():
+    watcher = Watcher()
+    assert watcher.update(seen(record(0, 1), record(1, 1)), 1) == [
+        "peer 0 (…000000) joined, 1 peer",
+        "peer 1 (…000001) joined, 2 peers",
+    ]
+    assert watcher.update(seen(record(0, 2), record(1, 2)), 2) == []
+    assert watcher.update(seen(record(0, 3, epoch=1), record(1, 2)), 3) == ["epoch 1: 2 peers, 200 tokens/s"]
+    assert watcher.update(seen(record(0, 4, epoch=1), record(1, 4, epoch=1)), 4) == []
+    assert watcher.update(seen(record(0, 5, epoch=1), record(1, 5, epoch=1, state="leaving")), 5) == [
+        "peer 1 (…000001) left at epoch 1, 1 peer"
+    ]
+    assert watcher.update(seen(record(0, 6, epoch=1), record(1, 5, epoch=1, state="leaving")), 6) == []
+
+
+def test_a_record_missing_for_a_moment_is_no_news():
+    watcher = Watcher()
+    watcher.update(seen(record(0, 1)), 1)
+    assert watcher.update({}, 2) == []
+    assert watcher.update(seen(record(0, 3)), 3) == []
+
+
+def test_a_record_that_is_never_renewed_is_a_peer_lost():
+    watcher = Watcher()
+    watcher.update(seen(record(0, 1)), 1)
+    assert watcher.update(seen(record(0, 1)), 1 + LOST_AFTER_S) == []
+    assert watcher.update(seen(record(0, 1)), 2 + LOST_AFTER_S) == [
+        f"peer 0 (…000000) is lost: silent for {LOST_AFTER_S + 1:.0f} s, 0 peers"
+    ]
+
+
+def test_a_lost_peers_old_record_does_not_bring_it_back_but_a_new_one_does():
+    watcher = Watcher()
+    watcher.update(seen(record(0, 1)), 1)
+    watcher.update(seen(record(0, 1)), 2 + LOST_AFTER_S)
+    assert watcher.update(seen(record(0, 1)), 3 + LOST_AFTER_S) == []
+    assert watcher.update(seen(record(0, 9)), 4 + LOST_AFTER_S) == ["peer 0 (…000000) joined, 1 peer"]
+
+
+def test_a_quick_restart_is_told():
+    watcher = Watcher()
+    watcher.update(seen(record(0, 1)), 1)
+    assert watcher.update(seen(record(0, 2, incarnation=2)), 2) == ["peer 0 (…000000) came back, 1 peer"]
+
+
+def test_a_peer_not_heard_of_lately_is_not_counted_before_it_is_lost():
+    watcher = Watcher()
+    watcher.update(seen(record(0, 1), record(1, 1)), 1)
+    later = 2 + QUIET_AFTER_S
+    assert watcher.update(seen(record(0, later, epoch=1), record(1, 1)), later) == [
+        "epoch 1: 1 peer, 100 tokens/s"
+    ]
+
+
+def test_a_peer_that_is_refused_while_joining_is_no_news():
+    watcher = Watcher()
+    assert watcher.update(seen(record(0, 1, state="joining")), 1) == []
+    assert watcher.update(seen(record(0, 1, state="joining")), 2 + LOST_AFTER_S) == []

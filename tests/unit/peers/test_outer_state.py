@@ -1,0 +1,213 @@
+import json
+import math
+
+import pytest
+import torch
+
+from peers import state_files
+from peers.errors import ProtocolError, UserError
+from peers.outer_optimizer import OuterOptimizer, norm_of_pseudo_gradient, rebase
+from peers.outer_state import OuterState
+from peers.state_header import STATE_CHUNK_NUMEL, StateHeader, chunks_of
+
+SIZES = (STATE_CHUNK_NUMEL + 300_001, 0, 5)
+
+
+def some_state(seed=0, sizes=SIZES):
+    generator = torch.Generator().manual_seed(seed)
+    return OuterState.initial([torch.randn(size, generator=generator) for size in sizes])
+
+
+def average(state, fragment=0, seed=1):
+    return torch.randn(state.sizes[fragment], generator=torch.Generator().manual_seed(seed))
+
+
+def commit(state, fragment=0, seed=1, tokens=100, data_width=3):
+    optimizer = OuterOptimizer(lr=0.7, momentum=0.9)
+    return optimizer.commit(
+        state, fragment, average(state, fragment, seed), tokens=tokens, data_width=data_width
+    )
+
+
+def test_the_initial_state_depends_on_the_weights_alone():
+    assert some_state().lineage == some_state().lineage
+    assert some_state().lineage != some_state(seed=1).lineage
+    state = some_state()
+    assert (state.epoch, state.committed_tokens, state.data_base, state.data_width) == (0, 0, 0, 0)
+    assert all(not momentum.any() for momentum in state.momentum)
+
+
+@pytest.mark.parametrize("fragment", range(len(SIZES)))
+def test_a_preview_stores_nothing_and_says_what_the_commit_arrives_at(fragment):
+    state, optimizer = some_state(), OuterOptimizer(lr=0.7, momentum=0.9)
+    commit(state)
+    before, values = state.header, [t.clone() for t in (*state.anchor, *state.momentum)]
+    preview = optimizer.preview(state, fragment, average(state, fragment, seed=5))
+    assert state.header == before
+    assert all(torch.equal(a, b) for a, b in zip(values, (*state.anchor, *state.momentum), strict=True))
+    committed = optimizer.commit(state, fragment, average(state, fragment, seed=5), tokens=1, data_width=1)
+    assert committed == preview
+    assert state.verify() == preview
+    assert (state.anchor_digest, state.momentum_digest) == (preview.anchor, preview.momentum)
+
+
+def test_a_commit_moves_everything_together():
+    state = some_state()
+    lineage = state.lineage
+    commit(state, tokens=100, data_width=3)
+    assert (state.epoch, state.committed_tokens, state.data_base, state.data_width) == (1, 100, 3, 3)
+    assert state.header.parent == lineage != state.lineage
+    commit(state, tokens=50, data_width=2)
+    assert (state.epoch, state.committed_tokens, state.data_base, state.data_width) == (2, 150, 5, 2)
+
+
+def test_two_peers_that_commit_the_same_share_a_lineage_and_others_do_not():
+    states = [some_state() for _ in range(4)]
+    commit(states[0])
+    commit(states[1])
+    commit(states[2], seed=2)
+    commit(states[3], tokens=101)
+    assert len({state.lineage for state in states}) == 3
+    assert states[0].lineage == states[1].lineage
+
+
+def test_a_snapshot_does_not_change_when_the_state_does():
+    state = some_state()
+    with state.snapshot() as snapshot:
+        lineage, anchor, momentum = (
+            snapshot.header.lineage,
+            snapshot.anchor[0].clone(),
+            snapshot.momentum[0].clone(),
+        )
+        commit(state)
+        commit(state)
+        assert snapshot.header.lineage == lineage != state.lineage
+        assert torch.equal(snapshot.anchor[0], anchor)
+        assert torch.equal(snapshot.momentum[0], momentum)
+        assert not torch.equal(state.anchor[0], anchor)
+    in_place = state.anchor[0].data_ptr()
+    commit(state)
+    assert state.anchor[0].data_ptr() == in_place
+
+
+def test_a_commit_that_breaks_off_leaves_nothing_to_serve_or_save(tmp_path):
+    state = some_state()
+    with pytest.raises(RuntimeError):
+        OuterOptimizer(lr=0.7, momentum=0.9).commit(state, 0, torch.zeros(3), tokens=1, data_width=1)
+    assert state.epoch == 0
+    assert state.snapshot() is None
+    with pytest.raises(OSError, match="being changed"):
+        state_files.save(state, tmp_path)
+
+
+def test_the_norm_of_a_pseudo_gradient_is_that_of_the_difference():
+    anchor, local = torch.randn(600_001), torch.randn(600_001)
+    expected = float((anchor.double() - local.double()).norm())
+    assert norm_of_pseudo_gradient(anchor, local) == pytest.approx(expected, rel=1e-5)
+    assert norm_of_pseudo_gradient(torch.empty(0), torch.empty(0)) == 0.0
+    local[5] = math.nan
+    assert not math.isfinite(norm_of_pseudo_gradient(anchor, local))
+
+
+def test_rebasing_carries_the_local_work_over_also_in_place():
+    new, local, base = (torch.randn(600_001) for _ in range(3))
+    expected = new + (local - base)
+    out = torch.empty_like(new)
+    rebase(new, local, base, out)
+    assert torch.equal(out, expected)
+    rebase(new, local, base, local)
+    assert torch.equal(local, expected)
+
+
+# On disk
+
+
+def test_a_saved_state_comes_back_bit_for_bit_and_goes_on_alike(tmp_path):
+    state = some_state()
+    commit(state)
+    (tmp_path / "step").mkdir()
+    state_files.save(state, tmp_path / "step")
+    state_files.save(state, tmp_path / "step")
+    loaded = state_files.load(tmp_path / "step")
+    assert loaded.header == state.header
+    assert loaded.lineage == state.lineage
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip((*loaded.anchor, *loaded.momentum), (*state.anchor, *state.momentum), strict=True)
+    )
+    commit(state, seed=3)
+    commit(loaded, seed=3)
+    assert loaded.lineage == state.lineage
+    assert state_files.load(tmp_path / "step").epoch == 1
+    assert sorted(path.name for path in (tmp_path / "step").iterdir()) == ["outer.json", "outer.safetensors"]
+
+
+def flip_a_byte(path):
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def change_the_epoch(path):
+    path.write_text(json.dumps({**json.loads(path.read_text()), "epoch": 7}))
+
+
+@pytest.mark.parametrize("name", ["outer.safetensors", "outer.json"])
+@pytest.mark.parametrize("damage", [flip_a_byte, cut, lambda path: path.unlink(), change_the_epoch])
+def test_a_damaged_checkpoint_is_refused_by_name(tmp_path, name, damage):
+    if damage is change_the_epoch and name != "outer.json":
+        damage = flip_a_byte
+    state_files.save(some_state(), tmp_path)
+    if damage is flip_a_byte and name == "outer.json":
+        text = (tmp_path / name).read_text()
+        (tmp_path / name).write_text(text.replace('"anchor_chunks": "', '"anchor_chunks": "00'))
+    else:
+        damage(tmp_path / name)
+    with pytest.raises(UserError, match=name.replace(".", r"\.")):
+        state_files.load(tmp_path)
+
+
+def test_tensors_of_another_save_are_found_out(tmp_path):
+    first, second = some_state(), some_state(seed=9)
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    state_files.save(first, tmp_path / "a")
+    state_files.save(second, tmp_path / "b")
+    (tmp_path / "b" / "outer.safetensors").replace(tmp_path / "a" / "outer.safetensors")
+    with pytest.raises(UserError, match="torn or damaged"):
+        state_files.load(tmp_path / "a")
+
+
+# Headers
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"epoch": -1},
+        {"epoch": True},
+        {"parent": "x"},
+        {"committed_tokens": 2**63},
+        {"data_base": 1.5},
+        {"anchor_chunks": b""},
+        {"momentum_chunks": bytes(32)},
+        {"sizes": [5]},
+        {"sizes": None},
+    ],
+)
+def test_a_header_that_cannot_be_is_refused(change):
+    message = some_state(sizes=(4, 2)).header.to_message()
+    assert StateHeader.from_message(message, (4, 2)).to_message() == message
+    with pytest.raises(ProtocolError):
+        StateHeader.from_message({**message, **change}, (4, 2))
+
+
+def test_chunks_cover_every_fragment_without_gaps():
+    chunks = list(chunks_of(SIZES))
+    assert [chunk.position for chunk in chunks] == list(range(len(chunks)))
+    for fragment, size in enumerate(SIZES):
+        assert sum(chunk.numel for chunk in chunks if chunk.fragment == fragment) == size

@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import dataclasses
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peers.errors import ProtocolError
+from peers.identity import Identity, claim_slot
+from peers.records import MAX_AGE_S, MAX_RECORD_BYTES, Announcement, CoordinatorRecord, seal, unseal
+
+NOW = 1_800_000_000.0
+
+
+@pytest.fixture(scope="module")
+def peer(tmp_path_factory) -> Identity:
+    return claim_slot(tmp_path_factory.mktemp("state"), "run", 0)
+
+
+def announcement(peer: Identity) -> Announcement:
+    return Announcement(
+        peer_id=peer.peer_id,
+        run_id="run",
+        world_rank=1,
+        incarnation=1_700_000_000_000_000_000,
+        state="training",
+        epoch=3,
+        lineage="ab" * 32,
+        step=35,
+        local_step=5,
+        committed_tokens=12_345,
+        tokens_per_s=678.9,
+        anchor_digest="cd" * 16,
+        manifest_digest="",
+        maddrs=("/ip4/127.0.0.1/tcp/30001",),
+        time=NOW,
+    )
+
+
+def test_an_announcement_arrives_as_it_was_sent(peer):
+    sent = announcement(peer)
+    assert Announcement.decode(peer.peer_id, sent.encode(peer), NOW, run_id="run") == sent
+
+
+def test_a_coordinator_record_arrives_as_it_was_sent(peer):
+    sent = CoordinatorRecord(peer_id=peer.peer_id, run_id="run", maddrs=("/ip4/127.0.0.1/tcp/1",), time=NOW)
+    assert CoordinatorRecord.decode(peer.peer_id, sent.encode(peer), NOW, run_id="run") == sent
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("peer_id", "12D3KooWsomebodyelse"),
+        ("run_id", "another"),
+        ("run_id", 5),
+        ("world_rank", -1),
+        ("world_rank", True),
+        ("world_rank", 1 << 40),
+        ("incarnation", 1.5),
+        ("state", "dancing"),
+        ("state", ["training"]),
+        ("epoch", "3"),
+        ("epoch", 1 << 63),
+        ("lineage", "XY"),
+        ("lineage", "a" * 129),
+        ("step", None),
+        ("tokens_per_s", float("nan")),
+        ("tokens_per_s", float("inf")),
+        ("tokens_per_s", -1.0),
+        ("anchor_digest", b"ab"),
+        ("maddrs", ["not an address"]),
+        ("maddrs", ["/ip4/127.0.0.1/tcp/1"] * 9),
+        ("maddrs", "x"),
+        ("time", float("nan")),
+        ("time", NOW - MAX_AGE_S - 1),
+        ("time", NOW + 60),
+        ("another", 1),
+    ],
+)
+def test_a_signed_record_with_a_bad_field_is_refused(peer, field, value):
+    fields = dataclasses.asdict(announcement(peer)) | {field: value}
+    with pytest.raises(ProtocolError):
+        Announcement.decode(peer.peer_id, seal(fields, peer), NOW, run_id="run")
+
+
+def test_a_record_under_another_peers_name_is_refused(peer, tmp_path):
+    other = claim_slot(tmp_path, "run", 0)
+    blob = announcement(peer).encode(peer)
+    with pytest.raises(ProtocolError, match="not signed by it"):
+        Announcement.decode(other.peer_id, blob, NOW)
+    with pytest.raises(ProtocolError, match="not signed by it"):
+        Announcement.decode(peer.peer_id, announcement(peer).encode(other), NOW)
+
+
+def test_one_flipped_bit_anywhere_is_noticed(peer):
+    blob = announcement(peer).encode(peer)
+    for index in range(len(blob)):
+        flipped = blob[:index] + bytes([blob[index] ^ 1]) + blob[index + 1 :]
+        with pytest.raises(ProtocolError):
+            Announcement.decode(peer.peer_id, flipped, NOW)
+
+
+def test_a_record_that_is_too_long_is_neither_made_nor_read(peer):
+    with pytest.raises(ValueError, match="at most"):
+        seal({"x": "y" * MAX_RECORD_BYTES}, peer)
+    with pytest.raises(ProtocolError, match="at most"):
+        unseal(peer.peer_id, b"\0" * (MAX_RECORD_BYTES + 1))
+
+
+@given(blob=st.binary(max_size=300))
+def test_random_bytes_are_a_protocol_error(blob):
+    with pytest.raises(ProtocolError):
+        Announcement.decode("12D3KooWD3eckifWpRn9wQpMG9R9hX3sD158z7EqHWmweQAJU5SA", blob, NOW)
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=9)
+    | st.binary(max_size=9),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@given(value=JSON)
+def test_signed_nonsense_is_a_protocol_error(peer, value):
+    payload = msgpack.packb(value)
+    blob = msgpack.packb([payload, peer.public_key, peer.sign(payload)])
+    with pytest.raises(ProtocolError):
+        Announcement.decode(peer.peer_id, blob, NOW)
+
+
+@given(field=st.sampled_from([field.name for field in dataclasses.fields(Announcement)]), value=JSON)
+def test_any_value_in_any_field_is_taken_as_it_is_or_refused(peer, field, value):
+    fields = dataclasses.asdict(announcement(peer)) | {field: value}
+    try:
+        decoded = Announcement.decode(peer.peer_id, seal(fields, peer), NOW, run_id="run")
+    except ProtocolError:
+        return
+    assert getattr(decoded, field) == (tuple(value) if field == "maddrs" else value)

@@ -1,0 +1,363 @@
+import contextlib
+import math
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import xxhash
+
+from peers.codecs import codec_named
+from peers.errors import ProtocolError, RoundFailed
+from peers.frames import HEADER, Kind
+from peers.reduce import reduce_pseudo_gradients
+from peers.reduce_plan import CHUNK_NUMEL, ReducePlan, equal_bounds
+
+SEVERAL_CHUNKS = 2 * 3 * CHUNK_NUMEL + 1234
+RANKS = (2, 5, 7, 11)
+
+
+class Swarm:
+    """A group of members in one process, joined by socket pairs: one for each direction of each pair."""
+
+    def __init__(self, num_members, numel, *, codec="fp32", weights=None, bounds=None, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        self.anchor = torch.randn(numel, generator=generator)
+        self.locals = [
+            self.anchor + 1e-2 * torch.randn(numel, generator=generator) for _ in range(num_members)
+        ]
+        self.results = [torch.full((numel,), float("nan")) for _ in range(num_members)]
+        self.codec, self.bounds = codec, bounds or equal_bounds(numel, num_members)
+        self.weights = weights or (1 / num_members,) * num_members
+        self.norms = [float((self.anchor - local).double().norm()) for local in self.locals]
+        self.cancelled = [threading.Event() for _ in range(num_members)]
+        self.send = [{} for _ in range(num_members)]
+        self.receive = [{} for _ in range(num_members)]
+        for a in range(num_members):
+            for b in range(num_members):
+                if a != b:
+                    self.send[a][b], self.receive[b][a] = socket.socketpair()
+
+    def __len__(self):
+        return len(self.locals)
+
+    def plan(self, me):
+        return ReducePlan(
+            attempt=bytes(16),
+            members=RANKS[: len(self)],
+            me=me,
+            weights=tuple(self.weights),
+            norms=tuple(self.norms),
+            bounds=self.bounds,
+            codec=self.codec,
+        )
+
+    def reduce(self, me, stall_timeout_s=20.0, timeout_s=math.inf):
+        return reduce_pseudo_gradients(
+            self.plan(me),
+            self.anchor,
+            self.locals[me],
+            self.results[me],
+            {RANKS[other]: sock for other, sock in self.send[me].items()},
+            {RANKS[other]: sock for other, sock in self.receive[me].items()},
+            stall_timeout_s=stall_timeout_s,
+            cancelled=self.cancelled[me],
+            timeout_s=timeout_s,
+        )
+
+    def close(self):
+        for sockets in (*self.send, *self.receive):
+            for sock in sockets.values():
+                sock.close()
+
+
+@pytest.fixture
+def swarm():
+    with contextlib.ExitStack() as stack:
+
+        def build(*args, **kwargs):
+            return stack.enter_context(contextlib.closing(Swarm(*args, **kwargs)))
+
+        yield build
+
+
+def outcomes(swarm, members, **kwargs):
+    """What reduce returned or raised, by member."""
+
+    def attempt(me):
+        try:
+            return swarm.reduce(me, **kwargs)
+        except RoundFailed as error:
+            return error
+
+    with ThreadPoolExecutor(len(members)) as pool:
+        return dict(zip(members, pool.map(attempt, members), strict=True))
+
+
+def reference(swarm):
+    """The same average in float64, with what the codec does to every contribution and to the result."""
+    codec, numel = codec_named(swarm.codec), swarm.anchor.numel()
+
+    def coded(values):
+        payload = torch.empty(codec.encoded_bytes(numel), dtype=torch.uint8)
+        return codec.decode(codec.encode(values, payload), torch.empty(numel))
+
+    total = torch.zeros(numel, dtype=torch.float64)
+    for weight, local in zip(swarm.weights, swarm.locals, strict=True):
+        total += weight * coded(swarm.anchor - local).double()
+    return coded(total.float()).double()
+
+
+def assert_close(value, expected, rtol):
+    scale = float(expected.abs().max()) if expected.numel() else 0.0
+    assert float((value.double() - expected).abs().amax(dim=0)) <= rtol * scale if expected.numel() else True
+
+
+@pytest.mark.parametrize("codec", ["fp32", "fp16"])
+@pytest.mark.parametrize("numel", [0, 1, 7, SEVERAL_CHUNKS])
+@pytest.mark.parametrize("num_members", [1, 2, 3, 4])
+def test_all_members_hold_the_same_bits_and_the_right_average(swarm, num_members, numel, codec):
+    group = swarm(num_members, numel, codec=codec)
+    reports = outcomes(group, range(num_members))
+    for result in group.results[1:]:
+        assert torch.equal(result.view(torch.int32), group.results[0].view(torch.int32))
+    assert {report.share_digests for report in reports.values()} == {reports[0].share_digests}
+    # In fp16 the sums' last bit may tip a rounding: one unit of half precision.
+    assert_close(group.results[0], reference(group), 1e-6 if codec == "fp32" else 2.0**-10)
+
+
+def test_sent_and_received_bytes_are_exact_and_digests_are_of_what_went_on_the_wire(swarm):
+    group = swarm(3, SEVERAL_CHUNKS, codec="fp16", bounds=(0, 10, 10 + 2 * CHUNK_NUMEL, SEVERAL_CHUNKS))
+    reports = outcomes(group, range(3))
+    chunks = [group.plan(0).num_chunks(owner) for owner in range(3)]
+    sizes = [group.bounds[owner + 1] - group.bounds[owner] for owner in range(3)]
+    assert chunks == [1, 2, 5]
+    for me, report in reports.items():
+        others = [owner for owner in range(3) if owner != me]
+        contributions = sum(2 * sizes[owner] + HEADER.size * chunks[owner] for owner in others)
+        results = 2 * (2 * sizes[me] + HEADER.size * chunks[me])
+        assert report.sent_bytes == contributions + results
+    for owner in range(3):
+        share = group.results[0][group.bounds[owner] : group.bounds[owner + 1]]
+        assert reports[0].share_digests[owner] == xxhash.xxh3_128(share.half().numpy().tobytes()).hexdigest()
+    assert sum(r.sent_bytes for r in reports.values()) == sum(r.received_bytes for r in reports.values())
+
+
+def test_weights_and_uneven_and_empty_shares_are_respected(swarm):
+    group = swarm(4, 1000, weights=[0.5, 0.0, 0.3, 0.05], bounds=(0, 0, 900, 900, 1000))
+    outcomes(group, range(4))
+    assert_close(group.results[2], reference(group), 1e-6)
+
+
+def test_the_sum_is_taken_in_member_order_with_separate_roundings(swarm):
+    group = swarm(3, 5000, weights=[0.3, 0.3, 0.4])
+    outcomes(group, range(3))
+    weights = torch.tensor(group.weights, dtype=torch.float32)
+    expected = (group.anchor - group.locals[0]) * weights[0]
+    for weight, local in zip(weights[1:], group.locals[1:], strict=True):
+        expected = expected + (group.anchor - local) * weight
+    assert torch.equal(group.results[1], expected)
+
+
+def test_denormals_are_not_flushed(swarm):
+    group = swarm(2, 3)
+    group.anchor = torch.zeros(3)
+    group.locals = [torch.tensor([-1e-40, 0.0, 3e-45]), torch.tensor([-1e-40, -4e-45, 0.0])]
+    outcomes(group, range(2))
+    assert (group.results[0] > 0).tolist() == [True, True, False]
+    assert float(group.results[0][2]) < 0
+
+
+def test_streams_serve_several_rounds(swarm):
+    group = swarm(3, 5000)
+    for _ in range(3):
+        assert all(hasattr(report, "sent_bytes") for report in outcomes(group, range(3)).values())
+
+
+# Faults: the survivors name the culprit, and nobody else, in time.
+
+
+def assert_blamed(failures, culprit, swarm):
+    for failure in failures.values():
+        assert isinstance(failure, RoundFailed)
+        assert failure.suspects == {RANKS[culprit]}, str(failure)
+    assert all(sock.fileno() >= 0 for me in failures for sock in swarm.send[me].values())
+
+
+def play_dead(group, culprit, num_bytes):
+    """Swallow a few bytes from each, then close everything, as a killed process does."""
+    for sock in group.receive[culprit].values():
+        sock.settimeout(10)
+        sock.recv(num_bytes)
+    for sock in (*group.receive[culprit].values(), *group.send[culprit].values()):
+        sock.close()
+
+
+@pytest.mark.parametrize("culprit", [0, 1, 3])
+def test_a_member_that_dies_midway_is_named_by_all_survivors(swarm, culprit):
+    group = swarm(4, SEVERAL_CHUNKS)
+    survivors = [me for me in range(4) if me != culprit]
+    thread = threading.Thread(target=play_dead, args=(group, culprit, 100_000))
+    thread.start()
+    started = time.monotonic()
+    failures = outcomes(group, survivors)
+    thread.join()
+    assert time.monotonic() - started < 5
+    assert_blamed(failures, culprit, group)
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_a_member_that_stalls_is_named_by_all_survivors(swarm, culprit):
+    group = swarm(4, SEVERAL_CHUNKS)
+    started = time.monotonic()
+    failures = outcomes(group, [me for me in range(4) if me != culprit], stall_timeout_s=3.0)
+    assert 2.9 < time.monotonic() - started < 12
+    assert_blamed(failures, culprit, group)
+
+
+def send_after_reading(group, culprit, payload):
+    """Let every other member have its bytes taken, and hear `payload` from the culprit."""
+
+    def drain(sock):
+        with contextlib.suppress(OSError):
+            while sock.recv(1 << 20):
+                pass
+
+    threads = [threading.Thread(target=drain, args=(sock,)) for sock in group.receive[culprit].values()]
+    for thread in threads:
+        thread.start()
+    for sock in group.send[culprit].values():
+        # A member may hear from another why the round is over, and stop reading.
+        with contextlib.suppress(OSError):
+            sock.sendall(payload)
+    return threads
+
+
+def one_frame(kind, index, values):
+    payload = values.numpy().tobytes()
+    return HEADER.pack(kind, index, len(payload)) + payload
+
+
+BAD_BYTES = {
+    "garbage": b"\xff" * 64,
+    "a huge payload": HEADER.pack(Kind.CONTRIBUTION, 0, 0xFFFF_FFFF),
+    "a chunk out of order": one_frame(Kind.CONTRIBUTION, 1, torch.zeros(100)),
+    "life signs in place of its contribution": HEADER.pack(Kind.ALIVE, 0, 0),
+    "not a number": one_frame(Kind.CONTRIBUTION, 0, torch.full((100,), math.nan)),
+    "infinity": one_frame(Kind.CONTRIBUTION, 0, torch.full((100,), math.inf)),
+    "more energy than announced": one_frame(Kind.CONTRIBUTION, 0, torch.full((100,), 1e3)),
+    "an average that is too large": one_frame(Kind.RESULT, 0, torch.full((100,), 1e3)),
+    "a blame of the listener": HEADER.pack(Kind.ABORT, 0, 0),
+}
+
+
+@pytest.mark.parametrize("what", BAD_BYTES)
+def test_a_member_that_sends_bad_bytes_is_named(swarm, what):
+    group = swarm(2, 200)
+    threads = send_after_reading(group, 1, BAD_BYTES[what])
+    started = time.monotonic()
+    failures = outcomes(group, [0])
+    assert time.monotonic() - started < 5
+    assert_blamed(failures, 1, group)
+    for thread in threads:
+        thread.join(timeout=5)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("numel", [300, SEVERAL_CHUNKS])
+def test_a_member_that_lies_about_its_norm_is_named_also_by_those_that_only_hear_of_it(swarm, numel):
+    group = swarm(3, numel)
+    # Its excess lies in the share of member 0 alone.
+    group.locals[2] = group.locals[2].clone()
+    group.locals[2][: group.bounds[1]] += 1.0
+    failures = outcomes(group, range(3))
+    assert failures[0].suspects == {RANKS[2]}
+    assert failures[1].suspects == {RANKS[2]}
+
+
+def test_own_values_that_are_not_finite_are_this_peers_own_fault(swarm):
+    group = swarm(1, 10)
+    group.locals[0] = torch.full((10,), math.nan)
+    with pytest.raises(RoundFailed, match="not finite") as failure:
+        group.reduce(0)
+    assert failure.value.suspects == {RANKS[0]}
+
+
+def test_cancelling_stops_at_once_and_blames_nobody(swarm):
+    group = swarm(3, SEVERAL_CHUNKS)
+    done = {}
+
+    def attempt(me):
+        done.update(outcomes(group, [me]))
+
+    threads = [threading.Thread(target=attempt, args=(me,)) for me in (0, 1)]
+    for thread in threads:
+        thread.start()
+    started = time.monotonic()
+    group.cancelled[0].set()
+    group.cancelled[1].set()
+    for thread in threads:
+        thread.join(timeout=5)
+    # Two slices and what a busy machine adds.
+    assert time.monotonic() - started < 1.5
+    assert [done[me].suspects for me in (0, 1)] == [frozenset(), frozenset()]
+
+
+def test_a_failed_reduction_leaves_no_thread_and_shuts_its_sockets_down(swarm):
+    group = swarm(2, SEVERAL_CHUNKS)
+    before = threading.active_count()
+    play_dead(group, 1, 0)
+    assert_blamed(outcomes(group, [0]), 1, group)
+    assert threading.active_count() == before
+    with pytest.raises(OSError):
+        group.send[0][1].send(b"x")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"weights": (math.nan, 1.0)}, "finite"),
+        ({"norms": (-1.0, 1.0)}, "not negative"),
+        ({"members": (5, 2)}, "order"),
+        ({"bounds": (0, 7, 5)}, "ascend"),
+        ({"bounds": (0, 5)}, "fit"),
+        ({"codec": "int3"}, "no codec"),
+        ({"attempt": b"x"}, "16 bytes"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused(changes, message):
+    fields = {
+        "attempt": bytes(16),
+        "members": (2, 5),
+        "me": 0,
+        "weights": (0.5, 0.5),
+        "norms": (1.0, 1.0),
+        "bounds": (0, 5, 9),
+        "codec": "fp32",
+    }
+    with pytest.raises(ProtocolError, match=message):
+        ReducePlan(**{**fields, **changes})
+
+
+def test_one_that_keeps_all_others_waiting_is_named_when_the_time_is_up(swarm):
+    group = swarm(3, SEVERAL_CHUNKS)
+    stop = threading.Event()
+    # The header and a byte now and then: every deadline that counts from the last byte begins anew.
+    headers = HEADER.pack(Kind.CONTRIBUTION, 0, 4 * CHUNK_NUMEL)
+
+    def trickle():
+        for sock in group.send[2].values():
+            sock.send(headers)
+        while not stop.wait(0.05):
+            for sock in group.send[2].values():
+                with contextlib.suppress(OSError):
+                    sock.send(b"x")
+
+    thread = threading.Thread(target=trickle)
+    thread.start()
+    errors = outcomes(group, [0, 1], stall_timeout_s=5.0, timeout_s=0.5)
+    stop.set()
+    thread.join()
+    assert {me: error.suspects for me, error in errors.items()} == {0: {RANKS[2]}, 1: {RANKS[2]}}

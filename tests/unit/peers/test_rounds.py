@@ -1,0 +1,347 @@
+"""The round's decisions, on a simulated clock and network: every fault here is one seeded schedule."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from peers.errors import ProtocolError
+from peers.round_messages import Abort, Commit, Group, Join, Proposal, Vote, parse, to_message
+from peers.rounds import Apply, CatchUp, Reduce, Round
+from peers.verdicts import CLIP_FACTOR, dissenters, weights_of
+from tests.support.round_world import TIMING, World, status
+
+
+def everybody_ready(world: World, *, late: dict[int, float] | None = None) -> World:
+    for rank in world.peers:
+        world.ready(rank, (late or {}).get(rank, 0.1 * rank))
+    return world
+
+
+def the_commit(world: World) -> Commit:
+    """The one commit of all survivors that have not been told to catch up."""
+    commits = {peer.commit for peer in world.survivors.values() if peer.commit}
+    assert len(commits) == 1
+    return commits.pop()
+
+
+def test_three_peers_commit_one_group_at_the_first_attempt():
+    world = everybody_ready(World(3))
+    world.run()
+    commit = the_commit(world)
+    assert commit.group.ranks == (0, 1, 2)
+    assert commit.group.weights == pytest.approx((1 / 3, 1 / 3, 1 / 3))
+    assert all(peer.num_reductions == 1 and peer.commit == commit for peer in world.peers.values())
+
+
+def test_a_peer_alone_commits_at_once():
+    world = World(1)
+    world.ready(0, 0.0)
+    world.run()
+    assert the_commit(world).group.ranks == (0,)
+    assert world.peers[0].committed_at < 2.0
+
+
+def test_the_leader_waits_for_a_straggler_that_is_alive():
+    world = everybody_ready(World(3), late={2: 20.0})
+    world.run()
+    assert the_commit(world).group.ranks == (0, 1, 2)
+
+
+def test_a_straggler_past_the_deadline_is_left_behind_and_catches_up():
+    world = everybody_ready(World(3), late={2: TIMING.gather_s + 15})
+    world.run()
+    assert the_commit(world).group.ranks == (0, 1)
+    assert world.peers[2].caught_up is not None
+    assert not world.peers[2].caught_up.contributed
+
+
+def test_a_straggling_leader_leads_without_being_a_member_and_catches_up():
+    world = everybody_ready(World(3), late={0: TIMING.gather_s + 15})
+    world.run()
+    assert the_commit(world).group.ranks == (1, 2)
+    assert world.peers[0].caught_up is not None
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("at", [0.0, 0.25, 0.6, 0.9, 1.2, 1.5, 1.8, 2.1])
+def test_whoever_dies_and_whenever_the_survivors_commit_within_seconds(victim: int, at: float):
+    world = everybody_ready(World(3, seed=int(at * 100) + victim))
+    world.kill(victim, at)
+    world.run()
+    commit = the_commit(world)
+    for rank, peer in world.survivors.items():
+        assert peer.commit == commit or peer.caught_up, rank
+        assert peer.commit is None or peer.committed_at < at + 8.0
+    assert set(world.survivors) <= set(commit.group.ranks) | {victim}
+
+
+def test_a_leader_that_dies_after_telling_one_member_of_the_commit_forks_nobody():
+    def die_after_first_commit(world: World, sender: int, to: int, message: object) -> None:
+        if isinstance(message, Commit) and sender == 0 and world.peers[0].alive and to == 2:
+            world.peers[0].alive = False
+            for other in (1, 2):
+                world.schedule(world.now + 0.2, lambda other=other: world._lose(other, 0))
+
+    # The send to peer 1 is under way when the leader dies on its way to peer 2.
+    world = everybody_ready(World(3, on_send=die_after_first_commit))
+    world.run()
+    assert world.peers[1].commit is not None
+    assert world.peers[2].commit == world.peers[1].commit
+    assert world.peers[2].commit.group.ranks == (0, 1, 2)
+
+
+def test_a_leader_that_dies_before_anybody_hears_of_the_commit_is_simply_left_out():
+    def die_before_commit(world: World, sender: int, to: int, message: object) -> None:
+        if isinstance(message, Commit) and sender == 0 and world.peers[0].alive:
+            world.peers[0].alive = False
+            for other in (1, 2):
+                world.schedule(world.now + 0.2, lambda other=other: world._lose(other, 0))
+
+    world = everybody_ready(World(3, on_send=die_before_commit))
+    world.run()
+    assert the_commit(world).group.ranks == (1, 2)
+
+
+def test_a_member_that_never_votes_is_left_out_at_the_deadline():
+    world = World(3)
+    world.outcome_of = lambda rank, attempt: (
+        world.stop_answering(2) or None if rank == 2 else Vote(0, "a", attempt, ("s",) * 3, "b", "m")
+    )
+    everybody_ready(world).run()
+    assert the_commit(world).group.ranks == (0, 1)
+
+
+def test_a_member_all_others_blame_twice_is_left_out():
+    world = World(3)
+    bad = {"attempts": 0}
+
+    def outcome(rank: int, attempt: str) -> Vote | None:
+        group = world.peers[rank].round._group
+        if group is not None and 2 in group.ranks:
+            bad["attempts"] += 1
+            return None
+        return Vote(0, "a", attempt, ("s", "s"), "b", "m")
+
+    world.outcome_of = outcome
+    world.suspects = {0: (2,), 1: (2,), 2: (0,)}
+    everybody_ready(world).run()
+    assert the_commit(world).group.ranks == (0, 1)
+    assert world.peers[0].num_reductions <= 4
+
+
+def test_an_owner_that_sends_unequal_bytes_is_named():
+    group = a_group((0, 1, 2, 3))
+    votes = {rank: Vote(0, "a", group.attempt, ("x", "y", "z", "w"), "b", "m") for rank in range(4)}
+    votes[3] = Vote(0, "a", group.attempt, ("x", "CHANGED", "z", "w"), "c", "n")
+    assert dissenters(group, votes) == {1}
+
+
+def test_of_two_members_whose_digests_differ_the_higher_resyncs():
+    group = a_group((4, 7))
+    votes = {
+        4: Vote(0, "a", group.attempt, ("x", "y"), "b", "m"),
+        7: Vote(0, "a", group.attempt, ("x", "y"), "c", "m"),
+    }
+    assert dissenters(group, votes) == {7}
+
+
+def test_equal_votes_name_nobody():
+    group = a_group((0, 1))
+    assert dissenters(group, {r: Vote(0, "a", group.attempt, ("x", "y"), "b", "m") for r in (0, 1)}) == set()
+
+
+def test_a_peer_with_other_digests_is_told_to_resync():
+    aborts = []
+    world = World(3)
+    world.outcome_of = lambda rank, attempt: Vote(
+        0, "a", attempt, ("s",) * len(world.peers[rank].round._group.ranks), "c" if rank == 1 else "b", "m"
+    )
+    world.on_send = lambda w, sender, to, message: (
+        aborts.append(message) if isinstance(message, Abort) else None
+    )
+    everybody_ready(world).run()
+    assert the_commit(world).group.ranks == (0, 2)
+    assert world.peers[1].caught_up is not None
+    assert any(abort.resync and abort.excluded == (1,) for abort in aborts)
+
+
+def test_weights_follow_tokens_and_clip_an_outlier():
+    even = [Proposal(r, tokens, 1.0, 0, False) for r, tokens in enumerate((100, 300))]
+    assert weights_of(even) == pytest.approx((0.25, 0.75))
+    loud = [Proposal(r, 100, norm, 0, False) for r, norm in enumerate((1.0, 1.0, 100.0))]
+    assert weights_of(loud)[2] == pytest.approx(CLIP_FACTOR / 100 / 3)
+    idle = [Proposal(r, 0, 0.0, 0, False) for r in range(2)]
+    assert weights_of(idle) == pytest.approx((0.5, 0.5))
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    num_peers=st.integers(2, 6),
+    seed=st.integers(0, 10**6),
+    kills=st.lists(st.tuples(st.integers(0, 5), st.floats(0, 8)), max_size=3),
+    starts=st.lists(st.floats(0, 5), min_size=6, max_size=6),
+)
+def test_under_any_schedule_of_deaths_survivors_end_on_one_lineage(num_peers, seed, kills, starts):
+    world = World(num_peers, seed=seed)
+    for rank in world.peers:
+        world.ready(rank, starts[rank])
+    for rank, at in kills:
+        if rank < num_peers:
+            world.kill(rank, at)
+    world.run(until=400)
+    commits = {peer.commit for peer in world.survivors.values() if peer.commit}
+    assert len(commits) <= 1
+    for rank, peer in world.survivors.items():
+        assert peer.commit is not None or peer.caught_up is not None, (
+            f"peer {rank} is stuck in {peer.round.phase}"
+        )
+        if peer.commit:
+            assert rank in peer.commit.group.ranks
+            assert math.isclose(sum(peer.commit.group.weights), 1.0)
+
+
+# Members and leaders that lie, and peers that come back as another self
+
+
+def a_round(me: int, num_peers: int) -> Round:
+    view = {rank: status(rank) for rank in range(num_peers)}
+    return Round(me=me, incarnation=1, fragment=0, epoch=0, lineage="a", timing=TIMING, view=view)
+
+
+def a_vote(attempt: str, num_members: int = 3, **other: object) -> Vote:
+    return Vote(**{"fragment": 0, "lineage": "a", "attempt": attempt, "shares": ("s",) * num_members,
+                   "anchor": "b", "momentum": "m", **other})  # fmt: skip
+
+
+def test_a_forged_commit_of_other_digests_than_voted_for_is_ignored():
+    member = a_round(me=1, num_peers=3)
+    member.on_ready(Proposal(1, 1, 1.0, 1, False), 0.0)
+    group = a_group((0, 1, 2))
+    member.on_message(0, group, 0.1)
+    member.on_reduced(group.attempt, a_vote(group.attempt), 0.2)
+    assert member.on_message(2, Commit(group, "forged", "m"), 0.3) == []
+    commit = Commit(group, "b", "m")
+    assert member.on_message(0, commit, 0.4) == [Apply(commit)]
+
+
+def test_a_commit_that_the_sender_cannot_have_made_changes_nothing():
+    member = a_round(me=1, num_peers=3)
+    member.on_ready(Proposal(1, 1, 1.0, 1, False), 0.0)
+    assert member.on_message(2, Commit(a_group((0, 1)), "x", "y"), 0.1) == []
+    # One that made it shows the state that came of it.
+    view = {rank: status(rank) for rank in range(3)} | {2: status(2, lineage="b", epoch=1, tokens=100)}
+    assert member.on_view(view, 0.2) == [CatchUp(2, "peer 2 is ahead, at epoch 1", contributed=True)]
+
+
+def test_a_group_with_other_weights_than_its_members_have_earned_is_ignored():
+    member = a_round(me=1, num_peers=2)
+    member.on_ready(Proposal(1, 1, 1.0, 1, False), 0.0)
+    honest = a_group((0, 1))
+    assert member.on_message(0, dataclasses.replace(honest, weights=(1e300, 0.5)), 0.1) == []
+    assert member.on_message(0, honest, 0.2) == [Reduce(honest)]
+
+
+def test_a_proposal_of_more_tokens_than_anybody_can_train_is_refused():
+    # It would take the swarm's count of tokens past what announcements may say, and so cut all channels.
+    honest = Join(0, "a", Proposal(1, 1 << 40, 1.0, 1, False), "")
+    assert parse(to_message(honest)) == honest
+    with pytest.raises(ProtocolError):
+        parse(to_message(dataclasses.replace(honest, proposal=Proposal(1, 1 << 62, 1.0, 1, False))))
+
+
+@pytest.mark.parametrize(
+    ("liar", "suspects"),
+    [(3, lambda n: ()), (3, lambda n: (1 + n % 2,)), (3, lambda n: (0,)), (0, lambda n: ())],
+)
+def test_a_member_that_fails_every_attempt_is_left_out_itself(liar: int, suspects):
+    world, failed = World(4), []
+
+    def outcome(rank: int, attempt: str) -> Vote | None:
+        if rank != liar:
+            return a_vote(attempt, len(world.peers[rank].round._group.ranks))
+        world.suspects = {liar: suspects(len(failed))}
+        failed.append(attempt)
+        return None
+
+    world.outcome_of = outcome
+    everybody_ready(world).run()
+    # A leader that fails its own attempts leads on without being a member.
+    assert liar not in the_commit(world).group.ranks
+    assert len(the_commit(world).group.ranks) >= 2
+    assert len(failed) <= 4
+
+
+def test_a_member_that_calls_all_others_unequal_is_left_out_itself():
+    world = World(3)
+    world.outcome_of = lambda rank, attempt: a_vote(
+        attempt, shares=("x" if rank == 2 else "s",) * len(world.peers[rank].round._group.ranks)
+    )
+    everybody_ready(world).run()
+    assert the_commit(world).group.ranks == (0, 1)
+
+
+def test_a_member_that_calls_one_after_the_other_unequal_leaves_out_one_at_most():
+    world = World(4)
+
+    def outcome(rank: int, attempt: str) -> Vote:
+        ranks = world.peers[rank].round._group.ranks
+        victim = next(i for i, r in enumerate(ranks) if r in (1, 2)) if rank == 3 else None
+        return a_vote(attempt, shares=tuple("x" if i == victim else "s" for i in range(len(ranks))))
+
+    world.outcome_of = outcome
+    everybody_ready(world).run()
+    assert the_commit(world).group.ranks == (0, 2)
+
+
+def test_where_nobody_votes_in_time_nobody_is_left_out_for_it():
+    world = World(3)
+    world.reduction_s = lambda attempt: 1e9 if not world.aborts else 0.5
+    everybody_ready(world).run()
+    assert the_commit(world).group.ranks == (0, 1, 2)
+    assert world.peers[0].committed_at < 2 * TIMING.attempt_s
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("at", [0.25, 0.6, 0.9, 1.2, 1.5])
+def test_a_peer_that_is_back_before_it_was_missed_is_not_waited_for(victim: int, at: float):
+    world = everybody_ready(World(3, seed=int(at * 100) + victim))
+    world.restart(victim, at)
+    world.run()
+    survivors = {rank: peer for rank, peer in world.peers.items() if rank != victim}
+    for peer in survivors.values():
+        assert peer.commit is not None and peer.committed_at < at + 8.0
+
+
+@pytest.mark.parametrize("member", [1, 2])
+def test_a_member_whose_commit_was_lost_on_the_way_commits_as_soon_as_the_leader_shows_that_it_has(member):
+    world, lost = World(3), []
+
+    def loses_the_first(sender: int, to: int, message: object) -> bool:
+        if isinstance(message, Commit) and to == member:
+            lost.append(message)
+        return isinstance(message, Commit) and to == member and len(lost) == 1
+
+    world.loses = loses_the_first
+    everybody_ready(world).run()
+    assert the_commit(world).group.ranks == (0, 1, 2)
+    assert world.peers[member].committed_at < 8.0
+
+
+def test_a_leader_that_is_no_member_opens_no_second_attempt_for_those_who_have_committed():
+    world, groups = World(3), []
+    world.on_send = lambda w, sender, to, message: (
+        groups.append(message) if isinstance(message, Group) else None
+    )
+    everybody_ready(world, late={0: TIMING.gather_s + 15}).run()
+    assert len({group.attempt for group in groups}) == 1
+
+
+def a_group(ranks: tuple[int, ...]) -> Group:
+    members = tuple(Proposal(rank, 1, 1.0, 1, False) for rank in ranks)
+    weights = tuple(1 / len(ranks) for _ in ranks)
+    return Group("0" * 32, 0, 0, "a", ranks[0], members, weights, len(ranks))

@@ -1,0 +1,216 @@
+import asyncio
+import contextlib
+import os
+import socket
+import threading
+import time
+
+import pytest
+
+from peers.errors import PeerUnreachable, RoundFailed
+from peers.frames import HEADER, NOBODY, Kind
+from peers.streams import MAX_IDLE_PER_PEER, StreamPool
+
+
+class Network:
+    """Transports in one process, joined by socket pairs."""
+
+    def __init__(self):
+        self.handlers = {}
+        self.num_opened = 0
+
+    def transport(self, peer_id):
+        return Endpoint(self, peer_id)
+
+
+class Endpoint:
+    def __init__(self, network, peer_id):
+        self.network, self.peer_id = network, peer_id
+
+    async def open(self, peer_id, protocol, *, timeout_s):
+        if (peer_id, protocol) not in self.network.handlers:
+            raise PeerUnreachable(f"nobody serves {protocol} at {peer_id}")
+        self.network.num_opened += 1
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        theirs.setblocking(False)
+        await self.network.handlers[peer_id, protocol](self.peer_id, theirs)
+        return ours
+
+    async def serve(self, protocol, handler):
+        self.network.handlers[self.peer_id, protocol] = handler
+
+
+@contextlib.asynccontextmanager
+async def pools(*peer_ids):
+    network = Network()
+    made = [StreamPool(network.transport(peer_id), "data") for peer_id in peer_ids]
+    for pool in made:
+        await pool.start()
+    try:
+        yield network, made
+    finally:
+        for pool in made:
+            await pool.close()
+
+
+async def until(condition, timeout_s=5.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.005)
+
+
+async def connect_both(a, b, attempt):
+    return await asyncio.gather(
+        a.connect(attempt, {1: "b"}, timeout_s=5), b.connect(attempt, {0: "a"}, timeout_s=5)
+    )
+
+
+def assert_joined(streams_a, streams_b):
+    for sender, receiver in (
+        (streams_a.send[1], streams_b.receive[0]),
+        (streams_b.send[0], streams_a.receive[1]),
+    ):
+        message = os.urandom(8)
+        sender.sendall(message)
+        receiver.settimeout(5)
+        assert receiver.recv(64) == message
+
+
+def run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, 20))
+
+
+def test_streams_are_joined_blocking_and_kept_across_rounds():
+    async def scenario():
+        async with pools("a", "b") as (network, (a, b)):
+            for _ in range(4):
+                streams = await connect_both(a, b, os.urandom(16))
+                assert all(s.send[r].getblocking() for s, r in zip(streams, (1, 0), strict=True))
+                assert_joined(*streams)
+                a.give_back(streams[0])
+                b.give_back(streams[1])
+            assert network.num_opened == 2
+
+    run(scenario())
+
+
+def test_a_discarded_round_is_followed_by_one_on_new_streams():
+    async def scenario():
+        async with pools("a", "b") as (network, (a, b)):
+            first = await connect_both(a, b, os.urandom(16))
+            first[0].send[1].sendall(b"half a frame of the failed round")
+            a.discard(first[0])
+            b.discard(first[1])
+            second = await connect_both(a, b, os.urandom(16))
+            assert_joined(*second)
+            assert network.num_opened == 4
+            a.discard(second[0])
+            b.discard(second[1])
+
+    run(scenario())
+
+
+def test_one_side_gives_back_what_the_other_discards():
+    async def scenario():
+        async with pools("a", "b") as (_, (a, b)):
+            first = await connect_both(a, b, os.urandom(16))
+            a.give_back(first[0])
+            b.discard(first[1])
+            second = await connect_both(a, b, os.urandom(16))
+            assert_joined(*second)
+            a.discard(second[0])
+            b.discard(second[1])
+
+    run(scenario())
+
+
+def test_a_stream_may_name_its_attempt_before_anybody_here_awaits_it():
+    async def scenario():
+        async with pools("a", "b") as (_, (a, b)):
+            attempt = os.urandom(16)
+            early = asyncio.create_task(a.connect(attempt, {1: "b"}, timeout_s=5))
+            await until(lambda: b._named)
+            streams = (b_streams := await b.connect(attempt, {0: "a"}, timeout_s=5), await early)
+            assert_joined(streams[1], b_streams)
+
+    run(scenario())
+
+
+def test_a_peer_that_does_not_come_is_named_in_time():
+    async def scenario():
+        async with pools("a", "b") as (_, (a, _b)):
+            started = time.monotonic()
+            with pytest.raises(RoundFailed, match=r"peer 1 in 0\.2 s") as failure:
+                await a.connect(os.urandom(16), {1: "b"}, timeout_s=0.2)
+            assert failure.value.suspects == {1}
+            assert time.monotonic() - started < 3
+
+    run(scenario())
+
+
+def test_a_peer_that_cannot_be_reached_is_named_at_once_and_the_others_hear_a_farewell():
+    async def scenario():
+        async with pools("a", "b") as (_, (a, b)):
+            attempt = os.urandom(16)
+            waiting = asyncio.create_task(b.connect(attempt, {0: "a"}, timeout_s=5))
+            await until(lambda: a._named)
+            started = time.monotonic()
+            with pytest.raises(RoundFailed) as failure:
+                await a.connect(attempt, {1: "b", 7: "nobody"}, timeout_s=60)
+            assert failure.value.suspects == {7}
+            assert time.monotonic() - started < 5
+            received = (await waiting).receive[0]
+            received.settimeout(5)
+            assert received.recv(64) == HEADER.pack(Kind.ABORT, NOBODY, 0)
+
+    run(scenario())
+
+
+def test_connecting_ends_when_the_round_is_cancelled():
+    async def scenario():
+        async with pools("a", "b") as (_, (a, _b)):
+            cancelled = threading.Event()
+            connecting = asyncio.create_task(
+                a.connect(os.urandom(16), {1: "b"}, timeout_s=60, cancelled=cancelled)
+            )
+            await asyncio.sleep(0)
+            cancelled.set()
+            with pytest.raises(RoundFailed, match="cancelled") as failure:
+                await connecting
+            assert failure.value.suspects == frozenset()
+
+    run(scenario())
+
+
+def test_no_peer_holds_more_than_a_few_streams():
+    async def scenario():
+        async with pools("a", "b") as (network, (_a, b)):
+            transport = network.transport("a")
+            opened = [await transport.open("b", "data", timeout_s=1) for _ in range(5)]
+            await until(lambda: len(b._idle["a"]) == MAX_IDLE_PER_PEER)
+            for _ in range(5):
+                attempt = os.urandom(16)
+                opened.append(await transport.open("b", "data", timeout_s=1))
+                opened[-1].send(attempt)
+                await until(lambda attempt=attempt: (attempt, "a") in b._named)
+            assert len(b._named) == MAX_IDLE_PER_PEER
+            for sock in opened:
+                sock.close()
+
+    run(scenario())
+
+
+def test_closing_leaves_no_open_socket():
+    async def scenario():
+        async with pools("a", "b") as (_, (a, b)):
+            streams = await connect_both(a, b, os.urandom(16))
+            a.give_back(streams[0])
+            b.give_back(streams[1])
+            await a.close()
+            await b.close()
+            for side in streams:
+                assert all(sock.fileno() == -1 for sock in (*side.send.values(), *side.receive.values()))
+
+    run(scenario())

@@ -1,0 +1,183 @@
+"""The supervisor against real, small processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from peers.supervisor import RestartPolicy, Supervisor, WorkerCommand, restart_delay_s
+
+
+def command(tmp_path: Path, script: str, num_ranks: int = 1) -> WorkerCommand:
+    return WorkerCommand(
+        argv=(sys.executable, "-c", script),
+        env=dict(os.environ),
+        cwd=tmp_path,
+        log_path=tmp_path / "logs" / "worker.log",
+        num_ranks=num_ranks,
+    )
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def wait_until(condition, timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        time.sleep(0.01)
+
+
+async def until(condition, timeout_s: float = 10.0) -> None:
+    await asyncio.to_thread(wait_until, condition, timeout_s)
+
+
+def test_a_worker_that_finishes_ends_the_run_with_0_and_its_output_is_in_the_log(tmp_path):
+    async def scenario() -> int:
+        return await Supervisor(command(tmp_path, "print('hello')")).run()
+
+    assert asyncio.run(scenario()) == 0
+    assert (tmp_path / "logs" / "worker.log").read_text() == "hello\n"
+
+
+def test_a_users_mistake_is_not_tried_again(tmp_path):
+    exits: list[tuple[int, bool]] = []
+
+    async def scenario() -> int:
+        return await Supervisor(
+            command(tmp_path, "raise SystemExit(2)"), lambda *end: exits.append(end)
+        ).run()
+
+    assert asyncio.run(scenario()) == 2
+    assert exits == [(2, False)]
+
+
+def test_a_worker_that_died_once_is_started_again(tmp_path):
+    script = (
+        "import pathlib, sys\nmark = pathlib.Path('mark')\nfirst = not mark.exists()\n"
+        "mark.touch()\nsys.exit(7 * first)"
+    )
+    exits: list[tuple[int, bool]] = []
+
+    async def scenario() -> int:
+        return await Supervisor(command(tmp_path, script), lambda *end: exits.append(end)).run()
+
+    assert asyncio.run(scenario()) == 0
+    assert exits == [(7, True), (0, False)]
+
+
+def test_it_gives_up_after_deaths_in_a_row_and_returns_the_last_code(tmp_path):
+    exits: list[tuple[int, bool]] = []
+
+    async def scenario() -> int:
+        policy = RestartPolicy(max_deaths=2)
+        script = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+        return await Supervisor(command(tmp_path, script), lambda *end: exits.append(end), policy).run()
+
+    assert asyncio.run(scenario()) == 128 + signal.SIGKILL
+    assert exits == [(137, True), (137, False)]
+
+
+def test_progress_makes_earlier_deaths_not_count(tmp_path):
+    exits: list[int] = []
+
+    async def scenario() -> int:
+        supervisor: Supervisor
+
+        def on_exit(code: int, restarts: bool) -> None:
+            exits.append(code)
+            if len(exits) == 1:
+                supervisor.notify_progress()
+
+        supervisor = Supervisor(
+            command(tmp_path, "raise SystemExit(3)"), on_exit, RestartPolicy(max_deaths=2)
+        )
+        return await supervisor.run()
+
+    assert asyncio.run(scenario()) == 3
+    # The first death is decided before the callback; two more follow the progress.
+    assert exits == [3, 3, 3]
+
+
+def test_delays_grow_up_to_a_bound():
+    assert [restart_delay_s(deaths) for deaths in (1, 2, 3, 20)] == [0.5, 1.0, 2.0, 10.0]
+
+
+def test_stop_kills_a_worker_that_ignores_sigterm_and_its_children(tmp_path):
+    script = (
+        "import pathlib, signal, subprocess, sys, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "pathlib.Path('child.tmp').write_text(str(child.pid)); pathlib.Path('child.tmp').rename('child')\n"
+        "time.sleep(600)\n"
+    )
+
+    async def scenario() -> tuple[int, int]:
+        supervisor = Supervisor(command(tmp_path, script), policy=RestartPolicy(stop_timeout_s=0.3))
+        run = asyncio.create_task(supervisor.run())
+        await until((tmp_path / "child").exists)
+        await supervisor.stop()
+        return await run, int((tmp_path / "child").read_text())
+
+    code, child = asyncio.run(scenario())
+    assert code == 128 + signal.SIGKILL
+    wait_until(lambda: not is_alive(child))
+
+
+def test_cancelling_the_run_leaves_no_process(tmp_path):
+    async def scenario() -> int:
+        supervisor = Supervisor(command(tmp_path, "import time; time.sleep(600)"))
+        run = asyncio.create_task(supervisor.run())
+        await until(lambda: supervisor.pids)
+        (pid,) = supervisor.pids
+        run.cancel()
+        await asyncio.gather(run, return_exceptions=True)
+        return pid
+
+    assert not is_alive(asyncio.run(scenario()))
+
+
+def test_ranks_get_torchruns_environment_and_a_failure_of_one_ends_all(tmp_path):
+    script = (
+        "import os, sys, time\n"
+        "print(os.environ['RANK'], os.environ['LOCAL_WORLD_SIZE'], os.environ['MASTER_ADDR'], flush=True)\n"
+        "sys.exit(2) if os.environ['LOCAL_RANK'] == '1' else time.sleep(600)\n"
+    )
+
+    async def scenario() -> int:
+        return await Supervisor(command(tmp_path, script, num_ranks=2)).run()
+
+    assert asyncio.run(scenario()) == 2
+    assert (tmp_path / "logs" / "worker.log").read_text() == "0 2 127.0.0.1\n"
+    assert (tmp_path / "logs" / "worker-rank1.log").read_text() == "1 2 127.0.0.1\n"
+
+
+def test_a_worker_dies_with_its_supervisor_even_when_that_is_killed(tmp_path):
+    worker = "import os, pathlib, time; pathlib.Path('pid.tmp').write_text(str(os.getpid()))\n"
+    worker += "pathlib.Path('pid.tmp').rename('pid'); time.sleep(600)"
+    script = (
+        "import asyncio, os, pathlib, sys\n"
+        "from peers.supervisor import Supervisor, WorkerCommand\n"
+        f"command = WorkerCommand(argv=(sys.executable, '-c', {worker!r}), env=dict(os.environ),\n"
+        "    cwd=pathlib.Path('.'), log_path=pathlib.Path('log'))\n"
+        "async def main():\n    await Supervisor(command).run()\n"
+        "asyncio.run(main())\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    with subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path, env=environment) as supervisor:
+        try:
+            wait_until((tmp_path / "pid").exists)
+        finally:
+            supervisor.kill()
+    pid = int((tmp_path / "pid").read_text())
+    wait_until(lambda: not is_alive(pid))

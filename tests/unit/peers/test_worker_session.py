@@ -1,0 +1,89 @@
+"""The daemon's side of a worker that dies while its work is averaged, over the real link."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from peers.averaging import Outcome
+from peers.errors import UserError
+from peers.layout import Layout, ParameterSlot
+from peers.link import WorkerLink, listen
+from peers.worker_session import Start, serve_workers
+
+NUMEL = 8
+LAYOUT = Layout(((ParameterSlot("w", (NUMEL,), 0),),))
+
+
+class SlowHost:
+    """Averages for as long as the test likes."""
+
+    run_id, world_rank, waits_for = "t", 0, "the test"
+
+    def __init__(self) -> None:
+        self.averaging, self.go_on = asyncio.Event(), asyncio.Event()
+        self.averaged: list[float] = []
+
+    async def manifest(self) -> Mapping[str, Any]:
+        return {}
+
+    async def admit(self, layout: Layout) -> None:
+        if layout.digest != LAYOUT.digest:
+            raise UserError("another model")
+
+    async def start(self, out: torch.Tensor, inn: torch.Tensor, offer: dict[str, Any]) -> Start:
+        raise AssertionError("no test gets so far")
+
+    async def average(self, out: torch.Tensor, inn: torch.Tensor, ready: dict[str, Any]) -> Outcome:
+        self.averaging.set()
+        await self.go_on.wait()
+        self.averaged.append(float(out[0]))
+        raise UserError("that is all the test needs")
+
+    async def save(self, directory: Path) -> None: ...
+    def progressed(self, progress: dict[str, Any]) -> None: ...
+    def finished(self) -> None: ...
+    def refused(self) -> None: ...
+
+
+def connect(path: Path, weight: float) -> WorkerLink:
+    link = WorkerLink.connect(path)
+    link.hello(LAYOUT, local_rank=0, num_local_ranks=1)
+    np.frombuffer(link.memories[0].out, np.float32, NUMEL)[:] = weight
+    return link
+
+
+def hang_up(link: WorkerLink) -> None:
+    """As a death does it; returns once the daemon has noticed."""
+    link._sock.shutdown(socket.SHUT_WR)
+    link._sock.settimeout(5.0)
+    while link._sock.recv(1):
+        pass
+
+
+def test_the_next_life_of_a_worker_does_not_write_into_what_is_still_averaged(tmp_path):
+    async def scenario() -> None:
+        host = SlowHost()
+        async with listen(tmp_path / "link") as accept, asyncio.timeout(20):
+            serving = asyncio.create_task(serve_workers(accept, host))
+            first = await asyncio.to_thread(connect, tmp_path / "link", 1.0)
+            first.send("ready", fragment=0, tokens=1, step=1, last=False)
+            await host.averaging.wait()
+            await asyncio.to_thread(hang_up, first)
+            second = await asyncio.to_thread(connect, tmp_path / "link", 2.0)
+            host.go_on.set()
+            while not host.averaged:
+                await asyncio.sleep(0.01)
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+            first.close()
+            second.close()
+        assert host.averaged == [1.0]
+
+    asyncio.run(scenario())
