@@ -1,0 +1,116 @@
+"""What published experiments say about settings nobody has tuned, each with its source and how far it holds.
+
+Pure functions of what a run knows beforehand. They give starting points: a value somebody tuned on their own model
+beats them.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+_LR_BY_PEERS = ((1, 0.4), (2, 0.6), (4, 0.6), (8, 0.8))
+_LR_MEASURED_AT_H = 30
+_LR_FALL_PER_DECADE = 0.2
+_LR_LEAST = 0.2
+_STREAMING_LR = 0.4
+_SPARSE_LR = 1.0
+_OUTER_MOMENTUM = 0.9
+_SPARSE = "topk"
+_LAYERS_PER_FRAGMENT = 3
+_HARMLESS_OVERLAP_STEPS = 5
+_BITS_BY_CODEC = (("fp32", 32.0), ("int8", 8.2), ("int4", 4.2), ("topk", 0.8))
+_SHARE_OF_EPOCH = 0.05
+
+
+def outer_lr_for(
+    num_peers: int, local_steps: int, *, num_fragments: int = 1, compression: str = "fp32"
+) -> float:
+    """The learning rate of the outer Nesterov SGD (momentum 0.9) where it was not tuned.
+
+    Classic DiLoCo: "Scaling Laws for DiLoCo", arXiv 2503.09799, figure 7 and section 5.1. Swept over {0.2, 0.4, 0.6,
+    0.8, 1.0} at H = 30, models of 35M to 2.4B parameters, best inner rate and batch size for each: 0.4 for one
+    peer, 0.6 for two and four, 0.8 for eight, the same for all sizes from 335M on (smaller ones differ by one step of
+    the sweep). Between those counts it is interpolated in log2(peers); above eight peers nothing was measured, and
+    the value for eight stands.
+
+    By H: the same paper finds (figure 8a, H from 1 to 300, at most four peers) that the best rate rises with H, but
+    gives a plot and no table. For H below 30 this takes off 0.2, one step of its sweep, per factor of ten: the
+    direction is theirs, the slope ours. Above 30 the rate is kept, since the first paper's tuned rate at H = 500 and
+    eight peers, arXiv 2311.08105 section 3, is 0.7.
+
+    Several fragments: "Streaming DiLoCo", arXiv 2501.18512, uses 0.4 (two peers, H = 100, 35M to 4B parameters).
+
+    Top-k: SparseLoCo, arXiv 2508.15706, algorithm 1, steps along the plain average of what was sent with a rate near
+    1: its decayed residual stands in for the momentum (see outer_momentum_for). Tried on 512M parameters; the 72B run
+    built on it (Covenant, H = 30) is reported to have begun with 1 and ended with 0.65.
+    """
+    if num_peers < 1 or local_steps < 1 or num_fragments < 1:
+        raise ValueError(
+            f"peers, local steps and fragments are at least 1, not {num_peers}, {local_steps}, {num_fragments}"
+        )
+    if compression == _SPARSE:
+        return _SPARSE_LR
+    if num_fragments > 1:
+        return _STREAMING_LR
+    fall = _LR_FALL_PER_DECADE * max(0.0, math.log10(_LR_MEASURED_AT_H / local_steps))
+    return round(max(_LR_LEAST, _lr_by_peers(num_peers) - fall), 2)
+
+
+def outer_momentum_for(compression: str) -> float:
+    """Momentum of the outer SGD: 0.9 with Nesterov (arXiv 2311.08105 section 3, and every later paper of that line).
+
+    None for top-k: in SparseLoCo (arXiv 2508.15706) each peer keeps and decays what it did not send, and that
+    does the momentum's work.
+    """
+    return 0.0 if compression == _SPARSE else _OUTER_MOMENTUM
+
+
+def fragments_for(num_layers: int) -> int:
+    """How many fragments a model of so many decoder layers streams in: three layers each.
+
+    Streaming DiLoCo, arXiv 2501.18512, section 4: fragments of three layers strided through the depth were the best
+    trade of peak bandwidth for loss, up to 4B parameters. Strided and sequential order differed little.
+    """
+    if num_layers < 1:
+        raise ValueError(f"a model has at least one layer, not {num_layers}")
+    return max(1, -(-num_layers // _LAYERS_PER_FRAGMENT))
+
+
+def overlap_steps_for(round_s: float, step_s: float) -> int | None:
+    """The fewest steps τ that hide a round of this length, or None where that is more than is known to be harmless.
+
+    Streaming DiLoCo, arXiv 2501.18512, section 4: up to τ = 5 costs less than 0.2 % of the loss (1B parameters,
+    H = 100). For more, the one-epoch delay of eager updates (arXiv 2502.12996) is what was published, at a higher
+    cost; whoever wants it asks for it.
+    """
+    if not (round_s >= 0 and step_s > 0):
+        raise ValueError(f"a round lasts {round_s} s and a step {step_s} s, which no clock shows")
+    steps = math.ceil(round_s / step_s)
+    return steps if steps <= _HARMLESS_OVERLAP_STEPS else None
+
+
+def compression_for(numel: int, bits_per_s: float, epoch_s: float, *, num_peers: int = 2) -> str:
+    """The least lossy codec whose blocking round takes at most 5 % of an epoch on this link, else `topk`.
+
+    A reduce-scatter and an all-gather move 2 (n - 1) / n times the values in each direction. What the codecs cost:
+    int8 was enough for a 10B run over the internet (INTELLECT-1, arXiv 2412.01152, section 2); 4-bit outer gradients
+    cost nothing measurable from 35M to 4B parameters (Streaming DiLoCo, arXiv 2501.18512, section 4); top-k of 1 to
+    3 % with 2-bit values matched or beat dense DiLoCo at 512M (SparseLoCo, arXiv 2508.15706), but changes the outer
+    optimizer, so it comes last.
+    """
+    if numel < 1 or bits_per_s <= 0 or epoch_s <= 0 or num_peers < 1:
+        raise ValueError("values, bandwidth, epoch and peers must be positive")
+    budget_bits = bits_per_s * epoch_s * _SHARE_OF_EPOCH
+    values = 2 * (num_peers - 1) / num_peers * numel
+    for codec, bits in _BITS_BY_CODEC:
+        if values * bits <= budget_bits:
+            return codec
+    return _SPARSE
+
+
+def _lr_by_peers(num_peers: int) -> float:
+    for (fewer, low), (more, high) in pairwise(_LR_BY_PEERS):
+        if fewer <= num_peers <= more:
+            return low + (high - low) * math.log2(num_peers / fewer) / math.log2(more / fewer)
+    return _LR_BY_PEERS[-1][1]

@@ -1,0 +1,71 @@
+"""The published figures, as they are printed, and what holds between and beyond them."""
+
+import pytest
+
+from diloco.literature import (
+    compression_for,
+    fragments_for,
+    outer_lr_for,
+    outer_momentum_for,
+    overlap_steps_for,
+)
+
+
+@pytest.mark.parametrize(("num_peers", "expected"), [(1, 0.4), (2, 0.6), (4, 0.6), (8, 0.8)])
+def test_the_outer_lr_is_the_scaling_laws_paper_at_its_own_cadence(num_peers, expected):
+    assert outer_lr_for(num_peers, 30) == expected
+
+
+def test_the_outer_lr_rises_with_peers_and_with_h_and_stays_within_the_published_range():
+    by_peers = [outer_lr_for(n, 30) for n in range(1, 65)]
+    by_h = [outer_lr_for(4, h) for h in (1, 5, 10, 30, 100, 500)]
+    assert by_peers == sorted(by_peers) and by_peers[0] == 0.4 and by_peers[-1] == 0.8
+    assert by_h == sorted(by_h) and by_h[0] < by_h[3] == by_h[-1] == 0.6
+    assert min(outer_lr_for(1, 1), by_h[0]) >= 0.2
+
+
+def test_five_to_seven_peers_lie_between_four_and_eight():
+    assert outer_lr_for(4, 30) < outer_lr_for(5, 30) < outer_lr_for(7, 30) < outer_lr_for(8, 30)
+
+
+def test_streaming_and_top_k_have_rates_of_their_own():
+    assert outer_lr_for(4, 100, num_fragments=4) == 0.4
+    assert outer_lr_for(4, 100, compression="topk") == 1.0
+    assert outer_lr_for(4, 100, num_fragments=4, compression="topk") == 1.0
+
+
+def test_only_top_k_goes_without_outer_momentum():
+    assert outer_momentum_for("topk") == 0.0
+    assert {outer_momentum_for(name) for name in ("fp32", "fp16", "bf16", "int8", "int4")} == {0.9}
+
+
+@pytest.mark.parametrize(("num_layers", "expected"), [(1, 1), (3, 1), (4, 2), (12, 4), (22, 8)])
+def test_a_fragment_has_three_layers(num_layers, expected):
+    assert fragments_for(num_layers) == expected
+
+
+def test_overlap_hides_the_round_up_to_five_steps():
+    assert [overlap_steps_for(s, 1.0) for s in (0.0, 0.2, 1.0, 4.1)] == [0, 1, 1, 5]
+    assert overlap_steps_for(5.1, 1.0) is None
+
+
+def test_a_slower_link_gets_a_denser_codec():
+    numel, epoch_s = 150_000_000, 600.0
+    codecs = [
+        compression_for(numel, mbps * 1e6, epoch_s, num_peers=4) for mbps in (10_000, 100, 40, 10, 0.01)
+    ]
+    assert codecs == ["fp32", "int8", "int4", "topk", "topk"]
+    assert compression_for(numel, 1.0, epoch_s, num_peers=1) == "fp32"
+
+
+def test_nonsense_is_refused():
+    for call in (
+        lambda: outer_lr_for(0, 30),
+        lambda: outer_lr_for(2, 0),
+        lambda: fragments_for(0),
+        lambda: overlap_steps_for(1.0, 0.0),
+        lambda: overlap_steps_for(float("nan"), 1.0),
+        lambda: compression_for(1, 0.0, 1.0),
+    ):
+        with pytest.raises(ValueError):
+            call()
