@@ -60,6 +60,11 @@ class Identity:
     _key: libp2p_keys.PrivateKey = field(repr=False)
     _lock: _Lock | None = field(default=None, repr=False)
 
+    @property
+    def private_key(self) -> libp2p_keys.PrivateKey:
+        """For TLS, which has to sign by itself."""
+        return self._key
+
     def sign(self, payload: bytes) -> bytes:
         return libp2p_keys.sign(self._key, payload)
 

@@ -80,10 +80,16 @@ def private_key(content: bytes) -> PrivateKey:
 
 def public_key(key: PrivateKey) -> bytes:
     """libp2p's protobuf PublicKey message."""
-    if isinstance(key, Ed25519PrivateKey):
-        return _pack_key(_ED25519, key.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw))
-    der = key.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
-    return _pack_key(_RSA, der)
+    return public_key_message(key.public_key())
+
+
+def public_key_message(key: object) -> bytes:
+    """The same of a public key from elsewhere. Raises ValueError for a kind that names no peer."""
+    if isinstance(key, Ed25519PublicKey):
+        return _pack_key(_ED25519, key.public_bytes(Encoding.Raw, PublicFormat.Raw))
+    if isinstance(key, RSAPublicKey) and key.key_size in _RSA_BITS:
+        return _pack_key(_RSA, key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo))
+    raise ValueError("neither Ed25519 nor RSA of 2048 to 4096 bits")
 
 
 def peer_id_of(public_key: bytes) -> str:

@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from peers import socket_io
 from peers.errors import RoundFailed
 from peers.frames import HEADER, NOBODY, SLICE_S, Kind
 from peers.reduce_plan import ATTEMPT_BYTES
@@ -163,13 +164,13 @@ class StreamPool:
     async def _name_outgoing(self, attempt: bytes, peer: str, timeout_s: float) -> socket.socket:
         """A stream to this peer, kept or new, on which the attempt has been named."""
         kept = self._outgoing.pop(peer, None)
-        sock = kept if kept is not None and _is_open(kept) else None
+        sock = kept if kept is not None and socket_io.is_silent(kept) else None
         if sock is None:
             if kept is not None:
                 kept.close()
             sock = await self._transport.open(peer, self._protocol, timeout_s=timeout_s)
         try:
-            await asyncio.get_running_loop().sock_sendall(sock, attempt)
+            await socket_io.send_all(sock, attempt)
         except BaseException:
             sock.close()
             raise
@@ -230,12 +231,11 @@ class StreamPool:
 
 async def _read_name(sock: socket.socket) -> bytes:
     """The attempt that the next bytes on an idle stream belong to; takes not one byte more."""
-    loop = asyncio.get_running_loop()
     name = b""
     while len(name) < ATTEMPT_BYTES:
         # An idle stream is silent for as long as training takes; a name that was begun is not.
         async with asyncio.timeout(_NAME_TIMEOUT_S if name else None):
-            piece = await loop.sock_recv(sock, ATTEMPT_BYTES - len(name))
+            piece = await socket_io.receive(sock, ATTEMPT_BYTES - len(name))
         if not piece:
             raise ConnectionError("closed while idle")
         name += piece
@@ -262,16 +262,3 @@ def _named(ranks: Iterable[int]) -> str:
 
 def _has_failed(future: asyncio.Future[socket.socket]) -> bool:
     return future.done() and (future.cancelled() or future.exception() is not None)
-
-
-def _is_open(sock: socket.socket) -> bool:
-    """Whether an idle outgoing stream still stands. Its other end never sends, so anything to read is its end."""
-    with contextlib.suppress(BlockingIOError):
-        try:
-            sock.recv(1, socket.MSG_PEEK)
-        except BlockingIOError:
-            raise
-        except OSError:
-            return False
-        return False
-    return True

@@ -1,0 +1,127 @@
+"""Streams straight over TCP, for pairs of peers that reach each other without help.
+
+One port per peer, announced separately from where it listens. Encrypted by TLS 1.3 with each end pinned to the other's
+identity key; or plain, where both peers were told to trust their network. A stream is a socket that threads can block
+on: no process copies its bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from peers.errors import PeersError, PeerUnreachable, UserError
+from peers.maddrs import Maddr, parse_maddr
+from peers.reception import Handler, Reception
+
+log = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 3.0
+"""What an endpoint that swallows packets may cost."""
+MAX_ENDPOINTS = 4
+_BACKLOG = 128
+_RETRY_INTERVAL_S = 0.2
+# A path that died in silence while nothing was to be sent shows within a minute.
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
+
+
+class Direct:
+    """Used from one event loop. `endpoints_of` gives a peer's addresses (/ip4/…/tcp/…), as it announced them."""
+
+    def __init__(self, reception: Reception, endpoints_of: Callable[[str], Sequence[str]]) -> None:
+        self._reception, self._endpoints_of = reception, endpoints_of
+        self._listener: socket.socket | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def port(self) -> int:
+        """Where it listens; 0: nowhere."""
+        return int(self._listener.getsockname()[1]) if self._listener else 0
+
+    def listen(self, maddr: str) -> None:
+        """Take calls from now on. Port 0: any free one. Raises UserError."""
+        where = parse_maddr(maddr)
+        family = socket.AF_INET6 if where.kind == "ip6" else socket.AF_INET
+        try:
+            self._listener = socket.create_server((where.host, where.port), family=family, backlog=_BACKLOG)
+        except OSError as error:
+            raise UserError(
+                f"cannot listen for data on {maddr}: {error.strerror}; choose another --hv.data-port"
+            ) from error
+        self._listener.setblocking(False)
+        self._keep(self._accept(self._listener))
+
+    async def serve(self, protocol: str, handler: Handler) -> None:
+        """From now on, `handler(authenticated peer id, stream)` owns each new stream on this protocol."""
+        self._reception.serve(protocol, handler)
+
+    async def open(self, peer_id: str, protocol: str, *, timeout_s: float) -> socket.socket:
+        """A non-blocking stream to a peer that serves `protocol`. Raises PeerUnreachable."""
+        deadline = time.monotonic() + timeout_s
+        failures = []
+        for endpoint in self._endpoints_of(peer_id)[:MAX_ENDPOINTS]:
+            try:
+                sock = await _connected(parse_maddr(endpoint), min(CONNECT_TIMEOUT_S, _left_s(deadline)))
+                return await self._reception.call(sock, peer_id, protocol, timeout_s=_left_s(deadline))
+            except (PeersError, OSError) as error:
+                failures.append(f"{endpoint}: {error}")
+        raise PeerUnreachable(f"no direct stream to {peer_id}: {'; '.join(failures) or 'no endpoint known'}")
+
+    async def close(self) -> None:
+        """Take no more calls, and drop those that are being greeted. Streams stay with their owners."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, address = await loop.sock_accept(listener)
+            except OSError as error:
+                # Out of descriptors, most likely; later ones may find room.
+                log.warning("cannot accept a connection for data: %s", error)
+                await asyncio.sleep(_RETRY_INTERVAL_S)
+                continue
+            _set_options(sock)
+            self._keep(self._reception.receive(sock, source=str(address[0])))
+
+    def _keep(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+async def _connected(endpoint: Maddr, timeout_s: float) -> socket.socket:
+    """Raises OSError."""
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(timeout_s):
+        found = await loop.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
+        family, kind, number, _, address = found[0]
+        sock = socket.socket(family, kind, number)
+        try:
+            sock.setblocking(False)
+            _set_options(sock)
+            await loop.sock_connect(sock, address)
+            return sock
+        except BaseException:
+            sock.close()
+            raise
+
+
+def _set_options(sock: socket.socket) -> None:
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE:
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def _left_s(deadline: float) -> float:
+    return max(deadline - time.monotonic(), 0.001)

@@ -1,0 +1,28 @@
+"""Identities for tests, in memory-sized directories."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+from peers import libp2p_keys
+from peers.identity import load, load_or_create
+from peers.tls import Credentials
+
+
+def credentials(directory: Path, name: str) -> Credentials:
+    """Those of an Ed25519 identity."""
+    identity = load_or_create(directory / f"{name}.key")
+    identity.release()
+    return Credentials.of(identity)
+
+
+def rsa_credentials(directory: Path, name: str) -> Credentials:
+    """Those of an identity as Hivemind's own tools make it."""
+    key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    der = key.private_bytes(Encoding.DER, PrivateFormat.TraditionalOpenSSL, NoEncryption())
+    path = directory / f"{name}.key"
+    path.write_bytes(libp2p_keys._pack_key(0, der))
+    return Credentials.of(load(path))

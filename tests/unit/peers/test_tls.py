@@ -1,0 +1,153 @@
+import dataclasses
+import os
+import socket
+import ssl
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from peers.errors import PeersError, PeerUnreachable, ProtocolError
+from peers.tls import TlsSocket, handshake, peer_id_of
+from tests.support.keys import credentials, rsa_credentials
+
+
+def shake(caller, called, *, shown_by_called=None, shown_by_caller=None, timeout_s=5.0):
+    """Both ends' outcomes: a TlsSocket or the error."""
+    a, b = socket.socketpair()
+    deadline = time.monotonic() + timeout_s
+    with ThreadPoolExecutor(2) as threads:
+        ends = (
+            threads.submit(
+                handshake,
+                a,
+                caller,
+                shown_by_called or called.certificate,
+                server=False,
+                deadline=deadline,
+            ),
+            threads.submit(
+                handshake, b, called, shown_by_caller or caller.certificate, server=True, deadline=deadline
+            ),
+        )
+        return [end.exception() or end.result() for end in ends]
+
+
+def close(*ends):
+    for end in ends:
+        if isinstance(end, socket.socket):
+            end.close()
+
+
+@pytest.mark.parametrize("make", [credentials, rsa_credentials])
+def test_two_peers_talk_by_tls_1_3(tmp_path, make):
+    mine, theirs = make(tmp_path, "a"), credentials(tmp_path, "b")
+    a, b = shake(mine, theirs)
+    assert isinstance(a, TlsSocket) and isinstance(b, TlsSocket) and a.version() == "TLSv1.3"
+    a.sendall(b"question")
+    assert b.recv(100) == b"question"
+    close(a, b)
+
+
+@pytest.mark.parametrize("make", [credentials, rsa_credentials])
+def test_a_certificate_names_exactly_the_peer_whose_key_made_it(tmp_path, make):
+    mine = make(tmp_path, "a")
+    assert peer_id_of(mine.certificate) == mine.peer_id
+    assert len(mine.certificate) < 1500
+
+
+def test_a_certificate_that_its_own_key_did_not_sign_names_nobody(tmp_path):
+    certificate = bytearray(credentials(tmp_path, "a").certificate)
+    certificate[-1] ^= 1
+    for wrong in (bytes(certificate), b"", os.urandom(300), bytes(3000)):
+        with pytest.raises(ProtocolError):
+            peer_id_of(wrong)
+
+
+def test_nobody_passes_with_the_certificate_of_another(tmp_path):
+    mine, theirs, thief = (credentials(tmp_path, name) for name in "abc")
+    stolen = dataclasses.replace(thief, certificate=theirs.certificate)
+    a, b = shake(mine, stolen, shown_by_called=theirs.certificate)
+    assert isinstance(a, ProtocolError)
+    close(a, b)
+    a, b = shake(stolen, mine, shown_by_caller=theirs.certificate)
+    assert isinstance(b, ProtocolError)
+    close(a, b)
+
+
+def test_a_silent_other_end_costs_no_more_than_the_deadline(tmp_path):
+    mine, theirs = credentials(tmp_path, "a"), credentials(tmp_path, "b")
+    ours, other = socket.socketpair()
+    started = time.monotonic()
+    with pytest.raises(PeerUnreachable):
+        handshake(ours, mine, theirs.certificate, server=True, deadline=started + 0.1)
+    assert time.monotonic() - started < 2
+    assert ours.fileno() == -1
+    other.close()
+
+
+def test_garbage_in_place_of_tls_is_refused_and_the_socket_closed(tmp_path):
+    mine, theirs = credentials(tmp_path, "a"), credentials(tmp_path, "b")
+    ours, other = socket.socketpair()
+    other.sendall(os.urandom(500))
+    with pytest.raises(PeersError):
+        handshake(ours, mine, theirs.certificate, server=True, deadline=time.monotonic() + 5)
+    assert ours.fileno() == -1
+    other.close()
+
+
+def test_older_tls_is_refused(tmp_path):
+    mine, theirs = credentials(tmp_path, "a"), credentials(tmp_path, "b")
+    ours, other = socket.socketpair()
+    old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    old.check_hostname, old.verify_mode, old.maximum_version = False, ssl.CERT_NONE, ssl.TLSVersion.TLSv1_2
+
+    def call():
+        with pytest.raises(OSError):
+            old.wrap_socket(other)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    with pytest.raises(ProtocolError):
+        handshake(ours, mine, theirs.certificate, server=True, deadline=time.monotonic() + 5)
+    thread.join()
+
+
+def test_a_shut_down_socket_sends_nothing_in_the_clear(tmp_path):
+    a, b = shake(credentials(tmp_path, "a"), credentials(tmp_path, "b"))
+    a.shutdown(socket.SHUT_RD)
+    a.sendall(b"still encrypted")
+    assert b.recv(100) == b"still encrypted"
+    a.shutdown(socket.SHUT_RDWR)
+    with pytest.raises(OSError):
+        a.send(b"x")
+    assert b.recv(100) == b""
+    close(a, b)
+
+
+def test_a_large_write_reports_progress_while_the_other_end_reads_slowly(tmp_path):
+    a, b = shake(credentials(tmp_path, "a"), credentials(tmp_path, "b"))
+    payload, received, sent = os.urandom(8 << 20), bytearray(), 0
+    a.settimeout(0.02)
+    b.settimeout(5)
+    reader = threading.Thread(
+        target=lambda: [
+            received.extend(b.recv(1 << 16)) for _ in iter(lambda: len(received) < 8 << 20, False)
+        ]
+    )
+    view = memoryview(payload)
+    with pytest.raises(TimeoutError):
+        while True:
+            sent += a.send(view[sent:])
+    assert sent < len(payload)
+    reader.start()
+    while sent < len(payload):
+        try:
+            sent += (step := a.send(view[sent:]))
+            assert step <= 1 << 18
+        except TimeoutError:
+            continue
+    reader.join()
+    assert received == payload
+    close(a, b)
