@@ -7,7 +7,7 @@ import json
 import platform
 import statistics
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -49,14 +49,21 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return flags
 
 
-def report(benchmark: str, results: Sequence[Result], json_path: Path | None) -> None:
-    """Print the results as a table, and write them where asked."""
+def report(
+    benchmark: str,
+    results: Sequence[Result],
+    json_path: Path | None,
+    *,
+    extra: Mapping[str, Any] | None = None,
+) -> None:
+    """Print the results as a table, and write them where asked, with what else the benchmark has to tell."""
     print(f"{benchmark} on {hardware()}")
     for row in results:
         spread = f"{row.min:.4g} to {row.max:.4g}, {row.runs} runs"
         print(f"  {row.case:<28} {row.metric:<24} {row.median:>10.4g} {row.unit:<10} ({spread})")
     if json_path is not None:
-        json_path.write_text(json.dumps(record(benchmark, results), indent=2) + "\n", encoding="utf-8")
+        whole = {**record(benchmark, results), **(extra or {})}
+        json_path.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
 
 
 def record(benchmark: str, results: Sequence[Result]) -> dict[str, Any]:

@@ -1,0 +1,24 @@
+"""How good the model gets: every way of averaging against synchronous data parallel training, same tokens each.
+
+    python -m benchmarks.convergence [--quick] [--json FILE] [--plot FILE] [--arms NAME ...] [--seeds N ...]
+
+Four peers train the byte-level preset `demo` (0.38M parameters) on the standard library's sources, 4M tokens an arm.
+Rates are tuned on one seed, for data parallel (inner) and for fp32 DiLoCo (inner, then outer); all other arms take
+fp32 DiLoCo's. Then three seeds each: a seed's arms share initial weights, data, its order and who trains what, so
+differences are paired, and their standard error is over seeds.
+
+Real, that is, the product's own code: the inner step (diloco.inner: AdamW, clipping, schedule by nominal steps), the
+samples (diloco.data, diloco.sampling), the layout and the merge of what overlapped (diloco.flat), when a fragment
+leaves and comes back (peers.schedule), weights and clipping of members (peers.verdicts), the reduction's arithmetic
+with codecs and error feedback in both directions (peers.reduce_arithmetic, peers.codecs, peers.residuals), the outer
+step (peers.outer_optimizer), the held-out loss (diloco.evaluation).
+
+Simulated: processes and network. One process trains the four replicas in turns, and bytes go from one member's
+arithmetic to the other's in memory, in the order in which sockets would deliver them. Nobody is late or dies. A test
+holds this against a swarm of daemons.
+
+Data parallel is one replica that trains the four peers' batches as one: the mean gradient, up to rounding. Curves and
+results are those of the anchor, the weights all peers share; the run's end averages every fragment once more.
+
+Runs that have finished, and the state of those that have not, lie in `--dir`; the same command goes on from there.
+"""

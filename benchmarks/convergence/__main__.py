@@ -1,0 +1,74 @@
+"""The command: tune, run every arm for every seed, say what came of it. See the package's docstring."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import benchmarks.convergence
+from benchmarks.convergence.settings import SCALES, Scale, arms
+from benchmarks.convergence.study import Rates, Study
+from benchmarks.convergence.summary import curves, results, study_record
+from benchmarks.plot import lines
+from benchmarks.record import parser, report
+
+
+def main() -> None:
+    chosen = _arguments()
+    scale = _scale(chosen)
+    selected = [arm for name, arm in arms(scale).items() if name in (chosen.arms or arms(scale))]
+    processes = chosen.processes or (len(os.sched_getaffinity(0)) if scale.device == "cpu" else 1)
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = Path(temporary) if chosen.quick else chosen.dir or Path("runs/convergence") / scale.name
+        study = Study(scale=scale, directory=directory, processes=processes)
+        rates = Rates(*chosen.rates) if chosen.rates else None
+        if chosen.quick and rates is None:
+            rates = Rates(scale.inner_lr, scale.inner_lr, scale.outer_lr)
+        if not chosen.only_report:
+            rates = study.complete(selected, rates)
+        assert rates is not None
+        outcomes = study.outcomes(selected, rates)
+    extra = study_record(scale, rates, selected, outcomes)
+    report("convergence", results(selected, outcomes), chosen.json, extra=extra)
+    if chosen.plot:
+        lines(
+            chosen.plot,
+            curves(selected, outcomes),
+            title=f"{scale.preset}, {scale.num_peers} peers, H = {scale.local_steps}",
+            x_label="million tokens",
+            y_label="held-out loss, nats a byte",
+        )
+
+
+def _arguments() -> argparse.Namespace:
+    flags = parser(benchmarks.convergence.__doc__)
+    flags.formatter_class = argparse.RawDescriptionHelpFormatter
+    names = tuple(arms(SCALES["demo"]))
+    flags.add_argument("--arms", nargs="+", choices=names, metavar="NAME", help=f"of {', '.join(names)}")
+    flags.add_argument("--seeds", nargs="+", type=int, metavar="N")
+    flags.add_argument("--preset", choices=("demo", "150m"), default="demo", help="150m: for a GPU; untested")
+    flags.add_argument("--device", choices=("cpu", "cuda"), help="default: cpu for demo, cuda for 150m")
+    flags.add_argument("--plot", type=Path, metavar="FILE", help="draw the curves there (svg, png, pdf)")
+    flags.add_argument("--dir", type=Path, help="where runs are kept; default: runs/convergence/<preset>")
+    flags.add_argument("--processes", type=int, help="runs at a time; default: one for each core")
+    metavar = ("DP", "INNER", "OUTER")
+    flags.add_argument("--rates", nargs=3, type=float, metavar=metavar, help="use these, do not tune")
+    flags.add_argument("--only-report", action="store_true", help="run nothing; needs --rates")
+    chosen = flags.parse_args()
+    if chosen.only_report and not chosen.rates:
+        flags.error("--only-report needs --rates: which runs to report")
+    return chosen
+
+
+def _scale(chosen: argparse.Namespace) -> Scale:
+    scale = SCALES["quick" if chosen.quick else chosen.preset]
+    if chosen.device:
+        scale = replace(scale, device=chosen.device)
+    return replace(scale, seeds=tuple(chosen.seeds)) if chosen.seeds else scale
+
+
+if __name__ == "__main__":
+    main()

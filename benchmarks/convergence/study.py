@@ -1,0 +1,101 @@
+"""All runs of a study, in the order that shows most first, on as many processes as there are cores."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.convergence.run import run_job
+from benchmarks.convergence.settings import DATA_PARALLEL, FP32, Arm, Job, Scale, arms
+from benchmarks.convergence.store import Outcome, Store
+from benchmarks.convergence.tuning import best_rate, by_factors, by_steps
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Tuned on one seed: an inner one for data parallel, both for fp32 DiLoCo and so for all that average."""
+
+    data_parallel: float
+    inner: float
+    outer: float
+
+    def job(self, scale: Scale, arm: Arm, seed: int) -> Job:
+        inner = self.inner if arm.averages else self.data_parallel
+        outer = self.outer if arm.outer_lr is None else arm.outer_lr
+        return Job(scale=scale, arm=arm, seed=seed, inner_lr=inner, outer_lr=outer if arm.averages else 0.0)
+
+
+@dataclass
+class Study:
+    """Runs jobs that have not been run; says how it goes."""
+
+    scale: Scale
+    directory: Path
+    processes: int
+    say: Callable[[str], None] = print
+    _started_at: float = field(default_factory=time.monotonic)
+    _done: int = 0
+    """Runs that this very process has waited for."""
+
+    def complete(self, chosen: Sequence[Arm], rates: Rates | None) -> Rates:
+        """Run whatever is missing; without rates, tune first. Returns the rates."""
+        with _workers(self.processes) as pool:
+            rates = rates or self.tuned(pool)
+            self.say(f"rates: {rates}")
+            # Seed by seed, so that whatever is interrupted leaves whole pairs.
+            self.run([rates.job(self.scale, arm, s) for s in self.scale.seeds for arm in chosen], pool)
+        return rates
+
+    def outcomes(self, chosen: Sequence[Arm], rates: Rates) -> list[Outcome]:
+        """What there is, without running anything."""
+        store = Store(self.directory)
+        jobs = [rates.job(self.scale, arm, seed) for arm in chosen for seed in self.scale.seeds]
+        return [outcome for job in jobs if (outcome := store.outcome(job)) is not None]
+
+    def tuned(self, pool: Executor) -> Rates:
+        """Walk to the best rates; what was tried before is only looked up."""
+        scale, known = self.scale, arms(self.scale)
+
+        def losses(arm: Arm, rates: Sequence[tuple[float, float]]) -> list[float]:
+            jobs = [
+                Job(scale=scale, arm=arm, seed=scale.tuning_seed, inner_lr=inner, outer_lr=outer)
+                for inner, outer in rates
+            ]
+            return [outcome.loss for outcome in self.run(jobs, pool)]
+
+        plain, fp32 = known[DATA_PARALLEL], known[FP32]
+        self.say("tuning data parallel's inner rate, then fp32 DiLoCo's inner and outer one: about 9 runs")
+        data_parallel = best_rate(
+            scale.inner_lr, by_factors, lambda rates: losses(plain, [(r, 0.0) for r in rates])
+        )
+        inner = best_rate(
+            data_parallel, by_factors, lambda rates: losses(fp32, [(r, scale.outer_lr) for r in rates])
+        )
+        outer = best_rate(scale.outer_lr, by_steps, lambda rates: losses(fp32, [(inner, r) for r in rates]))
+        return Rates(data_parallel, inner, outer)
+
+    def run(self, jobs: Sequence[Job], pool: Executor) -> list[Outcome]:
+        """Their outcomes, in order."""
+        store = Store(self.directory)
+        missing = [job for job in jobs if store.outcome(job) is None]
+        futures = [pool.submit(run_job, job, self.directory) for job in missing]
+        for number, future in enumerate(as_completed(futures), start=1):
+            future.result()
+            self._done += 1
+            self._tell(len(missing) - number)
+        outcomes = [store.outcome(job) for job in jobs]
+        return [outcome for outcome in outcomes if outcome is not None]
+
+    def _tell(self, left: int) -> None:
+        elapsed_s = time.monotonic() - self._started_at
+        minutes = elapsed_s / self._done * left / 60
+        self.say(f"{self._done} runs done; {left} of these to go, about {minutes:.0f} minutes")
+
+
+def _workers(processes: int) -> ProcessPoolExecutor:
+    """Fresh interpreters: a fork of one that has used torch's threads may hang."""
+    return ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"))

@@ -1,0 +1,201 @@
+"""The peers of a run in one process: they train in turns and average as a swarm does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.convergence.reduction import Member, average
+from benchmarks.convergence.settings import Job
+from diloco.data import SampleSource
+from diloco.flat import Piece, copy_in, copy_out, layout_of, merge, pieces_of
+from diloco.inner import InnerLoop
+from diloco.model import load_model
+from diloco.optim import adamw, learning_rate
+from diloco.sampling import Block, step_offsets
+from diloco.sharding import Precision
+from peers.outer_optimizer import OuterOptimizer
+from peers.outer_state import OuterState
+
+
+@dataclass
+class Replica:
+    """One peer's worker: its model and optimizer, and the memories its daemon would share with it."""
+
+    inner: InnerLoop
+    pieces: list[Piece]
+    out: list[Tensor]
+    result: list[Tensor]
+    tokens: list[int]
+    """Of each fragment, what was trained since it was averaged."""
+
+    def of(self, fragment: int) -> list[Piece]:
+        return [piece for piece in self.pieces if piece.fragment == fragment]
+
+
+class LocalSwarm:
+    """The peers of a DiLoCo run; `step` is what each of them does in an inner step, and what is due after it."""
+
+    def __init__(self, job: Job, source: SampleSource) -> None:
+        self._job, self._source = job, source
+        self.schedule = job.arm.schedule(job.scale)
+        self.replicas = [new_replica(job, self.schedule.num_fragments) for _ in range(job.scale.num_peers)]
+        copy_out(self.replicas[0].pieces, self.replicas[0].out)
+        self.state = OuterState.initial([values.clone() for values in self.replicas[0].out])
+        self._optimizer = OuterOptimizer(lr=job.outer_lr, momentum=job.arm.outer_momentum)
+        self.num_steps = 0
+        self._left_at: int | None = None
+        """Local step at which the epoch's fragment left, if it has."""
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether nothing is under way, so that the state may be saved."""
+        return self.num_steps % self.schedule.steps_per_epoch == 0
+
+    @property
+    def _epoch(self) -> int:
+        return self.state.epoch
+
+    def step(self) -> float:
+        """Train one inner step of every peer. Returns their mean loss."""
+        scale = self._job.scale
+        lr = learning_rate_of(self._job, self.num_steps)
+        losses = []
+        for rank, replica in enumerate(self.replicas):
+            samples = torch.from_numpy(samples_of(self._source, self._job, rank, self.num_steps))
+            losses.append(replica.inner.step(samples, lr=lr).loss)
+            replica.tokens = [tokens + scale.peer_batch_size * scale.seq_length for tokens in replica.tokens]
+        self.num_steps += 1
+        self._average_if_due()
+        return float(np.mean(losses))
+
+    def write_anchor(self, replica: Replica) -> None:
+        """Load the weights that all peers share."""
+        copy_in(replica.pieces, self.state.anchor)
+
+    def carried(self) -> dict[str, Any]:
+        """What the peers remember beside weights, optimizers and outer state; between two epochs."""
+        return {"tokens": [replica.tokens for replica in self.replicas]}
+
+    def carry(self, carried: Mapping[str, Any]) -> None:
+        """Remember it again."""
+        for replica, tokens in zip(self.replicas, carried["tokens"], strict=True):
+            replica.tokens = list(tokens)
+
+    def _average_if_due(self) -> None:
+        """As diloco.outer.Diloco does after a step."""
+        end, schedule = self._job.scale.total_steps, self.schedule
+        local_step = self.num_steps - self._epoch * schedule.steps_per_epoch
+        if self.num_steps >= end:
+            self._average_all(local_step)
+            return
+        if self._left_at is None and local_step >= schedule.leaves_at(self._epoch, end):
+            self._leave(local_step)
+        if local_step >= schedule.steps_per_epoch:
+            self._collect(local_step)
+
+    def _average_all(self, local_step: int) -> None:
+        """The run's end: every fragment as it stands, blocking."""
+        if self._left_at is not None:
+            self._collect(local_step)
+        while self._epoch < self.schedule.final_epoch(self._job.scale.total_steps):
+            self._leave(local_step)
+            self._collect(local_step)
+
+    def _leave(self, local_step: int) -> None:
+        fragment = self.schedule.fragment_of(self._epoch)
+        for replica in self.replicas:
+            copy_out(replica.of(fragment), replica.out)
+        self._left_at = local_step
+
+    def _collect(self, local_step: int) -> None:
+        """Average what has left, advance the outer state, and give every peer its new weights."""
+        fragment, left_at = self.schedule.fragment_of(self._epoch), self._left_at
+        assert left_at is not None
+        since = (local_step - left_at) * self._job.scale.peer_batch_size * self._job.scale.seq_length
+        members = [Member(r.out[fragment], r.tokens[fragment] - since) for r in self.replicas]
+        results = [replica.result[fragment] for replica in self.replicas]
+        average(self.state.anchor[fragment], members, results, codec=self._job.arm.compression)
+        tokens = sum(member.tokens for member in members)
+        self._optimizer.commit(self.state, fragment, results[0], tokens=tokens, data_width=len(members))
+        for replica in self.replicas:
+            replica.tokens[fragment] = since
+            if local_step > left_at:
+                merge(replica.of(fragment), replica.out, self.state.anchor, mixing=self.schedule.mixing)
+            else:
+                copy_in(replica.of(fragment), self.state.anchor)
+        self._left_at = None
+
+
+class DataParallel:
+    """One replica on the batches of all peers: synchronous data parallel training."""
+
+    at_rest = True
+
+    def __init__(self, job: Job, source: SampleSource) -> None:
+        self._job, self._source = job, source
+        self.replicas = [new_replica(job, num_fragments=1)]
+        self.num_steps = 0
+
+    def step(self) -> float:
+        """Train one step on what all peers would train. Returns the mean loss."""
+        ranks = range(self._job.scale.num_peers)
+        samples = np.concatenate(
+            [samples_of(self._source, self._job, rank, self.num_steps) for rank in ranks]
+        )
+        lr = learning_rate_of(self._job, self.num_steps)
+        self.num_steps += 1
+        return self.replicas[0].inner.step(torch.from_numpy(samples), lr=lr).loss
+
+    def write_anchor(self, replica: Replica) -> None:
+        """Load the weights."""
+        mine = self.replicas[0]
+        copy_out(mine.pieces, mine.out)
+        copy_in(replica.pieces, mine.out)
+
+
+def new_replica(job: Job, num_fragments: int) -> Replica:
+    """With the seed's initial weights, as every peer has them."""
+    scale, device = job.scale, torch.device(job.scale.device)
+    config = scale.train_config(job.seed)
+    model = load_model(scale.preset, seed=job.seed, device=device)
+    inner = InnerLoop(
+        model,
+        adamw(model, weight_decay=config.weight_decay),
+        precision=Precision.of(config.precision, device),
+        device=device,
+        micro_batch_size=scale.num_peers * scale.peer_batch_size,
+        max_grad_norm=config.max_grad_norm,
+    )
+    layout = layout_of(model, num_fragments)
+    out, result = ([torch.zeros(size) for size in layout.sizes] for _ in range(2))
+    return Replica(inner, pieces_of(model, layout), out, result, [0] * num_fragments)
+
+
+def learning_rate_of(job: Job, step: int) -> float:
+    scale = job.scale
+    return learning_rate(
+        step, peak=job.inner_lr, warmup_steps=scale.warmup_steps, total_steps=scale.total_steps
+    )
+
+
+def samples_of(source: SampleSource, job: Job, rank: int, step: int) -> np.ndarray:
+    """What this peer trains in this nominal step, in every arm: int64 [peer_batch_size, seq_length + 1]."""
+    scale = job.scale
+    number, local_step = divmod(step, scale.local_steps)
+    block = Block(epoch=number, world_rank=rank, data_base=number * scale.num_peers)
+    return source.read(block, step_offsets(local_step, total_batch_size=scale.peer_batch_size))
+
+
+def all_tensors(swarm: LocalSwarm | DataParallel) -> Iterator[tuple[str, Tensor]]:
+    """What training goes on from, beside the outer state: views, by name."""
+    for rank, replica in enumerate(swarm.replicas):
+        for name, parameter in replica.inner.model.named_parameters():
+            yield f"{rank}.{name}", parameter.detach()
+            for key, value in replica.inner.optimizer.state[parameter].items():
+                yield f"{rank}.{name}.{key}", value
