@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from benchmarks.convergence.settings import DATA_PARALLEL, Arm, Scale
+from benchmarks.convergence.settings import DATA_PARALLEL, FP32, Arm, Scale
 from benchmarks.convergence.store import Outcome
 from benchmarks.convergence.study import Rates
 from benchmarks.record import Result
@@ -80,20 +80,26 @@ def _difference_rows(arm: Arm, reference: str, values: Sequence[float]) -> list[
 
 
 def _line(arm: Arm, outcomes: Sequence[Outcome]) -> dict[str, Any] | None:
+    """One row of the table that people read; differences are means over seeds, with their standard error."""
     losses = [o.loss for o in outcomes if o.arm == arm.name]
     if not losses:
         return None
-    line: dict[str, Any] = {"arm": arm.name, "seeds": len(losses), "loss": statistics.mean(losses)}
-    for name, reference in (("against_data_parallel", DATA_PARALLEL), ("against_reference", arm.reference)):
-        values = differences(arm.name, reference, outcomes)
-        if values:
-            error = standard_error(values)
-            line[name] = {
-                "reference": reference,
-                "mean": statistics.mean(values),
-                "standard_error": None if math.isnan(error) else error,
-            }
-    if arm.target is not None and "against_reference" in line:
-        line["target"] = arm.target
-        line["met"] = line["against_reference"]["mean"] <= arm.target
-    return line
+    judged = differences(arm.name, arm.reference, outcomes)
+    return {
+        "arm": arm.name,
+        "seeds": len(losses),
+        "mean loss, nats/byte": statistics.mean(losses),
+        f"% against {DATA_PARALLEL}": _with_error(differences(arm.name, DATA_PARALLEL, outcomes)),
+        f"% against {FP32}": _with_error(differences(arm.name, FP32, outcomes))
+        if arm.reference == FP32
+        else None,
+        "target": f"{arm.target:+g} % against {arm.reference}" if arm.target is not None else None,
+        "met": statistics.mean(judged) <= arm.target if judged and arm.target is not None else None,
+    }
+
+
+def _with_error(values: Sequence[float]) -> str | None:
+    if not values:
+        return None
+    error = standard_error(values)
+    return f"{statistics.mean(values):+.2f}" + ("" if math.isnan(error) else f" ± {error:.2f}")

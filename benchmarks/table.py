@@ -1,0 +1,102 @@
+"""benchmarks/README.md from benchmarks/results/*.json: `python -m benchmarks.table` writes it again.
+
+A result file is what `--json` writes. Beside the rows it may say `partial` (a study that has not ended), `notes` (a
+list of sentences), and `summary` (a list of flat dicts, shown as a table before the rows). A plot is
+results/<the same stem>.svg or .png.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+README = HERE / "README.md"
+RESULTS = HERE / "results"
+_HEAD = """\
+# Benchmarks
+
+Generated from `results/*.json` by `python -m benchmarks.table`; change nothing here by hand.
+
+Each benchmark is one command, `python -m benchmarks.NAME [--quick] [--json FILE] [--plot FILE]`; `--quick` ends in
+under a minute. Figures are medians, with the least and the greatest of all repetitions. A `+` after a commit means
+that files differed from it.
+"""
+
+
+def main() -> None:
+    README.write_text(rendered(RESULTS), encoding="utf-8")
+    print(f"wrote {README}")
+
+
+def rendered(results: Path) -> str:
+    """The whole page. Raises KeyError or ValueError for a file that is no record of a benchmark."""
+    records = [
+        (path, json.loads(path.read_text(encoding="utf-8"))) for path in sorted(results.glob("*.json"))
+    ]
+    records.sort(key=lambda found: (found[1]["benchmark"], found[0].name))
+    parts = [_HEAD]
+    for name, group in groupby(records, key=lambda found: found[1]["benchmark"]):
+        parts.append(f"## {name}\n")
+        for path, record in group:
+            parts += _section(path, record)
+    return "\n".join(parts)
+
+
+def _section(path: Path, record: Mapping[str, Any]) -> Iterator[str]:
+    origin = f"{record['hardware']}; commit {record['commit'] or 'unknown'}; {record['date'][:10]}"
+    yield f"[{path.name}](results/{path.name}): {origin}.\n"
+    if record.get("partial"):
+        yield "**Partial**: not all of this benchmark's runs have been made.\n"
+    for note in record.get("notes", ()):
+        yield f"{note}\n"
+    for plot in (path.with_suffix(suffix) for suffix in (".svg", ".png")):
+        if plot.exists():
+            yield f"![{path.stem}](results/{plot.name})\n"
+    if summary := record.get("summary"):
+        yield _summary_table(summary)
+    yield _table(
+        ("case", "metric", "median", "unit", "min", "max", "runs"),
+        [
+            (row["case"], row["metric"], row["median"], row["unit"], row["min"], row["max"], row["runs"])
+            for row in record["results"]
+        ],
+    )
+
+
+def _summary_table(summary: Sequence[Mapping[str, Any]]) -> str:
+    columns = list(dict.fromkeys(name for line in summary for name in line))
+    return _table(columns, [[line.get(name) for name in columns] for line in summary])
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    numeric = [all(row[i] is None or _is_number(row[i]) for row in rows) for i in range(len(columns))]
+    lines = [
+        _line(columns),
+        _line(["---:" if is_numeric else "---" for is_numeric in numeric]),
+        *(_line([_text(value) for value in row]) for row in rows),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""The study's bookkeeping: which rate is best, which run is which, and what differences it reports."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.convergence.settings import DATA_PARALLEL, FP32, SCALES, Job, arms
+from benchmarks.convergence.store import Outcome
+from benchmarks.convergence.study import Rates
+from benchmarks.convergence.summary import curves, differences, results, standard_error, study_record
+from benchmarks.convergence.tuning import MAX_RUNS, best_rate, by_factors, by_steps
+
+SCALE = SCALES["demo"]
+ARMS = arms(SCALE)
+
+
+def outcome(arm, seed, loss):
+    curve = [(1_000_000, loss + 1), (2_000_000, loss)]
+    return Outcome(arm=arm, seed=seed, inner_lr=1e-3, outer_lr=0.6, loss=loss, curve=curve, cpu_s=1.0)
+
+
+def test_every_arm_trains_four_million_tokens_in_whole_epochs():
+    assert abs(SCALE.tokens - 4_000_000) < 10_000
+    for arm in ARMS.values():
+        assert SCALE.total_steps % arm.schedule(SCALE).steps_per_epoch == 0
+
+
+@pytest.mark.parametrize("lowest", [0.001, 0.008, 0.064])
+def test_tuning_walks_to_the_lowest_rate_between_two_worse_ones(lowest):
+    asked = []
+
+    def losses(rates):
+        asked.extend(rates)
+        return [abs(math.log2(rate / lowest)) for rate in rates]
+
+    assert best_rate(0.008, by_factors, losses) == lowest
+    assert len(asked) == len(set(asked)) <= MAX_RUNS
+
+
+def test_tuning_ends_where_no_rate_is_low_enough():
+    asked = []
+
+    def losses(rates):
+        asked.extend(rates)
+        return rates
+
+    best_rate(0.6, by_steps, losses)
+    assert MAX_RUNS <= len(asked) <= MAX_RUNS + 1 and min(asked) > 0
+
+
+def test_a_run_is_named_by_what_it_computes():
+    job = Job(scale=SCALE, arm=ARMS["int8"], seed=1, inner_lr=1e-3, outer_lr=0.6)
+    same = replace(job, scale=replace(SCALE, seeds=(7,), inner_lr=9.0), arm=replace(job.arm, target=9.0))
+    assert same.key == job.key
+    others = [
+        replace(job, seed=2),
+        replace(job, outer_lr=0.4),
+        replace(job, arm=replace(job.arm, compression="int4")),
+        replace(job, scale=replace(SCALE, total_steps=10)),
+    ]
+    assert len({job.key, *(other.key for other in others)}) == 5
+
+
+def test_only_top_k_and_data_parallel_do_not_take_the_tuned_outer_rate():
+    rates = Rates(1e-3, 2e-3, 0.4)
+    jobs = {name: rates.job(SCALE, arm, 1) for name, arm in ARMS.items()}
+    assert {name for name, job in jobs.items() if job.outer_lr != 0.4} == {DATA_PARALLEL, "topk"}
+    assert {name for name, job in jobs.items() if job.inner_lr != 2e-3} == {DATA_PARALLEL}
+
+
+def test_differences_are_paired_by_seed():
+    found = [outcome(FP32, 1, 2.0), outcome(FP32, 2, 4.0), outcome("int8", 2, 4.04), outcome("int8", 3, 1.0)]
+    assert differences("int8", FP32, found) == pytest.approx([1.0])
+    assert math.isnan(standard_error([1.0]))
+    assert standard_error([1.0, 2.0, 3.0]) == pytest.approx(1 / math.sqrt(3))
+
+
+def test_the_record_says_what_was_met_and_what_is_missing():
+    chosen = [ARMS[DATA_PARALLEL], ARMS[FP32], ARMS["int8"]]
+    found = [outcome(DATA_PARALLEL, s, 1.0) for s in (1, 2, 3)]
+    found += [outcome(FP32, s, 1.01 + s / 1000) for s in (1, 2, 3)] + [outcome("int8", 1, 1.1)]
+    record = study_record(SCALE, Rates(1e-3, 2e-3, 0.4), chosen, found)
+    assert record["partial"]
+    _, fp32, int8 = record["summary"]
+    assert fp32["met"] is True and fp32["% against data parallel"] == "+1.20 ± 0.06"
+    assert int8["met"] is False and int8["seeds"] == 1
+    assert {(row.case, row.metric) for row in results(chosen, found)} >= {
+        ("int8", "loss against fp32"),
+        ("fp32", "its standard error (data parallel)"),
+    }
+    assert curves(chosen, found)["int8"] == [(1.0, 2.1), (2.0, 1.1)]

@@ -1,0 +1,39 @@
+"""The page of results is what the generator makes of the committed files."""
+
+import json
+
+from benchmarks.table import README, RESULTS, rendered
+
+
+def test_the_committed_page_is_up_to_date():
+    assert README.read_text(encoding="utf-8") == rendered(RESULTS), "run python -m benchmarks.table"
+
+
+def test_a_record_is_shown_with_its_origin_its_plot_and_what_it_lacks(tmp_path):
+    row = {
+        "case": "a|b",
+        "metric": "speed",
+        "unit": "GB/s",
+        "median": 1.23456,
+        "min": 1,
+        "max": 2.0,
+        "runs": 5,
+    }
+    record = {
+        "benchmark": "wire",
+        "commit": "abc",
+        "hardware": "2 cores",
+        "date": "2026-11-21T12:09:33Z",
+        "results": [row],
+        "partial": True,
+        "notes": ["Beside it: 9."],
+        "summary": [{"arm": "x", "met": True}, {"arm": "y", "met": None}],
+    }
+    (tmp_path / "wire-2.json").write_text(json.dumps(record), encoding="utf-8")
+    (tmp_path / "wire-2.svg").touch()
+    lines = rendered(tmp_path).splitlines()
+    assert "[wire-2.json](results/wire-2.json): 2 cores; commit abc; 2026-11-21." in lines
+    assert "![wire-2](results/wire-2.svg)" in lines
+    assert any(line.startswith("**Partial**") for line in lines) and "Beside it: 9." in lines
+    assert "| x | yes |" in lines and "| y |  |" in lines
+    assert "| a/b | speed | 1.235 | GB/s | 1 | 2 | 5 |" in lines
