@@ -1,0 +1,95 @@
+"""Codecs that give each value a float of its own: fp32, fp16, bf16."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from peers.codecs_common import with_slack
+
+_FLOAT16_MAX = 65504.0
+# Half of the smallest fp16 denormal: the most that rounding moves a value too small for relative precision.
+_FLOAT16_MAX_TINY_ERROR = 2.0**-25
+_BFLOAT16_MAX = torch.finfo(torch.bfloat16).max
+_BFLOAT16_RELATIVE_ERROR = 2.0**-8
+
+
+class Float32Codec:
+    """The values as they are, little-endian."""
+
+    name = "fp32"
+    lossless = True
+    residual_decay = 0.0
+    residual_reach = 0.0
+
+    def encoded_bytes(self, numel: int) -> int:
+        return numel * 4
+
+    def encode(self, values: Tensor, buffer: Tensor) -> Tensor:
+        return values.view(torch.uint8)
+
+    def decode(self, payload: Tensor, buffer: Tensor) -> Tensor:
+        return payload.view(torch.float32)
+
+    def energy_bound(self, norm: float, numel: int) -> float:
+        return with_slack(norm)
+
+
+class Float16Codec:
+    """IEEE half precision, rounded to nearest even; denormals are kept.
+
+    Finite values beyond ±65504 saturate there instead of becoming infinite, so that one outlier costs its own
+    precision and not the round; infinities saturate likewise, NaN stays NaN.
+    """
+
+    name = "fp16"
+    lossless = False
+    residual_decay = 1.0
+    residual_reach = 0.25
+
+    def encoded_bytes(self, numel: int) -> int:
+        return numel * 2
+
+    def encode(self, values: Tensor, buffer: Tensor) -> Tensor:
+        return _narrowed(values, buffer, torch.float16, _FLOAT16_MAX)
+
+    def decode(self, payload: Tensor, buffer: Tensor) -> Tensor:
+        return buffer.copy_(payload.view(torch.float16))
+
+    def energy_bound(self, norm: float, numel: int) -> float:
+        return with_slack(norm + math.sqrt(numel) * _FLOAT16_MAX_TINY_ERROR)
+
+
+class BFloat16Codec:
+    """The upper half of fp32, rounded to nearest even: its whole range, denormals included, and 8 bits of precision.
+
+    Values that would round to infinity, and infinities, saturate at ±3.39e38; NaN stays NaN.
+    """
+
+    name = "bf16"
+    lossless = False
+    residual_decay = 1.0
+    residual_reach = 0.25
+
+    def encoded_bytes(self, numel: int) -> int:
+        return numel * 2
+
+    def encode(self, values: Tensor, buffer: Tensor) -> Tensor:
+        return _narrowed(values, buffer, torch.bfloat16, _BFLOAT16_MAX)
+
+    def decode(self, payload: Tensor, buffer: Tensor) -> Tensor:
+        return buffer.copy_(payload.view(torch.bfloat16))
+
+    def energy_bound(self, norm: float, numel: int) -> float:
+        return with_slack(norm * (1 + _BFLOAT16_RELATIVE_ERROR))
+
+
+def _narrowed(values: Tensor, buffer: Tensor, dtype: torch.dtype, largest: float) -> Tensor:
+    payload = buffer[: values.numel() * dtype.itemsize]
+    narrow = payload.view(dtype)
+    narrow.copy_(values)
+    # Values above the largest are few or none: one conversion and one in-place clamp spare a buffer of fp32 values.
+    narrow.clamp_(-largest, largest)
+    return payload
