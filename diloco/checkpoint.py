@@ -42,14 +42,22 @@ class Checkpoints:
         self._path = Path(config.path)
         self._changing: Path | None = None
         """The directory that is being written or deleted just now."""
+        self._looked_at = 0
         self._making = threading.Lock()
         """Held while a directory is made, and by whoever has discarded one: none is made after that."""
 
+    def begin(self, step: int) -> None:
+        """The run goes on from this nominal step: what lies before it was due before."""
+        self._looked_at = step
+
     def due(self, step: int) -> bool:
-        return self._config.interval is not None and step % self._config.interval == 0
+        """Whether a multiple of the interval has been reached since the last save."""
+        interval = self._config.interval
+        return interval is not None and step // interval > self._looked_at // interval
 
     def save(self, outer: Diloco, *, step: int) -> Path:
         """Write everything that is needed to go on from nominal step `step`. Returns the directory."""
+        self._looked_at = step
         final = self._path / f"model_step_{step}" / _own_part(outer.world_rank)
         temporary = self._changing = _temporary(final)
         if self._world.local_rank == 0:
@@ -181,7 +189,7 @@ def _read_complete(directory: Path) -> tuple[Restored, int]:
     try:
         content = json.loads((directory / _COMPLETE).read_text(encoding="utf-8"))
         position = Position(**content["position"])
-        restored = Restored(position=position, tokens=int(content["tokens"]), directory=directory)
+        restored = Restored(position=position, tokens=tuple(map(int, content["tokens"])), directory=directory)
         return restored, int(content["num_ranks"])
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"{directory / _COMPLETE} does not describe a checkpoint: {error!r}") from error

@@ -12,6 +12,7 @@ from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 from diloco.errors import UserError
 from diloco.options import SHARED, CkptConfig, HvConfig, TrainConfig
 from diloco.sources import ValueSource
+from peers.schedule import Schedule
 
 __all__ = [
     "SHARED",
@@ -50,8 +51,10 @@ def parse_train_config(argv: Sequence[str]) -> tuple[TrainConfig, frozenset[str]
 def settled(config: TrainConfig, named: Collection[str], *, num_ranks: int = 1) -> TrainConfig:
     """The configuration with batch sizes that divide, for a peer of `num_ranks` ranks.
 
-    A per-device batch size that the user did not name shrinks to fit. Raises UserError where nothing fits.
+    A per-device batch size that the user did not name shrinks to fit. Raises UserError (peers' own for the schedule)
+    where nothing fits.
     """
+    Schedule.of(shared_values(config))
     total, device = config.total_batch_size, config.per_device_train_batch_size
     if total % num_ranks:
         raise UserError(f"--total-batch-size {total} does not divide by the {num_ranks} ranks of this peer.")

@@ -35,7 +35,7 @@ class SampleSource(Protocol):
 
     seq_length: int
     samples_per_block: int
-    """Samples a peer trains in an epoch: total_batch_size * local_steps."""
+    """Samples a peer trains in an epoch: total_batch_size * steps_per_epoch."""
     digest: str
     """Peers that train on the same data have the same."""
 
@@ -52,7 +52,7 @@ def open_data(
     config: TrainConfig, tokenizer: PreTrainedTokenizerBase, *, cache_dir: Path | None = None
 ) -> SampleSource:
     """The source the configuration names; tokenises a finite one the first time. Raises UserError."""
-    block = config.total_batch_size * config.hv.local_steps
+    block = config.total_batch_size * config.hv.steps_per_epoch
     if config.fake_data:
         return FakeSource(
             seq_length=config.seq_length,

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from diloco.errors import UserError
-from diloco.flat import copy_in, copy_out, layout_of, pieces_of
+from diloco.flat import Piece, copy_in, copy_out, layout_of, merge, pieces_of, shift
 from diloco.world import World, in_group, on_rank_zero, summed
 from peers.link import WorkerLink
+from peers.schedule import Schedule
 
 
 class Exchange:
@@ -25,8 +26,6 @@ class Exchange:
     def __init__(self, model: nn.Module, link_path: Path) -> None:
         """Raises peers.errors.UserError where the swarm refuses this model, LinkLost where no daemon answers."""
         world = World.from_environment(os.environ) if in_group() else World()
-        layout = layout_of(model)
-        self._pieces = pieces_of(model, layout)
         self._num_nodes = world.num_nodes
         self.num_ranks = world.num_ranks
         self.speaks = world.is_main
@@ -34,13 +33,18 @@ class Exchange:
         self._link: WorkerLink | None = None
         self._out: list[Tensor] = []
         self._in: list[Tensor] = []
+        if world.node == 0:
+            self._link = WorkerLink.connect(link_path)
+        self.schedule = Schedule.of(on_rank_zero(self._manifest))
+        """When the swarm averages what."""
+        layout = layout_of(model, self.schedule.num_fragments)
+        self._pieces = pieces_of(model, layout)
         if summed(int(world.node > 0 and any(piece.is_first for piece in self._pieces))):
             raise UserError(
                 "the model is sharded across nodes, but one node has to hold all of it: shard within each node and "
                 "replicate over the nodes (HSDP), or start a peer on each node"
             )
-        if world.node == 0:
-            self._link = WorkerLink.connect(link_path)
+        if self._link is not None:
             self.welcome = self._link.hello(
                 layout, local_rank=world.local_rank, num_local_ranks=world.num_local_ranks
             )
@@ -49,14 +53,25 @@ class Exchange:
                 self._in.append(_floats(memory.inn, memory.numel))
         self.welcome = on_rank_zero(lambda: self.welcome)
 
-    def put(self, *, tokens: int = 0) -> int:
-        """Every rank writes its share of the weights into *out*. Returns the tokens of all ranks, once all have."""
-        copy_out(self._pieces, self._out)
+    def put(self, fragment: int | None = None, *, tokens: int = 0) -> int:
+        """Every rank writes its share of a fragment (None: of all) into *out*.
+
+        Returns the tokens of all ranks, once all have.
+        """
+        copy_out(self._of(fragment), self._out)
         return summed(tokens)
 
-    def take(self) -> None:
-        """Every rank loads its share of the weights from *in*."""
-        copy_in(self._pieces, self._in, num_nodes=self._num_nodes)
+    def take(self, fragment: int | None = None) -> None:
+        """Every rank loads its share of a fragment (None: of all) from *in*."""
+        copy_in(self._of(fragment), self._in, num_nodes=self._num_nodes)
+
+    def merge(self, fragment: int, *, mixing: float) -> None:
+        """As `take`, where training has gone on since the fragment was put: see diloco.flat.merge."""
+        merge(self._of(fragment), self._out, self._in, mixing=mixing, num_nodes=self._num_nodes)
+
+    def shift(self, fragment: int) -> None:
+        """Every rank adds what *in* holds to its share of a fragment."""
+        shift(self._of(fragment), self._in, num_nodes=self._num_nodes)
 
     def ask(self, kind: str, *answers: str, **fields: Any) -> dict[str, Any]:
         """Send a message and wait for an answer of one of these kinds. Raises as WorkerLink.receive does."""
@@ -72,6 +87,15 @@ class Exchange:
         """Send a message that has no answer; only for the rank that speaks."""
         assert self._link is not None
         self._link.send(kind, **fields)
+
+    def _manifest(self) -> dict[str, Any]:
+        assert self._link is not None
+        self._link.send("adopt")
+        manifest: dict[str, Any] = self._link.receive("manifest")["manifest"]
+        return manifest
+
+    def _of(self, fragment: int | None) -> list[Piece]:
+        return [piece for piece in self._pieces if fragment in (None, piece.fragment)]
 
     def close(self) -> None:
         if self._link is not None:

@@ -7,7 +7,8 @@ along dimension 0 is one contiguous range of the parameter's slot.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +18,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from diloco.errors import UserError
 from peers.layout import Layout, ParameterSlot
 
 # What wrappers put into parameter names; two peers that wrap differently still have the same layout.
+_LAYER = re.compile(r"(?:[^.]*\.)*?\d+(?=\.)")
 _WRAPPER_PARTS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
@@ -31,20 +34,49 @@ def trainable_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def layout_of(model: nn.Module, num_fragments: int = 1) -> Layout:
-    """Where each trainable parameter lies. Fragments are runs of neighbours of about the same size."""
+    """Where each trainable parameter lies.
+
+    Fragments are strided by layer, layer l in fragment l mod num_fragments, so that each of them holds early and late
+    layers (arXiv 2501.18512, section 2.1). What belongs to no layer (embeddings, the last norm, the head) goes where
+    least is. Raises UserError where there are fewer parameters than fragments.
+    """
     parameters = trainable_parameters(model)
-    total = sum(p.numel() for _, p in parameters)
+    ranks = _fragments_by_name([(name, p.numel()) for name, p in parameters], num_fragments)
     fragments: list[list[ParameterSlot]] = [[] for _ in range(num_fragments)]
     ends = [0] * num_fragments
-    passed = 0
-    for name, parameter in parameters:
-        # The fragment in which the middle of the parameter falls.
-        middle = passed + parameter.numel() / 2
-        index = min(int(middle * num_fragments / max(total, 1)), num_fragments - 1)
+    for (name, parameter), index in zip(parameters, ranks, strict=True):
         fragments[index].append(ParameterSlot(name, tuple(parameter.shape), ends[index]))
         ends[index] += parameter.numel()
-        passed += parameter.numel()
+    if num_fragments > 1 and not all(ends):
+        raise UserError(
+            f"the model has too few layers for --hv.num-fragments {num_fragments}: "
+            f"{sum(map(bool, ends))} would do"
+        )
     return Layout(tuple(tuple(fragment) for fragment in fragments))
+
+
+def _fragments_by_name(parameters: Sequence[tuple[str, int]], num_fragments: int) -> list[int]:
+    """The fragment of each parameter, given as name and size."""
+    layers = [layer_of(name) for name, _ in parameters]
+    number = {layer: index for index, layer in enumerate(dict.fromkeys(filter(None, layers)))}
+    sizes = [0] * num_fragments
+    found: list[int] = [-1] * len(parameters)
+    for index, ((_, numel), layer) in enumerate(zip(parameters, layers, strict=True)):
+        if layer:
+            found[index] = number[layer] % num_fragments
+            sizes[found[index]] += numel
+    # The largest first, or an embedding would come on top of whatever small ones have been spread already.
+    rest = sorted((i for i, f in enumerate(found) if f < 0), key=lambda i: (-parameters[i][1], i))
+    for index in rest:
+        found[index] = sizes.index(min(sizes))
+        sizes[found[index]] += parameters[index][1]
+    return found
+
+
+def layer_of(name: str) -> str:
+    """The name of the layer a parameter belongs to, up to its number; empty: of none."""
+    match = _LAYER.match(name)
+    return match[0] if match else ""
 
 
 @dataclass(frozen=True)
@@ -81,13 +113,52 @@ def copy_out(pieces: Sequence[Piece], memories: Sequence[Tensor]) -> None:
 
 @torch.no_grad()
 def copy_in(pieces: Sequence[Piece], memories: Sequence[Tensor], *, num_nodes: int = 1) -> None:
-    """Read this rank's share of the weights. Over several nodes only the first sees the memories; it broadcasts."""
+    """Read this rank's share of the weights."""
+    _read(pieces, num_nodes, lambda piece: _place(piece, memories))
+
+
+@torch.no_grad()
+def shift(pieces: Sequence[Piece], memories: Sequence[Tensor], *, num_nodes: int = 1) -> None:
+    """Add what lies in the memories to this rank's share of the weights."""
+    _read(pieces, num_nodes, lambda piece: piece.local + _on_device(piece, memories))
+
+
+@torch.no_grad()
+def merge(
+    pieces: Sequence[Piece],
+    snapshots: Sequence[Tensor],
+    targets: Sequence[Tensor],
+    *,
+    mixing: float = 0.0,
+    num_nodes: int = 1,
+) -> None:
+    """Bring weights that were trained on since their snapshot to the snapshot's target.
+
+    local = target + (local - snapshot) + mixing * (snapshot - target): what was trained since the snapshot is kept
+    whole, and counts in the next pseudo-gradient; mixing (alpha in arXiv 2501.18512) keeps some of the distance from
+    the others, too.
+    """
+
+    def merged(piece: Piece) -> Tensor:
+        snapshot, target = _on_device(piece, snapshots), _on_device(piece, targets)
+        values = target + (piece.local - snapshot)
+        return values.add_(snapshot - target, alpha=mixing) if mixing else values
+
+    _read(pieces, num_nodes, merged)
+
+
+def _read(pieces: Sequence[Piece], num_nodes: int, values: Callable[[Piece], Tensor]) -> None:
+    """Over several nodes only the first sees the memories; it broadcasts."""
     for piece in pieces:
         if num_nodes == 1 or piece.is_first:
-            piece.local.copy_(_place(piece, memories), non_blocking=True)
+            piece.local.copy_(values(piece), non_blocking=True)
         if num_nodes > 1 and piece.local.numel():
             dist.broadcast(piece.local, group=piece.copies, group_src=0)
     _wait_for_device(pieces)
+
+
+def _on_device(piece: Piece, memories: Sequence[Tensor]) -> Tensor:
+    return _place(piece, memories).to(piece.local.device, non_blocking=True)
 
 
 def _plain(name: str) -> str:
@@ -105,8 +176,9 @@ def _piece(fragment: int, slot: ParameterSlot, parameter: nn.Parameter) -> Piece
     replicas = [dim for dim, placement in enumerate(placements) if isinstance(placement, Replicate)]
     shards = [placement for placement in placements if not isinstance(placement, Replicate)]
     if any(not isinstance(p, Shard) or p.dim != 0 for p in shards) or len(shards) > 1 or len(replicas) > 1:
-        raise NotImplementedError(
-            f"{slot.name} lies as {placements}; only FSDP2's own dim-0 shards are copied"
+        raise UserError(
+            f"{slot.name} is distributed as {placements}, and diloco reads only shards along dimension 0 with at most "
+            "one dimension of replicas; shard it with fully_shard alone, without tensor or pipeline parallelism"
         )
     _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
     row = slot.numel // slot.shape[0] if slot.shape[0] else 0

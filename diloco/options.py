@@ -63,7 +63,15 @@ class HvConfig:
     world_rank: Annotated[Whole | None, Parameter(alias="--world-rank")] = None
     """This peer's number in the swarm, from 0; default: the coordinator assigns one."""
     local_steps: Count = field(default=500, metadata=SHARED)
-    """Inner steps between two outer steps (H)."""
+    """Inner steps between two averagings of the same weights (H)."""
+    num_fragments: Count = field(default=1, metadata=SHARED)
+    """Parts of the model, strided by layer, averaged one after the other (Streaming DiLoCo, arXiv 2501.18512)."""
+    overlap_steps: Whole = field(default=0, metadata=SHARED)
+    """Inner steps trained while a round takes place (tau); all but one of an epoch's make the one-epoch delay."""
+    mixing: Annotated[Rate, Parameter(validator=(finite, at_least(0), up_to(1)))] = field(
+        default=0.0, metadata=SHARED
+    )
+    """With overlap: how much of its own distance from the new weights a peer keeps (alpha of arXiv 2501.18512)."""
     outer_lr: Rate = field(default=0.7, metadata=SHARED)
     """Learning rate of the outer Nesterov SGD (arXiv 2311.08105)."""
     outer_momentum: Annotated[Rate, Parameter(validator=(finite, at_least(0), up_to(1)))] = field(
@@ -78,6 +86,15 @@ class HvConfig:
     """Addresses to listen on."""
     announce_maddrs: Annotated[tuple[str, ...], address_list("--announce-maddrs")] = ()
     """Addresses others reach this peer by, where they differ from those it listens on."""
+    transport: Literal["auto", "libp2p", "tls", "tcp"] = "auto"
+    """What pseudo-gradients travel by: `auto` takes TCP with TLS 1.3 between peers that reach each other, unless it
+    proves slower than libp2p; `tls` takes it from the first round on; `libp2p` never; `tcp` goes without TLS where both
+    ends say so: nothing protects the bytes then, so only on a network you trust. What cannot be reached falls back to
+    libp2p, and then to a third peer that forwards."""
+    data_port: Annotated[int, Parameter(converter=whole, validator=(at_least(0), up_to(65535)))] = 0
+    """TCP port for pseudo-gradients, on the first host of --host-maddrs; 0: any free one."""
+    announce_data_maddrs: Annotated[tuple[str, ...], address_list()] = ()
+    """Addresses others reach the data port by (port 0: as it is), where they differ from those of --host-maddrs."""
     matchmaking_time: Seconds | None = None
     """Seconds a round waits for its members under NO_WAIT; default 15."""
     averaging_timeout: Seconds | None = None
@@ -90,6 +107,11 @@ class HvConfig:
     """Stop when a peer is lost, instead of going on without it."""
     skip_load_from_peers: bool = False
     """Accepted for compatibility: a peer's weights always come from the swarm."""
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Inner steps between two outer steps, of whichever fragment."""
+        return self.local_steps // self.num_fragments
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,10 +18,11 @@ from typing import Any
 
 from torch import nn
 
-from diloco.errors import DilocoError
+from diloco.errors import DilocoError, UserError
 from diloco.exchange import Exchange
 from diloco.world import on_rank_zero
 from peers.link import LINK_ENV
+from peers.schedule import Schedule
 
 PROGRESS_INTERVAL_S = 1.0
 
@@ -41,8 +42,8 @@ class Restored:
     """A checkpoint that was loaded into the model: where it was taken, and the directory of its outer state."""
 
     position: Position
-    tokens: int
-    """Those that each rank had trained since the last commit."""
+    tokens: tuple[int, ...]
+    """Of each fragment, those that each rank had trained since it was averaged."""
     directory: Path
 
 
@@ -52,6 +53,8 @@ class Commit:
 
     epoch: int
     """Outer steps done, this one included."""
+    fragment: int
+    """Which part of the model this one has averaged."""
     lineage: str
     anchor_digest: str
     num_peers: int
@@ -60,7 +63,15 @@ class Commit:
     sent_bytes: int
     received_bytes: int
     round_s: float
+    """From the group to the commit, failed attempts included; then its parts, of the attempt that succeeded."""
+    connect_s: float
+    reduce_s: float
+    vote_s: float
+    apply_s: float
     wait_s: float
+    """From this peer's readiness to the group."""
+    blocked_s: float
+    """How long this peer's training stood still for the epoch."""
 
 
 Restore = Callable[[int | None], Restored | None]
@@ -92,9 +103,10 @@ class Diloco:
         self.world_rank: int | None = None
         self.num_peers = 1
         self.last_commit: Commit | None = None
-        self._local_steps = local_steps
-        self.tokens = 0
-        """What this rank has trained since the last commit."""
+        self.tokens = [0]
+        """Of each fragment, what this rank has trained since it was last averaged."""
+        self._schedule = None if local_steps is None else Schedule(local_steps=local_steps)
+        self._flight: _Flight | None = None
         self._is_over = False
         self._progress = _Progress()
         path = on_rank_zero(lambda: os.environ.get(LINK_ENV))
@@ -102,10 +114,17 @@ class Diloco:
         self._in_swarm = self._exchange is not None
         if self._exchange is not None:
             self.world_rank = int(self._exchange.welcome["world_rank"])
-            self._local_steps = local_steps or self._exchange.welcome.get("local_steps")
+            agreed = self._exchange.schedule
+            self._schedule = replace(agreed, local_steps=local_steps) if local_steps else agreed
+            self.tokens = [0] * agreed.num_fragments
         restored = restore(self.world_rank) if restore else None
-        if restored is not None:
-            self.position, self.tokens = restored.position, restored.tokens
+        if restored is not None and len(restored.tokens) == len(self.tokens):
+            self.position, self.tokens = restored.position, list(restored.tokens)
+        elif restored is not None:
+            raise UserError(
+                f"{restored.directory} was saved with {len(restored.tokens)} fragments, this run has "
+                f"{len(self.tokens)}; resume it with --hv.num-fragments {len(restored.tokens)}"
+            )
         if self._exchange is not None:
             self._start(self._exchange, restored)
 
@@ -123,22 +142,21 @@ class Diloco:
         return self.position.local_step
 
     @property
-    def local_steps(self) -> int:
-        """Inner steps between two outer steps."""
-        if self._local_steps is None:
-            raise DilocoError(
-                "nobody said how many local steps an epoch has; construct Diloco with local_steps"
-            )
-        return self._local_steps
+    def steps_per_epoch(self) -> int:
+        """Inner steps between two outer steps, of whichever fragment."""
+        return self._scheduled.steps_per_epoch
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether weights have left whose average has not come back: no time for a checkpoint."""
+        return self._flight is not None
 
     @property
     def nominal_step(self) -> int:
         """Steps since the start of the run as schedules count them, the same for fast and slow peers."""
         if not self._in_swarm:
             return self.local_step
-        step = self.epoch * self.local_steps + min(self.local_step, self.local_steps)
-        # The last epoch may be a short one.
-        return step if self.max_steps is None else min(step, self.max_steps)
+        return self._scheduled.nominal_step(self.epoch, self.local_step, self.max_steps)
 
     @property
     def done(self) -> bool:
@@ -158,16 +176,22 @@ class Diloco:
     def step(self, *, num_tokens: int, loss: float | None = None) -> Commit | None:
         """Call after every optimizer step; `num_tokens` are those that this rank trained in it.
 
-        At an epoch's end this averages with the swarm, loads the new weights (the optimizer's state stays) and
-        returns the commit. Raises DilocoError where the epoch was abandoned, LinkLost where the daemon is gone.
+        At an epoch's end this loads the swarm's new weights of the epoch's fragment (the optimizer's state stays) and
+        returns the commit; at the run's end, once all fragments have been averaged, the last one. Raises DilocoError
+        where the epoch was abandoned, LinkLost where the daemon is gone.
         """
         self.position = replace(self.position, local_step=self.local_step + 1)
-        self.tokens += num_tokens
-        if self._exchange is None:
+        self.tokens = [tokens + num_tokens for tokens in self.tokens]
+        exchange = self._exchange
+        if exchange is None:
             return None
-        if self.local_step >= self.local_steps or self.done:
-            return self._average(self._exchange, last=self.done)
-        self._report(self._exchange, num_tokens, loss)
+        if self.done:
+            return self._average_all(exchange)
+        if self._flight is None and self.local_step >= self._scheduled.leaves_at(self.epoch, self.max_steps):
+            self._leave(exchange, last=False)
+        if self.local_step >= self.steps_per_epoch:
+            return self._collect(exchange)
+        self._report(exchange, num_tokens, loss)
         return None
 
     def checkpoint(self, directory: Path) -> None:
@@ -184,8 +208,8 @@ class Diloco:
         """Average what is left of the epoch and leave the swarm. Repeating it is safe."""
         if self._exchange is None:
             return
-        if self.tokens and not self._is_over:
-            self._average(self._exchange, last=True)
+        if any(self.tokens) and not self._is_over:
+            self._average_all(self._exchange)
         self._exchange.ask("finished", "bye")
         self._exchange.close()
         self._exchange, self._is_over = None, True
@@ -201,28 +225,72 @@ class Diloco:
         )
         if not start["keep_local"]:
             exchange.take()
-            self.tokens = 0
+            self.tokens = [0] * len(self.tokens)
         self._adopt(start)
 
-    def _average(self, exchange: Exchange, *, last: bool) -> Commit:
-        tokens = exchange.put(tokens=self.tokens)
-        answer = exchange.ask(
-            "ready",
-            "committed",
-            "abandoned",
-            fragment=0,
-            epoch=self.epoch,
-            local_step=self.local_step,
-            tokens=tokens,
-            step=self.nominal_step,
-            last=last,
-        )
+    @property
+    def _scheduled(self) -> Schedule:
+        if self._schedule is None:
+            raise DilocoError(
+                "nobody said how many local steps an epoch has; construct Diloco with local_steps"
+            )
+        return self._schedule
+
+    def _average_all(self, exchange: Exchange) -> Commit:
+        """The run's end for this peer: average every fragment as it stands, blocking."""
+        if self._flight is not None:
+            self._collect(exchange)
+        end, schedule = self.max_steps, self._scheduled
+        at_end = end is not None and self.nominal_step >= end
+        final = schedule.final_epoch(end) if end is not None and at_end else self.epoch + len(self.tokens)
+        # Who comes back from further behind than the end has nothing more to wait for than one commit.
+        final = max(final, self.epoch + 1)
+        while True:
+            self._leave(exchange, last=self.epoch + 1 >= final)
+            commit = self._collect(exchange)
+            if self._is_over:
+                return commit
+
+    def _leave(self, exchange: Exchange, *, last: bool) -> None:
+        """Hand over the weights of the epoch's fragment; its round begins, and training may go on."""
+        started_at = time.monotonic()
+        fragment = self._scheduled.fragment_of(self.epoch)
+        own_tokens, self.tokens[fragment] = self.tokens[fragment], 0
+        tokens = exchange.put(fragment, tokens=own_tokens)
+        if exchange.speaks:
+            exchange.tell(
+                "ready",
+                fragment=fragment,
+                epoch=self.epoch,
+                local_step=self.local_step,
+                tokens=tokens,
+                step=self.nominal_step,
+                last=last,
+            )
+        self._flight = _Flight(fragment, own_tokens, self.local_step, time.monotonic() - started_at)
+
+    def _collect(self, exchange: Exchange) -> Commit:
+        """Wait for the round that is under way, and merge what came of it."""
+        flight, self._flight = self._flight, None
+        assert flight is not None
+        started_at = time.monotonic()
+        answer = exchange.ask("collect", "committed", "abandoned")
         if answer["kind"] == "abandoned":
             raise DilocoError(f"epoch {self.epoch} could not be averaged: {answer['reason']}")
-        exchange.take()
+        if self.local_step > flight.local_step:
+            exchange.merge(flight.fragment, mixing=self._scheduled.mixing)
+        else:
+            exchange.take(flight.fragment)
+        for fragment in answer["shifted"]:
+            exchange.shift(fragment)
+        if self.world_rank not in answer["contributors"]:
+            # The work was not averaged: it is in the weights still, and counts the next time.
+            self.tokens[flight.fragment] += flight.tokens
         self._adopt(answer)
-        self.tokens, self._is_over = 0, bool(answer["last"])
-        self.last_commit = Commit(**{field.name: answer[field.name] for field in fields(Commit)})
+        self._is_over = bool(answer["last"])
+        blocked_s = flight.blocked_s + time.monotonic() - started_at
+        figures = {f.name: answer[f.name] for f in fields(Commit) if f.name in answer}
+        self.last_commit = Commit(**figures, blocked_s=blocked_s)
         return self.last_commit
 
     def _adopt(self, answer: dict[str, Any]) -> None:
@@ -238,6 +306,19 @@ class Diloco:
         if rate is not None:
             step, local_step = self.nominal_step, self.local_step
             exchange.tell("progress", step=step, local_step=local_step, loss=loss, tokens_per_s=rate)
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A fragment that has left and not come back."""
+
+    fragment: int
+    tokens: int
+    """This rank's, since the fragment was averaged before."""
+    local_step: int
+    """When it left."""
+    blocked_s: float
+    """What handing it over has taken."""
 
 
 @dataclass

@@ -105,6 +105,7 @@ class Trainer:
             max_steps=self.end_step,
             restore=self.checkpoints.restore,
         )
+        self.checkpoints.begin(self.outer.nominal_step)
         clean_ups.append(self.discard_partial)
 
     def train(self) -> None:
@@ -143,7 +144,7 @@ class Trainer:
         if commit is not None:
             metrics.write("epoch", step=outer.nominal_step, **asdict(commit))
         step = outer.nominal_step
-        if self.checkpoints.due(step):
+        if self.checkpoints.due(step) and not outer.in_flight:
             self.checkpoints.save(outer, step=step)
         if config.eval_interval and step % config.eval_interval == 0 and not outer.done and outer.evaluates:
             self.evaluate()
@@ -151,7 +152,7 @@ class Trainer:
 
     def samples_left(self) -> Prefetched[np.ndarray]:
         """This rank's samples, int64 [n, seq_length + 1], for each step that is left of the epoch's block."""
-        outer, steps = self.outer, self.outer.local_steps
+        outer, steps = self.outer, self.config.hv.steps_per_epoch
         # Alone there are no epochs; blocks follow one another as if there were.
         number, local_step = divmod(outer.nominal_step, steps)
         block = Block(epoch=number, world_rank=0, data_base=number)

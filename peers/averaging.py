@@ -15,7 +15,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -23,6 +23,7 @@ import torch
 from peers import membership, round_messages
 from peers.credit import Credit
 from peers.errors import PeersError, PeerUnreachable, ProtocolError, RoundFailed, StateUnavailable
+from peers.handover import Memories, Outcome
 from peers.mesh import Mesh
 from peers.outer_optimizer import OuterOptimizer, norm_of_pseudo_gradient, rebase
 from peers.outer_state import OuterState
@@ -31,6 +32,7 @@ from peers.reduce import reduce_pseudo_gradients
 from peers.reduce_plan import ReducePlan, ReduceReport, equal_bounds
 from peers.round_messages import Ask, Commit, Group, Join, Proposal, RoundMessage, Vote
 from peers.rounds import Action, Apply, Cancel, CatchUp, Reduce, Round, Send, Timing
+from peers.schedule import Schedule
 from peers.streams import RoundStreams, StreamPool
 
 log = logging.getLogger(__name__)
@@ -46,56 +48,67 @@ _MAX_EARLY = 4096
 _MAX_UNREAD = 64
 """Messages of one peer that wait while this one commits or catches up; what comes then is lost, and said again."""
 
+_PARTS = ("connect_s", "reduce_s", "vote_s", "apply_s")
+
 Event = Callable[[float], list[Action]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """How an epoch ended for this peer; what the worker's `committed` says."""
-
-    epoch: int
-    local_step: int
-    lineage: str
-    anchor_digest: str
-    contributors: list[int]
-    """World ranks whose work is in this anchor, as far as this peer knows: after catching up, at most itself."""
-    num_peers: int
-    sent_bytes: int
-    received_bytes: int
-    round_s: float
-    """From the group to the commit, failed attempts included."""
-    wait_s: float
-    """From this peer's readiness to the group."""
-    num_failures: int
-    data_base: int
 
 
 @dataclass(kw_only=True)
 class AveragingSettings:
-    local_steps: int
+    schedule: Schedule
     codec: str
     strategy: Literal["WAIT_FOR_ALL", "NO_WAIT"]
     matchmaking_s: float | None
     averaging_timeout_s: float | None
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Waiting:
     """The worker's readiness, until it is answered."""
 
+    memories: Memories
+    fragment: int
     local: torch.Tensor
-    result: torch.Tensor
+    """What the fragment's weights count as: those handed over, or the same work on top of a later anchor."""
     proposal: Proposal
     since: float
     answer: asyncio.Future[Outcome]
     grouped_at: float | None = None
+    clock: Stopwatch
     sent_bytes: int = 0
     received_bytes: int = 0
-    failures: list[str] = field(default_factory=list)
+    shifted: bool = False
+    """Whether the anchors of the other fragments have moved meanwhile."""
+
+    @property
+    def result(self) -> torch.Tensor:
+        return self.memories.inn[self.fragment]
+
+    @property
+    def others(self) -> list[int]:
+        """The other fragments."""
+        return [index for index in range(len(self.memories.inn)) if index != self.fragment]
+
+
+class Stopwatch:
+    """How long the parts of an attempt took, in seconds."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, float] = {}
+        self._last = time.monotonic()
+
+    def lap(self, part: str) -> None:
+        """The part that ends now began where the one before ended."""
+        now = time.monotonic()
+        self.parts[part], self._last = now - self._last, now
+
+    def restart(self) -> None:
+        self.parts.clear()
+        self._last = time.monotonic()
 
 
 class Averager:
-    """Owns the outer state of one peer and the rounds on it. One fragment, blocking."""
+    """Owns the outer state of one peer and the rounds on it, one at a time."""
 
     def __init__(
         self,
@@ -155,16 +168,26 @@ class Averager:
             await self._stop_reducing()
 
     async def average(
-        self, local: torch.Tensor, result: torch.Tensor, *, tokens: int, step: int, last: bool
+        self, memories: Memories, fragment: int, *, tokens: int, step: int, last: bool
     ) -> Outcome:
-        """Average this worker's flat fp32 weights `local` in; the weights to go on from are then in `result`.
+        """Average the fragment in *out* in; what its weights have become is then in *in*.
 
-        `tokens` counts what was trained since this peer's work was last in a commit.
+        *Out* is only read. `tokens` counts what was trained since this peer's work on the fragment was last in a
+        commit.
         """
-        proposal = Proposal(self._me, tokens, 0.0, step, last)
+        if fragment != self._settings.schedule.fragment_of(self.state.epoch):
+            raise ProtocolError(f"fragment {fragment} is not the one of epoch {self.state.epoch}")
         answer: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         # From here on, or a worker that starts meanwhile would begin on weights that a commit is about to replace.
-        waiting = self._waiting = _Waiting(local, result, proposal, time.monotonic(), answer)
+        waiting = self._waiting = _Waiting(
+            memories=memories,
+            fragment=fragment,
+            local=memories.out[fragment],
+            proposal=Proposal(self._me, tokens, 0.0, step, last),
+            since=time.monotonic(),
+            answer=answer,
+            clock=Stopwatch(),
+        )
         try:
             await self._make_proposal(waiting)
             self._changed()
@@ -247,7 +270,7 @@ class Averager:
         self._round = Round(
             me=self._me,
             incarnation=self._incarnation,
-            fragment=0,
+            fragment=self._settings.schedule.fragment_of(state.epoch),
             epoch=state.epoch,
             lineage=state.lineage,
             timing=self._timing(),
@@ -306,9 +329,12 @@ class Averager:
         waiting, round_ = self._waiting, self._round
         assert waiting is not None and round_ is not None
         waiting.grouped_at = waiting.grouped_at or time.monotonic()
+        waiting.clock.restart()
         try:
             report = await self._exchange(group, waiting, ATTEMPT_SHARE * round_.timing.attempt_s)
-            digests = await asyncio.to_thread(self._optimizer.preview, self.state, 0, waiting.result)
+            digests = await asyncio.to_thread(
+                self._optimizer.preview, self.state, waiting.fragment, waiting.result
+            )
         except (PeersError, OSError) as error:
             suspects = error.suspects if isinstance(error, RoundFailed) else frozenset[int]()
             if not self._cancelled.is_set():
@@ -317,7 +343,14 @@ class Averager:
             return
         waiting.sent_bytes += report.sent_bytes
         waiting.received_bytes += report.received_bytes
-        vote = Vote(0, group.lineage, group.attempt, report.share_digests, digests.anchor, digests.momentum)
+        vote = Vote(
+            group.fragment,
+            group.lineage,
+            group.attempt,
+            report.share_digests,
+            digests.anchor,
+            digests.momentum,
+        )
         self._post(lambda now: round_.on_reduced(group.attempt, vote, now))
 
     async def _exchange(self, group: Group, waiting: _Waiting, timeout_s: float) -> ReduceReport:
@@ -332,13 +365,14 @@ class Averager:
             codec=self._settings.codec,
         )
         streams = await self._connect(plan)
+        waiting.clock.lap("connect_s")
         log.debug("reducing with %s", group.ranks)
         clean = False
         try:
             report = await asyncio.to_thread(
                 reduce_pseudo_gradients,
                 plan,
-                self.state.anchor[0],
+                self.state.anchor[waiting.fragment],
                 waiting.local,
                 waiting.result,
                 streams.send,
@@ -348,6 +382,7 @@ class Averager:
                 cancelled=self._cancelled,
             )
             clean = True
+            waiting.clock.lap("reduce_s")
             return report
         finally:
             (self._pool.give_back if clean else self._pool.discard)(streams)
@@ -366,13 +401,15 @@ class Averager:
         """Anchor, momentum, epoch, lineage and data cursor advance together, here and nowhere else."""
         waiting, group = self._waiting, commit.group
         assert waiting is not None
-        state = self.state
+        state, schedule = self.state, self._settings.schedule
+        waiting.clock.lap("vote_s")
         digests = await asyncio.to_thread(
             self._optimizer.commit,
             state,
-            0,
+            waiting.fragment,
             waiting.result,
-            tokens=group.tokens,
+            # Every token is in the work on each of the fragments.
+            tokens=group.tokens // schedule.num_fragments,
             data_width=group.data_width,
         )
         if (digests.anchor, digests.momentum) != (commit.anchor, commit.momentum):
@@ -383,7 +420,8 @@ class Averager:
         now = time.monotonic()
         self._epoch_times.append(now - self._epoch_started)
         self._round_times.append(now - (waiting.grouped_at or now))
-        waiting.result.copy_(state.anchor[0])
+        waiting.result.copy_(state.anchor[waiting.fragment])
+        waiting.clock.lap("apply_s")
         failures = self._round.failures if self._round else []
         self._answer(waiting, contributors=list(group.ranks), local_step=0, num_failures=len(failures))
         self._open_round()
@@ -401,20 +439,29 @@ class Averager:
         self._state, self._last_commit = new, None
         if waiting is None:
             self._open_round()
-        elif action.contributed or waiting.proposal.last:
-            # Its work is in, or comes too late for any epoch: go on from where the others are.
-            waiting.result.copy_(new.anchor[0])
-            step = membership.progress_of_others(
-                self._view(), new.lineage, self._me, self._settings.local_steps
-            )
-            contributors = [self._me] if action.contributed else []
-            self._answer(waiting, contributors=contributors, local_step=step, num_failures=0)
-            self._open_round()
+            return
+        await asyncio.to_thread(_shift_others, waiting, old, new)
+        schedule, fragment = self._settings.schedule, waiting.fragment
+        if not action.contributed and not waiting.proposal.last:
+            # In memory of its own: the worker still needs what it has handed over.
+            handed_over, local = waiting.memories.out[fragment], waiting.local
+            rebased = torch.empty_like(local) if local is handed_over else local
+            await asyncio.to_thread(rebase, new.anchor[fragment], local, old.anchor[fragment], rebased)
+            waiting.local = rebased
+            if schedule.fragment_of(new.epoch) == fragment:
+                await self._make_proposal(waiting)
+                self._open_round()
+                self._propose()
+                return
+            # The others average another fragment by now; the work rides along until it is this one's turn again.
+            waiting.result.copy_(rebased)
         else:
-            await asyncio.to_thread(rebase, new.anchor[0], waiting.local, old.anchor[0], waiting.local)
-            await self._make_proposal(waiting)
-            self._open_round()
-            self._propose()
+            # Its work is in, or comes too late for any epoch: go on from where the others are.
+            waiting.result.copy_(new.anchor[fragment])
+        step = membership.progress_of_others(self._view(), new.lineage, self._me, schedule.steps_per_epoch)
+        contributors = [self._me] if action.contributed else []
+        self._answer(waiting, contributors=contributors, local_step=step, num_failures=0)
+        self._open_round()
 
     async def _better_state(self, action: CatchUp) -> OuterState | None:
         """The state to adopt, as soon as somebody hands it over; None where nobody is ahead any more."""
@@ -438,7 +485,9 @@ class Averager:
 
     async def _make_proposal(self, waiting: _Waiting) -> None:
         """What the worker's weights bring to a round on the current anchor."""
-        norm = await asyncio.to_thread(norm_of_pseudo_gradient, self.state.anchor[0], waiting.local)
+        norm = await asyncio.to_thread(
+            norm_of_pseudo_gradient, self.state.anchor[waiting.fragment], waiting.local
+        )
         if not math.isfinite(norm):
             raise PeersError("this peer's weights are not finite any more; is the learning rate too high?")
         waiting.proposal = dataclasses.replace(waiting.proposal, norm=norm)
@@ -450,17 +499,32 @@ class Averager:
         grouped_at = waiting.grouped_at or now
         outcome = Outcome(
             epoch=state.epoch,
+            fragment=waiting.fragment,
             local_step=local_step,
             lineage=state.lineage,
             anchor_digest=state.anchor_digest,
             contributors=contributors,
+            shifted=waiting.others if waiting.shifted else [],
+            last=waiting.proposal.last,
             num_peers=len(self._view()),
             sent_bytes=waiting.sent_bytes,
             received_bytes=waiting.received_bytes,
             round_s=now - grouped_at,
+            **{part: waiting.clock.parts.get(part, 0.0) for part in _PARTS},
             wait_s=grouped_at - waiting.since,
             num_failures=num_failures,
             data_base=state.data_base,
         )
         if not waiting.answer.done():
             waiting.answer.set_result(outcome)
+
+
+def _shift_others(waiting: _Waiting, old: OuterState, new: OuterState) -> None:
+    """Note by how much the anchors have moved of which the worker did not hand over its weights."""
+    for fragment in waiting.others:
+        inn = waiting.memories.inn[fragment]
+        if waiting.shifted:
+            inn.sub_(old.anchor[fragment]).add_(new.anchor[fragment])
+        else:
+            torch.sub(new.anchor[fragment], old.anchor[fragment], out=inn)
+    waiting.shifted = True

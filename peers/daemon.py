@@ -24,14 +24,17 @@ from peers.agreement import Agreement
 from peers.averaging import Averager, AveragingSettings
 from peers.dht import Dht
 from peers.errors import PeersError, ProtocolError, UserError
-from peers.host import Standing, WorkerHost, local_steps_of
+from peers.host import Standing, WorkerHost
 from peers.identity import Identity, claim_slot
 from peers.joining import Scalar
 from peers.link import Accept, listen, refuse
+from peers.network import Network, NetworkSettings
 from peers.outer_optimizer import OuterOptimizer
 from peers.outer_state import OuterState
+from peers.paths import TransportMode
 from peers.presence import Presence
 from peers.records import Announcement
+from peers.schedule import Schedule
 from peers.state_transfer import StateServer
 from peers.streams import StreamPool
 from peers.supervisor import Supervisor, WorkerCommand
@@ -51,6 +54,9 @@ class DaemonConfig:
     initial_peers: tuple[str, ...] = ()
     host_maddrs: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
     announce_maddrs: tuple[str, ...] = ()
+    transport: TransportMode = "auto"
+    data_port: int = 0
+    announce_data_maddrs: tuple[str, ...] = ()
     world_rank: int | None = None
     galaxy_size: int | None = None
     matchmaking_time: float | None = None
@@ -110,24 +116,39 @@ class Daemon:
         self._tasks: list[asyncio.Task[Any]] = []
         self._averager: Averager | None = None
         self._trainers: frozenset[int] = frozenset()
+        self._network = Network(
+            run_id=config.run_id,
+            identity=identity,
+            libp2p=dht.transport,
+            settings=NetworkSettings(
+                transport=config.transport,
+                host_maddrs=config.host_maddrs,
+                announce_maddrs=config.announce_maddrs,
+                data_port=config.data_port,
+                announce_data_maddrs=config.announce_data_maddrs,
+            ),
+            peers=lambda: self._presence.mesh.peers,
+        )
+        paths = self._network.paths
         self._presence = Presence(
             run_id=config.run_id,
             identity=identity,
             dht=dht,
+            transport=paths,
             galaxy_size=config.galaxy_size,
             describe=self._describe,
             on_change=self._view_changed,
             on_message=self._received,
         )
         self._agreement = Agreement(self._presence)
-        self._pool = StreamPool(dht.transport, f"diloco/{config.run_id}/data")
+        self._pool = StreamPool(paths, self._network.data_protocol, paths)
         self._deadline = time.monotonic() + config.timeout_waiting_for_peers
         self._host = WorkerHost(
             run_id=config.run_id,
             presence=self._presence,
             agreement=self._agreement,
             standing=self._standing,
-            transport=dht.transport,
+            transport=paths,
             waited_out=self._waited_out,
         )
 
@@ -143,12 +164,13 @@ class Daemon:
         log.info("agreed on the manifest %s", self._agreement.digest[:12])
         self._averager = self._new_averager(manifest)
         self._spawn(self._averager.run())
-        await StateServer(self._dht.transport, self._config.run_id, self._current_state).start()
+        await StateServer(self._network.paths, self._config.run_id, self._current_state).start()
         self._host.ready.set_result(self._averager)
         return await self._until_done(link_path, worker)
 
     async def _enter(self) -> dict[str, Scalar]:
         """Take this peer's place in the swarm, and agree with it. Raises UserError."""
+        await self._network.start()
         await self._presence.enter(self._config.world_rank)
         log.info(
             "in the swarm as world rank %d, %d others are here",
@@ -172,6 +194,7 @@ class Daemon:
             await self._presence.leave()
         await self._pool.close()
         await self._presence.close()
+        await self._network.close()
 
     def _new_averager(self, manifest: Mapping[str, Scalar]) -> Averager:
         config = self._config
@@ -179,7 +202,7 @@ class Daemon:
             me=self._presence.world_rank,
             incarnation=self._incarnation,
             settings=AveragingSettings(
-                local_steps=local_steps_of(manifest),
+                schedule=Schedule.of(manifest),
                 codec=str(manifest.get("hv.compression") or "fp32"),
                 strategy=config.all_reduce_strategy,
                 matchmaking_s=config.matchmaking_time,
@@ -247,6 +270,8 @@ class Daemon:
             manifest_digest=self._agreement.digest,
             maddrs=self._presence.maddrs,
             time=time.time(),
+            endpoints=self._network.endpoints(self._presence.maddrs),
+            paths=self._network.paths_shown(),
         )
 
     def _current_state(self) -> OuterState | None:

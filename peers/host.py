@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,17 +15,18 @@ import torch
 
 from peers import joining, membership, state_files
 from peers.agreement import Agreement
-from peers.averaging import Averager, Outcome
+from peers.averaging import Averager
 from peers.credit import Credit
 from peers.errors import PeerUnreachable, ProtocolError, StateUnavailable, UserError
+from peers.handover import Memories, Outcome, Start
 from peers.joining import Scalar
 from peers.layout import Layout
 from peers.outer_state import OuterState
 from peers.presence import Presence
 from peers.records import State
+from peers.schedule import Schedule
 from peers.state_transfer import download_state
 from peers.streams import StreamTransport
-from peers.worker_session import Start
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +37,6 @@ BYTES_PER_VALUE = 8
 """Anchor and momentum, both fp32."""
 REFUSAL_TIMEOUT_S = 30.0
 """How long a worker that has to be told why it cannot join may take to connect."""
-DEFAULT_LOCAL_STEPS = 500
 
 
 @dataclass
@@ -47,10 +47,6 @@ class Standing:
     step: int = 0
     local_step: int = 0
     tokens_per_s: float = 0.0
-
-
-def local_steps_of(manifest: Mapping[str, Scalar]) -> int:
-    return int(manifest.get("hv.local_steps") or DEFAULT_LOCAL_STEPS)
 
 
 class WorkerHost:
@@ -80,6 +76,10 @@ class WorkerHost:
         return self._presence.world_rank
 
     @property
+    def _schedule(self) -> Schedule:
+        return Schedule.of(self._agreement.manifest)
+
+    @property
     def waits_for(self) -> str:
         if self._standing.state in ("joining", "waiting"):
             return f"peers, {len(self._presence.view)} of {self._presence.galaxy_size} are here"
@@ -95,31 +95,30 @@ class WorkerHost:
             raise UserError("the worker came back with another model than before; start the peer anew")
         self._layout = layout
 
-    async def start(self, out: torch.Tensor, inn: torch.Tensor, offer: dict[str, Any]) -> Start:
+    async def start(self, memories: Memories, offer: dict[str, Any]) -> Start:
         """The state to begin from: the swarm's, a checkpoint's, or the worker's own initial weights."""
         averager = await asyncio.shield(self.ready)
         keep_local = False
         if averager.has_state:
             await averager.idle()
         else:
-            offered = await asyncio.to_thread(_offered_state, out, offer.get("resume"))
+            offered = await asyncio.to_thread(_offered_state, memories.out, offer.get("resume"))
             averager.adopt(offered)
             self._show("waiting")
             await self._adopt_best(averager)
             keep_local = bool(offer.get("resume")) and averager.state is offered
-        state = averager.state
-        local_steps = local_steps_of(self._agreement.manifest)
-        step = membership.progress_of_others(self._presence.view, state.lineage, self.world_rank, local_steps)
+        state, steps = averager.state, self._schedule.steps_per_epoch
+        step = membership.progress_of_others(self._presence.view, state.lineage, self.world_rank, steps)
         if keep_local:
             step = int(offer["local_step"])
-        inn.copy_(state.anchor[0])
-        self._standing.local_step, self._standing.step = step, state.epoch * local_steps + step
+        for inn, anchor in zip(memories.inn, state.anchor, strict=True):
+            inn.copy_(anchor)
+        self._standing.local_step, self._standing.step = step, state.epoch * steps + step
         self._show("training")
         log.info("training from epoch %d, step %d, anchor %s", state.epoch, step, state.anchor_digest[:12])
         return Start(
             epoch=state.epoch,
             local_step=step,
-            local_steps=local_steps,
             data_base=state.data_base,
             anchor_digest=state.anchor_digest,
             lineage=state.lineage,
@@ -127,12 +126,13 @@ class WorkerHost:
             keep_local=keep_local,
         )
 
-    async def average(self, out: torch.Tensor, inn: torch.Tensor, ready: dict[str, Any]) -> Outcome:
+    async def average(self, memories: Memories, ready: dict[str, Any]) -> Outcome:
         averager = await asyncio.shield(self.ready)
-        tokens, last = int(ready["tokens"]), bool(ready["last"])
-        self._standing.step = int(ready["step"])
+        step, tokens, last = int(ready["step"]), int(ready["tokens"]), bool(ready["last"])
+        self._standing.step = step
         self._show("averaging")
-        outcome = await averager.average(out, inn, tokens=tokens, step=int(ready["step"]), last=last)
+        fragment = int(ready["fragment"])
+        outcome = await averager.average(memories, fragment, tokens=tokens, step=step, last=last)
         self._standing.local_step = outcome.local_step
         self._show("leaving" if last else "training")
         return outcome
@@ -143,7 +143,10 @@ class WorkerHost:
 
     def progressed(self, progress: dict[str, Any]) -> None:
         """Shown with the next heartbeat; not worth a message of its own."""
-        self._standing.step, self._standing.local_step = int(progress["step"]), int(progress["local_step"])
+        averager, step = self.ready.result(), int(progress["step"])
+        # A worker that trains on while its round takes place is still in the epoch before.
+        since_commit = step - averager.state.epoch * self._schedule.steps_per_epoch
+        self._standing.step, self._standing.local_step = step, max(0, since_commit)
         self._standing.tokens_per_s = float(progress["tokens_per_s"])
         self.on_progress()
 
@@ -205,13 +208,15 @@ class WorkerHost:
         self._presence.publish()
 
 
-def _offered_state(out: torch.Tensor, resume: str | None) -> OuterState:
+def _offered_state(out: Sequence[torch.Tensor], resume: str | None) -> OuterState:
     """What this peer can start from by itself. Raises UserError where the checkpoint is another model's."""
     if not resume:
-        return OuterState.initial([out.clone()])
+        return OuterState.initial([weights.clone() for weights in out])
     state = state_files.load(Path(resume))
-    if state.sizes != (out.numel(),):
+    sizes = tuple(weights.numel() for weights in out)
+    if state.sizes != sizes:
         raise UserError(
-            f"the checkpoint {resume} is of another model: it has {sum(state.sizes)} parameters, this one {out.numel()}"
+            f"the checkpoint {resume} is of another model or has other fragments: it has {list(state.sizes)} "
+            f"parameters in them, this one {list(sizes)}"
         )
     return state

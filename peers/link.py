@@ -4,19 +4,24 @@ Every local rank sends `hello` and is handed the memories (memfd, by SCM_RIGHTS)
 talks; what it says stands for all ranks of the peer, which agree among themselves first.
 
     worker                                   daemon
-    adopt {}                            ->   (a connection of its own, by a worker without a configuration)
+    adopt {}                            ->   (where the worker does not know what the swarm has agreed on)
                                         <-   manifest {manifest, world_rank}
     hello {layout, local_rank, ...}     ->
-                                        <-   welcome {run_id, world_rank, local_steps} + 2 file descriptors a fragment
+                                        <-   welcome {run_id, world_rank} + 2 file descriptors a fragment
     offer {resume}                      ->   (*out* holds the worker's initial weights)
                                         <-   start {epoch, local_step, ...}       (*in* holds the weights to start from)
-    ready {fragment, epoch, tokens, ..} ->   (*out* holds the weights; it is the daemon's until the answer)
+    ready {fragment, epoch, tokens, ..} ->   (*out* holds the fragment; it is not to be written to until the answer)
+    progress {step, loss, ...}          ->   (at any time)
+    collect {}                          ->   (at once, or when the worker has trained on meanwhile)
                                         <-   committed {...} | abandoned {reason} (*in* is the worker's)
-    progress {step, loss, ...}          ->
     checkpoint {directory}              ->
                                         <-   checkpointed {} | failed {reason}
     finished {}                         ->
                                         <-   bye {}
+
+*In* then holds what the fragment's weights, as they were handed over, have become: the new anchor, or whatever else
+the worker has to go on from. `committed` also names fragments whose anchor has moved otherwise (this peer had missed
+commits): their *in* holds what to add to the weights.
 
 While a worker waits, the daemon sends `waiting {reason}` once a second, so that silence means death. `refused
 {message}` may answer anything: the user must mend something. Frames are msgpack behind a 4-byte length.

@@ -9,16 +9,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import mmap
 import os
 from collections.abc import Awaitable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
 
-from peers.averaging import Outcome
 from peers.errors import LinkLost, ProtocolError, UserError
+from peers.handover import Memories, Outcome, Start
 from peers.layout import Layout
 from peers.link import WAITING_INTERVAL_S, Accept, DaemonConnection, LinkMemory
 
@@ -27,20 +28,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _HELLO_TIMEOUT_S = 30.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Start:
-    """Where a worker begins; what `start` says. The weights are in *in*, unless it keeps its own."""
-
-    epoch: int
-    local_step: int
-    local_steps: int
-    data_base: int
-    anchor_digest: str
-    lineage: str
-    num_peers: int
-    keep_local: bool
 
 
 class Host(Protocol):
@@ -60,9 +47,9 @@ class Host(Protocol):
     async def admit(self, layout: Layout) -> None:
         """Raises UserError where this model is not the swarm's."""
 
-    async def start(self, out: torch.Tensor, inn: torch.Tensor, offer: dict[str, Any]) -> Start: ...
+    async def start(self, memories: Memories, offer: dict[str, Any]) -> Start: ...
 
-    async def average(self, out: torch.Tensor, inn: torch.Tensor, ready: dict[str, Any]) -> Outcome: ...
+    async def average(self, memories: Memories, ready: dict[str, Any]) -> Outcome: ...
 
     async def save(self, directory: Path) -> None: ...
 
@@ -82,15 +69,16 @@ class WorkerSession:
         self._layout: Layout | None = None
         self._memories: list[LinkMemory] = []
         self._descriptors: list[int] = []
+        self._averaging: asyncio.Future[Outcome] | None = None
 
     async def serve(self, connection: DaemonConnection) -> None:
         """Serve one local rank until it hangs up; only rank 0's end is an event of its own."""
         try:
-            hello = await asyncio.wait_for(connection.receive(), 30)
+            hello = await asyncio.wait_for(connection.receive(), _HELLO_TIMEOUT_S)
             if hello["kind"] == "adopt":
                 manifest = await self._answer(connection, self._host.manifest())
                 await connection.send("manifest", manifest=dict(manifest), world_rank=self._host.world_rank)
-                return
+                hello = await asyncio.wait_for(connection.receive(), _HELLO_TIMEOUT_S)
             if hello["kind"] != "hello":
                 raise ProtocolError(f"expected a hello, got {hello['kind']}")
             await self._welcome(connection, hello)
@@ -128,26 +116,19 @@ class WorkerSession:
             raise UserError(
                 "the local ranks of this peer built different models; start them with the same flags"
             )
-        manifest = await self._answer(connection, self._host.manifest())
         await connection.welcome(
-            self._descriptors,
-            run_id=self._host.run_id,
-            world_rank=self._host.world_rank,
-            local_steps=manifest.get("hv.local_steps"),
+            self._descriptors, run_id=self._host.run_id, world_rank=self._host.world_rank
         )
 
     async def _handle(self, connection: DaemonConnection, message: dict[str, Any]) -> None:
         match message["kind"]:
             case "offer":
-                start = await self._answer(connection, self._host.start(*self._tensors(0), message))
+                start = await self._answer(connection, self._host.start(self._tensors(), message))
                 await connection.send("start", world_rank=self._host.world_rank, **asdict(start))
             case "ready":
-                # Not tied to this worker's life: what it handed over counts even if it dies now.
-                averaging = asyncio.ensure_future(
-                    self._host.average(*self._tensors(message["fragment"]), message)
-                )
-                outcome = await self._answer(connection, asyncio.shield(averaging))
-                await connection.send("committed", last=message["last"], **asdict(outcome))
+                self._begin_averaging(message)
+            case "collect":
+                await self._collect(connection)
             case "progress":
                 self._host.progressed(message)
             case "checkpoint":
@@ -158,6 +139,21 @@ class WorkerSession:
             case kind:
                 raise ProtocolError(f"unknown link message {kind!r}")
 
+    def _begin_averaging(self, ready: dict[str, Any]) -> None:
+        if self._averaging is not None:
+            raise ProtocolError("ready again before it has collected what it was ready for")
+        # Not tied to this worker's life: what it handed over counts even if it dies now.
+        self._averaging = asyncio.ensure_future(self._host.average(self._tensors(), ready))
+        # A worker that died never asks what became of it.
+        self._averaging.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    async def _collect(self, connection: DaemonConnection) -> None:
+        averaging, self._averaging = self._averaging, None
+        if averaging is None:
+            raise ProtocolError("nothing to collect")
+        outcome = await self._answer(connection, asyncio.shield(averaging))
+        await connection.send("committed", **asdict(outcome))
+
     async def _checkpoint(self, connection: DaemonConnection, message: dict[str, Any]) -> None:
         try:
             await self._answer(connection, self._host.save(Path(message["directory"])))
@@ -166,13 +162,10 @@ class WorkerSession:
         else:
             await connection.send("checkpointed")
 
-    def _tensors(self, fragment: int) -> tuple[torch.Tensor, torch.Tensor]:
-        memory = self._memories[fragment]
-        return tuple(  # type: ignore[return-value]
-            torch.frombuffer(buffer, dtype=torch.float32, count=memory.numel)
-            if memory.numel
-            else torch.empty(0, dtype=torch.float32)
-            for buffer in (memory.out, memory.inn)
+    def _tensors(self) -> Memories:
+        return Memories(
+            tuple(_floats(memory.out, memory.numel) for memory in self._memories),
+            tuple(_floats(memory.inn, memory.numel) for memory in self._memories),
         )
 
     async def _answer(self, connection: DaemonConnection, work: Awaitable[T]) -> T:
@@ -196,6 +189,10 @@ class WorkerSession:
             gone.cancel()
             # It watches the socket until then, which the next receive needs for itself.
             await asyncio.gather(gone, return_exceptions=True)
+
+
+def _floats(memory: mmap.mmap, numel: int) -> torch.Tensor:
+    return torch.frombuffer(memory, dtype=torch.float32, count=numel) if numel else torch.empty(0)
 
 
 async def serve_workers(accept: Accept, host: Host) -> None:

@@ -55,6 +55,22 @@ def test_three_peers_are_plain_diloco_of_one_process(swarm):
         np.testing.assert_allclose(synced, weights, rtol=0, atol=1e-6)
 
 
+def test_three_peers_with_fragments_and_overlap_are_streaming_diloco_of_one_process(swarm):
+    light = swarm(local_steps=6, max_steps=12, optimizer="adamw")
+    light.worker_module = "tests.support.torch_worker"
+    light.manifest = {"hv.num_fragments": 2, "hv.overlap_steps": 1}
+    light.start_all(3)
+    light.wait_finished()
+    light.check_digests()
+
+    expected = streaming_diloco(num_peers=3, steps_per_epoch=3, overlap_steps=1, epochs=5)
+    for epoch, weights in enumerate(expected, start=1):
+        if epoch != 4:
+            # The worker looks up again when both fragments have been averaged in the end.
+            merged = np.load(light.directory / "peer2" / f"history.jsonl.epoch{epoch}.npy")
+            np.testing.assert_allclose(merged, weights, rtol=0, atol=1e-6)
+
+
 def train_data_parallel(world: World, num_steps: int) -> np.ndarray:
     model = DistributedDataParallel(fresh_model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -81,6 +97,45 @@ def plain_diloco(*, num_peers: int, local_steps: int, epochs: int) -> list[np.nd
             value.grad = torch.stack([value - local for local in locals_]).mean(dim=0)
         outer.step()
         weights.append(torch.cat([value.reshape(-1) for value in anchor]).numpy().copy())
+    return weights
+
+
+def streaming_diloco(
+    *, num_peers: int, steps_per_epoch: int, overlap_steps: int, epochs: int
+) -> list[np.ndarray]:
+    """The last peer's weights after each epoch of Streaming DiLoCo (arXiv 2501.18512) with two fragments.
+
+    The layers of the model are the fragments. The last epoch trains nothing: it averages the other fragment.
+    """
+    anchor = list(fresh_model())
+    outer = torch.optim.SGD(
+        [p for layer in anchor for p in layer.parameters()], lr=0.7, momentum=0.9, nesterov=True
+    )
+    peers = [(model := fresh_model(), optimizer_of("adamw", model)) for _ in range(num_peers)]
+    weights = []
+    for epoch in range(epochs):
+        layer = 0 if epoch % 2 == 0 else 2
+        num_steps = steps_per_epoch if epoch < epochs - 1 else 0
+        leaves_at = num_steps - overlap_steps if epoch < epochs - 2 else num_steps
+        snapshots = []
+        for rank, (model, optimizer) in enumerate(peers):
+            for step in range(num_steps):
+                if step == leaves_at:
+                    snapshots.append([p.detach().clone() for p in model[layer].parameters()])
+                inner_step(model, optimizer, rank, epoch * steps_per_epoch + step)
+            if leaves_at == num_steps:
+                snapshots.append([p.detach().clone() for p in model[layer].parameters()])
+        outer.zero_grad()
+        for index, value in enumerate(anchor[layer].parameters()):
+            value.grad = torch.stack([value.detach() - taken[index] for taken in snapshots]).mean(dim=0)
+        outer.step()
+        with torch.no_grad():
+            for (model, _), taken in zip(peers, snapshots, strict=True):
+                for p, value, old in zip(
+                    model[layer].parameters(), anchor[layer].parameters(), taken, strict=True
+                ):
+                    p.copy_(value + (p - old))
+        weights.append(flat(peers[-1][0]))
     return weights
 
 

@@ -63,6 +63,7 @@ def main(settings: dict[str, Any]) -> None:
         link.send(
             "ready", fragment=0, epoch=epoch, local_step=local_step, tokens=tokens, step=nominal, last=last
         )
+        link.send("collect")
         answer = link.receive("committed")
         weights, epoch, local_step, tokens = inn.copy(), answer["epoch"], answer["local_step"], 0
         record("epoch", **answer)

@@ -18,7 +18,9 @@ from peers.link import DaemonConnection, LinkMemory, listen
 
 Answer = tuple[str, dict[str, Any]]
 Rule = Callable[[dict[str, Any], np.ndarray, np.ndarray], Answer | None]
-"""(message, out, in) -> the answer's kind and fields; None: no answer."""
+"""(message, out, in) -> the answer's kind and fields; None: no answer. What answers `ready` waits to be collected.
+
+The buffers are those of the message's fragment, else of fragment 0."""
 
 COMMITTED = {
     "local_step": 0,
@@ -28,7 +30,12 @@ COMMITTED = {
     "contributors": [0],
     "sent_bytes": 1,
     "received_bytes": 2,
+    "shifted": [],
     "round_s": 0.1,
+    "connect_s": 0.0,
+    "reduce_s": 0.1,
+    "vote_s": 0.0,
+    "apply_s": 0.0,
     "wait_s": 0.2,
 }
 
@@ -44,7 +51,8 @@ def halving(message: dict[str, Any], out: np.ndarray, inn: np.ndarray) -> Answer
         case "ready":
             inn[:] = out / 2
             epoch = message["epoch"] + 1
-            return "committed", {**COMMITTED, "epoch": epoch, "data_base": 3 * epoch, "last": message["last"]}
+            own = {"epoch": epoch, "data_base": 3 * epoch}
+            return "committed", {**COMMITTED, **own, "fragment": message["fragment"], "last": message["last"]}
         case "checkpoint":
             Path(message["directory"], "outer.bin").write_bytes(b"state")
             return "checkpointed", {}
@@ -57,12 +65,19 @@ class ScriptedDaemon:
     """Listens while the block runs. `messages` are those that rank 0 sent, in order."""
 
     def __init__(
-        self, path: Path, rule: Rule = halving, *, world_rank: int = 0, local_steps: int = 2
+        self,
+        path: Path,
+        rule: Rule = halving,
+        *,
+        world_rank: int = 0,
+        local_steps: int = 2,
+        **manifest: Any,
     ) -> None:
         self.path = path
         self.messages: list[dict[str, Any]] = []
         self._rule = rule
-        self._welcome = {"run_id": "test", "world_rank": world_rank, "local_steps": local_steps}
+        self._welcome = {"run_id": "test", "world_rank": world_rank}
+        self._manifest = {"hv.local_steps": local_steps, **{f"hv.{k}": v for k, v in manifest.items()}}
         self._memories: list[LinkMemory] = []
         self._descriptors: list[int] = []
         self._listening = threading.Event()
@@ -71,6 +86,11 @@ class ScriptedDaemon:
 
     def kinds(self) -> list[str]:
         return [message["kind"] for message in self.messages]
+
+    def buffers(self, fragment: int) -> list[np.ndarray]:
+        """*Out* and *in* of a fragment."""
+        memory = self._memories[fragment]
+        return [np.frombuffer(buffer, np.float32, memory.numel) for buffer in (memory.out, memory.inn)]
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -101,6 +121,9 @@ class ScriptedDaemon:
     async def _talk(self, connection: DaemonConnection) -> None:
         try:
             hello = await connection.receive()
+            if hello["kind"] == "adopt":
+                await connection.send("manifest", manifest=self._manifest, world_rank=0)
+                hello = await connection.receive()
             layout = Layout.from_message(hello["layout"])
             if not self._memories:
                 for index, numel in enumerate(layout.sizes):
@@ -108,12 +131,20 @@ class ScriptedDaemon:
                     self._memories.append(memory)
                     self._descriptors += descriptors
             await connection.welcome(self._descriptors, **self._welcome)
+            outcome: Answer | None = None
             while True:
                 message = await connection.receive()
-                self.messages.append(message)
-                memory = self._memories[0]
-                buffers = [np.frombuffer(b, np.float32, memory.numel) for b in (memory.out, memory.inn)]
-                answer = self._rule(message, *buffers)
+                if message["kind"] == "collect":
+                    answer, outcome = outcome, None
+                else:
+                    self.messages.append(message)
+                    if message["kind"] == "offer":
+                        for fragment in range(1, len(self._memories)):
+                            out, inn = self.buffers(fragment)
+                            inn[:] = out
+                    answer = self._rule(message, *self.buffers(message.get("fragment", 0)))
+                if message["kind"] == "ready":
+                    answer, outcome = None, answer
                 if answer:
                     await connection.send(answer[0], **answer[1])
         except LinkLost:

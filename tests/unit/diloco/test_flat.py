@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
-from diloco.flat import copy_in, copy_out, layout_of, pieces_of
+from diloco.errors import UserError
+from diloco.flat import copy_in, copy_out, layout_of, merge, pieces_of, shift
 from diloco.options import TrainConfig
 from diloco.sharding import Precision, prepare
 from tests.support.tiny_model import tiny_llama
@@ -47,13 +49,43 @@ def test_memory_holds_the_parameters_in_order():
     assert torch.equal(memory, torch.cat([p.detach().flatten() for p in model.parameters()]))
 
 
-def test_fragments_share_the_parameters_about_evenly():
+def test_layers_go_round_the_fragments_and_all_else_goes_where_least_is():
     model = tiny_llama()
-    layout = layout_of(model, 3)
-    whole = layout_of(model).sizes[0]
-    assert sum(layout.sizes) == whole
-    assert min(layout.sizes) > 0
-    assert torch.equal(torch.cat(written(model, 3)), written(model)[0])
+    layout = layout_of(model, 2)
+    assert sum(layout.sizes) == layout_of(model).sizes[0]
+    for index, fragment in enumerate(layout.fragments):
+        layers = {slot.name.split(".")[2] for slot in fragment if slot.name.startswith("model.layers.")}
+        assert layers == {str(index)}
+    rest = [slot.name for fragment in layout.fragments for slot in fragment if ".layers." not in slot.name]
+    assert sorted(rest) == ["lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"]
+    assert max(layout.sizes) < 1.2 * min(layout.sizes)
+
+
+def test_a_model_of_too_few_layers_is_refused():
+    with pytest.raises(UserError, match="num-fragments 9: 2 would do"):
+        layout_of(nn.Linear(2, 2), 9)
+
+
+def test_fragments_hold_the_parameters_where_the_layout_says():
+    model = tiny_llama()
+    parameters, memories = dict(model.named_parameters()), written(model, 3)
+    for fragment, memory in zip(layout_of(model, 3).fragments, memories, strict=True):
+        for slot in fragment:
+            found = memory[slot.offset : slot.offset + slot.numel].view(slot.shape)
+            assert torch.equal(found, parameters[slot.name])
+
+
+def test_what_was_trained_since_the_snapshot_is_kept_whole_by_a_merge():
+    model = nn.Linear(2, 1, bias=False)
+    pieces = pieces_of(model, layout_of(model))
+    nn.init.constant_(model.weight, 11.0)
+    merge(pieces, [torch.full((2,), 10.0)], [torch.full((2,), 4.0)])
+    assert model.weight.unique().tolist() == [5.0]
+    nn.init.constant_(model.weight, 11.0)
+    merge(pieces, [torch.full((2,), 10.0)], [torch.full((2,), 4.0)], mixing=0.5)
+    assert model.weight.unique().tolist() == [8.0]
+    shift(pieces, [torch.full((2,), -1.0)])
+    assert model.weight.unique().tolist() == [7.0]
 
 
 def test_wrappers_do_not_change_the_layout():

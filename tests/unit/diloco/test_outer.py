@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from diloco.errors import DilocoError
+from diloco.errors import UserError as DilocoUserError
 from diloco.outer import PROGRESS_INTERVAL_S, Diloco, Position, Restored, _Progress
 from peers.errors import LinkLost, UserError
 from peers.link import LINK_ENV
@@ -40,7 +41,7 @@ def test_alone_it_only_counts_steps(model, monkeypatch):
 def test_weights_come_from_the_commit_at_each_epochs_end(model, path):
     with ScriptedDaemon(path) as daemon:
         outer = Diloco(model)
-        assert (outer.active, outer.world_rank, outer.local_steps) == (True, 0, 2)
+        assert (outer.active, outer.world_rank, outer.steps_per_epoch) == (True, 0, 2)
         commits = [outer.step(num_tokens=5) for _ in range(4)]
         outer.finish()
     assert [commit and commit.epoch for commit in commits] == [None, 1, None, 2]
@@ -112,7 +113,9 @@ def test_a_checkpoint_of_the_swarms_state_keeps_its_own_weights(model, path, tmp
     def restore(world_rank):
         assert world_rank == 0
         nn.init.constant_(model.weight, 3.0)
-        return Restored(position=Position(epoch=6, local_step=1, data_base=4), tokens=30, directory=tmp_path)
+        return Restored(
+            position=Position(epoch=6, local_step=1, data_base=4), tokens=(30,), directory=tmp_path
+        )
 
     with ScriptedDaemon(path) as daemon:
         outer = Diloco(model, restore=restore)
@@ -172,3 +175,96 @@ def test_progress_is_reported_once_a_second_with_its_rate():
     assert [progress.due(10, now) for now in (0.0, 0.4, 0.8)] == [None, None, None]
     assert progress.due(10, PROGRESS_INTERVAL_S + 0.5) == pytest.approx(20.0)
     assert progress.due(10, 2.0) is None
+
+
+def trained(outer: Diloco, model: nn.Module) -> list[int | None]:
+    """Two steps, each of which adds 1 to every weight; the epochs they ended."""
+    epochs = []
+    for _ in range(2):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1.0)
+        commit = outer.step(num_tokens=5)
+        epochs.append(commit and commit.epoch)
+    return epochs
+
+
+@pytest.mark.parametrize(("mixing", "merged"), [(0.0, 5 + 2), (0.5, 5 + 2 + 0.5 * 5)])
+def test_training_goes_on_while_a_round_takes_place(model, path, mixing, merged):
+    with ScriptedDaemon(path, local_steps=4, overlap_steps=2, mixing=mixing) as daemon:
+        outer = Diloco(model)
+        assert trained(outer, model) == [None, None]
+        assert outer.in_flight
+        assert trained(outer, model) == [None, 1]
+        assert not outer.in_flight
+        # Ten when it left, two more since; the round has made five of the ten.
+        assert model.weight.unique().tolist() == [merged]
+        assert outer.position == Position(epoch=1, local_step=0, data_base=3)
+        ready = next(m for m in daemon.messages if m["kind"] == "ready")
+        assert (ready["local_step"], ready["tokens"], ready["step"]) == (2, 10, 2)
+        assert outer.tokens == [10]
+
+
+def test_fragments_are_averaged_one_after_the_other(path):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 8.0)
+    with ScriptedDaemon(path, local_steps=4, num_fragments=2) as daemon:
+        outer = Diloco(model)
+        assert trained(outer, model) == [None, 1]
+        assert [layer.weight.unique().tolist() for layer in model] == [[5.0], [10.0]]
+        assert trained(outer, model) == [None, 2]
+        assert [layer.weight.unique().tolist() for layer in model] == [[7.0], [6.0]]
+        assert outer.nominal_step == 4
+    ready = [(m["fragment"], m["tokens"]) for m in daemon.messages if m["kind"] == "ready"]
+    assert ready == [(0, 10), (1, 20)]
+
+
+def test_every_fragment_is_averaged_once_more_when_the_run_ends(path):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    with ScriptedDaemon(path, local_steps=6, num_fragments=3, overlap_steps=1) as daemon:
+        outer = Diloco(model, max_steps=4)
+        while not outer.done:
+            last = outer.step(num_tokens=1)
+        outer.finish()
+    ready = [(m["fragment"], m["local_step"], m["last"]) for m in daemon.messages if m["kind"] == "ready"]
+    assert ready == [(0, 1, False), (1, 2, False), (2, 0, False), (0, 0, True)]
+    assert (last.epoch, outer.nominal_step) == (4, 4)
+
+
+def test_work_that_missed_its_round_counts_the_next_time(path, model):
+    def rule(message, out, inn):
+        kind, fields = halving(message, out, inn)
+        if message["kind"] == "ready" and message["epoch"] == 0:
+            fields = {**fields, "contributors": [], "epoch": 3}
+        return kind, fields
+
+    with ScriptedDaemon(path, rule, local_steps=2) as daemon:
+        outer = Diloco(model)
+        for _ in range(2):
+            trained(outer, model)
+    assert [m["tokens"] for m in daemon.messages if m["kind"] == "ready"] == [10, 20]
+
+
+def test_fragments_whose_anchor_moved_meanwhile_are_shifted(path):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    nn.init.constant_(model[1].weight, 8.0)
+
+    def rule(message, out, inn):
+        kind, fields = halving(message, out, inn)
+        if message["kind"] == "ready":
+            daemon.buffers(1)[1][:] = -3.0
+            fields = {**fields, "shifted": [1]}
+        return kind, fields
+
+    with ScriptedDaemon(path, rule, local_steps=4, num_fragments=2) as daemon:
+        trained(Diloco(model), model)
+    assert model[1].weight.unique().tolist() == [7.0]
+
+
+def test_a_checkpoint_with_other_fragments_is_refused(model, path, tmp_path):
+    def restore(world_rank):
+        return Restored(position=Position(), tokens=(1, 2), directory=tmp_path)
+
+    with ScriptedDaemon(path), pytest.raises(DilocoUserError, match="num-fragments 2"):
+        Diloco(model, restore=restore)

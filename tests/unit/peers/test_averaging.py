@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,11 +12,13 @@ import torch
 
 from peers.averaging import Averager, AveragingSettings
 from peers.errors import StateUnavailable
+from peers.handover import Memories
 from peers.mesh import Mesh
 from peers.outer_optimizer import OuterOptimizer
 from peers.outer_state import OuterState
 from peers.records import Announcement
 from peers.round_messages import Ask
+from peers.schedule import Schedule
 from peers.streams import StreamPool
 from tests.support.round_world import status
 
@@ -28,12 +31,28 @@ class NoTransport:
         raise AssertionError("nobody is there")
 
 
-def an_averager(others: dict[int, Announcement] | None = None, me: int = 0) -> Averager:
+def memories(*sizes: int, value: float = 1.0) -> Memories:
+    sizes = sizes or (1000,)
+    return Memories(
+        tuple(torch.full((size,), value) for size in sizes), tuple(torch.zeros(size) for size in sizes)
+    )
+
+
+def an_averager(
+    others: dict[int, Announcement] | None = None,
+    me: int = 0,
+    *,
+    state: OuterState | None = None,
+    better: OuterState | None = None,
+    num_fragments: int = 1,
+) -> Averager:
     def view() -> dict[int, Announcement]:
         return {**(others or {}), me: status(me, lineage=averager.state.lineage, epoch=averager.state.epoch)}
 
     async def download(_donors: list[str], _lineage: str) -> OuterState:
-        raise StateUnavailable("nobody hands it over")
+        if better is None:
+            raise StateUnavailable("nobody hands it over")
+        return better
 
     mesh = Mesh(
         run_id="t", peer_id="me", transport=NoTransport(), status=bytes,
@@ -43,7 +62,11 @@ def an_averager(others: dict[int, Announcement] | None = None, me: int = 0) -> A
         me=me,
         incarnation=1,
         settings=AveragingSettings(
-            local_steps=2, codec="fp32", strategy="NO_WAIT", matchmaking_s=0.2, averaging_timeout_s=0.5
+            schedule=Schedule(local_steps=2 * num_fragments, num_fragments=num_fragments),
+            codec="fp32",
+            strategy="NO_WAIT",
+            matchmaking_s=0.2,
+            averaging_timeout_s=0.5,
         ),
         mesh=mesh,
         pool=StreamPool(NoTransport(), "t"),
@@ -52,7 +75,7 @@ def an_averager(others: dict[int, Announcement] | None = None, me: int = 0) -> A
         download=download,
         changed=lambda: None,
     )
-    averager.adopt(OuterState.initial([torch.zeros(1000)]))
+    averager.adopt(state or OuterState.initial([torch.zeros(1000)]))
     return averager
 
 
@@ -69,8 +92,7 @@ async def running(averager: Averager) -> AsyncIterator[None]:
 def test_no_worker_starts_between_anothers_readiness_and_its_commit():
     async def scenario() -> None:
         averager = an_averager()
-        local, result = torch.ones(1000), torch.zeros(1000)
-        averaging = asyncio.create_task(averager.average(local, result, tokens=1, step=2, last=False))
+        averaging = asyncio.create_task(averager.average(memories(), 0, tokens=1, step=2, last=False))
         await asyncio.sleep(0)
         # The worker has died, and its successor asks where to start: not before this work is in.
         idle = asyncio.create_task(averager.idle())
@@ -95,9 +117,7 @@ def test_deadlines_hold_however_much_a_peer_talks():
 
         talking = asyncio.create_task(talk())
         async with running(averager), asyncio.timeout(20):
-            outcome = await averager.average(
-                torch.ones(1000), torch.zeros(1000), tokens=1, step=2, last=False
-            )
+            outcome = await averager.average(memories(), 0, tokens=1, step=2, last=False)
         talking.cancel()
         assert outcome.contributors == [1]
 
@@ -107,6 +127,29 @@ def test_deadlines_hold_however_much_a_peer_talks():
 def test_what_a_peer_says_while_nobody_listens_takes_bounded_memory():
     averager = asyncio.run(_deafened())
     assert averager._events.qsize() < 1000
+
+
+def test_who_has_missed_other_fragments_brings_its_work_to_their_new_anchors():
+    async def scenario() -> None:
+        old = OuterState.initial([torch.ones(4), torch.ones(3)])
+        new = OuterState.initial([torch.ones(4), torch.ones(3)])
+        optimizer = OuterOptimizer(lr=1.0, momentum=0.0)
+        for fragment in range(2):
+            average = torch.full((new.sizes[fragment],), 0.25 * (1 + fragment))
+            optimizer.commit(new, fragment, average, tokens=5, data_width=2)
+        optimizer.commit(new, 0, torch.full((4,), 0.125), tokens=5, data_width=2)
+        ahead = dataclasses.replace(status(0, lineage=new.lineage, epoch=3, tokens=15), local_step=1)
+        averager = an_averager({0: ahead}, me=1, state=old, better=new, num_fragments=2)
+        handed_over = memories(4, 3, value=1.5)
+        async with running(averager), asyncio.timeout(20):
+            outcome = await averager.average(handed_over, 0, tokens=1, step=2, last=False)
+        # The others are at fragment 1 now, so this peer's half a unit of work on fragment 0 waits for the next time.
+        assert (outcome.epoch, outcome.contributors, outcome.shifted, outcome.local_step) == (3, [], [1], 1)
+        assert handed_over.inn[0].tolist() == [1 - 0.25 - 0.125 + 0.5] * 4
+        assert handed_over.inn[1].tolist() == [-0.5] * 3
+        assert handed_over.out[0].tolist() == [1.5] * 4
+
+    asyncio.run(scenario())
 
 
 async def _deafened() -> Averager:

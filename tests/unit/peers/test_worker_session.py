@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from peers.averaging import Outcome
 from peers.errors import UserError
+from peers.handover import Memories, Outcome, Start
 from peers.layout import Layout, ParameterSlot
 from peers.link import WorkerLink, listen
-from peers.worker_session import Start, serve_workers
+from peers.worker_session import serve_workers
 
 NUMEL = 8
 LAYOUT = Layout(((ParameterSlot("w", (NUMEL,), 0),),))
@@ -37,13 +36,13 @@ class SlowHost:
         if layout.digest != LAYOUT.digest:
             raise UserError("another model")
 
-    async def start(self, out: torch.Tensor, inn: torch.Tensor, offer: dict[str, Any]) -> Start:
+    async def start(self, memories: Memories, offer: dict[str, Any]) -> Start:
         raise AssertionError("no test gets so far")
 
-    async def average(self, out: torch.Tensor, inn: torch.Tensor, ready: dict[str, Any]) -> Outcome:
+    async def average(self, memories: Memories, ready: dict[str, Any]) -> Outcome:
         self.averaging.set()
         await self.go_on.wait()
-        self.averaged.append(float(out[0]))
+        self.averaged.append(float(memories.out[0][0]))
         raise UserError("that is all the test needs")
 
     async def save(self, directory: Path) -> None: ...

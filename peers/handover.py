@@ -1,0 +1,62 @@
+"""What the daemon and its worker hand each other over the link."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Where a worker begins; what `start` says. The weights are in *in*, unless it keeps its own."""
+
+    epoch: int
+    local_step: int
+    data_base: int
+    anchor_digest: str
+    lineage: str
+    num_peers: int
+    keep_local: bool
+
+
+@dataclass(frozen=True)
+class Memories:
+    """One life's shared memories as flat fp32 tensors, by fragment."""
+
+    out: tuple[torch.Tensor, ...]
+    inn: tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How an epoch ended for this peer; what the worker's `committed` says."""
+
+    epoch: int
+    fragment: int
+    """The one that was handed over."""
+    local_step: int
+    lineage: str
+    anchor_digest: str
+    contributors: list[int]
+    """World ranks whose work is in this anchor, as far as this peer knows: after catching up, at most itself."""
+    shifted: list[int]
+    """Other fragments whose anchor has moved; their *in* holds by how much."""
+    last: bool
+    num_peers: int
+    sent_bytes: int
+    received_bytes: int
+    round_s: float
+    """From the group to the commit, failed attempts included."""
+    connect_s: float
+    """Of the last attempt, as are the next three: until all streams stood."""
+    reduce_s: float
+    """From then on until all sums were in place."""
+    vote_s: float
+    """From then on until the commit: the trial step, and everybody's vote."""
+    apply_s: float
+    """The outer step."""
+    wait_s: float
+    """From this peer's readiness to the group."""
+    num_failures: int
+    data_base: int

@@ -1,0 +1,80 @@
+"""When which fragment is averaged, and how its result comes back: arithmetic on step numbers.
+
+Streaming DiLoCo (arXiv 2501.18512) averages one fragment at a time: each of them every `local_steps` inner steps, one
+after the other at even distances. An epoch is the way to one such outer step, so P fragments make epochs of
+local_steps / P inner steps, and epoch e averages fragment e mod P. One fragment is classic DiLoCo.
+
+With overlap the weights of the fragment leave `overlap_steps` before the epoch's end and their average is merged at its
+end, so that the round has that many steps to take place in. At most one round is under way at a time. An overlap of
+all but one step of the epoch is the one-epoch delay of eager updates (arXiv 2502.12996): every peer goes on from its
+own fresh progress, and the others' reaches it one epoch late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from peers.errors import UserError
+
+DEFAULT_LOCAL_STEPS = 500
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """The same on all peers of a run."""
+
+    local_steps: int = DEFAULT_LOCAL_STEPS
+    """Inner steps between two averagings of one fragment (H)."""
+    num_fragments: int = 1
+    overlap_steps: int = 0
+    """Inner steps trained while a round takes place (tau)."""
+    mixing: float = 0.0
+    """How much of the snapshot's distance to the new anchor a peer keeps (alpha)."""
+
+    def __post_init__(self) -> None:
+        if self.local_steps < 1 or self.num_fragments < 1 or self.local_steps % self.num_fragments:
+            raise UserError(
+                f"--hv.local-steps {self.local_steps} does not divide by --hv.num-fragments {self.num_fragments}; "
+                f"{-(-self.local_steps // self.num_fragments) * self.num_fragments} steps would do"
+            )
+        if not 0 <= self.overlap_steps < self.steps_per_epoch:
+            raise UserError(
+                f"--hv.overlap-steps {self.overlap_steps} must be less than the {self.steps_per_epoch} steps between "
+                "two rounds (--hv.local-steps divided by --hv.num-fragments)"
+            )
+
+    @classmethod
+    def of(cls, manifest: Mapping[str, str | int | float | bool | None]) -> Schedule:
+        """What a manifest says. Raises UserError where its numbers do not go together."""
+        return cls(
+            local_steps=int(manifest.get("hv.local_steps") or DEFAULT_LOCAL_STEPS),
+            num_fragments=int(manifest.get("hv.num_fragments") or 1),
+            overlap_steps=int(manifest.get("hv.overlap_steps") or 0),
+            mixing=float(manifest.get("hv.mixing") or 0.0),
+        )
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.local_steps // self.num_fragments
+
+    def fragment_of(self, epoch: int) -> int:
+        """The fragment that this epoch averages."""
+        return epoch % self.num_fragments
+
+    def leaves_at(self, epoch: int, end_step: int | None) -> int:
+        """Local step of the epoch at which its fragment's weights are handed over.
+
+        The run's last epoch overlaps nothing: there is no training left that could hide its round.
+        """
+        is_last = end_step is not None and (epoch + 1) * self.steps_per_epoch >= end_step
+        return self.steps_per_epoch if is_last else self.steps_per_epoch - self.overlap_steps
+
+    def final_epoch(self, end_step: int) -> int:
+        """Epochs of a run of so many nominal steps: in the end every fragment is averaged once more."""
+        return -(-end_step // self.steps_per_epoch) + self.num_fragments - 1
+
+    def nominal_step(self, epoch: int, local_step: int, end_step: int | None) -> int:
+        """Inner steps since the start of the run as schedules count them, the same for fast and slow peers."""
+        step = epoch * self.steps_per_epoch + min(local_step, self.steps_per_epoch)
+        return step if end_step is None else min(step, end_step)

@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import pytest
+
+from peers.errors import UserError
+from peers.schedule import Schedule
+
+
+def test_each_fragment_is_averaged_every_local_steps_at_even_distances():
+    schedule = Schedule(local_steps=12, num_fragments=3)
+    assert schedule.steps_per_epoch == 4
+    assert [schedule.fragment_of(epoch) for epoch in range(5)] == [0, 1, 2, 0, 1]
+
+
+def test_weights_leave_before_the_epochs_end_but_for_the_runs_last():
+    schedule = Schedule(local_steps=10, overlap_steps=3)
+    assert [schedule.leaves_at(epoch, 25) for epoch in range(3)] == [7, 7, 10]
+    assert schedule.leaves_at(2, None) == 7
+
+
+@pytest.mark.parametrize(("end_step", "final"), [(1, 3), (4, 3), (5, 4), (8, 4)])
+def test_in_the_end_every_fragment_is_averaged_once_more(end_step, final):
+    assert Schedule(local_steps=12, num_fragments=3).final_epoch(end_step) == final
+
+
+def test_nominal_steps_stop_at_the_epochs_and_the_runs_end():
+    schedule = Schedule(local_steps=10)
+    assert [schedule.nominal_step(2, step, 25) for step in (0, 4, 9)] == [20, 24, 25]
+    assert schedule.nominal_step(2, 13, None) == 30
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"local_steps": 10, "num_fragments": 3}, "12 steps would do"),
+        ({"local_steps": 10, "num_fragments": 2, "overlap_steps": 5}, "must be less than the 5 steps"),
+    ],
+)
+def test_numbers_that_do_not_go_together_are_refused(fields, message):
+    with pytest.raises(UserError, match=message):
+        Schedule.of({f"hv.{name}": value for name, value in fields.items()})
