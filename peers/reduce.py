@@ -10,8 +10,8 @@ read, which holds back whoever runs ahead.
 
 No deadlock. A sender never waits for anything while it has contributions left, and a receiver waits for its turn only
 on the receiver of a smaller member. So the receiver of the smallest other member always reads, its stream always moves,
-and by induction those of all others do. Finished chunks lie in `result`, where each sender encodes them when it comes
-to them: they take no buffer that could run out.
+and by induction those of all others do. Finished chunks lie in `result`, encoded once by the receiver of the last
+member, until every sender has come to them: they take no buffer that could run out.
 
 Blame. Each stream carries, as its last words, whom the sender gives the round up for, so that a member that stops
 because of another is not taken for the culprit. A member that has sent its contributions and waits for a third one says
@@ -42,13 +42,15 @@ from peers.frames import (
     Kind,
     Stalled,
     Stopped,
+    prepare,
     receive_header,
     receive_into,
-    send_all,
+    send_frame,
 )
 from peers.reduce_arithmetic import Arithmetic, Scratch, reduce_alone
 from peers.reduce_plan import ReducePlan, ReduceReport
 from peers.reduce_progress import LAST_WORDS_S, Departed, Progress
+from peers.residuals import Residuals
 
 Sockets = Mapping[int, socket.socket]
 """By world rank."""
@@ -65,6 +67,7 @@ def reduce_pseudo_gradients(
     stall_timeout_s: float,
     cancelled: threading.Event,
     timeout_s: float = math.inf,
+    residuals: Residuals | None = None,
 ) -> ReduceReport:
     """Write the weighted average of all members' `anchor - local` to `result`: the same bits on each of them.
 
@@ -73,10 +76,13 @@ def reduce_pseudo_gradients(
     link takes for one chunk; `timeout_s` is for all of it. Raises RoundFailed, within a stall timeout of the fault, or
     a slice (0.05 s) of `cancelled`; then all sockets are shut down and `result` is undefined. Afterwards no thread is
     left in any case.
+
+    With `residuals` (those of this fragment) what a lossy codec lost in earlier rounds is sent too; who calls commits
+    them with the round.
     """
     if not anchor.numel() == local.numel() == result.numel() == plan.bounds[-1]:
         raise ValueError(f"the shares cover {plan.bounds[-1]} values, the tensors have {anchor.numel()}")
-    arithmetic = Arithmetic(plan, anchor, local, result)
+    arithmetic = Arithmetic(plan, anchor, local, result, residuals)
     reduction = _Reduction(plan, arithmetic, send, receive, stall_timeout_s)
     if not plan.others:
         try:
@@ -103,6 +109,8 @@ class _Reduction:
         # Inside, a member goes by its index in the group.
         self._send = {index: send[plan.members[index]] for index in others}
         self._receive = {index: receive[plan.members[index]] for index in others}
+        for sock in (*self._send.values(), *self._receive.values()):
+            prepare(sock)
         self._stall_timeout_s = stall_timeout_s
         self._progress = Progress(plan)
         self._sent = dict.fromkeys(others, 0)
@@ -154,15 +162,17 @@ class _Reduction:
             while (frame := progress.next_frame(other, self._stall_timeout_s / 4)) is not None:
                 kind, index = frame
                 if kind is Kind.ALIVE:
-                    self._send_bytes(other, HEADER.pack(kind, 0, 0))
-                    continue
-                payload = self._encode(kind, other, index, scratch).numpy()
-                self._send_bytes(other, HEADER.pack(kind, index, len(payload)))
-                self._send_bytes(other, payload.data)
-                self._sent[other] += HEADER.size + len(payload)
+                    self._send_frame(other, kind, 0)
+                elif kind is Kind.RESULT:
+                    self._send_frame(other, kind, index, self._arithmetic.finished(index))
+                    if progress.result_sent(other, index):
+                        self._arithmetic.settle(index, scratch)
+                else:
+                    payload = self._arithmetic.encode_contribution(other, index, scratch)
+                    self._send_frame(other, kind, index, payload)
             if progress.failure is not None:
                 culprit = progress.failure.culprit
-                self._send_bytes(other, HEADER.pack(Kind.ABORT, NOBODY if culprit is None else culprit, 0))
+                self._send_frame(other, Kind.ABORT, NOBODY if culprit is None else culprit)
         except Closed:
             if progress.lost_while_sending(other):
                 self._hear_last_words(other)
@@ -171,21 +181,17 @@ class _Reduction:
         except Stopped:
             return
 
-    def _encode(self, kind: Kind, other: int, index: int, scratch: Scratch) -> Tensor:
-        if kind is Kind.CONTRIBUTION:
-            return self._arithmetic.encode_contribution(other, index, scratch)
-        payload = self._arithmetic.encode_result(index, scratch)
-        if self._progress.result_encoded(other, index):
-            self._arithmetic.settle_result(index, payload)
-        return payload
-
-    def _send_bytes(self, other: int, payload: memoryview | bytes) -> None:
-        send_all(
+    def _send_frame(self, other: int, kind: Kind, chunk: int, payload: Tensor | None = None) -> None:
+        data = payload.numpy().data if payload is not None else memoryview(b"")
+        send_frame(
             self._send[other],
-            payload,
+            Header(kind, chunk, len(data)),
+            data,
             2 * self._stall_timeout_s,
-            stop=lambda: self._progress.must_stop_sending(other),
+            lambda: self._progress.must_stop_sending(other),
         )
+        if payload is not None:
+            self._sent[other] += HEADER.size + len(data)
 
     # Receiving
 
@@ -224,13 +230,14 @@ class _Reduction:
             owner = self._plan.me if kind is Kind.CONTRIBUTION else other
             if header != (kind, index, size := self._arithmetic.payload_bytes(owner, index)):
                 raise ProtocolError(f"sent {header} in place of {kind.name} {index} of {size} bytes")
-            payload = buffer[:size]
+            place = self._arithmetic.place_for_result(other, index) if kind is Kind.RESULT else None
+            payload = buffer[:size] if place is None else place
             receive_into(
                 self._receive[other], payload.numpy().data, self._stall_timeout_s, self._progress.has_failed
             )
             self._received[other] += HEADER.size + size
             if kind is Kind.RESULT:
-                self._arithmetic.take_result(other, index, payload, scratch)
+                self._arithmetic.take_result(other, index, payload)
             else:
                 self._add_in_turn(other, index, payload, scratch)
             taken[kind] += 1
@@ -243,6 +250,8 @@ class _Reduction:
         self._arithmetic.add(other, index, payload, scratch)
         if other == plan.others[-1] and plan.me > other:
             self._add_own(index, scratch)
+        if other == plan.others[-1]:
+            self._arithmetic.finish(index, scratch)
         self._progress.chunk_added(other, index)
 
     def _add_own(self, index: int, scratch: Scratch) -> None:

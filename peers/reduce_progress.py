@@ -38,7 +38,7 @@ class Progress:
         self._num_added = dict.fromkeys(others, 0)
         self._num_finished = 0
         self._num_sent_contributions = dict.fromkeys(others, 0)
-        self._num_encoded_results = dict.fromkeys(others, 0)
+        self._num_sent_results = dict.fromkeys(others, 0)
         self._received_all: set[int] = set()
         self._departed: set[int] = set()
         self._stop_sending_at = float("inf")
@@ -54,7 +54,7 @@ class Progress:
         """
         with self._lock:
             while self.failure is None:
-                if (result := self._num_encoded_results[other]) < self._num_finished:
+                if (result := self._num_sent_results[other]) < self._num_finished:
                     return Kind.RESULT, result
                 if (contribution := self._num_sent_contributions[other]) < self._num_theirs[other]:
                     self._num_sent_contributions[other] += 1
@@ -65,15 +65,12 @@ class Progress:
                     return Kind.ALIVE, 0
         return None
 
-    def result_encoded(self, other: int, index: int) -> bool:
-        """Whether all senders have now encoded this chunk.
-
-        True once for every chunk. Who is told so for one chunk is in no other chunk meanwhile, and all senders go
-        through the chunks in order: so what is done about it is done in order, too.
-        """
+    def result_sent(self, other: int, index: int) -> bool:
+        """Whether all senders have now sent this chunk: True for one of them, once for every chunk."""
         with self._lock:
-            self._num_encoded_results[other] = index + 1
-            return min(self._num_encoded_results.values()) == index + 1
+            self._num_sent_results[other] = index + 1
+            senders = self._num_sent_results.values()
+            return min(senders) == index + 1
 
     def must_stop_sending(self, other: int) -> bool:
         """A frame that was begun is finished first, for the last words to be understood; the culprit needs none."""
