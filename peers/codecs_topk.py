@@ -75,7 +75,7 @@ class TopKCodec:
     name = "topk"
     lossless = False
     residual_decay = DECAY
-    residual_reach = 4.0
+    residual_reach = 1.0
 
     def __init__(self, kept: int) -> None:
         assert 0 < kept < SECTION_NUMEL, "the count of a section is a byte"

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from peers.outer_state import Digests, OuterState, num_threads
 from peers.reduce_plan import CHUNK_NUMEL, slices
+from peers.residuals import contribution
 from peers.state_header import DIGEST_BYTES, StateChunk, StateHeader, chunks_of
 
 
@@ -112,14 +113,16 @@ class OuterOptimizer:
         torch.sub(old_anchor, scratch, out=anchor)
 
 
-def norm_of_pseudo_gradient(anchor: Tensor, local: Tensor) -> float:
-    """The L2 norm of `anchor - local`; not finite if any value of it is not, or its square overflows fp32."""
+def norm_of_pseudo_gradient(anchor: Tensor, local: Tensor, residual: Tensor | None = None) -> float:
+    """The L2 norm of what a peer has to send, `(anchor - local) + residual`; this is the norm to announce.
+
+    Not finite if any value of it is not, or its square overflows fp32.
+    """
     scratch = torch.empty(min(anchor.numel(), CHUNK_NUMEL))
     energy = 0.0
     for part in slices(anchor.numel()):
-        difference = scratch[: part.stop - part.start]
-        torch.sub(anchor[part], local[part], out=difference)
-        energy += float(torch.dot(difference, difference))
+        values = contribution(anchor, local, residual, part, scratch)
+        energy += float(torch.dot(values, values))
     return math.sqrt(energy) if energy >= 0 else math.nan
 
 

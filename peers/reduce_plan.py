@@ -7,7 +7,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from peers.codecs import codec_named
+from peers.codecs import codec_named, result_codec_named
 from peers.errors import ProtocolError
 
 CHUNK_NUMEL = 1 << 18
@@ -68,10 +68,18 @@ class ReducePlan:
         """The most energy (sum of squares) that this member's decoded contribution to one share may have."""
         return codec_named(self.codec).energy_bound(self.norms[member], self.bounds[-1])
 
+    def average_bound(self) -> float:
+        """The largest L2 norm that the average may have: weighted norms add up at worst."""
+        return sum(w * math.sqrt(self.contribution_bound(i)) for i, w in enumerate(self.weights))
+
+    def result_residual_bound(self) -> float:
+        """The largest L2 norm of what an owner may add to its share of the average: the losses of earlier rounds."""
+        return result_codec_named(self.codec).residual_reach * self.average_bound()
+
     def result_bound(self) -> float:
-        """The most energy that the decoded average may have: weighted norms add up at worst."""
-        reach = sum(w * math.sqrt(self.contribution_bound(i)) for i, w in enumerate(self.weights))
-        return codec_named(self.codec).energy_bound(reach, self.bounds[-1])
+        """The most energy that the decoded result of one share may have."""
+        norm = self.average_bound() + self.result_residual_bound()
+        return result_codec_named(self.codec).energy_bound(norm, self.bounds[-1])
 
     def weights_fp32(self) -> tuple[float, ...]:
         """The weights as every member applies them: rounded to fp32 once, here."""
