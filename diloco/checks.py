@@ -56,6 +56,26 @@ def whole(_type: Any, tokens: Sequence[Token]) -> int:
     return int(text) if text.lstrip("+-").isdigit() else int(number)
 
 
+def rate_or_auto(most: float = math.inf) -> Callable[[Any, Sequence[Token]], float | None]:
+    """Converts a number from 0 to `most`; `auto` becomes None."""
+
+    def convert(_type: Any, tokens: Sequence[Token]) -> float | None:
+        text = tokens[-1].value
+        if text == "auto":
+            return None
+        try:
+            value = float(text)
+        except ValueError:
+            raise ValueError(f'"{text}" is neither a number nor auto.') from None
+        if not (math.isfinite(value) and 0 <= value <= most):
+            raise ValueError(
+                f"It must be auto or a number from 0{f' to {most:g}' if most < math.inf else ' on'}."
+            )
+        return value
+
+    return convert
+
+
 def codec(_type: Any, tokens: Sequence[Token]) -> str:
     """Our codec for a name of ours or of hivemind's."""
     name = tokens[-1].value

@@ -6,12 +6,13 @@ peer that does not name one adopts the swarm's. The rest is each peer's own busi
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from diloco.checks import addresses, at_least, codec, finite, safe_name, up_to, whole
+from diloco.checks import addresses, at_least, codec, finite, rate_or_auto, safe_name, up_to, whole
 
 SHARED = {"shared": True}
 
@@ -33,6 +34,13 @@ def address_list(alias: str = "", *, of_peers: bool = False) -> Parameter:
         converter=addresses(of_peers=of_peers),
         metavar="MADDR...",
         show_default=lambda value: ", ".join(value) or "none",
+    )
+
+
+def auto(most: float = math.inf) -> Parameter:
+    """A number from 0 on that is worked out where it is not given, or given as auto."""
+    return Parameter(
+        converter=rate_or_auto(most), metavar="NUMBER|auto", show_default=lambda value: value or "auto"
     )
 
 
@@ -72,12 +80,10 @@ class HvConfig:
         default=0.0, metadata=SHARED
     )
     """With overlap: how much of its own distance from the new weights a peer keeps (alpha of arXiv 2501.18512)."""
-    outer_lr: Rate = field(default=0.7, metadata=SHARED)
-    """Learning rate of the outer Nesterov SGD (arXiv 2311.08105)."""
-    outer_momentum: Annotated[Rate, Parameter(validator=(finite, at_least(0), up_to(1)))] = field(
-        default=0.9, metadata=SHARED
-    )
-    """Momentum of the outer Nesterov SGD."""
+    outer_lr: Annotated[float | None, auto()] = field(default=None, metadata=SHARED)
+    """Learning rate of the outer Nesterov SGD; auto: by the peers in the round and H (arXiv 2503.09799)."""
+    outer_momentum: Annotated[float | None, auto(1.0)] = field(default=None, metadata=SHARED)
+    """Momentum of the outer Nesterov SGD; auto: 0.9 (arXiv 2311.08105), 0 for topk (arXiv 2508.15706)."""
     compression: Annotated[
         Literal["fp32", "fp16"], Parameter(alias="--hv.hivemind-compression", converter=codec)
     ] = field(default="fp32", metadata=SHARED)

@@ -118,13 +118,13 @@ class Averager:
         settings: AveragingSettings,
         mesh: Mesh,
         pool: StreamPool,
-        optimizer: OuterOptimizer,
+        optimizer_for: Callable[[int], OuterOptimizer],
         view: Callable[[], Mapping[int, Announcement]],
         download: Callable[[list[str], str], Any],
         changed: Callable[[], None],
     ) -> None:
         self._me, self._incarnation, self._settings = me, incarnation, settings
-        self._mesh, self._pool, self._optimizer = mesh, pool, optimizer
+        self._mesh, self._pool, self._optimizer_for = mesh, pool, optimizer_for
         self._newest_view, self._download, self._changed = view, download, changed
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._num_unread: Counter[int] = Counter()
@@ -333,7 +333,7 @@ class Averager:
         try:
             report = await self._exchange(group, waiting, ATTEMPT_SHARE * round_.timing.attempt_s)
             digests = await asyncio.to_thread(
-                self._optimizer.preview, self.state, waiting.fragment, waiting.result
+                self._optimizer_for(len(group.ranks)).preview, self.state, waiting.fragment, waiting.result
             )
         except (PeersError, OSError) as error:
             suspects = error.suspects if isinstance(error, RoundFailed) else frozenset[int]()
@@ -367,7 +367,6 @@ class Averager:
         streams = await self._connect(plan)
         waiting.clock.lap("connect_s")
         log.debug("reducing with %s", group.ranks)
-        clean = False
         try:
             report = await asyncio.to_thread(
                 reduce_pseudo_gradients,
@@ -381,11 +380,12 @@ class Averager:
                 timeout_s=timeout_s,
                 cancelled=self._cancelled,
             )
-            clean = True
-            waiting.clock.lap("reduce_s")
-            return report
-        finally:
-            (self._pool.give_back if clean else self._pool.discard)(streams)
+        except BaseException as error:
+            self._pool.discard(streams, error.suspects if isinstance(error, RoundFailed) else ())
+            raise
+        waiting.clock.lap("reduce_s")
+        self._pool.give_back(streams, sent_bytes=report.sent_bytes, seconds=waiting.clock.parts["reduce_s"])
+        return report
 
     async def _connect(self, plan: ReducePlan) -> RoundStreams:
         """Streams with all other members. Raises RoundFailed, soon when the attempt is cancelled."""
@@ -404,7 +404,7 @@ class Averager:
         state, schedule = self.state, self._settings.schedule
         waiting.clock.lap("vote_s")
         digests = await asyncio.to_thread(
-            self._optimizer.commit,
+            self._optimizer_for(len(group.ranks)).commit,
             state,
             waiting.fragment,
             waiting.result,

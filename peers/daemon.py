@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import torch
 
-from peers import membership, round_messages
+from peers import literature, membership, round_messages
 from peers.agreement import Agreement
 from peers.averaging import Averager, AveragingSettings
 from peers.dht import Dht
@@ -102,6 +102,19 @@ async def run_daemon(config: DaemonConfig, *, worker: WorkerFactory | None) -> i
         daemon = Daemon(config, identity, dht)
         stack.push_async_callback(daemon.close)
         return await daemon.live(accept, link_path, worker)
+
+
+def optimizer_of(manifest: Mapping[str, Scalar], num_members: int) -> OuterOptimizer:
+    """The outer optimizer of a round of so many members: what is not in the manifest follows the literature."""
+    schedule, codec = Schedule.of(manifest), str(manifest.get("hv.compression") or "fp32")
+    lr, momentum = manifest.get("hv.outer_lr"), manifest.get("hv.outer_momentum")
+    if lr is None:
+        lr = literature.outer_lr_for(
+            num_members, schedule.local_steps, num_fragments=schedule.num_fragments, compression=codec
+        )
+    if momentum is None:
+        momentum = literature.outer_momentum_for(codec)
+    return OuterOptimizer(lr=float(lr), momentum=float(momentum))
 
 
 class Daemon:
@@ -210,10 +223,7 @@ class Daemon:
             ),
             mesh=self._presence.mesh,
             pool=self._pool,
-            optimizer=OuterOptimizer(
-                lr=float(manifest.get("hv.outer_lr", 0.7) or 0.0),
-                momentum=float(manifest.get("hv.outer_momentum", 0.9) or 0.0),
-            ),
+            optimizer_for=lambda num_members: optimizer_of(manifest, num_members),
             view=lambda: self._presence.view,
             download=self._host.download,
             changed=self._presence.publish,

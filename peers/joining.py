@@ -10,10 +10,13 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
+from peers.errors import UserError
 from peers.membership import View, best_of, preference
 from peers.records import Announcement
+from peers.schedule import Schedule
 
 Scalar = str | int | float | bool | None
+MAX_FRAGMENTS = 4096
 MAX_MANIFEST_BYTES = 256 << 10
 MAX_LOCAL_STEPS = 1 << 30
 MAX_OUTER_REAL = 1000.0
@@ -38,6 +41,17 @@ def check_manifest(value: Any) -> dict[str, Scalar]:
         real = value.get(key)
         if not (real is None or (type(real) in (int, float) and 0 <= real <= MAX_OUTER_REAL)):
             raise ValueError(f"{key} is no number between 0 and {MAX_OUTER_REAL:g}: {real!r:.40}")
+    for key, most in (("hv.num_fragments", MAX_FRAGMENTS), ("hv.overlap_steps", MAX_LOCAL_STEPS)):
+        count = value.get(key)
+        if not (count is None or (type(count) is int and 0 <= count <= most)):
+            raise ValueError(f"{key} is no whole number up to {most}: {count!r:.40}")
+    mixing = value.get("hv.mixing")
+    if not (mixing is None or (type(mixing) in (int, float) and 0 <= mixing <= 1)):
+        raise ValueError(f"hv.mixing is no number from 0 to 1: {mixing!r:.40}")
+    try:
+        Schedule.of(value)
+    except UserError as error:
+        raise ValueError(str(error)) from error
     if len(json.dumps(value)) > MAX_MANIFEST_BYTES:
         raise ValueError(f"a manifest has at most {MAX_MANIFEST_BYTES} bytes")
     return value

@@ -6,7 +6,7 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass, replace
 
-from diloco.literature import outer_momentum_for
+from peers.literature import outer_momentum_for
 from diloco.options import HvConfig, TrainConfig
 from peers.schedule import Schedule
 

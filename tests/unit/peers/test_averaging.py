@@ -70,7 +70,7 @@ def an_averager(
         ),
         mesh=mesh,
         pool=StreamPool(NoTransport(), "t"),
-        optimizer=OuterOptimizer(lr=0.7, momentum=0.9),
+        optimizer_for=lambda _num_members: OuterOptimizer(lr=0.7, momentum=0.9),
         view=view,
         download=download,
         changed=lambda: None,

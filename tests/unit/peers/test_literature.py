@@ -2,7 +2,7 @@
 
 import pytest
 
-from diloco.literature import (
+from peers.literature import (
     compression_for,
     fragments_for,
     outer_lr_for,
