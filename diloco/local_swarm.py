@@ -25,7 +25,9 @@ _START_TIMEOUT_S = 60.0
 # A peer needs its own few seconds to stop its workers and its p2pd.
 _POLICY = RestartPolicy(stop_timeout_s=6.0)
 # Given to each peer by the swarm itself.
-_OWN_FIELDS = frozenset({"run_dir", "hv.initial_peers", "hv.world_rank", "hv.galaxy_size", "hv.host_maddrs"})
+_OWN_FIELDS = frozenset(
+    {"run_dir", "hv.initial_peers", "hv.world_rank", "hv.galaxy_size", "hv.host_maddrs", "hv.data_port"}
+)
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -14,7 +15,7 @@ from diloco.options import HvConfig, Name, Seconds, address_list
 
 DEFAULTS = HvConfig()
 
-_WORDS = ("state", "anchor", "peer")
+_WORDS = ("state", "anchor", "path", "peer")
 
 app = App(name="status")
 
@@ -64,7 +65,7 @@ def _print_table(swarm: Mapping[str, Any]) -> None:
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("rank", "state", "epoch", "step", "tokens/s", "anchor", "seen", "peer"):
+    for column in ("rank", "state", "epoch", "step", "tokens/s", "anchor", "path", "seen", "peer"):
         table.add_column(column, no_wrap=True, justify="left" if column in _WORDS else "right")
     for peer in swarm["peers"]:
         table.add_row(
@@ -74,6 +75,7 @@ def _print_table(swarm: Mapping[str, Any]) -> None:
             str(peer["step"]),
             figure(peer["tokens_per_s"]),
             peer["anchor_digest"][:12] or "–",
+            _paths_in_words(peer["paths"]),
             f"{peer['last_seen_s']:.0f} s ago",
             # As the coordinator names it; --json has all of it.
             f"…{peer['peer_id'][-6:]}",
@@ -86,3 +88,11 @@ def _print_table(swarm: Mapping[str, Any]) -> None:
     )
     if swarm["peers"]:
         console.print(table)
+
+
+def _paths_in_words(paths: Mapping[str, str]) -> str:
+    """One word where all of a peer's streams go the same way, else how many go which."""
+    numbers = Counter(paths.values())
+    if len(numbers) == 1:
+        return next(iter(numbers))
+    return ", ".join(f"{path} {number}" for path, number in numbers.most_common()) or "–"

@@ -17,12 +17,12 @@ from typing import Any
 from peers.errors import PeersError, PeerUnreachable, UserError
 from peers.maddrs import Maddr, parse_maddr
 from peers.reception import Handler, Reception
+from peers.records import MAX_ENDPOINTS
 
 log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 3.0
 """What an endpoint that swallows packets may cost."""
-MAX_ENDPOINTS = 4
 _BACKLOG = 128
 _RETRY_INTERVAL_S = 0.2
 # A path that died in silence while nothing was to be sent shows within a minute.
@@ -54,6 +54,10 @@ class Direct:
             ) from error
         self._listener.setblocking(False)
         self._keep(self._accept(self._listener))
+
+    def knows(self, peer_id: str) -> bool:
+        """Whether this peer has announced where to call it."""
+        return bool(self._endpoints_of(peer_id))
 
     async def serve(self, protocol: str, handler: Handler) -> None:
         """From now on, `handler(authenticated peer id, stream)` owns each new stream on this protocol."""

@@ -99,6 +99,10 @@ def check_listenable(host_maddrs: Iterable[str]) -> None:
                 raise UserError(f"cannot listen on {text}: {_listen_advice(error, maddr)}") from error
 
 
+def is_loopback(maddr: Maddr) -> bool:
+    return maddr.kind in ("ip4", "ip6") and ipaddress.ip_address(maddr.host).is_loopback
+
+
 def by_reach(maddrs: Iterable[str]) -> list[str]:
     """The addresses, those reachable from farthest away first; loopback ones last."""
     return sorted(maddrs, key=lambda text: _nearness(parse_maddr(text)))

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgpack
 
+from peers import socket_io
 from peers.errors import PeerUnreachable, ProtocolError
 
 MAX_MESSAGE_BYTES = 1 << 20
@@ -18,7 +19,7 @@ _LENGTH = struct.Struct("<I")
 
 
 class Channel:
-    """Messages over a non-blocking socket, which it owns. One task may send while another receives."""
+    """Messages over a non-blocking socket, of TLS or not, which it owns. One task may send while another receives."""
 
     def __init__(self, sock: socket.socket, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
         sock.setblocking(False)
@@ -36,10 +37,10 @@ class Channel:
             raise ProtocolError(f"refusing to send a message of {len(body)} bytes")
         try:
             async with asyncio.timeout(timeout_s), self._sending:
-                await asyncio.get_running_loop().sock_sendall(self._sock, _LENGTH.pack(len(body)) + body)
+                await socket_io.send_all(self._sock, _LENGTH.pack(len(body)) + body)
         except TimeoutError as error:
-            # Part of the frame may be out: nothing after it would make sense.
-            self.close()
+            # Part of the frame may be out: nothing after it would make sense. Whoever receives still has the socket.
+            self.break_off()
             raise PeerUnreachable(f"could not send within {timeout_s:g} s") from error
         except OSError as error:
             raise PeerUnreachable(f"the stream broke: {error}") from error
@@ -79,7 +80,7 @@ class Channel:
 
     async def _fill(self, num_bytes: int) -> None:
         while len(self._received) < num_bytes:
-            piece = await asyncio.get_running_loop().sock_recv(self._sock, num_bytes - len(self._received))
+            piece = await socket_io.receive(self._sock, num_bytes - len(self._received))
             if not piece:
                 raise PeerUnreachable("the peer closed the stream")
             self._received += piece

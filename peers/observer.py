@@ -69,6 +69,9 @@ def summary_of(run_id: str, peers: Iterable[Announcement], *, now: float) -> dic
                 "tokens_per_s": peer.tokens_per_s,
                 "last_seen_s": max(0.0, now - peer.time),
                 "maddrs": list(peer.maddrs),
+                "endpoints": list(peer.endpoints),
+                # As this peer says of its own streams, by the world rank of the other end.
+                "paths": {str(rank): path for rank, path in peer.paths},
             }
             for peer in present
         ],

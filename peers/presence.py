@@ -18,7 +18,7 @@ from peers.dht import Dht
 from peers.errors import PeersError, ProtocolError, UserError
 from peers.identity import Identity
 from peers.membership import View
-from peers.mesh import Mesh
+from peers.mesh import Mesh, StreamOpener
 from peers.records import MAX_MADDRS, PEERS_KEY, Announcement
 
 log = logging.getLogger(__name__)
@@ -45,6 +45,7 @@ class Presence:
         run_id: str,
         identity: Identity,
         dht: Dht,
+        transport: StreamOpener,
         galaxy_size: int | None,
         describe: Callable[[], Announcement],
         on_change: Callable[[], None],
@@ -60,7 +61,7 @@ class Presence:
         self.mesh = Mesh(
             run_id=run_id,
             peer_id=identity.peer_id,
-            transport=dht.transport,
+            transport=transport,
             status=lambda: describe().encode(identity),
             on_change=self._view_changed,
             on_message=on_message,

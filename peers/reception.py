@@ -79,15 +79,21 @@ class Reception:
         return stream
 
     async def receive(
-        self, sock: socket.socket, *, source: str, expected: str | None = None, plain: bool | None = None
+        self,
+        sock: socket.socket,
+        *,
+        source: str,
+        expected: str | None = None,
+        plain: bool | None = None,
+        strangers: bool = False,
     ) -> None:
         """Greet whoever has connected from `source`, and see to what he wants. Takes the socket over; raises nothing.
 
-        `expected`: the only peer it may be.
+        `expected`: the only peer it may be; `strangers`: whether those may call too that are not allowed otherwise.
         """
         try:
             with _counted(self._from, source, MAX_PER_SOURCE):
-                hello = await self._hello(sock, expected)
+                hello = await self._hello(sock, expected, strangers)
                 with _counted(self._of, hello.peer_id, MAX_PER_PEER):
                     stream, protocol = await self._answer(
                         sock, hello, self._plain if plain is None else plain
@@ -105,7 +111,7 @@ class Reception:
         self._calls.shutdown(wait=False, cancel_futures=True)
         self._answers.shutdown(wait=False, cancel_futures=True)
 
-    async def _hello(self, sock: socket.socket, expected: str | None) -> Hello:
+    async def _hello(self, sock: socket.socket, expected: str | None, strangers: bool) -> Hello:
         while len(self._silent) >= MAX_SILENT:
             oldest = next(iter(self._silent))
             self._silent.pop(oldest)
@@ -122,7 +128,7 @@ class Reception:
         peer_id = hello.peer_id
         if peer_id == self.credentials.peer_id or expected not in (None, peer_id):
             raise ProtocolError(f"it claims to be {peer_id}, which it cannot be")
-        if not self._allows(peer_id):
+        if not strangers and not self._allows(peer_id):
             raise ProtocolError(f"{peer_id} is no peer of this run")
         return hello
 

@@ -12,7 +12,8 @@ import msgpack
 
 from peers.errors import ProtocolError
 from peers.identity import Identity, verify
-from peers.maddrs import is_maddr
+from peers.maddrs import is_maddr, parse_maddr
+from peers.path_choice import Path
 
 MAX_RECORD_BYTES = 4096
 State = Literal["joining", "waiting", "training", "averaging", "leaving"]
@@ -24,10 +25,14 @@ MAX_AGE_S = 120.0
 
 MAX_WORLD_RANKS = 1 << 20
 MAX_MADDRS = 8
+MAX_ENDPOINTS = 4
+MAX_PATHS = 64
+"""A larger swarm is shown in part."""
 
 _MAX_COUNT = 1 << 62
 _MAX_REAL = 1e15
 _MAX_TEXT_CHARACTERS = 300
+_PATHS = [path.value for path in Path]
 _DIGEST = re.compile(r"[0-9a-f]{0,128}")
 
 
@@ -67,6 +72,10 @@ class Announcement:
     """Empty before the peer has agreed on a manifest."""
     maddrs: tuple[str, ...]
     time: float
+    endpoints: tuple[str, ...] = ()
+    """Where this peer takes calls for data over TCP of its own (/ip4/…/tcp/…)."""
+    paths: tuple[tuple[int, str], ...] = ()
+    """By which path its streams go, by world rank: for people to see."""
 
     def encode(self, identity: Identity) -> bytes:
         """The record for the DHT, under `identity.peer_id` as its subkey."""
@@ -77,7 +86,9 @@ class Announcement:
         """What this peer announced. Raises ProtocolError unless all of it is in order, and of `run_id`."""
         fields = unseal(peer_id, blob)
         _check(fields, _ANNOUNCEMENT_CHECKS, peer_id=peer_id, run_id=run_id, now=now)
-        return cls(**{**fields, "maddrs": tuple(fields["maddrs"])})
+        paths = tuple((rank, path) for rank, path in fields["paths"])
+        lists = {name: tuple(fields[name]) for name in ("maddrs", "endpoints")}
+        return cls(**{**fields, **lists, "paths": paths})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +182,23 @@ def _are_maddrs(value: Any) -> bool:
     )
 
 
+def _are_endpoints(value: Any) -> bool:
+    return (
+        _are_maddrs(value)
+        and len(value) <= MAX_ENDPOINTS
+        and all(maddr.port and not maddr.peer_id for maddr in map(parse_maddr, value))
+    )
+
+
+def _are_paths(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) <= MAX_PATHS
+        and all(isinstance(pair, list) and len(pair) == 2 for pair in value)
+        and all(_is_count(rank) and rank < MAX_WORLD_RANKS and path in _PATHS for rank, path in value)
+    )
+
+
 Checks = Mapping[str, Callable[[Any], bool]]
 
 _COORDINATOR_CHECKS: Checks = {
@@ -192,4 +220,6 @@ _ANNOUNCEMENT_CHECKS: Checks = {
     "tokens_per_s": _is_real,
     "anchor_digest": _is_digest,
     "manifest_digest": _is_digest,
+    "endpoints": _are_endpoints,
+    "paths": _are_paths,
 }

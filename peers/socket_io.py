@@ -67,7 +67,12 @@ async def _event(sock: socket.socket, add: Callable[..., object], remove: Callab
     descriptor = sock.fileno()
     if descriptor < 0:
         raise OSError("the stream is closed")
-    add(descriptor, lambda: ready.done() or ready.set_result(None))
+
+    def set_ready() -> None:
+        if not ready.done():
+            ready.set_result(None)
+
+    add(descriptor, set_ready)
     try:
         await ready
     finally:

@@ -55,7 +55,7 @@ async def _until_signal(config: DaemonConfig) -> int:
 
 def _config(text: bytes) -> DaemonConfig:
     fields = json.loads(text)
-    for name in ("initial_peers", "host_maddrs", "announce_maddrs"):
+    for name in ("initial_peers", "host_maddrs", "announce_maddrs", "announce_data_maddrs"):
         fields[name] = tuple(fields[name])
     fields["named"] = frozenset(fields["named"])
     return DaemonConfig(**fields)

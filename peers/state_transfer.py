@@ -23,6 +23,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from peers import socket_io
 from peers.errors import PeersError, PeerUnreachable, ProtocolError, StateUnavailable
 from peers.messages import Channel
 from peers.outer_state import OuterState, Snapshot, hash_chunk
@@ -280,14 +281,14 @@ def _bytes_of(values: Tensor) -> memoryview:
 async def _send_all(sock: socket.socket, view: memoryview) -> None:
     """Raises TimeoutError when a megabyte does not leave in time."""
     for start in range(0, len(view), 1 << 20):
-        await _in_time(asyncio.get_running_loop().sock_sendall(sock, view[start : start + (1 << 20)]))
+        await _in_time(socket_io.send_all(sock, view[start : start + (1 << 20)]))
 
 
 async def _receive_all(sock: socket.socket, view: memoryview) -> None:
     """Raises TimeoutError when no byte comes in time."""
     done = 0
     while done < len(view):
-        received = await _in_time(asyncio.get_running_loop().sock_recv_into(sock, view[done:]))
+        received = await _in_time(socket_io.receive_into(sock, view[done:]))
         if not received:
             raise PeerUnreachable("the peer closed the stream")
         done += received

@@ -16,10 +16,10 @@ import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from peers import socket_io
-from peers.errors import RoundFailed
+from peers.errors import PeersError, RoundFailed
 from peers.frames import HEADER, NOBODY, SLICE_S, Kind
 from peers.reduce_plan import ATTEMPT_BYTES
 
@@ -42,6 +42,16 @@ class StreamTransport(Protocol):
     ) -> None: ...
 
 
+class PathChoice(Protocol):
+    """The part of peers/paths.py that is needed here: which way the streams go, and how well."""
+
+    async def improved(self, peer_id: str, current: socket.socket) -> socket.socket | None: ...
+
+    def used(self, peer_id: str, stream: socket.socket, num_bytes: float, seconds: float) -> None: ...
+
+    def failed(self, peer_id: str, stream: socket.socket) -> None: ...
+
+
 @dataclass(frozen=True)
 class RoundStreams:
     """The streams of one attempt by world rank: blocking sockets, for threads."""
@@ -52,11 +62,16 @@ class RoundStreams:
 
 
 class StreamPool:
-    """Used from one event loop; the sockets it hands out are blocking, for threads."""
+    """Used from one event loop; the sockets it hands out are blocking, for threads.
 
-    def __init__(self, transport: StreamTransport, protocol: str) -> None:
-        self._transport, self._protocol = transport, protocol
+    With a `choice`, a kept stream gives way between rounds to one on a better path.
+    """
+
+    def __init__(self, transport: StreamTransport, protocol: str, choice: PathChoice | None = None) -> None:
+        self._transport, self._protocol, self._choice = transport, protocol, choice
         self._outgoing: dict[str, socket.socket] = {}
+        self._better: dict[str, socket.socket] = {}
+        self._improving: dict[str, asyncio.Task[None]] = {}
         self._idle: defaultdict[str, dict[socket.socket, asyncio.Task[bytes]]] = defaultdict(dict)
         self._named: dict[tuple[bytes, str], socket.socket] = {}
         self._awaited: dict[tuple[bytes, str], asyncio.Future[socket.socket]] = {}
@@ -102,8 +117,8 @@ class StreamPool:
             sock.setblocking(True)
         return streams
 
-    def give_back(self, streams: RoundStreams) -> None:
-        """Keep the streams of a clean round for the next one."""
+    def give_back(self, streams: RoundStreams, *, sent_bytes: int = 0, seconds: float = 0.0) -> None:
+        """Keep the streams of a clean round, which sent so many bytes on all of them in so long, for the next one."""
         for rank, peer in streams.peer_ids.items():
             outgoing, incoming = streams.send[rank], streams.receive[rank]
             outgoing.setblocking(False)
@@ -112,23 +127,38 @@ class StreamPool:
                 other.close()
             self._outgoing[peer] = outgoing
             self._watch(peer, incoming)
+            if self._choice is not None:
+                self._choice.used(peer, outgoing, sent_bytes / len(streams.peer_ids), seconds)
+                self._improve(self._choice, peer, outgoing)
 
-    def discard(self, streams: RoundStreams) -> None:
-        """Close the streams of a failed round: what is still in them belongs to no other."""
+    def discard(self, streams: RoundStreams, suspects: Iterable[int] = ()) -> None:
+        """Close the streams of a failed round: what is still in them belongs to no other.
+
+        Those with the suspects may have failed by their path, so another one is taken next.
+        """
+        if self._choice is not None:
+            for rank in set(suspects) & streams.send.keys():
+                self._choice.failed(streams.peer_ids[rank], streams.send[rank])
         for sock in (*streams.send.values(), *streams.receive.values()):
             sock.close()
 
     def drop(self, peer_id: str) -> None:
         """Close every idle stream with a peer that is lost."""
-        if (outgoing := self._outgoing.pop(peer_id, None)) is not None:
-            outgoing.close()
+        for kept in (self._outgoing, self._better):
+            if (outgoing := kept.pop(peer_id, None)) is not None:
+                outgoing.close()
+        if (improving := self._improving.get(peer_id)) is not None:
+            improving.cancel()
         for task in self._idle.pop(peer_id, {}).values():
             task.cancel()
 
     async def close(self) -> None:
         """Close every stream that is not in a round."""
-        tasks = [task for watched in self._idle.values() for task in watched.values()]
-        for peer in {*self._outgoing, *self._idle}:
+        tasks: list[asyncio.Task[Any]] = [
+            task for watched in self._idle.values() for task in watched.values()
+        ]
+        tasks += self._improving.values()
+        for peer in {*self._outgoing, *self._better, *self._improving, *self._idle}:
             self.drop(peer)
         for handle in self._expiries:
             handle.cancel()
@@ -163,11 +193,13 @@ class StreamPool:
 
     async def _name_outgoing(self, attempt: bytes, peer: str, timeout_s: float) -> socket.socket:
         """A stream to this peer, kept or new, on which the attempt has been named."""
-        kept = self._outgoing.pop(peer, None)
-        sock = kept if kept is not None and socket_io.is_silent(kept) else None
-        if sock is None:
-            if kept is not None:
+        sock = None
+        for kept in (self._better.pop(peer, None), self._outgoing.pop(peer, None)):
+            if kept is not None and (sock is not None or not socket_io.is_silent(kept)):
                 kept.close()
+            else:
+                sock = sock or kept
+        if sock is None:
             sock = await self._transport.open(peer, self._protocol, timeout_s=timeout_s)
         try:
             await socket_io.send_all(sock, attempt)
@@ -175,6 +207,24 @@ class StreamPool:
             sock.close()
             raise
         return sock
+
+    def _improve(self, choice: PathChoice, peer: str, current: socket.socket) -> None:
+        """Look for a better stream than the current one while no round waits for it; the next round takes it."""
+
+        async def improve() -> None:
+            try:
+                better = await choice.improved(peer, current)
+            except PeersError as error:
+                log.debug("no better stream to %s: %s", peer, error)
+                return
+            if better is not None:
+                if (older := self._better.pop(peer, None)) is not None:
+                    older.close()
+                self._better[peer] = better
+
+        if peer not in self._improving and peer not in self._better:
+            task = self._improving[peer] = asyncio.create_task(improve())
+            task.add_done_callback(lambda _: self._improving.pop(peer, None))
 
     # Incoming
 

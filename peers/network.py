@@ -1,0 +1,116 @@
+"""The ways to other peers that this one has, built, started and closed together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from peers.direct import Direct
+from peers.identity import Identity
+from peers.maddrs import Maddr, is_loopback, parse_maddr
+from peers.paths import Libp2p, Paths, TransportMode
+from peers.reception import Reception
+from peers.records import MAX_ENDPOINTS, MAX_PATHS, Announcement
+from peers.relay import Relay
+from peers.tls import Credentials
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkSettings:
+    """Where this peer listens, and by which paths its data may go."""
+
+    transport: TransportMode = "auto"
+    host_maddrs: Sequence[str] = ("/ip4/0.0.0.0/tcp/0",)
+    """Where libp2p listens; data has a port of its own on the first of these hosts."""
+    announce_maddrs: Sequence[str] = ()
+    data_port: int = 0
+    announce_data_maddrs: Sequence[str] = ()
+
+
+class Network:
+    """`peers` gives the newest status of every live peer of the run, without this one."""
+
+    def __init__(
+        self,
+        *,
+        run_id: str,
+        identity: Identity,
+        libp2p: Libp2p,
+        settings: NetworkSettings,
+        peers: Callable[[], Iterable[Announcement]],
+    ) -> None:
+        self._settings, self._peers = settings, peers
+        self._reception = Reception(
+            Credentials.of(identity),
+            allows=lambda peer_id: peer_id in self._ids(),
+            plain=settings.transport == "tcp",
+        )
+        self._direct = Direct(self._reception, self._endpoints_of) if settings.transport != "libp2p" else None
+        self._relay = Relay(
+            run_id=run_id,
+            libp2p=libp2p,
+            reception=self._reception,
+            peers=self._ids,
+            rate_to=lambda peer_id: self.paths.rate_to(peer_id),
+        )
+        self.data_protocol = f"diloco/{run_id}/data"
+        self.paths = Paths(
+            libp2p=libp2p,
+            reception=self._reception,
+            direct=self._direct,
+            relay=self._relay,
+            data=self.data_protocol,
+            mode=settings.transport,
+        )
+
+    async def start(self) -> None:
+        """Take calls, and forward for others. Raises UserError."""
+        if self._direct is not None:
+            host = parse_maddr(self._settings.host_maddrs[0])
+            self._direct.listen(str(Maddr(host.kind, host.host, self._settings.data_port, None)))
+        await self._relay.start()
+
+    async def close(self) -> None:
+        """May be repeated."""
+        if self._direct is not None:
+            await self._direct.close()
+        await self._relay.close()
+        self._reception.close()
+
+    def endpoints(self, maddrs: Iterable[str]) -> tuple[str, ...]:
+        """Where others can call this peer directly; `maddrs` are the addresses that libp2p is seen by."""
+        return announced_endpoints(self._settings, self._direct.port, maddrs) if self._direct else ()
+
+    def paths_shown(self) -> tuple[tuple[int, str], ...]:
+        """World rank and path of every peer that this one has opened streams to, as far as a record has room."""
+        in_use = self.paths.in_use
+        shown: dict[int, Any] = {peer.world_rank: in_use.get(peer.peer_id) for peer in self._peers()}
+        return tuple((rank, str(path)) for rank, path in sorted(shown.items()) if path)[:MAX_PATHS]
+
+    def _ids(self) -> set[str]:
+        return {peer.peer_id for peer in self._peers()}
+
+    def _endpoints_of(self, peer_id: str) -> Sequence[str]:
+        return next((peer.endpoints for peer in self._peers() if peer.peer_id == peer_id), ())
+
+
+def announced_endpoints(settings: NetworkSettings, port: int, maddrs: Iterable[str]) -> tuple[str, ...]:
+    """The addresses of the data port, as others see it.
+
+    What the user says; else the hosts that libp2p is seen by. Where he says something of libp2p's port only, the data
+    port is seen on hosts that map ports to themselves, and not on those that map few.
+    """
+    if not port:
+        return ()
+    said = [parse_maddr(text) for text in settings.announce_data_maddrs]
+    if said:
+        return tuple(str(Maddr(m.kind, m.host, m.port or port, None)) for m in said)[:MAX_ENDPOINTS]
+    seen = [parse_maddr(text) for text in settings.announce_maddrs or maddrs]
+    if settings.announce_maddrs:
+        own_ports = {parse_maddr(text).port for text in settings.host_maddrs}
+        seen = [maddr for maddr in seen if maddr.port in own_ports]
+    # Elsewhere, a loopback address is somebody else's.
+    seen = [maddr for maddr in seen if not is_loopback(maddr)] or seen
+    hosts = dict.fromkeys((maddr.kind, maddr.host) for maddr in seen)
+    return tuple(str(Maddr(kind, host, port, None)) for kind, host in hosts)[:MAX_ENDPOINTS]

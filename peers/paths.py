@@ -1,0 +1,228 @@
+"""The one transport of the swarm's parts: each stream takes the best path there is, and nobody else knows which.
+
+Control goes over libp2p; data goes direct where that stands and is not slower; both go through a third peer where
+libp2p has no connection to be had. What was found unreachable is left alone for a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import ssl
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Literal, Protocol
+from weakref import WeakKeyDictionary
+
+from peers.direct import Direct
+from peers.errors import PeersError, PeerUnreachable
+from peers.path_choice import Pair, Path
+from peers.reception import Handler, Reception
+from peers.relay import Relay
+
+log = logging.getLogger(__name__)
+
+TransportMode = Literal["auto", "libp2p", "tls", "tcp"]
+
+DIRECT_TIMEOUT_S = 5.0
+"""What a direct stream may take before libp2p has to do, in a round that waits for it."""
+RELAY_AFTER_S = 1.5
+"""What libp2p may take before a third peer is asked as well."""
+_MAX_PAIRS = 4096
+
+
+class Libp2p(Protocol):
+    """The part of peers/transport.py that is needed here."""
+
+    async def open(
+        self, peer_id: str, protocol: str, *, timeout_s: float, maddrs: Sequence[str] = ()
+    ) -> socket.socket: ...
+
+    async def serve(self, protocol: str, handler: Handler) -> None: ...
+
+    async def connected_peers(self) -> set[str]: ...
+
+
+class Paths:
+    """Used from one event loop. `data` is the protocol whose streams carry the bulk; `mode`: what it may go over.
+
+    auto: libp2p, then direct; tls and tcp: direct from the first stream on; libp2p: never direct.
+    """
+
+    def __init__(
+        self,
+        *,
+        libp2p: Libp2p,
+        reception: Reception,
+        direct: Direct | None,
+        relay: Relay | None,
+        data: str,
+        mode: TransportMode = "auto",
+    ) -> None:
+        self._libp2p, self._reception, self._direct, self._relay = libp2p, reception, direct, relay
+        self._data, self._mode = data, mode
+        self._pairs: dict[str, Pair] = {}
+        self._path_of: WeakKeyDictionary[socket.socket, Path] = WeakKeyDictionary()
+
+    @property
+    def in_use(self) -> Mapping[str, Path]:
+        """The path to every peer that this one has opened a stream to, by peer id."""
+        return {peer_id: pair.in_use for peer_id, pair in self._pairs.items() if pair.in_use}
+
+    def rate_to(self, peer_id: str) -> float:
+        """Bytes/s that rounds have moved to this peer; 0: not known."""
+        return self._pairs[peer_id].rate if peer_id in self._pairs else 0.0
+
+    async def open(
+        self, peer_id: str, protocol: str, *, timeout_s: float, maddrs: Sequence[str] = ()
+    ) -> socket.socket:
+        """A non-blocking socket, perhaps of TLS, at the start of a new stream. Raises PeerUnreachable."""
+        pair, deadline = self._pair(peer_id), time.monotonic() + timeout_s
+        if protocol == self._data and self._wants_direct(pair):
+            stream = await self._open_direct(peer_id, pair, min(DIRECT_TIMEOUT_S, timeout_s / 2))
+            if stream is not None:
+                return stream
+        left_s = deadline - time.monotonic()
+        path, stream = await self._open_indirect(peer_id, protocol, maddrs, pair, left_s)
+        return self._taken(peer_id, protocol, path, stream)
+
+    async def serve(self, protocol: str, handler: Handler) -> None:
+        """From now on, `handler(authenticated peer id, stream)` owns each new stream, whichever way it comes."""
+        self._reception.serve(protocol, handler)
+        await self._libp2p.serve(protocol, handler)
+
+    # What the pool of data streams tells and asks
+
+    async def improved(self, peer_id: str, current: socket.socket) -> socket.socket | None:
+        """A stream on a better path than the current one, if there is one: off any round's way."""
+        pair, now = self._pair(peer_id), time.monotonic()
+        path = self._path_of.get(current)
+        if path in (Path.DIRECT, Path.PLAIN):
+            if self._mode != "auto" or pair.may_go_direct(now):
+                return None
+            # It stands, but it proved slower.
+            stream = await self._libp2p.open(peer_id, self._data, timeout_s=DIRECT_TIMEOUT_S)
+            return self._taken(peer_id, self._data, Path.LIBP2P, stream)
+        if self._direct is None or not pair.may_go_direct(now):
+            return None
+        return await self._open_direct(peer_id, pair, 2 * DIRECT_TIMEOUT_S)
+
+    def used(self, peer_id: str, stream: socket.socket, num_bytes: float, seconds: float) -> None:
+        """A round has moved so many bytes on this stream in so long."""
+        if (path := self._path_of.get(stream)) is not None:
+            self._pair(peer_id).measured(path, num_bytes, seconds, time.monotonic())
+
+    def failed(self, peer_id: str, stream: socket.socket) -> None:
+        """A round was lost to this peer: if it was the direct path's fault, another one is taken next."""
+        if self._path_of.get(stream) in (Path.DIRECT, Path.PLAIN):
+            self._pair(peer_id).direct_failed(time.monotonic())
+
+    # Opening
+
+    def _wants_direct(self, pair: Pair) -> bool:
+        if self._direct is None:
+            return False
+        now = time.monotonic()
+        return pair.is_ready_for_direct(now) if self._mode == "auto" else now >= pair.direct.until
+
+    async def _open_direct(self, peer_id: str, pair: Pair, timeout_s: float) -> socket.socket | None:
+        assert self._direct is not None
+        if not self._direct.knows(peer_id):
+            return None
+        try:
+            stream = await self._direct.open(peer_id, self._data, timeout_s=timeout_s)
+        except PeersError as error:
+            pair.direct_failed(time.monotonic())
+            log.info("%s", error)
+            return None
+        pair.direct_stood()
+        path = Path.DIRECT if isinstance(stream, ssl.SSLSocket) else Path.PLAIN
+        return self._taken(peer_id, self._data, path, stream)
+
+    async def _open_indirect(
+        self, peer_id: str, protocol: str, maddrs: Sequence[str], pair: Pair, timeout_s: float
+    ) -> tuple[Path, socket.socket]:
+        """Over libp2p; where that takes long or fails, and it has no connection, a relay may be quicker."""
+
+        async def over_libp2p() -> socket.socket:
+            return await self._libp2p.open(peer_id, protocol, timeout_s=timeout_s, maddrs=maddrs)
+
+        if self._relay is None:
+            return Path.LIBP2P, await over_libp2p()
+        relay, head_start_s = self._relay, RELAY_AFTER_S
+        if time.monotonic() < pair.libp2p.until:
+            head_start_s = 0.0
+
+        async def over_relay() -> socket.socket:
+            if peer_id in await self._libp2p.connected_peers():
+                raise PeerUnreachable(f"{peer_id} is connected, a relay would change nothing")
+            return await relay.open(peer_id, protocol, timeout_s=timeout_s)
+
+        path, stream = await _first_to_stand(
+            {Path.LIBP2P: over_libp2p, Path.RELAY: over_relay}, head_start_s, timeout_s
+        )
+        if path is Path.RELAY:
+            pair.libp2p.failed(time.monotonic())
+        else:
+            pair.libp2p.stood()
+        return path, stream
+
+    def _taken(self, peer_id: str, protocol: str, path: Path, stream: socket.socket) -> socket.socket:
+        """Remember which way it goes, and say so where that is news."""
+        self._path_of[stream] = path
+        pair, is_data = self._pair(peer_id), protocol == self._data
+        if is_data or not pair.in_use_for_data:
+            before = pair.in_use if pair.in_use_for_data else "nothing"
+            if is_data and before is not path:
+                log.info("data for %s goes by %s (before: %s)", peer_id, path, before)
+            pair.in_use, pair.in_use_for_data = path, is_data
+        return stream
+
+    def _pair(self, peer_id: str) -> Pair:
+        if peer_id not in self._pairs:
+            while len(self._pairs) >= _MAX_PAIRS:
+                self._pairs.pop(next(iter(self._pairs)))
+            self._pairs[peer_id] = Pair()
+        return self._pairs[peer_id]
+
+
+async def _first_to_stand(
+    ways: Mapping[Path, Callable[[], Awaitable[socket.socket]]], head_start_s: float, timeout_s: float
+) -> tuple[Path, socket.socket]:
+    """The first way that gives a stream; each gets a head start on the next. Raises the first one's PeersError."""
+    running: dict[asyncio.Future[socket.socket], Path] = {}
+    waiting, failures = list(ways.items()), dict[Path, BaseException]()
+    deadline = time.monotonic() + timeout_s
+    try:
+        while waiting or running:
+            if waiting:
+                path, way = waiting.pop(0)
+                running[asyncio.ensure_future(way())] = path
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                break
+            done, _ = await asyncio.wait(
+                running,
+                timeout=min(head_start_s, left_s) if waiting else left_s,
+                return_when="FIRST_COMPLETED",
+            )
+            for task in done:
+                path = running.pop(task)
+                error = task.exception()
+                if error is None:
+                    return path, task.result()
+                if not isinstance(error, PeersError):
+                    raise error
+                failures[path] = error
+    finally:
+        await _close_late(running)
+    raise next((failures[path] for path in ways if path in failures), PeerUnreachable("took too long"))
+
+
+async def _close_late(running: Mapping[asyncio.Future[socket.socket], Path]) -> None:
+    for task in running:
+        task.cancel()
+    for outcome in await asyncio.gather(*running, return_exceptions=True):
+        if isinstance(outcome, socket.socket):
+            outcome.close()

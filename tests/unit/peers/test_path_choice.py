@@ -1,0 +1,58 @@
+from peers.path_choice import FIRST_BACK_OFF_S, LONGEST_BACK_OFF_S, Pair, Path
+
+MB = 1 << 20
+
+
+def test_direct_is_tried_off_the_rounds_way_before_any_round_waits_for_it():
+    pair = Pair()
+    assert pair.may_go_direct(0.0) and not pair.is_ready_for_direct(0.0)
+    pair.direct_stood()
+    assert pair.is_ready_for_direct(0.0)
+
+
+def test_a_direct_path_that_fails_is_left_alone_each_time_for_longer_but_not_for_ever():
+    pair, now = Pair(), 0.0
+    waits = []
+    for _ in range(8):
+        pair.direct_failed(now)
+        assert not pair.may_go_direct(now)
+        waits.append(pair.direct.until - now)
+        now = pair.direct.until
+        assert pair.may_go_direct(now)
+    assert waits[0] == FIRST_BACK_OFF_S and waits == sorted(waits) and waits[-1] == LONGEST_BACK_OFF_S
+    pair.direct_stood()
+    pair.direct_failed(now)
+    assert pair.direct.until - now == FIRST_BACK_OFF_S
+
+
+def test_after_a_failure_direct_has_to_prove_itself_again():
+    pair = Pair()
+    pair.direct_stood()
+    pair.direct_failed(0.0)
+    assert not pair.is_ready_for_direct(FIRST_BACK_OFF_S)
+
+
+def measured(direct, libp2p, now=0.0):
+    pair = Pair()
+    for rate in libp2p:
+        pair.measured(Path.LIBP2P, rate * MB, 1.0, now)
+    for rate in direct:
+        pair.measured(Path.DIRECT, rate * MB, 1.0, now)
+    return pair
+
+
+def test_direct_gives_way_only_when_it_is_measured_much_slower():
+    assert measured(direct=[100, 110], libp2p=[]).may_go_direct(1.0)
+    assert measured(direct=[80, 90], libp2p=[100]).may_go_direct(1.0)
+    assert measured(direct=[10], libp2p=[100]).may_go_direct(1.0)
+    assert measured(direct=[10, 100, 10], libp2p=[100]).may_go_direct(1.0)
+    slower = measured(direct=[10, 60], libp2p=[100])
+    assert not slower.may_go_direct(1.0)
+    assert slower.may_go_direct(LONGEST_BACK_OFF_S + 1)
+
+
+def test_rounds_of_few_bytes_say_nothing_about_a_path():
+    pair = measured(direct=[0.5, 0.5], libp2p=[100])
+    assert pair.may_go_direct(1.0)
+    assert pair.rate == 100 * MB
+    assert Pair().rate == 0.0
