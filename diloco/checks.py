@@ -13,8 +13,15 @@ if TYPE_CHECKING:
 
 Check = Callable[[Any, Any], None]
 
-_CODECS = {"fp32": "fp32", "none": "fp32", "fp16": "fp16", "scaled-fp16": "fp16"}
-_CODECS_TO_COME = ("uniform8bit", "quantile8bit", "blockwise8bit")
+_OUR_CODECS = ("fp32", "fp16", "bf16", "int8", "int4", "topk")
+_HIVEMIND_CODECS = {
+    "none": "fp32",
+    "scaled-fp16": "fp16",
+    "uniform8bit": "int8",
+    "quantile8bit": "int8",
+    "blockwise8bit": "int8",
+}
+_CODECS = {name: name for name in _OUR_CODECS} | _HIVEMIND_CODECS
 
 
 def at_least(low: float) -> Check:
@@ -79,13 +86,10 @@ def rate_or_auto(most: float = math.inf) -> Callable[[Any, Sequence[Token]], flo
 def codec(_type: Any, tokens: Sequence[Token]) -> str:
     """Our codec for a name of ours or of hivemind's."""
     name = tokens[-1].value
-    if name in _CODECS_TO_COME:
-        raise ValueError(f'"{name}" is not yet available; use fp16 or fp32.')
     if name not in _CODECS:
-        known = [*_CODECS, *_CODECS_TO_COME]
-        close = difflib.get_close_matches(name, known, n=1)
+        close = difflib.get_close_matches(name, _CODECS, n=1)
         hint = f' Did you mean "{close[0]}"?' if close else ""
-        raise ValueError(f'"{name}" is not one of {", ".join(known)}.{hint}')
+        raise ValueError(f'"{name}" is not one of {", ".join(_CODECS)}.{hint}')
     return _CODECS[name]
 
 

@@ -85,9 +85,10 @@ class HvConfig:
     outer_momentum: Annotated[float | None, auto(1.0)] = field(default=None, metadata=SHARED)
     """Momentum of the outer Nesterov SGD; auto: 0.9 (arXiv 2311.08105), 0 for topk (arXiv 2508.15706)."""
     compression: Annotated[
-        Literal["fp32", "fp16"], Parameter(alias="--hv.hivemind-compression", converter=codec)
+        Literal["fp32", "fp16", "bf16", "int8", "int4", "topk"],
+        Parameter(alias="--hv.hivemind-compression", converter=codec),
     ] = field(default="fp32", metadata=SHARED)
-    """What pseudo-gradients look like on the wire; scaled-fp16 means fp16."""
+    """What pseudo-gradients look like on the wire; hivemind's 8-bit codecs mean int8, scaled-fp16 means fp16."""
     host_maddrs: Annotated[tuple[str, ...], address_list("--host-maddrs")] = ("/ip4/0.0.0.0/tcp/0",)
     """Addresses to listen on."""
     announce_maddrs: Annotated[tuple[str, ...], address_list("--announce-maddrs")] = ()

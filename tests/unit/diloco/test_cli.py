@@ -37,8 +37,11 @@ WRONG = {
     "half a step": (["peer", "--max-steps", "1.5"], "not a whole number"),
     "negative rank": (["peer", "--world-rank", "-1"], "0 or more"),
     "unknown precision": (["peer", "--precision", "fp8"], "Choose from"),
-    "8-bit codec": (["peer", "--hv.hivemind-compression", "uniform8bit"], "not yet"),
-    "blockwise codec": (["run", "--hv.hivemind_compression", "blockwise8bit"], "not yet"),
+    "unknown codec": (
+        ["peer", "--hv.compression", "int3"],
+        "is not one of fp32, fp16, bf16, int8, int4, topk",
+    ),
+    "misspelt codec": (["run", "--hv.hivemind_compression", "blockwise8"], 'Did you mean "blockwise8bit"?'),
     "run id with a slash": (["peer", "--run-id", "../other"], "letters, digits"),
     "batch sizes that do not divide": (
         ["run", "--total-batch-size", "10", "--per-device-train-batch-size", "4"],
@@ -74,7 +77,7 @@ def test_wrong_input_gets_a_box_and_exit_code_2(argv, message, capsys, tmp_path,
         ("[hv]\nlocal_step = 3", 'Did you mean "hv.local_steps"?'),
         ("[hw]\nlocal_steps = 3", 'Did you mean "hv.local_steps"?'),
         ("lr = 'fast'", "unable to convert"),
-        ("[hv]\ncompression = 'uniform8bit'", "not yet"),
+        ("[hv]\ncompression = 'uniform4bit'", "is not one of"),
         ("[hv]\ninitial_peers = ['foo']", "is not an address like"),
     ],
 )

@@ -18,6 +18,7 @@ from diloco.config import (
     with_shared,
 )
 from diloco.errors import UserError
+from peers.codecs import codec_names
 
 PEER_ID = "12D3KooWHMXMfxzB2bW1hADjf1JAuC8oCiCpB1mtKpS8y6N1QwMW"
 ADDRESS = f"/ip4/127.0.0.1/tcp/30001/p2p/{PEER_ID}"
@@ -130,7 +131,7 @@ def test_the_manifest_says_nothing_of_a_peers_own_business():
         ({"seq_length": True}, "not a whole number"),
         ({"seq_length": 1e300}, "or less"),
         ({"seed": 2**70}, "or less"),
-        ({"hv.compression": "uniform8bit"}, "not yet"),
+        ({"hv.compression": "uniform4bit"}, "is not one of"),
         ({"device": "cuda"}, "unknown to this version"),
         ({"sleep": 1}, "unknown to this version"),
     ],
@@ -138,6 +139,19 @@ def test_the_manifest_says_nothing_of_a_peers_own_business():
 def test_a_manifest_is_checked_like_flags(values, message):
     with pytest.raises(UserError, match=message):
         with_shared(TrainConfig(), values)
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [(name, name) for name in codec_names()]
+    + [("none", "fp32"), ("scaled-fp16", "fp16")]
+    + [(f"{kind}8bit", "int8") for kind in ("uniform", "quantile", "blockwise")],
+)
+def test_codecs_go_by_our_names_and_by_hiveminds(given, meant):
+    for flag in ("--hv.compression", "--hv.hivemind-compression"):
+        assert parse_train_config([flag, given])[0].hv.compression == meant
+    # Either name in a manifest means the same, so that it holds ours alone.
+    assert with_shared(TrainConfig(), {"hv.compression": given}).hv.compression == meant
 
 
 def test_needless_flags_are_remarked_upon_once_and_only_when_given():
