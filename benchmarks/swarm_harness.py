@@ -1,0 +1,249 @@
+"""Starts the product as users do, one `diloco dht start` and N `diloco peer`, and collects what their loops recorded.
+
+with Swarm(job, directory, seats=[Seat(address="127.0.0.1")] * 2) as swarm:
+    swarm.run_epoch(1)
+    for record in swarm.epochs(1): ...
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from benchmarks.light_loop import Loop
+
+_ROOT = Path(__file__).parent.parent
+_START_TIMEOUT_S = 120.0
+_ROUND_TIMEOUT_S = 600.0
+_STOP_TIMEOUT_S = 15.0
+_POLL_S = 0.02
+_RUN_ID = "bench"
+
+
+class SwarmError(RuntimeError):
+    """A process ended, or was late, or peers disagree."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """Where a peer runs."""
+
+    address: str = "127.0.0.1"
+    prefix: tuple[str, ...] = ()
+    """Put before its command."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What the swarm does."""
+
+    loop: Loop
+    local_steps: int = 1
+    flags: tuple[str, ...] = ()
+    """More flags of `diloco peer`, the same for all."""
+
+
+@dataclass
+class Peer:
+    """One `diloco peer`, living or dead."""
+
+    process: subprocess.Popen[bytes]
+    directory: Path
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        path = self.directory / "history.jsonl"
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        # The last line may be half written.
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+    @property
+    def epochs(self) -> dict[int, dict[str, Any]]:
+        return {record["epoch"]: record for record in self.records if record["kind"] == "epoch"}
+
+    @property
+    def output(self) -> str:
+        return (self.directory / "output").read_text(encoding="utf-8", errors="replace")
+
+    def kill(self) -> None:
+        """SIGKILL to the daemon alone; what it has started follows by itself."""
+        self.process.kill()
+        self.process.wait()
+
+    def rank_pids(self) -> list[int]:
+        """The worker's processes."""
+        return [pid for pid, argv in _children(self.process.pid) if "benchmarks.light_loop" in argv]
+
+
+@dataclass
+class Swarm:
+    """The processes are its own: they end with it."""
+
+    job: Job
+    directory: Path
+    seats: Sequence[Seat]
+    coordinator: Seat = field(default_factory=Seat)
+
+    def __post_init__(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._gate = self.directory / "gate"
+        self._gate.write_text("0")
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self.peers: list[Peer] = []
+        try:
+            self._initial_peer = self._start_coordinator()
+            for rank in range(len(self.seats)):
+                self.start_peer(rank)
+            self._wait(
+                lambda: all(any(r["kind"] == "start" for r in peer.records) for peer in self.peers),
+                "the start of all peers",
+                _START_TIMEOUT_S,
+            )
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Swarm:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def start_peer(self, rank: int) -> Peer:
+        directory = self.directory / f"peer-{rank}"
+        directory.mkdir(exist_ok=True)
+        loop = replace(self.job.loop, history=str(directory / "history.jsonl"), gate=str(self._gate))
+        worker = shlex.join(["python", "-m", "benchmarks.light_loop", json.dumps(asdict(loop))])
+        seat = self.seats[rank]
+        argv = ["peer", "--initial-peers", self._initial_peer, "--host-maddrs", f"/ip4/{seat.address}/tcp/0"]
+        argv += ["--run-id", _RUN_ID, "--world-rank", str(rank), "--galaxy-size", str(len(self.seats))]
+        argv += ["--run-dir", str(directory / "run"), "--device", "cpu", "--worker", worker]
+        argv += ["--hv.local-steps", str(self.job.local_steps), *self.job.flags]
+        peer = Peer(self._popen(argv, seat, directory), directory)
+        self.peers[rank:] = [peer]
+        return peer
+
+    def run_epoch(self, epoch: int, *, ranks: Sequence[int] | None = None) -> list[dict[str, Any]]:
+        """Let an epoch end that loops are kept from, and return what each peer says of it, checked to be the same."""
+        self._gate.with_suffix(".new").write_text(str(epoch))
+        self._gate.with_suffix(".new").replace(self._gate)
+        peers = [self.peers[rank] for rank in ranks] if ranks is not None else self.peers
+        self._wait(
+            lambda: all(epoch in peer.epochs for peer in peers), f"epoch {epoch}", _ROUND_TIMEOUT_S, peers
+        )
+        records = [peer.epochs[epoch] for peer in peers]
+        if len(digests := {record["anchor_digest"] for record in records}) != 1:
+            raise SwarmError(f"epoch {epoch} has the anchors {sorted(digests)}")
+        return records
+
+    def open_gate(self) -> None:
+        """Let all epochs end as soon as they can."""
+        self._gate.with_suffix(".new").write_text(str(self.job.loop.max_epochs + 1))
+        self._gate.with_suffix(".new").replace(self._gate)
+
+    def wait_for_end(self) -> None:
+        """Until every loop has done its epochs; checks that all peers had the same anchor after each."""
+        self._wait(
+            lambda: all(any(r["kind"] == "end" for r in peer.records) for peer in self.peers),
+            "the end of all loops",
+            _ROUND_TIMEOUT_S,
+        )
+        epochs = [{epoch: record["anchor_digest"] for epoch, record in p.epochs.items()} for p in self.peers]
+        for epoch in set().union(*epochs):
+            if len(digests := {found[epoch] for found in epochs if epoch in found}) != 1:
+                raise SwarmError(f"epoch {epoch} has the anchors {sorted(digests)}")
+
+    def close(self) -> None:
+        """Repeating it is safe."""
+        for process in reversed(self._processes):
+            if process.poll() is None:
+                process.terminate()
+        deadline = time.monotonic() + _STOP_TIMEOUT_S
+        for process in self._processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+            # Whatever of its session is left.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def _start_coordinator(self) -> str:
+        directory = self.directory / "coordinator"
+        directory.mkdir(exist_ok=True)
+        argv = [
+            "dht",
+            "start",
+            "--run-id",
+            _RUN_ID,
+            "--host-maddrs",
+            f"/ip4/{self.coordinator.address}/tcp/0",
+        ]
+        self._popen(argv, self.coordinator, directory)
+        output = directory / "output"
+        mark = "--initial-peers "
+
+        def address() -> str:
+            lines = output.read_text(encoding="utf-8").splitlines() if output.exists() else []
+            return next((line.partition(mark)[2] for line in lines if mark in line), "")
+
+        self._wait(lambda: bool(address()), "the coordinator's address", _START_TIMEOUT_S)
+        return address()
+
+    def _popen(self, argv: Sequence[str], seat: Seat, directory: Path) -> subprocess.Popen[bytes]:
+        temporary = directory / "tmp"
+        temporary.mkdir(exist_ok=True)
+        with (directory / "output").open("ab") as output:
+            process = subprocess.Popen(
+                [*seat.prefix, sys.executable, "-m", "diloco", *argv],
+                cwd=_ROOT,
+                env={
+                    **os.environ,
+                    "XDG_STATE_HOME": str(directory / "state"),
+                    "OMP_NUM_THREADS": "1",
+                    "HF_HUB_OFFLINE": "1",
+                },
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        self._processes.append(process)
+        return process
+
+    def _wait(
+        self,
+        condition: Callable[[], bool],
+        what: str,
+        timeout_s: float,
+        peers: Sequence[Peer] | None = None,
+    ) -> None:
+        """Raises SwarmError after the deadline, or once one of these peers has ended with an error."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            for peer in self.peers if peers is None else peers:
+                if peer.process.poll() not in (None, 0):
+                    raise SwarmError(f"a peer ended before {what}:\n{peer.output[-2000:]}")
+            if time.monotonic() > deadline:
+                said = "\n".join(peer.output[-1000:] for peer in self.peers)
+                raise SwarmError(f"{what} did not come in {timeout_s:g} s:\n{said}")
+            time.sleep(_POLL_S)
+
+
+def _children(pid: int) -> Iterator[tuple[int, list[str]]]:
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in (task / "children").read_text().split():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                yield int(child), Path(f"/proc/{child}/cmdline").read_text().split("\0")
