@@ -62,7 +62,7 @@ def _figure(path: Path, title: str) -> Iterator[Any]:
         import matplotlib
     except ImportError:
         raise SystemExit(
-            f"no matplotlib to draw {path} with: pip install 'diloco[bench]', or leave --plot out"
+            f"no matplotlib to draw {path} with; install diloco with its dependencies, or leave --plot out"
         ) from None
     matplotlib.use("agg")
     from matplotlib import pyplot

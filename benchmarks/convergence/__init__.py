@@ -9,13 +9,11 @@ differences are paired, and their standard error is over seeds.
 
 Real, that is, the product's own code: the inner step (diloco.inner: AdamW, clipping, schedule by nominal steps), the
 samples (diloco.data, diloco.sampling), the layout and the merge of what overlapped (diloco.flat), when a fragment
-leaves and comes back (peers.schedule), weights and clipping of members (peers.verdicts), the reduction's arithmetic
-with codecs and error feedback in both directions (peers.reduce_arithmetic, peers.codecs, peers.residuals), the outer
-step (peers.outer_optimizer), the held-out loss (diloco.evaluation).
+leaves and comes back (peers.schedule), weights and clipping of members (peers.verdicts), the reduction with its codecs
+and error feedback in both directions (peers.reduce, over socket pairs), the outer step (peers.outer_optimizer), the
+held-out loss (diloco.evaluation).
 
-Simulated: processes and network. One process trains the four replicas in turns, and bytes go from one member's
-arithmetic to the other's in memory, in the order in which sockets would deliver them. Nobody is late or dies. A test
-holds this against a swarm of daemons.
+Simulated: processes, discovery and network. One process trains the four replicas in turns; nobody is late or dies.
 
 Data parallel is one replica that trains the four peers' batches as one: the mean gradient, up to rounding. Curves and
 results are those of the anchor, the weights all peers share; the run's end averages every fragment once more.

@@ -1,67 +1,65 @@
-"""One round among peers of one process: the reduction's own arithmetic, with memory in place of the network."""
+"""One round among peers of one process: the product's reduction over socket pairs, a thread for each member."""
 
 from __future__ import annotations
 
+import contextlib
+import secrets
+import socket
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from peers.outer_optimizer import norm_of_pseudo_gradient
-from peers.reduce_arithmetic import Arithmetic, Scratch
-from peers.reduce_plan import ATTEMPT_BYTES, ReducePlan, equal_bounds
+from peers.reduce import reduce_pseudo_gradients
+from peers.reduce_plan import ATTEMPT_BYTES, ReducePlan, ReduceReport, equal_bounds
+from peers.residuals import Residuals
 from peers.round_messages import Proposal
 from peers.verdicts import weights_of
+
+# A process that shares its cores with many others may stand still for long.
+STALL_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True)
 class Member:
-    """What one peer brings: its copy of the fragment, and the tokens it is worth."""
+    """What one peer brings to a round about one fragment."""
 
     local: Tensor
     tokens: int
+    """Trained since it was averaged before."""
+    residuals: Residuals
+    result: Tensor
+    """Where the average goes."""
 
 
-def average(anchor: Tensor, members: Sequence[Member], results: Sequence[Tensor], *, codec: str) -> None:
-    """Leave the averaged pseudo-gradient in every member's result; raises AssertionError unless all are one."""
-    plans = _plans(anchor, members, codec)
-    arithmetics = [
-        Arithmetic(plan, anchor, member.local, result)
-        for plan, member, result in zip(plans, members, results, strict=True)
-    ]
-    scratch = Scratch(codec)
-    for owner, plan in enumerate(plans):
-        for index in range(plan.num_chunks(owner)):
-            _reduce_chunk(arithmetics, owner, index, scratch)
-    digests = {arithmetic.share_digests() for arithmetic in arithmetics}
-    assert len(digests) == 1, "members hold different averages"
+def average(anchor: Tensor, members: Sequence[Member], *, codec: str) -> int:
+    """Leave the averaged pseudo-gradient with every member, and commit their residuals.
+
+    Returns the bytes that a member has sent, in the mean. Raises peers.errors.RoundFailed, and AssertionError unless
+    all have got the same bits.
+    """
+    plans = plans_of(anchor, members, codec)
+    reports = _reduced(plans, anchor, members)
+    assert len({report.share_digests for report in reports}) == 1, "members hold different averages"
+    for plan, member in zip(plans, members, strict=True):
+        member.residuals.commit(plan, anchor, member.local)
+    return sum(report.sent_bytes for report in reports) // len(reports)
 
 
-def _reduce_chunk(arithmetics: Sequence[Arithmetic], owner: int, index: int, scratch: Scratch) -> None:
-    """Contributions to the owner in order of world rank, then its result to all."""
-    mine = arithmetics[owner]
-    for member, arithmetic in enumerate(arithmetics):
-        if member == owner:
-            mine.add_own(index, scratch)
-        else:
-            mine.add(member, index, arithmetic.encode_contribution(owner, index, scratch), scratch)
-    payload = mine.encode_result(index, scratch).clone()
-    for member, arithmetic in enumerate(arithmetics):
-        if member != owner:
-            arithmetic.take_result(owner, index, payload, scratch)
-    mine.settle_result(index, payload)
-
-
-def _plans(anchor: Tensor, members: Sequence[Member], codec: str) -> list[ReducePlan]:
+def plans_of(anchor: Tensor, members: Sequence[Member], codec: str) -> list[ReducePlan]:
     """As the round's leader makes them, one for each member."""
-    norms = [norm_of_pseudo_gradient(anchor, member.local) for member in members]
+    norms = [norm_of_pseudo_gradient(anchor, m.local, m.residuals.contribution) for m in members]
     proposals = [
         Proposal(rank=rank, tokens=member.tokens, norm=norm, step=0, last=False)
         for rank, (member, norm) in enumerate(zip(members, norms, strict=True))
     ]
+    attempt = secrets.token_bytes(ATTEMPT_BYTES)
     return [
         ReducePlan(
-            attempt=bytes(ATTEMPT_BYTES),
+            attempt=attempt,
             members=tuple(range(len(members))),
             me=me,
             weights=weights_of(proposals),
@@ -71,3 +69,40 @@ def _plans(anchor: Tensor, members: Sequence[Member], codec: str) -> list[Reduce
         )
         for me in range(len(members))
     ]
+
+
+def _reduced(plans: Sequence[ReducePlan], anchor: Tensor, members: Sequence[Member]) -> list[ReduceReport]:
+    cancelled = threading.Event()
+    with contextlib.ExitStack() as stack:
+        send, receive = _connected(stack, len(members))
+
+        def reduce(me: int) -> ReduceReport:
+            member = members[me]
+            return reduce_pseudo_gradients(
+                plans[me],
+                anchor,
+                member.local,
+                member.result,
+                send[me],
+                receive[me],
+                stall_timeout_s=STALL_TIMEOUT_S,
+                cancelled=cancelled,
+                residuals=member.residuals,
+            )
+
+        pool = stack.enter_context(ThreadPoolExecutor(len(members), "member"))
+        return list(pool.map(reduce, range(len(members))))
+
+
+def _connected(
+    stack: contextlib.ExitStack, count: int
+) -> tuple[list[dict[int, socket.socket]], list[dict[int, socket.socket]]]:
+    """For each member its sockets to and from each of the others, closed with the stack."""
+    send: list[dict[int, socket.socket]] = [{} for _ in range(count)]
+    receive: list[dict[int, socket.socket]] = [{} for _ in range(count)]
+    for one in range(count):
+        for other in range(count):
+            if one != other:
+                ends = socket.socketpair()
+                send[one][other], receive[other][one] = (stack.enter_context(end) for end in ends)
+    return send, receive

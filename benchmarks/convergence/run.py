@@ -73,6 +73,7 @@ class _Run:
             outer_lr=job.outer_lr,
             loss=loss,
             curve=self._curve,
+            sent_bytes=swarm.sent_bytes,
             cpu_s=time.process_time() - began_at,
         )
 

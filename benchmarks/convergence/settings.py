@@ -6,8 +6,8 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass, replace
 
-from peers.literature import outer_momentum_for
 from diloco.options import HvConfig, TrainConfig
+from peers.literature import outer_momentum_for
 from peers.schedule import Schedule
 
 DATA_PARALLEL, FP32 = "data parallel", "fp32"

@@ -31,6 +31,8 @@ class Outcome:
     """Held-out, in nats per byte, at the end."""
     curve: list[tuple[int, float]]
     """Tokens trained by all peers, and the loss on fewer held-out tokens."""
+    sent_bytes: int
+    """By each peer, all epochs; 0 for data parallel, which is not distributed here."""
     cpu_s: float
     """Processor time of the run, evaluations included."""
 
@@ -46,7 +48,8 @@ class Store:
         path = self._directory / f"{job.key}.json"
         if not path.exists():
             return None
-        return Outcome(**json.loads(path.read_text(encoding="utf-8"))["outcome"])
+        found = json.loads(path.read_text(encoding="utf-8"))["outcome"]
+        return Outcome(**{**found, "curve": [(tokens, loss) for tokens, loss in found["curve"]]})
 
     def finish(self, job: Job, outcome: Outcome) -> None:
         """Keep the result, and the state no longer."""

@@ -21,6 +21,9 @@ def results(chosen: Sequence[Arm], outcomes: Sequence[Outcome]) -> list[Result]:
         losses = [o.loss for o in outcomes if o.arm == arm.name]
         if losses:
             rows.append(Result.of(arm.name, "held-out loss", "nats/byte", losses))
+        if arm.averages and losses:
+            sent = [o.sent_bytes / 1e6 for o in outcomes if o.arm == arm.name]
+            rows.append(Result.of(arm.name, "sent by each peer", "MB", sent))
     for arm in chosen:
         for reference in dict.fromkeys((DATA_PARALLEL, arm.reference)):
             values = differences(arm.name, reference, outcomes)

@@ -21,6 +21,7 @@ from diloco.sampling import Block, step_offsets
 from diloco.sharding import Precision
 from peers.outer_optimizer import OuterOptimizer
 from peers.outer_state import OuterState
+from peers.residuals import Residuals
 
 
 @dataclass
@@ -33,6 +34,8 @@ class Replica:
     result: list[Tensor]
     tokens: list[int]
     """Of each fragment, what was trained since it was averaged."""
+    residuals: list[Residuals]
+    """Of each fragment, what its codec has kept back."""
 
     def of(self, fragment: int) -> list[Piece]:
         return [piece for piece in self.pieces if piece.fragment == fragment]
@@ -49,6 +52,8 @@ class LocalSwarm:
         self.state = OuterState.initial([values.clone() for values in self.replicas[0].out])
         self._optimizer = OuterOptimizer(lr=job.outer_lr, momentum=job.arm.outer_momentum)
         self.num_steps = 0
+        self.sent_bytes = 0
+        """By each peer, in the mean, since the beginning."""
         self._left_at: int | None = None
         """Local step at which the epoch's fragment left, if it has."""
 
@@ -80,12 +85,21 @@ class LocalSwarm:
 
     def carried(self) -> dict[str, Any]:
         """What the peers remember beside weights, optimizers and outer state; between two epochs."""
-        return {"tokens": [replica.tokens for replica in self.replicas]}
+        residuals = []
+        for replica in self.replicas:
+            for kept in replica.residuals:
+                with kept.held() as tensors:
+                    residuals.append({name: values.clone() for name, values in tensors.items()})
+        tokens = [replica.tokens for replica in self.replicas]
+        return {"tokens": tokens, "residuals": residuals, "sent_bytes": self.sent_bytes}
 
     def carry(self, carried: Mapping[str, Any]) -> None:
         """Remember it again."""
+        self.sent_bytes = carried["sent_bytes"]
+        saved = iter(carried["residuals"])
         for replica, tokens in zip(self.replicas, carried["tokens"], strict=True):
             replica.tokens = list(tokens)
+            replica.residuals = [Residuals.from_tensors(out.numel(), next(saved)) for out in replica.out]
 
     def _average_if_due(self) -> None:
         """As diloco.outer.Diloco does after a step."""
@@ -118,11 +132,16 @@ class LocalSwarm:
         fragment, left_at = self.schedule.fragment_of(self._epoch), self._left_at
         assert left_at is not None
         since = (local_step - left_at) * self._job.scale.peer_batch_size * self._job.scale.seq_length
-        members = [Member(r.out[fragment], r.tokens[fragment] - since) for r in self.replicas]
-        results = [replica.result[fragment] for replica in self.replicas]
-        average(self.state.anchor[fragment], members, results, codec=self._job.arm.compression)
+        members = [
+            Member(r.out[fragment], r.tokens[fragment] - since, r.residuals[fragment], r.result[fragment])
+            for r in self.replicas
+        ]
+        codec = self._job.arm.compression
+        self.sent_bytes += average(self.state.anchor[fragment], members, codec=codec)
         tokens = sum(member.tokens for member in members)
-        self._optimizer.commit(self.state, fragment, results[0], tokens=tokens, data_width=len(members))
+        self._optimizer.commit(
+            self.state, fragment, members[0].result, tokens=tokens, data_width=len(members)
+        )
         for replica in self.replicas:
             replica.tokens[fragment] = since
             if local_step > left_at:
@@ -141,6 +160,7 @@ class DataParallel:
         self._job, self._source = job, source
         self.replicas = [new_replica(job, num_fragments=1)]
         self.num_steps = 0
+        self.sent_bytes = 0
 
     def step(self) -> float:
         """Train one step on what all peers would train. Returns the mean loss."""
@@ -174,7 +194,8 @@ def new_replica(job: Job, num_fragments: int) -> Replica:
     )
     layout = layout_of(model, num_fragments)
     out, result = ([torch.zeros(size) for size in layout.sizes] for _ in range(2))
-    return Replica(inner, pieces_of(model, layout), out, result, [0] * num_fragments)
+    residuals = [Residuals(size) for size in layout.sizes]
+    return Replica(inner, pieces_of(model, layout), out, result, [0] * num_fragments, residuals)
 
 
 def learning_rate_of(job: Job, step: int) -> float:

@@ -17,7 +17,8 @@ ARMS = arms(SCALE)
 
 def outcome(arm, seed, loss):
     curve = [(1_000_000, loss + 1), (2_000_000, loss)]
-    return Outcome(arm=arm, seed=seed, inner_lr=1e-3, outer_lr=0.6, loss=loss, curve=curve, cpu_s=1.0)
+    rates = {"inner_lr": 1e-3, "outer_lr": 0.6}
+    return Outcome(arm=arm, seed=seed, **rates, loss=loss, curve=curve, sent_bytes=2_000_000, cpu_s=1.0)
 
 
 def test_every_arm_trains_four_million_tokens_in_whole_epochs():
