@@ -1,0 +1,59 @@
+"""The daemon's peak memory beyond its imports and what it has to hold for a model of that size."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.light_loop import Loop
+from benchmarks.record import Result
+from benchmarks.swarm_harness import Job, Seat, Swarm
+
+_NUM_PEERS = 4
+_IMPORTS = (
+    "import diloco.peer, peers.daemon; from peers.dht import load_hivemind; load_hivemind();"
+    "print(next(l.split()[1] for l in open('/proc/self/status') if l.startswith('VmHWM')))"
+)
+
+
+def results(codecs: tuple[str, ...], num_rounds: int, *, quick: bool) -> list[Result]:
+    """On loopback, where rounds are fastest and the most is under way at a time."""
+    baseline = imports_bytes()
+    rows = [Result.of("memory imports", "peak resident", "MB", [baseline / 1e6])]
+    for codec in codecs:
+        for megabytes in (16, 32) if quick else (64, 256):
+            peaks = peak_bytes(megabytes << 20, codec, num_rounds)
+            # Anchor, momentum, link out and in, and with error feedback residuals, all of the model's size.
+            held = (4 if codec in ("fp32", "fp16", "bf16") else 5) * (megabytes << 20)
+            beyond = [(peak - baseline - held) / 1e6 for peak in peaks]
+            case = f"memory {megabytes} MB {codec}"
+            rows.append(Result.of(case, "daemon's peak", "MB", [peak / 1e6 for peak in peaks]))
+            rows.append(Result.of(case, "beyond imports and state", "MB", beyond))
+    return rows
+
+
+def imports_bytes() -> int:
+    done = subprocess.run([sys.executable, "-c", _IMPORTS], capture_output=True, text=True, check=True)
+    return 1024 * int(done.stdout)
+
+
+def peak_bytes(tensor_bytes: int, codec: str, num_rounds: int) -> list[int]:
+    """Of each daemon, from its start; shared memory counts once it has been touched."""
+    loop = Loop(numel=tensor_bytes // 4, num_layers=4, max_epochs=num_rounds)
+    job = Job(loop=loop, flags=("--hv.compression", codec))
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        Swarm(job, Path(directory), [Seat()] * _NUM_PEERS) as swarm,
+    ):
+        for epoch in range(1, num_rounds + 1):
+            swarm.run_epoch(epoch)
+        return [resident_peak_bytes(peer.process.pid) for peer in swarm.peers]
+
+
+def resident_peak_bytes(pid: int) -> int:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return 1024 * int(line.split()[1])
+    raise ValueError(f"process {pid} is gone")

@@ -1,0 +1,68 @@
+"""Two peers behind NAT, without a path between them, and a public one that both can reach; then that one is killed."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.lab import Lab
+from benchmarks.record import Result
+from benchmarks.swarm_harness import Swarm, SwarmError
+from benchmarks.wan.cases import TCP_PAYLOAD, even
+from benchmarks.wan.rounds import COORDINATOR, swarm_in
+
+_MBPS, _ROUND_TRIP_MS = 100, 40
+_PUBLIC, _HIDDEN = 0, (1, 2)
+_LONE_EPOCHS = 2
+
+
+def results(num_rounds: int, *, quick: bool) -> list[Result]:
+    """Round times against what the public peer's link makes of its bytes; the survivors' rounds after its death."""
+    case = even("nat", 3, _MBPS, _ROUND_TRIP_MS, 4 if quick else 32, ["fp32"])
+    rows: list[Result] = []
+    with Lab([*case.links, COORDINATOR]) as lab, tempfile.TemporaryDirectory() as directory:
+        for peer in _HIDDEN:
+            lab.put_behind_nat(peer)
+        with swarm_in(lab, Path(directory), case, "fp32", num_rounds + 1 + _LONE_EPOCHS) as swarm:
+            swarm.run_epoch(1)
+            times, costs, contributors = [], [], []
+            for epoch in range(2, num_rounds + 2):
+                before = lab.counters(_PUBLIC)
+                records = swarm.run_epoch(epoch)
+                used = lab.counters(_PUBLIC) - before
+                times.append(max(record["round_s"] for record in records))
+                busiest = max(used.up_wire_bytes, used.down_wire_bytes)
+                costs.append(busiest / case.links[_PUBLIC].up_bytes_per_s)
+                contributors.append(float(min(len(record["contributors"]) for record in records)))
+            least = TCP_PAYLOAD * case.links[_PUBLIC].up_bytes_per_s
+            rows += [
+                Result.of("nat", "round", "s", times),
+                Result.of("nat", "public link's bytes / rate", "s", costs),
+                Result.of(
+                    "nat", "round / public link", "ratio", [t / c for t, c in zip(times, costs, strict=True)]
+                ),
+                Result.of("nat", "contributors", "peers", contributors),
+                Result.of("nat", "one tensor over a link", "s", [case.tensor_bytes / least]),
+            ]
+            rows += _without_the_public_peer(swarm, num_rounds + 2)
+    return rows
+
+
+def _without_the_public_peer(swarm: Swarm, epoch: int) -> list[Result]:
+    """How the others go on. Nobody forwards for them any more, so they may not meet at all."""
+    swarm.peers[_PUBLIC].kill()
+    began = time.monotonic()
+    try:
+        records = swarm.run_epoch(epoch, ranks=_HIDDEN)
+    except SwarmError as error:
+        # Two peers that have lost each other go on in lineages of their own until somebody joins them again.
+        if "anchors" not in str(error):
+            raise
+        records = [swarm.peers[rank].epochs[epoch] for rank in _HIDDEN]
+    took = time.monotonic() - began
+    together = float(min(len(record["contributors"]) for record in records))
+    return [
+        Result.of("nat, public peer killed", "until the next epoch", "s", [took]),
+        Result.of("nat, public peer killed", "contributors", "peers", [together]),
+    ]
