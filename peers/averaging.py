@@ -14,7 +14,7 @@ import statistics
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -30,6 +30,7 @@ from peers.outer_state import OuterState
 from peers.records import Announcement
 from peers.reduce import reduce_pseudo_gradients
 from peers.reduce_plan import ReducePlan, ReduceReport, equal_bounds
+from peers.residuals import Residuals
 from peers.round_messages import Ask, Commit, Group, Join, Proposal, RoundMessage, Vote
 from peers.rounds import Action, Apply, Cancel, CatchUp, Reduce, Round, Send, Timing
 from peers.schedule import Schedule
@@ -75,6 +76,8 @@ class _Waiting:
     answer: asyncio.Future[Outcome]
     grouped_at: float | None = None
     clock: Stopwatch
+    plan: ReducePlan | None = None
+    """Of the attempt whose result is in *in*."""
     sent_bytes: int = 0
     received_bytes: int = 0
     shifted: bool = False
@@ -138,6 +141,8 @@ class Averager:
         self._epoch_times: deque[float] = deque(maxlen=8)
         self._round_times: deque[float] = deque(maxlen=8)
         self._state: OuterState | None = None
+        self.residuals: list[Residuals] = []
+        """What lossy codecs have kept back, by fragment."""
         self._round: Round | None = None
 
     @property
@@ -153,10 +158,18 @@ class Averager:
     def waits_for(self) -> str:
         return self._round.waits_for if self._round else ""
 
-    def adopt(self, state: OuterState) -> None:
-        """Take this state as the current one and open the round on it."""
-        self._state = state
+    def adopt(self, state: OuterState, residuals: Sequence[Residuals] | None = None) -> None:
+        """Take this state as the current one and open the round on it.
+
+        `residuals` (of each fragment) are this peer's own from when it was last on this very state; else it has none.
+        """
+        self._take(state, residuals)
         self._open_round()
+
+    def _take(self, state: OuterState, residuals: Sequence[Residuals] | None = None) -> None:
+        # What was lost on the way to another state has nothing to make up for on this one.
+        self._state = state
+        self.residuals = list(residuals) if residuals else [Residuals(size) for size in state.sizes]
 
     async def run(self) -> None:
         """Work off events until cancelled."""
@@ -364,6 +377,7 @@ class Averager:
             bounds=equal_bounds(waiting.local.numel(), len(group.ranks)),
             codec=self._settings.codec,
         )
+        waiting.plan = plan
         streams = await self._connect(plan)
         waiting.clock.lap("connect_s")
         log.debug("reducing with %s", group.ranks)
@@ -379,6 +393,7 @@ class Averager:
                 stall_timeout_s=STALL_TIMEOUT_S,
                 timeout_s=timeout_s,
                 cancelled=self._cancelled,
+                residuals=self.residuals[waiting.fragment],
             )
         except BaseException as error:
             self._pool.discard(streams, error.suspects if isinstance(error, RoundFailed) else ())
@@ -403,6 +418,13 @@ class Averager:
         assert waiting is not None
         state, schedule = self.state, self._settings.schedule
         waiting.clock.lap("vote_s")
+        assert waiting.plan is not None and waiting.plan.attempt.hex() == group.attempt
+        await asyncio.to_thread(
+            self.residuals[waiting.fragment].commit,
+            waiting.plan,
+            state.anchor[waiting.fragment],
+            waiting.local,
+        )
         digests = await asyncio.to_thread(
             self._optimizer_for(len(group.ranks)).commit,
             state,
@@ -436,7 +458,8 @@ class Averager:
             self._open_round()
             self._propose()
             return
-        self._state, self._last_commit = new, None
+        self._take(new)
+        self._last_commit = None
         if waiting is None:
             self._open_round()
             return
@@ -486,7 +509,10 @@ class Averager:
     async def _make_proposal(self, waiting: _Waiting) -> None:
         """What the worker's weights bring to a round on the current anchor."""
         norm = await asyncio.to_thread(
-            norm_of_pseudo_gradient, self.state.anchor[waiting.fragment], waiting.local
+            norm_of_pseudo_gradient,
+            self.state.anchor[waiting.fragment],
+            waiting.local,
+            self.residuals[waiting.fragment].contribution,
         )
         if not math.isfinite(norm):
             raise PeersError("this peer's weights are not finite any more; is the learning rate too high?")

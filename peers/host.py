@@ -107,6 +107,11 @@ class WorkerHost:
             self._show("waiting")
             await self._adopt_best(averager)
             keep_local = bool(offer.get("resume")) and averager.state is offered
+            if keep_local:
+                saved = await asyncio.to_thread(
+                    state_files.load_residuals, Path(str(offer["resume"])), offered
+                )
+                averager.adopt(offered, saved)
         state, steps = averager.state, self._schedule.steps_per_epoch
         step = membership.progress_of_others(self._presence.view, state.lineage, self.world_rank, steps)
         if keep_local:
@@ -139,7 +144,7 @@ class WorkerHost:
 
     async def save(self, directory: Path) -> None:
         averager = await asyncio.shield(self.ready)
-        await asyncio.to_thread(state_files.save, averager.state, directory)
+        await asyncio.to_thread(state_files.save, averager.state, directory, averager.residuals)
 
     def progressed(self, progress: dict[str, Any]) -> None:
         """Shown with the next heartbeat; not worth a message of its own."""

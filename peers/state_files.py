@@ -1,10 +1,14 @@
-"""An outer state on disk: `outer.safetensors` and `outer.json`, which says what must be in the former."""
+"""An outer state on disk: `outer.safetensors` and `outer.json`, which says what must be in the former.
+
+Where a lossy codec has kept something back, `residuals.safetensors` lies beside them.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -14,14 +18,16 @@ from torch import Tensor
 
 from peers.errors import ProtocolError, UserError
 from peers.outer_state import Digests, OuterState
+from peers.residuals import Residuals
 from peers.state_header import StateHeader
 
 TENSORS_FILE = "outer.safetensors"
 HEADER_FILE = "outer.json"
+RESIDUALS_FILE = "residuals.safetensors"
 
 
-def save(state: OuterState, directory: Path) -> None:
-    """Write both files, each complete or not at all, the header last. May be repeated. Raises OSError.
+def save(state: OuterState, directory: Path, residuals: Sequence[Residuals] = ()) -> None:
+    """Write the files, each complete or not at all, the header last. May be repeated. Raises OSError.
 
     The directory must exist: whoever made it may have removed it, which takes the checkpoint back.
     """
@@ -32,6 +38,7 @@ def save(state: OuterState, directory: Path) -> None:
         tensors = {f"anchor.{index}": values for index, values in enumerate(snapshot.anchor)}
         tensors |= {f"momentum.{index}": values for index, values in enumerate(snapshot.momentum)}
         header = snapshot.header
+        _save_residuals(residuals, header.lineage, directory)
         _write(
             directory / TENSORS_FILE,
             lambda path: save_file(tensors, path, metadata={"lineage": header.lineage}),
@@ -70,6 +77,44 @@ def load(directory: Path) -> OuterState:
             f"{path} does not hold what {HEADER_FILE} says: torn or damaged. Resume from an older one."
         )
     return state
+
+
+def load_residuals(directory: Path, state: OuterState) -> list[Residuals]:
+    """The residuals saved with this state, by fragment. Raises UserError."""
+    path = directory / RESIDUALS_FILE
+    if not path.exists():
+        return [Residuals(size) for size in state.sizes]
+    try:
+        with safe_open(path, framework="pt") as file:
+            if file.metadata().get("lineage") != state.lineage:
+                raise ValueError("it belongs to another state")
+            return [
+                Residuals.from_tensors(
+                    size,
+                    {
+                        name.removeprefix(f"{index}."): file.get_tensor(name)
+                        for name in file.keys()  # noqa: SIM118 - not a mapping
+                        if name.startswith(f"{index}.")
+                    },
+                )
+                for index, size in enumerate(state.sizes)
+            ]
+    except (OSError, SafetensorError, ValueError, AttributeError) as error:
+        raise UserError(f"{path} is not a complete checkpoint: {error}. Resume from an older one.") from error
+
+
+def _save_residuals(residuals: Sequence[Residuals], lineage: str, directory: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        tensors = {
+            f"{index}.{name}": values
+            for index, kept in enumerate(residuals)
+            for name, values in stack.enter_context(kept.held()).items()
+        }
+        if tensors:
+            _write(
+                directory / RESIDUALS_FILE,
+                lambda path: save_file(tensors, path, metadata={"lineage": lineage}),
+            )
 
 
 def _load_header(path: Path) -> StateHeader:

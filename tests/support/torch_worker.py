@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -58,15 +59,18 @@ def main(settings: dict[str, Any]) -> None:
     model = fresh_model()
     optimizer = optimizer_of(settings["optimizer"], model)
     outer = Diloco(model, max_steps=settings["max_steps"])
-    record("start", world_rank=outer.world_rank)
+    record("start", world_rank=outer.world_rank, epoch=outer.epoch)
     while not outer.done:
+        time.sleep(settings.get("step_s", 0.0))
         inner_step(model, optimizer, outer.world_rank, outer.nominal_step)
         if commit := outer.step(num_tokens=8):
-            np.save(f"{settings['history']}.epoch{commit.epoch}.npy", flat(model))
+            if settings.get("saves", True):
+                np.save(f"{settings['history']}.epoch{commit.epoch}.npy", flat(model))
             record(
                 "epoch",
                 epoch=commit.epoch,
                 anchor_digest=commit.anchor_digest,
+                fragment=commit.fragment,
                 contributors=commit.contributors,
             )
     outer.finish()

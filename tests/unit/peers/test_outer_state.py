@@ -8,6 +8,7 @@ from peers import state_files
 from peers.errors import ProtocolError, UserError
 from peers.outer_optimizer import OuterOptimizer, norm_of_pseudo_gradient, rebase
 from peers.outer_state import OuterState
+from peers.residuals import Residuals
 from peers.state_header import STATE_CHUNK_NUMEL, StateHeader, chunks_of
 
 SIZES = (STATE_CHUNK_NUMEL + 300_001, 0, 5)
@@ -140,6 +141,22 @@ def test_a_saved_state_comes_back_bit_for_bit_and_goes_on_alike(tmp_path):
     assert loaded.lineage == state.lineage
     assert state_files.load(tmp_path / "step").epoch == 1
     assert sorted(path.name for path in (tmp_path / "step").iterdir()) == ["outer.json", "outer.safetensors"]
+
+
+def test_what_lossy_codecs_have_kept_back_is_saved_with_its_state(tmp_path):
+    state = some_state(sizes=(4, 3))
+    kept = [
+        Residuals.from_tensors(4, {"contribution": torch.ones(4)}),
+        Residuals.from_tensors(3, {"result": torch.full((2,), 0.5), "result_start": torch.tensor([1])}),
+    ]
+    state_files.save(state, tmp_path, kept)
+    loaded = state_files.load_residuals(tmp_path, state_files.load(tmp_path))
+    with loaded[0].held() as first, loaded[1].held() as second:
+        assert {name: values.tolist() for name, values in first.items()} == {"contribution": [1.0] * 4}
+        assert second["result"].tolist() == [0.5, 0.5] and second["result_start"].tolist() == [1]
+    with pytest.raises(UserError, match="belongs to another state"):
+        state_files.load_residuals(tmp_path, some_state(seed=5, sizes=(4, 3)))
+    assert state_files.load_residuals(tmp_path / "elsewhere", state)[0].contribution is None
 
 
 def flip_a_byte(path):

@@ -1,0 +1,74 @@
+"""Real daemons and `Diloco(model)` with fragments, overlap and lossy codecs, one named fault each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from tests.support.swarm import LightSwarm, wait_until
+
+STREAMING = {"hv.num_fragments": 2, "hv.overlap_steps": 3, "hv.compression": "int4"}
+SURVIVORS_COMMIT_WITHIN_S = 15.0
+
+
+@pytest.fixture
+def streaming(swarm: Callable[..., LightSwarm]) -> Callable[..., LightSwarm]:
+    def make(**worker: object) -> LightSwarm:
+        light = swarm(local_steps=20, optimizer="adamw", saves=False, **worker)
+        light.worker_module, light.manifest = "tests.support.torch_worker", STREAMING
+        return light
+
+    return make
+
+
+def test_a_peer_killed_while_fragments_are_under_way_costs_the_others_no_epoch_and_comes_back(streaming):
+    light = streaming(max_steps=100_000, step_s=0.03)
+    light.start_all(3)
+    wait_until(lambda: light.peers[2].epoch >= 3, "epoch 3")
+    light.peers[2].kill()
+    killed_at, before = time.time(), light.peers[0].epoch
+    wait_until(lambda: min(p.epoch for p in (light.peers[0], light.peers[1])) > before, "the next epoch")
+    assert time.time() - killed_at < SURVIVORS_COMMIT_WITHIN_S
+
+    back = light.start(2)
+    started = wait_until(lambda: back.records("start")[1:], "the killed peer's second start")[-1]
+    wait_until(lambda: back.epoch >= started["epoch"] + 3, "both fragments of the peer that came back")
+    light.check_digests()
+    records = light.peers[0].epochs
+    assert [r["epoch"] for r in records] == list(range(1, len(records) + 1))
+    assert all(r["fragment"] == (r["epoch"] - 1) % 2 for r in records)
+    assert any(2 in r["contributors"] for r in records if r["epoch"] > started["epoch"])
+
+
+def test_a_straggler_that_misses_fragments_catches_up_and_counts_again(streaming):
+    light = streaming(max_steps=100_000, step_s=0.03)
+    light.extra = {"all_reduce_strategy": "NO_WAIT", "matchmaking_time": 0.3}
+    light.start_all(3)
+    wait_until(lambda: light.peers[2].epoch >= 2, "epoch 2")
+    light.peers[2].freeze()
+    before = light.peers[0].epoch
+    wait_until(lambda: light.peers[0].epoch >= before + 3, "three epochs without the straggler")
+    light.peers[2].thaw()
+    now = light.peers[0].epoch
+    wait_until(
+        lambda: any(2 in r["contributors"] for r in light.peers[0].epochs if r["epoch"] > now + 1),
+        "an epoch with the straggler in it",
+    )
+    wait_until(lambda: light.peers[2].epoch > now, "the straggler's next epoch")
+    light.check_digests()
+
+
+def test_in_the_end_all_peers_hold_one_model_though_fragments_went_one_by_one(swarm):
+    light = swarm(local_steps=6, max_steps=24, optimizer="adamw")
+    light.worker_module, light.manifest = "tests.support.torch_worker", {**STREAMING, "hv.overlap_steps": 2}
+    light.start_all(3)
+    light.wait_finished()
+    digests = light.check_digests()
+    models = [
+        np.load(light.directory / f"peer{rank}" / f"history.jsonl.epoch{max(digests)}.npy")
+        for rank in range(3)
+    ]
+    assert np.array_equal(models[0], models[1]) and np.array_equal(models[1], models[2])
