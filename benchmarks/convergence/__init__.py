@@ -14,6 +14,7 @@ and error feedback in both directions (peers.reduce, over socket pairs), the out
 held-out loss (diloco.evaluation).
 
 Simulated: processes, discovery and network. One process trains the four replicas in turns; nobody is late or dies.
+A test holds one short run, with int4 and overlap, to the very bits of a swarm of daemons (tests/e2e).
 
 Data parallel is one replica that trains the four peers' batches as one: the mean gradient, up to rounding. Curves and
 results are those of the anchor, the weights all peers share; the run's end averages every fragment once more.

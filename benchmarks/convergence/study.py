@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
@@ -13,6 +14,7 @@ from benchmarks.convergence.run import run_job
 from benchmarks.convergence.settings import DATA_PARALLEL, FP32, Arm, Job, Scale, arms
 from benchmarks.convergence.store import Outcome, Store
 from benchmarks.convergence.tuning import best_rate, by_factors, by_steps
+from peers.supervisor import die_with_parent
 
 
 @dataclass(frozen=True)
@@ -97,5 +99,6 @@ class Study:
 
 
 def _workers(processes: int) -> ProcessPoolExecutor:
-    """Fresh interpreters: a fork of one that has used torch's threads may hang."""
-    return ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"))
+    """Fresh interpreters, since a fork of one that has used torch's threads may hang; they die with this process."""
+    spawn = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(processes, spawn, initializer=die_with_parent, initargs=(os.getpid(),))
