@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from peers.identity import load, load_or_create
+
 _PROCESSES = multiprocessing.get_context("forkserver")
 _PROCESSES.set_forkserver_preload(["peers.daemon", "hivemind.dht.node", "peers.transport"])
 
@@ -126,6 +128,10 @@ class LightSwarm:
         self.extra: dict[str, Any] = {}
         self.manifest: dict[str, Any] = {}
         self.worker_module = "tests.support.light_worker"
+        self.namespaces: dict[int, str] = {}
+        """Network namespaces that peers live in, by rank."""
+        self.no_path: set[frozenset[int]] = set()
+        """Pairs of ranks between which libp2p gets nothing through."""
 
     def start(self, rank: int, **overrides: Any) -> LightPeer:
         directory = self.directory / f"peer{rank}"
@@ -142,7 +148,8 @@ class LightSwarm:
             **self.extra,
         }
         process = _PROCESSES.Process(
-            target=run_light_peer, args=(config, self.worker_module, worker, str(directory))
+            target=run_light_peer,
+            args=(config, self.worker_module, worker, str(directory), self._edges(rank)),
         )
         process.start()
         # A rank may be started twice at once: the first of them must not be forgotten.
@@ -150,6 +157,20 @@ class LightSwarm:
         known = self.peers.get(rank)
         self.peers[rank] = LightPeer(rank, process, directory, known.killed if known else [])
         return self.peers[rank]
+
+    def peer_id(self, rank: int) -> str:
+        """Also of one that has not been started yet."""
+        path = self.directory / f"peer{rank}" / self.run_id / f"{rank}.key"
+        if not path.exists():
+            load_or_create(path).release()
+        return load(path).peer_id
+
+    def _edges(self, rank: int) -> dict[str, Any]:
+        others = [other for pair in self.no_path if rank in pair for other in pair - {rank}]
+        return {
+            "namespace": self.namespaces.get(rank, ""),
+            "cut_off_from": [self.peer_id(other) for other in others],
+        }
 
     def start_all(self, num_peers: int, **overrides: Any) -> list[LightPeer]:
         self.galaxy_size = num_peers
@@ -179,10 +200,15 @@ class LightSwarm:
             process.join()
 
 
-def run_light_peer(config: dict[str, Any], module: str, worker: dict[str, Any], directory: str) -> None:
+def run_light_peer(
+    config: dict[str, Any], module: str, worker: dict[str, Any], directory: str, edges: dict[str, Any]
+) -> None:
     """The whole life of one peer process."""
     from peers.daemon import DaemonConfig, run_daemon
     from peers.supervisor import WorkerCommand
+    from tests.support import light_edges
+
+    light_edges.edges(**edges)
 
     logging.basicConfig(
         filename=f"{directory}/daemon.log",

@@ -1,0 +1,62 @@
+"""Network namespaces of a test's own: machines that reach each other only where a cable is."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+
+def why_not() -> str:
+    """Why there can be none here; empty: there can."""
+    if os.geteuid() != 0:
+        return "needs root"
+    if shutil.which("ip") is None:
+        return "needs the ip command (iproute2)"
+    name = f"diloco-probe-{os.getpid()}"
+    if _ip("netns", "add", name, check=False):
+        return "this kernel gives no network namespaces"
+    _ip("netns", "del", name)
+    return ""
+
+
+@dataclass
+class Hub:
+    """One machine in the middle that forwards no packets, and others behind it."""
+
+    middle: str
+    spokes: list[str]
+    addresses: dict[str, str] = field(default_factory=dict)
+    """The middle's address as each spoke sees it."""
+
+
+@contextlib.contextmanager
+def hub(num_spokes: int) -> Iterator[Hub]:
+    """Spokes send everything to the middle, which drops what is not for itself."""
+    prefix = f"diloco-{os.getpid()}"
+    made = Hub(f"{prefix}-m", [f"{prefix}-{index}" for index in range(num_spokes)])
+    try:
+        for name in (made.middle, *made.spokes):
+            _ip("netns", "add", name)
+            _ip("-n", name, "link", "set", "lo", "up")
+        _ip("netns", "exec", made.middle, "sh", "-c", "echo 0 > /proc/sys/net/ipv4/ip_forward")
+        for index, spoke in enumerate(made.spokes):
+            subnet = f"10.91.{index + 1}"
+            inner, outer = f"spoke{index}", "up0"
+            _ip("-n", made.middle, "link", "add", inner, "type", "veth", "peer", outer, "netns", spoke)
+            for name, link, host in ((made.middle, inner, 1), (spoke, outer, 2)):
+                _ip("-n", name, "addr", "add", f"{subnet}.{host}/24", "dev", link)
+                _ip("-n", name, "link", "set", link, "up")
+            _ip("-n", spoke, "route", "add", "default", "via", f"{subnet}.1")
+            made.addresses[spoke] = f"{subnet}.1"
+        yield made
+    finally:
+        for name in (made.middle, *made.spokes):
+            _ip("netns", "del", name, check=False)
+
+
+def _ip(*arguments: str, check: bool = True) -> int:
+    return subprocess.run(["ip", *arguments], check=check, capture_output=not check).returncode

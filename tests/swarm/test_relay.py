@@ -1,0 +1,206 @@
+"""Two peers that cannot reach each other, and a third that both can."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import ssl
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from peers.errors import PeerUnreachable
+from peers.reception import Reception
+from peers.relay import MAX_FORWARDED_PER_PAIR, Relay
+from peers.tls import Credentials
+from tests.support.keys import credentials
+from tests.support.members import eventually, joined
+from tests.support.namespaces import hub, why_not
+from tests.support.swarm import wait_until
+
+PROTOCOL = "test/through"
+
+
+class Edge:
+    """A member's libp2p, from which nothing gets through to some of the others."""
+
+    def __init__(self, transport: Any, blocked: set[str]) -> None:
+        self._transport, self._blocked = transport, blocked
+        self.opened: list[str] = []
+
+    async def open(self, peer_id: str, protocol: str, **options: Any) -> Any:
+        if peer_id in self._blocked:
+            raise PeerUnreachable(f"no path to {peer_id}")
+        self.opened.append(protocol)
+        return await self._transport.open(peer_id, protocol, **options)
+
+    async def serve(self, protocol: str, handler: Any) -> None:
+        await self._transport.serve(protocol, handler)
+
+    async def connected_peers(self) -> set[str]:
+        return await self._transport.connected_peers() - self._blocked
+
+
+class Member:
+    def __init__(self, me: Credentials, libp2p: Edge, peers: set[str]) -> None:
+        self.me, self.libp2p, self.streams = me, libp2p, asyncio.Queue[Any]()
+        self.reception = Reception(me, allows=lambda _: True)
+        self.relay = Relay(
+            run_id="run",
+            libp2p=libp2p,
+            reception=self.reception,
+            peers=lambda: peers - {me.peer_id},
+            rate_to=lambda _: 0.0,
+        )
+
+        async def accepted(peer_id: str, stream: Any) -> None:
+            self.streams.put_nowait((peer_id, stream))
+
+        self.reception.serve(PROTOCOL, accepted)
+
+
+@contextlib.asynccontextmanager
+async def members(tmp_path: Any, bootstrap: str, names: str) -> AsyncIterator[dict[str, Member]]:
+    """The first and the last of them have no path between them; all know all."""
+    async with contextlib.AsyncExitStack() as stack:
+        made: dict[str, Member] = {}
+        ids = {name: credentials(tmp_path, name) for name in names}
+        peers = {me.peer_id for me in ids.values()}
+        ends = {names[0]: names[-1], names[-1]: names[0]}
+        for name, me in ids.items():
+            dht = await stack.enter_async_context(joined(tmp_path, name, bootstrap))
+            blocked = {ids[ends[name]].peer_id} if name in ends else set()
+            made[name] = Member(me, Edge(dht.transport, blocked), peers)
+            stack.callback(made[name].reception.close)
+            stack.push_async_callback(made[name].relay.close)
+            await made[name].relay.start()
+            for middle in made:
+                if middle not in ends or name not in ends:
+                    with contextlib.suppress(PeerUnreachable):
+                        await dht.ping(ids[middle].peer_id, timeout_s=10)
+        yield made
+
+
+def run(coroutine: Any) -> None:
+    asyncio.run(asyncio.wait_for(coroutine, 60))
+
+
+def test_a_relayed_stream_is_encrypted_from_end_to_end_and_names_its_caller(tmp_path, bootstrap):
+    async def scenario():
+        async with members(tmp_path, bootstrap, "arb") as m:
+            ours = await m["a"].relay.open(m["b"].me.peer_id, PROTOCOL, timeout_s=20)
+            caller, theirs = await asyncio.wait_for(m["b"].streams.get(), 20)
+            assert caller == m["a"].me.peer_id
+            assert isinstance(ours, ssl.SSLSocket) and isinstance(theirs, ssl.SSLSocket)
+            payload = os.urandom(4 << 20)
+            for sock in (ours, theirs):
+                sock.settimeout(20)
+            sender = asyncio.to_thread(ours.sendall, payload)
+            received = bytearray()
+
+            def read() -> None:
+                while len(received) < len(payload):
+                    received.extend(theirs.recv(1 << 16))
+
+            await asyncio.gather(sender, asyncio.to_thread(read))
+            assert received == payload
+            ours.close()
+            assert await asyncio.to_thread(theirs.recv, 1) == b""
+            theirs.close()
+
+    run(scenario())
+
+
+def test_a_relay_forwards_only_so_much_and_only_to_whom_it_reaches_itself(tmp_path, bootstrap):
+    async def scenario():
+        async with members(tmp_path, bootstrap, "arb") as m:
+            a, r, b = m["a"], m["r"], m["b"]
+            streams = [
+                await a.relay.open(b.me.peer_id, PROTOCOL, timeout_s=20)
+                for _ in range(MAX_FORWARDED_PER_PAIR)
+            ]
+            with pytest.raises(PeerUnreachable, match="as much as I can"):
+                await a.relay.open(b.me.peer_id, PROTOCOL, timeout_s=20)
+            for stream in streams:
+                stream.close()
+            stranger = credentials(tmp_path, "stranger").peer_id
+            with pytest.raises(PeerUnreachable, match="not both of you"):
+                await a.relay.open(stranger, PROTOCOL, timeout_s=20)
+            r.libp2p._blocked.add(b.me.peer_id)
+            with pytest.raises(PeerUnreachable, match="no connection with it"):
+                await a.relay.open(b.me.peer_id, PROTOCOL, timeout_s=20)
+            # It did not go on to ask anybody else.
+            assert "diloco/run/relay" not in r.libp2p.opened
+
+    run(scenario())
+
+
+def test_when_a_relay_dies_its_streams_break_and_another_one_is_found(tmp_path, bootstrap):
+    async def scenario():
+        async with members(tmp_path, bootstrap, "arsb") as m:
+            a, b = m["a"], m["b"]
+            first = await a.relay.open(b.me.peer_id, PROTOCOL, timeout_s=20)
+
+            async def the_only_one() -> Member | None:
+                forwarding = [m[name] for name in "rs" if m[name].relay._forwarded]
+                return forwarding[0] if len(forwarding) == 1 else None
+
+            # The other one has made an offer as well, which nobody took.
+            used = await eventually(the_only_one)
+            await used.relay.close()
+            first.settimeout(10)
+            assert await asyncio.to_thread(first.recv, 1) == b""
+            first.close()
+            used.libp2p._blocked |= {a.me.peer_id, b.me.peer_id}
+            a.libp2p._blocked.add(used.me.peer_id)
+            second = await a.relay.open(b.me.peer_id, PROTOCOL, timeout_s=20)
+            second.close()
+
+    run(scenario())
+
+
+def test_peers_with_no_path_between_them_train_through_a_third(swarm):
+    light = swarm(local_steps=4, max_steps=100000, step_s=0.05, numel=300_000)
+    light.no_path = {frozenset({1, 2})}
+    # What libp2p cannot reach, TCP cannot either.
+    light.extra["transport"] = "libp2p"
+    light.start_all(3)
+    wait_until(lambda: all(peer.epoch >= 3 for peer in light.peers.values()), "epoch 3")
+    light.check_digests()
+    for rank, other in ((1, 2), (2, 1)):
+        peer = light.peers[rank]
+        assert f"data for {light.peer_id(other)} goes by relay" in peer.log
+        assert f"data for {light.peer_id(0)} goes by libp2p" in peer.log
+        assert all(record["contributors"] == [0, 1, 2] for record in peer.epochs)
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+def test_two_peers_behind_walls_train_through_a_public_one_and_go_on_without_it(swarm):
+    with hub(2) as lan:
+        light = swarm(local_steps=4, max_steps=100000, step_s=0.1, numel=300_000)
+        light.galaxy_size = 3
+        light.namespaces = {0: lan.middle, 1: lan.spokes[0], 2: lan.spokes[1]}
+        light.extra = {"host_maddrs": ["/ip4/0.0.0.0/tcp/4001"], "initial_peers": []}
+        public = light.start(0)
+        wait_until(lambda: public.address, "the public peer's address")
+        for rank, spoke in enumerate(lan.spokes, start=1):
+            maddr = f"/ip4/{lan.addresses[spoke]}/tcp/4001/p2p/{light.peer_id(0)}"
+            light.extra["initial_peers"] = [maddr]
+            light.start(rank)
+        wait_until(lambda: all(peer.epoch >= 4 for peer in light.peers.values()), "epoch 4", timeout_s=90)
+        light.check_digests()
+        for rank, other in ((1, 2), (2, 1)):
+            peer = light.peers[rank]
+            assert f"data for {light.peer_id(other)} goes by relay" in peer.log
+            assert f"data for {light.peer_id(0)} goes by direct" in peer.log
+            assert peer.epochs[-1]["contributors"] == [0, 1, 2]
+        public.kill()
+        left = [light.peers[1], light.peers[2]]
+        before = [peer.epoch for peer in left]
+        wait_until(
+            lambda: all(peer.epoch > epoch + 1 for peer, epoch in zip(left, before, strict=True)),
+            "epochs without the public peer",
+        )
+        light.close()
