@@ -28,10 +28,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from peers.bandwidth import LinkMeter
 from peers.errors import ProtocolError, RoundFailed
 from peers.frames import (
     HEADER,
@@ -90,7 +92,9 @@ def reduce_pseudo_gradients(
         except ProtocolError as error:
             raise RoundFailed(f"this peer {error}", plan.members) from error
     reduction.run(cancelled, timeout_s)
-    return ReduceReport(reduction.sent_bytes, reduction.received_bytes, arithmetic.share_digests())
+    return ReduceReport(
+        reduction.sent_bytes, reduction.received_bytes, arithmetic.share_digests(), reduction.bandwidth()
+    )
 
 
 class _Reduction:
@@ -113,6 +117,8 @@ class _Reduction:
             prepare(sock)
         self._stall_timeout_s = stall_timeout_s
         self._progress = Progress(plan)
+        self._meter = LinkMeter(self._send.values(), self._receive.values())
+        self._moved_out, self._moved_in = dict.fromkeys(others, 0), dict.fromkeys(others, 0)
         self._sent = dict.fromkeys(others, 0)
         self._received = dict.fromkeys(others, 0)
 
@@ -123,6 +129,10 @@ class _Reduction:
     @property
     def received_bytes(self) -> int:
         return sum(self._received.values())
+
+    def bandwidth(self) -> float:
+        """What this peer's link carried at its best, in bytes/s; 0: too short to tell."""
+        return self._meter.bytes_per_s()
 
     def run(self, cancelled: threading.Event, timeout_s: float) -> None:
         """Start the threads and see them end. Raises RoundFailed."""
@@ -135,8 +145,10 @@ class _Reduction:
         with ThreadPoolExecutor(max(1, len(jobs)), "reduce") as pool:
             futures: list[Future[None]] = [pool.submit(_with_denormals, *job) for job in jobs]
             pending = set(futures)
+            self._sample()
             while pending:
                 done, pending = wait(pending, SLICE_S)
+                self._sample()
                 if cancelled.is_set():
                     self._progress.fail("cancelled", None, last_words_s=0)
                 if time.monotonic() > deadline:
@@ -153,6 +165,9 @@ class _Reduction:
             future.result()
         suspects = () if failure.culprit is None else (self._plan.members[failure.culprit],)
         raise RoundFailed(failure.reason, suspects)
+
+    def _sample(self) -> None:
+        self._meter.sample(time.monotonic(), sum(self._moved_out.values()), sum(self._moved_in.values()))
 
     # Sending
 
@@ -189,6 +204,7 @@ class _Reduction:
             data,
             2 * self._stall_timeout_s,
             lambda: self._progress.must_stop_sending(other),
+            partial(_count, self._moved_out, other),
         )
         if payload is not None:
             self._sent[other] += HEADER.size + len(data)
@@ -233,7 +249,11 @@ class _Reduction:
             place = self._arithmetic.place_for_result(other, index) if kind is Kind.RESULT else None
             payload = buffer[:size] if place is None else place
             receive_into(
-                self._receive[other], payload.numpy().data, self._stall_timeout_s, self._progress.has_failed
+                self._receive[other],
+                payload.numpy().data,
+                self._stall_timeout_s,
+                self._progress.has_failed,
+                partial(_count, self._moved_in, other),
             )
             self._received[other] += HEADER.size + size
             if kind is Kind.RESULT:
@@ -298,6 +318,11 @@ class _Reduction:
 
     def _name(self, member: int) -> str:
         return f"peer {self._plan.members[member]}"
+
+
+def _count(moved: dict[int, int], other: int, num_bytes: int) -> None:
+    # Each entry has one writer, its thread.
+    moved[other] += num_bytes
 
 
 def _shut_down(sock: socket.socket, how: int) -> None:

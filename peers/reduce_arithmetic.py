@@ -153,7 +153,8 @@ class Arithmetic:
 
     @staticmethod
     def _spend(energy_left: float, values: Tensor, what: str) -> float:
-        energy = float(torch.dot(values, values))
+        # Not torch.dot: its library would start threads of its own from each of ours.
+        energy = float(torch.linalg.vector_norm(values)) ** 2
         if not math.isfinite(energy):
             raise ProtocolError(f"sent a {what} with values that are not finite")
         if energy > energy_left:

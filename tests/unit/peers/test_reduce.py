@@ -9,7 +9,7 @@ import pytest
 import torch
 import xxhash
 
-from peers.codecs import codec_named
+from peers.codecs import codec_named, codec_names
 from peers.errors import ProtocolError, RoundFailed
 from peers.frames import HEADER, Kind
 from peers.reduce import reduce_pseudo_gradients
@@ -149,6 +149,26 @@ def test_weights_and_uneven_and_empty_shares_are_respected(swarm):
     group = swarm(4, 1000, weights=[0.5, 0.0, 0.3, 0.05], bounds=(0, 0, 900, 900, 1000))
     outcomes(group, range(4))
     assert_close(group.results[2], reference(group), 1e-6)
+
+
+@pytest.mark.parametrize("codec", codec_names())
+@pytest.mark.parametrize("idle", [{0}, {1}, {3}, {0, 1}, {1, 2, 3}])
+def test_members_without_a_share_still_bring_and_get_everything(swarm, idle, codec):
+    size = CHUNK_NUMEL + 777
+    bounds = [0]
+    for member in range(4):
+        bounds.append(bounds[-1] + (0 if member in idle else size))
+    group = swarm(4, bounds[-1], bounds=tuple(bounds), codec=codec)
+    reports = outcomes(group, range(4))
+    for result in group.results[1:]:
+        assert torch.equal(result.view(torch.int32), group.results[0].view(torch.int32))
+    assert {report.share_digests for report in reports.values()} == {reports[0].share_digests}
+    if codec == "fp32":
+        assert_close(group.results[0], reference(group), 1e-6)
+        for me, report in reports.items():
+            share = bounds[me + 1] - bounds[me]
+            values = bounds[-1] + 2 * share
+            assert 4 * values < report.sent_bytes < 4.001 * values
 
 
 def test_the_sum_is_taken_in_member_order_with_separate_roundings(swarm):

@@ -1,0 +1,82 @@
+"""What this peer's link carries, as seen by the reductions it takes part in.
+
+The shares of the next rounds go by it, so it has to be the link's own limit and not the pace of the slowest member, for
+whom everybody waits. Therefore it is the most that went through in any short while: at the start of a round all peers
+have bytes for all, and every link is busy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+from collections.abc import Iterable
+
+WINDOW_S = 0.5
+"""Long enough to outlast the bursts of queues and shapers, short enough to lie within a round that is worth sharing."""
+MIN_DURATION_S = 0.01
+"""What is over sooner says nothing about a link."""
+
+_TCP_INFO_BYTES = 136
+# Since Linux 4.1: 64 bits each, behind the pacing rates.
+_BYTES_ACKED, _BYTES_RECEIVED = 120, 128
+
+
+class PeakRate:
+    """The highest rate over any window, from samples of a count that never falls."""
+
+    def __init__(self) -> None:
+        self._samples: list[tuple[float, float]] = []
+
+    def add(self, now: float, total_bytes: float) -> None:
+        """Times ascend."""
+        self._samples.append((now, total_bytes))
+
+    def bytes_per_s(self) -> float:
+        """Over the whole time, if that is shorter than a window; 0 if it is too short to tell."""
+        samples = self._samples
+        if not samples or samples[-1][0] - samples[0][0] < MIN_DURATION_S:
+            return 0.0
+        window = min(WINDOW_S, samples[-1][0] - samples[0][0])
+        best, first = 0.0, 0
+        for now, total in samples:
+            # The shortest span that ends here and is not shorter than a window.
+            while now - samples[first + 1][0] >= window:
+                first += 1
+            begun, before = samples[first]
+            if now - begun >= window:
+                best = max(best, (total - before) / (now - begun))
+        return best
+
+
+class LinkMeter:
+    """Follows one reduction; what its link carried is then the lesser of the two directions' peaks."""
+
+    def __init__(self, send: Iterable[socket.socket], receive: Iterable[socket.socket]) -> None:
+        self._send, self._receive = tuple(send), tuple(receive)
+        self._sent, self._received = PeakRate(), PeakRate()
+
+    def sample(self, now: float, sent_bytes: int, received_bytes: int) -> None:
+        """The byte counts are our own, for sockets whose kernel has none; several times per window, and at both ends.
+
+        They run ahead of the link by what fits into the buffers on the way, so the kernel's are preferred.
+        """
+        self._sent.add(now, _on_the_wire(self._send, _BYTES_ACKED, sent_bytes))
+        self._received.add(now, _on_the_wire(self._receive, _BYTES_RECEIVED, received_bytes))
+
+    def bytes_per_s(self) -> float:
+        """0: too short to tell."""
+        return min(self._sent.bytes_per_s(), self._received.bytes_per_s())
+
+
+def _on_the_wire(sockets: Iterable[socket.socket], offset: int, otherwise: int) -> int:
+    """Sum over TCP sockets; `otherwise` if any of them is of another kind, or gone."""
+    with contextlib.suppress(OSError, struct.error):
+        return sum(_tcp_count(sock, offset) for sock in sockets)
+    return otherwise
+
+
+def _tcp_count(sock: socket.socket, offset: int) -> int:
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+    count: int = struct.unpack_from("Q", info, offset)[0]
+    return count

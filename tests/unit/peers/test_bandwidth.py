@@ -1,0 +1,75 @@
+import socket
+import threading
+import time
+
+import pytest
+
+from peers.bandwidth import WINDOW_S, LinkMeter, PeakRate
+
+
+def peak(*stretches, step_s=0.05):
+    """The estimate for stretches of (seconds, bytes/s), sampled as the reduction does it."""
+    meter, now, total = PeakRate(), 100.0, 0.0
+    meter.add(now, total)
+    for seconds, rate in stretches:
+        for _ in range(round(seconds / step_s)):
+            now, total = now + step_s, total + rate * step_s
+            meter.add(now, total)
+    return meter.bytes_per_s()
+
+
+def test_a_steady_link_is_measured_as_it_is():
+    assert peak((3.0, 1e8)) == pytest.approx(1e8)
+
+
+def test_waiting_for_a_slow_member_does_not_count_against_the_link():
+    assert peak((0.3, 2e6), (1.0, 1.25e8), (8.0, 1e7)) == pytest.approx(1.25e8)
+
+
+def test_a_burst_shorter_than_the_window_counts_for_its_share_of_it_only():
+    assert peak((2.0, 1e7), (0.05, 1e9), (2.0, 1e7)) == pytest.approx(1e7 + 0.05 * 0.99e9 / WINDOW_S, rel=0.1)
+
+
+def test_a_short_round_is_measured_as_a_whole_and_a_very_short_one_not_at_all():
+    assert peak((0.1, 3e8), (0.1, 1e8)) == pytest.approx(2e8)
+    assert peak((0.005, 1e9), step_s=0.005) == 0.0
+    assert peak() == 0.0
+    assert PeakRate().bytes_per_s() == 0.0
+
+
+def test_samples_far_apart_are_taken_as_they_come():
+    assert peak((6.0, 5e7), step_s=2.0) == pytest.approx(5e7)
+
+
+def tcp_pair():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        sender = socket.create_connection(listener.getsockname())
+        return sender, listener.accept()[0]
+
+
+def test_bytes_that_only_wait_in_a_buffer_are_not_taken_for_the_links():
+    sender, receiver = tcp_pair()
+    with sender, receiver:
+        meter = LinkMeter([sender], [receiver])
+        meter.sample(0.0, 0, 0)
+        # Our own counts claim a gigabyte; the kernel knows of one megabyte.
+        reader = threading.Thread(target=lambda: receiver.recv(1 << 20, socket.MSG_WAITALL))
+        reader.start()
+        sender.sendall(bytes(1 << 20))
+        reader.join()
+        deadline = time.monotonic() + 5
+        while True:
+            meter.sample(1.0, 1 << 30, 1 << 30)
+            rate = meter.bytes_per_s()
+            if rate >= 1 << 20 or time.monotonic() > deadline:
+                break
+        assert (1 << 20) <= rate < 1.01 * (1 << 20)
+
+
+def test_sockets_that_keep_no_count_are_measured_by_our_own():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        meter = LinkMeter([ours], [theirs])
+        meter.sample(0.0, 0, 0)
+        meter.sample(1.0, 5000, 3000)
+        assert meter.bytes_per_s() == 3000
