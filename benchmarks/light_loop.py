@@ -2,8 +2,8 @@
 
     diloco peer ... --worker "python -m benchmarks.light_loop '{\"numel\": 1000000, ...}'"
 
-The model is flat parameters, one a layer. Once an epoch every weight moves by noise of this peer's own, so there is
-something to average; an inner step is a fixed number of products of small matrices, then a wait, as for a device that
+The model is flat parameters, one a layer. Steps move the weights by noise of this peer's own, so there is something to
+average; besides, an inner step is a fixed number of products of small matrices, then a wait, as for a device that
 does the rest. What happens is written to a JSONL file, a record for the start and each commit.
 """
 
@@ -12,13 +12,14 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from diloco.outer import Commit, Diloco
+from diloco.outer import Diloco
 
 _ROW = 1 << 16
 _MATRIX = 128
@@ -37,11 +38,13 @@ class Loop:
     """Matrix products in a step: processor time."""
     wait_s: float = 0.0
     """What a step waits besides."""
+    move_parts: int = 1
+    """A step moves one of so many parts of the weights, in turns."""
     max_epochs: int = 3
-    averages: bool = True
-    """Off: the same steps without a swarm."""
     num_steps: int = 0
-    """Steps to take without a swarm."""
+    """Without a swarm: so many steps, then the end."""
+    record_steps: int = 0
+    """Without a swarm: steps between two records."""
     history: str = ""
     """The JSONL file."""
     gate: str = ""
@@ -50,38 +53,43 @@ class Loop:
 
 def main(loop: Loop) -> None:
     torch.set_num_threads(1)
-    model = model_of(loop)
-    step = Step(loop)
     with Path(loop.history).open("a", encoding="utf-8") as history:
 
         def record(kind: str, **fields: object) -> None:
             history.write(json.dumps({**fields, "kind": kind, "time": time.monotonic()}) + "\n")
             history.flush()
 
-        if not loop.averages:
-            record("start")
-            for _ in range(loop.num_steps):
-                step()
-            record("end", step=loop.num_steps)
-            return
-        outer = Diloco(model)
-        record("start", epoch=outer.epoch, world_rank=outer.world_rank)
-        step_number = 0
-        while outer.epoch < loop.max_epochs:
-            if outer.local_step == 0:
-                move(model, seed=1000 * (outer.world_rank or 0) + outer.epoch)
-            step()
-            step_number += 1
-            # The step that may hand the weights over, with overlap or without.
-            if loop.gate and outer.local_step == 0:
-                wait_for_gate(Path(loop.gate), outer.epoch + 1)
-            commit: Commit | None = outer.step(num_tokens=1)
-            if commit is not None:
-                record("epoch", step=step_number, **asdict(commit))
-        record("end", step=step_number)
-        # No further average: what the last epochs had is what is measured.
-        sys.stdout.flush()
-        outer.finish()
+        if loop.num_steps:
+            train_alone(loop, record)
+        else:
+            train_in_swarm(loop, record)
+
+
+def train_alone(loop: Loop, record: Callable[..., None]) -> None:
+    step = Step(loop, model_of(loop), rank=0)
+    record("start")
+    for number in range(1, loop.num_steps + 1):
+        step()
+        if number % loop.record_steps == 0:
+            record("steps", step=number)
+    record("end", step=loop.num_steps)
+
+
+def train_in_swarm(loop: Loop, record: Callable[..., None]) -> None:
+    model = model_of(loop)
+    outer = Diloco(model)
+    step, number = Step(loop, model, rank=outer.world_rank or 0), 0
+    record("start", epoch=outer.epoch, world_rank=outer.world_rank)
+    while outer.epoch < loop.max_epochs:
+        step()
+        number += 1
+        if loop.gate and outer.local_step == 0:
+            wait_for_gate(Path(loop.gate), outer.epoch + 1)
+        commit = outer.step(num_tokens=1)
+        if commit is not None:
+            record("epoch", step=number, **asdict(commit))
+    record("end", step=number)
+    outer.finish()
 
 
 def model_of(loop: Loop) -> nn.Module:
@@ -90,28 +98,40 @@ def model_of(loop: Loop) -> nn.Module:
     return nn.ModuleDict({"layers": nn.ModuleList([nn.ParameterList([torch.zeros(size)]) for size in sizes])})
 
 
-def move(model: nn.Module, *, seed: int) -> None:
-    """Add noise to every weight, different for each seed, in a fraction of the time that drawing it all would take."""
-    generator = torch.Generator().manual_seed(seed)
-    noise = torch.randn(_ROW, generator=generator) * 1e-3
-    for parameter in model.parameters():
-        for row in parameter.data.split(_ROW):
-            row.add_(noise[: row.numel()], alpha=float(torch.rand((), generator=generator)) + 0.5)
-
-
 class Step:
     """One inner step."""
 
-    def __init__(self, loop: Loop) -> None:
-        self._loop = loop
-        self._a, self._b = torch.randn(_MATRIX, _MATRIX), torch.randn(_MATRIX, _MATRIX)
-        self._out = torch.empty(_MATRIX, _MATRIX)
+    def __init__(self, loop: Loop, model: nn.Module, *, rank: int) -> None:
+        self._loop, self._number = loop, 0
+        self._rows = [row for parameter in model.parameters() for row in parameter.data.split(_ROW)]
+        self._generator = torch.Generator().manual_seed(rank)
+        # Drawing noise for every weight would take longer than all the rest.
+        self._noise = 1e-3 * torch.randn(_ROW, generator=self._generator)
+        self._matrix = torch.randn(_MATRIX, _MATRIX, generator=self._generator)
+        self._product = torch.empty(_MATRIX, _MATRIX)
 
-    def __call__(self) -> Tensor:
-        for _ in range(self._loop.num_products):
-            torch.mm(self._a, self._b, out=self._out)
+    def __call__(self) -> None:
+        self._number += 1
+        for row in self._rows[self._number % self._loop.move_parts :: self._loop.move_parts]:
+            factor = 0.5 + float(torch.rand((), generator=self._generator))
+            row.add_(self._noise[: row.numel()], alpha=factor)
+        self.compute(self._loop.num_products)
         time.sleep(self._loop.wait_s)
-        return self._out
+
+    def compute(self, num_products: int) -> None:
+        for _ in range(num_products):
+            torch.mm(self._matrix, self._matrix, out=self._product)
+
+
+def products_per_second() -> float:
+    """On an idle core: the best of several tries."""
+    torch.set_num_threads(1)
+    step, best, tried = Step(Loop(numel=1), model_of(Loop(numel=1)), rank=0), 0.0, 500
+    for _ in range(20):
+        started_at = time.perf_counter()
+        step.compute(tried)
+        best = max(best, tried / (time.perf_counter() - started_at))
+    return best
 
 
 def wait_for_gate(path: Path, epoch: int) -> None:

@@ -50,6 +50,8 @@ class Job:
 
     loop: Loop
     local_steps: int = 1
+    is_gated: bool = True
+    """Whether epochs wait for run_epoch, or end as soon as they can."""
     flags: tuple[str, ...] = ()
     """More flags of `diloco peer`, the same for all."""
 
@@ -125,7 +127,8 @@ class Swarm:
     def start_peer(self, rank: int) -> Peer:
         directory = self.directory / f"peer-{rank}"
         directory.mkdir(exist_ok=True)
-        loop = replace(self.job.loop, history=str(directory / "history.jsonl"), gate=str(self._gate))
+        gate = str(self._gate) if self.job.is_gated else ""
+        loop = replace(self.job.loop, history=str(directory / "history.jsonl"), gate=gate)
         worker = shlex.join(["python", "-m", "benchmarks.light_loop", json.dumps(asdict(loop))])
         seat = self.seats[rank]
         argv = ["peer", "--initial-peers", self._initial_peer, "--host-maddrs", f"/ip4/{seat.address}/tcp/0"]
@@ -148,11 +151,6 @@ class Swarm:
         if len(digests := {record["anchor_digest"] for record in records}) != 1:
             raise SwarmError(f"epoch {epoch} has the anchors {sorted(digests)}")
         return records
-
-    def open_gate(self) -> None:
-        """Let all epochs end as soon as they can."""
-        self._gate.with_suffix(".new").write_text(str(self.job.loop.max_epochs + 1))
-        self._gate.with_suffix(".new").replace(self._gate)
 
     def wait_for_end(self) -> None:
         """Until every loop has done its epochs; checks that all peers had the same anchor after each."""
@@ -203,8 +201,6 @@ class Swarm:
         return address()
 
     def _popen(self, argv: Sequence[str], seat: Seat, directory: Path) -> subprocess.Popen[bytes]:
-        temporary = directory / "tmp"
-        temporary.mkdir(exist_ok=True)
         with (directory / "output").open("ab") as output:
             process = subprocess.Popen(
                 [*seat.prefix, sys.executable, "-m", "diloco", *argv],
