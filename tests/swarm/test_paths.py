@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
+import socket
+import threading
 
 import pytest
 
+from peers.forwarding import Forwarder
 from peers.observer import read_swarm
+from tests.support.members import free_port
 from tests.support.swarm import wait_until
 
 
@@ -60,3 +65,56 @@ def test_an_endpoint_that_leads_nowhere_costs_no_round(swarm):
         # Once, and then it is left alone.
         assert peer.log.count("no direct stream to") == 1
         assert re.findall(r"data for \S+ goes by (\w+)", peer.log) == ["libp2p"]
+
+
+class Cable:
+    """A TCP port that leads to another one, until it is cut; then it leads nowhere."""
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.maddr = f"/ip4/127.0.0.1/tcp/{self._listener.getsockname()[1]}"
+        self.leads_to = 0
+        self._forwarder = Forwarder()
+        self._thread = threading.Thread(target=self._accept)
+        self._thread.start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(("127.0.0.1", self.leads_to))
+                self._forwarder.forward(near, far, lambda: None)
+
+    def cut(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join()
+        self._forwarder.close()
+
+
+def test_a_direct_path_that_breaks_in_mid_round_costs_one_attempt_and_libp2p_takes_over(swarm):
+    light = swarm(numel=16_000_000, local_steps=2, max_steps=100000, step_s=0.2)
+    light.galaxy_size = 2
+    cables = [Cable(), Cable()]
+    try:
+        for rank, cable in enumerate(cables):
+            cable.leads_to = free_port()
+            ports = {"data_port": cable.leads_to, "announce_data_maddrs": [cable.maddr]}
+            light.extra = {"transport": "tls", **ports}
+            light.start(rank)
+        peers = list(light.peers.values())
+        wait_until(lambda: all(peer.epoch >= 1 for peer in peers), "epoch 1")
+        assert all("goes by direct" in peer.log for peer in peers)
+        attempts = peers[0].log.count("reducing with")
+        wait_until(lambda: peers[0].log.count("reducing with") > attempts, "the next reduction")
+    finally:
+        for cable in cables:
+            cable.cut()
+    before = max(peer.epoch for peer in peers)
+    wait_until(lambda: all(peer.epoch >= before + 2 for peer in peers), "epochs without the cables")
+    light.check_digests()
+    for peer in peers:
+        assert re.findall(r"goes by (\w+)", peer.log) == ["direct", "libp2p"]
+        assert sum(record["num_failures"] for record in peer.epochs) <= 1
+        assert [record["epoch"] for record in peer.epochs] == list(range(1, peer.epoch + 1))

@@ -1,0 +1,228 @@
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import time
+
+import pytest
+
+from peers import paths as paths_module
+from peers.direct import Direct
+from peers.errors import PeerUnreachable
+from peers.path_choice import FIRST_BACK_OFF_S, Path
+from peers.paths import Paths
+from peers.reception import Reception
+from peers.streams import StreamPool
+from tests.support.keys import credentials
+
+DATA, CONTROL = "run/data", "run/control"
+BIG = 64 << 20
+
+
+class Network:
+    """libp2p in one process, joined by socket pairs; what is in `cut` gets nothing through."""
+
+    def __init__(self):
+        self.handlers, self.cut, self.slow, self.opened = {}, set(), set(), []
+
+
+class Libp2p:
+    def __init__(self, network, peer_id):
+        self.network, self.peer_id = network, peer_id
+
+    async def open(self, peer_id, protocol, *, timeout_s, maddrs=()):
+        pair = frozenset({self.peer_id, peer_id})
+        if pair in self.network.slow:
+            await asyncio.sleep(timeout_s)
+        if pair in self.network.cut | self.network.slow or (peer_id, protocol) not in self.network.handlers:
+            raise PeerUnreachable(f"libp2p has no way to {peer_id}")
+        self.network.opened.append(protocol)
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        theirs.setblocking(False)
+        await self.network.handlers[peer_id, protocol](self.peer_id, theirs)
+        return ours
+
+    async def serve(self, protocol, handler):
+        self.network.handlers[self.peer_id, protocol] = handler
+
+    async def connected_peers(self):
+        everybody = {peer_id for peer_id, _ in self.network.handlers}
+        lost = self.network.cut | self.network.slow
+        return {peer_id for peer_id in everybody if frozenset({self.peer_id, peer_id}) not in lost}
+
+
+class StandIn:
+    """A relay, as far as a caller sees it: it hands over one end of a socket pair."""
+
+    def __init__(self, works=True):
+        self.works, self.num_asked = works, 0
+
+    async def open(self, peer_id, protocol, *, timeout_s):
+        self.num_asked += 1
+        if not self.works:
+            raise PeerUnreachable("nobody relays")
+        ours, self.theirs = socket.socketpair()
+        return ours
+
+
+class Peer:
+    def __init__(self, me, network, endpoints, mode, relay=None):
+        self.peer_id, self.endpoints = me.peer_id, endpoints
+        self.reception = Reception(me, allows=lambda _: True)
+        self.direct = Direct(self.reception, lambda peer_id: endpoints.get(peer_id, ()))
+        self.direct.listen("/ip4/127.0.0.1/tcp/0")
+        endpoints[me.peer_id] = [f"/ip4/127.0.0.1/tcp/{self.direct.port}"]
+        self.paths = Paths(
+            libp2p=Libp2p(network, me.peer_id),
+            reception=self.reception,
+            direct=self.direct if mode != "libp2p" else None,
+            relay=relay,
+            data=DATA,
+            mode=mode,
+        )
+        self.pool = StreamPool(self.paths, DATA, self.paths)
+
+
+@contextlib.asynccontextmanager
+async def pair(directory, mode="auto", relay=None):
+    network, endpoints = Network(), {}
+    made = [Peer(credentials(directory, name), network, endpoints, mode, relay) for name in "ab"]
+    for peer in made:
+        await peer.pool.start()
+
+        async def ignored(_peer_id, stream):
+            stream.close()
+
+        await peer.paths.serve(CONTROL, ignored)
+    try:
+        yield network, *made
+    finally:
+        for peer in made:
+            await peer.pool.close()
+            await peer.direct.close()
+            peer.reception.close()
+
+
+async def a_round(a, b, *, num_bytes=BIG, seconds=1.0, fails=False):
+    """One attempt of both; the path of a's bytes."""
+    attempt = os.urandom(16)
+    ours, theirs = await asyncio.gather(
+        a.pool.connect(attempt, {1: b.peer_id}, timeout_s=10),
+        b.pool.connect(attempt, {0: a.peer_id}, timeout_s=10),
+    )
+    ours.send[1].sendall(b"bytes")
+    theirs.receive[0].settimeout(10)
+    assert theirs.receive[0].recv(10) == b"bytes"
+    for peer, streams, other in ((a, ours, 1), (b, theirs, 0)):
+        if fails:
+            peer.pool.discard(streams, {other})
+        else:
+            peer.pool.give_back(streams, sent_bytes=num_bytes, seconds=seconds)
+    path = a.paths.in_use[b.peer_id]
+    deadline = time.monotonic() + 10
+    while a.pool._improving or b.pool._improving:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.005)
+    return path
+
+
+def run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, 60))
+
+
+def test_data_moves_from_libp2p_to_a_direct_stream_after_the_first_round(tmp_path, caplog):
+    async def scenario():
+        async with pair(tmp_path) as (network, a, b):
+            taken = [await a_round(a, b) for _ in range(3)]
+            assert taken == [Path.LIBP2P, Path.DIRECT, Path.DIRECT]
+            assert network.opened.count(DATA) == 2
+
+    with caplog.at_level(logging.INFO, "peers.paths"):
+        run(scenario())
+    assert len(caplog.messages) == 4
+
+
+def test_a_direct_path_that_proves_much_slower_gives_way_to_libp2p(tmp_path):
+    async def scenario():
+        async with pair(tmp_path) as (_, a, b):
+            assert await a_round(a, b, seconds=1.0) is Path.LIBP2P
+            taken = [await a_round(a, b, seconds=10.0) for _ in range(4)]
+            assert taken == [Path.DIRECT, Path.DIRECT, Path.LIBP2P, Path.LIBP2P]
+            assert a.paths.rate_to(b.peer_id) == BIG
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("mode", ["auto", "tls"])
+def test_a_round_lost_on_a_direct_stream_is_followed_by_one_on_libp2p(tmp_path, mode):
+    async def scenario():
+        async with pair(tmp_path, mode) as (_, a, b):
+            while await a_round(a, b) is not Path.DIRECT:
+                pass
+            await a_round(a, b, fails=True)
+            assert await a_round(a, b) is Path.LIBP2P
+            assert await a_round(a, b) is Path.LIBP2P
+            for peer, other in ((a, b), (b, a)):
+                peer.paths._pair(other.peer_id).direct.until -= FIRST_BACK_OFF_S
+            await a_round(a, b)
+            assert await a_round(a, b) is Path.DIRECT
+
+    run(scenario())
+
+
+def test_told_to_go_direct_it_does_so_from_the_first_round_and_still_falls_back(tmp_path):
+    async def scenario():
+        async with pair(tmp_path, "tls") as (network, a, b):
+            assert await a_round(a, b) is Path.DIRECT
+            assert DATA not in network.opened
+        async with pair(tmp_path, "tls") as (_, a, b):
+            a.endpoints |= {peer.peer_id: ["/ip4/127.0.0.1/tcp/1"] for peer in (a, b)}
+            assert await a_round(a, b) is Path.LIBP2P
+
+    run(scenario())
+
+
+def test_control_stays_on_libp2p_and_libp2p_mode_never_goes_direct(tmp_path):
+    async def scenario():
+        async with pair(tmp_path, "tls") as (_, a, b):
+            (await a.paths.open(b.peer_id, CONTROL, timeout_s=5)).close()
+            assert a.paths.in_use == {b.peer_id: Path.LIBP2P}
+        async with pair(tmp_path, "libp2p") as (_, a, b):
+            assert [await a_round(a, b) for _ in range(3)] == [Path.LIBP2P] * 3
+
+    run(scenario())
+
+
+def test_a_third_peer_is_asked_only_where_libp2p_has_no_connection(tmp_path):
+    async def scenario():
+        relay = StandIn()
+        async with pair(tmp_path, "libp2p", relay) as (network, a, b):
+            with pytest.raises(PeerUnreachable, match="libp2p has no way"):
+                await a.paths.open(b.peer_id, "run/unserved", timeout_s=5)
+            assert not relay.num_asked
+            network.cut.add(frozenset({a.peer_id, b.peer_id}))
+            (await a.paths.open(b.peer_id, CONTROL, timeout_s=5)).close()
+            assert a.paths.in_use == {b.peer_id: Path.RELAY}
+            relay.works = False
+            with pytest.raises(PeerUnreachable, match="libp2p has no way"):
+                await a.paths.open(b.peer_id, CONTROL, timeout_s=5)
+
+    run(scenario())
+
+
+def test_packets_that_vanish_delay_a_relayed_stream_once_only(tmp_path, monkeypatch):
+    monkeypatch.setattr(paths_module, "RELAY_AFTER_S", 0.3)
+
+    async def scenario():
+        async with pair(tmp_path, "libp2p", StandIn()) as (network, a, b):
+            network.slow.add(frozenset({a.peer_id, b.peer_id}))
+            took = []
+            for _ in range(2):
+                started = time.monotonic()
+                (await a.paths.open(b.peer_id, CONTROL, timeout_s=30)).close()
+                took.append(time.monotonic() - started)
+            assert 0.3 <= took[0] < 10 and took[1] < took[0]
+
+    run(scenario())
