@@ -19,7 +19,7 @@ from typing import NamedTuple
 HEADER = struct.Struct("<BII")
 SLICE_S = 0.05
 NOBODY = 0xFFFF_FFFF
-_SLICE_IS_OVER = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+_SLICE_IS_OVER = (BlockingIOError, TimeoutError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 class Kind(IntEnum):
@@ -60,8 +60,12 @@ def prepare(sock: socket.socket) -> None:
     """Have every call on this socket block for a slice at most, by the kernel's own timeout.
 
     Python's would poll before every call and leave the socket non-blocking, so that a chunk took many calls, each of
-    which waits for the interpreter; this way it takes one. For sockets of the kernel and of TLS.
+    which waits for the interpreter; this way it takes one. TLS keeps to Python's: there, it tries first and polls then,
+    and a blocking socket whose time in the kernel is over it would just try again, for ever.
     """
+    if isinstance(sock, ssl.SSLSocket):
+        sock.settimeout(SLICE_S)
+        return
     slice_ = struct.pack("ll", 0, int(SLICE_S * 1e6))
     sock.settimeout(None)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, slice_)

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from peers import frames
 from peers.errors import PeersError, PeerUnreachable, ProtocolError
 from peers.tls import TlsSocket, handshake, peer_id_of
 from tests.support.keys import credentials, rsa_credentials
@@ -150,4 +151,21 @@ def test_a_large_write_reports_progress_while_the_other_end_reads_slowly(tmp_pat
             continue
     reader.join()
     assert received == payload
+    close(a, b)
+
+
+def test_the_reduction_notices_a_stall_and_a_stop_on_a_stream_of_tls(tmp_path):
+    a, b = shake(credentials(tmp_path, "a"), credentials(tmp_path, "b"))
+    for end in (a, b):
+        frames.prepare(end)
+    with pytest.raises(frames.Stalled):
+        frames.receive_into(a, memoryview(bytearray(10)), 0.1, lambda: False)
+    begun = time.monotonic()
+    with pytest.raises(frames.Stopped):
+        frames.receive_into(a, memoryview(bytearray(10)), 60, lambda: time.monotonic() > begun + 0.1)
+    # Nobody reads there, so the buffers fill up.
+    payload = memoryview(bytearray(16 << 20))
+    header = frames.Header(frames.Kind.RESULT, 0, len(payload))
+    with pytest.raises(frames.Stalled):
+        frames.send_frame(b, header, payload, 0.1, lambda: False)
     close(a, b)
