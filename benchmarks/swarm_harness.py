@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -82,10 +82,6 @@ class Peer:
         """SIGKILL to the daemon alone; what it has started follows by itself."""
         self.process.kill()
         self.process.wait()
-
-    def rank_pids(self) -> list[int]:
-        """The worker's processes."""
-        return [pid for pid, argv in _children(self.process.pid) if "benchmarks.light_loop" in argv]
 
 
 @dataclass
@@ -236,10 +232,3 @@ class Swarm:
                 said = "\n".join(peer.output[-1000:] for peer in self.peers)
                 raise SwarmError(f"{what} did not come in {timeout_s:g} s:\n{said}")
             time.sleep(_POLL_S)
-
-
-def _children(pid: int) -> Iterator[tuple[int, list[str]]]:
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in (task / "children").read_text().split():
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                yield int(child), Path(f"/proc/{child}/cmdline").read_text().split("\0")
