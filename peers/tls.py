@@ -77,6 +77,22 @@ class TlsSocket(ssl.SSLSocket):
         # OpenSSL reports a write when all of it is out, so a large one on a slow link would look like a stall.
         return super().send(memoryview(data)[:_WRITE_BYTES], flags)
 
+    def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:
+        """As much as there is, where SSLSocket's own gives one record: a call costs more than it copies."""
+        view = memoryview(buffer)[: nbytes or None]
+        done = 0
+        try:
+            while done < len(view):
+                piece: Any = self.read(len(view) - done, view[done:])  # type: ignore[arg-type]
+                if not piece:
+                    break
+                done += piece
+        except (TimeoutError, ssl.SSLError):
+            # What ended it shows again at the next call.
+            if not done:
+                raise
+        return done
+
     def shutdown(self, how: int) -> None:
         # SSLSocket's own forgets that it is encrypted: another thread's next send would go out in the clear.
         socket.socket.shutdown(self, how)
