@@ -19,7 +19,7 @@ _OUTER_MOMENTUM = 0.9
 _SPARSE = "topk"
 _LAYERS_PER_FRAGMENT = 3
 _HARMLESS_OVERLAP_STEPS = 5
-_BITS_BY_CODEC = (("fp32", 32.0), ("int8", 8.2), ("int4", 4.2), ("topk", 0.8))
+_BITS_BY_CODEC = (("fp32", 32.0), ("fp16", 16.0), ("int8", 8.1), ("int4", 4.2), ("topk", 0.5))
 _SHARE_OF_EPOCH = 0.05
 
 
