@@ -83,7 +83,7 @@ class TlsSocket(ssl.SSLSocket):
         done = 0
         try:
             while done < len(view):
-                piece: Any = self.read(len(view) - done, view[done:])  # type: ignore[arg-type]
+                piece: Any = self.read(len(view) - done, view[done:])
                 if not piece:
                     break
                 done += piece
