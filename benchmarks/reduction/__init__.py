@@ -1,0 +1,1 @@
+"""Who takes part in benchmarks/reduce.py, and the processes they run in."""
