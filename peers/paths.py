@@ -102,11 +102,16 @@ class Paths:
             if self._mode != "auto" or pair.may_go_direct(now):
                 return None
             # It stands, but it proved slower.
+            libp2p = await self._libp2p.open(peer_id, self._data, timeout_s=DIRECT_TIMEOUT_S)
+            return self._taken(peer_id, self._data, Path.LIBP2P, libp2p)
+        if self._direct is not None and pair.may_go_direct(now):
+            stream = await self._open_direct(peer_id, pair, 2 * DIRECT_TIMEOUT_S)
+            if stream is not None:
+                return stream
+        if path is Path.RELAY and peer_id in await self._libp2p.connected_peers():
             stream = await self._libp2p.open(peer_id, self._data, timeout_s=DIRECT_TIMEOUT_S)
             return self._taken(peer_id, self._data, Path.LIBP2P, stream)
-        if self._direct is None or not pair.may_go_direct(now):
-            return None
-        return await self._open_direct(peer_id, pair, 2 * DIRECT_TIMEOUT_S)
+        return None
 
     def used(self, peer_id: str, stream: socket.socket, num_bytes: float, seconds: float) -> None:
         """A round has moved so many bytes on this stream in so long."""

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from peers.errors import PeerUnreachable
+from peers.errors import PeersError, PeerUnreachable
+from peers.messages import Channel
 from peers.reception import Reception
 from peers.relay import MAX_FORWARDED_PER_PAIR, Relay
 from peers.tls import Credentials
@@ -133,6 +134,20 @@ def test_a_relay_forwards_only_so_much_and_only_to_whom_it_reaches_itself(tmp_pa
                 await a.relay.open(b.me.peer_id, PROTOCOL, timeout_s=20)
             # It did not go on to ask anybody else.
             assert "diloco/run/relay" not in r.libp2p.opened
+
+    run(scenario())
+
+
+def test_a_relay_that_lies_about_the_caller_gets_nothing_through(tmp_path, bootstrap):
+    async def scenario():
+        async with members(tmp_path, bootstrap, "arb") as m:
+            a, r, b = m["a"], m["r"], m["b"]
+            for claimed in (a.me.peer_id, "nobody", 7):
+                leg = await r.libp2p.open(b.me.peer_id, "diloco/run/relayed", timeout_s=10)
+                await Channel(leg).send({"kind": "deliver", "from": claimed}, 10)
+                with pytest.raises(PeersError):
+                    await r.reception.call(leg, b.me.peer_id, PROTOCOL, timeout_s=10)
+            assert b.streams.empty() and not b.reception._of
 
     run(scenario())
 

@@ -226,3 +226,20 @@ def test_packets_that_vanish_delay_a_relayed_stream_once_only(tmp_path, monkeypa
             assert 0.3 <= took[0] < 10 and took[1] < took[0]
 
     run(scenario())
+
+
+def test_a_relayed_pair_moves_to_libp2p_once_that_connects(tmp_path):
+    async def scenario():
+        relay = StandIn()
+        async with pair(tmp_path, "libp2p", relay) as (network, a, b):
+            cut = frozenset({a.peer_id, b.peer_id})
+            network.cut.add(cut)
+            relayed = await a.paths.open(b.peer_id, DATA, timeout_s=5)
+            assert await a.paths.improved(b.peer_id, relayed) is None
+            network.cut.remove(cut)
+            better = await a.paths.improved(b.peer_id, relayed)
+            assert a.paths.in_use == {b.peer_id: Path.LIBP2P}
+            for stream in (relayed, relay.theirs, better):
+                stream.close()
+
+    run(scenario())
