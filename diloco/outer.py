@@ -70,6 +70,8 @@ class Commit:
     apply_s: float
     wait_s: float
     """From this peer's readiness to the group."""
+    bandwidth: float
+    """Bytes per second that this peer's link carries, as measured; 0: not known."""
     blocked_s: float
     """How long this peer's training stood still for the epoch."""
 

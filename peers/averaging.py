@@ -29,11 +29,12 @@ from peers.outer_optimizer import OuterOptimizer, norm_of_pseudo_gradient, rebas
 from peers.outer_state import OuterState
 from peers.records import Announcement
 from peers.reduce import reduce_pseudo_gradients
-from peers.reduce_plan import ReducePlan, ReduceReport, equal_bounds
+from peers.reduce_plan import ReducePlan, ReduceReport
 from peers.residuals import Residuals
 from peers.round_messages import Ask, Commit, Group, Join, Proposal, RoundMessage, Vote
 from peers.rounds import Action, Apply, Cancel, CatchUp, Reduce, Round, Send, Timing
 from peers.schedule import Schedule
+from peers.shares import bounds_of
 from peers.streams import RoundStreams, StreamPool
 
 log = logging.getLogger(__name__)
@@ -140,6 +141,7 @@ class Averager:
         self._epoch_started = time.monotonic()
         self._epoch_times: deque[float] = deque(maxlen=8)
         self._round_times: deque[float] = deque(maxlen=8)
+        self._bandwidths: deque[float] = deque(maxlen=5)
         self._state: OuterState | None = None
         self.residuals: list[Residuals] = []
         """What lossy codecs have kept back, by fragment."""
@@ -196,7 +198,7 @@ class Averager:
             memories=memories,
             fragment=fragment,
             local=memories.out[fragment],
-            proposal=Proposal(self._me, tokens, 0.0, step, last),
+            proposal=Proposal(self._me, tokens, 0.0, step, last, self._bandwidth()),
             since=time.monotonic(),
             answer=answer,
             clock=Stopwatch(),
@@ -354,6 +356,8 @@ class Averager:
                 log.info("attempt at epoch %d failed: %s", group.epoch, error)
             self._post(lambda now: round_.on_reduce_failed(group.attempt, suspects, now))
             return
+        if report.bandwidth > 0:
+            self._bandwidths.append(report.bandwidth)
         waiting.sent_bytes += report.sent_bytes
         waiting.received_bytes += report.received_bytes
         vote = Vote(
@@ -374,7 +378,7 @@ class Averager:
             me=group.ranks.index(self._me),
             weights=group.weights,
             norms=tuple(member.norm for member in group.members),
-            bounds=equal_bounds(waiting.local.numel(), len(group.ranks)),
+            bounds=bounds_of([member.bandwidth for member in group.members], waiting.local.numel()),
             codec=self._settings.codec,
         )
         waiting.plan = plan
@@ -506,6 +510,10 @@ class Averager:
                 return None
             await asyncio.sleep(_RETRY_S)
 
+    def _bandwidth(self) -> float:
+        """What this peer's link carries, by the last rounds; 0 before the first."""
+        return statistics.median(self._bandwidths) if self._bandwidths else 0.0
+
     async def _make_proposal(self, waiting: _Waiting) -> None:
         """What the worker's weights bring to a round on the current anchor."""
         norm = await asyncio.to_thread(
@@ -538,6 +546,7 @@ class Averager:
             round_s=now - grouped_at,
             **{part: waiting.clock.parts.get(part, 0.0) for part in _PARTS},
             wait_s=grouped_at - waiting.since,
+            bandwidth=self._bandwidth(),
             num_failures=num_failures,
             data_base=state.data_base,
         )

@@ -58,5 +58,7 @@ class Outcome:
     """The outer step."""
     wait_s: float
     """From this peer's readiness to the group."""
+    bandwidth: float
+    """Bytes per second that this peer's link carries, as measured; 0: not known."""
     num_failures: int
     data_base: int

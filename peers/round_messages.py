@@ -73,11 +73,15 @@ class Proposal:
     """The nominal step its weights were copied at."""
     last: bool
     """It leaves after this round."""
+    bandwidth: float = 0.0
+    """Bytes per second that its link carries, as far as it has been measured; 0 where that is not known."""
 
     @classmethod
     def parse(cls, value: Any) -> Proposal:
-        rank, tokens, norm, step, last = _exactly(value, 5)
-        return cls(_rank(rank), _count(tokens, MAX_TOKENS), _real(norm), _count(step), _flag(last))
+        rank, tokens, norm, step, last, bandwidth = _exactly(value, 6)
+        return cls(
+            _rank(rank), _count(tokens, MAX_TOKENS), _real(norm), _count(step), _flag(last), _real(bandwidth)
+        )
 
     def plain(self) -> list[Any]:
         return list(dataclasses.astuple(self))

@@ -12,7 +12,6 @@ from tests.support.torch_ranks import Ranks
 from tests.support.torch_worker import flat, fresh_model, inner_step, loss_of, optimizer_of
 
 PLAIN_AVERAGING = {"hv.outer_lr": 1.0, "hv.outer_momentum": 0.0}
-NESTEROV = {"hv.outer_lr": 0.7, "hv.outer_momentum": 0.9}
 
 
 def test_one_peer_with_outer_lr_1_and_no_momentum_is_plain_training_at_every_sync(swarm):
@@ -45,7 +44,7 @@ def test_two_peers_with_one_local_step_and_sgd_are_distributed_data_parallel(swa
 
 def test_three_peers_are_plain_diloco_of_one_process(swarm):
     light = swarm(local_steps=5, max_steps=20, optimizer="adamw")
-    light.worker_module, light.manifest = "tests.support.torch_worker", NESTEROV
+    light.worker_module = "tests.support.torch_worker"
     light.start_all(3)
     light.wait_finished()
     light.check_digests()
@@ -59,7 +58,7 @@ def test_three_peers_are_plain_diloco_of_one_process(swarm):
 def test_three_peers_with_fragments_and_overlap_are_streaming_diloco_of_one_process(swarm):
     light = swarm(local_steps=6, max_steps=12, optimizer="adamw")
     light.worker_module = "tests.support.torch_worker"
-    light.manifest = {**NESTEROV, "hv.num_fragments": 2, "hv.overlap_steps": 1}
+    light.manifest = {"hv.num_fragments": 2, "hv.overlap_steps": 1}
     light.start_all(3)
     light.wait_finished()
     light.check_digests()

@@ -37,6 +37,7 @@ COMMITTED = {
     "vote_s": 0.0,
     "apply_s": 0.0,
     "wait_s": 0.2,
+    "bandwidth": 1e6,
 }
 
 

@@ -143,7 +143,13 @@ class LightSwarm:
             "host_maddrs": ["/ip4/127.0.0.1/tcp/0"],
             "world_rank": rank,
             "galaxy_size": self.galaxy_size,
-            "manifest": {"hv.local_steps": worker["local_steps"], "numel": worker["numel"], **self.manifest},
+            "manifest": {
+                "hv.local_steps": worker["local_steps"],
+                "hv.outer_lr": 0.7,
+                "hv.outer_momentum": 0.9,
+                "numel": worker["numel"],
+                **self.manifest,
+            },
             "state_dir": str(directory),
             **self.extra,
         }
