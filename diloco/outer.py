@@ -105,6 +105,8 @@ class Diloco:
         self.world_rank: int | None = None
         self.num_peers = 1
         self.last_commit: Commit | None = None
+        self.commits: list[Commit] = []
+        """Those of the last call of `step` or `finish`; at the run's end every fragment has one."""
         self.tokens = [0]
         """Of each fragment, what this rank has trained since it was last averaged."""
         self._schedule = None if local_steps is None else Schedule(local_steps=local_steps)
@@ -182,6 +184,7 @@ class Diloco:
         returns the commit; at the run's end, once all fragments have been averaged, the last one. Raises DilocoError
         where the epoch was abandoned, LinkLost where the daemon is gone.
         """
+        self.commits = []
         self.position = replace(self.position, local_step=self.local_step + 1)
         self.tokens = [tokens + num_tokens for tokens in self.tokens]
         exchange = self._exchange
@@ -210,7 +213,8 @@ class Diloco:
         """Average what is left of the epoch and leave the swarm. Repeating it is safe."""
         if self._exchange is None:
             return
-        if any(self.tokens) and not self._is_over:
+        self.commits = []
+        if any(self.tokens) and not self._is_over and not self._is_late:
             self._average_all(self._exchange)
         self._exchange.ask("finished", "bye")
         self._exchange.close()
@@ -238,20 +242,23 @@ class Diloco:
             )
         return self._schedule
 
-    def _average_all(self, exchange: Exchange) -> Commit:
+    @property
+    def _is_late(self) -> bool:
+        """Whether the others have made the run's last commit: an epoch of this peer's own would be a fork."""
+        return self.max_steps is not None and self.epoch >= self._scheduled.final_epoch(self.max_steps)
+
+    def _average_all(self, exchange: Exchange) -> Commit | None:
         """The run's end for this peer: average every fragment as it stands, blocking."""
         if self._flight is not None:
             self._collect(exchange)
         end, schedule = self.max_steps, self._scheduled
         at_end = end is not None and self.nominal_step >= end
         final = schedule.final_epoch(end) if end is not None and at_end else self.epoch + len(self.tokens)
-        # Who comes back from further behind than the end has nothing more to wait for than one commit.
-        final = max(final, self.epoch + 1)
-        while True:
+        while not self._is_over and self.epoch < final:
             self._leave(exchange, last=self.epoch + 1 >= final)
-            commit = self._collect(exchange)
-            if self._is_over:
-                return commit
+            self._collect(exchange)
+        self._is_over = True
+        return self.last_commit
 
     def _leave(self, exchange: Exchange, *, last: bool) -> None:
         """Hand over the weights of the epoch's fragment; its round begins, and training may go on."""
@@ -293,6 +300,7 @@ class Diloco:
         blocked_s = flight.blocked_s + time.monotonic() - started_at
         figures = {f.name: answer[f.name] for f in fields(Commit) if f.name in answer}
         self.last_commit = Commit(**figures, blocked_s=blocked_s)
+        self.commits.append(self.last_commit)
         return self.last_commit
 
     def _adopt(self, answer: dict[str, Any]) -> None:

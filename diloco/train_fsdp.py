@@ -140,15 +140,15 @@ class Trainer:
         figures = {"step": step + 1, "epoch": outer.epoch, "lr": lr, "tokens": tokens, "tokens_per_s": rate}
         metrics.write("step", **figures, **asdict(result))
 
-        commit = outer.step(num_tokens=samples.shape[0] * config.seq_length, loss=result.loss)
-        if commit is not None:
+        outer.step(num_tokens=samples.shape[0] * config.seq_length, loss=result.loss)
+        for commit in outer.commits:
             metrics.write("epoch", step=outer.nominal_step, **asdict(commit))
         step = outer.nominal_step
         if self.checkpoints.due(step) and not outer.in_flight:
             self.checkpoints.save(outer, step=step)
         if config.eval_interval and step % config.eval_interval == 0 and not outer.done and outer.evaluates:
             self.evaluate()
-        return commit is not None
+        return bool(outer.commits)
 
     def samples_left(self) -> Prefetched[np.ndarray]:
         """This rank's samples, int64 [n, seq_length + 1], for each step that is left of the epoch's block."""

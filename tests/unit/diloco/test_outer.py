@@ -226,10 +226,12 @@ def test_every_fragment_is_averaged_once_more_when_the_run_ends(path):
         outer = Diloco(model, max_steps=4)
         while not outer.done:
             last = outer.step(num_tokens=1)
+        flushed = outer.commits
         outer.finish()
     ready = [(m["fragment"], m["local_step"], m["last"]) for m in daemon.messages if m["kind"] == "ready"]
     assert ready == [(0, 1, False), (1, 2, False), (2, 0, False), (0, 0, True)]
     assert (last.epoch, outer.nominal_step) == (4, 4)
+    assert [commit.epoch for commit in flushed] == [2, 3, 4]
 
 
 def test_work_that_missed_its_round_counts_the_next_time(path, model):
