@@ -36,6 +36,10 @@ INSTALL = (
 DHT = "diloco dht start --host-maddrs /ip4/0.0.0.0/tcp/30001"
 FIRST = "diloco peer --initial-peers <maddr> --path-model 150m --hv.local-steps 100"
 SECOND = "diloco peer --initial-peers <maddr>"
+SLOW = (
+    "diloco peer --initial-peers <maddr> --path-model 150m --hv.local-steps 100 --hv.compression int4 "
+    "--hv.num-fragments 4 --hv.overlap-steps 5"
+)
 STATUS = "diloco status --initial-peers <maddr>"
 OWN_LOOP = 'diloco peer --initial-peers <maddr> --hv.local-steps 10 --worker "python loop.py"'
 TORCHRUN = (
@@ -191,7 +195,7 @@ def digests(run_dir: Path) -> dict[int, str]:
 
 
 def test_the_documents_have_no_command_that_is_not_tested_here():
-    known = {DEMO, *INSTALL, DHT, FIRST, SECOND, STATUS, OWN_LOOP, TORCHRUN}
+    known = {DEMO, *INSTALL, DHT, FIRST, SECOND, SLOW, STATUS, OWN_LOOP, TORCHRUN}
     assert set(commands(README)) == known
     assert f"`{RUN}`" in README.replace("\n", " ")
     assert set(re.findall(r"^\| .* \| `(.*)` \|$", CONTRIBUTING, re.MULTILINE)) == IN_CONTRIBUTING
@@ -288,6 +292,26 @@ def test_torchrun_with_swarm_flags_is_a_peer(pair, run, maddr):
         check_run_dir(path)
     assert digests(run_dirs[0]) == digests(run_dirs[1])
     assert list(digests(run_dirs[0])) == [1, 2, 3]
+
+
+def test_on_slow_links_fragments_travel_while_training_goes_on(pair, run, maddr, model):
+    """A tiny model of too few layers for four fragments, for 80 steps."""
+    short = ("--fake-data", "--seq-length", 64, "--total-batch-size", 4, "--eval-tokens", 64)
+    more = ("--max-steps", 80, "--galaxy-size", 2, *short)
+    fewer = {"hv__num_fragments": 2, "hv__local_steps": 40}
+    peers = [
+        run(typed(SLOW, *more, maddr=maddr, path_model=model, **fewer), f"slow{number}") for number in (0, 1)
+    ]
+    for peer in peers:
+        assert peer.wait() == 0, peer.stderr
+    run_dirs = [run_dir_of(peer) for peer in peers]
+    assert digests(run_dirs[0]) == digests(run_dirs[1])
+    records = records_of(run_dirs[0], "epoch")
+    assert [(record["epoch"], record["fragment"]) for record in records] == [
+        (epoch, (epoch - 1) % 2) for epoch in range(1, 6)
+    ]
+    uncompressed = 4 * 24_000
+    assert all(record["sent_bytes"] < uncompressed / 7 for record in records)
 
 
 @pytest.fixture(scope="module")
