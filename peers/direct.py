@@ -72,7 +72,7 @@ class Direct:
                 sock = await _connected(parse_maddr(endpoint), min(CONNECT_TIMEOUT_S, _left_s(deadline)))
                 return await self._reception.call(sock, peer_id, protocol, timeout_s=_left_s(deadline))
             except (PeersError, OSError) as error:
-                failures.append(f"{endpoint}: {error}")
+                failures.append(f"{endpoint}: {str(error) or 'no answer in time'}")
         raise PeerUnreachable(f"no direct stream to {peer_id}: {'; '.join(failures) or 'no endpoint known'}")
 
     async def close(self) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 log = logging.getLogger(__name__)
 
-BUFFER_BYTES = 1 << 18
+BUFFER_BYTES = 1 << 17
 """Per direction; what does not fit waits in the sockets, and holds back the sender."""
 IDLE_TIMEOUT_S = 900.0
 """A stream that moves no byte for so long is broken off: its ends may open another."""

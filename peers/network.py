@@ -8,11 +8,13 @@ from typing import Any
 
 from peers.direct import Direct
 from peers.identity import Identity
+from peers.libp2p_streams import Libp2p
 from peers.maddrs import Maddr, is_loopback, parse_maddr
-from peers.paths import Libp2p, Paths, TransportMode
+from peers.paths import Paths, TransportMode
 from peers.reception import Reception
 from peers.records import MAX_ENDPOINTS, MAX_PATHS, Announcement
 from peers.relay import Relay
+from peers.relay_service import RelayService
 from peers.tls import Credentials
 
 
@@ -47,19 +49,22 @@ class Network:
             plain=settings.transport == "tcp",
         )
         self._direct = Direct(self._reception, self._endpoints_of) if settings.transport != "libp2p" else None
-        self._relay = Relay(
-            run_id=run_id,
-            libp2p=libp2p,
-            reception=self._reception,
-            peers=self._ids,
-            rate_to=lambda peer_id: self.paths.rate_to(peer_id),
+        legs: dict[str, Any] = {
+            "run_id": run_id,
+            "libp2p": libp2p,
+            "reception": self._reception,
+            "peers": self._ids,
+            "rate_to": lambda peer_id: self.paths.rate_to(peer_id),
+        }
+        self._service = RelayService(
+            **legs, heard_from=lambda peer_id: self.paths.heard_through_relay(peer_id)
         )
         self.data_protocol = f"diloco/{run_id}/data"
         self.paths = Paths(
             libp2p=libp2p,
             reception=self._reception,
             direct=self._direct,
-            relay=self._relay,
+            relay=Relay(**legs),
             data=self.data_protocol,
             mode=settings.transport,
         )
@@ -69,13 +74,13 @@ class Network:
         if self._direct is not None:
             host = parse_maddr(self._settings.host_maddrs[0])
             self._direct.listen(str(Maddr(host.kind, host.host, self._settings.data_port, None)))
-        await self._relay.start()
+        await self._service.start()
 
     async def close(self) -> None:
         """May be repeated."""
         if self._direct is not None:
             await self._direct.close()
-        await self._relay.close()
+        await self._service.close()
         self._reception.close()
 
     def endpoints(self, maddrs: Iterable[str]) -> tuple[str, ...]:

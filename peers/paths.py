@@ -12,11 +12,12 @@ import socket
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Literal
 from weakref import WeakKeyDictionary
 
 from peers.direct import Direct
 from peers.errors import PeersError, PeerUnreachable
+from peers.libp2p_streams import Libp2p
 from peers.path_choice import Pair, Path
 from peers.reception import Handler, Reception
 from peers.relay import Relay
@@ -30,18 +31,6 @@ DIRECT_TIMEOUT_S = 5.0
 RELAY_AFTER_S = 1.5
 """What libp2p may take before a third peer is asked as well."""
 _MAX_PAIRS = 4096
-
-
-class Libp2p(Protocol):
-    """The part of peers/transport.py that is needed here."""
-
-    async def open(
-        self, peer_id: str, protocol: str, *, timeout_s: float, maddrs: Sequence[str] = ()
-    ) -> socket.socket: ...
-
-    async def serve(self, protocol: str, handler: Handler) -> None: ...
-
-    async def connected_peers(self) -> set[str]: ...
 
 
 class Paths:
@@ -92,6 +81,10 @@ class Paths:
         self._reception.serve(protocol, handler)
         await self._libp2p.serve(protocol, handler)
 
+    def heard_through_relay(self, peer_id: str) -> None:
+        """This peer did not get here by itself, so we would wait in vain to get there."""
+        self._pair(peer_id).libp2p.failed(time.monotonic())
+
     # What the pool of data streams tells and asks
 
     async def improved(self, peer_id: str, current: socket.socket) -> socket.socket | None:
@@ -119,9 +112,12 @@ class Paths:
             self._pair(peer_id).measured(path, num_bytes, seconds, time.monotonic())
 
     def failed(self, peer_id: str, stream: socket.socket) -> None:
-        """A round was lost to this peer: if it was the direct path's fault, another one is taken next."""
-        if self._path_of.get(stream) in (Path.DIRECT, Path.PLAIN):
+        """A round was lost to this peer: if it was the path's fault, another one is taken next."""
+        path = self._path_of.get(stream)
+        if path in (Path.DIRECT, Path.PLAIN):
             self._pair(peer_id).direct_failed(time.monotonic())
+        elif path is Path.RELAY and self._relay is not None:
+            self._relay.blame(stream)
 
     # Opening
 

@@ -28,8 +28,8 @@ T = TypeVar("T")
 
 MAX_SILENT = 128
 """Connections that have not yet shown a certificate; of more, the oldest gives way."""
-MAX_PER_SOURCE = 8
-"""Connections from one address, or through one relay, that are not yet handed over."""
+MAX_PER_SOURCE = 32
+"""Connections from one address, or through one relay, that are not yet handed over: a machine may hold many peers."""
 MAX_PER_PEER = 4
 """Greetings at once with who claims to be one peer, and streams of one peer that one handler works on."""
 HELLO_TIMEOUT_S = 5.0

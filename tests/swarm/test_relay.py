@@ -14,7 +14,8 @@ import pytest
 from peers.errors import PeersError, PeerUnreachable
 from peers.messages import Channel
 from peers.reception import Reception
-from peers.relay import MAX_FORWARDED_PER_PAIR, Relay
+from peers.relay import Relay
+from peers.relay_service import MAX_FORWARDED_PER_PAIR, RelayService
 from peers.tls import Credentials
 from tests.support.keys import credentials
 from tests.support.members import eventually, joined
@@ -48,13 +49,15 @@ class Member:
     def __init__(self, me: Credentials, libp2p: Edge, peers: set[str]) -> None:
         self.me, self.libp2p, self.streams = me, libp2p, asyncio.Queue[Any]()
         self.reception = Reception(me, allows=lambda _: True)
-        self.relay = Relay(
-            run_id="run",
-            libp2p=libp2p,
-            reception=self.reception,
-            peers=lambda: peers - {me.peer_id},
-            rate_to=lambda _: 0.0,
-        )
+        legs: dict[str, Any] = {
+            "run_id": "run",
+            "libp2p": libp2p,
+            "reception": self.reception,
+            "peers": lambda: peers - {me.peer_id},
+            "rate_to": lambda _: 0.0,
+        }
+        self.relay = Relay(**legs)
+        self.service = RelayService(**legs, heard_from=lambda _: None)
 
         async def accepted(peer_id: str, stream: Any) -> None:
             self.streams.put_nowait((peer_id, stream))
@@ -75,8 +78,8 @@ async def members(tmp_path: Any, bootstrap: str, names: str) -> AsyncIterator[di
             blocked = {ids[ends[name]].peer_id} if name in ends else set()
             made[name] = Member(me, Edge(dht.transport, blocked), peers)
             stack.callback(made[name].reception.close)
-            stack.push_async_callback(made[name].relay.close)
-            await made[name].relay.start()
+            stack.push_async_callback(made[name].service.close)
+            await made[name].service.start()
             for middle in made:
                 if middle not in ends or name not in ends:
                     with contextlib.suppress(PeerUnreachable):
@@ -159,12 +162,16 @@ def test_when_a_relay_dies_its_streams_break_and_another_one_is_found(tmp_path, 
             first = await a.relay.open(b.me.peer_id, PROTOCOL, timeout_s=20)
 
             async def the_only_one() -> Member | None:
-                forwarding = [m[name] for name in "rs" if m[name].relay._forwarded]
+                forwarding = [m[name] for name in "rs" if m[name].service._forwarded]
                 return forwarding[0] if len(forwarding) == 1 else None
 
             # The other one has made an offer as well, which nobody took.
             used = await eventually(the_only_one)
-            await used.relay.close()
+            a.relay.blame(first)
+            other = await a.relay.open(b.me.peer_id, PROTOCOL, timeout_s=20)
+            assert a.relay._relay_of[other] != a.relay._relay_of[first] == used.me.peer_id
+            other.close()
+            await used.service.close()
             first.settimeout(10)
             assert await asyncio.to_thread(first.recv, 1) == b""
             first.close()
@@ -192,7 +199,7 @@ def test_peers_with_no_path_between_them_train_through_a_third(swarm):
 
 
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
-def test_two_peers_behind_walls_train_through_a_public_one_and_go_on_without_it(swarm):
+def test_two_peers_behind_walls_train_through_a_public_one_and_outlive_its_death(swarm):
     with hub(2) as lan:
         light = swarm(local_steps=4, max_steps=100000, step_s=0.1, numel=300_000)
         light.galaxy_size = 3
@@ -217,5 +224,11 @@ def test_two_peers_behind_walls_train_through_a_public_one_and_go_on_without_it(
         wait_until(
             lambda: all(peer.epoch > epoch + 1 for peer, epoch in zip(left, before, strict=True)),
             "epochs without the public peer",
+        )
+        light.extra["initial_peers"] = []
+        light.start(0)
+        wait_until(
+            lambda: all(peer.epochs[-1]["contributors"] == [0, 1, 2] for peer in light.peers.values()),
+            "an epoch of all three again",
         )
         light.close()
