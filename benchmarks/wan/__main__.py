@@ -35,6 +35,9 @@ def main() -> None:
             rows += memory.results(codecs, num_rounds, quick=chosen.quick)
         else:
             rows += rounds.results(networks[name], rounds.measured(networks[name], num_rounds))
+            if not chosen.quick:
+                seconds = rounds.gloo_s(networks[name], num_rounds)
+                rows.append(Result.of(f"{name} gloo fp32", "round", "s", seconds))
     report("wan", rows, chosen.json)
     if chosen.plot:
         plot.bars(chosen.plot, bars(rows), title="One round, four peers", x_label="seconds")

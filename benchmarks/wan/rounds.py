@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.lab import Lab, Link
-from benchmarks.lab.raw_tcp import RawTcp
+from benchmarks.lab.players import Players
 from benchmarks.light_loop import Loop
 from benchmarks.record import Result
 from benchmarks.swarm_harness import Job, Seat, Swarm
@@ -47,8 +47,11 @@ def measured(case: Case, num_rounds: int) -> dict[str, Rounds]:
     """By codec. A first round of each, in which connections are made, is not counted."""
     found: dict[str, Rounds] = {}
     num_peers = len(case.links)
-    with Lab([*case.links, COORDINATOR]) as lab, RawTcp(lab, num_peers) as raw:
-        raw.round(case.tensor_bytes)
+    with (
+        Lab([*case.links, COORDINATOR]) as lab,
+        Players(lab, "benchmarks.lab.raw_tcp", num_peers) as raw,
+    ):
+        raw.round_s(case.tensor_bytes)
         for codec in case.codecs:
             rounds = found[codec] = Rounds()
             with (
@@ -57,7 +60,7 @@ def measured(case: Case, num_rounds: int) -> dict[str, Rounds]:
             ):
                 swarm.run_epoch(1)
                 for epoch in range(2, num_rounds + 2):
-                    rounds.raw_s.append(raw.round(case.tensor_bytes).seconds)
+                    rounds.raw_s.append(raw.round_s(case.tensor_bytes))
                     before = [lab.counters(peer).sent_bytes for peer in range(num_peers)]
                     records = swarm.run_epoch(epoch)
                     after = [lab.counters(peer).sent_bytes for peer in range(num_peers)]
@@ -65,6 +68,17 @@ def measured(case: Case, num_rounds: int) -> dict[str, Rounds]:
                     for name in _PARTS:
                         rounds.parts[name].append(max(record[name] for record in records))
     return found
+
+
+def gloo_s(case: Case, num_rounds: int) -> list[float]:
+    """torch's own all-reduce of the same tensors behind the same links."""
+    num_peers = len(case.links)
+    with (
+        Lab([*case.links, COORDINATOR]) as lab,
+        Players(lab, "benchmarks.lab.gloo", num_peers) as gloo,
+    ):
+        gloo.round_s(case.tensor_bytes)
+        return [gloo.round_s(case.tensor_bytes) for _ in range(num_rounds)]
 
 
 def results(case: Case, found: dict[str, Rounds]) -> list[Result]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.lab import Lab, LabError, Link, unavailable
-from benchmarks.lab.raw_tcp import RawTcp
+from benchmarks.lab.players import Players
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
 
@@ -24,9 +24,9 @@ DEADLINE_S = 20.0
 
 
 def test_bytes_take_the_time_that_the_slowest_link_needs() -> None:
-    with Lab([FAST, SLOW]) as lab, RawTcp(lab, 2) as raw:
+    with Lab([FAST, SLOW]) as lab, Players(lab, "benchmarks.lab.raw_tcp", 2) as raw:
         before = lab.counters(0)
-        seconds = raw.round(1 << 20).seconds
+        seconds = raw.round_s(1 << 20)
         sent = (lab.counters(0) - before).sent_bytes
         # 1 MiB each way at 20 Mbit/s takes 0.43 s with its headers.
         assert seconds > 0.43
@@ -34,11 +34,11 @@ def test_bytes_take_the_time_that_the_slowest_link_needs() -> None:
 
 
 def test_a_link_can_be_changed_while_it_is_used() -> None:
-    with Lab([SLOW, SLOW]) as lab, RawTcp(lab, 2) as raw:
-        slow = raw.round(1 << 20).seconds
+    with Lab([SLOW, SLOW]) as lab, Players(lab, "benchmarks.lab.raw_tcp", 2) as raw:
+        slow = raw.round_s(1 << 20)
         lab.set_link(0, FAST)
         lab.set_link(1, FAST)
-        assert raw.round(1 << 20).seconds < slow / 2
+        assert raw.round_s(1 << 20) < slow / 2
 
 
 def test_a_round_trip_takes_twice_the_delay_of_both_links() -> None:
