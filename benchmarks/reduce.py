@@ -13,11 +13,13 @@ import statistics
 import tempfile
 from pathlib import Path
 
+from benchmarks.plot import bars
 from benchmarks.record import Result, parser, report
 from benchmarks.reduction import seats
 from benchmarks.reduction.ours import TRANSPORTS, Ours
 from benchmarks.reduction.rivals import Gloo, Hivemind, RawTcp
 from benchmarks.reduction.seats import Contender, Outcome, Round
+from benchmarks.reduction.torchft_diloco import TorchftDiloco
 from peers.codecs import codec_names
 
 _TIMEOUT_S = 600.0
@@ -39,6 +41,7 @@ def main() -> None:
     flags.add_argument("--mb", type=int, default=None, help="MiB of fp32 values; default: 512, quick: 32")
     flags.add_argument("--runs", type=int, default=None, help="groups per contender; default: 5, quick: 2")
     flags.add_argument("--rounds", type=int, default=None, help="rounds per group; default: 1, quick: 3")
+    flags.add_argument("--plot", type=Path, metavar="FILE", help="draw the times there")
     flags.add_argument("--only", action="append", metavar="NAME", help="only contenders whose name begins so")
     arguments = flags.parse_args()
     quick = arguments.quick
@@ -60,14 +63,17 @@ def main() -> None:
     results = rows(outcomes, arguments.peers, numel)
     for contender in chosen:
         if reason := contender.missing():
-            results.append(Result.of(f"{contender.name}: skipped, {reason}", "time", "s", [0.0]))
+            case = f"{contender.name}: {reason}"
+            results.append(Result(case=case, metric="skipped", unit="", median=0, min=0, max=0, runs=0))
     report("reduce", results, arguments.json)
+    if arguments.plot is not None:
+        plot(outcomes, arguments.plot, f"{arguments.peers} peers, {numel >> 18} MB of fp32, loopback")
 
 
 def contenders() -> list[Contender]:
     ours = [Ours(codec, transport) for transport in TRANSPORTS for codec in codec_names()]
     hivemind = [Hivemind(compression) for compression in ("none", "fp16", "8-bit")]
-    return [RawTcp(), Gloo(), *ours, *hivemind]
+    return [RawTcp(), Gloo(), TorchftDiloco(), *ours, *hivemind]
 
 
 def measured(
@@ -124,6 +130,17 @@ def ratios(outcomes: dict[str, list[Outcome]], size: str) -> list[Result]:
         for slow, fast in _RATIOS
         if slow in medians and fast in medians
     ]
+
+
+def plot(outcomes: dict[str, list[Outcome]], path: Path, title: str) -> None:
+    """The seconds of every contender, the fastest on top."""
+    times = {
+        name: sorted(slowest_s(round_) for group in groups for round_ in group.rounds)
+        for name, groups in outcomes.items()
+    }
+    values = {name: (statistics.median(run), run[0], run[-1]) for name, run in times.items()}
+    ordered = dict(sorted(values.items(), key=lambda item: item[1][0]))
+    bars(path, ordered, title=title, x_label="s, slowest peer", log_x=True)
 
 
 def slowest_s(round_: list[Round]) -> float:

@@ -65,6 +65,10 @@ class Outcome:
     tensors, and beyond the tensors."""
 
 
+def _nothing() -> None:
+    return
+
+
 class Seat:
     """A peer's end of the pipe to the one who measures."""
 
@@ -83,23 +87,28 @@ class Seat:
         return values
 
     def rounds(
-        self, result: Tensor, tensor_bytes: int, prepare: Callable[[], object] | None = None
+        self,
+        result: Tensor,
+        tensor_bytes: int,
+        prepare: Callable[[], object] = _nothing,
+        conclude: Callable[[], object] = _nothing,
     ) -> Iterator[int]:
         """Numbers of the rounds: each begins when all are prepared, and ends when the caller asks for the next.
 
-        `result` then holds the average; `tensor_bytes` is what the caller has allocated for its tensors.
+        `result` then holds the average, or `conclude` puts it there, which is not timed; `tensor_bytes` is what the
+        caller has allocated for its tensors.
         """
         for number in range(self._num_rounds + 1):
             # What the round before left in there must not pass for this one's result.
             result.fill_(math.nan)
-            if prepare is not None:
-                prepare()
+            prepare()
             self.meet(tensor_bytes, "measure memory" if number == 0 else "")
             cpu_before, started_at = _cpu_s(), time.perf_counter()
             yield number
             ended_at = time.perf_counter()
             cpu_s = _cpu_s() - cpu_before
             self.meet(note="measured" if number == 0 else "")
+            conclude()
             error = vectors.relative_error(result, self.num_peers)
             digest = xxhash.xxh3_128(result.numpy().data).hexdigest()
             self.meet(Round(started_at, ended_at, cpu_s, error, digest), "round")
