@@ -31,9 +31,11 @@ class Progress:
         self._num_mine = plan.num_chunks(plan.me)
         self._num_theirs = {other: plan.num_chunks(other) for other in others}
         self._predecessor = dict(zip(others[1:], others, strict=False))
+        self._successor = dict(zip(others, others[1:], strict=False))
         self._last = others[-1] if others else None
         self._lock = threading.Lock()
-        self._turn_changed = threading.Condition(self._lock)
+        # One each: to wake all receivers for a turn that one of them has costs more than the turn.
+        self._turn_changed = {other: threading.Condition(self._lock) for other in others}
         self._result_finished = threading.Condition(self._lock)
         self._num_added = dict.fromkeys(others, 0)
         self._num_finished = 0
@@ -81,7 +83,7 @@ class Progress:
         """`other` takes nothing any more. True: its receiver has ended, so the caller must hear its last words."""
         with self._lock:
             self._departed.add(other)
-            self._turn_changed.notify_all()
+            self._turn_changed[other].notify_all()
             return other in self._received_all
 
     # Receivers
@@ -94,12 +96,13 @@ class Progress:
                     raise Stopped
                 if other in self._departed:
                     raise Departed
-                self._turn_changed.wait(SLICE_S)
+                self._turn_changed[other].wait(SLICE_S)
 
     def chunk_added(self, other: int, index: int) -> None:
         with self._lock:
             self._num_added[other] = index + 1
-            self._turn_changed.notify_all()
+            if other in self._successor:
+                self._turn_changed[self._successor[other]].notify_all()
             if other == self._last:
                 self._num_finished = index + 1
                 self._result_finished.notify_all()
@@ -133,5 +136,6 @@ class Progress:
             if self.failure is None:
                 self.failure = Failure(reason, culprit)
             self._stop_sending_at = min(self._stop_sending_at, time.monotonic() + last_words_s)
-            self._turn_changed.notify_all()
+            for turn_changed in self._turn_changed.values():
+                turn_changed.notify_all()
             self._result_finished.notify_all()
