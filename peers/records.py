@@ -26,7 +26,7 @@ MAX_AGE_S = 120.0
 MAX_WORLD_RANKS = 1 << 20
 MAX_MADDRS = 8
 MAX_ENDPOINTS = 4
-MAX_PATHS = 64
+MAX_PATHS = 32
 """A larger swarm is shown in part."""
 
 _MAX_COUNT = 1 << 62

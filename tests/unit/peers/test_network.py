@@ -1,3 +1,4 @@
+from diloco.status import _paths_in_words
 from peers.network import NetworkSettings, announced_endpoints
 
 LOOPBACK, LAN, PUBLIC = "/ip4/127.0.0.1/tcp/4", "/ip4/10.0.0.2/tcp/4", "/ip4/203.0.113.7/tcp/4"
@@ -25,3 +26,9 @@ def test_a_host_that_maps_few_ports_is_not_taken_to_map_the_data_port():
     host = ("/ip4/0.0.0.0/tcp/4",)
     assert announced(host_maddrs=host, announce_maddrs=("/ip4/203.0.113.7/tcp/30004",)) == ()
     assert announced(host_maddrs=host, announce_maddrs=(PUBLIC,)) == ("/ip4/203.0.113.7/tcp/9",)
+
+
+def test_the_table_says_in_words_which_way_a_peers_streams_go():
+    assert _paths_in_words({"1": "direct", "2": "direct"}) == "direct"
+    assert _paths_in_words({"1": "direct", "2": "direct", "3": "relay"}) == "direct 2, relay 1"
+    assert _paths_in_words({}) == "–"

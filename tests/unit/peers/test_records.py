@@ -144,3 +144,28 @@ def test_any_value_in_any_field_is_taken_as_it_is_or_refused(peer, field, value)
     except ProtocolError:
         return
     assert getattr(decoded, field) == (tuple(value) if field in LISTS else value)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"endpoints": ("/ip4/10.0.0.1/tcp/0",)},
+        {"endpoints": ("/ip4/10.0.0.1/tcp/7",) * 5},
+        {"endpoints": ("10.0.0.1:7",)},
+        {"paths": ((1, "carrier pigeon"),)},
+        {"paths": ((-1, "direct"),)},
+        {"paths": ((1, "direct", 2),)},
+        {"paths": ((1, "direct"),) * 33},
+    ],
+)
+def test_endpoints_and_paths_out_of_bounds_are_refused(peer, fields):
+    record = dataclasses.replace(announcement(peer), **fields)
+    with pytest.raises(ProtocolError):
+        Announcement.decode(peer.peer_id, record.encode(peer), NOW)
+
+
+def test_endpoints_and_paths_arrive_as_they_were_sent(peer):
+    record = dataclasses.replace(
+        announcement(peer), endpoints=("/ip4/10.0.0.1/tcp/7",), paths=((1, "direct"), (2, "relay"))
+    )
+    assert Announcement.decode(peer.peer_id, record.encode(peer), NOW) == record
