@@ -33,6 +33,8 @@ class NetworkSettings:
 class Network:
     """`peers` gives the newest status of every live peer of the run, without this one."""
 
+    paths: Paths
+
     def __init__(
         self,
         *,
