@@ -18,15 +18,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
-
 from peers import membership, round_messages
+from peers.codecs import codec_named
 from peers.credit import Credit
 from peers.errors import PeersError, PeerUnreachable, ProtocolError, RoundFailed, StateUnavailable
 from peers.handover import Memories, Outcome
 from peers.mesh import Mesh
-from peers.outer_optimizer import OuterOptimizer, norm_of_pseudo_gradient, rebase
+from peers.outer_optimizer import OuterOptimizer, norm_of_pseudo_gradient
 from peers.outer_state import OuterState
+from peers.readiness import Readiness, plan_of
 from peers.records import Announcement
 from peers.reduce import reduce_pseudo_gradients
 from peers.reduce_plan import ReducePlan, ReduceReport
@@ -34,7 +34,6 @@ from peers.residuals import Residuals
 from peers.round_messages import Ask, Commit, Group, Join, Proposal, RoundMessage, Vote
 from peers.rounds import Action, Apply, Cancel, CatchUp, Reduce, Round, Send, Timing
 from peers.schedule import Schedule
-from peers.shares import bounds_of
 from peers.streams import RoundStreams, StreamPool
 
 log = logging.getLogger(__name__)
@@ -44,13 +43,13 @@ STALL_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 10.0
 ATTEMPT_SHARE = 0.75
 """Of the time for an attempt, what its reduction may take: its failure has to be told before the leader gives up."""
+SLOWEST_LINK = 1e6
+"""Bytes per second, 8 Mbit/s: what a first round is given time for."""
 _RETRY_S = 0.5
 _TICK_S = (0.02, 1.0)
 _MAX_EARLY = 4096
 _MAX_UNREAD = 64
 """Messages of one peer that wait while this one commits or catches up; what comes then is lost, and said again."""
-
-_PARTS = ("connect_s", "reduce_s", "vote_s", "apply_s")
 
 Event = Callable[[float], list[Action]]
 
@@ -62,53 +61,6 @@ class AveragingSettings:
     strategy: Literal["WAIT_FOR_ALL", "NO_WAIT"]
     matchmaking_s: float | None
     averaging_timeout_s: float | None
-
-
-@dataclass(kw_only=True)
-class _Waiting:
-    """The worker's readiness, until it is answered."""
-
-    memories: Memories
-    fragment: int
-    local: torch.Tensor
-    """What the fragment's weights count as: those handed over, or the same work on top of a later anchor."""
-    proposal: Proposal
-    since: float
-    answer: asyncio.Future[Outcome]
-    grouped_at: float | None = None
-    clock: Stopwatch
-    plan: ReducePlan | None = None
-    """Of the attempt whose result is in *in*."""
-    sent_bytes: int = 0
-    received_bytes: int = 0
-    shifted: bool = False
-    """Whether the anchors of the other fragments have moved meanwhile."""
-
-    @property
-    def result(self) -> torch.Tensor:
-        return self.memories.inn[self.fragment]
-
-    @property
-    def others(self) -> list[int]:
-        """The other fragments."""
-        return [index for index in range(len(self.memories.inn)) if index != self.fragment]
-
-
-class Stopwatch:
-    """How long the parts of an attempt took, in seconds."""
-
-    def __init__(self) -> None:
-        self.parts: dict[str, float] = {}
-        self._last = time.monotonic()
-
-    def lap(self, part: str) -> None:
-        """The part that ends now began where the one before ended."""
-        now = time.monotonic()
-        self.parts[part], self._last = now - self._last, now
-
-    def restart(self) -> None:
-        self.parts.clear()
-        self._last = time.monotonic()
 
 
 class Averager:
@@ -134,7 +86,7 @@ class Averager:
         self._num_unread: Counter[int] = Counter()
         self._credit = Credit()
         self._early: deque[tuple[int, RoundMessage]] = deque(maxlen=_MAX_EARLY)
-        self._waiting: _Waiting | None = None
+        self._waiting: Readiness | None = None
         self._last_commit: Commit | None = None
         self._reducing: asyncio.Task[None] | None = None
         self._cancelled = threading.Event()
@@ -192,25 +144,17 @@ class Averager:
         """
         if fragment != self._settings.schedule.fragment_of(self.state.epoch):
             raise ProtocolError(f"fragment {fragment} is not the one of epoch {self.state.epoch}")
-        answer: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        proposal = Proposal(self._me, tokens, 0.0, step, last, self._bandwidth())
         # From here on, or a worker that starts meanwhile would begin on weights that a commit is about to replace.
-        waiting = self._waiting = _Waiting(
-            memories=memories,
-            fragment=fragment,
-            local=memories.out[fragment],
-            proposal=Proposal(self._me, tokens, 0.0, step, last, self._bandwidth()),
-            since=time.monotonic(),
-            answer=answer,
-            clock=Stopwatch(),
-        )
+        waiting = self._waiting = Readiness(memories, fragment, proposal)
         try:
             await self._make_proposal(waiting)
             self._changed()
             self._propose()
-            return await answer
+            return await waiting.answer
         finally:
             self._waiting = None
-            answer.cancel()
+            waiting.answer.cancel()
 
     async def idle(self) -> None:
         """Until nothing is being averaged."""
@@ -307,9 +251,15 @@ class Averager:
         gather = max(30.0, 2.0 * slowest)
         if settings.strategy == "NO_WAIT":
             gather = 15.0 if settings.matchmaking_s is None else settings.matchmaking_s
-        usual = statistics.median(self._round_times) if self._round_times else 30.0
+        usual = statistics.median(self._round_times) if self._round_times else self._longest_round_s()
         attempt = settings.averaging_timeout_s or 20.0 + 4.0 * usual
         return Timing(gather_s=gather, attempt_s=attempt)
+
+    def _longest_round_s(self) -> float:
+        """What a round may take where none has been seen: streams that stall are noticed much sooner."""
+        numel = self.state.sizes[self._settings.schedule.fragment_of(self.state.epoch)]
+        wire_bytes = 2 * codec_named(self._settings.codec).encoded_bytes(numel)
+        return max(30.0, wire_bytes / SLOWEST_LINK)
 
     # Actions
 
@@ -354,6 +304,7 @@ class Averager:
             suspects = error.suspects if isinstance(error, RoundFailed) else frozenset[int]()
             if not self._cancelled.is_set():
                 log.info("attempt at epoch %d failed: %s", group.epoch, error)
+                self._learn_from_failure(waiting.clock.total_s, round_)
             self._post(lambda now: round_.on_reduce_failed(group.attempt, suspects, now))
             return
         if report.bandwidth > 0:
@@ -370,18 +321,16 @@ class Averager:
         )
         self._post(lambda now: round_.on_reduced(group.attempt, vote, now))
 
-    async def _exchange(self, group: Group, waiting: _Waiting, timeout_s: float) -> ReduceReport:
+    def _learn_from_failure(self, seconds: float, round_: Round) -> None:
+        """An attempt that nobody broke off but its deadline tells that rounds take longer now than they used to."""
+        if seconds >= ATTEMPT_SHARE * round_.timing.attempt_s:
+            self._round_times.clear()
+            self._round_times.append(seconds)
+            round_.timing = self._timing()
+
+    async def _exchange(self, group: Group, waiting: Readiness, timeout_s: float) -> ReduceReport:
         """Connect to the members and reduce with them. Raises RoundFailed."""
-        plan = ReducePlan(
-            attempt=bytes.fromhex(group.attempt),
-            members=group.ranks,
-            me=group.ranks.index(self._me),
-            weights=group.weights,
-            norms=tuple(member.norm for member in group.members),
-            bounds=bounds_of([member.bandwidth for member in group.members], waiting.local.numel()),
-            codec=self._settings.codec,
-        )
-        waiting.plan = plan
+        plan = waiting.plan = plan_of(group, self._me, waiting.local.numel(), self._settings.codec)
         streams = await self._connect(plan)
         waiting.clock.lap("connect_s")
         log.debug("reducing with %s", group.ranks)
@@ -467,21 +416,17 @@ class Averager:
         if waiting is None:
             self._open_round()
             return
-        await asyncio.to_thread(_shift_others, waiting, old, new)
+        await asyncio.to_thread(waiting.shift_others, old, new)
         schedule, fragment = self._settings.schedule, waiting.fragment
         if not action.contributed and not waiting.proposal.last:
-            # In memory of its own: the worker still needs what it has handed over.
-            handed_over, local = waiting.memories.out[fragment], waiting.local
-            rebased = torch.empty_like(local) if local is handed_over else local
-            await asyncio.to_thread(rebase, new.anchor[fragment], local, old.anchor[fragment], rebased)
-            waiting.local = rebased
+            await asyncio.to_thread(waiting.rebase, old, new)
             if schedule.fragment_of(new.epoch) == fragment:
                 await self._make_proposal(waiting)
                 self._open_round()
                 self._propose()
                 return
             # The others average another fragment by now; the work rides along until it is this one's turn again.
-            waiting.result.copy_(rebased)
+            waiting.result.copy_(waiting.local)
         else:
             # Its work is in, or comes too late for any epoch: go on from where the others are.
             waiting.result.copy_(new.anchor[fragment])
@@ -514,7 +459,7 @@ class Averager:
         """What this peer's link carries, by the last rounds; 0 before the first."""
         return statistics.median(self._bandwidths) if self._bandwidths else 0.0
 
-    async def _make_proposal(self, waiting: _Waiting) -> None:
+    async def _make_proposal(self, waiting: Readiness) -> None:
         """What the worker's weights bring to a round on the current anchor."""
         norm = await asyncio.to_thread(
             norm_of_pseudo_gradient,
@@ -527,39 +472,13 @@ class Averager:
         waiting.proposal = dataclasses.replace(waiting.proposal, norm=norm)
 
     def _answer(
-        self, waiting: _Waiting, *, contributors: list[int], local_step: int, num_failures: int
+        self, waiting: Readiness, *, contributors: list[int], local_step: int, num_failures: int
     ) -> None:
-        state, now = self.state, time.monotonic()
-        grouped_at = waiting.grouped_at or now
-        outcome = Outcome(
-            epoch=state.epoch,
-            fragment=waiting.fragment,
-            local_step=local_step,
-            lineage=state.lineage,
-            anchor_digest=state.anchor_digest,
+        waiting.settle(
+            self.state,
             contributors=contributors,
-            shifted=waiting.others if waiting.shifted else [],
-            last=waiting.proposal.last,
-            num_peers=len(self._view()),
-            sent_bytes=waiting.sent_bytes,
-            received_bytes=waiting.received_bytes,
-            round_s=now - grouped_at,
-            **{part: waiting.clock.parts.get(part, 0.0) for part in _PARTS},
-            wait_s=grouped_at - waiting.since,
-            bandwidth=self._bandwidth(),
+            local_step=local_step,
             num_failures=num_failures,
-            data_base=state.data_base,
+            num_peers=len(self._view()),
+            bandwidth=self._bandwidth(),
         )
-        if not waiting.answer.done():
-            waiting.answer.set_result(outcome)
-
-
-def _shift_others(waiting: _Waiting, old: OuterState, new: OuterState) -> None:
-    """Note by how much the anchors have moved of which the worker did not hand over its weights."""
-    for fragment in waiting.others:
-        inn = waiting.memories.inn[fragment]
-        if waiting.shifted:
-            inn.sub_(old.anchor[fragment]).add_(new.anchor[fragment])
-        else:
-            torch.sub(new.anchor[fragment], old.anchor[fragment], out=inn)
-    waiting.shifted = True

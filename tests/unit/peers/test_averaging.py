@@ -45,6 +45,7 @@ def an_averager(
     state: OuterState | None = None,
     better: OuterState | None = None,
     num_fragments: int = 1,
+    averaging_timeout_s: float | None = 0.5,
 ) -> Averager:
     def view() -> dict[int, Announcement]:
         return {**(others or {}), me: status(me, lineage=averager.state.lineage, epoch=averager.state.epoch)}
@@ -66,7 +67,7 @@ def an_averager(
             codec="fp32",
             strategy="NO_WAIT",
             matchmaking_s=0.2,
-            averaging_timeout_s=0.5,
+            averaging_timeout_s=averaging_timeout_s,
         ),
         mesh=mesh,
         pool=StreamPool(NoTransport(), "t"),
@@ -148,6 +149,21 @@ def test_who_has_missed_other_fragments_brings_its_work_to_their_new_anchors():
         assert handed_over.inn[0].tolist() == [1 - 0.25 - 0.125 + 0.5] * 4
         assert handed_over.inn[1].tolist() == [-0.5] * 3
         assert handed_over.out[0].tolist() == [1.5] * 4
+
+    asyncio.run(scenario())
+
+
+def test_a_first_round_is_given_time_by_its_bytes_and_the_next_by_what_was_seen():
+    async def scenario() -> None:
+        small = an_averager(averaging_timeout_s=None)
+        large = an_averager(averaging_timeout_s=None, state=OuterState.initial([torch.zeros(20_000_000)]))
+        before = small._round.timing.attempt_s
+        assert large._round.timing.attempt_s > 3 * before
+        # Cut off by its own deadline: the next one is longer. Broken off sooner: it says nothing.
+        small._learn_from_failure(0.1 * before, small._round)
+        assert small._round.timing.attempt_s == before
+        small._learn_from_failure(0.8 * before, small._round)
+        assert small._round.timing.attempt_s > 2 * before
 
     asyncio.run(scenario())
 
