@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from diloco.metrics_file import Record, figure, size
+from peers.literature import overlap_steps_for
 
 UNIFORM_BITS_PER_BYTE = 8.0
 _SMOOTHED_STEPS = 20
+_STILL_TOO_LONG = 0.05
 _PLOT_INCHES = (8.0, 4.5)
 _PLOT_DPI = 120
 
@@ -30,6 +33,10 @@ class Summary:
     num_peers: int
     num_full_epochs: int
     """Epochs that hold the work of all those peers."""
+    still_share: float | None
+    """Share of the time that trainings stood still for rounds."""
+    overlap_advice: int | None
+    """Steps that would hide a usual round, where that is worth it and known to be harmless."""
     disagreements: Mapping[int, Mapping[str, str]]
     """Epoch -> peer -> anchor digest, of epochs after which peers held different anchors."""
 
@@ -46,19 +53,24 @@ def summarise(records_of: Mapping[str, Sequence[Record]], *, tokens_per_step: in
     epochs = [record for record in records if record.get("kind") == "epoch"]
     times = [_time(record) for record in records if "time" in record]
     last = evaluations[-1] if evaluations else {}
+    duration_s = max(times) - min(times) if times else 0.0
+    still = [float(record["blocked_s"]) for record in epochs if "blocked_s" in record]
+    still_share = sum(still) / (duration_s * len(records_of)) if still and duration_s > 0 else None
     return Summary(
         bits_before=evaluations[0].get("bits_per_byte") if evaluations else None,
         bits_after=last.get("bits_per_byte") if len(evaluations) > 1 else None,
         unigram_bits=last.get("unigram_bits_per_byte"),
         eval_bytes=last.get("eval_bytes"),
         tokens=tokens_per_step * sum(record.get("kind") == "step" for record in records),
-        duration_s=max(times) - min(times) if times else 0.0,
+        duration_s=duration_s,
         sent_bytes=sum(int(record.get("sent_bytes") or 0) for record in epochs),
         num_epochs=len({record["epoch"] for record in epochs}),
         num_peers=len(records_of),
         num_full_epochs=len(
             {record["epoch"] for record in epochs if len(record.get("contributors") or ()) >= len(records_of)}
         ),
+        still_share=still_share,
+        overlap_advice=_overlap_advice(records, still, still_share, tokens_per_step),
         disagreements=disagreements(records_of),
     )
 
@@ -84,6 +96,7 @@ def text_of(summary: Summary, paths: Mapping[str, Path]) -> str:
         f"  after training        {_bits(summary.bits_after)}",
         f"trained                 {figure(summary.tokens)} tokens in {summary.duration_s:.0f} s, all peers together",
         f"averaged                {_epochs(summary)}, {size(summary.sent_bytes)} sent",
+        *_still(summary),
         _agreement(summary),
         *(f"{name:<23} {_seen_from_here(path)}" for name, path in paths.items()),
     ]
@@ -161,6 +174,26 @@ def _epochs(summary: Summary) -> str:
     if summary.num_full_epochs == summary.num_epochs:
         return f"{summary.num_epochs} epochs by all {summary.num_peers} peers"
     return f"{summary.num_epochs} epochs, {summary.num_full_epochs} of them by all {summary.num_peers} peers"
+
+
+def _overlap_advice(
+    records: Sequence[Record], still: Sequence[float], share: float | None, tokens_per_step: int
+) -> int | None:
+    rates = [float(r["tokens_per_s"]) for r in records if r.get("kind") == "step" and r.get("tokens_per_s")]
+    if share is None or share < _STILL_TOO_LONG or not rates:
+        return None
+    return overlap_steps_for(statistics.median(still), tokens_per_step / statistics.median(rates))
+
+
+def _still(summary: Summary) -> list[str]:
+    if summary.still_share is None:
+        return []
+    line = f"stood still             {summary.still_share:.1%} of the time, for averaging"
+    if summary.overlap_advice:
+        line += f"; --hv.overlap-steps {summary.overlap_advice} would hide it"
+    elif summary.still_share >= _STILL_TOO_LONG:
+        line += "; more --hv.local-steps or --hv.compression int8 or int4 make it less"
+    return [line]
 
 
 def _agreement(summary: Summary) -> str:

@@ -87,3 +87,18 @@ def test_the_plot_is_a_png_even_of_nothing_and_of_losses_that_are_null(tmp_path)
         plot(records, path, tokens_per_step=1000, title="test")
         assert path.read_bytes().startswith(b"\x89PNG")
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".png"] * 3
+
+
+def test_the_report_tells_how_long_trainings_stood_still_and_what_would_hide_it():
+    def records(blocked_s, tokens_per_s):
+        steps = [{**step(n, 4.0), "tokens_per_s": tokens_per_s} for n in range(10)]
+        return {"peer 0": [*steps, {**epoch(1, "aa"), "blocked_s": blocked_s}]}
+
+    # The records span 31 s; a step of 1000 tokens takes one second.
+    assert "stood still             0.3% of the time, for averaging\n" in text_of(
+        summarise(records(0.1, 1000.0), tokens_per_step=1000), {}
+    )
+    assert "; --hv.overlap-steps 4 would hide it" in text_of(
+        summarise(records(3.1, 1000.0), tokens_per_step=1000), {}
+    )
+    assert "; more --hv.local-steps or" in text_of(summarise(records(9.0, 1000.0), tokens_per_step=1000), {})
