@@ -7,6 +7,7 @@ and answers each round with the moments, on the clock that processes share, at w
 from __future__ import annotations
 
 import json
+import os
 import select
 import subprocess
 import sys
@@ -32,6 +33,8 @@ class Players:
                 rank,
                 [sys.executable, "-m", module, str(rank), addresses],
                 cwd=_ROOT,
+                # Else torch remarks that addresses here have no names.
+                env={**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
             )
