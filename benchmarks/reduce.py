@@ -40,7 +40,7 @@ def main() -> None:
     flags.add_argument("--peers", type=int, default=4)
     flags.add_argument("--mb", type=int, default=None, help="MiB of fp32 values; default: 512, quick: 32")
     flags.add_argument("--runs", type=int, default=None, help="groups per contender; default: 5, quick: 2")
-    flags.add_argument("--rounds", type=int, default=None, help="rounds per group; default: 1, quick: 3")
+    flags.add_argument("--rounds", type=int, default=None, help="rounds per group; default: 1, quick: 2")
     flags.add_argument("--plot", type=Path, metavar="FILE", help="draw the times there")
     flags.add_argument("--only", action="append", metavar="NAME", help="only contenders whose name begins so")
     arguments = flags.parse_args()
@@ -58,7 +58,7 @@ def main() -> None:
         arguments.peers,
         numel,
         num_groups=arguments.runs or (2 if quick else 5),
-        num_rounds=arguments.rounds or (3 if quick else 1),
+        num_rounds=arguments.rounds or (2 if quick else 1),
     )
     results = rows(outcomes, arguments.peers, numel)
     for contender in chosen:

@@ -14,6 +14,8 @@ from collections.abc import Iterable
 
 WINDOW_S = 0.5
 """Long enough to outlast the bursts of queues and shapers, short enough to lie within a round that is worth sharing."""
+SAMPLE_S = WINDOW_S / 4
+"""Not more often: to ask the kernel about a socket waits for whoever is copying on it, and the interpreter with it."""
 MIN_DURATION_S = 0.01
 """What is over sooner says nothing about a link."""
 

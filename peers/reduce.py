@@ -33,7 +33,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from peers.bandwidth import LinkMeter
+from peers.bandwidth import SAMPLE_S, LinkMeter
 from peers.errors import ProtocolError, RoundFailed
 from peers.frames import (
     HEADER,
@@ -117,6 +117,7 @@ class _Reduction:
             prepare(sock)
         self._stall_timeout_s = stall_timeout_s
         self._progress = Progress(plan)
+        self._sampled_at = 0.0
         self._meter = LinkMeter(self._send.values(), self._receive.values())
         self._moved_out, self._moved_in = dict.fromkeys(others, 0), dict.fromkeys(others, 0)
         self._sent = dict.fromkeys(others, 0)
@@ -148,7 +149,8 @@ class _Reduction:
             self._sample()
             while pending:
                 done, pending = wait(pending, SLICE_S)
-                self._sample()
+                if not pending or time.monotonic() > self._sampled_at + SAMPLE_S:
+                    self._sample()
                 if cancelled.is_set():
                     self._progress.fail("cancelled", None, last_words_s=0)
                 if time.monotonic() > deadline:
@@ -167,7 +169,8 @@ class _Reduction:
         raise RoundFailed(failure.reason, suspects)
 
     def _sample(self) -> None:
-        self._meter.sample(time.monotonic(), sum(self._moved_out.values()), sum(self._moved_in.values()))
+        self._sampled_at = time.monotonic()
+        self._meter.sample(self._sampled_at, sum(self._moved_out.values()), sum(self._moved_in.values()))
 
     # Sending
 
@@ -228,25 +231,23 @@ class _Reduction:
 
     def _receive_all(self, other: int, scratch: Scratch) -> None:
         """Take every contribution and every result that `other` owes, in any interleaving that keeps each in order."""
-        expected = {
-            Kind.CONTRIBUTION: self._plan.num_chunks(self._plan.me),
-            Kind.RESULT: self._plan.num_chunks(other),
-        }
-        taken = {Kind.CONTRIBUTION: 0, Kind.RESULT: 0}
+        expected = [self._plan.num_chunks(self._plan.me), self._plan.num_chunks(other)]
+        taken = [0, 0]
         buffer = torch.empty_like(scratch.payload)
         while taken != expected:
             header = receive_header(self._receive[other], self._stall_timeout_s, self._progress.has_failed)
-            if header.kind == Kind.ABORT:
+            kind = header.kind
+            if kind == Kind.ABORT:
                 return self._heed_abort(other, header)
-            if header.kind == Kind.ALIVE and taken[Kind.CONTRIBUTION] == expected[Kind.CONTRIBUTION]:
+            if kind == Kind.ALIVE and taken[Kind.CONTRIBUTION] == expected[Kind.CONTRIBUTION]:
                 continue
-            if header.kind not in taken or taken[Kind(header.kind)] == expected[Kind(header.kind)]:
+            if kind > Kind.RESULT or taken[kind] == expected[kind]:
                 raise ProtocolError(f"sent a frame out of turn: {header}")
-            kind, index = Kind(header.kind), taken[Kind(header.kind)]
-            owner = self._plan.me if kind is Kind.CONTRIBUTION else other
+            index, is_result = taken[kind], kind == Kind.RESULT
+            owner = other if is_result else self._plan.me
             if header != (kind, index, size := self._arithmetic.payload_bytes(owner, index)):
-                raise ProtocolError(f"sent {header} in place of {kind.name} {index} of {size} bytes")
-            place = self._arithmetic.place_for_result(other, index) if kind is Kind.RESULT else None
+                raise ProtocolError(f"sent {header} in place of {Kind(kind).name} {index} of {size} bytes")
+            place = self._arithmetic.place_for_result(other, index) if is_result else None
             payload = buffer[:size] if place is None else place
             receive_into(
                 self._receive[other],
@@ -256,7 +257,7 @@ class _Reduction:
                 partial(_count, self._moved_in, other),
             )
             self._received[other] += HEADER.size + size
-            if kind is Kind.RESULT:
+            if is_result:
                 self._arithmetic.take_result(other, index, payload)
             else:
                 self._add_in_turn(other, index, payload, scratch)
