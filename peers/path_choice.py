@@ -13,11 +13,11 @@ from enum import StrEnum
 
 FIRST_BACK_OFF_S = 30.0
 LONGEST_BACK_OFF_S = 600.0
-MEASURED_BYTES = 1 << 20
+MEASURED_BYTES = 16 << 20
 """A round that moves fewer bytes says more about latencies than about a path."""
 MUCH_SLOWER = 0.7
 """A path at less than this share of the other's rate is not used; noise is well above."""
-_ENOUGH = 2
+_ENOUGH = 3
 _KEPT = 5
 
 

@@ -34,25 +34,26 @@ def test_after_a_failure_direct_has_to_prove_itself_again():
 
 def measured(direct, libp2p, now=0.0):
     pair = Pair()
-    for rate in libp2p:
-        pair.measured(Path.LIBP2P, rate * MB, 1.0, now)
-    for rate in direct:
-        pair.measured(Path.DIRECT, rate * MB, 1.0, now)
+    for path, rates in ((Path.LIBP2P, libp2p), (Path.DIRECT, direct)):
+        for rate in rates:
+            pair.measured(path, 64 * MB, 64 / rate, now)
     return pair
 
 
 def test_direct_gives_way_only_when_it_is_measured_much_slower():
-    assert measured(direct=[100, 110], libp2p=[]).may_go_direct(1.0)
-    assert measured(direct=[80, 90], libp2p=[100]).may_go_direct(1.0)
-    assert measured(direct=[10], libp2p=[100]).may_go_direct(1.0)
+    assert measured(direct=[100, 110, 90], libp2p=[]).may_go_direct(1.0)
+    assert measured(direct=[80, 90, 60], libp2p=[100]).may_go_direct(1.0)
+    assert measured(direct=[10, 10], libp2p=[100]).may_go_direct(1.0)
     assert measured(direct=[10, 100, 10], libp2p=[100]).may_go_direct(1.0)
-    slower = measured(direct=[10, 60], libp2p=[100])
+    slower = measured(direct=[10, 60, 20], libp2p=[100])
     assert not slower.may_go_direct(1.0)
     assert slower.may_go_direct(LONGEST_BACK_OFF_S + 1)
 
 
 def test_rounds_of_few_bytes_say_nothing_about_a_path():
-    pair = measured(direct=[0.5, 0.5], libp2p=[100])
+    pair = measured(direct=[], libp2p=[100])
+    for _ in range(5):
+        pair.measured(Path.DIRECT, 1 * MB, 1.0, 0.0)
     assert pair.may_go_direct(1.0)
     assert pair.rate == 100 * MB
     assert Pair().rate == 0.0
