@@ -15,8 +15,6 @@ from peers.reduce_plan import ReducePlan
 from peers.round_messages import Group, Proposal
 from peers.shares import bounds_of
 
-_PARTS = ("connect_s", "reduce_s", "vote_s", "apply_s")
-
 
 def plan_of(group: Group, me: int, numel: int, codec: str) -> ReducePlan:
     """How the members of a group reduce: the same on all of them. Raises ProtocolError for a group that cannot."""
@@ -76,7 +74,7 @@ class Readiness:
 
     def settle(self, state: OuterState, **figures: Any) -> None:
         """Answer the worker, which goes on from what is in *in*."""
-        now = time.monotonic()
+        now, parts = time.monotonic(), self.clock.parts
         grouped_at = self.grouped_at or now
         outcome = Outcome(
             epoch=state.epoch,
@@ -90,7 +88,10 @@ class Readiness:
             received_bytes=self.received_bytes,
             round_s=now - grouped_at,
             wait_s=grouped_at - self.since,
-            **{part: self.clock.parts.get(part, 0.0) for part in _PARTS},
+            connect_s=parts.get("connect_s", 0.0),
+            reduce_s=parts.get("reduce_s", 0.0),
+            vote_s=parts.get("vote_s", 0.0),
+            apply_s=parts.get("apply_s", 0.0),
             **figures,
         )
         if not self.answer.done():

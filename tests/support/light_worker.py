@@ -40,6 +40,8 @@ def main(settings: dict[str, Any]) -> None:
     record = Recorder(Path(settings["history"]))
     link = WorkerLink.connect(os.environ[LINK_ENV])
     layout = Layout(((ParameterSlot("w", (numel,), 0),),))
+    link.send("adopt")
+    agreed = link.receive("manifest")["manifest"]
     rank = link.hello(layout, local_rank=0, num_local_ranks=1)["world_rank"]
     out, inn = (np.frombuffer(m, np.float32, numel) for m in (link.memories[0].out, link.memories[0].inn))
     target = target_of(rank, numel)
@@ -47,7 +49,7 @@ def main(settings: dict[str, Any]) -> None:
     link.send("offer", resume=None, local_step=0)
     start = link.receive("start")
     weights, epoch, local_step = inn.copy(), start["epoch"], start["local_step"]
-    record("start", **start)
+    record("start", **start, local_steps=agreed.get("hv.local_steps"))
     tokens = 0
     while True:
         time.sleep(settings.get("step_s", 0.0))
