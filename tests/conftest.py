@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+# Its pytest plugin would import it when the session ends, through pytest's own compiler; in CPython 3.11 that can fail
+# ("AST constructor recursion depth mismatch") where garbage with finalizers of its own is collected meanwhile.
+import hypothesis  # noqa: F401
 import pytest
 
 from tests.support.swarm import LightSwarm
