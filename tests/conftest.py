@@ -21,10 +21,13 @@ def bootstrap(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     from peers.dht import Dht
     from peers.identity import load_or_create
 
-    ready, loop = threading.Event(), asyncio.new_event_loop()
+    ready = threading.Event()
     address: list[str] = []
+    end: list[Callable[[], object]] = []
 
-    async def serve(stop: asyncio.Event) -> None:
+    async def serve() -> None:
+        stop, loop = asyncio.Event(), asyncio.get_running_loop()
+        end.append(lambda: loop.call_soon_threadsafe(stop.set))
         identity = load_or_create(tmp_path_factory.mktemp("bootstrap") / "identity.key")
         dht = await Dht.join(identity=identity, host_maddrs=("/ip4/127.0.0.1/tcp/0",))
         address.extend(await dht.maddrs())
@@ -32,12 +35,12 @@ def bootstrap(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         await stop.wait()
         await dht.close()
 
-    stop = asyncio.Event()
-    thread = threading.Thread(target=loop.run_until_complete, args=(serve(stop),))
+    # With asyncio.run, which also ends the tasks that hivemind leaves behind.
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
     assert ready.wait(30)
     yield address[0]
-    loop.call_soon_threadsafe(stop.set)
+    end[0]()
     thread.join(20)
 
 
