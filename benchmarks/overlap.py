@@ -5,7 +5,8 @@ rounds under way while training goes on. Two peers behind links on which blockin
 time; the loops are the product's, with steps of benchmarks/light_loop.py: real matrix products on the processor for
 part of a step, for which they compete with the daemons, and a wait for the rest, as for a device. An arm's cost is how
 much longer its steps take than those of the arm without averaging; a value is that of `local_steps` of them, of the
-slower peer.
+slower peer. Where other programs use the machine, that is as noisy as they are; the part of the time in which loops
+stood still for rounds, which each commit states, is not, but leaves out what the daemons take of the processor.
 """
 
 from __future__ import annotations
@@ -87,12 +88,13 @@ def measured(setting: Setting) -> list[Result]:
         blocking, blocked = windows_in_swarm(lab, loop, setting, 1, ())
         overlapped, hidden = windows_in_swarm(lab, loop, setting, setting.num_fragments, streaming)
         alone += windows_alone(lab, loop, setting)
+    streamed = f"{setting.num_fragments} fragments, tau {setting.overlap_steps}"
     return [
         *rows("no averaging", alone, alone, setting),
         *rows("blocking", blocking, alone, setting),
-        Result.of("blocking", "stood still for a round", "s", blocked),
-        *rows(f"{setting.num_fragments} fragments, tau {setting.overlap_steps}", overlapped, alone, setting),
-        Result.of("overlapped", "stood still for a round", "s", hidden),
+        Result.of("blocking", "stood still", "% of time", blocked),
+        *rows(streamed, overlapped, alone, setting),
+        Result.of(streamed, "stood still", "% of time", hidden),
     ]
 
 
@@ -137,7 +139,7 @@ def windows_alone(lab: Lab, loop: Loop, setting: Setting) -> list[float]:
 def windows_in_swarm(
     lab: Lab, loop: Loop, setting: Setting, num_fragments: int, flags: tuple[str, ...]
 ) -> tuple[list[float], list[float]]:
-    """The same in a swarm, and for each round how long the peers stood still for it."""
+    """The same in a swarm, and of each stretch of each peer, in per cent, how long it stood still for rounds."""
     steps_per_epoch = setting.local_steps // num_fragments
     job = Job(
         loop=replace(loop, max_epochs=(setting.num_windows + 1) * num_fragments),
@@ -153,8 +155,13 @@ def windows_in_swarm(
         swarm.wait_for_end()
         paths = [peer.directory / "history.jsonl" for peer in swarm.peers]
         times = [_times(path, "epoch", steps_per_epoch, setting.local_steps) for path in paths]
-        blocked = [record["blocked_s"] for peer in swarm.peers for record in peer.epochs.values()]
-    return slowest(times), blocked
+        blocked = [[record["blocked_s"] for record in peer.epochs.values()] for peer in swarm.peers]
+    still = []
+    for ends, values in zip(times, blocked, strict=True):
+        for number, (earlier, later) in enumerate(itertools.pairwise(ends), start=1):
+            rounds = values[number * num_fragments : (number + 1) * num_fragments]
+            still.append(100 * sum(rounds) / (later - earlier))
+    return slowest(times), still
 
 
 def slowest(times: Sequence[Sequence[float]]) -> list[float]:
