@@ -5,12 +5,14 @@ import os
 import signal
 import socket
 import threading
+from pathlib import Path
 
 import pytest
 
 from peers.errors import PeerUnreachable
 from peers.messages import Channel
 from tests.support.members import joined
+from tests.support.swarm import wait_until
 
 PROTOCOL = "test/stream"
 NOBODY = "12D3KooWD3eckifWpRn9wQpMG9R9hX3sD158z7EqHWmweQAJU5SA"
@@ -103,11 +105,18 @@ def test_a_protocol_nobody_serves_and_a_peer_nobody_knows_are_unreachable(tmp_pa
     asyncio.run(scenario())
 
 
+def has_stopped(pid: int) -> bool:
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return all((task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
+
+
 def test_a_ping_tells_the_living_from_the_stopped_and_the_dead(tmp_path, bootstrap):
     async def scenario():
         async with joined(tmp_path, "a", bootstrap) as a, joined(tmp_path, "b", bootstrap) as b:
             assert await a.ping(b.peer_id, timeout_s=10)
             os.kill(b.p2pd_pid, signal.SIGSTOP)
+            # Its threads go on until the one that takes the signal has had its turn.
+            wait_until(lambda: has_stopped(b.p2pd_pid), "the stop")
             assert not await a.ping(b.peer_id, timeout_s=0.3)
             os.kill(b.p2pd_pid, signal.SIGCONT)
             assert await a.ping(b.peer_id, timeout_s=10)
