@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from itertools import pairwise
 from typing import NamedTuple
 
 from peers.frames import SLICE_S, Kind, Stopped
@@ -31,7 +32,7 @@ class Progress:
         self._num_mine = plan.num_chunks(plan.me)
         self._num_theirs = {other: plan.num_chunks(other) for other in others}
         self._predecessor = dict(zip(others[1:], others, strict=False))
-        self._successor = dict(zip(others, others[1:], strict=False))
+        self._successor = dict(pairwise(others))
         self._last = others[-1] if others else None
         self._lock = threading.Lock()
         # One each: to wake all receivers for a turn that one of them has costs more than the turn.
