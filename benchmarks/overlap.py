@@ -81,8 +81,12 @@ def measured(setting: Setting) -> list[Result]:
         wait_s=setting.step_s - compute_s,
         move_parts=setting.local_steps // setting.num_fragments,
     )
-    streaming = ("--hv.num-fragments", str(setting.num_fragments))
-    streaming += ("--hv.overlap-steps", str(setting.overlap_steps))
+    streaming = (
+        "--hv.num-fragments",
+        str(setting.num_fragments),
+        "--hv.overlap-steps",
+        str(setting.overlap_steps),
+    )
     with Lab([*[setting.link] * _NUM_PEERS, COORDINATOR]) as lab:
         alone = windows_alone(lab, loop, setting)
         blocking, blocked = windows_in_swarm(lab, loop, setting, 1, ())
