@@ -295,9 +295,10 @@ class Averager:
         assert waiting is not None and round_ is not None
         waiting.grouped_at = waiting.grouped_at or time.monotonic()
         waiting.clock.restart()
+        waiting.previewed = None
         try:
             report = await self._exchange(group, waiting, ATTEMPT_SHARE * round_.timing.attempt_s)
-            digests = await asyncio.to_thread(
+            header = await asyncio.to_thread(
                 self._optimizer_for(len(group.ranks)).preview, self.state, waiting.fragment, waiting.result
             )
         except (PeersError, OSError) as error:
@@ -311,13 +312,14 @@ class Averager:
             self._bandwidths.append(report.bandwidth)
         waiting.sent_bytes += report.sent_bytes
         waiting.received_bytes += report.received_bytes
+        waiting.previewed = header
         vote = Vote(
             group.fragment,
             group.lineage,
             group.attempt,
             report.share_digests,
-            digests.anchor,
-            digests.momentum,
+            header.anchor_digest,
+            header.momentum_digest,
         )
         self._post(lambda now: round_.on_reduced(group.attempt, vote, now))
 
@@ -386,11 +388,10 @@ class Averager:
             # Every token is in the work on each of the fragments.
             tokens=group.tokens // schedule.num_fragments,
             data_width=group.data_width,
+            previewed=waiting.previewed,
         )
         if (digests.anchor, digests.momentum) != (commit.anchor, commit.momentum):
-            raise PeersError(
-                "the outer step gave other bits than voted for: faulty memory or a bug; restart this peer"
-            )
+            raise PeersError("the outer step is not the one that was voted for: a bug; restart this peer")
         self._last_commit = commit
         now = time.monotonic()
         self._epoch_times.append(now - self._epoch_started)

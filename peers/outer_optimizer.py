@@ -31,23 +31,32 @@ class OuterOptimizer:
     def __init__(self, *, lr: float, momentum: float) -> None:
         self.lr, self.momentum = struct.unpack("2f", struct.pack("2f", lr, momentum))
 
-    def preview(self, state: OuterState, fragment: int, average: Tensor) -> Digests:
-        """The digests that `commit` would arrive at. Stores nothing."""
-        header = self._advance(state, fragment, average, None)
-        return Digests(header.anchor_digest, header.momentum_digest)
+    def preview(self, state: OuterState, fragment: int, average: Tensor) -> StateHeader:
+        """The old header with the digests that `commit` would arrive at. Stores nothing."""
+        digests = self._steps(state, fragment, average, None, hashing=True)
+        return _with_digests(state, fragment, digests)
 
     def commit(
-        self, state: OuterState, fragment: int, average: Tensor, *, tokens: int, data_width: int
+        self,
+        state: OuterState,
+        fragment: int,
+        average: Tensor,
+        *,
+        tokens: int,
+        data_width: int,
+        previewed: StateHeader | None = None,
     ) -> Digests:
         """Advance anchor, momentum, epoch, lineage, tokens and data blocks together.
 
         `average` is the averaged pseudo-gradient, `tokens` what it was trained on, `data_width` the number of data
-        blocks that the epoch which ends has handed out.
+        blocks that the epoch which ends has handed out. `previewed` is what `preview` made of the same state and
+        average: with it nothing is hashed a second time.
         """
         old = state.header
         target = state.begin_change(fragment)
+        digests = self._steps(state, fragment, average, target, hashing=previewed is None)
         header = replace(
-            self._advance(state, fragment, average, target),
+            previewed or _with_digests(state, fragment, digests),
             epoch=old.epoch + 1,
             parent=old.lineage,
             committed_tokens=old.committed_tokens + tokens,
@@ -57,27 +66,31 @@ class OuterOptimizer:
         state.end_change(header, fragment, *target)
         return Digests(header.anchor_digest, header.momentum_digest)
 
-    def _advance(
-        self, state: OuterState, fragment: int, average: Tensor, target: tuple[Tensor, Tensor] | None
-    ) -> StateHeader:
-        """The old header with the new chunks' digests; the new values go to `target`, if there is one."""
-        mine = [chunk for chunk in chunks_of(state.sizes) if chunk.fragment == fragment]
+    def _steps(
+        self,
+        state: OuterState,
+        fragment: int,
+        average: Tensor,
+        target: tuple[Tensor, Tensor] | None,
+        *,
+        hashing: bool,
+    ) -> list[tuple[bytes, bytes]]:
+        """Every chunk's step, into `target` if there is one. Returns the chunks' digests, empty ones unless hashed."""
 
         def step(chunk: StateChunk) -> tuple[bytes, bytes]:
-            return self._step_chunk(state, chunk, average, target)
+            return self._step_chunk(state, chunk, average, target, hashing=hashing)
 
         with ThreadPoolExecutor(num_threads(), "outer", _keep_denormals) as pool:
-            digests = list(pool.map(step, mine))
-        return replace(
-            state.header,
-            anchor_chunks=_spliced(state.header.anchor_chunks, mine, [anchor for anchor, _ in digests]),
-            momentum_chunks=_spliced(
-                state.header.momentum_chunks, mine, [momentum for _, momentum in digests]
-            ),
-        )
+            return list(pool.map(step, _chunks(state, fragment)))
 
     def _step_chunk(
-        self, state: OuterState, chunk: StateChunk, average: Tensor, target: tuple[Tensor, Tensor] | None
+        self,
+        state: OuterState,
+        chunk: StateChunk,
+        average: Tensor,
+        target: tuple[Tensor, Tensor] | None,
+        *,
+        hashing: bool,
     ) -> tuple[bytes, bytes]:
         old_anchor, old_momentum = state.anchor[chunk.fragment], state.momentum[chunk.fragment]
         hashes = hashlib.sha256(), hashlib.sha256()
@@ -88,8 +101,9 @@ class OuterOptimizer:
             if target is not None:
                 anchor, momentum = target[0][part], target[1][part]
             self._step(old_anchor[part], old_momentum[part], average[part], direction, anchor, momentum)
-            for hashed, values in zip(hashes, (anchor, momentum), strict=True):
-                hashed.update(values.numpy().data)
+            if hashing:
+                for hashed, values in zip(hashes, (anchor, momentum), strict=True):
+                    hashed.update(values.numpy().data)
         return hashes[0].digest(), hashes[1].digest()
 
     def _step(
@@ -133,6 +147,20 @@ def rebase(new_anchor: Tensor, local: Tensor, base: Tensor, out: Tensor) -> None
         work = scratch[: part.stop - part.start]
         torch.sub(local[part], base[part], out=work)
         torch.add(new_anchor[part], work, out=out[part])
+
+
+def _chunks(state: OuterState, fragment: int) -> list[StateChunk]:
+    return [chunk for chunk in chunks_of(state.sizes) if chunk.fragment == fragment]
+
+
+def _with_digests(state: OuterState, fragment: int, digests: Sequence[tuple[bytes, bytes]]) -> StateHeader:
+    """The old header with new digests of this fragment's chunks."""
+    header, mine = state.header, _chunks(state, fragment)
+    return replace(
+        header,
+        anchor_chunks=_spliced(header.anchor_chunks, mine, [anchor for anchor, _ in digests]),
+        momentum_chunks=_spliced(header.momentum_chunks, mine, [momentum for _, momentum in digests]),
+    )
 
 
 def _spliced(digests: bytes, chunks: Sequence[StateChunk], replacements: Sequence[bytes]) -> bytes:

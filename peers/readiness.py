@@ -14,6 +14,7 @@ from peers.outer_state import OuterState
 from peers.reduce_plan import ReducePlan
 from peers.round_messages import Group, Proposal
 from peers.shares import bounds_of
+from peers.state_header import StateHeader
 
 
 def plan_of(group: Group, me: int, numel: int, codec: str) -> ReducePlan:
@@ -39,6 +40,8 @@ class Readiness:
         self.answer: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self.plan: ReducePlan | None = None
         """Of the attempt whose result is in *in*."""
+        self.previewed: StateHeader | None = None
+        """What the outer step makes of that result."""
         self.clock = Stopwatch()
         self.since = time.monotonic()
         self.grouped_at: float | None = None

@@ -7,7 +7,7 @@ import torch
 from peers import state_files
 from peers.errors import ProtocolError, UserError
 from peers.outer_optimizer import OuterOptimizer, norm_of_pseudo_gradient, rebase
-from peers.outer_state import OuterState
+from peers.outer_state import Digests, OuterState
 from peers.residuals import Residuals
 from peers.state_header import STATE_CHUNK_NUMEL, StateHeader, chunks_of
 
@@ -47,9 +47,19 @@ def test_a_preview_stores_nothing_and_says_what_the_commit_arrives_at(fragment):
     assert state.header == before
     assert all(torch.equal(a, b) for a, b in zip(values, (*state.anchor, *state.momentum), strict=True))
     committed = optimizer.commit(state, fragment, average(state, fragment, seed=5), tokens=1, data_width=1)
-    assert committed == preview
-    assert state.verify() == preview
-    assert (state.anchor_digest, state.momentum_digest) == (preview.anchor, preview.momentum)
+    assert committed == Digests(preview.anchor_digest, preview.momentum_digest)
+    assert state.verify() == committed
+    assert (state.anchor_digest, state.momentum_digest) == (committed.anchor, committed.momentum)
+
+
+def test_a_commit_that_was_previewed_hashes_nothing_and_arrives_at_the_same():
+    plain, previewed = some_state(), some_state()
+    commit(plain)
+    optimizer = OuterOptimizer(lr=0.7, momentum=0.9)
+    header = optimizer.preview(previewed, 0, average(previewed))
+    optimizer.commit(previewed, 0, average(previewed), tokens=100, data_width=3, previewed=header)
+    assert previewed.header == plain.header
+    assert previewed.verify() == plain.verify()
 
 
 def test_a_commit_moves_everything_together():
