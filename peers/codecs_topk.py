@@ -128,7 +128,7 @@ class TopKCodec:
             if (counts.sum(1, dtype=np.int64) != run.kept).any():
                 raise ProtocolError("sent a block with too few or too many values")
         sections = np.repeat(np.arange(len(parts.counts)), parts.counts)
-        indices = sections * SECTION_NUMEL + parts.lows
+        indices: Indices = np.add(sections * SECTION_NUMEL, parts.lows, dtype=np.int64)
         if (indices[1:] <= indices[:-1]).any() or indices[-1] >= numel:
             raise ProtocolError("sent a block whose indices do not ascend within it")
         return indices
