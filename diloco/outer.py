@@ -96,9 +96,9 @@ class Diloco:
     ) -> None:
         """Waits for the swarm and loads the weights to start from.
 
-        `local_steps` (inner steps an epoch) is the swarm's where it is not given; `max_steps` ends the run after so
-        many nominal steps; `restore` is called once, before anything is offered to the swarm. Raises
-        peers.errors.UserError where the swarm refuses this peer, LinkLost where its daemon is gone.
+        `local_steps` (H, inner steps between two averagings of the same weights) is the swarm's where it is not given;
+        `max_steps` ends the run after so many nominal steps; `restore` is called once, before anything is offered to
+        the swarm. Raises peers.errors.UserError where the swarm refuses this peer, LinkLost where its daemon is gone.
         """
         self.position = Position()
         self.max_steps = max_steps
@@ -169,9 +169,10 @@ class Diloco:
 
     @property
     def evaluates(self) -> bool:
-        """Whether this peer evaluates weights that all have: the lowest contributor of the last commit.
+        """Whether this peer is the one that evaluates: the lowest contributor of the last commit.
 
-        Before the run's first commit it is world rank 0.
+        Before the run's first commit it is world rank 0. With fragments or overlap what it scores in mid-run are its
+        own weights, with what they have of the others; at the run's end they are what all have.
         """
         if self.last_commit is not None:
             return self.world_rank == min(self.last_commit.contributors, default=self.world_rank)
