@@ -21,6 +21,7 @@ from torch import nn
 from diloco.errors import DilocoError, UserError
 from diloco.exchange import Exchange
 from diloco.world import on_rank_zero
+from peers.handover import EpochFigures
 from peers.link import LINK_ENV
 from peers.schedule import Schedule
 
@@ -48,30 +49,9 @@ class Restored:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Commit:
+class Commit(EpochFigures):
     """How an epoch ended: what its `epoch` record in metrics.jsonl says."""
 
-    epoch: int
-    """Outer steps done, this one included."""
-    fragment: int
-    """Which part of the model this one has averaged."""
-    lineage: str
-    anchor_digest: str
-    num_peers: int
-    contributors: list[int]
-    """World ranks whose work is in the anchor."""
-    sent_bytes: int
-    received_bytes: int
-    round_s: float
-    """From the group to the commit, failed attempts included; then its parts, of the attempt that succeeded."""
-    connect_s: float
-    reduce_s: float
-    vote_s: float
-    apply_s: float
-    wait_s: float
-    """From this peer's readiness to the group."""
-    bandwidth: float
-    """Bytes per second that this peer's link carries, as measured; 0: not known."""
     blocked_s: float
     """How long this peer's training stood still for the epoch."""
 
@@ -299,7 +279,7 @@ class Diloco:
         self._adopt(answer)
         self._is_over = bool(answer["last"])
         blocked_s = flight.blocked_s + time.monotonic() - started_at
-        figures = {f.name: answer[f.name] for f in fields(Commit) if f.name in answer}
+        figures = {field.name: answer[field.name] for field in fields(EpochFigures)}
         self.last_commit = Commit(**figures, blocked_s=blocked_s)
         self.commits.append(self.last_commit)
         return self.last_commit

@@ -29,21 +29,18 @@ class Memories:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """How an epoch ended for this peer; what the worker's `committed` says."""
+class EpochFigures:
+    """How an epoch ended, for people and programs: metrics.jsonl has these names."""
 
     epoch: int
+    """Outer steps done, this one included."""
     fragment: int
-    """The one that was handed over."""
-    local_step: int
+    """Which part of the model this peer had handed over."""
     lineage: str
     anchor_digest: str
+    num_peers: int
     contributors: list[int]
     """World ranks whose work is in this anchor, as far as this peer knows: after catching up, at most itself."""
-    shifted: list[int]
-    """Other fragments whose anchor has moved; their *in* holds by how much."""
-    last: bool
-    num_peers: int
     sent_bytes: int
     received_bytes: int
     round_s: float
@@ -60,5 +57,15 @@ class Outcome:
     """From this peer's readiness to the group."""
     bandwidth: float
     """Bytes per second that this peer's link carries, as measured; 0: not known."""
-    num_failures: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome(EpochFigures):
+    """What the worker's `committed` says: the figures, and where it goes on from."""
+
+    local_step: int
     data_base: int
+    shifted: list[int]
+    """Other fragments whose anchor has moved; their *in* holds by how much."""
+    last: bool
+    num_failures: int
