@@ -136,6 +136,8 @@ class LightSwarm:
     def start(self, rank: int, **overrides: Any) -> LightPeer:
         directory = self.directory / f"peer{rank}"
         directory.mkdir(exist_ok=True)
+        # Its key is there before it runs: who asked for it later would hold its lock for a moment.
+        self.peer_id(rank)
         worker = {**self.worker, "history": str(directory / "history.jsonl"), **overrides}
         config = {
             "run_id": self.run_id,
