@@ -25,6 +25,7 @@ from peers.errors import PeersError, PeerUnreachable, ProtocolError, RoundFailed
 from peers.handover import Memories, Outcome
 from peers.mesh import Mesh
 from peers.outer_optimizer import OuterOptimizer, norm_of_pseudo_gradient
+from peers.outer_preview import Preview
 from peers.outer_state import OuterState
 from peers.readiness import Readiness, plan_of
 from peers.records import Announcement
@@ -34,6 +35,7 @@ from peers.residuals import Residuals
 from peers.round_messages import Ask, Commit, Group, Join, Proposal, RoundMessage, Vote
 from peers.rounds import Action, Apply, Cancel, CatchUp, Reduce, Round, Send, Timing
 from peers.schedule import Schedule
+from peers.state_header import StateHeader
 from peers.streams import RoundStreams, StreamPool
 
 log = logging.getLogger(__name__)
@@ -297,10 +299,7 @@ class Averager:
         waiting.clock.restart()
         waiting.previewed = None
         try:
-            report = await self._exchange(group, waiting, ATTEMPT_SHARE * round_.timing.attempt_s)
-            header = await asyncio.to_thread(
-                self._optimizer_for(len(group.ranks)).preview, self.state, waiting.fragment, waiting.result
-            )
+            report, header = await self._exchange(group, waiting, ATTEMPT_SHARE * round_.timing.attempt_s)
         except (PeersError, OSError) as error:
             suspects = error.suspects if isinstance(error, RoundFailed) else frozenset[int]()
             if not self._cancelled.is_set():
@@ -330,32 +329,41 @@ class Averager:
             self._round_times.append(seconds)
             round_.timing = self._timing()
 
-    async def _exchange(self, group: Group, waiting: Readiness, timeout_s: float) -> ReduceReport:
-        """Connect to the members and reduce with them. Raises RoundFailed."""
+    async def _exchange(
+        self, group: Group, waiting: Readiness, timeout_s: float
+    ) -> tuple[ReduceReport, StateHeader]:
+        """Connect to the members, reduce with them, and see what a commit would make of it. Raises RoundFailed."""
         plan = waiting.plan = plan_of(group, self._me, waiting.local.numel(), self._settings.codec)
-        streams = await self._connect(plan)
+        optimizer, streams = self._optimizer_for(len(group.ranks)), await self._connect(plan)
         waiting.clock.lap("connect_s")
         log.debug("reducing with %s", group.ranks)
+
+        def reduce() -> tuple[ReduceReport, StateHeader]:
+            with Preview(optimizer, self.state, waiting.fragment, waiting.result) as preview:
+                report = reduce_pseudo_gradients(
+                    plan,
+                    self.state.anchor[waiting.fragment],
+                    waiting.local,
+                    waiting.result,
+                    streams.send,
+                    streams.receive,
+                    stall_timeout_s=STALL_TIMEOUT_S,
+                    timeout_s=timeout_s,
+                    cancelled=self._cancelled,
+                    residuals=self.residuals[waiting.fragment],
+                    settled=preview.settled,
+                )
+                waiting.clock.lap("reduce_s")
+                return report, preview.header()
+
         try:
-            report = await asyncio.to_thread(
-                reduce_pseudo_gradients,
-                plan,
-                self.state.anchor[waiting.fragment],
-                waiting.local,
-                waiting.result,
-                streams.send,
-                streams.receive,
-                stall_timeout_s=STALL_TIMEOUT_S,
-                timeout_s=timeout_s,
-                cancelled=self._cancelled,
-                residuals=self.residuals[waiting.fragment],
-            )
+            report, header = await asyncio.to_thread(reduce)
         except BaseException as error:
             self._pool.discard(streams, error.suspects if isinstance(error, RoundFailed) else ())
             raise
-        waiting.clock.lap("reduce_s")
+        waiting.clock.lap("preview_s")
         self._pool.give_back(streams, sent_bytes=report.sent_bytes, seconds=waiting.clock.parts["reduce_s"])
-        return report
+        return report, header
 
     async def _connect(self, plan: ReducePlan) -> RoundStreams:
         """Streams with all other members. Raises RoundFailed, soon when the attempt is cancelled."""
@@ -389,6 +397,7 @@ class Averager:
             tokens=group.tokens // schedule.num_fragments,
             data_width=group.data_width,
             previewed=waiting.previewed,
+            into=waiting.result,
         )
         if (digests.anchor, digests.momentum) != (commit.anchor, commit.momentum):
             raise PeersError("the outer step is not the one that was voted for: a bug; restart this peer")
@@ -396,7 +405,6 @@ class Averager:
         now = time.monotonic()
         self._epoch_times.append(now - self._epoch_started)
         self._round_times.append(now - (waiting.grouped_at or now))
-        waiting.result.copy_(state.anchor[waiting.fragment])
         waiting.clock.lap("apply_s")
         failures = self._round.failures if self._round else []
         self._answer(waiting, contributors=list(group.ranks), local_step=0, num_failures=len(failures))
@@ -471,6 +479,7 @@ class Averager:
         if not math.isfinite(norm):
             raise PeersError("this peer's weights are not finite any more; is the learning rate too high?")
         waiting.proposal = dataclasses.replace(waiting.proposal, norm=norm)
+        waiting.propose_s = time.monotonic() - waiting.since
 
     def _answer(
         self, waiting: Readiness, *, contributors: list[int], local_step: int, num_failures: int

@@ -46,15 +46,19 @@ class EpochFigures:
     round_s: float
     """From the group to the commit, failed attempts included."""
     connect_s: float
-    """Of the last attempt, as are the next three: until all streams stood."""
+    """Of the last attempt, as are the next four: until all streams stood."""
     reduce_s: float
     """From then on until all sums were in place."""
+    preview_s: float
+    """From then on until this peer knew what to vote for: the part of the outer step's digests that was left."""
     vote_s: float
-    """From then on until the commit: the trial step, and everybody's vote."""
+    """From then on until the commit, by everybody's vote."""
     apply_s: float
     """The outer step."""
     wait_s: float
     """From this peer's readiness to the group."""
+    propose_s: float
+    """The part of it until this peer knew what to propose: the norm of its work."""
     bandwidth: float
     """Bytes per second that this peer's link carries, as measured; 0: not known."""
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,19 @@ from torch import Tensor
 from peers.outer_state import Digests, OuterState, num_threads
 from peers.reduce_plan import CHUNK_NUMEL, slices
 from peers.residuals import contribution
-from peers.state_header import DIGEST_BYTES, StateChunk, StateHeader, chunks_of
+from peers.state_header import StateChunk, StateHeader
+
+_PART_NUMEL = 1 << 16
+"""Values at a time: what is computed of them is still in the cache when it is hashed."""
+
+
+class Target(NamedTuple):
+    """Where a commit writes."""
+
+    anchor: Tensor
+    momentum: Tensor
+    copy: Tensor | None
+    """Is given the anchor, too."""
 
 
 class OuterOptimizer:
@@ -31,11 +43,6 @@ class OuterOptimizer:
     def __init__(self, *, lr: float, momentum: float) -> None:
         self.lr, self.momentum = struct.unpack("2f", struct.pack("2f", lr, momentum))
 
-    def preview(self, state: OuterState, fragment: int, average: Tensor) -> StateHeader:
-        """The old header with the digests that `commit` would arrive at. Stores nothing."""
-        digests = self._steps(state, fragment, average, None, hashing=True)
-        return _with_digests(state, fragment, digests)
-
     def commit(
         self,
         state: OuterState,
@@ -45,62 +52,48 @@ class OuterOptimizer:
         tokens: int,
         data_width: int,
         previewed: StateHeader | None = None,
+        into: Tensor | None = None,
     ) -> Digests:
         """Advance anchor, momentum, epoch, lineage, tokens and data blocks together.
 
         `average` is the averaged pseudo-gradient, `tokens` what it was trained on, `data_width` the number of data
-        blocks that the epoch which ends has handed out. `previewed` is what `preview` made of the same state and
-        average: with it nothing is hashed a second time.
+        blocks that the epoch which ends has handed out. `previewed` is the header of a Preview of the same state and
+        average: with it nothing is hashed a second time. The new anchor is copied to `into`, which may be `average`.
         """
-        old = state.header
-        target = state.begin_change(fragment)
-        digests = self._steps(state, fragment, average, target, hashing=previewed is None)
+        old, chunks = state.header, state.chunks(fragment)
+        target = Target(*state.begin_change(fragment), into)
+
+        def step(chunk: StateChunk) -> tuple[bytes, bytes]:
+            return self.step_chunk(state, chunk, average, target, hashing=previewed is None)
+
+        with ThreadPoolExecutor(num_threads(), "outer", keep_denormals) as pool:
+            digests = list(pool.map(step, chunks))
         header = replace(
-            previewed or _with_digests(state, fragment, digests),
+            previewed or old.with_chunks(chunks, digests),
             epoch=old.epoch + 1,
             parent=old.lineage,
             committed_tokens=old.committed_tokens + tokens,
             data_base=old.data_base + data_width,
             data_width=data_width,
         )
-        state.end_change(header, fragment, *target)
+        state.end_change(header, fragment, target.anchor, target.momentum)
         return Digests(header.anchor_digest, header.momentum_digest)
 
-    def _steps(
-        self,
-        state: OuterState,
-        fragment: int,
-        average: Tensor,
-        target: tuple[Tensor, Tensor] | None,
-        *,
-        hashing: bool,
-    ) -> list[tuple[bytes, bytes]]:
-        """Every chunk's step, into `target` if there is one. Returns the chunks' digests, empty ones unless hashed."""
-
-        def step(chunk: StateChunk) -> tuple[bytes, bytes]:
-            return self._step_chunk(state, chunk, average, target, hashing=hashing)
-
-        with ThreadPoolExecutor(num_threads(), "outer", _keep_denormals) as pool:
-            return list(pool.map(step, _chunks(state, fragment)))
-
-    def _step_chunk(
-        self,
-        state: OuterState,
-        chunk: StateChunk,
-        average: Tensor,
-        target: tuple[Tensor, Tensor] | None,
-        *,
-        hashing: bool,
+    def step_chunk(
+        self, state: OuterState, chunk: StateChunk, average: Tensor, target: Target | None, *, hashing: bool
     ) -> tuple[bytes, bytes]:
+        """One chunk's step, into `target` if there is one. Returns sha256 of anchor and momentum, if `hashing`."""
         old_anchor, old_momentum = state.anchor[chunk.fragment], state.momentum[chunk.fragment]
         hashes = hashlib.sha256(), hashlib.sha256()
-        scratch = [torch.empty(min(chunk.numel, CHUNK_NUMEL)) for _ in range(3)]
-        for relative in slices(chunk.numel):
-            part = slice(chunk.start + relative.start, chunk.start + relative.stop)
+        scratch = [torch.empty(min(chunk.numel, _PART_NUMEL)) for _ in range(3)]
+        for start in range(chunk.start, chunk.stop, _PART_NUMEL):
+            part = slice(start, min(start + _PART_NUMEL, chunk.stop))
             direction, anchor, momentum = (buffer[: part.stop - part.start] for buffer in scratch)
             if target is not None:
-                anchor, momentum = target[0][part], target[1][part]
+                anchor, momentum = target.anchor[part], target.momentum[part]
             self._step(old_anchor[part], old_momentum[part], average[part], direction, anchor, momentum)
+            if target is not None and target.copy is not None:
+                target.copy[part].copy_(anchor)
             if hashing:
                 for hashed, values in zip(hashes, (anchor, momentum), strict=True):
                     hashed.update(values.numpy().data)
@@ -149,28 +142,7 @@ def rebase(new_anchor: Tensor, local: Tensor, base: Tensor, out: Tensor) -> None
         torch.add(new_anchor[part], work, out=out[part])
 
 
-def _chunks(state: OuterState, fragment: int) -> list[StateChunk]:
-    return [chunk for chunk in chunks_of(state.sizes) if chunk.fragment == fragment]
-
-
-def _with_digests(state: OuterState, fragment: int, digests: Sequence[tuple[bytes, bytes]]) -> StateHeader:
-    """The old header with new digests of this fragment's chunks."""
-    header, mine = state.header, _chunks(state, fragment)
-    return replace(
-        header,
-        anchor_chunks=_spliced(header.anchor_chunks, mine, [anchor for anchor, _ in digests]),
-        momentum_chunks=_spliced(header.momentum_chunks, mine, [momentum for _, momentum in digests]),
-    )
-
-
-def _spliced(digests: bytes, chunks: Sequence[StateChunk], replacements: Sequence[bytes]) -> bytes:
-    if not chunks:
-        return digests
-    start = chunks[0].position * DIGEST_BYTES
-    new = b"".join(replacements)
-    return digests[:start] + new + digests[start + len(new) :]
-
-
-def _keep_denormals() -> None:
+def keep_denormals() -> None:
+    """For a thread to begin with, that computes what all peers must have the same bits of."""
     # Flushing is a state of the thread, and a library loaded elsewhere may have changed what new threads inherit.
     torch.set_flush_denormal(False)

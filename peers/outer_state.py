@@ -13,7 +13,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from peers.state_header import StateHeader, chunks_of
+from peers.state_header import StateChunk, StateHeader, chunks_of
 
 _MAX_THREADS = 4
 
@@ -88,6 +88,10 @@ class OuterState:
     @property
     def momentum_digest(self) -> str:
         return self.header.momentum_digest
+
+    def chunks(self, fragment: int) -> list[StateChunk]:
+        """The hashed chunks of one fragment, in order."""
+        return [chunk for chunk in chunks_of(self.sizes) if chunk.fragment == fragment]
 
     def verify(self) -> Digests:
         """The digests of the values as they are, not as the header says."""

@@ -44,6 +44,7 @@ class Readiness:
         """What the outer step makes of that result."""
         self.clock = Stopwatch()
         self.since = time.monotonic()
+        self.propose_s = 0.0
         self.grouped_at: float | None = None
         self.sent_bytes = self.received_bytes = 0
         self._has_shifted = False
@@ -91,8 +92,10 @@ class Readiness:
             received_bytes=self.received_bytes,
             round_s=now - grouped_at,
             wait_s=grouped_at - self.since,
+            propose_s=self.propose_s,
             connect_s=parts.get("connect_s", 0.0),
             reduce_s=parts.get("reduce_s", 0.0),
+            preview_s=parts.get("preview_s", 0.0),
             vote_s=parts.get("vote_s", 0.0),
             apply_s=parts.get("apply_s", 0.0),
             **figures,

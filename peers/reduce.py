@@ -57,6 +57,9 @@ from peers.residuals import Residuals
 Sockets = Mapping[int, socket.socket]
 """By world rank."""
 
+Settled = Callable[[slice], None]
+"""Called from the threads that reduce, which it must not hold up."""
+
 
 def reduce_pseudo_gradients(
     plan: ReducePlan,
@@ -70,6 +73,7 @@ def reduce_pseudo_gradients(
     cancelled: threading.Event,
     timeout_s: float = math.inf,
     residuals: Residuals | None = None,
+    settled: Settled = lambda part: None,
 ) -> ReduceReport:
     """Write the weighted average of all members' `anchor - local` to `result`: the same bits on each of them.
 
@@ -79,16 +83,19 @@ def reduce_pseudo_gradients(
     a slice (0.05 s) of `cancelled`; then all sockets are shut down and `result` is undefined. Afterwards no thread is
     left in any case.
 
+    `settled` hears of every part of `result` once nothing will change it any more, if all goes well.
+
     With `residuals` (those of this fragment) what a lossy codec lost in earlier rounds is sent too; who calls commits
     them with the round.
     """
     if not anchor.numel() == local.numel() == result.numel() == plan.bounds[-1]:
         raise ValueError(f"the shares cover {plan.bounds[-1]} values, the tensors have {anchor.numel()}")
     arithmetic = Arithmetic(plan, anchor, local, result, residuals)
-    reduction = _Reduction(plan, arithmetic, send, receive, stall_timeout_s)
+    reduction = _Reduction(plan, arithmetic, send, receive, stall_timeout_s, settled)
     if not plan.others:
         try:
             reduce_alone(plan, arithmetic, cancelled)
+            settled(slice(0, plan.bounds[-1]))
         except ProtocolError as error:
             raise RoundFailed(f"this peer {error}", plan.members) from error
     reduction.run(cancelled, timeout_s)
@@ -107,8 +114,9 @@ class _Reduction:
         send: Sockets,
         receive: Sockets,
         stall_timeout_s: float,
+        settled: Settled,
     ) -> None:
-        self._plan, self._arithmetic = plan, arithmetic
+        self._plan, self._arithmetic, self._settled = plan, arithmetic, settled
         others = plan.others
         # Inside, a member goes by its index in the group.
         self._send = {index: send[plan.members[index]] for index in others}
@@ -185,6 +193,7 @@ class _Reduction:
                     self._send_frame(other, kind, index, self._arithmetic.finished(index))
                     if progress.result_sent(other, index):
                         self._arithmetic.settle(index, scratch)
+                        self._settled(self._plan.chunk(self._plan.me, index))
                 else:
                     payload = self._arithmetic.encode_contribution(other, index, scratch)
                     self._send_frame(other, kind, index, payload)
@@ -259,6 +268,7 @@ class _Reduction:
             self._received[other] += HEADER.size + size
             if is_result:
                 self._arithmetic.take_result(other, index, payload)
+                self._settled(self._plan.chunk(other, index))
             else:
                 self._add_in_turn(other, index, payload, scratch)
             taken[kind] += 1

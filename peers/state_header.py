@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -78,6 +78,16 @@ class StateHeader:
         )
         return hashlib.sha256(text.encode()).hexdigest()
 
+    def with_chunks(
+        self, chunks: Sequence[StateChunk], digests: Sequence[tuple[bytes, bytes]]
+    ) -> StateHeader:
+        """The same with other digests, of anchor and momentum, of these chunks, which follow one another."""
+        return replace(
+            self,
+            anchor_chunks=_spliced(self.anchor_chunks, chunks, [anchor for anchor, _ in digests]),
+            momentum_chunks=_spliced(self.momentum_chunks, chunks, [momentum for _, momentum in digests]),
+        )
+
     def to_message(self) -> dict[str, Any]:
         """A map that msgpack takes."""
         return {
@@ -115,6 +125,14 @@ class StateHeader:
         if not len(header.anchor_chunks) == len(header.momentum_chunks) == num_bytes:
             raise ProtocolError(f"a state of sizes {header.sizes!s:.100} has {num_bytes} bytes of digests")
         return header
+
+
+def _spliced(digests: bytes, chunks: Sequence[StateChunk], replacements: Sequence[bytes]) -> bytes:
+    if not chunks:
+        return digests
+    start = chunks[0].position * DIGEST_BYTES
+    new = b"".join(replacements)
+    return digests[:start] + new + digests[start + len(new) :]
 
 
 def _count(value: Any) -> int:

@@ -34,9 +34,11 @@ COMMITTED = {
     "round_s": 0.1,
     "connect_s": 0.0,
     "reduce_s": 0.1,
+    "preview_s": 0.0,
     "vote_s": 0.0,
     "apply_s": 0.0,
     "wait_s": 0.2,
+    "propose_s": 0.0,
     "bandwidth": 1e6,
 }
 

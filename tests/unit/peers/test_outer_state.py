@@ -7,7 +7,8 @@ import torch
 from peers import state_files
 from peers.errors import ProtocolError, UserError
 from peers.outer_optimizer import OuterOptimizer, norm_of_pseudo_gradient, rebase
-from peers.outer_state import Digests, OuterState
+from peers.outer_preview import Preview
+from peers.outer_state import OuterState
 from peers.residuals import Residuals
 from peers.state_header import STATE_CHUNK_NUMEL, StateHeader, chunks_of
 
@@ -38,28 +39,26 @@ def test_the_initial_state_depends_on_the_weights_alone():
     assert all(not momentum.any() for momentum in state.momentum)
 
 
-@pytest.mark.parametrize("fragment", range(len(SIZES)))
-def test_a_preview_stores_nothing_and_says_what_the_commit_arrives_at(fragment):
-    state, optimizer = some_state(), OuterOptimizer(lr=0.7, momentum=0.9)
-    commit(state)
-    before, values = state.header, [t.clone() for t in (*state.anchor, *state.momentum)]
-    preview = optimizer.preview(state, fragment, average(state, fragment, seed=5))
-    assert state.header == before
-    assert all(torch.equal(a, b) for a, b in zip(values, (*state.anchor, *state.momentum), strict=True))
-    committed = optimizer.commit(state, fragment, average(state, fragment, seed=5), tokens=1, data_width=1)
-    assert committed == Digests(preview.anchor_digest, preview.momentum_digest)
-    assert state.verify() == committed
-    assert (state.anchor_digest, state.momentum_digest) == (committed.anchor, committed.momentum)
-
-
 def test_a_commit_that_was_previewed_hashes_nothing_and_arrives_at_the_same():
-    plain, previewed = some_state(), some_state()
+    plain, state = some_state(), some_state()
     commit(plain)
+    optimizer, average_of_all = OuterOptimizer(lr=0.7, momentum=0.9), average(state)
+    with Preview(optimizer, state, 0, average_of_all) as preview:
+        preview.settled(slice(0, SIZES[0]))
+        header = preview.header()
+    optimizer.commit(state, 0, average_of_all, tokens=100, data_width=3, previewed=header)
+    assert state.header == plain.header
+    assert state.verify() == plain.verify()
+
+
+def test_a_commit_can_leave_the_new_anchor_in_place_of_the_average():
+    plain, state = some_state(), some_state()
+    commit(plain)
+    average_of_all = average(state)
     optimizer = OuterOptimizer(lr=0.7, momentum=0.9)
-    header = optimizer.preview(previewed, 0, average(previewed))
-    optimizer.commit(previewed, 0, average(previewed), tokens=100, data_width=3, previewed=header)
-    assert previewed.header == plain.header
-    assert previewed.verify() == plain.verify()
+    optimizer.commit(state, 0, average_of_all, tokens=100, data_width=3, into=average_of_all)
+    assert state.header == plain.header
+    assert torch.equal(average_of_all, state.anchor[0])
 
 
 def test_a_commit_moves_everything_together():

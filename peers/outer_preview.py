@@ -1,0 +1,64 @@
+"""What an attempt would make of the outer state, computed and hashed while its sums still arrive.
+
+Members vote on the result before anybody stores it, so the step is computed twice: here, to be hashed, and once more at
+the commit. Here it waits for nothing: where a link sets the pace, processors have the time while the bytes come in, and
+when the last sum is in place only the last chunks are left.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+
+from torch import Tensor
+
+from peers.outer_optimizer import OuterOptimizer, keep_denormals
+from peers.outer_state import OuterState, num_threads
+from peers.state_header import STATE_CHUNK_NUMEL, StateHeader
+
+
+class Preview:
+    """A context manager that owns its threads; they only read, and afterwards none of them is left.
+
+    The digests are sha256 of the values that this peer would hold. An owner chooses what it sends, so by a hash that is
+    merely fast it could give two members unlike sums that vote alike; by this one it cannot.
+    """
+
+    def __init__(self, optimizer: OuterOptimizer, state: OuterState, fragment: int, average: Tensor) -> None:
+        """Of `average`, the fragment's averaged pseudo-gradient, no value counts before it is `settled`."""
+        self._optimizer, self._state, self._average = optimizer, state, average
+        self._chunks = state.chunks(fragment)
+        self._num_missing = [chunk.numel for chunk in self._chunks]
+        self._hashing: dict[int, Future[tuple[bytes, bytes]]] = {}
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(num_threads(), "preview", keep_denormals)
+
+    def __enter__(self) -> Preview:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def settled(self, part: slice) -> None:
+        """These values of the average will not change any more. Once for each, from any thread; takes no time."""
+        if part.start == part.stop:
+            return
+        for index in range(part.start // STATE_CHUNK_NUMEL, -(-part.stop // STATE_CHUNK_NUMEL)):
+            chunk = self._chunks[index]
+            num_settled = min(part.stop, chunk.stop) - max(part.start, chunk.start)
+            with self._lock:
+                self._num_missing[index] -= num_settled
+                is_whole = not self._num_missing[index]
+            if is_whole:
+                self._hashing[index] = self._pool.submit(
+                    self._optimizer.step_chunk, self._state, chunk, self._average, None, hashing=True
+                )
+
+    def header(self) -> StateHeader:
+        """The state's header with the digests that a commit would arrive at, once all values have settled."""
+        assert not any(self._num_missing), "part of the average has not settled"
+        digests = [self._hashing[index].result() for index in range(len(self._chunks))]
+        return self._state.header.with_chunks(self._chunks, digests)
