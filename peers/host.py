@@ -25,16 +25,11 @@ from peers.outer_state import OuterState
 from peers.presence import Presence
 from peers.records import State
 from peers.schedule import Schedule
-from peers.state_transfer import download_state
+from peers.state_transfer import download_state, download_timeout_s
 from peers.streams import StreamTransport
 
 log = logging.getLogger(__name__)
 
-DOWNLOAD_OVERHEAD_S = 30.0
-SLOWEST_DOWNLOAD = 2e6
-"""Bytes per second: a state that comes more slowly is no use."""
-BYTES_PER_VALUE = 8
-"""Anchor and momentum, both fp32."""
 REFUSAL_TIMEOUT_S = 30.0
 """How long a worker that has to be told why it cannot join may take to connect."""
 
@@ -205,7 +200,7 @@ class WorkerHost:
             self.run_id,
             lineage,
             self._layout.sizes,
-            timeout_s=DOWNLOAD_OVERHEAD_S + BYTES_PER_VALUE * sum(self._layout.sizes) / SLOWEST_DOWNLOAD,
+            timeout_s=download_timeout_s(self._layout.sizes),
         )
 
     def _show(self, state: State) -> None:

@@ -1,7 +1,7 @@
 """Stream sockets in an event loop, whether TLS is on them or not.
 
-asyncio refuses an SSLSocket. Here it is used as it is: non-blocking, by one thread, so that the same socket can go to a
-thread of the reduction and come back.
+Sockets are used as they are: non-blocking, by one thread, so that the same one can go to a thread of the reduction and
+come back. asyncio refuses those of TLS.
 """
 
 from __future__ import annotations
@@ -17,28 +17,24 @@ T = TypeVar("T")
 
 
 async def receive(sock: socket.socket, num_bytes: int) -> bytes:
-    """Between 1 and `num_bytes` bytes, not one more is taken; none at the end of the stream. Raises OSError."""
-    if not isinstance(sock, ssl.SSLSocket):
-        return await asyncio.get_running_loop().sock_recv(sock, num_bytes)
-    return await _once_ready(sock, lambda: sock.recv(num_bytes))
+    """Between 1 and `num_bytes` bytes, not one more is taken; none at the end of the stream. Raises OSError.
+
+    Cancelled, it has taken none.
+    """
+    return await _once_ready(sock, lambda: sock.recv(num_bytes), select.POLLIN)
 
 
 async def receive_into(sock: socket.socket, buffer: memoryview) -> int:
     """The same, to the beginning of `buffer`; how many bytes there are."""
-    if not isinstance(sock, ssl.SSLSocket):
-        return await asyncio.get_running_loop().sock_recv_into(sock, buffer)
-    return await _once_ready(sock, lambda: sock.recv_into(buffer))
+    return await _once_ready(sock, lambda: sock.recv_into(buffer), select.POLLIN)
 
 
 async def send_all(sock: socket.socket, data: bytes | memoryview) -> None:
     """Send every byte. Raises OSError."""
-    if not isinstance(sock, ssl.SSLSocket):
-        await asyncio.get_running_loop().sock_sendall(sock, data)
-        return
     view = memoryview(data)
     while view:
         # Bound now: what OpenSSL could not finish has to be offered again as it was.
-        sent = await _once_ready(sock, lambda view=view: sock.send(view))  # type: ignore[misc]
+        sent = await _once_ready(sock, lambda view=view: sock.send(view), select.POLLOUT)  # type: ignore[misc]
         view = view[sent:]
 
 
@@ -51,14 +47,24 @@ def is_silent(sock: socket.socket) -> bool:
     return not poll.poll(0)
 
 
-async def _once_ready(sock: ssl.SSLSocket, attempt: Callable[[], T]) -> T:
+async def _once_ready(sock: socket.socket, attempt: Callable[[], T], event: int) -> T:
+    """The outcome of an attempt that would not block. `event` is what to wait for, unless TLS says so itself.
+
+    Not asyncio's own calls: they take bytes before the caller runs again, and lose them when it is cancelled just then.
+    """
     loop = asyncio.get_running_loop()
     while True:
         try:
             return attempt()
         except ssl.SSLWantReadError:
-            await _event(sock, loop.add_reader, loop.remove_reader)
+            event = select.POLLIN
         except ssl.SSLWantWriteError:
+            event = select.POLLOUT
+        except BlockingIOError:
+            pass
+        if event == select.POLLIN:
+            await _event(sock, loop.add_reader, loop.remove_reader)
+        else:
             await _event(sock, loop.add_writer, loop.remove_writer)
 
 

@@ -8,16 +8,19 @@
 
 The joiner knows the lineage it wants. The header must lead to it and every chunk must be what the header says, so
 chunks may come from any donor, several at once, and one that a donor fails to deliver is asked of another. A donor
-holds one snapshot per stream: commits that come meanwhile change nothing about what it serves.
+holds one snapshot per stream: commits that come meanwhile change nothing about what it serves. It serves each joiner on
+one stream at a time, and for no longer than a download may take: a snapshot costs as much memory as the state.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
+import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -33,11 +36,16 @@ from peers.streams import StreamTransport
 log = logging.getLogger(__name__)
 
 MAX_DOWNLOADS = 8
-"""Streams a donor serves at once; further ones wait."""
+"""Streams a donor serves at once, of as many joiners; further ones wait."""
+_OVERHEAD_S = 30.0
+_SLOWEST_BYTES_PER_S = 2e6
+"""A state that comes more slowly is no use."""
 _MAX_MESSAGE_BYTES = 64 << 10
 _STALL_TIMEOUT_S = 15.0
 _IDLE_TIMEOUT_S = 60.0
 _COMMIT_TIMEOUT_S = 60.0
+_PATIENCE_S = 5.0
+"""What one part may take while other donors have nothing to do."""
 _POLL_S = 0.02
 _WINDOW = 2
 _FLOAT_BYTES = 4
@@ -52,6 +60,11 @@ def state_protocol(run_id: str) -> str:
     return f"diloco/{run_id}/state"
 
 
+def download_timeout_s(sizes: Sequence[int]) -> float:
+    """What a joiner gives the download of a state with so many values in each fragment, anchor and momentum."""
+    return _OVERHEAD_S + 2 * _FLOAT_BYTES * sum(sizes) / _SLOWEST_BYTES_PER_S
+
+
 class StateServer:
     """The donor. `current` gives the state this peer holds, if it holds one."""
 
@@ -60,6 +73,7 @@ class StateServer:
     ) -> None:
         self._transport, self._protocol, self._current = transport, state_protocol(run_id), current
         self._slots = asyncio.Semaphore(MAX_DOWNLOADS)
+        self._newest: dict[str, Channel] = {}
 
     async def start(self) -> None:
         """Serve from now on."""
@@ -67,12 +81,22 @@ class StateServer:
 
     async def _accepted(self, peer_id: str, sock: socket.socket) -> None:
         channel = Channel(sock, max_message_bytes=_MAX_MESSAGE_BYTES)
+        # A joiner that asks again has given up the stream before, or is a restarted one.
+        if (older := self._newest.get(peer_id)) is not None:
+            older.break_off()
+        self._newest[peer_id] = channel
         try:
-            async with self._slots:
+            async with asyncio.timeout(_COMMIT_TIMEOUT_S):
+                await self._slots.acquire()
+            try:
                 await self._serve(channel, sock)
+            finally:
+                self._slots.release()
         except (PeersError, OSError, TimeoutError) as error:
             log.debug("stopped serving the state to %s: %s", peer_id, error)
         finally:
+            if self._newest.get(peer_id) is channel:
+                del self._newest[peer_id]
             channel.close()
 
     async def _serve(self, channel: Channel, sock: socket.socket) -> None:
@@ -86,14 +110,8 @@ class StateServer:
             await channel.send({"kind": "unavailable", "lineage": lineage}, timeout_s=_STALL_TIMEOUT_S)
             return
         with snapshot:
-            message = snapshot.header.to_message()
-            digests = message.pop("anchor_chunks"), message.pop("momentum_chunks")
-            await channel.send({"kind": "state", **message}, timeout_s=_STALL_TIMEOUT_S)
-            await _send_all(sock, memoryview(b"".join(digests)))
-            chunks = list(chunks_of(snapshot.header.sizes))
-            while True:
-                wanted = await channel.receive(timeout_s=_IDLE_TIMEOUT_S)
-                await _send_all(sock, _bytes_of(_wanted_values(snapshot, chunks, wanted)))
+            async with asyncio.timeout(download_timeout_s(snapshot.header.sizes)):
+                await _serve_snapshot(snapshot, channel, sock)
 
     async def _snapshot(self) -> Snapshot | None:
         """The current state, once no commit is under way."""
@@ -103,6 +121,19 @@ class StateServer:
                     return snapshot
                 await asyncio.sleep(_POLL_S)
         return None
+
+
+async def _serve_snapshot(snapshot: Snapshot, channel: Channel, sock: socket.socket) -> None:
+    message = snapshot.header.to_message()
+    digests = message.pop("anchor_chunks"), message.pop("momentum_chunks")
+    await channel.send({"kind": "state", **message}, timeout_s=_STALL_TIMEOUT_S)
+    await _send_all(sock, memoryview(b"".join(digests)))
+    chunks = list(chunks_of(snapshot.header.sizes))
+    while True:
+        wanted = await channel.receive(timeout_s=_IDLE_TIMEOUT_S)
+        await _send_all(sock, _bytes_of(_wanted_values(snapshot, chunks, wanted)))
+        # Neither waits where requests are there already and small answers find room: let others run.
+        await asyncio.sleep(0)
 
 
 def _wanted_values(snapshot: Snapshot, chunks: Sequence[StateChunk], request: dict[str, object]) -> Tensor:
@@ -130,13 +161,17 @@ async def download_state(
     `sizes` are the values in each of our fragments. Raises StateUnavailable when no donor can hand it over, or not in
     time; repeating it is safe.
     """
-    download = _Download(lineage, tuple(sizes), progress)
+    zeros = await asyncio.to_thread(_digests_of_zeros, sizes)
+    download = _Download(lineage, tuple(sizes), zeros, progress)
     tasks = {
         donor: asyncio.create_task(download.run(donor, transport, state_protocol(run_id))) for donor in donors
     }
     try:
         async with asyncio.timeout(timeout_s):
-            failures = await asyncio.gather(*tasks.values())
+            pending = set(tasks.values())
+            # Whoever takes the last part ends then; donors that have nothing to say are not waited for.
+            while pending and not download.is_complete:
+                _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
     except TimeoutError:
         raise StateUnavailable(
             f"received {download.received_bytes} of {download.total_bytes} bytes in {timeout_s:g} s"
@@ -146,9 +181,7 @@ async def download_state(
             task.cancel()
         await asyncio.gather(*tasks.values(), return_exceptions=True)
     if not download.is_complete:
-        reasons = "; ".join(
-            f"{donor}: {failure}" for donor, failure in zip(tasks, failures, strict=True) if failure
-        )
+        reasons = "; ".join(f"{donor}: {task.result()}" for donor, task in tasks.items() if task.result())
         raise StateUnavailable(f"nobody hands over the state {lineage[:12]}: {reasons or 'no donors'}")
     return download.state()
 
@@ -163,12 +196,15 @@ class _Part:
 class _Download:
     """What has arrived, and what is still to be asked for. Shared by the tasks of all donors."""
 
-    def __init__(self, lineage: str, sizes: tuple[int, ...], progress: Progress | None) -> None:
-        self._lineage, self._sizes, self._progress = lineage, sizes, progress
+    def __init__(
+        self, lineage: str, sizes: tuple[int, ...], zeros: Mapping[int, bytes], progress: Progress | None
+    ) -> None:
+        self._lineage, self._sizes, self._zeros, self._progress = lineage, sizes, zeros, progress
         self._header: StateHeader | None = None
         self._values = {name: [torch.zeros(size) for size in sizes] for name in ("anchor", "momentum")}
         self._wanted: deque[_Part] = deque()
         self._num_open = 0
+        self._num_idle = 0
         self._changed = asyncio.Condition()
         self.received_bytes = 0
         self.total_bytes = 0
@@ -214,12 +250,11 @@ class _Download:
     def _start(self, header: StateHeader) -> None:
         """The first good header says what every chunk must be."""
         self._header = header
-        zeros = {chunk.numel: hash_chunk(torch.zeros(chunk.numel)) for chunk in chunks_of(self._sizes)}
         for name, digests in (("anchor", header.anchor_chunks), ("momentum", header.momentum_chunks)):
             for chunk in chunks_of(self._sizes):
                 digest = digests[chunk.position * DIGEST_BYTES :][:DIGEST_BYTES]
                 # The memory starts as zeros, and so does all momentum.
-                if digest != zeros[chunk.numel]:
+                if digest != self._zeros[chunk.numel]:
                     target = self._values[name][chunk.fragment][chunk.start : chunk.stop]
                     self._wanted.append(_Part(name, chunk, target, digest))
                     self.total_bytes += _FLOAT_BYTES * chunk.numel
@@ -251,27 +286,58 @@ class _Download:
         """A part that nobody has been asked for. None: there is none now, or (after waiting) never again."""
         async with self._changed:
             while wait and not self._wanted and self._num_open:
-                await self._changed.wait()
+                self._num_idle += 1
+                try:
+                    await self._changed.wait()
+                finally:
+                    self._num_idle -= 1
             if not self._wanted:
                 return None
             self._num_open += 1
             return self._wanted.popleft()
 
     async def _take(self, part: _Part, sock: socket.socket) -> None:
-        await _receive_all(sock, _bytes_of(part.target))
-        if await asyncio.to_thread(hash_chunk, part.target) != part.digest:
-            raise ProtocolError(
-                f"sent other bytes than announced for {part.values} chunk {part.chunk.position}"
-            )
-        if not bool(torch.isfinite(part.target).all()):
-            raise ProtocolError(f"{part.values} chunk {part.chunk.position} is not finite")
+        await self._receive_part(part, sock)
+        if fault := await asyncio.to_thread(_fault_of, part):
+            raise ProtocolError(f"{part.values} chunk {part.chunk.position} {fault}")
         self.received_bytes += _FLOAT_BYTES * part.chunk.numel
         if self._progress is not None:
             self._progress(self.received_bytes, self.total_bytes)
 
+    async def _receive_part(self, part: _Part, sock: socket.socket) -> None:
+        """Raises PeerUnreachable where it takes long and other donors have nothing to do, TimeoutError for silence."""
+        view, done = _bytes_of(part.target), 0
+        begun = moved_at = time.monotonic()
+        while done < len(view):
+            received = None
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_PATIENCE_S):
+                    received = await socket_io.receive_into(sock, view[done:])
+            now = time.monotonic()
+            if received == 0:
+                raise PeerUnreachable("the peer closed the stream")
+            if received:
+                done, moved_at = done + received, now
+            elif now - moved_at > _STALL_TIMEOUT_S:
+                raise TimeoutError("it sends nothing")
+            if done < len(view) and self._num_idle and now - begun > _PATIENCE_S:
+                raise PeerUnreachable("others may be quicker")
+
     async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
+
+
+def _digests_of_zeros(sizes: Sequence[int]) -> dict[int, bytes]:
+    """By number of values. Takes long, so belongs in a thread."""
+    return {numel: hash_chunk(torch.zeros(numel)) for numel in {chunk.numel for chunk in chunks_of(sizes)}}
+
+
+def _fault_of(part: _Part) -> str:
+    """What is wrong with the values that have come; empty: nothing."""
+    if hash_chunk(part.target) != part.digest:
+        return "has other bytes than announced"
+    return "" if bool(torch.isfinite(part.target).all()) else "is not finite"
 
 
 def _bytes_of(values: Tensor) -> memoryview:

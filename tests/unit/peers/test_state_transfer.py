@@ -1,6 +1,4 @@
 import asyncio
-import contextlib
-import socket
 import time
 
 import pytest
@@ -9,88 +7,19 @@ import torch
 from peers import state_transfer
 from peers.errors import PeerUnreachable, StateUnavailable
 from peers.messages import Channel
-from peers.outer_optimizer import OuterOptimizer
 from peers.outer_state import OuterState
-from peers.state_header import STATE_CHUNK_NUMEL
-from peers.state_transfer import StateServer, download_state, state_protocol
-
-SIZES = (3 * STATE_CHUNK_NUMEL + 1234, 10)
-RUN = "run"
-
-
-class Network:
-    """Transports in one process, joined by socket pairs; counts what each peer sends."""
-
-    def __init__(self):
-        self.handlers, self.tasks = {}, []
-
-    def transport(self, peer_id):
-        return Endpoint(self, peer_id)
-
-    async def close(self):
-        for task in self.tasks:
-            task.cancel()
-        await asyncio.gather(*self.tasks, return_exceptions=True)
-
-
-class Endpoint:
-    def __init__(self, network, peer_id):
-        self.network, self.peer_id = network, peer_id
-
-    async def open(self, peer_id, protocol, *, timeout_s):
-        if (peer_id, protocol) not in self.network.handlers:
-            raise PeerUnreachable("nobody there")
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        theirs.setblocking(False)
-        handler = self.network.handlers[peer_id, protocol]
-        self.network.tasks.append(asyncio.create_task(handler(self.peer_id, theirs)))
-        return ours
-
-    async def serve(self, protocol, handler):
-        self.network.handlers[self.peer_id, protocol] = handler
-
-
-def committed_state(sizes=SIZES, commits=1):
-    generator = torch.Generator().manual_seed(0)
-    state = OuterState.initial([torch.randn(size, generator=generator) for size in sizes])
-    for _ in range(commits):
-        advance(state)
-    return state
-
-
-def advance(state):
-    average = torch.full((state.sizes[0],), 0.25)
-    OuterOptimizer(lr=0.7, momentum=0.9).commit(state, 0, average, tokens=7, data_width=2)
-
-
-def run(scenario, timeout_s=30):
-    async def with_network():
-        network = Network()
-        try:
-            await scenario(network)
-        finally:
-            await network.close()
-
-    asyncio.run(asyncio.wait_for(with_network(), timeout_s))
-
-
-async def serve(network, peer_id, state):
-    await StateServer(network.transport(peer_id), RUN, lambda: state).start()
-
-
-def download(network, donors, state, **kwargs):
-    options = {"timeout_s": 20, **kwargs}
-    lineage = options.pop("lineage", state.lineage)
-    return download_state(donors, network.transport("joiner"), RUN, lineage, state.sizes, **options)
-
-
-def assert_same(loaded, state):
-    assert loaded.header == state.header
-    for ours, theirs in zip(
-        (*loaded.anchor, *loaded.momentum), (*state.anchor, *state.momentum), strict=True
-    ):
-        assert torch.equal(ours, theirs)
+from peers.state_transfer import state_protocol
+from tests.support.state_network import (
+    RUN,
+    SIZES,
+    advance,
+    assert_same,
+    committed_state,
+    download,
+    run,
+    serve,
+    serve_badly,
+)
 
 
 @pytest.mark.parametrize("donors", [["a"], ["a", "b", "c"], ["a", "nobody"]])
@@ -179,31 +108,6 @@ def test_nobody_to_ask_is_an_error():
 
 
 # Donors that misbehave: what they fail to deliver, a good one does.
-
-
-async def serve_badly(network, peer_id, state, answer):
-    """A donor with the right header that answers every request for a chunk with `answer(bytes)`, until that is None."""
-
-    async def handler(_peer, sock):
-        channel = Channel(sock)
-        loop = asyncio.get_running_loop()
-        with contextlib.suppress(PeerUnreachable, OSError):
-            await channel.receive()
-            message = state.header.to_message()
-            digests = message.pop("anchor_chunks") + message.pop("momentum_chunks")
-            await channel.send({"kind": "state", **message})
-            await loop.sock_sendall(sock, digests)
-            while True:
-                request = await channel.receive()
-                chunks = list(state_transfer.chunks_of(state.sizes))
-                values = state_transfer._wanted_values(state, chunks, request)
-                payload = answer(bytes(values.view(torch.uint8).numpy()))
-                if payload is None:
-                    break
-                await loop.sock_sendall(sock, payload)
-        channel.close()
-
-    await network.transport(peer_id).serve(state_protocol(RUN), handler)
 
 
 @pytest.mark.parametrize("answer", [lambda b: b"\xff" + b[1:], lambda b: None, lambda b: b[:-8] + bytes(8)])

@@ -1,0 +1,205 @@
+"""Donors and joiners that mean ill, or hang: what they may cost the others."""
+
+import asyncio
+import contextlib
+import threading
+import time
+
+import pytest
+
+from peers import state_transfer
+from peers.errors import PeersError, PeerUnreachable
+from peers.messages import Channel
+from peers.outer_state import OuterState
+from peers.state_transfer import MAX_DOWNLOADS, state_protocol
+from tests.support.state_network import (
+    RUN,
+    assert_same,
+    committed_state,
+    download,
+    encoded,
+    run,
+    serve,
+    serve_badly,
+)
+
+
+async def ask(network, joiner, lineage):
+    """A joiner's stream after its first request: the channel and the socket under it."""
+    sock = await network.transport(joiner).open("a", state_protocol(RUN), timeout_s=1)
+    channel = Channel(sock)
+    await channel.send({"kind": "state", "lineage": lineage})
+    return channel, sock
+
+
+async def until(condition, timeout_s=10.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.005)
+
+
+def test_a_donor_that_says_nothing_at_all_delays_no_other():
+    state = committed_state((1000,))
+
+    async def scenario(network):
+        async def silent(_peer, sock):
+            with sock:
+                await asyncio.sleep(60)
+
+        await network.transport("silent").serve(state_protocol(RUN), silent)
+        await serve(network, "good", state)
+        started = time.monotonic()
+        assert_same(await download(network, ["silent", "good"], state), state)
+        assert time.monotonic() - started < 5
+
+    run(scenario)
+
+
+def test_a_donor_that_trickles_is_left_when_others_have_nothing_to_do(monkeypatch):
+    monkeypatch.setattr(state_transfer, "_PATIENCE_S", 0.3)
+    state = committed_state()
+
+    async def scenario(network):
+        async def trickle(_peer, sock):
+            loop = asyncio.get_running_loop()
+            channel = Channel(sock)
+            with contextlib.suppress(PeersError, OSError):
+                await channel.receive()
+                message = state.header.to_message()
+                digests = message.pop("anchor_chunks") + message.pop("momentum_chunks")
+                await channel.send({"kind": "state", **message})
+                await loop.sock_sendall(sock, digests)
+                while True:
+                    await loop.sock_sendall(sock, b"\0")
+                    await asyncio.sleep(0.05)
+            channel.close()
+
+        await network.transport("trickle").serve(state_protocol(RUN), trickle)
+        await serve(network, "good", state)
+        assert_same(await download(network, ["trickle", "good"], state, timeout_s=15), state)
+
+    run(scenario)
+
+
+def test_the_only_donor_may_be_as_slow_as_it_likes(monkeypatch):
+    monkeypatch.setattr(state_transfer, "_PATIENCE_S", 0.1)
+    state = committed_state((100,))
+
+    async def scenario(network):
+        def slowly(payload):
+            time.sleep(0.3)
+            return payload
+
+        await serve_badly(network, "slow", state, slowly)
+        assert_same(await download(network, ["slow"], state), state)
+
+    run(scenario)
+
+
+def test_one_joiner_holds_one_download_however_many_it_begins():
+    state = committed_state((8,))
+
+    async def scenario(network):
+        await serve(network, "a", state)
+        greedy = []
+        for _ in range(2 * MAX_DOWNLOADS):
+            greedy.append((await ask(network, "greedy", state.lineage))[0])
+            await greedy[-1].receive(timeout_s=5)
+        assert len(state._snapshots) == 1
+        started = time.monotonic()
+        assert_same(await download(network, ["a"], state), state)
+        assert time.monotonic() - started < 5
+        for channel in greedy:
+            channel.close()
+        await until(lambda: not state._snapshots)
+
+    run(scenario)
+
+
+def test_a_snapshot_is_held_for_no_longer_than_a_download_may_take(monkeypatch):
+    monkeypatch.setattr(state_transfer, "download_timeout_s", lambda sizes: 0.3)
+    state = committed_state((8,))
+
+    async def scenario(network):
+        await serve(network, "a", state)
+        channel, sock = await ask(network, "hoarder", state.lineage)
+        await channel.receive(timeout_s=5)
+        await asyncio.get_running_loop().sock_recv(sock, 64)
+        assert len(state._snapshots) == 1
+        with pytest.raises(PeersError):
+            while True:
+                await channel.send({"kind": "chunk", "values": "anchor", "position": 0}, timeout_s=5)
+                assert len(
+                    await asyncio.wait_for(asyncio.get_running_loop().sock_recv(sock, 32), 5)
+                ) == 32 or (await channel.receive(timeout_s=5))
+                await asyncio.sleep(0.02)
+        assert not state._snapshots
+        channel.close()
+
+    run(scenario)
+
+
+def test_who_waits_for_a_free_place_does_so_in_vain_only_for_so_long(monkeypatch):
+    monkeypatch.setattr(state_transfer, "_COMMIT_TIMEOUT_S", 0.3)
+    state = committed_state((8,))
+
+    async def scenario(network):
+        await serve(network, "a", state)
+        channels = []
+        for number in range(MAX_DOWNLOADS + 1):
+            channels.append((await ask(network, f"joiner {number}", state.lineage))[0])
+        with pytest.raises(PeerUnreachable, match=r"closed|broke"):
+            await channels[-1].receive(timeout_s=10)
+        for channel in channels:
+            channel.close()
+
+    run(scenario)
+
+
+def test_requests_that_are_there_already_let_others_run_between_them(monkeypatch):
+    state, num_served = OuterState.initial([committed_state((8,)).anchor[0]]), 0
+    original = state_transfer._wanted_values
+
+    def counted(*arguments):
+        nonlocal num_served
+        num_served += 1
+        return original(*arguments)
+
+    monkeypatch.setattr(state_transfer, "_wanted_values", counted)
+
+    async def scenario(network):
+        await serve(network, "a", state)
+        channel, sock = await ask(network, "pump", state.lineage)
+        await channel.receive(timeout_s=5)
+        await asyncio.get_running_loop().sock_recv(sock, 64)
+        sock.send(encoded({"kind": "chunk", "values": "anchor", "position": 0}) * 200)
+        while num_served < 200:
+            before = num_served
+            await asyncio.sleep(0)
+            assert num_served <= before + 1
+        channel.close()
+
+    run(scenario)
+
+
+def test_a_joiner_does_not_stand_still_while_it_finds_out_which_chunks_are_zero(monkeypatch):
+    hashed = []
+    original = state_transfer.hash_chunk
+
+    def counted(values):
+        hashed.append(threading.current_thread())
+        return original(values)
+
+    monkeypatch.setattr(state_transfer, "hash_chunk", counted)
+    monkeypatch.setattr("peers.state_header.STATE_CHUNK_NUMEL", 10)
+    state = OuterState.initial([committed_state((1000,)).anchor[0]])
+
+    async def scenario(network):
+        await serve(network, "a", state)
+        assert_same(await download(network, ["a"], state), state)
+
+    run(scenario)
+    assert threading.main_thread() not in hashed
+    # One for what a chunk of zeros is, one for each chunk of the anchor.
+    assert len(hashed) == 101
