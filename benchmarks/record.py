@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 _ROOT = Path(__file__).parent.parent
+ORIGIN = ("commit", "hardware", "date")
+"""What a record says of where all its rows come from, and a row where it comes from somewhere else."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,15 +57,41 @@ def report(
     json_path: Path | None,
     *,
     extra: Mapping[str, Any] | None = None,
+    keeps: bool = False,
 ) -> None:
-    """Print the results as a table, and write them where asked, with what else the benchmark has to tell."""
+    """Print the results as a table, and write them where asked, with what else the benchmark has to tell.
+
+    `keeps`: rows of other cases that are in the file already stay there, with the origin of their own.
+    """
     print(f"{benchmark} on {hardware()}")
     for row in results:
         spread = f"{row.min:.4g} to {row.max:.4g}, {row.runs} runs"
         print(f"  {row.case:<28} {row.metric:<24} {row.median:>10.4g} {row.unit:<10} ({spread})")
     if json_path is not None:
         whole = {**record(benchmark, results), **(extra or {})}
+        if keeps and json_path.exists():
+            whole = merged(json.loads(json_path.read_text(encoding="utf-8")), whole)
         json_path.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
+
+
+def merged(earlier: Mapping[str, Any], newer: Mapping[str, Any]) -> dict[str, Any]:
+    """The newer record and, before it, the earlier one's rows of cases that it has not measured.
+
+    Such a row says where it comes from, by the fields of a record, where that is another commit or machine. Raises
+    ValueError for records of two benchmarks.
+    """
+    if earlier["benchmark"] != newer["benchmark"]:
+        raise ValueError(f"the file is of the benchmark {earlier['benchmark']}, not {newer['benchmark']}")
+    measured = {row["case"] for row in newer["results"]}
+    kept = []
+    for row in earlier["results"]:
+        if row["case"] in measured:
+            continue
+        origin = {name: row.get(name, earlier[name]) for name in ORIGIN}
+        values = {name: value for name, value in row.items() if name not in ORIGIN}
+        is_elsewhere = any(origin[name] != newer[name] for name in ("commit", "hardware"))
+        kept.append({**values, **origin} if is_elsewhere else values)
+    return {**newer, "results": [*kept, *newer["results"]]}
 
 
 def record(benchmark: str, results: Sequence[Result]) -> dict[str, Any]:

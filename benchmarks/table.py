@@ -47,8 +47,11 @@ def rendered(results: Path) -> str:
 
 
 def _section(path: Path, record: Mapping[str, Any]) -> Iterator[str]:
-    origin = f"{record['hardware']}; commit {record['commit'] or 'unknown'}; {record['date'][:10]}"
-    yield f"[{path.name}](results/{path.name}): {origin}.\n"
+    yield f"[{path.name}](results/{path.name}): {_origin(record)}.\n"
+    others = [(_origin({**record, **row}), row["case"]) for row in record["results"]]
+    for origin in dict.fromkeys(origin for origin, _ in others if origin != _origin(record)):
+        cases = ", ".join(dict.fromkeys(case for other, case in others if other == origin))
+        yield f"But {cases}: {origin}.\n"
     if record.get("partial"):
         yield "**Partial**: not all of this benchmark's runs have been made.\n"
     for note in record.get("notes", ()):
@@ -65,6 +68,10 @@ def _section(path: Path, record: Mapping[str, Any]) -> Iterator[str]:
             for row in record["results"]
         ],
     )
+
+
+def _origin(record: Mapping[str, Any]) -> str:
+    return f"{record['hardware']}; commit {record['commit'] or 'unknown'}; {record['date'][:10]}"
 
 
 def _summary_table(summary: Sequence[Mapping[str, Any]]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,9 +11,10 @@ from pathlib import Path
 import benchmarks.wan
 from benchmarks import plot
 from benchmarks.lab import unavailable
-from benchmarks.record import Result, parser, report
+from benchmarks.progress import Progress
+from benchmarks.record import Result, merged, parser, record, report
 from benchmarks.wan import memory, nat, rounds
-from benchmarks.wan.cases import cases
+from benchmarks.wan.cases import Case, cases
 
 _CODECS = ("fp32", "int8", "int4", "topk")
 _CASES = ("gigabit", "broadband", "uneven", "nat", "memory")
@@ -27,20 +29,34 @@ def main() -> None:
     if (reason := unavailable()) is not None:
         sys.exit(f"benchmarks.wan: {reason}")
     networks = cases(codecs, quick=chosen.quick)
-    rows: list[Result] = []
+    plan: dict[str, float] = {}
     for name in selected:
         if name == "nat":
-            rows += nat.results(num_rounds, quick=chosen.quick)
+            plan |= nat.steps(num_rounds, quick=chosen.quick)
         elif name == "memory":
-            rows += memory.results(codecs, num_rounds, quick=chosen.quick)
+            plan |= memory.steps(codecs, num_rounds, quick=chosen.quick)
         else:
-            rows += rounds.results(networks[name], rounds.measured(networks[name], num_rounds))
-            if not chosen.quick:
-                seconds = rounds.gloo_s(networks[name], num_rounds)
-                rows.append(Result.of(f"{name} gloo fp32", "round", "s", seconds))
-    report("wan", rows, chosen.json)
+            plan |= rounds.steps(networks[name], num_rounds, rivals=chosen.rivals)
+    progress, shown = Progress(plan), dict[str, tuple[float, float, float]]()
+    for name in selected:
+        if name == "nat":
+            rows = nat.results(num_rounds, progress, quick=chosen.quick)
+        elif name == "memory":
+            rows = memory.results(codecs, num_rounds, progress, quick=chosen.quick)
+        else:
+            rows = _on_network(networks[name], num_rounds, progress, rivals=chosen.rivals)
+        report("wan", rows, chosen.json, keeps=True)
+        shown |= bars(rows)
     if chosen.plot:
-        plot.bars(chosen.plot, bars(rows), title="One round, four peers", x_label="seconds")
+        plot.bars(chosen.plot, shown, title="One round, four peers", x_label="seconds")
+
+
+def _on_network(case: Case, num_rounds: int, progress: Progress, *, rivals: bool) -> list[Result]:
+    rows = rounds.results(case, rounds.measured(case, num_rounds, progress, rivals=rivals))
+    if rivals:
+        seconds = rounds.gloo_s(case, num_rounds, progress)
+        rows.append(Result.of(f"{case.name} gloo fp32", "round", "s", seconds))
+    return rows
 
 
 def bars(rows: list[Result]) -> Mapping[str, tuple[float, float, float]]:
@@ -55,7 +71,14 @@ def _arguments() -> argparse.Namespace:
     flags.add_argument("--cases", nargs="+", choices=_CASES, metavar="NAME", help=f"of {', '.join(_CASES)}")
     flags.add_argument("--codecs", nargs="+", metavar="NAME", help="default: fp32 int8 int4 topk")
     flags.add_argument("--rounds", type=int, help="of each codec, after a first that is not counted")
-    return flags.parse_args()
+    flags.add_argument("--rivals", action="store_true", help="gloo too, and raw TCP on uneven links")
+    chosen = flags.parse_args()
+    if chosen.json is not None and chosen.json.exists():
+        try:
+            merged(json.loads(chosen.json.read_text(encoding="utf-8")), record("wan", []))
+        except (ValueError, KeyError) as error:
+            flags.error(f"cannot add to {chosen.json}: {error}")
+    return chosen
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.lab import Link
+from peers.codecs import codec_named
 
 TCP_PAYLOAD = 1448 / 1500
 """Of each packet, with timestamps."""
@@ -64,3 +65,9 @@ def optimum_s(case: Case) -> float:
     # Every peer owns something of it at the level, or the level is below what the slowest peer needs anyway.
     level = case.tensor_bytes * (2 * len(rates) - 2) / sum(rates)
     return max(least, level)
+
+
+def planned_s(case: Case, codec: str) -> float:
+    """About what a whole round takes."""
+    numel = case.tensor_bytes // 4
+    return 0.5 + 1.2 * optimum_s(case) * codec_named(codec).encoded_bytes(numel) / case.tensor_bytes

@@ -8,10 +8,14 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.light_loop import Loop
+from benchmarks.progress import Progress
 from benchmarks.record import Result
 from benchmarks.swarm_harness import Job, Seat, Swarm
+from benchmarks.wan.rounds import START_S
 
 _NUM_PEERS = 4
+_MEGABYTES_PER_S = 40.0
+"""Of a round, as far as one can tell before."""
 _EXACT = "fp32"
 """The codec without residuals."""
 _IMPORTS = (
@@ -20,19 +24,37 @@ _IMPORTS = (
 )
 
 
-def results(codecs: tuple[str, ...], num_rounds: int, *, quick: bool) -> list[Result]:
+def steps(codecs: tuple[str, ...], num_rounds: int, *, quick: bool) -> dict[str, float]:
+    """Everything that `results` does in turn, with the seconds that it will take, for a Progress."""
+    return {
+        _name(codec, megabytes): START_S + num_rounds * megabytes / _MEGABYTES_PER_S
+        for codec in codecs
+        for megabytes in _sizes(quick=quick)
+    }
+
+
+def results(codecs: tuple[str, ...], num_rounds: int, progress: Progress, *, quick: bool) -> list[Result]:
     """On loopback, where rounds are fastest and the most is under way at a time."""
     baseline = imports_bytes()
     rows = [Result.of("memory imports", "peak resident", "MB", [baseline / 1e6])]
     for codec in codecs:
-        for megabytes in (16, 32) if quick else (64, 256):
+        for megabytes in _sizes(quick=quick):
             peaks = peak_bytes(megabytes << 20, codec, num_rounds)
             held = held_tensors(codec) * (megabytes << 20)
             beyond = [(peak - baseline - held) / 1e6 for peak in peaks]
-            case = f"memory {megabytes} MB {codec}"
+            case = _name(codec, megabytes)
             rows.append(Result.of(case, "daemon's peak", "MB", [peak / 1e6 for peak in peaks]))
             rows.append(Result.of(case, "beyond imports and state", "MB", beyond))
+            progress.done(case, f"{max(beyond):.0f} MB")
     return rows
+
+
+def _sizes(*, quick: bool) -> tuple[int, int]:
+    return (16, 32) if quick else (64, 256)
+
+
+def _name(codec: str, megabytes: int) -> str:
+    return f"memory {megabytes} MB {codec}"
 
 
 def held_tensors(codec: str) -> float:

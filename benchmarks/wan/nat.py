@@ -7,25 +7,35 @@ import time
 from pathlib import Path
 
 from benchmarks.lab import Lab
+from benchmarks.progress import Progress
 from benchmarks.record import Result
 from benchmarks.swarm_harness import Swarm, SwarmError
-from benchmarks.wan.cases import TCP_PAYLOAD, even
-from benchmarks.wan.rounds import COORDINATOR, swarm_in
+from benchmarks.wan.cases import TCP_PAYLOAD, Case, even, planned_s
+from benchmarks.wan.rounds import COORDINATOR, START_S, swarm_in
 
 _MBPS, _ROUND_TRIP_MS = 100, 40
 _PUBLIC, _HIDDEN = 0, (1, 2)
 _LONE_EPOCHS = 2
+_LOSS_S = 30.0
 
 
-def results(num_rounds: int, *, quick: bool) -> list[Result]:
+def steps(num_rounds: int, *, quick: bool) -> dict[str, float]:
+    """Everything that `results` does in turn, with the seconds that it will take, for a Progress."""
+    round_s = 1.7 * planned_s(_case(quick=quick), "fp32")
+    rounds = {f"nat round {number}": round_s for number in range(1, num_rounds + 1)}
+    return {"nat": START_S + round_s, **rounds, "nat, public peer killed": _LOSS_S}
+
+
+def results(num_rounds: int, progress: Progress, *, quick: bool) -> list[Result]:
     """Round times against what the public peer's link makes of its bytes; the survivors' rounds after its death."""
-    case = even("nat", 3, _MBPS, _ROUND_TRIP_MS, 4 if quick else 32, ["fp32"])
+    case = _case(quick=quick)
     rows: list[Result] = []
     with Lab([*case.links, COORDINATOR]) as lab, tempfile.TemporaryDirectory() as directory:
         for peer in _HIDDEN:
             lab.put_behind_nat(peer)
         with swarm_in(lab, Path(directory), case, "fp32", num_rounds + 1 + _LONE_EPOCHS) as swarm:
             swarm.run_epoch(1)
+            progress.done("nat", "ready")
             times, costs, contributors = [], [], []
             for epoch in range(2, num_rounds + 2):
                 before = lab.counters(_PUBLIC)
@@ -35,6 +45,7 @@ def results(num_rounds: int, *, quick: bool) -> list[Result]:
                 busiest = max(used.up_wire_bytes, used.down_wire_bytes)
                 costs.append(busiest / case.links[_PUBLIC].up_bytes_per_s)
                 contributors.append(float(min(len(record["contributors"]) for record in records)))
+                progress.done(f"nat round {epoch - 1}", f"{times[-1]:.2f} s")
             least = TCP_PAYLOAD * case.links[_PUBLIC].up_bytes_per_s
             rows += [
                 Result.of("nat", "round", "s", times),
@@ -46,7 +57,12 @@ def results(num_rounds: int, *, quick: bool) -> list[Result]:
                 Result.of("nat", "one tensor over a link", "s", [case.tensor_bytes / least]),
             ]
             rows += _without_the_public_peer(swarm, num_rounds + 2)
+            progress.done("nat, public peer killed", f"next epoch after {rows[-2].median:.1f} s")
     return rows
+
+
+def _case(*, quick: bool) -> Case:
+    return even("nat", 3, _MBPS, _ROUND_TRIP_MS, 4 if quick else 32, ["fp32"])
 
 
 def _without_the_public_peer(swarm: Swarm, epoch: int) -> list[Result]:

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from benchmarks.lab import Lab, Link
 from benchmarks.lab.players import Players
 from benchmarks.light_loop import Loop
+from benchmarks.progress import Progress
 from benchmarks.record import Result
 from benchmarks.swarm_harness import Job, Seat, Swarm
-from benchmarks.wan.cases import Case, optimum_s
+from benchmarks.wan.cases import Case, optimum_s, planned_s
 
-_PARTS = ("round_s", "reduce_s", "blocked_s")
+_PARTS = ("round_s", "reduce_s", "blocked_s", "preview_s", "vote_s", "apply_s")
 COORDINATOR = Link(up_mbps=1000, down_mbps=1000, delay_ms=1)
+START_S = 25.0
+"""Four peers, their workers and the coordinator on two cores, and the end of them all."""
+_WARM_UP_BYTES = 8 << 20
+"""Enough for a connection to find out what the link carries."""
 
 
 @dataclass
@@ -23,6 +30,7 @@ class Rounds:
     """What was measured with one codec, a value a round."""
 
     raw_s: list[float] = field(default_factory=list)
+    """Empty where raw TCP took no turns with it."""
     parts: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in _PARTS})
     """The longest of all peers."""
     wire_bytes: list[float] = field(default_factory=list)
@@ -43,50 +51,97 @@ def swarm_in(lab: Lab, directory: Path, case: Case, codec: str, num_epochs: int)
     return Swarm(job, directory, seats, coordinator=seat(lab, num_peers))
 
 
-def measured(case: Case, num_rounds: int) -> dict[str, Rounds]:
-    """By codec. A first round of each, in which connections are made, is not counted."""
+def steps(case: Case, num_rounds: int, *, rivals: bool) -> dict[str, float]:
+    """Everything that `measured` does in turn, with the seconds that it will take, for a Progress."""
+    plan: dict[str, float] = {}
+    for codec in case.codecs:
+        raw_s = optimum_s(case) if _takes_turns(case, codec, rivals=rivals) else 0.0
+        round_s = planned_s(case, codec)
+        plan[_name(case, codec, 0)] = START_S + round_s + (0.2 * raw_s)
+        plan |= {_name(case, codec, number): round_s + raw_s for number in range(1, num_rounds + 1)}
+    if rivals:
+        plan |= {
+            _name(case, "gloo", number): 1.2 * optimum_s(case) + (START_S if number == 0 else 0)
+            for number in range(num_rounds + 1)
+        }
+    return plan
+
+
+def measured(case: Case, num_rounds: int, progress: Progress, *, rivals: bool) -> dict[str, Rounds]:
+    """By codec. A first round of each, in which connections are made and links measured, is not counted."""
     found: dict[str, Rounds] = {}
-    num_peers = len(case.links)
-    with (
-        Lab([*case.links, COORDINATOR]) as lab,
-        Players(lab, "benchmarks.lab.raw_tcp", num_peers) as raw,
-    ):
-        raw.round_s(case.tensor_bytes)
+    with Lab([*case.links, COORDINATOR]) as lab:
         for codec in case.codecs:
-            rounds = found[codec] = Rounds()
-            with (
-                tempfile.TemporaryDirectory() as directory,
-                swarm_in(lab, Path(directory), case, codec, num_rounds + 1) as swarm,
-            ):
+            found[codec] = rounds = Rounds()
+            with ExitStack() as stack:
+                raw = None
+                if _takes_turns(case, codec, rivals=rivals):
+                    raw = stack.enter_context(_raw_tcp(lab, len(case.links)))
+                directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+                swarm = stack.enter_context(swarm_in(lab, directory, case, codec, num_rounds + 1))
                 swarm.run_epoch(1)
-                for epoch in range(2, num_rounds + 2):
-                    rounds.raw_s.append(raw.round_s(case.tensor_bytes))
-                    before = [lab.counters(peer).sent_bytes for peer in range(num_peers)]
-                    records = swarm.run_epoch(epoch)
-                    after = [lab.counters(peer).sent_bytes for peer in range(num_peers)]
-                    rounds.wire_bytes.append((sum(after) - sum(before)) / num_peers)
-                    for name in _PARTS:
-                        rounds.parts[name].append(max(record[name] for record in records))
+                progress.done(_name(case, codec, 0), "ready")
+                for number in range(1, num_rounds + 1):
+                    if raw is not None:
+                        rounds.raw_s.append(raw.round_s(case.tensor_bytes))
+                    _measure(lab, case, swarm, number + 1, rounds)
+                    progress.done(_name(case, codec, number), _said(rounds))
     return found
 
 
-def gloo_s(case: Case, num_rounds: int) -> list[float]:
+def gloo_s(case: Case, num_rounds: int, progress: Progress) -> list[float]:
     """torch's own all-reduce of the same tensors behind the same links."""
     num_peers = len(case.links)
+    times: list[float] = []
     with (
         Lab([*case.links, COORDINATOR]) as lab,
         Players(lab, "benchmarks.lab.gloo", num_peers) as gloo,
     ):
-        gloo.round_s(case.tensor_bytes)
-        return [gloo.round_s(case.tensor_bytes) for _ in range(num_rounds)]
+        gloo.round_s(_WARM_UP_BYTES)
+        progress.done(_name(case, "gloo", 0), "ready")
+        for number in range(1, num_rounds + 1):
+            times.append(gloo.round_s(case.tensor_bytes))
+            progress.done(_name(case, "gloo", number), f"{times[-1]:.2f} s")
+    return times
 
 
-def results(case: Case, found: dict[str, Rounds]) -> list[Result]:
+def _name(case: Case, what: str, number: int) -> str:
+    return f"{case.name} {what} round {number}" if number else f"{case.name} {what}"
+
+
+def _takes_turns(case: Case, codec: str, *, rivals: bool) -> bool:
+    """Raw TCP has one time for all codecs, and no part in what is asked of uneven links."""
+    return codec == case.codecs[0] and (rivals or len(set(case.links)) == 1)
+
+
+@contextmanager
+def _raw_tcp(lab: Lab, num_peers: int) -> Iterator[Players]:
+    with Players(lab, "benchmarks.lab.raw_tcp", num_peers) as raw:
+        raw.round_s(_WARM_UP_BYTES)
+        yield raw
+
+
+def _measure(lab: Lab, case: Case, swarm: Swarm, epoch: int, rounds: Rounds) -> None:
+    num_peers = len(case.links)
+    before = [lab.counters(peer).sent_bytes for peer in range(num_peers)]
+    records: list[dict[str, Any]] = swarm.run_epoch(epoch)
+    after = [lab.counters(peer).sent_bytes for peer in range(num_peers)]
+    rounds.wire_bytes.append((sum(after) - sum(before)) / num_peers)
+    for name in _PARTS:
+        rounds.parts[name].append(max(record[name] for record in records))
+
+
+def _said(rounds: Rounds) -> str:
+    said = f"{rounds.parts['round_s'][-1]:.2f} s, reduced in {rounds.parts['reduce_s'][-1]:.2f} s"
+    return f"{said}, raw TCP {rounds.raw_s[-1]:.2f} s" if rounds.raw_s else said
+
+
+def results(case: Case, found: Mapping[str, Rounds]) -> list[Result]:
     """Times, and the ratios that the targets are about."""
     rows: list[Result] = []
     least = optimum_s(case)
-    raw_s = [seconds for rounds in found.values() for seconds in rounds.raw_s]
-    rows.append(Result.of(f"{case.name} raw TCP", "round", "s", raw_s))
+    if raw_s := [seconds for rounds in found.values() for seconds in rounds.raw_s]:
+        rows.append(Result.of(f"{case.name} raw TCP", "round", "s", raw_s))
     rows.append(Result.of(f"{case.name} optimum", "round", "s", [least]))
     for codec, rounds in found.items():
         name = f"{case.name} {codec}"
@@ -95,7 +150,8 @@ def results(case: Case, found: dict[str, Rounds]) -> list[Result]:
         rows.append(Result.of(name, "sent by a peer", "MB", [sent / 1e6 for sent in rounds.wire_bytes]))
         for part in ("reduce", "round"):
             values = rounds.parts[f"{part}_s"]
-            rows.append(Result.of(name, f"{part} / raw TCP", "ratio", quotients(values, rounds.raw_s)))
+            if rounds.raw_s:
+                rows.append(Result.of(name, f"{part} / raw TCP", "ratio", quotients(values, rounds.raw_s)))
             if codec == "fp32":
                 rows.append(Result.of(name, f"{part} / optimum", "ratio", [v / least for v in values]))
             elif "fp32" in found:
