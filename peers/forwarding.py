@@ -10,6 +10,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from peers.errors import PeerUnreachable
+
 log = logging.getLogger(__name__)
 
 BUFFER_BYTES = 1 << 17
@@ -27,9 +29,15 @@ class Forwarder:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._is_closed = False
 
     def forward(self, one: socket.socket, other: socket.socket, on_end: Callable[[], object]) -> None:
-        """Own both sockets from now on, until either ends; then close them and call `on_end`, in that thread."""
+        """Own both sockets from now on, until either ends; then close them and call `on_end`, in that thread.
+
+        Raises PeerUnreachable when closed already.
+        """
+        if self._is_closed:
+            raise PeerUnreachable("this peer forwards nothing any more")
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             self._thread = threading.Thread(target=self._loop.run_forever, name="forward", daemon=True)
@@ -38,6 +46,7 @@ class Forwarder:
 
     def close(self) -> None:
         """Break everything off, and end the thread. May be repeated."""
+        self._is_closed = True
         if self._loop is None or self._thread is None:
             return
         loop, self._loop = self._loop, None

@@ -20,6 +20,7 @@ import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 from peers.errors import PeerUnreachable, ProtocolError
 from peers.libp2p_keys import verify
@@ -50,7 +51,7 @@ class Hello:
     def of(cls, credentials: Credentials, *, plain: bool) -> Hello:
         return cls(plain, secrets.token_bytes(_NONCE_BYTES), credentials.certificate)
 
-    @property
+    @cached_property
     def peer_id(self) -> str:
         """Whom the sender claims to be. Raises ProtocolError."""
         return peer_id_of(self.certificate)

@@ -15,9 +15,10 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 from peers import greeting
-from peers.errors import PeersError, ProtocolError
+from peers.errors import PeersError, PeerUnreachable, ProtocolError
 from peers.greeting import Hello
 from peers.tls import Credentials
 
@@ -31,10 +32,12 @@ MAX_SILENT = 128
 MAX_PER_SOURCE = 32
 """Connections from one address, or through one relay, that are not yet handed over: a machine may hold many peers."""
 MAX_PER_PEER = 4
-"""Greetings at once with who claims to be one peer, and streams of one peer that one handler works on."""
+"""Greetings at once with who claims, from one source, to be one peer; streams of one peer that one handler works on."""
 HELLO_TIMEOUT_S = 5.0
 GREETING_TIMEOUT_S = 10.0
 _MAX_THREADS = 16
+MAX_ANSWERED_PER_SOURCE = _MAX_THREADS // 2
+"""Greetings from one source that take a thread at once; further ones wait. Who stops in the middle keeps his long."""
 
 
 class Reception:
@@ -52,6 +55,7 @@ class Reception:
         self._silent: dict[asyncio.Task[None] | None, None] = {}
         self._from: Counter[str] = Counter()
         self._of: Counter[str] = Counter()
+        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         # Of their own each: neither may the calls of others hold up ours, nor both the reduction's threads.
         self._calls = ThreadPoolExecutor(_MAX_THREADS, "call")
         self._answers = ThreadPoolExecutor(_MAX_THREADS, "answer")
@@ -86,18 +90,22 @@ class Reception:
         expected: str | None = None,
         plain: bool | None = None,
         strangers: bool = False,
+        on_greeted: Callable[[str], object] = lambda _: None,
     ) -> None:
         """Greet whoever has connected from `source`, and see to what he wants. Takes the socket over; raises nothing.
 
-        `expected`: the only peer it may be; `strangers`: whether those may call too that are not allowed otherwise.
+        `expected`: the only peer it may be; `strangers`: whether those may call too that are not allowed otherwise;
+        `on_greeted` hears who has proved to be whom he claims to be.
         """
         try:
             with _counted(self._from, source, MAX_PER_SOURCE):
                 hello = await self._hello(sock, expected, strangers)
-                with _counted(self._of, hello.peer_id, MAX_PER_PEER):
+                # By source too: whoever this peer has called can show its certificate, and stop there.
+                with _counted(self._of, f"{source} {hello.peer_id}", MAX_PER_PEER):
                     stream, protocol = await self._answer(
-                        sock, hello, self._plain if plain is None else plain
+                        sock, source, hello, self._plain if plain is None else plain
                     )
+            on_greeted(hello.peer_id)
             await self._hand_over(hello.peer_id, protocol, stream)
         except (PeersError, OSError, TimeoutError) as error:
             sock.close()
@@ -132,21 +140,29 @@ class Reception:
             raise ProtocolError(f"{peer_id} is no peer of this run")
         return hello
 
-    async def _answer(self, sock: socket.socket, hello: Hello, plain: bool) -> tuple[socket.socket, str]:
+    async def _answer(
+        self, sock: socket.socket, source: str, hello: Hello, plain: bool
+    ) -> tuple[socket.socket, str]:
         deadline = time.monotonic() + GREETING_TIMEOUT_S
-        return await _in_thread(
-            self._answers,
-            sock,
-            lambda: greeting.answer(
+        turn = self._turns.setdefault(source, asyncio.Semaphore(MAX_ANSWERED_PER_SOURCE))
+        async with asyncio.timeout(GREETING_TIMEOUT_S):
+            await turn.acquire()
+        try:
+            return await _in_thread(
+                self._answers,
                 sock,
-                self.credentials,
-                hello,
-                plain=plain,
-                serves=self._handlers.__contains__,
-                deadline=deadline,
-            ),
-            lambda outcome: outcome[0],
-        )
+                lambda: greeting.answer(
+                    sock,
+                    self.credentials,
+                    hello,
+                    plain=plain,
+                    serves=self._handlers.__contains__,
+                    deadline=deadline,
+                ),
+                lambda outcome: outcome[0],
+            )
+        finally:
+            turn.release()
 
     async def _hand_over(self, peer_id: str, protocol: str, stream: socket.socket) -> None:
         stream.setblocking(False)
@@ -186,8 +202,13 @@ async def _in_thread(
         elif future.exception() is None:
             stream_of(future.result()).close()
 
-    # The socket may become another object in there; this handle stays ours.
-    with sock.dup() as breaker:
+    try:
+        # The socket may become another object in there; this handle stays ours.
+        breaker = sock.dup()
+    except OSError as error:
+        sock.close()
+        raise PeerUnreachable(f"no descriptor left for a greeting: {error.strerror}") from error
+    with breaker:
         future = threads.submit(job)
         try:
             return await asyncio.wrap_future(future)

@@ -19,7 +19,7 @@ import logging
 import math
 import socket
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 
 MAX_ASKED = 4
 """Peers that are asked to relay one stream; the fastest of those that can is taken."""
+GRACE_S = 0.5
+"""What the others may take to answer once one has made an offer."""
 _MAX_OPENING = 3
 """Streams that one peer asks for at once: libp2p's side works on a few per caller only."""
 _MAX_BLAMED = 256
@@ -70,8 +72,8 @@ class Relay:
         self._libp2p, self._reception = libp2p, reception
         self._peers, self._rate_to = peers, rate_to
         self._opening = asyncio.Semaphore(_MAX_OPENING)
-        self._relay_of: WeakKeyDictionary[socket.socket, str] = WeakKeyDictionary()
-        self._blamed: dict[str, BackOff] = {}
+        self._way_of: WeakKeyDictionary[socket.socket, tuple[str, str]] = WeakKeyDictionary()
+        self._blamed: dict[tuple[str, str], BackOff] = {}
 
     async def open(self, peer_id: str, protocol: str, *, timeout_s: float) -> socket.socket:
         """A non-blocking TLS stream to this peer through whichever peer relays it best. Raises PeerUnreachable."""
@@ -84,45 +86,65 @@ class Relay:
     async def _open(self, peer_id: str, protocol: str, timeout_s: float) -> socket.socket:
         deadline = time.monotonic() + timeout_s
         candidates = await self._candidates(peer_id)
-        asked = await self._ask_all(candidates, peer_id)
-        offers = sorted((offer for offer in asked if isinstance(offer, _Offer)), key=self._merit)
-        failures = [reason for reason in asked if isinstance(reason, str)]
+        offers, failures = await self._ask_all(candidates, peer_id)
+        offers.sort(key=lambda offer: self._merit(offer, peer_id))
         try:
             while offers:
-                offer = offers.pop()
+                offer, left_s = offers.pop(), deadline - time.monotonic()
                 try:
-                    return await self._accept(offer, peer_id, protocol, deadline - time.monotonic())
-                except PeersError as error:
-                    failures.append(f"{offer.relay}: {error}")
+                    # One that does not keep its word leaves time for another, or at least for taking note of it.
+                    async with asyncio.timeout(left_s * (0.5 if offers else 0.9)):
+                        return await self._accept(offer, peer_id, protocol, left_s)
+                except (PeersError, TimeoutError) as error:
+                    self._blame(offer.relay, peer_id)
+                    failures.append(f"{offer.relay}: {error or 'offers what it does not do'}")
         finally:
             for offer in offers:
                 offer.channel.close()
         raise PeerUnreachable(f"nobody relays to {peer_id}: {'; '.join(failures) or 'no peer to ask'}")
 
     def blame(self, stream: socket.socket) -> None:
-        """A round was lost on this stream: whoever relayed it comes last for a while."""
-        if (relay := self._relay_of.get(stream)) is not None:
-            self._blamed.setdefault(relay, BackOff()).failed(time.monotonic())
-            while len(self._blamed) > _MAX_BLAMED:
-                del self._blamed[next(iter(self._blamed))]
+        """A round was lost on this stream: whoever relayed it comes last for a while, to that peer."""
+        if (way := self._way_of.get(stream)) is not None:
+            self._blame(*way)
 
-    def _is_blamed(self, relay: str) -> bool:
-        return relay in self._blamed and time.monotonic() < self._blamed[relay].until
+    def _blame(self, relay: str, peer_id: str) -> None:
+        # For this pair only: it may have been the called, who is not to spoil the relay's name with others.
+        self._blamed.setdefault((relay, peer_id), BackOff()).failed(time.monotonic())
+        while len(self._blamed) > _MAX_BLAMED:
+            del self._blamed[next(iter(self._blamed))]
+
+    def _is_blamed(self, relay: str, peer_id: str) -> bool:
+        blame = self._blamed.get((relay, peer_id))
+        return blame is not None and time.monotonic() < blame.until
 
     async def _candidates(self, peer_id: str) -> list[str]:
         live = set(self._peers()) & await self._libp2p.connected_peers() - {peer_id}
-        by_merit = sorted(live, key=lambda relay: (self._is_blamed(relay), -self._rate_to(relay), relay))
+        by_merit = sorted(live, key=lambda r: (self._is_blamed(r, peer_id), -self._rate_to(r), r))
         return by_merit[:MAX_ASKED]
 
-    async def _ask_all(self, relays: Sequence[str], peer_id: str) -> list[_Offer | str]:
+    async def _ask_all(self, relays: Sequence[str], peer_id: str) -> tuple[list[_Offer], list[str]]:
+        """Those who offer, and why others do not. One that says nothing holds up no offer for long."""
         asked = [asyncio.create_task(self._ask(relay, peer_id)) for relay in relays]
+        pending, patience_s = set(asked), ANSWER_TIMEOUT_S * 2
         try:
-            return await asyncio.gather(*asked)
+            while pending:
+                before = time.monotonic()
+                done, pending = await asyncio.wait(
+                    pending, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED
+                )
+                if not done:
+                    break
+                patience_s -= time.monotonic() - before
+                if any(isinstance(task.result(), _Offer) for task in done):
+                    patience_s = min(patience_s, GRACE_S)
         except BaseException:
-            for answer in await asyncio.gather(*asked, return_exceptions=True):
-                if isinstance(answer, _Offer):
-                    answer.channel.close()
+            await _withdraw(asked)
             raise
+        await _withdraw(pending)
+        answers = [task.result() for task in asked if task not in pending]
+        offers = [answer for answer in answers if isinstance(answer, _Offer)]
+        return offers, [answer for answer in answers if isinstance(answer, str)]
 
     async def _ask(self, relay: str, peer_id: str) -> _Offer | str:
         """The offer, or why there is none."""
@@ -142,11 +164,11 @@ class Relay:
             return f"{relay}: {error}"
         return _Offer(relay, channel, sock, rate, load)
 
-    def _merit(self, offer: _Offer) -> tuple[bool, float, int, str]:
+    def _merit(self, offer: _Offer, peer_id: str) -> tuple[bool, float, int, str]:
         """By bandwidth, shared with what it forwards already; legs that nobody has measured count as fast."""
         slower_leg = min(rate or math.inf for rate in (offer.rate, self._rate_to(offer.relay)))
         shared = slower_leg / (1 + max(offer.load, 0))
-        return not self._is_blamed(offer.relay), shared, -offer.load, offer.relay
+        return not self._is_blamed(offer.relay, peer_id), shared, -offer.load, offer.relay
 
     async def _accept(self, offer: _Offer, peer_id: str, protocol: str, timeout_s: float) -> socket.socket:
         try:
@@ -158,6 +180,15 @@ class Relay:
         stream = await self._reception.call(
             offer.sock, peer_id, protocol, timeout_s=max(timeout_s, 0.001), plain=False
         )
-        self._relay_of[stream] = offer.relay
+        self._way_of[stream] = offer.relay, peer_id
         log.debug("a stream to %s goes through %s", peer_id, offer.relay)
         return stream
+
+
+async def _withdraw(asked: Iterable[asyncio.Task[_Offer | str]]) -> None:
+    """Ask no further, and turn down what has been offered."""
+    for task in (tasks := list(asked)):
+        task.cancel()
+    for answer in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(answer, _Offer):
+            answer.channel.close()

@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 MAX_FORWARDED = 128
 """Streams that one peer forwards at once."""
+MAX_FORWARDED_PER_CALLER = MAX_FORWARDED // 2
+"""No caller takes the place of all others."""
 MAX_FORWARDED_PER_PAIR = 8
 """A pair needs one for control, two for data and a few for the state."""
 
@@ -85,15 +87,15 @@ class RelayService:
                 onward = Channel(leg, max_message_bytes=MAX_MESSAGE_BYTES)
                 await onward.send({"kind": "deliver", "from": caller}, ANSWER_TIMEOUT_S)
                 await channel.send({"kind": "ready"}, ANSWER_TIMEOUT_S)
+                loop = asyncio.get_running_loop()
+                self._forwarder.forward(sock, leg, lambda: loop.call_soon_threadsafe(self._released, pair))
             except BaseException:
                 leg.close()
                 raise
         except BaseException:
             self._released(pair)
             raise
-        loop = asyncio.get_running_loop()
         log.debug("forwarding from %s to %s", caller, to)
-        self._forwarder.forward(sock, leg, lambda: loop.call_soon_threadsafe(self._released, pair))
 
     async def _why_not(self, caller: str, to: str) -> str:
         peers = self._peers()
@@ -101,7 +103,12 @@ class RelayService:
             return "not both of you are peers of this run that I know"
         if to not in await self._libp2p.connected_peers():
             return "I have no connection with it"
-        if self._forwarded.total() >= MAX_FORWARDED or self._forwarded[caller, to] >= MAX_FORWARDED_PER_PAIR:
+        of_caller = sum(number for (one, _), number in self._forwarded.items() if one == caller)
+        if (
+            self._forwarded.total() >= MAX_FORWARDED
+            or of_caller >= MAX_FORWARDED_PER_CALLER
+            or self._forwarded[caller, to] >= MAX_FORWARDED_PER_PAIR
+        ):
             return "I forward as much as I can"
         return ""
 
@@ -119,13 +126,21 @@ class RelayService:
         caller = message.get("from")
         if not isinstance(caller, str):
             raise ProtocolError("relays from nobody")
-        if caller in self._peers():
-            self._heard_from(caller)
         # Not awaited: a stream that lasts is none of the few that libp2p's side works on at once.
         greeting = asyncio.create_task(
             self._reception.receive(
-                sock, source=f"relay {relay}", expected=caller, plain=False, strangers=True
+                sock,
+                source=f"relay {relay}",
+                expected=caller,
+                plain=False,
+                strangers=True,
+                on_greeted=self._greeted,
             )
         )
         self._tasks.add(greeting)
         greeting.add_done_callback(self._tasks.discard)
+
+    def _greeted(self, caller: str) -> None:
+        # Only now is it more than a relay's word.
+        if caller in self._peers():
+            self._heard_from(caller)

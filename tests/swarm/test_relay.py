@@ -169,7 +169,8 @@ def test_when_a_relay_dies_its_streams_break_and_another_one_is_found(tmp_path, 
             used = await eventually(the_only_one)
             a.relay.blame(first)
             other = await a.relay.open(b.me.peer_id, PROTOCOL, timeout_s=20)
-            assert a.relay._relay_of[other] != a.relay._relay_of[first] == used.me.peer_id
+            relays = [a.relay._way_of[stream][0] for stream in (first, other)]
+            assert relays[1] != relays[0] == used.me.peer_id
             other.close()
             await used.service.close()
             first.settimeout(10)

@@ -1,0 +1,243 @@
+"""Relays that lie, hang or give out, and callers that want more than their share: libp2p is in this process."""
+
+import asyncio
+import contextlib
+import socket
+import time
+
+import pytest
+
+from peers import relay as relay_module
+from peers import relay_service
+from peers.errors import PeersError, PeerUnreachable
+from peers.forwarding import Forwarder
+from peers.messages import Channel
+from peers.reception import Reception
+from peers.relay import Relay
+from peers.relay_messages import asking, delivering
+from peers.relay_service import RelayService
+from tests.support.keys import credentials
+
+PROTOCOL = "test/through"
+
+
+class Network:
+    def __init__(self):
+        self.handlers, self.cut, self.tasks = {}, set(), set()
+
+    def spawn(self, coroutine):
+        task = asyncio.create_task(coroutine)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def close(self):
+        for task in list(self.tasks):
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+
+
+class Libp2p:
+    """One member's; a handler's error closes its stream, as that of peers/transport.py does."""
+
+    def __init__(self, network, peer_id):
+        self.network, self.peer_id = network, peer_id
+
+    async def open(self, peer_id, protocol, *, timeout_s, maddrs=()):
+        if frozenset({self.peer_id, peer_id}) in self.network.cut:
+            raise PeerUnreachable("no path")
+        if (handler := self.network.handlers.get((peer_id, protocol))) is None:
+            raise PeerUnreachable("not served")
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        theirs.setblocking(False)
+
+        async def handle():
+            try:
+                await handler(self.peer_id, theirs)
+            except (PeersError, OSError):
+                theirs.close()
+
+        self.network.spawn(handle())
+        return ours
+
+    async def serve(self, protocol, handler):
+        self.network.handlers[self.peer_id, protocol] = handler
+
+    async def connected_peers(self):
+        others = {peer_id for peer_id, _ in self.network.handlers} - {self.peer_id}
+        return {other for other in others if frozenset({self.peer_id, other}) not in self.network.cut}
+
+
+class Member:
+    def __init__(self, me, network, peers):
+        self.peer_id, self.streams, self.heard = me.peer_id, asyncio.Queue(), []
+        self.libp2p = Libp2p(network, me.peer_id)
+        self.reception = Reception(me, allows=lambda _: True)
+        self.rates = {}
+        legs = {
+            "run_id": "run",
+            "libp2p": self.libp2p,
+            "reception": self.reception,
+            "peers": lambda: peers - {me.peer_id},
+            "rate_to": lambda peer_id: self.rates.get(peer_id, 0.0),
+        }
+        self.relay = Relay(**legs)
+        self.service = RelayService(**legs, heard_from=self.heard.append)
+        self.reception.serve(PROTOCOL, self.accepted)
+
+    async def accepted(self, peer_id, stream):
+        self.streams.put_nowait((peer_id, stream))
+
+
+@contextlib.asynccontextmanager
+async def members(directory, names):
+    """The first and the last have no path between them; all know all."""
+    network, made = Network(), {}
+    ids = {name: credentials(directory, name) for name in names}
+    peers = {me.peer_id for me in ids.values()}
+    for name, me in ids.items():
+        made[name] = Member(me, network, peers)
+        await made[name].service.start()
+    network.cut.add(frozenset({ids[names[0]].peer_id, ids[names[-1]].peer_id}))
+    try:
+        yield network, made
+    finally:
+        await network.close()
+        for member in made.values():
+            await member.service.close()
+            member.reception.close()
+
+
+def run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, 40))
+
+
+async def hang(_peer_id, sock):
+    with sock:
+        await asyncio.sleep(60)
+
+
+async def promise(_peer_id, sock):
+    """A relay that offers the most, says that it is ready, and forwards nothing."""
+    channel = Channel(sock)
+    await channel.receive(5)
+    await channel.send({"kind": "offer", "rate": 1e12, "load": 0})
+    await channel.receive(5)
+    await channel.send({"kind": "ready"})
+    await asyncio.sleep(60)
+
+
+async def opened(member, other, timeout_s=10.0):
+    """How long it took, and through whom."""
+    started = time.monotonic()
+    stream = await member.relay.open(other.peer_id, PROTOCOL, timeout_s=timeout_s)
+    relay, _ = member.relay._way_of[stream]
+    stream.close()
+    return time.monotonic() - started, relay
+
+
+def test_a_relay_that_does_not_answer_holds_up_no_offer_of_another(tmp_path):
+    async def scenario():
+        async with members(tmp_path, "ahrb") as (network, m):
+            network.handlers[m["h"].peer_id, asking("run")] = hang
+            took, relay = await opened(m["a"], m["b"])
+            assert relay == m["r"].peer_id
+            assert took < relay_service.ANSWER_TIMEOUT_S
+
+    run(scenario())
+
+
+def test_a_relay_that_promises_and_does_nothing_leaves_time_for_another_and_comes_last_then(tmp_path):
+    async def scenario():
+        async with members(tmp_path, "ahrb") as (network, m):
+            network.handlers[m["h"].peer_id, asking("run")] = promise
+            # Both legs of the honest one are slow.
+            m["a"].rates[m["r"].peer_id] = m["r"].rates[m["b"].peer_id] = 1e3
+            _, relay = await opened(m["a"], m["b"], timeout_s=6.0)
+            assert relay == m["r"].peer_id
+            took, relay = await opened(m["a"], m["b"], timeout_s=6.0)
+            assert relay == m["r"].peer_id
+            assert took < 3
+
+    run(scenario())
+
+
+def test_a_peer_that_takes_no_relayed_stream_spoils_no_relays_name_with_others(tmp_path):
+    async def scenario():
+        async with members(tmp_path, "arxb") as (network, m):
+            network.handlers[m["x"].peer_id, delivering("run")] = hang
+            network.cut.add(frozenset({m["a"].peer_id, m["x"].peer_id}))
+            with pytest.raises(PeerUnreachable):
+                await m["a"].relay.open(m["x"].peer_id, PROTOCOL, timeout_s=1.0)
+            assert m["a"].relay._is_blamed(m["r"].peer_id, m["x"].peer_id)
+            assert not m["a"].relay._is_blamed(m["r"].peer_id, m["b"].peer_id)
+
+    run(scenario())
+
+
+def test_offers_that_are_not_taken_are_turned_down_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(relay_module, "GRACE_S", 5.0)
+
+    async def scenario():
+        async with members(tmp_path, "arsb") as (_, m):
+            stream = await m["a"].relay.open(m["b"].peer_id, PROTOCOL, timeout_s=10)
+            deadline = time.monotonic() + 2
+            while sum(m[name].service._forwarded.total() for name in "rs") > 1:
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.01)
+            opening = asyncio.create_task(m["a"].relay.open(m["b"].peer_id, PROTOCOL, timeout_s=10))
+            await asyncio.sleep(0.01)
+            opening.cancel()
+            stream.close()
+            await asyncio.wait({opening})
+            if not opening.cancelled():
+                opening.result().close()
+            deadline = time.monotonic() + 5
+            while sum(m[name].service._forwarded.total() for name in "rs"):
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.01)
+
+    run(scenario())
+
+
+def test_a_relays_word_alone_changes_no_choice_of_path(tmp_path):
+    async def scenario():
+        async with members(tmp_path, "arb") as (_, m):
+            leg = await m["r"].libp2p.open(m["b"].peer_id, delivering("run"), timeout_s=5)
+            await Channel(leg).send({"kind": "deliver", "from": m["a"].peer_id})
+            with pytest.raises(PeersError):
+                await m["r"].reception.call(leg, m["b"].peer_id, PROTOCOL, timeout_s=5, plain=False)
+            assert not m["b"].heard
+            await opened(m["a"], m["b"])
+            await asyncio.wait_for(m["b"].streams.get(), 10)
+            assert m["b"].heard == [m["a"].peer_id]
+
+    run(scenario())
+
+
+def test_one_caller_takes_no_more_than_its_share_of_a_relay(tmp_path, monkeypatch):
+    monkeypatch.setattr(relay_service, "MAX_FORWARDED", 4)
+    monkeypatch.setattr(relay_service, "MAX_FORWARDED_PER_CALLER", 2)
+
+    async def scenario():
+        async with members(tmp_path, "arb") as (_, m):
+            a, b = m["a"], m["b"]
+            taken = [await a.relay.open(b.peer_id, PROTOCOL, timeout_s=5) for _ in range(2)]
+            with pytest.raises(PeerUnreachable, match="as much as I can"):
+                await a.relay.open(b.peer_id, PROTOCOL, timeout_s=5)
+            taken.append(await b.relay.open(a.peer_id, PROTOCOL, timeout_s=5))
+            for stream in taken:
+                stream.close()
+
+    run(scenario())
+
+
+def test_a_forwarder_that_is_closed_begins_nothing_and_takes_nothing_over():
+    forwarder = Forwarder()
+    forwarder.close()
+    one, other = socket.socketpair()
+    with pytest.raises(PeerUnreachable):
+        forwarder.forward(one, other, lambda: None)
+    assert forwarder._thread is None and one.fileno() >= 0
+    one.close()
+    other.close()
