@@ -8,10 +8,13 @@ on: no process copies its bytes.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import socket
+import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from peers.errors import PeersError, PeerUnreachable, UserError
@@ -26,6 +29,15 @@ CONNECT_TIMEOUT_S = 3.0
 _BACKLOG = 128
 _RETRY_INTERVAL_S = 0.2
 # A path that died in silence while nothing was to be sent shows within a minute.
+_FAMILIES = {
+    "ip4": socket.AF_INET,
+    "ip6": socket.AF_INET6,
+    "dns": socket.AF_UNSPEC,
+    "dns4": socket.AF_INET,
+    "dns6": socket.AF_INET6,
+}
+_MAX_LOOKUPS = 4
+_lookups = threading.Semaphore(_MAX_LOOKUPS)
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
 
 
@@ -34,26 +46,27 @@ class Direct:
 
     def __init__(self, reception: Reception, endpoints_of: Callable[[str], Sequence[str]]) -> None:
         self._reception, self._endpoints_of = reception, endpoints_of
-        self._listener: socket.socket | None = None
+        self._listeners: list[socket.socket] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def port(self) -> int:
         """Where it listens; 0: nowhere."""
-        return int(self._listener.getsockname()[1]) if self._listener else 0
+        return int(self._listeners[0].getsockname()[1]) if self._listeners else 0
 
     def listen(self, maddr: str) -> None:
-        """Take calls from now on. Port 0: any free one. Raises UserError."""
+        """Take calls here too from now on. Port 0: any free one. Raises UserError."""
         where = parse_maddr(maddr)
         family = socket.AF_INET6 if where.kind == "ip6" else socket.AF_INET
         try:
-            self._listener = socket.create_server((where.host, where.port), family=family, backlog=_BACKLOG)
+            listener = socket.create_server((where.host, where.port), family=family, backlog=_BACKLOG)
         except OSError as error:
             raise UserError(
                 f"cannot listen for data on {maddr}: {error.strerror}; choose another --hv.data-port"
             ) from error
-        self._listener.setblocking(False)
-        self._keep(self._accept(self._listener))
+        listener.setblocking(False)
+        self._listeners.append(listener)
+        self._keep(self._accept(listener))
 
     def knows(self, peer_id: str) -> bool:
         """Whether this peer has announced where to call it."""
@@ -80,9 +93,9 @@ class Direct:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
+        for listener in self._listeners:
+            listener.close()
+        self._listeners.clear()
 
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -95,7 +108,7 @@ class Direct:
                 await asyncio.sleep(_RETRY_INTERVAL_S)
                 continue
             _set_options(sock)
-            self._keep(self._reception.receive(sock, source=str(address[0])))
+            self._keep(self._reception.receive(sock, source=_source_of(address[0])))
 
     def _keep(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(coroutine)
@@ -105,19 +118,49 @@ class Direct:
 
 async def _connected(endpoint: Maddr, timeout_s: float) -> socket.socket:
     """Raises OSError."""
-    loop = asyncio.get_running_loop()
     async with asyncio.timeout(timeout_s):
-        found = await loop.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
-        family, kind, number, _, address = found[0]
-        sock = socket.socket(family, kind, number)
+        family, host = _FAMILIES[endpoint.kind], endpoint.host
+        if endpoint.kind not in ("ip4", "ip6"):
+            family, host = await _look_up(host, family)
+        sock = socket.socket(family, socket.SOCK_STREAM)
         try:
             sock.setblocking(False)
             _set_options(sock)
-            await loop.sock_connect(sock, address)
+            await asyncio.get_running_loop().sock_connect(sock, (host, endpoint.port))
             return sock
         except BaseException:
             sock.close()
             raise
+
+
+async def _look_up(name: str, family: socket.AddressFamily) -> tuple[socket.AddressFamily, str]:
+    """The family and address of a host. Raises OSError.
+
+    Whoever announces a name may have his server let it wait. So a few threads at most do, none of those that others
+    need, and none that the end of the process waits for.
+    """
+    if not _lookups.acquire(blocking=False):
+        raise OSError("too many names are being looked up already")
+    found: Future[tuple[socket.AddressFamily, str]] = Future()
+    found.set_running_or_notify_cancel()
+
+    def look_up() -> None:
+        try:
+            first = socket.getaddrinfo(name, None, family=family, type=socket.SOCK_STREAM)[0]
+            found.set_result((first[0], str(first[4][0])))
+        except (OSError, UnicodeError) as error:
+            found.set_exception(OSError(f"{name} is not known: {error}"))
+        finally:
+            _lookups.release()
+
+    threading.Thread(target=look_up, name="look up", daemon=True).start()
+    return await asyncio.wrap_future(found)
+
+
+def _source_of(host: str) -> str:
+    """Whom an address counts for: IPv6 hands out 2^64 of them to everybody."""
+    address = ipaddress.ip_address(host.partition("%")[0])
+    return host if address.version == 4 else str(ipaddress.ip_network((address, 64), strict=False))
 
 
 def _set_options(sock: socket.socket) -> None:

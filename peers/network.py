@@ -24,7 +24,7 @@ class NetworkSettings:
 
     transport: TransportMode = "auto"
     host_maddrs: Sequence[str] = ("/ip4/0.0.0.0/tcp/0",)
-    """Where libp2p listens; data has a port of its own on the first of these hosts."""
+    """Where libp2p listens; data has a port of its own on the same hosts."""
     announce_maddrs: Sequence[str] = ()
     data_port: int = 0
     announce_data_maddrs: Sequence[str] = ()
@@ -74,8 +74,9 @@ class Network:
     async def start(self) -> None:
         """Take calls, and forward for others. Raises UserError."""
         if self._direct is not None:
-            host = parse_maddr(self._settings.host_maddrs[0])
-            self._direct.listen(str(Maddr(host.kind, host.host, self._settings.data_port, None)))
+            for maddr in data_hosts(self._settings.host_maddrs):
+                port = self._direct.port or self._settings.data_port
+                self._direct.listen(str(Maddr(maddr.kind, maddr.host, port, None)))
         await self._service.start()
 
     async def close(self) -> None:
@@ -100,6 +101,14 @@ class Network:
 
     def _endpoints_of(self, peer_id: str) -> Sequence[str]:
         return next((peer.endpoints for peer in self._peers() if peer.peer_id == peer_id), ())
+
+
+def data_hosts(host_maddrs: Iterable[str]) -> list[Maddr]:
+    """One address for every host that data is taken on: those that libp2p listens on, each once."""
+    found = {(maddr.kind, maddr.host): maddr for maddr in map(parse_maddr, host_maddrs)}
+    # The one that means all of a kind leaves no port for any other.
+    everywhere = {maddr.kind: maddr for maddr in found.values() if maddr.host in ("0.0.0.0", "::")}
+    return list(dict.fromkeys(everywhere.get(maddr.kind, maddr) for maddr in found.values()))
 
 
 def announced_endpoints(settings: NetworkSettings, port: int, maddrs: Iterable[str]) -> tuple[str, ...]:

@@ -1,17 +1,20 @@
 import asyncio
 import contextlib
 import os
+import resource
 import socket
 import ssl
+import threading
 import time
 
 import pytest
 
+from peers import direct as direct_module
 from peers import reception
 from peers.direct import Direct
 from peers.errors import PeerUnreachable, UserError
 from peers.greeting import Hello
-from peers.reception import MAX_PER_SOURCE, Reception
+from peers.reception import MAX_PER_PEER, MAX_PER_SOURCE, Reception
 from peers.streams import StreamPool
 from tests.support.keys import credentials
 
@@ -163,6 +166,177 @@ def test_who_begins_greetings_and_stops_in_the_middle_is_bounded(tmp_path):
             assert a.streams.empty()
 
     run(scenario())
+
+
+@contextlib.contextmanager
+def half_greetings(port, hellos, source):
+    """Connections from this address that show these certificates, and then nothing."""
+    with contextlib.ExitStack() as stack:
+        for hello in hellos:
+            sock = stack.enter_context(
+                socket.create_connection(("127.0.0.1", port), source_address=(source, 0))
+            )
+            sock.sendall(hello)
+        yield
+
+
+async def until(condition, timeout_s=10.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.005)
+
+
+def test_who_shows_the_certificate_of_another_keeps_him_out_of_nothing(tmp_path):
+    async def scenario():
+        async with peers(tmp_path) as (a, b):
+            hello = Hello.of(a.me, plain=False).encode()
+            with half_greetings(b.direct.port, [hello] * MAX_PER_PEER, "127.0.0.2"):
+                await until(lambda: sum(b.reception._of.values()) == MAX_PER_PEER)
+                (await a.direct.open(b.me.peer_id, PROTOCOL, timeout_s=5)).close()
+                assert (await b.next())[0] == a.me.peer_id
+
+    run(scenario())
+
+
+def test_one_address_does_not_occupy_all_threads_that_answer(tmp_path):
+    async def scenario():
+        async with peers(tmp_path, allows=lambda _: True) as (a, b):
+            shown = [Hello.of(credentials(tmp_path, f"sybil {n}"), plain=False) for n in range(5)]
+            hellos = [hello.encode() for hello in shown for _ in range(MAX_PER_PEER)]
+            with half_greetings(b.direct.port, hellos, "127.0.0.2"):
+                await until(lambda: sum(b.reception._of.values()) == len(hellos))
+                (await a.direct.open(b.me.peer_id, PROTOCOL, timeout_s=5)).close()
+                assert (await b.next())[0] == a.me.peer_id
+
+    run(scenario())
+
+
+def test_the_silent_give_way_to_newcomers_when_there_are_too_many(tmp_path, monkeypatch):
+    monkeypatch.setattr(reception, "MAX_SILENT", 4)
+
+    async def scenario():
+        async with peers(tmp_path) as (a, b):
+            with half_greetings(b.direct.port, [b"d"] * 8, "127.0.0.2"):
+                await until(lambda: len(b.reception._silent) == 4)
+                (await a.direct.open(b.me.peer_id, PROTOCOL, timeout_s=5)).close()
+                assert (await b.next())[0] == a.me.peer_id
+
+    run(scenario())
+
+
+def test_a_greeting_that_was_recorded_opens_nothing_when_it_is_played_again(tmp_path):
+    async def scenario():
+        async with peers(tmp_path, plain=(True, True)) as (a, b):
+            recorded = bytearray()
+
+            async def tap(reader, writer):
+                ahead_reader, ahead = await asyncio.open_connection("127.0.0.1", b.direct.port)
+
+                async def copy(source, target, kept):
+                    while data := await source.read(4096):
+                        kept += data
+                        target.write(data)
+                    target.close()
+
+                await asyncio.gather(copy(reader, ahead, recorded), copy(ahead_reader, writer, bytearray()))
+
+            server = await asyncio.start_server(tap, "127.0.0.1", 0)
+            a.known[b.me.peer_id] = [f"/ip4/127.0.0.1/tcp/{server.sockets[0].getsockname()[1]}"]
+            (await a.direct.open(b.me.peer_id, PROTOCOL, timeout_s=5)).close()
+            (await b.next())[1].close()
+            reader, writer = await asyncio.open_connection("127.0.0.1", b.direct.port)
+            writer.write(bytes(recorded))
+            answer = await asyncio.wait_for(reader.read(), 10)
+            # Its hello, and no verdict.
+            assert len(answer) == len(Hello.of(b.me, plain=True).encode())
+            assert b.streams.empty()
+            writer.close()
+            server.close()
+
+    run(scenario())
+
+
+def test_a_call_without_a_descriptor_left_closes_its_socket(tmp_path):
+    async def scenario():
+        calls = Reception(credentials(tmp_path, "a"), allows=lambda _: True)
+        ours, theirs = socket.socketpair()
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with contextlib.ExitStack() as stack:
+            stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+            # The lowest free number is beyond it.
+            lowest = stack.enter_context(ours.dup()).fileno()
+            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 1, limits[1]))
+            with pytest.raises(PeerUnreachable, match="descriptor"):
+                await calls.call(ours, "somebody", PROTOCOL, timeout_s=5)
+        assert ours.fileno() == -1
+        theirs.close()
+        calls.close()
+
+    run(scenario())
+
+
+def why_no_ipv6() -> str:
+    """Empty: this machine has it, on loopback at least."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as error:
+        return f"no IPv6 here: {error}"
+    return ""
+
+
+@pytest.mark.skipif(bool(why_no_ipv6()), reason=why_no_ipv6())
+@pytest.mark.parametrize("shown", ["/ip6/::1", "/dns/localhost"])
+def test_a_peer_on_ipv6_alone_is_reached(tmp_path, shown):
+    async def scenario():
+        async with peers(tmp_path) as (a, b):
+            six = Direct(b.reception, lambda _: ())
+            six.listen("/ip6/::/tcp/0")
+            if shown.startswith("/dns/"):
+                # The name may stand for either.
+                six.listen(f"/ip4/127.0.0.1/tcp/{six.port}")
+            a.known[b.me.peer_id] = [f"{shown}/tcp/{six.port}"]
+            (await a.direct.open(b.me.peer_id, PROTOCOL, timeout_s=5)).close()
+            assert (await b.next())[0] == a.me.peer_id
+            await six.close()
+
+    run(scenario())
+
+
+def test_names_that_are_looked_up_for_ever_hold_up_nobody_else(tmp_path, monkeypatch):
+    answer, num_asked = threading.Event(), 0
+
+    def slow(*_arguments, **_options):
+        nonlocal num_asked
+        num_asked += 1
+        answer.wait(30)
+        raise socket.gaierror("no such name")
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    monkeypatch.setattr(direct_module, "CONNECT_TIMEOUT_S", 0.1)
+
+    async def scenario():
+        async with peers(tmp_path) as (a, b):
+            a.known["slow"] = [f"/dns/{name}.example/tcp/1" for name in "abcd"]
+            for _ in range(3):
+                with pytest.raises(PeerUnreachable):
+                    await a.direct.open("slow", PROTOCOL, timeout_s=5)
+            assert num_asked == direct_module._MAX_LOOKUPS
+            assert await asyncio.wait_for(asyncio.to_thread(lambda: 7), 5) == 7
+            (await a.direct.open(b.me.peer_id, PROTOCOL, timeout_s=5)).close()
+            answer.set()
+
+    try:
+        run(scenario())
+    finally:
+        answer.set()
+
+
+def test_addresses_of_one_ipv6_network_count_as_one():
+    of = direct_module._source_of
+    assert of("2001:db8::1") == of("2001:db8::ffff:2") != of("2001:db8:0:1::1")
+    assert of("fe80::1%eth0") == of("fe80::2")
+    assert of("192.0.2.1") == "192.0.2.1"
 
 
 def test_an_endpoint_that_nobody_listens_on_is_unreachable_and_a_port_in_use_told(tmp_path):

@@ -1,5 +1,5 @@
 from diloco.status import _paths_in_words
-from peers.network import NetworkSettings, announced_endpoints
+from peers.network import NetworkSettings, announced_endpoints, data_hosts
 
 LOOPBACK, LAN, PUBLIC = "/ip4/127.0.0.1/tcp/4", "/ip4/10.0.0.2/tcp/4", "/ip4/203.0.113.7/tcp/4"
 
@@ -26,6 +26,20 @@ def test_a_host_that_maps_few_ports_is_not_taken_to_map_the_data_port():
     host = ("/ip4/0.0.0.0/tcp/4",)
     assert announced(host_maddrs=host, announce_maddrs=("/ip4/203.0.113.7/tcp/30004",)) == ()
     assert announced(host_maddrs=host, announce_maddrs=(PUBLIC,)) == ("/ip4/203.0.113.7/tcp/9",)
+
+
+def hosts(*host_maddrs):
+    return [f"/{maddr.kind}/{maddr.host}" for maddr in data_hosts(host_maddrs)]
+
+
+def test_data_is_taken_on_every_host_that_libp2p_listens_on_and_on_none_twice():
+    both = ("/ip4/0.0.0.0/tcp/4", "/ip6/::/tcp/4")
+    assert hosts(*both) == ["/ip4/0.0.0.0", "/ip6/::"]
+    assert hosts("/ip4/10.0.0.2/tcp/4", "/ip4/10.0.0.2/tcp/5", "/ip4/10.1.0.2/tcp/4") == [
+        "/ip4/10.0.0.2",
+        "/ip4/10.1.0.2",
+    ]
+    assert hosts("/ip4/10.0.0.2/tcp/4", *both) == ["/ip4/0.0.0.0", "/ip6/::"]
 
 
 def test_the_table_says_in_words_which_way_a_peers_streams_go():
