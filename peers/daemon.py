@@ -129,6 +129,7 @@ class Daemon:
         self._tasks: list[asyncio.Task[Any]] = []
         self._averager: Averager | None = None
         self._trainers: frozenset[int] = frozenset()
+        self._met: frozenset[str] = frozenset()
         self._network = Network(
             run_id=config.run_id,
             identity=identity,
@@ -289,6 +290,10 @@ class Daemon:
 
     def _view_changed(self) -> None:
         view = self._presence.view
+        met = frozenset(peer.peer_id for peer in self._presence.mesh.peers)
+        for peer_id in self._met - met:
+            self._pool.drop(peer_id)
+        self._met = met
         trainers = frozenset(r for r, peer in view.items() if peer.state in membership.TRAINING_STATES)
         lost = self._trainers - view.keys()
         self._trainers = trainers

@@ -7,6 +7,7 @@ import contextlib
 import re
 import socket
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -65,6 +66,27 @@ def test_an_endpoint_that_leads_nowhere_costs_no_round(swarm):
         # Once, and then it is left alone.
         assert peer.log.count("no direct stream to") == 1
         assert re.findall(r"data for \S+ goes by (\w+)", peer.log) == ["libp2p"]
+
+
+def half_closed(pid: int) -> int:
+    """TCP sockets of this process whose other end is gone, while it keeps its own."""
+    inodes = set()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            inodes.update(re.findall(r"socket:\[(\d+)\]", str(descriptor.readlink())))
+    rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
+    return sum(row[3] == "08" and row[9] in inodes for row in rows)
+
+
+def test_a_peer_that_is_lost_leaves_no_stream_behind(swarm):
+    light = swarm(local_steps=4, max_steps=100000, step_s=0.05)
+    light.extra["transport"] = "tls"
+    light.start_all(3)
+    wait_until(lambda: all(peer.epoch >= 2 for peer in light.peers.values()), "epoch 2")
+    light.peers.pop(2).kill()
+    left = list(light.peers.values())
+    wait_until(lambda: all(peer.epochs[-1]["contributors"] == [0, 1] for peer in left), "an epoch without it")
+    wait_until(lambda: not any(half_closed(peer.process.pid) for peer in left), "no stream of it", 10)
 
 
 class Cable:
