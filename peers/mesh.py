@@ -26,11 +26,13 @@ SILENCE_S = 8.0
 """A peer that says nothing for so long counts as lost. Far above a heartbeat: a busy machine is not a dead one."""
 DIAL_TIMEOUT_S = 5.0
 LET_THE_OTHER_DIAL_S = 3.0
+MAX_DIALLED = 32
+"""Peers that are dialled at once: anybody can put records of peers into the DHT that do not exist."""
 _MAX_QUEUED = 1024
 
 
 class StreamOpener(Protocol):
-    """The part of peers/transport.py that the mesh needs."""
+    """The part of peers/paths.py that the mesh needs."""
 
     async def open(
         self, peer_id: str, protocol: str, *, timeout_s: float, maddrs: Sequence[str] = ()
@@ -59,6 +61,7 @@ class Mesh:
         self._status, self._on_change, self._on_message = status, on_change, on_message
         self._peers: dict[str, _Peer] = {}
         self._dialling: dict[str, asyncio.Task[None]] = {}
+        self._dials = asyncio.Semaphore(MAX_DIALLED)
         self._first_heard_of: dict[str, float] = {}
         self._allowances: dict[str, Allowance] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -78,6 +81,7 @@ class Mesh:
     def discovered(self, records: Mapping[str, Announcement]) -> None:
         """Dial whoever is in the DHT and has no channel yet."""
         now = time.monotonic()
+        self._first_heard_of = {p: at for p, at in self._first_heard_of.items() if p in records}
         for peer_id, record in records.items():
             if peer_id == self._peer_id or peer_id in self._peers or peer_id in self._dialling:
                 continue
@@ -126,22 +130,26 @@ class Mesh:
     async def _dial(self, record: Announcement) -> None:
         peer_id = record.peer_id
         try:
-            sock = await self._transport.open(
-                peer_id, self._protocol, timeout_s=DIAL_TIMEOUT_S, maddrs=record.maddrs
-            )
-            channel = Channel(sock)
-            try:
-                await channel.send({"kind": "status", "status": self._status()}, timeout_s=DIAL_TIMEOUT_S)
-                status = await self._receive_status(channel, peer_id)
-            except BaseException:
-                channel.close()
-                raise
+            async with self._dials:
+                channel, status = await self._introduced(record)
         except (PeerUnreachable, ProtocolError) as error:
             log.debug("cannot reach %s: %s", peer_id, error)
             return
         finally:
             self._dialling.pop(peer_id, None)
         self._keep(peer_id, channel, status)
+
+    async def _introduced(self, record: Announcement) -> tuple[Channel, Announcement]:
+        sock = await self._transport.open(
+            record.peer_id, self._protocol, timeout_s=DIAL_TIMEOUT_S, maddrs=record.maddrs
+        )
+        channel = Channel(sock)
+        try:
+            await channel.send({"kind": "status", "status": self._status()}, timeout_s=DIAL_TIMEOUT_S)
+            return channel, await self._receive_status(channel, record.peer_id)
+        except BaseException:
+            channel.close()
+            raise
 
     async def _accepted(self, peer_id: str, sock: socket.socket) -> None:
         channel = Channel(sock)

@@ -83,7 +83,10 @@ async def _call(
     control: Path, request: p2pd_pb2.Request, timeout_s: float
 ) -> tuple[socket.socket, p2pd_pb2.Response]:
     loop = asyncio.get_running_loop()
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError as error:
+        raise PeerUnreachable(f"no descriptor left for p2pd: {error.strerror}") from error
     sock.setblocking(False)
     try:
         async with asyncio.timeout(timeout_s):

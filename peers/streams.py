@@ -33,7 +33,7 @@ _NAME_TIMEOUT_S = 10.0
 
 
 class StreamTransport(Protocol):
-    """The part of peers/transport.py that is needed here."""
+    """The part of peers/paths.py that is needed here."""
 
     async def open(self, peer_id: str, protocol: str, *, timeout_s: float) -> socket.socket: ...
 
@@ -241,6 +241,8 @@ class StreamPool:
 
     def _after_reading(self, peer: str, sock: socket.socket, task: asyncio.Task[bytes]) -> None:
         self._idle.get(peer, {}).pop(sock, None)
+        if not self._idle.get(peer, True):
+            del self._idle[peer]
         # Only now has the event loop let go of the socket, so only now may it be closed.
         if task.cancelled():
             sock.close()

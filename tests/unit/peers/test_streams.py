@@ -198,6 +198,8 @@ def test_no_peer_holds_more_than_a_few_streams():
             assert len(b._named) == MAX_IDLE_PER_PEER
             for sock in opened:
                 sock.close()
+            # And of one that is gone, nothing.
+            await until(lambda: not b._idle)
 
     run(scenario())
 

@@ -1,0 +1,90 @@
+import asyncio
+import time
+
+from peers import mesh as mesh_module
+from peers.errors import PeerUnreachable
+from peers.mesh import MAX_DIALLED, Mesh
+from peers.records import Announcement
+
+
+def record(peer_id):
+    return Announcement(
+        peer_id=peer_id,
+        run_id="run",
+        world_rank=1,
+        incarnation=1,
+        state="joining",
+        epoch=0,
+        lineage="",
+        step=0,
+        local_step=0,
+        committed_tokens=0,
+        tokens_per_s=0.0,
+        anchor_digest="",
+        manifest_digest="",
+        maddrs=(),
+        time=time.time(),
+    )
+
+
+class Transport:
+    """Every peer that is dialled is silent for a while, and then found to be none."""
+
+    def __init__(self, silence_s=0.0):
+        self.dialled, self.num_at_once, self.most_at_once, self.silence_s = [], 0, 0, silence_s
+
+    async def open(self, peer_id, protocol, *, timeout_s, maddrs=()):
+        self.dialled.append(peer_id)
+        self.num_at_once += 1
+        self.most_at_once = max(self.most_at_once, self.num_at_once)
+        try:
+            await asyncio.sleep(self.silence_s)
+        finally:
+            self.num_at_once -= 1
+        raise PeerUnreachable("nobody there")
+
+    async def serve(self, protocol, handler):
+        pass
+
+
+def mesh_over(transport):
+    return Mesh(
+        run_id="run",
+        peer_id="a",
+        transport=transport,
+        status=lambda: b"",
+        on_change=lambda: None,
+        on_message=lambda *_: None,
+    )
+
+
+def run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, 20))
+
+
+def test_records_of_peers_that_do_not_exist_are_dialled_a_few_at_a_time_and_all_in_turn():
+    async def scenario():
+        transport = Transport(silence_s=0.02)
+        mesh = mesh_over(transport)
+        records = {f"p{number}": record(f"p{number}") for number in range(5 * MAX_DIALLED)}
+        mesh.discovered(records)
+        while mesh._dialling:
+            await asyncio.sleep(0.005)
+        assert sorted(transport.dialled) == sorted(records)
+        assert transport.most_at_once == MAX_DIALLED
+        await mesh.close()
+
+    run(scenario())
+
+
+def test_a_peer_that_is_in_no_record_any_more_is_forgotten(monkeypatch):
+    monkeypatch.setattr(mesh_module, "LET_THE_OTHER_DIAL_S", 60.0)
+
+    async def scenario():
+        mesh = mesh_over(Transport())
+        for number in range(10):
+            mesh.discovered({f"A{number}": record(f"A{number}")})
+        assert list(mesh._first_heard_of) == ["A9"]
+        await mesh.close()
+
+    run(scenario())
