@@ -26,6 +26,8 @@ PrivateKey = Ed25519PrivateKey | RSAPrivateKey
 
 _RSA, _ED25519 = 0, 1
 _RSA_BITS = range(2048, 4097)
+# Everybody's. With one as long as the modulus, a stranger's signature would take a hundred times as long to check.
+_RSA_EXPONENT = 65537
 _SEED_BYTES = 32
 _MAX_INLINE_MULTIHASH_BYTES = 42
 _BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
@@ -41,7 +43,7 @@ def verify(peer_id: str, public_key: bytes, payload: bytes, signature: bytes) ->
             Ed25519PublicKey.from_public_bytes(data).verify(signature, payload)
             return True
         key = load_der_public_key(data)
-        if key_type != _RSA or not isinstance(key, RSAPublicKey) or key.key_size not in _RSA_BITS:
+        if key_type != _RSA or not isinstance(key, RSAPublicKey) or not _is_usual(key):
             return False
         key.verify(signature, payload, PKCS1v15(), hashes.SHA256())
         return True
@@ -73,8 +75,8 @@ def private_key(content: bytes) -> PrivateKey:
         key = load_der_private_key(data, password=None)
     except (TypeError, UnsupportedAlgorithm) as error:
         raise ValueError(str(error)) from error
-    if key_type != _RSA or not isinstance(key, RSAPrivateKey) or key.key_size not in _RSA_BITS:
-        raise ValueError("neither Ed25519 nor RSA of 2048 to 4096 bits")
+    if key_type != _RSA or not isinstance(key, RSAPrivateKey) or not _is_usual(key.public_key()):
+        raise ValueError("neither Ed25519 nor RSA of 2048 to 4096 bits and exponent 65537")
     return key
 
 
@@ -87,9 +89,9 @@ def public_key_message(key: object) -> bytes:
     """The same of a public key from elsewhere. Raises ValueError for a kind that names no peer."""
     if isinstance(key, Ed25519PublicKey):
         return _pack_key(_ED25519, key.public_bytes(Encoding.Raw, PublicFormat.Raw))
-    if isinstance(key, RSAPublicKey) and key.key_size in _RSA_BITS:
+    if isinstance(key, RSAPublicKey) and _is_usual(key):
         return _pack_key(_RSA, key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo))
-    raise ValueError("neither Ed25519 nor RSA of 2048 to 4096 bits")
+    raise ValueError("neither Ed25519 nor RSA of 2048 to 4096 bits and exponent 65537")
 
 
 def peer_id_of(public_key: bytes) -> str:
@@ -114,6 +116,10 @@ def base58_decode(text: str) -> bytes:
         number = number * 58 + _BASE58.index(character)
     zeros = len(text) - len(text.lstrip("1"))
     return b"\0" * zeros + number.to_bytes((number.bit_length() + 7) // 8, "big")
+
+
+def _is_usual(key: RSAPublicKey) -> bool:
+    return key.key_size in _RSA_BITS and key.public_numbers().e == _RSA_EXPONENT
 
 
 def _pack_key(key_type: int, data: bytes) -> bytes:

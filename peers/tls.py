@@ -108,7 +108,7 @@ def public_key_of(certificate: bytes) -> bytes:
         # The handshake proves the key anyway; this keeps those who only know it from starting one.
         parsed.verify_directly_issued_by(parsed)
         return message
-    except (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm) as error:
+    except (ValueError, TypeError, x509.InvalidVersion, InvalidSignature, UnsupportedAlgorithm) as error:
         raise ProtocolError(f"not a peer's certificate: {error}") from error
 
 

@@ -1,14 +1,18 @@
 import dataclasses
 import os
+import random
 import socket
 import ssl
 import threading
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from peers import frames
+from peers import frames, libp2p_keys
 from peers.errors import PeersError, PeerUnreachable, ProtocolError
 from peers.tls import TlsSocket, handshake, peer_id_of
 from tests.support.keys import credentials, rsa_credentials
@@ -64,6 +68,29 @@ def test_a_certificate_that_its_own_key_did_not_sign_names_nobody(tmp_path):
     for wrong in (bytes(certificate), b"", os.urandom(300), bytes(3000)):
         with pytest.raises(ProtocolError):
             peer_id_of(wrong)
+
+
+def test_whatever_else_is_in_place_of_a_certificate_is_refused_as_such(tmp_path):
+    certificate = credentials(tmp_path, "a").certificate
+    generator = random.Random(0)
+    # The version is the byte that the parser has an error of its own for.
+    version = certificate.index(b"\xa0\x03\x02\x01\x02") + 4
+    for position in [version, *(generator.randrange(len(certificate)) for _ in range(2000))]:
+        mutated = bytearray(certificate)
+        mutated[position] ^= generator.randrange(1, 256)
+        with pytest.raises(ProtocolError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            peer_id_of(bytes(mutated))
+
+
+def test_an_rsa_key_with_an_exponent_of_its_own_names_nobody():
+    key = rsa.generate_private_key(public_exponent=3, key_size=2048)
+    with pytest.raises(ValueError, match="65537"):
+        libp2p_keys.public_key_message(key.public_key())
+    der = key.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+    message = libp2p_keys._pack_key(0, der)
+    signature = libp2p_keys.sign(key, b"payload")
+    assert not libp2p_keys.verify(libp2p_keys.peer_id_of(message), message, b"payload", signature)
 
 
 def test_nobody_passes_with_the_certificate_of_another(tmp_path):
