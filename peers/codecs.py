@@ -7,47 +7,12 @@ per member and still send everyone the same bytes, and a member can tell after t
 
 from __future__ import annotations
 
-from typing import Protocol
-
-from torch import Tensor
-
+from peers.codecs_common import Codec, PseudoGradient
 from peers.codecs_float import BFloat16Codec, Float16Codec, Float32Codec
 from peers.codecs_integer import Int4Codec, IntegerCodec
 from peers.codecs_topk import CONTRIBUTION_KEPT, RESULT_KEPT, TopKCodec
 
-
-class Codec(Protocol):
-    """Values are flat contiguous fp32 tensors, payloads flat contiguous uint8 tensors, both on the CPU.
-
-    What a codec loses, the sender keeps and adds to what it sends the next time (error feedback, residuals.py).
-    """
-
-    name: str
-    lossless: bool
-    residual_decay: float
-    """The part of a contribution's residual that is still there the next time."""
-    residual_reach: float
-    """The largest norm of a result's residual, as a multiple of the largest that the average itself may have."""
-
-    def encoded_bytes(self, numel: int) -> int:
-        """Exact payload size of `numel` values."""
-        ...
-
-    def encode(self, values: Tensor, buffer: Tensor) -> Tensor:
-        """The payload of `values`: a view of `values` itself, or of `buffer` (at least `encoded_bytes` long)."""
-        ...
-
-    def decode(self, payload: Tensor, buffer: Tensor) -> Tensor:
-        """The values in `payload`: a view of `payload` itself, or of the fp32 `buffer`, `buffer.numel()` long.
-
-        Raises ProtocolError on a payload that no encoder wrote; a codec with fp32 or fp16 values takes any bits.
-        """
-        ...
-
-    def energy_bound(self, norm: float, numel: int) -> float:
-        """The most that the squares of decoded values may sum to, if `numel` values of this L2 norm were encoded."""
-        ...
-
+__all__ = ["Codec", "PseudoGradient", "codec_named", "codec_names", "result_codec_named"]
 
 _CODECS: dict[str, Codec] = {
     codec.name: codec

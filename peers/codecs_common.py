@@ -1,16 +1,78 @@
-"""What several codecs share: lent memory, the check of scales, and the slack of energy bounds."""
+"""What every codec is, and what several of them share: lent memory, the check of scales, the slack of energy bounds."""
 
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
+from typing import NamedTuple
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from peers.errors import ProtocolError
+from peers.kernels import Bytes, Floats, Integers, accumulate
 
 LARGEST_SCALE = 2.0**64
 """Of a block. The squares of values beyond it would overflow, so no reduction takes them anyway."""
+
+
+class PseudoGradient(NamedTuple):
+    """What a member has to send of one chunk: (anchor - local) + residual."""
+
+    anchor: Floats
+    local: Floats
+    residual: Floats | None
+
+    def values(self, out: Floats) -> Floats:
+        """In the first values of `out`; the same bits at every call."""
+        values = np.subtract(self.anchor, self.local, out=out[: self.anchor.size])
+        return values if self.residual is None else np.add(values, self.residual, out=values)
+
+
+class Codec(ABC):
+    """Values are flat contiguous fp32 arrays, payloads flat contiguous uint8 arrays.
+
+    What a codec loses, the sender keeps and adds to what it sends the next time (error feedback, residuals.py).
+    """
+
+    name: str
+    lossless: bool
+    residual_decay: float
+    """The part of a contribution's residual that is still there the next time."""
+    residual_reach: float
+    """The largest norm of a result's residual, as a multiple of the largest that the average itself may have."""
+
+    @abstractmethod
+    def encoded_bytes(self, numel: int) -> int:
+        """Exact payload size of `numel` values."""
+
+    @abstractmethod
+    def encode(self, values: Floats, buffer: Bytes) -> Bytes:
+        """The payload of `values`: a view of `values` itself, or of `buffer` (at least `encoded_bytes` long)."""
+
+    @abstractmethod
+    def decode(self, payload: Bytes, buffer: Floats) -> Floats:
+        """The values in `payload`: a view of `payload` itself, or of `buffer`, as long as that.
+
+        Raises ProtocolError on a payload that no encoder wrote; a codec with fp32 or fp16 values takes any bits.
+        """
+
+    @abstractmethod
+    def energy_bound(self, norm: float, numel: int) -> float:
+        """The most that the squares of decoded values may sum to, if `numel` values of this L2 norm were encoded."""
+
+    def encode_contribution(self, chunk: PseudoGradient, scratch: Floats, buffer: Bytes) -> Bytes:
+        """`encode` of the chunk's values; `scratch` is lent."""
+        return self.encode(chunk.values(scratch), buffer)
+
+    def accumulate(
+        self, payload: Bytes, weight: np.float32, total: Floats, scratch: Floats, *, is_first: bool
+    ) -> float:
+        """Add weight x decoded values to `total`, or put it there; `scratch` is lent, and as long.
+
+        Returns the sum of the squares of the decoded values. Raises ProtocolError as `decode` does.
+        """
+        return accumulate(self.decode(payload, scratch), weight, total, is_first)
 
 
 class Workspace(threading.local):
@@ -20,27 +82,31 @@ class Workspace(threading.local):
     """
 
     def __init__(self) -> None:
-        self._floats = torch.empty(0)
-        self._flags = torch.empty(0, dtype=torch.bool)
+        self._floats = np.empty(0, np.float32)
+        self._flags = np.empty(0, np.bool_)
+        self._integers = np.empty(0, np.int8)
 
-    def floats(self, numel: int) -> Tensor:
-        if self._floats.numel() < numel:
-            self._floats = torch.empty(numel)
+    def floats(self, numel: int) -> Floats:
+        if self._floats.size < numel:
+            self._floats = np.empty(numel, np.float32)
         return self._floats[:numel]
 
-    def flags(self, numel: int) -> Tensor:
-        if self._flags.numel() < numel:
-            self._flags = torch.empty(numel, dtype=torch.bool)
+    def flags(self, numel: int) -> NDArray[np.bool_]:
+        if self._flags.size < numel:
+            self._flags = np.empty(numel, np.bool_)
         return self._flags[:numel]
+
+    def integers(self, numel: int) -> Integers:
+        if self._integers.size < numel:
+            self._integers = np.empty(numel, np.int8)
+        return self._integers[:numel]
 
 
 WORKSPACE = Workspace()
 
 
-def check_scales(smallest: float, largest: float) -> None:
-    """Raises ProtocolError unless all scales between these two are usable; one that is NaN makes both of them NaN."""
-    if not (smallest >= 0 and largest <= LARGEST_SCALE):
-        raise ProtocolError(f"sent a block with values that are not finite, or beyond {LARGEST_SCALE:g}")
+def unusable_scale() -> ProtocolError:
+    return ProtocolError(f"sent a block with values that are not finite, or beyond {LARGEST_SCALE:g}")
 
 
 def with_slack(norm: float) -> float:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
-from torch import Tensor
 
-from peers.codecs_common import with_slack
+from peers.codecs_common import Codec, with_slack
+from peers.kernels import Bytes, Floats
 
 _FLOAT16_MAX = 65504.0
 # Half of the smallest fp16 denormal: the most that rounding moves a value too small for relative precision.
@@ -16,7 +17,7 @@ _BFLOAT16_MAX = torch.finfo(torch.bfloat16).max
 _BFLOAT16_RELATIVE_ERROR = 2.0**-8
 
 
-class Float32Codec:
+class Float32Codec(Codec):
     """The values as they are, little-endian."""
 
     name = "fp32"
@@ -27,17 +28,17 @@ class Float32Codec:
     def encoded_bytes(self, numel: int) -> int:
         return numel * 4
 
-    def encode(self, values: Tensor, buffer: Tensor) -> Tensor:
-        return values.view(torch.uint8)
+    def encode(self, values: Floats, buffer: Bytes) -> Bytes:
+        return values.view(np.uint8)
 
-    def decode(self, payload: Tensor, buffer: Tensor) -> Tensor:
-        return payload.view(torch.float32)
+    def decode(self, payload: Bytes, buffer: Floats) -> Floats:
+        return payload.view(np.float32)
 
     def energy_bound(self, norm: float, numel: int) -> float:
         return with_slack(norm)
 
 
-class Float16Codec:
+class Float16Codec(Codec):
     """IEEE half precision, rounded to nearest even; denormals are kept.
 
     Finite values beyond ±65504 saturate there instead of becoming infinite, so that one outlier costs its own
@@ -52,17 +53,17 @@ class Float16Codec:
     def encoded_bytes(self, numel: int) -> int:
         return numel * 2
 
-    def encode(self, values: Tensor, buffer: Tensor) -> Tensor:
+    def encode(self, values: Floats, buffer: Bytes) -> Bytes:
         return _narrowed(values, buffer, torch.float16, _FLOAT16_MAX)
 
-    def decode(self, payload: Tensor, buffer: Tensor) -> Tensor:
-        return buffer.copy_(payload.view(torch.float16))
+    def decode(self, payload: Bytes, buffer: Floats) -> Floats:
+        return _widened(payload, buffer, torch.float16)
 
     def energy_bound(self, norm: float, numel: int) -> float:
         return with_slack(norm + math.sqrt(numel) * _FLOAT16_MAX_TINY_ERROR)
 
 
-class BFloat16Codec:
+class BFloat16Codec(Codec):
     """The upper half of fp32, rounded to nearest even: its whole range, denormals included, and 8 bits of precision.
 
     Values that would round to infinity, and infinities, saturate at ±3.39e38; NaN stays NaN.
@@ -76,20 +77,26 @@ class BFloat16Codec:
     def encoded_bytes(self, numel: int) -> int:
         return numel * 2
 
-    def encode(self, values: Tensor, buffer: Tensor) -> Tensor:
+    def encode(self, values: Floats, buffer: Bytes) -> Bytes:
         return _narrowed(values, buffer, torch.bfloat16, _BFLOAT16_MAX)
 
-    def decode(self, payload: Tensor, buffer: Tensor) -> Tensor:
-        return buffer.copy_(payload.view(torch.bfloat16))
+    def decode(self, payload: Bytes, buffer: Floats) -> Floats:
+        return _widened(payload, buffer, torch.bfloat16)
 
     def energy_bound(self, norm: float, numel: int) -> float:
         return with_slack(norm * (1 + _BFLOAT16_RELATIVE_ERROR))
 
 
-def _narrowed(values: Tensor, buffer: Tensor, dtype: torch.dtype, largest: float) -> Tensor:
-    payload = buffer[: values.numel() * dtype.itemsize]
-    narrow = payload.view(dtype)
-    narrow.copy_(values)
+def _narrowed(values: Floats, buffer: Bytes, dtype: torch.dtype, largest: float) -> Bytes:
+    # NumPy has no bf16.
+    payload = buffer[: values.size * dtype.itemsize]
+    narrow = torch.from_numpy(payload.view(np.int16)).view(dtype)
+    narrow.copy_(torch.from_numpy(values))
     # Values above the largest are few or none: one conversion and one in-place clamp spare a buffer of fp32 values.
     narrow.clamp_(-largest, largest)
     return payload
+
+
+def _widened(payload: Bytes, buffer: Floats, dtype: torch.dtype) -> Floats:
+    torch.from_numpy(buffer).copy_(torch.from_numpy(payload.view(np.int16)).view(dtype))
+    return buffer

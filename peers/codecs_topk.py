@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
-from peers.codecs_common import WORKSPACE, check_scales, with_slack
+from peers.codecs_common import LARGEST_SCALE, WORKSPACE, Codec, unusable_scale, with_slack
 from peers.errors import ProtocolError
+from peers.kernels import Bytes, Floats
 
 BLOCK_NUMEL = 4096
 SECTION_NUMEL = 256
@@ -25,8 +25,6 @@ DECAY = 0.95
 """Of the error feedback, per epoch: the paper's, in place of an outer momentum."""
 _STEPS_OF_TWO_MEANS = 2
 
-Bytes = NDArray[np.uint8]
-Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
 Indices = NDArray[np.int64]
 Flags = NDArray[np.bool_]
@@ -64,7 +62,7 @@ class _Parts(NamedTuple):
     """A bit for each kept value: whether its magnitude is the larger one."""
 
 
-class TopKCodec:
+class TopKCodec(Codec):
     """The largest magnitudes of each 4096 values, `kept` of them, rounded to one of two; all other values are zero.
 
     Of equal magnitudes the first ones are kept. The two magnitudes come from two-means on those kept, summed in a fixed
@@ -84,13 +82,13 @@ class TopKCodec:
     def encoded_bytes(self, numel: int) -> int:
         return sum(self._sizes(numel))
 
-    def encode(self, values: Tensor, buffer: Tensor) -> Tensor:
-        numel, source = values.numel(), values.numpy()
+    def encode(self, values: Floats, buffer: Bytes) -> Bytes:
+        numel = values.size
         payload = buffer[: self.encoded_bytes(numel)]
-        parts, runs = self._parts(payload.numpy(), numel), self._runs(numel)
+        parts, runs = self._parts(payload, numel), self._runs(numel)
         negative, larger = (np.empty(len(parts.lows), np.bool_) for _ in range(2))
         for run in runs:
-            block = run.of(source)
+            block = run.of(values)
             indices = _largest(block, run.kept)
             chosen = block.reshape(-1)[indices]
             levels, choice = _two_means(np.abs(chosen).reshape(run.rows, run.kept).astype(np.float64))
@@ -103,18 +101,20 @@ class TopKCodec:
         parts.choices[:] = np.packbits(larger)
         return payload
 
-    def decode(self, payload: Tensor, buffer: Tensor) -> Tensor:
-        numel = buffer.numel()
-        buffer.zero_()
+    def decode(self, payload: Bytes, buffer: Floats) -> Floats:
+        numel = buffer.size
+        buffer.fill(0)
         if not numel:
             return buffer
-        parts = self._parts(payload.numpy(), numel)
-        check_scales(float(parts.levels.min()), float(parts.levels.max()))
+        parts = self._parts(payload, numel)
+        if not (parts.levels.min() >= 0 and parts.levels.max() <= LARGEST_SCALE):
+            # One that is NaN makes both of them NaN.
+            raise unusable_scale()
         indices = self._indices(parts, numel)
         negative, larger = (np.unpackbits(bits, count=len(indices)) for bits in (parts.signs, parts.choices))
-        values = parts.levels[indices // BLOCK_NUMEL * 2 + larger]
-        np.negative(values, out=values, where=negative.view(np.bool_))
-        buffer.numpy()[indices] = values
+        chosen = parts.levels[indices // BLOCK_NUMEL * 2 + larger]
+        np.negative(chosen, out=chosen, where=negative.view(np.bool_))
+        buffer[indices] = chosen
         return buffer
 
     def energy_bound(self, norm: float, numel: int) -> float:
@@ -170,8 +170,8 @@ def _sections(run: _Run) -> int:
 def _largest(blocks: Floats, kept: int) -> Indices:
     """Flat indices of the `kept` largest magnitudes of each row, ascending; of equals the first. NaN is infinite."""
     rows, width = blocks.shape
-    magnitudes = WORKSPACE.floats(blocks.size).numpy().reshape(rows, width)
-    chosen = WORKSPACE.flags(blocks.size).numpy().reshape(rows, width)
+    magnitudes = WORKSPACE.floats(blocks.size).reshape(rows, width)
+    chosen = WORKSPACE.flags(blocks.size).reshape(rows, width)
     np.abs(blocks, out=magnitudes)
     magnitudes.partition(width - kept, axis=1)
     threshold = magnitudes[:, width - kept, None].copy()

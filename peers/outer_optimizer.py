@@ -13,9 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from peers.kernels import energy, outer_step
 from peers.outer_state import Digests, OuterState, num_threads
 from peers.reduce_plan import CHUNK_NUMEL, slices
 from peers.residuals import contribution
@@ -83,41 +85,27 @@ class OuterOptimizer:
         self, state: OuterState, chunk: StateChunk, average: Tensor, target: Target | None, *, hashing: bool
     ) -> tuple[bytes, bytes]:
         """One chunk's step, into `target` if there is one. Returns sha256 of anchor and momentum, if `hashing`."""
-        old_anchor, old_momentum = state.anchor[chunk.fragment], state.momentum[chunk.fragment]
-        hashes = hashlib.sha256(), hashlib.sha256()
-        scratch = [torch.empty(min(chunk.numel, _PART_NUMEL)) for _ in range(3)]
+        fragment = chunk.fragment
+        old_anchor, old_momentum = state.anchor[fragment].numpy(), state.momentum[fragment].numpy()
+        if average.numel() != old_anchor.size:
+            raise ValueError(f"an average of {average.numel()} values for a fragment of {old_anchor.size}")
+        averages, hashes = average.numpy(), (hashlib.sha256(), hashlib.sha256())
+        lr, factor = np.float32(self.lr), np.float32(self.momentum)
+        if target is None:
+            scratch = [np.empty(min(chunk.numel, _PART_NUMEL), np.float32) for _ in range(2)]
         for start in range(chunk.start, chunk.stop, _PART_NUMEL):
             part = slice(start, min(start + _PART_NUMEL, chunk.stop))
-            direction, anchor, momentum = (buffer[: part.stop - part.start] for buffer in scratch)
             if target is not None:
-                anchor, momentum = target.anchor[part], target.momentum[part]
-            self._step(old_anchor[part], old_momentum[part], average[part], direction, anchor, momentum)
+                anchor, momentum = target.anchor.numpy()[part], target.momentum.numpy()[part]
+            else:
+                anchor, momentum = (buffer[: part.stop - start] for buffer in scratch)
+            outer_step(old_anchor[part], old_momentum[part], averages[part], lr, factor, anchor, momentum)
             if target is not None and target.copy is not None:
-                target.copy[part].copy_(anchor)
+                target.copy.numpy()[part] = anchor
             if hashing:
-                for hashed, values in zip(hashes, (anchor, momentum), strict=True):
-                    hashed.update(values.numpy().data)
+                hashes[0].update(anchor.data)
+                hashes[1].update(momentum.data)
         return hashes[0].digest(), hashes[1].digest()
-
-    def _step(
-        self,
-        old_anchor: Tensor,
-        old_momentum: Tensor,
-        average: Tensor,
-        scratch: Tensor,
-        anchor: Tensor,
-        momentum: Tensor,
-    ) -> None:
-        """One outer step into `anchor` and `momentum`, which may be the old ones.
-
-        The first step's momentum is the average itself, since 0 times the momentum is added to it.
-        """
-        torch.mul(old_momentum, self.momentum, out=scratch)
-        torch.add(scratch, average, out=momentum)
-        torch.mul(momentum, self.momentum, out=scratch)
-        scratch.add_(average)
-        scratch.mul_(self.lr)
-        torch.sub(old_anchor, scratch, out=anchor)
 
 
 def norm_of_pseudo_gradient(anchor: Tensor, local: Tensor, residual: Tensor | None = None) -> float:
@@ -125,12 +113,11 @@ def norm_of_pseudo_gradient(anchor: Tensor, local: Tensor, residual: Tensor | No
 
     Not finite if any value of it is not, or its square overflows fp32.
     """
-    scratch = torch.empty(min(anchor.numel(), CHUNK_NUMEL))
-    energy = 0.0
+    scratch = np.empty(min(anchor.numel(), CHUNK_NUMEL), np.float32)
+    found = 0.0
     for part in slices(anchor.numel()):
-        values = contribution(anchor, local, residual, part, scratch)
-        energy += float(torch.dot(values, values))
-    return math.sqrt(energy) if energy >= 0 else math.nan
+        found += energy(contribution(anchor, local, residual, part).values(scratch))
+    return math.sqrt(found) if found >= 0 else math.nan
 
 
 def rebase(new_anchor: Tensor, local: Tensor, base: Tensor, out: Tensor) -> None:

@@ -30,6 +30,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,6 +50,7 @@ from peers.frames import (
     receive_into,
     send_frame,
 )
+from peers.kernels import Bytes
 from peers.reduce_arithmetic import Arithmetic, Scratch, reduce_alone
 from peers.reduce_plan import ReducePlan, ReduceReport
 from peers.reduce_progress import LAST_WORDS_S, Departed, Progress
@@ -208,8 +210,8 @@ class _Reduction:
         except Stopped:
             return
 
-    def _send_frame(self, other: int, kind: Kind, chunk: int, payload: Tensor | None = None) -> None:
-        data = payload.numpy().data if payload is not None else memoryview(b"")
+    def _send_frame(self, other: int, kind: Kind, chunk: int, payload: Bytes | None = None) -> None:
+        data = payload.data if payload is not None else memoryview(b"")
         send_frame(
             self._send[other],
             Header(kind, chunk, len(data)),
@@ -242,7 +244,7 @@ class _Reduction:
         """Take every contribution and every result that `other` owes, in any interleaving that keeps each in order."""
         expected = [self._plan.num_chunks(self._plan.me), self._plan.num_chunks(other)]
         taken = [0, 0]
-        buffer = torch.empty_like(scratch.payload)
+        buffer = np.empty_like(scratch.payload)
         while taken != expected:
             header = receive_header(self._receive[other], self._stall_timeout_s, self._progress.has_failed)
             kind = header.kind
@@ -260,7 +262,7 @@ class _Reduction:
             payload = buffer[:size] if place is None else place
             receive_into(
                 self._receive[other],
-                payload.numpy().data,
+                payload.data,
                 self._stall_timeout_s,
                 self._progress.has_failed,
                 partial(_count, self._moved_in, other),
@@ -273,7 +275,7 @@ class _Reduction:
                 self._add_in_turn(other, index, payload, scratch)
             taken[kind] += 1
 
-    def _add_in_turn(self, other: int, index: int, payload: Tensor, scratch: Scratch) -> None:
+    def _add_in_turn(self, other: int, index: int, payload: Bytes, scratch: Scratch) -> None:
         plan = self._plan
         self._progress.wait_for_turn(other, index)
         if other == plan.me + 1:
@@ -311,7 +313,7 @@ class _Reduction:
     def _hear_last_words(self, other: int) -> None:
         """Skip whatever `other` still sends until it says why it takes nothing any more, or is found dead."""
         deadline = time.monotonic() + LAST_WORDS_S
-        skipped = Scratch(self._plan.codec).payload.numpy().data
+        skipped = Scratch(self._plan.codec).payload.data
 
         def stop() -> bool:
             return self._progress.has_failed() or time.monotonic() > deadline

@@ -26,18 +26,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from peers.codecs import codec_named
+from peers.codecs import PseudoGradient, codec_named
+from peers.kernels import Floats
 from peers.outer_state import num_threads
 from peers.reduce_plan import CHUNK_NUMEL, ReducePlan, slices
 
 
-def contribution(anchor: Tensor, local: Tensor, residual: Tensor | None, part: slice, out: Tensor) -> Tensor:
-    """What a member has to send of `part`, before the codec, in `out`: the same bits at every call."""
-    values = out[: part.stop - part.start]
-    array = np.subtract(anchor[part].numpy(), local[part].numpy(), out=values.numpy())
-    if residual is not None:
-        np.add(array, residual[part].numpy(), out=array)
-    return values
+def contribution(anchor: Tensor, local: Tensor, residual: Tensor | None, part: slice) -> PseudoGradient:
+    """What a member has to send of `part`, before the codec."""
+    kept = residual[part].numpy() if residual is not None else None
+    return PseudoGradient(anchor[part].numpy(), local[part].numpy(), kept)
 
 
 class _Stretch(NamedTuple):
@@ -64,31 +62,34 @@ class AttemptResiduals:
         self.plan, self.contribution, self._result = plan, contribution, result
         share = slice(plan.bounds[plan.me], plan.bounds[plan.me + 1])
         self.pending = _Stretch(share.start, torch.empty(share.stop - share.start))
+        self._pending_array = self.pending.values.numpy()
         owned = result.of(share) if result is not None else None
         norm = _norm(owned[1]) if owned is not None else 0.0
         # Nobody takes a result beyond the bound, and that follows the norms of this round: after a large one an honest
         # owner must not send what is left of it all at once.
         self._scale = min(1.0, plan.result_residual_bound() / norm) if norm > 0 else 0.0
 
-    def add_to_average(self, part: slice, average: Tensor, scratch: Tensor) -> None:
+    def add_to_average(self, part: slice, average: Floats, scratch: Floats) -> None:
         """Add to the finished average of `part` of this peer's share what was lost of the ones before."""
         if self._result is None or not self._scale:
             return
         if (found := self._result.of(part)) is not None:
             where, values = found
-            average[where].add_(torch.mul(values, self._scale, out=scratch[: values.numel()]))
+            lost = np.multiply(values.numpy(), np.float32(self._scale), out=scratch[: values.numel()])
+            np.add(average[where], lost, out=average[where])
 
-    def before_coding(self, part: slice, result: Tensor) -> None:
+    def before_coding(self, part: slice, result: Floats) -> None:
         """Of each chunk of the share once, with what is to be sent."""
-        self._pending(part).copy_(result)
+        np.copyto(self._pending(part), result)
 
-    def after_coding(self, part: slice, decoded: Tensor) -> None:
+    def after_coding(self, part: slice, decoded: Floats) -> None:
         """The same chunk as all members have it."""
-        self._pending(part).sub_(decoded)
+        pending = self._pending(part)
+        np.subtract(pending, decoded, out=pending)
 
-    def _pending(self, part: slice) -> Tensor:
+    def _pending(self, part: slice) -> Floats:
         start = self.pending.start
-        return self.pending.values[part.start - start : part.stop - start]
+        return self._pending_array[part.start - start : part.stop - start]
 
 
 class Residuals:
@@ -194,14 +195,14 @@ def _store_losses(
     ]
 
     def store(mine: list[slice]) -> None:
-        sent, back = torch.empty(CHUNK_NUMEL), torch.empty(CHUNK_NUMEL)
-        payload = torch.empty(codec.encoded_bytes(CHUNK_NUMEL), dtype=torch.uint8)
+        sent, back = np.empty(CHUNK_NUMEL, np.float32), np.empty(CHUNK_NUMEL, np.float32)
+        payload = np.empty(codec.encoded_bytes(CHUNK_NUMEL), np.uint8)
         for part in mine:
-            values = contribution(anchor, local, residual, part, sent)
-            decoded = codec.decode(codec.encode(values, payload), back[: values.numel()])
-            torch.sub(values, decoded, out=out[part])
+            values = contribution(anchor, local, residual, part).values(sent)
+            decoded = codec.decode(codec.encode(values, payload), back[: values.size])
+            lost = np.subtract(values, decoded, out=out[part].numpy())
             if codec.residual_decay != 1.0:
-                out[part].mul_(codec.residual_decay)
+                np.multiply(lost, np.float32(codec.residual_decay), out=lost)
 
     # Flushing denormals is a state of the thread, and must be the same as in those that sent.
     with ThreadPoolExecutor(num_threads(), "residuals", torch.set_flush_denormal, (False,)) as pool:

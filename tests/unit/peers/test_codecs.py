@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 import threading
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peers.codecs import codec_named, codec_names, result_codec_named
+from peers.codecs import PseudoGradient, codec_named, codec_names, result_codec_named
 from peers.codecs_topk import BLOCK_NUMEL, CONTRIBUTION_KEPT, RESULT_KEPT, SECTION_NUMEL
 from peers.errors import ProtocolError
 from peers.frames import HEADER
 from peers.reduce_plan import CHUNK_NUMEL
+from tests.support.coding import coded, decode, encode
 
 CODECS = {name: codec_named(name) for name in codec_names()} | {"topk results": result_codec_named("topk")}
 WITH_SCALES = ["int8", "int4", "topk", "topk results"]
@@ -41,18 +43,11 @@ def vectors(draw):
 
 
 def encoded(name, values):
-    codec = CODECS[name]
-    # Longer than needed: a codec takes the first bytes of what it is lent.
-    payload = codec.encode(
-        values, torch.full((codec.encoded_bytes(values.numel()) + 8,), 85, dtype=torch.uint8)
-    )
-    assert payload.dtype == torch.uint8
-    assert payload.numel() == codec.encoded_bytes(values.numel())
-    return payload.clone()
+    return encode(CODECS[name], values)
 
 
 def round_trip(name, values):
-    return CODECS[name].decode(encoded(name, values), torch.full_like(values, math.nan))
+    return coded(CODECS[name], values)
 
 
 def norm(values):
@@ -73,6 +68,32 @@ def test_encoding_leaves_the_values_alone_and_gives_the_same_bytes_each_time(val
     thread.join()
     assert torch.equal(values, before)
     assert torch.equal(payload, other_threads[0])
+
+
+@given(vectors(), codec_name, st.booleans())
+@few
+def test_a_contribution_is_encoded_like_its_values(values, name, with_residual):
+    codec, noise = CODECS[name], torch.randn(values.numel(), generator=torch.Generator().manual_seed(1))
+    local, residual = values * noise, values.flip(0) * 0.1 if with_residual else None
+    chunk = PseudoGradient(values.numpy(), local.numpy(), residual.numpy() if with_residual else None)
+    difference = values - local if residual is None else (values - local) + residual
+    buffer = np.empty(codec.encoded_bytes(values.numel()), np.uint8)
+    payload = codec.encode_contribution(chunk, np.empty(values.numel(), np.float32), buffer)
+    assert payload.tobytes() == encode(codec, difference).numpy().tobytes()
+
+
+@given(vectors(), codec_name, st.booleans())
+@few
+def test_accumulating_a_payload_is_decoding_weighing_and_adding_it(values, name, is_first):
+    codec, weight, numel = CODECS[name], np.float32(0.3), values.numel()
+    payload, decoded = encode(codec, values), round_trip(name, values)
+    total = torch.randn(numel, generator=torch.Generator().manual_seed(2))
+    expected = decoded * float(weight) + (0 if is_first else total)
+    energy = codec.accumulate(
+        payload.numpy(), weight, total.numpy(), np.empty(numel, np.float32), is_first=is_first
+    )
+    assert torch.equal(total, expected)
+    assert energy == pytest.approx(norm(decoded) ** 2, rel=1e-5, abs=2.0**-140)
 
 
 @given(vectors(), codec_name)
@@ -159,7 +180,7 @@ def test_any_bytes_are_either_values_or_a_protocol_error(garbage, numel, name):
     size = codec.encoded_bytes(numel)
     payload = pattern.repeat(size // len(pattern) + 1)[:size].clone()
     try:
-        decoded = codec.decode(payload, torch.empty(numel))
+        decoded = decode(codec, payload, numel)
     except ProtocolError:
         return
     assert decoded.numel() == numel
@@ -320,7 +341,7 @@ def tampered(at, change, numel=BLOCK_NUMEL + 1000):
     values = torch.randn(numel, generator=torch.Generator().manual_seed(1))
     payload = encoded("topk", values)
     payload[at] = change(payload[at])
-    return CODECS["topk"].decode(payload, torch.empty(numel))
+    return decode(CODECS["topk"], payload, numel)
 
 
 LEVELS, SECTIONS = 16, 20
@@ -346,4 +367,4 @@ def test_an_index_beyond_the_last_block_is_refused():
         values = torch.ones(1)
         payload = encoded("topk", values)
         payload[9] = 1
-        CODECS["topk"].decode(payload, torch.empty(1))
+        decode(CODECS["topk"], payload, 1)

@@ -102,7 +102,7 @@ def test_a_snapshot_does_not_change_when_the_state_does():
 
 def test_a_commit_that_breaks_off_leaves_nothing_to_serve_or_save(tmp_path):
     state = some_state()
-    with pytest.raises(RuntimeError):
+    with pytest.raises(ValueError, match="an average of 3 values"):
         OuterOptimizer(lr=0.7, momentum=0.9).commit(state, 0, torch.zeros(3), tokens=1, data_width=1)
     assert state.epoch == 0
     assert state.snapshot() is None

@@ -14,6 +14,7 @@ from peers.errors import ProtocolError, RoundFailed
 from peers.frames import HEADER, Kind
 from peers.reduce import reduce_pseudo_gradients
 from peers.reduce_plan import CHUNK_NUMEL, ReducePlan, equal_bounds
+from tests.support.coding import coded
 
 SEVERAL_CHUNKS = 2 * 3 * CHUNK_NUMEL + 1234
 RANKS = (2, 5, 7, 11)
@@ -100,14 +101,10 @@ def reference(swarm):
     """The same average in float64, with what the codec does to every contribution and to the result."""
     codec, numel = codec_named(swarm.codec), swarm.anchor.numel()
 
-    def coded(values):
-        payload = torch.empty(codec.encoded_bytes(numel), dtype=torch.uint8)
-        return codec.decode(codec.encode(values, payload), torch.empty(numel))
-
     total = torch.zeros(numel, dtype=torch.float64)
     for weight, local in zip(swarm.weights, swarm.locals, strict=True):
-        total += weight * coded(swarm.anchor - local).double()
-    return coded(total.float()).double()
+        total += weight * coded(codec, swarm.anchor - local).double()
+    return coded(codec, total.float()).double()
 
 
 def assert_close(value, expected, rtol):

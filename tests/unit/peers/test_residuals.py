@@ -8,6 +8,7 @@ import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +17,7 @@ from peers.outer_optimizer import norm_of_pseudo_gradient
 from peers.reduce import reduce_pseudo_gradients
 from peers.reduce_plan import CHUNK_NUMEL, ReducePlan, equal_bounds
 from peers.residuals import Residuals
+from tests.support.coding import coded
 
 LOSSY = [name for name in codec_names() if not codec_named(name).lossless]
 WITHOUT_DECAY = [name for name in LOSSY if codec_named(name).residual_decay == 1.0]
@@ -246,9 +248,7 @@ def test_what_is_kept_is_what_the_wire_lost_of_every_share_times_the_decay(group
     for owner in range(2):
         for index in range(plan.num_chunks(owner)):
             part = plan.chunk(owner, index)
-            payload = torch.empty(coder.encoded_bytes(CHUNK_NUMEL), dtype=torch.uint8)
-            decoded = coder.decode(coder.encode(values[part], payload), torch.empty(part.stop - part.start))
-            expected = (values[part] - decoded) * coder.residual_decay
+            expected = (values[part] - coded(coder, values[part])) * coder.residual_decay
             assert torch.equal(swarm.residuals[0].contribution[part], expected)
 
 
@@ -269,13 +269,17 @@ def test_what_is_owned_no_longer_is_dropped_and_what_is_new_starts_at_zero(group
     locals_ = swarm.trained()
     plan = swarm.plans(locals_, (0, 3000, 4000))[1]
     added = torch.zeros(1000)
-    swarm.residuals[1].for_attempt(plan).add_to_average(slice(3000, 4000), added, torch.empty(1000))
+    swarm.residuals[1].for_attempt(plan).add_to_average(
+        slice(3000, 4000), added.numpy(), np.empty(1000, np.float32)
+    )
     with swarm.residuals[1].held() as tensors:
         assert int(tensors["result_start"]) == 1000
         assert torch.equal(added, tensors["result"][2000:])
     plan = swarm.plans(locals_, (0, 500, 4000))[1]
     added = torch.zeros(3500)
-    swarm.residuals[1].for_attempt(plan).add_to_average(slice(500, 4000), added, torch.empty(3500))
+    swarm.residuals[1].for_attempt(plan).add_to_average(
+        slice(500, 4000), added.numpy(), np.empty(3500, np.float32)
+    )
     assert torch.count_nonzero(added[:500]) == 0
     assert torch.count_nonzero(added[500:]) > 2000
 

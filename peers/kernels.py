@@ -1,0 +1,226 @@
+"""Loops over a chunk, compiled: one pass over the cache where array operations would make four to seven.
+
+Compiled when this module is first imported on a machine (a few seconds), kept beside it for later (numba's cache).
+While they run, other threads do. Multiplies and adds are never fused, and sums have a fixed order, so that every
+machine gets the same bits.
+
+All arrays are C-contiguous and one-dimensional, and none overlaps another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float32]
+Bytes = NDArray[np.uint8]
+Integers = NDArray[np.int8]
+Words = NDArray[np.uint16]
+Kernel = TypeVar("Kernel", bound=Callable[..., Any])
+
+_SUMMED_AT_ONCE = 1024
+_LANES = 64
+_STEPPED_AT_ONCE = 1024
+# The bits of fp32.
+_MAGNITUDE = np.uint32(0x7FFF_FFFF)
+_INFINITY = np.uint32(0x7F80_0000)
+_BF16_NAN = np.uint16(0x7FC0)
+
+
+def _compiled(*signatures: str) -> Callable[[Kernel], Kernel]:
+    def wrapped(function: Kernel, *, cache: bool) -> Any:
+        return numba.njit(list(signatures), cache=cache, nogil=True, error_model="numpy")(function)
+
+    def compiled(function: Kernel) -> Any:
+        try:
+            return wrapped(function, cache=True)
+        except RuntimeError:
+            # Nowhere to keep it: compiled by every process anew.
+            return wrapped(function, cache=False)
+
+    return compiled
+
+
+@_compiled("float64(float32[::1])")
+def energy(values: Floats) -> float:
+    """The sum of the squares; not finite where a value is not."""
+    total = 0.0
+    lanes = np.empty(_LANES, np.float32)
+    for start in range(0, values.size, _SUMMED_AT_ONCE):
+        part = values[start : start + _SUMMED_AT_ONCE]
+        lanes[:] = 0
+        rows = part.size // _LANES
+        for row in range(rows):
+            some = part[row * _LANES : (row + 1) * _LANES]
+            for lane in range(_LANES):
+                lanes[lane] += some[lane] * some[lane]
+        for rest in range(rows * _LANES, part.size):
+            total += part[rest] * part[rest]
+        for lane in range(_LANES):
+            total += lanes[lane]
+    return total
+
+
+@_compiled("float64(float32[::1], float32, float32[::1], boolean)")
+def accumulate(values: Floats, weight: np.float32, total: Floats, is_first: bool) -> float:
+    """Add weight x values to `total`, or put it there. Returns the energy of the values."""
+    found = 0.0
+    for start in range(0, values.size, _SUMMED_AT_ONCE):
+        part, place = values[start : start + _SUMMED_AT_ONCE], total[start : start + _SUMMED_AT_ONCE]
+        if is_first:
+            for i in range(part.size):
+                place[i] = part[i] * weight
+        else:
+            for i in range(part.size):
+                place[i] += part[i] * weight
+        found += energy(part)
+    return found
+
+
+_ENCODE = "void(float32[::1], {}, {}, int64, float32, float32, uint16[::1], int8[::1])"
+
+
+@_compiled(
+    _ENCODE.format("none", "none"),
+    _ENCODE.format("float32[::1]", "none"),
+    _ENCODE.format("float32[::1]", "float32[::1]"),
+)
+def encode_blocks(
+    values: Floats,
+    minus: Floats | None,
+    plus: Floats | None,
+    block: int,
+    step: np.float32,
+    smallest_scale: np.float32,
+    scales: Words,
+    integers: Integers,
+) -> None:
+    """Give each `block` of (values - minus) + plus a scale, and round them to its multiples, nearest even.
+
+    The scale (bf16 bits) is `step` x the largest magnitude. A block with a value that is not finite gets one that is
+    not, and zeros.
+    """
+    row = np.empty(block, np.float32)
+    row_bits = row.view(np.uint32)
+    # One number, seen as a float and as its bits.
+    bits = np.empty(1, np.uint32)
+    number = bits.view(np.float32)
+    for index in range(scales.size):
+        start = index * block
+        part = values[start : start + block]
+        if minus is None:
+            for i in range(part.size):
+                row[i] = part[i]
+        else:
+            less = minus[start : start + block]
+            for i in range(part.size):
+                row[i] = part[i] - less[i]
+        if plus is not None:
+            more = plus[start : start + block]
+            for i in range(part.size):
+                row[i] += more[i]
+        largest = np.uint32(0)
+        for i in range(part.size):
+            largest = max(largest, row_bits[i] & _MAGNITUDE)
+        out = integers[start : start + block]
+        if largest >= _INFINITY:
+            scales[index] = _BF16_NAN
+            out[:] = 0
+            continue
+        bits[0] = largest
+        number[0] = max(number[0] * step, smallest_scale)
+        # Rounded to nearest even.
+        upper = (bits[0] + np.uint32(0x7FFF) + ((bits[0] >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+        scales[index] = upper
+        bits[0] = upper << np.uint32(16)
+        reciprocal = np.float32(1) / number[0]
+        for i in range(part.size):
+            out[i] = np.int8(np.int32(np.rint(row[i] * reciprocal)))
+
+
+@_compiled("void(uint16[::1], int8[::1], int64, float32[::1])")
+def decode_blocks(scales: Words, integers: Integers, block: int, values: Floats) -> None:
+    """The multiples of their blocks' scales (bf16 bits)."""
+    bits = np.empty(1, np.uint32)
+    number = bits.view(np.float32)
+    for index in range(scales.size):
+        bits[0] = np.uint32(scales[index]) << np.uint32(16)
+        scale = number[0]
+        start = index * block
+        part, place = integers[start : start + block], values[start : start + block]
+        for i in range(part.size):
+            place[i] = np.float32(part[i]) * scale
+
+
+@_compiled("float64(uint16[::1], int8[::1], int64, float32, float32[::1], boolean)")
+def accumulate_blocks(
+    scales: Words, integers: Integers, block: int, weight: np.float32, total: Floats, is_first: bool
+) -> float:
+    """`accumulate` of what `decode_blocks` would give."""
+    bits = np.empty(1, np.uint32)
+    number = bits.view(np.float32)
+    found = 0.0
+    for index in range(scales.size):
+        bits[0] = np.uint32(scales[index]) << np.uint32(16)
+        scale = number[0]
+        start = index * block
+        part, place = integers[start : start + block], total[start : start + block]
+        squares = np.int32(0)
+        if is_first:
+            for i in range(part.size):
+                squares += np.int32(part[i]) * np.int32(part[i])
+                place[i] = (np.float32(part[i]) * scale) * weight
+        else:
+            for i in range(part.size):
+                squares += np.int32(part[i]) * np.int32(part[i])
+                place[i] += (np.float32(part[i]) * scale) * weight
+        found += np.float64(squares) * np.float64(scale) * np.float64(scale)
+    return found
+
+
+@_compiled("void(int8[::1], int8[::1])")
+def pack_nibbles(integers: Integers, packed: Integers) -> None:
+    """Two integers of -7..7 in a byte: low + 16 x high, the first half of them as lows, the second as highs."""
+    lows, highs = integers[: packed.size], integers[packed.size :]
+    for i in range(highs.size):
+        packed[i] = lows[i] + np.int8(16) * highs[i]
+    for i in range(highs.size, lows.size):
+        packed[i] = lows[i]
+
+
+@_compiled("void(int8[::1], int8[::1])")
+def unpack_nibbles(packed: Integers, integers: Integers) -> None:
+    """What `pack_nibbles` was given. Any byte gives some integers of -8..8."""
+    lows, highs = integers[: packed.size], integers[packed.size :]
+    for i in range(lows.size):
+        lows[i] = ((packed[i] + np.int32(8)) & np.int32(15)) - np.int32(8)
+    for i in range(highs.size):
+        highs[i] = (packed[i] + np.int32(8)) >> np.int32(4)
+
+
+@_compiled(
+    "void(float32[::1], float32[::1], float32[::1], float32, float32, float32[::1], float32[::1])",
+)
+def outer_step(
+    old_anchor: Floats,
+    old_momentum: Floats,
+    average: Floats,
+    lr: np.float32,
+    factor: np.float32,
+    anchor: Floats,
+    momentum: Floats,
+) -> None:
+    """A step of Nesterov SGD, `factor` times the momentum; the last two arrays may be the first two."""
+    new_anchor, new_momentum = np.empty(_STEPPED_AT_ONCE, np.float32), np.empty(_STEPPED_AT_ONCE, np.float32)
+    for start in range(0, average.size, _STEPPED_AT_ONCE):
+        stop = min(start + _STEPPED_AT_ONCE, average.size)
+        anchors, momenta, averages = old_anchor[start:stop], old_momentum[start:stop], average[start:stop]
+        for i in range(averages.size):
+            new_momentum[i] = momenta[i] * factor + averages[i]
+            new_anchor[i] = anchors[i] - (new_momentum[i] * factor + averages[i]) * lr
+        anchor[start:stop] = new_anchor[: averages.size]
+        momentum[start:stop] = new_momentum[: averages.size]
