@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 MAX_IDLE_PER_PEER = 2
 """Incoming streams per peer that wait for a round; the oldest gives way."""
+MAX_IDLE_PEERS = 256
+"""Peers that such streams are kept of. Who takes part in rounds comes last: strangers who only sit there give way."""
 UNCLAIMED_S = 60.0
 """How long a stream that names an attempt waits for somebody here to take part in it."""
 _NAME_TIMEOUT_S = 10.0
@@ -236,6 +238,9 @@ class StreamPool:
         watched = self._idle[peer]
         while len(watched) >= MAX_IDLE_PER_PEER:
             watched.pop(next(iter(watched))).cancel()
+        while len(self._idle) > MAX_IDLE_PEERS:
+            for reading in self._idle.pop(next(iter(self._idle))).values():
+                reading.cancel()
         task = watched[sock] = asyncio.create_task(_read_name(sock))
         task.add_done_callback(lambda task: self._after_reading(peer, sock, task))
 

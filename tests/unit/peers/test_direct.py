@@ -225,6 +225,45 @@ def test_the_silent_give_way_to_newcomers_when_there_are_too_many(tmp_path, monk
     run(scenario())
 
 
+@pytest.mark.parametrize("plain", [(True, False), (False, True), (False, False)])
+@pytest.mark.parametrize("flips", [(True, False), (False, True), (True, True)])
+def test_nobody_on_the_way_talks_two_peers_out_of_tls(tmp_path, plain, flips):
+    def flipped(data):
+        # Behind the magic.
+        return data[:8] + bytes([data[8] ^ 1]) + data[9:]
+
+    async def scenario():
+        async with peers(tmp_path, plain=plain) as (a, b):
+
+            async def between(reader, writer):
+                ahead_reader, ahead = await asyncio.open_connection("127.0.0.1", b.direct.port)
+
+                async def copy(source, target, flip):
+                    data = await source.read(4096)
+                    target.write(flipped(data) if flip and data else data)
+                    while data := await source.read(4096):
+                        target.write(data)
+                    target.close()
+
+                with contextlib.suppress(ConnectionError):
+                    await asyncio.gather(copy(reader, ahead, flips[0]), copy(ahead_reader, writer, flips[1]))
+
+            server = await asyncio.start_server(between, "127.0.0.1", 0)
+            a.known[b.me.peer_id] = [f"/ip4/127.0.0.1/tcp/{server.sockets[0].getsockname()[1]}"]
+            try:
+                stream = await a.direct.open(b.me.peer_id, PROTOCOL, timeout_s=2)
+            except PeerUnreachable:
+                assert b.streams.empty()
+            else:
+                # Where a flag says less than it did, nothing is lost.
+                assert isinstance(stream, ssl.SSLSocket)
+                stream.close()
+                (await b.next())[1].close()
+            server.close()
+
+    run(scenario())
+
+
 def test_a_greeting_that_was_recorded_opens_nothing_when_it_is_played_again(tmp_path):
     async def scenario():
         async with peers(tmp_path, plain=(True, True)) as (a, b):

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from peers import streams as streams_module
 from peers.errors import PeerUnreachable, RoundFailed
 from peers.frames import HEADER, NOBODY, Kind
 from peers.streams import MAX_IDLE_PER_PEER, StreamPool
@@ -200,6 +201,27 @@ def test_no_peer_holds_more_than_a_few_streams():
                 sock.close()
             # And of one that is gone, nothing.
             await until(lambda: not b._idle)
+
+    run(scenario())
+
+
+def test_strangers_that_open_streams_and_say_nothing_give_way_to_those_who_take_part(monkeypatch):
+    monkeypatch.setattr(streams_module, "MAX_IDLE_PEERS", 4)
+
+    async def scenario():
+        async with pools("a", "b") as (network, (a, b)):
+            silent = []
+            for number in range(6):
+                silent.append(await network.transport(f"stranger {number}").open("b", "data", timeout_s=1))
+                streams = await connect_both(a, b, os.urandom(16))
+                a.give_back(streams[0])
+                b.give_back(streams[1])
+            assert len(b._idle) == 4 and "a" in b._idle
+            for sock in silent[:3]:
+                assert await asyncio.wait_for(asyncio.get_running_loop().sock_recv(sock, 1), 5) == b""
+            assert network.num_opened == 2 + len(silent)
+            for sock in silent:
+                sock.close()
 
     run(scenario())
 
