@@ -31,11 +31,14 @@ class ProtocolError(PeersError):
 
 
 class RoundFailed(PeersError):
-    """The reduction did not finish; `suspects` are the world ranks it was lost to."""
+    """The reduction did not finish; `suspects` are the world ranks it was lost to.
 
-    def __init__(self, reason: str, suspects: Iterable[int] = ()) -> None:
+    `is_hearsay`: another member says so; our own streams with them have done nothing wrong.
+    """
+
+    def __init__(self, reason: str, suspects: Iterable[int] = (), *, is_hearsay: bool = False) -> None:
         super().__init__(reason)
-        self.suspects = frozenset(suspects)
+        self.suspects, self.is_hearsay = frozenset(suspects), is_hearsay
 
 
 class StateUnavailable(PeersError):

@@ -176,7 +176,7 @@ class _Reduction:
         for future in futures:
             future.result()
         suspects = () if failure.culprit is None else (self._plan.members[failure.culprit],)
-        raise RoundFailed(failure.reason, suspects)
+        raise RoundFailed(failure.reason, suspects, is_hearsay=failure.is_hearsay)
 
     def _sample(self) -> None:
         self._sampled_at = time.monotonic()
@@ -308,7 +308,10 @@ class _Reduction:
         """`other` has given up. Whom it blames is hearsay, for the leader to weigh; if that is us, we blame it."""
         # Who gives up and blames nobody has left the group, or could not stay in it.
         culprit = header.chunk if header.chunk < len(self._plan.members) else other
-        self._progress.fail(f"{self._name(other)} gave up", other if culprit == self._plan.me else culprit)
+        is_about_us = culprit == self._plan.me
+        self._progress.fail(
+            f"{self._name(other)} gave up", other if is_about_us else culprit, is_hearsay=not is_about_us
+        )
 
     def _hear_last_words(self, other: int) -> None:
         """Skip whatever `other` still sends until it says why it takes nothing any more, or is found dead."""

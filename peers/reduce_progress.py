@@ -18,6 +18,8 @@ class Failure(NamedTuple):
     reason: str
     culprit: int | None
     """Index of the member it was lost to."""
+    is_hearsay: bool
+    """Another member says so."""
 
 
 class Departed(Exception):
@@ -132,10 +134,17 @@ class Progress:
     def has_failed(self) -> bool:
         return self.failure is not None
 
-    def fail(self, reason: str, culprit: int | None, *, last_words_s: float = LAST_WORDS_S) -> None:
+    def fail(
+        self,
+        reason: str,
+        culprit: int | None,
+        *,
+        last_words_s: float = LAST_WORDS_S,
+        is_hearsay: bool = False,
+    ) -> None:
         with self._lock:
             if self.failure is None:
-                self.failure = Failure(reason, culprit)
+                self.failure = Failure(reason, culprit, is_hearsay)
             self._stop_sending_at = min(self._stop_sending_at, time.monotonic() + last_words_s)
             for turn_changed in self._turn_changed.values():
                 turn_changed.notify_all()

@@ -136,7 +136,8 @@ class StreamPool:
     def discard(self, streams: RoundStreams, suspects: Iterable[int] = ()) -> None:
         """Close the streams of a failed round: what is still in them belongs to no other.
 
-        Those with the suspects may have failed by their path, so another one is taken next.
+        Those with the suspects, as this peer has seen it itself, may have failed by their path: another one is taken
+        next.
         """
         if self._choice is not None:
             for rank in set(suspects) & streams.send.keys():

@@ -11,7 +11,7 @@ import xxhash
 
 from peers.codecs import codec_named, codec_names
 from peers.errors import ProtocolError, RoundFailed
-from peers.frames import HEADER, Kind
+from peers.frames import HEADER, NOBODY, Kind
 from peers.reduce import reduce_pseudo_gradients
 from peers.reduce_plan import CHUNK_NUMEL, ReducePlan, equal_bounds
 from tests.support.coding import coded
@@ -278,6 +278,20 @@ def test_a_member_that_sends_bad_bytes_is_named(swarm, what):
     failures = outcomes(group, [0])
     assert time.monotonic() - started < 5
     assert_blamed(failures, 1, group)
+    for thread in threads:
+        thread.join(timeout=5)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(("blamed", "is_hearsay"), [(2, True), (0, False), (NOBODY, True)])
+def test_what_a_member_says_of_a_third_is_told_from_what_was_seen_here(swarm, blamed, is_hearsay):
+    group = swarm(3, 300)
+    threads = send_after_reading(group, 1, HEADER.pack(Kind.ABORT, blamed, 0))
+    failure = outcomes(group, [0])[0]
+    assert failure.suspects == {RANKS[2 if blamed == 2 else 1]}
+    assert failure.is_hearsay == is_hearsay
+    for sock in group.send[2].values():
+        sock.shutdown(socket.SHUT_RDWR)
     for thread in threads:
         thread.join(timeout=5)
         assert not thread.is_alive()
