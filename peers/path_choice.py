@@ -2,7 +2,7 @@
 
 The first round goes over libp2p, which needs nothing but a connection that exists. Meanwhile a direct stream is tried,
 off the round's way; it carries the next rounds unless it proves slower. So the comparison costs no probe: the
-same pair moves the same bytes on both paths.
+same pair moves the same bytes on both paths, in the company of the same others: every one of them may hold a round up.
 """
 
 from __future__ import annotations
@@ -34,6 +34,14 @@ class Path(StrEnum):
     """Through a third peer, TLS 1.3 from end to end."""
 
 
+_Rates = dict[bool, deque[tuple[float, float]]]
+"""Of direct paths and of others: when, and bytes/s."""
+
+
+def _no_rates() -> _Rates:
+    return {True: deque(maxlen=_KEPT), False: deque(maxlen=_KEPT)}
+
+
 @dataclass
 class BackOff:
     """A path that failed is left alone for a while, each time for longer."""
@@ -56,18 +64,20 @@ class Pair:
     direct: BackOff = field(default_factory=BackOff)
     libp2p: BackOff = field(default_factory=BackOff)
     direct_has_stood: bool = False
-    num_rounds: int = 0
     in_use: Path | None = None
     """What the newest stream for data goes over; before there is one, any stream."""
     in_use_for_data: bool = False
-    _rates: dict[bool, deque[tuple[float, float]]] = field(
-        default_factory=lambda: {True: deque(maxlen=_KEPT), False: deque(maxlen=_KEPT)}
-    )
+    _rates: _Rates = field(default_factory=_no_rates)
+    _group: frozenset[str] = frozenset()
 
-    def measured(self, path: Path, num_bytes: float, seconds: float, now: float) -> None:
-        """One round's bytes to this peer, and how long the round took to move them."""
-        self.num_rounds += 1
+    def measured(
+        self, path: Path, num_bytes: float, seconds: float, now: float, group: frozenset[str] = frozenset()
+    ) -> None:
+        """One round's bytes to this peer, and how long the round of this group took to move them."""
         if num_bytes >= MEASURED_BYTES and seconds > 0:
+            if group != self._group:
+                # What a newcomer costs is no fault of the path.
+                self._group, self._rates = group, _no_rates()
             self._rates[path in (Path.DIRECT, Path.PLAIN)].append((now, num_bytes / seconds))
 
     def direct_stood(self) -> None:
@@ -88,7 +98,7 @@ class Pair:
 
     @property
     def rate(self) -> float:
-        """The best of the last rounds on whichever path, in bytes/s; 0: not known."""
+        """The best of the last rounds of this group on whichever path, in bytes/s; 0: not known."""
         return max((rate for rates in self._rates.values() for _, rate in rates), default=0.0)
 
     def _direct_is_slower(self, now: float) -> bool:

@@ -106,10 +106,12 @@ class Paths:
             return self._taken(peer_id, self._data, Path.LIBP2P, stream)
         return None
 
-    def used(self, peer_id: str, stream: socket.socket, num_bytes: float, seconds: float) -> None:
-        """A round has moved so many bytes on this stream in so long."""
+    def used(
+        self, peer_id: str, stream: socket.socket, num_bytes: float, seconds: float, group: frozenset[str]
+    ) -> None:
+        """A round with these peers has moved so many bytes on this stream in so long."""
         if (path := self._path_of.get(stream)) is not None:
-            self._pair(peer_id).measured(path, num_bytes, seconds, time.monotonic())
+            self._pair(peer_id).measured(path, num_bytes, seconds, time.monotonic(), group)
 
     def failed(self, peer_id: str, stream: socket.socket) -> None:
         """A round was lost to this peer: if it was the path's fault, another one is taken next."""
@@ -181,11 +183,11 @@ class Paths:
         return stream
 
     def _pair(self, peer_id: str) -> Pair:
-        if peer_id not in self._pairs:
-            while len(self._pairs) >= _MAX_PAIRS:
-                self._pairs.pop(next(iter(self._pairs)))
-            self._pairs[peer_id] = Pair()
-        return self._pairs[peer_id]
+        # To the end: records of peers that do not exist push none out that takes part in rounds.
+        pair = self._pairs[peer_id] = self._pairs.pop(peer_id, None) or Pair()
+        while len(self._pairs) > _MAX_PAIRS:
+            del self._pairs[next(iter(self._pairs))]
+        return pair
 
 
 async def _first_to_stand(

@@ -49,7 +49,9 @@ class PathChoice(Protocol):
 
     async def improved(self, peer_id: str, current: socket.socket) -> socket.socket | None: ...
 
-    def used(self, peer_id: str, stream: socket.socket, num_bytes: float, seconds: float) -> None: ...
+    def used(
+        self, peer_id: str, stream: socket.socket, num_bytes: float, seconds: float, group: frozenset[str]
+    ) -> None: ...
 
     def failed(self, peer_id: str, stream: socket.socket) -> None: ...
 
@@ -121,6 +123,7 @@ class StreamPool:
 
     def give_back(self, streams: RoundStreams, *, sent_bytes: int = 0, seconds: float = 0.0) -> None:
         """Keep the streams of a clean round, which sent so many bytes on all of them in so long, for the next one."""
+        group = frozenset(streams.peer_ids.values())
         for rank, peer in streams.peer_ids.items():
             outgoing, incoming = streams.send[rank], streams.receive[rank]
             outgoing.setblocking(False)
@@ -130,7 +133,7 @@ class StreamPool:
             self._outgoing[peer] = outgoing
             self._watch(peer, incoming)
             if self._choice is not None:
-                self._choice.used(peer, outgoing, sent_bytes / len(streams.peer_ids), seconds)
+                self._choice.used(peer, outgoing, sent_bytes / len(streams.peer_ids), seconds, group)
                 self._improve(self._choice, peer, outgoing)
 
     def discard(self, streams: RoundStreams, suspects: Iterable[int] = ()) -> None:

@@ -50,6 +50,17 @@ def test_direct_gives_way_only_when_it_is_measured_much_slower():
     assert slower.may_go_direct(LONGEST_BACK_OFF_S + 1)
 
 
+def test_rounds_that_a_newcomer_slows_down_are_not_held_against_the_path():
+    pair = Pair()
+    pair.measured(Path.LIBP2P, 64 * MB, 1.0, 0.0, frozenset("ab"))
+    pair.measured(Path.DIRECT, 64 * MB, 0.5, 0.0, frozenset("ab"))
+    for _ in range(5):
+        pair.measured(Path.DIRECT, 64 * MB, 10.0, 0.0, frozenset("abc"))
+    assert pair.may_go_direct(1.0)
+    pair.measured(Path.LIBP2P, 64 * MB, 1.0, 0.0, frozenset("abc"))
+    assert not pair.may_go_direct(1.0)
+
+
 def test_rounds_of_few_bytes_say_nothing_about_a_path():
     pair = measured(direct=[], libp2p=[100])
     for _ in range(5):

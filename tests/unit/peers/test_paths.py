@@ -144,6 +144,21 @@ def test_data_moves_from_libp2p_to_a_direct_stream_after_the_first_round(tmp_pat
     assert len(caplog.messages) == 4
 
 
+def test_peers_that_are_only_talked_of_push_none_out_that_is_used(tmp_path, monkeypatch):
+    monkeypatch.setattr(paths_module, "_MAX_PAIRS", 4)
+
+    async def scenario():
+        async with pair(tmp_path) as (_, a, b):
+            for number in range(10):
+                await a_round(a, b)
+                with pytest.raises(PeerUnreachable):
+                    await a.paths.open(f"nobody {number}", CONTROL, timeout_s=1)
+            assert a.paths.in_use[b.peer_id] is Path.DIRECT
+            assert len(a.paths._pairs) == 4
+
+    run(scenario())
+
+
 def test_a_direct_path_that_proves_much_slower_gives_way_to_libp2p(tmp_path):
     async def scenario():
         async with pair(tmp_path) as (_, a, b):
