@@ -35,7 +35,7 @@ from peers.paths import TransportMode
 from peers.presence import Presence
 from peers.records import Announcement
 from peers.schedule import Schedule
-from peers.state_transfer import StateServer
+from peers.state_server import StateServer
 from peers.streams import StreamPool
 from peers.supervisor import Supervisor, WorkerCommand
 from peers.worker_session import serve_workers

@@ -1,4 +1,4 @@
-"""How an outer state gets from those who hold it to one who needs it.
+"""How an outer state gets from those who hold it (peers/state_server.py) to one who needs it.
 
     joiner                             donor                     protocol diloco/<run_id>/state
     state {lineage}              ->
@@ -7,9 +7,7 @@
                                  <-    the chunk's bytes, whose number both know
 
 The joiner knows the lineage it wants. The header must lead to it and every chunk must be what the header says, so
-chunks may come from any donor, several at once, and one that a donor fails to deliver is asked of another. A donor
-holds one snapshot per stream: commits that come meanwhile change nothing about what it serves. It serves each joiner on
-one stream at a time, and for no longer than a download may take: a snapshot costs as much memory as the state.
+chunks may come from any donor, several at once, and one that a donor fails to deliver is asked of another.
 """
 
 from __future__ import annotations
@@ -20,8 +18,7 @@ import logging
 import socket
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -29,28 +26,22 @@ from torch import Tensor
 from peers import socket_io
 from peers.errors import PeersError, PeerUnreachable, ProtocolError, StateUnavailable
 from peers.messages import Channel
-from peers.outer_state import OuterState, Snapshot, hash_chunk
+from peers.outer_state import OuterState, hash_chunk
 from peers.state_header import DIGEST_BYTES, StateChunk, StateHeader, chunks_of
 from peers.streams import StreamTransport
 
 log = logging.getLogger(__name__)
 
-MAX_DOWNLOADS = 8
-"""Streams a donor serves at once, of as many joiners; further ones wait."""
 _OVERHEAD_S = 30.0
 _SLOWEST_BYTES_PER_S = 2e6
 """A state that comes more slowly is no use."""
-_MAX_MESSAGE_BYTES = 64 << 10
-_STALL_TIMEOUT_S = 15.0
-_IDLE_TIMEOUT_S = 60.0
-_COMMIT_TIMEOUT_S = 60.0
+MAX_MESSAGE_BYTES = 64 << 10
+STALL_TIMEOUT_S = 15.0
+COMMIT_TIMEOUT_S = 60.0
 _PATIENCE_S = 5.0
 """What one part may take while other donors have nothing to do."""
-_POLL_S = 0.02
 _WINDOW = 2
 _FLOAT_BYTES = 4
-
-_Result = TypeVar("_Result")
 
 Progress = Callable[[int, int], None]
 """Called with the bytes received so far and the bytes there are to receive."""
@@ -63,87 +54,6 @@ def state_protocol(run_id: str) -> str:
 def download_timeout_s(sizes: Sequence[int]) -> float:
     """What a joiner gives the download of a state with so many values in each fragment, anchor and momentum."""
     return _OVERHEAD_S + 2 * _FLOAT_BYTES * sum(sizes) / _SLOWEST_BYTES_PER_S
-
-
-class StateServer:
-    """The donor. `current` gives the state this peer holds, if it holds one."""
-
-    def __init__(
-        self, transport: StreamTransport, run_id: str, current: Callable[[], OuterState | None]
-    ) -> None:
-        self._transport, self._protocol, self._current = transport, state_protocol(run_id), current
-        self._slots = asyncio.Semaphore(MAX_DOWNLOADS)
-        self._newest: dict[str, Channel] = {}
-
-    async def start(self) -> None:
-        """Serve from now on."""
-        await self._transport.serve(self._protocol, self._accepted)
-
-    async def _accepted(self, peer_id: str, sock: socket.socket) -> None:
-        channel = Channel(sock, max_message_bytes=_MAX_MESSAGE_BYTES)
-        # A joiner that asks again has given up the stream before, or is a restarted one.
-        if (older := self._newest.get(peer_id)) is not None:
-            older.break_off()
-        self._newest[peer_id] = channel
-        try:
-            async with asyncio.timeout(_COMMIT_TIMEOUT_S):
-                await self._slots.acquire()
-            try:
-                await self._serve(channel, sock)
-            finally:
-                self._slots.release()
-        except (PeersError, OSError, TimeoutError) as error:
-            log.debug("stopped serving the state to %s: %s", peer_id, error)
-        finally:
-            if self._newest.get(peer_id) is channel:
-                del self._newest[peer_id]
-            channel.close()
-
-    async def _serve(self, channel: Channel, sock: socket.socket) -> None:
-        """One joiner, until it closes the stream. Raises PeersError, OSError, TimeoutError."""
-        request = await channel.receive(timeout_s=_STALL_TIMEOUT_S)
-        snapshot = await self._snapshot()
-        if snapshot is None or request.get("lineage") != snapshot.header.lineage:
-            lineage = snapshot.header.lineage if snapshot else ""
-            if snapshot is not None:
-                snapshot.close()
-            await channel.send({"kind": "unavailable", "lineage": lineage}, timeout_s=_STALL_TIMEOUT_S)
-            return
-        with snapshot:
-            async with asyncio.timeout(download_timeout_s(snapshot.header.sizes)):
-                await _serve_snapshot(snapshot, channel, sock)
-
-    async def _snapshot(self) -> Snapshot | None:
-        """The current state, once no commit is under way."""
-        async with asyncio.timeout(_COMMIT_TIMEOUT_S):
-            while (state := self._current()) is not None:
-                if (snapshot := state.snapshot()) is not None:
-                    return snapshot
-                await asyncio.sleep(_POLL_S)
-        return None
-
-
-async def _serve_snapshot(snapshot: Snapshot, channel: Channel, sock: socket.socket) -> None:
-    message = snapshot.header.to_message()
-    digests = message.pop("anchor_chunks"), message.pop("momentum_chunks")
-    await channel.send({"kind": "state", **message}, timeout_s=_STALL_TIMEOUT_S)
-    await _send_all(sock, memoryview(b"".join(digests)))
-    chunks = list(chunks_of(snapshot.header.sizes))
-    while True:
-        wanted = await channel.receive(timeout_s=_IDLE_TIMEOUT_S)
-        await _send_all(sock, _bytes_of(_wanted_values(snapshot, chunks, wanted)))
-        # Neither waits where requests are there already and small answers find room: let others run.
-        await asyncio.sleep(0)
-
-
-def _wanted_values(snapshot: Snapshot, chunks: Sequence[StateChunk], request: dict[str, object]) -> Tensor:
-    position, values = request.get("position"), request.get("values")
-    if type(position) is not int or not 0 <= position < len(chunks) or values not in ("anchor", "momentum"):
-        raise ProtocolError(f"no such chunk: {values!r:.40} {position!r:.40}")
-    chunk = chunks[position]
-    return (snapshot.anchor if values == "anchor" else snapshot.momentum)[chunk.fragment][
-        chunk.start : chunk.stop
-    ]
 
 
 async def download_state(
@@ -220,8 +130,8 @@ class _Download:
     async def run(self, donor: str, transport: StreamTransport, protocol: str) -> str:
         """Take from this donor whatever is wanted until nothing is. Returns why it was given up, empty: not."""
         try:
-            sock = await transport.open(donor, protocol, timeout_s=_STALL_TIMEOUT_S)
-            channel = Channel(sock, max_message_bytes=_MAX_MESSAGE_BYTES)
+            sock = await transport.open(donor, protocol, timeout_s=STALL_TIMEOUT_S)
+            channel = Channel(sock, max_message_bytes=MAX_MESSAGE_BYTES)
             try:
                 await self._ask_for_state(channel, sock)
                 await self._take_chunks(channel, sock)
@@ -233,8 +143,8 @@ class _Download:
         return ""
 
     async def _ask_for_state(self, channel: Channel, sock: socket.socket) -> None:
-        await channel.send({"kind": "state", "lineage": self._lineage}, timeout_s=_STALL_TIMEOUT_S)
-        message = await channel.receive(timeout_s=_COMMIT_TIMEOUT_S)
+        await channel.send({"kind": "state", "lineage": self._lineage}, timeout_s=STALL_TIMEOUT_S)
+        message = await channel.receive(timeout_s=COMMIT_TIMEOUT_S)
         if message.get("kind") != "state":
             raise StateUnavailable(f"it holds the state {message.get('lineage')!r:.14}")
         digests = bytearray(2 * DIGEST_BYTES * len(list(chunks_of(self._sizes))))
@@ -267,7 +177,7 @@ class _Download:
                 while len(asked) < _WINDOW and (part := await self._next_part(wait=not asked)) is not None:
                     asked.append(part)
                     request = {"kind": "chunk", "values": part.values, "position": part.chunk.position}
-                    await channel.send(request, timeout_s=_STALL_TIMEOUT_S)
+                    await channel.send(request, timeout_s=STALL_TIMEOUT_S)
                 if not asked:
                     return
                 await self._take(asked[0], sock)
@@ -306,7 +216,7 @@ class _Download:
 
     async def _receive_part(self, part: _Part, sock: socket.socket) -> None:
         """Raises PeerUnreachable where it takes long and other donors have nothing to do, TimeoutError for silence."""
-        view, done = _bytes_of(part.target), 0
+        view, done = bytes_of(part.target), 0
         begun = moved_at = time.monotonic()
         while done < len(view):
             received = None
@@ -318,7 +228,7 @@ class _Download:
                 raise PeerUnreachable("the peer closed the stream")
             if received:
                 done, moved_at = done + received, now
-            elif now - moved_at > _STALL_TIMEOUT_S:
+            elif now - moved_at > STALL_TIMEOUT_S:
                 raise TimeoutError("it sends nothing")
             if done < len(view) and self._num_idle and now - begun > _PATIENCE_S:
                 raise PeerUnreachable("others may be quicker")
@@ -340,26 +250,16 @@ def _fault_of(part: _Part) -> str:
     return "" if bool(torch.isfinite(part.target).all()) else "is not finite"
 
 
-def _bytes_of(values: Tensor) -> memoryview:
+def bytes_of(values: Tensor) -> memoryview:
     return values.view(torch.uint8).numpy().data
-
-
-async def _send_all(sock: socket.socket, view: memoryview) -> None:
-    """Raises TimeoutError when a megabyte does not leave in time."""
-    for start in range(0, len(view), 1 << 20):
-        await _in_time(socket_io.send_all(sock, view[start : start + (1 << 20)]))
 
 
 async def _receive_all(sock: socket.socket, view: memoryview) -> None:
     """Raises TimeoutError when no byte comes in time."""
     done = 0
     while done < len(view):
-        received = await _in_time(socket_io.receive_into(sock, view[done:]))
+        async with asyncio.timeout(STALL_TIMEOUT_S):
+            received = await socket_io.receive_into(sock, view[done:])
         if not received:
             raise PeerUnreachable("the peer closed the stream")
         done += received
-
-
-async def _in_time(operation: Awaitable[_Result]) -> _Result:
-    async with asyncio.timeout(_STALL_TIMEOUT_S):
-        return await operation

@@ -8,13 +8,14 @@ import struct
 import msgpack
 import torch
 
-from peers import state_transfer
+from peers import state_server
 from peers.errors import PeerUnreachable
 from peers.messages import Channel
 from peers.outer_optimizer import OuterOptimizer
 from peers.outer_state import OuterState
 from peers.state_header import STATE_CHUNK_NUMEL
-from peers.state_transfer import StateServer, download_state, state_protocol
+from peers.state_server import StateServer
+from peers.state_transfer import download_state, state_protocol
 
 SIZES = (3 * STATE_CHUNK_NUMEL + 1234, 10)
 RUN = "run"
@@ -115,8 +116,8 @@ async def serve_badly(network, peer_id, state, answer):
             await loop.sock_sendall(sock, digests)
             while True:
                 request = await channel.receive()
-                chunks = list(state_transfer.chunks_of(state.sizes))
-                values = state_transfer._wanted_values(state, chunks, request)
+                chunks = list(state_server.chunks_of(state.sizes))
+                values = state_server._wanted_values(state, chunks, request)
                 payload = answer(bytes(values.view(torch.uint8).numpy()))
                 if payload is None:
                     break

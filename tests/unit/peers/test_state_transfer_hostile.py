@@ -7,11 +7,12 @@ import time
 
 import pytest
 
-from peers import state_transfer
+from peers import state_server, state_transfer
 from peers.errors import PeersError, PeerUnreachable
 from peers.messages import Channel
 from peers.outer_state import OuterState
-from peers.state_transfer import MAX_DOWNLOADS, state_protocol
+from peers.state_server import MAX_DOWNLOADS
+from peers.state_transfer import state_protocol
 from tests.support.state_network import (
     RUN,
     assert_same,
@@ -118,7 +119,7 @@ def test_one_joiner_holds_one_download_however_many_it_begins():
 
 
 def test_a_snapshot_is_held_for_no_longer_than_a_download_may_take(monkeypatch):
-    monkeypatch.setattr(state_transfer, "download_timeout_s", lambda sizes: 0.3)
+    monkeypatch.setattr(state_server, "download_timeout_s", lambda sizes: 0.3)
     state = committed_state((8,))
 
     async def scenario(network):
@@ -141,7 +142,7 @@ def test_a_snapshot_is_held_for_no_longer_than_a_download_may_take(monkeypatch):
 
 
 def test_who_waits_for_a_free_place_does_so_in_vain_only_for_so_long(monkeypatch):
-    monkeypatch.setattr(state_transfer, "_COMMIT_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(state_server, "COMMIT_TIMEOUT_S", 0.3)
     state = committed_state((8,))
 
     async def scenario(network):
@@ -159,14 +160,14 @@ def test_who_waits_for_a_free_place_does_so_in_vain_only_for_so_long(monkeypatch
 
 def test_requests_that_are_there_already_let_others_run_between_them(monkeypatch):
     state, num_served = OuterState.initial([committed_state((8,)).anchor[0]]), 0
-    original = state_transfer._wanted_values
+    original = state_server._wanted_values
 
     def counted(*arguments):
         nonlocal num_served
         num_served += 1
         return original(*arguments)
 
-    monkeypatch.setattr(state_transfer, "_wanted_values", counted)
+    monkeypatch.setattr(state_server, "_wanted_values", counted)
 
     async def scenario(network):
         await serve(network, "a", state)
