@@ -53,6 +53,9 @@ async def _once_ready(sock: socket.socket, attempt: Callable[[], T], event: int)
     Not asyncio's own calls: they take bytes before the caller runs again, and lose them when it is cancelled just then.
     """
     loop = asyncio.get_running_loop()
+    if isinstance(sock, ssl.SSLSocket):
+        # There may always be another record, each as small as the other end likes: let others run.
+        await asyncio.sleep(0)
     while True:
         try:
             return attempt()

@@ -30,6 +30,8 @@ from peers.identity import Identity
 MAX_CERTIFICATE_BYTES = 2048
 """An RSA key of 4096 bits makes one of 1.3 kB."""
 _WRITE_BYTES = 1 << 18
+_READ_RECORDS = 64
+"""Per call: a megabyte of full ones. Whoever sends records of one byte is not to keep the caller in here."""
 # Peers differ in their clocks, and a key has no end: RFC 5280 has these dates for it.
 _NOT_BEFORE = datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC)
 _NOT_AFTER = datetime.datetime(9999, 12, 31, 23, 59, 59, tzinfo=datetime.UTC)
@@ -82,11 +84,11 @@ class TlsSocket(ssl.SSLSocket):
         view = memoryview(buffer)[: nbytes or None]
         done = 0
         try:
-            while done < len(view):
+            for _ in range(_READ_RECORDS):
                 piece: Any = self.read(len(view) - done, view[done:])
-                if not piece:
-                    break
                 done += piece
+                if not piece or done == len(view):
+                    break
         except (TimeoutError, ssl.SSLError):
             # What ended it shows again at the next call.
             if not done:

@@ -1,3 +1,4 @@
+import asyncio
 import dataclasses
 import os
 import random
@@ -12,7 +13,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from peers import frames, libp2p_keys
+from peers import frames, libp2p_keys, socket_io
 from peers.errors import PeersError, PeerUnreachable, ProtocolError
 from peers.tls import TlsSocket, handshake, peer_id_of
 from tests.support.keys import credentials, rsa_credentials
@@ -178,6 +179,40 @@ def test_a_large_write_reports_progress_while_the_other_end_reads_slowly(tmp_pat
             continue
     reader.join()
     assert received == payload
+    close(a, b)
+
+
+def test_a_sender_of_the_smallest_records_keeps_nobody_else_from_running(tmp_path, monkeypatch):
+    a, b = shake(credentials(tmp_path, "a"), credentials(tmp_path, "b"))
+    a.setblocking(False)
+    num_read = 0
+
+    def one_byte(self, size, buffer=None):
+        nonlocal num_read
+        num_read += 1
+        return 1 if buffer is not None else b"x"
+
+    monkeypatch.setattr(ssl.SSLSocket, "read", one_byte)
+
+    async def scenario():
+        async def take(receive, num_bytes):
+            done = 0
+            while done < num_bytes:
+                piece = await receive()
+                done += piece if isinstance(piece, int) else len(piece)
+
+        buffer = memoryview(bytearray(1 << 20))
+        for receive in (
+            lambda: socket_io.receive_into(a, buffer),
+            lambda: socket_io.receive(a, 100),
+        ):
+            taking = asyncio.create_task(take(receive, 1000))
+            while not taking.done():
+                before = num_read
+                await asyncio.sleep(0)
+                assert num_read <= before + 64
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
     close(a, b)
 
 
