@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import socket
 import time
+from pathlib import Path
 
 import pytest
 
@@ -112,6 +113,13 @@ def run(coroutine):
     return asyncio.run(asyncio.wait_for(coroutine, 40))
 
 
+async def until(condition, timeout_s=10.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.005)
+
+
 async def hang(_peer_id, sock):
     with sock:
         await asyncio.sleep(60)
@@ -181,10 +189,7 @@ def test_offers_that_are_not_taken_are_turned_down_at_once(tmp_path, monkeypatch
     async def scenario():
         async with members(tmp_path, "arsb") as (_, m):
             stream = await m["a"].relay.open(m["b"].peer_id, PROTOCOL, timeout_s=10)
-            deadline = time.monotonic() + 2
-            while sum(m[name].service._forwarded.total() for name in "rs") > 1:
-                assert time.monotonic() < deadline
-                await asyncio.sleep(0.01)
+            await until(lambda: sum(m[name].service._forwarded.total() for name in "rs") <= 1, 2.0)
             opening = asyncio.create_task(m["a"].relay.open(m["b"].peer_id, PROTOCOL, timeout_s=10))
             await asyncio.sleep(0.01)
             opening.cancel()
@@ -192,10 +197,48 @@ def test_offers_that_are_not_taken_are_turned_down_at_once(tmp_path, monkeypatch
             await asyncio.wait({opening})
             if not opening.cancelled():
                 opening.result().close()
-            deadline = time.monotonic() + 5
-            while sum(m[name].service._forwarded.total() for name in "rs"):
-                assert time.monotonic() < deadline
-                await asyncio.sleep(0.01)
+            await until(lambda: not any(m[name].service._forwarded for name in "rs"))
+
+    run(scenario())
+
+
+def num_sockets():
+    found = 0
+    for descriptor in Path("/proc/self/fd").iterdir():
+        # That of the listing itself is gone by now.
+        with contextlib.suppress(FileNotFoundError):
+            found += str(descriptor.readlink()).startswith("socket")
+    return found
+
+
+def test_an_opening_that_is_cancelled_wherever_it_is_leaves_no_socket(tmp_path):
+    async def scenario():
+        async with members(tmp_path, "arsb") as (_, m):
+            a, b = m["a"], m["b"]
+            # Both relays have their thread from now on.
+            for _ in range(2):
+                stream = await a.relay.open(b.peer_id, PROTOCOL, timeout_s=10)
+                a.relay.blame(stream)
+                stream.close()
+                (await asyncio.wait_for(b.streams.get(), 10))[1].close()
+            await until(lambda: not any(m[name].service._forwarded for name in "rs"))
+            before = num_sockets()
+            for num_turns in range(40):
+                opening = asyncio.create_task(a.relay.open(b.peer_id, PROTOCOL, timeout_s=10))
+                for _ in range(num_turns):
+                    await asyncio.sleep(0.0005)
+                opening.cancel()
+                (outcome,) = await asyncio.gather(opening, return_exceptions=True)
+                if isinstance(outcome, socket.socket):
+                    outcome.close()
+                await until(lambda: not any(m[name].service._forwarded for name in "rs"))
+
+            def is_as_before():
+                while not b.streams.empty():
+                    b.streams.get_nowait()[1].close()
+                return num_sockets() <= before
+
+            await until(is_as_before)
 
     run(scenario())
 
