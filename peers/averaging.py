@@ -360,8 +360,8 @@ class Averager:
             report, header = await asyncio.to_thread(reduce)
         except BaseException as error:
             # Nobody talks us out of a path to a third member.
-            is_seen = isinstance(error, RoundFailed) and not error.is_hearsay
-            self._pool.discard(streams, error.suspects if is_seen else ())
+            seen = error.suspects if isinstance(error, RoundFailed) and not error.is_hearsay else ()
+            self._pool.discard(streams, seen)
             raise
         waiting.clock.lap("preview_s")
         self._pool.give_back(streams, sent_bytes=report.sent_bytes, seconds=waiting.clock.parts["reduce_s"])

@@ -184,7 +184,8 @@ class Paths:
 
     def _pair(self, peer_id: str) -> Pair:
         # To the end: records of peers that do not exist push none out that takes part in rounds.
-        pair = self._pairs[peer_id] = self._pairs.pop(peer_id, None) or Pair()
+        pair = self._pairs.pop(peer_id) if peer_id in self._pairs else Pair()
+        self._pairs[peer_id] = pair
         while len(self._pairs) > _MAX_PAIRS:
             del self._pairs[next(iter(self._pairs))]
         return pair
