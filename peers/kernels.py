@@ -4,7 +4,7 @@ Compiled when this module is first imported on a machine (a few seconds), kept b
 While they run, other threads do. Multiplies and adds are never fused, and sums have a fixed order, so that every
 machine gets the same bits.
 
-All arrays are C-contiguous and one-dimensional, and none overlaps another.
+All arrays are C-contiguous and one-dimensional, and none overlaps another but where that is said.
 """
 
 from __future__ import annotations

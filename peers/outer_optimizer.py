@@ -11,6 +11,7 @@ import math
 import struct
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -113,11 +114,17 @@ def norm_of_pseudo_gradient(anchor: Tensor, local: Tensor, residual: Tensor | No
 
     Not finite if any value of it is not, or its square overflows fp32.
     """
-    scratch = np.empty(min(anchor.numel(), CHUNK_NUMEL), np.float32)
-    found = 0.0
-    for part in slices(anchor.numel()):
-        found += energy(contribution(anchor, local, residual, part).values(scratch))
-    return math.sqrt(found) if found >= 0 else math.nan
+    parts, at_once = list(slices(anchor.numel())), num_threads()
+
+    def energies(mine: list[slice]) -> list[float]:
+        scratch = np.empty(min(anchor.numel(), CHUNK_NUMEL), np.float32)
+        return [energy(contribution(anchor, local, residual, part).values(scratch)) for part in mine]
+
+    with ThreadPoolExecutor(at_once, "norm", keep_denormals) as pool:
+        found = pool.map(energies, [parts[first::at_once] for first in range(at_once)])
+    # The same sum, however many threads there are.
+    total = math.fsum(chain.from_iterable(found))
+    return math.sqrt(total) if total >= 0 else math.nan
 
 
 def rebase(new_anchor: Tensor, local: Tensor, base: Tensor, out: Tensor) -> None:
