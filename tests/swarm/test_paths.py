@@ -140,3 +140,15 @@ def test_a_direct_path_that_breaks_in_mid_round_costs_one_attempt_and_libp2p_tak
         assert re.findall(r"goes by (\w+)", peer.log) == ["direct", "libp2p"]
         assert sum(record["num_failures"] for record in peer.epochs) <= 1
         assert [record["epoch"] for record in peer.epochs] == list(range(1, peer.epoch + 1))
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
+@pytest.mark.parametrize("hosts", [["/ip6/::1"], ["/ip4/127.0.0.1", "/ip6/::1"]])
+def test_peers_that_listen_on_ipv6_train_over_direct_streams(swarm, hosts):
+    light = swarm(local_steps=4, max_steps=20)
+    light.extra |= {"transport": "tls", "host_maddrs": [f"{host}/tcp/0" for host in hosts]}
+    light.start_all(2)
+    light.wait_finished()
+    light.check_digests()
+    for peer in light.peers.values():
+        assert re.findall(r"goes by (\w+)", peer.log) == ["direct"]
