@@ -77,14 +77,14 @@ class Relay:
 
     async def open(self, peer_id: str, protocol: str, *, timeout_s: float) -> socket.socket:
         """A non-blocking TLS stream to this peer through whichever peer relays it best. Raises PeerUnreachable."""
+        deadline = time.monotonic() + timeout_s
         try:
             async with asyncio.timeout(timeout_s), self._opening:
-                return await self._open(peer_id, protocol, timeout_s)
+                return await self._open(peer_id, protocol, deadline)
         except TimeoutError as error:
             raise PeerUnreachable(f"nobody relays to {peer_id} within {timeout_s:g} s") from error
 
-    async def _open(self, peer_id: str, protocol: str, timeout_s: float) -> socket.socket:
-        deadline = time.monotonic() + timeout_s
+    async def _open(self, peer_id: str, protocol: str, deadline: float) -> socket.socket:
         candidates = await self._candidates(peer_id)
         offers, failures = await self._ask_all(candidates, peer_id)
         offers.sort(key=lambda offer: self._merit(offer, peer_id))
@@ -97,7 +97,7 @@ class Relay:
                         return await self._accept(offer, peer_id, protocol, left_s)
                 except (PeersError, TimeoutError) as error:
                     self._blame(offer.relay, peer_id)
-                    failures.append(f"{offer.relay}: {error or 'offers what it does not do'}")
+                    failures.append(f"{offer.relay}: {str(error) or 'offers what it does not do'}")
         finally:
             for offer in offers:
                 offer.channel.close()
@@ -125,7 +125,7 @@ class Relay:
 
     async def _ask_all(self, relays: Sequence[str], peer_id: str) -> tuple[list[_Offer], list[str]]:
         """Those who offer, and why others do not. One that says nothing holds up no offer for long."""
-        asked = [asyncio.create_task(self._ask(relay, peer_id)) for relay in relays]
+        asked = {asyncio.create_task(self._ask(relay, peer_id)): relay for relay in relays}
         pending, patience_s = set(asked), ANSWER_TIMEOUT_S * 2
         try:
             while pending:
@@ -142,7 +142,9 @@ class Relay:
             await _withdraw(asked)
             raise
         await _withdraw(pending)
-        answers = [task.result() for task in asked if task not in pending]
+        answers = [
+            f"{relay}: no answer" if task in pending else task.result() for task, relay in asked.items()
+        ]
         offers = [answer for answer in answers if isinstance(answer, _Offer)]
         return offers, [answer for answer in answers if isinstance(answer, str)]
 

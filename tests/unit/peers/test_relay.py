@@ -151,6 +151,9 @@ def test_a_relay_that_does_not_answer_holds_up_no_offer_of_another(tmp_path):
             took, relay = await opened(m["a"], m["b"])
             assert relay == m["r"].peer_id
             assert took < relay_service.ANSWER_TIMEOUT_S
+            network.handlers[m["r"].peer_id, asking("run")] = hang
+            with pytest.raises(PeerUnreachable, match="no message within"):
+                await m["a"].relay.open(m["b"].peer_id, PROTOCOL, timeout_s=10)
 
     run(scenario())
 
@@ -175,7 +178,7 @@ def test_a_peer_that_takes_no_relayed_stream_spoils_no_relays_name_with_others(t
         async with members(tmp_path, "arxb") as (network, m):
             network.handlers[m["x"].peer_id, delivering("run")] = hang
             network.cut.add(frozenset({m["a"].peer_id, m["x"].peer_id}))
-            with pytest.raises(PeerUnreachable):
+            with pytest.raises(PeerUnreachable, match="offers what it does not do"):
                 await m["a"].relay.open(m["x"].peer_id, PROTOCOL, timeout_s=1.0)
             assert m["a"].relay._is_blamed(m["r"].peer_id, m["x"].peer_id)
             assert not m["a"].relay._is_blamed(m["r"].peer_id, m["b"].peer_id)
