@@ -105,6 +105,19 @@ def test_no_worker_starts_between_anothers_readiness_and_its_commit():
     asyncio.run(scenario())
 
 
+def test_the_parts_of_a_round_add_up_to_it():
+    async def scenario() -> None:
+        averager = an_averager()
+        async with running(averager), asyncio.timeout(20):
+            outcome = await averager.average(memories(), 0, tokens=1, step=2, last=False)
+        parts = (outcome.connect_s, outcome.reduce_s, outcome.preview_s, outcome.vote_s, outcome.apply_s)
+        assert all(part > 0 for part in parts)
+        assert 0 < outcome.propose_s <= outcome.wait_s
+        assert sum(parts) <= outcome.round_s < sum(parts) + 1
+
+    asyncio.run(scenario())
+
+
 def test_deadlines_hold_however_much_a_peer_talks():
     async def scenario() -> None:
         # The talker has the lowest rank, so this peer waits for it to lead.
