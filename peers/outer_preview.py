@@ -2,12 +2,15 @@
 
 Members vote on the result before anybody stores it, so the step is computed twice: here, to be hashed, and once more at
 the commit. Here it waits for nothing: where a link sets the pace, processors have the time while the bytes come in, and
-when the last sum is in place only the last chunks are left.
+when the last sum is in place only the last chunks are left. Where processors set it, the reduction comes first.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 
@@ -16,6 +19,9 @@ from torch import Tensor
 from peers.outer_optimizer import OuterOptimizer, keep_denormals
 from peers.outer_state import OuterState, num_threads
 from peers.state_header import STATE_CHUNK_NUMEL, StateHeader
+
+NICENESS = 10
+"""Of the threads that hash while sums arrive, above that of the others."""
 
 
 class Preview:
@@ -30,9 +36,11 @@ class Preview:
         self._optimizer, self._state, self._average = optimizer, state, average
         self._chunks = state.chunks(fragment)
         self._num_missing = [chunk.numel for chunk in self._chunks]
-        self._hashing: dict[int, Future[tuple[bytes, bytes]]] = {}
+        self._whole: deque[int] = deque()
+        self._digests: dict[int, tuple[bytes, bytes]] = {}
+        self._begun: list[Future[None]] = []
         self._lock = threading.Lock()
-        self._pool = ThreadPoolExecutor(num_threads(), "preview", keep_denormals)
+        self._pool = ThreadPoolExecutor(num_threads(), "preview", _stand_back)
 
     def __enter__(self) -> Preview:
         return self
@@ -53,12 +61,34 @@ class Preview:
                 self._num_missing[index] -= num_settled
                 is_whole = not self._num_missing[index]
             if is_whole:
-                self._hashing[index] = self._pool.submit(
-                    self._optimizer.step_chunk, self._state, chunk, self._average, None, hashing=True
-                )
+                self._whole.append(index)
+                self._begun.append(self._pool.submit(self._hash_next))
 
     def header(self) -> StateHeader:
         """The state's header with the digests that a commit would arrive at, once all values have settled."""
         assert not any(self._num_missing), "part of the average has not settled"
-        digests = [self._hashing[index].result() for index in range(len(self._chunks))]
+        # Now somebody waits, so what is left is done by threads that stand back for nobody.
+        with ThreadPoolExecutor(num_threads(), "preview", keep_denormals) as pool:
+            rest = [pool.submit(self._hash_next) for _ in range(len(self._whole))]
+        for hashed in (*rest, *self._begun):
+            hashed.result()
+        digests = [self._digests[index] for index in range(len(self._chunks))]
         return self._state.header.with_chunks(self._chunks, digests)
+
+    def _hash_next(self) -> None:
+        try:
+            index = self._whole.popleft()
+        except IndexError:
+            # Another thread was quicker.
+            return
+        self._digests[index] = self._optimizer.step_chunk(
+            self._state, self._chunks[index], self._average, None, hashing=True
+        )
+
+
+def _stand_back() -> None:
+    thread = threading.get_native_id()
+    # Where that is not allowed they are merely in the reduction's way.
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICENESS)
+    keep_denormals()
