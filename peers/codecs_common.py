@@ -65,6 +65,12 @@ class Codec(ABC):
         """`encode` of the chunk's values; `scratch` is lent."""
         return self.encode(chunk.values(scratch), buffer)
 
+    def losses(self, chunk: PseudoGradient, scratch: Floats, buffer: Bytes, out: Floats) -> None:
+        """What encoding loses of the chunk's values, in `out`, which may be its residual; the rest is lent."""
+        values = chunk.values(scratch)
+        decoded = self.decode(self.encode(values, buffer), out)
+        np.subtract(values, decoded, out=out)
+
     def accumulate(
         self, payload: Bytes, weight: np.float32, total: Floats, scratch: Floats, *, is_first: bool
     ) -> float:

@@ -195,12 +195,11 @@ def _store_losses(
     ]
 
     def store(mine: list[slice]) -> None:
-        sent, back = np.empty(CHUNK_NUMEL, np.float32), np.empty(CHUNK_NUMEL, np.float32)
+        scratch = np.empty(CHUNK_NUMEL, np.float32)
         payload = np.empty(codec.encoded_bytes(CHUNK_NUMEL), np.uint8)
         for part in mine:
-            values = contribution(anchor, local, residual, part).values(sent)
-            decoded = codec.decode(codec.encode(values, payload), back[: values.size])
-            lost = np.subtract(values, decoded, out=out[part].numpy())
+            lost = out[part].numpy()
+            codec.losses(contribution(anchor, local, residual, part), scratch, payload, lost)
             if codec.residual_decay != 1.0:
                 np.multiply(lost, np.float32(codec.residual_decay), out=lost)
 

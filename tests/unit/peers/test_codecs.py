@@ -84,6 +84,20 @@ def test_a_contribution_is_encoded_like_its_values(values, name, with_residual):
 
 @given(vectors(), codec_name, st.booleans())
 @few
+def test_losses_are_the_values_less_what_comes_back(values, name, with_residual):
+    codec, numel = CODECS[name], values.numel()
+    local, residual = values.flip(0) * 0.5, values * 0.1 if with_residual else None
+    difference = values - local if residual is None else (values - local) + residual
+    expected = difference - round_trip(name, difference)
+    out = residual if residual is not None else torch.empty(numel)
+    chunk = PseudoGradient(values.numpy(), local.numpy(), out.numpy() if with_residual else None)
+    buffer = np.empty(codec.encoded_bytes(numel), np.uint8)
+    codec.losses(chunk, np.empty(numel, np.float32), buffer, out.numpy())
+    assert torch.equal(out, expected)
+
+
+@given(vectors(), codec_name, st.booleans())
+@few
 def test_accumulating_a_payload_is_decoding_weighing_and_adding_it(values, name, is_first):
     codec, weight, numel = CODECS[name], np.float32(0.3), values.numel()
     payload, decoded = encode(codec, values), round_trip(name, values)
