@@ -34,7 +34,9 @@ class Summary:
     num_full_epochs: int
     """Epochs that hold the work of all those peers."""
     still_share: float | None
-    """Share of the time that trainings stood still for rounds."""
+    """Share of the time that trainings stood still, for rounds and for each other."""
+    waited_share: float
+    """What of it was spent until the last peer had come to its round."""
     overlap_advice: int | None
     """Steps that would hide a usual round, where that is worth it and known to be harmless."""
     disagreements: Mapping[int, Mapping[str, str]]
@@ -55,7 +57,11 @@ def summarise(records_of: Mapping[str, Sequence[Record]], *, tokens_per_step: in
     last = evaluations[-1] if evaluations else {}
     duration_s = max(times) - min(times) if times else 0.0
     still = [float(record["blocked_s"]) for record in epochs if "blocked_s" in record]
-    still_share = sum(still) / (duration_s * len(records_of)) if still and duration_s > 0 else None
+    waited = [_waited(record) for record in epochs if "blocked_s" in record]
+    whole_s = duration_s * len(records_of)
+    still_share = sum(still) / whole_s if still and whole_s > 0 else None
+    waited_share = sum(waited) / whole_s if still_share is not None else 0.0
+    rounds = [seconds - waiting for seconds, waiting in zip(still, waited, strict=True)]
     return Summary(
         bits_before=evaluations[0].get("bits_per_byte") if evaluations else None,
         bits_after=last.get("bits_per_byte") if len(evaluations) > 1 else None,
@@ -70,7 +76,8 @@ def summarise(records_of: Mapping[str, Sequence[Record]], *, tokens_per_step: in
             {record["epoch"] for record in epochs if len(record.get("contributors") or ()) >= len(records_of)}
         ),
         still_share=still_share,
-        overlap_advice=_overlap_advice(records, still, still_share, tokens_per_step),
+        waited_share=waited_share,
+        overlap_advice=_overlap_advice(records, rounds, (still_share or 0.0) - waited_share, tokens_per_step),
         disagreements=disagreements(records_of),
     )
 
@@ -176,22 +183,30 @@ def _epochs(summary: Summary) -> str:
     return f"{summary.num_epochs} epochs, {summary.num_full_epochs} of them by all {summary.num_peers} peers"
 
 
+def _waited(record: Record) -> float:
+    """Seconds of an epoch's record in which the training stood still for the slowest peer, not for the round."""
+    beyond_s = float(record["blocked_s"]) - float(record.get("round_s") or 0.0)
+    return max(0.0, min(beyond_s, float(record.get("wait_s") or 0.0)))
+
+
 def _overlap_advice(
-    records: Sequence[Record], still: Sequence[float], share: float | None, tokens_per_step: int
+    records: Sequence[Record], rounds: Sequence[float], share: float, tokens_per_step: int
 ) -> int | None:
     rates = [float(r["tokens_per_s"]) for r in records if r.get("kind") == "step" and r.get("tokens_per_s")]
-    if share is None or share < _STILL_TOO_LONG or not rates:
+    if share < _STILL_TOO_LONG or not rates:
         return None
-    return overlap_steps_for(statistics.median(still), tokens_per_step / statistics.median(rates))
+    return overlap_steps_for(statistics.median(rounds), tokens_per_step / statistics.median(rates))
 
 
 def _still(summary: Summary) -> list[str]:
     if summary.still_share is None:
         return []
     line = f"stood still             {summary.still_share:.1%} of the time, for averaging"
+    if summary.waited_share >= _STILL_TOO_LONG:
+        line += f", {summary.waited_share:.1%} waiting for the slowest peer"
     if summary.overlap_advice:
-        line += f"; --hv.overlap-steps {summary.overlap_advice} would hide it"
-    elif summary.still_share >= _STILL_TOO_LONG:
+        line += f"; --hv.overlap-steps {summary.overlap_advice} would hide the rounds"
+    elif summary.still_share - summary.waited_share >= _STILL_TOO_LONG:
         line += "; more --hv.local-steps or --hv.compression int8 or int4 make it less"
     return [line]
 

@@ -98,7 +98,23 @@ def test_the_report_tells_how_long_trainings_stood_still_and_what_would_hide_it(
     assert "stood still             0.3% of the time, for averaging\n" in text_of(
         summarise(records(0.1, 1000.0), tokens_per_step=1000), {}
     )
-    assert "; --hv.overlap-steps 4 would hide it" in text_of(
+    assert "; --hv.overlap-steps 4 would hide the rounds" in text_of(
         summarise(records(3.1, 1000.0), tokens_per_step=1000), {}
     )
     assert "; more --hv.local-steps or" in text_of(summarise(records(9.0, 1000.0), tokens_per_step=1000), {})
+
+
+def test_a_wait_for_a_slower_peer_is_told_from_a_slow_link():
+    steps = [{**step(n, 4.0), "tokens_per_s": 1000.0} for n in range(10)]
+    late = {**epoch(1, "aa"), "blocked_s": 6.2, "wait_s": 6.1, "round_s": 0.1}
+    text = text_of(summarise({"peer 0": [*steps, late]}, tokens_per_step=1000), {})
+    # The records span 31 s.
+    assert (
+        "stood still             20.0% of the time, for averaging, 19.7% waiting for the slowest peer\n"
+        in text
+    )
+
+    # With overlap the wait took place while the training went on: what it stood still for was the round.
+    slow = {**epoch(1, "aa"), "blocked_s": 3.0, "wait_s": 6.0, "round_s": 9.0}
+    text = text_of(summarise({"peer 0": [*steps, slow]}, tokens_per_step=1000), {})
+    assert "stood still             9.7% of the time, for averaging; --hv.overlap-steps 3 would hide" in text
