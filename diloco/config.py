@@ -80,6 +80,14 @@ def remarks(config: TrainConfig, named: Collection[str]) -> list[str]:
         "num_workers": "--num-workers has no effect: one background thread reads the data",
         "hv.skip_load_from_peers": "--hv.skip-load-from-peers has no effect: the swarm's state always counts",
     }
+    if not hv.overlap_steps:
+        known["hv.mixing"] = "--hv.mixing has no effect unless the run has --hv.overlap-steps"
+    if hv.transport == "libp2p":
+        for name in ("data_port", "announce_data_maddrs"):
+            flag = f"--hv.{name.replace('_', '-')}"
+            known[f"hv.{name}"] = (
+                f"{flag} has no effect with --hv.transport libp2p: there are no direct streams"
+            )
     if hv.all_reduce_strategy == "WAIT_FOR_ALL":
         known["hv.matchmaking_time"] = (
             "--hv.matchmaking-time has no effect under WAIT_FOR_ALL: a round waits for all live peers"

@@ -73,9 +73,9 @@ class HvConfig:
     local_steps: Count = field(default=500, metadata=SHARED)
     """Inner steps between two averagings of the same weights (H)."""
     num_fragments: Count = field(default=1, metadata=SHARED)
-    """Parts of the model, strided by layer, averaged one after the other (Streaming DiLoCo, arXiv 2501.18512)."""
+    """Parts of the model, averaged in turn (Streaming DiLoCo, arXiv 2501.18512); must divide --hv.local-steps."""
     overlap_steps: Whole = field(default=0, metadata=SHARED)
-    """Inner steps trained while a round takes place (tau); all but one of an epoch's make the one-epoch delay."""
+    """Inner steps trained while a round takes place (tau), fewer than --hv.local-steps / --hv.num-fragments."""
     mixing: Annotated[Rate, Parameter(validator=(finite, at_least(0), up_to(1)))] = field(
         default=0.0, metadata=SHARED
     )
@@ -93,11 +93,16 @@ class HvConfig:
     """Addresses to listen on."""
     announce_maddrs: Annotated[tuple[str, ...], address_list("--announce-maddrs")] = ()
     """Addresses others reach this peer by, where they differ from those it listens on."""
-    transport: Literal["auto", "libp2p", "tls", "tcp"] = "auto"
-    """What pseudo-gradients travel by: `auto` takes TCP with TLS 1.3 between peers that reach each other, unless it
-    proves slower than libp2p; `tls` takes it from the first round on; `libp2p` never; `tcp` goes without TLS where both
-    ends say so: nothing protects the bytes then, so only on a network you trust. What cannot be reached falls back to
-    libp2p, and then to a third peer that forwards."""
+    # Not a docstring: cyclopts would keep its line breaks.
+    transport: Annotated[
+        Literal["auto", "libp2p", "tls", "tcp"],
+        Parameter(
+            help="What pseudo-gradients travel by: `auto` takes TCP with TLS 1.3 between peers that reach each other, "
+            "unless it proves slower than libp2p; `tls` takes it from the first round on; `libp2p` never; `tcp` goes "
+            "without TLS where both ends say so: nothing protects the bytes then, so only on a network you trust. What "
+            "cannot be reached falls back to libp2p, and then to a third peer that forwards."
+        ),
+    ] = "auto"
     data_port: Annotated[int, Parameter(converter=whole, validator=(at_least(0), up_to(65535)))] = 0
     """TCP port for pseudo-gradients, on the first host of --host-maddrs; 0: any free one."""
     announce_data_maddrs: Annotated[tuple[str, ...], address_list()] = ()
@@ -150,7 +155,7 @@ class TrainConfig:
     total_steps: Count = field(default=88_000, metadata=SHARED)
     """Nominal steps of the cosine schedule; training ends after them."""
     max_steps: Count | None = field(default=None, metadata=SHARED)
-    """End training after this many nominal steps, without changing the schedule."""
+    """End training after this many nominal steps, without changing the schedule; default: --total-steps."""
     max_grad_norm: Rate = field(default=1.0, metadata=SHARED)
     """Gradients are clipped to this norm."""
     seed: Whole = field(default=42, metadata=SHARED)
@@ -172,7 +177,7 @@ class TrainConfig:
     num_workers: Whole = 4
     """Accepted for compatibility: data is read by one background thread."""
     eval_interval: Count | None = None
-    """Nominal steps between two evaluations; they always happen before the first step and after the last."""
+    """Nominal steps between two evaluations; default: only those before the first step and after the last."""
     eval_tokens: Count = 262_144
     """Held-out tokens an evaluation reads."""
     run_dir: str | None = None
@@ -182,6 +187,6 @@ class TrainConfig:
     metric_logger_type: Literal["wandb", "dummy"] = "dummy"
     """wandb, or nothing beside metrics.jsonl."""
     log_activations_steps: Count | None = None
-    """Steps between two records of each layer's activation norms."""
+    """Steps between two records of each layer's activation norms; default: none is made."""
     ckpt: Annotated[CkptConfig, Parameter(group="Checkpoints")] = field(default_factory=CkptConfig)
     hv: Annotated[HvConfig, Parameter(group="Swarm")] = field(default_factory=HvConfig)

@@ -32,9 +32,14 @@ def daemon_config(
 ) -> dict[str, Any]:
     """The fields of peers.daemon.DaemonConfig, ready for JSON. `named` are the fields that the user set.
 
-    Raises UserError where the model cannot be found.
+    Raises UserError where the model cannot be found, or nobody could assign a world rank.
     """
     hv = config.hv
+    if hv.world_rank is None and not hv.initial_peers:
+        raise UserError(
+            "--initial-peers is missing: the address that `diloco dht start` printed. Without a coordinator, choose "
+            "this peer's number with --world-rank."
+        )
     return {
         "run_id": hv.run_id,
         "initial_peers": list(hv.initial_peers),

@@ -62,7 +62,9 @@ class Agreement:
                 await presence.wait_for_change()
         if unlike := joining.manifest_differences(proposal, theirs, named):
             raise UserError(
-                "these settings differ from the swarm's:\n" + "\n".join(f"  {line}" for line in unlike)
+                "these settings differ from the swarm's:\n"
+                + "\n".join(f"  {line}" for line in unlike)
+                + "\nLeave them out to take over the swarm's, or begin another run with --run-id."
             )
         self.manifest = {**proposal, **theirs}
         self.digest = joining.manifest_digest(self.manifest)

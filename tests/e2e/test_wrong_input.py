@@ -34,6 +34,7 @@ TRILLIONS = {
 BEFORE_ANYTHING_STARTS = {
     "unknown flag": (["run", "--local-step", "5"], "Did you mean --hv.local-steps?"),
     "address that is none": (["peer", "--initial-peers", "127.0.0.1:30001"], "is not an address like"),
+    "neither an address nor a world rank": (["peer"], "--initial-peers is missing"),
     "model path that is not one": (["peer", "--path-model", "/nowhere/model"], "is not a model"),
     "model directory without a model": (["run", "--path-model", "EMPTY"], "has no config.json"),
     "batch sizes that do not divide": (
@@ -116,11 +117,6 @@ def test_initial_peers_that_do_not_answer_are_named(start):
         check_refused(command, f"{address}: connection refused")
 
 
-def test_a_peer_without_a_world_rank_or_a_coordinator_is_told_of_both(start, model):
-    command = start(*DILOCO, "peer", *LOOPBACK, *training_flags(model))
-    check_refused(command, "no coordinator answers")
-
-
 def test_a_peer_says_what_its_worker_found_wrong_with_the_dataset(start, model, places):
     flags = training_flags(model, fake_data=None, dataset_name_or_path=places["NO_TEXT"])
     command = start(*DILOCO, "peer", "--world-rank", "0", *LOOPBACK, *flags)
@@ -163,6 +159,12 @@ def swarm(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Liv
         coordinator.close()
         if peer is not None:
             peer.close()
+
+
+def test_a_run_without_a_coordinator_is_told_from_one_that_has_it(swarm, start, model):
+    flags = ("--initial-peers", swarm.address, "--run-id", "another")
+    command = start(*DILOCO, "peer", *LOOPBACK, *flags, *training_flags(model))
+    check_refused(command, "no coordinator answers")
 
 
 def test_a_world_rank_that_a_live_peer_has_is_refused(swarm, start, model):

@@ -165,6 +165,20 @@ def test_needless_flags_are_remarked_upon_once_and_only_when_given():
     assert remarks(TrainConfig(), flat_values(TrainConfig())) == []
 
 
+@pytest.mark.parametrize(
+    ("needless", "needed"),
+    [
+        ("--hv.mixing 0.5", "--hv.overlap-steps 2"),
+        ("--hv.data-port 30003", "--hv.transport tls"),
+        ("--hv.announce-data-maddrs /ip4/10.0.0.1/tcp/0", "--hv.transport auto"),
+    ],
+)
+def test_a_flag_that_another_one_makes_needless_is_remarked_upon(needless, needed):
+    without = remarks(*parse_train_config([*needless.split(), "--hv.transport", "libp2p"]))
+    assert [text.partition(" has no effect")[0] for text in without] == [needless.split()[0]]
+    assert remarks(*parse_train_config([*needless.split(), *needed.split()])) == []
+
+
 def test_help_ends_the_process_without_an_error(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     with pytest.raises(SystemExit) as exit_:

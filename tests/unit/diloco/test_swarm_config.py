@@ -25,6 +25,11 @@ def test_the_daemon_is_told_plain_json():
     assert told["manifest"]["lr"] == 0.5
 
 
+def test_a_peer_without_a_world_rank_and_an_address_is_told_of_both_at_once():
+    with pytest.raises(UserError, match=r"--initial-peers is missing.* --world-rank"):
+        daemon_config(*parse_train_config([]))
+
+
 def test_a_model_directory_is_described_by_its_content_not_by_its_path():
     manifest = manifest_of(TrainConfig(path_model=FRESH))
     assert manifest["path_model"] == ""
