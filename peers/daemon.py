@@ -297,7 +297,8 @@ class Daemon:
         trainers = frozenset(r for r, peer in view.items() if peer.state in membership.TRAINING_STATES)
         lost = self._trainers - view.keys()
         self._trainers = trainers
-        if lost and self._averager is not None:
+        # A peer that leaves hangs up itself.
+        if lost and self._averager is not None and self._standing.state != "leaving":
             log.warning("lost peer %s", ", ".join(map(str, sorted(lost))))
             if self._config.fail_rank_drop and not self._failed.done():
                 self._failed.set_exception(
