@@ -6,12 +6,13 @@ export TOKENIZERS_PARALLELISM ?= false
 
 .PHONY: demo test check fast format clean
 
+# PYTHONWARNINGS: setuptools warns of every editable installation.
 .venv/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "diloco needs Python 3.11 or newer; try make PYTHON=python3.11" >&2; exit 2; }
 	@echo "Setting up .venv; this takes a few minutes the first time."
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=24'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
 ## Two peers train one language model on this machine, lose one, and get it back.
