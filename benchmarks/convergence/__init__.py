@@ -2,7 +2,7 @@
 
     python -m benchmarks.convergence [--quick] [--json FILE] [--plot FILE] [--arms NAME ...] [--seeds N ...]
 
-Four peers train the byte-level preset `demo` (0.38M parameters) on the standard library's sources, 4M tokens an arm.
+Four peers train the byte-level model of 81 thousand parameters on the standard library's sources, 4M tokens an arm.
 Rates are tuned on one seed, for data parallel (inner) and for fp32 DiLoCo (inner, then outer); all other arms take
 fp32 DiLoCo's. Then three seeds each: a seed's arms share initial weights, data, its order and who trains what, so
 differences are paired, and their standard error is over seeds.

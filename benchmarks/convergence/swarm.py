@@ -183,7 +183,7 @@ def new_replica(job: Job, num_fragments: int) -> Replica:
     """With the seed's initial weights, as every peer has them."""
     scale, device = job.scale, torch.device(job.scale.device)
     config = scale.train_config(job.seed)
-    model = load_model(scale.preset, seed=job.seed, device=device)
+    model = load_model(scale.path_model, seed=job.seed, device=device)
     inner = InnerLoop(
         model,
         adamw(model, weight_decay=config.weight_decay),
