@@ -83,7 +83,7 @@ def manifest_differences(
 
 
 def _short(value: Scalar) -> str:
-    text = repr(value)
+    text = "not set" if value is None else repr(value)
     return text if len(text) <= 60 else f"{text[:50]}… ({hashlib.sha256(text.encode()).hexdigest()[:8]})"
 
 
