@@ -40,6 +40,11 @@ SLOW = (
     "diloco peer --initial-peers <maddr> --path-model 150m --hv.local-steps 100 --hv.compression int4 "
     "--hv.num-fragments 4 --hv.overlap-steps 5"
 )
+POD = (
+    "diloco peer --initial-peers <maddr> --hv.host-maddrs /ip4/0.0.0.0/tcp/30002 "
+    "--hv.announce-maddrs /ip4/203.0.113.7/tcp/41002 --hv.data-port 30003 "
+    "--hv.announce-data-maddrs /ip4/203.0.113.7/tcp/41003"
+)
 STATUS = "diloco status --initial-peers <maddr>"
 OWN_LOOP = 'diloco peer --initial-peers <maddr> --hv.local-steps 10 --worker "python loop.py"'
 TORCHRUN = (
@@ -195,7 +200,7 @@ def digests(run_dir: Path) -> dict[int, str]:
 
 
 def test_the_documents_have_no_command_that_is_not_tested_here():
-    known = {DEMO, *INSTALL, DHT, FIRST, SECOND, SLOW, STATUS, OWN_LOOP, TORCHRUN}
+    known = {DEMO, *INSTALL, DHT, FIRST, SECOND, SLOW, POD, STATUS, OWN_LOOP, TORCHRUN}
     assert set(commands(README)) == known
     assert f"`{RUN}`" in README.replace("\n", " ")
     assert set(re.findall(r"^\| .* \| `(.*)` \|$", CONTRIBUTING, re.MULTILINE)) == IN_CONTRIBUTING
@@ -312,6 +317,23 @@ def test_on_slow_links_fragments_travel_while_training_goes_on(pair, run, maddr,
     ]
     uncompressed = 4 * 24_000
     assert all(record["sent_bytes"] < uncompressed / 7 for record in records)
+
+
+def test_a_pod_announces_the_ports_it_is_reached_by(run, maddr, model):
+    """Any free ports inside; those outside lead nowhere, and the peer waits for another one meanwhile."""
+    short = ("--fake-data", "--path-model", model, "--galaxy-size", 2, "--run-id", "pod", "--world-rank", 0)
+    inside = {"hv__host_maddrs": "/ip4/127.0.0.1/tcp/0", "hv__data_port": 0}
+    peer = run(typed(POD, *short, maddr=maddr, **inside), "pod")
+    wait_until(lambda: "in the swarm" in peer.stdout, "the pod in the swarm", command=peer)
+    found: list[dict[str, Any]] = []
+    looks = 0
+    while not found:
+        look = run(typed(STATUS, "--run-id", "pod", "--json", maddr=maddr), f"pod-look{looks}")
+        assert look.wait() == 0, look.stderr
+        found, looks = json.loads(look.stdout)["peers"], looks + 1
+        assert looks < 20
+    assert found[0]["endpoints"] == ["/ip4/203.0.113.7/tcp/41003"]
+    assert all(address.startswith("/ip4/203.0.113.7/tcp/41002/p2p/") for address in found[0]["maddrs"])
 
 
 @pytest.fixture(scope="module")
