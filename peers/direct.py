@@ -61,8 +61,10 @@ class Direct:
         try:
             listener = socket.create_server((where.host, where.port), family=family, backlog=_BACKLOG)
         except OSError as error:
+            # create_server adds the address to the reason, in Python's words.
+            reason = str(error.strerror).partition(" (while")[0]
             raise UserError(
-                f"cannot listen for data on {maddr}: {error.strerror}; choose another --hv.data-port"
+                f"cannot listen for data on {maddr}: {reason}; choose another --hv.data-port"
             ) from error
         listener.setblocking(False)
         self._listeners.append(listener)
