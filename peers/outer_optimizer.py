@@ -6,7 +6,6 @@ the same bits on every CPU. Nothing here takes more memory than a few chunks.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import struct
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from blake3 import blake3
 from torch import Tensor
 
 from peers.kernels import energy, outer_step
@@ -85,12 +85,12 @@ class OuterOptimizer:
     def step_chunk(
         self, state: OuterState, chunk: StateChunk, average: Tensor, target: Target | None, *, hashing: bool
     ) -> tuple[bytes, bytes]:
-        """One chunk's step, into `target` if there is one. Returns sha256 of anchor and momentum, if `hashing`."""
+        """One chunk's step, into `target` if there is one. Returns BLAKE3 of anchor and momentum, if `hashing`."""
         fragment = chunk.fragment
         old_anchor, old_momentum = state.anchor[fragment].numpy(), state.momentum[fragment].numpy()
         if average.numel() != old_anchor.size:
             raise ValueError(f"an average of {average.numel()} values for a fragment of {old_anchor.size}")
-        averages, hashes = average.numpy(), (hashlib.sha256(), hashlib.sha256())
+        averages, hashes = average.numpy(), (blake3(), blake3())
         lr, factor = np.float32(self.lr), np.float32(self.momentum)
         if target is None:
             scratch = [np.empty(min(chunk.numel, _PART_NUMEL), np.float32) for _ in range(2)]
@@ -104,8 +104,8 @@ class OuterOptimizer:
             if target is not None and target.copy is not None:
                 target.copy.numpy()[part] = anchor
             if hashing:
-                hashes[0].update(anchor.data)
-                hashes[1].update(momentum.data)
+                hashes[0].update(anchor.view(np.uint8))
+                hashes[1].update(momentum.view(np.uint8))
         return hashes[0].digest(), hashes[1].digest()
 
 

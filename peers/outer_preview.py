@@ -27,7 +27,7 @@ NICENESS = 10
 class Preview:
     """A context manager that owns its threads; they only read, and afterwards none of them is left.
 
-    The digests are sha256 of the values that this peer would hold. An owner chooses what it sends, so by a hash that is
+    The digests are BLAKE3 of the values that this peer would hold. An owner chooses what it sends, so by a hash that is
     merely fast it could give two members unlike sums that vote alike; by this one it cannot.
     """
 

@@ -10,7 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
 
+import numpy as np
 import torch
+from blake3 import blake3
 from torch import Tensor
 
 from peers.state_header import StateChunk, StateHeader, chunks_of
@@ -20,7 +22,7 @@ _MAX_THREADS = 4
 
 @dataclass(frozen=True)
 class Digests:
-    """Hex sha256 of a state's values; what members of a round vote on."""
+    """Hex, over the digests of all chunks of a state; what members of a round vote on."""
 
     anchor: str
     momentum: str
@@ -161,8 +163,8 @@ class Snapshot:
 
 
 def hash_chunk(values: Tensor) -> bytes:
-    """sha256 of a chunk's values, little-endian."""
-    return hashlib.sha256(values.numpy().data).digest()
+    """BLAKE3 of a chunk's values, little-endian."""
+    return blake3(values.numpy().view(np.uint8)).digest()
 
 
 def _hash_all(fragments: Sequence[Tensor], sizes: Sequence[int]) -> bytes:

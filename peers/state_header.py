@@ -58,7 +58,7 @@ class StateHeader:
     data_width: int
     """Data blocks the epoch before has handed out."""
     anchor_chunks: bytes
-    """sha256 of each anchor chunk, concatenated."""
+    """BLAKE3 of each anchor chunk, concatenated: as hard to forge as sha256, at four times its speed."""
     momentum_chunks: bytes
 
     @cached_property
