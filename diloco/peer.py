@@ -57,6 +57,7 @@ def peer(
     worker: str
         Your own program with `Diloco(model)` in it, such as "python loop.py"; default: the trainer of diloco.
     """
+    from diloco.data import check_data
     from diloco.interrupts import run_interruptible
     from diloco.preflight import check_peers_fit
     from diloco.swarm_config import daemon_config
@@ -69,6 +70,8 @@ def peer(
     train = settled(train, _SOURCE.named, num_ranks=ranks)
     program = program_of(worker)
     check_peers_fit(train.path_model, on_gpu=train.device != "cpu" and num_gpus > 0)
+    if not program:
+        check_data(train)
     fields = daemon_config(train, _SOURCE.named)
     check_listenable(train.hv.host_maddrs)
     run_dir = created_run_dir(train)

@@ -104,8 +104,8 @@ class OuterOptimizer:
             if target is not None and target.copy is not None:
                 target.copy.numpy()[part] = anchor
             if hashing:
-                hashes[0].update(anchor.view(np.uint8))
-                hashes[1].update(momentum.view(np.uint8))
+                hashes[0].update(anchor.view(np.uint8).data)
+                hashes[1].update(momentum.view(np.uint8).data)
         return hashes[0].digest(), hashes[1].digest()
 
 

@@ -164,7 +164,7 @@ class Snapshot:
 
 def hash_chunk(values: Tensor) -> bytes:
     """BLAKE3 of a chunk's values, little-endian."""
-    return blake3(values.numpy().view(np.uint8)).digest()
+    return blake3(values.numpy().view(np.uint8).data).digest()
 
 
 def _hash_all(fragments: Sequence[Tensor], sizes: Sequence[int]) -> bytes:

@@ -37,6 +37,11 @@ BEFORE_ANYTHING_STARTS = {
     "neither an address nor a world rank": (["peer"], "--initial-peers is missing"),
     "model path that is not one": (["peer", "--path-model", "/nowhere/model"], "is not a model"),
     "model directory without a model": (["run", "--path-model", "EMPTY"], "has no config.json"),
+    "data that is not there": (
+        ["peer", "--dataset-name-or-path", "/nowhere/text"],
+        "there is no /nowhere/text",
+    ),
+    "data without text": (["run", "--dataset-name-or-path", "NO_TEXT"], "text"),
     "batch sizes that do not divide": (
         ["peer", "--total-batch-size", "10", "--per-device-train-batch-size", "4"],
         "--per-device-train-batch-size 2 would do",
@@ -56,11 +61,13 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     (root / "empty").mkdir()
     (root / "no_text").mkdir()
     (root / "no_text" / "numbers.jsonl").write_text('{"number": 1}\n{"number": 2}\n')
+    (root / "short.txt").write_text("few words\n")
     (root / "run.toml").write_text("[hv]\nlocal_step = 5\n")
     (root / "file").write_text("not what you think\n")
     return {
         "EMPTY": str(root / "empty"),
         "NO_TEXT": str(root / "no_text"),
+        "SHORT": str(root / "short.txt"),
         "TOML": str(root / "run.toml"),
         "FILE": str(root / "file"),
         "HUGE": str(model_directory(root / "huge", **TRILLIONS)),
@@ -118,9 +125,9 @@ def test_initial_peers_that_do_not_answer_are_named(start):
 
 
 def test_a_peer_says_what_its_worker_found_wrong_with_the_dataset(start, model, places):
-    flags = training_flags(model, fake_data=None, dataset_name_or_path=places["NO_TEXT"])
+    flags = training_flags(model, fake_data=None, dataset_name_or_path=places["SHORT"])
     command = start(*DILOCO, "peer", "--world-rank", "0", *LOOPBACK, *flags)
-    check_refused(command, "text")
+    check_refused(command, "has 11 tokens, too few")
 
 
 def test_a_worker_by_hand_refuses_a_model_that_does_not_fit(start, places):
