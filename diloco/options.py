@@ -104,7 +104,7 @@ class HvConfig:
         ),
     ] = "auto"
     data_port: Annotated[int, Parameter(converter=whole, validator=(at_least(0), up_to(65535)))] = 0
-    """TCP port for pseudo-gradients, on the first host of --host-maddrs; 0: any free one."""
+    """TCP port for pseudo-gradients, on the hosts of --host-maddrs; 0: any free one."""
     announce_data_maddrs: Annotated[tuple[str, ...], address_list()] = ()
     """Addresses others reach the data port by (port 0: as it is), where they differ from those of --host-maddrs."""
     matchmaking_time: Seconds | None = None

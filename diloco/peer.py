@@ -70,7 +70,8 @@ def peer(
     train = settled(train, _SOURCE.named, num_ranks=ranks)
     program = program_of(worker)
     check_peers_fit(train.path_model, on_gpu=train.device != "cpu" and num_gpus > 0)
-    if not program:
+    # What is not named comes from the swarm.
+    if not program and "dataset_name_or_path" in _SOURCE.named:
         check_data(train)
     fields = daemon_config(train, _SOURCE.named)
     check_listenable(train.hv.host_maddrs)

@@ -68,7 +68,8 @@ def run(
     train = settled(train, _SOURCE.named)
     on_gpu = train.device != "cpu" and bool(visible_gpus(os.environ))
     check_peers_fit(train.path_model, num_peers=peers, on_gpu=on_gpu)
-    check_data(train)
+    if "dataset_name_or_path" in _SOURCE.named:
+        check_data(train)
     run_dir = created_run_dir(train)
     if any(run_dir.glob(f"peer-*/{METRICS}")) and train.ckpt.resume is None:
         raise UserError(f"--run-dir {run_dir} already holds a run; name another, or remove it.")

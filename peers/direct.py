@@ -28,7 +28,6 @@ CONNECT_TIMEOUT_S = 3.0
 """What an endpoint that swallows packets may cost."""
 _BACKLOG = 128
 _RETRY_INTERVAL_S = 0.2
-# A path that died in silence while nothing was to be sent shows within a minute.
 _FAMILIES = {
     "ip4": socket.AF_INET,
     "ip6": socket.AF_INET6,
@@ -38,6 +37,7 @@ _FAMILIES = {
 }
 _MAX_LOOKUPS = 4
 _lookups = threading.Semaphore(_MAX_LOOKUPS)
+# A path that died in silence while nothing was to be sent shows within a minute.
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
 
 

@@ -102,6 +102,15 @@ def assert_same(loaded, state):
         assert torch.equal(ours, theirs)
 
 
+async def answer_with_header(channel, sock, state):
+    """What a donor says first to who asks for a state."""
+    await channel.receive()
+    message = state.header.to_message()
+    digests = message.pop("anchor_chunks") + message.pop("momentum_chunks")
+    await channel.send({"kind": "state", **message})
+    await asyncio.get_running_loop().sock_sendall(sock, digests)
+
+
 async def serve_badly(network, peer_id, state, answer):
     """A donor with the right header that answers every request for a chunk with `answer(bytes)`, until that is None."""
 
@@ -109,11 +118,7 @@ async def serve_badly(network, peer_id, state, answer):
         channel = Channel(sock)
         loop = asyncio.get_running_loop()
         with contextlib.suppress(PeerUnreachable, OSError):
-            await channel.receive()
-            message = state.header.to_message()
-            digests = message.pop("anchor_chunks") + message.pop("momentum_chunks")
-            await channel.send({"kind": "state", **message})
-            await loop.sock_sendall(sock, digests)
+            await answer_with_header(channel, sock, state)
             while True:
                 request = await channel.receive()
                 chunks = list(state_server.chunks_of(state.sizes))

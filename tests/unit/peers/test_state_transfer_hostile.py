@@ -15,6 +15,7 @@ from peers.state_server import MAX_DOWNLOADS
 from peers.state_transfer import state_protocol
 from tests.support.state_network import (
     RUN,
+    answer_with_header,
     assert_same,
     committed_state,
     download,
@@ -66,11 +67,7 @@ def test_a_donor_that_trickles_is_left_when_others_have_nothing_to_do(monkeypatc
             loop = asyncio.get_running_loop()
             channel = Channel(sock)
             with contextlib.suppress(PeersError, OSError):
-                await channel.receive()
-                message = state.header.to_message()
-                digests = message.pop("anchor_chunks") + message.pop("momentum_chunks")
-                await channel.send({"kind": "state", **message})
-                await loop.sock_sendall(sock, digests)
+                await answer_with_header(channel, sock, state)
                 while True:
                     await loop.sock_sendall(sock, b"\0")
                     await asyncio.sleep(0.05)
