@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from peers.bootstrap import connect_any
+from peers.contacts import Contacts
 from peers.errors import PeerUnreachable, UserError
 from peers.identity import Identity
 from peers.maddrs import by_reach, check_listenable, is_maddr, parse_maddr, validate_maddr
@@ -33,7 +34,9 @@ MAX_VALUE_BYTES = 4096
 
 _MAX_VALUES = 4096
 _RPC_TIMEOUT_S = 3.0
-_REJOIN_INTERVAL_S = 5.0
+_CONTACT_INTERVAL_S = 5.0
+_LONELY_INTERVAL_S = 1.0
+"""How often lost contacts are looked for while the node knows nobody at all."""
 _CLOCK_TICK_S = 0.001
 _DEFAULT_JOIN_TIMEOUT_S = 20.0
 
@@ -52,7 +55,8 @@ class Dht:
         self._p2p = p2p
         self._node = node
         self._expiry: dict[tuple[str, str], float] = {}
-        self._rejoiner = asyncio.create_task(self._keep_initial_peers(initial_peers))
+        self._contacts = Contacts(_by_peer(initial_peers))
+        self._keeper = asyncio.create_task(self._keep_contacts())
 
     @classmethod
     async def join(
@@ -123,6 +127,11 @@ class Dht:
         found = await self._node.get(key, latest=True)
         return _checked_values(found.value if found is not None else None)
 
+    def remember(self, peer_id: str, maddrs: Sequence[str]) -> None:
+        """This peer is one of the DHT's: where it is lost, it is looked for there."""
+        if maddrs and peer_id != self.peer_id:
+            self._contacts.remember(peer_id, maddrs)
+
     async def peers_known(self) -> int:
         """How many other peers libp2p is connected with."""
         return len(await self.transport.connected_peers())
@@ -141,8 +150,8 @@ class Dht:
 
     async def close(self) -> None:
         """Leave: no process and no socket stays. May be repeated."""
-        self._rejoiner.cancel()
-        await asyncio.gather(self._rejoiner, return_exceptions=True)
+        self._keeper.cancel()
+        await asyncio.gather(self._keeper, return_exceptions=True)
         await self.transport.close()
         if self._p2pd.is_alive:
             try:
@@ -153,21 +162,42 @@ class Dht:
         await self._p2p.shutdown()
         await self._p2pd.stop()
 
-    async def _keep_initial_peers(self, initial_peers: Sequence[str]) -> None:
-        """Come back to initial peers that were down when we joined, or restarted since."""
-        from hivemind.p2p import PeerID
-
+    async def _keep_contacts(self) -> None:
+        """Come back to peers that were down when we joined, have restarted since, or were silent once too often."""
         while True:
-            await asyncio.sleep(_REJOIN_INTERVAL_S)
+            known = self._peers_in_table()
+            await asyncio.sleep(_CONTACT_INTERVAL_S if known else _LONELY_INTERVAL_S)
             with contextlib.suppress(PeerUnreachable):
                 connected = await self.transport.connected_peers()
-                for maddr in initial_peers:
-                    peer_id = parse_maddr(maddr).peer_id
-                    if peer_id is None or peer_id in connected:
-                        continue
-                    with contextlib.suppress(PeerUnreachable):
-                        await self.transport.connect(peer_id, [maddr], timeout_s=_RPC_TIMEOUT_S)
-                        await self._node.protocol.call_ping(PeerID.from_base58(peer_id))
+                lost = self._contacts.lost(connected & self._peers_in_table(), time.monotonic())
+                answered = await asyncio.gather(*(self._meet(peer_id, maddrs) for peer_id, maddrs in lost))
+                tried = zip((peer_id for peer_id, _ in lost), answered, strict=True)
+                self._contacts.tried(tried, time.monotonic())
+
+    async def _meet(self, peer_id: str, maddrs: Sequence[str]) -> bool:
+        """Whether this peer's node answers; ours knows it then, whatever it had held against it."""
+        from hivemind.p2p import PeerID
+
+        try:
+            await self.transport.connect(peer_id, maddrs, timeout_s=_RPC_TIMEOUT_S)
+        except PeerUnreachable:
+            return False
+        peer = PeerID.from_base58(peer_id)
+        if await self._node.protocol.call_ping(peer) is None:
+            return False
+        self._node.blacklist.register_success(peer)
+        return True
+
+    def _peers_in_table(self) -> set[str]:
+        """Whom the node would ask: it forgets those who have not answered in time."""
+        return {str(peer) for peer in self._node.protocol.routing_table.peer_id_to_uid}
+
+
+def _by_peer(maddrs: Sequence[str]) -> dict[str, list[str]]:
+    grouped: dict[str, list[str]] = {}
+    for maddr in maddrs:
+        grouped.setdefault(str(parse_maddr(maddr).peer_id), []).append(maddr)
+    return grouped
 
 
 def load_hivemind() -> None:

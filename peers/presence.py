@@ -108,6 +108,8 @@ class Presence:
             if not stored:
                 log.debug("the DHT did not take this peer's record")
             self.mesh.discovered(await self._records())
+            for peer in self.mesh.peers:
+                self._dht.remember(peer.peer_id, peer.maddrs)
             missing = len(self.view) < self.galaxy_size
             self._announce_now.clear()
             with contextlib.suppress(TimeoutError):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import signal
@@ -154,6 +155,40 @@ def test_a_swarm_comes_back_to_its_bootstrap_node_after_a_restart(tmp_path):
                 assert await eventually(lambda: node.get("back")) == {"x": b"1"}
         finally:
             await a.close()
+
+    asyncio.run(scenario())
+
+
+def forget_each_other(*members):
+    """As Hivemind does after a call without an answer; the connections stay."""
+    for member in members:
+        table = member._node.protocol.routing_table
+        for node_id in list(table.uid_to_peer_id):
+            del table[node_id]
+
+
+def test_a_node_that_got_no_answer_from_anybody_is_not_alone_for_good(tmp_path):
+    async def scenario():
+        async with joined(tmp_path, "node") as node:
+            (address,) = await node.maddrs()
+            async with joined(tmp_path, "a", address) as a:
+                forget_each_other(node, a)
+                assert await node.store("stall", "x", b"1", 30)
+                assert await eventually(lambda: a.get("stall")) == {"x": b"1"}
+
+    asyncio.run(scenario())
+
+
+def test_peers_find_each_other_again_after_their_bootstrap_node_has_died(tmp_path):
+    async def scenario():
+        async with contextlib.AsyncExitStack() as stack:
+            async with joined(tmp_path, "node") as node:
+                (address,) = await node.maddrs()
+                a, b = [await stack.enter_async_context(joined(tmp_path, name, address)) for name in "ab"]
+            a.remember(b.peer_id, await b.maddrs())
+            forget_each_other(a, b)
+            assert await b.store("stall", "x", b"1", 30)
+            assert await eventually(lambda: a.get("stall")) == {"x": b"1"}
 
     asyncio.run(scenario())
 

@@ -1,0 +1,61 @@
+"""Whom a DHT node has known, and when to look again for those it has lost: pure, so that time is an argument.
+
+Hivemind's node forgets whoever does not answer once in time, and a node that has forgotten all others stays alone for
+good. So the addresses given by the user are kept to the end, and those of other peers as long as there is room: a
+swarm whose bootstrap node has died is entered, and a partition mended, through any of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+MAX_CONTACTS = 128
+"""Besides those that the user has given."""
+MAX_AT_ONCE = 8
+_FIRST_RETRY_S = 5.0
+_LONGEST_RETRY_S = 60.0
+
+
+@dataclass
+class _Contact:
+    maddrs: tuple[str, ...]
+    is_given: bool
+    due_at: float = 0.0
+    retry_s: float = _FIRST_RETRY_S
+
+
+class Contacts:
+    """Peers by id, with their addresses."""
+
+    def __init__(self, given: Mapping[str, Sequence[str]]) -> None:
+        self._contacts = {peer_id: _Contact(tuple(maddrs), True) for peer_id, maddrs in given.items()}
+
+    def remember(self, peer_id: str, maddrs: Sequence[str]) -> None:
+        """This peer has been heard of at these addresses; of too many, who was heard of longest ago is forgotten."""
+        known = self._contacts.pop(peer_id, None) or _Contact((), False)
+        if not known.is_given:
+            known.maddrs = tuple(maddrs)
+        self._contacts[peer_id] = known
+        others = [peer for peer, contact in self._contacts.items() if not contact.is_given]
+        for oldest in others[: max(0, len(others) - MAX_CONTACTS)]:
+            del self._contacts[oldest]
+
+    def lost(self, reached: Collection[str], now: float) -> list[tuple[str, tuple[str, ...]]]:
+        """Peer ids and addresses to try now: contacts that are not reached, and have been left alone long enough."""
+        due = [
+            (contact.due_at, peer_id)
+            for peer_id, contact in self._contacts.items()
+            if peer_id not in reached and contact.due_at <= now
+        ]
+        chosen = [peer_id for _, peer_id in sorted(due)[:MAX_AT_ONCE]]
+        return [(peer_id, self._contacts[peer_id].maddrs) for peer_id in chosen]
+
+    def tried(self, answered: Iterable[tuple[str, bool]], now: float) -> None:
+        """What came of it: whoever is silent is asked less and less often."""
+        for peer_id, has_answered in answered:
+            if (contact := self._contacts.get(peer_id)) is not None:
+                contact.retry_s = (
+                    _FIRST_RETRY_S if has_answered else min(2 * contact.retry_s, _LONGEST_RETRY_S)
+                )
+                contact.due_at = now + contact.retry_s
