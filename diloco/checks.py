@@ -21,6 +21,7 @@ _HIVEMIND_CODECS = {
     "quantile8bit": "int8",
     "blockwise8bit": "int8",
 }
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _CODECS = {name: name for name in _OUR_CODECS} | _HIVEMIND_CODECS
 
 
@@ -81,6 +82,19 @@ def rate_or_auto(most: float = math.inf) -> Callable[[Any, Sequence[Token]], flo
         return value
 
     return convert
+
+
+def duration(_type: Any, tokens: Sequence[Token]) -> float:
+    """Seconds, from a number of them or one with a unit: 90, 120s, 10m, 1.5h."""
+    text = tokens[-1].value
+    match = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*(s|m|h|d)?", text)
+    try:
+        seconds = float(match[1]) * _SECONDS[match[2] or "s"] if match else math.nan
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= 1e9:
+        raise ValueError(f'"{text}" is not a time like 120s, 10m or 1.5h.')
+    return seconds
 
 
 def codec(_type: Any, tokens: Sequence[Token]) -> str:

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from diloco.checks import addresses, at_least, codec, finite, rate_or_auto, safe_name, up_to, whole
+from diloco.checks import addresses, at_least, codec, duration, finite, rate_or_auto, safe_name, up_to, whole
 
 SHARED = {"shared": True}
 
@@ -72,6 +72,10 @@ class HvConfig:
     """This peer's number in the swarm, from 0; default: the coordinator assigns one."""
     local_steps: Count = field(default=500, metadata=SHARED)
     """Inner steps between two averagings of the same weights (H)."""
+    local_time: Annotated[float | None, Parameter(converter=duration, metavar="SECONDS")] = field(
+        default=None, metadata=SHARED
+    )
+    """Time after which --hv.local-steps count as done (120s, 10m, 1h), so that slow peers keep nobody waiting."""
     num_fragments: Count = field(default=1, metadata=SHARED)
     """Parts of the model, averaged in turn (Streaming DiLoCo, arXiv 2501.18512); must divide --hv.local-steps."""
     overlap_steps: Whole = field(default=0, metadata=SHARED)

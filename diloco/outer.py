@@ -91,6 +91,7 @@ class Diloco:
         """Of each fragment, what this rank has trained since it was last averaged."""
         self._schedule = None if local_steps is None else Schedule(local_steps=local_steps)
         self._flight: _Flight | None = None
+        self._epoch_began_at = time.monotonic()
         self._is_over = False
         self._progress = _Progress()
         path = on_rank_zero(lambda: os.environ.get(LINK_ENV))
@@ -171,6 +172,7 @@ class Diloco:
         exchange = self._exchange
         if exchange is None:
             return None
+        self._keep_to_the_time()
         if self.done:
             return self._average_all(exchange)
         if self._flight is None and self.local_step >= self._scheduled.leaves_at(self.epoch, self.max_steps):
@@ -288,6 +290,17 @@ class Diloco:
         """Weights and position move together: called only after the weights have been taken."""
         self.position = Position(**{field.name: int(answer[field.name]) for field in fields(Position)})
         self.num_peers = int(answer["num_peers"])
+        if self._schedule is not None:
+            self._epoch_began_at = time.monotonic() - self._schedule.elapsed_at(self.local_step)
+
+    def _keep_to_the_time(self) -> None:
+        """Where epochs have a time budget, stand where the time says if that is further than the steps done."""
+        schedule = self._scheduled
+        if schedule.local_time_s:
+            # One clock for all ranks: they have to leave together.
+            elapsed_s = on_rank_zero(lambda: time.monotonic() - self._epoch_began_at)
+            local_step = schedule.local_step_after(self.local_step, elapsed_s)
+            self.position = replace(self.position, local_step=local_step)
 
     def _report(self, exchange: Exchange, num_tokens: int, loss: float | None) -> None:
         """Rank 0 tells the daemon how it goes, at most once a second."""

@@ -143,10 +143,12 @@ class Trainer:
         outer.step(num_tokens=samples.shape[0] * config.seq_length, loss=result.loss)
         for commit in outer.commits:
             metrics.write("epoch", step=outer.nominal_step, **asdict(commit))
-        step = outer.nominal_step
+        before, step = step, outer.nominal_step
         if self.checkpoints.due(step) and not outer.in_flight:
             self.checkpoints.save(outer, step=step)
-        if config.eval_interval and step % config.eval_interval == 0 and not outer.done and outer.evaluates:
+        # Passed, not met: nominal steps may be skipped.
+        is_due = config.eval_interval and step // config.eval_interval > before // config.eval_interval
+        if is_due and not outer.done and outer.evaluates:
             self.evaluate()
         return bool(outer.commits)
 

@@ -20,6 +20,7 @@ MAX_FRAGMENTS = 4096
 MAX_MANIFEST_BYTES = 256 << 10
 MAX_LOCAL_STEPS = 1 << 30
 MAX_OUTER_REAL = 1000.0
+MAX_LOCAL_TIME_S = 1e9
 
 
 def manifest_digest(manifest: Mapping[str, Scalar]) -> str:
@@ -45,6 +46,9 @@ def check_manifest(value: Any) -> dict[str, Scalar]:
         count = value.get(key)
         if not (count is None or (type(count) is int and 0 <= count <= most)):
             raise ValueError(f"{key} is no whole number up to {most}: {count!r:.40}")
+    budget = value.get("hv.local_time")
+    if not (budget is None or (type(budget) in (int, float) and 0 < budget <= MAX_LOCAL_TIME_S)):
+        raise ValueError(f"hv.local_time is no time up to {MAX_LOCAL_TIME_S:g} s: {budget!r:.40}")
     mixing = value.get("hv.mixing")
     if not (mixing is None or (type(mixing) in (int, float) and 0 <= mixing <= 1)):
         raise ValueError(f"hv.mixing is no number from 0 to 1: {mixing!r:.40}")

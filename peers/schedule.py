@@ -8,6 +8,10 @@ With overlap the weights of the fragment leave `overlap_steps` before the epoch'
 end, so that the round has that many steps to take place in. At most one round is under way at a time. An overlap of
 all but one step of the epoch is the one-epoch delay of eager updates (arXiv 2502.12996): every peer goes on from its
 own fresh progress, and the others' reaches it one epoch late.
+
+With a time budget an epoch ends when its steps are done or its time is up, so that a slow peer does what it can and
+keeps nobody waiting. Where a peer stands in the epoch is counted in nominal steps then, too: the share of the time that
+is over, where that is further than the steps it has done. Learning rates and overlap follow that count.
 """
 
 from __future__ import annotations
@@ -31,6 +35,8 @@ class Schedule:
     """Inner steps trained while a round takes place (tau)."""
     mixing: float = 0.0
     """How much of the snapshot's distance to the new anchor a peer keeps (alpha)."""
+    local_time_s: float = 0.0
+    """Seconds after which the local steps count as done, however many were; 0: there is no such budget."""
 
     def __post_init__(self) -> None:
         if self.local_steps < 1 or self.num_fragments < 1 or self.local_steps % self.num_fragments:
@@ -52,11 +58,28 @@ class Schedule:
             num_fragments=int(manifest.get("hv.num_fragments") or 1),
             overlap_steps=int(manifest.get("hv.overlap_steps") or 0),
             mixing=float(manifest.get("hv.mixing") or 0.0),
+            local_time_s=float(manifest.get("hv.local_time") or 0.0),
         )
 
     @property
     def steps_per_epoch(self) -> int:
         return self.local_steps // self.num_fragments
+
+    @property
+    def seconds_per_epoch(self) -> float:
+        """The time budget between two rounds; 0: there is none."""
+        return self.local_time_s / self.num_fragments
+
+    def local_step_after(self, local_step: int, elapsed_s: float) -> int:
+        """The nominal local step of a peer that has just done its `local_step`-th, so long after the epoch began."""
+        if not self.local_time_s:
+            return local_step
+        by_time = int(self.steps_per_epoch * elapsed_s / self.seconds_per_epoch)
+        return max(local_step, min(by_time, self.steps_per_epoch))
+
+    def elapsed_at(self, local_step: int) -> float:
+        """Seconds since the epoch's beginning that a peer which enters it at this local step counts as over."""
+        return self.seconds_per_epoch * local_step / self.steps_per_epoch
 
     def fragment_of(self, epoch: int) -> int:
         """The fragment that this epoch averages."""

@@ -60,7 +60,9 @@ def main(settings: dict[str, Any]) -> None:
     optimizer = optimizer_of(settings["optimizer"], model)
     outer = Diloco(model, max_steps=settings["max_steps"])
     record("start", world_rank=outer.world_rank, epoch=outer.epoch)
+    num_steps = 0
     while not outer.done:
+        num_steps += 1
         time.sleep(settings.get("step_s", 0.0))
         inner_step(model, optimizer, outer.world_rank, outer.nominal_step)
         if commit := outer.step(num_tokens=8):
@@ -72,7 +74,9 @@ def main(settings: dict[str, Any]) -> None:
                 anchor_digest=commit.anchor_digest,
                 fragment=commit.fragment,
                 contributors=commit.contributors,
+                num_steps=num_steps,
             )
+            num_steps = 0
     outer.finish()
     record("finished")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 
@@ -72,3 +73,18 @@ def test_in_the_end_all_peers_hold_one_model_though_fragments_went_one_by_one(sw
         for rank in range(3)
     ]
     assert np.array_equal(models[0], models[1]) and np.array_equal(models[1], models[2])
+
+
+def test_peers_of_unlike_speed_average_what_each_could_do_in_the_same_time(streaming):
+    light = streaming(max_steps=100_000, step_s=0.002)
+    light.manifest = {"hv.local_time": 1.0, "hv.local_steps": 1000}
+    light.galaxy_size = 2
+    fast, slow = light.start(0), light.start(1, step_s=0.2)
+    wait_until(lambda: min(fast.epoch, slow.epoch) >= 4, "four epochs of both")
+    light.check_digests()
+    assert all(record["contributors"] == [0, 1] for record in fast.epochs)
+    lengths = [b["time"] - a["time"] for a, b in itertools.pairwise(fast.epochs[:4])]
+    # A thousand steps of the slow peer would take 200 s.
+    assert max(lengths) < 10
+    assert max(record["num_steps"] for record in slow.epochs) <= 6
+    assert min(record["num_steps"] for record in fast.epochs[1:4]) > 20

@@ -52,6 +52,23 @@ def test_weights_come_from_the_commit_at_each_epochs_end(model, path):
     assert [m["tokens"] for m in daemon.messages if m["kind"] == "ready"] == [10, 10]
 
 
+def test_under_a_time_budget_the_epoch_ends_after_the_steps_that_were_possible(model, path, monkeypatch):
+    now = 100.0
+    monkeypatch.setattr("diloco.outer.time.monotonic", lambda: now)
+    with ScriptedDaemon(path, local_steps=10, local_time=4.0) as daemon:
+        outer, steps = Diloco(model), []
+        for seconds in (1.0, 1.0, 1.0, 1.0, 0.1, *[0.01] * 9):
+            now += seconds
+            outer.step(num_tokens=5)
+            steps.append(outer.nominal_step)
+        outer.finish()
+    assert steps[:4] == [2, 5, 7, 10]
+    # A peer that is quick enough does all its steps.
+    assert steps[4:] == list(range(11, 21))
+    ready = [(m["local_step"], m["tokens"], m["step"]) for m in daemon.messages if m["kind"] == "ready"]
+    assert ready == [(10, 20, 10), (10, 50, 20)]
+
+
 def test_the_optimizers_state_survives_a_commit(model, path):
     optimizer = torch.optim.AdamW(model.parameters())
     with ScriptedDaemon(path, local_steps=1):
