@@ -16,11 +16,12 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from peers import membership, round_messages
 from peers.codecs import codec_named
 from peers.credit import Credit
+from peers.deadlines import Deadlines
 from peers.errors import PeersError, PeerUnreachable, ProtocolError, RoundFailed, StateUnavailable
 from peers.handover import Memories, Outcome
 from peers.mesh import Mesh
@@ -45,8 +46,6 @@ STALL_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 10.0
 ATTEMPT_SHARE = 0.75
 """Of the time for an attempt, what its reduction may take: its failure has to be told before the leader gives up."""
-SLOWEST_LINK = 1e6
-"""Bytes per second, 8 Mbit/s: what a first round is given time for."""
 _RETRY_S = 0.5
 _TICK_S = (0.02, 1.0)
 _MAX_EARLY = 4096
@@ -60,9 +59,7 @@ Event = Callable[[float], list[Action]]
 class AveragingSettings:
     schedule: Schedule
     codec: str
-    strategy: Literal["WAIT_FOR_ALL", "NO_WAIT"]
-    matchmaking_s: float | None
-    averaging_timeout_s: float | None
+    deadlines: Deadlines
 
 
 class Averager:
@@ -93,8 +90,6 @@ class Averager:
         self._reducing: asyncio.Task[None] | None = None
         self._cancelled = threading.Event()
         self._epoch_started = time.monotonic()
-        self._epoch_times: deque[float] = deque(maxlen=8)
-        self._round_times: deque[float] = deque(maxlen=8)
         self._bandwidths: deque[float] = deque(maxlen=5)
         self._state: OuterState | None = None
         self.residuals: list[Residuals] = []
@@ -120,6 +115,7 @@ class Averager:
         `residuals` (of each fragment) are this peer's own from when it was last on this very state; else it has none.
         """
         self._take(state, residuals)
+        self._last_commit = None
         self._open_round()
 
     def _take(self, state: OuterState, residuals: Sequence[Residuals] | None = None) -> None:
@@ -247,21 +243,8 @@ class Averager:
         return self._credit.credible(self._view(), self.state.lineage, time.monotonic())
 
     def _timing(self) -> Timing:
-        """Deadlines learned from the epochs and rounds before, bounded by the flags."""
-        settings = self._settings
-        slowest = max(self._epoch_times, default=0.0)
-        gather = max(30.0, 2.0 * slowest)
-        if settings.strategy == "NO_WAIT":
-            gather = 15.0 if settings.matchmaking_s is None else settings.matchmaking_s
-        usual = statistics.median(self._round_times) if self._round_times else self._longest_round_s()
-        attempt = settings.averaging_timeout_s or 20.0 + 4.0 * usual
-        return Timing(gather_s=gather, attempt_s=attempt)
-
-    def _longest_round_s(self) -> float:
-        """What a round may take where none has been seen: streams that stall are noticed much sooner."""
         numel = self.state.sizes[self._settings.schedule.fragment_of(self.state.epoch)]
-        wire_bytes = 2 * codec_named(self._settings.codec).encoded_bytes(numel)
-        return max(30.0, wire_bytes / SLOWEST_LINK)
+        return self._settings.deadlines.timing(2 * codec_named(self._settings.codec).encoded_bytes(numel))
 
     # Actions
 
@@ -325,8 +308,7 @@ class Averager:
     def _learn_from_failure(self, seconds: float, round_: Round) -> None:
         """An attempt that nobody broke off but its deadline tells that rounds take longer now than they used to."""
         if seconds >= ATTEMPT_SHARE * round_.timing.attempt_s:
-            self._round_times.clear()
-            self._round_times.append(seconds)
+            self._settings.deadlines.attempt_timed_out(seconds)
             round_.timing = self._timing()
 
     async def _exchange(
@@ -405,10 +387,12 @@ class Averager:
             raise PeersError("the outer step is not the one that was voted for: a bug; restart this peer")
         self._last_commit = commit
         now = time.monotonic()
-        self._epoch_times.append(now - self._epoch_started)
-        self._round_times.append(now - (waiting.grouped_at or now))
+        deadlines, round_ = self._settings.deadlines, self._round
+        deadlines.epoch_took(now - self._epoch_started, of_it_round_s=now - (waiting.grouped_at or now))
         waiting.clock.lap("apply_s")
-        failures = self._round.failures if self._round else []
+        failures = round_.failures if round_ else []
+        if round_ is not None and round_.gathered is not None:
+            deadlines.gathered(round_.gathered.seconds, complete=not round_.gathered.missing)
         self._answer(waiting, contributors=list(group.ranks), local_step=0, num_failures=len(failures))
         self._open_round()
 

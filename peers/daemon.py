@@ -15,13 +15,14 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from peers import literature, membership, round_messages
 from peers.agreement import Agreement
 from peers.averaging import Averager, AveragingSettings
+from peers.deadlines import Deadlines, Strategy
 from peers.dht import Dht
 from peers.errors import PeersError, ProtocolError, UserError
 from peers.host import Standing, WorkerHost
@@ -61,7 +62,7 @@ class DaemonConfig:
     galaxy_size: int | None = None
     matchmaking_time: float | None = None
     averaging_timeout: float | None = None
-    all_reduce_strategy: Literal["WAIT_FOR_ALL", "NO_WAIT"] = "WAIT_FOR_ALL"
+    all_reduce_strategy: Strategy = "WAIT_FOR_ALL"
     timeout_waiting_for_peers: float = 600.0
     fail_rank_drop: bool = False
     manifest: Mapping[str, Scalar] = field(default_factory=dict)
@@ -218,9 +219,11 @@ class Daemon:
             settings=AveragingSettings(
                 schedule=Schedule.of(manifest),
                 codec=str(manifest.get("hv.compression") or "fp32"),
-                strategy=config.all_reduce_strategy,
-                matchmaking_s=config.matchmaking_time,
-                averaging_timeout_s=config.averaging_timeout,
+                deadlines=Deadlines(
+                    strategy=config.all_reduce_strategy,
+                    matchmaking_s=config.matchmaking_time,
+                    averaging_timeout_s=config.averaging_timeout,
+                ),
             ),
             mesh=self._presence.mesh,
             pool=self._pool,

@@ -23,7 +23,7 @@ from peers.joining import Scalar
 from peers.layout import Layout
 from peers.outer_state import OuterState
 from peers.presence import Presence
-from peers.records import State
+from peers.records import Announcement, State
 from peers.schedule import Schedule
 from peers.state_transfer import download_state, download_timeout_s
 from peers.streams import StreamTransport
@@ -65,6 +65,7 @@ class WorkerHost:
         self._transport, self._waited_out = transport, waited_out
         self._refused = asyncio.Event()
         self._layout: Layout | None = None
+        self._has_worker = False
 
     @property
     def world_rank(self) -> int:
@@ -76,9 +77,10 @@ class WorkerHost:
 
     @property
     def waits_for(self) -> str:
-        if self._standing.state in ("joining", "waiting"):
-            return f"peers, {len(self._presence.view)} of {self._presence.galaxy_size} are here"
-        return self.ready.result().waits_for
+        here, wanted = len(self._presence.view), self._presence.galaxy_size
+        if self._standing.state not in ("joining", "waiting"):
+            return self.ready.result().waits_for
+        return f"peers, {here} of {wanted} are here" if here < wanted else "the swarm's state"
 
     async def manifest(self) -> Mapping[str, Scalar]:
         await asyncio.shield(self.ready)
@@ -93,9 +95,10 @@ class WorkerHost:
     async def start(self, memories: Memories, offer: dict[str, Any]) -> Start:
         """The state to begin from: the swarm's, a checkpoint's, or the worker's own initial weights."""
         averager = await asyncio.shield(self.ready)
-        keep_local = False
+        self._has_worker, keep_local = True, False
         if averager.has_state:
             await averager.idle()
+            await self._catch_up(averager)
         else:
             offered = await asyncio.to_thread(_offered_state, memories.out, offer.get("resume"))
             averager.adopt(offered)
@@ -134,7 +137,7 @@ class WorkerHost:
         fragment = int(ready["fragment"])
         outcome = await averager.average(memories, fragment, tokens=tokens, step=step, last=last)
         self._standing.local_step = outcome.local_step
-        self._show("leaving" if last else "training")
+        self._show("leaving" if last else "training" if self._has_worker else "joining")
         return outcome
 
     async def save(self, directory: Path) -> None:
@@ -149,6 +152,12 @@ class WorkerHost:
         self._standing.step, self._standing.local_step = step, max(0, since_commit)
         self._standing.tokens_per_s = float(progress["tokens_per_s"])
         self.on_progress()
+
+    def worker_lost(self) -> None:
+        """Nobody is to wait for what this peer does not train; what it has handed over is averaged still."""
+        self._has_worker = False
+        if self._standing.state in ("training", "waiting"):
+            self._show("joining")
 
     def finished(self) -> None:
         self.finished_at.set()
@@ -180,16 +189,31 @@ class WorkerHost:
             )
             if source is not None and source.lineage == averager.state.lineage:
                 return
-            if source is not None:
-                donors = membership.donors_of(presence.view, source.lineage, self.world_rank)
-                asked_at = time.monotonic()
-                try:
-                    averager.adopt(await self.download(donors, source.lineage))
-                    continue
-                except (StateUnavailable, PeerUnreachable, ProtocolError) as error:
-                    log.info("no state from %s yet: %s", donors, error)
-                    credit.failed({*donors, source.peer_id}, asked_at, time.monotonic())
-            await presence.wait_for_change()
+            if source is None or not await self._adopt_from(source, averager, credit):
+                await presence.wait_for_change()
+
+    async def _catch_up(self, averager: Averager) -> None:
+        """While no worker was there, the others may have gone on."""
+        presence, credit = self._presence, Credit()
+        while True:
+            view = credit.credible(presence.view, averager.state.lineage, time.monotonic())
+            ahead = membership.ahead_of(view, self.world_rank)
+            if ahead is None:
+                return
+            if not await self._adopt_from(ahead, averager, credit):
+                await presence.wait_for_change()
+
+    async def _adopt_from(self, source: Announcement, averager: Averager, credit: Credit) -> bool:
+        """Whether this peer's state could be had from those who hold it."""
+        donors = membership.donors_of(self._presence.view, source.lineage, self.world_rank)
+        asked_at = time.monotonic()
+        try:
+            averager.adopt(await self.download(donors, source.lineage))
+            return True
+        except (StateUnavailable, PeerUnreachable, ProtocolError) as error:
+            log.info("no state from %s yet: %s", donors, error)
+            credit.failed({*donors, source.peer_id}, asked_at, time.monotonic())
+            return False
 
     async def download(self, donors: list[str], lineage: str) -> OuterState:
         """The state of this lineage. Raises StateUnavailable, PeerUnreachable or ProtocolError."""

@@ -175,7 +175,9 @@ class _Reduction:
             _shut_down(sock, socket.SHUT_RDWR)
         for future in futures:
             future.result()
-        suspects = () if failure.culprit is None else (self._plan.members[failure.culprit],)
+        # Others are cancelled at the same time: which of them was heard to give up first says nothing.
+        blames_nobody = failure.culprit is None or cancelled.is_set()
+        suspects = () if blames_nobody else (self._plan.members[failure.culprit],)
         raise RoundFailed(failure.reason, suspects, is_hearsay=failure.is_hearsay)
 
     def _sample(self) -> None:

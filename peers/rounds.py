@@ -81,6 +81,16 @@ class CatchUp:
     """The bits held here are wrong, though the lineage may be the same."""
 
 
+@dataclass(frozen=True)
+class Gathered:
+    """How a leader's first group of a round came about."""
+
+    seconds: float
+    """From the first member that was ready."""
+    missing: bool
+    """The group was formed without a peer that it should have waited for."""
+
+
 Action = Send | Reduce | Cancel | Apply | CatchUp
 
 
@@ -113,6 +123,8 @@ class Round:
         self.phase = Phase.IDLE
         self.failures: list[str] = []
         """Why each failed attempt failed."""
+        self.gathered: Gathered | None = None
+        """Of a leader."""
         self._incarnation = incarnation
         self._view = view
         self._inbox: deque[tuple[int, RoundMessage]] = deque()
@@ -357,6 +369,8 @@ class Round:
         missing = set(trainers) - set(present) - self._excluded
         if not present or (missing and now < self._first_join_at + self.timing.gather_s):
             return []
+        if self.gathered is None:
+            self.gathered = Gathered(now - self._first_join_at, bool(missing))
         group = self._new_group([self._joins[r].proposal for r in present])
         self._open, self._votes = group, {}
         self._open_deadline = now + self.timing.attempt_s

@@ -60,6 +60,9 @@ class Host(Protocol):
     def refused(self) -> None:
         """A worker has been told what its user must mend."""
 
+    def worker_lost(self) -> None:
+        """The worker has hung up: nothing is trained until the next one has started."""
+
 
 class WorkerSession:
     """All local ranks of one life of the worker."""
@@ -70,6 +73,8 @@ class WorkerSession:
         self._memories: list[LinkMemory] = []
         self._descriptors: list[int] = []
         self._averaging: asyncio.Future[Outcome] | None = None
+        self._started: DaemonConnection | None = None
+        """Rank 0's, once it has asked where to start."""
 
     async def serve(self, connection: DaemonConnection) -> None:
         """Serve one local rank until it hangs up; only rank 0's end is an event of its own."""
@@ -96,6 +101,8 @@ class WorkerSession:
             log.error("hung up on a worker: %s", error or "it said nothing")
         finally:
             connection.close()
+            if connection is self._started:
+                self._host.worker_lost()
 
     def close(self) -> None:
         """Give the descriptors back; memory that is still averaged from stays mapped until that ends."""
@@ -123,6 +130,7 @@ class WorkerSession:
     async def _handle(self, connection: DaemonConnection, message: dict[str, Any]) -> None:
         match message["kind"]:
             case "offer":
+                self._started = connection
                 start = await self._answer(connection, self._host.start(self._tensors(), message))
                 await connection.send("start", world_rank=self._host.world_rank, **asdict(start))
             case "ready":

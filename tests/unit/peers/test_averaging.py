@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from peers.averaging import Averager, AveragingSettings
+from peers.deadlines import Deadlines
 from peers.errors import StateUnavailable
 from peers.handover import Memories
 from peers.mesh import Mesh
@@ -65,9 +66,9 @@ def an_averager(
         settings=AveragingSettings(
             schedule=Schedule(local_steps=2 * num_fragments, num_fragments=num_fragments),
             codec="fp32",
-            strategy="NO_WAIT",
-            matchmaking_s=0.2,
-            averaging_timeout_s=averaging_timeout_s,
+            deadlines=Deadlines(
+                strategy="NO_WAIT", matchmaking_s=0.2, averaging_timeout_s=averaging_timeout_s
+            ),
         ),
         mesh=mesh,
         pool=StreamPool(NoTransport(), "t"),

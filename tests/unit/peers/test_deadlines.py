@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+from peers.deadlines import FIRST_GATHER_S, LEAST_GATHER_S, Deadlines
+
+
+def after(*gathers: float, epoch_s: float = 20.0, complete: bool = True) -> float:
+    deadlines = Deadlines()
+    for seconds in gathers:
+        deadlines.epoch_took(epoch_s, of_it_round_s=1.0)
+        deadlines.gathered(seconds, complete=complete)
+    return deadlines.timing(0).gather_s
+
+
+def test_the_first_rounds_wait_long_and_longer_where_epochs_do():
+    assert after() == after(1.0, epoch_s=1.0) == FIRST_GATHER_S
+    assert after(1.0, epoch_s=600.0) == 1200.0
+
+
+def test_a_swarm_in_step_is_kept_waiting_for_nobody_who_falls_far_behind():
+    assert after(0.1, 0.2, 0.1, 0.2, epoch_s=20.0) == LEAST_GATHER_S
+    assert after(0.1, 0.2, 0.1, 0.2, epoch_s=1000.0) == 100.0
+
+
+def test_a_peer_that_is_always_late_is_waited_for_and_one_late_arrival_changes_little():
+    usual = after(100.0, 110.0, 105.0, 95.0, 100.0, epoch_s=600.0)
+    assert 110.0 < usual < 200.0
+    assert after(100.0, 110.0, 105.0, 95.0, 100.0, 590.0, epoch_s=600.0) < 1.3 * usual
+
+
+def test_where_peers_are_left_out_again_and_again_the_deadline_grows():
+    deadlines = Deadlines()
+    seen = []
+    for _ in range(24):
+        waited = deadlines.timing(0).gather_s
+        deadlines.epoch_took(100.0, of_it_round_s=1.0)
+        deadlines.gathered(min(waited, 90.0), complete=waited >= 90.0)
+        seen.append(waited)
+    assert seen[-1] >= 90.0
+
+
+def test_flags_bound_what_is_learned():
+    assert Deadlines(strategy="NO_WAIT").timing(0).gather_s == 15.0
+    given = Deadlines(strategy="NO_WAIT", matchmaking_s=0.0, averaging_timeout_s=7.0)
+    assert (given.timing(0).gather_s, given.timing(10**12).attempt_s) == (0.0, 7.0)
+
+
+def test_an_attempt_is_given_the_time_of_its_bytes_until_rounds_have_been_seen():
+    deadlines = Deadlines()
+    assert deadlines.timing(10**9).attempt_s == 20.0 + 4 * 1000.0
+    deadlines.epoch_took(60.0, of_it_round_s=5.0)
+    assert deadlines.timing(10**9).attempt_s == 40.0
+    deadlines.attempt_timed_out(30.0)
+    assert deadlines.timing(10**9).attempt_s == 140.0
