@@ -24,7 +24,7 @@ def learning_rate(step: int, *, peak: float, warmup_steps: int, total_steps: int
     return peak * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def adamw(model: nn.Module, *, weight_decay: float) -> torch.optim.AdamW:
+def adamw(model: nn.Module, *, weight_decay: float, betas: tuple[float, float] = BETAS) -> torch.optim.AdamW:
     """AdamW that decays matrices only; the learning rate is set before every step."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
@@ -32,7 +32,7 @@ def adamw(model: nn.Module, *, weight_decay: float) -> torch.optim.AdamW:
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     fused = all(p.device.type in ("cpu", "cuda") for p in parameters)
-    return torch.optim.AdamW(groups, lr=0.0, betas=BETAS, fused=fused)
+    return torch.optim.AdamW(groups, lr=0.0, betas=betas, fused=fused)
 
 
 def set_learning_rate(groups: Iterable[dict[str, object]], lr: float) -> None:

@@ -186,7 +186,7 @@ def new_replica(job: Job, num_fragments: int) -> Replica:
     model = load_model(scale.path_model, seed=job.seed, device=device)
     inner = InnerLoop(
         model,
-        adamw(model, weight_decay=config.weight_decay),
+        adamw(model, weight_decay=config.weight_decay, betas=(0.9, scale.beta2)),
         precision=Precision.of(config.precision, device),
         device=device,
         micro_batch_size=scale.num_peers * scale.peer_batch_size,

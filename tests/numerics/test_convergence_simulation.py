@@ -39,6 +39,8 @@ def scale(tmp_path_factory) -> Scale:
         eval_interval=8,
         curve_tokens=64,
         eval_tokens=512,
+        # The trainer's own.
+        beta2=0.95,
     )
 
 
