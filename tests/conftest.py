@@ -9,10 +9,16 @@ from typing import Any
 
 # Its pytest plugin would import it when the session ends, through pytest's own compiler; in CPython 3.11 that can fail
 # ("AST constructor recursion depth mismatch") where garbage with finalizers of its own is collected meanwhile.
-import hypothesis  # noqa: F401
+import hypothesis
 import pytest
 
 from tests.support.swarm import LightSwarm
+
+# How quickly examples come tells how busy the machine is, and nothing of the code.
+hypothesis.settings.register_profile(
+    "busy machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("busy machine")
 
 
 @pytest.fixture(scope="session")
