@@ -29,6 +29,7 @@ from peers.outer_optimizer import OuterOptimizer, norm_of_pseudo_gradient
 from peers.outer_preview import Preview
 from peers.outer_state import OuterState
 from peers.readiness import Readiness, plan_of
+from peers.recent_commits import RecentCommits
 from peers.records import Announcement
 from peers.reduce import reduce_pseudo_gradients
 from peers.reduce_plan import ReducePlan, ReduceReport
@@ -86,7 +87,7 @@ class Averager:
         self._credit = Credit()
         self._early: deque[tuple[int, RoundMessage]] = deque(maxlen=_MAX_EARLY)
         self._waiting: Readiness | None = None
-        self._last_commit: Commit | None = None
+        self._commits = RecentCommits()
         self._reducing: asyncio.Task[None] | None = None
         self._cancelled = threading.Event()
         self._epoch_started = time.monotonic()
@@ -115,7 +116,7 @@ class Averager:
         `residuals` (of each fragment) are this peer's own from when it was last on this very state; else it has none.
         """
         self._take(state, residuals)
-        self._last_commit = None
+        self._commits.clear()
         self._open_round()
 
     def _take(self, state: OuterState, residuals: Sequence[Residuals] | None = None) -> None:
@@ -161,7 +162,7 @@ class Averager:
             await asyncio.sleep(0)
 
     def _view(self) -> membership.View:
-        view, last = self._newest_view(), self._last_commit
+        view, last = self._newest_view(), self._commits.newest
         if last is None:
             return view
         return membership.after_commit(view, last.group.ranks, last.lineage, view[self._me])
@@ -215,9 +216,9 @@ class Averager:
         lineage = message.lineage
         if lineage == self._round.lineage:
             return self._round.on_message(sender, message, now)
-        if self._last_commit and lineage == self._last_commit.lineage:
+        if (commit := self._commits.on(lineage)) is not None:
             # Only what asks for an answer gets one; a late vote or commit is settled already.
-            return [Send(sender, self._last_commit)] if isinstance(message, (Join, Ask)) else []
+            return [Send(sender, commit)] if isinstance(message, (Join, Ask)) else []
         if isinstance(message, Join):
             self._early.append((sender, message))
         return []
@@ -385,7 +386,7 @@ class Averager:
         )
         if (digests.anchor, digests.momentum) != (commit.anchor, commit.momentum):
             raise PeersError("the outer step is not the one that was voted for: a bug; restart this peer")
-        self._last_commit = commit
+        self._commits.add(commit)
         now = time.monotonic()
         deadlines, round_ = self._settings.deadlines, self._round
         deadlines.epoch_took(now - self._epoch_started, of_it_round_s=now - (waiting.grouped_at or now))
@@ -407,7 +408,7 @@ class Averager:
             self._propose()
             return
         self._take(new)
-        self._last_commit = None
+        self._commits.clear()
         if waiting is None:
             self._open_round()
             return

@@ -22,6 +22,7 @@ from enum import Enum
 
 from peers import membership
 from peers.membership import View
+from peers.records import Announcement
 from peers.round_messages import Abort, Ask, Commit, Group, Join, Proposal, RoundMessage, Vote
 from peers.verdicts import Blame, disputes, dissenters, weights_of
 
@@ -40,6 +41,8 @@ class Timing:
     """A member that waits repeats its join this often."""
     doubt_s: float = 3.0
     """How long a member in doubt waits for the answer of a peer that has gone on."""
+    ask_s: float = 1.0
+    """After so long without an answer it asks all that have gone on, and again every so often."""
 
 
 @dataclass(frozen=True)
@@ -136,8 +139,10 @@ class Round:
         self._holding: Commit | None = (
             None  # what this peer has voted for, holds the result of, and may still commit
         )
-        self._in_doubt = ""
-        self._asked_at: float | None = None
+        # Attempts voted for whose end this peer has not heard of, oldest first.
+        self._doubts: list[str] = []
+        self._num_asked = 0
+        self._ask_again_at = float("inf")
         self._committed_by: dict[
             int, bool
         ] = {}  # who told of another attempt's commit: is this peer's work in it?
@@ -188,7 +193,8 @@ class Round:
         """The reduction of this attempt is done, and `vote` says what this peer would commit."""
         if self.phase is not Phase.REDUCING or self._group is None or self._group.attempt != attempt:
             return []
-        self.phase, self._in_doubt = Phase.VOTED, attempt
+        self.phase = Phase.VOTED
+        self._doubts.append(attempt)
         self._holding = Commit(self._group, vote.anchor, vote.momentum)
         self._phase_deadline = now + self.timing.attempt_s
         return self._finish(self._send(self._group.leader, vote), now)
@@ -223,8 +229,8 @@ class Round:
     def deadline(self) -> float:
         """When `on_tick` is due, if nothing happens before."""
         times = [self._phase_deadline, self._open_deadline, self._resend_at]
-        if self._asked_at is not None:
-            times.append(self._asked_at + self.timing.doubt_s)
+        if self._num_asked:
+            times.append(self._ask_again_at)
         if self._joins and not self._open and self.phase is not Phase.OVER:
             times += [t for t in (self._first_join_at + self.timing.gather_s, self._retry_at) if t > 0]
         return min(times)
@@ -251,7 +257,8 @@ class Round:
         leader = membership.leader_of(self._view, self.lineage, self._ballot)
         self._leader = self.me if leader is None else leader
         self._resend_at = now + self.timing.resend_s
-        return self._send(self._leader, Join(self.fragment, self.lineage, self._proposal, self._in_doubt))
+        in_doubt = self._doubts[-1] if self._doubts else ""
+        return self._send(self._leader, Join(self.fragment, self.lineage, self._proposal, in_doubt))
 
     def _has_left(self, gone: set[int]) -> bool:
         """Whether the leader is lost, or has gone on without this peer hearing how the attempt ended."""
@@ -273,7 +280,7 @@ class Round:
     def _on_group(self, sender: int, group: Group, now: float) -> list[Action]:
         if self.phase is not Phase.SEEKING or sender != self._leader or group.leader != sender:
             return []
-        if self._asked_at is not None:
+        if self._num_asked:
             # Another attempt may be committed already: it has asked, and hears of it or catches up.
             return []
         mine = [member for member in group.members if member.rank == self.me]
@@ -283,7 +290,8 @@ class Round:
             or group.weights != weights_of(group.members)
         ):
             return []
-        self.phase, self._group, self._holding, self._in_doubt = Phase.REDUCING, group, None, ""
+        # The result of an earlier attempt is given up, and the doubt about its end is not.
+        self.phase, self._group, self._holding = Phase.REDUCING, group, None
         # Later than the leader's own deadline, which began before the group was here.
         self._phase_deadline = now + self.timing.attempt_s + 2 * self.timing.resend_s
         self._resend_at = float("inf")
@@ -310,7 +318,9 @@ class Round:
         if current is None or current.attempt != abort.attempt:
             return []
         cancel: list[Action] = [Cancel()] if self.phase is Phase.REDUCING else []
-        self._in_doubt, self._holding = "", None
+        self._holding = None
+        if abort.attempt in self._doubts:
+            self._doubts.remove(abort.attempt)
         if self.me in abort.excluded and abort.resync:
             self._close()
             return [*cancel, CatchUp(sender, f"left out of the round: {abort.reason}", resync=True)]
@@ -323,21 +333,32 @@ class Round:
             return []
         ahead = membership.ahead_of(self._view, self.me)
         if ahead is None:
-            self._asked_at = None
+            self._num_asked = 0
             return []
         told = [self._committed_by[r] for r in self._committed_by if self._has_lineage(r, ahead.lineage)]
-        if not told and self.phase in (Phase.REDUCING, Phase.VOTED):
+        is_attempting = self.phase in (Phase.REDUCING, Phase.VOTED)
+        older_doubts = self._doubts[:-1] if self.phase is Phase.VOTED else self._doubts
+        if older_doubts and not told and (asked := self._ask(ahead, now)) is not None:
+            return asked
+        if is_attempting and not any(told):
             return []
-        if self._in_doubt and not told:
-            if self._asked_at is None:
-                self._asked_at = now
-                return self._send(ahead.world_rank, Ask(self.fragment, self.lineage))
-            if now < self._asked_at + self.timing.doubt_s:
-                return []
         cancel: list[Action] = [Cancel()] if self.phase is Phase.REDUCING else []
         self._close()
         reason = f"peer {ahead.world_rank} is ahead, at epoch {ahead.epoch}"
         return [*cancel, CatchUp(ahead.world_rank, reason, contributed=any(told))]
+
+    def _ask(self, ahead: Announcement, now: float) -> list[Action] | None:
+        """Whether this peer's work is in the state that is ahead. None: nobody has told in time."""
+        if self._num_asked and now < self._ask_again_at:
+            return []
+        if self._num_asked * self.timing.ask_s >= self.timing.doubt_s:
+            self._ask_again_at = now + self.timing.ask_s
+            return None
+        there = [rank for rank in sorted(self._view) if self._has_lineage(rank, ahead.lineage)]
+        # At first the news is ahead of the commit's own message, most likely: not worth asking everybody.
+        asked = there if self._num_asked else [ahead.world_rank]
+        self._num_asked, self._ask_again_at = self._num_asked + 1, now + self.timing.ask_s
+        return [action for rank in asked for action in self._send(rank, Ask(self.fragment, self.lineage))]
 
     def _has_lineage(self, rank: int, lineage: str) -> bool:
         return rank in self._view and self._view[rank].lineage == lineage
@@ -345,7 +366,7 @@ class Round:
     def _close(self) -> None:
         self.phase = Phase.OVER
         self._phase_deadline = self._resend_at = self._open_deadline = float("inf")
-        self._asked_at = None
+        self._num_asked = 0
 
     # Leader
 
@@ -360,7 +381,7 @@ class Round:
         """Form a group when this peer is the leader and everybody it waits for is there, or is late."""
         if self._open or self.phase in (Phase.REDUCING, Phase.VOTED, Phase.OVER) or now < self._retry_at:
             return []
-        if self._asked_at is not None:
+        if self._num_asked:
             return []
         trainers = membership.trainers_of(self._view, self.lineage)
         if membership.leader_of(self._view, self.lineage, self._ballot) != self.me:

@@ -182,6 +182,19 @@ def test_a_first_round_is_given_time_by_its_bytes_and_the_next_by_what_was_seen(
     asyncio.run(scenario())
 
 
+def test_a_peer_that_was_away_for_several_commits_is_told_how_its_lineage_went_on():
+    async def scenario() -> None:
+        averager = an_averager()
+        first = averager.state.lineage
+        async with running(averager), asyncio.timeout(20):
+            for step in (2, 4):
+                await averager.average(memories(), 0, tokens=1, step=step, last=False)
+        (answer,) = averager._route(3, Ask(0, first), 0.0)
+        assert (answer.rank, answer.message.lineage) == (3, first)
+
+    asyncio.run(scenario())
+
+
 async def _deafened() -> Averager:
     averager = an_averager({1: status(1)})
     for _ in range(100_000):

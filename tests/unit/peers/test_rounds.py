@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peers.errors import ProtocolError
-from peers.round_messages import Abort, Commit, Group, Join, Proposal, Vote, parse, to_message
-from peers.rounds import Apply, CatchUp, Reduce, Round
+from peers.round_messages import Abort, Ask, Commit, Group, Join, Proposal, Vote, parse, to_message
+from peers.rounds import Apply, CatchUp, Reduce, Round, Send
 from peers.verdicts import CLIP_FACTOR, dissenters, weights_of
 from tests.support.round_world import TIMING, World, status
 
@@ -339,6 +339,51 @@ def test_a_leader_that_is_no_member_opens_no_second_attempt_for_those_who_have_c
     )
     everybody_ready(world, late={0: TIMING.gather_s + 15}).run()
     assert len({group.attempt for group in groups}) == 1
+
+
+def test_a_peer_that_has_joined_another_attempt_still_asks_what_became_of_the_one_it_voted_for():
+    # Else it brings work again that is in the others' state already.
+    member = a_round(me=1, num_peers=2)
+    member.on_ready(Proposal(1, 1, 1.0, 1, False), 0.0)
+    group = a_group((0, 1))
+    member.on_message(0, group, 0.1)
+    member.on_reduced(group.attempt, a_vote(group.attempt, 2), 0.2)
+    (reduce,) = (a for a in member.on_view({1: status(1)}, 0.3) if isinstance(a, Reduce))
+    assert reduce.group.ranks == (1,)
+    ahead = {1: status(1), 0: status(0, lineage="b", epoch=1, tokens=100)}
+    assert member.on_view(ahead, 0.4) == [Send(0, Ask(0, "a"))]
+    caught_up = member.on_message(0, Commit(group, "b", "m"), 0.5)[-1]
+    assert caught_up == CatchUp(0, "peer 0 is ahead, at epoch 1", contributed=True)
+
+
+def test_an_attempt_that_stands_is_not_left_for_a_fork_that_this_peer_has_no_part_in():
+    member = a_round(me=1, num_peers=3)
+    member.on_ready(Proposal(1, 1, 1.0, 1, False), 0.0)
+    group = a_group((0, 1))
+    member.on_message(0, group, 0.1)
+    member.on_reduced(group.attempt, a_vote(group.attempt, 2), 0.2)
+    forked = {rank: status(rank) for rank in range(2)} | {2: status(2, lineage="c", epoch=1, tokens=100)}
+    assert member.on_view(forked, 0.3) == []
+    assert member.on_message(2, Commit(a_group((2,)), "c", "c"), 0.4) == []
+    commit = Commit(group, "b", "m")
+    assert member.on_message(0, commit, 0.5) == [Apply(commit)]
+
+
+def test_a_member_in_doubt_asks_all_that_have_gone_on_when_the_first_does_not_answer():
+    member = a_round(me=2, num_peers=3)
+    member.on_ready(Proposal(2, 1, 1.0, 1, False), 0.0)
+    group = a_group((0, 1, 2))
+    member.on_message(0, group, 0.1)
+    member.on_reduced(group.attempt, a_vote(group.attempt), 0.2)
+    ahead = {rank: status(rank, lineage="b", epoch=1, tokens=300) for rank in range(2)} | {2: status(2)}
+    asked = [a for a in member.on_view(ahead, 0.3) if isinstance(a, Send) and isinstance(a.message, Ask)]
+    assert [send.rank for send in asked] == [0]
+    # However late it comes to that, as after a freeze: nobody has been given time to answer meanwhile.
+    asked = [a for a in member.on_tick(60.0) if isinstance(a, Send) and isinstance(a.message, Ask)]
+    assert [send.rank for send in asked] == [0, 1]
+    member.on_tick(61.1)
+    (caught_up,) = (a for a in member.on_tick(62.2) if isinstance(a, CatchUp))
+    assert not caught_up.contributed
 
 
 def a_group(ranks: tuple[int, ...]) -> Group:
