@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from benchmarks.light_worker import Recorder
 from diloco.outer import Diloco
-from tests.support.light_worker import Recorder
 
 
 def fresh_model() -> nn.Module:

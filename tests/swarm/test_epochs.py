@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.support.light_worker import initial_weights, target_of, train_step
+from benchmarks.light_worker import initial_weights, target_of, train_step
 
 NUMEL = 1000
 

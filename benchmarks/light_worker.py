@@ -1,9 +1,10 @@
 """A worker without a model: it trains a vector towards a target of its own, and speaks the real link.
 
-    python -m tests.support.light_worker '{"numel": 1000, "local_steps": 2, "max_steps": 8, ...}'
+    python -m benchmarks.light_worker '{"numel": 1000, "local_steps": 2, "max_steps": 8, ...}'
 
 Every inner step moves each weight a little towards the target of this world rank, so that every peer's pseudo-gradient
-differs and the average is easy to compute. What happens is written to a JSONL file, one record an epoch.
+differs and the average is easy to compute. What happens is written to a JSONL file: a record at the start, one when
+an epoch's work is handed over, one when its commit is back.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def main(settings: dict[str, Any]) -> None:
             continue
         out[:] = weights
         last = nominal >= max_steps
-        record("ready", epoch=epoch, step=nominal)
+        record("ready", epoch=epoch, step=nominal, tokens=tokens)
         link.send(
             "ready", fragment=0, epoch=epoch, local_step=local_step, tokens=tokens, step=nominal, last=last
         )
@@ -71,6 +72,9 @@ def main(settings: dict[str, Any]) -> None:
         record("epoch", **answer)
         if last:
             break
+        if settings.get("checkpoints"):
+            link.send("checkpoint", directory=f"{settings['checkpoints']}/{epoch % 2}")
+            record("checkpoint", failed=link.receive("checkpointed", "failed").get("reason", ""))
     np.save(settings["history"] + ".npy", weights)
     link.send("finished")
     link.receive("bye")

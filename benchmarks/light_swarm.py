@@ -1,0 +1,255 @@
+"""Real daemons on loopback with light workers: what the fault tests and the chaos benchmark are made of.
+
+Every peer is a process of its own with its own p2pd and its own worker process, started by one identical call and
+killed by its pid. The daemons come out of a fork server that has imported torch and hivemind once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from peers.identity import load, load_or_create
+
+_ROOT = Path(__file__).parent.parent
+_PROCESSES = multiprocessing.get_context("forkserver")
+_PROCESSES.set_forkserver_preload(["peers.daemon", "hivemind.dht.node", "peers.transport"])
+
+DEADLINE_S = 60.0
+
+
+def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = DEADLINE_S) -> Any:
+    """Poll until the condition gives something true, and return that."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"{what} did not come about in {timeout_s:g} s")
+        time.sleep(0.02)
+    return value
+
+
+@dataclass
+class LightPeer:
+    """One peer of a swarm, living or dead, and what its worker has recorded over all its lives."""
+
+    rank: int
+    process: Any
+    directory: Path
+    killed: list[float] = field(default_factory=list)
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        path = self.directory / "history.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def records(self, kind: str) -> list[dict[str, Any]]:
+        return [record for record in self.history if record["kind"] == kind]
+
+    @property
+    def epochs(self) -> list[dict[str, Any]]:
+        return self.records("epoch")
+
+    @property
+    def epoch(self) -> int:
+        return self.epochs[-1]["epoch"] if self.epochs else 0
+
+    @property
+    def log(self) -> str:
+        path = self.directory / "daemon.log"
+        return path.read_text() if path.exists() else ""
+
+    def kill(self) -> None:
+        """SIGKILL to the daemon alone; its p2pd and its worker have to follow by themselves."""
+        self.killed.append(time.time())
+        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.join()
+
+    def freeze(self) -> None:
+        """SIGSTOP to the daemon and everything below it."""
+        for pid in (self.process.pid, *(pid for pid, _ in children_of(self.process.pid))):
+            os.kill(pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        for pid in (self.process.pid, *(pid for pid, _ in children_of(self.process.pid))):
+            os.kill(pid, signal.SIGCONT)
+
+    @property
+    def error(self) -> str:
+        """What ended the daemon."""
+        path = self.directory / "error"
+        return path.read_text() if path.exists() else ""
+
+    @property
+    def address(self) -> str:
+        """An address under which the peer's DHT node can be dialled."""
+        found = re.findall(r"listening on (\S+)", self.log)
+        return found[-1] if found else ""
+
+    def kill_worker(self) -> int:
+        pid = self.worker_pid
+        os.kill(pid, signal.SIGKILL)
+        return pid
+
+    @property
+    def worker_pid(self) -> int:
+        return next(pid for pid, argv in children_of(self.process.pid) if "-m" in argv)
+
+
+def children_of(pid: int) -> Iterator[tuple[int, list[str]]]:
+    """Direct children, with their command lines."""
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in (task / "children").read_text().split():
+            try:
+                argv = Path(f"/proc/{child}/cmdline").read_text().split("\0")
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            yield int(child), argv
+
+
+class LightSwarm:
+    """`start(rank)` is the one identical command that starts, joins and rejoins."""
+
+    def __init__(self, directory: Path, initial_peers: list[str], run_id: str, **worker: Any) -> None:
+        self.directory, self.initial_peers, self.run_id = directory, initial_peers, run_id
+        self.worker = {"numel": 1000, "local_steps": 4, "max_steps": 40, "step_s": 0.02, **worker}
+        self.peers: dict[int, LightPeer] = {}
+        self._processes: list[Any] = []
+        self.galaxy_size = 1
+        self.extra: dict[str, Any] = {}
+        self.manifest: dict[str, Any] = {}
+        self.worker_module = "benchmarks.light_worker"
+
+    def start(self, rank: int, **overrides: Any) -> LightPeer:
+        directory = self.directory / f"peer{rank}"
+        directory.mkdir(exist_ok=True)
+        # Its key is there before it runs: who asked for it later would hold its lock for a moment.
+        self.peer_id(rank)
+        worker = {**self.worker, "history": str(directory / "history.jsonl"), **overrides}
+        process = _PROCESSES.Process(
+            target=run_light_peer,
+            args=(
+                self.config_of(rank, directory, worker),
+                self.worker_module,
+                worker,
+                str(directory),
+                self.preparation_of(rank),
+            ),
+        )
+        process.start()
+        # A rank may be started twice at once: the first of them must not be forgotten.
+        self._processes.append(process)
+        known = self.peers.get(rank)
+        self.peers[rank] = LightPeer(rank, process, directory, known.killed if known else [])
+        return self.peers[rank]
+
+    def peer_id(self, rank: int) -> str:
+        """Also of one that has not been started yet."""
+        path = self.directory / f"peer{rank}" / self.run_id / f"{rank}.key"
+        if not path.exists():
+            load_or_create(path).release()
+        return load(path).peer_id
+
+    def config_of(self, rank: int, directory: Path, worker: dict[str, Any]) -> dict[str, Any]:
+        """What its daemon is told: the fields of a DaemonConfig."""
+        return {
+            "run_id": self.run_id,
+            "initial_peers": self.initial_peers,
+            "host_maddrs": ["/ip4/127.0.0.1/tcp/0"],
+            "world_rank": rank,
+            "galaxy_size": self.galaxy_size,
+            "manifest": {
+                "hv.local_steps": worker["local_steps"],
+                "hv.outer_lr": 0.7,
+                "hv.outer_momentum": 0.9,
+                "numel": worker["numel"],
+                **self.manifest,
+            },
+            "state_dir": str(directory),
+            **self.extra,
+        }
+
+    def preparation_of(self, rank: int) -> Callable[[], object] | None:
+        """What its process does before it becomes a peer."""
+        return None
+
+    def start_all(self, num_peers: int, **overrides: Any) -> list[LightPeer]:
+        self.galaxy_size = num_peers
+        return [self.start(rank, **overrides) for rank in range(num_peers)]
+
+    def wait_finished(self, ranks: list[int] | None = None, timeout_s: float = DEADLINE_S) -> None:
+        for rank in ranks if ranks is not None else list(self.peers):
+            peer = self.peers[rank]
+            peer.process.join(timeout_s)
+            assert peer.process.exitcode == 0, (
+                f"peer {rank} ended with {peer.process.exitcode}:\n{peer.log[-3000:]}"
+            )
+
+    def check_digests(self) -> dict[int, str]:
+        """Every epoch has one digest, whoever reports it. Returns the digests by epoch."""
+        digests: dict[int, set[str]] = {}
+        for peer in self.peers.values():
+            for record in peer.epochs:
+                digests.setdefault(record["epoch"], set()).add(record["anchor_digest"])
+        assert digests and all(len(found) == 1 for found in digests.values()), digests
+        return {epoch: found.pop() for epoch, found in digests.items()}
+
+    def close(self) -> None:
+        for process in self._processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+
+
+def run_light_peer(
+    config: dict[str, Any],
+    module: str,
+    worker: dict[str, Any],
+    directory: str,
+    prepare: Callable[[], object] | None,
+) -> None:
+    """The whole life of one peer process."""
+    from peers.daemon import DaemonConfig, run_daemon
+    from peers.supervisor import WorkerCommand
+
+    logging.basicConfig(
+        filename=f"{directory}/daemon.log",
+        level=logging.DEBUG,
+        format="%(asctime)s %(name)s %(message)s",
+        force=True,
+    )
+    logging.getLogger("asyncio").setLevel(logging.INFO)
+    if prepare is not None:
+        prepare()
+
+    def command(manifest: Any, world_rank: int, link: Path) -> WorkerCommand:
+        return WorkerCommand(
+            argv=[sys.executable, "-m", module, json.dumps(worker)],
+            env={**os.environ, "DILOCO_LINK": str(link), "OMP_NUM_THREADS": "1"},
+            cwd=_ROOT,
+            log_path=Path(directory) / "worker.log",
+        )
+
+    async def live() -> int:
+        this = asyncio.current_task()
+        assert this is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
+        return await run_daemon(DaemonConfig(**config), worker=command)
+
+    try:
+        sys.exit(asyncio.run(live()))
+    except asyncio.CancelledError:
+        sys.exit(128 + signal.SIGTERM)
+    except Exception as error:
+        Path(directory, "error").write_text(str(error))
+        raise
