@@ -40,6 +40,7 @@ def make_app() -> App:
     dht.command("diloco.dht_verb:start_app", name="start", help="Start a DHT node and coordinate a run.")
     app.command(dht)
     app.command("diloco.peer:app", name="peer", help="Be one peer of a swarm: join, train, average, leave.")
+    app.command("diloco.peers_verb:app", name="peers", help="Ban peers from a swarm, or let them back in.")
     app.command("diloco.run:app", name="run", help="Train with several peers on this machine.")
     app.command("diloco.status:app", name="status", help="Show who is in a swarm.")
     return app
@@ -94,5 +95,5 @@ def _verb_of(argv: Sequence[str]) -> str:
         if word.startswith("-"):
             break
         words.append(word)
-    known = {"dht", "start", "peer", "run", "status"}
+    known = {"dht", "start", "peer", "peers", "ban", "unban", "list", "new-secret", "run", "status"}
     return "".join(f"{word} " for word in words if word in known)

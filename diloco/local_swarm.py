@@ -18,6 +18,7 @@ from diloco.devices import num_cores, threads_per_rank, visible_gpus
 from diloco.errors import DilocoError, UserError
 from diloco.live import Shown
 from diloco.run_dir import last_words
+from peers.admission_secrets import SECRET_ENV
 from peers.supervisor import USER_ERROR, RestartPolicy, Supervisor, WorkerCommand
 
 ADDRESS_FLAG = "--initial-peers "
@@ -27,6 +28,8 @@ _POLICY = RestartPolicy(stop_timeout_s=6.0)
 # Given to each peer by the swarm itself.
 _OWN_FIELDS = frozenset(
     {"run_dir", "hv.initial_peers", "hv.world_rank", "hv.galaxy_size", "hv.host_maddrs", "hv.data_port"}
+    # Its coordinator is its own, on loopback, and admits everybody.
+    | {"hv.swarm_secret_file", "hv.admission_key_file", "hv.allowlist_file"}
 )
 
 
@@ -155,7 +158,8 @@ def environment_of_peers(environment: Mapping[str, str], run_dir: Path, num_peer
     """Keys and ledger in the run's own directory, so that runs on one machine never meet; cores shared out."""
     threads = str(threads_per_rank(num_cores(), num_peers))
     state = str(run_dir / "state")
-    return {**environment, "XDG_STATE_HOME": state, "OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
+    inherited = {name: value for name, value in environment.items() if name != SECRET_ENV}
+    return {**inherited, "XDG_STATE_HOME": state, "OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
 
 
 def gpu_of_peer(rank: int, gpus: list[str]) -> dict[str, str]:

@@ -111,6 +111,12 @@ class HvConfig:
     """TCP port for pseudo-gradients, on the hosts of --host-maddrs; 0: any free one."""
     announce_data_maddrs: Annotated[tuple[str, ...], address_list()] = ()
     """Addresses others reach the data port by (port 0: as it is), where they differ from those of --host-maddrs."""
+    swarm_secret_file: Annotated[str | None, Parameter(alias="--swarm-secret-file")] = None
+    """File with the swarm secret, where the run has one; default: the secret itself in DILOCO_SWARM_SECRET."""
+    admission_key_file: Annotated[str | None, Parameter(alias="--admission-key-file")] = None
+    """File with the run's admission key: this peer can then admit others in the coordinator's stead."""
+    allowlist_file: Annotated[str | None, Parameter(alias="--allowlist-file")] = None
+    """With an admission key: file of the peer ids that are admitted, one a line; default: all that have the secret."""
     matchmaking_time: Seconds | None = None
     """Seconds a round waits for its members under NO_WAIT; default 15."""
     averaging_timeout: Seconds | None = None

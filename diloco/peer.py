@@ -120,6 +120,7 @@ class Workplace:
     def command(self, manifest: Mapping[str, Scalar], world_rank: int, link_path: Path) -> WorkerCommand:
         """The workers' command line, after writing the configuration that it names."""
         from diloco.swarm_config import adopted
+        from peers.admission_secrets import SECRET_ENV
         from peers.supervisor import WorkerCommand
 
         config = adopted(self.config, manifest, self.named, run_dir=self.run_dir, num_ranks=self.num_ranks)
@@ -129,7 +130,8 @@ class Workplace:
         return WorkerCommand(
             argv=self.program or (sys.executable, "-m", "diloco.train_fsdp", "--config", str(path)),
             env={
-                **os.environ,
+                # The daemon's alone: what trains has no use for it, and may log its environment.
+                **{name: value for name, value in os.environ.items() if name != SECRET_ENV},
                 # "python" in --worker is the one that runs this.
                 "PATH": _path_with_this_python(),
                 _LINK_ENV: str(link_path),

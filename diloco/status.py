@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -27,6 +28,7 @@ def status(
     run_id: Name = DEFAULTS.run_id,
     as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
     timeout: Seconds = 20.0,
+    swarm_secret_file: str | None = None,
 ) -> int:
     """Show who is in a swarm, from outside: epoch, state, speed and anchor of every peer.
 
@@ -40,15 +42,20 @@ def status(
         One JSON object instead of a table.
     timeout: float
         Seconds to wait for an answer.
+    swarm_secret_file: str
+        File with the swarm secret, or the secret itself in DILOCO_SWARM_SECRET: only admitted peers are shown then.
     """
     if not initial_peers:
         raise UserError("--initial-peers is missing: the address that `diloco dht start` printed.")
     from diloco.interrupts import run_interruptible
+    from peers.admission_secrets import load_secret
     from peers.dht import load_hivemind
     from peers.observer import read_swarm
 
+    secret = load_secret(swarm_secret_file, os.environ)
+
     async def look() -> int:
-        swarm = await read_swarm(run_id, initial_peers, timeout_s=timeout)
+        swarm = await read_swarm(run_id, initial_peers, timeout_s=timeout, secret=secret)
         if as_json:
             print(json.dumps(swarm), flush=True)
         else:

@@ -17,6 +17,7 @@ from typing import Any
 from diloco.config import Scalar, TrainConfig, shared_fields, shared_values, with_shared
 from diloco.errors import UserError
 from diloco.model_files import PRESETS_DIR, clean_config, directory_of, load_model_config
+from peers.admission_service import AdmissionSettings
 
 _MODEL, _TOKENIZER, _PATH = "model", "tokenizer", "path_model"
 
@@ -32,7 +33,7 @@ def daemon_config(
 ) -> dict[str, Any]:
     """The fields of peers.daemon.DaemonConfig, ready for JSON. `named` are the fields that the user set.
 
-    Raises UserError where the model cannot be found, or nobody could assign a world rank.
+    Raises UserError where the model cannot be found, the secrets cannot be read, or nobody could assign a world rank.
     """
     hv = config.hv
     if hv.world_rank is None and not hv.initial_peers:
@@ -40,8 +41,15 @@ def daemon_config(
             "--initial-peers is missing: the address that `diloco dht start` printed. Without a coordinator, choose "
             "this peer's number with --world-rank."
         )
+    # Only to see whether they can be read: the daemon reads them itself, so that no secret is among its arguments.
+    AdmissionSettings(
+        swarm_secret_file=hv.swarm_secret_file, admission_key_file=hv.admission_key_file
+    ).secret()
     return {
         "run_id": hv.run_id,
+        "swarm_secret_file": hv.swarm_secret_file,
+        "admission_key_file": hv.admission_key_file,
+        "allowlist_file": hv.allowlist_file,
         "initial_peers": list(hv.initial_peers),
         "host_maddrs": list(hv.host_maddrs),
         "announce_maddrs": list(hv.announce_maddrs),

@@ -1,9 +1,6 @@
 """The coordinator of a run: bootstrap node of its DHT and keeper of its world ranks. Training survives its death.
 
-peer                                       coordinator   (protocol diloco/<run_id>/coordinator)
-{kind: "rank", wanted: int | None}    ->
-                                      <-   {kind: "grant", world_rank, fencing, galaxy_size}
-                                      <-   {kind: "taken", holder}
+What it is asked, and answers, is in peers/rank_request.py and peers/admission_request.py.
 """
 
 from __future__ import annotations
@@ -19,8 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from peers.admission import Refused
+from peers.admission_issuer import DEFAULT_LIFETIME_DAYS
+from peers.admission_request import refusal
+from peers.admission_secrets import load_or_create_key
+from peers.admission_service import AdmissionService, AdmissionSettings
 from peers.dht import Dht
 from peers.errors import PeersError, ProtocolError, UserError
+from peers.gate import Gate
 from peers.identity import Identity, check_run_id, load_or_create
 from peers.ledger import Grant, Ledger, Taken
 from peers.maddrs import parse_maddr
@@ -60,10 +63,23 @@ class CoordinatorConfig:
     identity_path: Path | None = None
     initial_peers: tuple[str, ...] = ()
     """Members of the DHT to join; default: begin one."""
+    admission: bool | None = None
+    """Whether peers need a token; default: where this run has an admission key already."""
+    allowlist_file: str | None = None
+    token_days: float = DEFAULT_LIFETIME_DAYS
+
+    @property
+    def admission_key_path(self) -> Path:
+        return self.state_dir / "coordinator" / f"{self.run_id}.admission-key"
+
+    @property
+    def swarm_secret_path(self) -> Path:
+        return self.state_dir / "coordinator" / f"{self.run_id}.swarm-secret"
 
 
 async def serve(config: CoordinatorConfig, say: Callable[[str], None]) -> None:
-    """Coordinate until cancelled. `say` gets the line to paste for peers first, then one per join, leave, epoch.
+    """Coordinate until cancelled. `say` gets the line to paste for peers first, then who may join, then one line per
+    join, leave and epoch.
 
     Raises UserError before it serves, PeersError when p2pd dies later.
     """
@@ -72,6 +88,7 @@ async def serve(config: CoordinatorConfig, say: Callable[[str], None]) -> None:
     async with contextlib.AsyncExitStack() as stack:
         identity = _claim_identity(config.identity_path or directory / f"{run_id}.key")
         stack.callback(identity.release)
+        settings = admission_settings(config)
         ledger = stack.enter_context(contextlib.closing(Ledger(directory / f"{run_id}.sqlite")))
         dht = await Dht.join(
             identity=identity,
@@ -80,23 +97,53 @@ async def serve(config: CoordinatorConfig, say: Callable[[str], None]) -> None:
             announce_maddrs=config.announce_maddrs,
         )
         stack.push_async_callback(dht.close)
-        registrar = Registrar(run_id, ledger, dht)
+        admission = AdmissionService(run_id, identity, dht, settings)
+        await admission.enter()
+        registrar = Registrar(run_id, ledger, dht, admission.gate)
         await dht.transport.serve(protocol_of(run_id), registrar.handle)
-        await _announce(dht, identity, run_id)
+        await _announce(dht, identity, run_id, admission)
         for line in lines_to_paste(
             await dht.maddrs(), config.host_maddrs, config.announce_maddrs, dht.peer_id
         ):
             say(line)
+        say(who_may_join(config, admission.gate.is_open))
         await _until_one_fails(
-            _fail_with_p2pd(dht), _announce_forever(dht, identity, run_id), _report_forever(dht, run_id, say)
+            _fail_with_p2pd(dht),
+            _announce_forever(dht, identity, run_id, admission),
+            _report_forever(dht, run_id, admission.gate, say),
+            admission.run(),
         )
+
+
+def admission_settings(config: CoordinatorConfig) -> AdmissionSettings:
+    """With an admission key, made where it is asked for and missing; without one: an open swarm. Raises UserError."""
+    key_path = config.admission_key_path
+    if not (key_path.exists() if config.admission is None else config.admission):
+        if config.allowlist_file is not None:
+            raise UserError("an allowlist says who is given a token: it needs --admission")
+        return AdmissionSettings(use_environment=False)
+    load_or_create_key(key_path, config.swarm_secret_path)
+    return AdmissionSettings(
+        use_environment=False,
+        admission_key_file=str(key_path),
+        allowlist_file=config.allowlist_file,
+        token_days=config.token_days,
+    )
+
+
+def who_may_join(config: CoordinatorConfig, is_open: bool) -> str:
+    """One line for people. Never the secret itself."""
+    if is_open:
+        return "the swarm is open: whoever knows an address of it can join; --admission asks for a secret"
+    listed = ", if the allowlist names them" if config.allowlist_file else ""
+    return f"peers join with the swarm secret in {config.swarm_secret_path}{listed}: --swarm-secret-file <copy of it>"
 
 
 class Registrar:
     """Answers requests for ranks."""
 
-    def __init__(self, run_id: str, ledger: Ledger, dht: Dht) -> None:
-        self._run_id, self._ledger, self._dht = run_id, ledger, dht
+    def __init__(self, run_id: str, ledger: Ledger, dht: Dht, gate: Gate) -> None:
+        self._run_id, self._ledger, self._dht, self._gate = run_id, ledger, dht, gate
         self._granted_at: dict[str, float] = {}
 
     async def handle(self, peer_id: str, sock: socket.socket) -> None:
@@ -104,7 +151,12 @@ class Registrar:
         channel = Channel(sock, max_message_bytes=MAX_REQUEST_BYTES)
         try:
             while True:
-                wanted = parse_request(await channel.receive(_REQUEST_TIMEOUT_S))
+                wanted, token = parse_request(await channel.receive(_REQUEST_TIMEOUT_S))
+                try:
+                    self._gate.check(peer_id, token, "coordinator")
+                except Refused as error:
+                    await channel.send(refusal(error.why), _REQUEST_TIMEOUT_S)
+                    return
                 await channel.send(to_message(await self.assign(peer_id, wanted)), _REQUEST_TIMEOUT_S)
         finally:
             channel.close()
@@ -116,7 +168,7 @@ class Registrar:
         """
         others = {
             record.world_rank: record
-            for record in (await _announcements(self._dht, self._run_id)).values()
+            for record in (await _announcements(self._dht, self._run_id, self._gate)).values()
             if record.peer_id != peer_id and record.state != "leaving"
         }
         if wanted in others and await self._is_there(others[wanted].peer_id, others[wanted].maddrs):
@@ -182,24 +234,28 @@ async def _until_one_fails(*coroutines: Coroutine[Any, Any, None]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _announce(dht: Dht, identity: Identity, run_id: str) -> None:
+async def _announce(dht: Dht, identity: Identity, run_id: str, admission: AdmissionService) -> None:
     maddrs = await dht.maddrs()
     record = CoordinatorRecord(
-        peer_id=dht.peer_id, run_id=run_id, maddrs=tuple(maddrs[:MAX_MADDRS]), time=time.time()
+        peer_id=dht.peer_id,
+        run_id=run_id,
+        maddrs=tuple(maddrs[:MAX_MADDRS]),
+        time=time.time(),
+        token=admission.token,
     )
     await dht.store(COORDINATOR_KEY(run_id), dht.peer_id, record.encode(identity), _RECORD_TTL_S)
 
 
-async def _announce_forever(dht: Dht, identity: Identity, run_id: str) -> None:
+async def _announce_forever(dht: Dht, identity: Identity, run_id: str, admission: AdmissionService) -> None:
     while True:
         await asyncio.sleep(_ANNOUNCE_INTERVAL_S)
-        await _announce(dht, identity, run_id)
+        await _announce(dht, identity, run_id, admission)
 
 
-async def _report_forever(dht: Dht, run_id: str, say: Callable[[str], None]) -> None:
+async def _report_forever(dht: Dht, run_id: str, gate: Gate, say: Callable[[str], None]) -> None:
     watcher = Watcher()
     while True:
-        for line in watcher.update(await _announcements(dht, run_id), time.monotonic()):
+        for line in watcher.update(await _announcements(dht, run_id, gate), time.monotonic()):
             say(line)
         await asyncio.sleep(_POLL_INTERVAL_S)
 
@@ -208,12 +264,14 @@ async def _fail_with_p2pd(dht: Dht) -> None:
     raise PeersError(f"p2pd, which carries the coordinator's connections, has died: {await dht.wait_dead()}")
 
 
-async def _announcements(dht: Dht, run_id: str) -> dict[str, Announcement]:
+async def _announcements(dht: Dht, run_id: str, gate: Gate) -> dict[str, Announcement]:
     """The valid announcements of a run, by peer id."""
     found: dict[str, Announcement] = {}
     for peer_id, blob in (await dht.get(PEERS_KEY(run_id))).items():
         try:
-            found[peer_id] = Announcement.decode(peer_id, blob, time.time(), run_id=run_id)
+            record = Announcement.decode(peer_id, blob, time.time(), run_id=run_id)
+            gate.check(peer_id, record.token, "DHT")
+            found[peer_id] = record
         except ProtocolError as error:
             logger.debug("ignored: %s", error)
     return found

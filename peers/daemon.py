@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from peers import literature, membership, round_messages
+from peers.admission_service import AdmissionService, AdmissionSettings
 from peers.agreement import Agreement
 from peers.averaging import Averager, AveragingSettings
 from peers.deadlines import Deadlines, Strategy
@@ -65,6 +66,9 @@ class DaemonConfig:
     all_reduce_strategy: Strategy = "WAIT_FOR_ALL"
     timeout_waiting_for_peers: float = 600.0
     fail_rank_drop: bool = False
+    swarm_secret_file: str | None = None
+    admission_key_file: str | None = None
+    allowlist_file: str | None = None
     manifest: Mapping[str, Scalar] = field(default_factory=dict)
     named: frozenset[str] = frozenset()
     state_dir: str = ""
@@ -85,6 +89,13 @@ async def run_daemon(config: DaemonConfig, *, worker: WorkerFactory | None) -> i
         link_path = Path(config.link_path) if config.link_path else directory / "link.sock"
         accept = await stack.enter_async_context(listen(link_path))
         try:
+            settings = AdmissionSettings(
+                swarm_secret_file=config.swarm_secret_file,
+                admission_key_file=config.admission_key_file,
+                allowlist_file=config.allowlist_file,
+            )
+            # What is wrong with the files shows before anybody is asked for anything.
+            settings.secret()
             identity = claim_slot(Path(config.state_dir), config.run_id, config.world_rank)
             stack.callback(identity.release)
             log.info("starting as %s", identity.peer_id)
@@ -94,13 +105,15 @@ async def run_daemon(config: DaemonConfig, *, worker: WorkerFactory | None) -> i
                 host_maddrs=config.host_maddrs,
                 announce_maddrs=config.announce_maddrs,
             )
+            stack.push_async_callback(dht.close)
+            admission = AdmissionService(config.run_id, identity, dht, settings)
+            await admission.enter()
         except UserError as error:
             if worker is None:
                 # The user watches the worker, so the worker has to say it.
                 await refuse(accept, str(error))
             raise
-        stack.push_async_callback(dht.close)
-        daemon = Daemon(config, identity, dht)
+        daemon = Daemon(config, identity, dht, admission)
         stack.push_async_callback(daemon.close)
         return await daemon.live(accept, link_path, worker)
 
@@ -121,8 +134,10 @@ def optimizer_of(manifest: Mapping[str, Scalar], num_members: int) -> OuterOptim
 class Daemon:
     """One peer's parts, wired together."""
 
-    def __init__(self, config: DaemonConfig, identity: Identity, dht: Dht) -> None:
-        self._config, self._dht, self._identity = config, dht, identity
+    def __init__(
+        self, config: DaemonConfig, identity: Identity, dht: Dht, admission: AdmissionService
+    ) -> None:
+        self._config, self._dht, self._identity, self._admission = config, dht, identity, admission
         self._incarnation = time.time_ns()
         self._standing = Standing()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -143,6 +158,7 @@ class Daemon:
                 announce_data_maddrs=config.announce_data_maddrs,
             ),
             peers=lambda: self._presence.mesh.peers,
+            gate=admission.gate,
         )
         paths = self._network.paths
         self._presence = Presence(
@@ -154,6 +170,7 @@ class Daemon:
             describe=self._describe,
             on_change=self._view_changed,
             on_message=self._received,
+            gate=admission.gate,
         )
         self._agreement = Agreement(self._presence)
         self._pool = StreamPool(paths, self._network.data_protocol, paths)
@@ -171,6 +188,7 @@ class Daemon:
         """Everything between joining the DHT and leaving it."""
         self._spawn(serve_workers(accept, self._host))
         self._spawn(self._watch_p2pd())
+        self._spawn(self._admission.run())
         try:
             manifest = await self._enter()
         except UserError as error:
@@ -179,7 +197,10 @@ class Daemon:
         log.info("agreed on the manifest %s", self._agreement.digest[:12])
         self._averager = self._new_averager(manifest)
         self._spawn(self._averager.run())
-        await StateServer(self._network.paths, self._config.run_id, self._current_state).start()
+        server = StateServer(self._network.paths, self._config.run_id, self._current_state)
+        await server.start()
+        gate = self._admission.gate
+        gate.on_bans.append(lambda: server.drop(gate.bans.peer_ids))
         self._host.ready.set_result(self._averager)
         return await self._until_done(link_path, worker)
 
@@ -286,6 +307,7 @@ class Daemon:
             time=time.time(),
             endpoints=self._network.endpoints(self._presence.maddrs),
             paths=self._network.paths_shown(),
+            token=self._admission.token,
         )
 
     def _current_state(self) -> OuterState | None:

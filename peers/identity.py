@@ -9,13 +9,13 @@ import contextlib
 import fcntl
 import os
 import re
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from peers import libp2p_keys
 from peers.errors import UserError
 from peers.libp2p_keys import verify
+from peers.private_files import write_private
 
 __all__ = ["Identity", "check_run_id", "claim_slot", "load", "load_or_create", "verify"]
 
@@ -103,7 +103,7 @@ def load_or_create(path: Path) -> Identity:
     lock = _Lock(path)
     try:
         if not path.exists():
-            _write_new_key(path)
+            write_private(path, libp2p_keys.new_private_key())
         return load(path, lock)
     except OSError as error:
         lock.release()
@@ -146,13 +146,3 @@ def _make_directory(directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
         raise UserError(f"cannot make the directory {directory} for identities: {error.strerror}") from error
-
-
-def _write_new_key(path: Path) -> None:
-    # mkstemp makes it 0600; the rename makes it whole or absent.
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(libp2p_keys.new_private_key())
-        file.flush()
-        os.fsync(file.fileno())
-    Path(temporary).replace(path)

@@ -14,8 +14,12 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from peers import bans
+from peers.admission import Refused, Why
+from peers.admission_request import raise_refusal, refusal
 from peers.allowance import Allowance
 from peers.errors import PeerUnreachable, ProtocolError
+from peers.gate import Gate
 from peers.messages import Channel
 from peers.records import Announcement
 
@@ -29,6 +33,18 @@ LET_THE_OTHER_DIAL_S = 3.0
 MAX_DIALLED = 32
 """Peers that are dialled at once: anybody can put records of peers into the DHT that do not exist."""
 _MAX_QUEUED = 1024
+
+
+def mesh_protocol(run_id: str) -> str:
+    return f"diloco/{run_id}/mesh"
+
+
+class TurnedAway(PeerUnreachable):
+    """A peer that was reached says that this one may not be here."""
+
+    def __init__(self, why: Why) -> None:
+        super().__init__(f"turned away: {why}")
+        self.why = why
 
 
 class StreamOpener(Protocol):
@@ -55,8 +71,10 @@ class Mesh:
         status: Callable[[], bytes],
         on_change: Callable[[], None],
         on_message: Callable[[Announcement, dict[str, Any]], None],
+        gate: Gate | None = None,
     ) -> None:
-        self._protocol = f"diloco/{run_id}/mesh"
+        """`gate`: who may be here; default: everybody."""
+        self._protocol = mesh_protocol(run_id)
         self._run_id, self._peer_id, self._transport = run_id, peer_id, transport
         self._status, self._on_change, self._on_message = status, on_change, on_message
         self._peers: dict[str, _Peer] = {}
@@ -65,6 +83,14 @@ class Mesh:
         self._first_heard_of: dict[str, float] = {}
         self._allowances: dict[str, Allowance] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._gate = gate or Gate.open(run_id)
+        self._gate.on_bans.append(self._spread_bans)
+        self._turned_away: Why | None = None
+
+    @property
+    def turned_away(self) -> Why | None:
+        """Why the others do not let this peer in; None while any of them does, or nobody is there."""
+        return None if self._peers else self._turned_away
 
     @property
     def view(self) -> Mapping[int, Announcement]:
@@ -132,6 +158,9 @@ class Mesh:
         try:
             async with self._dials:
                 channel, status = await self._introduced(record)
+        except TurnedAway as error:
+            self._turned_away = error.why
+            return
         except (PeerUnreachable, ProtocolError) as error:
             log.debug("cannot reach %s: %s", peer_id, error)
             return
@@ -156,14 +185,28 @@ class Mesh:
         try:
             status = await self._receive_status(channel, peer_id)
             await channel.send({"kind": "status", "status": self._status()}, timeout_s=DIAL_TIMEOUT_S)
+        except Refused as error:
+            await self._turn_away(channel, error.why)
+            return
         except (PeerUnreachable, ProtocolError) as error:
             log.info("refused a channel from %s: %s", peer_id, error)
             channel.close()
             return
         self._keep(peer_id, channel, status)
 
+    async def _turn_away(self, channel: Channel, why: Why) -> None:
+        """Say why, and to a banned peer by whose word."""
+        try:
+            await channel.send({**refusal(why), "bans": self._gate.bans_blob}, timeout_s=DIAL_TIMEOUT_S)
+        except PeerUnreachable as error:
+            log.debug("a refused peer did not hear why: %s", error)
+        finally:
+            channel.close()
+
     async def _receive_status(self, channel: Channel, peer_id: str) -> Announcement:
         message = await channel.receive(timeout_s=DIAL_TIMEOUT_S)
+        if message.get("kind") == "refused":
+            self._hear_refusal(message)
         if message.get("kind") != "status":
             raise ProtocolError(f"expected a status, got {message.get('kind')!r:.40}")
         return self._decode(peer_id, message.get("status"))
@@ -171,13 +214,38 @@ class Mesh:
     def _decode(self, peer_id: str, blob: Any) -> Announcement:
         if not isinstance(blob, bytes):
             raise ProtocolError("a status is bytes")
-        return Announcement.decode(peer_id, blob, run_id=self._run_id, now=time.time())
+        status = Announcement.decode(peer_id, blob, run_id=self._run_id, now=time.time())
+        self._gate.check(peer_id, status.token, "mesh")
+        return status
+
+    def _hear_refusal(self, message: dict[str, Any]) -> None:
+        """Raises TurnedAway, ProtocolError."""
+        if blob := message.get("bans"):
+            self._gate.learn(bans.parse(bans.to_message(blob)))
+        try:
+            raise_refusal(message)
+        except Refused as error:
+            raise TurnedAway(error.why) from error
+
+    def _spread_bans(self) -> None:
+        """Pass the new list on to everybody, then have nothing to do any more with those on it."""
+        message = bans.to_message(self._gate.bans_blob)
+        banned = self._gate.bans.peer_ids & self._peers.keys()
+        for peer in self._peers.values():
+            peer.enqueue(message)
+        for peer_id in banned:
+            log.warning("peer %d (%s) is banned", self._peers[peer_id].status.world_rank, peer_id)
+            self._peers.pop(peer_id).enqueue(None)
+        if banned:
+            self._on_change()
 
     def _keep(self, peer_id: str, channel: Channel, status: Announcement) -> None:
         """From now on this is the channel to the peer; a newer one replaces an older one."""
         if (older := self._peers.get(peer_id)) is not None:
             older.channel.break_off()
         peer = self._peers[peer_id] = _Peer(channel, status)
+        if self._gate.bans_blob:
+            peer.enqueue(bans.to_message(self._gate.bans_blob))
         self._on_change()
         self._spawn(self._listen(peer, peer_id))
 
@@ -207,9 +275,12 @@ class Mesh:
                 self._on_change()
 
     def _received(self, peer: _Peer, peer_id: str, message: dict[str, Any]) -> None:
+        if message.get("kind") == "bans":
+            self._gate.learn(bans.parse(message))
+            return
         if message.get("kind") != "status":
             # Nobody speaks for a rank that another one holds.
-            if self._holders()[peer.status.world_rank] is peer:
+            if self._holders().get(peer.status.world_rank) is peer:
                 self._on_message(peer.status, message)
             return
         status = self._decode(peer_id, message.get("status"))
@@ -226,9 +297,10 @@ class Mesh:
 class _Peer:
     def __init__(self, channel: Channel, status: Announcement) -> None:
         self.channel, self.status = channel, status
-        self._queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue(_MAX_QUEUED)
+        self._queue: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue(_MAX_QUEUED)
 
-    def enqueue(self, message: dict[str, Any]) -> None:
+    def enqueue(self, message: dict[str, Any] | None) -> None:
+        """None ends the channel, once all before it is sent."""
         try:
             self._queue.put_nowait(message)
         except asyncio.QueueFull:
@@ -244,6 +316,9 @@ class _Peer:
                         message = await self._queue.get()
                 except TimeoutError:
                     message = {"kind": "status", "status": status()}
+                if message is None:
+                    self.channel.break_off()
+                    return
                 await self.channel.send(message, timeout_s=SILENCE_S)
         except PeerUnreachable:
             self.channel.break_off()

@@ -6,10 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from peers.admission import Refused
 from peers.direct import Direct
+from peers.gate import Gate
 from peers.identity import Identity
 from peers.libp2p_streams import Libp2p
 from peers.maddrs import Maddr, is_loopback, parse_maddr
+from peers.mesh import mesh_protocol
 from peers.paths import Paths, TransportMode
 from peers.reception import Reception
 from peers.records import MAX_ENDPOINTS, MAX_PATHS, Announcement
@@ -43,11 +46,12 @@ class Network:
         libp2p: Libp2p,
         settings: NetworkSettings,
         peers: Callable[[], Iterable[Announcement]],
+        gate: Gate,
     ) -> None:
-        self._settings, self._peers = settings, peers
+        self._settings, self._peers, self._gate = settings, peers, gate
         self._reception = Reception(
             Credentials.of(identity),
-            allows=lambda peer_id: peer_id in self._ids(),
+            allows=self._may_call,
             plain=settings.transport == "tcp",
         )
         self._direct = Direct(self._reception, self._endpoints_of) if settings.transport != "libp2p" else None
@@ -69,6 +73,9 @@ class Network:
             relay=Relay(**legs),
             data=self.data_protocol,
             mode=settings.transport,
+            check=gate.check_shown,
+            # There a peer shows its token.
+            unchecked={mesh_protocol(run_id)},
         )
 
     async def start(self) -> None:
@@ -95,6 +102,14 @@ class Network:
         in_use = self.paths.in_use
         shown: dict[int, Any] = {peer.world_rank: in_use.get(peer.peer_id) for peer in self._peers()}
         return tuple((rank, str(path)) for rank, path in sorted(shown.items()) if path)[:MAX_PATHS]
+
+    def _may_call(self, peer_id: str) -> bool:
+        """Whether to greet who claims to be this peer and calls directly."""
+        try:
+            self._gate.check_shown(peer_id, "data port")
+        except Refused:
+            return False
+        return peer_id in self._ids()
 
     def _ids(self) -> set[str]:
         return {peer.peer_id for peer in self._peers()}

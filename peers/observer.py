@@ -9,14 +9,24 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from peers import bans
+from peers.admission import Admission
+from peers.admission_secrets import SwarmSecret
 from peers.dht import Dht
 from peers.errors import ProtocolError, UserError
+from peers.gate import Gate
 from peers.identity import load_or_create
 from peers.records import PEERS_KEY, Announcement
 
 
-async def read_swarm(run_id: str, initial_peers: Sequence[str], *, timeout_s: float) -> dict[str, Any]:
-    """The swarm's status, as `summary_of` gives it. Raises UserError when nobody answers in time."""
+async def read_swarm(
+    run_id: str, initial_peers: Sequence[str], *, timeout_s: float, secret: SwarmSecret | None = None
+) -> dict[str, Any]:
+    """The swarm's status, as `summary_of` gives it; with the swarm secret, of those only who were admitted.
+
+    Raises UserError when nobody answers in time.
+    """
+    gate = Gate(Admission(run_id, secret.public_key if secret else None))
     with tempfile.TemporaryDirectory(prefix="diloco-") as directory:
         # Whoever only looks needs no identity that lasts.
         identity = load_or_create(Path(directory) / "observer.key")
@@ -26,6 +36,8 @@ async def read_swarm(run_id: str, initial_peers: Sequence[str], *, timeout_s: fl
                     identity=identity, initial_peers=initial_peers, client_mode=True, timeout_s=timeout_s
                 )
                 try:
+                    if not gate.is_open:
+                        await bans.exchange_with_dht(dht, run_id, gate)
                     values = await dht.get(PEERS_KEY(run_id))
                 finally:
                     await dht.close()
@@ -34,17 +46,20 @@ async def read_swarm(run_id: str, initial_peers: Sequence[str], *, timeout_s: fl
                 f"the swarm did not answer within {timeout_s:g} s; try a longer --timeout"
             ) from error
     now = time.time()
-    return summary_of(run_id, valid_announcements(values.items(), run_id=run_id, now=now), now=now)
+    found = valid_announcements(values.items(), run_id=run_id, now=now, gate=gate)
+    return summary_of(run_id, found, now=now)
 
 
 def valid_announcements(
-    values: Iterable[tuple[str, bytes]], *, run_id: str, now: float
+    values: Iterable[tuple[str, bytes]], *, run_id: str, now: float, gate: Gate
 ) -> list[Announcement]:
-    """Those of the DHT's values that are well-formed, signed, and of this run."""
+    """Those of the DHT's values that are well-formed, signed, and of peers admitted to this run."""
     found = []
     for peer_id, blob in values:
         try:
-            found.append(Announcement.decode(peer_id, blob, run_id=run_id, now=now))
+            record = Announcement.decode(peer_id, blob, run_id=run_id, now=now)
+            if gate.is_admitted(peer_id, record.token):
+                found.append(record)
         except ProtocolError:
             continue
     return found

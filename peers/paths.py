@@ -11,7 +11,7 @@ import logging
 import socket
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Literal
 from weakref import WeakKeyDictionary
 
@@ -48,9 +48,13 @@ class Paths:
         relay: Relay | None,
         data: str,
         mode: TransportMode = "auto",
+        check: Callable[[str, str], object] = lambda _peer_id, _protocol: None,
+        unchecked: Collection[str] = (),
     ) -> None:
+        """`check` raises Refused for a peer whose streams on a protocol are not taken, save on those `unchecked`."""
         self._libp2p, self._reception, self._direct, self._relay = libp2p, reception, direct, relay
         self._data, self._mode = data, mode
+        self._check, self._unchecked = check, frozenset(unchecked)
         self._pairs: dict[str, Pair] = {}
         self._path_of: WeakKeyDictionary[socket.socket, Path] = WeakKeyDictionary()
 
@@ -78,8 +82,17 @@ class Paths:
 
     async def serve(self, protocol: str, handler: Handler) -> None:
         """From now on, `handler(authenticated peer id, stream)` owns each new stream, whichever way it comes."""
+        if protocol not in self._unchecked:
+            handler = self._checked(protocol, handler)
         self._reception.serve(protocol, handler)
         await self._libp2p.serve(protocol, handler)
+
+    def _checked(self, protocol: str, handler: Handler) -> Handler:
+        async def check_first(peer_id: str, stream: socket.socket) -> None:
+            self._check(peer_id, protocol)
+            await handler(peer_id, stream)
+
+        return check_first
 
     def heard_through_relay(self, peer_id: str) -> None:
         """This peer did not get here by itself, so we would wait in vain to get there."""

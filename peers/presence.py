@@ -16,6 +16,7 @@ from typing import Any
 from peers.coordinator import request_rank
 from peers.dht import Dht
 from peers.errors import PeersError, ProtocolError, UserError
+from peers.gate import Gate
 from peers.identity import Identity
 from peers.membership import View
 from peers.mesh import Mesh, StreamOpener
@@ -50,7 +51,9 @@ class Presence:
         describe: Callable[[], Announcement],
         on_change: Callable[[], None],
         on_message: Callable[[Announcement, dict[str, Any]], None],
+        gate: Gate,
     ) -> None:
+        self._gate = gate
         self._run_id, self._identity, self._dht = run_id, identity, dht
         self._describe, self._on_change = describe, on_change
         self._galaxy_size = galaxy_size
@@ -65,6 +68,7 @@ class Presence:
             status=lambda: describe().encode(identity),
             on_change=self._view_changed,
             on_message=on_message,
+            gate=gate,
         )
 
     @property
@@ -92,6 +96,8 @@ class Presence:
         )
         others = [r for peer_id, r in records.items() if peer_id != self._identity.peer_id]
         await asyncio.gather(*(self.mesh.reach(record) for record in others))
+        if (why := self.mesh.turned_away) is not None:
+            raise UserError(why.advice(self._identity.peer_id))
         for peer in self.mesh.peers:
             if peer.world_rank == self.world_rank:
                 raise UserError(
@@ -142,7 +148,14 @@ class Presence:
 
     async def _obtain_rank(self, wanted: int | None) -> int:
         timeout_s = COORDINATOR_TIMEOUT_S if wanted is None else COORDINATOR_GLANCE_S
-        grant = await request_rank(self._dht, self._run_id, wanted, timeout_s=timeout_s)
+        grant = await request_rank(
+            self._dht,
+            self._run_id,
+            wanted,
+            timeout_s=timeout_s,
+            gate=self._gate,
+            token=self._describe().token,
+        )
         if grant is not None:
             self._galaxy_size = self._galaxy_size or grant.galaxy_size
             return grant.world_rank
@@ -159,6 +172,7 @@ class Presence:
         for peer_id, blob in (await self._dht.get(PEERS_KEY(self._run_id))).items():
             try:
                 record = Announcement.decode(peer_id, blob, run_id=self._run_id, now=time.time())
+                self._gate.check(peer_id, record.token, "DHT")
             except ProtocolError as error:
                 log.debug("ignored a record: %s", error)
                 continue

@@ -1,9 +1,11 @@
 """How a peer asks the coordinator of its run for a world rank, and what both may say.
 
 peer                                       coordinator   (protocol diloco/<run_id>/coordinator)
-{kind: "rank", wanted: int | None}    ->
+{kind: "rank", wanted: int | None,    ->
+ token: bytes}
                                       <-   {kind: "grant", world_rank, fencing, galaxy_size}
                                       <-   {kind: "taken", holder}
+                                      <-   {kind: "refused", why}
 """
 
 from __future__ import annotations
@@ -13,8 +15,11 @@ import logging
 import time
 from typing import Any, TypeGuard
 
+from peers.admission import Refused
+from peers.admission_request import raise_refusal
 from peers.dht import Dht
 from peers.errors import PeerUnreachable, ProtocolError, UserError
+from peers.gate import Gate
 from peers.ledger import Grant, Taken
 from peers.messages import Channel
 from peers.records import COORDINATOR_KEY, MAX_WORLD_RANKS, CoordinatorRecord
@@ -29,19 +34,31 @@ _BRIEF_SEARCH_S = 1.0
 logger = logging.getLogger(__name__)
 
 
-async def request_rank(dht: Dht, run_id: str, wanted: int | None, *, timeout_s: float) -> Grant | None:
+async def request_rank(
+    dht: Dht,
+    run_id: str,
+    wanted: int | None,
+    *,
+    timeout_s: float,
+    gate: Gate | None = None,
+    token: bytes = b"",
+) -> Grant | None:
     """Ask the run's coordinator for a world rank; None when no coordinator answers within `timeout_s`.
 
-    Raises UserError when another live peer holds the wanted rank. Asking again gives the same rank.
+    `gate` tells whom to take for a coordinator (default: whoever says so), `token` is shown to it. Raises UserError
+    when another live peer holds the wanted rank, or the coordinator refuses this one. Asking again gives the same rank.
     """
+    gate = gate or Gate.open(run_id)
     deadline = time.monotonic() + timeout_s
     # With a rank of its own a peer needs no coordinator, and most likely there is none.
     search_until = deadline if wanted is None else time.monotonic() + min(timeout_s, _BRIEF_SEARCH_S)
     while time.monotonic() < deadline:
-        records = await _coordinators(dht, run_id)
+        records = await _coordinators(dht, run_id, gate)
         for record in records:
             try:
-                return await _ask(dht, record, wanted, timeout_s=deadline - time.monotonic())
+                return await _ask(dht, record, wanted, token, timeout_s=deadline - time.monotonic())
+            except Refused as error:
+                raise UserError(error.why.advice(dht.peer_id)) from error
             except (PeerUnreachable, ProtocolError) as error:
                 logger.info("coordinator %s gave no rank: %s", record.peer_id, error)
         if not records and time.monotonic() > search_until:
@@ -54,24 +71,28 @@ def protocol_of(run_id: str) -> str:
     return f"diloco/{run_id}/coordinator"
 
 
-async def _coordinators(dht: Dht, run_id: str) -> list[CoordinatorRecord]:
-    """Everyone who says to be the run's coordinator, who said so last first."""
+async def _coordinators(dht: Dht, run_id: str, gate: Gate) -> list[CoordinatorRecord]:
+    """Everyone who says to be the run's coordinator and may be, who said so last first."""
     found = []
     for peer_id, blob in (await dht.get(COORDINATOR_KEY(run_id))).items():
         try:
-            found.append(CoordinatorRecord.decode(peer_id, blob, time.time(), run_id=run_id))
+            record = CoordinatorRecord.decode(peer_id, blob, time.time(), run_id=run_id)
+            gate.check(peer_id, record.token, "DHT")
+            found.append(record)
         except ProtocolError as error:
             logger.debug("ignored: %s", error)
     return sorted(found, key=lambda record: -record.time)
 
 
-async def _ask(dht: Dht, record: CoordinatorRecord, wanted: int | None, *, timeout_s: float) -> Grant:
+async def _ask(
+    dht: Dht, record: CoordinatorRecord, wanted: int | None, token: bytes, *, timeout_s: float
+) -> Grant:
     sock = await dht.transport.open(
         record.peer_id, protocol_of(record.run_id), timeout_s=timeout_s, maddrs=record.maddrs
     )
     channel = Channel(sock, max_message_bytes=MAX_REQUEST_BYTES)
     try:
-        await channel.send({"kind": "rank", "wanted": wanted}, timeout_s)
+        await channel.send({"kind": "rank", "wanted": wanted, "token": token}, timeout_s)
         # It may have to ask the holder of the rank first.
         answer = await channel.receive(timeout_s + HOLDER_TIMEOUT_S)
     finally:
@@ -79,12 +100,14 @@ async def _ask(dht: Dht, record: CoordinatorRecord, wanted: int | None, *, timeo
     return parse_answer(answer, wanted)
 
 
-def parse_request(message: dict[str, Any]) -> int | None:
-    """The wanted rank. Raises ProtocolError."""
-    wanted = message.get("wanted")
+def parse_request(message: dict[str, Any]) -> tuple[int | None, bytes]:
+    """The wanted rank, and the token, unchecked. Raises ProtocolError."""
+    wanted, token = message.get("wanted"), message.get("token")
     if message.get("kind") != "rank" or not (wanted is None or _is_rank(wanted)):
         raise ProtocolError(f"not a request for a rank: {message!r:.200}")
-    return wanted
+    if not isinstance(token, bytes):
+        raise ProtocolError("a request for a rank without a token, not even an empty one")
+    return wanted, token
 
 
 def to_message(answer: Grant | Taken) -> dict[str, Any]:
@@ -99,7 +122,8 @@ def to_message(answer: Grant | Taken) -> dict[str, Any]:
 
 
 def parse_answer(message: dict[str, Any], wanted: int | None) -> Grant:
-    """Raises UserError for a taken rank, ProtocolError for what is no answer."""
+    """Raises UserError for a taken rank, Refused where that is the answer, ProtocolError for what is none."""
+    raise_refusal(message)
     if message.get("kind") == "taken":
         raise UserError(
             f"world rank {wanted} is taken by the live peer {message.get('holder')!s:.64}; give another --world-rank, "

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 import msgpack
 
+from peers.admission import MAX_TOKEN_BYTES
 from peers.errors import ProtocolError
 from peers.identity import Identity, verify
 from peers.maddrs import is_maddr, parse_maddr
@@ -76,6 +77,8 @@ class Announcement:
     """Where this peer takes calls for data over TCP of its own (/ip4/…/tcp/…)."""
     paths: tuple[tuple[int, str], ...] = ()
     """By which path its streams go, by world rank: for people to see."""
+    token: bytes = b""
+    """Its right to be here (peers/admission.py), for the reader to check; empty in an open swarm."""
 
     def encode(self, identity: Identity) -> bytes:
         """The record for the DHT, under `identity.peer_id` as its subkey."""
@@ -93,12 +96,14 @@ class Announcement:
 
 @dataclass(frozen=True, kw_only=True)
 class CoordinatorRecord:
-    """Where the coordinator of a run is to be found."""
+    """Where the coordinator of a run, or whoever issues its tokens, is to be found."""
 
     peer_id: str
     run_id: str
     maddrs: tuple[str, ...]
     time: float
+    token: bytes = b""
+    """As in an Announcement."""
 
     def encode(self, identity: Identity) -> bytes:
         """The record for the DHT, under `identity.peer_id` as its subkey."""
@@ -206,6 +211,7 @@ _COORDINATOR_CHECKS: Checks = {
     "run_id": _is_text,
     "maddrs": _are_maddrs,
     "time": _is_real,
+    "token": lambda value: isinstance(value, bytes) and len(value) <= MAX_TOKEN_BYTES,
 }
 _ANNOUNCEMENT_CHECKS: Checks = {
     **_COORDINATOR_CHECKS,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from torch import Tensor
 
@@ -50,6 +50,11 @@ class StateServer:
     async def start(self) -> None:
         """Serve from now on."""
         await self._transport.serve(self._protocol, self._accepted)
+
+    def drop(self, peer_ids: Collection[str]) -> None:
+        """Serve these peers no further."""
+        for peer_id in self._newest.keys() & set(peer_ids):
+            self._newest[peer_id].break_off()
 
     async def _accepted(self, peer_id: str, sock: socket.socket) -> None:
         channel = Channel(sock, max_message_bytes=MAX_MESSAGE_BYTES)

@@ -62,15 +62,16 @@ def test_an_answer_that_is_none_is_a_protocol_error(message):
 
 @given(
     st.dictionaries(
-        st.sampled_from(["kind", "wanted"]), st.none() | st.integers() | st.text() | st.booleans()
+        st.sampled_from(["kind", "wanted", "token"]),
+        st.none() | st.integers() | st.sampled_from(["rank", "x"]) | st.booleans() | st.binary(),
     )
 )
-def test_a_request_is_a_rank_or_none_or_a_protocol_error(message):
+def test_a_request_is_a_rank_or_none_and_a_token_or_a_protocol_error(message):
     try:
-        wanted = parse_request(message)
+        wanted, token = parse_request(message)
     except ProtocolError:
         return
-    assert message["kind"] == "rank"
+    assert message["kind"] == "rank" and isinstance(token, bytes)
     assert wanted is None or (type(wanted) is int and 0 <= wanted < 1 << 20)
 
 

@@ -1,0 +1,22 @@
+"""Files that only their owner may read: whole or absent, whatever happens while they are written."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Put `content` at `path`, mode 0600, in place of what was there. Raises OSError."""
+    # mkstemp makes it 0600; the rename makes it whole or absent.
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

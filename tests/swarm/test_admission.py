@@ -1,0 +1,226 @@
+"""A swarm with a secret, and those who are not meant to be in it, at every door they can knock at."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from peers import greeting
+from peers.admission import Refused, Why
+from peers.admission_request import Applicant, request_token
+from peers.admission_secrets import AdmissionKey, SwarmSecret
+from peers.errors import PeersError, PeerUnreachable, UserError
+from peers.maddrs import parse_maddr
+from peers.messages import Channel
+from peers.observer import read_swarm
+from peers.rank_request import request_rank
+from peers.tls import Credentials
+from tests.support.closed_swarm import Closed, closed_run
+from tests.support.hostile import Hostile
+from tests.support.swarm import LightPeer, LightSwarm, wait_until
+
+RUN_ID = "closed"
+REFUSED_WITHIN_S = 1.0
+KNOCKS = 3
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Closed]:
+    with closed_run(tmp_path_factory.mktemp("closed") / "state", RUN_ID) as closed:
+        yield closed
+
+
+@pytest.fixture(scope="module")
+def light(run: Closed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LightSwarm]:
+    """Two admitted peers, which train through all tests of this file."""
+    light = run.swarm(
+        tmp_path_factory.mktemp("admitted"), numel=1000, local_steps=5, max_steps=10**9, step_s=0.04
+    )
+    light.galaxy_size = 2
+    try:
+        for rank in (0, 1):
+            light.start(rank)
+        wait_until(lambda: all(peer.epoch >= 1 for peer in light.peers.values()), "the first epoch")
+        yield light
+    finally:
+        light.close()
+
+
+def refused_at_the_mesh(hostile: Hostile, peer_id: str) -> Any:
+    async def knock() -> Why:
+        channel = Channel(await hostile.stream(peer_id, f"diloco/{RUN_ID}/mesh"))
+        with contextlib.closing(channel):
+            await channel.send({"kind": "status", "status": hostile.status()}, 5.0)
+            answer = await channel.receive(5.0)
+            assert answer["kind"] == "refused"
+            with pytest.raises(PeerUnreachable):
+                await channel.receive(5.0)
+        return Why(answer["why"])
+
+    return knock()
+
+
+async def refused_by_the_coordinator(hostile: Hostile) -> None:
+    with pytest.raises(UserError):
+        await request_rank(hostile.dht, RUN_ID, None, timeout_s=5.0, token=hostile.claims["token"])
+
+
+async def refused_a_token(hostile: Hostile, run: Closed, secret: Any) -> Why:
+    with pytest.raises(Refused) as caught:
+        await request_token(hostile.dht, Applicant(RUN_ID, hostile.identity.peer_id, secret), timeout_s=5.0)
+    return caught.value.why
+
+
+async def hung_up_on(hostile: Hostile, peer_id: str, protocol: str, message: dict[str, Any]) -> None:
+    """A stream that is closed without a word."""
+    channel = Channel(await hostile.stream(peer_id, f"diloco/{RUN_ID}/{protocol}"))
+    with contextlib.closing(channel), pytest.raises(PeerUnreachable):
+        await channel.send(message, 5.0)
+        await channel.receive(5.0)
+
+
+async def refused_a_relay(hostile: Hostile, peer_id: str) -> None:
+    channel = Channel(await hostile.stream(peer_id, f"diloco/{RUN_ID}/relay"))
+    with contextlib.closing(channel):
+        await channel.send({"kind": "want", "to": peer_id}, 5.0)
+        assert (await channel.receive(5.0))["kind"] == "no"
+
+
+async def refused_a_direct_stream(hostile: Hostile, peer_id: str) -> None:
+    where = parse_maddr(hostile.honest[peer_id].endpoints[0])
+    sock = socket.create_connection((where.host, where.port), 5.0)
+    deadline = time.monotonic() + 5.0
+    credentials = Credentials.of(hostile.identity)
+    with pytest.raises(PeersError):
+        await asyncio.to_thread(
+            greeting.call,
+            sock,
+            credentials,
+            peer_id,
+            f"diloco/{RUN_ID}/data",
+            plain=False,
+            deadline=deadline,
+        )
+
+
+def knock_everywhere(hostile: Hostile, run: Closed, secret: Any) -> dict[str, float]:
+    """Seconds until each door was shut. Fails where one opens."""
+    took: dict[str, float] = {}
+
+    async def at(door: str, knock: Any) -> Any:
+        began = time.monotonic()
+        try:
+            return await knock
+        finally:
+            took[door] = time.monotonic() - began
+
+    async def knocks() -> None:
+        for name, peer_id in enumerate(hostile.honest):
+            await at(f"mesh of peer {name}", refused_at_the_mesh(hostile, peer_id))
+            await at(f"direct port of peer {name}", refused_a_direct_stream(hostile, peer_id))
+            await at(f"relay of peer {name}", refused_a_relay(hostile, peer_id))
+            for protocol, message in {
+                "state": {"kind": "state", "lineage": hostile.honest[peer_id].lineage},
+                "data": {"kind": "x" * 40},
+                "relayed": {"kind": "deliver", "from": peer_id},
+            }.items():
+                await at(f"{protocol} of peer {name}", hung_up_on(hostile, peer_id, protocol, message))
+        await at("coordinator", refused_by_the_coordinator(hostile))
+        await at("issuer", refused_a_token(hostile, run, secret))
+
+    hostile.call(knocks())
+    return took
+
+
+STRANGERS = {
+    "without a token": (Why.NO_TOKEN, lambda run, hostile: b""),
+    "with an expired token": (
+        Why.EXPIRED,
+        lambda run, hostile: run.token(hostile.identity.peer_id, lasts_s=-1.0),
+    ),
+    "with a stolen token": (
+        Why.ANOTHERS,
+        lambda run, hostile: next(iter(hostile.honest.values())).token,
+    ),
+    "with a revoked token": (Why.BANNED, lambda run, hostile: run.token(hostile.identity.peer_id)),
+    "with a token that it signed itself": (
+        Why.FORGED,
+        lambda run, hostile: run.token(hostile.identity.peer_id, key=AdmissionKey.new()),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", STRANGERS)
+def test_a_stranger_is_refused_everywhere_within_a_second_and_logged_once(run, light, tmp_path, kind):
+    why, token_of = STRANGERS[kind]
+    with Hostile(tmp_path, light.initial_peers, RUN_ID) as hostile:
+        peer_id = hostile.identity.peer_id
+        hostile.claims["token"] = token_of(run, hostile)
+        secret = SwarmSecret(run.key.secret.public_key, b"guessed" * 5)
+        if why is Why.BANNED:
+            run.change_bans(ban=[peer_id])
+            secret = run.key.secret
+        for _ in range(KNOCKS):
+            took = knock_everywhere(hostile, run, secret)
+            assert max(took.values()) < REFUSED_WITHIN_S, took
+        hostile.call(hostile.announce())
+        wait_until(
+            lambda: all(f"refused {peer_id}" in peer.log for peer in light.peers.values()), "the log's word"
+        )
+        shown = asyncio.run(read_swarm(RUN_ID, light.initial_peers, timeout_s=20, secret=run.key.secret))
+    assert {peer["world_rank"] for peer in shown["peers"]} == {0, 1}
+    for peer in light.peers.values():
+        lines = [line for line in peer.log.splitlines() if f"refused {peer_id} at" in line]
+        assert sum(line.endswith(why) for line in lines) == 1, lines
+        assert len(lines) <= 2
+    goes_on(light)
+
+
+def goes_on(light: LightSwarm, num_epochs: int = 2) -> None:
+    """So many more epochs of all peers, by the processes they have been from the start."""
+    before = {rank: peer.epoch for rank, peer in light.peers.items()}
+    wait_until(
+        lambda: all(peer.epoch >= before[rank] + num_epochs for rank, peer in light.peers.items()),
+        f"{num_epochs} more epochs",
+    )
+    light.check_digests()
+    for peer in light.peers.values():
+        assert peer.process.is_alive() and not peer.error
+        assert "Traceback" not in peer.log, peer.log[-3000:]
+
+
+def ended(peer: LightPeer) -> str:
+    """What a peer that ends by itself says."""
+    wait_until(lambda: not peer.process.is_alive(), "its end")
+    peer.process.join()
+    assert peer.process.exitcode != 0
+    return peer.error
+
+
+def test_a_peer_that_is_banned_while_it_trains_is_dropped_at_once_and_told_why(run, light):
+    banned = light.start(2)
+    wait_until(lambda: 2 in (light.peers[0].epochs[-1]["contributors"]), "an epoch with it")
+    began = time.monotonic()
+    outcome = run.change_bans(ban=[light.peer_id(2)[-8:]])
+    assert outcome.num_told == outcome.num_asked == 4
+    after = light.peers[0].epoch + 2
+    assert "is banned from the run" in ended(banned)
+    assert time.monotonic() - began < 10
+    del light.peers[2]
+    wait_until(lambda: light.peers[0].epoch >= after, "epochs without it")
+    assert light.peers[0].epochs[-1]["contributors"] == [0, 1]
+    again = light.start(2)
+    assert "is banned from the run" in ended(again)
+    assert "peers unban" in again.error
+    run.change_bans(unban=[light.peer_id(2)])
+    num_epochs = len(banned.epochs)
+    back = light.start(2)
+    wait_until(lambda: len(back.epochs) > num_epochs, "an epoch of the peer that was let back in")
+    back.kill()
+    del light.peers[2]

@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+import dataclasses
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peers import admission, libp2p_keys
+from peers.admission import MAX_BANNED, MAX_BANS_BYTES, Admission, BanList, Refused, Token, Why, banned_more
+from peers.admission_secrets import AdmissionKey
+from peers.errors import ProtocolError
+
+NOW = 1_800_000_000.0
+KEY, OTHER_KEY = AdmissionKey.new(), AdmissionKey.new()
+PUBLIC = KEY.secret.public_key
+
+
+def new_peer_id() -> str:
+    key = libp2p_keys.private_key(libp2p_keys.new_private_key())
+    return libp2p_keys.peer_id_of(libp2p_keys.public_key(key))
+
+
+PEER, OTHER = new_peer_id(), new_peer_id()
+TOKEN = Token(run_id="run", peer_id=PEER, not_before=NOW, expires=NOW + 100, serial=7)
+JSON = st.recursive(
+    st.none() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=9) | st.binary(max_size=9),
+    lambda inner: st.lists(inner, max_size=6) | st.dictionaries(st.text(max_size=9), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+def why_refused(decision: Admission, blob: bytes, peer_id: str = PEER, now: float = NOW) -> Why | None:
+    try:
+        decision.check(peer_id, blob, now)
+    except Refused as error:
+        return error.why
+    return None
+
+
+def bans(version: int, *peer_ids: str, key: AdmissionKey = KEY, run_id: str = "run") -> bytes:
+    listed = BanList(run_id=run_id, version=version, peer_ids=frozenset(peer_ids))
+    return listed.encode(key.private_key)
+
+
+def test_a_token_and_a_ban_list_arrive_as_they_were_signed():
+    assert Token.decode(TOKEN.encode(KEY.private_key), PUBLIC) == TOKEN
+    listed = BanList(run_id="run", version=3, peer_ids=frozenset({PEER, OTHER}))
+    assert BanList.decode(listed.encode(KEY.private_key), PUBLIC) == listed
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "shown_by", "now", "why"),
+    [
+        ({}, KEY, PEER, NOW, None),
+        ({}, KEY, PEER, NOW + 99, None),
+        ({}, KEY, PEER, NOW + 100, Why.EXPIRED),
+        ({}, KEY, PEER, NOW - 9, None),
+        ({}, KEY, PEER, NOW - 11, Why.EARLY),
+        ({}, KEY, OTHER, NOW, Why.ANOTHERS),
+        ({}, OTHER_KEY, PEER, NOW, Why.FORGED),
+        ({"run_id": "another"}, KEY, PEER, NOW, Why.FORGED),
+    ],
+)
+def test_a_token_opens_doors_for_its_holder_in_its_run_in_its_time(changes, key, shown_by, now, why):
+    blob = dataclasses.replace(TOKEN, **changes).encode(key.private_key)
+    assert why_refused(Admission("run", PUBLIC), blob, shown_by, now) is why
+
+
+def test_without_an_admission_key_everybody_is_let_in():
+    decision = Admission("run")
+    assert decision.is_open and why_refused(decision, b"") is None
+    decision.check_shown(PEER, NOW)
+    assert not decision.learn(bans(1, PEER)) and why_refused(decision, b"") is None
+
+
+def test_who_has_shown_a_token_is_known_until_it_expires_or_he_is_banned():
+    decision, blob = Admission("run", PUBLIC), TOKEN.encode(KEY.private_key)
+    with pytest.raises(Refused, match="no token"):
+        decision.check_shown(PEER, NOW)
+    decision.check(PEER, blob, NOW)
+    decision.check_shown(PEER, NOW + 99)
+    with pytest.raises(Refused, match="expired"):
+        decision.check_shown(PEER, NOW + 101)
+    assert decision.learn(bans(1, PEER))
+    for refused in (lambda: decision.check_shown(PEER, NOW), lambda: decision.check(PEER, blob, NOW)):
+        with pytest.raises(Refused, match="banned"):
+            refused()
+    assert decision.learn(bans(2))
+    decision.check_shown(PEER, NOW)
+
+
+def test_no_number_of_tokens_takes_more_memory_than_is_given_to_them(monkeypatch):
+    monkeypatch.setattr(admission, "MAX_SHOWN", 3)
+    decision = Admission("run", PUBLIC)
+    peer_ids = [new_peer_id() for _ in range(5)]
+    for peer_id in peer_ids:
+        decision.check(peer_id, dataclasses.replace(TOKEN, peer_id=peer_id).encode(KEY.private_key), NOW)
+    assert [why_refused(decision, b"", peer_id) for peer_id in peer_ids] == [Why.NO_TOKEN] * 5
+    with pytest.raises(Refused):
+        decision.check_shown(peer_ids[0], NOW)
+    decision.check_shown(peer_ids[-1], NOW)
+
+
+def test_of_two_ban_lists_the_higher_version_holds_whatever_the_order():
+    lists = [bans(1, PEER), bans(2, OTHER), bans(2, PEER, OTHER), bans(3)]
+    for order in (lists, lists[::-1], [lists[2], lists[1], lists[0]], [lists[1], lists[2]]):
+        decision = Admission("run", PUBLIC)
+        for blob in order:
+            decision.learn(blob)
+        newest = max(order, key=lambda blob: (BanList.decode(blob, PUBLIC).version, blob))
+        assert decision.bans_blob == newest
+        assert not decision.learn(newest)
+
+
+@pytest.mark.parametrize(
+    "blob", [bans(9, PEER, key=OTHER_KEY), bans(9, PEER, run_id="another"), b"\0", b"\xc1"]
+)
+def test_a_ban_list_of_another_run_or_key_is_no_ban_list(blob):
+    decision = Admission("run", PUBLIC)
+    with pytest.raises(ProtocolError):
+        decision.learn(blob)
+    assert decision.bans.version == 0
+
+
+def test_a_full_ban_list_fits_into_a_record_and_no_more_is_signed():
+    listed = BanList(run_id="r" * 64, version=9)
+    full = banned_more(listed, ban=[new_peer_id() for _ in range(MAX_BANNED)])
+    assert len(full.encode(KEY.private_key)) <= MAX_BANS_BYTES
+    with pytest.raises(ValueError, match="at most"):
+        banned_more(full, ban=[PEER]).encode(KEY.private_key)
+
+
+def test_bans_are_added_and_lifted_in_new_versions():
+    once = banned_more(BanList(run_id="run"), ban=[PEER, OTHER])
+    assert (once.version, once.peer_ids) == (1, {PEER, OTHER})
+    lifted = banned_more(once, unban=[PEER])
+    assert (lifted.version, lifted.peer_ids) == (2, {OTHER})
+
+
+@pytest.mark.parametrize("blob", [TOKEN.encode(KEY.private_key), bans(1, PEER)])
+def test_one_flipped_bit_or_missing_byte_anywhere_is_noticed(blob):
+    flipped = [blob[:i] + bytes([blob[i] ^ 1]) + blob[i + 1 :] for i in range(len(blob))]
+    for wrong in (*flipped, *(blob[:i] for i in range(len(blob))), blob + b"\0"):
+        with pytest.raises(ProtocolError):
+            Token.decode(wrong, PUBLIC)
+        with pytest.raises(ProtocolError):
+            BanList.decode(wrong, PUBLIC)
+
+
+def test_neither_signature_is_taken_for_the_other():
+    with pytest.raises(Refused):
+        Token.decode(bans(1, PEER), PUBLIC)
+    with pytest.raises(ProtocolError):
+        BanList.decode(TOKEN.encode(KEY.private_key), PUBLIC)
+
+
+@given(blob=st.binary(max_size=300) | st.binary(min_size=5000, max_size=5001) | JSON.map(msgpack.packb))
+def test_random_bytes_are_a_protocol_error(blob):
+    for decode in (Token.decode, BanList.decode):
+        with pytest.raises(ProtocolError):
+            decode(blob, PUBLIC)
+
+
+@given(value=JSON, kind=st.sampled_from([admission._TOKEN, admission._BANS]))
+def test_signed_nonsense_is_a_protocol_error_or_what_it_says(value, kind):
+    payload = msgpack.packb(value)
+    blob = msgpack.packb([payload, KEY.private_key.sign(kind + payload)])
+    for decode in (Token.decode, BanList.decode):
+        try:
+            decoded = decode(blob, PUBLIC)
+        except ProtocolError:
+            continue
+        assert decoded.run_id == value[0]
