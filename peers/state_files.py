@@ -143,7 +143,11 @@ def _write(path: Path, write: Callable[[Path], object]) -> None:
     """Give `path` its new content in one step that survives a power cut."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        write(temporary)
+        try:
+            write(temporary)
+        except SafetensorError as error:
+            # What the disk said, in a class of its own.
+            raise OSError(f"cannot write {path}: {error}") from error
         for opened, flags in ((temporary, os.O_RDWR), (path.parent, os.O_RDONLY)):
             if opened == path.parent:
                 temporary.replace(path)

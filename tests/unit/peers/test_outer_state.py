@@ -1,5 +1,6 @@
 import json
 import math
+import resource
 
 import pytest
 import torch
@@ -150,6 +151,22 @@ def test_a_saved_state_comes_back_bit_for_bit_and_goes_on_alike(tmp_path):
     assert loaded.lineage == state.lineage
     assert state_files.load(tmp_path / "step").epoch == 1
     assert sorted(path.name for path in (tmp_path / "step").iterdir()) == ["outer.json", "outer.safetensors"]
+
+
+def test_where_the_disk_is_full_it_says_so_and_the_state_saved_before_stays(tmp_path):
+    state = some_state()
+    state_files.save(state, tmp_path)
+    before = state.lineage
+    commit(state)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # A quota of a file's size stands in for a full disk; Python ignores the signal that comes with it.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"outer\.safetensors"):
+            state_files.save(state, tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert state_files.load(tmp_path).lineage == before
 
 
 def test_what_lossy_codecs_have_kept_back_is_saved_with_its_state(tmp_path):
