@@ -45,6 +45,9 @@ POD = (
     "--hv.announce-maddrs /ip4/203.0.113.7/tcp/41002 --hv.data-port 30003 "
     "--hv.announce-data-maddrs /ip4/203.0.113.7/tcp/41003"
 )
+CLOSED_DHT = "diloco dht start --host-maddrs /ip4/0.0.0.0/tcp/30001 --admission"
+ADMITTED = "diloco peer --initial-peers <maddr> --swarm-secret-file swarm-secret"
+BAN = "diloco peers ban <peer-id> --initial-peers <maddr>"
 STATUS = "diloco status --initial-peers <maddr>"
 OWN_LOOP = 'diloco peer --initial-peers <maddr> --hv.local-steps 10 --worker "python loop.py"'
 TORCHRUN = (
@@ -201,6 +204,7 @@ def digests(run_dir: Path) -> dict[int, str]:
 
 def test_the_documents_have_no_command_that_is_not_tested_here():
     known = {DEMO, *INSTALL, DHT, FIRST, SECOND, SLOW, POD, STATUS, OWN_LOOP, TORCHRUN}
+    known |= {CLOSED_DHT, ADMITTED, BAN}
     assert set(commands(README)) == known
     assert f"`{RUN}`" in README.replace("\n", " ")
     assert set(re.findall(r"^\| .* \| `(.*)` \|$", CONTRIBUTING, re.MULTILINE)) == IN_CONTRIBUTING
@@ -238,9 +242,9 @@ def test_the_commands_of_contributing_find_what_they_name():
 
 def test_every_verb_of_the_readme_has_a_help():
     verbs = re.findall(r"^\| `(diloco .*?)` \|", README, re.MULTILINE)
-    assert verbs == ["diloco run", "diloco dht start", "diloco peer", "diloco status"]
+    assert verbs == ["diloco run", "diloco dht start", "diloco peer", "diloco status", "diloco peers"]
     for verb in verbs:
-        assert f"Usage: {verb}" in output_of(*typed(f"{verb} --help"))
+        assert f"Usage: {verb} " in output_of(*typed(f"{verb} --help"))
 
 
 def test_python_m_diloco_is_diloco():
