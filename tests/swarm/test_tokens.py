@@ -1,0 +1,176 @@
+"""How tokens are come by, kept, renewed and lost: members of one DHT, some of which hold the admission key."""
+
+from __future__ import annotations
+
+import asyncio
+import stat
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peers import admission_service
+from peers.admission import Token
+from peers.admission_secrets import load_or_create_key, replace_secret
+from peers.admission_service import AdmissionService, AdmissionSettings
+from peers.coordinator import CoordinatorConfig, serve
+from peers.errors import PeersError, UserError
+from peers.identity import Identity, load, load_or_create
+from tests.support.members import LOOPBACK, eventually, joined
+
+SECOND_S = 1 / 86_400
+
+
+class Member:
+    """One that joins the run again and again under one identity, as its process would."""
+
+    def __init__(self, directory: Path, name: str, bootstrap: str) -> None:
+        self.directory, self.name, self.bootstrap = directory, name, bootstrap
+        # A run of each test's own: the DHT is shared.
+        self.run_id = directory.name[:60]
+
+    @property
+    def identity(self) -> Identity:
+        path = self.directory / f"{self.name}.key"
+        if not path.exists():
+            load_or_create(path).release()
+        return load(path)
+
+    @asynccontextmanager
+    async def admitted(self, **settings: Any) -> AsyncIterator[AdmissionService]:
+        async with joined(self.directory, self.name, self.bootstrap) as dht:
+            service = AdmissionService(self.run_id, self.identity, dht, AdmissionSettings(**settings))
+            await service.enter()
+            yield service
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    load_or_create_key(tmp_path / "key", tmp_path / "secret")
+    return tmp_path / "key"
+
+
+@pytest.fixture
+def member(tmp_path: Path, bootstrap: str) -> Any:
+    return lambda name: Member(tmp_path, name, bootstrap)
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission_service, "REQUEST_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(admission_service, "RENEWAL_TIMEOUT_S", 0.5)
+
+
+def test_a_member_with_the_admission_key_admits_others_where_there_is_no_coordinator(
+    tmp_path, key_file, member
+):
+    async def scenario():
+        async with (
+            member("stand-in").admitted(admission_key_file=str(key_file)) as stand_in,
+            member("newcomer").admitted(swarm_secret_file=str(tmp_path / "secret")) as newcomer,
+        ):
+            for one, other in ((stand_in, newcomer), (newcomer, stand_in)):
+                one.gate.check(other._identity.peer_id, other.token, "door")
+        kept = tmp_path / "newcomer.token"
+        assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+        async with member("newcomer").admitted(swarm_secret_file=str(tmp_path / "secret")) as again:
+            assert again.token == kept.read_bytes()
+
+    asyncio.run(scenario())
+
+
+def test_only_who_is_on_the_allowlist_is_admitted_and_the_list_is_read_again(tmp_path, key_file, member):
+    allowlist, newcomer = tmp_path / "allowed", member("newcomer")
+    allowlist.write_text("# nobody yet\n")
+
+    async def scenario():
+        given = {"admission_key_file": str(key_file), "allowlist_file": str(allowlist)}
+        async with member("issuer").admitted(**given):
+            with pytest.raises(UserError, match=f"Have {newcomer.identity.peer_id} added"):
+                async with newcomer.admitted(swarm_secret_file=str(tmp_path / "secret")):
+                    pass
+            allowlist.write_text(f"{newcomer.identity.peer_id}  # the new pod\n")
+            async with newcomer.admitted(swarm_secret_file=str(tmp_path / "secret")) as service:
+                assert service.token
+
+    asyncio.run(scenario())
+
+
+def test_a_new_secret_shuts_out_the_old_one_and_nobody_who_has_a_token(tmp_path, key_file, member):
+    old = tmp_path / "old"
+    old.write_bytes((tmp_path / "secret").read_bytes())
+
+    async def scenario():
+        async with member("issuer").admitted(admission_key_file=str(key_file)):
+            async with member("early").admitted(swarm_secret_file=str(old)) as early:
+                token = early.token
+            replace_secret(key_file, tmp_path / "secret")
+            with pytest.raises(UserError, match="is not the run's, or not any more"):
+                async with member("late").admitted(swarm_secret_file=str(old)):
+                    pass
+            async with member("early").admitted(swarm_secret_file=str(old)) as early:
+                assert early.token == token
+            async with member("late").admitted(swarm_secret_file=str(tmp_path / "secret")) as late:
+                assert late.token
+
+    asyncio.run(scenario())
+
+
+def test_a_token_is_renewed_in_time_and_without_an_issuer_ends_with_an_error(tmp_path, key_file, member):
+    async def scenario():
+        secret = {"swarm_secret_file": str(tmp_path / "secret")}
+        lasting = {"admission_key_file": str(key_file), "token_days": 3 * SECOND_S}
+        async with member("issuer").admitted(**lasting), member("peer").admitted(**secret) as peer:
+            first, running = peer.token, asyncio.create_task(peer.run())
+            try:
+                await eventually(lambda: _is_new(peer, first))
+                assert peer.token == (tmp_path / "peer.token").read_bytes()
+            finally:
+                running.cancel()
+        async with member("peer").admitted(**secret) as peer:
+            public_key = load_or_create_key(key_file, tmp_path / "secret").secret.public_key
+            with pytest.raises(PeersError, match="has expired, and nobody renewed it"):
+                await peer.run()
+            assert 0 <= time.time() - Token.decode(peer.token, public_key).expires < 2
+
+    async def _is_new(peer, first):
+        return peer.token != first
+
+    asyncio.run(scenario())
+
+
+def test_with_a_secret_a_peer_joins_no_run_that_has_another_or_none(tmp_path, key_file, member):
+    async def scenario():
+        secret = {"swarm_secret_file": str(tmp_path / "secret")}
+        with pytest.raises(UserError, match="nobody who issues tokens for the swarm secret answers"):
+            async with member("peer").admitted(**secret):
+                pass
+        config = CoordinatorConfig(
+            run_id=member("peer").run_id,
+            state_dir=tmp_path,
+            host_maddrs=LOOPBACK,
+            initial_peers=(member("peer").bootstrap,),
+        )
+        said: list[str] = []
+        coordinator = asyncio.create_task(serve(config, said.append))
+        try:
+            await eventually(lambda: _has_said(said, "the swarm is open"))
+            with pytest.raises(UserError, match="admits everybody"):
+                async with member("peer").admitted(**secret):
+                    pass
+        finally:
+            coordinator.cancel()
+            await asyncio.gather(coordinator, return_exceptions=True)
+        load_or_create_key(tmp_path / "other-key", tmp_path / "other-secret")
+        async with member("issuer").admitted(admission_key_file=str(tmp_path / "other-key")):
+            with pytest.raises(UserError, match="is not the run's"):
+                async with member("peer").admitted(**secret):
+                    pass
+
+    async def _has_said(said, text):
+        return any(text in line for line in said)
+
+    asyncio.run(scenario())
