@@ -93,6 +93,14 @@ class HvConfig:
         Parameter(alias="--hv.hivemind-compression", converter=codec),
     ] = field(default="fp32", metadata=SHARED)
     """What pseudo-gradients look like on the wire; hivemind's 8-bit codecs mean int8, scaled-fp16 means fp16."""
+    aggregation: Literal["mean", "clip", "trimmed-mean", "centered-clip"] = field(
+        default="clip", metadata=SHARED
+    )
+    """How pseudo-gradients become one: clip scales outliers down, the last two also withstand flipped signs."""
+    max_weight: Annotated[float, Parameter(validator=(finite, at_least(1), up_to(1000)))] = field(
+        default=4.0, metadata=SHARED
+    )
+    """A peer counts for so many times the median peer's tokens at most, except under mean."""
     host_maddrs: Annotated[tuple[str, ...], address_list("--host-maddrs")] = ("/ip4/0.0.0.0/tcp/0",)
     """Addresses to listen on."""
     announce_maddrs: Annotated[tuple[str, ...], address_list("--announce-maddrs")] = ()

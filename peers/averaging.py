@@ -15,10 +15,11 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from peers import membership, round_messages
+from peers.aggregation import Aggregation
 from peers.codecs import codec_named
 from peers.credit import Credit
 from peers.deadlines import Deadlines
@@ -61,6 +62,7 @@ class AveragingSettings:
     schedule: Schedule
     codec: str
     deadlines: Deadlines
+    aggregation: Aggregation = field(default_factory=Aggregation)
 
 
 class Averager:
@@ -233,6 +235,7 @@ class Averager:
             lineage=state.lineage,
             timing=self._timing(),
             view=self._credible_view(),
+            aggregation=self._settings.aggregation,
         )
         for _ in range(len(self._early)):
             sender, message = self._early.popleft()
@@ -316,7 +319,7 @@ class Averager:
         self, group: Group, waiting: Readiness, timeout_s: float
     ) -> tuple[ReduceReport, StateHeader]:
         """Connect to the members, reduce with them, and see what a commit would make of it. Raises RoundFailed."""
-        plan = waiting.plan = plan_of(group, self._me, waiting.local.numel(), self._settings.codec)
+        plan = waiting.plan = self._plan_of(group, waiting)
         optimizer, streams = self._optimizer_for(len(group.ranks)), await self._connect(plan)
         waiting.clock.lap("connect_s")
         log.debug("reducing with %s", group.ranks)
@@ -349,6 +352,10 @@ class Averager:
         waiting.clock.lap("preview_s")
         self._pool.give_back(streams, sent_bytes=report.sent_bytes, seconds=waiting.clock.parts["reduce_s"])
         return report, header
+
+    def _plan_of(self, group: Group, waiting: Readiness) -> ReducePlan:
+        settings = self._settings
+        return plan_of(group, self._me, waiting.local.numel(), settings.codec, settings.aggregation.rule)
 
     async def _connect(self, plan: ReducePlan) -> RoundStreams:
         """Streams with all other members. Raises RoundFailed, soon when the attempt is cancelled."""

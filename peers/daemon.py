@@ -21,6 +21,7 @@ import torch
 
 from peers import literature, membership, round_messages
 from peers.admission_service import AdmissionService, AdmissionSettings
+from peers.aggregation import Aggregation
 from peers.agreement import Agreement
 from peers.averaging import Averager, AveragingSettings
 from peers.deadlines import Deadlines, Strategy
@@ -240,6 +241,7 @@ class Daemon:
             settings=AveragingSettings(
                 schedule=Schedule.of(manifest),
                 codec=str(manifest.get("hv.compression") or "fp32"),
+                aggregation=Aggregation.of(manifest),
                 deadlines=Deadlines(
                     strategy=config.all_reduce_strategy,
                     matchmaking_s=config.matchmaking_time,

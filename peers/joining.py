@@ -10,6 +10,7 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
+from peers.aggregation import RULES
 from peers.errors import UserError
 from peers.membership import View, best_of, preference
 from peers.records import Announcement
@@ -46,6 +47,11 @@ def check_manifest(value: Any) -> dict[str, Scalar]:
         count = value.get(key)
         if not (count is None or (type(count) is int and 0 <= count <= most)):
             raise ValueError(f"{key} is no whole number up to {most}: {count!r:.40}")
+    rule, weight = value.get("hv.aggregation"), value.get("hv.max_weight")
+    if not (rule is None or rule in RULES):
+        raise ValueError(f"hv.aggregation is none of {', '.join(RULES)}: {rule!r:.40}")
+    if not (weight is None or (type(weight) in (int, float) and 1 <= weight <= MAX_OUTER_REAL)):
+        raise ValueError(f"hv.max_weight is no number from 1 to {MAX_OUTER_REAL:g}: {weight!r:.40}")
     budget = value.get("hv.local_time")
     if not (budget is None or (type(budget) in (int, float) and 0 < budget <= MAX_LOCAL_TIME_S)):
         raise ValueError(f"hv.local_time is no time up to {MAX_LOCAL_TIME_S:g} s: {budget!r:.40}")

@@ -9,6 +9,7 @@ All arrays are C-contiguous and one-dimensional, and none overlaps another but w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 Integers = NDArray[np.int8]
 Words = NDArray[np.uint16]
+Reals = NDArray[np.float64]
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
 _SUMMED_AT_ONCE = 1024
@@ -257,5 +259,75 @@ def outer_step(
         for i in range(averages.size):
             new_momentum[i] = momenta[i] * factor + averages[i]
             new_anchor[i] = anchors[i] - (new_momentum[i] * factor + averages[i]) * lr
-        anchor[start:stop] = new_anchor[: averages.size]
-        momentum[start:stop] = new_momentum[: averages.size]
+        # Not by slices, which take seconds to compile.
+        for i in range(averages.size):
+            anchor[start + i] = new_anchor[i]
+            momentum[start + i] = new_momentum[i]
+
+
+@_compiled("void(float32[:, :], float32[::1], int64, float32[::1])")
+def trimmed_mean(rows: Floats, weights: Floats, trim: int, total: Floats) -> None:
+    """For each value the weighted mean of all members but `trim` (< half) on either side; rows: [members, n]."""
+    members = rows.shape[0]
+    values, order = np.empty(members, np.float32), np.empty(members, np.int64)
+    for i in range(total.size):
+        for member in range(members):
+            value, place = rows[member, i], member
+            while place > 0 and values[place - 1] > value:
+                values[place], order[place] = values[place - 1], order[place - 1]
+                place -= 1
+            values[place], order[place] = value, member
+        found, weighed = 0.0, 0.0
+        for place in range(trim, members - trim):
+            weight = np.float64(weights[order[place]])
+            found += np.float64(values[place]) * weight
+            weighed += weight
+        if weighed > 0:
+            total[i] = np.float32(found / weighed)
+        else:
+            total[i] = values[members // 2]
+
+
+@_compiled("float64(float64[::1])")
+def _median(values: Reals) -> float:
+    """Leaves them in order."""
+    for stop in range(1, values.size):
+        value, place = values[stop], stop
+        while place > 0 and values[place - 1] > value:
+            values[place] = values[place - 1]
+            place -= 1
+        values[place] = value
+    return (values[(values.size - 1) // 2] + values[values.size // 2]) * 0.5
+
+
+@_compiled("void(float32[:, :], float32[::1], int64, float32[::1])")
+def centered_clip(rows: Floats, weights: Floats, iterations: int, total: Floats) -> None:
+    """A centre (at first the median of each value) that moves towards the members, each from no farther away than the
+    median distance; rows: [members, n]."""
+    members = rows.shape[0]
+    distances, ordered = np.empty(members, np.float64), np.empty(members, np.float64)
+    weighed = 0.0
+    for member in range(members):
+        weighed += np.float64(weights[member])
+    for i in range(total.size):
+        for member in range(members):
+            ordered[member] = rows[member, i]
+        total[i] = np.float32(_median(ordered))
+    for _ in range(iterations):
+        for member in range(members):
+            found = 0.0
+            for i in range(total.size):
+                apart = np.float64(rows[member, i]) - np.float64(total[i])
+                found += apart * apart
+            distances[member] = ordered[member] = math.sqrt(found)
+        radius = _median(ordered)
+        for member in range(members):
+            share = np.float64(weights[member]) / weighed if weighed > 0 else 1.0 / members
+            far = distances[member] > radius
+            # From here on: how much of the way to each member the centre goes.
+            distances[member] = share * (radius / distances[member] if far else 1.0)
+        for i in range(total.size):
+            moved = 0.0
+            for member in range(members):
+                moved += (np.float64(rows[member, i]) - np.float64(total[i])) * distances[member]
+            total[i] += np.float32(moved)

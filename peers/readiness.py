@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from peers.aggregation import Rule
 from peers.handover import Memories, Outcome
 from peers.outer_optimizer import rebase
 from peers.outer_state import OuterState
@@ -17,7 +18,7 @@ from peers.shares import bounds_of
 from peers.state_header import StateHeader
 
 
-def plan_of(group: Group, me: int, numel: int, codec: str) -> ReducePlan:
+def plan_of(group: Group, me: int, numel: int, codec: str, rule: Rule) -> ReducePlan:
     """How the members of a group reduce: the same on all of them. Raises ProtocolError for a group that cannot."""
     return ReducePlan(
         attempt=bytes.fromhex(group.attempt),
@@ -27,6 +28,7 @@ def plan_of(group: Group, me: int, numel: int, codec: str) -> ReducePlan:
         norms=tuple(member.norm for member in group.members),
         bounds=bounds_of([member.bandwidth for member in group.members], numel),
         codec=codec,
+        rule=rule,
     )
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import xxhash
 from torch import Tensor
 
+from peers.aggregation import combine, holds_all, rows_for
 from peers.codecs import codec_named, result_codec_named
 from peers.errors import ProtocolError
 from peers.kernels import Bytes, energy
@@ -54,6 +55,9 @@ class Arithmetic:
         self._result_energy_left = [plan.result_bound()] * len(plan.members)
         self._digests = [xxhash.xxh3_128() for _ in plan.members]
         self._unhoused: dict[int, Bytes] = {}
+        share = plan.bounds[plan.me + 1] - plan.bounds[plan.me]
+        count = len(plan.members)
+        self._rows = rows_for(count, share) if holds_all(plan.rule, count) else None
 
     def payload_bytes(self, owner: int, index: int) -> int:
         """Of a contribution to this peer's share, or of a result from another owner's."""
@@ -76,16 +80,24 @@ class Arithmetic:
 
         The caller keeps the order: for each chunk members ascending, for each member chunks ascending.
         """
-        total = self._result[self._plan.chunk(self._plan.me, index)]
-        found = self._codec.accumulate(
-            payload, self._weights[member], total, scratch.values[: total.size], is_first=member == 0
-        )
+        part = self._plan.chunk(self._plan.me, index)
+        if self._rows is not None:
+            row = self._rows[member, self._within_share(part)]
+            row[:] = self._codec.decode(payload, scratch.values[: row.size])
+            found = energy(row)
+        else:
+            total = self._result[part]
+            found = self._codec.accumulate(
+                payload, self._weights[member], total, scratch.values[: total.size], is_first=member == 0
+            )
         self._energy_left[member] = _spend(self._energy_left[member], found, "pseudo-gradient")
 
     def finish(self, index: int, scratch: Scratch) -> None:
         """Encode the finished sum of a chunk of this peer's share. To be called in the order of the chunks."""
         part = self._plan.chunk(self._plan.me, index)
         total = self._result[part]
+        if self._rows is not None:
+            combine(self._plan.rule, self._rows[:, self._within_share(part)], np.array(self._weights), total)
         if self._kept is not None:
             self._kept.add_to_average(part, total, scratch.values)
             self._kept.before_coding(part, total)
@@ -130,6 +142,10 @@ class Arithmetic:
         found = energy(values)
         self._result_energy_left[owner] = _spend(self._result_energy_left[owner], found, "average")
         self._digests[owner].update(payload.data)
+
+    def _within_share(self, part: slice) -> slice:
+        start = self._plan.bounds[self._plan.me]
+        return slice(part.start - start, part.stop - start)
 
     def share_digests(self) -> tuple[str, ...]:
         return tuple(digest.hexdigest() for digest in self._digests)

@@ -7,6 +7,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from peers.aggregation import Rule, holds_all
 from peers.codecs import codec_named, result_codec_named
 from peers.errors import ProtocolError
 
@@ -32,6 +33,8 @@ class ReducePlan:
     bounds: tuple[int, ...]
     """Member i owns the values [bounds[i], bounds[i + 1])."""
     codec: str
+    rule: Rule = "clip"
+    """How the members' values become one."""
 
     def __post_init__(self) -> None:
         count = len(self.members)
@@ -69,8 +72,11 @@ class ReducePlan:
         return codec_named(self.codec).energy_bound(self.norms[member], self.bounds[-1])
 
     def average_bound(self) -> float:
-        """The largest L2 norm that the average may have: weighted norms add up at worst."""
-        return sum(w * math.sqrt(self.contribution_bound(i)) for i, w in enumerate(self.weights))
+        """The largest L2 norm that the average may have: weighted norms add up at worst, and under a robust rule no
+        value is beyond all members'."""
+        holds = holds_all(self.rule, len(self.members))
+        weights = [1.0] * len(self.members) if holds else self.weights
+        return sum(w * math.sqrt(self.contribution_bound(i)) for i, w in enumerate(weights))
 
     def result_residual_bound(self) -> float:
         """The largest L2 norm of what an owner may add to its share of the average: the losses of earlier rounds."""

@@ -21,10 +21,13 @@ from dataclasses import dataclass
 from enum import Enum
 
 from peers import membership
+from peers.aggregation import Aggregation
 from peers.membership import View
 from peers.records import Announcement
 from peers.round_messages import Abort, Ask, Commit, Group, Join, Proposal, RoundMessage, Vote
-from peers.verdicts import Blame, disputes, dissenters, weights_of
+from peers.verdicts import Blame, disputes, dissenters
+
+_DEFAULT_AGGREGATION = Aggregation()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,9 +123,10 @@ class Round:
         lineage: str,
         timing: Timing,
         view: View,
+        aggregation: Aggregation = _DEFAULT_AGGREGATION,
     ) -> None:
         self.me, self.fragment, self.epoch, self.lineage = me, fragment, epoch, lineage
-        self.timing = timing
+        self.timing, self._aggregation = timing, aggregation
         self.phase = Phase.IDLE
         self.failures: list[str] = []
         """Why each failed attempt failed."""
@@ -287,7 +291,7 @@ class Round:
         if (
             mine != [self._proposal]
             or group.epoch != self.epoch
-            or group.weights != weights_of(group.members)
+            or group.weights != self._aggregation.weights_of(group.members)
         ):
             return []
         # The result of an earlier attempt is given up, and the doubt about its end is not.
@@ -408,7 +412,7 @@ class Round:
             lineage=self.lineage,
             leader=self.me,
             members=tuple(members),
-            weights=weights_of(members),
+            weights=self._aggregation.weights_of(members),
             data_width=membership.data_width_of(self._view, ranks),
         )
 

@@ -1,30 +1,11 @@
-"""How a round's leader judges what members bring and say: their weights, whose bits differ, whom to leave out."""
+"""How a round's leader judges what members say: whose bits differ, whom to leave out."""
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
-from peers.round_messages import Group, Proposal, Vote
-
-CLIP_FACTOR = 4.0
-"""With three members or more, a pseudo-gradient longer than this many times the median is scaled down to it."""
-
-
-def weights_of(members: Sequence[Proposal]) -> tuple[float, ...]:
-    """Share of the trained tokens, times a scale that clips outliers to CLIP_FACTOR times the median norm.
-
-    A pure function of the proposals, so that members can tell whether the leader has followed it.
-    """
-    total = sum(member.tokens for member in members)
-    shares = [member.tokens / total if total else 1 / len(members) for member in members]
-    if len(members) < 3:
-        return tuple(shares)
-    most = CLIP_FACTOR * statistics.median(member.norm for member in members)
-    return tuple(
-        s * min(1.0, most / m.norm) if m.norm > 0 else s for s, m in zip(shares, members, strict=True)
-    )
+from peers.round_messages import Group, Vote
 
 
 def disputes(group: Group, votes: Mapping[int, Vote]) -> set[tuple[int, int]]:

@@ -12,15 +12,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from peers.aggregation import Aggregation
 from peers.outer_optimizer import norm_of_pseudo_gradient
 from peers.reduce import reduce_pseudo_gradients
 from peers.reduce_plan import ATTEMPT_BYTES, ReducePlan, ReduceReport, equal_bounds
 from peers.residuals import Residuals
 from peers.round_messages import Proposal
-from peers.verdicts import weights_of
 
 # A process that shares its cores with many others may stand still for long.
 STALL_TIMEOUT_S = 300.0
+_DEFAULT_AGGREGATION = Aggregation()
 
 
 @dataclass(frozen=True)
@@ -35,13 +36,19 @@ class Member:
     """Where the average goes."""
 
 
-def average(anchor: Tensor, members: Sequence[Member], *, codec: str) -> int:
+def average(
+    anchor: Tensor,
+    members: Sequence[Member],
+    *,
+    codec: str,
+    aggregation: Aggregation = _DEFAULT_AGGREGATION,
+) -> int:
     """Leave the averaged pseudo-gradient with every member, and commit their residuals.
 
     Returns the bytes that a member has sent, in the mean. Raises peers.errors.RoundFailed, and AssertionError unless
     all have got the same bits.
     """
-    plans = plans_of(anchor, members, codec)
+    plans = plans_of(anchor, members, codec, aggregation)
     reports = _reduced(plans, anchor, members)
     assert len({report.share_digests for report in reports}) == 1, "members hold different averages"
     for plan, member in zip(plans, members, strict=True):
@@ -49,7 +56,9 @@ def average(anchor: Tensor, members: Sequence[Member], *, codec: str) -> int:
     return sum(report.sent_bytes for report in reports) // len(reports)
 
 
-def plans_of(anchor: Tensor, members: Sequence[Member], codec: str) -> list[ReducePlan]:
+def plans_of(
+    anchor: Tensor, members: Sequence[Member], codec: str, aggregation: Aggregation
+) -> list[ReducePlan]:
     """As the round's leader makes them, one for each member."""
     norms = [norm_of_pseudo_gradient(anchor, m.local, m.residuals.contribution) for m in members]
     proposals = [
@@ -62,10 +71,11 @@ def plans_of(anchor: Tensor, members: Sequence[Member], codec: str) -> list[Redu
             attempt=attempt,
             members=tuple(range(len(members))),
             me=me,
-            weights=weights_of(proposals),
+            weights=aggregation.weights_of(proposals),
             norms=tuple(norms),
             bounds=equal_bounds(anchor.numel(), len(members)),
             codec=codec,
+            rule=aggregation.rule,
         )
         for me in range(len(members))
     ]

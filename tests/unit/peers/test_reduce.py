@@ -23,7 +23,8 @@ RANKS = (2, 5, 7, 11)
 class Swarm:
     """A group of members in one process, joined by socket pairs: one for each direction of each pair."""
 
-    def __init__(self, num_members, numel, *, codec="fp32", weights=None, bounds=None, seed=0):
+    def __init__(self, num_members, numel, *, codec="fp32", weights=None, bounds=None, seed=0, rule="clip"):
+        self.rule = rule
         generator = torch.Generator().manual_seed(seed)
         self.anchor = torch.randn(numel, generator=generator)
         self.locals = [
@@ -53,6 +54,7 @@ class Swarm:
             norms=tuple(self.norms),
             bounds=self.bounds,
             codec=self.codec,
+            rule=self.rule,
         )
 
     def reduce(self, me, stall_timeout_s=20.0, timeout_s=math.inf):
@@ -295,6 +297,19 @@ def test_what_a_member_says_of_a_third_is_told_from_what_was_seen_here(swarm, bl
     for thread in threads:
         thread.join(timeout=5)
         assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("rule", ["trimmed-mean", "centered-clip"])
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+def test_robust_rules_leave_every_member_with_the_same_bits_and_an_outlier_without_effect(swarm, rule, codec):
+    group = swarm(4, SEVERAL_CHUNKS, codec=codec, rule=rule)
+    group.locals[3] = group.anchor + 100 * (group.locals[3] - group.anchor)
+    group.norms[3] *= 100
+    reports = outcomes(group, range(4))
+    assert len({report.share_digests for report in reports.values()}) == 1
+    assert all(torch.equal(group.results[0], result) for result in group.results[1:])
+    honest = torch.stack([group.anchor - local for local in group.locals[:3]]).mean(0)
+    assert (group.results[0] - honest).norm() < 1.5 * honest.norm()
 
 
 @pytest.mark.parametrize("numel", [300, SEVERAL_CHUNKS])

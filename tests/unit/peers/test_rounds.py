@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from peers.errors import ProtocolError
 from peers.round_messages import Abort, Ask, Commit, Group, Join, Proposal, Vote, parse, to_message
 from peers.rounds import Apply, CatchUp, Reduce, Round, Send
-from peers.verdicts import CLIP_FACTOR, dissenters, weights_of
+from peers.verdicts import dissenters
 from tests.support.round_world import TIMING, World, status
 
 
@@ -168,15 +168,6 @@ def test_a_peer_with_other_digests_is_told_to_resync():
     assert the_commit(world).group.ranks == (0, 2)
     assert world.peers[1].caught_up is not None
     assert any(abort.resync and abort.excluded == (1,) for abort in aborts)
-
-
-def test_weights_follow_tokens_and_clip_an_outlier():
-    even = [Proposal(r, tokens, 1.0, 0, False) for r, tokens in enumerate((100, 300))]
-    assert weights_of(even) == pytest.approx((0.25, 0.75))
-    loud = [Proposal(r, 100, norm, 0, False) for r, norm in enumerate((1.0, 1.0, 100.0))]
-    assert weights_of(loud)[2] == pytest.approx(CLIP_FACTOR / 100 / 3)
-    idle = [Proposal(r, 0, 0.0, 0, False) for r in range(2)]
-    assert weights_of(idle) == pytest.approx((0.5, 0.5))
 
 
 @settings(max_examples=300, deadline=None)

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from peers.aggregation import CLIP_FACTOR, RULES, Aggregation, combine
+from peers.round_messages import Proposal
+
+HONEST = np.random.default_rng(0).normal(1.0, 0.1, (4, 1000)).astype(np.float32)
+
+
+def proposals(tokens, norms=None):
+    norms = norms or [1.0] * len(tokens)
+    return [
+        Proposal(rank, count, norm, 0, False)
+        for rank, (count, norm) in enumerate(zip(tokens, norms, strict=True))
+    ]
+
+
+def combined(rule, rows, weights=None):
+    rows = np.asarray(rows, np.float32)
+    weights = np.asarray(weights or [1 / len(rows)] * len(rows), np.float32)
+    total = np.full(rows.shape[1], np.nan, np.float32)
+    combine(rule, rows, weights, total)
+    return total
+
+
+def test_a_member_counts_for_a_few_times_the_median_of_tokens_at_most():
+    weights = Aggregation("clip", max_weight=4.0).weights_of(proposals([100, 100, 100, 2**39]))
+    assert weights == pytest.approx((1 / 7, 1 / 7, 1 / 7, 4 / 7))
+    assert Aggregation("mean").weights_of(proposals([100, 100, 200]))[2] == pytest.approx(0.5)
+
+
+def test_only_clip_scales_long_pseudo_gradients_down():
+    members = proposals([1, 1, 1], [1.0, 1.0, 1000.0])
+    assert Aggregation("clip").weights_of(members)[2] == pytest.approx(CLIP_FACTOR / 1000 / 3)
+    for rule in set(RULES) - {"clip"}:
+        assert sum(Aggregation(rule).weights_of(members)) == pytest.approx(1.0)
+
+
+def test_members_that_have_trained_nothing_are_averaged_alike():
+    for rule in RULES:
+        assert Aggregation(rule).weights_of(proposals([0, 0, 0])) == pytest.approx((1 / 3, 1 / 3, 1 / 3))
+
+
+def test_two_members_are_averaged_by_their_tokens_whatever_the_rule():
+    for rule in RULES:
+        assert Aggregation(rule).weights_of(proposals([1, 9], [1.0, 99.0])) == pytest.approx((0.1, 0.9))
+
+
+@pytest.mark.parametrize("rule", ["trimmed-mean", "centered-clip"])
+@pytest.mark.parametrize(
+    "attack", ["flipped", "a thousand times as long", "the same large value", "far off in one"]
+)
+def test_one_hostile_member_of_five_hardly_moves_a_robust_rule(rule, attack):
+    hostile = {
+        "flipped": -HONEST[0],
+        "a thousand times as long": 1000 * HONEST[0],
+        "the same large value": np.full(1000, 50.0, np.float32),
+        "far off in one": np.where(np.arange(1000) == 7, 1e6, HONEST[0]),
+    }[attack]
+    honest = HONEST.mean(axis=0)
+    found = combined(rule, [*HONEST, hostile])
+    assert np.linalg.norm(found - honest) < 0.15 * np.linalg.norm(honest)
+    assert np.linalg.norm(np.mean([*HONEST, hostile], axis=0) - honest) > np.linalg.norm(found - honest)
+
+
+@pytest.mark.parametrize("rule", ["trimmed-mean", "centered-clip"])
+def test_a_robust_rule_gives_what_numpy_would(rule):
+    rows = np.random.default_rng(1).normal(size=(7, 300)).astype(np.float32)
+    weights = np.random.default_rng(2).uniform(0.5, 1.5, 7).astype(np.float32)
+    if rule == "trimmed-mean":
+        order = np.argsort(rows, axis=0)[1:-1]
+        kept, share = np.take_along_axis(rows, order, 0), weights[order]
+        expected = (kept * share).sum(0) / share.sum(0)
+    else:
+        expected = np.median(rows, axis=0)
+        for _ in range(3):
+            away = rows - expected
+            far = np.linalg.norm(away, axis=1)
+            pull = weights / weights.sum() * np.minimum(1, np.median(far) / far)
+            expected = expected + (away * pull[:, None]).sum(0)
+    np.testing.assert_allclose(combined(rule, rows, list(weights)), expected, rtol=1e-5, atol=1e-6)
+
+
+@settings(max_examples=50)
+@given(
+    st.sampled_from(["trimmed-mean", "centered-clip"]),
+    st.integers(3, 12),
+    st.integers(1, 40),
+    st.integers(0, 2**32 - 1),
+)
+def test_robust_values_lie_among_those_of_the_members_and_take_any_weights(rule, members, numel, seed):
+    random = np.random.default_rng(seed)
+    rows = (random.normal(size=(members, numel)) * 10.0 ** random.integers(-20, 18)).astype(np.float32)
+    weights = random.choice([0.0, 1e-9, 1.0, 1e6], members)
+    found = combined(rule, rows, list(weights))
+    low, high = rows.min(axis=0), rows.max(axis=0)
+    slack = 1e-5 * np.abs(rows).max()
+    assert np.isfinite(found).all()
+    assert (found >= low - slack).all() and (found <= high + slack).all()
