@@ -26,6 +26,7 @@ from peers.deadlines import Deadlines
 from peers.errors import PeersError, PeerUnreachable, ProtocolError, RoundFailed, StateUnavailable
 from peers.handover import Memories, Outcome
 from peers.mesh import Mesh
+from peers.offences import Offences
 from peers.outer_optimizer import OuterOptimizer, norm_of_pseudo_gradient
 from peers.outer_preview import Preview
 from peers.outer_state import OuterState
@@ -90,6 +91,7 @@ class Averager:
         self._early: deque[tuple[int, RoundMessage]] = deque(maxlen=_MAX_EARLY)
         self._waiting: Readiness | None = None
         self._commits = RecentCommits()
+        self._offences = Offences()
         self._reducing: asyncio.Task[None] | None = None
         self._cancelled = threading.Event()
         self._epoch_started = time.monotonic()
@@ -236,6 +238,11 @@ class Averager:
             timing=self._timing(),
             view=self._credible_view(),
             aggregation=self._settings.aggregation,
+            barred=[
+                rank
+                for rank, peer in self._view().items()
+                if self._offences.is_barred(peer.peer_id, state.epoch)
+            ],
         )
         for _ in range(len(self._early)):
             sender, message = self._early.popleft()
@@ -401,8 +408,23 @@ class Averager:
         failures = round_.failures if round_ else []
         if round_ is not None and round_.gathered is not None:
             deadlines.gathered(round_.gathered.seconds, complete=not round_.gathered.missing)
+        self._remember_offenders(group.epoch)
         self._answer(waiting, contributors=list(group.ranks), local_step=0, num_failures=len(failures))
         self._open_round()
+
+    def _remember_offenders(self, epoch: int) -> None:
+        view, round_ = self._view(), self._round
+        if round_ is None:
+            return
+        offenders = {view[rank].peer_id: rank for rank in round_.offenders if rank in view}
+        for peer_id, term in self._offences.note(offenders, epoch).items():
+            log.warning(
+                "peer %d (%s) is left out of the next %d epochs, having spoilt several rounds; the last time: %s",
+                offenders[peer_id],
+                peer_id,
+                term,
+                round_.failures[-1],
+            )
 
     async def _catch_up(self, action: CatchUp) -> None:
         """Adopt the better state, and propose the local work again on top of it: new anchor + (local - old anchor)."""

@@ -124,7 +124,9 @@ class Round:
         timing: Timing,
         view: View,
         aggregation: Aggregation = _DEFAULT_AGGREGATION,
+        barred: Iterable[int] = (),
     ) -> None:
+        """`barred`: members that this peer, as the leader, neither takes nor waits for."""
         self.me, self.fragment, self.epoch, self.lineage = me, fragment, epoch, lineage
         self.timing, self._aggregation = timing, aggregation
         self.phase = Phase.IDLE
@@ -158,7 +160,9 @@ class Round:
         self._open: Group | None = None
         self._open_deadline = float("inf")
         self._votes: dict[int, Vote] = {}
-        self._excluded: set[int] = set()
+        self._excluded = set(barred)
+        self.offenders: set[int] = set()
+        """Whom this peer, as the leader, has left out of attempts, though they are there."""
         self._retry_at = 0.0
         self._num_attempts = 0
         self._blame = Blame(me)
@@ -452,6 +456,7 @@ class Round:
         told = set(group.ranks) - (left_out if gone else set())
         if not gone:
             self._excluded |= left_out
+            self.offenders |= left_out
         for rank in left_out:
             self._joins.pop(rank, None)
         self._retry_at = now + (0.0 if gone else self.timing.retry_s)

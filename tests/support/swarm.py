@@ -10,6 +10,7 @@ from typing import Any
 from benchmarks import light_swarm
 from benchmarks.light_swarm import DEADLINE_S, LightPeer, children_of, wait_until
 from tests.support.light_edges import edges
+from tests.support.poison import Lie, poison
 
 __all__ = ["DEADLINE_S", "LightPeer", "LightSwarm", "children_of", "wait_until"]
 
@@ -21,10 +22,14 @@ class LightSwarm(light_swarm.LightSwarm):
         """Network namespaces that peers live in, by rank."""
         self.no_path: set[frozenset[int]] = set()
         """Pairs of ranks between which libp2p gets nothing through."""
+        self.lies: dict[int, Lie] = {}
+        """What hostile peers do, by rank."""
 
     def preparation_of(self, rank: int) -> Callable[[], object] | None:
         others = [other for pair in self.no_path if rank in pair for other in pair - {rank}]
         namespace = self.namespaces.get(rank, "")
+        if rank in self.lies:
+            return partial(poison, self.lies[rank])
         if not others and not namespace:
             return None
         return partial(edges, namespace=namespace, cut_off_from=[self.peer_id(other) for other in others])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import pytest
@@ -161,3 +162,20 @@ def test_a_manifest_that_contradicts_the_swarm_is_refused_with_the_difference(sw
     second = light.start(1)
     second.process.join(30)
     assert "hv.local_steps: here 7, in the swarm 5" in second.error
+
+
+@pytest.mark.parametrize("lie", ["not finite", "longer than announced"])
+def test_a_peer_that_sends_what_it_must_not_is_named_and_out_within_ten_epochs(swarm, lie):
+    light = swarm(local_steps=4, max_steps=100000, step_s=0.05)
+    light.lies = {3: lie}
+    honest = light.start_all(4)[:3]
+    named = wait_until(
+        lambda: re.search(r"peer 3 .* left out of the next \d+ epochs", honest[0].log), "its name"
+    )
+    assert honest[0].epoch <= 10
+    before = honest[0].epoch
+    wait_until(lambda: min(peer.epoch for peer in honest) >= before + 3, "three more epochs")
+    light.check_digests()
+    later = [record for record in honest[0].epochs if record["epoch"] > before]
+    assert all(record["contributors"] == [0, 1, 2] for record in later)
+    assert sum(record["num_failures"] for record in later[1:]) == 0, named
