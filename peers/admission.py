@@ -186,13 +186,20 @@ class Admission:
         shown = self._shown.get(peer_id)
         self.check(peer_id, shown[0] if shown else b"", now)
 
+    def ban_list(self, blob: bytes) -> BanList:
+        """What this says, if it was signed for the run. Raises ProtocolError."""
+        if self._public_key is None:
+            raise ProtocolError("an open run has no ban list")
+        bans = BanList.decode(blob, self._public_key)
+        if bans.run_id != self.run_id:
+            raise ProtocolError(f"a ban list of another run, {bans.run_id!r:.80}")
+        return bans
+
     def learn(self, blob: bytes) -> bool:
         """Take over a ban list if it is newer than the one held: whether it is. Raises ProtocolError."""
         if self._public_key is None or blob == self.bans_blob:
             return False
-        bans = BanList.decode(blob, self._public_key)
-        if bans.run_id != self.run_id:
-            raise ProtocolError(f"a ban list of another run, {bans.run_id!r:.80}")
+        bans = self.ban_list(blob)
         # Two holders of the key may each have made the next version: everybody has to take the same one.
         if (bans.version, blob) <= (self.bans.version, self.bans_blob):
             return False

@@ -30,6 +30,7 @@ from peers.gate import Gate
 from peers.identity import Identity
 from peers.private_files import write_private
 from peers.records import MAX_MADDRS, CoordinatorRecord
+from peers.storage_checks import guard_storage
 
 REQUEST_TIMEOUT_S = 10.0
 """How long to look for somebody who issues tokens before this peer cannot join."""
@@ -82,6 +83,7 @@ class AdmissionService:
         secret = settings.secret()
         self.gate = Gate(Admission(run_id, secret.public_key if secret else None))
         self.token = b""
+        guard_storage(dht, run_id, self.gate)
         self._run_id, self._identity, self._dht = run_id, identity, dht
         self._applicant = Applicant(run_id, identity.peer_id, secret) if secret else None
         self._token_path = identity.path.with_suffix(".token")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -51,3 +52,16 @@ def plain_reason(error: str) -> str:
     if "deadline exceeded" in error or "i/o timeout" in error or "no answer within" in error:
         return "no answer in time"
     return " ".join(error.split())[-200:]
+
+
+def why_not_taken(error: str) -> str:
+    """What Hivemind's refusal of a new DHT node means to a person, and the next move."""
+    clocks = re.search(r"local: ([\d.]+), peer: ([\d.]+)", error)
+    if clocks is None:
+        return f"the swarm's DHT does not take this machine: {error}"
+    ahead_s = float(clocks[1]) - float(clocks[2])
+    off = f"{abs(ahead_s):.1f} s {'ahead of' if ahead_s > 0 else 'behind'}"
+    return (
+        f"this machine's clock is {off} the swarm's, and at most 3 s are allowed. Set it right (`timedatectl set-ntp "
+        "true`, or the clock of the machine that hosts this one), then start again"
+    )

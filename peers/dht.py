@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from peers.bootstrap import connect_any
+from peers.bootstrap import connect_any, why_not_taken
 from peers.contacts import Contacts
 from peers.errors import PeerUnreachable, UserError
 from peers.identity import Identity
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from hivemind.dht.node import DHTNode
     from hivemind.p2p import P2P
 
+    from peers.dht_records import Check, KeptRecords
     from peers.transport import Transport
 
 __all__ = ["MAX_VALUE_BYTES", "Dht", "load_hivemind", "validate_maddr"]
@@ -47,13 +48,19 @@ class Dht:
     """This process's membership in a DHT. Used from the event loop that joined."""
 
     def __init__(
-        self, p2pd: P2pd, p2p: P2P, node: DHTNode, transport: Transport, initial_peers: Sequence[str]
+        self,
+        p2pd: P2pd,
+        p2p: P2P,
+        node: DHTNode,
+        kept: KeptRecords,
+        transport: Transport,
+        initial_peers: Sequence[str],
     ) -> None:
         self.peer_id = str(p2p.peer_id)
         self.transport = transport
         self._p2pd = p2pd
         self._p2p = p2p
-        self._node = node
+        self._node, self._kept = node, kept
         self._expiry: dict[tuple[str, str], float] = {}
         self._contacts = Contacts(_by_peer(initial_peers))
         self._keeper = asyncio.create_task(self._keep_contacts())
@@ -97,10 +104,10 @@ class Dht:
             answering = await connect_any(transport, others, timeout_s=timeout_s)
             p2p = await _attach(p2pd)
             undo.push_async_callback(p2p.shutdown)
-            node = await _create_node(p2p, answering, client_mode)
+            node, kept = await _create_node(p2p, answering, client_mode)
             await serve_ping(transport)
             undo.pop_all()
-            return cls(p2pd, p2p, node, transport, others)
+            return cls(p2pd, p2p, node, kept, transport, others)
 
     async def maddrs(self) -> list[str]:
         """The addresses others can dial now, each with /p2p/<id>, farthest reach first; none in client mode."""
@@ -121,6 +128,10 @@ class Dht:
         expiry = max(time.time() + ttl_s, self._expiry.get((key, subkey), 0.0) + _CLOCK_TICK_S)
         self._expiry[key, subkey] = expiry
         return bool(await self._node.store(key, value, expiry, subkey=subkey))
+
+    def keep(self, key: str, check: Check) -> None:
+        """From now on this node stores for others under `key` only what `check` lets through."""
+        self._kept.keep(key, check)
 
     async def get(self, key: str) -> dict[str, bytes]:
         """The live values under `key` by subkey: whatever anybody wrote, for the caller to check."""
@@ -217,13 +228,18 @@ async def _attach(p2pd: P2pd) -> P2P:
     return await P2P.replicate(Multiaddr(f"/unix{p2pd.control}"))
 
 
-async def _create_node(p2p: P2P, initial_peers: Sequence[str], client_mode: bool) -> DHTNode:
+async def _create_node(
+    p2p: P2P, initial_peers: Sequence[str], client_mode: bool
+) -> tuple[DHTNode, KeptRecords]:
     from hivemind.dht.node import DHTNode
     from hivemind.dht.protocol import ValidationError
 
+    from peers.dht_records import KeptRecords
+
+    kept = KeptRecords()
     try:
         # Caches would answer with announcements of the past.
-        return await DHTNode.create(
+        node = await DHTNode.create(
             p2p=p2p,
             initial_peers=list(initial_peers),
             client_mode=client_mode,
@@ -231,11 +247,12 @@ async def _create_node(p2p: P2P, initial_peers: Sequence[str], client_mode: bool
             cache_locally=False,
             cache_on_store=False,
             cache_nearest=0,
+            record_validator=kept,
         )
+        kept.guard(node.protocol)
+        return node, kept
     except ValidationError as error:
-        raise UserError(
-            f"the swarm's DHT does not take this machine: {error}. Is its clock right?"
-        ) from error
+        raise UserError(why_not_taken(str(error))) from error
     except RuntimeError as error:
         raise UserError(
             f"{', '.join(initial_peers)} can be reached, but no Hivemind DHT answers there; is it the "

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 from peers.admission import Admission, BanList, Refused
+from peers.errors import ProtocolError
 from peers.refusals import Refusals
 
 log = logging.getLogger(__name__)
@@ -59,6 +60,14 @@ class Gate:
         try:
             self._admission.check(peer_id, token, time.time())
         except Refused:
+            return False
+        return True
+
+    def is_ban_list(self, blob: bytes) -> bool:
+        """Whether this was signed for the run, old or new."""
+        try:
+            self._admission.ban_list(blob)
+        except ProtocolError:
             return False
         return True
 

@@ -102,7 +102,7 @@ class Hostile:
             Announcement.decode(self.identity.peer_id, self.status(), time.time()),
             maddrs=tuple(await self.dht.maddrs()),
         ).encode(self.identity)
-        await self.dht.store(PEERS_KEY(self.run_id), self.identity.peer_id, blob, ttl_s=60.0)
+        await self.dht.store(PEERS_KEY(self.run_id), self.identity.peer_id, blob, ttl_s=30.0)
 
     async def babble(self, peer_id: str, protocol: str, seed: int, num_bytes: int = 4096) -> None:
         """Random bytes on a stream of this protocol, which then stays open for a moment of silence."""

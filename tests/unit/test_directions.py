@@ -20,6 +20,7 @@ FORBIDDEN = {
 }
 HIVEMIND_FILES = {
     "dht.py",
+    "dht_records.py",
     "transport.py",
     "identity.py",
     "p2pd.py",
@@ -28,7 +29,7 @@ HIVEMIND_FILES = {
     "ping.py",
 }
 HEAVY = ("torch", "hivemind", "transformers", "numpy", "matplotlib", "datasets")
-VERBS = [[], ["dht"], ["dht", "start"], ["peer"], ["run"], ["status"]]
+VERBS = [[], ["dht"], ["dht", "start"], ["peer"], ["peers"], ["peers", "ban"], ["run"], ["status"]]
 
 
 def imported_packages(path: Path) -> Iterator[str]:

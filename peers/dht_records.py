@@ -1,0 +1,97 @@
+"""What a DHT node stores for others and takes from them: under known keys only what passes the key's own check.
+
+Hivemind's nodes let anybody replace anything by a value that expires later, so a stranger could make every peer of a
+run invisible. Ours neither keep such values nor let them count for anything where others keep them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgpack
+from hivemind.dht.routing import DHTID
+from hivemind.dht.storage import DictionaryDHTValue
+from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+
+if TYPE_CHECKING:
+    from hivemind.dht.protocol import DHTProtocol
+
+
+class Check(Protocol):
+    """Whether a value counts: to be stored here, or found elsewhere for a reader who will look closer."""
+
+    def __call__(self, subkey: str, value: bytes, *, expiry: float, is_found: bool) -> bool: ...
+
+
+_is_finding: ContextVar[bool] = ContextVar("is_finding", default=False)
+
+log = logging.getLogger(__name__)
+
+
+class KeptRecords(RecordValidatorBase):
+    """Hivemind asks `validate` of every value that it is to store."""
+
+    def __init__(self) -> None:
+        self._checks: dict[bytes, Check] = {}
+
+    def keep(self, key: str, check: Check) -> None:
+        """From now on, keep under `key` only what this check lets through."""
+        self._checks[DHTID.generate(source=key).to_bytes()] = check
+
+    def guard(self, protocol: DHTProtocol) -> None:
+        """Pass over the values that other nodes have and this one would not keep, each by itself.
+
+        Hivemind's own way is to drop all that a node has found for one value that is not in order.
+        """
+        find = protocol.call_find
+
+        async def call_find(peer: Any, keys: Collection[DHTID]) -> Any:
+            token = _is_finding.set(True)
+            try:
+                found = await find(peer, keys)
+            finally:
+                _is_finding.reset(token)
+            return {key: self._sifted(key, item) for key, item in found.items()} if found else found
+
+        protocol.call_find = call_find  # type: ignore[method-assign]
+
+    def validate(self, record: DHTRecord) -> bool:
+        check = self._checks.get(record.key)
+        if check is None or _is_finding.get():
+            return True
+        try:
+            subkey = msgpack.unpackb(record.subkey)
+        except (ValueError, TypeError, msgpack.UnpackException):
+            return False
+        return _passes(check, subkey, record.value, record.expiration_time, is_found=False)
+
+    def _sifted(self, key: DHTID, item: tuple[Any, Any]) -> tuple[Any, Any]:
+        """What was found for a key, with the nearest nodes beside it, but for what does not pass."""
+        found, nearest = item
+        check = self._checks.get(key.to_bytes())
+        if check is None or found is None:
+            return item
+        if not isinstance(found.value, DictionaryDHTValue):
+            # It would take the place of all values with subkeys.
+            return None, nearest
+        sifted = DictionaryDHTValue()
+        for subkey, (value, expiry) in found.value.items():
+            if _passes(check, subkey, value, expiry, is_found=True):
+                sifted.store(subkey, value, expiry)
+        return (type(found)(sifted, sifted.latest_expiration_time) if sifted else None), nearest
+
+
+def _passes(check: Check, subkey: Any, packed: Any, expiry: float, *, is_found: bool) -> bool:
+    try:
+        value = msgpack.unpackb(packed)
+    except (ValueError, TypeError, msgpack.UnpackException):
+        return False
+    if not isinstance(subkey, str) or not isinstance(value, bytes):
+        return False
+    is_kept = check(subkey, value, expiry=expiry, is_found=is_found)
+    if not is_kept:
+        log.debug("passed over the value of %.80r", subkey)
+    return is_kept

@@ -1,0 +1,112 @@
+"""Nodes of a run keep nothing under its keys that is not in order, whoever has stored what elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import peers
+from peers.admission import Admission
+from peers.gate import Gate
+from peers.identity import load
+from peers.records import PEERS_KEY, Announcement
+from peers.storage_checks import guard_storage
+from tests.support.members import eventually, joined
+
+RUN_ID = "kept"
+
+
+def announcement(peer_id: str) -> Announcement:
+    return Announcement(
+        peer_id=peer_id,
+        run_id=RUN_ID,
+        world_rank=1,
+        incarnation=1,
+        state="training",
+        epoch=0,
+        lineage="",
+        step=0,
+        local_step=0,
+        committed_tokens=0,
+        tokens_per_s=10.0,
+        anchor_digest="",
+        manifest_digest="",
+        maddrs=(),
+        time=time.time(),
+    )
+
+
+def test_nobody_replaces_or_hides_the_record_of_another(tmp_path):
+    async def scenario():
+        async with joined(tmp_path, "a") as a:
+            guard_storage(a, RUN_ID, Gate(Admission(RUN_ID)))
+            (address,) = await a.maddrs()
+            async with joined(tmp_path, "b", address) as b, joined(tmp_path, "stranger", address) as stranger:
+                guard_storage(b, RUN_ID, Gate(Admission(RUN_ID)))
+                key, record = PEERS_KEY(RUN_ID), announcement(b.peer_id)
+                mine = record.encode(load(tmp_path / "b.key"))
+                assert await b.store(key, b.peer_id, mine, 20)
+                await eventually(lambda: a.get(key))
+                own = dataclasses.replace(record, peer_id=stranger.peer_id)
+                forged = own.encode(load(tmp_path / "stranger.key"))
+                for subkey, value, ttl_s in (
+                    (b.peer_id, mine, 500.0),
+                    (b.peer_id, b"junk", 600.0),
+                    (b.peer_id, forged, 700.0),
+                    ("x" * 50, b"junk", 60.0),
+                ):
+                    await stranger.store(key, subkey, value, ttl_s)
+                # A value without subkeys would take the place of all that have them.
+                await stranger._node.store(key, b"junk", time.time() + 60)
+                assert (await a.get(key)) == {b.peer_id: mine}
+                again = dataclasses.replace(record, epoch=1).encode(load(tmp_path / "b.key"))
+                # Whether it was taken is the last node's word: here perhaps that of the stranger, which keeps its own.
+                await b.store(key, b.peer_id, again, 20)
+                assert (await a.get(key))[b.peer_id] == again
+                assert await stranger.store(key, stranger.peer_id, forged, 20)
+                assert set(await b.get(key)) == {b.peer_id, stranger.peer_id}, "its own is in order"
+                assert await stranger.store("anything else", "x", b"junk", 600)
+
+    asyncio.run(scenario())
+
+
+CHILD = """
+import asyncio, sys, time
+from pathlib import Path
+now, skew = time.time, float(sys.argv[3])
+time.time = lambda: now() + skew
+from peers.dht import Dht
+from peers.errors import UserError
+from peers.identity import load_or_create
+
+async def main():
+    identity = load_or_create(Path(sys.argv[1]))
+    try:
+        dht = await Dht.join(
+            identity=identity, initial_peers=[sys.argv[2]], host_maddrs=["/ip4/127.0.0.1/tcp/0"]
+        )
+    except UserError as error:
+        print(error)
+    else:
+        await dht.close()
+        print("joined")
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("skew_s", "said"),
+    [(2.0, "joined"), (-4.5, "clock is 4.5 s behind the swarm's, and at most 3 s are allowed")],
+)
+def test_a_clock_more_than_three_seconds_off_is_refused_with_the_reason(tmp_path, bootstrap, skew_s, said):
+    root = Path(peers.__file__).parent.parent
+    command = [sys.executable, "-c", CHILD, str(tmp_path / "a.key"), bootstrap, str(skew_s)]
+    answer = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60)
+    assert said in answer.stdout, answer.stderr
