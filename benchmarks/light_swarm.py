@@ -23,8 +23,8 @@ from typing import Any
 from peers.identity import load, load_or_create
 
 _ROOT = Path(__file__).parent.parent
-_PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(["peers.daemon", "hivemind.dht.node", "peers.transport"])
+FORK_SERVER = multiprocessing.get_context("forkserver")
+FORK_SERVER.set_forkserver_preload(["peers.daemon", "hivemind.dht.node", "peers.transport"])
 
 DEADLINE_S = 60.0
 
@@ -136,7 +136,7 @@ class LightSwarm:
         # Its key is there before it runs: who asked for it later would hold its lock for a moment.
         self.peer_id(rank)
         worker = {**self.worker, "history": str(directory / "history.jsonl"), **overrides}
-        process = _PROCESSES.Process(
+        process = FORK_SERVER.Process(
             target=run_light_peer,
             args=(
                 self.config_of(rank, directory, worker),
@@ -251,5 +251,6 @@ def run_light_peer(
     except asyncio.CancelledError:
         sys.exit(128 + signal.SIGTERM)
     except Exception as error:
+        logging.exception("it ended")
         Path(directory, "error").write_text(str(error))
-        raise
+        sys.exit(1)

@@ -538,14 +538,24 @@ class SimulatedDaemon:
         if self.piece is not None and action.contributed and self.piece.name not in new.work:
             self.swarm.wrong.append(f"peer {self.rank} is told that its work is in {new.lineage}: it is lost")
         # Once it has left the lineage that it has voted on, nobody tells it any more how that went on.
-        if (
-            self.piece is not None
-            and not action.contributed
-            and self.piece.name in self.swarm.next_of(old, new)
-        ):
-            self.swarm.wrong.append(f"peer {self.rank} brings work again that is in {new.lineage}")
-        if (new.tokens, new.epoch) < (old.tokens, old.epoch):
+        comes_again = not action.contributed and self.piece is not None
+        if comes_again and self.piece.name in self.swarm.next_of(old, new):
+            knowing = [o for o in self.swarm.living.values() if self._could_tell(o, old.lineage, new.lineage)]
+            if knowing:
+                self.swarm.wrong.append(f"peer {self.rank} brings work again that is in {new.lineage}")
+        if new.tokens < old.tokens:
             self.swarm.wrong.append(f"peer {self.rank} goes back from {old.tokens} to {new.tokens} tokens")
+
+    def _could_tell(self, other: SimulatedDaemon, lineage: str, ahead: str) -> bool:
+        """Whether that one has been where it could be asked, for long enough, and knows how the lineage went on."""
+        pair = frozenset((self.rank, other.rank))
+        return (
+            other.rank in self.others
+            and other.state.lineage == ahead
+            and other._commits.on(lineage) is not None
+            and self.network.now - self.network.troubled_at.get(pair, 0.0) > 2 * TIMING.doubt_s
+            and not other.is_frozen
+        )
 
     def _download(
         self, donors: list[str], lineage: str, then: Callable[[SimulatedState | None], None]
@@ -559,7 +569,7 @@ class SimulatedDaemon:
         state = asked[0].state if asked else None
 
         def done() -> None:
-            came = any(donor.is_running and self.network.can_talk(self.rank, donor.rank) for donor in asked)
+            came = any(donor.is_answering and self.network.can_talk(self.rank, donor.rank) for donor in asked)
             then(state if came else None)
 
         self._later(DOWNLOAD_S, done)

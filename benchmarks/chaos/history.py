@@ -1,0 +1,222 @@
+"""What happened in a light swarm, and what of it must not have happened."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from benchmarks.chaos.plan import KINDS
+from benchmarks.chaos.swarm import Life
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Struck:
+    """A fault when it came about, in Unix seconds."""
+
+    kind: str
+    ranks: tuple[int, ...]
+    at: float
+
+
+class History:
+    """Of one run, from the files in its peers' directories."""
+
+    def __init__(self, directory: Path, lives: Sequence[Life], faults: Sequence[Struck] = ()) -> None:
+        self.lives, self.faults = lives, faults
+        self.commits: list[Record] = []
+        """One for each peer that made it, in order of time."""
+        self.worker: dict[int, list[Record]] = {}
+        for path in sorted(directory.glob("peer*")):
+            rank = int(path.name.removeprefix("peer"))
+            self.commits += _lines(path / "commits.jsonl")
+            self.worker[rank] = _lines(path / "history.jsonl")
+        self.commits.sort(key=lambda record: record["time"])
+        self._by_lineage: dict[str, list[Record]] = defaultdict(list)
+        for record in self.commits:
+            self._by_lineage[record["lineage"]].append(record)
+
+    # What must not be
+
+    def faults_found(self) -> list[str]:
+        """Every guarantee that did not hold, in words."""
+        return [
+            *self._unequal_digests(),
+            *self._doubled_ranks(),
+            *self._epochs_that_go_back(),
+            *self._tokens_that_do_not_add_up(),
+            *self._broken_chains(),
+        ]
+
+    def _unequal_digests(self) -> Iterator[str]:
+        for lineage, records in self._by_lineage.items():
+            if len({(r["anchor_digest"], r["momentum_digest"], r["committed_tokens"]) for r in records}) > 1:
+                yield f"lineage {lineage[:12]} of epoch {records[0]['epoch']} is not the same everywhere"
+        shown = defaultdict(set)
+        for record in self._worker_records("epoch"):
+            shown[record["lineage"]].add(record["anchor_digest"])
+        for lineage, digests in shown.items():
+            made = {record["anchor_digest"] for record in self._by_lineage.get(lineage, ())}
+            if len(digests | made) > 1:
+                yield f"workers were told other anchors of {lineage[:12]} than daemons have: {digests | made}"
+
+    def _doubled_ranks(self) -> Iterator[str]:
+        for lineage, records in self._by_lineage.items():
+            if len({record["rank"] for record in records}) < len(records):
+                yield f"a rank has committed {lineage[:12]} twice, or two peers are of one rank"
+        for record in self._worker_records("epoch"):
+            if len(set(record["contributors"])) < len(record["contributors"]):
+                yield f"epoch {record['epoch']} has the contributors {record['contributors']}"
+
+    def _epochs_that_go_back(self) -> Iterator[str]:
+        """A life only ever moves to a state with more tokens: the next epoch, or a better fork."""
+        lives: dict[int, list[Record]] = defaultdict(list)
+        for record in self.commits:
+            lives[record["pid"]].append(record)
+        for records in lives.values():
+            for before, after in pairwise(records):
+                if after["committed_tokens"] <= before["committed_tokens"]:
+                    yield f"peer {after['rank']} went from {_named(before)} to {_named(after)}"
+
+    def _tokens_that_do_not_add_up(self) -> Iterator[str]:
+        """What a commit counts is what its contributors had handed over."""
+        for lineage, records in self._by_lineage.items():
+            members = self._contributors_of(lineage)
+            if members is None:
+                continue
+            handed = sum(self._handed_over(rank, records[0]["time"]) for rank in members)
+            if handed != records[0]["tokens"]:
+                yield f"{_named(records[0])} counts {records[0]['tokens']} tokens, of {members} are {handed}"
+
+    def _broken_chains(self) -> Iterator[str]:
+        """The state that came out of it all is made of all commits before, back to the first."""
+        chain = self.chain
+        if not chain or chain[0]["epoch"] != 1:
+            yield f"the state at the end goes back to epoch {chain[0]['epoch'] if chain else None} only"
+        elif sum(record["tokens"] for record in chain) != chain[-1]["committed_tokens"]:
+            yield f"{chain[-1]['committed_tokens']} tokens at the end are not the sum of all commits"
+
+    # Figures
+
+    @property
+    def chain(self) -> list[Record]:
+        """One record for each commit on the way to the best state, in order; at its first peer's time."""
+        best = max(self.commits, key=lambda record: record["committed_tokens"], default=None)
+        chain: list[Record] = []
+        while best is not None:
+            chain.append(best)
+            best = next(iter(self._by_lineage.get(best["parent"], ())), None)
+        return chain[::-1]
+
+    @property
+    def num_forks(self) -> int:
+        """States that two different commits went on from."""
+        children = defaultdict(set)
+        for lineage, records in self._by_lineage.items():
+            children[records[0]["parent"]].add(lineage)
+        return sum(len(found) > 1 for found in children.values())
+
+    @property
+    def lost_tokens(self) -> int:
+        """In commits that are not in the final state: of the losing sides of forks."""
+        kept = {record["lineage"] for record in self.chain}
+        return sum(
+            records[0]["tokens"] for lineage, records in self._by_lineage.items() if lineage not in kept
+        )
+
+    def tokens_per_live_second(self, *, from_training: bool = True) -> float:
+        """Committed tokens of all peers by the seconds that each has lived, between the first commit and the last.
+
+        A peer lives from when its worker first trains (or else from its process's start) to its end, but for the time
+        that it is frozen.
+        """
+        chain = self.chain
+        begin, end = chain[0]["time"], chain[-1]["time"]
+        seconds = sum(self._lived_s(life, begin, end, from_training) for life in self.lives)
+        return float((chain[-1]["committed_tokens"] - chain[0]["committed_tokens"]) / seconds)
+
+    def epoch_s(self) -> float:
+        """The usual time from commit to commit."""
+        times = [record["time"] for record in self.chain]
+        gaps = sorted(after - before for before, after in pairwise(times))
+        return gaps[len(gaps) // 2]
+
+    def recoveries_s(self, epoch_s: float) -> list[float]:
+        """For every death, how much longer than an epoch the next commit of another peer took."""
+        return [
+            max(0.0, after - fault.at - epoch_s)
+            for fault in self.faults
+            if (fault.kind in KINDS and KINDS[fault.kind].is_death)
+            and (after := self._next_commit(fault)) is not None
+        ]
+
+    def rejoins_s(self) -> list[float]:
+        """From the start of a life to its worker's first step."""
+        return [at - life.started_at for life in self.lives if (at := self._trains_at(life)) is not None]
+
+    def _next_commit(self, fault: Struck) -> float | None:
+        times = (r["time"] for r in self.commits if r["time"] > fault.at and r["rank"] not in fault.ranks)
+        return next(times, None)
+
+    def _lived_s(self, life: Life, begin: float, end: float, from_training: bool) -> float:
+        started = self._trains_at(life) if from_training else life.started_at
+        if started is None:
+            return 0.0
+        spans = [(started, life.ended_at or end)]
+        asleep = sum(_overlap(span, (max(begin, started), end)) for span in life.frozen)
+        return max(0.0, sum(_overlap(span, (begin, end)) for span in spans) - asleep)
+
+    def _trains_at(self, life: Life) -> float | None:
+        return next(
+            (
+                record["time"]
+                for record in self.worker.get(life.rank, ())
+                if record["kind"] == "start"
+                and life.started_at < record["time"] < (life.ended_at or float("inf"))
+            ),
+            None,
+        )
+
+    def _worker_records(self, kind: str) -> Iterator[Record]:
+        for records in self.worker.values():
+            yield from (record for record in records if record["kind"] == kind)
+
+    def _contributors_of(self, lineage: str) -> list[int] | None:
+        """As those say that have made the commit; None where no worker lived to hear of it."""
+        made = {record["rank"] for record in self._by_lineage[lineage]}
+        for rank in made:
+            for record in self.worker[rank]:
+                if record["kind"] == "epoch" and record["lineage"] == lineage and record["contributors"]:
+                    return list(record["contributors"])
+        return None
+
+    def _handed_over(self, rank: int, before: float) -> int:
+        """Tokens of the last work that this rank's worker had handed over by then."""
+        ready = (r for r in self.worker.get(rank, ()) if r["kind"] == "ready" and r["time"] <= before)
+        return int(max(ready, key=lambda record: record["time"], default={"tokens": 0})["tokens"])
+
+
+def _named(record: Record) -> str:
+    return f"{record['lineage'][:12]} of epoch {record['epoch']}"
+
+
+def _overlap(one: tuple[float, float], other: tuple[float, float]) -> float:
+    return max(0.0, min(one[1], other[1]) - max(one[0], other[0]))
+
+
+def _lines(path: Path) -> list[Record]:
+    """Whole lines: the last one may have been cut off by a death."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def quantile(values: Iterable[float], share: float) -> float:
+    """The least value that this share of all does not exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

@@ -1,0 +1,88 @@
+"""What goes wrong when: drawn from a seed, so that a run can be had again."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """One kind of fault."""
+
+    num_cards: int
+    """How many cards of the deck it has."""
+    num_ranks: int = 1
+    """How many peers it strikes; a pair for a link, none for the coordinator."""
+    lasts_s: tuple[float, float] = (0.0, 0.0)
+    """Least and greatest; for a process that ends, until the same command is given again."""
+    is_death: bool = False
+    """A peer's process ends."""
+
+
+_AWAY_S = (1.0, 5.0)
+KINDS: dict[str, Kind] = {
+    "kill daemon": Kind(num_cards=3, lasts_s=_AWAY_S, is_death=True),
+    "kill worker": Kind(num_cards=2),
+    "kill p2pd": Kind(num_cards=1, lasts_s=_AWAY_S, is_death=True),
+    "leave": Kind(num_cards=1, lasts_s=_AWAY_S, is_death=True),
+    "freeze": Kind(num_cards=2, lasts_s=(1.0, 12.0)),
+    "cut link": Kind(num_cards=2, num_ranks=2, lasts_s=(2.0, 12.0)),
+    "silent link": Kind(num_cards=1, num_ranks=2, lasts_s=(2.0, 12.0)),
+    "slow link": Kind(num_cards=1, num_ranks=2, lasts_s=(5.0, 20.0)),
+    "partition": Kind(num_cards=1, num_ranks=2, lasts_s=(3.0, 12.0)),
+    "corrupt byte": Kind(num_cards=2, num_ranks=2),
+    "disorder": Kind(num_cards=1, lasts_s=(5.0, 20.0)),
+    "clock": Kind(num_cards=1, lasts_s=(10.0, 30.0)),
+    "disk full": Kind(num_cards=1, lasts_s=(5.0, 20.0)),
+    "kill coordinator": Kind(num_cards=1, num_ranks=0, lasts_s=(3.0, 10.0)),
+}
+DISORDER = 0.3
+"""Of a peer's messages: how many go out twice, and how many late, past others."""
+CLOCK_SKEW_S = 2.0
+
+
+@dataclass(frozen=True)
+class Fault:
+    at_s: float
+    kind: str
+    ranks: tuple[int, ...]
+    until_s: float
+    """When it is over, or the process that it ended begins anew."""
+    sign: int = 1
+    """Which way a clock jumps."""
+
+    def __str__(self) -> str:
+        who = " and ".join(map(str, self.ranks))
+        lasts = f" for {self.until_s - self.at_s:.1f} s" if self.until_s > self.at_s else ""
+        return f"{self.kind} {who}{lasts}"
+
+
+def draw(
+    seed: int, *, seconds: float, num_peers: int, mean_s: float, kinds: Sequence[str] = tuple(KINDS)
+) -> list[Fault]:
+    """Faults of a Poisson process, `mean_s` apart on average, in order of time.
+
+    Kinds come off a shuffled deck, so that a short run sees most of them. Nobody is struck by a death or a freeze while
+    the one before lasts, and one peer at least is spared at any time.
+    """
+    chance, faults, at_s, deck = random.Random(seed), list[Fault](), 0.0, list[str]()
+    busy = dict.fromkeys(range(num_peers), 0.0)
+    while (at_s := at_s + chance.expovariate(1 / mean_s)) < seconds:
+        if not deck:
+            deck = [name for name in kinds for _ in range(KINDS[name].num_cards)]
+            chance.shuffle(deck)
+        name = deck.pop()
+        kind = KINDS[name]
+        ranks = tuple(sorted(chance.sample(range(num_peers), min(kind.num_ranks, num_peers))))
+        until_s = at_s + chance.uniform(*kind.lasts_s)
+        sign = chance.choice((-1, 1))
+        if kind.is_death or name in ("freeze", "kill worker"):
+            free = [rank for rank in busy if busy[rank] <= at_s]
+            if len(free) < 2:
+                continue
+            ranks = (chance.choice(free),)
+            busy[ranks[0]] = until_s + 1.0
+        faults.append(Fault(at_s, name, ranks, until_s, sign))
+    return faults

@@ -1,0 +1,100 @@
+"""A run whose coordinator, which is its bootstrap node too, is killed: real processes, ranks assigned by it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.chaos.coordinator import Coordinator
+from benchmarks.chaos.links import free_port
+from tests.support.swarm import LightPeer, LightSwarm, wait_until
+
+RUN = "coordinatorloss"
+
+
+class CoordinatedSwarm(LightSwarm):
+    """Nobody brings a rank of its own; `start` counts directories."""
+
+    def config_of(self, rank: int, directory: Path, worker: dict[str, Any]) -> dict[str, Any]:
+        return super().config_of(rank, directory, worker) | {"world_rank": self.brought.get(rank)}
+
+    brought: dict[int, int] = {}  # noqa: RUF012 - replaced, never changed
+
+
+@pytest.fixture
+def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
+    made = Coordinator(tmp_path / "coordinator", RUN, free_port())
+    yield made
+    made.kill()
+
+
+@pytest.fixture
+def light(coordinator: Coordinator, tmp_path: Path) -> Iterator[LightSwarm]:
+    # 4 MB a peer: rounds last long enough to be hit.
+    worker = {"numel": 1_000_000, "local_steps": 4, "max_steps": 10**6, "step_s": 0.1}
+    made = CoordinatedSwarm(tmp_path, [coordinator.start()], RUN, **worker)
+    made.extra = {"galaxy_size": 3}
+    yield made
+    made.close()
+
+
+def ranks_of(light: LightSwarm) -> dict[int, int]:
+    return {name: peer.records("start")[-1]["world_rank"] for name, peer in light.peers.items()}
+
+
+def kill_in_mid_round(coordinator: Coordinator, peer: LightPeer) -> None:
+    attempts = peer.log.count("reducing with")
+    wait_until(lambda: peer.log.count("reducing with") > attempts, "the next reduction")
+    coordinator.kill()
+
+
+def has_trained_with(peer: LightPeer, num_peers: int) -> bool:
+    return any(len(record["contributors"]) == num_peers for record in peer.epochs)
+
+
+def assert_no_epoch_was_lost(peer: LightPeer) -> None:
+    epochs = [record["epoch"] for record in peer.epochs]
+    assert epochs == list(range(epochs[0], epochs[0] + len(epochs)))
+
+
+def test_a_coordinator_killed_in_mid_round_comes_back_to_the_same_ranks_and_costs_no_epoch(
+    light, coordinator
+):
+    for name in range(3):
+        light.start(name)
+    wait_until(lambda: all(peer.epoch >= 1 for peer in light.peers.values()), "epoch 1")
+    ranks = ranks_of(light)
+    assert sorted(ranks.values()) == [0, 1, 2]
+    kill_in_mid_round(coordinator, light.peers[0])
+    epoch = light.peers[0].epoch
+    wait_until(lambda: light.peers[0].epoch >= epoch + 2, "epochs without the coordinator")
+    assert light.initial_peers == [coordinator.start()]
+    light.peers[2].kill()
+    light.start(2)
+    light.start(3)
+    wait_until(lambda: all(has_trained_with(peer, 4) for peer in light.peers.values()), "an epoch of all four")
+    assert ranks_of(light) == {**ranks, 3: 3}
+    assert_no_epoch_was_lost(light.peers[0])
+    light.check_digests()
+
+
+def test_without_its_coordinator_a_run_goes_on_and_takes_newcomers_through_any_peer(light, coordinator):
+    for name in range(3):
+        light.start(name)
+    wait_until(lambda: all(peer.epoch >= 1 for peer in light.peers.values()), "epoch 1")
+    kill_in_mid_round(coordinator, light.peers[1])
+    epoch = light.peers[1].epoch
+    wait_until(lambda: light.peers[1].epoch >= epoch + 2, "epochs without the coordinator")
+    # One that is killed comes back by its own command, and one that is new through any peer.
+    last = next(name for name, rank in ranks_of(light).items() if rank == 2)
+    light.initial_peers = [*light.initial_peers, light.peers[0].address, light.peers[1].address]
+    light.peers[last].kill()
+    light.brought = {last: 2, 3: 3}
+    light.start(last)
+    light.start(3)
+    wait_until(lambda: all(has_trained_with(peer, 4) for peer in light.peers.values()), "an epoch of all four")
+    assert_no_epoch_was_lost(light.peers[next(name for name in range(2) if name != last)])
+    light.check_digests()

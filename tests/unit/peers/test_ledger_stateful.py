@@ -1,0 +1,96 @@
+"""The coordinator's ledger under any order of requests, evictions, restarts and deaths between two statements."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from hypothesis import core, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from peers.ledger import Grant, Ledger, Taken
+
+_IS_SEARCH = core.global_force_seed is not None
+peer_ids = st.sampled_from(["ada", "bert", "cleo", "dora"])
+ranks = st.integers(0, 4)
+
+
+class LedgerUnderRequests(RuleBasedStateMachine):
+    """`holders` is what the ledger must say; beside it, the fencing numbers that were given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.directory = tempfile.TemporaryDirectory(prefix="ledger-")
+        self.holders: dict[int, str] = {}
+        self.fencing = 0
+        self.open()
+
+    def open(self) -> None:
+        self.ledger = Ledger(Path(self.directory.name, "run.sqlite"))
+
+    @rule(peer_id=peer_ids, wanted=st.none() | ranks, avoid=st.frozensets(ranks, max_size=2))
+    def a_rank_is_asked_for(self, peer_id: str, wanted: int | None, avoid: frozenset[int]) -> None:
+        self._assign(peer_id, wanted, None, avoid)
+
+    @rule(peer_id=peer_ids, wanted=ranks)
+    def a_holder_that_does_not_answer_is_evicted(self, peer_id: str, wanted: int) -> None:
+        self._assign(peer_id, wanted, self.holders.get(wanted), frozenset())
+
+    @rule(peer_id=peer_ids)
+    def a_peer_is_forgotten(self, peer_id: str) -> None:
+        self.ledger.release(peer_id)
+        self.holders = {rank: holder for rank, holder in self.holders.items() if holder != peer_id}
+
+    @rule()
+    def the_coordinator_is_started_again(self) -> None:
+        self.ledger.close()
+        self.open()
+
+    @rule(peer_id=peer_ids)
+    def the_coordinator_dies_between_two_statements(self, peer_id: str) -> None:
+        self.ledger._db.execute("BEGIN IMMEDIATE")
+        self.ledger._db.execute("UPDATE fencing SET last = last + 100")
+        self.ledger._db.execute("DELETE FROM ranks WHERE peer_id = ?", (peer_id,))
+        self.the_coordinator_is_started_again()
+
+    @invariant()
+    def it_says_what_it_has_granted(self) -> None:
+        assert {rank: self.ledger.holder(rank) for rank in range(12)} == {
+            rank: self.holders.get(rank) for rank in range(12)
+        }
+        assert self.ledger.known() == len(self.holders) == len(set(self.holders.values()))
+
+    def teardown(self) -> None:
+        self.ledger.close()
+        self.directory.cleanup()
+
+    def _assign(self, peer_id: str, wanted: int | None, evict: str | None, avoid: frozenset[int]) -> None:
+        before = {holder: rank for rank, holder in self.holders.items()}
+        answer = self.ledger.assign(peer_id, wanted, evict=evict, avoid=avoid)
+        if isinstance(answer, Taken):
+            assert wanted is not None and answer.holder == self.holders[wanted] not in (peer_id, evict)
+            return
+        assert isinstance(answer, Grant) and answer.fencing > self.fencing
+        rank, mine = answer.world_rank, before.get(peer_id)
+        if wanted is not None:
+            assert rank == wanted
+        elif mine is not None and mine not in avoid:
+            assert rank == mine
+        else:
+            assert rank not in avoid and self.holders.get(rank) in (None, peer_id)
+        assert self.holders.get(rank) in (None, peer_id, evict)
+        self.fencing = answer.fencing
+        self.holders = {r: holder for r, holder in self.holders.items() if holder != peer_id} | {
+            rank: peer_id
+        }
+
+
+LedgerUnderRequests.TestCase.settings = settings(
+    max_examples=2000 if _IS_SEARCH else 40,
+    stateful_step_count=20,
+    deadline=None,
+    derandomize=not _IS_SEARCH,
+    database=None,
+)
+TestLedgerUnderRequests = LedgerUnderRequests.TestCase
