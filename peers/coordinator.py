@@ -7,46 +7,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
-import socket
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peers.admission import Refused
 from peers.admission_issuer import DEFAULT_LIFETIME_DAYS
-from peers.admission_request import refusal
 from peers.admission_secrets import load_or_create_key
 from peers.admission_service import AdmissionService, AdmissionSettings
 from peers.dht import Dht
-from peers.errors import PeersError, ProtocolError, UserError
+from peers.errors import PeersError, UserError
 from peers.gate import Gate
 from peers.identity import Identity, check_run_id, load_or_create
-from peers.ledger import Grant, Ledger, Taken
+from peers.ledger import Grant, Ledger
 from peers.maddrs import parse_maddr
-from peers.messages import Channel
 from peers.news import Watcher
-from peers.rank_request import (
-    HOLDER_TIMEOUT_S,
-    MAX_REQUEST_BYTES,
-    parse_request,
-    protocol_of,
-    request_rank,
-    to_message,
-)
-from peers.records import COORDINATOR_KEY, MAX_MADDRS, PEERS_KEY, Announcement, CoordinatorRecord
+from peers.rank_request import protocol_of, request_rank
+from peers.registrar import ANNOUNCE_INTERVAL_S, Registrar, announce, announcements
 
 __all__ = ["CoordinatorConfig", "Grant", "request_rank", "serve"]
 
-ARRIVAL_S = 30.0
-"""A peer that was given a rank so recently counts as present, announced or not."""
-_RECORD_TTL_S = 30.0
-_ANNOUNCE_INTERVAL_S = 5.0
 _POLL_INTERVAL_S = 1.0
-_REQUEST_TIMEOUT_S = 10.0
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +84,7 @@ async def serve(config: CoordinatorConfig, say: Callable[[str], None]) -> None:
         await admission.enter()
         registrar = Registrar(run_id, ledger, dht, admission.gate)
         await dht.transport.serve(protocol_of(run_id), registrar.handle)
-        await _announce(dht, identity, run_id, admission)
+        await announce(dht, identity, run_id, admission)
         for line in lines_to_paste(
             await dht.maddrs(), config.host_maddrs, config.announce_maddrs, dht.peer_id
         ):
@@ -137,58 +120,6 @@ def who_may_join(config: CoordinatorConfig, is_open: bool) -> str:
         return "the swarm is open: whoever knows an address of it can join; --admission asks for a secret"
     listed = ", if the allowlist names them" if config.allowlist_file else ""
     return f"peers join with the swarm secret in {config.swarm_secret_path}{listed}: --swarm-secret-file <copy of it>"
-
-
-class Registrar:
-    """Answers requests for ranks."""
-
-    def __init__(self, run_id: str, ledger: Ledger, dht: Dht, gate: Gate) -> None:
-        self._run_id, self._ledger, self._dht, self._gate = run_id, ledger, dht, gate
-        self._granted_at: dict[str, float] = {}
-
-    async def handle(self, peer_id: str, sock: socket.socket) -> None:
-        """Serve one stream, which may carry several requests."""
-        channel = Channel(sock, max_message_bytes=MAX_REQUEST_BYTES)
-        try:
-            while True:
-                wanted, token = parse_request(await channel.receive(_REQUEST_TIMEOUT_S))
-                try:
-                    self._gate.check(peer_id, token, "coordinator")
-                except Refused as error:
-                    await channel.send(refusal(error.why), _REQUEST_TIMEOUT_S)
-                    return
-                await channel.send(to_message(await self.assign(peer_id, wanted)), _REQUEST_TIMEOUT_S)
-        finally:
-            channel.close()
-
-    async def assign(self, peer_id: str, wanted: int | None) -> Grant | Taken:
-        """As Ledger.assign, but a holder that does not answer loses the rank to one that asks for it.
-
-        Peers that came with ranks of their own while no coordinator was there hold them, too.
-        """
-        others = {
-            record.world_rank: record
-            for record in (await _announcements(self._dht, self._run_id, self._gate)).values()
-            if record.peer_id != peer_id and record.state != "leaving"
-        }
-        if wanted in others and await self._is_there(others[wanted].peer_id, others[wanted].maddrs):
-            return Taken(others[wanted].peer_id)
-        answer = self._ledger.assign(peer_id, wanted, avoid=frozenset(others))
-        if isinstance(answer, Taken) and not await self._is_there(answer.holder):
-            answer = self._ledger.assign(peer_id, wanted, evict=answer.holder)
-        if isinstance(answer, Taken):
-            return answer
-        return dataclasses.replace(answer, galaxy_size=self._num_around(peer_id, others.values()))
-
-    def _num_around(self, peer_id: str, others: Iterable[Announcement]) -> int:
-        """The peers that are there or on their way, the asking one included; the ledger knows the dead, too."""
-        now = time.monotonic()
-        self._granted_at[peer_id] = now
-        arriving = {peer for peer, at in self._granted_at.items() if now - at < ARRIVAL_S}
-        return len(arriving | {record.peer_id for record in others})
-
-    async def _is_there(self, peer_id: str, maddrs: Sequence[str] = ()) -> bool:
-        return await self._dht.ping(peer_id, timeout_s=HOLDER_TIMEOUT_S, maddrs=maddrs)
 
 
 def lines_to_paste(
@@ -234,44 +165,19 @@ async def _until_one_fails(*coroutines: Coroutine[Any, Any, None]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _announce(dht: Dht, identity: Identity, run_id: str, admission: AdmissionService) -> None:
-    maddrs = await dht.maddrs()
-    record = CoordinatorRecord(
-        peer_id=dht.peer_id,
-        run_id=run_id,
-        maddrs=tuple(maddrs[:MAX_MADDRS]),
-        time=time.time(),
-        token=admission.token,
-    )
-    await dht.store(COORDINATOR_KEY(run_id), dht.peer_id, record.encode(identity), _RECORD_TTL_S)
-
-
 async def _announce_forever(dht: Dht, identity: Identity, run_id: str, admission: AdmissionService) -> None:
     while True:
-        await asyncio.sleep(_ANNOUNCE_INTERVAL_S)
-        await _announce(dht, identity, run_id, admission)
+        await asyncio.sleep(ANNOUNCE_INTERVAL_S)
+        await announce(dht, identity, run_id, admission)
 
 
 async def _report_forever(dht: Dht, run_id: str, gate: Gate, say: Callable[[str], None]) -> None:
     watcher = Watcher()
     while True:
-        for line in watcher.update(await _announcements(dht, run_id, gate), time.monotonic()):
+        for line in watcher.update(await announcements(dht, run_id, gate), time.monotonic()):
             say(line)
         await asyncio.sleep(_POLL_INTERVAL_S)
 
 
 async def _fail_with_p2pd(dht: Dht) -> None:
     raise PeersError(f"p2pd, which carries the coordinator's connections, has died: {await dht.wait_dead()}")
-
-
-async def _announcements(dht: Dht, run_id: str, gate: Gate) -> dict[str, Announcement]:
-    """The valid announcements of a run, by peer id."""
-    found: dict[str, Announcement] = {}
-    for peer_id, blob in (await dht.get(PEERS_KEY(run_id))).items():
-        try:
-            record = Announcement.decode(peer_id, blob, time.time(), run_id=run_id)
-            gate.check(peer_id, record.token, "DHT")
-            found[peer_id] = record
-        except ProtocolError as error:
-            logger.debug("ignored: %s", error)
-    return found

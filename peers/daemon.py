@@ -38,6 +38,7 @@ from peers.paths import TransportMode
 from peers.presence import Presence
 from peers.records import Announcement
 from peers.schedule import Schedule
+from peers.stand_in import StandIn
 from peers.state_server import StateServer
 from peers.streams import StreamPool
 from peers.supervisor import Supervisor, WorkerCommand
@@ -143,6 +144,7 @@ class Daemon:
         self._standing = Standing()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._supervisor: Supervisor | None = None
+        self._stand_in: StandIn | None = None
         self._tasks: list[asyncio.Task[Any]] = []
         self._averager: Averager | None = None
         self._trainers: frozenset[int] = frozenset()
@@ -215,6 +217,15 @@ class Daemon:
             len(self._presence.view) - 1,
         )
         self._spawn(self._presence.announce_forever())
+        self._stand_in = StandIn(
+            run_id=self._config.run_id,
+            world_rank=self._presence.world_rank,
+            identity=self._identity,
+            dht=self._dht,
+            admission=self._admission,
+            view=lambda: self._presence.view,
+        )
+        self._spawn(self._stand_in.run())
         await self._pool.start()
         return await self._agreement.reach(
             self._config.manifest, self._config.named, waited_out=self._waited_out
@@ -321,6 +332,8 @@ class Daemon:
         for peer_id in self._met - met:
             self._pool.drop(peer_id)
         self._met = met
+        if self._stand_in is not None:
+            self._stand_in.view_changed()
         trainers = frozenset(r for r, peer in view.items() if peer.state in membership.TRAINING_STATES)
         lost = self._trainers - view.keys()
         self._trainers = trainers

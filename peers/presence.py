@@ -13,13 +13,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from peers.coordinator import request_rank
 from peers.dht import Dht
 from peers.errors import PeersError, ProtocolError, UserError
 from peers.gate import Gate
 from peers.identity import Identity
+from peers.ledger import Grant
 from peers.membership import View
 from peers.mesh import Mesh, StreamOpener
+from peers.rank_request import request_rank
 from peers.records import MAX_MADDRS, PEERS_KEY, Announcement
 
 log = logging.getLogger(__name__)
@@ -33,6 +34,8 @@ LEAVE_TIMEOUT_S = 2.0
 """How long saying goodbye may take: somebody may be waiting for this process to end."""
 COORDINATOR_TIMEOUT_S = 5.0
 """How long to look for a coordinator by a peer that needs a rank from it."""
+STAND_IN_TIMEOUT_S = 30.0
+"""How long to wait for a peer that takes the coordinator's place: it has to find that nobody answers there."""
 COORDINATOR_GLANCE_S = 2.0
 """The same by a peer that has brought its rank: the ledger should know of it, but need not."""
 
@@ -147,15 +150,12 @@ class Presence:
         await self.mesh.close()
 
     async def _obtain_rank(self, wanted: int | None) -> int:
-        timeout_s = COORDINATOR_TIMEOUT_S if wanted is None else COORDINATOR_GLANCE_S
-        grant = await request_rank(
-            self._dht,
-            self._run_id,
-            wanted,
-            timeout_s=timeout_s,
-            gate=self._gate,
-            token=self._describe().token,
+        grant = await self._request_rank(
+            wanted, COORDINATOR_TIMEOUT_S if wanted is None else COORDINATOR_GLANCE_S
         )
+        if grant is None and wanted is None and await self._records():
+            log.info("no coordinator answers; waiting for one of the peers to take its place")
+            grant = await self._request_rank(None, STAND_IN_TIMEOUT_S)
         if grant is not None:
             self._galaxy_size = self._galaxy_size or grant.galaxy_size
             return grant.world_rank
@@ -165,6 +165,16 @@ class Presence:
                 "its address to --initial-peers, or choose a number with --world-rank"
             )
         return wanted
+
+    async def _request_rank(self, wanted: int | None, timeout_s: float) -> Grant | None:
+        return await request_rank(
+            self._dht,
+            self._run_id,
+            wanted,
+            timeout_s=timeout_s,
+            gate=self._gate,
+            token=self._describe().token,
+        )
 
     async def _records(self) -> dict[str, Announcement]:
         """Fresh, well-signed announcements of this run in the DHT, by peer id."""

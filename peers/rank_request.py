@@ -5,6 +5,7 @@ peer                                       coordinator   (protocol diloco/<run_i
  token: bytes}
                                       <-   {kind: "grant", world_rank, fencing, galaxy_size}
                                       <-   {kind: "taken", holder}
+                                      <-   {kind: "none left"}
                                       <-   {kind: "refused", why}
 """
 
@@ -20,7 +21,7 @@ from peers.admission_request import raise_refusal
 from peers.dht import Dht
 from peers.errors import PeerUnreachable, ProtocolError, UserError
 from peers.gate import Gate
-from peers.ledger import Grant, Taken
+from peers.ledger import Grant, NoneLeft, Taken
 from peers.messages import Channel
 from peers.records import COORDINATOR_KEY, MAX_WORLD_RANKS, CoordinatorRecord
 
@@ -29,6 +30,7 @@ HOLDER_TIMEOUT_S = 3.0
 MAX_REQUEST_BYTES = 1024
 
 _RETRY_INTERVAL_S = 0.3
+_ASK_TIMEOUT_S = 5.0
 _BRIEF_SEARCH_S = 1.0
 
 logger = logging.getLogger(__name__)
@@ -53,10 +55,12 @@ async def request_rank(
     # With a rank of its own a peer needs no coordinator, and most likely there is none.
     search_until = deadline if wanted is None else time.monotonic() + min(timeout_s, _BRIEF_SEARCH_S)
     while time.monotonic() < deadline:
-        records = await _coordinators(dht, run_id, gate)
+        records = await coordinators(dht, run_id, gate)
         for record in records:
             try:
-                return await _ask(dht, record, wanted, token, timeout_s=deadline - time.monotonic())
+                # One that has died is in the DHT for a while.
+                left_s = min(_ASK_TIMEOUT_S, deadline - time.monotonic())
+                return await _ask(dht, record, wanted, token, timeout_s=left_s)
             except Refused as error:
                 raise UserError(error.why.advice(dht.peer_id)) from error
             except (PeerUnreachable, ProtocolError) as error:
@@ -71,8 +75,8 @@ def protocol_of(run_id: str) -> str:
     return f"diloco/{run_id}/coordinator"
 
 
-async def _coordinators(dht: Dht, run_id: str, gate: Gate) -> list[CoordinatorRecord]:
-    """Everyone who says to be the run's coordinator and may be, who said so last first."""
+async def coordinators(dht: Dht, run_id: str, gate: Gate) -> list[CoordinatorRecord]:
+    """Everyone who says to be the run's coordinator, or in its place, and may be; who said so last first."""
     found = []
     for peer_id, blob in (await dht.get(COORDINATOR_KEY(run_id))).items():
         try:
@@ -110,9 +114,11 @@ def parse_request(message: dict[str, Any]) -> tuple[int | None, bytes]:
     return wanted, token
 
 
-def to_message(answer: Grant | Taken) -> dict[str, Any]:
+def to_message(answer: Grant | Taken | NoneLeft) -> dict[str, Any]:
     if isinstance(answer, Taken):
         return {"kind": "taken", "holder": answer.holder}
+    if isinstance(answer, NoneLeft):
+        return {"kind": "none left"}
     return {
         "kind": "grant",
         "world_rank": answer.world_rank,
@@ -128,6 +134,11 @@ def parse_answer(message: dict[str, Any], wanted: int | None) -> Grant:
         raise UserError(
             f"world rank {wanted} is taken by the live peer {message.get('holder')!s:.64}; give another --world-rank, "
             "or none and the coordinator assigns one"
+        )
+    if message.get("kind") == "none left":
+        raise UserError(
+            "the coordinator is away, and the peer in its place has no world rank left to give; start the coordinator "
+            "again, or choose a number with --world-rank"
         )
     rank, fencing, galaxy_size = (message.get(name) for name in ("world_rank", "fencing", "galaxy_size"))
     named = message.get("kind") == "grant" and wanted in (None, rank)

@@ -104,6 +104,8 @@ class CoordinatorRecord:
     time: float
     token: bytes = b""
     """As in an Announcement."""
+    stands_in: bool = False
+    """It is a peer that gives ranks while the coordinator is away."""
 
     def encode(self, identity: Identity) -> bytes:
         """The record for the DHT, under `identity.peer_id` as its subkey."""
@@ -206,15 +208,16 @@ def _are_paths(value: Any) -> bool:
 
 Checks = Mapping[str, Callable[[Any], bool]]
 
-_COORDINATOR_CHECKS: Checks = {
+_COMMON_CHECKS: Checks = {
     "peer_id": _is_text,
     "run_id": _is_text,
     "maddrs": _are_maddrs,
     "time": _is_real,
     "token": lambda value: isinstance(value, bytes) and len(value) <= MAX_TOKEN_BYTES,
 }
+_COORDINATOR_CHECKS: Checks = {**_COMMON_CHECKS, "stands_in": lambda value: type(value) is bool}
 _ANNOUNCEMENT_CHECKS: Checks = {
-    **_COORDINATOR_CHECKS,
+    **_COMMON_CHECKS,
     "world_rank": lambda value: _is_count(value) and value < MAX_WORLD_RANKS,
     "incarnation": _is_count,
     "state": lambda value: isinstance(value, str) and value in STATES,
