@@ -40,6 +40,9 @@ SLOW = (
     "diloco peer --initial-peers <maddr> --path-model 150m --hv.local-steps 100 --hv.compression int4 "
     "--hv.num-fragments 4 --hv.overlap-steps 5"
 )
+UNEVEN = (
+    "diloco peer --initial-peers <maddr> --path-model 150m --hv.local-time 120s --hv.aggregation trimmed-mean"
+)
 POD = (
     "diloco peer --initial-peers <maddr> --hv.host-maddrs /ip4/0.0.0.0/tcp/30002 "
     "--hv.announce-maddrs /ip4/203.0.113.7/tcp/41002 --hv.data-port 30003 "
@@ -203,7 +206,7 @@ def digests(run_dir: Path) -> dict[int, str]:
 
 
 def test_the_documents_have_no_command_that_is_not_tested_here():
-    known = {DEMO, *INSTALL, DHT, FIRST, SECOND, SLOW, POD, STATUS, OWN_LOOP, TORCHRUN}
+    known = {DEMO, *INSTALL, DHT, FIRST, SECOND, SLOW, UNEVEN, POD, STATUS, OWN_LOOP, TORCHRUN}
     known |= {CLOSED_DHT, ADMITTED, BAN}
     assert set(commands(README)) == known
     assert f"`{RUN}`" in README.replace("\n", " ")
@@ -321,6 +324,17 @@ def test_on_slow_links_fragments_travel_while_training_goes_on(pair, run, maddr,
     ]
     uncompressed = 4 * 24_000
     assert all(record["sent_bytes"] < uncompressed / 7 for record in records)
+
+
+def test_a_time_budget_ends_epochs_before_their_steps_are_done(run, maddr, model):
+    """Two seconds in place of two minutes, on steps of which a thousand would take longer."""
+    short = ("--fake-data", "--seq-length", 64, "--total-batch-size", 64, "--eval-tokens", 64)
+    more = ("--hv.local-steps", 1000, "--max-steps", 2000, "--run-id", "uneven", "--world-rank", 0, *short)
+    peer = run(typed(UNEVEN, *more, maddr=maddr, path_model=model, hv__local_time="2s"), "uneven")
+    assert peer.wait() == 0, peer.stderr
+    run_dir = run_dir_of(peer)
+    assert [record["step"] for record in records_of(run_dir, "epoch")] == [1000, 2000]
+    assert len(records_of(run_dir, "step")) < 1000
 
 
 def test_a_pod_announces_the_ports_it_is_reached_by(run, maddr, model):
