@@ -38,7 +38,7 @@ _TOKEN, _BANS = b"diloco token\0", b"diloco bans\0"
 class Why(StrEnum):
     """Why a peer is refused, as it is told and as the log has it."""
 
-    NO_TOKEN = "it has no token"
+    NO_TOKEN = "it has shown no token"
     FORGED = "its token is not of this run"
     ANOTHERS = "its token is another peer's"
     EARLY = "its token is not valid yet"

@@ -7,6 +7,7 @@ run invisible. Ours neither keep such values nor let them count for anything whe
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Collection
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Protocol
@@ -26,6 +27,13 @@ class Check(Protocol):
     def __call__(self, subkey: str, value: bytes, *, expiry: float, is_found: bool) -> bool: ...
 
 
+MAX_OTHER_PER_S = 400.0
+MAX_OTHER_AT_ONCE = 1000
+MAX_OTHER_TTL_S = 45.0
+MAX_OTHER_BYTES = 4200
+"""Of values under keys that this node knows nothing of: in all, that bounds the memory they take, to some 80 MB."""
+_MAX_SUBKEY_BYTES = 256
+
 _is_finding: ContextVar[bool] = ContextVar("is_finding", default=False)
 
 log = logging.getLogger(__name__)
@@ -36,6 +44,7 @@ class KeptRecords(RecordValidatorBase):
 
     def __init__(self) -> None:
         self._checks: dict[bytes, Check] = {}
+        self._num_other, self._counted_at = 0.0, time.monotonic()
 
     def keep(self, key: str, check: Check) -> None:
         """From now on, keep under `key` only what this check lets through."""
@@ -59,14 +68,27 @@ class KeptRecords(RecordValidatorBase):
         protocol.call_find = call_find  # type: ignore[method-assign]
 
     def validate(self, record: DHTRecord) -> bool:
-        check = self._checks.get(record.key)
-        if check is None or _is_finding.get():
+        if _is_finding.get():
             return True
+        if (check := self._checks.get(record.key)) is None:
+            return self._has_room(record)
         try:
             subkey = msgpack.unpackb(record.subkey)
         except (ValueError, TypeError, msgpack.UnpackException):
             return False
         return _passes(check, subkey, record.value, record.expiration_time, is_found=False)
+
+    def _has_room(self, record: DHTRecord) -> bool:
+        """Whether to store for somebody under a key of another run. How many such values there are at once follows."""
+        now = time.monotonic()
+        self._num_other = max(0.0, self._num_other - (now - self._counted_at) * MAX_OTHER_PER_S)
+        self._counted_at = now
+        is_small = len(record.value) <= MAX_OTHER_BYTES and len(record.subkey) <= _MAX_SUBKEY_BYTES
+        is_brief = record.expiration_time <= time.time() + MAX_OTHER_TTL_S
+        if not (is_small and is_brief and self._num_other < MAX_OTHER_AT_ONCE):
+            return False
+        self._num_other += 1
+        return True
 
     def _sifted(self, key: DHTID, item: tuple[Any, Any]) -> tuple[Any, Any]:
         """What was found for a key, with the nearest nodes beside it, but for what does not pass."""

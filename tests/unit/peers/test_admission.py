@@ -77,7 +77,7 @@ def test_without_an_admission_key_everybody_is_let_in():
 
 def test_who_has_shown_a_token_is_known_until_it_expires_or_he_is_banned():
     decision, blob = Admission("run", PUBLIC), TOKEN.encode(KEY.private_key)
-    with pytest.raises(Refused, match="no token"):
+    with pytest.raises(Refused, match="shown no token"):
         decision.check_shown(PEER, NOW)
     decision.check(PEER, blob, NOW)
     decision.check_shown(PEER, NOW + 99)

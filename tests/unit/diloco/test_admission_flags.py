@@ -1,0 +1,57 @@
+"""Where the swarm secret goes from the command line: to the daemon, by its file's name, and to nobody else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from diloco.cli import exit_code
+from diloco.config import parse_train_config
+from diloco.local_swarm import environment_of_peers
+from diloco.peer import Workplace
+from diloco.swarm_config import daemon_config
+from peers.admission_secrets import SECRET_ENV, AdmissionKey
+from peers.errors import UserError
+
+SECRET = AdmissionKey.new().secret.to_text()
+
+
+def test_a_swarm_on_this_machine_does_without_the_secret_of_another(tmp_path):
+    assert SECRET_ENV not in environment_of_peers({SECRET_ENV: SECRET}, tmp_path, 2)
+
+
+def test_the_workers_are_not_given_the_secret(tmp_path, monkeypatch):
+    monkeypatch.setenv(SECRET_ENV, SECRET)
+    config, named = parse_train_config([])
+    command = Workplace(config, named, tmp_path, 1).command({}, 0, tmp_path / "link")
+    assert SECRET not in (*command.env.values(), *command.argv)
+    assert SECRET.split(".")[2] not in (tmp_path / "config.toml").read_text()
+
+
+def test_the_daemon_is_told_the_files_and_not_what_is_in_them(tmp_path):
+    path = tmp_path / "secret"
+    path.write_text(SECRET)
+    config, named = parse_train_config(["--swarm-secret-file", str(path), "--hv.world-rank", "0"])
+    fields = daemon_config(config, named)
+    assert fields["swarm_secret_file"] == str(path)
+    assert SECRET.split(".")[2] not in str(fields)
+
+
+@pytest.mark.parametrize("given", ["missing", SECRET])
+def test_a_file_that_cannot_be_read_stops_the_peer_before_it_joins(given, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert exit_code(["peer", "--world-rank", "0", "--swarm-secret-file", given]) == 2
+    said = capsys.readouterr().err
+    assert "swarm secret" in said
+    assert SECRET.split(".")[2] not in said
+    assert not Path("runs").exists()
+
+
+def test_a_secret_of_another_run_than_the_key_is_refused(tmp_path):
+    (tmp_path / "secret").write_text(SECRET)
+    (tmp_path / "key").write_text(AdmissionKey.new().to_text())
+    flags = ["--swarm-secret-file", str(tmp_path / "secret"), "--admission-key-file", str(tmp_path / "key")]
+    config, named = parse_train_config([*flags, "--hv.world-rank", "0"])
+    with pytest.raises(UserError, match="of different runs"):
+        daemon_config(config, named)

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import time
+
+import msgpack
+from hivemind.dht.routing import DHTID
+from hivemind.dht.validation import DHTRecord
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peers import dht_records
+from peers.dht_records import MAX_OTHER_AT_ONCE, MAX_OTHER_BYTES, MAX_OTHER_TTL_S, KeptRecords
+
+
+def record(key: str, subkey: object, value: object, ttl_s: float = 20.0) -> DHTRecord:
+    packed = DHTID.generate(source=key).to_bytes(), msgpack.packb(subkey), msgpack.packb(value)
+    return DHTRecord(*packed, time.time() + ttl_s)
+
+
+def kept() -> KeptRecords:
+    records = KeptRecords()
+    records.keep("run", lambda subkey, value, *, expiry, is_found: value == b"of " + subkey.encode())
+    return records
+
+
+def test_under_a_known_key_only_what_passes_its_check_is_kept():
+    records = kept()
+    assert records.validate(record("run", "a", b"of a"))
+    for subkey, value in (("a", b"of b"), (None, b"of None"), (b"a", b"of a"), ("a", "of a"), ("a", None)):
+        assert not records.validate(record("run", subkey, value))
+    assert not records.validate(DHTRecord(DHTID.generate(source="run").to_bytes(), b"", b"\xa1a", 0.0))
+
+
+@given(subkey=st.binary(max_size=50), value=st.binary(max_size=50))
+def test_random_bytes_under_a_known_key_are_not_kept(subkey, value):
+    assert not kept().validate(DHTRecord(DHTID.generate(source="run").to_bytes(), subkey, value, 0.0))
+
+
+def test_under_other_keys_little_is_kept_and_not_for_long(monkeypatch):
+    monkeypatch.setattr(dht_records, "MAX_OTHER_PER_S", 0.0)
+    records = kept()
+    assert not records.validate(record("other", "a", b"x" * MAX_OTHER_BYTES))
+    assert not records.validate(record("other", "a", b"x", MAX_OTHER_TTL_S + 10))
+    taken = sum(records.validate(record(f"other {n}", "a", b"x")) for n in range(2 * MAX_OTHER_AT_ONCE))
+    assert taken == MAX_OTHER_AT_ONCE
+    assert records.validate(record("run", "a", b"of a"))
