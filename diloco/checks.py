@@ -84,6 +84,16 @@ def rate_or_auto(most: float = math.inf) -> Callable[[Any, Sequence[Token]], flo
     return convert
 
 
+def count_or_auto(_type: Any, tokens: Sequence[Token]) -> int | None:
+    """Converts a whole number from 1 on; `auto` becomes None."""
+    if tokens[-1].value == "auto":
+        return None
+    number = whole(_type, tokens)
+    if number < 1:
+        raise ValueError("It must be auto or 1 or more.")
+    return number
+
+
 def duration(_type: Any, tokens: Sequence[Token]) -> float:
     """Seconds, from a number of them or one with a unit: 90, 120s, 10m, 1.5h."""
     text = tokens[-1].value

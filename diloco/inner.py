@@ -66,8 +66,8 @@ class InnerLoop:
         self.optimizer = optimizer
         self.loss_scale = LossScale() if precision.scales_loss else LossScale(scale=1.0, interval=0)
         self._precision = precision
-        self._device = device
-        self._micro_batch_size = micro_batch_size
+        self.device = device
+        self.micro_batch_size = micro_batch_size
         self._max_grad_norm = max_grad_norm
         self._parameters = [p for p in model.parameters() if p.requires_grad]
 
@@ -75,8 +75,8 @@ class InnerLoop:
         """Train on `samples` [n, seq_length + 1] of token ids, this rank's part of the batch, with gradients averaged
         over ranks. Every rank must have the same n. Waits for the device once."""
         set_learning_rate(self.optimizer.param_groups, lr)
-        micro_batches = samples.split(self._micro_batch_size)
-        loss = torch.zeros((), device=self._device)
+        micro_batches = samples.split(self.micro_batch_size)
+        loss = torch.zeros((), device=self.device)
         for number, batch in enumerate(micro_batches):
             if isinstance(self.model, FSDPModule):
                 self.model.set_requires_gradient_sync(number == len(micro_batches) - 1)
@@ -97,8 +97,8 @@ class InnerLoop:
 
     def loss(self, samples: Tensor, *, reduction: str) -> Tensor:
         """Next-token cross-entropy in nats over `samples` [n, seq_length + 1]."""
-        samples = samples.to(self._device, non_blocking=True)
-        with self._precision.autocast(self.model, self._device):
+        samples = samples.to(self.device, non_blocking=True)
+        with self._precision.autocast(self.model, self.device):
             logits = self.model(input_ids=samples[:, :-1], use_cache=False).logits
         return functional.cross_entropy(
             logits.float().flatten(0, 1), samples[:, 1:].flatten(), reduction=reduction
@@ -125,8 +125,8 @@ class InnerLoop:
     @torch.no_grad()
     def activation_norms(self, samples: Tensor) -> list[float]:
         """Root mean square of the hidden state before the first layer and after each, over `samples`."""
-        samples = samples[: self._micro_batch_size, :-1].to(self._device)
-        with self._precision.autocast(self.model, self._device):
+        samples = samples[: self.micro_batch_size, :-1].to(self.device)
+        with self._precision.autocast(self.model, self.device):
             states: Sequence[Tensor] = self.model(
                 input_ids=samples, use_cache=False, output_hidden_states=True
             ).hidden_states

@@ -12,7 +12,18 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from diloco.checks import addresses, at_least, codec, duration, finite, rate_or_auto, safe_name, up_to, whole
+from diloco.checks import (
+    addresses,
+    at_least,
+    codec,
+    count_or_auto,
+    duration,
+    finite,
+    rate_or_auto,
+    safe_name,
+    up_to,
+    whole,
+)
 
 SHARED = {"shared": True}
 
@@ -42,6 +53,11 @@ def auto(most: float = math.inf) -> Parameter:
     return Parameter(
         converter=rate_or_auto(most), metavar="NUMBER|auto", show_default=lambda value: value or "auto"
     )
+
+
+def auto_count() -> Parameter:
+    """A whole number from 1 on that is worked out where it is given as auto."""
+    return Parameter(converter=count_or_auto, metavar="INT|auto")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,8 +178,8 @@ class TrainConfig:
     """Tokens per sample."""
     total_batch_size: Count = field(default=512, metadata=SHARED)
     """Samples per inner step of one peer, over all its ranks."""
-    per_device_train_batch_size: Count = 32
-    """Samples per forward pass of one rank; the default shrinks to what divides the total."""
+    per_device_train_batch_size: Annotated[int | None, auto_count()] = 32
+    """Samples per forward pass of one rank; the default shrinks to what divides the total, auto finds it by trying."""
     lr: Rate = field(default=4e-4, metadata=SHARED)
     """Peak learning rate of the inner AdamW."""
     weight_decay: Rate = field(default=0.1, metadata=SHARED)

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from diloco.auto_batch import find_micro_batch_size
 from diloco.checkpoint import Checkpoints
 from diloco.config import TrainConfig, flat_values, parse_train_config
 from diloco.data import batches, open_data
@@ -95,9 +96,16 @@ class Trainer:
             adamw(model, weight_decay=config.weight_decay),
             precision=precision,
             device=device,
-            micro_batch_size=config.per_device_train_batch_size,
+            micro_batch_size=config.per_device_train_batch_size or 1,
             max_grad_norm=config.max_grad_norm,
         )
+        if config.per_device_train_batch_size is None:
+            self.inner.micro_batch_size = find_micro_batch_size(
+                self.inner,
+                num_samples=config.total_batch_size // world.num_ranks,
+                seq_length=config.seq_length,
+                vocab_size=model.config.vocab_size,
+            )
         self.checkpoints = Checkpoints(config.ckpt, world, self.inner)
         self.outer = Diloco(
             model,
@@ -111,7 +119,13 @@ class Trainer:
     def train(self) -> None:
         """From wherever this peer is in the run to its end, and save the model."""
         outer = self.outer
-        self.metrics.write("event", event="start", **self.position(), world_rank=outer.world_rank)
+        self.metrics.write(
+            "event",
+            event="start",
+            **self.position(),
+            world_rank=outer.world_rank,
+            micro_batch_size=self.inner.micro_batch_size,
+        )
         if outer.nominal_step == 0 and outer.evaluates:
             self.evaluate()
         while not outer.done:
@@ -178,7 +192,7 @@ class Trainer:
             self.inner,
             self.validation,
             world=self.world,
-            micro_batch_size=self.config.per_device_train_batch_size,
+            micro_batch_size=self.inner.micro_batch_size,
         )
         self.metrics.write(
             "eval",
@@ -211,7 +225,9 @@ def check_fits(config: TrainConfig, world: World, device: torch.device) -> None:
     copies = world.num_local_ranks if config.sharding_strategy == "NO_SHARD" else 1
     need = memory_needed_bytes(
         num_parameters(model_config) * copies,
-        activation_tokens=config.per_device_train_batch_size * config.seq_length * world.num_local_ranks,
+        activation_tokens=(config.per_device_train_batch_size or 1)
+        * config.seq_length
+        * world.num_local_ranks,
         config=model_config,
         on_gpu=device.type == "cuda",
         # What the daemon holds it may hold already, when this worker was restarted.
