@@ -37,6 +37,8 @@ REQUEST_TIMEOUT_S = 10.0
 RENEWAL_TIMEOUT_S = 3.0
 """The same while the token at hand is still good."""
 _INTERVAL_S = 5.0
+_RENEWALS = 100
+"""Attempts at renewing a token in its time, about: one of 30 days is tried every seven hours."""
 _RECORD_TTL_S = 30.0
 
 log = logging.getLogger(__name__)
@@ -89,6 +91,7 @@ class AdmissionService:
         self._token_path = identity.path.with_suffix(".token")
         self._bans_path = identity.path.with_suffix(".bans")
         self._woken = asyncio.Event()
+        self._renew_at = 0.0
         self._issuer: Issuer | None = None
         if (issuing := settings.issuer()) is not None:
             self._issuer = Issuer(
@@ -156,15 +159,18 @@ class AdmissionService:
                 raise UserError(_nobody(error)) from error
 
     async def _renew(self, applicant: Applicant) -> None:
-        if not self._is_half_over(applicant):
+        token = Token.decode(self.token, applicant.secret.public_key)
+        if time.time() >= token.expires:
+            raise PeersError(Why.EXPIRED.advice(applicant.peer_id))
+        if not self._is_half_over(applicant) or time.monotonic() < self._renew_at:
             return
         try:
             self._take(await self._new(applicant, RENEWAL_TIMEOUT_S))
         except (Refused, PeerUnreachable) as error:
-            left_s = Token.decode(self.token, applicant.secret.public_key).expires - time.time()
-            log.warning("the token was not renewed (%s); it is good for %.0f s more", error, left_s)
-            if left_s <= 0:
-                raise PeersError(Why.EXPIRED.advice(applicant.peer_id)) from error
+            left_h = (token.expires - time.time()) / 3600
+            log.warning("the token was not renewed (%s); it is good for %.1f h more", error, left_h)
+            # Whoever issues tokens may be gone for days.
+            self._renew_at = time.monotonic() + (token.expires - token.not_before) / _RENEWALS
 
     async def _new(self, applicant: Applicant, timeout_s: float) -> bytes:
         if self._issuer is not None:

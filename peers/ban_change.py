@@ -107,10 +107,10 @@ async def _admitted(dht: Dht, run_id: str, gate: Gate) -> dict[str, Sequence[str
         for peer_id, blob in (await dht.get(key)).items():
             try:
                 record: CoordinatorRecord | Announcement = kind.decode(peer_id, blob, now, run_id=run_id)
-                gate.check(peer_id, record.token, "DHT")
             except ProtocolError:
                 continue
-            found[peer_id] = record.maddrs
+            if gate.is_admitted(peer_id, record.token):
+                found[peer_id] = record.maddrs
     return found
 
 

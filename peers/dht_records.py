@@ -65,7 +65,7 @@ class KeptRecords(RecordValidatorBase):
                 _is_finding.reset(token)
             return {key: self._sifted(key, item) for key, item in found.items()} if found else found
 
-        protocol.call_find = call_find  # type: ignore[method-assign]
+        protocol.call_find = call_find
 
     def validate(self, record: DHTRecord) -> bool:
         if _is_finding.get():

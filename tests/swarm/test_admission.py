@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from diloco.cli import exit_code
 from peers import greeting
 from peers.admission import Refused, Why
 from peers.admission_request import Applicant, request_token
@@ -239,7 +240,7 @@ def ended(peer: LightPeer) -> str:
     return peer.error
 
 
-def test_a_peer_that_is_banned_while_it_trains_is_dropped_at_once_and_told_why(run, light):
+def test_a_peer_that_is_banned_while_it_trains_is_dropped_at_once_and_told_why(run, light, capsys):
     banned = light.start(2)
     wait_until(lambda: 2 in (light.peers[0].epochs[-1]["contributors"]), "an epoch with it")
     began = time.monotonic()
@@ -254,7 +255,12 @@ def test_a_peer_that_is_banned_while_it_trains_is_dropped_at_once_and_told_why(r
     again = light.start(2)
     assert "is banned from the run" in ended(again)
     assert "peers unban" in again.error
-    run.change_bans(unban=[light.peer_id(2)])
+    where = ["--initial-peers", run.address, "--run-id", RUN_ID, "--state-dir", str(run.config.state_dir)]
+    capsys.readouterr()
+    assert exit_code(["peers", "list", *where]) == 0
+    assert light.peer_id(2) in capsys.readouterr().out.splitlines()
+    assert exit_code(["peers", "unban", light.peer_id(2), *where]) == 0
+    assert f"{light.peer_id(2)} is no longer banned" in capsys.readouterr().out
     num_epochs = len(banned.epochs)
     back = light.start(2)
     wait_until(lambda: len(back.epochs) > num_epochs, "an epoch of the peer that was let back in")

@@ -11,7 +11,7 @@ from diloco.config import parse_train_config
 from diloco.local_swarm import environment_of_peers
 from diloco.peer import Workplace
 from diloco.swarm_config import daemon_config
-from peers.admission_secrets import SECRET_ENV, AdmissionKey
+from peers.admission_secrets import SECRET_ENV, AdmissionKey, load_or_create_key
 from peers.errors import UserError
 
 SECRET = AdmissionKey.new().secret.to_text()
@@ -55,3 +55,16 @@ def test_a_secret_of_another_run_than_the_key_is_refused(tmp_path):
     config, named = parse_train_config([*flags, "--hv.world-rank", "0"])
     with pytest.raises(UserError, match="of different runs"):
         daemon_config(config, named)
+
+
+def test_a_new_secret_is_made_where_the_key_is_and_not_shown(tmp_path, capsys):
+    key_path, secret_path = (
+        tmp_path / "coordinator" / f"diloco.{end}" for end in ("admission-key", "swarm-secret")
+    )
+    old = load_or_create_key(key_path, secret_path).secret.to_text()
+    assert exit_code(["peers", "new-secret", "--state-dir", str(tmp_path)]) == 0
+    new, said = secret_path.read_text().strip(), capsys.readouterr().out
+    assert new != old and new.split(".")[1] == old.split(".")[1]
+    assert str(secret_path) in said and new.split(".")[2] not in said
+    assert exit_code(["peers", "new-secret", "--run-id", "other", "--state-dir", str(tmp_path)]) == 2
+    assert "other.admission-key" in capsys.readouterr().err
