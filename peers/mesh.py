@@ -28,6 +28,11 @@ log = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
 SILENCE_S = 8.0
 """A peer that says nothing for so long counts as lost. Far above a heartbeat: a busy machine is not a dead one."""
+_MANY_PEERS = 16
+"""From so many on heartbeats get rarer: all hear all, and it is what membership costs."""
+_SLOWEST_HEARTBEAT_S = SILENCE_S / 3
+_FRESH_S = 0.5
+"""For so long a signed status is good for another peer's heartbeat."""
 DIAL_TIMEOUT_S = 5.0
 LET_THE_OTHER_DIAL_S = 3.0
 MAX_DIALLED = 32
@@ -77,6 +82,7 @@ class Mesh:
         self._protocol = mesh_protocol(run_id)
         self._run_id, self._peer_id, self._transport = run_id, peer_id, transport
         self._status, self._on_change, self._on_message = status, on_change, on_message
+        self._signed, self._signed_at = b"", float("-inf")
         self._peers: dict[str, _Peer] = {}
         self._dialling: dict[str, asyncio.Task[None]] = {}
         self._dials = asyncio.Semaphore(MAX_DIALLED)
@@ -130,7 +136,8 @@ class Mesh:
             peer.enqueue(message)
 
     def broadcast_status(self) -> None:
-        message = {"kind": "status", "status": self._status()}
+        self._signed, self._signed_at = self._status(), time.monotonic()
+        message = {"kind": "status", "status": self._signed}
         for peer in self._peers.values():
             peer.enqueue(message)
 
@@ -203,6 +210,13 @@ class Mesh:
         finally:
             channel.close()
 
+    def _recent_status(self) -> bytes:
+        """Never older than the last that was broadcast."""
+        now = time.monotonic()
+        if now - self._signed_at > _FRESH_S:
+            self._signed, self._signed_at = self._status(), now
+        return self._signed
+
     async def _receive_status(self, channel: Channel, peer_id: str) -> Announcement:
         message = await channel.receive(timeout_s=DIAL_TIMEOUT_S)
         if message.get("kind") == "refused":
@@ -251,7 +265,9 @@ class Mesh:
 
     async def _listen(self, peer: _Peer, peer_id: str) -> None:
         """Own the channel until it breaks."""
-        sender = asyncio.create_task(peer.send_forever(self._status))
+        sender = asyncio.create_task(
+            peer.send_forever(self._recent_status, lambda: heartbeat_s(len(self._peers)))
+        )
         # It outlives the channel: a flood is not to begin anew with every new one.
         allowance = self._allowances.setdefault(peer_id, Allowance(time.monotonic()))
         read_bytes = 0
@@ -307,12 +323,12 @@ class _Peer:
             # It takes nothing any more: losing it now is what its silence would lead to.
             self.channel.break_off()
 
-    async def send_forever(self, status: Callable[[], bytes]) -> None:
+    async def send_forever(self, status: Callable[[], bytes], interval_s: Callable[[], float]) -> None:
         try:
             while True:
                 try:
                     # Not wait_for: in Python 3.11 it swallows a cancellation that meets a message.
-                    async with asyncio.timeout(HEARTBEAT_S):
+                    async with asyncio.timeout(interval_s()):
                         message = await self._queue.get()
                 except TimeoutError:
                     message = {"kind": "status", "status": status()}
@@ -322,6 +338,11 @@ class _Peer:
                 await self.channel.send(message, timeout_s=SILENCE_S)
         except PeerUnreachable:
             self.channel.break_off()
+
+
+def heartbeat_s(num_peers: int) -> float:
+    """Between two heartbeats to each of so many peers, unless there is something to say."""
+    return min(HEARTBEAT_S * max(1.0, num_peers / _MANY_PEERS), _SLOWEST_HEARTBEAT_S)
 
 
 def _essence(status: Announcement) -> tuple[Any, ...]:

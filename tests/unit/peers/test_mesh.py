@@ -3,7 +3,7 @@ import time
 
 from peers import mesh as mesh_module
 from peers.errors import PeerUnreachable
-from peers.mesh import MAX_DIALLED, Mesh
+from peers.mesh import HEARTBEAT_S, MAX_DIALLED, SILENCE_S, Mesh, heartbeat_s
 from peers.records import Announcement
 
 
@@ -47,12 +47,12 @@ class Transport:
         pass
 
 
-def mesh_over(transport):
+def mesh_over(transport, status=lambda: b""):
     return Mesh(
         run_id="run",
         peer_id="a",
         transport=transport,
-        status=lambda: b"",
+        status=status,
         on_change=lambda: None,
         on_message=lambda *_: None,
     )
@@ -88,3 +88,18 @@ def test_a_peer_that_is_in_no_record_any_more_is_forgotten(monkeypatch):
         await mesh.close()
 
     run(scenario())
+
+
+def test_heartbeats_get_rarer_with_many_peers_and_stay_far_below_the_silence_of_a_lost_one():
+    assert heartbeat_s(1) == heartbeat_s(16) == HEARTBEAT_S
+    assert heartbeat_s(32) == 2 * HEARTBEAT_S
+    assert heartbeat_s(1000) <= SILENCE_S / 3
+
+
+def test_one_signature_serves_all_heartbeats_of_a_moment_and_none_is_older_than_the_last_broadcast():
+    statuses = [b"newest", b"new", b"old"]
+    mesh = mesh_over(Transport(), status=lambda: statuses.pop())
+    assert [mesh._recent_status() for _ in range(50)] == [b"old"] * 50
+    mesh.broadcast_status()
+    assert mesh._recent_status() == b"new"
+    assert statuses == [b"newest"]
