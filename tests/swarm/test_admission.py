@@ -204,7 +204,7 @@ def goes_on(light: LightSwarm, num_epochs: int = 2) -> None:
 @pytest.mark.parametrize("is_admitted", [False, True], ids=["of a stranger", "of an admitted peer"])
 def test_garbage_on_every_port_takes_no_memory_and_does_no_harm(run, light, tmp_path, is_admitted):
     """DILOCO_FLOOD_SECONDS=60 makes it a minute."""
-    seconds = float(os.environ.get("DILOCO_FLOOD_SECONDS", "3"))
+    seconds = float(os.environ.get("DILOCO_FLOOD_SECONDS", "2"))
     with Hostile(tmp_path, light.initial_peers, RUN_ID) as hostile:
         hostile.claims["token"] = run.token(hostile.identity.peer_id) if is_admitted else b""
         flood = Flood(hostile, run.address, seed=1)
