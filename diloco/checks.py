@@ -6,7 +6,7 @@ import difflib
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from cyclopts import Token
@@ -84,10 +84,10 @@ def rate_or_auto(most: float = math.inf) -> Callable[[Any, Sequence[Token]], flo
     return convert
 
 
-def count_or_auto(_type: Any, tokens: Sequence[Token]) -> int | None:
-    """Converts a whole number from 1 on; `auto` becomes None."""
+def count_or_auto(_type: Any, tokens: Sequence[Token]) -> int | Literal["auto"]:
+    """Converts a whole number from 1 on; auto stays what it is."""
     if tokens[-1].value == "auto":
-        return None
+        return "auto"
     number = whole(_type, tokens)
     if number < 1:
         raise ValueError("It must be auto or 1 or more.")

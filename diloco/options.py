@@ -56,7 +56,7 @@ def auto(most: float = math.inf) -> Parameter:
 
 
 def auto_count() -> Parameter:
-    """A whole number from 1 on that is worked out where it is given as auto."""
+    """A whole number from 1 on, or auto."""
     return Parameter(converter=count_or_auto, metavar="INT|auto")
 
 
@@ -178,7 +178,7 @@ class TrainConfig:
     """Tokens per sample."""
     total_batch_size: Count = field(default=512, metadata=SHARED)
     """Samples per inner step of one peer, over all its ranks."""
-    per_device_train_batch_size: Annotated[int | None, auto_count()] = 32
+    per_device_train_batch_size: Annotated[int | Literal["auto"], auto_count()] = 32
     """Samples per forward pass of one rank; the default shrinks to what divides the total, auto finds it by trying."""
     lr: Rate = field(default=4e-4, metadata=SHARED)
     """Peak learning rate of the inner AdamW."""

@@ -96,10 +96,10 @@ class Trainer:
             adamw(model, weight_decay=config.weight_decay),
             precision=precision,
             device=device,
-            micro_batch_size=config.per_device_train_batch_size or 1,
+            micro_batch_size=micro_batch_size_of(config),
             max_grad_norm=config.max_grad_norm,
         )
-        if config.per_device_train_batch_size is None:
+        if config.per_device_train_batch_size == "auto":
             self.inner.micro_batch_size = find_micro_batch_size(
                 self.inner,
                 num_samples=config.total_batch_size // world.num_ranks,
@@ -219,15 +219,18 @@ class Trainer:
             shutil.rmtree(partial, ignore_errors=True)
 
 
+def micro_batch_size_of(config: TrainConfig) -> int:
+    """Samples per forward pass as far as they are given: at least one."""
+    return 1 if config.per_device_train_batch_size == "auto" else config.per_device_train_batch_size
+
+
 def check_fits(config: TrainConfig, world: World, device: torch.device) -> None:
     """Raise UserError where this machine has too little memory to train the model."""
     model_config = load_model_config(config.path_model)
     copies = world.num_local_ranks if config.sharding_strategy == "NO_SHARD" else 1
     need = memory_needed_bytes(
         num_parameters(model_config) * copies,
-        activation_tokens=(config.per_device_train_batch_size or 1)
-        * config.seq_length
-        * world.num_local_ranks,
+        activation_tokens=micro_batch_size_of(config) * config.seq_length * world.num_local_ranks,
         config=model_config,
         on_gpu=device.type == "cuda",
         # What the daemon holds it may hold already, when this worker was restarted.
