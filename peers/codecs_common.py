@@ -17,11 +17,16 @@ LARGEST_SCALE = 2.0**64
 
 
 class PseudoGradient(NamedTuple):
-    """What a member has to send of one chunk: (anchor - local) + residual."""
+    """What a member has to send, in all or of one chunk: (anchor - local) + residual."""
 
     anchor: Floats
     local: Floats
     residual: Floats | None
+
+    def of(self, part: slice) -> PseudoGradient:
+        """That of a part of it."""
+        residual = self.residual[part] if self.residual is not None else None
+        return PseudoGradient(self.anchor[part], self.local[part], residual)
 
     def values(self, out: Floats) -> Floats:
         """In the first values of `out`; the same bits at every call."""

@@ -115,10 +115,11 @@ def norm_of_pseudo_gradient(anchor: Tensor, local: Tensor, residual: Tensor | No
     Not finite if any value of it is not, or its square overflows fp32.
     """
     parts, at_once = list(slices(anchor.numel())), num_threads()
+    sent = contribution(anchor, local, residual)
 
     def energies(mine: list[slice]) -> list[float]:
         scratch = np.empty(min(anchor.numel(), CHUNK_NUMEL), np.float32)
-        return [energy(contribution(anchor, local, residual, part).values(scratch)) for part in mine]
+        return [energy(sent.of(part).values(scratch)) for part in mine]
 
     with ThreadPoolExecutor(at_once, "norm", keep_denormals) as pool:
         found = pool.map(energies, [parts[first::at_once] for first in range(at_once)])

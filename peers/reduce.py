@@ -187,7 +187,7 @@ class _Reduction:
     # Sending
 
     def _send_to(self, other: int) -> None:
-        scratch, progress = Scratch(self._plan.codec), self._progress
+        scratch, progress = Scratch(self._plan), self._progress
         try:
             while (frame := progress.next_frame(other, self._stall_timeout_s / 4)) is not None:
                 kind, index = frame
@@ -229,7 +229,7 @@ class _Reduction:
 
     def _receive_from(self, other: int) -> None:
         try:
-            self._receive_all(other, Scratch(self._plan.codec))
+            self._receive_all(other, Scratch(self._plan))
             self._progress.everything_received(other)
         except Departed:
             self._hear_last_words(other)
@@ -318,7 +318,7 @@ class _Reduction:
     def _hear_last_words(self, other: int) -> None:
         """Skip whatever `other` still sends until it says why it takes nothing any more, or is found dead."""
         deadline = time.monotonic() + LAST_WORDS_S
-        skipped = Scratch(self._plan.codec).payload.data
+        skipped = Scratch(self._plan).payload.data
 
         def stop() -> bool:
             return self._progress.has_failed() or time.monotonic() > deadline

@@ -13,18 +13,18 @@ from peers.aggregation import combine, holds_all, rows_for
 from peers.codecs import codec_named, result_codec_named
 from peers.errors import ProtocolError
 from peers.kernels import Bytes, energy
-from peers.reduce_plan import CHUNK_NUMEL, ReducePlan
+from peers.reduce_plan import ReducePlan
 from peers.residuals import Residuals, contribution
 
 
 class Scratch:
     """Buffers of one thread, reused for every chunk: a fresh megabyte costs half a millisecond of page faults."""
 
-    def __init__(self, codec_name: str) -> None:
-        self.values = np.empty(CHUNK_NUMEL, np.float32)
+    def __init__(self, plan: ReducePlan) -> None:
+        self.values = np.empty(plan.chunk_numel, np.float32)
         longest = max(
-            codec.encoded_bytes(CHUNK_NUMEL)
-            for codec in (codec_named(codec_name), result_codec_named(codec_name))
+            codec.encoded_bytes(plan.chunk_numel)
+            for codec in (codec_named(plan.codec), result_codec_named(plan.codec))
         )
         self.payload = np.empty(longest, np.uint8)
 
@@ -47,9 +47,11 @@ class Arithmetic:
         result: Tensor,
         residuals: Residuals | None = None,
     ) -> None:
-        self._plan, self._anchor, self._local, self._result = plan, anchor, local, result.numpy()
+        self._plan, self._result = plan, result.numpy()
         self._codec, self._result_codec = codec_named(plan.codec), result_codec_named(plan.codec)
         self._kept = residuals.for_attempt(plan) if residuals is not None else None
+        residual = self._kept.contribution if self._kept is not None else None
+        self._contribution = contribution(anchor, local, residual)
         self._weights = [np.float32(weight) for weight in plan.weights_fp32()]
         self._energy_left = [plan.contribution_bound(index) for index in range(len(plan.members))]
         self._result_energy_left = [plan.result_bound()] * len(plan.members)
@@ -67,8 +69,7 @@ class Arithmetic:
 
     def encode_contribution(self, owner: int, index: int, scratch: Scratch) -> Bytes:
         """This peer's pseudo-gradient (anchor - local) and residual for one chunk, as it goes on the wire."""
-        residual = self._kept.contribution if self._kept is not None else None
-        chunk = contribution(self._anchor, self._local, residual, self._plan.chunk(owner, index))
+        chunk = self._contribution.of(self._plan.chunk(owner, index))
         return self._codec.encode_contribution(chunk, scratch.values, scratch.payload)
 
     def add_own(self, index: int, scratch: Scratch) -> None:
@@ -153,7 +154,7 @@ class Arithmetic:
 
 def reduce_alone(plan: ReducePlan, arithmetic: Arithmetic, cancelled: threading.Event) -> None:
     """The same sums in a group of one; returns early when cancelled."""
-    scratch = Scratch(plan.codec)
+    scratch = Scratch(plan)
     for index in range(plan.num_chunks(plan.me)):
         if cancelled.is_set():
             return

@@ -6,13 +6,18 @@ import math
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 
 from peers.aggregation import Rule, holds_all
 from peers.codecs import codec_named, result_codec_named
 from peers.errors import ProtocolError
 
 CHUNK_NUMEL = 1 << 18
-"""Values per frame: 1 MiB in fp32, large enough to hide the cost of a frame, small enough for the cache."""
+"""Values per frame, at the least: 1 MiB in fp32. So many at a time, too, where no frames are sent."""
+MAX_CHUNK_NUMEL = 4 * CHUNK_NUMEL
+_CHUNKS_PER_SHARE = 32
+_MAX_GROUP_NUMEL = 4 * MAX_CHUNK_NUMEL
 
 ATTEMPT_BYTES = 16
 
@@ -54,18 +59,36 @@ class ReducePlan:
         except ValueError as error:
             raise ProtocolError(str(error)) from error
 
-    @property
+    @cached_property
     def others(self) -> tuple[int, ...]:
         """Indices of the other members."""
         return tuple(index for index in range(len(self.members)) if index != self.me)
 
+    @cached_property
+    def chunk_numel(self) -> int:
+        """Values per frame.
+
+        A frame costs some ten microseconds of the interpreter at both ends, however long it is; the longer they are,
+        the later the first one is added and the more memory all threads lend. So they grow with the shares, but not so
+        far that a share has few of them, and not in a large group.
+        """
+        largest = max(stop - start for start, stop in pairwise(self.bounds))
+        numel = CHUNK_NUMEL
+        while (
+            2 * numel * _CHUNKS_PER_SHARE <= largest
+            and 2 * numel <= MAX_CHUNK_NUMEL
+            and 2 * numel * len(self.members) <= _MAX_GROUP_NUMEL
+        ):
+            numel *= 2
+        return numel
+
     def num_chunks(self, owner: int) -> int:
-        return -(-(self.bounds[owner + 1] - self.bounds[owner]) // CHUNK_NUMEL)
+        return -(-(self.bounds[owner + 1] - self.bounds[owner]) // self.chunk_numel)
 
     def chunk(self, owner: int, index: int) -> slice:
         """Where chunk `index` of this owner's share lies in the whole vector."""
-        start = self.bounds[owner] + index * CHUNK_NUMEL
-        return slice(start, min(start + CHUNK_NUMEL, self.bounds[owner + 1]))
+        start = self.bounds[owner] + index * self.chunk_numel
+        return slice(start, min(start + self.chunk_numel, self.bounds[owner + 1]))
 
     def contribution_bound(self, member: int) -> float:
         """The most energy (sum of squares) that this member's decoded contribution to one share may have."""

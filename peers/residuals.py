@@ -29,13 +29,12 @@ from torch import Tensor
 from peers.codecs import PseudoGradient, codec_named
 from peers.kernels import Floats
 from peers.outer_state import num_threads
-from peers.reduce_plan import CHUNK_NUMEL, ReducePlan, slices
+from peers.reduce_plan import ReducePlan, slices
 
 
-def contribution(anchor: Tensor, local: Tensor, residual: Tensor | None, part: slice) -> PseudoGradient:
-    """What a member has to send of `part`, before the codec."""
-    kept = residual[part].numpy() if residual is not None else None
-    return PseudoGradient(anchor[part].numpy(), local[part].numpy(), kept)
+def contribution(anchor: Tensor, local: Tensor, residual: Tensor | None) -> PseudoGradient:
+    """What a member has to send, before the codec. As arrays: to slice a tensor takes many times longer."""
+    return PseudoGradient(anchor.numpy(), local.numpy(), residual.numpy() if residual is not None else None)
 
 
 class _Stretch(NamedTuple):
@@ -58,10 +57,15 @@ class _Stretch(NamedTuple):
 class AttemptResiduals:
     """The residuals as one attempt uses them. Calls for disjoint chunks may come from several threads."""
 
-    def __init__(self, plan: ReducePlan, contribution: Tensor | None, result: _Stretch | None) -> None:
+    def __init__(
+        self, plan: ReducePlan, contribution: Tensor | None, result: _Stretch | None, lent: Tensor | None
+    ) -> None:
+        """What will be pending is kept in `lent`, if that is as long as the share."""
         self.plan, self.contribution, self._result = plan, contribution, result
         share = slice(plan.bounds[plan.me], plan.bounds[plan.me + 1])
-        self.pending = _Stretch(share.start, torch.empty(share.stop - share.start))
+        size = share.stop - share.start
+        fits = lent is not None and lent.numel() == size
+        self.pending = _Stretch(share.start, lent if lent is not None and fits else torch.empty(size))
         self._pending_array = self.pending.values.numpy()
         owned = result.of(share) if result is not None else None
         norm = _norm(owned[1]) if owned is not None else 0.0
@@ -105,6 +109,8 @@ class Residuals:
         """Belongs into this peer's next contribution, and so into the norm that it announces."""
         self._result: _Stretch | None = None
         self._attempt: AttemptResiduals | None = None
+        # What was pending last, or a result's residual before that: fresh memory costs a page fault every 4 kB.
+        self._spare: Tensor | None = None
         self._lock = threading.Lock()
         self._num_holders = 0
 
@@ -113,11 +119,16 @@ class Residuals:
         if plan.bounds[-1] != self.numel:
             raise ValueError(f"residuals of {self.numel} values do not fit a plan for {plan.bounds[-1]}")
         lossless = codec_named(plan.codec).lossless
-        self._attempt = None if lossless else AttemptResiduals(plan, self.contribution, self._result)
+        self.drop_attempt()
+        if not lossless:
+            lent, self._spare = self._spare, None
+            self._attempt = AttemptResiduals(plan, self.contribution, self._result, lent)
         return self._attempt
 
     def drop_attempt(self) -> None:
-        """The attempt will not be committed. May be repeated."""
+        """The attempt will not be committed, and its threads have ended. May be repeated."""
+        if self._attempt is not None:
+            self._spare = self._attempt.pending.values
         self._attempt = None
 
     def commit(self, plan: ReducePlan, anchor: Tensor, local: Tensor) -> None:
@@ -136,11 +147,13 @@ class Residuals:
             self.contribution = new
             attempt, self._attempt = self._attempt, None
             same = attempt is not None and attempt.plan.attempt == plan.attempt
-            self._result = attempt.pending if attempt is not None and same else None
+            replaced, self._result = self._result, attempt.pending if attempt is not None and same else None
+            is_held = self._num_holders > 0
+            self._spare = replaced.values if replaced is not None and not is_held else None
 
     def reset(self) -> None:
         """After joining, a fork, or a commit this peer only heard of: what was lost belongs to another history."""
-        self.contribution = self._result = self._attempt = None
+        self.contribution = self._result = self._attempt = self._spare = None
 
     @contextmanager
     def held(self) -> Iterator[dict[str, Tensor]]:
@@ -194,12 +207,14 @@ def _store_losses(
         plan.chunk(owner, i) for owner in range(len(plan.members)) for i in range(plan.num_chunks(owner))
     ]
 
+    sent, losses = contribution(anchor, local, residual), out.numpy()
+
     def store(mine: list[slice]) -> None:
-        scratch = np.empty(CHUNK_NUMEL, np.float32)
-        payload = np.empty(codec.encoded_bytes(CHUNK_NUMEL), np.uint8)
+        scratch = np.empty(plan.chunk_numel, np.float32)
+        payload = np.empty(codec.encoded_bytes(plan.chunk_numel), np.uint8)
         for part in mine:
-            lost = out[part].numpy()
-            codec.losses(contribution(anchor, local, residual, part), scratch, payload, lost)
+            lost = losses[part]
+            codec.losses(sent.of(part), scratch, payload, lost)
             if codec.residual_decay != 1.0:
                 np.multiply(lost, np.float32(codec.residual_decay), out=lost)
 

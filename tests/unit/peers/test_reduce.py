@@ -13,7 +13,7 @@ from peers.codecs import codec_named, codec_names
 from peers.errors import ProtocolError, RoundFailed
 from peers.frames import HEADER, NOBODY, Kind
 from peers.reduce import reduce_pseudo_gradients
-from peers.reduce_plan import CHUNK_NUMEL, ReducePlan, equal_bounds
+from peers.reduce_plan import CHUNK_NUMEL, MAX_CHUNK_NUMEL, ReducePlan, equal_bounds
 from tests.support.coding import coded
 
 SEVERAL_CHUNKS = 2 * 3 * CHUNK_NUMEL + 1234
@@ -142,6 +142,30 @@ def test_sent_and_received_bytes_are_exact_and_digests_are_of_what_went_on_the_w
         share = group.results[0][group.bounds[owner] : group.bounds[owner + 1]]
         assert reports[0].share_digests[owner] == xxhash.xxh3_128(share.half().numpy().tobytes()).hexdigest()
     assert sum(r.sent_bytes for r in reports.values()) == sum(r.received_bytes for r in reports.values())
+
+
+def plan_for(num_members, numel):
+    count = (1.0,) * num_members
+    bounds = equal_bounds(numel, num_members)
+    return ReducePlan(bytes(16), tuple(range(num_members)), 0, count, count, bounds, "fp32")
+
+
+def test_frames_grow_with_the_shares_but_neither_without_end_nor_in_large_groups():
+    share = 32 * CHUNK_NUMEL
+    assert plan_for(4, 4 * share).chunk_numel == CHUNK_NUMEL
+    assert plan_for(4, 2 * 4 * share).chunk_numel == 2 * CHUNK_NUMEL
+    assert plan_for(4, 99 * 4 * share).chunk_numel == MAX_CHUNK_NUMEL
+    assert plan_for(8, 99 * 8 * share).chunk_numel == 2 * CHUNK_NUMEL
+    assert plan_for(100, 99 * 100 * share).chunk_numel == CHUNK_NUMEL
+
+
+def test_chunks_of_any_size_cover_every_share():
+    plan = plan_for(2, 2 * 64 * CHUNK_NUMEL + 77)
+    assert plan.chunk_numel == 2 * CHUNK_NUMEL
+    for owner in range(2):
+        chunks = [plan.chunk(owner, index) for index in range(plan.num_chunks(owner))]
+        assert [chunk.start for chunk in chunks[1:]] == [chunk.stop for chunk in chunks[:-1]]
+        assert (chunks[0].start, chunks[-1].stop) == (plan.bounds[owner], plan.bounds[owner + 1])
 
 
 def test_weights_and_uneven_and_empty_shares_are_respected(swarm):
