@@ -101,10 +101,12 @@ class Dht:
             undo.push_async_callback(p2pd.stop)
             transport = Transport(p2pd.control, p2pd.directory)
             undo.push_async_callback(transport.close)
+            deadline = time.monotonic() + timeout_s
             answering = await connect_any(transport, others, timeout_s=timeout_s)
             p2p = await _attach(p2pd)
             undo.push_async_callback(p2p.shutdown)
-            node, kept = await _create_node(p2p, answering, client_mode)
+            left_s = max(deadline - time.monotonic(), _RPC_TIMEOUT_S)
+            node, kept = await _create_node(p2p, answering, client_mode, left_s)
             await serve_ping(transport)
             undo.pop_all()
             return cls(p2pd, p2p, node, kept, transport, others)
@@ -229,7 +231,7 @@ async def _attach(p2pd: P2pd) -> P2P:
 
 
 async def _create_node(
-    p2p: P2P, initial_peers: Sequence[str], client_mode: bool
+    p2p: P2P, initial_peers: Sequence[str], client_mode: bool, timeout_s: float
 ) -> tuple[DHTNode, KeptRecords]:
     from hivemind.dht.node import DHTNode
     from hivemind.dht.protocol import ValidationError
@@ -243,12 +245,15 @@ async def _create_node(
             p2p=p2p,
             initial_peers=list(initial_peers),
             client_mode=client_mode,
-            wait_timeout=_RPC_TIMEOUT_S,
+            # Who is busy, as with fifty that join at once, is asked once and has to be waited for.
+            wait_timeout=timeout_s,
+            bootstrap_timeout=_RPC_TIMEOUT_S,
             cache_locally=False,
             cache_on_store=False,
             cache_nearest=0,
             record_validator=kept,
         )
+        node.protocol.wait_timeout = _RPC_TIMEOUT_S
         kept.guard(node.protocol)
         return node, kept
     except ValidationError as error:

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import psutil
@@ -17,6 +18,7 @@ from peers.dht import MAX_VALUE_BYTES, Dht
 from peers.errors import UserError
 from peers.identity import load_or_create
 from tests.support.members import LOOPBACK, eventually, free_port, joined
+from tests.support.swarm import wait_until
 
 DEAD_PEER = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWD3eckifWpRn9wQpMG9R9hX3sD158z7EqHWmweQAJU5SA"
 
@@ -102,6 +104,23 @@ def test_an_address_with_another_peers_id_is_told_apart_from_a_silent_one(tmp_pa
             await Dht.join(identity=identity, initial_peers=[wrong], host_maddrs=LOOPBACK)
 
     asyncio.run(scenario())
+
+
+def test_a_member_that_is_busy_for_some_seconds_is_waited_for(swarm, tmp_path):
+    light = swarm(step_s=0.05, max_steps=100000)
+    member = light.start_all(1)[0]
+    address = wait_until(lambda: member.address, "its address")
+    # Its p2pd goes on: there is an answer to a connection, and none to the DHT's question.
+    os.kill(member.process.pid, signal.SIGSTOP)
+    thaw = threading.Timer(4.5, os.kill, (member.process.pid, signal.SIGCONT))
+    thaw.start()
+
+    async def scenario():
+        async with joined(tmp_path, "late", address) as late:
+            assert await late.peers_known() >= 1
+
+    asyncio.run(scenario())
+    thaw.join()
 
 
 def test_a_port_in_use_is_refused_though_p2pd_would_share_it(tmp_path, bootstrap):
@@ -199,6 +218,7 @@ from pathlib import Path
 from peers.dht import Dht
 from peers.identity import load_or_create
 from tests.support.members import LOOPBACK, eventually, free_port, joined
+from tests.support.swarm import wait_until
 
 async def main():
     identity = load_or_create(Path(sys.argv[1]))
