@@ -83,3 +83,5 @@ class Gate:
         """Log a refusal, if it is news."""
         if self._refusals.is_news(peer_id, error.why, time.monotonic()):
             log.warning("refused %s at the %s: %s", peer_id, door, error.why)
+            if untold := self._refusals.take_untold():
+                log.warning("refused %d more before", untold)

@@ -17,8 +17,7 @@ class Refusals:
         self._told: dict[tuple[str, str], None] = {}
         self._minute = 0.0
         self._num_in_minute = 0
-        self.num_untold = 0
-        """News that were too many to tell."""
+        self._num_untold = 0
 
     def is_news(self, peer_id: str, why: str, now: float) -> bool:
         """Whether to tell that this peer was refused; `now` in seconds of any steady clock."""
@@ -31,6 +30,11 @@ class Refusals:
             self._minute, self._num_in_minute = now, 0
         self._num_in_minute += 1
         if self._num_in_minute > MAX_PER_MINUTE:
-            self.num_untold += 1
+            self._num_untold += 1
             return False
         return True
+
+    def take_untold(self) -> int:
+        """How many news were too many to tell, since this was asked last."""
+        untold, self._num_untold = self._num_untold, 0
+        return untold

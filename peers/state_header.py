@@ -112,8 +112,8 @@ class StateHeader:
                 committed_tokens=_count(message["committed_tokens"]),
                 data_base=_count(message["data_base"]),
                 data_width=_count(message["data_width"]),
-                anchor_chunks=bytes(message["anchor_chunks"]),
-                momentum_chunks=bytes(message["momentum_chunks"]),
+                anchor_chunks=_digests(message["anchor_chunks"]),
+                momentum_chunks=_digests(message["momentum_chunks"]),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"not the header of a state: {error!r:.200}") from error
@@ -139,6 +139,13 @@ def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value <= _MAX_COUNT:
         raise ValueError(f"not a count: {value!r:.40}")
     return value
+
+
+def _digests(value: Any) -> bytes:
+    # bytes() of a number would be as many zeros as a stranger asks for.
+    if not isinstance(value, bytes | bytearray):
+        raise ValueError(f"not digests: {value!r:.40}")
+    return bytes(value)
 
 
 def _lineage_or_empty(value: Any) -> str:

@@ -13,5 +13,6 @@ def test_strangers_with_ever_new_keys_fill_neither_the_log_nor_the_memory():
     refusals = Refusals()
     told = sum(refusals.is_news(f"stranger {number}", "no token", number / 100) for number in range(12_000))
     assert told == 2 * MAX_PER_MINUTE
-    assert refusals.num_untold == 12_000 - told
+    assert refusals.take_untold() == 12_000 - told
+    assert refusals.take_untold() == 0
     assert len(refusals._told) == MAX_REMEMBERED

@@ -1,0 +1,240 @@
+"""Whatever comes from the network, each decoder makes something of it or raises its one error, and takes no memory.
+
+Three kinds of garbage: any bytes, any values in the place of fields, and true messages that are cut or changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import socket
+import struct
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from peers import bans, greeting, joining, rank_request, relay_messages, round_messages
+from peers.admission_request import parse_nonce, parse_proof, parse_token
+from peers.errors import PeersError, PeerUnreachable, ProtocolError
+from peers.greeting import Hello
+from peers.messages import Channel
+from peers.round_messages import Abort, Ask, Commit, Group, Join, Proposal, Vote, to_message
+from peers.state_header import StateHeader
+from peers.tls import public_key_of
+from tests.support.keys import credentials
+
+MAX_DECODED_BYTES = 4 << 20
+"""Far more than the garbage of these tests holds, far less than a number in it may ask for."""
+PROPOSAL = Proposal(0, 100, 1.5, 7, False, 2.5)
+GROUP = Group("ab" * 16, 0, 3, "cd" * 32, 0, (PROPOSAL,), (1.0,), 1)
+HEADER = StateHeader(
+    sizes=(5,),
+    epoch=1,
+    parent="ab" * 32,
+    committed_tokens=9,
+    data_base=0,
+    data_width=1,
+    anchor_chunks=b"a" * 32,
+    momentum_chunks=b"m" * 32,
+)
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=70)
+    | st.binary(max_size=70),
+    lambda inner: st.lists(inner, max_size=7) | st.dictionaries(st.text(max_size=9), inner, max_size=4),
+    max_leaves=10,
+)
+DECODERS: dict[str, tuple[list[dict[str, Any]], Callable[[dict[str, Any]], object], type[Exception]]] = {
+    "a round message": (
+        [
+            to_message(message)
+            for message in (
+                Join(0, "cd" * 32, PROPOSAL, ""),
+                GROUP,
+                Vote(0, "cd" * 32, "ab" * 16, ("ef",), "12", "34", (1,)),
+                Commit(GROUP, "12", "34"),
+                Abort(0, "cd" * 32, "ab" * 16, (1,), False, "because"),
+                Ask(0, "cd" * 32),
+            )
+        ],
+        round_messages.parse,
+        ProtocolError,
+    ),
+    "the header of a state": ([HEADER.to_message()], StateHeader.from_message, ProtocolError),
+    "a manifest": (
+        [{"hv.local_steps": 5, "hv.outer_lr": 0.7, "hv.num_fragments": 1, "hv.mixing": 0.5, "model": "{}"}],
+        joining.check_manifest,
+        ValueError,
+    ),
+    "a request for a rank": (
+        [{"kind": "rank", "wanted": 1, "token": b"t"}],
+        rank_request.parse_request,
+        ProtocolError,
+    ),
+    "a rank": (
+        [{"kind": "grant", "world_rank": 1, "fencing": 2, "galaxy_size": 3}],
+        lambda message: rank_request.parse_answer(message, None),
+        PeersError,
+    ),
+    "a nonce": ([{"kind": "nonce", "nonce": b"n" * 32}], parse_nonce, ProtocolError),
+    "a proof": ([{"kind": "proof", "proof": b"p" * 32}], parse_proof, ProtocolError),
+    "a token": ([{"kind": "token", "token": b"t"}], parse_token, ProtocolError),
+    "bans": ([{"kind": "bans", "bans": b"b"}], bans.parse, ProtocolError),
+}
+
+
+def decoded(decode: Callable[[Any], object], garbage: Any, error: type[Exception]) -> None:
+    """What it says, or its error, for little memory."""
+    tracemalloc.start()
+    try:
+        decode(garbage)
+    except error:
+        pass
+    finally:
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert peak < MAX_DECODED_BYTES
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_true_messages_are_taken(name):
+    messages, decode, _ = DECODERS[name]
+    for message in messages:
+        decode(msgpack.unpackb(msgpack.packb(message), strict_map_key=True))
+
+
+NASTY: list[Any] = [
+    *(None, True, -1, 2**31, 2**40, 2**62, 2**64 - 1, 1e308, math.nan, -math.inf),
+    *("", "x" * 100_000, b"", b"x" * 100_000, [], [2**62], [[]] * 1000, {}, {"a": {}}),
+]
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_nasty_value_in_any_place_is_taken_or_its_error(name):
+    messages, decode, error = DECODERS[name]
+    for message in messages:
+        for field in message:
+            for value in NASTY:
+                decoded(decode, {**message, field: value}, error)
+                if isinstance(message[field], dict):
+                    for inner in message[field]:
+                        decoded(decode, {**message, field: {**message[field], inner: value}}, error)
+
+
+@settings(deadline=None)
+@pytest.mark.parametrize("name", DECODERS)
+@given(data=st.data())
+def test_any_value_in_any_place_of_a_message_is_taken_or_its_error(name, data):
+    messages, decode, error = DECODERS[name]
+    message = dict(data.draw(st.sampled_from(messages)))
+    for field in data.draw(st.lists(st.sampled_from([*message, "another"]), max_size=3)):
+        message[field] = data.draw(VALUES)
+    for field in data.draw(st.lists(st.sampled_from(sorted(message)), max_size=1)):
+        del message[field]
+    decoded(decode, message, error)
+
+
+@settings(deadline=None)
+@pytest.mark.parametrize("name", DECODERS)
+@given(data=st.data())
+def test_flipped_bits_in_a_message_are_taken_or_its_error(name, data):
+    messages, decode, error = DECODERS[name]
+    packed = bytearray(msgpack.packb(data.draw(st.sampled_from(messages))))
+    for bit in data.draw(st.lists(st.integers(0, 8 * len(packed) - 1), min_size=1, max_size=5)):
+        packed[bit // 8] ^= 1 << bit % 8
+    try:
+        message = msgpack.unpackb(bytes(packed), strict_map_key=True)
+    except (ValueError, TypeError, msgpack.UnpackException):
+        return
+    if isinstance(message, dict):
+        decoded(decode, message, error)
+
+
+BODIES = st.binary(max_size=200) | VALUES.map(msgpack.packb)
+
+
+@settings(deadline=None)
+@given(body=BODIES, length=st.none() | st.integers(0, 2**32 - 1), cut=st.integers(0, 200))
+def test_any_bytes_on_a_channel_are_a_message_or_an_error(body, length, cut):
+    """The length that is said may be another than that of what comes, and the end may come early."""
+    frame = struct.pack("<I", len(body) if length is None else length) + body
+    ours, theirs = socket.socketpair()
+
+    async def receive() -> None:
+        channel = Channel(ours, max_message_bytes=1024)
+        try:
+            message = await channel.receive(5.0)
+            assert isinstance(message, dict)
+        except (ProtocolError, PeerUnreachable):
+            pass
+        finally:
+            channel.close()
+
+    with theirs:
+        theirs.sendall(frame[: max(0, len(frame) - cut)])
+        theirs.shutdown(socket.SHUT_WR)
+        decoded(lambda _: asyncio.run(receive()), None, ProtocolError)
+
+
+@pytest.fixture(scope="module")
+def hello(tmp_path_factory: pytest.TempPathFactory) -> Iterator[bytes]:
+    directory: Path = tmp_path_factory.mktemp("keys")
+    yield Hello.of(credentials(directory, "a"), plain=False).encode()
+
+
+@settings(deadline=None)
+@given(data=st.data())
+def test_any_greeting_is_one_or_an_error(hello, data):
+    changed = bytearray(hello)
+    for bit in data.draw(st.lists(st.integers(0, 8 * len(changed) - 1), max_size=5)):
+        changed[bit // 8] ^= 1 << bit % 8
+    garbage = data.draw(st.binary(max_size=300) | st.just(bytes(changed)))[: data.draw(st.integers(0, 600))]
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+
+    async def read() -> None:
+        try:
+            async with asyncio.timeout(5.0):
+                said = await greeting.read_hello(ours)
+            assert said.peer_id
+        except (ProtocolError, PeerUnreachable):
+            pass
+
+    with ours, theirs:
+        theirs.sendall(garbage)
+        theirs.shutdown(socket.SHUT_WR)
+        decoded(lambda _: asyncio.run(read()), None, ProtocolError)
+
+
+@settings(deadline=None)
+@given(certificate=st.binary(max_size=3000))
+def test_any_certificate_is_one_or_a_protocol_error(certificate):
+    decoded(public_key_of, certificate, ProtocolError)
+
+
+@settings(deadline=None)
+@given(message=st.dictionaries(st.sampled_from(["kind", "rate", "load", "reason"]), VALUES))
+def test_any_word_about_a_relayed_stream_is_expected_or_an_error(message):
+    ours, theirs = socket.socketpair()
+
+    async def expect() -> None:
+        channel, other = Channel(ours), Channel(theirs)
+        try:
+            await other.send(message)
+            assert (await relay_messages.expect(channel, "offer", timeout_s=5.0))["kind"] == "offer"
+        except (ProtocolError, PeerUnreachable):
+            pass
+        finally:
+            channel.close()
+            other.close()
+
+    asyncio.run(expect())
