@@ -218,14 +218,20 @@ class WorkerHost:
     async def download(self, donors: list[str], lineage: str) -> OuterState:
         """The state of this lineage. Raises StateUnavailable, PeerUnreachable or ProtocolError."""
         assert self._layout is not None
-        return await download_state(
-            donors,
-            self._transport,
-            self.run_id,
-            lineage,
-            self._layout.sizes,
-            timeout_s=download_timeout_s(self._layout.sizes),
-        )
+        averager, sizes = self.ready.result(), self._layout.sizes
+        with contextlib.ExitStack() as stack:
+            have = averager.state.snapshot() if averager.has_state else None
+            if have is not None:
+                stack.enter_context(have)
+            return await download_state(
+                donors,
+                self._transport,
+                self.run_id,
+                lineage,
+                sizes,
+                timeout_s=download_timeout_s(sizes),
+                have=have if have is not None and have.header.sizes == sizes else None,
+            )
 
     def _show(self, state: State) -> None:
         self._standing.state = state

@@ -7,7 +7,8 @@
                                  <-    the chunk's bytes, whose number both know
 
 The joiner knows the lineage it wants. The header must lead to it and every chunk must be what the header says, so
-chunks may come from any donor, several at once, and one that a donor fails to deliver is asked of another.
+chunks may come from any donor, several at once, and one that a donor fails to deliver is asked of another. What a state
+that the joiner holds already has in common with it (fragments that have not been averaged since) is not asked for.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch import Tensor
 from peers import socket_io
 from peers.errors import PeersError, PeerUnreachable, ProtocolError, StateUnavailable
 from peers.messages import Channel
-from peers.outer_state import OuterState, hash_chunk
+from peers.outer_state import OuterState, Snapshot, hash_chunk
 from peers.state_header import DIGEST_BYTES, StateChunk, StateHeader, chunks_of
 from peers.streams import StreamTransport
 
@@ -64,15 +65,16 @@ async def download_state(
     sizes: Sequence[int],
     *,
     timeout_s: float,
+    have: Snapshot | None = None,
     progress: Progress | None = None,
 ) -> OuterState:
     """The state of this lineage from these peers, all at once. Every bit of it has been checked.
 
-    `sizes` are the values in each of our fragments. Raises StateUnavailable when no donor can hand it over, or not in
-    time; repeating it is safe.
+    `sizes` are the values in each of our fragments, `have` is a state of theirs that is here already. Raises
+    StateUnavailable when no donor can hand it over, or not in time; repeating it is safe.
     """
     zeros = await asyncio.to_thread(_digests_of_zeros, sizes)
-    download = _Download(lineage, tuple(sizes), zeros, progress)
+    download = _Download(lineage, tuple(sizes), zeros, have, progress)
     tasks = {
         donor: asyncio.create_task(download.run(donor, transport, state_protocol(run_id))) for donor in donors
     }
@@ -107,15 +109,21 @@ class _Download:
     """What has arrived, and what is still to be asked for. Shared by the tasks of all donors."""
 
     def __init__(
-        self, lineage: str, sizes: tuple[int, ...], zeros: Mapping[int, bytes], progress: Progress | None
+        self,
+        lineage: str,
+        sizes: tuple[int, ...],
+        zeros: Mapping[int, bytes],
+        have: Snapshot | None,
+        progress: Progress | None,
     ) -> None:
         self._lineage, self._sizes, self._zeros, self._progress = lineage, sizes, zeros, progress
+        self._have = have
         self._header: StateHeader | None = None
         self._values = {name: [torch.zeros(size) for size in sizes] for name in ("anchor", "momentum")}
         self._wanted: deque[_Part] = deque()
         self._num_open = 0
         self._num_idle = 0
-        self._changed = asyncio.Condition()
+        self._beginning, self._changed = asyncio.Lock(), asyncio.Condition()
         self.received_bytes = 0
         self.total_bytes = 0
 
@@ -154,20 +162,40 @@ class _Download:
         header = StateHeader.from_message({**message, **chunks}, self._sizes)
         if header.lineage != self._lineage:
             raise ProtocolError("sent a header that does not lead to the lineage asked for")
-        if self._header is None:
-            self._start(header)
+        async with self._beginning:
+            if self._header is None:
+                self._wanted.extend(await asyncio.to_thread(self._parts_to_fetch, header))
+                self.total_bytes = _FLOAT_BYTES * sum(part.chunk.numel for part in self._wanted)
+                # The first good header says what every chunk must be.
+                self._header = header
 
-    def _start(self, header: StateHeader) -> None:
-        """The first good header says what every chunk must be."""
-        self._header = header
-        for name, digests in (("anchor", header.anchor_chunks), ("momentum", header.momentum_chunks)):
+    def _parts_to_fetch(self, header: StateHeader) -> list[_Part]:
+        """Chunks that are neither zero nor here already; the latter are put in place."""
+        missing = []
+        for name in ("anchor", "momentum"):
+            digests = _digests_of(header, name)
             for chunk in chunks_of(self._sizes):
                 digest = digests[chunk.position * DIGEST_BYTES :][:DIGEST_BYTES]
+                part = _Part(
+                    name, chunk, self._values[name][chunk.fragment][chunk.start : chunk.stop], digest
+                )
                 # The memory starts as zeros, and so does all momentum.
-                if digest != self._zeros[chunk.numel]:
-                    target = self._values[name][chunk.fragment][chunk.start : chunk.stop]
-                    self._wanted.append(_Part(name, chunk, target, digest))
-                    self.total_bytes += _FLOAT_BYTES * chunk.numel
+                if digest != self._zeros[chunk.numel] and not self._take_from_own(part):
+                    missing.append(part)
+        return missing
+
+    def _take_from_own(self, part: _Part) -> bool:
+        if self._have is None:
+            return False
+        chunk, own = part.chunk, getattr(self._have, part.values)
+        if (
+            _digests_of(self._have.header, part.values)[chunk.position * DIGEST_BYTES :][:DIGEST_BYTES]
+            != part.digest
+        ):
+            return False
+        part.target.copy_(own[chunk.fragment][chunk.start : chunk.stop])
+        # What is held here may be what was wrong.
+        return not _fault_of(part)
 
     async def _take_chunks(self, channel: Channel, sock: socket.socket) -> None:
         """Ask for a few parts ahead, so that the donor never waits for us."""
@@ -236,6 +264,10 @@ class _Download:
     async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
+
+
+def _digests_of(header: StateHeader, name: str) -> bytes:
+    return header.anchor_chunks if name == "anchor" else header.momentum_chunks
 
 
 def _digests_of_zeros(sizes: Sequence[int]) -> dict[int, bytes]:

@@ -8,6 +8,7 @@ from peers import state_transfer
 from peers.errors import PeerUnreachable, StateUnavailable
 from peers.messages import Channel
 from peers.outer_state import OuterState
+from peers.state_header import STATE_CHUNK_NUMEL
 from peers.state_transfer import state_protocol
 from tests.support.state_network import (
     RUN,
@@ -38,6 +39,29 @@ def test_a_state_arrives_bit_for_bit(donors):
         num_bytes = 4 * (2 * SIZES[0] + SIZES[1])
         assert reported[-1] == (num_bytes, num_bytes)
         assert loaded.verify().anchor == state.anchor_digest
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("is_spoilt", [False, True])
+def test_of_a_state_only_what_has_changed_is_fetched_and_what_is_wrong_here(is_spoilt):
+    sizes = (3 * STATE_CHUNK_NUMEL, 2 * STATE_CHUNK_NUMEL + 10)
+    mine, state = committed_state(sizes), committed_state(sizes)
+    advance(state)
+    if is_spoilt:
+        mine.anchor[1][5] += 1
+
+    async def scenario(network):
+        await serve(network, "a", state)
+        reported = []
+        with mine.snapshot() as have:
+            loaded = await download(
+                network, ["a"], state, have=have, progress=lambda done, total: reported.append(total)
+            )
+        assert_same(loaded, state)
+        # Fragment 1 has not been averaged since.
+        spoilt = 4 * STATE_CHUNK_NUMEL if is_spoilt else 0
+        assert reported[-1] == 4 * 2 * sizes[0] + spoilt
 
     run(scenario)
 
