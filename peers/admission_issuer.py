@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from peers.admission import BanList, Refused, Token, Why
 from peers.admission_request import MAX_MESSAGE_BYTES, parse_join, parse_proof, refusal
 from peers.admission_secrets import NONCE_BYTES, AdmissionKey, load_key
 from peers.errors import ProtocolError, UserError
 from peers.maddrs import is_peer_id
 from peers.messages import Channel
+from peers.tokens import BanList, Refused, Token, Why
 
 DEFAULT_LIFETIME_DAYS = 30.0
 """Far longer than a coordinator is missed for: nobody is to be shut out of a swarm that goes on without it."""

@@ -19,12 +19,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from peers.admission import MAX_TOKEN_BYTES, Refused, Token, Why
 from peers.admission_secrets import NONCE_BYTES, PROOF_BYTES, SwarmSecret
 from peers.dht import Dht
 from peers.errors import PeerUnreachable, ProtocolError
 from peers.messages import Channel
 from peers.records import COORDINATOR_KEY, CoordinatorRecord
+from peers.tokens import MAX_TOKEN_BYTES, Refused, Token, Why
 
 MAX_MESSAGE_BYTES = 1024
 ANSWER_TIMEOUT_S = 5.0

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from peers import bans
-from peers.admission import Admission, Refused, Token, Why
+from peers.admission import Admission
 from peers.admission_issuer import DEFAULT_LIFETIME_DAYS, Issuer, IssuerSettings
 from peers.admission_request import (
     ISSUERS_KEY,
@@ -31,6 +31,7 @@ from peers.identity import Identity
 from peers.private_files import write_private
 from peers.records import MAX_MADDRS, CoordinatorRecord
 from peers.storage_checks import guard_storage
+from peers.tokens import Refused, Token, Why
 
 REQUEST_TIMEOUT_S = 10.0
 """How long to look for somebody who issues tokens before this peer cannot join."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from peers import bans
-from peers.admission import MAX_BANNED, Admission, BanList, banned_more
+from peers.admission import Admission
 from peers.admission_request import ISSUERS_KEY
 from peers.admission_secrets import AdmissionKey
 from peers.dht import Dht
@@ -19,6 +19,7 @@ from peers.gate import Gate
 from peers.identity import load_or_create
 from peers.maddrs import is_peer_id
 from peers.records import PEERS_KEY, Announcement, CoordinatorRecord
+from peers.tokens import MAX_BANNED, BanList, banned_more
 
 MAX_TOLD = 256
 """Peers that are told of a new list directly; the others hear of it from these, and from the DHT."""

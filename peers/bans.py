@@ -17,12 +17,12 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from peers.admission import MAX_BANS_BYTES
 from peers.dht import Dht
 from peers.errors import PeersError, ProtocolError
 from peers.gate import Gate
 from peers.messages import Channel
 from peers.private_files import write_private
+from peers.tokens import MAX_BANS_BYTES
 
 TTL_S = 600.0
 """In the DHT; whoever misses the list there puts it back."""

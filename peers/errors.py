@@ -6,7 +6,7 @@ PeersError
 │   ├── TurnedAway    it says that this peer may not be there (mesh.py)
 │   └── NoIssuer      there is nobody who issues tokens (admission_request.py)
 ├── ProtocolError     drop this peer's stream: it sent what no honest peer sends
-│   └── Refused       drop it, and tell it why: it may not be here (admission.py)
+│   └── Refused       drop it, and tell it why: it may not be here (tokens.py)
 ├── RoundFailed       try the round again, without the suspects it names
 ├── StateUnavailable  ask other donors, or wait for one
 └── LinkLost          the other end of the daemon <-> worker link is gone

@@ -6,9 +6,10 @@ import logging
 import time
 from collections.abc import Callable
 
-from peers.admission import Admission, BanList, Refused
+from peers.admission import Admission
 from peers.errors import ProtocolError
 from peers.refusals import Refusals
+from peers.tokens import BanList, Refused
 
 log = logging.getLogger(__name__)
 

@@ -15,13 +15,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from peers import bans
-from peers.admission import Refused, Why
 from peers.admission_request import raise_refusal, refusal
 from peers.allowance import Allowance
 from peers.errors import PeerUnreachable, ProtocolError
 from peers.gate import Gate
 from peers.messages import Channel
 from peers.records import Announcement
+from peers.tokens import Refused, Why
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from peers.admission import Refused
 from peers.direct import Direct
 from peers.gate import Gate
 from peers.identity import Identity
@@ -19,6 +18,7 @@ from peers.records import MAX_ENDPOINTS, MAX_PATHS, Announcement
 from peers.relay import Relay
 from peers.relay_service import RelayService
 from peers.tls import Credentials
+from peers.tokens import Refused
 
 
 @dataclass(frozen=True, kw_only=True)

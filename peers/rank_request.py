@@ -16,7 +16,6 @@ import logging
 import time
 from typing import Any, TypeGuard
 
-from peers.admission import Refused
 from peers.admission_request import raise_refusal
 from peers.dht import Dht
 from peers.errors import PeerUnreachable, ProtocolError, UserError
@@ -24,6 +23,7 @@ from peers.gate import Gate
 from peers.ledger import Grant, NoneLeft, Taken
 from peers.messages import Channel
 from peers.records import COORDINATOR_KEY, MAX_WORLD_RANKS, CoordinatorRecord
+from peers.tokens import Refused
 
 HOLDER_TIMEOUT_S = 3.0
 """How long the holder of a rank that another identity wants has to answer before it loses the rank."""

@@ -10,11 +10,11 @@ from typing import Any, Literal, get_args
 
 import msgpack
 
-from peers.admission import MAX_TOKEN_BYTES
 from peers.errors import ProtocolError
 from peers.identity import Identity, verify
 from peers.maddrs import is_maddr, parse_maddr
 from peers.path_choice import Path
+from peers.tokens import MAX_TOKEN_BYTES
 
 MAX_RECORD_BYTES = 4096
 State = Literal["joining", "waiting", "training", "averaging", "leaving"]

@@ -11,7 +11,6 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from peers.admission import Refused
 from peers.admission_request import refusal
 from peers.admission_service import AdmissionService
 from peers.dht import Dht
@@ -22,6 +21,7 @@ from peers.ledger import Grant, Ledger, NoneLeft, Taken
 from peers.messages import Channel
 from peers.rank_request import HOLDER_TIMEOUT_S, MAX_REQUEST_BYTES, parse_request, to_message
 from peers.records import COORDINATOR_KEY, MAX_MADDRS, PEERS_KEY, Announcement, CoordinatorRecord
+from peers.tokens import Refused
 
 ANNOUNCE_INTERVAL_S = 5.0
 RECORD_TTL_S = 30.0

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peers.admission import Token
 from peers.admission_secrets import AdmissionKey, load_key
 from peers.ban_change import Outcome, change_bans
 from peers.coordinator import CoordinatorConfig, serve
+from peers.tokens import Token
 from tests.support.swarm import LightSwarm
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)

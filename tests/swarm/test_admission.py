@@ -16,7 +16,6 @@ import pytest
 
 from diloco.cli import exit_code
 from peers import greeting
-from peers.admission import Refused, Why
 from peers.admission_request import Applicant, request_token
 from peers.admission_secrets import AdmissionKey, SwarmSecret
 from peers.errors import PeersError, PeerUnreachable, UserError
@@ -25,6 +24,7 @@ from peers.messages import Channel
 from peers.observer import read_swarm
 from peers.rank_request import request_rank
 from peers.tls import Credentials
+from peers.tokens import Refused, Why
 from tests.support.closed_swarm import Closed, closed_run
 from tests.support.flood import Flood
 from tests.support.hostile import Hostile

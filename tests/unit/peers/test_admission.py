@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peers import admission, libp2p_keys
-from peers.admission import MAX_BANNED, MAX_BANS_BYTES, Admission, BanList, Refused, Token, Why, banned_more
+from peers import admission, libp2p_keys, tokens
+from peers.admission import Admission
 from peers.admission_secrets import AdmissionKey
 from peers.errors import ProtocolError
+from peers.tokens import MAX_BANNED, MAX_BANS_BYTES, BanList, Refused, Token, Why, banned_more
 
 NOW = 1_800_000_000.0
 KEY, OTHER_KEY = AdmissionKey.new(), AdmissionKey.new()
@@ -163,7 +164,7 @@ def test_random_bytes_are_a_protocol_error(blob):
             decode(blob, PUBLIC)
 
 
-@given(value=JSON, kind=st.sampled_from([admission._TOKEN, admission._BANS]))
+@given(value=JSON, kind=st.sampled_from([tokens._TOKEN, tokens._BANS]))
 def test_signed_nonsense_is_a_protocol_error_or_what_it_says(value, kind):
     payload = msgpack.packb(value)
     blob = msgpack.packb([payload, KEY.private_key.sign(kind + payload)])

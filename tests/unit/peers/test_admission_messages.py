@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peers import bans
-from peers.admission import MAX_TOKEN_BYTES, Refused, Why
 from peers.admission_request import parse_join, parse_nonce, parse_proof, parse_token, refusal
 from peers.errors import ProtocolError
+from peers.tokens import MAX_TOKEN_BYTES, Refused, Why
 
 PARSERS = [parse_join, parse_nonce, parse_proof, parse_token, bans.parse]
 VALUES = (
