@@ -93,14 +93,8 @@ class Workspace(threading.local):
     """
 
     def __init__(self) -> None:
-        self._floats = np.empty(0, np.float32)
         self._flags = np.empty(0, np.bool_)
         self._integers = np.empty(0, np.int8)
-
-    def floats(self, numel: int) -> Floats:
-        if self._floats.size < numel:
-            self._floats = np.empty(numel, np.float32)
-        return self._floats[:numel]
 
     def flags(self, numel: int) -> NDArray[np.bool_]:
         if self._flags.size < numel:

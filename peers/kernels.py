@@ -34,21 +34,23 @@ _INFINITY = np.uint32(0x7F80_0000)
 _BF16_NAN = np.uint16(0x7FC0)
 
 
-def _compiled(*signatures: str) -> Callable[[Kernel], Kernel]:
+def compiled(*signatures: str) -> Callable[[Kernel], Kernel]:
+    """For arguments of these types, in numba's words."""
+
     def wrapped(function: Kernel, *, cache: bool) -> Any:
         return numba.njit(list(signatures), cache=cache, nogil=True, error_model="numpy")(function)
 
-    def compiled(function: Kernel) -> Any:
+    def kept_if_possible(function: Kernel) -> Any:
         try:
             return wrapped(function, cache=True)
         except RuntimeError:
             # Nowhere to keep it: compiled by every process anew.
             return wrapped(function, cache=False)
 
-    return compiled
+    return kept_if_possible
 
 
-@_compiled("float64(float32[::1])")
+@compiled("float64(float32[::1])")
 def energy(values: Floats) -> float:
     """The sum of the squares; not finite where a value is not."""
     total = 0.0
@@ -68,7 +70,7 @@ def energy(values: Floats) -> float:
     return total
 
 
-@_compiled("float64(float32[::1], float32, float32[::1], boolean)")
+@compiled("float64(float32[::1], float32, float32[::1], boolean)")
 def accumulate(values: Floats, weight: np.float32, total: Floats, is_first: bool) -> float:
     """Add weight x values to `total`, or put it there. Returns the energy of the values."""
     found = 0.0
@@ -87,7 +89,7 @@ def accumulate(values: Floats, weight: np.float32, total: Floats, is_first: bool
 _ENCODE = "void(float32[::1], {}, {}, int64, float32, float32, uint16[::1], int8[::1])"
 
 
-@_compiled(
+@compiled(
     _ENCODE.format("none", "none"),
     _ENCODE.format("float32[::1]", "none"),
     _ENCODE.format("float32[::1]", "float32[::1]"),
@@ -145,7 +147,7 @@ def encode_blocks(
             out[i] = np.int8(np.int32(np.rint(row[i] * reciprocal)))
 
 
-@_compiled("void(uint16[::1], int8[::1], int64, float32[::1])")
+@compiled("void(uint16[::1], int8[::1], int64, float32[::1])")
 def decode_blocks(scales: Words, integers: Integers, block: int, values: Floats) -> None:
     """The multiples of their blocks' scales (bf16 bits)."""
     bits = np.empty(1, np.uint32)
@@ -162,7 +164,7 @@ def decode_blocks(scales: Words, integers: Integers, block: int, values: Floats)
 _LOSE = "void(float32[::1], float32[::1], {}, int64, float32, float32, float32[::1])"
 
 
-@_compiled(_LOSE.format("none"), _LOSE.format("float32[::1]"))
+@compiled(_LOSE.format("none"), _LOSE.format("float32[::1]"))
 def losses_of_blocks(
     values: Floats,
     minus: Floats,
@@ -193,7 +195,7 @@ def losses_of_blocks(
             out[i] = some[i] - back[i]
 
 
-@_compiled("float64(uint16[::1], int8[::1], int64, float32, float32[::1], boolean)")
+@compiled("float64(uint16[::1], int8[::1], int64, float32, float32[::1], boolean)")
 def accumulate_blocks(
     scales: Words, integers: Integers, block: int, weight: np.float32, total: Floats, is_first: bool
 ) -> float:
@@ -219,7 +221,7 @@ def accumulate_blocks(
     return found
 
 
-@_compiled("void(int8[::1], int8[::1])")
+@compiled("void(int8[::1], int8[::1])")
 def pack_nibbles(integers: Integers, packed: Integers) -> None:
     """Two integers of -7..7 in a byte: low + 16 x high, the first half of them as lows, the second as highs."""
     lows, highs = integers[: packed.size], integers[packed.size :]
@@ -229,7 +231,7 @@ def pack_nibbles(integers: Integers, packed: Integers) -> None:
         packed[i] = lows[i]
 
 
-@_compiled("void(int8[::1], int8[::1])")
+@compiled("void(int8[::1], int8[::1])")
 def unpack_nibbles(packed: Integers, integers: Integers) -> None:
     """What `pack_nibbles` was given. Any byte gives some integers of -8..8."""
     lows, highs = integers[: packed.size], integers[packed.size :]
@@ -239,7 +241,7 @@ def unpack_nibbles(packed: Integers, integers: Integers) -> None:
         highs[i] = (packed[i] + np.int32(8)) >> np.int32(4)
 
 
-@_compiled(
+@compiled(
     "void(float32[::1], float32[::1], float32[::1], float32, float32, float32[::1], float32[::1])",
 )
 def outer_step(
@@ -265,7 +267,7 @@ def outer_step(
             momentum[start + i] = new_momentum[i]
 
 
-@_compiled("void(float32[:, :], float32[::1], int64, float32[::1])")
+@compiled("void(float32[:, :], float32[::1], int64, float32[::1])")
 def trimmed_mean(rows: Floats, weights: Floats, trim: int, total: Floats) -> None:
     """For each value the weighted mean of all members but `trim` (< half) on either side; rows: [members, n]."""
     members = rows.shape[0]
@@ -288,7 +290,7 @@ def trimmed_mean(rows: Floats, weights: Floats, trim: int, total: Floats) -> Non
             total[i] = values[members // 2]
 
 
-@_compiled("float64(float64[::1])")
+@compiled("float64(float64[::1])")
 def _median(values: Reals) -> float:
     """Leaves them in order."""
     for stop in range(1, values.size):
@@ -300,7 +302,7 @@ def _median(values: Reals) -> float:
     return (values[(values.size - 1) // 2] + values[values.size // 2]) * 0.5
 
 
-@_compiled("void(float32[:, :], float32[::1], int64, float32[::1])")
+@compiled("void(float32[:, :], float32[::1], int64, float32[::1])")
 def centered_clip(rows: Floats, weights: Floats, iterations: int, total: Floats) -> None:
     """A centre (at first the median of each value) that moves towards the members, each from no farther away than the
     median distance; rows: [members, n]."""
