@@ -6,6 +6,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, get_args
 
 import msgpack
@@ -136,12 +137,16 @@ def unseal(peer_id: str, blob: bytes) -> dict[str, Any]:
     if not isinstance(envelope, list) or [type(part) for part in envelope] != [bytes, bytes, bytes]:
         raise ProtocolError("a record is a payload, a key and a signature")
     payload, public_key, signature = envelope
-    if not verify(peer_id, public_key, payload, signature):
+    if not _is_signed(peer_id, public_key, payload, signature):
         raise ProtocolError(f"a record of {peer_id} is not signed by it")
     fields = _unpack(payload)
     if not isinstance(fields, dict) or not all(isinstance(name, str) for name in fields):
         raise ProtocolError(f"a record of {peer_id} is no map of named fields")
     return fields
+
+
+# The same record is found at several DHT nodes, and by its reader once more.
+_is_signed = lru_cache(maxsize=1024)(verify)
 
 
 def _unpack(blob: bytes) -> Any:

@@ -17,6 +17,8 @@ from peers.records import COORDINATOR_KEY, PEERS_KEY, Announcement, CoordinatorR
 
 MAX_TTL_S = 40.0
 """The longest of ours is 30 s. What somebody else stores again, to last longer, would shut out its successor."""
+MAX_FOUND = 1024
+"""Records that are known to be in order."""
 _SLACK_S = 10.0
 
 
@@ -24,15 +26,25 @@ def guard_storage(dht: Dht, run_id: str, gate: Gate) -> None:
     """From now on, keep under the run's keys nothing else."""
 
     def keep_records(key: str, kind: type[Announcement] | type[CoordinatorRecord]) -> None:
+        found: dict[tuple[str, bytes], None] = {}
+
         def check(subkey: str, value: bytes, *, expiry: float, is_found: bool) -> bool:
             if not _ends_within(expiry, MAX_TTL_S):
                 return False
+            # Every node that has it hands it over, and every few seconds.
+            if is_found and (subkey, value) in found:
+                return True
             try:
                 record = kind.decode(subkey, value, time.time(), run_id=run_id)
             except ProtocolError:
                 return False
+            if not is_found:
+                return gate.is_admitted(subkey, record.token)
             # Of what is found, the reader wants to know whom it refuses.
-            return is_found or gate.is_admitted(subkey, record.token)
+            found[subkey, value] = None
+            while len(found) > MAX_FOUND:
+                del found[next(iter(found))]
+            return True
 
         dht.keep(key, check)
 
