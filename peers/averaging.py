@@ -81,10 +81,12 @@ class Averager:
         view: Callable[[], Mapping[int, Announcement]],
         download: Callable[[list[str], str], Any],
         changed: Callable[[], None],
+        forwarded_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
         self._me, self._incarnation, self._settings = me, incarnation, settings
         self._mesh, self._pool, self._optimizer_for = mesh, pool, optimizer_for
         self._newest_view, self._download, self._changed = view, download, changed
+        self._forwarded_bytes = forwarded_bytes
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._num_unread: Counter[int] = Counter()
         self._credit = Credit()
@@ -345,6 +347,7 @@ class Averager:
                     cancelled=self._cancelled,
                     residuals=self.residuals[waiting.fragment],
                     settled=preview.settled,
+                    forwarded_bytes=self._forwarded_bytes,
                 )
                 waiting.clock.lap("reduce_s")
                 return report, preview.header()

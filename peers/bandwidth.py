@@ -58,13 +58,17 @@ class LinkMeter:
         self._send, self._receive = tuple(send), tuple(receive)
         self._sent, self._received = PeakRate(), PeakRate()
 
-    def sample(self, now: float, sent_bytes: int, received_bytes: int) -> None:
+    def sample(self, now: float, sent_bytes: int, received_bytes: int, forwarded_bytes: int = 0) -> None:
         """The byte counts are our own, for sockets whose kernel has none; several times per window, and at both ends.
 
         They run ahead of the link by what fits into the buffers on the way, so the kernel's are preferred.
+        `forwarded_bytes` is what the link has carried for others, each way. Without them, who forwards for two others
+        would seem to have a slow link, and would own less: but all that they send each other's shares goes over that
+        link twice, and the more of the vector its peer owns, the less that is.
         """
-        self._sent.add(now, _on_the_wire(self._send, _BYTES_ACKED, sent_bytes))
-        self._received.add(now, _on_the_wire(self._receive, _BYTES_RECEIVED, received_bytes))
+        self._sent.add(now, forwarded_bytes + _on_the_wire(self._send, _BYTES_ACKED, sent_bytes))
+        received = _on_the_wire(self._receive, _BYTES_RECEIVED, received_bytes)
+        self._received.add(now, forwarded_bytes + received)
 
     def bytes_per_s(self) -> float:
         """0: too short to tell."""

@@ -265,6 +265,7 @@ class Daemon:
             view=lambda: self._presence.view,
             download=self._host.download,
             changed=self._presence.publish,
+            forwarded_bytes=lambda: self._network.forwarded_bytes,
         )
 
     async def _until_done(self, link_path: Path, worker: WorkerFactory | None) -> int:

@@ -30,6 +30,8 @@ class Forwarder:
         self._thread: threading.Thread | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
+        self.num_bytes = 0
+        """Carried so far, of all streams; only ever grows."""
 
     def forward(self, one: socket.socket, other: socket.socket, on_end: Callable[[], object]) -> None:
         """Own both sockets from now on, until either ends; then close them and call `on_end`, in that thread.
@@ -55,6 +57,9 @@ class Forwarder:
         self._thread.join(_STOP_TIMEOUT_S)
         loop.close()
 
+    def _count(self, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+
     async def _stop(self) -> None:
         tasks = list(self._tasks)
         for task in tasks:
@@ -62,7 +67,9 @@ class Forwarder:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _begin(self, one: socket.socket, other: socket.socket, on_end: Callable[[], object]) -> None:
-        task = asyncio.get_running_loop().create_task(_Forwarded(one, other).run(self._idle_timeout_s))
+        task = asyncio.get_running_loop().create_task(
+            _Forwarded(one, other, self._count).run(self._idle_timeout_s)
+        )
         self._tasks.add(task)
 
         def end(task: asyncio.Task[None]) -> None:
@@ -81,8 +88,8 @@ class Forwarder:
 class _Forwarded:
     """One stream, both directions."""
 
-    def __init__(self, one: socket.socket, other: socket.socket) -> None:
-        self._one, self._other = one, other
+    def __init__(self, one: socket.socket, other: socket.socket, count: Callable[[int], None]) -> None:
+        self._one, self._other, self._count = one, other, count
         self._moved_at = time.monotonic()
 
     async def run(self, idle_timeout_s: float) -> None:
@@ -112,5 +119,6 @@ class _Forwarded:
         while num_bytes := await loop.sock_recv_into(source, buffer):
             await loop.sock_sendall(target, buffer[:num_bytes])
             self._moved_at = time.monotonic()
+            self._count(num_bytes)
             # Reading what is there already does not let any other stream move.
             await asyncio.sleep(0)

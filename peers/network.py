@@ -93,6 +93,11 @@ class Network:
         await self._service.close()
         self._reception.close()
 
+    @property
+    def forwarded_bytes(self) -> int:
+        """What this peer's link has carried for others so far, each way."""
+        return self._service.forwarded_bytes
+
     def endpoints(self, maddrs: Iterable[str]) -> tuple[str, ...]:
         """Where others can call this peer directly; `maddrs` are the addresses that libp2p is seen by."""
         return announced_endpoints(self._settings, self._direct.port, maddrs) if self._direct else ()

@@ -76,6 +76,7 @@ def reduce_pseudo_gradients(
     timeout_s: float = math.inf,
     residuals: Residuals | None = None,
     settled: Settled = lambda part: None,
+    forwarded_bytes: Callable[[], int] = lambda: 0,
 ) -> ReduceReport:
     """Write the weighted average of all members' `anchor - local` to `result`: the same bits on each of them.
 
@@ -87,13 +88,15 @@ def reduce_pseudo_gradients(
 
     `settled` hears of every part of `result` once nothing will change it any more, if all goes well.
 
+    `forwarded_bytes` tells what this peer's link has carried for others so far, for the report to say what it carries.
+
     With `residuals` (those of this fragment) what a lossy codec lost in earlier rounds is sent too; who calls commits
     them with the round.
     """
     if not anchor.numel() == local.numel() == result.numel() == plan.bounds[-1]:
         raise ValueError(f"the shares cover {plan.bounds[-1]} values, the tensors have {anchor.numel()}")
     arithmetic = Arithmetic(plan, anchor, local, result, residuals)
-    reduction = _Reduction(plan, arithmetic, send, receive, stall_timeout_s, settled)
+    reduction = _Reduction(plan, arithmetic, send, receive, stall_timeout_s, settled, forwarded_bytes)
     if not plan.others:
         try:
             reduce_alone(plan, arithmetic, cancelled)
@@ -117,8 +120,10 @@ class _Reduction:
         receive: Sockets,
         stall_timeout_s: float,
         settled: Settled,
+        forwarded_bytes: Callable[[], int],
     ) -> None:
         self._plan, self._arithmetic, self._settled = plan, arithmetic, settled
+        self._forwarded_bytes = forwarded_bytes
         others = plan.others
         # Inside, a member goes by its index in the group.
         self._send = {index: send[plan.members[index]] for index in others}
@@ -182,7 +187,12 @@ class _Reduction:
 
     def _sample(self) -> None:
         self._sampled_at = time.monotonic()
-        self._meter.sample(self._sampled_at, sum(self._moved_out.values()), sum(self._moved_in.values()))
+        self._meter.sample(
+            self._sampled_at,
+            sum(self._moved_out.values()),
+            sum(self._moved_in.values()),
+            self._forwarded_bytes(),
+        )
 
     # Sending
 

@@ -56,6 +56,11 @@ class RelayService:
         await self._libp2p.serve(asking(self._run_id), self._asked)
         await self._libp2p.serve(delivering(self._run_id), self._delivered)
 
+    @property
+    def forwarded_bytes(self) -> int:
+        """For others, so far: each of them has come in on this peer's link, and gone out."""
+        return self._forwarder.num_bytes
+
     async def close(self) -> None:
         """Forward nothing more: what still goes through here breaks off."""
         for task in self._tasks:

@@ -5,6 +5,7 @@ import time
 import pytest
 
 from peers.bandwidth import WINDOW_S, LinkMeter, PeakRate
+from peers.shares import bounds_of
 
 
 def peak(*stretches, step_s=0.05):
@@ -73,3 +74,18 @@ def test_sockets_that_keep_no_count_are_measured_by_our_own():
         meter.sample(0.0, 0, 0)
         meter.sample(1.0, 5000, 3000)
         assert meter.bytes_per_s() == 3000
+
+
+def test_what_a_link_carries_for_others_counts_both_ways():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        meter = LinkMeter([ours], [theirs])
+        meter.sample(0.0, 0, 0, 7000)
+        meter.sample(1.0, 5000, 3000, 11000)
+        assert meter.bytes_per_s() == 3000 + 4000
+
+
+def test_who_forwards_for_two_others_on_equal_links_comes_to_own_all_so_that_nothing_is_left_to_forward():
+    # Of what goes over the middle one's link, half is its own; the others' links are half idle, since they wait for it.
+    own, forwarded, others = 1.0, 1.0, 1.0
+    assert bounds_of([own + forwarded, others, others], 1 << 22) == (0, 1 << 22, 1 << 22, 1 << 22)

@@ -30,6 +30,7 @@ def test_bytes_go_both_ways_and_the_end_of_one_side_ends_the_other():
     sender.join()
     assert received == payload
     assert ended.get(timeout=10)
+    assert forwarder.num_bytes == len(payload) + len(b"back")
     other.close()
     forwarder.close()
 
