@@ -181,8 +181,8 @@ class _Reduction:
         for future in futures:
             future.result()
         # Others are cancelled at the same time: which of them was heard to give up first says nothing.
-        blames_nobody = failure.culprit is None or cancelled.is_set()
-        suspects = () if blames_nobody else (self._plan.members[failure.culprit],)
+        culprit = None if cancelled.is_set() else failure.culprit
+        suspects = () if culprit is None else (self._plan.members[culprit],)
         raise RoundFailed(failure.reason, suspects, is_hearsay=failure.is_hearsay)
 
     def _sample(self) -> None:
