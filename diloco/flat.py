@@ -141,7 +141,11 @@ def merge(
 
     def merged(piece: Piece) -> Tensor:
         snapshot, target = _on_device(piece, snapshots), _on_device(piece, targets)
-        values = target + (piece.local - snapshot)
+        if piece.local.dtype == target.dtype:
+            # Training stands still meanwhile, and most of it would be page faults of what comes between.
+            values = piece.local.sub_(snapshot).add_(target)
+        else:
+            values = target + (piece.local - snapshot)
         return values.add_(snapshot - target, alpha=mixing) if mixing else values
 
     _read(pieces, num_nodes, merged)
