@@ -27,6 +27,8 @@ from peers.records import Announcement
 from peers.round_messages import Abort, Ask, Commit, Group, Join, Proposal, RoundMessage, Vote
 from peers.verdicts import Blame, disputes, dissenters
 
+TOLERATED_OF_LEADER = 1
+"""Attempts of one round that a member loses to its leader before it looks for another."""
 _DEFAULT_AGGREGATION = Aggregation()
 
 
@@ -126,7 +128,7 @@ class Round:
         aggregation: Aggregation = _DEFAULT_AGGREGATION,
         barred: Iterable[int] = (),
     ) -> None:
-        """`barred`: members that this peer, as the leader, neither takes nor waits for."""
+        """`barred`: members that this peer neither follows nor, as the leader, takes or waits for."""
         self.me, self.fragment, self.epoch, self.lineage = me, fragment, epoch, lineage
         self.timing, self._aggregation = timing, aggregation
         self.phase = Phase.IDLE
@@ -162,7 +164,8 @@ class Round:
         self._votes: dict[int, Vote] = {}
         self._excluded = set(barred)
         self.offenders: set[int] = set()
-        """Whom this peer, as the leader, has left out of attempts, though they are there."""
+        """Whom this peer has left out of attempts, or left as leaders, though they are there."""
+        self._lost_to_leader = 0
         self._retry_at = 0.0
         self._num_attempts = 0
         self._blame = Blame(me)
@@ -211,10 +214,15 @@ class Round:
         """The reduction of this attempt failed, and was lost to these members as far as this peer can tell."""
         if self.phase is not Phase.REDUCING or self._group is None or self._group.attempt != attempt:
             return []
-        leader = self._group.leader
+        leader, suspects = self._group.leader, set(suspects)
         self._return_to_seeking(now)
         vote = Vote(self.fragment, self.lineage, attempt, suspects=tuple(sorted(suspects)))
-        return self._finish(self._send(leader, vote), now)
+        actions = self._send(leader, vote)
+        if leader in suspects - {self.me}:
+            self._lost_to_leader += 1
+            if self._lost_to_leader > TOLERATED_OF_LEADER:
+                actions += self._depose(leader, now)
+        return self._finish(actions, now)
 
     def on_tick(self, now: float) -> list[Action]:
         """Call at `deadline` or later."""
@@ -262,11 +270,15 @@ class Round:
             # Past the leader's own deadline, twice: it is alive but does not lead.
             self._phase_deadline = now + 2 * self.timing.gather_s + self.timing.attempt_s
         self.phase, self._group = Phase.SEEKING, None
-        leader = membership.leader_of(self._view, self.lineage, self._ballot)
+        leader = self._leader_of_ballot()
         self._leader = self.me if leader is None else leader
         self._resend_at = now + self.timing.resend_s
         in_doubt = self._doubts[-1] if self._doubts else ""
         return self._send(self._leader, Join(self.fragment, self.lineage, self._proposal, in_doubt))
+
+    def _leader_of_ballot(self) -> int | None:
+        view = {rank: peer for rank, peer in self._view.items() if rank not in self._excluded - {self.me}}
+        return membership.leader_of(view, self.lineage, self._ballot)
 
     def _has_left(self, gone: set[int]) -> bool:
         """Whether the leader is lost, or has gone on without this peer hearing how the attempt ended."""
@@ -279,6 +291,14 @@ class Round:
         self._return_to_seeking(now)
         self._phase_deadline = float("inf")
         return cancel + self._seek(now)
+
+    def _depose(self, leader: int, now: float) -> list[Action]:
+        """It leads, and spoils what it leads: nobody else can leave it out."""
+        self._lost_to_leader = 0
+        self._excluded.add(leader)
+        self.offenders.add(leader)
+        self.failures.append(f"peer {leader} leads, and spoils every attempt")
+        return self._leave_leader(now)
 
     def _return_to_seeking(self, now: float) -> None:
         self.phase, self._group = Phase.SEEKING, None
@@ -392,7 +412,7 @@ class Round:
         if self._num_asked:
             return []
         trainers = membership.trainers_of(self._view, self.lineage)
-        if membership.leader_of(self._view, self.lineage, self._ballot) != self.me:
+        if self._leader_of_ballot() != self.me:
             return []
         present = [r for r in sorted(self._joins) if r in self._view and r not in self._excluded]
         missing = set(trainers) - set(present) - self._excluded

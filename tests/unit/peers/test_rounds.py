@@ -289,6 +289,36 @@ def test_a_member_that_calls_one_after_the_other_unequal_leaves_out_one_at_most(
     assert the_commit(world).group.ranks == (0, 2)
 
 
+def test_a_leader_that_spoils_what_it_leads_and_blames_nobody_is_left_by_all_others(monkeypatch):
+    world = World(4, suspects=dict.fromkeys((1, 2, 3), (0,)))
+    monkeypatch.setattr(world.peers[0].round._blame, "guilty", lambda ranks: set())
+
+    def outcome(rank, attempt):
+        ranks = world.peers[rank].round._group.ranks
+        spoilt = 0 in ranks and rank != 0
+        return None if spoilt else Vote(0, "a", attempt, tuple("s" for _ in ranks), "b", "m")
+
+    world.outcome_of = outcome
+    everybody_ready(world).run()
+    commits = [world.peers[rank].commit for rank in (1, 2, 3)]
+    assert commits[0] is not None and commits == [commits[0]] * 3
+    assert commits[0].group.ranks == (1, 2, 3)
+    assert all(world.peers[rank].round.offenders == {0} for rank in (2, 3))
+    assert world.peers[0].commit is None and world.peers[0].caught_up is not None
+
+
+def test_a_member_that_alone_loses_attempts_to_its_leader_stops_nobody():
+    world = World(4, suspects={2: (0,)})
+    world.outcome_of = lambda rank, attempt: (
+        None
+        if rank == 2 and 0 in world.peers[2].round._group.ranks
+        else Vote(0, "a", attempt, tuple("s" for _ in world.peers[rank].round._group.ranks), "b", "m")
+    )
+    everybody_ready(world).run()
+    assert world.peers[0].commit.group.ranks == (0, 1, 3)
+    assert world.peers[2].commit is None and world.peers[2].caught_up is not None
+
+
 def test_where_nobody_votes_in_time_nobody_is_left_out_for_it():
     world = World(3)
     world.reduction_s = lambda attempt: 1e9 if not world.aborts else 0.5
