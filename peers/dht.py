@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from peers.bootstrap import connect_any, why_not_taken
 from peers.contacts import Contacts
+from peers.descriptors import raise_limit
 from peers.errors import PeerUnreachable, UserError
 from peers.identity import Identity
 from peers.maddrs import by_reach, check_listenable, is_maddr, parse_maddr, validate_maddr
@@ -79,7 +80,7 @@ class Dht:
         """Join the DHT that any of `initial_peers` belongs to, or begin one when there are none.
 
         `client_mode`: listen nowhere and store nothing for others, only ask. Raises UserError for addresses
-        that are wrong, in use, or silent.
+        that are wrong, in use, or silent, and where too few files may be open.
         """
         for maddr in initial_peers:
             validate_maddr(maddr, peer_id=True)
@@ -88,6 +89,8 @@ class Dht:
         if not client_mode:
             check_listenable(host_maddrs)
         others = [maddr for maddr in initial_peers if parse_maddr(maddr).peer_id != identity.peer_id]
+        # Before p2pd starts, which inherits it.
+        raise_limit()
         load_hivemind()
         from peers.transport import Transport
 
