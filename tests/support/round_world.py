@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from peers.records import Announcement
 from peers.round_messages import Abort, Ask, Commit, Join, Proposal, RoundMessage, Vote
 from peers.rounds import Action, Apply, Cancel, CatchUp, Phase, Reduce, Round, Send, Timing
+from tests.support.announcements import announced
 
 TIMING = Timing(gather_s=30.0, attempt_s=20.0)
 
@@ -23,21 +24,15 @@ TIMING = Timing(gather_s=30.0, attempt_s=20.0)
 def status(
     rank: int, *, lineage: str = "a", epoch: int = 0, state: str = "training", tokens: int = 0
 ) -> Announcement:
-    return Announcement(
-        peer_id=f"peer{rank}",
+    return announced(
+        f"peer{rank}",
         run_id="test",
         world_rank=rank,
-        incarnation=1,
         state=state,
         epoch=epoch,
         lineage=lineage,
-        step=0,
-        local_step=0,
         committed_tokens=tokens,
-        tokens_per_s=0.0,
         anchor_digest=lineage,
-        manifest_digest="",
-        maddrs=(),
         time=0.0,
     )
 

@@ -14,6 +14,7 @@ from peers.dht import Dht
 from peers.errors import UserError
 from peers.identity import Identity, load
 from peers.records import PEERS_KEY, Announcement
+from tests.support.announcements import announced
 from tests.support.members import LOOPBACK, eventually, joined
 
 RUN = "coordinated"
@@ -53,23 +54,7 @@ async def coordinating(state_dir: Path, **options) -> AsyncIterator[Coordinator]
 
 
 def announcement(dht: Dht, rank: int) -> Announcement:
-    return Announcement(
-        peer_id=dht.peer_id,
-        run_id=RUN,
-        world_rank=rank,
-        incarnation=1,
-        state="training",
-        epoch=0,
-        lineage="",
-        step=0,
-        local_step=0,
-        committed_tokens=0,
-        tokens_per_s=10.0,
-        anchor_digest="",
-        manifest_digest="",
-        maddrs=(),
-        time=time.time(),
-    )
+    return announced(dht.peer_id, run_id=RUN, world_rank=rank, tokens_per_s=10.0)
 
 
 async def announce(dht: Dht, identity: Identity, record: Announcement) -> None:

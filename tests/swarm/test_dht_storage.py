@@ -15,29 +15,14 @@ from peers.gate import Gate
 from peers.identity import load
 from peers.records import PEERS_KEY, Announcement
 from peers.storage_checks import guard_storage
+from tests.support.announcements import announced
 from tests.support.members import eventually, joined
 
 RUN_ID = "kept"
 
 
 def announcement(peer_id: str) -> Announcement:
-    return Announcement(
-        peer_id=peer_id,
-        run_id=RUN_ID,
-        world_rank=1,
-        incarnation=1,
-        state="training",
-        epoch=0,
-        lineage="",
-        step=0,
-        local_step=0,
-        committed_tokens=0,
-        tokens_per_s=10.0,
-        anchor_digest="",
-        manifest_digest="",
-        maddrs=(),
-        time=time.time(),
-    )
+    return announced(peer_id, run_id=RUN_ID, tokens_per_s=10.0)
 
 
 def test_nobody_replaces_or_hides_the_record_of_another(tmp_path):

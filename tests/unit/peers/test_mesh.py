@@ -1,30 +1,13 @@
 import asyncio
-import time
 
 from peers import mesh as mesh_module
 from peers.errors import PeerUnreachable
 from peers.mesh import HEARTBEAT_S, MAX_DIALLED, SILENCE_S, Mesh, heartbeat_s
-from peers.records import Announcement
+from tests.support.announcements import announced
 
 
 def record(peer_id):
-    return Announcement(
-        peer_id=peer_id,
-        run_id="run",
-        world_rank=1,
-        incarnation=1,
-        state="joining",
-        epoch=0,
-        lineage="",
-        step=0,
-        local_step=0,
-        committed_tokens=0,
-        tokens_per_s=0.0,
-        anchor_digest="",
-        manifest_digest="",
-        maddrs=(),
-        time=time.time(),
-    )
+    return announced(peer_id, state="joining")
 
 
 class Transport:

@@ -1,0 +1,29 @@
+"""An announcement in order, for tests to change what they are about."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from peers.records import Announcement
+
+
+def announced(peer_id: str, **fields: Any) -> Announcement:
+    """Of a peer that trains and has not committed anything, now."""
+    usual: dict[str, Any] = {
+        "run_id": "run",
+        "world_rank": 1,
+        "incarnation": 1,
+        "state": "training",
+        "epoch": 0,
+        "lineage": "",
+        "step": 0,
+        "local_step": 0,
+        "committed_tokens": 0,
+        "tokens_per_s": 0.0,
+        "anchor_digest": "",
+        "manifest_digest": "",
+        "maddrs": (),
+        "time": time.time(),
+    }
+    return Announcement(**{**usual, "peer_id": peer_id, **fields})
