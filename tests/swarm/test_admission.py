@@ -172,9 +172,10 @@ def test_a_stranger_is_refused_everywhere_within_a_second_and_logged_once(run, l
             run.change_bans(ban=[peer_id])
             secret = run.key.secret
         took = [knock_everywhere(hostile, run, secret) for _ in range(KNOCKS)]
-        for door in took[0]:
-            # The median: this machine may have been busy with something else once.
-            assert statistics.median(knock[door] for knock in took) < REFUSED_WITHIN_S, took
+        # The median: this machine may have been busy with something else once.
+        usual = {door: statistics.median(knock[door] for knock in took) for door in took[0]}
+        print(f"{kind}: shut within {max(usual.values()):.3f} s at the slowest of {len(usual)} doors")
+        assert max(usual.values()) < REFUSED_WITHIN_S, took
         hostile.call(hostile.announce())
         wait_until(
             lambda: all(f"refused {peer_id}" in peer.log for peer in light.peers.values()), "the log's word"
