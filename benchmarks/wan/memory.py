@@ -5,6 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from benchmarks.light_loop import Loop
@@ -12,6 +15,7 @@ from benchmarks.progress import Progress
 from benchmarks.record import Result
 from benchmarks.swarm_harness import Job, Seat, Swarm
 from benchmarks.wan.rounds import START_S
+from peers.codecs import codec_named, result_codec_named
 
 _NUM_PEERS = 4
 _MEGABYTES_PER_S = 40.0
@@ -39,9 +43,13 @@ def results(codecs: tuple[str, ...], num_rounds: int, progress: Progress, *, qui
     rows = [Result.of("memory imports", "peak resident", "MB", [baseline / 1e6])]
     for codec in codecs:
         for megabytes in _sizes(quick=quick):
-            peaks = peak_bytes(megabytes << 20, codec, num_rounds)
-            held = held_tensors(codec) * (megabytes << 20)
-            beyond = [(peak - baseline - held) / 1e6 for peak in peaks]
+            tensor_bytes = megabytes << 20
+            daemons = measured(tensor_bytes, codec, num_rounds)
+            peaks = [daemon.peak_bytes for daemon in daemons]
+            beyond = [
+                (daemon.peak_bytes - baseline - held_tensors(codec, daemon.shares) * tensor_bytes) / 1e6
+                for daemon in daemons
+            ]
             case = _name(codec, megabytes)
             rows.append(Result.of(case, "daemon's peak", "MB", [peak / 1e6 for peak in peaks]))
             rows.append(Result.of(case, "beyond imports and state", "MB", beyond))
@@ -57,13 +65,32 @@ def _name(codec: str, megabytes: int) -> str:
     return f"memory {megabytes} MB {codec}"
 
 
-def held_tensors(codec: str) -> float:
+@dataclass(frozen=True)
+class Daemon:
+    peak_bytes: int
+    """Resident, from its start; shared memory counts once it has been touched."""
+    shares: tuple[float, ...]
+    """Of the vector, what it owned in each round: links are measured, and on a busy machine they differ."""
+
+
+def held_tensors(codec: str, shares: Sequence[float]) -> float:
     """How often a daemon has to hold the model: anchor, momentum, link out and in; and with error feedback residuals.
 
-    Those are the contribution's, and for the share it owns the result's, before and after the commit
+    Those are the contribution's, and for the share it owns the result's, of the last round and of this
     (peers/residuals.py).
     """
-    return 4 if codec == _EXACT else 5 + 2 / _NUM_PEERS
+    if codec == _EXACT:
+        return 4
+    return 5 + max(before + now for before, now in pairwise((0.0, *shares)))
+
+
+def share_of(sent_bytes: int, codec: str, numel: int) -> float:
+    """What part of the vector a peer owned that has sent so many bytes in a round: of what is encoded, C bytes as
+    contributions and R as results, it sends (1 - share) C and (N - 1) share R.
+    """
+    contribution = codec_named(codec).encoded_bytes(numel)
+    result = result_codec_named(codec).encoded_bytes(numel)
+    return (sent_bytes - contribution) / ((_NUM_PEERS - 1) * result - contribution)
 
 
 def imports_bytes() -> int:
@@ -71,17 +98,20 @@ def imports_bytes() -> int:
     return 1024 * int(done.stdout)
 
 
-def peak_bytes(tensor_bytes: int, codec: str, num_rounds: int) -> list[int]:
-    """Of each daemon, from its start; shared memory counts once it has been touched."""
+def measured(tensor_bytes: int, codec: str, num_rounds: int) -> list[Daemon]:
     loop = Loop(numel=tensor_bytes // 4, num_layers=4, max_epochs=num_rounds)
     job = Job(loop=loop, flags=("--hv.compression", codec))
     with (
         tempfile.TemporaryDirectory() as directory,
         Swarm(job, Path(directory), [Seat()] * _NUM_PEERS) as swarm,
     ):
-        for epoch in range(1, num_rounds + 1):
-            swarm.run_epoch(epoch)
-        return [resident_peak_bytes(peer.process.pid) for peer in swarm.peers]
+        rounds = [swarm.run_epoch(epoch) for epoch in range(1, num_rounds + 1)]
+        peaks = [resident_peak_bytes(peer.process.pid) for peer in swarm.peers]
+    sent = zip(*([record["sent_bytes"] for record in records] for records in rounds), strict=True)
+    return [
+        Daemon(peak, tuple(share_of(count, codec, tensor_bytes // 4) for count in counts))
+        for peak, counts in zip(peaks, sent, strict=True)
+    ]
 
 
 def resident_peak_bytes(pid: int) -> int:
