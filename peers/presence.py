@@ -29,6 +29,7 @@ ANNOUNCE_INTERVAL_S = 3.0
 EARLY_INTERVAL_S = 0.5
 """While somebody is still missing, announcements and look-ups are this frequent."""
 RECORD_TTL_S = 20.0
+_MANY_PEERS = 8
 LEAVING_TTL_S = 5.0
 LEAVE_TIMEOUT_S = 2.0
 """How long saying goodbye may take: somebody may be waiting for this process to end."""
@@ -119,10 +120,12 @@ class Presence:
             self.mesh.discovered(await self._records())
             for peer in self.mesh.peers:
                 self._dht.remember(peer.peer_id, peer.maddrs)
-            missing = len(self.view) < self.galaxy_size
+            num_peers = len(self.view)
+            is_early = num_peers < self.galaxy_size
             self._announce_now.clear()
+            await asyncio.sleep(rest_s(num_peers))
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(EARLY_INTERVAL_S if missing else ANNOUNCE_INTERVAL_S):
+                async with asyncio.timeout(announce_interval_s(num_peers, is_early=is_early)):
                     await self._announce_now.wait()
 
     def publish(self) -> None:
@@ -196,3 +199,17 @@ class Presence:
     def _view_changed(self) -> None:
         self._changed.set()
         self._on_change()
+
+
+def announce_interval_s(num_peers: int, *, is_early: bool) -> float:
+    """Between two announcements of a peer that sees so many, itself included, while it has no news.
+
+    Each is stored at many nodes, and comes with a look at everybody's: rarer among many, who are found all the same.
+    """
+    usual_s = EARLY_INTERVAL_S if is_early else ANNOUNCE_INTERVAL_S
+    return min(usual_s * max(1.0, num_peers / _MANY_PEERS), RECORD_TTL_S / 4)
+
+
+def rest_s(num_peers: int) -> float:
+    """For so long even news waits after an announcement: the mesh has told of it already."""
+    return 0.0 if num_peers <= _MANY_PEERS else announce_interval_s(num_peers, is_early=True)

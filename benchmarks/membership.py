@@ -1,0 +1,211 @@
+"""What it takes N peers to find each other and to gather for rounds, as N grows: light peers on one machine.
+
+    python -m benchmarks.membership [--sizes 2 5 10 20 35 50] [--quick] [--json FILE] [--plot FILE]
+
+All peers of a run start by the same command, eight at a time; a coordinator assigns the ranks. Measured are the time
+from the first start until everybody trains, that of one more peer, what a round waits for after its last member is
+ready, the round itself, and the processor time that membership costs while nobody averages. All N share one machine's
+cores, so times are upper bounds; the processor time of a peer is what carries over to machines of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import plot
+from benchmarks.chaos.coordinator import Coordinator
+from benchmarks.chaos.links import free_port
+from benchmarks.light_swarm import LightPeer, LightSwarm, children_of, wait_until
+from benchmarks.record import Result, parser, report
+
+RUN_ID = "membership"
+SIZES = (2, 5, 10, 20, 35, 50)
+FAR = 1000
+NUM_EPOCHS = 3
+_AT_ONCE = 8
+_EPOCH_S = 10.0
+_SETTLE_S = 2.0
+_IDLE_S = 5.0
+_TIMEOUT_S = 400.0
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of one size; times in seconds."""
+
+    num_peers: int
+    forming_s: float
+    joining_s: float
+    gathering_s: list[float]
+    rounds_s: list[float]
+    upkeep: float
+    """Share of a core that a peer's daemon and p2pd take while its worker trains."""
+
+
+class Assigned(LightSwarm):
+    """Nobody brings a rank of its own."""
+
+    def config_of(self, rank: int, directory: Path, worker: dict[str, Any]) -> dict[str, Any]:
+        return super().config_of(rank, directory, worker) | {"world_rank": None}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    flags = parser(__doc__)
+    flags.add_argument("--sizes", type=int, nargs="+", default=SIZES)
+    flags.add_argument("--plot", type=Path, metavar="FILE")
+    given = flags.parse_args(arguments)
+    sizes = (2, 4) if given.quick else given.sizes
+    found = []
+    for size in sizes:
+        found.append(measured(size))
+        print(f"{size} peers: {found[-1]}", file=sys.stderr, flush=True)
+    report("membership", _results(found), given.json, extra={"notes": _notes(found)})
+    if given.plot:
+        _draw(given, found)
+    return 0
+
+
+def measured(num_peers: int) -> Measured:
+    """Start so many at once, let them train for some epochs, then start one more."""
+    with tempfile.TemporaryDirectory(prefix="diloco-membership-") as directory:
+        coordinator = Coordinator(Path(directory, "coordinator"), RUN_ID, free_port())
+        worker = {"numel": 1000, "local_steps": 60, "max_steps": 10**9, "step_s": _EPOCH_S / 60}
+        swarm = Assigned(Path(directory), [], RUN_ID, **worker)
+        try:
+            swarm.initial_peers = [coordinator.start()]
+            began = time.time()
+            peers = start_all(swarm, num_peers)
+            forming_s = max(first_steps_of(peers)) - began
+            check_ranks(peers)
+            wait_until(lambda: min(peer.epoch for peer in peers) >= NUM_EPOCHS, "the epochs", _TIMEOUT_S)
+            upkeep = upkeep_of(peers)
+            gathering_s, rounds_s = epochs_of(peers)
+            began = time.time()
+            joining_s = max(first_steps_of([swarm.start(num_peers)])) - began
+            swarm.check_digests()
+        finally:
+            swarm.close()
+            coordinator.kill()
+    return Measured(num_peers, forming_s, joining_s, gathering_s, rounds_s, upkeep)
+
+
+def start_all(swarm: LightSwarm, num_peers: int) -> list[LightPeer]:
+    swarm.galaxy_size = num_peers
+    for rank in range(num_peers):
+        wait_until(lambda: len(coming(swarm)) < _AT_ONCE, "the arrival of those before", _TIMEOUT_S)
+        swarm.start(rank)
+    wait_until(lambda: not coming(swarm), "the arrival of all", _TIMEOUT_S)
+    return list(swarm.peers.values())
+
+
+def coming(swarm: LightSwarm) -> list[LightPeer]:
+    """Who has no place in the swarm yet. One that gave up, on a machine that was too busy for it, is started again."""
+    found = [peer for peer in swarm.peers.values() if "in the swarm as world rank" not in peer.log]
+    for peer in found:
+        if peer.process.exitcode is not None:
+            print(f"peer {peer.rank} is started again: {peer.error}", file=sys.stderr, flush=True)
+            swarm.start(peer.rank)
+    return found
+
+
+def first_steps_of(peers: Sequence[LightPeer]) -> list[float]:
+    """When their workers began to train. Raises AssertionError where a daemon has ended instead."""
+
+    def started() -> list[float]:
+        for peer in peers:
+            assert peer.process.exitcode is None, f"peer {peer.rank} ended: {peer.error or peer.log[-2000:]}"
+        found = [next((r["time"] for r in peer.records("start")), None) for peer in peers]
+        return [at for at in found if at is not None] if None not in found else []
+
+    return list(wait_until(started, "the first step of all", _TIMEOUT_S))
+
+
+def check_ranks(peers: Sequence[LightPeer]) -> None:
+    """Each has one of its own. Where the coordinator was too busy, some come from a stand-in's range."""
+    ranks = [peer.records("start")[0]["world_rank"] for peer in peers]
+    assert len(set(ranks)) == len(ranks), sorted(ranks)
+
+
+def upkeep_of(peers: Sequence[LightPeer]) -> float:
+    """In the middle of an epoch, right after the commit that began it."""
+    pids = [peer.process.pid for peer in peers]
+    pids += [pid for owner in pids for pid, argv in children_of(owner) if "p2pd" in argv[0]]
+    time.sleep(_SETTLE_S)
+    began, before = time.monotonic(), _cpu_s(pids)
+    time.sleep(_IDLE_S)
+    return (_cpu_s(pids) - before) / (time.monotonic() - began) / len(peers)
+
+
+def epochs_of(peers: Sequence[LightPeer]) -> tuple[list[float], list[float]]:
+    """Of each epoch: what it took from the last member's readiness to the group, and from there to the commit."""
+    gathering, rounds = [], []
+    for epoch in range(1, NUM_EPOCHS + 1):
+        told = [record for peer in peers for record in peer.epochs if record["epoch"] == epoch]
+        gathering.append(min(record["wait_s"] for record in told))
+        rounds.append(max(record["round_s"] for record in told))
+    return gathering, rounds
+
+
+def _cpu_s(pids: Sequence[int]) -> float:
+    fields = (Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rsplit(")", 1)[1].split() for pid in pids)
+    return sum(int(found[11]) + int(found[12]) for found in fields) / _TICKS
+
+
+def _results(found: Sequence[Measured]) -> list[Result]:
+    rows: list[Result] = []
+    for one in found:
+        values: Mapping[str, tuple[str, list[float]]] = {
+            "all train": ("s", [one.forming_s]),
+            "one more trains": ("s", [one.joining_s]),
+            "gathering": ("s", one.gathering_s),
+            "round": ("s", one.rounds_s),
+            "upkeep of a peer": ("% of a core", [100 * one.upkeep]),
+        }
+        rows += [Result.of(f"{one.num_peers} peers", name, unit, of) for name, (unit, of) in values.items()]
+    return rows
+
+
+def _notes(found: Sequence[Measured]) -> list[str]:
+    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
+    notes = [f"All on one machine, whose load averages were {load} at the end: times are upper bounds."]
+    if len(found) > 2:
+        sizes = [float(one.num_peers) for one in found]
+        slope, start = statistics.linear_regression(sizes, [100 * one.upkeep for one in found])
+        gather, base = statistics.linear_regression(sizes, [statistics.median(o.gathering_s) for o in found])
+        notes.append(
+            f"By straight lines through these: with {FAR} peers on machines of their own, membership would take "
+            f"{start + slope * FAR:.0f} % of a core on each (every peer hears every other once a second), and a "
+            f"leader would form its group {max(0.0, base + gather * FAR):.1f} s after the last member is ready."
+        )
+    return notes
+
+
+def _draw(given: argparse.Namespace, found: Sequence[Measured]) -> None:
+    series = {
+        "all train (s)": [(float(one.num_peers), one.forming_s) for one in found],
+        "one more trains (s)": [(float(one.num_peers), one.joining_s) for one in found],
+        "round (s)": [(float(one.num_peers), statistics.median(one.rounds_s)) for one in found],
+        "upkeep (% of a core)": [(float(one.num_peers), 100 * one.upkeep) for one in found],
+    }
+    plot.lines(
+        given.plot,
+        series,
+        title="Membership as peers grow in number",
+        x_label="peers",
+        y_label="",
+        log_y=True,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
