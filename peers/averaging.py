@@ -33,7 +33,7 @@ from peers.outer_state import OuterState
 from peers.readiness import Readiness, plan_of
 from peers.recent_commits import RecentCommits
 from peers.records import Announcement
-from peers.reduce import reduce_pseudo_gradients
+from peers.reduce import OVERLAPPED_NICENESS, reduce_pseudo_gradients
 from peers.reduce_plan import ReducePlan, ReduceReport
 from peers.residuals import Residuals
 from peers.round_messages import Ask, Commit, Group, Join, Proposal, RoundMessage, Vote
@@ -348,6 +348,7 @@ class Averager:
                     residuals=self.residuals[waiting.fragment],
                     settled=preview.settled,
                     forwarded_bytes=self._forwarded_bytes,
+                    niceness=OVERLAPPED_NICENESS if self._settings.schedule.overlap_steps else 0,
                 )
                 waiting.clock.lap("reduce_s")
                 return report, preview.header()

@@ -7,8 +7,6 @@ when the last sum is in place only the last chunks are left. Where processors se
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +16,7 @@ from torch import Tensor
 
 from peers.outer_optimizer import OuterOptimizer, keep_denormals
 from peers.outer_state import OuterState, num_threads
+from peers.priority import stand_back
 from peers.state_header import STATE_CHUNK_NUMEL, StateHeader
 
 NICENESS = 10
@@ -87,8 +86,5 @@ class Preview:
 
 
 def _stand_back() -> None:
-    thread = threading.get_native_id()
-    # Where that is not allowed they are merely in the reduction's way.
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICENESS)
+    stand_back(NICENESS)
     keep_denormals()

@@ -51,6 +51,7 @@ from peers.frames import (
     send_frame,
 )
 from peers.kernels import Bytes
+from peers.priority import stand_back
 from peers.reduce_arithmetic import Arithmetic, Scratch, reduce_alone
 from peers.reduce_plan import ReducePlan, ReduceReport
 from peers.reduce_progress import LAST_WORDS_S, Departed, Progress
@@ -58,6 +59,10 @@ from peers.residuals import Residuals
 
 Sockets = Mapping[int, socket.socket]
 """By world rank."""
+
+OVERLAPPED_NICENESS = 5
+"""Of the threads of a reduction that training need not wait for: it goes first, and hashing (peers/outer_preview.py)
+comes last."""
 
 Settled = Callable[[slice], None]
 """Called from the threads that reduce, which it must not hold up."""
@@ -77,6 +82,7 @@ def reduce_pseudo_gradients(
     residuals: Residuals | None = None,
     settled: Settled = lambda part: None,
     forwarded_bytes: Callable[[], int] = lambda: 0,
+    niceness: int = 0,
 ) -> ReduceReport:
     """Write the weighted average of all members' `anchor - local` to `result`: the same bits on each of them.
 
@@ -90,13 +96,17 @@ def reduce_pseudo_gradients(
 
     `forwarded_bytes` tells what this peer's link has carried for others so far, for the report to say what it carries.
 
+    The threads are by `niceness` nicer than the caller's.
+
     With `residuals` (those of this fragment) what a lossy codec lost in earlier rounds is sent too; who calls commits
     them with the round.
     """
     if not anchor.numel() == local.numel() == result.numel() == plan.bounds[-1]:
         raise ValueError(f"the shares cover {plan.bounds[-1]} values, the tensors have {anchor.numel()}")
     arithmetic = Arithmetic(plan, anchor, local, result, residuals)
-    reduction = _Reduction(plan, arithmetic, send, receive, stall_timeout_s, settled, forwarded_bytes)
+    reduction = _Reduction(
+        plan, arithmetic, send, receive, stall_timeout_s, settled, forwarded_bytes, niceness
+    )
     if not plan.others:
         try:
             reduce_alone(plan, arithmetic, cancelled)
@@ -121,9 +131,10 @@ class _Reduction:
         stall_timeout_s: float,
         settled: Settled,
         forwarded_bytes: Callable[[], int],
+        niceness: int,
     ) -> None:
         self._plan, self._arithmetic, self._settled = plan, arithmetic, settled
-        self._forwarded_bytes = forwarded_bytes
+        self._forwarded_bytes, self._niceness = forwarded_bytes, niceness
         others = plan.others
         # Inside, a member goes by its index in the group.
         self._send = {index: send[plan.members[index]] for index in others}
@@ -159,7 +170,7 @@ class _Reduction:
             for job in ((self._receive_from, other), (self._send_to, other))
         ]
         with ThreadPoolExecutor(max(1, len(jobs)), "reduce") as pool:
-            futures: list[Future[None]] = [pool.submit(_with_denormals, *job) for job in jobs]
+            futures: list[Future[None]] = [pool.submit(self._carry_out, *job) for job in jobs]
             pending = set(futures)
             self._sample()
             while pending:
@@ -184,6 +195,13 @@ class _Reduction:
         culprit = None if cancelled.is_set() else failure.culprit
         suspects = () if culprit is None else (self._plan.members[culprit],)
         raise RoundFailed(failure.reason, suspects, is_hearsay=failure.is_hearsay)
+
+    def _carry_out(self, job: Callable[[int], None], other: int) -> None:
+        # Flushing is a state of the thread, and a library loaded elsewhere may have changed what new threads inherit.
+        torch.set_flush_denormal(False)
+        if self._niceness:
+            stand_back(self._niceness)
+        job(other)
 
     def _sample(self) -> None:
         self._sampled_at = time.monotonic()
@@ -357,9 +375,3 @@ def _shut_down(sock: socket.socket, how: int) -> None:
     # One that the other end has closed already is as good as shut down.
     with contextlib.suppress(OSError):
         sock.shutdown(how)
-
-
-def _with_denormals(job: Callable[[int], None], other: int) -> None:
-    # Flushing is a state of the thread, and a library loaded elsewhere may have changed what new threads inherit.
-    torch.set_flush_denormal(False)
-    job(other)

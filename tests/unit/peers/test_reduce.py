@@ -1,5 +1,6 @@
 import contextlib
 import math
+import os
 import socket
 import threading
 import time
@@ -57,7 +58,7 @@ class Swarm:
             rule=self.rule,
         )
 
-    def reduce(self, me, stall_timeout_s=20.0, timeout_s=math.inf):
+    def reduce(self, me, stall_timeout_s=20.0, timeout_s=math.inf, **options):
         return reduce_pseudo_gradients(
             self.plan(me),
             self.anchor,
@@ -68,6 +69,7 @@ class Swarm:
             stall_timeout_s=stall_timeout_s,
             cancelled=self.cancelled[me],
             timeout_s=timeout_s,
+            **options,
         )
 
     def close(self):
@@ -142,6 +144,16 @@ def test_sent_and_received_bytes_are_exact_and_digests_are_of_what_went_on_the_w
         share = group.results[0][group.bounds[owner] : group.bounds[owner + 1]]
         assert reports[0].share_digests[owner] == xxhash.xxh3_128(share.half().numpy().tobytes()).hexdigest()
     assert sum(r.sent_bytes for r in reports.values()) == sum(r.received_bytes for r in reports.values())
+
+
+def test_threads_stand_back_for_training_where_it_need_not_wait_for_them(swarm):
+    found = set()
+
+    def look(part):
+        found.add(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+    outcomes(swarm(2, SEVERAL_CHUNKS), range(2), settled=look, niceness=3)
+    assert found == {os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) + 3}
 
 
 def plan_for(num_members, numel):
