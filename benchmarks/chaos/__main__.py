@@ -104,6 +104,7 @@ def _results(settings: Settings, calm: Outcome, struck: Outcome) -> list[Result]
     ]
     if recoveries:
         rows += [
+            ("death to next commit", "s", history.recoveries_s(0.0)),
             ("recovery beyond an epoch", "s", recoveries),
             ("recovery, 95th percentile", "s", [quantile(recoveries, 0.95)]),
         ]
