@@ -158,7 +158,7 @@ def places_of(counts: Bytes, lows: Bytes, block: int, kept: int, places: Indices
     sections = -(-block // SECTION_NUMEL)
     entry = 0
     for index in range(counts.size // sections):
-        num_counted = 0
+        num_counted = np.int64(0)
         for section in range(sections):
             num_counted += np.int64(counts[index * sections + section])
         if num_counted != kept:
