@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _settings(given: argparse.Namespace) -> Settings:
     if given.quick:
         return Settings(
-            seconds=18.0, baseline_s=6.0, num_peers=3, mean_s=4.0, seed=given.seed, local_steps=15
+            seconds=15.0, baseline_s=5.0, num_peers=3, mean_s=4.0, seed=given.seed, local_steps=15
         )
     seconds = 60.0 * given.minutes
     return Settings(

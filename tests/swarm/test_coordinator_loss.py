@@ -75,7 +75,9 @@ def test_a_coordinator_killed_in_mid_round_comes_back_to_the_same_ranks_and_cost
     light.peers[2].kill()
     light.start(2)
     light.start(3)
-    wait_until(lambda: all(has_trained_with(peer, 4) for peer in light.peers.values()), "an epoch of all four")
+    wait_until(
+        lambda: all(has_trained_with(peer, 4) for peer in light.peers.values()), "an epoch of all four"
+    )
     assert ranks_of(light) == {**ranks, 3: 3}
     assert_no_epoch_was_lost(light.peers[0])
     light.check_digests()
@@ -95,6 +97,8 @@ def test_without_its_coordinator_a_run_goes_on_and_takes_newcomers_through_any_p
     light.brought = {last: 2, 3: 3}
     light.start(last)
     light.start(3)
-    wait_until(lambda: all(has_trained_with(peer, 4) for peer in light.peers.values()), "an epoch of all four")
+    wait_until(
+        lambda: all(has_trained_with(peer, 4) for peer in light.peers.values()), "an epoch of all four"
+    )
     assert_no_epoch_was_lost(light.peers[next(name for name in range(2) if name != last)])
     light.check_digests()
