@@ -67,7 +67,9 @@ async def request_token(dht: Dht, applicant: Applicant, *, timeout_s: float) -> 
     Raises Refused when all that answer refuse, NoIssuer when none answers within `timeout_s`.
     """
     deadline = time.monotonic() + timeout_s
+    run_id = applicant.run_id
     refused: Refused | None = None
+    others = coordinators = False
     while time.monotonic() < deadline:
         for record in await issuers(dht, applicant):
             try:
@@ -78,14 +80,13 @@ async def request_token(dht: Dht, applicant: Applicant, *, timeout_s: float) -> 
                 log.info("issuer %s gave no token: %s", record.peer_id, error)
         if refused is not None:
             raise refused
+        # One look may miss what the next one finds.
+        found = await _records(dht, ISSUERS_KEY(run_id), run_id, lambda record: bool(record.token))
+        others = others or bool(found)
+        found = await _records(dht, COORDINATOR_KEY(run_id), run_id, lambda record: not record.token)
+        coordinators = coordinators or bool(found)
         await asyncio.sleep(_RETRY_INTERVAL_S)
-    run_id = applicant.run_id
-    raise NoIssuer(
-        others=bool(await _records(dht, ISSUERS_KEY(run_id), run_id, lambda record: bool(record.token))),
-        coordinators=bool(
-            await _records(dht, COORDINATOR_KEY(run_id), run_id, lambda record: not record.token)
-        ),
-    )
+    raise NoIssuer(others=others, coordinators=coordinators)
 
 
 async def issuers(dht: Dht, applicant: Applicant) -> list[CoordinatorRecord]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import zlib
 from collections.abc import Callable, Iterator
@@ -21,9 +22,9 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("busy machine")
 
 
-@pytest.fixture(scope="session")
-def bootstrap(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a plain DHT node on loopback, shared by the tests: each uses a run id of its own."""
+@contextlib.contextmanager
+def dht_node(directory: Path) -> Iterator[str]:
+    """The address of a plain DHT node on loopback, in a thread of its own."""
     from peers.dht import Dht
     from peers.identity import load_or_create
 
@@ -34,7 +35,7 @@ def bootstrap(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     async def serve() -> None:
         stop, loop = asyncio.Event(), asyncio.get_running_loop()
         end.append(lambda: loop.call_soon_threadsafe(stop.set))
-        identity = load_or_create(tmp_path_factory.mktemp("bootstrap") / "identity.key")
+        identity = load_or_create(directory / "identity.key")
         dht = await Dht.join(identity=identity, host_maddrs=("/ip4/127.0.0.1/tcp/0",))
         address.extend(await dht.maddrs())
         ready.set()
@@ -48,6 +49,20 @@ def bootstrap(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     yield address[0]
     end[0]()
     thread.join(20)
+
+
+@pytest.fixture(scope="session")
+def bootstrap(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A DHT node that the tests share: each uses a run id of its own."""
+    with dht_node(tmp_path_factory.mktemp("bootstrap")) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def quiet_bootstrap(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A DHT node that has not met the dead of other tests, for tests that wait only briefly for its answers."""
+    with dht_node(tmp_path_factory.mktemp("bootstrap")) as address:
+        yield address
 
 
 @pytest.fixture

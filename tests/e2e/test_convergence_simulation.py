@@ -30,6 +30,8 @@ def test_the_simulation_arrives_at_the_bits_of_a_swarm_with_a_lossy_codec_and_ov
         total_steps=16,
         warmup_steps=2,
         eval_tokens=64,
+        # The trainer's own.
+        beta2=0.95,
     )
     arm = replace(arms(scale)[FP32], compression="int4", overlap_steps=2)
     job = Job(scale=scale, arm=arm, seed=5, inner_lr=1e-2, outer_lr=0.6)

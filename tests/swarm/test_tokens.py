@@ -54,13 +54,13 @@ def key_file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def member(tmp_path: Path, bootstrap: str) -> Any:
-    return lambda name: Member(tmp_path, name, bootstrap)
+def member(tmp_path: Path, quiet_bootstrap: str) -> Any:
+    return lambda name: Member(tmp_path, name, quiet_bootstrap)
 
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission_service, "REQUEST_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(admission_service, "REQUEST_TIMEOUT_S", 2.0)
     monkeypatch.setattr(admission_service, "RENEWAL_TIMEOUT_S", 0.5)
 
 
