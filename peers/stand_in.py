@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import sqlite3
 from collections.abc import Callable
 
 from peers.admission_service import AdmissionService
@@ -45,10 +46,14 @@ class StandIn:
         """Remember who is there: whoever comes back without a number gets the one it had."""
         if self._ledger is None:
             return
-        for rank, peer in self._view().items():
-            holder = self._ledger.holder(rank)
-            if holder != peer.peer_id:
-                self._ledger.assign(peer.peer_id, rank, evict=holder)
+        try:
+            for rank, peer in self._view().items():
+                holder = self._ledger.holder(rank)
+                if holder != peer.peer_id:
+                    self._ledger.assign(peer.peer_id, rank, evict=holder)
+        except sqlite3.Error as error:
+            # A full disk costs this memory, and not the training.
+            log.warning("cannot note who holds which world rank: %s", error)
 
     async def run(self) -> None:
         """Until cancelled. Raises UserError where the ledger cannot be kept."""

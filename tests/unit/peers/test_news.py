@@ -2,27 +2,12 @@ from __future__ import annotations
 
 from peers.news import LOST_AFTER_S, QUIET_AFTER_S, Watcher
 from peers.records import Announcement
+from tests.support.announcements import announced
 
 
 def record(rank: int, time: float, **changes) -> Announcement:
-    fields = {
-        "peer_id": f"12D3KooW-{rank:06d}",
-        "run_id": "run",
-        "world_rank": rank,
-        "incarnation": 1,
-        "state": "training",
-        "epoch": 0,
-        "lineage": "",
-        "step": 0,
-        "local_step": 0,
-        "committed_tokens": 0,
-        "tokens_per_s": 100.0,
-        "anchor_digest": "",
-        "manifest_digest": "",
-        "maddrs": (),
-        "time": time,
-    }
-    return Announcement(**(fields | changes))
+    fields = {"world_rank": rank, "tokens_per_s": 100.0, "time": time}
+    return announced(f"12D3KooW-{rank:06d}", **{**fields, **changes})
 
 
 def seen(*records: Announcement) -> dict[str, Announcement]:
