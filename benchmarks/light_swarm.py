@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from diloco.metrics_file import Tail
 from peers.identity import load, load_or_create
 
 _ROOT = Path(__file__).parent.parent
@@ -50,8 +51,7 @@ class LightPeer:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        path = self.directory / "history.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return [dict(record) for record in Tail(self.directory / "history.jsonl").read()]
 
     def records(self, kind: str) -> list[dict[str, Any]]:
         return [record for record in self.history if record["kind"] == kind]
