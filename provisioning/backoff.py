@@ -1,0 +1,37 @@
+"""How long to wait before asking again, and doing so: for requests that change nothing, or may be repeated."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from provisioning.errors import Unavailable
+
+T = TypeVar("T")
+
+FIRST_DELAY_S = 0.5
+MAX_DELAY_S = 20.0
+MAX_ATTEMPTS = 7
+
+
+def delay_s(attempt: int, retry_after_s: float | None, seed: float) -> float:
+    """Seconds before attempt `attempt` + 1, from 1 on: doubling, up to half of it by chance (`seed` in 0..1).
+
+    What the provider asks for comes first, within a minute.
+    """
+    own = min(FIRST_DELAY_S * 2 ** (attempt - 1), MAX_DELAY_S) * (0.5 + 0.5 * seed)
+    return max(own, min(retry_after_s or 0.0, 60.0))
+
+
+async def repeated(request: Callable[[], Awaitable[T]], *, max_attempts: int = MAX_ATTEMPTS) -> T:
+    """The request's answer, asking again while the other side is unavailable. Raises the last Unavailable."""
+    for attempt in range(1, max_attempts + 1):
+        try:
+            return await request()
+        except Unavailable as error:
+            if attempt == max_attempts:
+                raise
+            await asyncio.sleep(delay_s(attempt, error.retry_after_s, random.random()))
+    raise AssertionError("unreachable")

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import os
+import sqlite3
+
+import pytest
+
+from provisioning.errors import Busy, UserError
+from provisioning.ledger import Ledger
+from provisioning.pods import Offer, PodSpec
+from provisioning.states import State, may_follow
+
+SPEC = PodSpec(name="pod-0", gpu_count=1, ttl_hours=2)
+OFFER = Offer(id="o", provider="lium", gpu_type="A100", gpu_count=1, price_per_hour=3.0, details={"a": [1]})
+
+
+@pytest.fixture
+def ledger(tmp_path):
+    opened = Ledger(tmp_path / "pods.sqlite")
+    yield opened
+    opened.close()
+
+
+def test_a_row_is_on_disk_with_all_that_it_needs_before_anything_is_asked_for(ledger):
+    row = ledger.plan(SPEC, OFFER, now=100.0, ends_at=7300.0)
+    other = Ledger(ledger.path)
+    assert other.rows() == [row]
+    assert (row.state, row.spec, row.offer, row.ends_at) == (State.PLANNED, SPEC, OFFER, 7300.0)
+    assert row.label.startswith(f"diloco-{ledger.owner}-pod-0-") and len(row.idempotency_key) == 32
+    assert other.owner == ledger.owner
+    other.close()
+
+
+def test_each_order_has_a_label_and_a_key_of_its_own(ledger):
+    first = ledger.plan(SPEC, OFFER, now=0, ends_at=None)
+    second = ledger.plan(SPEC, OFFER, now=0, ends_at=None)
+    assert first.label != second.label and first.idempotency_key != second.idempotency_key
+    assert ledger.rows() == [second]
+
+
+def test_a_pod_that_was_ordered_is_never_planned_over(ledger):
+    ledger.plan(SPEC, OFFER, now=0, ends_at=None)
+    ledger.advance("pod-0", State.CREATING)
+    with pytest.raises(sqlite3.IntegrityError):
+        ledger.plan(SPEC, OFFER, now=0, ends_at=None)
+
+
+def test_states_follow_each_other_only_as_they_may(ledger):
+    ledger.plan(SPEC, OFFER, now=0, ends_at=None)
+    with pytest.raises(AssertionError):
+        ledger.advance("pod-0", State.RUNNING)
+    assert all(may_follow(state, State.DELETING) for state in State if state not in ("planned", "gone"))
+    assert not any(may_follow(State.DELETING, state) for state in State if state not in ("deleting", "gone"))
+
+
+def test_what_a_pod_cost_stays_when_its_row_goes(ledger):
+    ledger.plan(SPEC, OFFER, now=3600.0, ends_at=None)
+    ledger.advance("pod-0", State.CREATING)
+    ledger.rented("pod-0", "id-1", 3.0)
+    ledger.rented("pod-0", "id-1", 2.0)
+    (bill,) = ledger.bills()
+    assert bill.dollars(now=3600.0 + 1800.0) == 1.0
+    ledger.forget("pod-0", now=2 * 3600.0)
+    (bill,) = ledger.bills()
+    assert ledger.rows() == [] and bill.dollars(now=9e9) == 2.0
+
+
+def test_one_command_at_a_time_changes_pods(ledger):
+    other = Ledger(ledger.path)
+    with ledger.locked(), pytest.raises(Busy, match=str(os.getpid())), other.locked():
+        raise AssertionError
+    with other.locked():
+        pass
+    other.close()
+
+
+def test_the_state_file_is_its_owners_alone(ledger):
+    assert ledger.path.stat().st_mode & 0o077 == 0
+
+
+def test_a_file_that_is_no_ledger_is_named(tmp_path):
+    (tmp_path / "pods.sqlite").write_text("hello, this is no database at all" * 40)
+    with pytest.raises(UserError, match=r"pods\.sqlite cannot be used"):
+        Ledger(tmp_path / "pods.sqlite")
