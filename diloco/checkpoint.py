@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import shutil
 import threading
 from dataclasses import asdict
@@ -19,17 +18,24 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from diloco.checkpoint_dirs import (
+    COMPLETE,
+    complete_ones,
+    delete,
+    move,
+    own_part,
+    read_complete,
+    temporary_of,
+    write_complete,
+)
 from diloco.errors import UserError
 from diloco.flat import trainable_parameters
 from diloco.inner import InnerLoop
 from diloco.options import CkptConfig
-from diloco.outer import Diloco, Position, Restored
+from diloco.outer import Diloco, Restored
 from diloco.world import World, barrier, on_rank_zero
 
-_COMPLETE = "complete.json"
-_PEER_PART = "diloco_rank_"
 _DISCARD_TIMEOUT_S = 2.0
-_STEP = re.compile(r"model_step_(\d+)")
 
 
 class Checkpoints:
@@ -58,8 +64,8 @@ class Checkpoints:
     def save(self, outer: Diloco, *, step: int) -> Path:
         """Write everything that is needed to go on from nominal step `step`. Returns the directory."""
         self._looked_at = step
-        final = self._path / f"model_step_{step}" / _own_part(outer.world_rank)
-        temporary = self._changing = _temporary(final)
+        final = self._path / f"model_step_{step}" / own_part(outer.world_rank)
+        temporary = self._changing = temporary_of(final)
         if self._world.local_rank == 0:
             with self._making:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -68,11 +74,11 @@ class Checkpoints:
         self._write_rank(temporary)
         barrier()
         outer.checkpoint(temporary)
-        on_rank_zero(lambda: _complete(temporary, outer, self._world.num_ranks))
-        on_rank_zero(lambda: _move(temporary, final))
+        on_rank_zero(lambda: write_complete(temporary, outer, self._world.num_ranks))
+        on_rank_zero(lambda: move(temporary, final))
         if self._world.local_rank == 0 and temporary.exists():
             # Another node with a disk of its own.
-            _move(temporary, final)
+            move(temporary, final)
         self._changing = None
         on_rank_zero(lambda: self._delete_old(outer.world_rank))
         return final
@@ -88,7 +94,7 @@ class Checkpoints:
             discarded = directory.with_name(f".{directory.name.strip('.')}.discarded")
             with contextlib.suppress(OSError):
                 directory.rename(discarded)
-                _delete(discarded)
+                delete(discarded)
 
     def restore(self, world_rank: int | None) -> Restored | None:
         """Load the checkpoint that the configuration names into model and optimizer. Raises UserError."""
@@ -97,7 +103,7 @@ class Checkpoints:
         directory = on_rank_zero(lambda: self._find(str(self._config.resume), world_rank))
         if directory is None:
             return None
-        restored, num_ranks = _read_complete(directory)
+        restored, num_ranks = read_complete(directory)
         if num_ranks != self._world.num_ranks:
             raise UserError(
                 f"{directory} was saved by {num_ranks} ranks and cannot be loaded by {self._world.num_ranks} yet; "
@@ -107,12 +113,12 @@ class Checkpoints:
         return restored
 
     def _find(self, resume: str, world_rank: int | None) -> Path | None:
-        part = _own_part(world_rank)
+        part = own_part(world_rank)
         if resume == "auto":
-            found = _complete_ones(self._path, part)
+            found = complete_ones(self._path, part)
             return found[-1] if found else None
         directory = Path(resume) / part
-        if not (directory / _COMPLETE).is_file():
+        if not (directory / COMPLETE).is_file():
             raise UserError(f"--ckpt.resume {resume}: there is no complete checkpoint in {directory}")
         return directory
 
@@ -120,9 +126,9 @@ class Checkpoints:
         """Keep the newest `topk` of this peer's own; other peers' are theirs to delete."""
         if self._config.topk is None:
             return
-        for directory in _complete_ones(self._path, _own_part(world_rank))[: -self._config.topk]:
+        for directory in complete_ones(self._path, own_part(world_rank))[: -self._config.topk]:
             self._changing = directory
-            _delete(directory)
+            delete(directory)
         self._changing = None
 
     def _write_rank(self, directory: Path) -> None:
@@ -168,73 +174,6 @@ class Checkpoints:
             group["lr"] = 0.0
         self._inner.optimizer.step()
         self._inner.optimizer.zero_grad()
-
-
-def _own_part(world_rank: int | None) -> str:
-    return "" if world_rank is None else f"{_PEER_PART}{world_rank}"
-
-
-def _temporary(final: Path) -> Path:
-    return final.with_name(f".{final.name}.partial")
-
-
-def _complete(directory: Path, outer: Diloco, num_ranks: int) -> None:
-    content = {"position": asdict(outer.position), "tokens": outer.tokens, "num_ranks": num_ranks}
-    text = json.dumps(content, indent=2)
-    (directory / _COMPLETE).write_text(text + "\n", encoding="utf-8")
-
-
-def _read_complete(directory: Path) -> tuple[Restored, int]:
-    """What _complete wrote, and of how many ranks. Raises UserError for anything else."""
-    try:
-        content = json.loads((directory / _COMPLETE).read_text(encoding="utf-8"))
-        position = Position(**content["position"])
-        restored = Restored(position=position, tokens=tuple(map(int, content["tokens"])), directory=directory)
-        return restored, int(content["num_ranks"])
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{directory / _COMPLETE} does not describe a checkpoint: {error!r}") from error
-
-
-def _move(temporary: Path, final: Path) -> None:
-    """Give the directory its name. One of that name, from before a resume, gives way only now."""
-    if not final.exists():
-        temporary.rename(final)
-        return
-    _empty(final)
-    for entry in sorted(temporary.iterdir(), key=lambda entry: entry.name == _COMPLETE):
-        entry.rename(final / entry.name)
-    temporary.rmdir()
-
-
-def _delete(directory: Path) -> None:
-    """Delete a checkpoint, and what it leaves empty. Safe to repeat, and from two threads at once."""
-    _empty(directory)
-    with contextlib.suppress(OSError):
-        directory.rmdir()
-        # In a swarm the step's directory lies around those of the peers; the last one takes it along.
-        directory.parent.rmdir()
-
-
-def _empty(directory: Path) -> None:
-    """Delete a checkpoint's own content, the mark first; parts of a swarm's peers beside it are theirs."""
-    (directory / _COMPLETE).unlink(missing_ok=True)
-    for entry in list(directory.iterdir()) if directory.is_dir() else []:
-        if entry.name.startswith((_PEER_PART, f".{_PEER_PART}")):
-            continue
-        if entry.is_dir():
-            shutil.rmtree(entry, ignore_errors=True)
-        else:
-            entry.unlink(missing_ok=True)
-
-
-def _complete_ones(path: Path, part: str) -> list[Path]:
-    """The complete checkpoints of a peer, oldest first."""
-    steps = {}
-    for directory in path.glob("model_step_*"):
-        match = _STEP.fullmatch(directory.name)
-        if match and (directory / part / _COMPLETE).is_file():
-            steps[int(match[1])] = directory / part
-    return [steps[step] for step in sorted(steps)]
 
 
 def _local(tensor: Tensor) -> Tensor:

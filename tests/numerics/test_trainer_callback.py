@@ -1,0 +1,149 @@
+"""A transformers Trainer takes part by DilocoCallback alone, and goes on from a checkpoint bit for bit."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import TrainerCallback
+
+from diloco.callback import DilocoCallback, check_divides, generation_period
+from diloco.errors import UserError
+from peers.link import LINK_ENV
+from tests.support.scripted_daemon import ScriptedDaemon, halving
+from tests.support.tiny_model import tiny_llama
+from tests.support.trainer_worker import trainer_of, weights
+
+
+class Seen(TrainerCallback):
+    """What the other callbacks of a trainer see at each step's end."""
+
+    def __init__(self):
+        self.steps, self.rates = [], []
+
+    def on_step_end(self, args, state, control, optimizer=None, **kwargs):
+        self.steps.append(state.global_step)
+        self.rates.append(optimizer.param_groups[0]["lr"])
+
+
+@pytest.fixture
+def link(tmp_path, monkeypatch):
+    """The path where daemons listen, named in the environment."""
+    monkeypatch.setenv(LINK_ENV, str(tmp_path / "link.sock"))
+    return tmp_path / "link.sock"
+
+
+def equal(left, right):
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def test_without_a_daemon_the_callback_changes_nothing(tmp_path, monkeypatch):
+    monkeypatch.delenv(LINK_ENV, raising=False)
+    with_it = trainer_of(tmp_path / "with", DilocoCallback(local_steps=2), save_strategy="no")
+    without = trainer_of(tmp_path / "without", TrainerCallback(), save_strategy="no")
+    with_it.train()
+    without.train()
+    assert equal(weights(with_it.model), weights(without.model))
+
+
+def test_every_epoch_the_weights_become_what_the_daemon_says(tmp_path, link):
+    halved = []
+
+    class Compare(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            out, _ = daemon.buffers(0)
+            flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+            halved.append(state.global_step % 2 == 0 and torch.equal(flat, torch.from_numpy(out.copy()) / 2))
+
+    commits = []
+    with ScriptedDaemon(link, local_steps=2) as daemon:
+        callback = DilocoCallback(on_commit=commits.append)
+        trainer_of(tmp_path, callback, Compare(), save_strategy="no").train()
+    assert halved == [False, True] * 3
+    assert [commit.epoch for commit in commits] == [1, 2, 3]
+    readies = [message for message in daemon.messages if message["kind"] == "ready"]
+    assert [message["last"] for message in readies] == [False, False, True]
+    assert all(message["tokens"] == 2 * 4 for message in readies), (
+        "samples count where a trainer counts no tokens"
+    )
+    assert daemon.kinds()[-1] == "finished"
+
+
+@pytest.mark.parametrize("step", [4, 5], ids=["from a round's boundary", "from between two rounds"])
+def test_a_resumed_trainer_ends_with_the_bits_of_one_that_was_not_stopped(tmp_path, link, step):
+    with ScriptedDaemon(link, local_steps=4, world_rank=1):
+        whole = trainer_of(tmp_path / "run", DilocoCallback(), max_steps=7)
+        whole.train()
+    checkpoint = tmp_path / "run" / f"checkpoint-{step}"
+    with ScriptedDaemon(link, local_steps=4, world_rank=1) as daemon:
+        resumed = trainer_of(
+            tmp_path / "again", DilocoCallback(resume=checkpoint), max_steps=7, model=tiny_llama(seed=9)
+        )
+        resumed.train(resume_from_checkpoint=str(checkpoint))
+    assert daemon.messages[0]["resume"] == str(checkpoint)
+    assert (daemon.messages[0]["epoch"], daemon.messages[0]["local_step"]) == divmod(step, 4)
+    assert equal(weights(resumed.model), weights(whole.model))
+    assert (checkpoint / "outer.bin").is_file()
+
+
+def test_a_checkpoint_waits_for_weights_that_are_under_way(tmp_path, link):
+    with ScriptedDaemon(link, local_steps=3, overlap_steps=1):
+        trainer_of(tmp_path, DilocoCallback(), max_steps=6, save_steps=2).train()
+    saved = sorted(int(path.name.rpartition("-")[2]) for path in tmp_path.glob("checkpoint-*"))
+    # Weights leave at steps 2 and 5, and are back at 3 and 6.
+    assert saved == [3, 4, 6]
+    position = json.loads((tmp_path / "checkpoint-3" / "complete.json").read_text())["position"]
+    assert (position["epoch"], position["local_step"]) == (1, 0)
+
+
+def test_a_peer_that_joins_late_stands_where_the_swarm_does(tmp_path, link):
+    def in_epoch_two(message, out, inn):
+        if message["kind"] != "offer":
+            return halving(message, out, inn)
+        inn[:] = 0.25
+        return "start", {"epoch": 2, "local_step": 0, "data_base": 2, "num_peers": 2, "keep_local": False}
+
+    seen = Seen()
+    with ScriptedDaemon(link, in_epoch_two, local_steps=2) as daemon:
+        trainer = trainer_of(tmp_path, DilocoCallback(), seen, max_steps=8, save_strategy="no")
+        trainer.train()
+    assert seen.steps == [5, 6, 7, 8]
+    assert seen.rates == pytest.approx([1e-2 * (8 - step) / 8 for step in (5, 6, 7, 8)])
+    assert [m["epoch"] for m in daemon.messages if m["kind"] == "ready"] == [2, 3]
+
+
+def test_under_peft_only_the_adapters_are_averaged(tmp_path, link):
+    torch.manual_seed(0)
+    model = get_peft_model(tiny_llama(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
+    num_trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    with ScriptedDaemon(link, local_steps=2) as daemon:
+        trainer_of(tmp_path, DilocoCallback(), max_steps=4, model=model, save_strategy="no").train()
+        assert len(daemon.buffers(0)[0]) == num_trainable
+    after = dict(model.named_parameters())
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def rollouts(per_generation, iterations, accumulation):
+    return SimpleNamespace(
+        steps_per_generation=per_generation,
+        num_iterations=iterations,
+        gradient_accumulation_steps=accumulation,
+    )
+
+
+@pytest.mark.parametrize(
+    ("args", "period"),
+    [(rollouts(2, 1, 2), 1), (rollouts(8, 1, 2), 4), (rollouts(2, 3, 2), 3), (rollouts(3, 1, 2), 3)],
+)
+def test_a_generation_serves_as_many_steps_as_its_batches_fill(args, period):
+    assert generation_period(args) == period
+
+
+def test_a_schedule_that_would_leave_old_log_probabilities_is_refused_with_one_that_would_not():
+    check_divides(rollouts(8, 1, 2), steps_per_epoch=12)
+    with pytest.raises(UserError, match=r"a multiple of 4, say 12"):
+        check_divides(rollouts(8, 1, 2), steps_per_epoch=10)
