@@ -117,6 +117,10 @@ class HvConfig:
         default=4.0, metadata=SHARED
     )
     """A peer counts for so many times the median peer's tokens at most, except under mean."""
+    audit: Annotated[float, Parameter(validator=(finite, at_least(0), up_to(1)))] = field(
+        default=0.0, metadata=SHARED
+    )
+    """How often, each round, a peer's part of the sums is added up again by all: 0.05 finds false ones in 20 rounds."""
     host_maddrs: Annotated[tuple[str, ...], address_list("--host-maddrs")] = ("/ip4/0.0.0.0/tcp/0",)
     """Addresses to listen on."""
     announce_maddrs: Annotated[tuple[str, ...], address_list("--announce-maddrs")] = ()

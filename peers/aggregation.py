@@ -20,9 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-import numpy as np
-
-from peers.kernels import Floats, centered_clip, trimmed_mean
+from peers.errors import UserError
 from peers.round_messages import Proposal
 
 Rule = Literal["mean", "clip", "trimmed-mean", "centered-clip"]
@@ -33,9 +31,6 @@ HOLDING_RULES = frozenset({"trimmed-mean", "centered-clip"})
 CLIP_FACTOR = 4.0
 """A pseudo-gradient longer than this many times the group's median is scaled down to it."""
 DEFAULT_MAX_WEIGHT = 4.0
-TRIM_SHARE = 0.2
-"""Of the members, what is left out on either side; one at least."""
-CLIP_ITERATIONS = 3
 
 
 @dataclass(frozen=True)
@@ -45,13 +40,20 @@ class Aggregation:
     rule: Rule = "clip"
     max_weight: float = DEFAULT_MAX_WEIGHT
     """A member counts for this many times the group's median of trained tokens at most."""
+    audit: float = 0.0
+    """The probability with which an owner's sums are reduced again by everybody (peers/audit.py), each round."""
 
     @classmethod
     def of(cls, manifest: Mapping[str, str | int | float | bool | None]) -> Aggregation:
-        """What a checked manifest says."""
+        """What a checked manifest says. Raises UserError where its values do not go together."""
+        if manifest.get("hv.audit") and manifest.get("hv.compression") == "topk":
+            raise UserError(
+                "--hv.audit cannot tell false sums under --hv.compression topk, which carries most of a sum over to "
+                "later rounds; int8 and int4 can be audited"
+            )
         rule, most = manifest.get("hv.aggregation"), manifest.get("hv.max_weight")
         named = next((known for known in RULES if known == rule), cls.rule)
-        return cls(named, float(most) if most else cls.max_weight)
+        return cls(named, float(most) if most else cls.max_weight, float(manifest.get("hv.audit") or 0.0))
 
     def weights_of(self, members: Sequence[Proposal]) -> tuple[float, ...]:
         """Each member's share of the trained tokens, times a scale that clips outliers under `clip`.
@@ -75,19 +77,6 @@ class Aggregation:
 def holds_all(rule: str, num_members: int) -> bool:
     """Whether the owner of a share has to hold the values of every member."""
     return rule in HOLDING_RULES and num_members >= 3
-
-
-def combine(rule: str, rows: Floats, weights: Floats, total: Floats) -> None:
-    """What these members' values come to, in `total`: fp32 [n], `rows` [members, n], `weights` [members]."""
-    if rule == "trimmed-mean":
-        trimmed_mean(rows, weights, max(1, int(TRIM_SHARE * len(rows))), total)
-    else:
-        centered_clip(rows, weights, CLIP_ITERATIONS, total)
-
-
-def rows_for(num_members: int, numel: int) -> Floats:
-    """Room for every member's values of a share."""
-    return np.empty((num_members, numel), np.float32)
 
 
 def _shares(tokens: Sequence[float]) -> tuple[float, ...]:

@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import logging
 import math
+import random
 import statistics
 import threading
 import time
@@ -20,6 +21,8 @@ from typing import Any
 
 from peers import membership, round_messages
 from peers.aggregation import Aggregation
+from peers.audit import demanded
+from peers.audit_exchange import AuditTask, audit_shares
 from peers.codecs import codec_named
 from peers.credit import Credit
 from peers.deadlines import Deadlines
@@ -36,8 +39,9 @@ from peers.records import Announcement
 from peers.reduce import OVERLAPPED_NICENESS, reduce_pseudo_gradients
 from peers.reduce_plan import ReducePlan, ReduceReport
 from peers.residuals import Residuals
-from peers.round_messages import Ask, Commit, Group, Join, Proposal, RoundMessage, Vote
-from peers.rounds import Action, Apply, Cancel, CatchUp, Reduce, Round, Send, Timing
+from peers.round_leader import Timing
+from peers.round_messages import Ask, Audit, Commit, Group, Join, Proposal, RoundMessage, Vote
+from peers.rounds import Action, Apply, Cancel, CatchUp, Inspect, Reduce, Round, Send
 from peers.schedule import Schedule
 from peers.state_header import StateHeader
 from peers.streams import RoundStreams, StreamPool
@@ -96,6 +100,7 @@ class Averager:
         self._offences = Offences()
         self._reducing: asyncio.Task[None] | None = None
         self._cancelled = threading.Event()
+        self._chance = random.SystemRandom()
         self._epoch_started = time.monotonic()
         self._bandwidths: deque[float] = deque(maxlen=5)
         self._state: OuterState | None = None
@@ -269,6 +274,10 @@ class Averager:
                 await self._stop_reducing()
                 self._cancelled.clear()
                 self._reducing = asyncio.create_task(self._reduce(group))
+            case Inspect(group, audit):
+                await self._stop_reducing()
+                self._cancelled.clear()
+                self._reducing = asyncio.create_task(self._inspect(group, audit))
             case Cancel():
                 self._cancel()
             case Apply(commit):
@@ -315,8 +324,56 @@ class Averager:
             report.share_digests,
             header.anchor_digest,
             header.momentum_digest,
+            sent=report.sent_digests,
+            received=report.received_digests,
+            audit=demanded(group, self._me, self._settings.aggregation.audit, self._chance),
         )
         self._post(lambda now: round_.on_reduced(group.attempt, vote, now))
+
+    async def _inspect(self, group: Group, audit: Audit) -> None:
+        """Reduce others' shares again, and say what came of it."""
+        waiting, round_ = self._waiting, self._round
+        assert waiting is not None and waiting.plan is not None and round_ is not None
+        place = {rank: index for index, rank in enumerate(group.ranks)}
+        task = AuditTask(waiting.plan, [place[owner] for owner in audit.owners], audit.inputs)
+        suspects, disproved = frozenset[int](), frozenset[int]()
+        try:
+            disproved = await self._audit(task, waiting, ATTEMPT_SHARE * round_.timing.attempt_s)
+        except (PeersError, OSError) as error:
+            log.info("audit at epoch %d failed: %s", group.epoch, error)
+            suspects = error.suspects if isinstance(error, RoundFailed) else suspects
+            self._post(lambda now: round_.on_audit_failed(group.attempt, suspects, (), now))
+            return
+        if disproved:
+            log.warning("the sums of peer %s are false", ", ".join(map(str, sorted(disproved))))
+            self._post(lambda now: round_.on_audit_failed(group.attempt, (), disproved, now))
+        else:
+            self._post(lambda now: round_.on_audited(group.attempt, now))
+
+    async def _audit(self, task: AuditTask, waiting: Readiness, timeout_s: float) -> frozenset[int]:
+        """World ranks of owners whose sums are false. Raises RoundFailed."""
+        streams = await self._connect(task.plan, task.stream_id)
+        fragment = waiting.fragment
+        try:
+            disproved = await asyncio.to_thread(
+                audit_shares,
+                task,
+                self.state.anchor[fragment],
+                waiting.local,
+                self.residuals[fragment].contribution,
+                waiting.result,
+                streams.send,
+                streams.receive,
+                stall_timeout_s=STALL_TIMEOUT_S,
+                timeout_s=timeout_s,
+                cancelled=self._cancelled,
+            )
+        except BaseException as error:
+            self._pool.discard(streams, error.suspects if isinstance(error, RoundFailed) else ())
+            raise
+        waiting.clock.lap("audit_s")
+        self._pool.give_back(streams, sent_bytes=0, seconds=0.0)
+        return disproved
 
     def _learn_from_failure(self, seconds: float, round_: Round) -> None:
         """An attempt that nobody broke off but its deadline tells that rounds take longer now than they used to."""
@@ -329,7 +386,7 @@ class Averager:
     ) -> tuple[ReduceReport, StateHeader]:
         """Connect to the members, reduce with them, and see what a commit would make of it. Raises RoundFailed."""
         plan = waiting.plan = self._plan_of(group, waiting)
-        optimizer, streams = self._optimizer_for(len(group.ranks)), await self._connect(plan)
+        optimizer, streams = self._optimizer_for(len(group.ranks)), await self._connect(plan, plan.attempt)
         waiting.clock.lap("connect_s")
         log.debug("reducing with %s", group.ranks)
 
@@ -366,16 +423,19 @@ class Averager:
 
     def _plan_of(self, group: Group, waiting: Readiness) -> ReducePlan:
         settings = self._settings
-        return plan_of(group, self._me, waiting.local.numel(), settings.codec, settings.aggregation.rule)
+        return plan_of(group, self._me, waiting.local.numel(), settings.codec, settings.aggregation)
 
-    async def _connect(self, plan: ReducePlan) -> RoundStreams:
-        """Streams with all other members. Raises RoundFailed, soon when the attempt is cancelled."""
+    async def _connect(self, plan: ReducePlan, stream_id: bytes) -> RoundStreams:
+        """Streams with all other members, which ask for them by the same id.
+
+        Raises RoundFailed, soon when the attempt is cancelled.
+        """
         view = self._view()
         if gone := [rank for rank in plan.members if rank not in view]:
             raise RoundFailed(f"no channel to {gone}", gone)
         peer_ids = {rank: view[rank].peer_id for rank in plan.members if rank != self._me}
         return await self._pool.connect(
-            plan.attempt, peer_ids, timeout_s=CONNECT_TIMEOUT_S, cancelled=self._cancelled
+            stream_id, peer_ids, timeout_s=CONNECT_TIMEOUT_S, cancelled=self._cancelled
         )
 
     async def _apply(self, commit: Commit) -> None:
@@ -421,19 +481,22 @@ class Averager:
         if round_ is None:
             return
         offenders = {view[rank].peer_id: rank for rank in round_.offenders if rank in view}
-        for peer_id, term in self._offences.note(offenders, epoch).items():
+        proven = [peer_id for peer_id, rank in offenders.items() if rank in round_.proven]
+        for peer_id, term in self._offences.note(offenders, epoch, proven).items():
             log.warning(
-                "peer %d (%s) is left out of the next %d epochs, having spoilt several rounds; the last time: %s",
+                "peer %d (%s) is left out of the next %d epochs, %s; the last time: %s",
                 offenders[peer_id],
                 peer_id,
                 term,
-                round_.failures[-1],
+                "for false sums" if peer_id in proven else "having spoilt several rounds",
+                round_.failures[-1] if round_.failures else "in an audit",
             )
 
     async def _catch_up(self, action: CatchUp) -> None:
         """Adopt the better state, and propose the local work again on top of it: new anchor + (local - old anchor)."""
         log.info("catching up: %s", action.reason)
         waiting, old = self._waiting, self.state
+        self._remember_offenders(old.epoch)
         new = await self._better_state(action)
         if new is None:
             # Whoever was ahead is gone, or cannot prove it: our own state is the best there is.

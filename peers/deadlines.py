@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal
 
-from peers.rounds import Timing
+from peers.round_leader import Timing
 
 Strategy = Literal["WAIT_FOR_ALL", "NO_WAIT"]
 

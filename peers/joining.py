@@ -10,7 +10,7 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
-from peers.aggregation import RULES
+from peers.aggregation import RULES, Aggregation
 from peers.errors import UserError
 from peers.membership import View, best_of, preference
 from peers.records import Announcement
@@ -55,11 +55,13 @@ def check_manifest(value: Any) -> dict[str, Scalar]:
     budget = value.get("hv.local_time")
     if not (budget is None or (type(budget) in (int, float) and 0 < budget <= MAX_LOCAL_TIME_S)):
         raise ValueError(f"hv.local_time is no time up to {MAX_LOCAL_TIME_S:g} s: {budget!r:.40}")
-    mixing = value.get("hv.mixing")
-    if not (mixing is None or (type(mixing) in (int, float) and 0 <= mixing <= 1)):
-        raise ValueError(f"hv.mixing is no number from 0 to 1: {mixing!r:.40}")
+    for key in ("hv.mixing", "hv.audit"):
+        part = value.get(key)
+        if not (part is None or (type(part) in (int, float) and 0 <= part <= 1)):
+            raise ValueError(f"{key} is no number from 0 to 1: {part!r:.40}")
     try:
         Schedule.of(value)
+        Aggregation.of(value)
     except UserError as error:
         raise ValueError(str(error)) from error
     if len(json.dumps(value)) > MAX_MANIFEST_BYTES:

@@ -7,7 +7,7 @@ and not one an epoch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 TOLERATED = 2
@@ -32,16 +32,20 @@ class Offences:
     def __init__(self) -> None:
         self._records: dict[str, _Record] = {}
 
-    def note(self, offenders: Iterable[str], epoch: int) -> dict[str, int]:
-        """These peers have spoilt attempts of this epoch. Returns the terms of those that are left out from now on."""
+    def note(self, offenders: Iterable[str], epoch: int, proven: Collection[str] = ()) -> dict[str, int]:
+        """These peers have spoilt attempts of this epoch. Returns the terms of those that are left out from now on.
+
+        Of those that this peer has `proven` to lie nobody waits for a second time, or sees the end of the term.
+        """
         barred = {}
         for peer_id in offenders:
             record = self._records.pop(peer_id, _Record())
             if epoch > max(record.last_epoch, record.barred_until) + FORGOTTEN_AFTER:
                 record = _Record()
             record.count, record.last_epoch = record.count + 1, epoch
-            if record.count > TOLERATED:
-                term = min(FIRST_TERM * 2 ** (record.count - TOLERATED - 1), LONGEST_TERM)
+            if peer_id in proven or record.count > TOLERATED:
+                term = min(FIRST_TERM * 2 ** max(0, record.count - TOLERATED - 1), LONGEST_TERM)
+                term = LONGEST_TERM if peer_id in proven else term
                 record.barred_until = epoch + 1 + term
                 barred[peer_id] = term
             self._records[peer_id] = record

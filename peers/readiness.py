@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from peers.aggregation import Rule
+from peers.aggregation import Aggregation
 from peers.handover import Memories, Outcome
 from peers.outer_optimizer import rebase
 from peers.outer_state import OuterState
@@ -18,7 +18,7 @@ from peers.shares import bounds_of
 from peers.state_header import StateHeader
 
 
-def plan_of(group: Group, me: int, numel: int, codec: str, rule: Rule) -> ReducePlan:
+def plan_of(group: Group, me: int, numel: int, codec: str, aggregation: Aggregation) -> ReducePlan:
     """How the members of a group reduce: the same on all of them. Raises ProtocolError for a group that cannot."""
     return ReducePlan(
         attempt=bytes.fromhex(group.attempt),
@@ -28,7 +28,8 @@ def plan_of(group: Group, me: int, numel: int, codec: str, rule: Rule) -> Reduce
         norms=tuple(member.norm for member in group.members),
         bounds=bounds_of([member.bandwidth for member in group.members], numel),
         codec=codec,
-        rule=rule,
+        rule=aggregation.rule,
+        audited=aggregation.audit > 0,
     )
 
 

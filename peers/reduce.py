@@ -115,7 +115,12 @@ def reduce_pseudo_gradients(
             raise RoundFailed(f"this peer {error}", plan.members) from error
     reduction.run(cancelled, timeout_s)
     return ReduceReport(
-        reduction.sent_bytes, reduction.received_bytes, arithmetic.share_digests(), reduction.bandwidth()
+        reduction.sent_bytes,
+        reduction.received_bytes,
+        arithmetic.share_digests(),
+        reduction.bandwidth(),
+        arithmetic.sent_digests(),
+        arithmetic.received_digests(),
     )
 
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Iterable
+from typing import Any
 
+import blake3
 import numpy as np
 import xxhash
 from torch import Tensor
 
-from peers.aggregation import combine, holds_all, rows_for
+from peers.aggregation import holds_all
 from peers.codecs import codec_named, result_codec_named
 from peers.errors import ProtocolError
 from peers.kernels import Bytes, energy
 from peers.reduce_plan import ReducePlan
 from peers.residuals import Residuals, contribution
+from peers.robust_sums import combine, rows_for
 
 
 class Scratch:
@@ -56,6 +60,9 @@ class Arithmetic:
         self._energy_left = [plan.contribution_bound(index) for index in range(len(plan.members))]
         self._result_energy_left = [plan.result_bound()] * len(plan.members)
         self._digests = [xxhash.xxh3_128() for _ in plan.members]
+        # What this peer has contributed to each share, and each member to its own; where sums are audited.
+        self._sent = [blake3.blake3() for _ in plan.members] if plan.audited else []
+        self._received = [blake3.blake3() for _ in plan.members] if plan.audited else []
         self._unhoused: dict[int, Bytes] = {}
         share = plan.bounds[plan.me + 1] - plan.bounds[plan.me]
         count = len(plan.members)
@@ -68,9 +75,15 @@ class Arithmetic:
         return codec.encoded_bytes(part.stop - part.start)
 
     def encode_contribution(self, owner: int, index: int, scratch: Scratch) -> Bytes:
-        """This peer's pseudo-gradient (anchor - local) and residual for one chunk, as it goes on the wire."""
+        """This peer's pseudo-gradient (anchor - local) and residual for one chunk, as it goes on the wire.
+
+        Once for each chunk, in their order.
+        """
         chunk = self._contribution.of(self._plan.chunk(owner, index))
-        return self._codec.encode_contribution(chunk, scratch.values, scratch.payload)
+        payload = self._codec.encode_contribution(chunk, scratch.values, scratch.payload)
+        if self._sent:
+            self._sent[owner].update(payload.data)
+        return payload
 
     def add_own(self, index: int, scratch: Scratch) -> None:
         """Accumulate this peer's contribution to its own share, after the codec as everyone else's."""
@@ -82,6 +95,8 @@ class Arithmetic:
         The caller keeps the order: for each chunk members ascending, for each member chunks ascending.
         """
         part = self._plan.chunk(self._plan.me, index)
+        if self._received:
+            self._received[member].update(payload.data)
         if self._rows is not None:
             row = self._rows[member, self._within_share(part)]
             row[:] = self._codec.decode(payload, scratch.values[: row.size])
@@ -91,7 +106,7 @@ class Arithmetic:
             found = self._codec.accumulate(
                 payload, self._weights[member], total, scratch.values[: total.size], is_first=member == 0
             )
-        self._energy_left[member] = _spend(self._energy_left[member], found, "pseudo-gradient")
+        self._energy_left[member] = spend(self._energy_left[member], found, "pseudo-gradient")
 
     def finish(self, index: int, scratch: Scratch) -> None:
         """Encode the finished sum of a chunk of this peer's share. To be called in the order of the chunks."""
@@ -141,7 +156,7 @@ class Arithmetic:
         """One chunk of another owner's share; a lossless one lies at its place already."""
         values = self._result_codec.decode(payload, self._result[self._plan.chunk(owner, index)])
         found = energy(values)
-        self._result_energy_left[owner] = _spend(self._result_energy_left[owner], found, "average")
+        self._result_energy_left[owner] = spend(self._result_energy_left[owner], found, "average")
         self._digests[owner].update(payload.data)
 
     def _within_share(self, part: slice) -> slice:
@@ -149,7 +164,13 @@ class Arithmetic:
         return slice(part.start - start, part.stop - start)
 
     def share_digests(self) -> tuple[str, ...]:
-        return tuple(digest.hexdigest() for digest in self._digests)
+        return _digests_of(self._digests)
+
+    def sent_digests(self) -> tuple[str, ...]:
+        return _digests_of(self._sent)
+
+    def received_digests(self) -> tuple[str, ...]:
+        return _digests_of(self._received)
 
 
 def reduce_alone(plan: ReducePlan, arithmetic: Arithmetic, cancelled: threading.Event) -> None:
@@ -163,7 +184,11 @@ def reduce_alone(plan: ReducePlan, arithmetic: Arithmetic, cancelled: threading.
         arithmetic.settle(index, scratch)
 
 
-def _spend(energy_left: float, energy: float, what: str) -> float:
+def _digests_of(hashers: Iterable[Any]) -> tuple[str, ...]:
+    return tuple(hasher.hexdigest() for hasher in hashers)
+
+
+def spend(energy_left: float, energy: float, what: str) -> float:
     """What is left of it. Raises ProtocolError on values that are not finite, or too large."""
     if not math.isfinite(energy):
         raise ProtocolError(f"sent a {what} with values that are not finite")

@@ -3,6 +3,7 @@
 member -> leader   Join      what I bring, and which attempt I am in doubt about
 leader -> member   Group     who averages, with what weights
 member -> leader   Vote      what I would commit, or whom I lost
+leader -> member   Audit     reduce these shares again before you vote once more (peers/audit.py)
 leader -> member   Commit    all votes were equal
 leader -> member   Abort     try again, without these
 anyone -> anyone   Ask       did this lineage go on? A peer that knows answers with the Commit
@@ -143,6 +144,14 @@ class Vote:
     momentum: str = ""
     suspects: tuple[int, ...] = ()
     """Where it failed: the members it was lost to."""
+    sent: tuple[str, ...] = ()
+    """Where sums are audited: BLAKE3 of what this member contributed to each share, in member order."""
+    received: tuple[str, ...] = ()
+    """The same of what each member contributed to this one's share."""
+    audit: tuple[int, ...] = ()
+    """Owners whose sums this member wants looked at by all."""
+    disproved: tuple[int, ...] = ()
+    """Owners whose sums are false, as an audit has shown."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +189,28 @@ class Ask:
     lineage: str
 
 
-RoundMessage = Join | Group | Vote | Commit | Abort | Ask
+@dataclass(frozen=True)
+class Audit:
+    kind: ClassVar[str] = "audit"
+    fragment: int
+    lineage: str
+    attempt: str
+    owners: tuple[int, ...]
+    """World ranks, ascending, whose shares everybody reduces again."""
+    inputs: tuple[tuple[str, ...], ...]
+    """For each of them, BLAKE3 of what every member has contributed, as sender and owner both say."""
+
+    def fits(self, ranks: tuple[int, ...], most: int) -> bool:
+        """Whether it can be of a group of these ranks that audits so many shares at most."""
+        return (
+            0 < len(self.owners) <= most
+            and list(self.owners) == sorted(set(self.owners) & set(ranks))
+            and len(self.inputs) == len(self.owners)
+            and all(len(digests) == len(ranks) for digests in self.inputs)
+        )
+
+
+RoundMessage = Join | Group | Vote | Commit | Abort | Ask | Audit
 
 
 def to_message(message: RoundMessage) -> dict[str, Any]:
@@ -228,6 +258,20 @@ def _vote(m: Mapping[str, Any]) -> Vote:
         anchor=_text(m["anchor"]),
         momentum=_text(m["momentum"]),
         suspects=tuple(_rank(item) for item in _sequence(m["suspects"])),
+        sent=tuple(_text(item) for item in _sequence(m["sent"])),
+        received=tuple(_text(item) for item in _sequence(m["received"])),
+        audit=tuple(_rank(item) for item in _sequence(m["audit"])),
+        disproved=tuple(_rank(item) for item in _sequence(m["disproved"])),
+    )
+
+
+def _audit(m: Mapping[str, Any]) -> Audit:
+    return Audit(
+        fragment=_count(m["fragment"]),
+        lineage=_text(m["lineage"]),
+        attempt=_text(m["attempt"]),
+        owners=tuple(_rank(item) for item in _sequence(m["owners"])),
+        inputs=tuple(tuple(_text(item) for item in _sequence(row)) for row in _sequence(m["inputs"])),
     )
 
 
@@ -250,6 +294,7 @@ _PARSERS: dict[str, Callable[[Mapping[str, Any]], RoundMessage]] = {
     "vote": _vote,
     "commit": lambda m: Commit(_group(m["group"]), _text(m["anchor"]), _text(m["momentum"])),
     "abort": _abort,
+    "audit": _audit,
     "ask": lambda m: Ask(_count(m["fragment"]), _text(m["lineage"])),
 }
 

@@ -14,7 +14,7 @@ the same (a partition) are a fork, which peers/membership.py resolves.
 
 from __future__ import annotations
 
-import hashlib
+import dataclasses
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,32 +22,15 @@ from enum import Enum
 
 from peers import membership
 from peers.aggregation import Aggregation
+from peers.audit import most_audited
 from peers.membership import View
 from peers.records import Announcement
-from peers.round_messages import Abort, Ask, Commit, Group, Join, Proposal, RoundMessage, Vote
-from peers.verdicts import Blame, disputes, dissenters
+from peers.round_leader import Gathered, Leader, Letters, Timing
+from peers.round_messages import Abort, Ask, Audit, Commit, Group, Join, Proposal, RoundMessage, Vote
 
 TOLERATED_OF_LEADER = 1
 """Attempts of one round that a member loses to its leader before it looks for another."""
 _DEFAULT_AGGREGATION = Aggregation()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Timing:
-    """Deadlines of one round, in seconds."""
-
-    gather_s: float
-    """From the first member that is ready to the group, if not all live trainers come sooner."""
-    attempt_s: float
-    """From the group to the last vote."""
-    retry_s: float = 0.3
-    """Between a failed attempt and the next: time for the news of a death to arrive."""
-    resend_s: float = 2.0
-    """A member that waits repeats its join this often."""
-    doubt_s: float = 3.0
-    """How long a member in doubt waits for the answer of a peer that has gone on."""
-    ask_s: float = 1.0
-    """After so long without an answer it asks all that have gone on, and again every so often."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +49,16 @@ class Reduce:
 
 
 @dataclass(frozen=True)
+class Inspect:
+    """Reduce these shares again from what all members send anew; answer with `on_audited` or `on_audit_failed`."""
+
+    group: Group
+    audit: Audit
+
+
+@dataclass(frozen=True)
 class Cancel:
-    """Stop the reduction that runs; its outcome no longer matters."""
+    """Stop the reduction or the audit that runs; its outcome no longer matters."""
 
 
 @dataclass(frozen=True)
@@ -89,17 +80,7 @@ class CatchUp:
     """The bits held here are wrong, though the lineage may be the same."""
 
 
-@dataclass(frozen=True)
-class Gathered:
-    """How a leader's first group of a round came about."""
-
-    seconds: float
-    """From the first member that was ready."""
-    missing: bool
-    """The group was formed without a peer that it should have waited for."""
-
-
-Action = Send | Reduce | Cancel | Apply | CatchUp
+Action = Send | Reduce | Inspect | Cancel | Apply | CatchUp
 
 
 class Phase(Enum):
@@ -109,7 +90,14 @@ class Phase(Enum):
     """Ready; a leader has been told."""
     REDUCING = "reducing"
     VOTED = "voted"
+    AUDITING = "auditing"
+    """Voted, and looking at other owners' sums before it votes again."""
     OVER = "over"
+
+
+_ATTEMPTING = (Phase.REDUCING, Phase.VOTED, Phase.AUDITING)
+_AT_WORK = (Phase.REDUCING, Phase.AUDITING)
+"""There is something to cancel."""
 
 
 class Round:
@@ -130,45 +118,67 @@ class Round:
     ) -> None:
         """`barred`: members that this peer neither follows nor, as the leader, takes or waits for."""
         self.me, self.fragment, self.epoch, self.lineage = me, fragment, epoch, lineage
-        self.timing, self._aggregation = timing, aggregation
+        self._aggregation = aggregation
         self.phase = Phase.IDLE
-        self.failures: list[str] = []
-        """Why each failed attempt failed."""
-        self.gathered: Gathered | None = None
-        """Of a leader."""
-        self._incarnation = incarnation
         self._view = view
         self._inbox: deque[tuple[int, RoundMessage]] = deque()
-        # As a member.
+        self._lead = Leader(
+            me=me,
+            incarnation=incarnation,
+            fragment=fragment,
+            epoch=epoch,
+            lineage=lineage,
+            timing=timing,
+            aggregation=aggregation,
+            barred=barred,
+        )
         self._proposal: Proposal | None = None
         self._ballot = 0
         self._leader: int | None = None
         self._group: Group | None = None
-        self._holding: Commit | None = (
-            None  # what this peer has voted for, holds the result of, and may still commit
-        )
+        # What this peer has voted for, holds the result of, and may still commit; and that vote.
+        self._holding: Commit | None = None
+        self._vote: Vote | None = None
         # Attempts voted for whose end this peer has not heard of, oldest first.
         self._doubts: list[str] = []
         self._num_asked = 0
         self._ask_again_at = float("inf")
-        self._committed_by: dict[
-            int, bool
-        ] = {}  # who told of another attempt's commit: is this peer's work in it?
+        # Who told of another attempt's commit: is this peer's work in it?
+        self._committed_by: dict[int, bool] = {}
         self._phase_deadline = float("inf")
         self._resend_at = float("inf")
-        # As the leader.
-        self._joins: dict[int, Join] = {}
-        self._first_join_at = 0.0
-        self._open: Group | None = None
-        self._open_deadline = float("inf")
-        self._votes: dict[int, Vote] = {}
-        self._excluded = set(barred)
-        self.offenders: set[int] = set()
-        """Whom this peer has left out of attempts, or left as leaders, though they are there."""
         self._lost_to_leader = 0
-        self._retry_at = 0.0
-        self._num_attempts = 0
-        self._blame = Blame(me)
+        # Of the attempt held: the owners whose sums this peer wants looked at, and whether the leader has seen to it.
+        self._demanded: tuple[int, ...] = ()
+        self._has_audited = False
+
+    @property
+    def timing(self) -> Timing:
+        return self._lead.timing
+
+    @timing.setter
+    def timing(self, timing: Timing) -> None:
+        self._lead.timing = timing
+
+    @property
+    def failures(self) -> list[str]:
+        """Why each failed attempt failed."""
+        return self._lead.failures
+
+    @property
+    def gathered(self) -> Gathered | None:
+        """Of a leader."""
+        return self._lead.gathered
+
+    @property
+    def offenders(self) -> set[int]:
+        """Whom this peer has left out of attempts, or left as leaders, though they are there."""
+        return self._lead.offenders
+
+    @property
+    def proven(self) -> set[int]:
+        """Those of the offenders whose sums are false, as this peer has seen itself."""
+        return self._lead.proven
 
     # Events
 
@@ -185,12 +195,8 @@ class Round:
         # The same rank with another incarnation is another peer to this round: what the old one brought died with it.
         gone = {r for r, old in self._view.items() if r not in view or view[r].incarnation != old.incarnation}
         self._view = view
-        for rank in gone:
-            self._joins.pop(rank, None)
-        actions: list[Action] = []
-        if self._open and (lost := gone & set(self._open.ranks)):
-            actions += self._abort(lost, f"lost {_ranks(lost)}", now, gone=True)
-        if self.phase in (Phase.SEEKING, Phase.REDUCING, Phase.VOTED) and self._has_left(gone):
+        actions = self._post(self._lead.on_lost(gone, now))
+        if self.phase in (Phase.SEEKING, *_ATTEMPTING) and self._has_left(gone):
             actions += self._leave_leader(now)
         actions += self._check_ahead(now)
         return self._finish(actions, now)
@@ -207,6 +213,7 @@ class Round:
         self.phase = Phase.VOTED
         self._doubts.append(attempt)
         self._holding = Commit(self._group, vote.anchor, vote.momentum)
+        self._vote, self._demanded, self._has_audited = vote, vote.audit, False
         self._phase_deadline = now + self.timing.attempt_s
         return self._finish(self._send(self._group.leader, vote), now)
 
@@ -214,25 +221,54 @@ class Round:
         """The reduction of this attempt failed, and was lost to these members as far as this peer can tell."""
         if self.phase is not Phase.REDUCING or self._group is None or self._group.attempt != attempt:
             return []
-        leader, suspects = self._group.leader, set(suspects)
+        return self._give_up(set(suspects), now)
+
+    def on_audited(self, attempt: str, now: float) -> list[Action]:
+        """The sums of the shares that were audited are what their owners have sent."""
+        if self.phase is not Phase.AUDITING or self._group is None or self._group.attempt != attempt:
+            return []
+        assert self._vote is not None
+        self.phase, self._phase_deadline = Phase.VOTED, now + self.timing.attempt_s
+        return self._finish(self._send(self._group.leader, dataclasses.replace(self._vote, audit=())), now)
+
+    def on_audit_failed(
+        self, attempt: str, suspects: Iterable[int], disproved: Iterable[int], now: float
+    ) -> list[Action]:
+        """The audit was lost to `suspects`, or it shows the sums of the owners in `disproved` to be false."""
+        if self.phase is not Phase.AUDITING or self._group is None or self._group.attempt != attempt:
+            return []
+        self._forget_vote(attempt)
+        return self._give_up(set(suspects), now, set(disproved))
+
+    def _give_up(self, suspects: set[int], now: float, disproved: Iterable[int] = ()) -> list[Action]:
+        """Out of this attempt, and say why."""
+        assert self._group is not None
+        leader, attempt, disproved = self._group.leader, self._group.attempt, set(disproved)
         self._return_to_seeking(now)
-        vote = Vote(self.fragment, self.lineage, attempt, suspects=tuple(sorted(suspects)))
+        self._lead.proven |= disproved
+        self.offenders.update(disproved)
+        if leader == self.me and disproved:
+            return self._finish(self._post(self._lead.on_false_sums(disproved, now)), now)
+        vote = Vote(
+            self.fragment,
+            self.lineage,
+            attempt,
+            suspects=tuple(sorted(suspects | disproved)),
+            disproved=tuple(sorted(disproved)),
+        )
         actions = self._send(leader, vote)
-        if leader in suspects - {self.me}:
+        if leader in disproved:
+            actions += self._depose(leader, "reduced its share falsely", now)
+        elif leader in suspects - {self.me}:
             self._lost_to_leader += 1
             if self._lost_to_leader > TOLERATED_OF_LEADER:
-                actions += self._depose(leader, now)
+                actions += self._depose(leader, "leads, and spoils every attempt", now)
         return self._finish(actions, now)
 
     def on_tick(self, now: float) -> list[Action]:
         """Call at `deadline` or later."""
         actions: list[Action] = []
-        if self._open and now >= self._open_deadline:
-            silent = set(self._open.ranks) - self._votes.keys()
-            # Where nobody has voted somebody keeps all others waiting, and this peer cannot tell who.
-            left_out = silent if self._votes else set[int]()
-            reason = f"no vote from {_ranks(silent)} in {self.timing.attempt_s:g} s"
-            actions += self._abort(left_out, reason, now)
+        actions += self._post(self._lead.on_tick(now))
         if now >= self._phase_deadline:
             self._ballot += 1
             actions += self._leave_leader(now)
@@ -244,22 +280,23 @@ class Round:
     @property
     def deadline(self) -> float:
         """When `on_tick` is due, if nothing happens before."""
-        times = [self._phase_deadline, self._open_deadline, self._resend_at]
+        times = [self._phase_deadline, self._resend_at]
         if self._num_asked:
             times.append(self._ask_again_at)
-        if self._joins and not self._open and self.phase is not Phase.OVER:
-            times += [t for t in (self._first_join_at + self.timing.gather_s, self._retry_at) if t > 0]
+        if self.phase is not Phase.OVER:
+            times += self._lead.times
         return min(times)
 
     @property
     def waits_for(self) -> str:
         """What this peer waits for, for people."""
         if self.phase is Phase.SEEKING:
-            missing = sorted(set(membership.trainers_of(self._view, self.lineage)) - self._joins.keys())
+            missing = sorted(set(membership.trainers_of(self._view, self.lineage)) - self._lead.joins.keys())
             if self._leader != self.me:
                 return f"the group of peer {self._leader}"
             return f"peers {', '.join(map(str, missing))}" if missing else "the next attempt"
-        return {Phase.REDUCING: "the sums", Phase.VOTED: "the votes"}.get(self.phase, "")
+        waits = {Phase.REDUCING: "the sums", Phase.VOTED: "the votes", Phase.AUDITING: "the audit"}
+        return waits.get(self.phase, "")
 
     # Member
 
@@ -277,7 +314,9 @@ class Round:
         return self._send(self._leader, Join(self.fragment, self.lineage, self._proposal, in_doubt))
 
     def _leader_of_ballot(self) -> int | None:
-        view = {rank: peer for rank, peer in self._view.items() if rank not in self._excluded - {self.me}}
+        view = {
+            rank: peer for rank, peer in self._view.items() if rank not in self._lead.excluded - {self.me}
+        }
         return membership.leader_of(view, self.lineage, self._ballot)
 
     def _has_left(self, gone: set[int]) -> bool:
@@ -287,17 +326,17 @@ class Round:
 
     def _leave_leader(self, now: float) -> list[Action]:
         """The leader is lost or silent: find the next one. What was voted for stays in doubt."""
-        cancel: list[Action] = [Cancel()] if self.phase is Phase.REDUCING else []
+        cancel: list[Action] = [Cancel()] if self.phase in _AT_WORK else []
         self._return_to_seeking(now)
         self._phase_deadline = float("inf")
         return cancel + self._seek(now)
 
-    def _depose(self, leader: int, now: float) -> list[Action]:
-        """It leads, and spoils what it leads: nobody else can leave it out."""
+    def _depose(self, leader: int, crime: str, now: float) -> list[Action]:
+        """It leads, and nobody else can leave it out."""
         self._lost_to_leader = 0
-        self._excluded.add(leader)
+        self._lead.excluded.add(leader)
         self.offenders.add(leader)
-        self.failures.append(f"peer {leader} leads, and spoils every attempt")
+        self.failures.append(f"peer {leader} {crime}")
         return self._leave_leader(now)
 
     def _return_to_seeking(self, now: float) -> None:
@@ -332,6 +371,9 @@ class Round:
         if holding is not None and holding.group.attempt == commit.group.attempt and holding != commit:
             # No leader commits what this member has not voted for: somebody makes it up.
             return []
+        if holding == commit and self._demanded and not self._has_audited:
+            self._forget_vote(commit.group.attempt)
+            return self._depose(commit.group.leader, "commits without the audit that was asked for", now)
         if holding == commit:
             self._close()
             return [Apply(commit)]
@@ -340,20 +382,36 @@ class Round:
         return self._check_ahead(now)
 
     def _on_abort(self, sender: int, abort: Abort, now: float) -> list[Action]:
-        if sender != self._leader or self.phase not in (Phase.SEEKING, Phase.REDUCING, Phase.VOTED):
+        if sender != self._leader or self.phase not in (Phase.SEEKING, *_ATTEMPTING):
             return []
         current = self._holding.group if self._holding else self._group
         if current is None or current.attempt != abort.attempt:
             return []
-        cancel: list[Action] = [Cancel()] if self.phase is Phase.REDUCING else []
-        self._holding = None
-        if abort.attempt in self._doubts:
-            self._doubts.remove(abort.attempt)
+        cancel: list[Action] = [Cancel()] if self.phase in _AT_WORK else []
+        self._forget_vote(abort.attempt)
         if self.me in abort.excluded and abort.resync:
             self._close()
             return [*cancel, CatchUp(sender, f"left out of the round: {abort.reason}", resync=True)]
         self._return_to_seeking(now)
         return cancel
+
+    def _on_audit(self, sender: int, audit: Audit, now: float) -> list[Action]:
+        group = self._group
+        if self.phase is not Phase.VOTED or self._has_audited or sender != self._leader or group is None:
+            return []
+        most = most_audited(self._aggregation.audit, len(group.ranks))
+        if audit.attempt != group.attempt or not audit.fits(group.ranks, most):
+            return []
+        # Others' demands may have crowded this peer's out; none at all may not.
+        self._has_audited, self.phase = True, Phase.AUDITING
+        self._phase_deadline = now + self.timing.attempt_s + 2 * self.timing.resend_s
+        return [Inspect(group, audit)]
+
+    def _forget_vote(self, attempt: str) -> None:
+        """This attempt can be committed no more."""
+        self._holding = None
+        if attempt in self._doubts:
+            self._doubts.remove(attempt)
 
     def _check_ahead(self, now: float) -> list[Action]:
         """Somebody's state supersedes ours: commit late if we hold that very result, else catch up."""
@@ -364,13 +422,14 @@ class Round:
             self._num_asked = 0
             return []
         told = [self._committed_by[r] for r in self._committed_by if self._has_lineage(r, ahead.lineage)]
-        is_attempting = self.phase in (Phase.REDUCING, Phase.VOTED)
-        older_doubts = self._doubts[:-1] if self.phase is Phase.VOTED else self._doubts
+        is_attempting = self.phase in _ATTEMPTING
+        has_voted = self.phase in (Phase.VOTED, Phase.AUDITING)
+        older_doubts = self._doubts[:-1] if has_voted else self._doubts
         if older_doubts and not told and (asked := self._ask(ahead, now)) is not None:
             return asked
         if is_attempting and not any(told):
             return []
-        cancel: list[Action] = [Cancel()] if self.phase is Phase.REDUCING else []
+        cancel: list[Action] = [Cancel()] if self.phase in _AT_WORK else []
         self._close()
         reason = f"peer {ahead.world_rank} is ahead, at epoch {ahead.epoch}"
         return [*cancel, CatchUp(ahead.world_rank, reason, contributed=any(told))]
@@ -393,95 +452,9 @@ class Round:
 
     def _close(self) -> None:
         self.phase = Phase.OVER
-        self._phase_deadline = self._resend_at = self._open_deadline = float("inf")
+        self._phase_deadline = self._resend_at = float("inf")
+        self._lead.close()
         self._num_asked = 0
-
-    # Leader
-
-    def _on_join(self, sender: int, join: Join, now: float) -> list[Action]:
-        if join.proposal.rank == sender and sender not in self._excluded:
-            if not self._joins:
-                self._first_join_at = now
-            self._joins[sender] = join
-        return []
-
-    def _lead(self, now: float) -> list[Action]:
-        """Form a group when this peer is the leader and everybody it waits for is there, or is late."""
-        if self._open or self.phase in (Phase.REDUCING, Phase.VOTED, Phase.OVER) or now < self._retry_at:
-            return []
-        if self._num_asked:
-            return []
-        trainers = membership.trainers_of(self._view, self.lineage)
-        if self._leader_of_ballot() != self.me:
-            return []
-        present = [r for r in sorted(self._joins) if r in self._view and r not in self._excluded]
-        missing = set(trainers) - set(present) - self._excluded
-        if not present or (missing and now < self._first_join_at + self.timing.gather_s):
-            return []
-        if self.gathered is None:
-            self.gathered = Gathered(now - self._first_join_at, bool(missing))
-        group = self._new_group([self._joins[r].proposal for r in present])
-        self._open, self._votes = group, {}
-        self._open_deadline = now + self.timing.attempt_s
-        return [action for rank in group.ranks for action in self._send(rank, group)]
-
-    def _new_group(self, members: list[Proposal]) -> Group:
-        self._num_attempts += 1
-        name = f"{self.lineage} {self.fragment} {self.me} {self._incarnation} {self._ballot} {self._num_attempts}"
-        ranks = tuple(member.rank for member in members)
-        return Group(
-            attempt=hashlib.sha256(name.encode()).hexdigest()[:32],
-            fragment=self.fragment,
-            epoch=self.epoch,
-            lineage=self.lineage,
-            leader=self.me,
-            members=tuple(members),
-            weights=self._aggregation.weights_of(members),
-            data_width=membership.data_width_of(self._view, ranks),
-        )
-
-    def _on_vote(self, sender: int, vote: Vote, now: float) -> list[Action]:
-        if self._open is None or vote.attempt != self._open.attempt or sender not in self._open.ranks:
-            return []
-        if not vote.anchor:
-            suspects = set(vote.suspects) & set(self._open.ranks)
-            self._blame.failed(sender, suspects)
-            guilty = self._blame.guilty(self._open.ranks)
-            return self._abort(guilty, f"peer {sender} lost {_ranks(suspects) or 'the attempt'}", now)
-        self._votes[sender] = vote
-        if len(self._votes) < len(self._open.ranks):
-            return []
-        if unlike := dissenters(self._open, self._votes):
-            for voter, owner in disputes(self._open, self._votes):
-                self._blame.failed(voter, {owner})
-            unlike = self._blame.guilty(self._open.ranks) or unlike
-            return self._abort(unlike, f"the digests of {_ranks(unlike)} differ", now, resync=True)
-        group, self._open, self._open_deadline = self._open, None, float("inf")
-        for rank in group.ranks:
-            del self._joins[rank]
-        commit = Commit(group, vote.anchor, vote.momentum)
-        return [action for rank in group.ranks for action in self._send(rank, commit)]
-
-    def _abort(
-        self, left_out: set[int], reason: str, now: float, *, gone: bool = False, resync: bool = False
-    ) -> list[Action]:
-        """End the open attempt; the members that are left stay joined for the next one.
-
-        A live peer that is left out waits until the others have committed, and then catches up. Those that are `gone`
-        may join again.
-        """
-        group, self._open, self._open_deadline = self._open, None, float("inf")
-        assert group is not None
-        self.failures.append(reason)
-        told = set(group.ranks) - (left_out if gone else set())
-        if not gone:
-            self._excluded |= left_out
-            self.offenders |= left_out
-        for rank in left_out:
-            self._joins.pop(rank, None)
-        self._retry_at = now + (0.0 if gone else self.timing.retry_s)
-        abort = Abort(self.fragment, self.lineage, group.attempt, tuple(sorted(left_out)), resync, reason)
-        return [action for rank in sorted(told) for action in self._send(rank, abort)]
 
     # Both
 
@@ -491,31 +464,39 @@ class Round:
         self._inbox.append((rank, message))
         return []
 
+    def _post(self, letters: Letters) -> list[Action]:
+        """What the leader's side has to say."""
+        return [action for rank, message in letters for action in self._send(rank, message)]
+
     def _finish(self, actions: list[Action], now: float) -> list[Action]:
         """Work off what this peer has sent itself, then lead if it can."""
         while True:
             while self._inbox:
                 actions += self._dispatch(*self._inbox.popleft(), now)
-            led = self._lead(now)
+            led = self._form(now)
             actions += led
             if not led and not self._inbox:
                 return actions
+
+    def _form(self, now: float) -> list[Action]:
+        """Form a group, if this peer leads."""
+        if self.phase in (*_ATTEMPTING, Phase.OVER) or self._num_asked or self._leader_of_ballot() != self.me:
+            return []
+        return self._post(self._lead.form(self._view, self._ballot, now))
 
     def _dispatch(self, sender: int, message: RoundMessage, now: float) -> list[Action]:
         match message:
             case Commit():
                 return self._on_commit(sender, message, now) if self.phase is not Phase.OVER else []
             case Join():
-                return self._on_join(sender, message, now)
+                self._lead.on_join(sender, message, now)
+                return []
             case Group():
                 return self._on_group(sender, message, now)
             case Vote():
-                return self._on_vote(sender, message, now)
+                return self._post(self._lead.on_vote(sender, message, now))
+            case Audit():
+                return self._on_audit(sender, message, now)
             case Abort():
                 return self._on_abort(sender, message, now)
         return []  # an Ask about a lineage that is still open: the answer comes when it is not
-
-
-def _ranks(ranks: Iterable[int]) -> str:
-    listed = ", ".join(map(str, sorted(ranks)))
-    return f"peer {listed}" if listed and "," not in listed else f"peers {listed}" if listed else ""

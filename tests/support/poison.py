@@ -6,12 +6,16 @@ from typing import Any, Literal
 
 import numpy as np
 
-Lie = Literal["not finite", "longer than announced"]
+Lie = Literal["not finite", "longer than announced", "false sums"]
 
 
 def poison(lie: Lie) -> None:
-    """From now on, what this process contributes to rounds is this."""
+    """From now on, what this process contributes to rounds, or makes of others' contributions, is this."""
     from peers import reduce_arithmetic
+
+    if lie == "false sums":
+        _reduce_falsely()
+        return
     from peers.codecs import PseudoGradient
 
     honest = reduce_arithmetic.contribution
@@ -23,3 +27,19 @@ def poison(lie: Lie) -> None:
         return chunk._replace(local=chunk.anchor - np.float32(1000) * (chunk.anchor - chunk.local))
 
     reduce_arithmetic.contribution = hostile  # type: ignore[assignment]
+
+
+def _reduce_falsely() -> None:
+    """To everybody alike, and to look at nobody's sums oneself."""
+    from peers import averaging
+    from peers.reduce_arithmetic import Arithmetic
+
+    honest = Arithmetic.finish
+
+    def finish(self: Arithmetic, index: int, *arguments: Any) -> None:
+        part = self._plan.chunk(self._plan.me, index)
+        np.negative(self._result[part], out=self._result[part])
+        honest(self, index, *arguments)
+
+    Arithmetic.finish = finish  # type: ignore[method-assign]
+    averaging.audit_shares = lambda *_, **__: frozenset()  # type: ignore[assignment]

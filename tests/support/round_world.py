@@ -13,9 +13,11 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from peers.aggregation import Aggregation
 from peers.records import Announcement
-from peers.round_messages import Abort, Ask, Commit, Join, Proposal, RoundMessage, Vote
-from peers.rounds import Action, Apply, Cancel, CatchUp, Phase, Reduce, Round, Send, Timing
+from peers.round_leader import Timing
+from peers.round_messages import Abort, Ask, Audit, Commit, Group, Join, Proposal, RoundMessage, Vote
+from peers.rounds import Action, Apply, Cancel, CatchUp, Inspect, Phase, Reduce, Round, Send
 from tests.support.announcements import announced
 
 TIMING = Timing(gather_s=30.0, attempt_s=20.0)
@@ -46,6 +48,7 @@ class SimulatedPeer:
     committed_at: float | None = None
     caught_up: CatchUp | None = None
     num_reductions: int = 0
+    num_audits: int = 0
     reducing: str = ""
     tick_at: float = float("inf")
 
@@ -64,6 +67,11 @@ class World:
     """Whether this message from one rank to another is lost, as when a channel breaks and stands again at once."""
     reduction_s: Callable[[str], float] | None = None
     """How long this attempt's reduction takes; default: half a second to a second."""
+    audit: float = 0.0
+    demands: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Whose sums each rank wants looked at."""
+    finding_of: Callable[[int, Audit], tuple[tuple[int, ...], tuple[int, ...]]] | None = None
+    """What a rank finds in an audit: (whom it lost it to, whose sums are false); default: nothing."""
 
     def __post_init__(self) -> None:
         self.now = 0.0
@@ -75,7 +83,16 @@ class World:
         statuses = {rank: status(rank) for rank in range(self.num_peers)}
         self.peers = {
             rank: SimulatedPeer(
-                Round(me=rank, incarnation=1, fragment=0, epoch=0, lineage="a", timing=TIMING, view=statuses),
+                Round(
+                    me=rank,
+                    incarnation=1,
+                    fragment=0,
+                    epoch=0,
+                    lineage="a",
+                    timing=TIMING,
+                    view=statuses,
+                    aggregation=Aggregation(audit=self.audit),
+                ),
                 dict(statuses),
             )
             for rank in range(self.num_peers)
@@ -161,6 +178,11 @@ class World:
                 peer.num_reductions += 1
                 peer.reducing = group.attempt
                 self._reduce(rank, group.attempt, group.ranks)
+            case Inspect(group, audit):
+                peer.num_audits += 1
+                self.schedule(
+                    self.now + self.random.uniform(0.1, 0.3), lambda: self._inspect(rank, group, audit)
+                )
             case Cancel():
                 peer.reducing = ""
             case Apply(commit):
@@ -190,7 +212,17 @@ class World:
                 return
             peer.reducing = ""
             dead = tuple(r for r in ranks if not self.peers[r].alive)
-            vote = Vote(0, "a", attempt, tuple("s" for _ in ranks), "b", "m")
+            vote = Vote(
+                0,
+                "a",
+                attempt,
+                tuple("s" for _ in ranks),
+                "b",
+                "m",
+                sent=tuple(f"{rank} to {other}" for other in ranks),
+                received=tuple(f"{other} to {rank}" for other in ranks),
+                audit=tuple(other for other in self.demands.get(rank, ()) if other in ranks),
+            )
             if self.outcome_of is not None:
                 given = self.outcome_of(rank, attempt)
                 vote = dataclasses.replace(given, attempt=attempt) if given else None
@@ -202,6 +234,15 @@ class World:
 
         took_s = self.reduction_s(attempt) if self.reduction_s else self.random.uniform(0.5, 1.0)
         self.schedule(self.now + took_s, finish)
+
+    def _inspect(self, rank: int, group: Group, audit: Audit) -> None:
+        dead = tuple(r for r in group.ranks if not self.peers[r].alive)
+        lost, false = self.finding_of(rank, audit) if self.finding_of else ((), ())
+        if dead or lost or false:
+            blamed = dead or lost
+            self._feed(rank, lambda r, now: r.on_audit_failed(group.attempt, blamed, false, now))
+        else:
+            self._feed(rank, lambda r, now: r.on_audited(group.attempt, now))
 
     def _advance(self, rank: int, commit: Commit) -> None:
         """Everybody hears that this peer is at the next lineage."""

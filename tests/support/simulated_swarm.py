@@ -13,11 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from peers import joining, membership
+from peers.aggregation import Aggregation
+from peers.audit import demanded
 from peers.credit import Credit
 from peers.recent_commits import RecentCommits
 from peers.records import Announcement
-from peers.round_messages import Ask, Commit, Group, Join, Proposal, RoundMessage, Vote
-from peers.rounds import Action, Apply, Cancel, CatchUp, Reduce, Round, Send, Timing
+from peers.round_leader import Timing
+from peers.round_messages import Ask, Audit, Commit, Group, Join, Proposal, RoundMessage, Vote
+from peers.rounds import Action, Apply, Cancel, CatchUp, Inspect, Reduce, Round, Send
 from tests.support.round_world import status
 from tests.support.simulated_network import Pair, SimulatedNetwork
 
@@ -67,7 +70,8 @@ class Committed:
 
 
 class SimulatedSwarm:
-    def __init__(self, num_peers: int, seed: int = 0) -> None:
+    def __init__(self, num_peers: int, seed: int = 0, audit: float = 0.0) -> None:
+        self.audit = audit
         self.network = SimulatedNetwork(seed)
         self.network.on_cut = self._cut
         self.num_peers = num_peers
@@ -82,6 +86,8 @@ class SimulatedSwarm:
         """Ranks whose next reduction fails."""
         self.garbling: set[int] = set()
         """Ranks whose next reduction gives other bits than everybody else's."""
+        self.accusing: set[int] = set()
+        """Ranks that call the sums false that they look at next."""
         for rank in range(num_peers):
             self.start(rank)
 
@@ -177,7 +183,17 @@ class SimulatedSwarm:
         if rank in self.garbling:
             self.garbling.discard(rank)
             bits = _digest(bits, "garbled")
-        vote = Vote(0, group.lineage, group.attempt, tuple("s" for _ in group.ranks), bits, bits)
+        vote = Vote(
+            0,
+            group.lineage,
+            group.attempt,
+            tuple("s" for _ in group.ranks),
+            bits,
+            bits,
+            sent=tuple(f"{rank} to {other}" for other in group.ranks),
+            received=tuple(f"{other} to {rank}" for other in group.ranks),
+            audit=demanded(group, rank, self.audit, self.network.random),
+        )
         self.daemons[rank].reduced(group.attempt, vote)
 
     def _cut(self, pair: Pair) -> None:
@@ -404,6 +420,7 @@ class SimulatedDaemon:
             lineage=self.state.lineage,
             timing=TIMING,
             view=self._credible_view(),
+            aggregation=Aggregation(audit=self.swarm.audit),
         )
         for _ in range(len(self._early)):
             self.received(*self._early.popleft())
@@ -450,6 +467,8 @@ class SimulatedDaemon:
                     self._stop_reducing()
                     self.reducing = group.attempt
                     self.swarm.begin_part(self.rank, group)
+                case Inspect(group, audit):
+                    self._inspect(group, audit)
                 case Cancel():
                     self._stop_reducing()
                 case Apply(commit):
@@ -459,6 +478,20 @@ class SimulatedDaemon:
                     self._catch_up(action)
                     return
         self._is_busy = False
+
+    def _inspect(self, group: Group, audit: Audit) -> None:
+        round_, accusing = self.round, self.swarm.accusing
+
+        def done() -> None:
+            away = tuple(r for r in group.ranks if r != self.rank and not self.network.can_talk(self.rank, r))
+            false = audit.owners if self.rank in accusing else ()
+            accusing.discard(self.rank)
+            if away or false:
+                self._post(lambda now: round_.on_audit_failed(group.attempt, away, false, now))
+            else:
+                self._post(lambda now: round_.on_audited(group.attempt, now))
+
+        self._later((0.05, 0.5), done)
 
     def _stop_reducing(self) -> None:
         self.swarm.fail_part(self.rank, self.reducing, (), "cancelled")

@@ -167,10 +167,12 @@ def test_a_manifest_that_contradicts_the_swarm_is_refused_with_the_difference(sw
     assert "hv.local_steps: here 7, in the swarm 5" in second.error
 
 
-@pytest.mark.parametrize("lie", ["not finite", "longer than announced"])
+@pytest.mark.parametrize("lie", ["not finite", "longer than announced", "false sums"])
 def test_a_peer_that_sends_what_it_must_not_is_named_and_out_within_ten_epochs(swarm, lie):
     light = swarm(local_steps=4, max_steps=100000, step_s=0.05)
     light.lies = {3: lie}
+    if lie == "false sums":
+        light.manifest = {"hv.audit": 0.8}
     honest = light.start_all(4)[:3]
     named = wait_until(
         lambda: re.search(r"peer 3 .* left out of the next \d+ epochs", honest[0].log), "its name"

@@ -25,6 +25,12 @@ def test_who_begins_again_is_left_out_for_longer_each_time():
     assert terms[-1] == LONGEST_TERM
 
 
+def test_who_is_proven_to_lie_is_out_at_once_and_for_as_long_as_it_gets():
+    offences = Offences()
+    assert offences.note(["bad", "shaky"], 3, proven=["bad"]) == {"bad": LONGEST_TERM}
+    assert offences.is_barred("bad", 3 + LONGEST_TERM) and not offences.is_barred("shaky", 4)
+
+
 def test_what_lies_long_back_is_forgotten():
     offences = Offences()
     for epoch in range(TOLERATED):

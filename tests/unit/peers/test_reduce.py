@@ -13,69 +13,11 @@ import xxhash
 from peers.codecs import codec_named, codec_names
 from peers.errors import ProtocolError, RoundFailed
 from peers.frames import HEADER, NOBODY, Kind
-from peers.reduce import reduce_pseudo_gradients
 from peers.reduce_plan import CHUNK_NUMEL, MAX_CHUNK_NUMEL, ReducePlan, equal_bounds
 from tests.support.coding import coded
+from tests.support.reduction_group import RANKS, ReductionGroup
 
 SEVERAL_CHUNKS = 2 * 3 * CHUNK_NUMEL + 1234
-RANKS = (2, 5, 7, 11)
-
-
-class Swarm:
-    """A group of members in one process, joined by socket pairs: one for each direction of each pair."""
-
-    def __init__(self, num_members, numel, *, codec="fp32", weights=None, bounds=None, seed=0, rule="clip"):
-        self.rule = rule
-        generator = torch.Generator().manual_seed(seed)
-        self.anchor = torch.randn(numel, generator=generator)
-        self.locals = [
-            self.anchor + 1e-2 * torch.randn(numel, generator=generator) for _ in range(num_members)
-        ]
-        self.results = [torch.full((numel,), float("nan")) for _ in range(num_members)]
-        self.codec, self.bounds = codec, bounds or equal_bounds(numel, num_members)
-        self.weights = weights or (1 / num_members,) * num_members
-        self.norms = [float((self.anchor - local).double().norm()) for local in self.locals]
-        self.cancelled = [threading.Event() for _ in range(num_members)]
-        self.send = [{} for _ in range(num_members)]
-        self.receive = [{} for _ in range(num_members)]
-        for a in range(num_members):
-            for b in range(num_members):
-                if a != b:
-                    self.send[a][b], self.receive[b][a] = socket.socketpair()
-
-    def __len__(self):
-        return len(self.locals)
-
-    def plan(self, me):
-        return ReducePlan(
-            attempt=bytes(16),
-            members=RANKS[: len(self)],
-            me=me,
-            weights=tuple(self.weights),
-            norms=tuple(self.norms),
-            bounds=self.bounds,
-            codec=self.codec,
-            rule=self.rule,
-        )
-
-    def reduce(self, me, stall_timeout_s=20.0, timeout_s=math.inf, **options):
-        return reduce_pseudo_gradients(
-            self.plan(me),
-            self.anchor,
-            self.locals[me],
-            self.results[me],
-            {RANKS[other]: sock for other, sock in self.send[me].items()},
-            {RANKS[other]: sock for other, sock in self.receive[me].items()},
-            stall_timeout_s=stall_timeout_s,
-            cancelled=self.cancelled[me],
-            timeout_s=timeout_s,
-            **options,
-        )
-
-    def close(self):
-        for sockets in (*self.send, *self.receive):
-            for sock in sockets.values():
-                sock.close()
 
 
 @pytest.fixture
@@ -83,7 +25,7 @@ def swarm():
     with contextlib.ExitStack() as stack:
 
         def build(*args, **kwargs):
-            return stack.enter_context(contextlib.closing(Swarm(*args, **kwargs)))
+            return stack.enter_context(contextlib.closing(ReductionGroup(*args, **kwargs)))
 
         yield build
 

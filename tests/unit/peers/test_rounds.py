@@ -291,7 +291,7 @@ def test_a_member_that_calls_one_after_the_other_unequal_leaves_out_one_at_most(
 
 def test_a_leader_that_spoils_what_it_leads_and_blames_nobody_is_left_by_all_others(monkeypatch):
     world = World(4, suspects=dict.fromkeys((1, 2, 3), (0,)))
-    monkeypatch.setattr(world.peers[0].round._blame, "guilty", lambda ranks: set())
+    monkeypatch.setattr(world.peers[0].round._lead._blame, "guilty", lambda ranks: set())
 
     def outcome(rank, attempt):
         ranks = world.peers[rank].round._group.ranks

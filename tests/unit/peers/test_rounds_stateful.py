@@ -34,9 +34,9 @@ pairs = st.tuples(ranks, ranks).filter(lambda pair: pair[0] != pair[1])
 
 
 class SwarmUnderFaults(RuleBasedStateMachine):
-    @initialize(num_peers=st.integers(2, 5), seed=st.integers(0, 1 << 16))
-    def begin(self, num_peers: int, seed: int) -> None:
-        self.swarm = SimulatedSwarm(num_peers, seed)
+    @initialize(num_peers=st.integers(2, 5), seed=st.integers(0, 1 << 16), audit=st.sampled_from([0.0, 0.5]))
+    def begin(self, num_peers: int, seed: int, audit: float) -> None:
+        self.swarm = SimulatedSwarm(num_peers, seed, audit)
         self.network = self.swarm.network
         self.network.on_send = self._sent
         self.ambushes: list[tuple[str, str]] = []
@@ -85,9 +85,13 @@ class SwarmUnderFaults(RuleBasedStateMachine):
     def a_result_is_garbled(self, rank: int) -> None:
         self.swarm.garbling.add(rank)
 
+    @rule(rank=ranks)
+    def true_sums_are_called_false(self, rank: int) -> None:
+        self.swarm.accusing.add(rank)
+
     @precondition(lambda self: len(self.ambushes) < 3)
     @rule(
-        kind=st.sampled_from(["Join", "Group", "Vote", "Commit", "Abort", "Ask"]),
+        kind=st.sampled_from(["Join", "Group", "Vote", "Audit", "Commit", "Abort", "Ask"]),
         fate=st.sampled_from(_FATES),
     )
     def something_happens_at_the_next(self, kind: str, fate: str) -> None:
@@ -105,6 +109,7 @@ class SwarmUnderFaults(RuleBasedStateMachine):
         self.ambushes.clear()
         self.swarm.failing.clear()
         self.swarm.garbling.clear()
+        self.swarm.accusing.clear()
         # What has been set off already comes before the healing.
         self.swarm.run(0.01)
         self.all_links_heal()

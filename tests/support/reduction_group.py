@@ -1,0 +1,88 @@
+"""The members of a reduction in one process, joined by socket pairs."""
+
+from __future__ import annotations
+
+import math
+import socket
+import threading
+
+import torch
+
+from peers.reduce import reduce_pseudo_gradients
+from peers.reduce_plan import ReducePlan, equal_bounds
+
+RANKS = (2, 5, 7, 11)
+
+
+class ReductionGroup:
+    """A group of members in one process, joined by socket pairs: one for each direction of each pair."""
+
+    def __init__(
+        self,
+        num_members,
+        numel,
+        *,
+        codec="fp32",
+        weights=None,
+        bounds=None,
+        seed=0,
+        rule="clip",
+        audited=False,
+    ):
+        self.rule, self.audited = rule, audited
+        generator = torch.Generator().manual_seed(seed)
+        self.anchor = torch.randn(numel, generator=generator)
+        self.locals = [
+            self.anchor + 1e-2 * torch.randn(numel, generator=generator) for _ in range(num_members)
+        ]
+        self.results = [torch.full((numel,), float("nan")) for _ in range(num_members)]
+        self.codec, self.bounds = codec, bounds or equal_bounds(numel, num_members)
+        self.weights = weights or (1 / num_members,) * num_members
+        self.norms = [float((self.anchor - local).double().norm()) for local in self.locals]
+        self.cancelled = [threading.Event() for _ in range(num_members)]
+        self.send = [{} for _ in range(num_members)]
+        self.receive = [{} for _ in range(num_members)]
+        for a in range(num_members):
+            for b in range(num_members):
+                if a != b:
+                    self.send[a][b], self.receive[b][a] = socket.socketpair()
+
+    def __len__(self):
+        return len(self.locals)
+
+    def plan(self, me):
+        return ReducePlan(
+            attempt=bytes(16),
+            members=RANKS[: len(self)],
+            me=me,
+            weights=tuple(self.weights),
+            norms=tuple(self.norms),
+            bounds=self.bounds,
+            codec=self.codec,
+            rule=self.rule,
+            audited=self.audited,
+        )
+
+    def sockets(self, me):
+        """(to send on, to receive from), by world rank."""
+        return tuple(
+            {RANKS[other]: sock for other, sock in ends[me].items()} for ends in (self.send, self.receive)
+        )
+
+    def reduce(self, me, stall_timeout_s=20.0, timeout_s=math.inf, **options):
+        return reduce_pseudo_gradients(
+            self.plan(me),
+            self.anchor,
+            self.locals[me],
+            self.results[me],
+            *self.sockets(me),
+            stall_timeout_s=stall_timeout_s,
+            cancelled=self.cancelled[me],
+            timeout_s=timeout_s,
+            **options,
+        )
+
+    def close(self):
+        for sockets in (*self.send, *self.receive):
+            for sock in sockets.values():
+                sock.close()
