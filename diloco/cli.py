@@ -41,6 +41,8 @@ def make_app() -> App:
     app.command(dht)
     app.command("diloco.peer:app", name="peer", help="Be one peer of a swarm: join, train, average, leave.")
     app.command("diloco.peers_verb:app", name="peers", help="Ban peers from a swarm, or let them back in.")
+    app.command("diloco.pods_verb:app", name="pods", help="Look after rented pods.")
+    app.command("diloco.provision_verb:app", name="provision", help="Rent pods and start a swarm on them.")
     app.command("diloco.run:app", name="run", help="Train with several peers on this machine.")
     app.command("diloco.status:app", name="status", help="Show who is in a swarm.")
     return app
@@ -77,11 +79,12 @@ def exit_code(argv: list[str]) -> int:
 def _failed(error: Exception) -> int:
     # Not imported above: only these errors of the swarm's are known here, and `--help` needs none of it.
     from peers import errors as peers_errors
+    from provisioning import errors as pods_errors
 
-    if isinstance(error, peers_errors.UserError):
+    if isinstance(error, peers_errors.UserError | pods_errors.UserError):
         print_box("diloco", str(error))
         return USER_ERROR
-    if isinstance(error, DilocoError | peers_errors.PeersError):
+    if isinstance(error, DilocoError | peers_errors.PeersError | pods_errors.ProvisioningError):
         print_box("diloco failed", str(error))
     else:
         traceback.print_exception(error)
@@ -96,4 +99,5 @@ def _verb_of(argv: Sequence[str]) -> str:
             break
         words.append(word)
     known = {"dht", "start", "peer", "peers", "ban", "unban", "list", "new-secret", "run", "status"}
+    known |= {"pods", "logs", "ssh", "cost", "extend", "down", "reconcile", "provision"}
     return "".join(f"{word} " for word in words if word in known)

@@ -66,7 +66,7 @@ class Row:
     spec: PodSpec
     offer: Offer
     asked_at: float
-    """Unix time of the last intent: of the order before it is sent, then of the deletion."""
+    """Unix time at which the order was written down, before it was sent."""
     ends_at: float | None
     host_key: str
     trouble: str
@@ -192,12 +192,13 @@ class Ledger:
         """There is a pod of this order: it boots, and is paid for since the order. May be repeated."""
         with self._transaction():
             row = self._advance(name, State.BOOTING, {"provider_id": provider_id, "trouble": ""})
-            self._db.execute(
-                "INSERT INTO bills VALUES (?, ?, ?, ?, ?, NULL) "
-                "ON CONFLICT (label) DO UPDATE SET price_per_hour = excluded.price_per_hour",
-                (row.label, row.name, row.provider, price_per_hour, row.asked_at),
-            )
+            self._bill(row, price_per_hour)
             return row
+
+    def bill(self, row: Row, price_per_hour: float) -> None:
+        """A pod of this order was found, and has cost money since. May be repeated: the newest price counts."""
+        with self._transaction():
+            self._bill(row, price_per_hour)
 
     def forget(self, name: str, *, now: float) -> None:
         """The provider no longer lists the pod: its row goes, and its bill ends."""
@@ -236,6 +237,13 @@ class Ledger:
         assignments = ", ".join(f"{column} = ?" for column in columns)
         self._db.execute(f"UPDATE pods SET {assignments} WHERE name = ?", (*columns.values(), name))
         return self._known(name)
+
+    def _bill(self, row: Row, price_per_hour: float) -> None:
+        self._db.execute(
+            "INSERT INTO bills VALUES (?, ?, ?, ?, ?, NULL) "
+            "ON CONFLICT (label) DO UPDATE SET price_per_hour = excluded.price_per_hour",
+            (row.label, row.name, row.provider, price_per_hour, row.asked_at),
+        )
 
     def _known(self, name: str) -> Row:
         row = self.row(name)

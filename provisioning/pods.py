@@ -66,6 +66,8 @@ class Offer:
     upload_mbps: float | None = None
     download_mbps: float | None = None
     spot: bool = False
+    is_cpu: bool = False
+    """Its `gpu_count` counts training processes on processors."""
     num_available: int = 1
     """How many pods of this offer can be had at once."""
     details: Mapping[str, Any] = field(default_factory=dict)

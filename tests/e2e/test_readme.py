@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from diloco.metrics_file import Tail
+from tests.support import pods_commands
 from tests.support.commands import ROOT, Command, wait_until
 
 README, CONTRIBUTING = (
@@ -207,7 +208,8 @@ def digests(run_dir: Path) -> dict[int, str]:
 
 def test_the_documents_have_no_command_that_is_not_tested_here():
     known = {DEMO, *INSTALL, DHT, FIRST, SECOND, SLOW, UNEVEN, POD, STATUS, OWN_LOOP, TORCHRUN}
-    known |= {CLOSED_DHT, ADMITTED, BAN}
+    # Those about pods are run in tests/pods/test_local_swarm.py.
+    known |= {CLOSED_DHT, ADMITTED, BAN} | pods_commands.ALL
     assert set(commands(README)) == known
     assert f"`{RUN}`" in README.replace("\n", " ")
     assert set(re.findall(r"^\| .* \| `(.*)` \|$", CONTRIBUTING, re.MULTILINE)) == IN_CONTRIBUTING
@@ -245,7 +247,10 @@ def test_the_commands_of_contributing_find_what_they_name():
 
 def test_every_verb_of_the_readme_has_a_help():
     verbs = re.findall(r"^\| `(diloco .*?)` \|", README, re.MULTILINE)
-    assert verbs == ["diloco run", "diloco dht start", "diloco peer", "diloco status", "diloco peers"]
+    assert verbs == [
+        *("diloco run", "diloco dht start", "diloco peer", "diloco status"),
+        *("diloco provision", "diloco pods", "diloco peers"),
+    ]
     for verb in verbs:
         assert f"Usage: {verb} " in output_of(*typed(f"{verb} --help"))
 

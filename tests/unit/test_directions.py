@@ -30,6 +30,14 @@ HIVEMIND_FILES = {
 }
 HEAVY = ("torch", "hivemind", "transformers", "numpy", "matplotlib", "datasets")
 VERBS = [[], ["dht"], ["dht", "start"], ["peer"], ["peers"], ["peers", "ban"], ["run"], ["status"]]
+VERBS += [
+    ["provision"],
+    ["pods"],
+    ["pods", "status"],
+    ["pods", "logs"],
+    ["pods", "down"],
+    ["pods", "reconcile"],
+]
 
 
 def imported_packages(path: Path) -> Iterator[str]:

@@ -1,0 +1,88 @@
+"""This machine as one to provision: scripts are processes, mirrors are copies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fnmatch
+import os
+import shutil
+import signal
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+from provisioning.errors import MachineError
+from provisioning.machines import EXCLUDED, Answer
+
+
+class LocalMachine:
+    """`home` stands for the home directory of a machine far away."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+
+    async def run(self, script: str, *, stdin: bytes = b"", timeout_s: float = 60.0) -> Answer:
+        process = await self._start(script, asyncio.subprocess.PIPE, asyncio.subprocess.PIPE)
+        try:
+            out, err = await asyncio.wait_for(process.communicate(stdin), timeout_s)
+        except TimeoutError as error:
+            raise MachineError(f"a script took longer than {timeout_s:g} s on this machine") from error
+        finally:
+            # Cancelled or too late: whatever the script started and did not detach goes with it.
+            await _end(process)
+        assert process.returncode is not None
+        return Answer(process.returncode, out.decode(errors="replace"), err.decode(errors="replace"))
+
+    async def sync(self, source: Path, into: str, *, excluded: Sequence[str] = EXCLUDED) -> None:
+        target = self.home / into
+        fresh = target.with_name(f"{target.name}.new")
+
+        def copy() -> None:
+            shutil.rmtree(fresh, ignore_errors=True)
+            shutil.copytree(source, fresh, ignore=lambda _, names: _matching(names, excluded))
+            shutil.rmtree(target, ignore_errors=True)
+            fresh.rename(target)
+
+        try:
+            await asyncio.to_thread(copy)
+        except OSError as error:
+            raise MachineError(f"{source} cannot be copied to {target}: {error}") from error
+
+    async def follow(self, script: str) -> AsyncIterator[str]:
+        process = await self._start(script, asyncio.subprocess.DEVNULL, asyncio.subprocess.PIPE)
+        assert process.stdout is not None
+        try:
+            async for line in process.stdout:
+                yield line.decode(errors="replace").rstrip("\n")
+        finally:
+            await _end(process)
+
+    def shell_argv(self, directory: str) -> list[str]:
+        return ["sh", "-c", 'cd "$1" && exec "${SHELL:-sh}"', "sh", str(self.home / directory)]
+
+    async def close(self) -> None:
+        pass
+
+    async def _start(self, script: str, stdin: int, stdout: int) -> asyncio.subprocess.Process:
+        self.home.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return await asyncio.create_subprocess_exec(
+            "sh",
+            "-c",
+            script,
+            cwd=self.home,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stdout,
+            start_new_session=True,
+        )
+
+
+def _matching(names: Sequence[str], patterns: Sequence[str]) -> set[str]:
+    return {name for pattern in patterns for name in fnmatch.filter(names, pattern)}
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()

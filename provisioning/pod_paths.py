@@ -1,0 +1,13 @@
+"""Where things lie on a pod, relative to the home directory there."""
+
+from __future__ import annotations
+
+PODS = "diloco-pods"
+MARK = "DILOCO_POD"
+"""Environment variable that every process of a pod inherits; its value is the pod's label."""
+CODE, VENV, JOBS, SECRETS = "code", "venv", "jobs", "secrets.env"
+SWARM_SECRET, STATE, PEER_RUN = "swarm-secret", "state", "runs/peer"
+
+
+def pod_directory(label: str) -> str:
+    return f"{PODS}/{label}"

@@ -1,0 +1,166 @@
+"""Machines that are there anyway as a provider: a pod is a directory on one of them, and the processes it marks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from provisioning.errors import MachineError, NoCapacity, ProviderError
+from provisioning.jobs import sweep_script
+from provisioning.machines import Machine
+from provisioning.pod_paths import PODS, pod_directory
+from provisioning.pods import Offer, Order, Pod, PodSpec
+
+_FULL = 8
+_DESTROY_TIMEOUT_S = 90.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """One machine and how many pods it takes."""
+
+    name: str
+    num_pods: int
+    host: str
+    """How other pods reach it."""
+    ssh_port: int = 22
+    user: str = ""
+
+
+class HostsProvider(ABC):
+    """What local and ssh have in common. A pod's id is `<host>/<label>`: an order sent twice makes one pod."""
+
+    name: str
+    repeatable = True
+    settle_s = 0.0
+    keeps_time = False
+    listens_on = "0.0.0.0"
+
+    @property
+    @abstractmethod
+    def hosts(self) -> Sequence[Host]: ...
+
+    @abstractmethod
+    async def connect(self, host: Host) -> Machine:
+        """The host's machine; the same one every time."""
+
+    @abstractmethod
+    def ports(self, host: Host) -> list[int]:
+        """TCP ports for a new pod's peers."""
+
+    async def create(self, order: Order) -> str:
+        host = self._host(order.offer.details["host"])
+        record = {
+            "label": order.label,
+            "gpu_count": order.offer.gpu_count,
+            "price": order.offer.price_per_hour,
+            "ports": self.ports(host),
+        }
+        machine = await self.connect(host)
+        answer = await machine.run(_create_script(order.label, json.dumps(record), host.num_pods))
+        if answer.code == _FULL:
+            raise NoCapacity(f"{host.name} is taken: {answer.stdout.strip()}")
+        answer.checked(f"making a pod on {host.name}")
+        return f"{host.name}/{order.label}"
+
+    async def pods(self) -> list[Pod]:
+        found = await asyncio.gather(*(self._pods_on(host) for host in self.hosts), return_exceptions=True)
+        for host, result in zip(self.hosts, found, strict=True):
+            # A list that is not whole would make us forget pods.
+            if isinstance(result, MachineError):
+                raise ProviderError(f"{host.name} does not answer, so what is on it is unknown: {result}")
+            if isinstance(result, BaseException):
+                raise result
+        return [pod for result in found if not isinstance(result, BaseException) for pod in result]
+
+    async def destroy(self, pod_id: str) -> None:
+        name, _, label = pod_id.partition("/")
+        directory = shlex.quote(pod_directory(label))
+        # pod.json goes last: as long as anything is there, the pod is listed.
+        script = f"""
+{sweep_script(label)}
+rm -rf {directory}.new; [ -d {directory} ] || exit 0
+find {directory} -mindepth 1 -maxdepth 1 ! -name pod.json -exec rm -rf {{}} + && rm -rf {directory} || exit 9
+rmdir {PODS} 2>/dev/null; exit 0
+"""
+        machine = await self.connect(self._host(name))
+        try:
+            answer = await machine.run(script, timeout_s=_DESTROY_TIMEOUT_S)
+            answer.checked(f"ending the processes of {label} and removing its files")
+        except MachineError as error:
+            raise ProviderError(f"pod {label} on {name}: {error}") from error
+
+    async def set_end(self, pod_id: str, ends_at: float) -> None:
+        return None
+
+    async def machine(self, pod: Pod, host_key: str) -> Machine:
+        return await self.connect(self._host(pod.id.partition("/")[0]))
+
+    async def host_key(self, pod: Pod) -> str:
+        return ""
+
+    def swarm_flags(self, spec: PodSpec, offer: Offer) -> list[str]:
+        return []
+
+    def _host(self, name: str) -> Host:
+        for host in self.hosts:
+            if host.name == name:
+                return host
+        raise ProviderError(f"{self.name} knows no machine {name} any more; is it missing in the inventory?")
+
+    async def _pods_on(self, host: Host) -> Sequence[Pod]:
+        machine = await self.connect(host)
+        text = (await machine.run(_LIST_SCRIPT)).checked(f"listing the pods on {host.name}")
+        found = [_pod(json.loads(line), host) for line in text.splitlines() if line]
+        return [replace(pod, user=host.user, ssh_port=host.ssh_port) for pod in found]
+
+    async def free_places(self, host: Host) -> int:
+        return host.num_pods - len(await self._pods_on(host))
+
+
+def _pod(record: dict[str, Any], host: Host) -> Pod:
+    return Pod(
+        id=f"{host.name}/{record['label']}",
+        label=record["label"],
+        is_ready="failure" not in record,
+        failure=record.get("failure", ""),
+        gpu_count=record.get("gpu_count"),
+        price_per_hour=record.get("price"),
+        host=host.host,
+        ports=tuple((port, port) for port in record.get("ports", ())),
+    )
+
+
+def _create_script(label: str, record: str, num_pods: int) -> str:
+    directory = shlex.quote(pod_directory(label))
+    # Under a lock, so that two people never take the last place; renamed, so that it is whole or absent.
+    return f"""
+umask 077
+(
+flock 9 || exit 9
+[ -f {directory}/pod.json ] && exit 0
+others=$(ls {PODS} 2>/dev/null)
+if [ "$(echo "$others" | grep -c .)" -ge {num_pods} ]; then echo $others; exit {_FULL}; fi
+mkdir -p {directory}.new && printf '%s\\n' {shlex.quote(record)} >{directory}.new/pod.json &&
+mv {directory}.new {directory} || exit 9
+) 9>.{PODS}.lock
+"""
+
+
+# What a crash left without its record is still a pod by the name of its directory.
+_LIST_SCRIPT = f"""
+for directory in {PODS}/*/; do
+  [ -d "$directory" ] || continue
+  name=$(basename "$directory")
+  case "$name" in
+    *.new) printf '{{"label": "%s", "failure": "was made only half"}}\\n' "${{name%.new}}";;
+    *) cat "$directory/pod.json" 2>/dev/null ||
+       printf '{{"label": "%s", "failure": "was removed only half"}}\\n' "$name";;
+  esac
+done
+"""

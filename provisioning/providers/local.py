@@ -1,0 +1,81 @@
+"""Pods on this machine: the default, for trying things out and for tests. They cost nothing."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from provisioning.errors import UserError
+from provisioning.local_machine import LocalMachine
+from provisioning.machines import Machine
+from provisioning.pods import Offer, PodSpec
+from provisioning.providers.hosts import Host, HostsProvider
+
+SIZES = (1, 2, 4)
+"""Training processes of the machines on offer."""
+MAX_PODS = 16
+_NUM_PORTS = 3
+_PROGRAMS = ("setsid", "flock", "grep", "find")
+
+
+class LocalProvider(HostsProvider):
+    """`home` gets a directory for each pod."""
+
+    name = "local"
+    listens_on = "127.0.0.1"
+
+    def __init__(self, home: Path) -> None:
+        self._machine = LocalMachine(home)
+
+    @property
+    def hosts(self) -> Sequence[Host]:
+        return (Host(name="here", num_pods=MAX_PODS, host="127.0.0.1"),)
+
+    async def check(self) -> None:
+        missing = [program for program in _PROGRAMS if shutil.which(program) is None]
+        if missing:
+            raise UserError(
+                f"--provider local needs {', '.join(missing)} on this machine (util-linux, grep, findutils)."
+            )
+
+    async def offers(self) -> list[Offer]:
+        free = await self.free_places(self.hosts[0])
+        return [
+            Offer(
+                id=f"cpu-{size}",
+                provider=self.name,
+                gpu_type=f"cpu-{size}",
+                gpu_count=size,
+                price_per_hour=0.0,
+                is_cpu=True,
+                num_available=max(free, 0),
+                details={"host": self.hosts[0].name},
+            )
+            for size in SIZES
+        ]
+
+    async def connect(self, host: Host) -> Machine:
+        return self._machine
+
+    def ports(self, host: Host) -> list[int]:
+        """Free ones, all held at once so that they differ."""
+        probes = [socket.socket() for _ in range(_NUM_PORTS)]
+        try:
+            for probe in probes:
+                probe.bind(("127.0.0.1", 0))
+            return [int(probe.getsockname()[1]) for probe in probes]
+        finally:
+            for probe in probes:
+                probe.close()
+
+    def swarm_flags(self, spec: PodSpec, offer: Offer) -> list[str]:
+        return ["--nproc-per-node", str(offer.gpu_count)]
+
+    def python(self) -> str | None:
+        return sys.executable
+
+    async def close(self) -> None:
+        pass

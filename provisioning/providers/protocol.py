@@ -1,0 +1,64 @@
+"""What a provider of pods can do. All of it raises ProviderError and its like, or UserError, as errors.py says."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from provisioning.machines import Machine
+from provisioning.pods import Offer, Order, Pod, PodSpec
+
+
+class Provider(Protocol):
+    name: str
+    repeatable: bool
+    """An order sent twice under one key makes one pod."""
+    settle_s: float
+    """How long after an order its pod may be missing from the list."""
+    keeps_time: bool
+    """It takes a pod back by itself when its time is over."""
+    listens_on: str
+    """The address that peers on its pods listen on."""
+
+    async def check(self) -> None:
+        """That it can be used at all: key, files, programs. Raises UserError before anything is bought."""
+        ...
+
+    async def offers(self) -> list[Offer]:
+        """Everything that could be rented now, whatever it is."""
+        ...
+
+    async def create(self, order: Order) -> str:
+        """Rent exactly what the order says; the pod's id. Never asks twice by itself."""
+        ...
+
+    async def pods(self) -> list[Pod]:
+        """All pods of the account, whosever they are."""
+        ...
+
+    async def destroy(self, pod_id: str) -> None:
+        """Give a pod back. Destroying what is gone succeeds."""
+        ...
+
+    async def set_end(self, pod_id: str, ends_at: float) -> None:
+        """Change when it is taken back (Unix time), where the provider keeps time; else nothing."""
+        ...
+
+    async def machine(self, pod: Pod, host_key: str) -> Machine:
+        """A ready pod's machine, pinned to this host key. Raises MachineError and HostKeyChanged."""
+        ...
+
+    async def host_key(self, pod: Pod) -> str:
+        """The host key to pin: what the provider knows, or what the machine shows at first sight; "" without SSH."""
+        ...
+
+    def swarm_flags(self, spec: PodSpec, offer: Offer) -> list[str]:
+        """What peers on this offer are started with beside the user's flags."""
+        ...
+
+    def python(self) -> str | None:
+        """The Python of its pods that has all that training needs; None: an environment is to be made."""
+        ...
+
+    async def close(self) -> None:
+        """May be repeated."""
+        ...

@@ -1,0 +1,147 @@
+"""Code, environment and secrets onto a pod. Every step may be repeated, and does nothing where nothing changed."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from provisioning.errors import MachineError, UserError
+from provisioning.machines import Machine
+from provisioning.pod_paths import CODE, SECRETS, VENV, pod_directory
+
+_INSTALL_TIMEOUT_S = 1800.0
+_MIN_FREE_MB = 2048
+PASSED_ON = ("WANDB_API_KEY", "WANDB_PROJECT", "HF_TOKEN")
+"""Variables of the operator's that programs on pods are given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What every pod is given."""
+
+    source: Path
+    """The directory of the code: one with a pyproject.toml."""
+    python: str | None = None
+    """A Python on the pods that has all that is needed; None: an environment is made from pyproject.toml."""
+    extras: Sequence[str] = ()
+    secrets: Mapping[str, str] | None = None
+    min_free_mb: int = _MIN_FREE_MB
+
+
+def source_directory(named: Path | None) -> Path:
+    """The code to send: the directory named, else the one that this runs from. Raises UserError."""
+    source = named or Path(__file__).resolve().parents[1]
+    if not (source / "pyproject.toml").is_file():
+        raise UserError(
+            f"{source} has no pyproject.toml, so it is not the source of diloco; name a clone with --source."
+        )
+    return source
+
+
+def secrets_of(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: environment[name] for name in PASSED_ON if environment.get(name)}
+
+
+async def set_up(machine: Machine, label: str, setup: Setup, *, num_gpus: int | None) -> str:
+    """All of it, in the order in which things fail cheaply; the pod's Python,
+    as jobs there name it. Raises MachineError, UserError.
+
+    `num_gpus`: how many GPUs have to be there; None where they do not matter.
+    """
+    directory = pod_directory(label)
+    answer = await machine.run(
+        f"mkdir -p {shlex.quote(directory)} && df -Pm {shlex.quote(directory)} | tail -n 1"
+    )
+    words = answer.checked("looking for space").split()
+    if len(words) > 3 and words[3].isdigit() and int(words[3]) < setup.min_free_mb:
+        raise MachineError(
+            f"the disk is full: {words[3]} MB are free, {setup.min_free_mb} are needed; take a larger machine or volume"
+        )
+    if num_gpus:
+        await _check_gpus(machine, num_gpus)
+    await machine.sync(setup.source, f"{directory}/{CODE}")
+    if setup.secrets:
+        await put_private(machine, f"{directory}/{SECRETS}", env_file(setup.secrets))
+    if setup.python is not None:
+        probe = f"{shlex.quote(setup.python)} -c 'import sys; sys.exit(sys.version_info < (3, 11))'"
+        (await machine.run(probe)).checked(f"trying {setup.python}, which has to be Python 3.11 or newer,")
+        return setup.python
+    script = environment_script(directory, setup.extras, _fingerprint(setup))
+    (await machine.run(script, timeout_s=_INSTALL_TIMEOUT_S)).checked("making the Python environment")
+    return f"{VENV}/bin/python"
+
+
+async def put_private(machine: Machine, path: str, content: bytes) -> None:
+    """A file that only its owner can read, whole or not at all. The content goes through stdin alone."""
+    quoted = shlex.quote(path)
+    script = f"umask 077; cat >{quoted}.new && mv {quoted}.new {quoted}"
+    (await machine.run(script, stdin=content)).checked(f"writing {path}")
+
+
+def env_file(values: Mapping[str, str]) -> bytes:
+    """Assignments that a shell reads. Raises UserError for names that are none."""
+    for name in values:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise UserError(f'"{name}" is no name for an environment variable.')
+    return "".join(f"{name}={shlex.quote(value)}\n" for name, value in values.items()).encode()
+
+
+async def _check_gpus(machine: Machine, num_gpus: int) -> None:
+    answer = await machine.run("nvidia-smi --query-gpu=name,memory.total --format=csv,noheader")
+    found = [line for line in answer.stdout.splitlines() if line.strip()] if answer.code == 0 else []
+    if len(found) < num_gpus:
+        said = f": {answer.stderr.strip() or answer.stdout.strip()}" if answer.code else ""
+        raise MachineError(f"nvidia-smi shows {len(found)} GPUs, {num_gpus} were rented{said}")
+
+
+def environment_script(directory: str, extras: Sequence[str], fingerprint: str) -> str:
+    """Makes the pod's environment unless it is there, by uv where the pod has it, else by venv and pip.
+
+    A torch that the image brings is kept: it fits the image's driver.
+    """
+    what = f"{CODE}[{','.join(extras)}]" if extras else CODE
+    return f"""
+cd {shlex.quote(directory)} || exit 9
+[ "$(cat {VENV}/fingerprint 2>/dev/null)" = {shlex.quote(fingerprint)} ] && [ -x {VENV}/bin/python ] && exit 0
+rm -rf {VENV}
+python=; site=
+for one in python3.12 python3.11 python3; do
+  command -v $one >/dev/null 2>&1 || continue
+  $one -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' || continue
+  python=$one; break
+done
+if [ -n "$python" ] && $python -c 'import importlib.metadata as m, sys
+sys.exit(not (2, 10) <= tuple(map(int, m.version("torch").split(".")[:2])) < (2, 14))' 2>/dev/null
+then site=--system-site-packages; fi
+if [ -z "$site" ]; then constraint="--constraint {CODE}/constraints.txt"; else constraint=; fi
+if command -v uv >/dev/null 2>&1; then
+  uv venv --quiet --python "${{python:-3.11}}" $site {VENV} &&
+  uv pip install --quiet --python {VENV}/bin/python $constraint --editable {shlex.quote(what)} || exit 1
+elif [ -n "$python" ]; then
+  $python -m venv $site {VENV} &&
+  {VENV}/bin/python -m pip install --quiet --disable-pip-version-check $constraint \
+    --editable {shlex.quote(what)} || exit 1
+else
+  echo "there is neither Python 3.11 or 3.12 nor uv on this machine; take another image" >&2; exit 1
+fi
+printf %s {shlex.quote(fingerprint)} >{VENV}/fingerprint
+"""
+
+
+def _fingerprint(setup: Setup) -> str:
+    """Changes when the environment has to be made anew."""
+    digest = hashlib.sha256(",".join(setup.extras).encode())
+    for name in ("pyproject.toml", "constraints.txt"):
+        path = setup.source / name
+        digest.update(path.read_bytes() if path.exists() else b"")
+    return digest.hexdigest()
+
+
+def operator_environment() -> Mapping[str, str]:
+    """The one place where the operator's variables are read."""
+    return os.environ

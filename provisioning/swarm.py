@@ -1,0 +1,260 @@
+"""A swarm on pods that have been set up: a DHT and coordinator on one of them, a peer on each."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from provisioning import jobs
+from provisioning.errors import MachineError, ProvisioningError
+from provisioning.ledger import Ledger, Row
+from provisioning.machines import Machine
+from provisioning.pod_paths import JOBS, PEER_RUN, SWARM_SECRET, pod_directory
+from provisioning.private_files import write_private
+from provisioning.renting import Renter, Say
+from provisioning.setup import put_private
+from provisioning.states import State
+from provisioning.swarm_commands import (
+    DHT_JOB,
+    PEER_JOB,
+    address_in,
+    dht_argv,
+    peer_argv,
+    secret_path,
+)
+
+_DHT_TIMEOUT_S = 120.0
+_POLL_S = 1.0
+_LOG_LINES = 15
+_MAX_SILENT_LOOKS = 5
+_DHT_POD = "dht_pod"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwarmOptions:
+    """How the swarm is started."""
+
+    run_id: str = "diloco"
+    flags: Sequence[str] = ()
+    """For every peer."""
+    epoch_timeout_s: float = 3600.0
+    """How long it may take until all peers are in epoch 1."""
+
+
+@dataclass(frozen=True)
+class PeerLook:
+    """What a pod tells of its peer."""
+
+    job: jobs.JobState
+    epoch: int
+    step: int
+    last_lines: str
+
+    @property
+    def has_finished(self) -> bool:
+        return self.job.code == 0
+
+
+class Swarm:
+    """Starts what does not run yet; called again, it changes nothing that works."""
+
+    def __init__(self, renter: Renter, options: SwarmOptions, python_of: Callable[[str], str]) -> None:
+        self._renter, self._options, self._python_of = renter, options, python_of
+        self._ledger: Ledger = renter.ledger
+        self._say: Say = renter.say
+        self._secret = b""
+
+    async def start(self) -> dict[str, ProvisioningError]:
+        """Until all peers are in epoch 1, or have finished; what went wrong, by pod."""
+        rows = [row for row in self._renter.rows if row.state in (State.SYNCED, State.RUNNING)]
+        looks = {row.name: await self.look(row) for row in rows}
+        missing = [
+            row for row in rows if not looks[row.name].job.is_running and not looks[row.name].has_finished
+        ]
+        failures: dict[str, ProvisioningError] = {}
+        if missing:
+            address = await self._address(rows, looks)
+
+            async def start_peer(row: Row) -> None:
+                try:
+                    await self._start_peer(row, address, len(rows))
+                except ProvisioningError as error:
+                    failures[row.name] = error
+                    self._say(row.name, f"failed: {error}")
+
+            await asyncio.gather(*(start_peer(row) for row in missing))
+        for row in rows:
+            if row.name not in failures and row.state == State.SYNCED:
+                self._ledger.advance(row.name, State.RUNNING)
+                self._renter.on_state(row.name, State.RUNNING)
+        waiting = [row for row in rows if row.name not in failures]
+        return failures | await self._until_in_epoch_one(waiting)
+
+    async def look(self, row: Row) -> PeerLook:
+        """Raises MachineError."""
+        machine = await self._renter.machine(row.name)
+        return await look_at_peer(machine, row.label)
+
+    async def _address(self, rows: Sequence[Row], looks: Mapping[str, PeerLook]) -> str:
+        """Where the DHT can be joined, after starting it where it does not run."""
+        known = self._ledger.recall(_DHT_POD)
+        row = next((row for row in rows if row.name == known), rows[0])
+        machine, pod = await self._renter.machine(row.name), await self._renter.pod(row.name)
+        key_path = admission_key_path(self._ledger.path, self._options.run_id)
+        remote_key = f"{pod_directory(row.label)}/{secret_path(self._options.run_id)}".replace(
+            ".swarm-secret", ".admission-key"
+        )
+        if key_path.exists():
+            # A coordinator on another pod than before admits those whom the first one did.
+            await machine.run(f"mkdir -p {shlex.quote(remote_key.rpartition('/')[0])}")
+            await put_private(machine, remote_key, key_path.read_bytes())
+        argv = dht_argv(
+            self._python_of(row.name),
+            pod,
+            run_id=self._options.run_id,
+            listens_on=self._renter.provider.listens_on,
+        )
+        others = [other for other in rows if other.name != row.name and looks[other.name].job.is_running]
+        if others and not (await jobs.state(machine, row.label, DHT_JOB)).is_running:
+            argv += await self._member_address(others[0])
+        if await jobs.start(machine, row.label, DHT_JOB, argv):
+            self._say(row.name, "starting the DHT")
+        address = await self._printed_address(machine, row)
+        if not key_path.exists():
+            text = (await machine.run(f"cat {shlex.quote(remote_key)}")).checked("reading the admission key")
+            write_private(key_path, text.encode())
+        self._ledger.remember(_DHT_POD, row.name)
+        self._secret = (
+            (
+                await machine.run(
+                    f"cat {shlex.quote(f'{pod_directory(row.label)}/{secret_path(self._options.run_id)}')}"
+                )
+            )
+            .checked("reading the swarm secret")
+            .encode()
+        )
+        return address
+
+    async def _printed_address(self, machine: Machine, row: Row) -> str:
+        deadline = time.monotonic() + _DHT_TIMEOUT_S
+        log = f"{pod_directory(row.label)}/{JOBS}/{DHT_JOB}/log"
+        while time.monotonic() < deadline:
+            state = await jobs.state(machine, row.label, DHT_JOB)
+            text = (await machine.run(f"cat {shlex.quote(log)}")).stdout
+            if not state.is_running:
+                raise MachineError(f"`diloco dht start` ended on {row.name} ({state.code}): {_end_of(text)}")
+            if address := address_in(text):
+                return address
+            await asyncio.sleep(_POLL_S / 4)
+        raise MachineError(f"`diloco dht start` gave no address on {row.name} within {_DHT_TIMEOUT_S:g} s")
+
+    async def _member_address(self, row: Row) -> list[str]:
+        """How to join the DHT by a peer that is in it."""
+        machine, pod = await self._renter.machine(row.name), await self._renter.pod(row.name)
+        log = f"{pod_directory(row.label)}/{PEER_RUN}/logs/daemon.log"
+        answer = await machine.run(f"grep -o 'starting as [A-Za-z0-9]*' {shlex.quote(log)} | tail -n 1")
+        peer_id = answer.stdout.strip().removeprefix("starting as ")
+        return ["--initial-peers", f"/ip4/{pod.host}/tcp/{pod.ports[1][1]}/p2p/{peer_id}"] if peer_id else []
+
+    async def _start_peer(self, row: Row, address: str, num_peers: int) -> None:
+        machine, pod = await self._renter.machine(row.name), await self._renter.pod(row.name)
+        await put_private(machine, f"{pod_directory(row.label)}/{SWARM_SECRET}", self._secret)
+        provider = self._renter.provider
+        argv = peer_argv(
+            self._python_of(row.name),
+            pod,
+            run_id=self._options.run_id,
+            listens_on=provider.listens_on,
+            address=address,
+            num_peers=num_peers,
+            flags=[*provider.swarm_flags(row.spec, row.offer), *self._options.flags],
+        )
+        if await jobs.start(machine, row.label, PEER_JOB, argv):
+            self._say(row.name, "starting its peer")
+
+    async def _until_in_epoch_one(self, rows: Sequence[Row]) -> dict[str, ProvisioningError]:
+        """What went wrong, by pod. Once one peer has ended, those that may be waiting for it are left to it."""
+        failures: dict[str, ProvisioningError] = {}
+        deadline = time.monotonic() + self._options.epoch_timeout_s
+
+        async def watch(row: Row) -> None:
+            silent_looks = 0
+            while True:
+                error: ProvisioningError | None = None
+                try:
+                    look = await self.look(row)
+                    silent_looks = 0
+                    if look.epoch >= 1 or look.has_finished:
+                        self._say(row.name, f"is in epoch {look.epoch}")
+                        return
+                    error = self._trouble(row, look, is_late=time.monotonic() > deadline)
+                except MachineError as lost:
+                    # One lost connection is no dead pod.
+                    silent_looks += 1
+                    error = lost if silent_looks > _MAX_SILENT_LOOKS else None
+                if error is not None:
+                    failures[row.name] = error
+                    self._say(row.name, f"failed: {error}")
+                    return
+                if failures:
+                    self._say(row.name, "is not in epoch 1 yet; its peer goes on")
+                    return
+                await asyncio.sleep(_POLL_S)
+
+        await asyncio.gather(*(watch(row) for row in rows))
+        return failures
+
+    def _trouble(self, row: Row, look: PeerLook, *, is_late: bool) -> MachineError | None:
+        if not look.job.is_running:
+            return MachineError(f"its peer ended ({look.job.code}): {look.last_lines}")
+        if is_late:
+            return MachineError(
+                f"its peer was not in epoch 1 within {self._options.epoch_timeout_s:g} s; it goes on. "
+                f"`diloco pods logs -f {row.name}` shows what it does: {look.last_lines}"
+            )
+        return None
+
+
+async def look_at_peer(machine: Machine, label: str) -> PeerLook:
+    """Raises MachineError."""
+    job = await jobs.state(machine, label, PEER_JOB)
+    directory = shlex.quote(pod_directory(label))
+    script = f"""
+cd {directory} || exit 9
+grep -E '"kind": ?"(epoch|step)"' {PEER_RUN}/metrics.jsonl 2>/dev/null | tail -n 1
+grep -E '"kind": ?"epoch"' {PEER_RUN}/metrics.jsonl 2>/dev/null | tail -n 1
+echo ---
+tail -n {_LOG_LINES} {JOBS}/{PEER_JOB}/log 2>/dev/null; exit 0
+"""
+    figures, _, log = (await machine.run(script)).checked("looking at the peer").partition("---\n")
+    records = [_record(line) for line in figures.splitlines()]
+    epochs = [int(record.get("epoch", 0)) for record in records if record.get("kind") == "epoch"]
+    steps = [int(record.get("step", 0)) for record in records]
+    return PeerLook(job, max(epochs, default=0), max(steps, default=0), _end_of(log))
+
+
+def admission_key_path(state_file: Path, run_id: str) -> Path:
+    return state_file.with_name(f"{state_file.name}.{run_id}.admission-key")
+
+
+def _record(line: str) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _end_of(log: str) -> str:
+    """The text of the last box, else the last lines."""
+    lines = log.strip().splitlines()
+    starts = [index for index, line in enumerate(lines) if line.startswith("╭─")]
+    if starts:
+        return " ".join(line.strip("│ ") for line in lines[starts[-1] + 1 :] if not line.startswith("╰"))
+    return "\n".join(lines[-_LOG_LINES:])

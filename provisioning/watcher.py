@@ -1,0 +1,74 @@
+"""The process that gives pods back when their time is over, for providers that keep no time themselves.
+
+It runs beside no command, holds the lock `<state file>.watch` while it lives, and ends when nothing is left to watch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+_STOP_TIMEOUT_S = 5.0
+
+
+def lock_path(state_file: Path) -> Path:
+    return state_file.with_name(f"{state_file.name}.watch")
+
+
+@contextlib.contextmanager
+def watching(state_file: Path) -> Iterator[bool]:
+    """Be the one watcher of this state file; False if there is one already."""
+    with lock_path(state_file).open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield True
+
+
+def running_pid(state_file: Path) -> int | None:
+    """The watcher's, if there is one."""
+    with contextlib.suppress(OSError), lock_path(state_file).open("r+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            text = file.read().strip()
+            return int(text) if text.isdigit() else None
+    return None
+
+
+def start(state_file: Path, argv: Sequence[str], environment: Mapping[str, str]) -> bool:
+    """Start one that outlives this command; False if one runs already."""
+    if running_pid(state_file) is not None:
+        return False
+    with state_file.with_name(f"{state_file.name}.watch.log").open("ab") as log:
+        subprocess.Popen(
+            argv,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    return True
+
+
+def stop(state_file: Path) -> None:
+    """End the watcher, if there is one. May be repeated."""
+    pid = running_pid(state_file)
+    deadline = time.monotonic() + _STOP_TIMEOUT_S
+    while pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM if time.monotonic() < deadline else signal.SIGKILL)
+        time.sleep(0.05)
+        pid = running_pid(state_file)

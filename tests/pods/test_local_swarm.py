@@ -1,0 +1,83 @@
+"""The README's pods, as typed: from nothing to three unlike peers that train together, and back to nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from diloco.metrics_file import Tail
+from provisioning.pod_paths import PODS
+from tests.support.commands import Command, check_gone, model_directory
+from tests.support.pods_commands import DOWN, LOGS, PROVISION, STATUS, argv_of, tiny_training
+
+TIMEOUT_S = 200.0
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[object]:
+    """`run(argv)` runs a command to its end. All share one state directory."""
+    commands: list[Command] = []
+
+    def make(argv: list[str]) -> Command:
+        # A Command keeps its state in its directory.
+        commands.append(Command(argv, tmp_path / "here"))
+        commands[-1].wait(TIMEOUT_S)
+        return commands[-1]
+
+    yield make
+    for command in commands:
+        command.close()
+
+
+def test_three_unlike_peers_train_together_and_leave_nothing(run, tmp_path):
+    flags = tiny_training(model_directory(tmp_path / "model"))
+    provision = argv_of(PROVISION.partition(" -- ")[0], "--", *flags)
+    up = run(provision)
+    assert up.code == 0, up.stderr
+    assert up.stdout.splitlines()[-3:] == ["pod-0: running", "pod-1: running", "pod-2: running"]
+    assert all(f"{size} × cpu-{size}" in up.stdout for size in (1, 2, 4))
+
+    pods = sorted((tmp_path / "here/state/diloco/local" / PODS).iterdir())
+    records = [Tail(pod / "runs/peer/metrics.jsonl").read() for pod in pods]
+    epochs = [{one["epoch"]: one for one in found if one["kind"] == "epoch"} for found in records]
+    assert all(found[1]["contributors"] == [0, 1, 2] for found in epochs)
+    assert len({found[1]["anchor_digest"] for found in epochs}) == 1
+
+    pids = {path: path.read_text() for pod in pods for path in pod.rglob("jobs/*/pid")}
+    assert len(pids) == 4
+    again = run(provision)
+    assert again.code == 0, again.stderr
+    assert again.stdout.count("keep") == 3 and "create" not in again.stdout
+    assert pids == {path: path.read_text() for pod in pods for path in pod.rglob("jobs/*/pid")}
+
+    status = run(argv_of(STATUS, "--json"))
+    found = json.loads(status.stdout)
+    assert [(one["name"], one["state"], one["peer"]) for one in found] == [
+        (f"pod-{index}", "running", "trains") for index in range(3)
+    ]
+    assert all(one["epoch"] >= 1 for one in found)
+    assert "averaged by 3 peers" in run(argv_of(LOGS)).stdout
+
+    down = run(argv_of(DOWN))
+    assert down.code == 0, down.stderr
+    check_gone(up)
+    assert not (tmp_path / "here/state/diloco/local" / PODS).exists()
+    assert run(argv_of(STATUS, "--json")).stdout == "[]\n"
+    cost = json.loads(run(argv_of("diloco pods cost", "--json")).stdout)
+    assert [one["is_over"] for one in cost["pods"]] == [True] * 3 and cost["dollars"] == 0
+
+
+def test_a_peer_that_cannot_start_is_told_of_at_once_and_holds_up_no_other(run, tmp_path):
+    """Two processes cannot share one batch of four."""
+    flags = tiny_training(model_directory(tmp_path / "model"), per_device_train_batch_size=4)
+    up = run(argv_of("diloco provision --pods 2 --gpu-type cpu-2 --json", "--", *flags))
+    assert up.code == 1
+    failures = json.loads(up.stdout)["failures"]
+    assert "is not a multiple of --per-device-train-batch-size 4" in failures["pod-0"]
+    assert "`diloco pods down` gives everything back" in up.stderr
+    down = run(argv_of(DOWN))
+    assert down.code == 0, down.stderr
+    check_gone(up)

@@ -1,0 +1,100 @@
+"""Provision three local pods, or give them back, as the command does, and die by SIGKILL at a point that is named.
+
+python -m tests.support.pods_driver up|down STATE_DIRECTORY [POINT]
+
+A point is a state that the ledger has just written, `created` (the provider made a pod, nobody has written it down),
+`dht` (its DHT runs), or `destroyed` (the provider has let it go, its row is still there).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from provisioning.fleet import Fleet
+from provisioning.ledger import Ledger
+from provisioning.pods import PodSpec
+from provisioning.providers.local import LocalProvider
+from provisioning.renting import Patience, Renter
+from provisioning.setup import Setup
+from provisioning.swarm import SwarmOptions
+
+STAND_IN = Path(__file__).parent / "stand_in_python.sh"
+SPECS = [
+    PodSpec(name=f"pod-{size}", provider="local", gpu_type=f"cpu-{size}", gpu_count=None)
+    for size in (1, 2, 4)
+]
+PATIENCE = Patience(poll_s=0.05, boot_s=30.0, destroy_s=30.0)
+
+
+@dataclass
+class Death:
+    """SIGKILL to this process, the first time that the point is reached."""
+
+    point: str
+
+    def at(self, point: str) -> None:
+        if point == self.point:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def after(self, work: Callable[..., Awaitable[Any]], point: str) -> Callable[..., Awaitable[Any]]:
+        async def wrapped(*args: Any) -> Any:
+            result = await work(*args)
+            self.at(point)
+            return result
+
+        return wrapped
+
+
+def source_of(state_dir: Path) -> Path:
+    """Next to nothing to copy."""
+    source = state_dir / "source"
+    source.mkdir(exist_ok=True)
+    (source / "pyproject.toml").write_text("[project]\nname = 'nothing'\n")
+    return source
+
+
+async def drive(what: str, state_dir: Path, point: str) -> int:
+    death = Death(point)
+    provider: Any = LocalProvider(state_dir / "local")
+    provider.create = death.after(provider.create, "created")
+    provider.destroy = death.after(provider.destroy, "destroyed")
+
+    def said(name: str, text: str) -> None:
+        print(f"{name}: {text}", file=sys.stderr, flush=True)
+        if text.startswith("starting its peer"):
+            death.at("peer")
+        if text.startswith("starting the DHT"):
+            death.at("dht")
+
+    ledger = Ledger(state_dir / "pods.sqlite")
+    with ledger.locked():
+        renter = Renter(
+            ledger=ledger,
+            provider=provider,
+            public_key="",
+            say=said,
+            patience=PATIENCE,
+            on_state=lambda name, state: death.at(str(state)),
+        )
+        fleet = Fleet(renter, Setup(source=source_of(state_dir), python=str(STAND_IN), min_free_mb=1))
+        if what == "down":
+            outcome = await fleet.give_back()
+        else:
+            agreed, offers = await fleet.planned(SPECS)
+            outcome = await fleet.set_up(await fleet.rent(agreed, offers))
+            outcome = await fleet.train(outcome, SwarmOptions(epoch_timeout_s=30.0))
+    for name, error in outcome.failures.items():
+        print(f"{name} failed: {error}", file=sys.stderr, flush=True)
+    return 0 if outcome.is_good else 1
+
+
+if __name__ == "__main__":
+    what, directory, *rest = sys.argv[1:]
+    sys.exit(asyncio.run(drive(what, Path(directory), rest[0] if rest else "")))
