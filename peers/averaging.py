@@ -24,6 +24,7 @@ from peers.aggregation import Aggregation
 from peers.audit import demanded
 from peers.audit_exchange import AuditTask, audit_shares
 from peers.codecs import codec_named
+from peers.commit_log import CommitLog, Recording, header_of
 from peers.credit import Credit
 from peers.deadlines import Deadlines
 from peers.errors import PeersError, PeerUnreachable, ProtocolError, RoundFailed, StateUnavailable
@@ -88,7 +89,7 @@ class Averager:
         forwarded_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
         self._me, self._incarnation, self._settings = me, incarnation, settings
-        self._mesh, self._pool, self._optimizer_for = mesh, pool, optimizer_for
+        self._mesh, self._pool, self.optimizer_for = mesh, pool, optimizer_for
         self._newest_view, self._download, self._changed = view, download, changed
         self._forwarded_bytes = forwarded_bytes
         self._events: asyncio.Queue[Event] = asyncio.Queue()
@@ -104,6 +105,8 @@ class Averager:
         self._epoch_started = time.monotonic()
         self._bandwidths: deque[float] = deque(maxlen=5)
         self._state: OuterState | None = None
+        self.commit_log = CommitLog()
+        """For those who download the state meanwhile."""
         self.residuals: list[Residuals] = []
         """What lossy codecs have kept back, by fragment."""
         self._round: Round | None = None
@@ -133,6 +136,7 @@ class Averager:
     def _take(self, state: OuterState, residuals: Sequence[Residuals] | None = None) -> None:
         # What was lost on the way to another state has nothing to make up for on this one.
         self._state = state
+        self.commit_log.clear()
         self.residuals = list(residuals) if residuals else [Residuals(size) for size in state.sizes]
 
     async def run(self) -> None:
@@ -303,6 +307,7 @@ class Averager:
         waiting.grouped_at = waiting.grouped_at or time.monotonic()
         waiting.clock.restart()
         waiting.previewed = None
+        waiting.recording = Recording() if self._is_somebody_joining() else None
         try:
             report, header = await self._exchange(group, waiting, ATTEMPT_SHARE * round_.timing.attempt_s)
         except (PeersError, OSError) as error:
@@ -375,6 +380,10 @@ class Averager:
         self._pool.give_back(streams, sent_bytes=0, seconds=0.0)
         return disproved
 
+    def _is_somebody_joining(self) -> bool:
+        joining = any(peer.state in ("joining", "waiting") for peer in self._view().values())
+        return joining or self.commit_log.is_wanted
+
     def _learn_from_failure(self, seconds: float, round_: Round) -> None:
         """An attempt that nobody broke off but its deadline tells that rounds take longer now than they used to."""
         if seconds >= ATTEMPT_SHARE * round_.timing.attempt_s:
@@ -386,7 +395,7 @@ class Averager:
     ) -> tuple[ReduceReport, StateHeader]:
         """Connect to the members, reduce with them, and see what a commit would make of it. Raises RoundFailed."""
         plan = waiting.plan = self._plan_of(group, waiting)
-        optimizer, streams = self._optimizer_for(len(group.ranks)), await self._connect(plan, plan.attempt)
+        optimizer, streams = self.optimizer_for(len(group.ranks)), await self._connect(plan, plan.attempt)
         waiting.clock.lap("connect_s")
         log.debug("reducing with %s", group.ranks)
 
@@ -406,6 +415,7 @@ class Averager:
                     settled=preview.settled,
                     forwarded_bytes=self._forwarded_bytes,
                     niceness=OVERLAPPED_NICENESS if self._settings.schedule.overlap_steps else 0,
+                    recording=waiting.recording,
                 )
                 waiting.clock.lap("reduce_s")
                 return report, preview.header()
@@ -451,13 +461,14 @@ class Averager:
             state.anchor[waiting.fragment],
             waiting.local,
         )
+        # Every token is in the work on each of the fragments.
+        tokens, parent = group.tokens // schedule.num_fragments, state.lineage
         digests = await asyncio.to_thread(
-            self._optimizer_for(len(group.ranks)).commit,
+            self.optimizer_for(len(group.ranks)).commit,
             state,
             waiting.fragment,
             waiting.result,
-            # Every token is in the work on each of the fragments.
-            tokens=group.tokens // schedule.num_fragments,
+            tokens=tokens,
             data_width=group.data_width,
             previewed=waiting.previewed,
             into=waiting.result,
@@ -465,6 +476,15 @@ class Averager:
         if (digests.anchor, digests.momentum) != (commit.anchor, commit.momentum):
             raise PeersError("the outer step is not the one that was voted for: a bug; restart this peer")
         self._commits.add(commit)
+        header = header_of(
+            waiting.plan,
+            parent=parent,
+            lineage=state.lineage,
+            fragment=waiting.fragment,
+            tokens=tokens,
+            data_width=group.data_width,
+        )
+        self.commit_log.add(waiting.recording, header, sum(state.sizes))
         now = time.monotonic()
         deadlines, round_ = self._settings.deadlines, self._round
         deadlines.epoch_took(now - self._epoch_started, of_it_round_s=now - (waiting.grouped_at or now))

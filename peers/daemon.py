@@ -200,7 +200,9 @@ class Daemon:
         log.info("agreed on the manifest %s", self._agreement.digest[:12])
         self._averager = self._new_averager(manifest)
         self._spawn(self._averager.run())
-        server = StateServer(self._network.paths, self._config.run_id, self._current_state)
+        server = StateServer(
+            self._network.paths, self._config.run_id, self._current_state, self._averager.commit_log
+        )
         await server.start()
         gate = self._admission.gate
         gate.on_bans.append(lambda: server.drop(gate.bans.peer_ids))

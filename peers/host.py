@@ -24,12 +24,14 @@ from peers.layout import Layout
 from peers.outer_state import OuterState
 from peers.presence import Presence
 from peers.records import Announcement, State
+from peers.replay import replay_commits
 from peers.schedule import Schedule
 from peers.state_transfer import download_state, download_timeout_s
 from peers.streams import StreamTransport
 
 log = logging.getLogger(__name__)
 
+_PROGRESS_S = 5.0
 REFUSAL_TIMEOUT_S = 30.0
 """How long a worker that has to be told why it cannot join may take to connect."""
 
@@ -219,10 +221,22 @@ class WorkerHost:
         """The state of this lineage. Raises StateUnavailable, PeerUnreachable or ProtocolError."""
         assert self._layout is not None
         averager, sizes = self.ready.result(), self._layout.sizes
+        log.info("asking %d peers for the state %s", len(donors), lineage[:12])
         with contextlib.ExitStack() as stack:
             have = averager.state.snapshot() if averager.has_state else None
             if have is not None:
                 stack.enter_context(have)
+            if have is not None and have.header.sizes == sizes:
+                with contextlib.suppress(StateUnavailable, TimeoutError):
+                    return await replay_commits(
+                        donors,
+                        self._transport,
+                        self.run_id,
+                        have,
+                        lineage,
+                        averager.optimizer_for,
+                        timeout_s=download_timeout_s(sizes),
+                    )
             return await download_state(
                 donors,
                 self._transport,
@@ -231,11 +245,25 @@ class WorkerHost:
                 sizes,
                 timeout_s=download_timeout_s(sizes),
                 have=have if have is not None and have.header.sizes == sizes else None,
+                progress=ProgressLog(),
             )
 
     def _show(self, state: State) -> None:
         self._standing.state = state
         self._presence.publish()
+
+
+class ProgressLog:
+    """Says now and then how much of a state is here."""
+
+    def __init__(self) -> None:
+        self._said_at = time.monotonic()
+
+    def __call__(self, received: int, total: int) -> None:
+        now = time.monotonic()
+        if now - self._said_at > _PROGRESS_S and received < total:
+            self._said_at = now
+            log.info("%d of %d MB of the state are here", received >> 20, total >> 20)
 
 
 def _offered_state(out: Sequence[torch.Tensor], resume: str | None) -> OuterState:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from peers.aggregation import Aggregation
+from peers.commit_log import Recording
 from peers.handover import Memories, Outcome
 from peers.outer_optimizer import rebase
 from peers.outer_state import OuterState
@@ -45,6 +46,8 @@ class Readiness:
         """Of the attempt whose result is in *in*."""
         self.previewed: StateHeader | None = None
         """What the outer step makes of that result."""
+        self.recording: Recording | None = None
+        """Of that attempt, where somebody downloads the state meanwhile."""
         self.clock = Stopwatch()
         self.since = time.monotonic()
         self.propose_s = 0.0

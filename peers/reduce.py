@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from peers.bandwidth import SAMPLE_S, LinkMeter
+from peers.commit_log import Recording
 from peers.errors import ProtocolError, RoundFailed
 from peers.frames import (
     HEADER,
@@ -83,6 +84,7 @@ def reduce_pseudo_gradients(
     settled: Settled = lambda part: None,
     forwarded_bytes: Callable[[], int] = lambda: 0,
     niceness: int = 0,
+    recording: Recording | None = None,
 ) -> ReduceReport:
     """Write the weighted average of all members' `anchor - local` to `result`: the same bits on each of them.
 
@@ -98,12 +100,14 @@ def reduce_pseudo_gradients(
 
     The threads are by `niceness` nicer than the caller's.
 
+    A `recording` keeps the averages as they went on the wire.
+
     With `residuals` (those of this fragment) what a lossy codec lost in earlier rounds is sent too; who calls commits
     them with the round.
     """
     if not anchor.numel() == local.numel() == result.numel() == plan.bounds[-1]:
         raise ValueError(f"the shares cover {plan.bounds[-1]} values, the tensors have {anchor.numel()}")
-    arithmetic = Arithmetic(plan, anchor, local, result, residuals)
+    arithmetic = Arithmetic(plan, anchor, local, result, residuals, recording)
     reduction = _Reduction(
         plan, arithmetic, send, receive, stall_timeout_s, settled, forwarded_bytes, niceness
     )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from peers.aggregation import holds_all
 from peers.codecs import codec_named, result_codec_named
+from peers.commit_log import Recording
 from peers.errors import ProtocolError
 from peers.kernels import Bytes, energy
 from peers.reduce_plan import ReducePlan
@@ -50,7 +51,9 @@ class Arithmetic:
         local: Tensor,
         result: Tensor,
         residuals: Residuals | None = None,
+        recording: Recording | None = None,
     ) -> None:
+        self._recording = recording
         self._plan, self._result = plan, result.numpy()
         self._codec, self._result_codec = codec_named(plan.codec), result_codec_named(plan.codec)
         self._kept = residuals.for_attempt(plan) if residuals is not None else None
@@ -136,6 +139,8 @@ class Arithmetic:
 
     def settle(self, index: int, scratch: Scratch) -> None:
         """Once nobody needs to send this chunk any more: keep the values that went on the wire, as all others do."""
+        if self._recording is not None:
+            self._recording.keep(self._plan.me, index, self.finished(index))
         if self._result_codec.lossless:
             return
         part, encoded = self._plan.chunk(self._plan.me, index), self.finished(index)
@@ -158,6 +163,8 @@ class Arithmetic:
         found = energy(values)
         self._result_energy_left[owner] = spend(self._result_energy_left[owner], found, "average")
         self._digests[owner].update(payload.data)
+        if self._recording is not None:
+            self._recording.keep(owner, index, payload)
 
     def _within_share(self, part: slice) -> slice:
         start = self._plan.bounds[self._plan.me]

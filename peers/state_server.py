@@ -10,14 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from torch import Tensor
 
-from peers import socket_io
+from peers.commit_log import CommitLog
 from peers.errors import PeersError, ProtocolError
 from peers.messages import Channel
 from peers.outer_state import OuterState, Snapshot
+from peers.replay import serve_commits
 from peers.state_header import StateChunk, chunks_of
 from peers.state_transfer import (
     COMMIT_TIMEOUT_S,
@@ -25,6 +26,7 @@ from peers.state_transfer import (
     STALL_TIMEOUT_S,
     bytes_of,
     download_timeout_s,
+    send_all,
     state_protocol,
 )
 from peers.streams import StreamTransport
@@ -41,9 +43,14 @@ class StateServer:
     """The donor. `current` gives the state this peer holds, if it holds one."""
 
     def __init__(
-        self, transport: StreamTransport, run_id: str, current: Callable[[], OuterState | None]
+        self,
+        transport: StreamTransport,
+        run_id: str,
+        current: Callable[[], OuterState | None],
+        commit_log: CommitLog | None = None,
     ) -> None:
         self._transport, self._protocol, self._current = transport, state_protocol(run_id), current
+        self._commit_log = commit_log or CommitLog()
         self._slots = asyncio.Semaphore(MAX_DOWNLOADS)
         self._newest: dict[str, Channel] = {}
 
@@ -79,6 +86,16 @@ class StateServer:
     async def _serve(self, channel: Channel, sock: socket.socket) -> None:
         """One joiner, until it closes the stream. Raises PeersError, OSError, TimeoutError."""
         request = await channel.receive(timeout_s=STALL_TIMEOUT_S)
+        with self._commit_log.held():
+            if request.get("kind") == "commits":
+                since, until = request.get("since"), request.get("until")
+                await serve_commits(self._commit_log, since, until, channel, sock)
+            else:
+                await self._serve_state(request, channel, sock)
+
+    async def _serve_state(
+        self, request: Mapping[str, object], channel: Channel, sock: socket.socket
+    ) -> None:
         snapshot = await self._snapshot()
         if snapshot is None or request.get("lineage") != snapshot.header.lineage:
             lineage = snapshot.header.lineage if snapshot else ""
@@ -104,11 +121,11 @@ async def _serve_snapshot(snapshot: Snapshot, channel: Channel, sock: socket.soc
     message = snapshot.header.to_message()
     digests = message.pop("anchor_chunks"), message.pop("momentum_chunks")
     await channel.send({"kind": "state", **message}, timeout_s=STALL_TIMEOUT_S)
-    await _send_all(sock, memoryview(b"".join(digests)))
+    await send_all(sock, memoryview(b"".join(digests)))
     chunks = list(chunks_of(snapshot.header.sizes))
     while True:
         wanted = await channel.receive(timeout_s=_IDLE_TIMEOUT_S)
-        await _send_all(sock, bytes_of(_wanted_values(snapshot, chunks, wanted)))
+        await send_all(sock, bytes_of(_wanted_values(snapshot, chunks, wanted)))
         # Neither waits where requests are there already and small answers find room: let others run.
         await asyncio.sleep(0)
 
@@ -121,10 +138,3 @@ def _wanted_values(snapshot: Snapshot, chunks: Sequence[StateChunk], request: di
     return (snapshot.anchor if values == "anchor" else snapshot.momentum)[chunk.fragment][
         chunk.start : chunk.stop
     ]
-
-
-async def _send_all(sock: socket.socket, view: memoryview) -> None:
-    """Raises TimeoutError when a megabyte does not leave in time."""
-    for start in range(0, len(view), 1 << 20):
-        async with asyncio.timeout(STALL_TIMEOUT_S):
-            await socket_io.send_all(sock, view[start : start + (1 << 20)])

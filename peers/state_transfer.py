@@ -156,7 +156,7 @@ class _Download:
         if message.get("kind") != "state":
             raise StateUnavailable(f"it holds the state {message.get('lineage')!r:.14}")
         digests = bytearray(2 * DIGEST_BYTES * len(list(chunks_of(self._sizes))))
-        await _receive_all(sock, memoryview(digests))
+        await receive_all(sock, memoryview(digests))
         half = len(digests) // 2
         chunks = {"anchor_chunks": bytes(digests[:half]), "momentum_chunks": bytes(digests[half:])}
         header = StateHeader.from_message({**message, **chunks}, self._sizes)
@@ -286,7 +286,14 @@ def bytes_of(values: Tensor) -> memoryview:
     return values.view(torch.uint8).numpy().data
 
 
-async def _receive_all(sock: socket.socket, view: memoryview) -> None:
+async def send_all(sock: socket.socket, view: memoryview) -> None:
+    """Raises TimeoutError when a megabyte does not leave in time."""
+    for start in range(0, len(view), 1 << 20):
+        async with asyncio.timeout(STALL_TIMEOUT_S):
+            await socket_io.send_all(sock, view[start : start + (1 << 20)])
+
+
+async def receive_all(sock: socket.socket, view: memoryview) -> None:
     """Raises TimeoutError when no byte comes in time."""
     done = 0
     while done < len(view):

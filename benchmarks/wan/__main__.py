@@ -13,11 +13,11 @@ from benchmarks import plot
 from benchmarks.lab import unavailable
 from benchmarks.progress import Progress
 from benchmarks.record import Result, merged, parser, record, report
-from benchmarks.wan import memory, nat, rounds
+from benchmarks.wan import join, memory, nat, rounds
 from benchmarks.wan.cases import Case, cases
 
 _CODECS = ("fp32", "int8", "int4", "topk")
-_CASES = ("gigabit", "broadband", "uneven", "nat", "memory")
+_CASES = ("gigabit", "broadband", "uneven", "nat", "memory", "join")
 _QUICK = ("gigabit",)
 
 
@@ -33,6 +33,8 @@ def main() -> None:
     for name in selected:
         if name == "nat":
             plan |= nat.steps(num_rounds, quick=chosen.quick)
+        elif name == "join":
+            plan |= join.steps(quick=chosen.quick)
         elif name == "memory":
             plan |= memory.steps(codecs, num_rounds, quick=chosen.quick)
         else:
@@ -41,6 +43,8 @@ def main() -> None:
     for name in selected:
         if name == "nat":
             rows = nat.results(num_rounds, progress, quick=chosen.quick)
+        elif name == "join":
+            rows = join.results(progress, quick=chosen.quick)
         elif name == "memory":
             rows = memory.results(codecs, num_rounds, progress, quick=chosen.quick)
         else:
