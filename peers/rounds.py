@@ -402,10 +402,20 @@ class Round:
         most = most_audited(self._aggregation.audit, len(group.ranks))
         if audit.attempt != group.attempt or not audit.fits(group.ranks, most):
             return []
+        if not self._is_quoted_rightly(audit, group):
+            self._forget_vote(audit.attempt)
+            return self._depose(sender, "says that this peer sent what it has not", now)
         # Others' demands may have crowded this peer's out; none at all may not.
         self._has_audited, self.phase = True, Phase.AUDITING
         self._phase_deadline = now + self.timing.attempt_s + 2 * self.timing.resend_s
         return [Inspect(group, audit)]
+
+    def _is_quoted_rightly(self, audit: Audit, group: Group) -> bool:
+        assert self._vote is not None
+        me, said = group.ranks.index(self.me), dict(zip(group.ranks, self._vote.sent, strict=False))
+        return all(
+            digests[me] == said.get(owner) for owner, digests in zip(audit.owners, audit.inputs, strict=True)
+        )
 
     def _forget_vote(self, attempt: str) -> None:
         """This attempt can be committed no more."""

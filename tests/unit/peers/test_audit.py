@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import random
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -123,6 +124,23 @@ def test_a_leader_that_hears_of_no_audit_is_left_by_who_asked_for_it(monkeypatch
     assert world.peers[2].commit is None
     assert world.peers[2].round.offenders == {0}
     assert any("without the audit" in reason for reason in world.peers[2].round.failures)
+
+
+def test_a_leader_that_misquotes_a_member_is_left_by_it(monkeypatch):
+    world = World(3, audit=0.3, demands={0: (1,)})
+    leader = world.peers[0].round._lead
+    begin = leader._begin_audit
+
+    def misquote(*arguments):
+        return [
+            (rank, dataclasses.replace(audit, inputs=((*audit.inputs[0][:2], "another"),)))
+            for rank, audit in begin(*arguments)
+        ]
+
+    monkeypatch.setattr(leader, "_begin_audit", misquote)
+    everybody_ready(world).run()
+    assert any("has not" in reason for reason in world.peers[2].round.failures)
+    assert world.peers[2].round.offenders == {0}
 
 
 @pytest.mark.parametrize("at", [1.0, 1.2, 1.4, 1.6])
