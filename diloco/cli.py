@@ -99,5 +99,5 @@ def _verb_of(argv: Sequence[str]) -> str:
             break
         words.append(word)
     known = {"dht", "start", "peer", "peers", "ban", "unban", "list", "new-secret", "run", "status"}
-    known |= {"pods", "logs", "ssh", "cost", "extend", "down", "reconcile", "provision"}
+    known |= {"pods", "logs", "ssh", "cost", "extend", "down", "reconcile", "provision", "ssh-key", "add"}
     return "".join(f"{word} " for word in words if word in known)

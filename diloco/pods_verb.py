@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter
 
 from diloco.checks import at_least
+from diloco.errors import UserError
 from diloco.options import Seconds
 from diloco.pods_flags import AsJson, Inventory, StateFile, access, locked, opened, run, say
 
@@ -242,6 +244,35 @@ def reconcile(
 
     with watching(ledger.path) as is_mine:
         return run(forever()) if is_mine else 0
+
+
+@ssh_key.command
+def add(name: str, *, key_file: Path | None = None) -> int:
+    """Have Lambda make a key pair, and save its private half, readable by you alone.
+
+    Parameters
+    ----------
+    name: str
+        Name of the key at Lambda, and of its file below ~/.ssh.
+    key_file: Path
+        Another place for the file.
+    """
+    from provisioning.private_files import write_private
+    from provisioning.providers.lambda_cloud import LambdaProvider
+
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}", name):
+        raise UserError(f'"{name}" is no name for a key: use letters, digits, dots, dashes and underscores.')
+    path = (key_file or Path("~/.ssh") / f"{name}.pem").expanduser()
+    if path.exists():
+        raise UserError(f"{path} exists already; name another --key-file, or remove it.")
+
+    async def work() -> int:
+        provider = LambdaProvider(os.environ, path)
+        write_private(path, (await provider.add_key(name)).encode())
+        print(f"the key {name} is at Lambda, its private half in {path}", flush=True)
+        return 0
+
+    return run(work())
 
 
 async def _each(ledger: Ledger, work: object) -> int:

@@ -177,6 +177,7 @@ def _any_machine(spec: PodSpec, wish: Wish) -> PodSpec:
 async def _offers(wish: Wish, where: Any, as_json: bool) -> int:
     from dataclasses import asdict, replace
 
+    from provisioning.backoff import repeated
     from provisioning.choice import objections
     from provisioning.providers.registry import open_provider
     from provisioning.wishes import wanted
@@ -198,8 +199,8 @@ async def _offers(wish: Wish, where: Any, as_json: bool) -> int:
     ]
     provider = open_provider(wish.provider, where)
     try:
-        await provider.check()
-        found = [one for one in await provider.offers() if any(not objections(spec, one) for spec in specs)]
+        await repeated(provider.check)
+        found = [one for one in await repeated(provider.offers) if any(not objections(spec, one) for spec in specs)]
     finally:
         await provider.close()
     found.sort(key=lambda one: (one.price_per_hour, one.id))

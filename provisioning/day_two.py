@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from provisioning.backoff import repeated
 from provisioning.errors import Busy, ProvisioningError, UserError
 from provisioning.ledger import Ledger, Row
 from provisioning.providers.registry import Access, open_provider
@@ -164,7 +165,7 @@ async def reconcile(
             ledger=ledger, provider=provider, public_key="", say=say, patience=patience or Patience()
         )
         try:
-            await provider.check()
+            await repeated(provider.check)
             await renter.settle()
         except ProvisioningError as error:
             failures[name] = error

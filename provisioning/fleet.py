@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from provisioning.backoff import repeated
 from provisioning.errors import ProvisioningError
 from provisioning.ledger import Row
 from provisioning.plan import Plan, plan
@@ -36,9 +37,9 @@ class Fleet:
 
     async def planned(self, desired: Sequence[PodSpec]) -> tuple[Plan, list[Offer]]:
         """What is to be done, after making the ledger true. Buys nothing. Raises ProvisioningError."""
-        await self.renter.provider.check()
+        await repeated(self.renter.provider.check)
         await self.renter.settle()
-        offers = await self.renter.provider.offers()
+        offers = await repeated(self.renter.provider.offers)
         return plan(desired, self.renter.rows, offers), offers
 
     async def rent(self, agreed: Plan, offers: Sequence[Offer]) -> Outcome:

@@ -20,7 +20,6 @@ from provisioning.errors import (
     OutcomeUnknown,
     ProviderError,
     ProvisioningError,
-    Unavailable,
     UserError,
 )
 from provisioning.ledger import Ledger, Row
@@ -66,6 +65,7 @@ class Renter:
 
     def __post_init__(self) -> None:
         self._taken: Counter[str] = Counter()
+        self._has_unclear = False
         self._list_lock = asyncio.Lock()
         self._listed: tuple[float, list[Pod]] = (-1e9, [])
         self._machines: dict[str, Machine] = {}
@@ -187,6 +187,9 @@ class Renter:
                 *(attempt(name, self._until_reachable(self._spec(name), offers)) for name in kept),
             ]
         )
+        if self._has_unclear:
+            # A pod of an order that was given up may have come after all.
+            await self.settle()
         return failures
 
     def _spec(self, name: str) -> PodSpec:
@@ -241,10 +244,13 @@ class Renter:
         """Send the order, once; where the answer is lost, look for the pod. Raises NoCapacity, ProviderError."""
         row = self._advance(row.name, State.CREATING, asked_at=self.clock())
         try:
-            await self.provider.create(row.order(self.public_key))
+            # Unavailable means that it was not carried out, and is asked again; nothing else ever is.
+            order = row.order(self.public_key)
+            await repeated(lambda: self.provider.create(order))
         except NoCapacity:
             raise
-        except (OutcomeUnknown, Unavailable) as error:
+        except OutcomeUnknown as error:
+            self._has_unclear = True
             self.say(row.name, f"no clear answer to the order ({error}); looking whether it got through")
         except (ProviderError, UserError):
             # A clear no: nothing was rented.

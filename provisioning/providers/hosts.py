@@ -39,7 +39,10 @@ class HostsProvider(ABC):
     repeatable = True
     settle_s = 0.0
     keeps_time = False
-    listens_on = "0.0.0.0"
+
+    @property
+    @abstractmethod
+    def listens_on(self) -> str: ...
 
     @property
     @abstractmethod

@@ -25,10 +25,13 @@ class LocalProvider(HostsProvider):
     """`home` gets a directory for each pod."""
 
     name = "local"
-    listens_on = "127.0.0.1"
 
     def __init__(self, home: Path) -> None:
         self._machine = LocalMachine(home)
+
+    @property
+    def listens_on(self) -> str:
+        return "127.0.0.1"
 
     @property
     def hosts(self) -> Sequence[Host]:

@@ -16,8 +16,11 @@ class Provider(Protocol):
     """How long after an order its pod may be missing from the list."""
     keeps_time: bool
     """It takes a pod back by itself when its time is over."""
-    listens_on: str
-    """The address that peers on its pods listen on."""
+
+    @property
+    def listens_on(self) -> str:
+        """The address that peers on its pods listen on."""
+        ...
 
     async def check(self) -> None:
         """That it can be used at all: key, files, programs. Raises UserError before anything is bought."""
@@ -28,7 +31,11 @@ class Provider(Protocol):
         ...
 
     async def create(self, order: Order) -> str:
-        """Rent exactly what the order says; the pod's id. Never asks twice by itself."""
+        """Rent exactly what the order says; the pod's id. Never blindly asks twice.
+
+        NoCapacity, ProviderError and UserError: nothing was rented. Unavailable: it was not even tried.
+        OutcomeUnknown: nobody knows.
+        """
         ...
 
     async def pods(self) -> list[Pod]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from provisioning.errors import UserError
 from provisioning.providers.protocol import Provider
 
-NAMES = ("local",)
+NAMES = ("local", "ssh", "lium", "lambda")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +35,18 @@ def open_provider(name: str, access: Access) -> Provider:
         from provisioning.providers.local import LocalProvider
 
         return LocalProvider(access.state_dir / "local")
+    if name == "ssh":
+        from provisioning.providers.ssh import SshProvider
+
+        return SshProvider(access.inventory)
+    if name == "lium":
+        from provisioning.providers.lium import LiumProvider
+
+        return LiumProvider(access.environment, access.ssh_key)
+    if name == "lambda":
+        from provisioning.providers.lambda_cloud import LambdaProvider
+
+        return LambdaProvider(access.environment, access.ssh_key)
     close = difflib.get_close_matches(name, NAMES, n=1)
     hint = f' Did you mean "{close[0]}"?' if close else ""
     raise UserError(f'--provider "{name}" is not one of {", ".join(NAMES)}.{hint}')

@@ -1,0 +1,200 @@
+"""Lium (https://lium.io) through its own client, package `lium.io`. It answers one request at a time, in threads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from provisioning.errors import NoCapacity, OutcomeUnknown, ProviderError, Unavailable, UserError
+from provisioning.pods import Offer, Order, Pod
+from provisioning.providers.rented import RentedPods
+
+if TYPE_CHECKING:
+    from lium import Lium
+
+T = TypeVar("T")
+
+KEY_ENV = "LIUM_API_KEY"
+_NUM_PORTS = 4
+_SSH_PORT = 22
+_MAX_HOURS = 720
+_FAILED = {"FAILED", "STOPPED", "DELETED", "TERMINATED", "ERROR", "BROKEN"}
+
+
+class LiumProvider(RentedPods):
+    name = "lium"
+    repeatable = True
+    settle_s = 30.0
+    keeps_time = True
+
+    def __init__(self, environment: Mapping[str, str], ssh_key: Path) -> None:
+        super().__init__(ssh_key)
+        key = environment.get(KEY_ENV, "")
+        if not key:
+            raise UserError(f"{KEY_ENV} is not set; make a key at https://lium.io and export it.")
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                from lium import Config, Lium
+        except ModuleNotFoundError as error:
+            raise UserError(
+                "--provider lium needs the package lium.io: pip install 'diloco[pods]'."
+            ) from error
+        base_url = environment.get("LIUM_BASE_URL")
+        config = Config(api_key=key, ssh_key_path=ssh_key, **({"base_url": base_url} if base_url else {}))
+        self._client: Lium = Lium(config)
+        # The client keeps state between calls and says nothing about threads.
+        self._lock = asyncio.Lock()
+
+    async def check(self) -> None:
+        self.check_tools()
+        balance = await self._call(self._client.balance)
+        if balance <= 0:
+            raise UserError(f"The balance at Lium is {balance:.2f} $; top it up. Nothing was rented.")
+
+    async def offers(self) -> list[Offer]:
+        executors = await self._call(self._client.ls)
+        return [offer for executor in executors for offer in _offers_of(executor)]
+
+    async def create(self, order: Order) -> str:
+        more: dict[str, Any] = {}
+        if order.ends_at is not None:
+            # A bound that holds even if we die now; the exact end is set and read back afterwards.
+            hours = math.ceil((order.ends_at - time.time()) / 3600)
+            more["termination_hours"] = min(max(hours, 1), _MAX_HOURS)
+        if order.spec.image:
+            more["image"] = order.spec.image
+        created = await self._call(
+            lambda: self._client.up(
+                executor_id=order.offer.details["executor_id"],
+                name=order.label,
+                volume_id=order.spec.volume_id,
+                ports=_NUM_PORTS,
+                ssh_keys=[order.public_key],
+                # Without a number it would take every GPU that is free.
+                gpu_count=order.offer.gpu_count,
+                idempotency_key=order.idempotency_key,
+                **more,
+            ),
+            is_order=True,
+        )
+        return str(created["id"] if isinstance(created, dict) else created.id)
+
+    async def pods(self) -> list[Pod]:
+        return [_pod(info) for info in await self._call(self._client.ps)]
+
+    async def destroy(self, pod_id: str) -> None:
+        for info in await self._call(self._client.ps):
+            if info.id == pod_id:
+                with contextlib.suppress(_Gone):
+                    await self._call(lambda found=info: self._client.rm(found))  # type: ignore[misc]
+
+    async def set_end(self, pod_id: str, ends_at: float) -> None:
+        moment = datetime.fromtimestamp(ends_at, UTC).isoformat().replace("+00:00", "Z")
+        await self._call(lambda: self._client.schedule_termination(pod_id, termination_time=moment))
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._client.close)
+
+    async def _call(self, request: Callable[[], T], *, is_order: bool = False) -> T:
+        async with self._lock:
+            return await asyncio.to_thread(_translated, request, is_order)
+
+
+class _Gone(ProviderError):
+    """There is no such pod any more."""
+
+
+def _translated(request: Callable[[], T], is_order: bool) -> T:
+    """The client's answer, its errors as ours."""
+    import requests
+    from lium.sdk import exceptions as lium_errors
+
+    try:
+        return request()
+    except lium_errors.LiumRentOutcomeUnknownError as error:
+        raise OutcomeUnknown(str(error)) from error
+    except lium_errors.LiumAuthError as error:
+        raise UserError(f"Lium does not accept the key in {KEY_ENV}: {error}. Nothing was rented.") from error
+    except (lium_errors.LiumInsufficientBalanceError, lium_errors.LiumBudgetExceededError) as error:
+        raise UserError(
+            f"Lium: {error}. Top up the balance or raise the key's budget; nothing was rented."
+        ) from error
+    except lium_errors.LiumPermissionError as error:
+        raise UserError(f"Lium refused: {error}. Nothing was rented.") from error
+    except lium_errors.LiumRateLimitError as error:
+        # Answered in the place of being done, also where it is an order.
+        raise Unavailable(f"Lium: {error}", error.retry_after) from error
+    except (lium_errors.LiumServerError, requests.RequestException) as error:
+        raise (OutcomeUnknown if is_order else Unavailable)(f"Lium: {error}") from error
+    except lium_errors.LiumNotFoundError as error:
+        raise (NoCapacity if is_order else _Gone)(f"Lium: {error}") from error
+    except (lium_errors.LiumError, ValueError) as error:
+        if getattr(error, "code", None) in (
+            "insufficient_balance",
+            "API_KEY_BUDGET_EXCEEDED",
+        ) or "402" in str(error):
+            raise UserError(f"Lium: {error}. Nothing was rented.") from error
+        # The node was taken meanwhile, or does not split its GPUs like that.
+        raise (NoCapacity if is_order else ProviderError)(f"Lium: {error}") from error
+
+
+def _offers_of(executor: Any) -> list[Offer]:
+    """One offer for each number of GPUs that can be rented of this node."""
+    free = executor.available_gpu_count if executor.available_gpu_count is not None else executor.gpu_count
+    if free < 1:
+        return []
+    splits = executor.whole_host_only is False
+    counts = {free, *(number for number in (1, 2, 4, 8) if number < free)} if splits else {free}
+    if not splits and free < executor.gpu_count:
+        return []
+    location = executor.location or {}
+    return [
+        Offer(
+            id=f"{executor.id}:{count}",
+            provider="lium",
+            gpu_type=executor.machine_name or executor.gpu_type,
+            gpu_count=count,
+            price_per_hour=float(executor.price_per_gpu) * count,
+            country=location.get("country_code"),
+            city=location.get("city"),
+            upload_mbps=executor.effective_upload_speed_mbps,
+            download_mbps=executor.effective_download_speed_mbps,
+            spot=executor.tier == "spot",
+            details={"executor_id": executor.id},
+        )
+        for count in sorted(counts)
+    ]
+
+
+def _pod(info: Any) -> Pod:
+    status = (info.status or "").upper()
+    ports = sorted((int(inside), int(outside)) for inside, outside in (info.ports or {}).items())
+    return Pod(
+        id=info.id,
+        label=info.name,
+        is_ready=status == "RUNNING" and bool(info.ssh_cmd),
+        failure=f"Lium says that it is {status}" if status in _FAILED else "",
+        gpu_count=info.gpu_count,
+        price_per_hour=info.executor.price_per_hour if info.executor is not None else None,
+        ends_at=_moment(info.removal_scheduled_at),
+        host=info.host or "",
+        ssh_port=info.ssh_port,
+        user=info.username or "root",
+        ports=tuple(pair for pair in ports if pair[0] != _SSH_PORT),
+    )
+
+
+def _moment(text: str | None) -> float | None:
+    """Unix time of what the API writes; without a zone it is UTC."""
+    if not text:
+        return None
+    moment = datetime.fromisoformat(text.replace("Z", "+00:00"))
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()

@@ -1,0 +1,45 @@
+"""What all clouds have in common once a pod is up: it is a machine over SSH, let in by our own key."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from provisioning.errors import UserError
+from provisioning.keys import key_at
+from provisioning.machines import Machine
+from provisioning.pods import Offer, Pod, PodSpec
+from provisioning.ssh_machine import Address, SshMachine, shown_host_key
+
+
+class RentedPods:
+    """The part of a provider that is about machines, for pods that are rented and not owned."""
+
+    listens_on = "0.0.0.0"
+
+    def __init__(self, ssh_key: Path) -> None:
+        self._ssh_key = ssh_key
+
+    async def machine(self, pod: Pod, host_key: str) -> Machine:
+        return SshMachine(
+            Address(
+                host=pod.host, port=pod.ssh_port, user=pod.user, key_path=self._ssh_key, host_key=host_key
+            )
+        )
+
+    async def host_key(self, pod: Pod) -> str:
+        # Neither cloud tells its machines' keys: the first one seen is pinned in the ledger.
+        return pod.host_key or await shown_host_key(pod.host, pod.ssh_port)
+
+    def swarm_flags(self, spec: PodSpec, offer: Offer) -> list[str]:
+        return []
+
+    def python(self) -> str | None:
+        return None
+
+    def check_tools(self) -> None:
+        """Raises UserError for what is missing on this machine."""
+        for program in ("rsync", "ssh"):
+            if shutil.which(program) is None:
+                raise UserError(f"{program} is not on this machine, and pods need it; install it first.")
+        key_at(self._ssh_key)

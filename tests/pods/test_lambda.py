@@ -1,0 +1,145 @@
+"""Lambda's HTTP API against an emulator of it, with instances that are real SSH servers."""
+
+from __future__ import annotations
+
+import getpass
+import stat
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from provisioning.errors import UserError
+from provisioning.keys import public_key
+from provisioning.pods import PodSpec
+from provisioning.providers.lambda_cloud import LambdaProvider
+from provisioning.renting import Patience
+from tests.support.commands import Command, text_of_boxes
+from tests.support.fleets import TestFleet
+from tests.support.http_api import Fault
+from tests.support.lambda_api import LambdaApi
+from tests.support.ssh_machines import needs_rsync, ssh_host
+
+pytest.importorskip("asyncssh", reason="the package asyncssh is not installed")
+pytestmark = pytest.mark.skipif(bool(needs_rsync()), reason=needs_rsync())
+
+LAUNCH = "POST /instance-operations/launch"
+
+
+@pytest.fixture
+def api(tmp_path: Path) -> Iterator[LambdaApi]:
+    with ExitStack() as stack:
+        hosts = [stack.enter_context(ssh_host(tmp_path / f"host{index}", "")) for index in range(2)]
+        for host in hosts:
+            host.install("nvidia-smi", "echo 'A100, 40960 MiB'")
+        yield stack.enter_context(LambdaApi(hosts))
+
+
+@pytest.fixture
+def fleet(tmp_path: Path, api: LambdaApi) -> TestFleet:
+    key = tmp_path / "ssh" / "id_ed25519"
+    line = public_key(key)
+
+    def opened() -> LambdaProvider:
+        # As fast as loopback allows; the API's own limits are tested apart.
+        provider = LambdaProvider(
+            api.environment, key, interval_s=0.0, launch_interval_s=0.0, user=getpass.getuser()
+        )
+        provider.settle_s = 1.0
+        return provider
+
+    return TestFleet(tmp_path, opened, public_key=line, patience=Patience(poll_s=0.2, boot_s=20, destroy_s=5))
+
+
+def one(name: str = "pod-0", **changes) -> PodSpec:
+    return PodSpec(name=name, provider="lambda", **{"gpu_type": "A100", "gpu_count": 1, **changes})
+
+
+def test_two_machines_are_rented_set_up_and_given_back(fleet, api):
+    api.boot_s = 1.0
+    specs = [one(), one("pod-1", gpu_type="A10")]
+    assert fleet.up(specs).is_good, fleet.said
+    assert fleet.states == {"pod-0": "running", "pod-1": "running"}
+    assert sorted(found["instance_type"]["name"] for found in api.instances.values()) == [
+        "gpu_1x_a10",
+        "gpu_1x_a100",
+    ]
+    assert len(api.keys) == 1
+    assert fleet.up(specs).is_good
+    assert api.num_launched == 2
+    assert fleet.down().is_good
+    assert fleet.states == {} and all(found["_ended"] for found in api.instances.values())
+
+
+def test_asked_for_one_gpu_it_takes_no_machine_with_eight(fleet, api):
+    api.capacity["gpu_1x_a100"] = []
+    with pytest.raises(UserError, match=r"8 GPUs, not 1"):
+        fleet.up([one()])
+    assert api.count(LAUNCH) == 0
+
+
+def test_capacity_that_is_listed_and_not_there_leads_to_another_type(fleet, api):
+    api.refuses_launch_of.add("gpu_1x_a10")
+    assert fleet.up([one(gpu_type=None, max_price=2.0)], trains=False).is_good
+    assert any("Not enough capacity" in text for text in fleet.said)
+    (found,) = api.instances.values()
+    assert found["instance_type"]["name"] == "gpu_1x_a100"
+
+
+def test_an_order_whose_answer_is_lost_is_found_by_its_name_and_never_sent_twice(fleet, api):
+    api.faults.append(Fault(LAUNCH, 502, carried_out=True))
+    assert fleet.up([one()], trains=False).is_good, fleet.said
+    assert api.count(LAUNCH) == api.num_launched == 1
+
+
+def test_an_order_that_was_lost_on_its_way_is_a_new_order_once_that_is_certain(fleet, api):
+    api.faults.append(Fault(LAUNCH, 502))
+    outcome = fleet.up([one()], trains=False)
+    # The same offer would have done; it is not tried twice in one command.
+    assert "did not get through" in str(outcome.failures["pod-0"])
+    assert fleet.states == {} and api.num_launched == 0
+    assert fleet.up([one()], trains=False).is_good
+    labels = {request.body["name"] for request in api.requests if request.path.endswith("/launch")}
+    assert (len(labels), api.num_launched) == (2, 1)
+
+
+def test_too_many_requests_are_waited_out_and_a_wrong_key_is_not(fleet, api, tmp_path):
+    api.faults += [Fault("GET /instances", 429, times=2), Fault(LAUNCH, 429, times=1)]
+    assert fleet.up([one()], trains=False).is_good
+    assert api.num_launched == 1
+    environment = {**api.environment, "LAMBDALABS_API_KEY": "no"}
+    wrong = TestFleet(tmp_path, lambda: LambdaProvider(environment, tmp_path / "ssh/id_ed25519"))
+    with pytest.raises(UserError, match=r"does not accept the key in LAMBDALABS_API_KEY"):
+        wrong.up([one()])
+    with pytest.raises(UserError, match=r"LAMBDALABS_API_KEY is not set"):
+        LambdaProvider({}, tmp_path / "ssh/id_ed25519")
+
+
+def test_a_key_file_that_others_can_read_ends_it_before_anything_is_rented(fleet, api, tmp_path):
+    (tmp_path / "ssh/id_ed25519").chmod(0o640)
+    with pytest.raises(UserError, match=r"Others can read the key file"):
+        fleet.up([one()])
+    assert api.count(LAUNCH) == 0
+
+
+def test_an_instance_whose_time_is_over_is_given_back_by_us(fleet, api):
+    assert fleet.up([one(ttl_hours=0.00001)], trains=False).failures == {}
+    fleet.settle()
+    assert fleet.states == {}
+    assert any("its time is over" in text for text in fleet.said)
+
+
+def test_a_key_made_there_is_saved_for_its_owner_alone(api, tmp_path, monkeypatch):
+    for name, value in {**api.environment, "HOME": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    argv = [sys.executable, "-m", "diloco", "pods", "ssh-key", "add", "laptop"]
+    command = Command(argv, tmp_path / "command")
+    assert command.wait() == 0, command.stderr
+    path = tmp_path / ".ssh/laptop.pem"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert "PRIVATE KEY" in path.read_text() and path.read_text() not in command.stdout
+    assert [key["name"] for key in api.keys] == ["laptop"]
+    again = Command([*argv, "--key-file", str(tmp_path / "other.pem")], tmp_path / "again")
+    assert again.wait() == 2 and "take another name" in " ".join(text_of_boxes(again.stderr))

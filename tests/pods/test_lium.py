@@ -1,0 +1,261 @@
+"""The real lium.io client against an emulator of its HTTP API, with pods that are real SSH servers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from provisioning.errors import ProvisioningError, UserError
+from provisioning.keys import public_key
+from provisioning.ledger import Ledger
+from provisioning.pod_paths import PODS
+from provisioning.pods import PodSpec
+from provisioning.providers.lium import LiumProvider
+from provisioning.renting import Patience
+from tests.support.fleets import TestFleet
+from tests.support.http_api import Fault
+from tests.support.lium_api import LiumApi, executor
+from tests.support.ssh_machines import needs_rsync, ssh_host
+
+pytest.importorskip("lium", reason="the package lium.io is not installed")
+pytestmark = pytest.mark.skipif(bool(needs_rsync()), reason=needs_rsync())
+
+A100, H100, RTX = "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", "NVIDIA GeForce RTX 4090"
+RENT = "POST /executors/"
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client writes below ~ and reads a .env."""
+    (tmp_path / "home").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def api(tmp_path: Path) -> Iterator[LiumApi]:
+    """Three nodes, each of one kind, and two hosts for pods."""
+    nodes = [executor(A100, 1, 1.2), executor(H100, 1, 2.1, country="US"), executor(RTX, 8, 0.4, smallest=1)]
+    with ExitStack() as stack:
+        hosts = [stack.enter_context(ssh_host(tmp_path / f"host{index}", "")) for index in range(3)]
+        for host in hosts:
+            host.install("nvidia-smi", "for _ in 1 2 3 4 5 6 7 8; do echo 'GPU, 24564 MiB'; done")
+        yield stack.enter_context(LiumApi(nodes, hosts))
+
+
+@pytest.fixture
+def fleet(tmp_path: Path, api: LiumApi) -> TestFleet:
+    key = tmp_path / "ssh" / "id_ed25519"
+    line = public_key(key)
+
+    def opened() -> LiumProvider:
+        provider = LiumProvider(api.environment, key)
+        provider.settle_s = 1.0
+        return provider
+
+    return TestFleet(tmp_path, opened, public_key=line, patience=Patience(poll_s=0.2, boot_s=20, destroy_s=3))
+
+
+def one(name: str = "pod-0", **changes) -> PodSpec:
+    return PodSpec(name=name, **{"gpu_type": "A100", "gpu_count": 1, **changes})
+
+
+def rents(api: LiumApi) -> list[dict]:
+    return [request.body for request in api.requests if request.path.endswith("/rent")]
+
+
+def total(fleet: TestFleet) -> tuple[int, float, bool]:
+    ledger = Ledger(fleet.ledger_path)
+    bills = ledger.bills()
+    ledger.close()
+    return len(bills), sum(bill.price_per_hour for bill in bills), all(bill.ended_at for bill in bills)
+
+
+def test_three_different_machines_are_rented_set_up_and_given_back(fleet, api):
+    specs = [one(f"pod-{index}", gpu_type=gpu) for index, gpu in enumerate(("A100", "H100", "4090"))]
+    api.boot_s = 1.0
+    assert fleet.up(specs).is_good, fleet.said
+    assert set(fleet.states.values()) == {"running"}
+    assert [body["gpu_count"] for body in rents(api)] == [1, 1, 1]
+    number = len(api.requests)
+    assert fleet.up(specs).is_good
+    assert not any(request.method != "GET" for request in api.requests[number:])
+    assert fleet.down().is_good
+    assert (api.rented, fleet.states) == ({}, {})
+    assert total(fleet) == (3, pytest.approx(1.2 + 2.1 + 0.4), True)
+
+
+def test_asked_for_one_gpu_it_never_keeps_eight(fleet, api):
+    """Even where the provider rents the whole node all the same."""
+    api.ignores_gpu_count = True
+    outcome = fleet.up([one(gpu_type="4090")])
+    assert "8 GPUs in place of 1" in str(outcome.failures["pod-0"])
+    assert (api.rented, fleet.states) == ({}, {})
+
+
+def test_over_the_price_limit_nothing_is_rented(fleet, api):
+    with pytest.raises(UserError, match=r"dearer than 1 \$/h"):
+        fleet.up([one(max_price=1.0)])
+    assert rents(api) == []
+
+
+def test_an_unknown_gpu_is_an_error_and_nothing_is_rented(fleet, api):
+    with pytest.raises(UserError, match=r"not B300"):
+        fleet.up([one(), one("pod-1", gpu_type="B300")])
+    assert rents(api) == []
+
+
+def test_a_wrong_key_and_no_key_are_said_before_anything_is_rented(fleet, api, tmp_path):
+    wrong = TestFleet(
+        tmp_path, lambda: LiumProvider({**api.environment, "LIUM_API_KEY": "no"}, tmp_path / "ssh/id_ed25519")
+    )
+    with pytest.raises(UserError, match=r"does not accept the key in LIUM_API_KEY"):
+        wrong.up([one()])
+    with pytest.raises(UserError, match=r"LIUM_API_KEY is not set"):
+        LiumProvider({}, tmp_path / "ssh/id_ed25519")
+    api.balance = 0.0
+    with pytest.raises(UserError, match=r"balance at Lium is 0\.00"):
+        fleet.up([one()])
+    assert rents(api) == []
+
+
+def test_no_money_ends_it_and_leaves_nothing(fleet, api):
+    error = {"error": {"code": "API_KEY_BUDGET_EXCEEDED", "message": "budget reached"}}
+    api.faults.append(Fault(RENT, 402, error=error))
+    outcome = fleet.up([one()])
+    assert isinstance(outcome.failures["pod-0"], UserError) and "nothing was rented" in str(
+        outcome.failures["pod-0"]
+    )
+    assert (api.rented, fleet.states) == ({}, {})
+
+
+def test_too_many_requests_and_broken_gateways_are_waited_out(fleet, api):
+    api.faults += [
+        Fault("GET /users/me", 429, times=2, headers={"Retry-After": "0"}),
+        Fault("GET /pods", 502, times=2),
+        Fault("GET /executors", 503),
+    ]
+    assert fleet.up([one()], trains=False).is_good
+    api.faults.append(Fault("DELETE /pods/", 502, times=1))
+    assert fleet.down().is_good
+    assert (api.rented, api.num_rented) == ({}, 1)
+
+
+def test_an_order_whose_answer_is_lost_makes_one_pod(fleet, api):
+    api.faults.append(Fault(RENT, 502, carried_out=True))
+    assert fleet.up([one()], trains=False).is_good, fleet.said
+    assert api.num_rented == len(api.rented) == 1
+    assert fleet.states == {"pod-0": "synced"}
+
+
+def test_an_order_that_was_lost_on_its_way_is_sent_again_under_the_same_key(fleet, api):
+    api.faults.append(Fault(RENT, 502, carried_out=False))
+    assert fleet.up([one()], trains=False).is_good, fleet.said
+    assert api.num_rented == 1
+    keys = {one.headers["Idempotency-Key"] for one in api.requests if one.path.endswith("/rent")}
+    assert len(keys) == 1
+
+
+def test_where_capacity_is_missing_the_next_offer_is_taken_and_the_reason_shown(fleet, api):
+    api.executors.append(executor(A100, 1, 1.5))
+    api.faults.append(Fault(RENT, 409, contains=api.executors[0]["id"]))
+    assert fleet.up([one()], trains=False).is_good
+    assert any("the next offer is" in text and "1.50 $/h" in text for text in fleet.said)
+    (pod,) = api.rented.values()
+    assert pod["price"] == 1.5
+
+
+def test_a_next_offer_that_costs_far_more_than_was_agreed_is_not_taken(fleet, api):
+    api.executors.append(executor(A100, 1, 9.0))
+    api.faults.append(Fault(RENT, 409, contains=api.executors[0]["id"]))
+    outcome = fleet.up([one()], trains=False)
+    assert "no other offer fits" in str(outcome.failures["pod-0"])
+    assert (api.rented, fleet.states) == ({}, {})
+
+
+def test_a_pod_that_never_comes_up_is_given_back_for_another(fleet, api):
+    api.executors.append(executor(A100, 1, 1.5))
+    api.never_ready.add(api.executors[0]["id"])
+    fleet.patience = Patience(poll_s=0.2, boot_s=2.0, destroy_s=3.0)
+    assert fleet.up([one()], trains=False).is_good
+    (pod,) = api.rented.values()
+    assert (pod["price"], api.num_rented) == (1.5, 2)
+
+
+def test_a_pod_that_vanished_is_rented_anew_and_the_others_stay(fleet, api):
+    specs = [one(), one("pod-1", gpu_type="H100")]
+    assert fleet.up(specs).is_good
+    stays = [pod for pod in api.rented.values() if "pod-1" in pod["pod_name"]]
+    api.vanish("pod-0")
+    assert fleet.up(specs).is_good, fleet.said
+    assert any("vanished" in text for text in fleet.said)
+    assert len(api.rented) == 2 and stays[0]["id"] in api.rented
+    assert total(fleet)[0] == 3
+
+
+def test_it_ends_by_itself_at_the_time_that_was_asked_for(fleet, api):
+    began = time.time()
+    assert fleet.up([one(ttl_hours=1.5)], trains=False).is_good
+    (body,) = rents(api)
+    assert body["termination_hours"] == 2
+    (pod,) = api.rented.values()
+    ledger = Ledger(fleet.ledger_path)
+    (row,) = ledger.rows()
+    ledger.close()
+    assert row.ends_at == pytest.approx(began + 1.5 * 3600, abs=30)
+    from provisioning.providers.lium import _moment
+
+    assert _moment(pod["removal_scheduled_at"]) == pytest.approx(row.ends_at, abs=1)
+
+
+def test_an_end_that_the_provider_does_not_confirm_is_said(fleet, api):
+    api.ignores_end = True
+    assert fleet.up([one(ttl_hours=2)], trains=False).is_good
+    assert any("does not confirm when it ends" in text for text in fleet.said)
+
+
+def test_a_pod_that_cannot_be_given_back_is_shouted_of_and_stays_in_the_ledger(fleet, api):
+    assert fleet.up([one()], trains=False).is_good
+    api.faults.append(Fault("DELETE /pods/", 400, times=1000))
+    outcome = fleet.down()
+    assert "IS STILL THERE AND MAY COST MONEY" in str(outcome.failures["pod-0"])
+    assert any("could not be given back yet" in text for text in fleet.said)
+    assert fleet.states == {"pod-0": "deleting"} and len(api.rented) == 1
+    api.faults.clear()
+    assert fleet.down().is_good
+    assert (api.rented, fleet.states) == ({}, {})
+
+
+def test_orphans_of_ours_go_and_other_peoples_pods_stay(fleet, api):
+    assert fleet.up([one()], trains=False).is_good
+    (pod,) = api.rented.values()
+    owner = pod["pod_name"].split("-")[1]
+    for name in (f"diloco-{owner}-pod-9-dead", "diloco-ffffffff-pod-0-1", "somebody's web server"):
+        api.rented[name] = {**pod, "id": name, "pod_name": name}
+        pod["_node"]["available_gpu_count"] -= 1
+    fleet.settle()
+    assert sorted(one["pod_name"] for one in api.rented.values()) == sorted(
+        [pod["pod_name"], "diloco-ffffffff-pod-0-1", "somebody's web server"]
+    )
+
+
+def test_another_machine_behind_the_same_address_is_not_talked_to(fleet, api, tmp_path):
+    assert fleet.up([one()], trains=False).is_good
+    (pod,) = api.rented.values()
+    other = next(host for host in api.free_hosts)
+    (other.home.parent / "authorized_keys").write_text(
+        (pod["_host"].home.parent / "authorized_keys").read_text()
+    )
+    pod["_host"] = other
+    outcome: object = None
+    try:
+        outcome = fleet.up([one()])
+    except ProvisioningError as error:
+        assert "another host key" in str(error)
+    else:
+        assert "another host key" in str(next(iter(outcome.failures.values())))
+    assert not (other.home / PODS).exists()

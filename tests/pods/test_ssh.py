@@ -1,0 +1,233 @@
+"""Machines of one's own over real SSH: OpenSSH's server on loopback, or asyncssh's where that is not installed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from provisioning.errors import HostKeyChanged, MachineError, UserError
+from provisioning.pod_paths import PODS
+from provisioning.pods import PodSpec
+from provisioning.providers.ssh import SshProvider
+from provisioning.setup import Setup, set_up
+from provisioning.ssh_machine import Address, SshMachine
+from tests.support.fleets import TestFleet
+from tests.support.ssh_machines import SshHost, client_key, free_ports, needs_rsync, ssh_host
+
+asyncssh = pytest.importorskip("asyncssh", reason="the package asyncssh is not installed")
+pytestmark = pytest.mark.skipif(bool(needs_rsync()), reason=needs_rsync())
+
+SPECS = [PodSpec(name=f"pod-{index}", provider="ssh", gpu_type=None, gpu_count=None) for index in (0, 1)]
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> Path:
+    return client_key(tmp_path)
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, key: Path) -> Iterator[list[SshHost]]:
+    with ExitStack() as stack:
+        public = key.with_suffix(".pub").read_text()
+        yield [stack.enter_context(ssh_host(tmp_path / f"machine{index}", public)) for index in (0, 1)]
+
+
+def inventory(path: Path, hosts: list[SshHost], key: Path, **changes: str) -> Path:
+    tables = []
+    for index, host in enumerate(hosts):
+        fields = {
+            "name": f'"machine{index}"',
+            "host": '"127.0.0.1"',
+            "port": str(host.port),
+            "user": f'"{host.user}"',
+            "key": f'"{key}"',
+            "host_key": f'"{host.host_key}"',
+            "gpu_count": "0",
+            "ports": str(free_ports(3)),
+            **changes,
+        }
+        lines = (f"{name} = {value}" for name, value in fields.items() if value)
+        tables.append("[[machines]]\n" + "\n".join(lines))
+    path.write_text("\n\n".join(tables))
+    return path
+
+
+@pytest.fixture
+def fleet(tmp_path: Path, hosts: list[SshHost], key: Path) -> TestFleet:
+    path = inventory(tmp_path / "machines.toml", hosts, key)
+    return TestFleet(tmp_path, lambda: SshProvider(path))
+
+
+def test_one_pod_on_each_machine_and_nothing_left_of_it(fleet, hosts):
+    assert fleet.up(SPECS).is_good, fleet.said
+    assert fleet.states == {"pod-0": "running", "pod-1": "running"}
+    for host in hosts:
+        (pod,) = (host.home / PODS).iterdir()
+        assert (pod / "code/pyproject.toml").exists()
+        assert (pod / "swarm-secret").stat().st_mode & 0o077 == 0
+    fleet.said.clear()
+    assert fleet.up(SPECS).is_good
+    assert not any("starting" in text or "sending" in text for text in fleet.said)
+    with pytest.raises(UserError, match=r"No offer of ssh for pod pod-2"):
+        fleet.up([*SPECS, PodSpec(name="pod-2", provider="ssh", gpu_type=None, gpu_count=None)])
+    assert fleet.down().is_good
+    assert [list(host.home.glob(f"{PODS}/*")) for host in hosts] == [[], []]
+
+
+def test_a_machine_that_somebody_else_has_taken_is_not_offered(fleet, hosts):
+    (hosts[0].home / PODS / "diloco-ffffffff-pod-0-1").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"No offer"):
+        fleet.up(SPECS)
+    assert (hosts[0].home / PODS / "diloco-ffffffff-pod-0-1").exists()
+    assert fleet.states == {}
+
+
+def test_another_host_key_than_the_pinned_one_ends_it_before_anything_is_sent(tmp_path, hosts, key):
+    other = " ".join(asyncssh.generate_private_key("ssh-ed25519").export_public_key().decode().split()[:2])
+    path = inventory(tmp_path / "machines.toml", hosts, key, host_key=f'"{other}"')
+    with pytest.raises(HostKeyChanged, match="another host key"):
+        TestFleet(tmp_path, lambda: SshProvider(path)).up(SPECS)
+    assert not (hosts[0].home / PODS).exists()
+
+
+def test_a_host_key_that_nobody_pinned_is_shown_and_not_trusted(tmp_path, hosts, key, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path = inventory(tmp_path / "machines.toml", hosts, key, host_key="")
+    with pytest.raises(HostKeyChanged) as caught:
+        TestFleet(tmp_path, lambda: SshProvider(path)).up(SPECS)
+    assert f'host_key = "{hosts[0].host_key}"' in str(caught.value)
+    (tmp_path / ".ssh").mkdir()
+    known = "".join(f"[127.0.0.1]:{host.port} {host.host_key}\n" for host in hosts)
+    (tmp_path / ".ssh/known_hosts").write_text(known)
+    fleet = TestFleet(tmp_path, lambda: SshProvider(path))
+    assert fleet.up(SPECS, trains=False).is_good
+    assert fleet.down().is_good
+
+
+def test_a_key_that_others_can_read_is_not_used(fleet, key):
+    key.chmod(0o644)
+    with pytest.raises(UserError, match=r"Others can read the key file .* `chmod 600 "):
+        fleet.up(SPECS)
+
+
+def test_a_key_that_the_machine_does_not_know_is_said(tmp_path, hosts):
+    (tmp_path / "other").mkdir()
+    path = inventory(tmp_path / "machines.toml", hosts, client_key(tmp_path / "other"))
+    with pytest.raises(UserError, match=r"does not let us in with the key"):
+        TestFleet(tmp_path, lambda: SshProvider(path)).up(SPECS)
+
+
+def test_without_rsync_here_nothing_begins(fleet, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match=r"rsync is not on this machine"):
+        fleet.up(SPECS)
+
+
+def test_without_rsync_there_it_says_what_is_missing(fleet, hosts):
+    for host in hosts:
+        host.install("rsync", "echo 'sh: rsync: command not found' >&2; exit 127")
+    outcome = fleet.up(SPECS)
+    assert all("there is no rsync on" in str(error) for error in outcome.failures.values()), outcome
+    assert len(outcome.failures) == 2
+    assert fleet.down().is_good
+
+
+def test_a_full_disk_is_said_before_anything_is_sent_and_hides_no_other_pod(fleet, hosts):
+    hosts[0].install("df", "echo 'x 1000 1000 7 100% /'")
+    fleet.min_free_mb = 8
+    outcome = fleet.up(SPECS)
+    assert list(outcome.failures) == ["pod-0"]
+    assert "the disk is full: 7 MB are free" in str(outcome.failures["pod-0"])
+    assert fleet.states == {"pod-0": "reachable", "pod-1": "synced"}
+    # The same command, once there is space.
+    (hosts[0].bin / "df").unlink()
+    assert fleet.up(SPECS).is_good
+    assert fleet.down().is_good
+
+
+def test_gpus_that_do_not_show_are_missed(tmp_path, hosts, key):
+    path = inventory(tmp_path / "machines.toml", hosts, key, gpu_count="2")
+    hosts[0].install("nvidia-smi", "echo 'NVIDIA A100, 81920 MiB'; echo 'NVIDIA A100, 81920 MiB'")
+    hosts[1].install("nvidia-smi", "echo 'NVIDIA A100, 81920 MiB'")
+    fleet = TestFleet(tmp_path, lambda: SshProvider(path))
+    outcome = fleet.up(SPECS, trains=False)
+    assert {name: str(error) for name, error in outcome.failures.items()} == {
+        "pod-1": "nvidia-smi shows 1 GPUs, 2 were rented"
+    }
+    assert fleet.down().is_good
+
+
+BACKEND = """
+import pathlib, zipfile
+
+def build_editable(directory, config_settings=None, metadata_directory=None):
+    name = "nothing-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(pathlib.Path(directory) / name, "w") as wheel:
+        wheel.writestr("nothing.py", "VALUE = 7\\n")
+        about = "Metadata-Version: 2.1\\nName: nothing\\nVersion: 1.0\\n"
+        wheel.writestr("nothing-1.0.dist-info/METADATA", about)
+        kind = "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n"
+        wheel.writestr("nothing-1.0.dist-info/WHEEL", kind)
+        wheel.writestr("nothing-1.0.dist-info/RECORD", "")
+    return name
+"""
+
+
+def test_an_environment_is_made_once_by_venv_and_pip(tmp_path, hosts, key):
+    """Of a package that needs nothing, so that nothing is fetched."""
+    source = tmp_path / "package"
+    source.mkdir()
+    (source / "pyproject.toml").write_text(
+        '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+        '[project]\nname = "nothing"\nversion = "1.0"\n'
+    )
+    (source / "backend.py").write_text(BACKEND)
+    (source / "constraints.txt").write_text("")
+    host = hosts[0]
+
+    async def work() -> tuple[str, float, float]:
+        address = Address(
+            host="127.0.0.1", port=host.port, user=host.user, key_path=key, host_key=host.host_key
+        )
+        machine = SshMachine(address)
+        try:
+            setup = Setup(source=source, secrets={"WANDB_API_KEY": "it's a secret"}, min_free_mb=1)
+            python = await set_up(machine, "label", setup, num_gpus=None)
+            made_at = (host.home / PODS / "label/venv/fingerprint").stat().st_mtime_ns
+            await set_up(machine, "label", setup, num_gpus=None)
+            answer = await machine.run(
+                f"cd {PODS}/label && . ./secrets.env && echo $WANDB_API_KEY && "
+                f"{python} -c 'import nothing; print(nothing.VALUE)'"
+            )
+            assert answer.checked("using it") == "it's a secret\n7\n"
+            return python, made_at, (host.home / PODS / "label/venv/fingerprint").stat().st_mtime_ns
+        finally:
+            await machine.close()
+
+    python, made_at, still_at = asyncio.run(work())
+    assert (python, made_at) == ("venv/bin/python", still_at)
+    assert (host.home / PODS / "label/secrets.env").stat().st_mode & 0o077 == 0
+
+
+def test_a_connection_that_breaks_is_an_error_and_the_next_command_has_a_new_one(hosts, key):
+    host = hosts[0]
+
+    async def work() -> None:
+        machine = SshMachine(
+            Address(host="127.0.0.1", port=host.port, user=host.user, key_path=key, host_key=host.host_key)
+        )
+        try:
+            with pytest.raises(MachineError, match=r"broke|killed"):
+                # Its server's process for this session.
+                await machine.run("kill -9 $PPID; sleep 5", timeout_s=20.0)
+            assert (await machine.run("echo back")).stdout == "back\n"
+            with pytest.raises(MachineError, match=r"longer than 0\.2 s"):
+                await machine.run("sleep 30", timeout_s=0.2)
+        finally:
+            await machine.close()
+
+    asyncio.run(work())

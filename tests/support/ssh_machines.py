@@ -1,0 +1,188 @@
+"""Machines reached over real SSH: OpenSSH's server where it is installed, else asyncssh's, each on loopback.
+
+Each has a home directory of its own and, first on its PATH, a `bin` for what a test wants it to have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import getpass
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+SSHD = "/usr/sbin/sshd"
+_START_TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True)
+class SshHost:
+    """A machine that answers on 127.0.0.1."""
+
+    home: Path
+    port: int
+    user: str
+    host_key: str
+    num_ports: int = 3
+
+    @property
+    def bin(self) -> Path:
+        return self.home / "bin"
+
+    def install(self, name: str, script: str) -> None:
+        """A program on its PATH."""
+        path = self.bin / name
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+
+
+def client_key(directory: Path) -> Path:
+    """A new key that only its owner can read."""
+    import asyncssh
+
+    key = asyncssh.generate_private_key("ssh-ed25519")
+    path = directory / "client_key"
+    key.write_private_key(path)
+    key.write_public_key(path.with_suffix(".pub"))
+    path.chmod(0o600)
+    return path
+
+
+def free_ports(number: int) -> list[int]:
+    probes = [socket.socket() for _ in range(number)]
+    for probe in probes:
+        probe.bind(("127.0.0.1", 0))
+    found = [int(probe.getsockname()[1]) for probe in probes]
+    for probe in probes:
+        probe.close()
+    return found
+
+
+@contextmanager
+def ssh_host(directory: Path, public_keys: Callable[[], str] | str) -> Iterator[SshHost]:
+    """A machine that lets these keys in (OpenSSH lines); it and its server are gone afterwards."""
+    home = directory / "home"
+    (home / "bin").mkdir(parents=True)
+    authorized = directory / "authorized_keys"
+    authorized.write_text(public_keys if isinstance(public_keys, str) else public_keys())
+    authorized.chmod(0o600)
+    import asyncssh
+
+    host_key = asyncssh.generate_private_key("ssh-ed25519")
+    host_key.write_private_key(directory / "host_key")
+    (directory / "host_key").chmod(0o600)
+    public = " ".join(host_key.export_public_key().decode().split()[:2])
+    serve = _openssh if Path(SSHD).exists() else _asyncssh
+    with serve(directory, home, authorized) as port:
+        yield SshHost(home, port, getpass.getuser(), public)
+
+
+@contextmanager
+def _openssh(directory: Path, home: Path, authorized: Path) -> Iterator[int]:
+    if os.geteuid() == 0:
+        # Debian's server wants it, and no service manager has made it here.
+        Path("/run/sshd").mkdir(exist_ok=True)
+    (port,) = free_ports(1)
+    session = directory / "session.sh"
+    session.write_text(
+        f"#!/bin/sh\nexport HOME={shlex.quote(str(home))} PATH={shlex.quote(str(home / 'bin'))}:$PATH\n"
+        'cd "$HOME" || exit 1\nexec sh -c "${SSH_ORIGINAL_COMMAND:-exec sh -l}"\n'
+    )
+    session.chmod(0o755)
+    lines = {
+        "Port": port,
+        "ListenAddress": "127.0.0.1",
+        "HostKey": directory / "host_key",
+        "PidFile": "none",
+        "AuthorizedKeysFile": authorized,
+        "StrictModes": "no",
+        "UsePAM": "no",
+        "PasswordAuthentication": "no",
+        "ForceCommand": session,
+        "MaxStartups": "100",
+    }
+    config = directory / "sshd_config"
+    config.write_text("".join(f"{name} {value}\n" for name, value in lines.items()))
+    with (directory / "sshd.log").open("wb") as log:
+        process = subprocess.Popen([SSHD, "-D", "-e", "-f", str(config)], stderr=log, start_new_session=True)
+    try:
+        _wait_for(port, lambda: process.poll() is None, directory / "sshd.log")
+        yield port
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+@contextmanager
+def _asyncssh(directory: Path, home: Path, authorized: Path) -> Iterator[int]:
+    import asyncssh
+
+    async def handle(session: asyncssh.SSHServerProcess) -> None:
+        process = await asyncio.create_subprocess_exec(
+            "/bin/sh",
+            "-c",
+            session.command or "exec sh -l",
+            stdin=-1,
+            stdout=-1,
+            stderr=-1,
+            cwd=home,
+            env={**os.environ, "HOME": str(home), "PATH": f"{home / 'bin'}:{os.environ['PATH']}"},
+        )
+        await session.redirect(stdin=process.stdin, stdout=process.stdout, stderr=process.stderr)
+        code = await process.wait()
+        await session.stdout.drain()
+        session.exit(code)
+
+    ready: list[int] = []
+    loop = asyncio.new_event_loop()
+    stop = asyncio.Event()
+
+    async def serve() -> None:
+        server = await asyncssh.create_server(
+            asyncssh.SSHServer,
+            "127.0.0.1",
+            0,
+            server_host_keys=[str(directory / "host_key")],
+            authorized_client_keys=str(authorized),
+            process_factory=handle,
+            encoding=None,
+        )
+        ready.append(server.get_port())
+        await stop.wait()
+        server.close()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    thread.start()
+    try:
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while not ready:
+            assert thread.is_alive() and time.monotonic() < deadline
+            time.sleep(0.01)
+        yield ready[0]
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(10)
+
+
+def _wait_for(port: int, lives: Callable[[], bool], log: Path) -> None:
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1.0).close()
+            return
+        except OSError:
+            assert lives() and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.02)
+
+
+def needs_rsync() -> str:
+    """Why a test of pods over SSH cannot run here; empty: it can."""
+    return "" if shutil.which("rsync") and shutil.which("ssh") else "rsync and ssh are needed"
