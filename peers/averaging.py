@@ -57,6 +57,7 @@ ATTEMPT_SHARE = 0.75
 _RETRY_S = 0.5
 _TICK_S = (0.02, 1.0)
 _MAX_EARLY = 4096
+_NEWCOMER_S = 60
 _MAX_UNREAD = 64
 """Messages of one peer that wait while this one commits or catches up; what comes then is lost, and said again."""
 
@@ -246,6 +247,7 @@ class Averager:
             fragment=self._settings.schedule.fragment_of(state.epoch),
             epoch=state.epoch,
             lineage=state.lineage,
+            parent=state.header.parent,
             timing=self._timing(),
             view=self._credible_view(),
             aggregation=self._settings.aggregation,
@@ -381,8 +383,14 @@ class Averager:
         return disproved
 
     def _is_somebody_joining(self) -> bool:
-        joining = any(peer.state in ("joining", "waiting") for peer in self._view().values())
-        return joining or self.commit_log.is_wanted
+        """Or is about to: what is recorded takes memory, so one that never gets to it is not minded for long."""
+        since_ns = time.time_ns() - _NEWCOMER_S * 1_000_000_000
+        newcomers = (
+            peer
+            for peer in self._view().values()
+            if peer.state in ("joining", "waiting") and peer.incarnation > since_ns
+        )
+        return self.commit_log.is_wanted or any(newcomers)
 
     def _learn_from_failure(self, seconds: float, round_: Round) -> None:
         """An attempt that nobody broke off but its deadline tells that rounds take longer now than they used to."""

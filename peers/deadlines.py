@@ -18,6 +18,7 @@ Strategy = Literal["WAIT_FOR_ALL", "NO_WAIT"]
 
 FIRST_GATHER_S = 30.0
 LEAST_GATHER_S = 10.0
+LEAST_FOLLOW_S = 1.0
 LEAST_GATHER_SHARE = 0.1
 """Of an epoch: what training steps may vary by, and what a peer may do beside them."""
 DEVIATIONS = 6.0
@@ -63,7 +64,13 @@ class Deadlines:
         """For a round that moves about so many bytes."""
         first = max(_LEAST_ROUND_S, wire_bytes / SLOWEST_LINK)
         usual = statistics.median(self._rounds) if self._rounds else first
-        return Timing(gather_s=self._gather_s(), attempt_s=self.averaging_timeout_s or 20.0 + 4.0 * usual)
+        gather_s = self._gather_s()
+        return Timing(
+            gather_s=gather_s,
+            # Whoever makes the last commit after the others moves about as many bytes as they did.
+            follow_s=min(gather_s, LEAST_FOLLOW_S + 2.0 * usual) if self._rounds else 0.0,
+            attempt_s=self.averaging_timeout_s or 20.0 + 4.0 * usual,
+        )
 
     def _gather_s(self) -> float:
         if self.strategy == "NO_WAIT":

@@ -25,6 +25,8 @@ class Timing:
     """From the first member that is ready to the group, if not all live trainers come sooner."""
     attempt_s: float
     """From the group to the last vote, and as long again for an audit."""
+    follow_s: float = 0.0
+    """For one that is about to have the last commit too, from the first member that is ready."""
     retry_s: float = 0.3
     """Between a failed attempt and the next: time for the news of a death to arrive."""
     resend_s: float = 2.0
@@ -45,6 +47,10 @@ class Gathered:
     """The group was formed without a peer that it should have waited for."""
 
 
+FOLLOW_EVERY = 4
+"""Epochs: so often a peer that has missed the last commit is waited for, until it has it too. Where rounds take most of
+the time it would come too late for every one of them otherwise; and one that never comes costs the others little."""
+
 Letters = list[tuple[int, RoundMessage]]
 """(world rank, message) to send, this peer itself included."""
 
@@ -60,12 +66,13 @@ class Leader:
         fragment: int,
         epoch: int,
         lineage: str,
+        parent: str,
         timing: Timing,
         aggregation: Aggregation,
         barred: Iterable[int],
     ) -> None:
         self._me, self._incarnation = me, incarnation
-        self._fragment, self._epoch, self._lineage = fragment, epoch, lineage
+        self._fragment, self._epoch, self._lineage, self._parent = fragment, epoch, lineage, parent
         self.timing, self._aggregation = timing, aggregation
         self.joins: dict[int, Join] = {}
         self.open: Group | None = None
@@ -78,6 +85,7 @@ class Leader:
         """Those of them whose sums are false, as this peer has seen itself."""
         self.gathered: Gathered | None = None
         self._first_join_at = 0.0
+        self._follow_until = float("inf")
         self._open_deadline = float("inf")
         self._votes: dict[int, Vote] = {}
         self._audit: Audit | None = None
@@ -91,14 +99,14 @@ class Leader:
     @property
     def times(self) -> list[float]:
         """When something is due, if nothing happens before."""
-        times = [self._open_deadline]
+        times = [self._open_deadline, self._follow_until]
         if self.joins and not self.open:
             times += [t for t in (self._first_join_at + self.timing.gather_s, self._retry_at) if t > 0]
         return times
 
     def close(self) -> None:
         """The round is over."""
-        self._open_deadline = float("inf")
+        self._open_deadline = self._follow_until = float("inf")
 
     def on_join(self, sender: int, join: Join, now: float) -> None:
         if join.proposal.rank == sender and sender not in self.excluded:
@@ -115,6 +123,10 @@ class Leader:
         missing = set(trainers) - set(present) - self.excluded
         if not present or (missing and now < self._first_join_at + self.timing.gather_s):
             return []
+        self._follow_until = float("inf")
+        if now < (until := self._first_join_at + self.timing.follow_s) and self._is_followed(view):
+            self._follow_until = until
+            return []
         if self.gathered is None:
             self.gathered = Gathered(now - self._first_join_at, bool(missing))
         group = self._new_group([self.joins[r].proposal for r in present], view, ballot)
@@ -122,6 +134,16 @@ class Leader:
         self._audit, self._accusers = None, set()
         self._open_deadline = now + self.timing.attempt_s
         return [(rank, group) for rank in group.ranks]
+
+    def _is_followed(self, view: View) -> bool:
+        """Whether somebody's turn has come who brings work, and is only a commit behind."""
+        return any(
+            peer.state == "averaging"
+            and peer.lineage == self._parent
+            and rank not in self.excluded
+            and (self._epoch + rank) % FOLLOW_EVERY == 0
+            for rank, peer in view.items()
+        )
 
     def _new_group(self, members: Sequence[Proposal], view: View, ballot: int) -> Group:
         self._num_attempts += 1

@@ -115,8 +115,12 @@ class Round:
         view: View,
         aggregation: Aggregation = _DEFAULT_AGGREGATION,
         barred: Iterable[int] = (),
+        parent: str = "",
     ) -> None:
-        """`barred`: members that this peer neither follows nor, as the leader, takes or waits for."""
+        """`barred`: members that this peer neither follows nor, as the leader, takes or waits for.
+
+        `parent` is the lineage before the last commit.
+        """
         self.me, self.fragment, self.epoch, self.lineage = me, fragment, epoch, lineage
         self._aggregation = aggregation
         self.phase = Phase.IDLE
@@ -128,6 +132,7 @@ class Round:
             fragment=fragment,
             epoch=epoch,
             lineage=lineage,
+            parent=parent,
             timing=timing,
             aggregation=aggregation,
             barred=barred,

@@ -67,6 +67,7 @@ class World:
     """Whether this message from one rank to another is lost, as when a channel breaks and stands again at once."""
     reduction_s: Callable[[str], float] | None = None
     """How long this attempt's reduction takes; default: half a second to a second."""
+    timing: Timing = TIMING
     audit: float = 0.0
     demands: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Whose sums each rank wants looked at."""
@@ -89,7 +90,8 @@ class World:
                     fragment=0,
                     epoch=0,
                     lineage="a",
-                    timing=TIMING,
+                    parent="before a",
+                    timing=self.timing,
                     view=statuses,
                     aggregation=Aggregation(audit=self.audit),
                 ),

@@ -24,7 +24,7 @@ from peers.rounds import Action, Apply, Cancel, CatchUp, Inspect, Reduce, Round,
 from tests.support.round_world import status
 from tests.support.simulated_network import Pair, SimulatedNetwork
 
-TIMING = Timing(gather_s=30.0, attempt_s=20.0)
+TIMING = Timing(gather_s=30.0, attempt_s=20.0, follow_s=2.0)
 TRAIN_S = (2.0, 6.0)
 REDUCE_S = (0.2, 1.0)
 DOWNLOAD_S = (0.05, 1.0)
@@ -418,6 +418,7 @@ class SimulatedDaemon:
             fragment=0,
             epoch=self.state.epoch,
             lineage=self.state.lineage,
+            parent=self.state.parent,
             timing=TIMING,
             view=self._credible_view(),
             aggregation=Aggregation(audit=self.swarm.audit),

@@ -60,6 +60,46 @@ def test_a_straggler_past_the_deadline_is_left_behind_and_catches_up():
     assert not world.peers[2].caught_up.contributed
 
 
+def trailing(world: World, rank: int) -> World:
+    """This rank has work to bring, and has missed the last commit so far."""
+    behind = dataclasses.replace(status(rank, lineage="before a", state="averaging"))
+    for peer in world.peers.values():
+        peer.view[rank] = behind
+        peer.round.on_view(dict(peer.view), 0.0)
+    return world
+
+
+PATIENT = dataclasses.replace(TIMING, follow_s=5.0)
+
+
+def test_one_that_is_a_commit_behind_is_waited_for_when_its_turn_has_come():
+    world = trailing(World(5, timing=PATIENT), 4)
+    for rank in range(4):
+        world.ready(rank, 0.1)
+    world.schedule(3.0, lambda: [world._see(rank, status(4)) for rank in range(5)])
+    world.ready(4, 3.1)
+    world.run()
+    assert the_commit(world).group.ranks == (0, 1, 2, 3, 4)
+
+
+def test_one_that_stays_behind_is_not_waited_for_any_longer():
+    world = trailing(World(5, timing=PATIENT), 4)
+    for rank in range(4):
+        world.ready(rank, 0.1)
+    world.run()
+    assert the_commit(world).group.ranks == (0, 1, 2, 3)
+    assert PATIENT.follow_s < world.peers[0].committed_at < PATIENT.follow_s + 3
+
+
+def test_one_that_is_behind_when_it_is_not_its_turn_keeps_nobody_waiting():
+    world = trailing(World(4, timing=PATIENT), 3)
+    for rank in range(3):
+        world.ready(rank, 0.1)
+    world.run()
+    assert the_commit(world).group.ranks == (0, 1, 2)
+    assert world.peers[0].committed_at < 3
+
+
 def test_a_straggling_leader_leads_without_being_a_member_and_catches_up():
     world = everybody_ready(World(3), late={0: TIMING.gather_s + 15})
     world.run()
