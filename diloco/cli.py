@@ -39,6 +39,7 @@ def make_app() -> App:
     dht = App(name="dht", help="The DHT's bootstrap node and the run's coordinator.")
     dht.command("diloco.dht_verb:start_app", name="start", help="Start a DHT node and coordinate a run.")
     app.command(dht)
+    app.command("diloco.experiments_verb:app", name="experiments", help="Run many trainings on rented pods.")
     app.command("diloco.peer:app", name="peer", help="Be one peer of a swarm: join, train, average, leave.")
     app.command("diloco.peers_verb:app", name="peers", help="Ban peers from a swarm, or let them back in.")
     app.command("diloco.pods_verb:app", name="pods", help="Look after rented pods.")
@@ -99,5 +100,6 @@ def _verb_of(argv: Sequence[str]) -> str:
             break
         words.append(word)
     known = {"dht", "start", "peer", "peers", "ban", "unban", "list", "new-secret", "run", "status"}
-    known |= {"pods", "logs", "ssh", "cost", "extend", "down", "reconcile", "provision", "ssh-key", "add"}
+    known |= {"pods", "logs", "ssh", "ssh-key", "add", "cost", "extend", "down", "reconcile"}
+    known |= {"provision", "experiments", "destroy"}
     return "".join(f"{word} " for word in words if word in known)

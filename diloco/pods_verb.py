@@ -6,9 +6,7 @@ import asyncio
 import json
 import os
 import re
-import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,9 +16,9 @@ from diloco.checks import at_least
 from diloco.errors import UserError
 from diloco.options import Seconds
 from diloco.pods_flags import AsJson, Inventory, StateFile, access, locked, opened, run, say
+from diloco.pods_plan import shouted
 
 if TYPE_CHECKING:
-    from provisioning.errors import ProvisioningError
     from provisioning.ledger import Ledger
 
 app = App(name="pods", help="Look after rented pods.")
@@ -200,7 +198,7 @@ def down(*names: str, state_file: StateFile = None, inventory: Inventory = None)
         failures = await day_two.down(ledger, access(inventory), names, say)
         if not ledger.rows():
             watcher.stop(ledger.path)
-        return _shouted(failures)
+        return shouted(failures)
 
     return locked(ledger, work)
 
@@ -234,7 +232,7 @@ def reconcile(
     if not watch:
 
         async def once() -> int:
-            return _shouted(await day_two.reconcile(ledger, access(inventory), provider, say))
+            return shouted(await day_two.reconcile(ledger, access(inventory), provider, say))
 
         return locked(ledger, once)
 
@@ -277,14 +275,7 @@ def add(name: str, *, key_file: Path | None = None) -> int:
 
 async def _each(ledger: Ledger, work: object) -> int:
     failures = await work  # type: ignore[misc]
-    return _shouted(failures)
-
-
-def _shouted(failures: Mapping[str, ProvisioningError]) -> int:
-    """The exit code; what failed goes to stderr, where it cannot be overlooked."""
-    for name, error in failures.items():
-        print(f"!!! {name}: {error}", file=sys.stderr, flush=True)
-    return 1 if failures else 0
+    return shouted(failures)
 
 
 def _line(name: str, text: str) -> None:

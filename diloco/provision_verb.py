@@ -14,6 +14,7 @@ from diloco.checks import at_least, whole
 from diloco.errors import UserError
 from diloco.options import HvConfig, Name, Seconds
 from diloco.pods_flags import AsJson, Inventory, StateFile, access, ensure_watcher, locked, opened, run, say
+from diloco.pods_plan import agreed_to, plan_json, print_plan, shouted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from provisioning.ledger import Ledger
     from provisioning.plan import Plan
     from provisioning.pods import Offer, PodSpec
-    from provisioning.providers.protocol import Provider
 
 DEFAULTS = HvConfig()
 
@@ -200,7 +200,9 @@ async def _offers(wish: Wish, where: Any, as_json: bool) -> int:
     provider = open_provider(wish.provider, where)
     try:
         await repeated(provider.check)
-        found = [one for one in await repeated(provider.offers) if any(not objections(spec, one) for spec in specs)]
+        found = [
+            one for one in await repeated(provider.offers) if any(not objections(spec, one) for spec in specs)
+        ]
     finally:
         await provider.close()
     found.sort(key=lambda one: (one.price_per_hour, one.id))
@@ -256,62 +258,34 @@ class _Provision:
     epoch_timeout_s: float
 
     async def run(self) -> int:
-        from provisioning.day_two import INVENTORY, access_of
-        from provisioning.fleet import Fleet
-        from provisioning.keys import public_key
-        from provisioning.providers.registry import needs_key, open_provider
-        from provisioning.renting import Patience, Renter
-        from provisioning.setup import Setup, secrets_of, source_directory
+        from provisioning.fleet import opened_fleet
 
-        names = {spec.provider for spec in self.specs}
-        others = {row.provider for row in self.ledger.rows()} - names
-        if len(names) > 1 or others:
-            raise UserError(
-                f"{self.ledger.path} would hold pods of {', '.join(sorted(names | others))}; a swarm is of one "
-                "provider. Give each its own --state-file, or `diloco pods down` first."
-            )
-        (name,) = names
-        source = source_directory(self.source)
-        where = access_of(self.ledger, self.where)
-        provider = open_provider(name, where)
-        try:
-            key = public_key(where.ssh_key) if needs_key(name) else ""
-            renter = Renter(
-                ledger=self.ledger,
-                provider=provider,
-                public_key=key,
-                say=say,
-                patience=Patience(boot_s=self.boot_timeout_s),
-            )
-            if where.inventory:
-                self.ledger.remember(INVENTORY, str(where.inventory))
-            secrets = secrets_of(where.environment)
-            extras = ["data", *(["wandb"] if "WANDB_API_KEY" in secrets else [])]
-            setup = Setup(
-                source=source, python=self.python or provider.python(), extras=extras, secrets=secrets
-            )
-            fleet = Fleet(renter, setup)
-            try:
-                return await self._bring_up(fleet, provider)
-            finally:
-                await renter.close()
-        finally:
-            await provider.close()
+        async with opened_fleet(
+            self.ledger,
+            self.specs,
+            self.where,
+            say,
+            python=self.python,
+            source=self.source,
+            boot_timeout_s=self.boot_timeout_s,
+        ) as fleet:
+            return await self._bring_up(fleet)
 
-    async def _bring_up(self, fleet: Fleet, provider: Provider) -> int:
+    async def _bring_up(self, fleet: Fleet) -> int:
         from provisioning.fleet import Outcome
         from provisioning.swarm import SwarmOptions
 
         agreed, offers = await fleet.planned(self.specs)
-        _print_plan(agreed, self.as_json)
+        print_plan(agreed, to_stderr=self.as_json)
         if self.plan_only:
             if self.as_json:
-                print(json.dumps({"plan": _plan_json(agreed)}), flush=True)
+                print(json.dumps({"plan": plan_json(agreed)}), flush=True)
             return 0
-        if self.asks and not agreed.changes_nothing:
-            _confirm(agreed)
+        agreed_to(agreed, yes=not self.asks)
         outcome = await fleet.rent(agreed, offers)
-        if not provider.keeps_time and any(row.ends_at is not None for row in self.ledger.rows()):
+        if not fleet.renter.provider.keeps_time and any(
+            row.ends_at is not None for row in self.ledger.rows()
+        ):
             ensure_watcher(self.ledger)
         outcome = await fleet.set_up(outcome)
         if not self.deploy_only:
@@ -333,80 +307,16 @@ class _Provision:
                 for row in rows
             ]
             failures = {name: str(error) for name, error in outcome.failures.items()}
-            print(json.dumps({"plan": _plan_json(agreed), "pods": pods, "failures": failures}), flush=True)
+            print(json.dumps({"plan": plan_json(agreed), "pods": pods, "failures": failures}), flush=True)
         else:
             for row in rows:
                 print(f"{row.name}: {row.state}{', failed' if row.name in outcome.failures else ''}")
         if outcome.is_good:
             return 0
-        for name, error in outcome.failures.items():
-            print(f"{name} failed: {error}", file=sys.stderr)
+        shouted(outcome.failures)
         print(
             "The same command goes on from here; `diloco pods down` gives everything back.",
             file=sys.stderr,
             flush=True,
         )
         return 1
-
-
-def _plan_json(agreed: Plan) -> dict[str, Any]:
-    return {
-        "create": [
-            {
-                "name": creation.spec.name,
-                "offer": creation.offer.id,
-                "gpu_type": creation.offer.gpu_type,
-                "gpu_count": creation.offer.gpu_count,
-                "price_per_hour": creation.offer.price_per_hour,
-            }
-            for creation in agreed.create
-        ],
-        "keep": [row.name for row in agreed.keep],
-        "destroy": [{"name": removal.row.name, "reason": removal.reason} for removal in agreed.destroy],
-        "price_per_hour": agreed.dollars_per_hour,
-        "price_until_end": agreed.dollars_until_end,
-    }
-
-
-def _print_plan(agreed: Plan, as_json: bool) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("", "pod", "what", "place", "$/h", "hours", "$"):
-        table.add_column(column, no_wrap=True, justify="right" if column in ("$/h", "hours", "$") else "left")
-    for creation in agreed.create:
-        offer, hours = creation.offer, creation.spec.ttl_hours
-        table.add_row(
-            "create",
-            creation.spec.name,
-            f"{offer.gpu_count} × {offer.gpu_type}",
-            ", ".join(filter(None, (offer.city, offer.country))) or "–",
-            f"{offer.price_per_hour:.2f}",
-            "–" if hours is None else f"{hours:g}",
-            "–" if hours is None else f"{hours * offer.price_per_hour:.2f}",
-        )
-    for row in agreed.keep:
-        what = f"{row.offer.gpu_count} × {row.offer.gpu_type}"
-        table.add_row("keep", row.name, what, row.state, f"{row.offer.price_per_hour:.2f}", "", "")
-    for removal in agreed.destroy:
-        table.add_row("destroy", removal.row.name, removal.reason, "", "", "", "")
-    until = agreed.dollars_until_end
-    table.add_row(
-        "", "all", "", "", f"{agreed.dollars_per_hour:.2f}", "", "–" if until is None else f"{until:.2f}"
-    )
-    Console(stderr=as_json).print(table)
-
-
-def _confirm(agreed: Plan) -> None:
-    """Raises UserError unless somebody says yes. What neither costs nor destroys anything needs no question."""
-    if not agreed.destroy and agreed.new_dollars_per_hour == 0:
-        return
-    if not sys.stdin.isatty():
-        raise UserError(
-            "Nothing was changed: nobody is there to be asked. Give --yes to go on with this plan."
-        )
-    cost = f"rent {len(agreed.create)} pods for {agreed.new_dollars_per_hour:.2f} $/h"
-    print(f"Go on, {cost}, give back {len(agreed.destroy)}? [y/N] ", end="", file=sys.stderr, flush=True)
-    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-        raise UserError("Nothing was changed.")

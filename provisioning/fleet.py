@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from provisioning import jobs
 from provisioning.backoff import repeated
-from provisioning.errors import ProvisioningError
-from provisioning.ledger import Row
+from provisioning.day_two import INVENTORY, access_of
+from provisioning.errors import ProvisioningError, UserError
+from provisioning.keys import public_key
+from provisioning.ledger import Ledger, Row
 from provisioning.plan import Plan, plan
 from provisioning.pod_paths import VENV
 from provisioning.pods import Offer, PodSpec
-from provisioning.renting import Renter, gathered
-from provisioning.setup import Setup, set_up
+from provisioning.providers.registry import Access, needs_key, open_provider
+from provisioning.renting import Patience, Renter, Say, gathered
+from provisioning.setup import Setup, secrets_of, set_up, source_directory
 from provisioning.states import State
 from provisioning.swarm import Swarm, SwarmOptions
 
@@ -45,22 +51,29 @@ class Fleet:
     async def rent(self, agreed: Plan, offers: Sequence[Offer]) -> Outcome:
         return Outcome(await self.renter.apply(agreed, offers))
 
-    async def set_up(self, outcome: Outcome) -> Outcome:
-        """Code and environment onto all pods that answer and lack them."""
+    async def set_up(
+        self, outcome: Outcome, *, again: bool = False, with_environment: bool = True
+    ) -> Outcome:
+        """Code and environment onto all pods that answer and lack them; `again`: also where nothing runs on them."""
 
         async def one(row: Row) -> None:
             try:
                 machine = await self.renter.machine(row.name)
+                if row.state == State.SYNCED and await jobs.any_runs(machine, row.label):
+                    return
                 self.renter.say(row.name, "sending code, making its environment")
                 num_gpus = None if row.offer.is_cpu else row.offer.gpu_count
-                await set_up(machine, row.label, self.setup, num_gpus=num_gpus)
+                await set_up(
+                    machine, row.label, self.setup, num_gpus=num_gpus, with_environment=with_environment
+                )
                 self.renter.ledger.advance(row.name, State.SYNCED)
                 self.renter.on_state(row.name, State.SYNCED)
             except ProvisioningError as error:
                 outcome.failures[row.name] = error
                 self.renter.say(row.name, f"failed: {error}")
 
-        rows = [row for row in self.renter.rows if row.state == State.REACHABLE]
+        states = {State.REACHABLE, State.SYNCED} if again else {State.REACHABLE}
+        rows = [row for row in self.renter.rows if row.state in states]
         await gathered(one(row) for row in rows if row.name not in outcome.failures)
         return outcome
 
@@ -88,3 +101,49 @@ class Fleet:
 
         await gathered(one(row) for row in self.renter.rows if names is None or row.name in names)
         return outcome
+
+
+@contextlib.asynccontextmanager
+async def opened_fleet(
+    ledger: Ledger,
+    specs: Sequence[PodSpec],
+    access: Access,
+    say: Say,
+    *,
+    python: str | None = None,
+    source: Path | None = None,
+    boot_timeout_s: float = 900.0,
+) -> AsyncIterator[Fleet]:
+    """The fleet for these wishes, of one provider, with what its pods are to be given. Raises UserError."""
+    names = {spec.provider for spec in specs}
+    others = {row.provider for row in ledger.rows()} - names
+    if len(names) > 1 or others:
+        raise UserError(
+            f"{ledger.path} would hold pods of {', '.join(sorted(names | others))}; those of one state file are of one "
+            "provider. Give each its own --state-file, or `diloco pods down` first."
+        )
+    (name,) = names
+    checked_source = source_directory(source)
+    access = access_of(ledger, access)
+    provider = open_provider(name, access)
+    try:
+        if access.inventory:
+            ledger.remember(INVENTORY, str(access.inventory))
+        secrets = secrets_of(access.environment)
+        renter = Renter(
+            ledger=ledger,
+            provider=provider,
+            public_key=public_key(access.ssh_key) if needs_key(name) else "",
+            say=say,
+            patience=Patience(boot_s=boot_timeout_s),
+        )
+        extras = ["data", *(["wandb"] if "WANDB_API_KEY" in secrets else [])]
+        try:
+            setup = Setup(
+                source=checked_source, python=python or provider.python(), extras=extras, secrets=secrets
+            )
+            yield Fleet(renter, setup)
+        finally:
+            await renter.close()
+    finally:
+        await provider.close()

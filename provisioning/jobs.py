@@ -69,6 +69,18 @@ if alive; then echo runs; elif [ -f "$job/code" ]; then cat "$job/code"; else ec
     return JobState(word == "runs", int(word) if word.isdigit() else None)
 
 
+async def any_runs(machine: Machine, label: str) -> bool:
+    """Whether a job of any name runs on the pod."""
+    script = f"""
+cd {shlex.quote(pod_directory(label))} || exit 9
+for pid in $(cat {JOBS}/*/pid 2>/dev/null); do
+  grep -qzxF -e {shlex.quote(f"{MARK}={label}")} "/proc/$pid/environ" 2>/dev/null && echo runs
+done
+exit 0
+"""
+    return bool((await machine.run(script)).checked("looking at the jobs").strip())
+
+
 async def stop(machine: Machine, label: str, name: str) -> None:
     """SIGTERM to the job's group, and SIGKILL to what is left of it. May be repeated."""
     script = f"""

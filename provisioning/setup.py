@@ -47,7 +47,9 @@ def secrets_of(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: environment[name] for name in PASSED_ON if environment.get(name)}
 
 
-async def set_up(machine: Machine, label: str, setup: Setup, *, num_gpus: int | None) -> str:
+async def set_up(
+    machine: Machine, label: str, setup: Setup, *, num_gpus: int | None, with_environment: bool = True
+) -> str:
     """All of it, in the order in which things fail cheaply; the pod's Python,
     as jobs there name it. Raises MachineError, UserError.
 
@@ -67,6 +69,8 @@ async def set_up(machine: Machine, label: str, setup: Setup, *, num_gpus: int | 
     await machine.sync(setup.source, f"{directory}/{CODE}")
     if setup.secrets:
         await put_private(machine, f"{directory}/{SECRETS}", env_file(setup.secrets))
+    if not with_environment:
+        return setup.python or f"{VENV}/bin/python"
     if setup.python is not None:
         probe = f"{shlex.quote(setup.python)} -c 'import sys; sys.exit(sys.version_info < (3, 11))'"
         (await machine.run(probe)).checked(f"trying {setup.python}, which has to be Python 3.11 or newer,")

@@ -249,7 +249,7 @@ def test_every_verb_of_the_readme_has_a_help():
     verbs = re.findall(r"^\| `(diloco .*?)` \|", README, re.MULTILINE)
     assert verbs == [
         *("diloco run", "diloco dht start", "diloco peer", "diloco status"),
-        *("diloco provision", "diloco pods", "diloco peers"),
+        *("diloco provision", "diloco pods", "diloco experiments", "diloco peers"),
     ]
     for verb in verbs:
         assert f"Usage: {verb} " in output_of(*typed(f"{verb} --help"))

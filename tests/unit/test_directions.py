@@ -37,6 +37,7 @@ VERBS += [
     ["pods", "logs"],
     ["pods", "down"],
     ["pods", "reconcile"],
+    ["experiments", "run"],
 ]
 
 

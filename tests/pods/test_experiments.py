@@ -1,0 +1,49 @@
+"""`diloco experiments run lr_sweep` on two pods of this machine, with a model that trains in milliseconds."""
+
+from __future__ import annotations
+
+import json
+
+from provisioning.pod_paths import PODS
+from tests.support.commands import Command, check_gone, model_directory
+from tests.support.pods_commands import argv_of
+
+RUN = "diloco experiments run lr_sweep --provider local --total-steps 4 --batch-size 2 --grad-accum-steps 2 --json"
+MORE = ("--fake-data", "--warmup-steps", 1, "--seq-length", 64, "--eval-tokens", 64, "--device", "cpu")
+
+
+def test_four_experiments_on_two_pods_have_four_learning_rates_in_four_results(tmp_path):
+    model = model_directory(tmp_path / "model")
+    commands: list[Command] = []
+
+    def run(*argv: object) -> Command:
+        commands.append(Command([str(word) for word in argv], tmp_path / "here"))
+        commands[-1].wait(200)
+        return commands[-1]
+
+    try:
+        sweep = argv_of(RUN, "--model-id", model, "--dataset", "stdlib", "--ttl-hours", 1, "--", *MORE)
+        first = run(*sweep)
+        assert first.code == 0, first.stderr
+        results = json.loads(first.stdout)["experiments"]
+        assert [result["resolved"]["lr"] for result in results] == [1e-6, 3e-6, 5e-6, 1e-5]
+        assert [result["pod"] for result in results] == ["lr-sweep-0", "lr-sweep-1"] * 2
+        assert all((result["ok"], result["step"]) == (True, 4) for result in results)
+        assert len({result["figure"] for result in results}) == 4
+
+        # What is done stays done; one that fails hides no other, and the exit code tells.
+        again = run(*sweep)
+        assert again.stderr.count("is done already") == 4 and "begins" not in again.stderr
+        failing = run(*sweep, "--precision", "fp8")
+        found = json.loads(failing.stdout)["experiments"]
+        assert failing.code == 1 and [result["ok"] for result in found] == [False] * 4
+        assert "--precision" in found[0]["trouble"]
+
+        gone = run(*argv_of("diloco experiments destroy lr_sweep"))
+        assert gone.code == 0, gone.stderr
+        # The process that watches over their time has ended with them, too.
+        check_gone(first)
+        assert not (tmp_path / "here/state/diloco/local" / PODS).exists()
+    finally:
+        for command in commands:
+            command.close()

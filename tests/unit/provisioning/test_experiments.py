@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from diloco.config import flat_values, parse_train_config
+from provisioning.errors import UserError
+from provisioning.experiments import BUILT_IN, ExperimentConfig, load
+from provisioning.trainers import PRETRAIN, argv, differences, environment, job_name, wanted_values
+
+
+def values(name: str, field: str) -> list[object]:
+    return [getattr(placed.config, field) for placed in BUILT_IN[name]().experiments]
+
+
+def test_the_built_in_sets_hold_the_values_of_the_original_ones():
+    assert values("lr_sweep", "learning_rate") == [1e-6, 3e-6, 5e-6, 1e-5]
+    assert values("multi_dataset", "dataset") == ["gsm8k", "math", "mbpp"]
+    assert [("1.5B" in one, "3B" in one, "7B" in one) for one in values("model_size", "model_id")] == [
+        (True, False, False),
+        (False, True, False),
+        (False, False, True),
+    ]
+    sizes = zip(values("batch_grid", "batch_size"), values("batch_grid", "grad_accum_steps"), strict=True)
+    assert list(sizes) == [(2, 256), (4, 128), (8, 64), (16, 32)]
+    assert values("custom_advanced", "custom_env") == [{"GRAIL_TRAINER_WARMUP_STEPS": "50"}]
+    shape = {name: (len(make().pods), make().pods[0].ttl_hours) for name, make in BUILT_IN.items()}
+    assert shape == {
+        "lr_sweep": (2, 6),
+        "multi_dataset": (3, 8),
+        "model_size": (3, 12),
+        "batch_grid": (4, 8),
+        "custom_advanced": (1, 10),
+    }
+    for make in BUILT_IN.values():
+        for spec in make().pods:
+            assert (spec.gpu_type, spec.gpu_count, spec.min_upload_mbps, spec.min_download_mbps) == (
+                *("A100", 8),
+                *(500, 500),
+            )
+        assert all(placed.config.eval_every == 20 for placed in make().experiments)
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_every_value_reaches_the_trainers_resolved_configuration(name):
+    """Through the trainer's own parser."""
+    for placed in BUILT_IN[name]().experiments:
+        # The device's batch has to divide the total, as it does by construction.
+        words = argv(PRETRAIN, placed.config, "python", "/tmp/run")[3:]
+        config, named = parse_train_config(words)
+        wanted = wanted_values(PRETRAIN, placed.config)
+        assert differences(wanted, flat_values(config)) == []
+        assert set(wanted) <= named
+
+
+def test_a_value_that_did_not_arrive_is_named():
+    wanted = wanted_values(PRETRAIN, ExperimentConfig(name="x"))
+    assert differences(wanted, {**wanted, "lr": 4e-4}) == ["lr was to be 3e-06 and is 0.0004"]
+    assert "total_steps was to be 100 and is None" in differences(wanted, {})
+
+
+def test_changed_values_are_another_job_and_the_same_are_the_same():
+    config = ExperimentConfig(name="x")
+    assert job_name(PRETRAIN, config) == job_name(PRETRAIN, ExperimentConfig(name="x"))
+    for change in ({"learning_rate": 1e-3}, {"custom_env": {"A": "1"}}, {"custom_args": ("--seed", "7")}):
+        assert job_name(PRETRAIN, replace(config, **change)) != job_name(PRETRAIN, config)
+
+
+def test_the_trainer_has_its_own_gpu_and_the_users_variables():
+    config = ExperimentConfig(name="x", train_gpu_device="3", custom_env={"A": "b"})
+    assert environment(PRETRAIN, config, has_gpus=True) == {"CUDA_VISIBLE_DEVICES": "3", "A": "b"}
+    assert environment(PRETRAIN, config, has_gpus=False) == {"A": "b"}
+
+
+def test_a_set_of_ones_own_comes_from_toml(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        '[[pods]]\nname = "big"\ngpu_count = 4\n[[pods]]\nname = "small"\n'
+        '[[experiments]]\nname = "a"\nlearning_rate = 1e-4\n'
+        '[[experiments]]\nname = "b"\npod = "big"\ncustom_env = {X = "1"}\n'
+    )
+    found = load(str(path))
+    assert [(one.pod, one.config.name) for one in found.experiments] == [("big", "a"), ("big", "b")]
+    assert found.experiments[0].config.learning_rate == 1e-4 and found.pods[0].gpu_count == 4
+    path.write_text(path.read_text() + "learning_rte = 1\n")
+    with pytest.raises(UserError, match=r"unknown field learning_rte"):
+        load(str(path))
+
+
+def test_a_set_of_ones_own_comes_from_a_python_function_with_loops(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from provisioning.experiments import ExperimentConfig\nfrom provisioning.pods import PodSpec\n"
+        "def experiments():\n"
+        "    pods = [PodSpec(name=f'p{i}', where=lambda offer: offer.city == 'Paris') for i in range(2)]\n"
+        "    return pods, [ExperimentConfig(name=f's{seed}', custom_args=('--seed', str(seed))) for seed in range(3)]\n"
+    )
+    found = load(str(path))
+    assert [(one.pod, one.config.custom_args) for one in found.experiments] == [
+        ("p0", ("--seed", "0")),
+        ("p1", ("--seed", "1")),
+        ("p0", ("--seed", "2")),
+    ]
+    path.write_text("def experiments():\n    return 7\n")
+    with pytest.raises(UserError, match=r"has to return"):
+        load(str(path))
+    path.write_text("def experiments():\n    raise RuntimeError('no luck')\n")
+    with pytest.raises(UserError, match=r"RuntimeError: no luck"):
+        load(str(path))
+
+
+def test_a_name_that_is_none_is_answered_with_those_there_are():
+    with pytest.raises(UserError, match=r"lr_sweep, multi_dataset"):
+        load("lr_swep")
