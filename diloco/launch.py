@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from diloco.config import TrainConfig, remarks, settled
+from diloco.config import TrainConfig, remarks, settled, trainer_of
 from diloco.daemon_process import DaemonProcess, wants_swarm
 from diloco.errors import DilocoError, UserError, print_box
 from diloco.run_dir import created_run_dir, written_config
@@ -81,6 +81,8 @@ def assigned(
         clean_ups.append(daemon.kill)
         os.environ[LINK_ENV] = str(daemon.link_path)
         agreed = adopted(config, daemon.manifest(), named, run_dir=run_dir, num_ranks=world.num_ranks)
+        if agreed.mode != config.mode:
+            raise UserError(f"the swarm's mode is {agreed.mode}; start {trainer_of(agreed)} to join it")
         written_config(agreed, run_dir)
         return Assignment(config=replace(agreed, run_dir=str(run_dir)), run_dir=run_dir)
 

@@ -68,7 +68,7 @@ def line_of(record: Record) -> str | None:
         case "step":
             return (
                 f"step {_number(record, 'step')}  epoch {_number(record, 'epoch')}  "
-                f"loss {_decimal(record, 'loss')}  {figure(record.get('tokens_per_s'))} tokens/s"
+                f"{_learnt(record)}  {figure(record.get('tokens_per_s'))} tokens/s"
             )
         case "epoch":
             number = num_contributors(record)
@@ -77,6 +77,11 @@ def line_of(record: Record) -> str | None:
                 f"{_decimal(record, 'round_s', 2)} s, {size(record.get('sent_bytes'))} sent, "
                 f"{size(record.get('received_bytes'))} received, "
                 f"anchor {str(record.get('anchor_digest', '?'))[:12]}"
+            )
+        case "eval" if "reward" in record:
+            return (
+                f"evaluation at step {_number(record, 'step')}: reward {_decimal(record, 'reward')}, "
+                f"pass@1 {_decimal(record, 'pass_at_1')}"
             )
         case "eval":
             return (
@@ -90,6 +95,12 @@ def line_of(record: Record) -> str | None:
         case "event":
             return str(record.get("event"))
     return None
+
+
+def _learnt(record: Record) -> str:
+    """What a step says of how good the weights are: GRPO's loss says nothing."""
+    name = "reward" if "reward" in record else "loss"
+    return f"{name} {_decimal(record, name)}"
 
 
 def num_contributors(epoch: Record) -> str:

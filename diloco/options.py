@@ -26,6 +26,15 @@ from diloco.checks import (
 )
 
 SHARED = {"shared": True}
+GRPO_DEFAULTS: dict[str, int | float] = {
+    "lr": 1e-6,
+    "weight_decay": 0.0,
+    "warmup_steps": 10,
+    "total_steps": 1000,
+    "total_batch_size": 64,
+    "hv.local_steps": 20,
+}
+"""What is used under --mode grpo where nobody names a value: fine-tuning wants less of everything."""
 
 # Some of these numbers come from other peers: bounded by what torch and msgpack hold.
 _LARGEST = 2**48
@@ -165,9 +174,67 @@ class HvConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GrpoConfig:
+    """What is learnt by reinforcement, and who writes the completions."""
+
+    dataset: Annotated[str, Parameter(alias="--dataset")] = field(
+        default="reasoning-gym:chain_sum", metadata=SHARED
+    )
+    """reasoning-gym:<generator>[,option=value...], gsm8k, math or mbpp (from Hugging Face, or <name>=<directory>)."""
+    num_generations: Annotated[int, Parameter(converter=whole, validator=(at_least(2), up_to(_LARGEST)))] = (
+        field(default=8, metadata=SHARED)
+    )
+    """Completions of each prompt, which are compared with each other."""
+    max_completion_length: Count = field(default=256, metadata=SHARED)
+    """Tokens of a completion at most."""
+    steps_per_generation: Count | None = field(default=None, metadata=SHARED)
+    """Batches of --per-device-train-batch-size that one generation is cut into; default: those of one inner step."""
+    num_iterations: Count = field(default=1, metadata=SHARED)
+    """How often a generation is trained on."""
+    temperature: Annotated[float, Parameter(validator=(finite, at_least(0.01)))] = field(
+        default=1.0, metadata=SHARED
+    )
+    """Of the completions that are trained on."""
+    beta: Rate = field(default=0.0, metadata=SHARED)
+    """Weight of the divergence from the initial model; 0 needs no copy of it."""
+    eval_prompts: Whole = 64
+    """Held-out prompts of an evaluation; 0: no evaluation."""
+    eval_samples: Count = 5
+    """Completions of each of them, for pass@k."""
+    rollout: Annotated[Literal["vllm", "hf"], Parameter(alias="--rollout")] = "vllm"
+    """Who writes completions: a vLLM server, or the trainer itself, which is slow but needs nothing else."""
+    rollout_url: Annotated[
+        tuple[str, ...],
+        Parameter(alias="--rollout-url", consume_multiple=True, negative="", metavar="URL..."),
+    ] = ()
+    """vLLM servers that run already (http://host:port); default: this peer starts its own."""
+    vllm_port: Annotated[
+        int, Parameter(alias="--vllm-port", converter=whole, validator=(at_least(0), up_to(65535)))
+    ] = 0
+    """Port of this peer's own server, on loopback; 0: any free one."""
+    vllm_python: str | None = None
+    """The Python that has vLLM, where that is another environment than this one."""
+    vllm_gpu: str | None = None
+    """The GPU of the own server; default: the last one, which the trainer then does without."""
+    vllm_args: Annotated[
+        tuple[str, ...],
+        Parameter(consume_multiple=True, allow_leading_hyphen=True, negative="", metavar="ARG..."),
+    ] = ()
+    """More arguments for the own server."""
+    vllm_timeout: Seconds = 300.0
+    """Seconds the own server may take until it has answered one request."""
+    logp_alarm: Rate | None = None
+    """A difference between a server's log-probabilities and the trainer's that is worth an alarm; default: by type."""
+    run_suffix: Annotated[str, Parameter(alias="--run-suffix")] = ""
+    """Ends the names of the run directory and of the run at wandb."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """One peer's training."""
 
+    mode: Literal["pretrain", "grpo"] = field(default="pretrain", metadata=SHARED)
+    """What the workers do: predict text (diloco.train_fsdp), or learn by reinforcement (diloco.train_grpo)."""
     path_model: str = field(default="2m", metadata=SHARED)
     """A preset (demo, 2m, 15m, 150m, 1b), a directory, or a Hugging Face model id."""
     dataset_name_or_path: str = field(default="stdlib", metadata=SHARED)
@@ -214,7 +281,7 @@ class TrainConfig:
     """Where to train."""
     num_workers: Whole = 4
     """Accepted for compatibility: data is read by one background thread."""
-    eval_interval: Count | None = None
+    eval_interval: Annotated[Count | None, Parameter(alias="--eval-every")] = None
     """Nominal steps between two evaluations; default: only those before the first step and after the last."""
     eval_tokens: Count = 262_144
     """Held-out tokens an evaluation reads."""
@@ -226,5 +293,6 @@ class TrainConfig:
     """wandb, or nothing beside metrics.jsonl."""
     log_activations_steps: Count | None = None
     """Steps between two records of each layer's activation norms; default: none is made."""
+    grpo: Annotated[GrpoConfig, Parameter(group="GRPO")] = field(default_factory=GrpoConfig)
     ckpt: Annotated[CkptConfig, Parameter(group="Checkpoints")] = field(default_factory=CkptConfig)
     hv: Annotated[HvConfig, Parameter(group="Swarm")] = field(default_factory=HvConfig)

@@ -16,9 +16,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
-from diloco.config import ConfigPath, Scalar, TrainConfig, TrainFlags, remarks, settled
+from diloco.config import (
+    ConfigPath,
+    Scalar,
+    TrainConfig,
+    TrainFlags,
+    for_mode,
+    remarks,
+    settled,
+    trainer_of,
+)
 from diloco.devices import num_cores, num_ranks, threads_per_rank, visible_gpus
 from diloco.errors import UserError
+from diloco.grpo.gpus import gpus_for_ranks
 from diloco.run_dir import created_run_dir, last_words, written_config
 from diloco.sources import ValueSource
 
@@ -64,10 +74,10 @@ def peer(
     from peers.maddrs import check_listenable
 
     num_gpus = len(visible_gpus(os.environ))
-    ranks = num_ranks(nproc_per_node, train.device, num_gpus)
+    ranks = num_ranks(nproc_per_node, train.device, gpus_for_ranks(train, num_gpus))
     for remark in remarks(train, _SOURCE.named):
         print(f"note: {remark}", file=sys.stderr, flush=True)
-    train = settled(train, _SOURCE.named, num_ranks=ranks)
+    train = settled(for_mode(train, _SOURCE.named), _SOURCE.named, num_ranks=ranks)
     program = program_of(worker)
     check_peers_fit(train.path_model, on_gpu=train.device != "cpu" and num_gpus > 0)
     # What is not named comes from the swarm.
@@ -128,7 +138,7 @@ class Workplace:
         path = written_config(config, self.run_dir)
         threads = os.environ.get("OMP_NUM_THREADS") or str(threads_per_rank(num_cores(), self.num_ranks))
         return WorkerCommand(
-            argv=self.program or (sys.executable, "-m", "diloco.train_fsdp", "--config", str(path)),
+            argv=self.program or (sys.executable, "-m", trainer_of(config), "--config", str(path)),
             env={
                 # The daemon's alone: what trains has no use for it, and may log its environment.
                 **{name: value for name, value in os.environ.items() if name != SECRET_ENV},

@@ -104,8 +104,8 @@ def text_of(summary: Summary, paths: Mapping[str, Path]) -> str:
         f"trained                 {figure(summary.tokens)} tokens in {summary.duration_s:.0f} s, all peers together",
         f"averaged                {_epochs(summary)}, {size(summary.sent_bytes)} sent",
         *_still(summary),
-        _agreement(summary),
-        *(f"{name:<23} {_seen_from_here(path)}" for name, path in paths.items()),
+        told_agreement(summary.num_epochs, summary.disagreements),
+        *(f"{name:<23} {seen_from_here(path)}" for name, path in paths.items()),
     ]
     return "\n".join(lines)
 
@@ -172,7 +172,7 @@ def _measured(records: Sequence[Record], kind: str) -> list[Record]:
     return sorted(found, key=lambda record: record["step"])
 
 
-def _seen_from_here(path: Path) -> Path:
+def seen_from_here(path: Path) -> Path:
     """Shorter where it lies below the current directory."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
@@ -211,15 +211,16 @@ def _still(summary: Summary) -> list[str]:
     return [line]
 
 
-def _agreement(summary: Summary) -> str:
-    if not summary.num_epochs:
+def told_agreement(num_epochs: int, disagreements: Mapping[int, Mapping[str, str]]) -> str:
+    """Whether all peers held the same bits, as a line of a report."""
+    if not num_epochs:
         return "PROBLEM: no epoch was completed, so nothing was averaged"
-    if summary.agrees:
+    if not disagreements:
         return "agreement               all peers held bit-identical anchors after every epoch"
-    epoch, digests = next(iter(summary.disagreements.items()))
+    epoch, digests = next(iter(disagreements.items()))
     held = ", ".join(f"{peer} {digest[:12]}" for peer, digest in digests.items())
     return (
-        f"PROBLEM: anchors differed after {len(summary.disagreements)} of {summary.num_epochs} epochs; "
+        f"PROBLEM: anchors differed after {len(disagreements)} of {num_epochs} epochs; "
         f"first after epoch {epoch}: {held}"
     )
 

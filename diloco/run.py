@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter
 
 from diloco.checks import at_least, whole
-from diloco.config import ConfigPath, TrainConfig, TrainFlags, remarks, settled
+from diloco.config import ConfigPath, TrainConfig, TrainFlags, for_mode, remarks, settled
 from diloco.devices import visible_gpus
 from diloco.errors import UserError
 from diloco.metrics_file import Record
@@ -65,7 +65,7 @@ def run(
         raise UserError(f"--lose-peer {lose_peer}: with --peers {peers} the last one is {peers - 1}.")
     for remark in remarks(train, _SOURCE.named):
         print(f"note: {remark}", file=sys.stderr, flush=True)
-    train = settled(train, _SOURCE.named)
+    train = settled(for_mode(train, _SOURCE.named), _SOURCE.named)
     on_gpu = train.device != "cpu" and bool(visible_gpus(os.environ))
     check_peers_fit(train.path_model, num_peers=peers, on_gpu=on_gpu)
     if "dataset_name_or_path" in _SOURCE.named:
@@ -125,19 +125,33 @@ class _Run:
             )
 
     def _report(self, shown: Sequence[Shown]) -> int:
+        model = next((peer.run_dir / "model" for peer in shown if (peer.run_dir / "model").is_dir()), None)
+        paths = {"model": model} if model else {}
+        text, agrees = self._rewards_report(paths) if self.config.mode == "grpo" else self._loss_report(paths)
+        print(text, flush=True)
+        return 0 if agrees else 1
+
+    def _loss_report(self, paths: dict[str, Path]) -> tuple[str, bool]:
         from diloco.report import plot, summarise, text_of
 
         tokens_per_step = self.config.total_batch_size * self.config.seq_length
         summary = summarise(self.records, tokens_per_step=tokens_per_step)
         picture = self.run_dir / "loss.png"
-        title = f"{self.config.project}: {self.num_peers} peers, {summary.num_epochs} epochs"
-        plot(self.records, picture, tokens_per_step=tokens_per_step, title=title)
-        model = next((peer.run_dir / "model" for peer in shown if (peer.run_dir / "model").is_dir()), None)
-        paths = {"model": model} if model else {}
-        print(
-            text_of(summary, {**paths, "plot of the losses": picture, "everything": self.run_dir}), flush=True
-        )
-        return 0 if summary.agrees else 1
+        plot(self.records, picture, tokens_per_step=tokens_per_step, title=self._title(summary.num_epochs))
+        paths |= {"plot of the losses": picture, "everything": self.run_dir}
+        return text_of(summary, paths), summary.agrees
+
+    def _rewards_report(self, paths: dict[str, Path]) -> tuple[str, bool]:
+        from diloco.grpo.report import plot, summarise, text_of
+
+        summary = summarise(self.records, completions_per_step=self.config.total_batch_size)
+        picture = self.run_dir / "reward.png"
+        plot(self.records, picture, title=self._title(summary.num_epochs))
+        paths |= {"plot of the rewards": picture, "everything": self.run_dir}
+        return text_of(summary, paths), summary.agrees
+
+    def _title(self, num_epochs: int) -> str:
+        return f"{self.config.project}: {self.num_peers} peers, {num_epochs} epochs"
 
 
 def _say(text: str) -> None:

@@ -20,13 +20,13 @@ from torch import Tensor
 
 from diloco.auto_batch import find_micro_batch_size
 from diloco.checkpoint import Checkpoints
-from diloco.config import TrainConfig, flat_values, parse_train_config
+from diloco.config import TrainConfig, parse_train_config
 from diloco.data import batches, open_data
 from diloco.evaluation import evaluate
 from diloco.inner import InnerLoop
 from diloco.launch import Assignment, assigned, exit_code
 from diloco.memory import check_memory, memory_needed_bytes
-from diloco.metrics import Metrics, Sink, WandbSink
+from diloco.metrics import Metrics, Sink
 from diloco.model import load_model, num_parameters
 from diloco.model_files import load_model_config, save_pretrained_dir
 from diloco.optim import adamw, learning_rate
@@ -37,6 +37,7 @@ from diloco.sampling import Block
 from diloco.sharding import Precision, full_state, prepare
 from diloco.signals import CleanUps, LeaveOnSignal, cleaned_up_on_failure
 from diloco.tokenizer import load_tokenizer
+from diloco.wandb_runs import opened_sinks
 from diloco.world import World, device_mesh, joined, on_rank_zero
 
 
@@ -239,13 +240,6 @@ def check_fits(config: TrainConfig, world: World, device: torch.device) -> None:
     gpu_bytes = torch.cuda.mem_get_info(device)[0] * world.num_local_ranks if device.type == "cuda" else None
     # The first rank looks before any of them has taken some.
     on_rank_zero(lambda: check_memory(need, path_model=config.path_model, device_available=gpu_bytes))
-
-
-def opened_sinks(config: TrainConfig, run_dir: Path) -> list[Sink]:
-    """Where the metrics go beside metrics.jsonl. Raises UserError for what does not start."""
-    if config.metric_logger_type != "wandb":
-        return []
-    return [WandbSink(project=config.project, run_dir=run_dir, config=flat_values(config))]
 
 
 if __name__ == "__main__":

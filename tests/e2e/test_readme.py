@@ -60,6 +60,13 @@ TORCHRUN = (
     "--no-torch-compile --fake-data --max-steps 5 --hv.initial-peers <maddr> --hv.galaxy-size 2 "
     "--hv.world-rank 0 --hv.local-steps 2"
 )
+GRPO_MODEL = "python -m benchmarks.format_model tiny-grpo"
+GRPO = (
+    "diloco run --mode grpo --path-model tiny-grpo --rollout hf "
+    "--dataset reasoning-gym:chain_sum,min_terms=1,max_terms=1,min_digits=1,max_digits=1 "
+    "--lr 2e-3 --warmup-steps 0 --total-steps 60 --hv.local-steps 5 --hv.outer-lr 0.9 --hv.outer-momentum 0.3 "
+    "--grpo.max-completion-length 32"
+)
 IN_CONTRIBUTING = {
     ".venv/bin/python -m pytest tests/unit/peers/test_rounds.py -k straggler",
     "make fast",
@@ -208,6 +215,7 @@ def digests(run_dir: Path) -> dict[int, str]:
 
 def test_the_documents_have_no_command_that_is_not_tested_here():
     known = {DEMO, *INSTALL, DHT, FIRST, SECOND, SLOW, UNEVEN, POD, STATUS, OWN_LOOP, TORCHRUN}
+    known |= {GRPO_MODEL, GRPO}
     # Those about pods are run in tests/pods/test_local_swarm.py.
     known |= {CLOSED_DHT, ADMITTED, BAN} | pods_commands.ALL
     assert set(commands(README)) == known
@@ -400,3 +408,13 @@ def test_a_whole_swarm_on_one_machine_ends_with_a_report_and_its_files(run):
         check_run_dir(path / f"peer-{rank}")
         assert digests(path / f"peer-{rank}") == digests(path / "peer-0")
     assert command.stderr == ""
+
+
+def test_reinforcement_runs_as_written(run: Start) -> None:
+    """For four steps, on a model that was pretrained for two; tests/e2e/test_grpo.py has it learn."""
+    made = run(typed(GRPO_MODEL, "--steps", 2), "grpo")
+    assert made.wait() == 0, made.stderr
+    short = ("--total-batch-size", 8, "--grpo.eval-prompts", 2, "--device", "cpu")
+    learnt = run(typed(GRPO, *short, total_steps=4, hv__local_steps=2), "grpo")
+    assert learnt.wait() == 0, learnt.stderr
+    assert "all peers held bit-identical anchors after every epoch" in learnt.stdout

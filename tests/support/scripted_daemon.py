@@ -125,7 +125,9 @@ class ScriptedDaemon:
         try:
             hello = await connection.receive()
             if hello["kind"] == "adopt":
-                await connection.send("manifest", manifest=self._manifest, world_rank=0)
+                await connection.send(
+                    "manifest", manifest=self._manifest, world_rank=self._welcome["world_rank"]
+                )
                 hello = await connection.receive()
             layout = Layout.from_message(hello["layout"])
             if not self._memories:

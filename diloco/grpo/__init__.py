@@ -1,0 +1,1 @@
+"""Reinforcement: tasks and their rewards, rollouts, and the servers that write completions."""

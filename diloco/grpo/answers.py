@@ -1,0 +1,82 @@
+"""What a completion says: its answer, its reasoning, its form. And when two answers are the same."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+_ANSWER = re.compile(r"<SOLUTION>(.*?)</SOLUTION>", re.DOTALL)
+_REASONING = re.compile(
+    r"<start_working_out>(.*?)(?:<end_working_out>|</start_working_out>)|<think>(.*?)</think>", re.DOTALL
+)
+_GROUPED = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d*)?")
+_NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,3})?")
+_RATIO = re.compile(r"[-+]?\d+/\d+")
+_CURRENCIES = "$€£"
+# Of a number nobody writes more; Fraction would spend minutes on 1e999999999.
+_LONGEST_NUMBER = 100
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A completion's parts. A part that is missing, or there twice, is empty."""
+
+    text: str
+    answer: str
+    reasoning: str
+    trailing: str
+    """What follows the answer."""
+    is_strict: bool
+    """Reasoning, then the answer, and nothing else."""
+
+    @property
+    def has_answer(self) -> bool:
+        return bool(self.answer)
+
+
+def parsed(text: str) -> Completion:
+    """Read a completion: reasoning in <start_working_out> or <think>, the answer in <SOLUTION>."""
+    answers = list(_ANSWER.finditer(text))
+    one = answers[0] if len(answers) == 1 and text.count("<SOLUTION>") == 1 else None
+    answer = one[1].strip() if one else ""
+    reasonings = list(_REASONING.finditer(text))
+    first = reasonings[0] if len(reasonings) == 1 else None
+    reasoning = (first[1] or first[2] or "").strip() if first else ""
+    outside = text.replace(one[0], "", 1).replace(first[0], "", 1) if one and first else text
+    in_order = bool(one and first and first.end() <= one.start())
+    return Completion(
+        text=text,
+        answer=answer,
+        reasoning=reasoning,
+        trailing=text[one.end() :].strip() if one else "",
+        is_strict=bool(answer and reasoning) and in_order and not outside.strip(),
+    )
+
+
+def number_of(text: str) -> Fraction | None:
+    """The number that a text is, exactly: 1,200 = 1200 = 1200.0 = $1,200. None for anything else."""
+    text = text.strip().strip("".join(_CURRENCIES)).strip()
+    text = re.sub(r"^([-+])\s*[$€£]?\s*", r"\1", text).removesuffix("%").rstrip().rstrip(".")
+    if len(text) > _LONGEST_NUMBER:
+        return None
+    if _GROUPED.fullmatch(text):
+        return Fraction(text.replace(",", ""))
+    if _NUMBER.fullmatch(text):
+        return Fraction(text)
+    if _RATIO.fullmatch(text) and not text.endswith("/0"):
+        try:
+            return Fraction(text)
+        except ZeroDivisionError:
+            return None
+    return None
+
+
+def same_answer(answer: str, gold: str) -> bool:
+    """Whether two answers are the same number, or else the same text but for spaces and case. Empty is no answer."""
+    if not answer.strip():
+        return False
+    left, right = number_of(answer), number_of(gold)
+    if left is not None and right is not None:
+        return left == right
+    return " ".join(answer.split()).casefold() == " ".join(gold.split()).casefold()

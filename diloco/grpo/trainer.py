@@ -1,0 +1,112 @@
+"""TRL's GRPOTrainer as a peer's worker has it: prompts dealt by the swarm's position, evaluation by pass@k."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+from trl import GRPOTrainer
+
+from diloco.grpo.evaluation import TEMPERATURE, TOP_K, TOP_P
+from diloco.grpo.tasks import Example, Message, Task, scores
+
+Rows = Callable[[], list[dict[str, object]]]
+RewardFunction = Callable[..., list[float]]
+_EVALUATED_AT_ONCE = 64
+
+
+class PeerTrainer(GRPOTrainer):
+    """A GRPOTrainer whose data set is a placeholder: `rows` says what the next generation is about."""
+
+    def __init__(self, *, rows: Rows, evaluation: Callable[[], dict[str, float]], **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._rows = rows
+        self._evaluation = evaluation
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Tensor | Any]:
+        # Only now is the position known: the loader fetches ahead, and an outer step may lie between.
+        rows = self._rows()
+        first = self.accelerator.process_index * len(inputs)
+        own = rows[first : first + len(inputs)]
+        assert len(own) == len(inputs), (len(rows), len(inputs), first)
+        return super()._generate_and_score_completions(own)  # type: ignore[no-any-return]
+
+    def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
+        """pass@k on the held-out prompts."""
+        figures = self._evaluation()
+        # Without it the trainer would go on to think that an evaluation is due.
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, figures)
+        return figures
+
+
+def reward_functions(task: Task) -> list[RewardFunction]:
+    """One function for each component, under its name; all of them come from one reading of a completion."""
+    read: dict[tuple[str, int], list[float]] = {}
+
+    def component(index: int) -> RewardFunction:
+        def score(completions: Sequence[list[Message]], example: Sequence[Example], **_: Any) -> list[float]:
+            found = []
+            for completion, one in zip(completions, example, strict=True):
+                text = completion[0]["content"]
+                key = (text, id(one))
+                if index == 0:
+                    read[key] = scores(task, text, one)
+                found.append(read[key][index])
+            if index == len(task.rewards) - 1:
+                read.clear()
+            return found
+
+        score.__name__ = task.rewards[index].name
+        return score
+
+    return [component(index) for index in range(len(task.rewards))]
+
+
+def completed_by_the_trainer(
+    trainer: GRPOTrainer,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[list[Message]],
+    count: int,
+    *,
+    max_tokens: int,
+    seed: int,
+) -> list[list[str]]:
+    """Evaluation's completions by transformers' own generation. Leaves torch's random state as it was."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    texts: list[str] = []
+    was_training = model.training
+    model.eval()
+    devices = [model.device] if model.device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices=devices), torch.no_grad():
+            torch.manual_seed(seed)
+            asked = [prompt for prompt in prompts for _ in range(count)]
+            for start in range(0, len(asked), _EVALUATED_AT_ONCE):
+                inputs = tokenizer.apply_chat_template(
+                    asked[start : start + _EVALUATED_AT_ONCE],
+                    add_generation_prompt=True,
+                    padding=True,
+                    padding_side="left",
+                    return_tensors="pt",
+                    return_dict=True,
+                ).to(model.device)
+                output = model.generate(
+                    input_ids=inputs["input_ids"],
+                    attention_mask=inputs["attention_mask"],
+                    max_new_tokens=max_tokens,
+                    do_sample=True,
+                    temperature=TEMPERATURE,
+                    top_p=TOP_P,
+                    top_k=TOP_K,
+                    use_cache=True,
+                    eos_token_id=trainer.eos_token_ids,
+                    pad_token_id=tokenizer.pad_token_id,
+                )
+                new = output[:, inputs["input_ids"].shape[1] :]
+                texts += tokenizer.batch_decode(new, skip_special_tokens=True)
+    finally:
+        model.train(was_training)
+    return [texts[index : index + count] for index in range(0, len(texts), count)]

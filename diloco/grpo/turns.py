@@ -1,0 +1,32 @@
+"""When a trainer evaluates: before the first step, and each time that a multiple of the interval is passed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+
+class EvaluateWhenDue(TrainerCallback):
+    """Give it to the trainer after DilocoCallback, so that what is evaluated has been averaged."""
+
+    def __init__(
+        self, *, interval: int | None, is_ours: Callable[[], bool], at_start: Callable[[], None]
+    ) -> None:
+        self._interval, self._is_ours, self._at_start = interval, is_ours, at_start
+        self._looked_at = 0
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._looked_at = state.global_step
+        self._at_start()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        before, self._looked_at = self._looked_at, state.global_step
+        # Passed, not met: nominal steps may be skipped.
+        if self._interval and state.global_step // self._interval > before // self._interval:
+            control.should_evaluate = self._is_ours()

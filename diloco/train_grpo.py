@@ -1,0 +1,371 @@
+"""GRPO with TRL's trainer, alone or as the worker of a peer. Start it with torchrun, by path or -m, or by itself."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import sys
+from collections.abc import MutableMapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+if not __package__:
+    # Started by path: Python has put diloco/ itself first, where our modules would hide others of their name.
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import numpy as np
+import torch
+from transformers import PrinterCallback
+
+from diloco.callback import DilocoCallback, check_divides, generation_period
+from diloco.checkpoint_dirs import own_part
+from diloco.config import TrainConfig, parse_train_config
+from diloco.devices import visible_gpus
+from diloco.errors import UserError
+from diloco.grpo.arguments import grpo_arguments, placeholders
+from diloco.grpo.checkpoints import KeepCheckpoints, found_checkpoint
+from diloco.grpo.evaluation import TEMPERATURE, TOP_K, TOP_P, evaluated
+from diloco.grpo.fleet import Sampling
+from diloco.grpo.generation import Servers, generating_by_servers
+from diloco.grpo.gpus import split_gpus, starts_server
+from diloco.grpo.prompts import Deal, held_out_examples, place_of, rows_of
+from diloco.grpo.recorder import Recorder
+from diloco.grpo.servers import opened_servers
+from diloco.grpo.tasks import Message, open_task
+from diloco.grpo.trainer import PeerTrainer, completed_by_the_trainer, reward_functions
+from diloco.grpo.turns import EvaluateWhenDue
+from diloco.launch import Assignment, assigned, exit_code
+from diloco.metrics import Metrics, Sink
+from diloco.model import load_model
+from diloco.model_files import load_model_config, save_pretrained_dir
+from diloco.optim import adamw, learning_rate
+from diloco.outer import Commit, Diloco
+from diloco.run_dir import METRICS
+from diloco.sharding import Precision, full_state
+from diloco.signals import CleanUps, LeaveOnSignal, cleaned_up_on_failure
+from diloco.tokenizer import load_tokenizer
+from diloco.wandb_runs import opened_sinks
+from diloco.world import World, joined, on_rank_zero
+from peers.link import LINK_ENV, WorkerLink
+
+LOGP_ALARMS = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.05}
+"""Mean differences in nats that rounding does not explain."""
+TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+
+
+def main() -> None:
+    """Entry point of every rank. Ends with SystemExit."""
+    signals = LeaveOnSignal()
+    sys.exit(exit_code(lambda: run(sys.argv[1:], signals.clean_ups)))
+
+
+def run(argv: Sequence[str], clean_ups: CleanUps) -> None:
+    """Train as the arguments say; start the daemon too where they ask for a swarm and none is there."""
+    config, named = parse_train_config(argv, "grpo")
+    world = World.from_environment(os.environ)
+    server_gpu = take_gpus(config, world, os.environ)
+    device = world.device(config.device)
+    with joined(world, device), cleaned_up_on_failure(clean_ups):
+        assignment, daemon = assigned(config, named, world, clean_ups)
+        training = Training(assignment, world, device, clean_ups, server_gpu=server_gpu)
+        with training.metrics:
+            training.train()
+        if daemon is not None:
+            daemon.stop()
+
+
+class Training:
+    """One rank's part of a training."""
+
+    def __init__(
+        self,
+        assignment: Assignment,
+        world: World,
+        device: torch.device,
+        clean_ups: CleanUps,
+        *,
+        server_gpu: str | None = None,
+    ) -> None:
+        """Load model and task, and start what writes completions. Raises UserError for what the user can mend."""
+        config = assignment.config
+        self.config, self.world, self.run_dir = config, world, assignment.run_dir
+        self.world_rank = on_rank_zero(known_world_rank)
+        self.end_step = min(config.max_steps or config.total_steps, config.total_steps)
+        self.task = open_task(config.grpo.dataset, seed=config.seed)
+        args = grpo_arguments(
+            config,
+            world,
+            device,
+            end_step=self.end_step,
+            output_dir=self.run_dir / "trainer",
+            seed=self.seed,
+            reward_weights=[reward.weight for reward in self.task.rewards],
+            **({"use_vllm": True, "vllm_mode": "server"} if config.grpo.rollout == "vllm" else {}),
+        )
+        self.period = generation_period(args)
+        check_divides(args, steps_per_epoch=config.hv.steps_per_epoch)
+        self.deal = Deal(
+            seed=config.seed,
+            steps_per_epoch=config.hv.steps_per_epoch,
+            period=self.period,
+            prompts_per_generation=args.generation_batch_size // config.grpo.num_generations,
+        )
+        self.held_out = held_out_examples(self.task, config.grpo.eval_prompts)
+        self.tokenizer = load_tokenizer(config.path_model)
+        seed_everything(self.seed + world.rank)
+        self.model = load_model(
+            config.path_model,
+            seed=config.seed,
+            device=device,
+            attn_implementation=config.attn_implementation,
+        )
+        sinks: list[Sink] = []
+        on_rank_zero(lambda: sinks.extend(opened_sinks(config, self.run_dir)))
+        self.metrics = Metrics(self.run_dir / METRICS if world.is_main else None, sinks)
+        self.resume = on_rank_zero(lambda: found_checkpoint(config.ckpt, own_part(self.world_rank)))
+        self.precision = Precision.of(config.precision, device)
+        alarm = config.grpo.logp_alarm
+        self.recorder = Recorder(
+            self.metrics,
+            epoch_of=lambda: self.outer.epoch,
+            extra=self.push_figures,
+            logp_alarm=LOGP_ALARMS[self.precision.compute] if alarm is None else alarm,
+        )
+        self.recorder.at_end = self.finish
+        self.callback = DilocoCallback(
+            local_steps=config.hv.local_steps, on_commit=self.committed, resume=self.resume
+        )
+        clean_ups.append(self.discard_partial)
+        self.servers: Servers | None = None
+        if config.grpo.rollout == "vllm":
+            self.open_servers(clean_ups, server_gpu)
+        with generating_by_servers() if config.grpo.rollout == "vllm" else contextlib.nullcontext():
+            self.trainer = self.built(args)
+        if config.grpo.rollout == "vllm":
+            self.trainer.vllm_generation.servers = self.servers
+            self.trainer.vllm_generation.seed_of = self.rollout_seed
+
+    @property
+    def seed(self) -> int:
+        """Of this peer's completions: another one for each peer, the same after a restart."""
+        return self.config.seed + 1_000_003 * (self.world_rank or 0)
+
+    @property
+    def outer(self) -> Diloco:
+        assert self.callback.outer is not None
+        return self.callback.outer
+
+    def built(self, args: Any) -> PeerTrainer:
+        config = self.config
+        optimizer = adamw(self.model, weight_decay=config.weight_decay)
+        for group in optimizer.param_groups:
+            group["lr"] = config.lr
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer,
+            partial(
+                learning_rate, peak=1.0, warmup_steps=config.warmup_steps, total_steps=config.total_steps
+            ),
+        )
+        trainer = PeerTrainer(
+            rows=self.rows,
+            evaluation=self.evaluate,
+            model=self.model,
+            args=args,
+            reward_funcs=reward_functions(self.task),
+            train_dataset=placeholders(self.deal.prompts_per_generation),
+            processing_class=self.tokenizer,
+            optimizers=(optimizer, schedule),
+            callbacks=[
+                self.recorder,
+                self.callback,
+                EvaluateWhenDue(
+                    interval=config.eval_interval,
+                    is_ours=self.evaluates_between,
+                    at_start=self.start,
+                ),
+                KeepCheckpoints(config.ckpt, lambda: self.outer, self.world),
+            ],
+        )
+        trainer.remove_callback(PrinterCallback)
+        return trainer
+
+    def open_servers(self, clean_ups: CleanUps, gpu: str | None) -> None:
+        """Rank 0 has the servers; what it finds wrong, all ranks raise."""
+        weights = full_state(self.model)
+
+        def opened() -> None:
+            self.servers = opened_servers(
+                self.config,
+                self.run_dir,
+                weights,
+                self.tokenizer,
+                dtype=self.precision.compute,
+                gpu=gpu,
+                environment=os.environ,
+                on_event=partial(self.metrics.write, "event"),
+            )
+            clean_ups.append(self.servers.close)
+
+        on_rank_zero(opened)
+
+    def train(self) -> None:
+        """From wherever this peer is in the run to its end."""
+        try:
+            self.trainer.train(resume_from_checkpoint=str(self.resume) if self.resume else None)
+        finally:
+            if self.servers:
+                self.servers.close()
+        self.metrics.write("event", event="finished", **self.position())
+
+    def rows(self) -> list[dict[str, object]]:
+        """The prompts of the next generation, each as often as it is to be completed."""
+        step = self.trainer.state.global_step
+        block, local_step = place_of(self.outer, step, steps_per_epoch=self.deal.steps_per_epoch)
+        numbers = self.deal.numbers(block, local_step, num_examples=self.task.num_examples)
+        return rows_of(self.task, numbers, copies=self.config.grpo.num_generations)
+
+    def start(self) -> None:
+        """The swarm's weights are there, and no step has been taken."""
+        if self.config.hv.local_time and self.period > 1:
+            raise UserError(
+                f"--hv.local-time ends epochs when the time is up, in the middle of rollouts that serve {self.period} "
+                "inner steps; leave it out, or leave out --grpo.steps-per-generation and --grpo.num-iterations"
+            )
+        self.metrics.write(
+            "event",
+            event="start",
+            **self.position(),
+            world_rank=self.outer.world_rank,
+            micro_batch_size=self.trainer.args.per_device_train_batch_size,
+        )
+        if self.trainer.state.global_step == 0 and self.outer.evaluates and self.held_out:
+            self.evaluate()
+
+    def evaluates_between(self) -> bool:
+        """Whether this peer evaluates where one is due; what is due at the end comes when training has ended."""
+        is_over = self.outer.done or self.trainer.state.global_step >= self.end_step
+        return bool(self.held_out) and not is_over and self.outer.evaluates
+
+    def committed(self, commit: Commit) -> None:
+        self.recorder.committed(commit, self.outer.nominal_step)
+
+    def evaluate(self) -> dict[str, float]:
+        """pass@k and the mean reward on held-out prompts, by the current weights."""
+        grpo = self.config.grpo
+        if grpo.rollout == "vllm":
+            # Of all ranks, and whatever step TRL thinks the servers are at.
+            self.trainer.vllm_generation.sync_weights()
+        figures = on_rank_zero(
+            lambda: evaluated(self.task, self.held_out, self.complete, samples=grpo.eval_samples)
+        )
+        self.metrics.write("eval", **self.position(), **figures)
+        return figures
+
+    def complete(self, prompts: Sequence[list[Message]], count: int) -> list[list[str]]:
+        """Evaluation's completions."""
+        if self.servers:
+            return self.completed_by_servers(self.servers, prompts, count)
+        return completed_by_the_trainer(
+            self.trainer,
+            self.tokenizer,
+            prompts,
+            count,
+            max_tokens=self.config.grpo.max_completion_length,
+            seed=self.config.seed + self.trainer.state.global_step,
+        )
+
+    def completed_by_servers(
+        self, servers: Servers, prompts: Sequence[list[Message]], count: int
+    ) -> list[list[str]]:
+        ids = [
+            self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+            for prompt in prompts
+        ]
+        sampling = Sampling(
+            max_tokens=self.config.grpo.max_completion_length,
+            temperature=TEMPERATURE,
+            top_p=TOP_P,
+            top_k=TOP_K,
+        )
+        written = servers.complete(ids, count, sampling, seed=self.rollout_seed())
+        return [self.tokenizer.batch_decode(one.token_ids, skip_special_tokens=True) for one in written]
+
+    def rollout_seed(self) -> int:
+        """Of the requests to the servers: another one for each step and peer."""
+        return self.seed + 4099 * self.trainer.state.global_step
+
+    def push_figures(self) -> dict[str, Any]:
+        """What the last push to the servers was, for the step's record."""
+        if not self.servers or not self.servers.fleet.pushed:
+            return {}
+        last = self.servers.fleet.pushed[-1]
+        return {
+            "weights_version": last["version"],
+            "push_bytes": last["bytes"],
+            "push_s": last.get("push_s", 0.0),
+            "server_restarts": self.servers.own.num_restarts if self.servers.own else 0,
+        }
+
+    def finish(self) -> None:
+        """The last step is done: evaluate and save the model, while this peer is still in the swarm."""
+        self.recorder.tell_commits()
+        if self.outer.evaluates and self.held_out:
+            self.evaluate()
+        state = full_state(self.model)
+        config = load_model_config(self.config.path_model)
+        on_rank_zero(lambda: save_pretrained_dir(self.run_dir / "model", state, config, self.tokenizer))
+
+    def position(self) -> dict[str, int]:
+        return {"step": self.trainer.state.global_step, "epoch": self.outer.epoch}
+
+    def discard_partial(self) -> None:
+        """Leave nothing half-written, when the process is about to end in the middle of it."""
+        shutil.rmtree(self.run_dir / "trainer", ignore_errors=True)
+        for partial_model in self.run_dir.glob(".model.*"):
+            shutil.rmtree(partial_model, ignore_errors=True)
+
+
+def take_gpus(config: TrainConfig, world: World, environment: MutableMapping[str, str]) -> str | None:
+    """Keep to the GPUs of this peer's ranks, before torch has seen any. Returns the server's. Raises UserError."""
+    if world.num_ranks == 1:
+        # Of a group of one, accelerate would make a distributed training.
+        for name in TORCHRUN:
+            environment.pop(name, None)
+    if config.device == "cpu":
+        return None
+    ranks, server = split_gpus(
+        visible_gpus(environment),
+        num_ranks=world.num_local_ranks,
+        server=config.grpo.vllm_gpu,
+        starts_server=starts_server(config),
+    )
+    if ranks:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(ranks)
+    return server
+
+
+def known_world_rank() -> int | None:
+    """What the daemon says, before there is a model to greet it with; None without a daemon."""
+    path = os.environ.get(LINK_ENV)
+    if not path:
+        return None
+    link = WorkerLink.connect(Path(path))
+    try:
+        link.send("adopt")
+        return int(link.receive("manifest")["world_rank"])
+    finally:
+        link.close()
+
+
+def seed_everything(seed: int) -> None:
+    """Python, NumPy and torch: rewards and rollouts may use any of them."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""`diloco run --mode grpo` as typed: short on a model that knows nothing, and to the end on one that knows the form."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.format_model import TASK, bare_model, train_format_model
+from diloco.errors import UserError
+from tests.support.commands import DILOCO, check_nothing_left, text_of_boxes
+
+TRAINER = (sys.executable, "-m", "diloco.train_grpo")
+SHORT = ("--device", "cpu", "--rollout", "hf", "--hv.local-steps", 2, "--warmup-steps", 0)
+LEARNING_TIMEOUT_S = 900.0
+
+
+def records(run_dir: Path, rank: int) -> list[dict]:
+    lines = (run_dir / f"peer-{rank}" / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def digests(run_dir: Path, rank: int) -> dict[int, str]:
+    return {r["epoch"]: r["anchor_digest"] for r in records(run_dir, rank) if r["kind"] == "epoch"}
+
+
+def test_two_peers_learn_by_reinforcement_and_agree_on_every_bit(start, tmp_path):
+    model = bare_model(tmp_path / "model", hidden_size=32, num_attention_heads=1, num_key_value_heads=1)
+    flags = ("--total-steps", 4, "--total-batch-size", 8, "--grpo.num-generations", 4)
+    lengths = ("--grpo.max-completion-length", 8, "--grpo.eval-prompts", 2, "--run-dir", tmp_path / "run")
+    ran = start(*DILOCO, "run", "--mode", "grpo", "--path-model", model, *SHORT, *flags, *lengths)
+    assert ran.wait() == 0, ran.stderr
+    assert "all peers held bit-identical anchors after every epoch" in ran.stdout
+    assert (
+        digests(tmp_path / "run", 0) == digests(tmp_path / "run", 1)
+        and len(digests(tmp_path / "run", 0)) == 2
+    )
+    steps = [r for rank in (0, 1) for r in records(tmp_path / "run", rank) if r["kind"] == "step"]
+    assert len(steps) == 8 and all(0.0 <= r["reward"] <= 1.0 for r in steps)
+    assert (tmp_path / "run" / "reward.png").is_file()
+    assert (tmp_path / "run" / "peer-0" / "model" / "model.safetensors").is_file()
+    check_nothing_left(ran)
+
+
+@pytest.fixture
+def bare(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return bare_model(tmp_path / "model", hidden_size=32, num_attention_heads=1, num_key_value_heads=1)
+
+
+def test_a_task_that_there_is_not_ends_the_trainer_with_exit_code_2(start, bare):
+    ran = start(*TRAINER, "--path-model", bare, "--dataset", "gsm9k", *SHORT)
+    assert ran.wait() == 2
+    assert "--dataset gsm9k is no task" in text_of_boxes(ran.stderr)[-1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--device", "cpu", "--grpo.vllm-python", sys.executable), "has no vLLM"),
+        (("--device", "cpu", "--rollout-url", "http://127.0.0.1:1"), "VLLM_SERVER_DEV_MODE=1"),
+        ((*SHORT, "--total-batch-size", 12, "--grpo.num-generations", 8), "--total-batch-size 16 would do"),
+        ((*SHORT, "--grpo.steps-per-generation", 6), "a multiple of"),
+        (("--mode", "pretrain", *SHORT), "start diloco.train_fsdp"),
+    ],
+)
+def test_what_cannot_work_is_said_before_training(bare, flags, says):
+    from diloco.train_grpo import run
+
+    with pytest.raises(UserError, match=says):
+        run([str(word) for word in ("--path-model", bare, *flags)], [])
+
+
+@pytest.mark.learning
+def test_the_mean_reward_of_two_peers_rises_from_under_three_tenths_to_over_six(start, tmp_path):
+    train_format_model(tmp_path / "model")
+    flags = ("--total-steps", 60, "--total-batch-size", 64, "--lr", "2e-3", "--hv.local-steps", 5)
+    outer = ("--hv.outer-lr", 0.9, "--hv.outer-momentum", 0.3, "--grpo.max-completion-length", 32)
+    ran = start(
+        *(*DILOCO, "run", "--mode", "grpo", "--path-model", tmp_path / "model", "--dataset", TASK),
+        *("--device", "cpu", "--rollout", "hf", "--warmup-steps", 0, "--grpo.eval-prompts", 32),
+        *flags,
+        *outer,
+        *("--run-dir", tmp_path / "run"),
+    )
+    assert ran.wait(LEARNING_TIMEOUT_S) == 0, ran.stderr
+    rewards = {
+        r["step"]: r["reward"]
+        for rank in (0, 1)
+        for r in records(tmp_path / "run", rank)
+        if r["kind"] == "eval"
+    }
+    assert rewards[0] < 0.3 and rewards[60] > 0.6
+    first, second = digests(tmp_path / "run", 0), digests(tmp_path / "run", 1)
+    assert all(first[epoch] == second[epoch] for epoch in first.keys() & second.keys())
+    assert len(first.keys() & second.keys()) >= 8
+    assert (tmp_path / "run" / "reward.png").stat().st_size > 10_000

@@ -1,0 +1,131 @@
+"""TRL's GRPO as the inner loop, on the real trainer with a tiny model and a reward that even that one earns."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.format_model import bare_model
+from diloco import train_grpo
+from diloco.config import for_mode
+from diloco.errors import UserError
+from diloco.grpo.answers import Completion
+from diloco.grpo.tasks import Example, Reward
+from diloco.launch import Assignment
+from diloco.options import CkptConfig, GrpoConfig, HvConfig, TrainConfig
+from diloco.train_grpo import Training
+from diloco.world import World
+from peers.link import LINK_ENV
+from tests.support.scripted_daemon import ScriptedDaemon
+
+FIGURES = ("step", "loss", "reward", "grad_norm", "lr", "tokens")
+
+
+class Letters:
+    """Prompts are numbers; the reward is the share of small letters, which random bytes hold some of."""
+
+    name, num_examples, num_held_out = "letters", 40, 4
+
+    def __init__(self):
+        self.rewards = (Reward("letters", 1.0, self._share),)
+
+    def example(self, index):
+        return Example([{"role": "user", "content": str(index)}], str(index))
+
+    held_out = example
+
+    def is_solved(self, completion, example):
+        return self._share(completion, example) > 0.5
+
+    def _share(self, completion: Completion, example: Example) -> float:
+        return sum(letter.islower() for letter in completion.text) / len(completion.text)
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    monkeypatch.delenv(LINK_ENV, raising=False)
+    monkeypatch.setattr(train_grpo, "open_task", lambda name, seed: Letters())
+    model = bare_model(
+        tmp_path / "model",
+        hidden_size=32,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        num_hidden_layers=1,
+        intermediate_size=32,
+    )
+    own = TrainConfig(
+        mode="grpo",
+        path_model=str(model),
+        lr=1e-2,
+        warmup_steps=0,
+        total_steps=4,
+        total_batch_size=8,
+        per_device_train_batch_size=4,
+        device="cpu",
+        grpo=GrpoConfig(
+            rollout="hf", num_generations=4, max_completion_length=8, eval_prompts=2, eval_samples=2
+        ),
+        hv=HvConfig(local_steps=2),
+        ckpt=CkptConfig(path=str(tmp_path / "checkpoints")),
+    )
+    return for_mode(own, {"lr", "warmup_steps", "total_steps", "total_batch_size", "hv.local_steps"})
+
+
+def trained(config, run_dir):
+    """The records of a whole training."""
+    run_dir.mkdir(parents=True)
+    training = Training(Assignment(config=config, run_dir=run_dir), World(), torch.device("cpu"), [])
+    with training.metrics:
+        training.train()
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def steps(records):
+    return [tuple(r[name] for name in FIGURES) for r in records if r["kind"] == "step"]
+
+
+def test_runs_of_one_seed_earn_the_same_rewards_and_those_of_another_seed_others(config, tmp_path):
+    first, again, other = (
+        steps(trained(replace(config, seed=seed), tmp_path / name))
+        for name, seed in (("first", 1), ("again", 1), ("other", 2))
+    )
+    assert first == again and len(first) == 4
+    assert [figures[2] for figures in other] != [figures[2] for figures in first]
+    assert all(figures[2] > 0 for figures in first)
+
+
+def test_a_peer_resumes_bit_for_bit_with_the_swarms_state(config, tmp_path, monkeypatch):
+    monkeypatch.setenv(LINK_ENV, str(tmp_path / "link.sock"))
+    ckpt = CkptConfig(path=config.ckpt.path, interval=1)
+    with ScriptedDaemon(tmp_path / "link.sock", world_rank=1, local_steps=2):
+        whole = trained(replace(config, ckpt=ckpt), tmp_path / "whole")
+    for step in (2, 3):
+        part = tmp_path / "checkpoints" / f"model_step_{step}" / "diloco_rank_1"
+        assert (part / "outer.bin").is_file()
+        with ScriptedDaemon(tmp_path / "link.sock", world_rank=1, local_steps=2) as daemon:
+            resume = CkptConfig(path=config.ckpt.path, resume=str(part.parent))
+            resumed = trained(replace(config, ckpt=resume), tmp_path / f"resumed-{step}")
+        assert daemon.messages[0]["resume"] == str(part)
+        assert steps(resumed) == steps(whole)[step:]
+    assert [r["epoch"] for r in whole if r["kind"] == "epoch"] == [1, 2]
+    assert [r["step"] for r in whole if r["kind"] == "eval"] == []
+
+
+def test_alone_it_evaluates_saves_and_keeps_the_newest_checkpoints(config, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    own = replace(config, eval_interval=2, ckpt=CkptConfig(path=str(tmp_path / "kept"), interval=1, topk=2))
+    records = trained(own, tmp_path / "run")
+    assert [r["step"] for r in records if r["kind"] == "eval"] == [0, 2, 4]
+    assert all(0 <= r["pass_at_1"] <= r["pass_at_2"] <= 1 for r in records if r["kind"] == "eval")
+    assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["model_step_3", "model_step_4"]
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").config.hidden_size == 32
+
+
+def test_generations_that_outlive_an_outer_step_are_refused_before_training(config, tmp_path):
+    own = replace(config, grpo=replace(config.grpo, steps_per_generation=6), hv=HvConfig(local_steps=5))
+    with pytest.raises(UserError, match="multiple of 3, say 6"):
+        trained(own, tmp_path / "run")

@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from diloco.grpo.evaluation import evaluated, pass_at_k
+from diloco.grpo.tasks import open_task
+
+
+@pytest.mark.parametrize(("samples", "solved", "k"), [(5, 2, 1), (5, 2, 3), (6, 1, 6), (4, 0, 2), (4, 4, 2)])
+def test_pass_at_k_is_the_share_of_choices_of_k_that_hold_a_solved_one(samples, solved, k):
+    choices = list(itertools.combinations(range(samples), k))
+    share = sum(any(one < solved for one in choice) for choice in choices) / len(choices)
+    assert pass_at_k(samples, solved, k) == pytest.approx(share)
+
+
+def test_an_impossible_pass_at_k_is_refused():
+    with pytest.raises(ValueError, match="pass@6"):
+        pass_at_k(5, 1, 6)
+
+
+def test_an_evaluation_counts_solved_completions_of_each_prompt():
+    task = open_task("reasoning-gym:chain_sum", seed=0)
+    examples = [task.held_out(index) for index in range(2)]
+
+    def complete(prompts, count):
+        assert prompts == [example.prompt for example in examples]
+        right = [f"<SOLUTION>{example.gold}</SOLUTION>" for example in examples]
+        return [[right[0]] * count, [right[1], *["" for _ in range(count - 1)]]]
+
+    figures = evaluated(task, examples, complete, samples=4)
+    assert figures == pytest.approx({"reward": 5 / 8, "pass_at_1": 5 / 8, "pass_at_4": 1.0})
