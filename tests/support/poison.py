@@ -30,16 +30,20 @@ def poison(lie: Lie) -> None:
 
 
 def _reduce_falsely() -> None:
-    """To everybody alike, and to look at nobody's sums oneself."""
+    """To everybody alike, and to take part in audits that never find anything."""
     from peers import averaging
     from peers.reduce_arithmetic import Arithmetic
 
-    honest = Arithmetic.finish
+    honest, look = Arithmetic.finish, averaging.audit_shares
 
     def finish(self: Arithmetic, index: int, *arguments: Any) -> None:
         part = self._plan.chunk(self._plan.me, index)
         np.negative(self._result[part], out=self._result[part])
         honest(self, index, *arguments)
 
+    def blind(*arguments: Any, **named: Any) -> frozenset[int]:
+        look(*arguments, **named)
+        return frozenset()
+
     Arithmetic.finish = finish  # type: ignore[method-assign]
-    averaging.audit_shares = lambda *_, **__: frozenset()  # type: ignore[assignment]
+    averaging.audit_shares = blind  # type: ignore[assignment]

@@ -167,12 +167,24 @@ def test_a_manifest_that_contradicts_the_swarm_is_refused_with_the_difference(sw
     assert "hv.local_steps: here 7, in the swarm 5" in second.error
 
 
-@pytest.mark.parametrize("lie", ["not finite", "longer than announced", "false sums"])
+def test_a_leader_that_gives_everybody_the_same_false_sums_is_named_and_out_within_ten_epochs(swarm):
+    light = swarm(local_steps=4, max_steps=100000, step_s=0.05)
+    light.lies, light.manifest = {0: "false sums"}, {"hv.audit": 0.8}
+    honest = light.start_all(4)[1:]
+    for peer in honest:
+        wait_until(
+            lambda peer=peer: re.search(r"peer 0 .* left out of .* for false sums", peer.log), "its name"
+        )
+    before = min(peer.epoch for peer in honest)
+    assert before <= 10
+    wait_until(lambda: min(peer.epoch for peer in honest) >= before + 3, "three more epochs")
+    assert all(peer.epochs[-1]["contributors"] == [1, 2, 3] for peer in honest)
+
+
+@pytest.mark.parametrize("lie", ["not finite", "longer than announced"])
 def test_a_peer_that_sends_what_it_must_not_is_named_and_out_within_ten_epochs(swarm, lie):
     light = swarm(local_steps=4, max_steps=100000, step_s=0.05)
     light.lies = {3: lie}
-    if lie == "false sums":
-        light.manifest = {"hv.audit": 0.8}
     honest = light.start_all(4)[:3]
     named = wait_until(
         lambda: re.search(r"peer 3 .* left out of the next \d+ epochs", honest[0].log), "its name"
