@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tests.support.http_api import HttpApi, Refusal, Request
-from tests.support.ssh_machines import SshHost
+from tests.support.ssh_machines import SshHost, wipe
 
 KEY = "secret_test_key"
 REGION = {"name": "us-west-1", "description": "California, USA"}
@@ -122,7 +122,9 @@ class LambdaApi(HttpApi):
     def _forget_terminated(self) -> None:
         for instance_id, one in list(self.instances.items()):
             if one["_ended"] and time.time() - one["_ended"] > self.terminating_s:
-                self.free_hosts.append(self.instances.pop(instance_id)["_host"])
+                host = self.instances.pop(instance_id)["_host"]
+                wipe(host)
+                self.free_hosts.append(host)
 
     def _shown(self, one: dict[str, Any]) -> dict[str, Any]:
         host: SshHost = one["_host"]

@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from tests.support.http_api import HttpApi, Refusal, Request
-from tests.support.ssh_machines import SshHost, free_ports
+from tests.support.ssh_machines import SshHost, free_ports, wipe
 
 KEY = "test-key"
 _IMAGE = {"docker_image": "daturaai/pytorch", "docker_image_tag": "2.8.0-py3.11-cuda12.8"}
@@ -167,6 +167,7 @@ class LiumApi(HttpApi):
     def _release(self, pod_id: str) -> None:
         pod = self.rented.pop(pod_id)
         pod["_node"]["available_gpu_count"] += int(pod["gpu_count"])
+        wipe(pod["_host"])
         self.free_hosts.append(pod["_host"])
 
     def _shown(self, pod: dict[str, Any]) -> dict[str, Any]:

@@ -10,12 +10,13 @@ import getpass
 import os
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +43,30 @@ class SshHost:
         path = self.bin / name
         path.write_text(f"#!/bin/sh\n{script}\n")
         path.chmod(0o755)
+
+
+def end_processes(host: SshHost) -> None:
+    """SIGKILL to everything that was started on this machine."""
+    wanted = f"HOME={host.home}".encode()
+    while True:
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if wanted in (process / "environ").read_bytes().split(b"\0"):
+                    found.append(int(process.name))
+        if not found:
+            return
+        for pid in found:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def wipe(host: SshHost) -> None:
+    """What a provider does with a machine that is given back: it and all on it is gone."""
+    end_processes(host)
+    for path in host.home.iterdir():
+        if path != host.bin and path.is_dir():
+            shutil.rmtree(path)
 
 
 def client_key(directory: Path) -> Path:
@@ -82,7 +107,11 @@ def ssh_host(directory: Path, public_keys: Callable[[], str] | str) -> Iterator[
     public = " ".join(host_key.export_public_key().decode().split()[:2])
     serve = _openssh if Path(SSHD).exists() else _asyncssh
     with serve(directory, home, authorized) as port:
-        yield SshHost(home, port, getpass.getuser(), public)
+        host = SshHost(home, port, getpass.getuser(), public)
+        try:
+            yield host
+        finally:
+            end_processes(host)
 
 
 @contextmanager
