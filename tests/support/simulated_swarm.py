@@ -486,7 +486,11 @@ class SimulatedDaemon:
         def done() -> None:
             away = tuple(r for r in group.ranks if r != self.rank and not self.network.can_talk(self.rank, r))
             false = audit.owners if self.rank in accusing else ()
-            accusing.discard(self.rank)
+            if false:
+                # Whoever leaves the others for a lie goes its own way for a while.
+                accusing.discard(self.rank)
+                for other in self.swarm.daemons.keys() - {self.rank}:
+                    self.network.troubled_at[frozenset((self.rank, other))] = self.network.now
             if away or false:
                 self._post(lambda now: round_.on_audit_failed(group.attempt, away, false, now))
             else:
