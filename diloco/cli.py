@@ -36,6 +36,9 @@ def make_app() -> App:
         version=_version,
         help_format="plaintext",
     )
+    ckpt = App(name="ckpt", help="What trainings have saved.")
+    ckpt.command("diloco.ckpt_verb:rebuild_app", name="rebuild", help="Make a model of delta checkpoints.")
+    app.command(ckpt)
     dht = App(name="dht", help="The DHT's bootstrap node and the run's coordinator.")
     dht.command("diloco.dht_verb:start_app", name="start", help="Start a DHT node and coordinate a run.")
     app.command(dht)
@@ -99,7 +102,20 @@ def _verb_of(argv: Sequence[str]) -> str:
         if word.startswith("-"):
             break
         words.append(word)
-    known = {"dht", "start", "peer", "peers", "ban", "unban", "list", "new-secret", "run", "status"}
+    known = {
+        "ckpt",
+        "rebuild",
+        "dht",
+        "start",
+        "peer",
+        "peers",
+        "ban",
+        "unban",
+        "list",
+        "new-secret",
+        "run",
+        "status",
+    }
     known |= {"pods", "logs", "ssh", "ssh-key", "add", "cost", "extend", "down", "reconcile"}
     known |= {"provision", "experiments", "destroy"}
     return "".join(f"{word} " for word in words if word in known)

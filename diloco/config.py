@@ -110,6 +110,8 @@ def remarks(config: TrainConfig, named: Collection[str]) -> list[str]:
         "num_workers": "--num-workers has no effect: one background thread reads the data",
         "hv.skip_load_from_peers": "--hv.skip-load-from-peers has no effect: the swarm's state always counts",
     }
+    if config.mode != "grpo":
+        known["ckpt.delta_interval"] = "--ckpt.delta-interval has no effect but under --mode grpo"
     if not hv.overlap_steps:
         known["hv.mixing"] = "--hv.mixing has no effect unless the run has --hv.overlap-steps"
     if hv.transport == "libp2p":

@@ -81,6 +81,10 @@ class CkptConfig:
     """A model_step_<N> directory, or `auto` for the newest complete one under the path."""
     topk: Count | None = None
     """How many of this peer's own checkpoints to keep; none: all."""
+    delta_interval: Count | None = None
+    """Under --mode grpo: inner steps between two delta checkpoints, of which each holds what has changed in bf16."""
+    delta_path: str | None = None
+    """Where they go; default: deltas/ in the run directory."""
 
 
 @dataclass(frozen=True, kw_only=True)

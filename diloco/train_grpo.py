@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import shutil
@@ -26,7 +27,7 @@ from diloco.config import TrainConfig, parse_train_config
 from diloco.devices import visible_gpus
 from diloco.errors import UserError
 from diloco.grpo.arguments import grpo_arguments, placeholders
-from diloco.grpo.checkpoints import KeepCheckpoints, found_checkpoint
+from diloco.grpo.checkpoints import KeepCheckpoints, KeepDeltas, found_checkpoint
 from diloco.grpo.evaluation import TEMPERATURE, TOP_K, TOP_P, evaluated
 from diloco.grpo.fleet import Sampling
 from diloco.grpo.generation import Servers, generating_by_servers
@@ -187,6 +188,7 @@ class Training:
                     at_start=self.start,
                 ),
                 KeepCheckpoints(config.ckpt, lambda: self.outer, self.world),
+                *self.deltas(),
             ],
         )
         trainer.remove_callback(PrinterCallback)
@@ -210,6 +212,22 @@ class Training:
             clean_ups.append(self.servers.close)
 
         on_rank_zero(opened)
+
+    def deltas(self) -> list[KeepDeltas]:
+        """What writes delta checkpoints, if they are asked for; the model's configuration lies beside them."""
+        ckpt = self.config.ckpt
+        if ckpt.delta_interval is None:
+            return []
+        directory = Path(ckpt.delta_path) if ckpt.delta_path else self.run_dir / "deltas"
+
+        def describe() -> None:
+            directory.mkdir(parents=True, exist_ok=True)
+            content = json.dumps(load_model_config(self.config.path_model), indent=2, sort_keys=True)
+            (directory / "config.json").write_text(content + "\n", encoding="utf-8")
+            self.tokenizer.save_pretrained(directory)
+
+        on_rank_zero(describe)
+        return [KeepDeltas(directory, interval=ckpt.delta_interval, weights=lambda: full_state(self.model))]
 
     def train(self) -> None:
         """From wherever this peer is in the run to its end."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -48,6 +50,7 @@ class OwnServer:
         self.num_restarts = 0
         self._deaths = 0
         self._process: subprocess.Popen[bytes] | None = None
+        self._sockets: Path | None = None
 
     def __enter__(self) -> OwnServer:
         return self
@@ -100,9 +103,13 @@ class OwnServer:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        if self._sockets is not None:
+            shutil.rmtree(self._sockets, ignore_errors=True)
 
     def _spawn(self) -> None:
         self.command.log_path.parent.mkdir(parents=True, exist_ok=True)
+        # Its own choice would be below TMPDIR, which may be too long for a socket's address.
+        self._sockets = Path(tempfile.mkdtemp(prefix="diloco-vllm-", dir="/tmp"))
         with self.command.log_path.open("ab") as log:
             # The guardian dies by the end of its input, and takes the server along; being killed with us would
             # keep it from that.
@@ -111,7 +118,7 @@ class OwnServer:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                env=dict(self.command.env),
+                env={**self.command.env, "VLLM_RPC_BASE_PATH": str(self._sockets)},
                 start_new_session=True,
             )
 

@@ -125,6 +125,26 @@ def test_alone_it_evaluates_saves_and_keeps_the_newest_checkpoints(config, tmp_p
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").config.hidden_size == 32
 
 
+def test_a_model_is_rebuilt_from_the_deltas_of_a_training_that_was_resumed(config, tmp_path):
+    from safetensors.torch import load_file
+
+    from diloco.cli import exit_code
+
+    ckpt = CkptConfig(
+        path=config.ckpt.path, interval=2, delta_interval=1, delta_path=str(tmp_path / "deltas")
+    )
+    trained(replace(config, max_steps=3, ckpt=ckpt), tmp_path / "first")
+    trained(replace(config, ckpt=replace(ckpt, resume="auto")), tmp_path / "second")
+    names = sorted(path.name for path in (tmp_path / "deltas").glob("step_*"))
+    assert names == [f"step_{step}.safetensors" for step in range(5)]
+    words = ["ckpt", "rebuild", str(tmp_path / "deltas"), "--out", str(tmp_path / "rebuilt")]
+    assert exit_code(words) == 0
+    saved, made = (load_file(tmp_path / name / "model.safetensors") for name in ("second/model", "rebuilt"))
+    assert saved.keys() == made.keys()
+    assert all(torch.equal(saved[name].bfloat16(), made[name]) for name in saved)
+    assert exit_code(words) == 2
+
+
 def test_generations_that_outlive_an_outer_step_are_refused_before_training(config, tmp_path):
     own = replace(config, grpo=replace(config.grpo, steps_per_generation=6), hv=HvConfig(local_steps=5))
     with pytest.raises(UserError, match="multiple of 3, say 6"):

@@ -29,7 +29,18 @@ HIVEMIND_FILES = {
     "ping.py",
 }
 HEAVY = ("torch", "hivemind", "transformers", "numpy", "matplotlib", "datasets")
-VERBS = [[], ["dht"], ["dht", "start"], ["peer"], ["peers"], ["peers", "ban"], ["run"], ["status"]]
+VERBS = [
+    [],
+    ["dht"],
+    ["dht", "start"],
+    ["peer"],
+    ["peers"],
+    ["peers", "ban"],
+    ["run"],
+    ["status"],
+    ["ckpt"],
+    ["ckpt", "rebuild"],
+]
 VERBS += [
     ["provision"],
     ["pods"],

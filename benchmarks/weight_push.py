@@ -1,0 +1,98 @@
+"""Bytes that a push of weights to an inference server takes as a patch, against all weights, and whether it is exact.
+
+A model is trained step by step with fp32 weights, as a trainer does; after each step the weights are rounded to the
+server's type, what has changed is packed, unpacked and applied to what the server had, and the digests are compared.
+The loss is that of predicting text, under which every weight has a gradient: under GRPO fewer change.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from benchmarks.record import Result, parser, report
+from diloco.grpo.publisher import Publisher
+from diloco.grpo.weight_blobs import State, digest_of, patched, unpacked
+from diloco.inner import InnerLoop
+from diloco.model import load_model
+from diloco.optim import adamw
+from diloco.sharding import Precision
+
+NUM_STEPS = 20
+_CASES = ((1e-6, torch.bfloat16), (1e-5, torch.bfloat16), (1e-4, torch.bfloat16), (1e-6, torch.float32))
+_BATCH, _SEQ_LENGTH = 4, 64
+
+
+def main() -> None:
+    flags = parser(__doc__)
+    flags.add_argument("--path-model", default=None, help="default: 2m, under --quick demo")
+    flags.add_argument("--steps", type=int, default=NUM_STEPS)
+    arguments = flags.parse_args()
+    path_model = arguments.path_model or ("demo" if arguments.quick else "2m")
+    results = [
+        result
+        for lr, dtype in _CASES
+        for result in measured(path_model, lr=lr, dtype=dtype, num_steps=arguments.steps)
+    ]
+    report("weight_push", results, arguments.json)
+
+
+def measured(path_model: str, *, lr: float, dtype: torch.dtype, num_steps: int) -> list[Result]:
+    """One run: what each push took, and how many of them made exactly the new weights of the old ones."""
+    publisher = Publisher(dtype)
+    served: State = {}
+    sizes: list[float] = []
+    shares: list[float] = []
+    seconds: list[float] = []
+    exact = 0
+    for parameters in trained(path_model, lr=lr, num_steps=num_steps):
+        publisher.take(parameters)
+        if not served:
+            served = dict(publisher.state)
+            continue
+        began = time.perf_counter()
+        push = publisher.push_for(publisher.name, publisher.version - 1)
+        seconds.append(time.perf_counter() - began)
+        tensors = [unpacked(blob)[1] for blob in push.blobs]
+        served = patched(served, tensors[0]) if push.base is not None else _joined(tensors)
+        exact += digest_of(served) == push.digest == digest_of(publisher.state)
+        sizes.append(float(push.num_bytes))
+        shares.append(push.whole_bytes / push.num_bytes)
+    case = f"{path_model} {str(dtype).removeprefix('torch.')} lr {lr:g}"
+    return [
+        Result.of(case, "bytes per push", "B", sizes),
+        Result.of(case, "all weights / push", "ratio", shares),
+        Result.of(case, "packing", "s", seconds),
+        Result.of(case, f"exact of {len(sizes)} pushes", "pushes", [float(exact)]),
+    ]
+
+
+def trained(path_model: str, *, lr: float, num_steps: int) -> Iterator[list[tuple[str, Tensor]]]:
+    """The weights before the first step, and after each."""
+    device = torch.device("cpu")
+    model = load_model(path_model, seed=0)
+    inner = InnerLoop(
+        model,
+        adamw(model, weight_decay=0.0),
+        precision=Precision.of("auto", device),
+        device=device,
+        micro_batch_size=_BATCH,
+        max_grad_norm=1.0,
+    )
+    generator = torch.Generator().manual_seed(0)
+    yield list(model.named_parameters())
+    for _ in range(num_steps):
+        samples = torch.randint(0, model.config.vocab_size, (_BATCH, _SEQ_LENGTH + 1), generator=generator)
+        inner.step(samples, lr=lr)
+        yield list(model.named_parameters())
+
+
+def _joined(parts: list[State]) -> State:
+    return {name: tensor for part in parts for name, tensor in part.items()}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Delta checkpoints: the model of any step comes back to the bit, and what is damaged is said."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from diloco.errors import UserError
+from diloco.grpo.deltas import DeltaWriter, rebuilt, steps_in
+from diloco.grpo.weight_blobs import digest_of
+
+
+def history(num_steps, seed=0):
+    """Weights after each step of a training that moves some of them a little."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = {"a": torch.randn(40, 30, generator=generator), "b": torch.randn(7, generator=generator)}
+    yield {name: tensor.clone() for name, tensor in weights.items()}
+    for _ in range(num_steps):
+        for tensor in weights.values():
+            tensor += 1e-4 * torch.randn(tensor.shape, generator=generator)
+        yield {name: tensor.clone() for name, tensor in weights.items()}
+
+
+def in_bf16(state):
+    return digest_of({name: tensor.bfloat16() for name, tensor in state.items()})
+
+
+@pytest.fixture
+def written(tmp_path):
+    states = list(history(5))
+    writer = DeltaWriter(tmp_path, step=0)
+    for number, state in enumerate(states):
+        writer.write(10 * number, state.items())
+    return tmp_path, states
+
+
+def test_every_step_comes_back_to_the_bit_from_step_0_on(written):
+    directory, states = written
+    assert steps_in(directory) == [0, 10, 20, 30, 40, 50]
+    for number, state in enumerate(states):
+        assert digest_of(rebuilt(directory, 10 * number)) == in_bf16(state)
+    first, *others = [(directory / f"step_{step}.safetensors").stat().st_size for step in steps_in(directory)]
+    assert all(size < first / 2 for size in others)
+
+
+def test_after_a_resume_the_numbers_go_on_and_the_steps_of_the_life_before_are_gone(written):
+    directory, states = written
+    other = list(history(6, seed=0))[-1]
+    writer = DeltaWriter(directory, step=30)
+    assert steps_in(directory) == [0, 10, 20, 30]
+    kept = (directory / "step_30.safetensors").read_bytes()
+    writer.write(30, other.items())
+    assert (directory / "step_30.safetensors").read_bytes() == kept
+    writer.write(40, other.items())
+    assert digest_of(rebuilt(directory, 40)) == in_bf16(other)
+    assert digest_of(rebuilt(directory, 30)) == in_bf16(states[3])
+
+
+def test_a_step_that_is_not_there_and_a_chain_that_is_broken_are_refused(written):
+    directory, _ = written
+    with pytest.raises(UserError, match="has no step 15; it has 0, 10, 20, 30, 40, 50"):
+        rebuilt(directory, 15)
+    (directory / "step_20.safetensors").unlink()
+    with pytest.raises(UserError, match="since step 20, which is not there"):
+        rebuilt(directory, 40)
+    path = directory / "step_10.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"a file was changed"):
+        rebuilt(directory, 10)
