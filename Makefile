@@ -4,7 +4,7 @@ BIN := .venv/bin
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-grpo test-vllm check fast format clean
+.PHONY: demo test test-grpo test-vllm test-pods test-slurm check fast format clean
 
 # PYTHONWARNINGS: setuptools warns of every editable installation.
 .venv/.installed: pyproject.toml constraints.txt
@@ -53,6 +53,15 @@ fast: .venv/.installed
 format: .venv/.installed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+## Everything about pods that takes long: SSH machines, the emulated clouds, experiments.
+test-pods: .venv/.installed
+	$(BIN)/python -m pytest -m pods tests/pods
+
+## A job over two nodes of a real Slurm on this machine, which Debian's packages bring (as root).
+test-slurm: .venv/.installed
+	command -v slurmctld >/dev/null || apt-get install --yes --no-install-recommends slurmctld slurmd slurm-client
+	$(BIN)/python -m pytest -m slurm tests/pods/test_slurm.py
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

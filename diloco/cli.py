@@ -43,6 +43,7 @@ def make_app() -> App:
     dht.command("diloco.dht_verb:start_app", name="start", help="Start a DHT node and coordinate a run.")
     app.command(dht)
     app.command("diloco.experiments_verb:app", name="experiments", help="Run many trainings on rented pods.")
+    app.command("diloco.launch_verb:app", name="launch", help="Start a training that spans nodes.")
     app.command("diloco.peer:app", name="peer", help="Be one peer of a swarm: join, train, average, leave.")
     app.command("diloco.peers_verb:app", name="peers", help="Ban peers from a swarm, or let them back in.")
     app.command("diloco.pods_verb:app", name="pods", help="Look after rented pods.")
@@ -117,5 +118,5 @@ def _verb_of(argv: Sequence[str]) -> str:
         "status",
     }
     known |= {"pods", "logs", "ssh", "ssh-key", "add", "cost", "extend", "down", "reconcile"}
-    known |= {"provision", "experiments", "destroy"}
+    known |= {"provision", "experiments", "destroy", "launch"}
     return "".join(f"{word} " for word in words if word in known)

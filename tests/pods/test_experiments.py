@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from provisioning.pod_paths import PODS
 from tests.support.commands import Command, check_gone, model_directory
 from tests.support.pods_commands import argv_of
@@ -12,6 +14,7 @@ RUN = "diloco experiments run lr_sweep --provider local --total-steps 4 --batch-
 MORE = ("--fake-data", "--warmup-steps", 1, "--seq-length", 64, "--eval-tokens", 64, "--device", "cpu")
 
 
+@pytest.mark.pods
 def test_four_experiments_on_two_pods_have_four_learning_rates_in_four_results(tmp_path):
     model = model_directory(tmp_path / "model")
     commands: list[Command] = []

@@ -100,6 +100,7 @@ def test_killed_on_the_way_down_the_same_command_leaves_nothing(drive, tmp_path,
     assert not (tmp_path / "local" / PODS).exists()
 
 
+@pytest.mark.pods
 @pytest.mark.parametrize("point", [State.DELETING, "destroyed"])
 def test_killed_on_the_way_down_going_up_gives_back_before_it_rents_anew(drive, tmp_path, point):
     assert drive("up").code == 0

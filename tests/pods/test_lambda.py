@@ -57,6 +57,7 @@ def one(name: str = "pod-0", **changes) -> PodSpec:
     return PodSpec(name=name, provider="lambda", **{"gpu_type": "A100", "gpu_count": 1, **changes})
 
 
+@pytest.mark.pods
 def test_two_machines_are_rented_set_up_and_given_back(fleet, api):
     api.boot_s = 1.0
     specs = [one(), one("pod-1", gpu_type="A10")]
@@ -105,6 +106,7 @@ def test_an_order_that_was_lost_on_its_way_is_a_new_order_once_that_is_certain(f
     assert (len(labels), api.num_launched) == (2, 1)
 
 
+@pytest.mark.pods
 def test_too_many_requests_are_waited_out_and_a_wrong_key_is_not(fleet, api, tmp_path):
     api.faults += [Fault("GET /instances", 429, times=2), Fault(LAUNCH, 429, times=1)]
     assert fleet.up([one()], trains=False).is_good
@@ -124,6 +126,7 @@ def test_a_key_file_that_others_can_read_ends_it_before_anything_is_rented(fleet
     assert api.count(LAUNCH) == 0
 
 
+@pytest.mark.pods
 def test_an_instance_whose_time_is_over_is_given_back_by_us(fleet, api):
     assert fleet.up([one(ttl_hours=0.00001)], trains=False).failures == {}
     fleet.settle()

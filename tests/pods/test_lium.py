@@ -75,6 +75,7 @@ def total(fleet: TestFleet) -> tuple[int, float, bool]:
     return len(bills), sum(bill.price_per_hour for bill in bills), all(bill.ended_at for bill in bills)
 
 
+@pytest.mark.pods
 def test_three_different_machines_are_rented_set_up_and_given_back(fleet, api):
     specs = [one(f"pod-{index}", gpu_type=gpu) for index, gpu in enumerate(("A100", "H100", "4090"))]
     api.boot_s = 1.0
@@ -133,6 +134,7 @@ def test_no_money_ends_it_and_leaves_nothing(fleet, api):
     assert (api.rented, fleet.states) == ({}, {})
 
 
+@pytest.mark.pods
 def test_too_many_requests_and_broken_gateways_are_waited_out(fleet, api):
     api.faults += [
         Fault("GET /users/me", 429, times=2, headers={"Retry-After": "0"}),
@@ -152,6 +154,7 @@ def test_an_order_whose_answer_is_lost_makes_one_pod(fleet, api):
     assert fleet.states == {"pod-0": "synced"}
 
 
+@pytest.mark.pods
 def test_an_order_that_was_lost_on_its_way_is_sent_again_under_the_same_key(fleet, api):
     api.faults.append(Fault(RENT, 502, carried_out=False))
     assert fleet.up([one()], trains=False).is_good, fleet.said
@@ -169,6 +172,7 @@ def test_where_capacity_is_missing_the_next_offer_is_taken_and_the_reason_shown(
     assert pod["price"] == 1.5
 
 
+@pytest.mark.pods
 def test_a_next_offer_that_costs_far_more_than_was_agreed_is_not_taken(fleet, api):
     api.executors.append(executor(A100, 1, 9.0))
     api.faults.append(Fault(RENT, 409, contains=api.executors[0]["id"]))
@@ -177,6 +181,7 @@ def test_a_next_offer_that_costs_far_more_than_was_agreed_is_not_taken(fleet, ap
     assert (api.rented, fleet.states) == ({}, {})
 
 
+@pytest.mark.pods
 def test_a_pod_that_never_comes_up_is_given_back_for_another(fleet, api):
     api.executors.append(executor(A100, 1, 1.5))
     api.never_ready.add(api.executors[0]["id"])
@@ -186,6 +191,7 @@ def test_a_pod_that_never_comes_up_is_given_back_for_another(fleet, api):
     assert (pod["price"], api.num_rented) == (1.5, 2)
 
 
+@pytest.mark.pods
 def test_a_pod_that_vanished_is_rented_anew_and_the_others_stay(fleet, api):
     specs = [one(), one("pod-1", gpu_type="H100")]
     assert fleet.up(specs).is_good
@@ -197,6 +203,7 @@ def test_a_pod_that_vanished_is_rented_anew_and_the_others_stay(fleet, api):
     assert total(fleet)[0] == 3
 
 
+@pytest.mark.pods
 def test_it_ends_by_itself_at_the_time_that_was_asked_for(fleet, api):
     began = time.time()
     assert fleet.up([one(ttl_hours=1.5)], trains=False).is_good
@@ -212,6 +219,7 @@ def test_it_ends_by_itself_at_the_time_that_was_asked_for(fleet, api):
     assert _moment(pod["removal_scheduled_at"]) == pytest.approx(row.ends_at, abs=1)
 
 
+@pytest.mark.pods
 def test_an_end_that_the_provider_does_not_confirm_is_said(fleet, api):
     api.ignores_end = True
     assert fleet.up([one(ttl_hours=2)], trains=False).is_good
@@ -230,6 +238,7 @@ def test_a_pod_that_cannot_be_given_back_is_shouted_of_and_stays_in_the_ledger(f
     assert (api.rented, fleet.states) == ({}, {})
 
 
+@pytest.mark.pods
 def test_orphans_of_ours_go_and_other_peoples_pods_stay(fleet, api):
     assert fleet.up([one()], trains=False).is_good
     (pod,) = api.rented.values()

@@ -16,7 +16,10 @@ from tests.support.pods_commands import argv_of, tiny_training
 from tests.support.ssh_machines import needs_rsync, ssh_host
 
 pytest.importorskip("lium", reason="the package lium.io is not installed")
-pytestmark = pytest.mark.skipif(bool(needs_rsync()), reason=needs_rsync())
+pytestmark = [
+    pytest.mark.pods,
+    pytest.mark.skipif(bool(needs_rsync()), reason=needs_rsync()),
+]
 
 TIMEOUT_S = 300.0
 

@@ -70,6 +70,7 @@ def test_three_unlike_peers_train_together_and_leave_nothing(run, tmp_path):
     assert [one["is_over"] for one in cost["pods"]] == [True] * 3 and cost["dollars"] == 0
 
 
+@pytest.mark.pods
 def test_a_peer_that_cannot_start_is_told_of_at_once_and_holds_up_no_other(run, tmp_path):
     """Two processes cannot share one batch of four."""
     flags = tiny_training(model_directory(tmp_path / "model"), per_device_train_batch_size=4)

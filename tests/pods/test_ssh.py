@@ -62,6 +62,7 @@ def fleet(tmp_path: Path, hosts: list[SshHost], key: Path) -> TestFleet:
     return TestFleet(tmp_path, lambda: SshProvider(path))
 
 
+@pytest.mark.pods
 def test_one_pod_on_each_machine_and_nothing_left_of_it(fleet, hosts):
     assert fleet.up(SPECS).is_good, fleet.said
     assert fleet.states == {"pod-0": "running", "pod-1": "running"}
@@ -94,6 +95,7 @@ def test_another_host_key_than_the_pinned_one_ends_it_before_anything_is_sent(tm
     assert not (hosts[0].home / PODS).exists()
 
 
+@pytest.mark.pods
 def test_a_host_key_that_nobody_pinned_is_shown_and_not_trusted(tmp_path, hosts, key, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     path = inventory(tmp_path / "machines.toml", hosts, key, host_key="")
@@ -127,6 +129,7 @@ def test_without_rsync_here_nothing_begins(fleet, monkeypatch, tmp_path):
         fleet.up(SPECS)
 
 
+@pytest.mark.pods
 def test_without_rsync_there_it_says_what_is_missing(fleet, hosts):
     for host in hosts:
         host.install("rsync", "echo 'sh: rsync: command not found' >&2; exit 127")
@@ -136,6 +139,7 @@ def test_without_rsync_there_it_says_what_is_missing(fleet, hosts):
     assert fleet.down().is_good
 
 
+@pytest.mark.pods
 def test_a_full_disk_is_said_before_anything_is_sent_and_hides_no_other_pod(fleet, hosts):
     hosts[0].install("df", "echo 'x 1000 1000 7 100% /'")
     fleet.min_free_mb = 8
@@ -149,6 +153,7 @@ def test_a_full_disk_is_said_before_anything_is_sent_and_hides_no_other_pod(flee
     assert fleet.down().is_good
 
 
+@pytest.mark.pods
 def test_gpus_that_do_not_show_are_missed(tmp_path, hosts, key):
     path = inventory(tmp_path / "machines.toml", hosts, key, gpu_count="2")
     hosts[0].install("nvidia-smi", "echo 'NVIDIA A100, 81920 MiB'; echo 'NVIDIA A100, 81920 MiB'")
@@ -177,6 +182,7 @@ def build_editable(directory, config_settings=None, metadata_directory=None):
 """
 
 
+@pytest.mark.pods
 def test_an_environment_is_made_once_by_venv_and_pip(tmp_path, hosts, key):
     """Of a package that needs nothing, so that nothing is fetched."""
     source = tmp_path / "package"
@@ -213,6 +219,7 @@ def test_an_environment_is_made_once_by_venv_and_pip(tmp_path, hosts, key):
     assert (host.home / PODS / "label/secrets.env").stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.pods
 def test_a_connection_that_breaks_is_an_error_and_the_next_command_has_a_new_one(hosts, key):
     host = hosts[0]
 

@@ -49,6 +49,7 @@ VERBS += [
     ["pods", "down"],
     ["pods", "reconcile"],
     ["experiments", "run"],
+    ["launch"],
 ]
 
 

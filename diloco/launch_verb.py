@@ -1,0 +1,134 @@
+"""`diloco launch`: one training, or one peer, over several nodes, by torchrun, Slurm or PBS."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import App, Parameter
+
+from diloco.checks import at_least, up_to, whole
+from diloco.errors import UserError
+
+if TYPE_CHECKING:
+    from provisioning.launchers.job import LaunchJob
+
+app = App(
+    name="launch",
+    usage="Usage: diloco launch [OPTIONS] CONFIG [NUM_NODES] [NODE_RANK] [MASTER_ADDR] [MASTER_PORT] [-- WORDS]",
+)
+
+Count = Annotated[int, Parameter(converter=whole, validator=at_least(1))]
+Rank = Annotated[int, Parameter(converter=whole, validator=at_least(0))]
+Port = Annotated[int, Parameter(converter=whole, validator=(at_least(1), up_to(65535)))]
+
+
+@app.default
+def launch(
+    config: Path,
+    num_nodes: Count = 1,
+    node_rank: Rank = 0,
+    master_addr: str = "localhost",
+    master_port: Port = 29500,
+    *more: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
+    engine: Literal["torchrun", "slurm", "pbs"] = "torchrun",
+    program: str = "-m diloco.train_fsdp",
+    config_flag: str = "--config",
+    venv: Path | None = None,
+    gpus_per_node: Rank = 0,
+    time_limit: str = "24:00:00",
+    partition: str | None = None,
+    dry_run: Annotated[bool, Parameter(negative="")] = False,
+) -> int:
+    """Start a training over several nodes, ours or any other script.
+
+    With torchrun, run it on each node with that node's rank. Read from the environment: NPROC_PER_NODE (auto),
+    BACKEND (nccl or gloo), LOG_LEVEL (WARNING), and CONDA_ENV, an environment to use. The log is
+    logs/distributed_training/latest_node<rank>.log.
+
+    Parameters
+    ----------
+    config: Path
+        The trainer's flags, as TOML or YAML.
+    num_nodes: int
+        How many nodes.
+    node_rank: int
+        Which of them this is (torchrun).
+    master_addr: str
+        The first node, as the others reach it (torchrun).
+    master_port: int
+        A free port on it.
+    engine: str
+        torchrun starts it here; slurm and pbs submit a job that does on each node.
+    program: str
+        What Python is called with, such as "train.py --fast".
+    config_flag: str
+        The flag by which the program is told its configuration; "" for none.
+    venv: Path
+        An environment to use.
+    gpus_per_node: int
+        GPUs to ask the batch system for; 0: none.
+    time_limit: str
+        How long the batch system may let it run.
+    partition: str
+        Partition (Slurm) or queue (PBS).
+    dry_run: bool
+        Only print the job script.
+    """
+    from provisioning.launchers import node
+    from provisioning.launchers.job import LOGS, LaunchJob
+
+    here = Path.cwd()
+    words = shlex.split(program)
+    if not words:
+        raise UserError('--program "" names nothing to run.')
+    (here / LOGS).mkdir(parents=True, exist_ok=True)
+    job = LaunchJob(
+        config=node.config_as_toml(config, here / LOGS),
+        program=words,
+        config_flag=config_flag,
+        more=more,
+        num_nodes=num_nodes,
+        node_rank=node_rank,
+        master_addr=master_addr,
+        master_port=master_port,
+        nproc_per_node=os.environ.get("NPROC_PER_NODE", "auto"),
+        backend=os.environ.get("BACKEND", "nccl"),
+        log_level=os.environ.get("LOG_LEVEL", "WARNING"),
+        python=node.python_of(os.environ, venv),
+    )
+    if engine == "torchrun":
+        job, nproc = node.checked(job)
+        return node.run(job, nproc, os.environ, here)
+    return _submit(job, engine, here, gpus_per_node, time_limit, partition, dry_run)
+
+
+def _submit(
+    job: LaunchJob,
+    engine: str,
+    here: Path,
+    gpus_per_node: int,
+    time_limit: str,
+    partition: str | None,
+    dry_run: bool,
+) -> int:
+    from provisioning.launchers.batch import pbs_script, slurm_script, submitted
+    from provisioning.launchers.job import LOGS
+
+    if engine == "slurm":
+        script = slurm_script(
+            job, directory=here, gpus_per_node=gpus_per_node, time_limit=time_limit, partition=partition
+        )
+    else:
+        script = pbs_script(
+            job, directory=here, gpus_per_node=gpus_per_node, time_limit=time_limit, queue=partition
+        )
+    if dry_run:
+        print(script, end="", flush=True)
+        return 0
+    path = here / LOGS / f"{engine}.sh"
+    job_id = submitted(script, path, "sbatch" if engine == "slurm" else "qsub")
+    print(f"job {job_id} is submitted; its log will be in {here / LOGS}", flush=True)
+    return 0

@@ -1,0 +1,1 @@
+"""Starting one peer that spans several nodes, by whatever starts processes there."""

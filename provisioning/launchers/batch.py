@@ -1,0 +1,107 @@
+"""Job scripts of batch systems: Slurm and PBS start one torchrun on each node, which find each other by the first."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+from provisioning.errors import ProviderError, UserError
+from provisioning.launchers.job import LOGS, LaunchJob
+
+_SUBMIT_TIMEOUT_S = 60.0
+
+
+def slurm_script(
+    job: LaunchJob, *, directory: Path, gpus_per_node: int, time_limit: str, partition: str | None
+) -> str:
+    """An sbatch script. `gpus_per_node` 0: on CPUs."""
+    wanted = [
+        "--job-name=diloco",
+        f"--nodes={job.num_nodes}",
+        "--ntasks-per-node=1",
+        f"--time={time_limit}",
+        f"--chdir={directory}",
+        f"--output={directory / LOGS}/slurm_%j.log",
+        *([f"--gpus-per-node={gpus_per_node}"] if gpus_per_node else []),
+        *([f"--partition={partition}"] if partition else []),
+    ]
+    lines = [
+        "#!/bin/bash",
+        *(f"#SBATCH {word}" for word in wanted),
+        "set -eu",
+        'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+        # As the nodes reach it, which need not be by its name.
+        'master=$(scontrol show node "$first" | grep -o "NodeAddr=[^ ]*" | cut -d= -f2)',
+        f"export {_environment(job)}",
+        # One task a node: each is told its rank by Slurm.
+        "srun --kill-on-bad-exit=1 bash -c "
+        + shlex.quote(_node_command(job, "$SLURM_NODEID", '"$0"'))
+        + ' "$master"',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def pbs_script(
+    job: LaunchJob, *, directory: Path, gpus_per_node: int, time_limit: str, queue: str | None
+) -> str:
+    """A qsub script for PBS Pro and OpenPBS."""
+    chunk = f"select={job.num_nodes}:mpiprocs=1" + (f":ngpus={gpus_per_node}" if gpus_per_node else "")
+    lines = [
+        "#!/bin/bash",
+        "#PBS -N diloco",
+        f"#PBS -l {chunk}",
+        "#PBS -l place=scatter",
+        f"#PBS -l walltime={time_limit}",
+        "#PBS -j oe",
+        f"#PBS -o {directory / LOGS}/",
+        *([f"#PBS -q {queue}"] if queue else []),
+        "set -eu",
+        f"cd {shlex.quote(str(directory))}",
+        'mapfile -t nodes < <(sort -u "$PBS_NODEFILE")',
+        'master="${nodes[0]}"',
+        "pids=()",
+        'for rank in "${!nodes[@]}"; do',
+        f"  command={shlex.quote(f'cd {shlex.quote(str(directory))} && export {_environment(job)} && ')}",
+        "  command+=" + shlex.quote(_node_command(job, "RANK", "MASTER")),
+        '  command="${command//RANK/$rank}"; command="${command//MASTER/$master}"',
+        '  pbsdsh -n "$rank" -- bash -c "$command" & pids+=($!)',
+        "done",
+        "code=0",
+        'for pid in "${pids[@]}"; do wait "$pid" || code=$?; done',
+        'exit "$code"',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def submitted(script: str, path: Path, program: str) -> str:
+    """Write the script and give it to sbatch or qsub; the job's id. Raises UserError, ProviderError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(script, encoding="utf-8")
+    if shutil.which(program) is None:
+        raise UserError(f"{program} is not on this machine; take {path} to one that has it.")
+    argv = [program, "--parsable", str(path)] if program == "sbatch" else [program, str(path)]
+    answer = subprocess.run(argv, capture_output=True, text=True, timeout=_SUBMIT_TIMEOUT_S, check=False)
+    if answer.returncode:
+        raise ProviderError(f"{program} refused {path}: {answer.stderr.strip()}")
+    return re.split(r"[;\s]", answer.stdout.strip())[0]
+
+
+def _environment(job: LaunchJob) -> str:
+    values = {
+        "NPROC_PER_NODE": job.nproc_per_node,
+        "BACKEND": job.backend,
+        "LOG_LEVEL": job.log_level,
+        **job.extra_env,
+    }
+    return " ".join(f"{name}={shlex.quote(value)}" for name, value in values.items())
+
+
+def _node_command(job: LaunchJob, rank: str, master: str) -> str:
+    """This command's own torchrun engine on one node, so that its checks, settings and log serve here too."""
+    words = [job.python, "-m", "diloco", "launch", "--engine", "torchrun", str(job.config)]
+    tail = [f"--program={shlex.join(job.program)}", f"--config-flag={job.config_flag}"]
+    more = shlex.join(["--", *job.more]) if job.more else ""
+    return f"{shlex.join(words)} {job.num_nodes} {rank} {master} {job.master_port} {shlex.join(tail)} {more}".strip()

@@ -1,0 +1,81 @@
+"""What is launched: a training program on some nodes, and the settings that every engine passes on."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+TRAINER = ("-m", "diloco.train_fsdp")
+LOGS = Path("logs") / "distributed_training"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchJob:
+    """One training over `num_nodes` nodes, the same on each of them."""
+
+    config: Path
+    """TOML of the trainer's flags."""
+    program: Sequence[str] = TRAINER
+    """What Python is called with; the configuration follows."""
+    config_flag: str = "--config"
+    """The flag that names the configuration; empty: the program is not told of it."""
+    more: Sequence[str] = ()
+    """Words behind everything else."""
+    num_nodes: int = 1
+    node_rank: int = 0
+    master_addr: str = "localhost"
+    master_port: int = 29500
+    nproc_per_node: str = "auto"
+    backend: str = "nccl"
+    log_level: str = "WARNING"
+    python: str = sys.executable
+    """The interpreter of the environment to use."""
+    extra_env: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def words(self) -> list[str]:
+        """The program and its arguments, without Python."""
+        named = [self.config_flag, str(self.config)] if self.config_flag else []
+        return [*self.program, *named, *self.more]
+
+
+def torchrun_argv(job: LaunchJob, *, nproc: int) -> list[str]:
+    """One node's torchrun. Its own Python, so that no PATH decides."""
+    words = [job.python, "-m", "torch.distributed.run", f"--nproc-per-node={nproc}"]
+    if job.num_nodes == 1:
+        words.append("--standalone")
+    else:
+        words += [
+            f"--nnodes={job.num_nodes}",
+            f"--node-rank={job.node_rank}",
+            f"--master-addr={job.master_addr}",
+            f"--master-port={job.master_port}",
+        ]
+    return [*words, *job.words]
+
+
+def network_env(infiniband: Sequence[str], interface: str | None, given: Mapping[str, str]) -> dict[str, str]:
+    """NCCL's settings for this node's network; what the user has set stays.
+
+    `infiniband`: the devices there are; `interface`: that of the default route.
+    """
+    chosen: dict[str, str] = {}
+    if infiniband:
+        # 3: RoCE v2 over IPv4; InfiniBand proper ignores it.
+        chosen = {"NCCL_IB_DISABLE": "0", "NCCL_IB_GID_INDEX": "3"}
+    else:
+        chosen["NCCL_IB_DISABLE"] = "1"
+        if interface:
+            chosen |= {"NCCL_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": interface}
+    return {name: given.get(name, value) for name, value in chosen.items()}
+
+
+def default_interface(routes: str) -> str | None:
+    """The interface of the default route in the text of /proc/net/route."""
+    for line in routes.splitlines()[1:]:
+        words = line.split()
+        if len(words) > 2 and words[1] == "00000000":
+            return words[0]
+    return None

@@ -1,0 +1,239 @@
+"""torchrun on this node: checks before the start, settings for its network, a log with a stable name."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from provisioning.errors import UserError
+from provisioning.launchers.job import LOGS, LaunchJob, default_interface, network_env, torchrun_argv
+
+_MASTER_TIMEOUT_S = 60.0
+_PROBE_TIMEOUT_S = 120.0
+_MIN_FREE_GPU_MB = 1024
+_STOP_TIMEOUT_S = 15.0
+_PROBE = (
+    "import sys, torch.distributed as d; "
+    "sys.exit(0 if d.is_available() and (sys.argv[1] != 'nccl' or d.is_nccl_available()) else 3)"
+)
+
+
+def python_of(environment: Mapping[str, str], venv: Path | None) -> str:
+    """The Python of --venv, else of CONDA_ENV (a name or a path), else this one. Raises UserError."""
+    conda = environment.get("CONDA_ENV")
+    if venv is not None:
+        roots = [venv]
+    elif conda:
+        bases = [
+            environment.get("CONDA_ROOT"),
+            environment.get("CONDA_PREFIX"),
+            "~/miniconda3",
+            "~/anaconda3",
+        ]
+        roots = [Path(conda)] if "/" in conda else [Path(base) / "envs" / conda for base in bases if base]
+    else:
+        return sys.executable
+    for root in roots:
+        python = root.expanduser() / "bin" / "python"
+        if python.exists():
+            return str(python.absolute())
+    raise UserError(
+        f"There is no bin/python in {' or '.join(map(str, roots))}; name an environment that is there."
+    )
+
+
+def config_as_toml(path: Path, directory: Path) -> Path:
+    """The configuration itself if it is TOML, else one of the same values below `directory`. Raises UserError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"The configuration {path} cannot be read: {error.strerror}.") from error
+    if path.suffix in (".yaml", ".yml"):
+        import yaml
+
+        try:
+            values = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise UserError(f"{path} is not YAML: {error}.") from error
+        if not isinstance(values, dict):
+            raise UserError(f"{path} holds no mapping of flags to values.")
+        import tomli_w
+
+        target = directory / f"{path.stem}.toml"
+        target.write_text(tomli_w.dumps(_without_none(values)), encoding="utf-8")
+        return target.absolute()
+    try:
+        tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path} is not TOML: {error}.") from error
+    return path.absolute()
+
+
+def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: _without_none(value) if isinstance(value, dict) else value
+        for name, value in values.items()
+        if value is not None
+    }
+
+
+def checked(job: LaunchJob) -> tuple[LaunchJob, int]:
+    """The job with a backend that this node has, and its number of processes. Raises UserError for what is missing."""
+    free_mb = free_gpu_memory()
+    backend = job.backend
+    if backend not in ("nccl", "gloo"):
+        raise UserError(f'BACKEND "{backend}" is neither nccl nor gloo.')
+    if backend == "nccl" and not free_mb:
+        raise UserError(
+            "BACKEND nccl needs GPUs, and nvidia-smi shows none here; set BACKEND=gloo to train on CPUs."
+        )
+    if backend == "nccl" and min(free_mb) < _MIN_FREE_GPU_MB:
+        index = free_mb.index(min(free_mb))
+        raise UserError(
+            f"GPU {index} has only {free_mb[index]} MB free; end what runs on it (nvidia-smi shows it)."
+        )
+    nproc = _num_processes(job.nproc_per_node, len(free_mb) if backend == "nccl" else 0)
+    probe = subprocess.run(
+        [job.python, "-c", _PROBE, backend],
+        capture_output=True,
+        text=True,
+        timeout=_PROBE_TIMEOUT_S,
+        check=False,
+    )
+    if probe.returncode:
+        said = probe.stderr.strip().splitlines()[-1:] or [f"{backend} is not in this build"]
+        raise UserError(f"torch.distributed does not work with {backend} in {job.python}: {said[0]}")
+    check_master(job)
+    return replace(job, backend=backend), nproc
+
+
+def check_master(job: LaunchJob) -> None:
+    """On the first node its port is free; on the others the first one is waited for. Raises UserError."""
+    if job.num_nodes == 1:
+        return
+    if not 0 <= job.node_rank < job.num_nodes:
+        raise UserError(
+            f"node_rank {job.node_rank}: with {job.num_nodes} nodes the last one is {job.num_nodes - 1}."
+        )
+    if job.node_rank == 0:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("", job.master_port))
+            except OSError as error:
+                raise UserError(
+                    f"Port {job.master_port} of this node, the master's, is taken ({error.strerror}); name another one."
+                ) from error
+        return
+    deadline = time.monotonic() + _MASTER_TIMEOUT_S
+    while True:
+        try:
+            socket.create_connection((job.master_addr, job.master_port), 3.0).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"The master {job.master_addr}:{job.master_port} does not answer within {_MASTER_TIMEOUT_S:g} s "
+                    f"({error}); start node 0 first, and open that port on it."
+                ) from error
+            time.sleep(0.5)
+
+
+def free_gpu_memory() -> list[int]:
+    """Free MB of each GPU that nvidia-smi shows."""
+    try:
+        answer = subprocess.run(
+            ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            timeout=20.0,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [int(line) for line in answer.stdout.split() if line.isdigit()]
+
+
+def run(job: LaunchJob, nproc: int, environment: Mapping[str, str], directory: Path) -> int:
+    """torchrun to its end, its output here and in the log; its exit code. SIGINT and SIGTERM end all of it."""
+    log_path = log_file(directory, job.node_rank)
+    env = {**environment, **node_env(job, environment)}
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            torchrun_argv(job, nproc=nproc),
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        before = {
+            number: signal.signal(number, lambda number, _frame: _signal(process, number))
+            for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                log.write(line)
+                log.flush()
+                sys.stdout.write(line.decode(errors="replace"))
+                sys.stdout.flush()
+            return _shell_code(process.wait())
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            _signal(process, signal.SIGKILL)
+            process.wait(_STOP_TIMEOUT_S)
+
+
+def node_env(job: LaunchJob, environment: Mapping[str, str]) -> dict[str, str]:
+    devices = Path("/sys/class/infiniband")
+    infiniband = sorted(path.name for path in devices.iterdir()) if devices.is_dir() else []
+    routes = Path("/proc/net/route")
+    interface = default_interface(routes.read_text()) if routes.exists() else None
+    # On one node everything is loopback: no interface has to be chosen.
+    network = network_env(infiniband, interface, environment) if job.num_nodes > 1 else {}
+    own = {"LOGLEVEL": job.log_level, "PYTHONUNBUFFERED": "1"}
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if job.backend == "gloo" else {}
+    return {**network, **own, **hidden, **job.extra_env}
+
+
+def log_file(directory: Path, node_rank: int) -> Path:
+    """cluster_train_<time>_node<rank>.log, which latest_node<rank>.log leads to."""
+    logs = directory / LOGS
+    logs.mkdir(parents=True, exist_ok=True)
+    path = logs / f"cluster_train_{time.strftime('%Y%m%d_%H%M%S')}_node{node_rank}.log"
+    fresh = logs / f".latest_node{node_rank}.{os.getpid()}"
+    fresh.symlink_to(path.name)
+    fresh.replace(logs / f"latest_node{node_rank}.log")
+    return path
+
+
+def _num_processes(wanted: str, num_gpus: int) -> int:
+    if wanted == "auto":
+        return max(num_gpus, 1)
+    if not wanted.isdigit() or int(wanted) < 1:
+        raise UserError(f'NPROC_PER_NODE "{wanted}" is neither auto nor a number from 1 on.')
+    if num_gpus and int(wanted) > num_gpus:
+        raise UserError(f"NPROC_PER_NODE {wanted} is more than this node's {num_gpus} GPUs.")
+    return int(wanted)
+
+
+def _signal(process: subprocess.Popen[bytes], number: int) -> None:
+    try:
+        os.killpg(process.pid, number)
+    except (ProcessLookupError, PermissionError):
+        return
+
+
+def _shell_code(code: int) -> int:
+    return 128 - code if code < 0 else code
