@@ -44,6 +44,9 @@ def make_app() -> App:
     app.command(dht)
     app.command("diloco.experiments_verb:app", name="experiments", help="Run many trainings on rented pods.")
     app.command("diloco.launch_verb:app", name="launch", help="Start a training that spans nodes.")
+    app.command(
+        "diloco.grpo_sweep_verb:app", name="grpo-sweep", help="Run GRPO with several seeds side by side."
+    )
     app.command("diloco.peer:app", name="peer", help="Be one peer of a swarm: join, train, average, leave.")
     app.command("diloco.peers_verb:app", name="peers", help="Ban peers from a swarm, or let them back in.")
     app.command("diloco.pods_verb:app", name="pods", help="Look after rented pods.")

@@ -65,7 +65,10 @@ class LocalSwarm:
         self._config_path = self.run_dir / "config.toml"
         self._config_path.write_text(to_toml(self.config, only=self.named - _OWN_FIELDS), encoding="utf-8")
         self._environment = environment_of_peers(os.environ, self.run_dir, self.num_peers)
-        self._coordinator = Supervisor(self._coordinator_command(_free_port()), policy=_POLICY)
+        command = coordinator_command(
+            self.config.hv.run_id, free_port(), self._environment, self.run_dir / "logs" / "dht.log"
+        )
+        self._coordinator = Supervisor(command, policy=_POLICY)
         self.shown = [Shown(f"peer {rank}", self.run_dir / f"peer-{rank}") for rank in range(self.num_peers)]
 
     async def run(self) -> None:
@@ -76,7 +79,7 @@ class LocalSwarm:
         coordinator = asyncio.create_task(self._coordinator.run())
         tasks = [coordinator]
         try:
-            address = await self._address(coordinator)
+            address = await printed_address(self._coordinator, coordinator)
             self.peers += [self._peer(rank, address) for rank in range(self.num_peers)]
             ends = {asyncio.create_task(peer.supervisor.run()): peer for peer in self.peers}
             tasks += ends
@@ -103,30 +106,6 @@ class LocalSwarm:
     def _log_of(self, peer: LocalPeer) -> Path:
         return peer.shown.run_dir / "logs" / "peer.log"
 
-    async def _address(self, coordinator: asyncio.Task[int]) -> str:
-        """The coordinator's address, once it has printed it."""
-        log = self._coordinator.command.log_path
-        deadline = asyncio.get_running_loop().time() + _START_TIMEOUT_S
-        while asyncio.get_running_loop().time() < deadline:
-            if coordinator.done():
-                _check_end(coordinator.result() or 1, "diloco dht start", log)
-            lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
-            found = [line.removeprefix(ADDRESS_FLAG) for line in lines if line.startswith(ADDRESS_FLAG)]
-            if found:
-                return found[0].split()[0]
-            await asyncio.sleep(0.05)
-        raise DilocoError(f"`diloco dht start` gave no address within {_START_TIMEOUT_S:g} s; see {log}")
-
-    def _coordinator_command(self, port: int) -> WorkerCommand:
-        # A fixed port and key: a coordinator that was restarted is still where the peers look for it.
-        flags = ("--run-id", self.config.hv.run_id, "--host-maddrs", f"/ip4/127.0.0.1/tcp/{port}")
-        return WorkerCommand(
-            argv=(sys.executable, "-m", "diloco", "dht", "start", *flags),
-            env=self._environment,
-            cwd=Path.cwd(),
-            log_path=self.run_dir / "logs" / "dht.log",
-        )
-
     def _peer(self, rank: int, address: str) -> LocalPeer:
         shown = self.shown[rank]
         flags = {
@@ -152,6 +131,35 @@ class LocalSwarm:
                 self.say(f"{shown.name} ended with {code}; the same command starts it again")
 
         return LocalPeer(rank, Supervisor(command, on_exit, _POLICY), shown)
+
+
+def coordinator_command(
+    run_id: str, port: int, environment: Mapping[str, str], log_path: Path
+) -> WorkerCommand:
+    """`diloco dht start` on loopback."""
+    # A fixed port and key: a coordinator that was restarted is still where the peers look for it.
+    flags = ("--run-id", run_id, "--host-maddrs", f"/ip4/127.0.0.1/tcp/{port}")
+    return WorkerCommand(
+        argv=(sys.executable, "-m", "diloco", "dht", "start", *flags),
+        env=environment,
+        cwd=Path.cwd(),
+        log_path=log_path,
+    )
+
+
+async def printed_address(coordinator: Supervisor, end: asyncio.Task[int]) -> str:
+    """The coordinator's address, once it has printed it. Raises UserError, DilocoError with its words."""
+    log = coordinator.command.log_path
+    deadline = asyncio.get_running_loop().time() + _START_TIMEOUT_S
+    while asyncio.get_running_loop().time() < deadline:
+        if end.done():
+            _check_end(end.result() or 1, "diloco dht start", log)
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+        found = [line.removeprefix(ADDRESS_FLAG) for line in lines if line.startswith(ADDRESS_FLAG)]
+        if found:
+            return found[0].split()[0]
+        await asyncio.sleep(0.05)
+    raise DilocoError(f"`diloco dht start` gave no address within {_START_TIMEOUT_S:g} s; see {log}")
 
 
 def environment_of_peers(environment: Mapping[str, str], run_dir: Path, num_peers: int) -> dict[str, str]:
@@ -190,7 +198,7 @@ def _check_end(code: int, name: str, log: Path) -> None:
         raise DilocoError(f"{name} ended with {code}. The end of {log}:\n{last_words(log)}")
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -71,7 +71,15 @@ class Metrics:
 class WandbSink:
     """A Weights & Biases run; WANDB_MODE offline and disabled work as everywhere."""
 
-    def __init__(self, *, project: str, run_dir: Path, config: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        *,
+        project: str,
+        run_dir: Path,
+        config: dict[str, Any],
+        name: str | None = None,
+        tags: tuple[str, ...] = (),
+    ) -> None:
         """Raises UserError when wandb is missing or the run cannot be started."""
         try:
             import wandb
@@ -80,7 +88,7 @@ class WandbSink:
                 "--metric-logger-type wandb needs wandb: pip install 'diloco[wandb]', or use dummy"
             ) from error
         try:
-            self._run = wandb.init(project=project, dir=run_dir, config=config)
+            self._run = wandb.init(project=project, dir=run_dir, config=config, name=name, tags=tags)
         except (wandb.Error, OSError, ValueError) as error:
             mode = os.environ.get("WANDB_MODE", "online")
             raise UserError(

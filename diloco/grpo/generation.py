@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,13 +15,16 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from diloco.errors import DilocoError
 from diloco.grpo.fleet import Fleet, Sampling, Written
-from diloco.grpo.http_json import ServerLost
+from diloco.grpo.http_json import ServerLost, ask
 from diloco.grpo.own_server import OwnServer
 from diloco.world import on_rank_zero
 
 log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 5
+RETURN_TIMEOUT_S = 600.0
+_HEALTH_TIMEOUT_S = 10.0
+_HEALTH_POLL_S = 0.5
 
 
 class Servers:
@@ -66,11 +70,28 @@ class Servers:
                 if self.own:
                     self.own.restart()
                     self._on_event(event="server_restarted", restarts=self.own.num_restarts)
+                else:
+                    self._wait_for_others()
             else:
                 if self.own:
                     self.own.has_served()
                 return result
         raise AssertionError
+
+    def _wait_for_others(self) -> None:
+        """Somebody else's servers come back by somebody else's doing. Raises DilocoError after the deadline."""
+        deadline = time.monotonic() + RETURN_TIMEOUT_S
+        for url in self.fleet.urls:
+            while True:
+                try:
+                    ask(f"{url}/health", timeout_s=_HEALTH_TIMEOUT_S)
+                    break
+                except ServerLost as error:
+                    if time.monotonic() > deadline:
+                        raise DilocoError(
+                            f"{url} has not come back within {RETURN_TIMEOUT_S:g} s: {error}"
+                        ) from error
+                time.sleep(_HEALTH_POLL_S)
 
 
 class ServerGeneration(VLLMGeneration):

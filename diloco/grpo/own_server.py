@@ -87,6 +87,12 @@ class OwnServer:
                 self._wait_until_it_serves()
                 return
 
+    @property
+    def has_died(self) -> bool:
+        """Whether it was started, and has ended without being asked to."""
+        process = self._process
+        return process is not None and process.poll() is not None
+
     def has_served(self) -> None:
         """It did what it is for: earlier deaths no longer count against it."""
         self._deaths = 0
@@ -126,9 +132,10 @@ class OwnServer:
         """Healthy is not enough: a server can say so and die of its first request. Raises ServerLost."""
         deadline = time.monotonic() + self.command.timeout_s
         while True:
-            assert self._process is not None
-            if (code := self._process.poll()) is not None:
-                raise ServerLost(f"it ended with {code}")
+            # Another thread may stop it meanwhile.
+            process = self._process
+            if process is None or (code := process.poll()) is not None:
+                raise ServerLost(f"it ended with {code}" if process else "it was stopped")
             try:
                 ask(f"{self.url}/health", timeout_s=_PROBE_TIMEOUT_S)
                 break

@@ -39,6 +39,7 @@ VERBS = [
     ["run"],
     ["status"],
     ["ckpt"],
+    ["grpo-sweep"],
     ["ckpt", "rebuild"],
 ]
 VERBS += [

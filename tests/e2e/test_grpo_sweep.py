@@ -1,0 +1,66 @@
+"""`diloco grpo-sweep` as typed, on a machine without GPUs."""
+
+from __future__ import annotations
+
+import json
+import signal
+import tomllib
+
+from benchmarks.format_model import bare_model
+from tests.support.commands import DILOCO, check_gone, wait_until
+
+SHORT = (
+    *(
+        "--device",
+        "cpu",
+        "--rollout",
+        "hf",
+        "--warmup-steps",
+        0,
+        "--total-batch-size",
+        8,
+        "--grpo.eval-prompts",
+        2,
+    ),
+    *("--grpo.max-completion-length", 8, "--grpo.num-generations", 4, "--min-free-gb", 0, "--eval-every", 40),
+)
+
+
+def small(path):
+    return bare_model(path, hidden_size=32, num_attention_heads=1, num_key_value_heads=1)
+
+
+def test_an_instance_that_fails_is_reported_and_the_other_one_finishes(start, tmp_path):
+    model, here = small(tmp_path / "model"), tmp_path / "here"
+    (here / "outputs").mkdir(parents=True)
+    name = "trl_reasoning-gym-chain_sum_instance{}_seed{}"
+    (here / "outputs" / name.format(1, 1337)).write_text("in the way")
+    ran = start(
+        *(*DILOCO, "grpo-sweep", "--path-model", model, "--instances", 2, "--seeds", "42,1337", *SHORT),
+        *("--total-steps", 2),
+        cwd=here,
+    )
+    assert ran.wait() == 1
+    assert "1 of 2 instances failed: instance 1" in ran.stderr
+    done = here / "outputs" / name.format(0, 42)
+    steps = [json.loads(line) for line in (done / "metrics.jsonl").read_text().splitlines()]
+    assert sum(record["kind"] == "step" for record in steps) == 2
+    assert tomllib.loads((done / "config.toml").read_text())["seed"] == 42
+    assert (done / "model" / "model.safetensors").is_file()
+    logs = sorted(path.name for path in (here / "logs" / "parallel_training").glob("*.log"))
+    assert logs == ["training_instance0_cpu_seed42.log", "training_instance1_cpu_seed1337.log"]
+    assert "instance 0, seed 42: finished" in ran.stdout and "instance 1, seed 1337: FAILED" in ran.stdout
+
+
+def test_averaging_instances_are_peers_of_one_swarm_and_ctrl_c_leaves_nothing(start, tmp_path):
+    model, here = small(tmp_path / "model"), tmp_path / "here"
+    here.mkdir()
+    ran = start(
+        *(*DILOCO, "grpo-sweep", "--path-model", model, "--instances", 2, "--average", *SHORT),
+        *("--total-steps", 100_000, "--hv.local-steps", 2),
+        cwd=here,
+    )
+    wait_until(lambda: "averaged by 2 peers" in ran.stdout, "an epoch of both", command=ran)
+    ran.send(signal.SIGINT)
+    assert ran.wait() == 130
+    check_gone(ran)

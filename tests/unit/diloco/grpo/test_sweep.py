@@ -1,0 +1,124 @@
+"""How a sweep is laid out: no GPU, port or directory is shared, and what cannot be is said before anything starts."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from diloco.errors import UserError
+from diloco.grpo.gpus import gpus_for_ranks, split_gpus
+from diloco.grpo.own_server import server_environment
+from diloco.grpo.sweep import check_room, planned, trainer_environment
+from diloco.grpo_sweep_verb import seeds_of
+from diloco.options import GrpoConfig, TrainConfig
+from diloco.wandb_runs import run_name
+
+CONFIG = TrainConfig(mode="grpo", path_model="Qwen/Qwen2.5-1.5B", grpo=GrpoConfig(dataset="gsm8k"))
+SEEDS = [42, 1337, 2024, 9999]
+EIGHT = [str(number) for number in range(8)]
+
+
+def test_four_instances_on_eight_gpus_share_nothing():
+    plan = planned(CONFIG, num_instances=4, seeds=SEEDS, gpus=EIGHT)
+    assert [(one.server_gpu, one.trainer_gpu, one.port) for one in plan] == [
+        ("0", "1", 8000),
+        ("2", "3", 8001),
+        ("4", "5", 8002),
+        ("6", "7", 8003),
+    ]
+    second = plan[1]
+    assert second.output_dir == Path("outputs/trl_gsm8k_instance1_seed1337")
+    assert second.deltas_dir == Path("checkpoints/deltas_gsm8k_instance1_seed1337")
+    logs = Path("logs/parallel_training")
+    assert second.log_of("training") == logs / "training_instance1_gpu3_seed1337.log"
+    assert second.log_of("vllm") == logs / "vllm_instance1_gpu2_seed1337.log"
+    named = replace(CONFIG, grpo=replace(CONFIG.grpo, run_suffix=second.suffix))
+    assert run_name(named) == "trl_gsm8k_grpo_Qwen2.5-1.5B_instance1_seed1337"
+
+
+def test_the_seed_is_really_in_the_trainers_arguments():
+    second = planned(CONFIG, num_instances=4, seeds=SEEDS, gpus=EIGHT)[1]
+    flags = second.flags(url="http://127.0.0.1:8001", seed=second.seed)
+    told = dict(zip(flags[::2], flags[1::2], strict=True))
+    assert told["--seed"] == "1337" and told["--vllm-port"] == "8001"
+    assert told["--rollout-url"] == "http://127.0.0.1:8001"
+    assert trainer_environment(second, {"A": "b"}, threads=3) == {
+        "A": "b",
+        "OMP_NUM_THREADS": "3",
+        "PYTHONUNBUFFERED": "1",
+        "CUDA_VISIBLE_DEVICES": "3",
+    }
+
+
+@pytest.mark.parametrize(
+    ("instances", "seeds", "gpus", "says"),
+    [
+        (4, SEEDS, EIGHT[:6], "4 instances need 8 GPUs, two each, and 6 are here; --instances 3 would do"),
+        (1, [1], EIGHT[:1], "--device cpu does without"),
+        (2, [1], EIGHT, "need as many different seeds"),
+        (2, [1, 1], EIGHT, "need as many different seeds"),
+    ],
+)
+def test_what_cannot_be_is_said(instances, seeds, gpus, says):
+    with pytest.raises(UserError, match=says):
+        planned(CONFIG, num_instances=instances, seeds=seeds, gpus=gpus)
+
+
+def test_seeds_are_numbers_apart_by_commas():
+    assert seeds_of("42,1337, 2024", 3, 0) == [42, 1337, 2024]
+    assert seeds_of(None, 3, 7) == [7, 8, 9]
+    with pytest.raises(UserError, match="not a list"):
+        seeds_of("42;43", 2, 0)
+
+
+@pytest.fixture
+def plan(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    config = replace(CONFIG, device="cpu", grpo=replace(CONFIG.grpo, vllm_port=port))
+    return config, planned(config, num_instances=1, seeds=[1], gpus=[])
+
+
+def test_a_taken_port_a_full_disk_an_old_run_and_a_missing_key_are_found_before_the_start(plan):
+    config, instances = plan
+    check_room(instances, config, {}, min_free_bytes=0)
+    with socket.socket() as taken, pytest.raises(UserError, match="is taken"):
+        taken.bind(("127.0.0.1", instances[0].port))
+        taken.listen()
+        check_room(instances, config, {}, min_free_bytes=0)
+    with pytest.raises(UserError, match="are free here"):
+        check_room(instances, config, {}, min_free_bytes=10**18)
+    wandb = replace(config, metric_logger_type="wandb")
+    nowhere = {"NETRC": "/nowhere"}
+    with pytest.raises(UserError, match="WANDB_API_KEY is not set"):
+        check_room(instances, wandb, nowhere, min_free_bytes=0)
+    check_room(instances, wandb, {**nowhere, "WANDB_API_KEY": "k"}, min_free_bytes=0)
+    check_room(instances, wandb, {**nowhere, "WANDB_MODE": "offline"}, min_free_bytes=0)
+    instances[0].output_dir.mkdir(parents=True)
+    (instances[0].output_dir / "metrics.jsonl").touch()
+    with pytest.raises(UserError, match="holds a run already"):
+        check_room(instances, config, {}, min_free_bytes=0)
+
+
+def test_a_peers_server_has_a_gpu_that_no_rank_trains_on():
+    assert split_gpus(EIGHT, num_ranks=7, server=None, starts_server=True) == (tuple(EIGHT[:7]), "7")
+    assert split_gpus(["0", "1"], num_ranks=1, server="0", starts_server=True) == (("1",), "0")
+    assert split_gpus(["0"], num_ranks=1, server="0", starts_server=True) == (("0",), "0")
+    assert split_gpus(["0", "1"], num_ranks=2, server=None, starts_server=False) == (("0", "1"), None)
+    with pytest.raises(UserError, match="needs a GPU beside"):
+        split_gpus(["0"], num_ranks=1, server=None, starts_server=True)
+    assert gpus_for_ranks(CONFIG, 8) == 7 and gpus_for_ranks(TrainConfig(), 8) == 8
+
+
+def test_a_server_gets_its_gpu_and_nothing_of_the_swarm(tmp_path):
+    ours = {"PATH": os.defpath, "DILOCO_LINK": "l", "RANK": "0", "OMP_NUM_THREADS": "1", "PYTHONPATH": "src"}
+    told = server_environment(ours, "5", tmp_path)
+    assert told["CUDA_VISIBLE_DEVICES"] == "5" and told["PYTHONPATH"] == str(tmp_path)
+    assert told["VLLM_SERVER_DEV_MODE"] == "1" and told["PATH"] == os.defpath
+    assert not {"DILOCO_LINK", "RANK", "OMP_NUM_THREADS"} & told.keys()
