@@ -44,7 +44,7 @@ def run(
     name: str,
     *trainer_flags: Words,
     provider: str | None = None,
-    trainer: str = "pretrain",
+    trainer: str = "grpo",
     model_id: str | None = None,
     dataset: str | None = None,
     total_steps: Number = None,
@@ -78,7 +78,7 @@ def run(
     provider: str
         Where to rent instead: local, ssh, lium or lambda.
     trainer: str
-        What trains.
+        grpo (reinforcement), or pretrain.
     model_id: str
         Another model for all of them.
     dataset: str
@@ -176,7 +176,13 @@ class _Run:
         from provisioning.fleet import opened_fleet
 
         async with opened_fleet(
-            self._ledger, list(self._found.pods), where, say, python=python, source=source
+            self._ledger,
+            list(self._found.pods),
+            where,
+            say,
+            python=python,
+            source=source,
+            extras=self._trainer.extras,
         ) as fleet:
             return await self._run(fleet)
 

@@ -81,18 +81,18 @@ async def _trained(fleet: Fleet, row: Row, placed: Placed, trainer: Trainer) -> 
     """Raises MachineError."""
     machine = await fleet.renter.machine(row.name)
     job, config = job_name(trainer, placed.config), placed.config
-    run_dir = f"{RUNS}/{job}"
+    run_dir, has_gpus = f"{RUNS}/{job}", not row.offer.is_cpu
     state = await jobs.state(machine, row.label, job)
     if not state.is_running and state.code != 0:
-        words = argv(trainer, config, fleet.python_of(row.name), run_dir)
-        variables = environment(trainer, config, has_gpus=not row.offer.is_cpu)
+        words = argv(trainer, config, fleet.python_of(row.name), run_dir, has_gpus=has_gpus)
+        variables = environment(trainer, config, has_gpus=has_gpus)
         # What a failed attempt left would be read as this one's.
         await machine.run(f"rm -rf {shlex.quote(f'{pod_directory(row.label)}/{run_dir}')}")
         await jobs.start(machine, row.label, job, words, variables)
         fleet.renter.say(row.name, f"{config.name} begins")
     code = await _end_of(machine, row, job)
     resolved, step, figure, seconds, log = await _collected(machine, row, job, run_dir, trainer)
-    wanted = wanted_values(trainer, config)
+    wanted = wanted_values(trainer, config, has_gpus=has_gpus)
     trouble = f"its trainer ended with {code}: {log}" if code else "; ".join(differences(wanted, resolved))
     if code is None:
         trouble = f"its trainer was killed together with its pod's processes: {log}"

@@ -113,6 +113,7 @@ async def opened_fleet(
     python: str | None = None,
     source: Path | None = None,
     boot_timeout_s: float = 900.0,
+    extras: Sequence[str] = (),
 ) -> AsyncIterator[Fleet]:
     """The fleet for these wishes, of one provider, with what its pods are to be given. Raises UserError."""
     names = {spec.provider for spec in specs}
@@ -137,7 +138,7 @@ async def opened_fleet(
             say=say,
             patience=Patience(boot_s=boot_timeout_s),
         )
-        extras = ["data", *(["wandb"] if "WANDB_API_KEY" in secrets else [])]
+        extras = ["data", *extras, *(["wandb"] if "WANDB_API_KEY" in secrets else [])]
         try:
             setup = Setup(
                 source=checked_source, python=python or provider.python(), extras=extras, secrets=secrets

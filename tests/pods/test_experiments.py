@@ -10,7 +10,10 @@ from provisioning.pod_paths import PODS
 from tests.support.commands import Command, check_gone, model_directory
 from tests.support.pods_commands import argv_of
 
-RUN = "diloco experiments run lr_sweep --provider local --total-steps 4 --batch-size 2 --grad-accum-steps 2 --json"
+RUN = (
+    "diloco experiments run lr_sweep --trainer pretrain --provider local --total-steps 4 --batch-size 2 "
+    "--grad-accum-steps 2 --json"
+)
 MORE = ("--fake-data", "--warmup-steps", 1, "--seq-length", 64, "--eval-tokens", 64, "--device", "cpu")
 
 

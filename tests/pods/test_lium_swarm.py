@@ -67,7 +67,9 @@ def test_two_rented_pods_train_together_run_experiments_and_are_paid_for(api, tm
         check_gone(up)
 
         training = ("--fake-data", "--seq-length", 64, "--eval-tokens", 64, "--device", "cpu")
-        sweep = argv_of("diloco experiments run multi_dataset --yes --json --destroy --provider lium")
+        sweep = argv_of(
+            "diloco experiments run multi_dataset --trainer pretrain --yes --json --destroy --provider lium"
+        )
         short = ("--model-id", model, "--dataset", "stdlib", "--total-steps", 2, "--batch-size", 2)
         three = run(*sweep, "--python", sys.executable, *short, "--grad-accum-steps", 2, "--", *training)
         # Three pods of eight A100 are wanted, one is offered: nothing is rented.

@@ -7,7 +7,16 @@ import pytest
 from diloco.config import flat_values, parse_train_config
 from provisioning.errors import UserError
 from provisioning.experiments import BUILT_IN, ExperimentConfig, load
-from provisioning.trainers import PRETRAIN, argv, differences, environment, job_name, wanted_values
+from provisioning.trainers import (
+    GRPO,
+    PRETRAIN,
+    TRAINERS,
+    argv,
+    differences,
+    environment,
+    job_name,
+    wanted_values,
+)
 
 
 def values(name: str, field: str) -> list[object]:
@@ -42,20 +51,25 @@ def test_the_built_in_sets_hold_the_values_of_the_original_ones():
         assert all(placed.config.eval_every == 20 for placed in make().experiments)
 
 
+@pytest.mark.parametrize("trainer", TRAINERS.values(), ids=TRAINERS)
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_every_value_reaches_the_trainers_resolved_configuration(name):
-    """Through the trainer's own parser."""
+def test_every_value_reaches_the_trainers_resolved_configuration(name, trainer):
+    """Through the trainer's own parser, with a flag of the user's in between."""
     for placed in BUILT_IN[name]().experiments:
-        # The device's batch has to divide the total, as it does by construction.
-        words = argv(PRETRAIN, placed.config, "python", "/tmp/run")[3:]
-        config, named = parse_train_config(words)
-        wanted = wanted_values(PRETRAIN, placed.config)
-        assert differences(wanted, flat_values(config)) == []
-        assert set(wanted) <= named
+        config = replace(placed.config, custom_args=("--seed", "7"))
+        words = argv(trainer, config, "python", "/tmp/run", has_gpus=True)
+        resolved, named = parse_train_config(words[3:], "grpo" if trainer is GRPO else "pretrain")
+        wanted = wanted_values(trainer, config, has_gpus=True)
+        values = {
+            key: list(value) if isinstance(value, tuple) else value
+            for key, value in flat_values(resolved).items()
+        }
+        assert differences(wanted, values) == []
+        assert set(wanted) <= named and resolved.seed == 7
 
 
 def test_a_value_that_did_not_arrive_is_named():
-    wanted = wanted_values(PRETRAIN, ExperimentConfig(name="x"))
+    wanted = wanted_values(PRETRAIN, ExperimentConfig(name="x"), has_gpus=False)
     assert differences(wanted, {**wanted, "lr": 4e-4}) == ["lr was to be 3e-06 and is 0.0004"]
     assert "total_steps was to be 100 and is None" in differences(wanted, {})
 
@@ -70,6 +84,7 @@ def test_changed_values_are_another_job_and_the_same_are_the_same():
 def test_the_trainer_has_its_own_gpu_and_the_users_variables():
     config = ExperimentConfig(name="x", train_gpu_device="3", custom_env={"A": "b"})
     assert environment(PRETRAIN, config, has_gpus=True) == {"CUDA_VISIBLE_DEVICES": "3", "A": "b"}
+    assert environment(GRPO, config, has_gpus=True)["CUDA_VISIBLE_DEVICES"] == "3,1,2,3,4"
     assert environment(PRETRAIN, config, has_gpus=False) == {"A": "b"}
 
 
