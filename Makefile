@@ -64,4 +64,4 @@ test-slurm: .venv/.installed
 	$(BIN)/python -m pytest -m slurm tests/pods/test_slurm.py
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf .venv .venv-vllm build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

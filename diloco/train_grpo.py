@@ -36,7 +36,7 @@ from diloco.grpo.prompts import Deal, held_out_examples, place_of, rows_of
 from diloco.grpo.recorder import Recorder
 from diloco.grpo.servers import opened_servers
 from diloco.grpo.tasks import Message, open_task
-from diloco.grpo.trainer import PeerTrainer, completed_by_the_trainer, reward_functions
+from diloco.grpo.trainer import PeerTrainer, completed_by_the_trainer, reward_functions, token_ids
 from diloco.grpo.turns import EvaluateWhenDue
 from diloco.launch import Assignment, assigned, exit_code
 from diloco.metrics import Metrics, Sink
@@ -112,7 +112,7 @@ class Training:
             seed=config.seed,
             steps_per_epoch=config.hv.steps_per_epoch,
             period=self.period,
-            prompts_per_generation=args.generation_batch_size // config.grpo.num_generations,
+            prompts_per_generation=int(args.generation_batch_size or 0) // config.grpo.num_generations,
         )
         self.held_out = held_out_examples(self.task, config.grpo.eval_prompts)
         self.tokenizer = load_tokenizer(config.path_model)
@@ -146,8 +146,8 @@ class Training:
         with generating_by_servers() if config.grpo.rollout == "vllm" else contextlib.nullcontext():
             self.trainer = self.built(args)
         if config.grpo.rollout == "vllm":
-            self.trainer.vllm_generation.servers = self.servers
-            self.trainer.vllm_generation.seed_of = self.rollout_seed
+            generation: Any = self.trainer.vllm_generation
+            generation.servers, generation.seed_of = self.servers, self.rollout_seed
 
     @property
     def seed(self) -> int:
@@ -298,17 +298,15 @@ class Training:
     def completed_by_servers(
         self, servers: Servers, prompts: Sequence[list[Message]], count: int
     ) -> list[list[str]]:
-        ids = [
-            self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
-            for prompt in prompts
-        ]
         sampling = Sampling(
             max_tokens=self.config.grpo.max_completion_length,
             temperature=TEMPERATURE,
             top_p=TOP_P,
             top_k=TOP_K,
         )
-        written = servers.complete(ids, count, sampling, seed=self.rollout_seed())
+        written = servers.complete(
+            token_ids(self.tokenizer, prompts), count, sampling, seed=self.rollout_seed()
+        )
         return [self.tokenizer.batch_decode(one.token_ids, skip_special_tokens=True) for one in written]
 
     def rollout_seed(self) -> int:

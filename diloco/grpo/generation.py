@@ -102,7 +102,7 @@ class ServerGeneration(VLLMGeneration):
 
     def _init_vllm(self) -> None:
         self.mode = "server"
-        self.vllm_client = _NoClient()
+        self.vllm_client: Any = _NoClient()
         self.accelerator.wait_for_everyone()
 
     def sync_weights(self) -> None:
@@ -162,11 +162,12 @@ class _NoClient:
 @contextlib.contextmanager
 def generating_by_servers() -> Iterator[None]:
     """A GRPOTrainer constructed in this block rolls out by ServerGeneration. TRL has no argument for that."""
-    before, trl_grpo.VLLMGeneration = trl_grpo.VLLMGeneration, ServerGeneration
+    module: Any = trl_grpo
+    before, module.VLLMGeneration = module.VLLMGeneration, ServerGeneration
     try:
         yield
     finally:
-        trl_grpo.VLLMGeneration = before
+        module.VLLMGeneration = before
 
 
 def _number(value: float | None) -> float | None:

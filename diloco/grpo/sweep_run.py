@@ -104,7 +104,7 @@ class Sweep:
 
     async def _started(self, servers: dict[int, OwnServer]) -> dict[int, str]:
         """Start them one after the other, and wait until all of them serve. Raises UserError for one that does not."""
-        starts = []
+        starts: list[asyncio.Task[None]] = []
         for number, server in servers.items():
             if starts:
                 await asyncio.sleep(BETWEEN_SERVERS_S)

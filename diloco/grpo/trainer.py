@@ -32,7 +32,7 @@ class PeerTrainer(GRPOTrainer):
         first = self.accelerator.process_index * len(inputs)
         own = rows[first : first + len(inputs)]
         assert len(own) == len(inputs), (len(rows), len(inputs), first)
-        return super()._generate_and_score_completions(own)  # type: ignore[no-any-return]
+        return super()._generate_and_score_completions(own)
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
         """pass@k on the held-out prompts."""
@@ -83,19 +83,14 @@ def completed_by_the_trainer(
     try:
         with torch.random.fork_rng(devices=devices), torch.no_grad():
             torch.manual_seed(seed)
-            asked = [prompt for prompt in prompts for _ in range(count)]
+            asked = [ids for ids in token_ids(tokenizer, prompts) for _ in range(count)]
             for start in range(0, len(asked), _EVALUATED_AT_ONCE):
-                inputs = tokenizer.apply_chat_template(
-                    asked[start : start + _EVALUATED_AT_ONCE],
-                    add_generation_prompt=True,
-                    padding=True,
-                    padding_side="left",
-                    return_tensors="pt",
-                    return_dict=True,
-                ).to(model.device)
+                input_ids, mask = left_padded(
+                    asked[start : start + _EVALUATED_AT_ONCE], tokenizer.pad_token_id or 0
+                )
                 output = model.generate(
-                    input_ids=inputs["input_ids"],
-                    attention_mask=inputs["attention_mask"],
+                    input_ids=input_ids.to(model.device),
+                    attention_mask=mask.to(model.device),
                     max_new_tokens=max_tokens,
                     do_sample=True,
                     temperature=TEMPERATURE,
@@ -105,8 +100,25 @@ def completed_by_the_trainer(
                     eos_token_id=trainer.eos_token_ids,
                     pad_token_id=tokenizer.pad_token_id,
                 )
-                new = output[:, inputs["input_ids"].shape[1] :]
+                new = output[:, input_ids.shape[1] :]
                 texts += tokenizer.batch_decode(new, skip_special_tokens=True)
     finally:
         model.train(was_training)
     return [texts[index : index + count] for index in range(0, len(texts), count)]
+
+
+def token_ids(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[list[Message]]) -> list[list[int]]:
+    """The prompts as a model is to continue them."""
+    rendered: list[list[int]] = []
+    for prompt in prompts:
+        text: Any = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+        rendered.append(list(tokenizer(text, add_special_tokens=False)["input_ids"]))
+    return rendered
+
+
+def left_padded(rows: Sequence[Sequence[int]], padding: int) -> tuple[Tensor, Tensor]:
+    """Token ids [rows, longest] that all end in the last column, where generation begins, and their mask."""
+    longest = max(map(len, rows))
+    ids = [[padding] * (longest - len(row)) + list(row) for row in rows]
+    mask = [[0] * (longest - len(row)) + [1] * len(row) for row in rows]
+    return torch.tensor(ids), torch.tensor(mask)

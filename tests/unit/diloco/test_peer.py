@@ -36,3 +36,10 @@ def test_without_one_the_trainer_reads_what_the_swarm_agreed_on(tmp_path):
     command = workplace.command({"seq_length": 77}, 3, tmp_path / "link.sock")
     assert command.argv[1:] == ("-m", "diloco.train_fsdp", "--config", str(tmp_path / "config.toml"))
     assert "seq_length = 77" in (tmp_path / "config.toml").read_text()
+
+
+def test_a_peer_that_joins_a_run_of_reinforcement_starts_that_trainer(tmp_path):
+    workplace = Workplace(TrainConfig(), frozenset(), tmp_path, 1)
+    command = workplace.command({"mode": "grpo", "grpo.dataset": "gsm8k"}, 3, tmp_path / "link.sock")
+    assert command.argv[1:] == ("-m", "diloco.train_grpo", "--config", str(tmp_path / "config.toml"))
+    assert 'dataset = "gsm8k"' in (tmp_path / "config.toml").read_text()
