@@ -66,10 +66,15 @@ class Checkpoints:
         self._looked_at = step
         final = self._path / f"model_step_{step}" / own_part(outer.world_rank)
         temporary = self._changing = temporary_of(final)
-        if self._world.local_rank == 0:
+        if self._world.rank == 0:
             with self._making:
                 shutil.rmtree(temporary, ignore_errors=True)
                 temporary.mkdir(parents=True)
+        barrier()
+        if self._world.local_rank == 0:
+            # Another node has a disk of its own, or sees the directory that rank 0 has just made.
+            with self._making:
+                temporary.mkdir(parents=True, exist_ok=True)
         barrier()
         self._write_rank(temporary)
         barrier()
