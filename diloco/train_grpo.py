@@ -236,6 +236,9 @@ class Training:
         finally:
             if self.servers:
                 self.servers.close()
+            # What the trainer wrote on its way to a checkpoint, and what the server was started with.
+            for name in ("trainer", "served"):
+                shutil.rmtree(self.run_dir / name, ignore_errors=True)
         self.metrics.write("event", event="finished", **self.position())
 
     def rows(self) -> list[dict[str, object]]:

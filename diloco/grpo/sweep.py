@@ -100,7 +100,7 @@ def planned(
 
 def slug(dataset: str) -> str:
     """A data set's name as a part of a file's name."""
-    return re.sub(r"[^A-Za-z0-9_-]+", "-", dataset.partition("=")[0]).strip("-")
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", re.split("[=,]", dataset)[0]).strip("-")
 
 
 def check_room(

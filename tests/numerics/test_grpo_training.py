@@ -123,6 +123,7 @@ def test_alone_it_evaluates_saves_and_keeps_the_newest_checkpoints(config, tmp_p
     assert all(0 <= r["pass_at_1"] <= r["pass_at_2"] <= 1 for r in records if r["kind"] == "eval")
     assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["model_step_3", "model_step_4"]
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").config.hidden_size == 32
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["metrics.jsonl", "model"]
 
 
 def test_a_model_is_rebuilt_from_the_deltas_of_a_training_that_was_resumed(config, tmp_path):

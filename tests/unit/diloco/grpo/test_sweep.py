@@ -12,7 +12,7 @@ import pytest
 from diloco.errors import UserError
 from diloco.grpo.gpus import gpus_for_ranks, split_gpus
 from diloco.grpo.own_server import server_environment
-from diloco.grpo.sweep import check_room, planned, trainer_environment
+from diloco.grpo.sweep import check_room, planned, slug, trainer_environment
 from diloco.grpo_sweep_verb import seeds_of
 from diloco.options import GrpoConfig, TrainConfig
 from diloco.wandb_runs import run_name
@@ -38,6 +38,11 @@ def test_four_instances_on_eight_gpus_share_nothing():
     assert second.log_of("vllm") == logs / "vllm_instance1_gpu2_seed1337.log"
     named = replace(CONFIG, grpo=replace(CONFIG.grpo, run_suffix=second.suffix))
     assert run_name(named) == "trl_gsm8k_grpo_Qwen2.5-1.5B_instance1_seed1337"
+
+
+def test_a_generators_options_are_no_part_of_names():
+    assert slug("reasoning-gym:chain_sum,min_terms=1,max_terms=2") == "reasoning-gym-chain_sum"
+    assert slug("gsm8k=/data/gsm8k") == "gsm8k"
 
 
 def test_the_seed_is_really_in_the_trainers_arguments():

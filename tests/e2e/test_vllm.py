@@ -1,0 +1,170 @@
+"""Real vLLM servers, on the CPU, in an environment of their own: `make test-vllm`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks.format_model import TASK, bare_model
+from diloco.grpo.blob_server import BlobServer
+from diloco.grpo.fleet import Fleet, Sampling, _rpc
+from diloco.grpo.generation import Servers
+from diloco.grpo.own_server import OwnServer, vllm_command
+from diloco.grpo.publisher import Publisher
+from diloco.model import load_model
+from tests.support.commands import DILOCO, check_gone, wait_until
+from tests.support.rollouts import CLOSE, PROMPTS, SAMPLING, difference, orders, train_a_little
+
+pytestmark = pytest.mark.vllm
+START_TIMEOUT_S = 400.0
+RUN_TIMEOUT_S = 1500.0
+
+
+@pytest.fixture(scope="module")
+def python():
+    path = os.environ.get("DILOCO_VLLM_PYTHON", "")
+    assert Path(path).is_file(), "DILOCO_VLLM_PYTHON names no Python that has vLLM; make test-vllm sets it up"
+    return path
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def served(request, python, tmp_path_factory):
+    """A running server, and the model that it was started with."""
+    directory = tmp_path_factory.mktemp("vllm")
+    bare = bare_model(directory / "bare", tie_word_embeddings=request.param)
+    load_model(str(bare), seed=0).save_pretrained(bare)
+    command = vllm_command(
+        python=python,
+        model=bare,
+        dtype="float32",
+        port=0,
+        gpu=None,
+        more=(),
+        log_path=directory / "logs" / "vllm.log",
+        timeout_s=START_TIMEOUT_S,
+        environment={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+    with OwnServer(command) as server:
+        server.start()
+        yield server, bare
+        left = processes_of(command.port)
+        assert left
+    check_none_lives(left)
+
+
+def processes_of(port: int) -> list[psutil.Process]:
+    """The server on this port, and all that it has started."""
+    leaders = [p for p in psutil.process_iter(["cmdline"]) if str(port) in (p.info["cmdline"] or [])]
+    return list({child for leader in leaders for child in (leader, *leader.children(recursive=True))})
+
+
+def check_none_lives(processes: list[psutil.Process]) -> None:
+    """Soon, at least: a process that was killed may take a moment, and stay a zombie where nobody asks for it."""
+    _, left = psutil.wait_procs(processes, timeout=10)
+    living = []
+    for process in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                living.append(process.cmdline())
+    assert not living
+
+
+def fresh(directory: Path) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+
+def test_after_every_push_the_server_has_the_trainers_log_probabilities(served):
+    server, directory = served
+    model, publisher = fresh(directory), Publisher(torch.float32)
+    fleet, kinds = Fleet([server.url], publisher), []
+    for step, share in enumerate((1.0, 0.01, 1.0)):
+        train_a_little(model, step, share=share)
+        publisher.take(model.named_parameters())
+        fleet.push()
+        kinds.append(fleet.pushed[0]["is_patch"])
+        assert difference(model, fleet.complete(PROMPTS, 2, SAMPLING, seed=step)) <= CLOSE
+    assert kinds == [False, True, False]
+    train_a_little(model, 9)
+    assert difference(model, fleet.complete(PROMPTS, 2, SAMPLING, seed=9)) > CLOSE
+    fleet.close()
+
+
+def test_what_is_not_to_be_loaded_is_refused_by_name_and_the_old_weights_serve_on(served):
+    server, directory = served
+    model, publisher = fresh(directory), Publisher(torch.float32)
+    fleet, blobs = Fleet([server.url], publisher), BlobServer("127.0.0.1")
+    for step in range(2):
+        train_a_little(model, step)
+        publisher.take(model.named_parameters())
+        fleet.push()
+    before = _rpc(server.url, "diloco_state")
+    for blob, version, sha256, words in orders(publisher.state, before["version"]):
+        [(url, true_sha256)] = blobs.publish([blob])
+        order = {"publisher": publisher.name, "version": version, "timeout_s": 10}
+        order["parts"] = [[url, sha256 or true_sha256]]
+        answer = _rpc(server.url, "diloco_pull", order=json.dumps(order))
+        assert not answer["ok"] and re.search(words, answer["error"]), answer
+        assert _rpc(server.url, "diloco_state") == before
+    assert difference(model, fleet.complete(PROMPTS, 2, SAMPLING, seed=3)) <= CLOSE
+    blobs.close()
+    fleet.close()
+
+
+def test_a_server_killed_in_a_rollout_is_restarted_with_the_current_weights_and_asked_again(served):
+    server, directory = served
+    model, publisher, events = fresh(directory), Publisher(torch.float32), []
+    train_a_little(model, 1)
+    publisher.take(model.named_parameters())
+    fleet = Fleet([server.url], publisher)
+    servers = Servers(fleet, server, lambda **event: events.append(event["event"]))
+    servers.push()
+    before = processes_of(server.command.port)
+    # Long enough that the rollout is under way when the server's own process is killed; its children are not.
+    longer = Sampling(max_tokens=400)
+    lines = {}
+    for process in before:
+        # Some are gone as soon as they were seen.
+        with contextlib.suppress(psutil.NoSuchProcess):
+            lines[process] = " ".join(process.cmdline())
+    servers_own = [p for p, line in lines.items() if "api_server" in line and "guardian" not in line]
+    leader = min(servers_own, key=lambda process: process.create_time())
+    killer = threading.Timer(0.5, lambda: os.kill(leader.pid, signal.SIGKILL))
+    killer.start()
+    written = servers.complete(PROMPTS * 8, 2, longer, seed=5)
+    killer.join()
+    assert events[:2] == ["server_lost", "server_restarted"] and server.num_restarts >= 1
+    assert [len(one.token_ids) for one in written] == [2] * 16
+    assert difference(model, written[:2]) <= CLOSE
+    check_none_lives(before)
+    fleet.close()
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_two_peers_with_a_server_each_keep_to_their_trainers_log_probabilities(start, python, tmp_path, tied):
+    model = bare_model(tmp_path / "model", tie_word_embeddings=tied)
+    ran = start(
+        *(*DILOCO, "run", "--mode", "grpo", "--path-model", model, "--dataset", TASK, "--device", "cpu"),
+        *("--grpo.vllm-python", python, "--lr", "1e-3", "--warmup-steps", 0, "--total-steps", 6),
+        *("--grpo.vllm-timeout", START_TIMEOUT_S, "--hv.local-steps", 2, "--total-batch-size", 16),
+        *("--grpo.max-completion-length", 16, "--grpo.eval-prompts", 4, "--run-dir", tmp_path / "run"),
+    )
+    assert ran.wait(RUN_TIMEOUT_S) == 0, ran.stderr
+    assert "all peers held bit-identical anchors after every epoch" in ran.stdout
+    for rank in (0, 1):
+        lines = (tmp_path / "run" / f"peer-{rank}" / "metrics.jsonl").read_text().splitlines()
+        steps = [record for record in map(json.loads, lines) if record["kind"] == "step"]
+        assert len(steps) == 6 and all(step["logp_difference_max"] <= CLOSE for step in steps)
+        versions = [step["weights_version"] for step in steps]
+        assert versions == sorted(set(versions)), "every rollout has weights of its own"
+    check_gone(ran)
+    wait_until(lambda: not ran.processes(), "the end of all servers", 30)
