@@ -4,7 +4,7 @@ BIN := .venv/bin
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-grpo test-vllm test-pods test-slurm check fast format clean
+.PHONY: demo test test-grpo test-vllm test-pods test-slurm test-ray check fast format clean
 
 # PYTHONWARNINGS: setuptools warns of every editable installation.
 .venv/.installed: pyproject.toml constraints.txt
@@ -62,6 +62,11 @@ test-pods: .venv/.installed
 test-slurm: .venv/.installed
 	command -v slurmctld >/dev/null || apt-get install --yes --no-install-recommends slurmctld slurmd slurm-client
 	$(BIN)/python -m pytest -m slurm tests/pods/test_slurm.py
+
+## A real Ray cluster of two nodes in a network namespace (as root).
+test-ray: .venv/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,ray]'
+	$(BIN)/python -m pytest -m ray tests/pods/test_ray.py
 
 clean:
 	rm -rf .venv .venv-vllm build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -1,4 +1,4 @@
-"""`diloco launch`: one training, or one peer, over several nodes, by torchrun, Slurm or PBS."""
+"""`diloco launch`: one training, or one peer, over several nodes, by torchrun, Slurm, PBS or Ray."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from cyclopts import App, Parameter
 
 from diloco.checks import at_least, up_to, whole
 from diloco.errors import UserError
+from diloco.pods_flags import Inventory, StateFile
 
 if TYPE_CHECKING:
     from provisioning.launchers.job import LaunchJob
@@ -33,14 +34,18 @@ def launch(
     master_addr: str = "localhost",
     master_port: Port = 29500,
     *more: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
-    engine: Literal["torchrun", "slurm", "pbs"] = "torchrun",
+    engine: Literal["torchrun", "slurm", "pbs", "ray"] = "torchrun",
     program: str = "-m diloco.train_fsdp",
     config_flag: str = "--config",
     venv: Path | None = None,
     gpus_per_node: Rank = 0,
     time_limit: str = "24:00:00",
     partition: str | None = None,
+    storage: str | None = None,
+    cpus_per_node: Rank | None = None,
     dry_run: Annotated[bool, Parameter(negative="")] = False,
+    state_file: StateFile = None,
+    inventory: Inventory = None,
 ) -> int:
     """Start a training over several nodes, ours or any other script.
 
@@ -61,7 +66,8 @@ def launch(
     master_port: int
         A free port on it.
     engine: str
-        torchrun starts it here; slurm and pbs submit a job that does on each node.
+        torchrun starts it here; slurm and pbs submit a job that does on each node; ray makes a Ray cluster of pods
+        that are set up, and submits a job with one worker on each.
     program: str
         What Python is called with, such as "train.py --fast".
     config_flag: str
@@ -74,6 +80,10 @@ def launch(
         How long the batch system may let it run.
     partition: str
         Partition (Slurm) or queue (PBS).
+    storage: str
+        A directory that all nodes share (Ray).
+    cpus_per_node: int
+        Cores that Ray may give out on each node; default: all.
     dry_run: bool
         Only print the job script.
     """
@@ -99,6 +109,20 @@ def launch(
         log_level=os.environ.get("LOG_LEVEL", "WARNING"),
         python=node.python_of(os.environ, venv),
     )
+    if engine == "ray":
+        from diloco.launch_ray import run_on_pods
+
+        return run_on_pods(
+            job.config,
+            program=words,
+            config_flag=config_flag,
+            more=more,
+            num_nodes=num_nodes,
+            storage=storage,
+            cpus_per_node=cpus_per_node or None,
+            state_file=state_file,
+            inventory=inventory,
+        )
     if engine == "torchrun":
         job, nproc = node.checked(job)
         return node.run(job, nproc, os.environ, here)

@@ -1,0 +1,186 @@
+"""A Ray cluster on pods, started over our own connections: a head on the first pod, a node on each of the others.
+
+Nothing of Ray's listens to the world: the dashboard and the jobs API are on the head's loopback, and are reached by a
+command that runs there. Ray's processes are jobs of the pods and end with them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from provisioning import jobs
+from provisioning.errors import MachineError
+from provisioning.ledger import Row
+from provisioning.pod_paths import CODE, JOBS, pod_directory
+from provisioning.pods import Pod
+from provisioning.renting import Renter
+
+RAY_JOB, SUBMIT_JOB = "ray", "ray-job"
+PORT, DASHBOARD_PORT = 6379, 8265
+_READY_TIMEOUT_S = 300.0
+_POLL_S = 2.0
+# Ray itself is loud about where it is used.
+ENV = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_IMPORT_WARNING": "1"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayJob:
+    """A program over the cluster."""
+
+    num_workers: int
+    program: Sequence[str]
+    """What Python is called with on each rank, in the directory of the code."""
+    storage: str
+    """A directory that all nodes share."""
+    use_gpu: bool
+    max_failures: int = 2
+    env: Mapping[str, str] | None = None
+    cpus_per_node: int | None = None
+
+
+def temporary_directory(label: str) -> str:
+    """Short: Ray puts sockets below it, whose paths may have 107 bytes."""
+    return f"/tmp/diloco-ray-{label.rpartition('-')[2]}"
+
+
+def head_argv(python: str, pod: Pod, *, cpus: int | None) -> list[str]:
+    directory = temporary_directory(pod.label)
+    return [
+        # What Ray leaves there goes when Ray ends.
+        *("sh", "-c", 'trap : TERM; "$@"; code=$?; rm -rf "$0"; exit $code', directory),
+        *(python, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"),
+        *(f"--port={PORT}", f"--node-ip-address={pod.host}"),
+        f"--temp-dir={directory}",
+        *("--dashboard-host=127.0.0.1", f"--dashboard-port={DASHBOARD_PORT}"),
+        *([f"--num-cpus={cpus}"] if cpus else []),
+    ]
+
+
+def node_argv(python: str, head: Pod, pod: Pod, *, cpus: int | None) -> list[str]:
+    return [
+        *(python, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"),
+        *(f"--address={head.host}:{PORT}", f"--node-ip-address={pod.host}"),
+        *([f"--num-cpus={cpus}"] if cpus else []),
+    ]
+
+
+def submit_argv(python: str, job: RayJob) -> list[str]:
+    """Through the jobs API, with the code as working directory and our variables as runtime environment."""
+    words = ["--num-workers", str(job.num_workers), "--storage", job.storage]
+    words += ["--max-failures", str(job.max_failures), *(["--use-gpu"] if job.use_gpu else [])]
+    runtime = json.dumps({"env_vars": {**ENV, **(job.env or {})}})
+    return [
+        *(python, "-m", "ray.scripts.scripts", "job", "submit"),
+        *(
+            "--address",
+            f"http://127.0.0.1:{DASHBOARD_PORT}",
+            "--working-dir",
+            CODE,
+            "--runtime-env-json",
+            runtime,
+        ),
+        *("--", python, "-m", "diloco.ray_worker", *words, "--", *job.program),
+    ]
+
+
+def cluster_yaml(name: str, user: str, key: str, hosts: Sequence[str], python: str) -> str:
+    """The same cluster as a file for `ray up`, for those who want to go on with Ray's own launcher. Raises nothing."""
+    import yaml
+
+    values: dict[str, Any] = {
+        "cluster_name": name,
+        "provider": {"type": "local", "head_ip": hosts[0], "worker_ips": list(hosts[1:])},
+        "auth": {"ssh_user": user, "ssh_private_key": key},
+        "min_workers": len(hosts) - 1,
+        "max_workers": len(hosts) - 1,
+        "head_start_ray_commands": [
+            f"{python} -m ray.scripts.scripts start --head --port={PORT} --dashboard-host=127.0.0.1"
+        ],
+        "worker_start_ray_commands": [f"{python} -m ray.scripts.scripts start --address=$RAY_HEAD_IP:{PORT}"],
+    }
+    return str(yaml.safe_dump(values, sort_keys=False))
+
+
+class RayCluster:
+    """Starts what does not run yet; called again, it changes nothing that works."""
+
+    def __init__(self, renter: Renter, rows: Sequence[Row], python: str) -> None:
+        self._renter, self._rows, self._python = renter, list(rows), python
+
+    async def start(self, *, cpus: int | None = None) -> None:
+        """Until all nodes are in the cluster. Raises MachineError."""
+        head_row = self._rows[0]
+        pods = [await self._renter.pod(row.name) for row in self._rows]
+        for row, pod in zip(self._rows, pods, strict=True):
+            machine = await self._renter.machine(row.name)
+            first = row is head_row
+            argv = (
+                head_argv(self._python, pod, cpus=cpus)
+                if first
+                else node_argv(self._python, pods[0], pod, cpus=cpus)
+            )
+            if await jobs.start(machine, row.label, RAY_JOB, argv, ENV):
+                self._renter.say(row.name, "starting Ray's head" if first else "starting Ray")
+            if first:
+                await self._until_nodes(1)
+        await self._until_nodes(len(self._rows))
+        self._renter.say(head_row.name, f"the Ray cluster has {len(self._rows)} nodes")
+
+    async def run(self, job: RayJob) -> int:
+        """Submit it, and print its output until its end; its exit code. Raises MachineError."""
+        row = self._rows[0]
+        machine = await self._renter.machine(row.name)
+        argv = submit_argv(self._python, job)
+        await machine.run(f"rm -f {shlex.quote(pod_directory(row.label))}/{JOBS}/{SUBMIT_JOB}/log")
+        await jobs.start(machine, row.label, SUBMIT_JOB, argv, ENV)
+        log = f"{shlex.quote(pod_directory(row.label))}/{JOBS}/{SUBMIT_JOB}/log"
+        shown = 0
+        while True:
+            state = await jobs.state(machine, row.label, SUBMIT_JOB)
+            text = (await machine.run(f"tail -c +{shown + 1} {log} 2>/dev/null; exit 0")).stdout
+            shown += len(text.encode())
+            if text:
+                print(text, end="", flush=True)
+            if not state.is_running:
+                return 1 if state.code is None else state.code
+            await asyncio.sleep(_POLL_S)
+
+    async def stop(self) -> None:
+        """End Ray on all pods; the pods stay."""
+        for row in reversed(self._rows):
+            machine = await self._renter.machine(row.name)
+            await jobs.stop(machine, row.label, SUBMIT_JOB)
+            await jobs.stop(machine, row.label, RAY_JOB)
+
+    async def _until_nodes(self, wanted: int) -> None:
+        row = self._rows[0]
+        machine = await self._renter.machine(row.name)
+        python = self._python if self._python.startswith("/") else f"./{self._python}"
+        directory = shlex.quote(pod_directory(row.label))
+        pod = await self._renter.pod(row.name)
+        ask = f"{python} -m ray.scripts.scripts status --address {pod.host}:{PORT}"
+        deadline = time.monotonic() + _READY_TIMEOUT_S
+        while True:
+            answer = await machine.run(f"cd {directory} && {ask} 2>&1", timeout_s=120.0)
+            active = answer.stdout.partition("Active:")[2].partition("Pending:")[0]
+            if len(re.findall(r"^ *\d+ node_", active, re.MULTILINE)) >= wanted:
+                return
+            for one in self._rows[:wanted]:
+                look = await jobs.state(await self._renter.machine(one.name), one.label, RAY_JOB)
+                if not look.is_running:
+                    log = await (await self._renter.machine(one.name)).run(
+                        f"tail -n 8 {shlex.quote(pod_directory(one.label))}/{JOBS}/{RAY_JOB}/log"
+                    )
+                    raise MachineError(f"Ray ended on {one.name} ({look.code}): {log.stdout.strip()}")
+            if time.monotonic() > deadline:
+                raise MachineError(
+                    f"Ray has not {wanted} nodes after {_READY_TIMEOUT_S:g} s: {answer.stdout[-400:]}"
+                )
+            await asyncio.sleep(_POLL_S)
