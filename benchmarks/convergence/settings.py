@@ -30,7 +30,7 @@ class Scale:
     local_steps: int = 6
     """H. The cadence of the scaling-laws paper (arXiv 2503.09799) is 30; for that, 4M tokens make too few outer steps.
 
-    In pilots fp32 DiLoCo lost twice as much with 12 as with 6 (results/convergence-pilot.json).
+    In pilots fp32 DiLoCo lost twice as much with 12 as with 6.
     """
     total_steps: int = 7812
     """1302 epochs of 6 steps; with 512 tokens a step, 4.0M tokens."""
