@@ -218,7 +218,8 @@ def test_garbage_on_every_port_takes_no_memory_and_does_no_harm(run, light, tmp_
             f"in {seconds:g} s: sent {figures[0]}, {figures[1]} MiB; {figures[2]} epochs; grown by {grown} MiB"
         )
     assert max(grown.values()) < 32
-    assert min(flood.num_sent.values()) >= 3
+    # At every door; how often is the machine's business.
+    assert min(flood.num_sent.values()) >= 1
     assert light.peers[0].epoch > epochs
     goes_on(light)
 
