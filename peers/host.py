@@ -32,6 +32,7 @@ from peers.streams import StreamTransport
 log = logging.getLogger(__name__)
 
 _PROGRESS_S = 5.0
+_ADOPTED_IN_VAIN = 3
 REFUSAL_TIMEOUT_S = 30.0
 """How long a worker that has to be told why it cannot join may take to connect."""
 
@@ -178,7 +179,7 @@ class WorkerHost:
 
     async def _adopt_best(self, averager: Averager) -> None:
         """Start from the same state as everybody else."""
-        presence, credit, said = self._presence, Credit(), ""
+        presence, credit, said, num_adopted = self._presence, Credit(), "", 0
         while True:
             if self.waits_for != said:
                 said = self.waits_for
@@ -189,20 +190,24 @@ class WorkerHost:
                 galaxy_size=presence.galaxy_size,
                 waited_out=self._waited_out(),
             )
-            if source is not None and source.lineage == averager.state.lineage:
+            if source is not None and _is_near(averager.state, source, num_adopted):
                 return
-            if source is None or not await self._adopt_from(source, averager, credit):
+            if source is not None and await self._adopt_from(source, averager, credit):
+                num_adopted += 1
+            else:
                 await presence.wait_for_change()
 
     async def _catch_up(self, averager: Averager) -> None:
         """While no worker was there, the others may have gone on."""
-        presence, credit = self._presence, Credit()
+        presence, credit, num_adopted = self._presence, Credit(), 0
         while True:
             view = credit.credible(presence.view, averager.state.lineage, time.monotonic())
             ahead = membership.ahead_of(view, self.world_rank)
-            if ahead is None:
+            if ahead is None or _is_near(averager.state, ahead, num_adopted):
                 return
-            if not await self._adopt_from(ahead, averager, credit):
+            if await self._adopt_from(ahead, averager, credit):
+                num_adopted += 1
+            else:
                 await presence.wait_for_change()
 
     async def _adopt_from(self, source: Announcement, averager: Averager, credit: Credit) -> bool:
@@ -251,6 +256,13 @@ class WorkerHost:
     def _show(self, state: State) -> None:
         self._standing.state = state
         self._presence.publish()
+
+
+def _is_near(state: OuterState, source: Announcement, num_adopted: int) -> bool:
+    """Whether to begin from this state. Where epochs are as short as it takes to make a commit after the others, the
+    newest is never at hand: then the one before does, and the round brings its work to where the others are."""
+    is_next = num_adopted >= _ADOPTED_IN_VAIN and source.epoch <= state.epoch + 1
+    return source.lineage == state.lineage or is_next
 
 
 class ProgressLog:
