@@ -15,7 +15,8 @@ decides by what it finds itself; who calls sums false that are not is left out t
 
 What it does not show. An owner's own contribution is what it says it is, within its announced norm, so it can bend its
 share as far as it could have by contributing. With a lossy codec sums may differ by as much as the codec can lose and
-carry over, which is a good part of the whole for int4 and topk.
+carry over: for int4 more than the sum itself, so that flipped signs show and a share left out does not; with topk
+nothing would show, and it is refused.
 """
 
 from __future__ import annotations

@@ -21,10 +21,10 @@ from peers.codecs import result_codec_named
 from peers.errors import ProtocolError
 from peers.kernels import Bytes
 from peers.reduce_plan import CHUNK_NUMEL, MAX_CHUNK_NUMEL, ReducePlan
+from peers.round_messages import MAX_MEMBERS
 
 KEPT_FOR_S = 30.0
 """After the last download: a joiner comes back for the commits when it has put its state together."""
-MAX_MEMBERS = 4096
 _MAX_COUNT = 1 << 62
 _FLOAT_BYTES = 4
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from peers.commit_log import CommitHeader, CommitLog, decoded
-from peers.errors import PeersError, PeerUnreachable, ProtocolError, StateUnavailable
+from peers.errors import PeersError, ProtocolError, StateUnavailable
 from peers.messages import Channel
 from peers.outer_optimizer import OuterOptimizer
 from peers.outer_state import OuterState, Snapshot
@@ -84,7 +84,9 @@ async def _replay_from(
         headers = _headers(message.get("commits"), have, lineage)
         state = OuterState(have.header, have.anchor, have.momentum)
         # The values belong to the state that is here: commits write beside them.
-        with state.snapshot() or _never():
+        kept = state.snapshot()
+        assert kept is not None, "nobody else has seen this state yet"
+        with kept:
             for header in headers:
                 average = torch.empty(have.header.sizes[header.fragment])
                 await _receive_average(sock, header, average)
@@ -138,7 +140,3 @@ async def serve_commits(
     for commit in commits:
         for payload in commit.payloads:
             await send_all(sock, payload.data)
-
-
-def _never() -> Snapshot:
-    raise PeerUnreachable("a state that nobody else has seen cannot be changing")

@@ -1,6 +1,6 @@
 """The round: averaging one fragment on top of one lineage, as a pure state machine.
 
-    gather -> reduce -> vote -> commit | abort
+    gather -> reduce -> vote [-> audit -> vote] -> commit | abort
 
 Every peer runs one `Round` per (fragment, lineage). It is a member always, and the leader when the ballot says so.
 Clock, messages and the view of the swarm are arguments; what is to be done comes back as actions. The daemon carries

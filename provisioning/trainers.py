@@ -34,32 +34,25 @@ class Trainer:
     """What it sees of them, in the order of CUDA_VISIBLE_DEVICES."""
 
 
+_FLAGS: Mapping[str, Callable[[ExperimentConfig], Any]] = {
+    "path_model": lambda config: config.model_id,
+    "lr": lambda config: config.learning_rate,
+    "per_device_train_batch_size": lambda config: config.batch_size,
+    "total_batch_size": lambda config: config.batch_size * config.grad_accum_steps,
+    "total_steps": lambda config: config.total_steps,
+    "eval_interval": lambda config: config.eval_every,
+}
+
 PRETRAIN = Trainer(
     name="pretrain",
     module="diloco.train_fsdp",
-    flags={
-        "path_model": lambda config: config.model_id,
-        "dataset_name_or_path": lambda config: config.dataset,
-        "lr": lambda config: config.learning_rate,
-        "per_device_train_batch_size": lambda config: config.batch_size,
-        "total_batch_size": lambda config: config.batch_size * config.grad_accum_steps,
-        "total_steps": lambda config: config.total_steps,
-        "eval_interval": lambda config: config.eval_every,
-    },
+    flags={**_FLAGS, "dataset_name_or_path": lambda config: config.dataset},
     result="loss",
 )
 GRPO = Trainer(
     name="grpo",
     module="diloco.train_grpo",
-    flags={
-        "path_model": lambda config: config.model_id,
-        "grpo.dataset": lambda config: config.dataset,
-        "lr": lambda config: config.learning_rate,
-        "per_device_train_batch_size": lambda config: config.batch_size,
-        "total_batch_size": lambda config: config.batch_size * config.grad_accum_steps,
-        "total_steps": lambda config: config.total_steps,
-        "eval_interval": lambda config: config.eval_every,
-    },
+    flags={**_FLAGS, "grpo.dataset": lambda config: config.dataset},
     gpu_flags={
         "grpo.vllm_gpu": lambda config: config.gpu_devices,
         "grpo.vllm_args": lambda config: [

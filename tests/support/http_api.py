@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -44,7 +45,7 @@ class Refusal(Exception):
         self.code, self.error, self.message = code, error, message
 
 
-class HttpApi:
+class HttpApi(ABC):
     """Subclasses say what is answered; `prefix` begins every path."""
 
     prefix = ""
@@ -54,9 +55,9 @@ class HttpApi:
         self.faults: list[Fault] = []
         self._lock = threading.Lock()
 
+    @abstractmethod
     def answer(self, request: Request) -> Any:
         """The JSON to answer with. Raises Refusal. Called for one request at a time."""
-        raise NotImplementedError
 
     def error_body(self, code: str, message: str) -> Any:
         return {"error": {"code": code, "message": message}}
