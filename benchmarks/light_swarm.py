@@ -130,6 +130,11 @@ class LightSwarm:
         self.manifest: dict[str, Any] = {}
         self.worker_module = "benchmarks.light_worker"
 
+    @property
+    def num_started(self) -> int:
+        """Lives of all peers."""
+        return len(self._processes)
+
     def start(self, rank: int, **overrides: Any) -> LightPeer:
         directory = self.directory / f"peer{rank}"
         directory.mkdir(exist_ok=True)

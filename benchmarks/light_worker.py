@@ -57,7 +57,8 @@ def main(settings: dict[str, Any]) -> None:
         weights = train_step(weights, target)
         local_step, tokens = local_step + 1, tokens + settings.get("tokens_per_step", 10)
         nominal = epoch * local_steps + local_step
-        link.send("progress", step=nominal, local_step=local_step, tokens_per_s=1.0)
+        loss = float(np.square(weights - target).mean()) if settings.get("tells_loss") else None
+        link.send("progress", step=nominal, local_step=local_step, tokens_per_s=1.0, loss=loss)
         if local_step < local_steps and nominal < max_steps:
             continue
         out[:] = weights

@@ -32,6 +32,7 @@ SIZES = (2, 5, 10, 20, 35, 50)
 FAR = 1000
 NUM_EPOCHS = 3
 _AT_ONCE = 8
+_MAX_STARTS = 3
 _EPOCH_S = 10.0
 _SETTLE_S = 2.0
 _IDLE_S = 5.0
@@ -69,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for size in sizes:
         found.append(measured(size))
         print(f"{size} peers: {found[-1]}", file=sys.stderr, flush=True)
-    report("membership", _results(found), given.json, extra={"notes": _notes(found)})
+    report("membership", _results(found), given.json, extra={"notes": _notes(found)}, keeps=True)
     if given.plot:
         _draw(given, found)
     return 0
@@ -113,6 +114,7 @@ def coming(swarm: LightSwarm) -> list[LightPeer]:
     found = [peer for peer in swarm.peers.values() if "in the swarm as world rank" not in peer.log]
     for peer in found:
         if peer.process.exitcode is not None:
+            assert swarm.num_started <= _MAX_STARTS * len(swarm.peers), f"peers do not live: {peer.error}"
             print(f"peer {peer.rank} is started again: {peer.error}", file=sys.stderr, flush=True)
             swarm.start(peer.rank)
     return found

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import signal
 import statistics
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -44,7 +46,11 @@ class Result:
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """The flags every benchmark has: --quick and --json FILE."""
+    """The flags every benchmark has: --quick and --json FILE.
+
+    From here on SIGTERM ends the program as an error would: with what it has started.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     flags = argparse.ArgumentParser(description=description)
     flags.add_argument("--quick", action="store_true", help="end in under a minute")
     flags.add_argument("--json", type=Path, metavar="FILE", help="write the results there")

@@ -21,10 +21,10 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from diloco.checkpoint_dirs import COMPLETE, read_complete, write_complete
+from diloco.checkpoints.mark import COMPLETE, checked_mark, mark_whole
 from diloco.errors import UserError
 from diloco.outer import Commit, Diloco, Restored
-from diloco.world import on_rank_zero
+from diloco.world import barrier, on_rank_zero
 
 
 class DilocoCallback(TrainerCallback):
@@ -108,8 +108,10 @@ class DilocoCallback(TrainerCallback):
         outer = self._joined
         if outer.active and not outer.in_flight:
             directory = checkpoint_of(args, state)
+            # Each rank writes files of its own.
+            barrier()
             outer.checkpoint(directory)
-            on_rank_zero(lambda: write_complete(directory, outer, args.world_size))
+            on_rank_zero(lambda: mark_whole(directory, outer, num_ranks=args.world_size))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -142,12 +144,12 @@ class DilocoCallback(TrainerCallback):
         directory = Path(str(named))
         if not (directory / COMPLETE).is_file():
             return None
-        restored, num_ranks = read_complete(directory)
-        if num_ranks != args.world_size:
+        mark = on_rank_zero(lambda: checked_mark(directory))
+        if mark.num_ranks != args.world_size:
             raise UserError(
-                f"{directory} was saved by {num_ranks} ranks and this peer has {args.world_size}; start as many"
+                f"{directory} was saved by {mark.num_ranks} ranks and this peer has {args.world_size}; start as many"
             )
-        return restored
+        return Restored(position=mark.position, tokens=mark.tokens, directory=directory)
 
     def _new_tokens(self, args: TrainingArguments, state: TrainerState) -> int:
         """This rank's tokens since the last step, by the trainer's count; samples where it counts none."""

@@ -1,185 +1,267 @@
-"""Save and restore a peer's training, shard by shard: <path>/model_step_<N>/[diloco_rank_<world rank>/].
+"""Save and restore a peer's training, shard by shard, while it goes on: <path>/model_step_<N>/[diloco_rank_<r>/].
 
-Each rank writes safetensors and JSON of its own; the daemon adds its outer state. A directory appears under its name
-only when everything is in it.
+A save takes a copy of everything at one moment; a thread then writes it. Each rank writes the shards that it holds, the
+daemon its outer state, and rank 0 the mark with everybody's digests, last. What has no mark is no checkpoint, and what
+is not as its mark says is skipped for the one before it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import shutil
+import logging
 import threading
-from dataclasses import asdict
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
-import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from diloco.checkpoint_dirs import (
-    COMPLETE,
-    complete_ones,
-    delete,
-    move,
-    own_part,
-    read_complete,
-    temporary_of,
-    write_complete,
-)
-from diloco.errors import UserError
-from diloco.flat import trainable_parameters
+from diloco.checkpoints.choice import Candidate, to_delete
+from diloco.checkpoints.copies import HostCopies
+from diloco.checkpoints.dirs import own_part
+from diloco.checkpoints.finder import candidates_in
+from diloco.checkpoints.mark import Mark, write_mark
+from diloco.checkpoints.restore import fetched, registered, skipped_event
+from diloco.checkpoints.saver import RanksBeside, Saver
+from diloco.checkpoints.shards import file_of, load, to_save
+from diloco.checkpoints.store import Store, open_store
+from diloco.errors import DilocoError
 from diloco.inner import InnerLoop
 from diloco.options import CkptConfig
-from diloco.outer import Diloco, Restored
-from diloco.world import World, barrier, on_rank_zero
+from diloco.outer import Diloco, OuterFiles, Restored
+from diloco.world import World, on_rank_zero
+from peers.whole_files import FileRecord, write_bytes, write_tensors
 
-_DISCARD_TIMEOUT_S = 2.0
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+LAST_SAVE_TIMEOUT_S = 600.0
+"""How long the end of a training waits for its last checkpoint."""
+_SIGNAL_TIMEOUT_S = 2.0
+"""How long the end of the process by a signal does: less than it is given before it is killed."""
 
 
 class Checkpoints:
-    """This peer's checkpoints. All ranks call its methods together."""
+    """This peer's checkpoints. All ranks construct it and call its methods together."""
 
-    def __init__(self, config: CkptConfig, world: World, inner: InnerLoop) -> None:
-        self._config = config
-        self._world = world
-        self._inner = inner
-        self._path = Path(config.path)
-        self._changing: Path | None = None
-        """The directory that is being written or deleted just now."""
-        self._looked_at = 0
+    def __init__(
+        self,
+        config: CkptConfig,
+        world: World,
+        inner: InnerLoop,
+        *,
+        scratch: Path,
+        beside: Mapping[str, bytes] | None = None,
+    ) -> None:
+        """`scratch` is a local directory for what is on its way to or from a URL; `beside` are files, by name, that go
+        into every checkpoint. Raises UserError where the path is no place for checkpoints."""
+        self._config, self._world, self._inner = config, world, inner
+        self._scratch, self._beside = scratch, beside or {}
+        self._store: Store = open_store(config.path, scratch)
+        self._ranks, self._saver, self._copies = RanksBeside(), Saver(tells=world.is_main), HostCopies()
+        self._looked_at = self._saved_at_ms = self._number = 0
+        self._contributors: tuple[int, ...] = ()
+        self._loss: float | None = None
+        self._staging: Path | None = None
+        """The directory that is being written just now."""
+        self._deleting: Candidate | None = None
         self._making = threading.Lock()
-        """Held while a directory is made, and by whoever has discarded one: none is made after that."""
+        """Held while a directory is made and noted, and by whoever has discarded it: none is made after that."""
+        self._fetched = contextlib.ExitStack()
+        self._skipped: list[str] = []
+        """What was wrong with checkpoints that were passed over, until it is told."""
+
+    def restore(self, world_rank: int | None) -> Restored | None:
+        """Load the checkpoint that the configuration names into model and optimizer. Raises UserError."""
+        if self._config.interval is not None:
+            self._saved_at_ms = on_rank_zero(lambda: registered(self._store, self._config.path, world_rank))
+        found = fetched(
+            self._config,
+            self._world,
+            world_rank,
+            self._scratch,
+            self._fetched,
+            on_skipped=self._skipped.append,
+        )
+        if found is None:
+            return None
+        mark, directory = found.mark, found.directory
+        load(directory, self._inner, rank=self._world.rank, saved_by=mark.num_ranks, with_random=found.is_own)
+        self._contributors, self._number = mark.contributors, mark.number + 1
+        if not found.is_own:
+            # Its epoch's work is another peer's: this one begins the epoch with the weights that all agreed on.
+            position, tokens = replace(mark.position, local_step=0), tuple(0 for _ in mark.tokens)
+            return Restored(position=position, tokens=tokens, directory=directory, is_own=False)
+        tokens = tuple(_share(count * mark.num_ranks, self._world) for count in mark.tokens)
+        return Restored(position=mark.position, tokens=tokens, directory=directory)
 
     def begin(self, step: int) -> None:
         """The run goes on from this nominal step: what lies before it was due before."""
         self._looked_at = step
+        self._fetched.close()
 
     def due(self, step: int) -> bool:
         """Whether a multiple of the interval has been reached since the last save."""
         interval = self._config.interval
         return interval is not None and step // interval > self._looked_at // interval
 
-    def save(self, outer: Diloco, *, step: int) -> Path:
-        """Write everything that is needed to go on from nominal step `step`. Returns the directory."""
-        self._looked_at = step
-        final = self._path / f"model_step_{step}" / own_part(outer.world_rank)
-        temporary = self._changing = temporary_of(final)
-        if self._world.rank == 0:
-            with self._making:
-                shutil.rmtree(temporary, ignore_errors=True)
-                temporary.mkdir(parents=True)
-        barrier()
-        if self._world.local_rank == 0:
-            # Another node has a disk of its own, or sees the directory that rank 0 has just made.
-            with self._making:
-                temporary.mkdir(parents=True, exist_ok=True)
-        barrier()
-        self._write_rank(temporary)
-        barrier()
-        outer.checkpoint(temporary)
-        on_rank_zero(lambda: write_complete(temporary, outer, self._world.num_ranks))
-        on_rank_zero(lambda: move(temporary, final))
-        if self._world.local_rank == 0 and temporary.exists():
-            # Another node with a disk of its own.
-            move(temporary, final)
-        self._changing = None
-        on_rank_zero(lambda: self._delete_old(outer.world_rank))
-        return final
+    def scored(self, loss: float) -> None:
+        """An evaluation of the weights: the next checkpoint is as good as this says."""
+        self._loss = loss
+
+    def save(self, outer: Diloco, *, step: int) -> None:
+        """Copy everything that is needed to go on from nominal step `step`; it is written while training goes on.
+
+        Waits where the save before is still under way. Where it cannot be saved, `events` says so, and nothing stops.
+        """
+        self._looked_at, began_at = step, time.monotonic()
+        if self._saver.is_busy and self._world.is_main:
+            log.warning("the checkpoint of step %d waits until the one before has been written", step)
+        self._saver.wait()
+        part = own_part(outer.world_rank)
+        try:
+            staging = on_rank_zero(lambda: self._new_directory(step, part))
+            tensors, metadata = to_save(self._inner, rank=self._world.rank)
+            copies = self._copies.take(tensors)
+            # Last, since the daemon begins to write, and would take time from the copies.
+            outer_files = outer.snapshot(staging)
+        except (OSError, DilocoError) as error:
+            self._discard()
+            self._saver.failed(step, str(error))
+            return
+        if outer.last_commit is not None:
+            self._contributors = tuple(outer.last_commit.contributors)
+        mark = Mark(
+            position=outer.position,
+            tokens=tuple(outer.tokens),
+            num_ranks=self._world.num_ranks,
+            number=self._number,
+            contributors=self._contributors,
+            loss=self._loss,
+        )
+        self._loss = None
+        self._number += 1
+        save = _Save(step, part, staging, copies, metadata, mark, outer_files)
+        self._saver.begin(step, lambda: self._write(save), blocked_s=time.monotonic() - began_at)
+
+    def events(self) -> list[dict[str, Any]]:
+        """What became of the saves that have ended since the last call, for metrics.jsonl.
+
+        Before them, in the first, the checkpoints that were not whole and so not gone on from.
+        """
+        skipped, self._skipped = self._skipped, []
+        return [*map(skipped_event, skipped), *(saved.event() for saved in self._saver.ended())]
+
+    def close(self) -> None:
+        """The end of the training: wait for what is being written, under a deadline."""
+        if not self._saver.wait(LAST_SAVE_TIMEOUT_S):
+            log.error("the last checkpoint was not written within %g s", LAST_SAVE_TIMEOUT_S)
+            self._discard()
 
     def discard_partial(self) -> None:
         """Leave nothing half-written or half-deleted, when the process is about to end in the middle of it.
 
-        Called by another thread than the one that writes, which may block from now on.
+        Called by another thread than the one that saves, which may block from now on. What can be finished in a moment
+        is.
         """
-        self._making.acquire(timeout=_DISCARD_TIMEOUT_S)
-        if (directory := self._changing) is not None:
-            # Under another name nothing can be added to it, neither by us nor by the daemon.
-            discarded = directory.with_name(f".{directory.name.strip('.')}.discarded")
-            with contextlib.suppress(OSError):
-                directory.rename(discarded)
-                delete(discarded)
+        self._making.acquire(timeout=_SIGNAL_TIMEOUT_S)
+        self._saver.wait(_SIGNAL_TIMEOUT_S)
+        self._discard()
+        if (old := self._deleting) is not None:
+            self._store.delete(old.name, old.part)
 
-    def restore(self, world_rank: int | None) -> Restored | None:
-        """Load the checkpoint that the configuration names into model and optimizer. Raises UserError."""
-        if self._config.resume is None:
-            return None
-        directory = on_rank_zero(lambda: self._find(str(self._config.resume), world_rank))
-        if directory is None:
-            return None
-        restored, num_ranks = read_complete(directory)
-        if num_ranks != self._world.num_ranks:
-            raise UserError(
-                f"{directory} was saved by {num_ranks} ranks and cannot be loaded by {self._world.num_ranks} yet; "
-                "start as many ranks as it has"
-            )
-        self._read_rank(directory)
-        return restored
+    def _new_directory(self, step: int, part: str) -> Path:
+        with self._making:
+            self._staging = self._store.staging(step, part)
+            return self._staging
 
-    def _find(self, resume: str, world_rank: int | None) -> Path | None:
-        part = own_part(world_rank)
-        if resume == "auto":
-            found = complete_ones(self._path, part)
-            return found[-1] if found else None
-        directory = Path(resume) / part
-        if not (directory / COMPLETE).is_file():
-            raise UserError(f"--ckpt.resume {resume}: there is no complete checkpoint in {directory}")
-        return directory
+    def _write(self, save: _Save) -> int:
+        """All ranks' threads do it together. Returns the bytes of the whole checkpoint. Raises OSError."""
+        try:
+            files = {
+                name: record for one in self._agreed(lambda: self._sent(save)) for name, record in one.items()
+            }
+            self._agreed(lambda: self._finish(save, files) if self._world.rank == 0 else None)
+            if self._world.rank and self._world.local_rank == 0 and save.staging.exists():
+                # Another node with a disk of its own.
+                self._store.finish(save.staging, save.step, save.part)
+        finally:
+            self._discard()
+        if self._world.rank == 0:
+            self._delete_old(save.part)
+        return sum(record.num_bytes for record in files.values())
 
-    def _delete_old(self, world_rank: int | None) -> None:
-        """Keep the newest `topk` of this peer's own; other peers' are theirs to delete."""
-        if self._config.topk is None:
-            return
-        for directory in complete_ones(self._path, own_part(world_rank))[: -self._config.topk]:
-            self._changing = directory
-            delete(directory)
-        self._changing = None
+    def _sent(self, save: _Save) -> dict[str, FileRecord]:
+        """Write what this rank has, and give it to the store."""
+        if self._world.rank:
+            # Another node has a disk of its own, or sees the directory that rank 0 has made.
+            with self._making:
+                save.staging.mkdir(parents=True, exist_ok=True)
+                self._staging = save.staging
+        name = file_of(self._world.rank)
+        files = {name: write_tensors(save.staging / name, save.tensors, save.metadata)}
+        if self._world.rank == 0:
+            for name, content in self._beside.items():
+                (save.staging / name).parent.mkdir(exist_ok=True)
+                files[name] = write_bytes(save.staging / name, content)
+            files |= save.outer.wait().files
+        self._store.send(save.staging, files, save.step, save.part)
+        return files
 
-    def _write_rank(self, directory: Path) -> None:
-        tensors = {key: tensor.cpu().contiguous() for key, tensor in self._tensors().items()}
-        tensors["rng.cpu"] = torch.get_rng_state()
-        if torch.cuda.is_initialized():
-            tensors["rng.cuda"] = torch.cuda.get_rng_state()
-        save_file(tensors, directory / f"rank_{self._world.rank}.safetensors")
-        scale = json.dumps(asdict(self._inner.loss_scale))
-        (directory / f"rank_{self._world.rank}.json").write_text(scale, encoding="utf-8")
+    def _finish(self, save: _Save, files: Mapping[str, FileRecord]) -> None:
+        self._saved_at_ms = max(self._saved_at_ms + 1, time.time_ns() // 1_000_000)
+        mark = replace(
+            save.mark, files=files, saved_at_ms=self._saved_at_ms, lineage=save.outer.wait().lineage
+        )
+        write_mark(save.staging, mark)
+        self._store.finish(save.staging, save.step, save.part)
 
-    @torch.no_grad()
-    def _read_rank(self, directory: Path) -> None:
-        stored = load_file(directory / f"rank_{self._world.rank}.safetensors")
-        self._make_optimizer_state()
-        for key, tensor in self._tensors().items():
-            if key not in stored or stored[key].shape != tensor.shape:
-                raise UserError(
-                    f"{directory} holds another model than this one: {key} is missing or differs in shape"
-                )
-            tensor.copy_(stored[key])
-        torch.set_rng_state(stored["rng.cpu"])
-        if "rng.cuda" in stored and torch.cuda.is_available():
-            torch.cuda.set_rng_state(stored["rng.cuda"])
-        scale = json.loads((directory / f"rank_{self._world.rank}.json").read_text(encoding="utf-8"))
-        for name, value in scale.items():
-            setattr(self._inner.loss_scale, name, value)
+    def _agreed(self, action: Callable[[], T]) -> list[T]:
+        """What the action returned on every rank. Raises OSError on all where it raised on one."""
+        try:
+            outcome: tuple[Any, str] = action(), ""
+        except Exception as error:  # noqa: BLE001 - the others wait to be told
+            outcome = None, str(error) or repr(error)
+        outcomes = self._ranks.gathered(outcome)
+        if reasons := [reason for _, reason in outcomes if reason]:
+            raise OSError(reasons[0])
+        return [value for value, _ in outcomes]
 
-    def _tensors(self) -> dict[str, Tensor]:
-        """This rank's shards of weights and optimizer state by name; views that can be written to."""
-        tensors = {}
-        for name, parameter in trainable_parameters(self._inner.model):
-            tensors[f"model.{name}"] = _local(parameter.detach())
-            for key, value in self._inner.optimizer.state[parameter].items():
-                tensors[f"optimizer.{name}.{key}"] = _local(value)
-        return tensors
+    def _delete_old(self, part: str) -> None:
+        """Of this peer's own those that are too many; other peers' are theirs to delete."""
+        try:
+            kept = candidates_in(self._store, part)
+            for old in to_delete(kept, topk=self._config.topk, keep=self._config.keep):
+                self._deleting = old
+                self._store.delete(old.name, old.part)
+                self._deleting = None
+        except OSError as error:
+            log.error("an old checkpoint was not deleted: %s", error)
 
-    def _make_optimizer_state(self) -> None:
-        """AdamW makes its state in the first step: take one that changes nothing."""
-        for _, parameter in trainable_parameters(self._inner.model):
-            parameter.grad = torch.zeros_like(parameter)
-        for group in self._inner.optimizer.param_groups:
-            group["lr"] = 0.0
-        self._inner.optimizer.step()
-        self._inner.optimizer.zero_grad()
+    def _discard(self) -> None:
+        """Unless it has been finished, remove what was being written. Safe to repeat."""
+        staging, self._staging = self._staging, None
+        if staging is not None:
+            self._store.discard(staging)
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+@dataclass(frozen=True)
+class _Save:
+    """One rank's part of a save."""
+
+    step: int
+    part: str
+    staging: Path
+    tensors: Mapping[str, Tensor]
+    metadata: Mapping[str, str]
+    mark: Mark
+    """Still without the files."""
+    outer: OuterFiles
+
+
+def _share(count: int, world: World) -> int:
+    """This rank's part of what all ranks together have trained, whatever their number was."""
+    return count // world.num_ranks + (world.rank < count % world.num_ranks)

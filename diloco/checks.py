@@ -23,11 +23,13 @@ _HIVEMIND_CODECS = {
 }
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _CODECS = {name: name for name in _OUR_CODECS} | _HIVEMIND_CODECS
+_LOGGERS = ("wandb", "tensorboard", "dummy")
 
 
 def at_least(low: float) -> Check:
     def check(_type: Any, value: float | None) -> None:
-        if value is not None and value < low:
+        # Written so that nan, which is neither less nor more than anything, does not pass.
+        if value is not None and not value >= low:
             raise ValueError(f"It must be {low:g} or more.")
 
     return check
@@ -35,7 +37,7 @@ def at_least(low: float) -> Check:
 
 def up_to(high: float) -> Check:
     def check(_type: Any, value: float | None) -> None:
-        if value is not None and value > high:
+        if value is not None and not value <= high:
             raise ValueError(f"It must be {high:g} or less.")
 
     return check
@@ -117,12 +119,20 @@ def codec(_type: Any, tokens: Sequence[Token]) -> str:
     return _CODECS[name]
 
 
+def loggers(_type: Any, tokens: Sequence[Token]) -> str:
+    """Names of what metrics go to, apart by commas."""
+    names = [name for token in tokens for name in re.split(r"[,\s]+", token.value) if name]
+    if unknown := [name for name in names if name not in _LOGGERS]:
+        raise ValueError(f'"{unknown[0]}" is not one of {", ".join(_LOGGERS)}.')
+    return ",".join(dict.fromkeys(names)) or "dummy"
+
+
 def addresses(*, of_peers: bool) -> Callable[[Any, Sequence[Token]], tuple[str, ...]]:
     """Converts a list flag; each value may hold several addresses apart by commas or spaces."""
 
     def convert(_type: Any, tokens: Sequence[Token]) -> tuple[str, ...]:
         from peers.errors import UserError
-        from peers.maddrs import validate_maddr
+        from peers.network.maddrs import validate_maddr
 
         found = [text for token in tokens for text in re.split(r"[,\s]+", token.value) if text]
         try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -37,22 +39,32 @@ def make_app() -> App:
         help_format="plaintext",
     )
     ckpt = App(name="ckpt", help="What trainings have saved.")
-    ckpt.command("diloco.ckpt_verb:rebuild_app", name="rebuild", help="Make a model of delta checkpoints.")
+    ckpt.command("diloco.verbs.ckpt:rebuild_app", name="rebuild", help="Make a model of delta checkpoints.")
     app.command(ckpt)
+    app.command("diloco.dashboard.verb:app", name="dashboard", help="Show a swarm on a web page.")
     dht = App(name="dht", help="The DHT's bootstrap node and the run's coordinator.")
-    dht.command("diloco.dht_verb:start_app", name="start", help="Start a DHT node and coordinate a run.")
+    dht.command("diloco.verbs.dht:start_app", name="start", help="Start a DHT node and coordinate a run.")
     app.command(dht)
-    app.command("diloco.experiments_verb:app", name="experiments", help="Run many trainings on rented pods.")
-    app.command("diloco.launch_verb:app", name="launch", help="Start a training that spans nodes.")
     app.command(
-        "diloco.grpo_sweep_verb:app", name="grpo-sweep", help="Run GRPO with several seeds side by side."
+        "diloco.verbs.export:app", name="export", help="Write a checkpoint's model as transformers loads it."
     )
-    app.command("diloco.peer:app", name="peer", help="Be one peer of a swarm: join, train, average, leave.")
-    app.command("diloco.peers_verb:app", name="peers", help="Ban peers from a swarm, or let them back in.")
-    app.command("diloco.pods_verb:app", name="pods", help="Look after rented pods.")
-    app.command("diloco.provision_verb:app", name="provision", help="Rent pods and start a swarm on them.")
-    app.command("diloco.run:app", name="run", help="Train with several peers on this machine.")
-    app.command("diloco.status:app", name="status", help="Show who is in a swarm.")
+    app.command("diloco.verbs.doctor:app", name="doctor", help="Examine this machine and its way to a swarm.")
+    app.command("diloco.verbs.experiments:app", name="experiments", help="Run many trainings on rented pods.")
+    app.command("diloco.verbs.launch:app", name="launch", help="Start a training that spans nodes.")
+    app.command(
+        "diloco.verbs.grpo_sweep:app", name="grpo-sweep", help="Run GRPO with several seeds side by side."
+    )
+    app.command(
+        "diloco.verbs.peer:app", name="peer", help="Be one peer of a swarm: join, train, average, leave."
+    )
+    app.command("diloco.verbs.peers:app", name="peers", help="Ban peers from a swarm, or let them back in.")
+    app.command("diloco.verbs.pods:app", name="pods", help="Look after rented pods.")
+    app.command("diloco.verbs.provision:app", name="provision", help="Rent pods and start a swarm on them.")
+    app.command("diloco.verbs.run:app", name="run", help="Train with several peers on this machine.")
+    app.command(
+        "diloco.verbs.simulate:app", name="simulate", help="Say what a run would take, without running it."
+    )
+    app.command("diloco.verbs.status:app", name="status", help="Show who is in a swarm.")
     return app
 
 
@@ -73,12 +85,18 @@ def exit_code(argv: list[str]) -> int:
         result = make_app()(
             argv, exit_on_error=False, print_error=False, verbose=False, result_action="return_value"
         )
+        # What is still buffered is part of the command: at its end the interpreter would complain of a lost reader.
+        sys.stdout.flush()
     except CycloptsError as error:
         print_box("diloco", f"{explained(error)}\n`diloco {_verb_of(argv)}--help` lists what can be given.")
         return USER_ERROR
     except UserError as error:
         print_box("diloco", str(error))
         return USER_ERROR
+    except BrokenPipeError:
+        # Whoever read it, as `head` does, has seen enough; Python must not write what is left there at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except Exception as error:  # noqa: BLE001
         return _failed(error)
     return result if isinstance(result, int) else 0
@@ -108,9 +126,12 @@ def _verb_of(argv: Sequence[str]) -> str:
         words.append(word)
     known = {
         "ckpt",
+        "dashboard",
         "rebuild",
+        "export",
         "dht",
         "start",
+        "doctor",
         "peer",
         "peers",
         "ban",
@@ -118,8 +139,9 @@ def _verb_of(argv: Sequence[str]) -> str:
         "list",
         "new-secret",
         "run",
+        "simulate",
         "status",
     }
     known |= {"pods", "logs", "ssh", "ssh-key", "add", "cost", "extend", "down", "reconcile"}
-    known |= {"provision", "experiments", "destroy", "launch"}
+    known |= {"provision", "experiments", "destroy", "launch", "grpo-sweep"}
     return "".join(f"{word} " for word in words if word in known)

@@ -6,11 +6,9 @@ import contextlib
 import ctypes
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Collection
 from pathlib import Path
@@ -21,6 +19,7 @@ from diloco.run_dir import last_words
 from diloco.swarm_config import daemon_config
 from peers.errors import LinkLost
 from peers.link import WorkerLink
+from peers.network.socket_directory import SocketDirectory
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
@@ -39,9 +38,9 @@ class DaemonProcess:
 
     def __init__(self, config: TrainConfig, named: Collection[str], *, log_path: Path) -> None:
         """Start it and wait until it listens. Raises UserError for what the user can mend."""
-        self._directory = Path(tempfile.mkdtemp(prefix="diloco-"))
+        self._directory = SocketDirectory()
         self._log_path = log_path
-        self.link_path = self._directory / "link.sock"
+        self.link_path = self._directory.path / "link.sock"
         fields = daemon_config(config, named, link_path=str(self.link_path))
         log_path.parent.mkdir(parents=True, exist_ok=True)
         parent_pid, libc = os.getpid(), ctypes.CDLL(None)
@@ -81,12 +80,12 @@ class DaemonProcess:
             self._process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self.kill()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._directory.remove()
 
     def kill(self) -> None:
         """End it without waiting; it cleans up by itself."""
         self._process.terminate()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._directory.remove()
 
     def _connect(self) -> WorkerLink:
         deadline = time.monotonic() + START_TIMEOUT_S

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from diloco.config import TrainConfig
-from diloco.corpus import Corpus, FileCorpus, StdlibCorpus
 from diloco.errors import UserError
-from diloco.held_out import Validation, validation_of
-from diloco.sampling import Block, random_tokens, step_offsets, windows_of
-from diloco.streaming import StreamingSource, open_hub_dataset
-from diloco.token_cache import Tokens, tokenized
+from diloco.text.corpus import Corpus, FileCorpus, StdlibCorpus
+from diloco.text.held_out import Validation, validation_of
+from diloco.text.sampling import Block, random_tokens, step_offsets, windows_of
+from diloco.text.streaming import StreamingSource, open_hub_dataset
+from diloco.text.token_cache import Tokens, tokenized
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

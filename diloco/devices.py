@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from diloco.errors import UserError
 
@@ -16,9 +17,28 @@ def visible_gpus(environment: Mapping[str, str]) -> list[str]:
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name for name in visible.split(",") if name and name != "-1"]
+    return _told_by_nvidia_smi("index", ())
+
+
+def hardware_in_words(environment: Mapping[str, str], device: str) -> str:
+    """What a peer trains on, for people: "2 × NVIDIA A100-SXM4-80GB", "CPU, 8 cores"."""
+    names: list[str] = []
+    if device != "cpu":
+        # None to be seen is none, and not all of them.
+        visible = environment.get("CUDA_VISIBLE_DEVICES")
+        if visible is None or (chosen := visible_gpus(environment)):
+            names = _told_by_nvidia_smi("name", () if visible is None else chosen)
+    if not names:
+        return f"CPU, {num_cores()} cores"
+    return ", ".join(f"{number} × {name}" for name, number in Counter(names).items())
+
+
+def _told_by_nvidia_smi(field: str, gpus: Sequence[str]) -> list[str]:
+    """One line for each of these GPUs, or of all; nothing where there is no nvidia-smi, or it fails."""
+    only = ["-i", ",".join(gpus)] if gpus else []
     try:
         answer = subprocess.run(
-            ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"],
+            ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader", *only],
             capture_output=True,
             text=True,
             timeout=_NVIDIA_SMI_TIMEOUT_S,
@@ -26,7 +46,7 @@ def visible_gpus(environment: Mapping[str, str]) -> list[str]:
         )
     except (OSError, subprocess.SubprocessError):
         return []
-    return answer.stdout.split()
+    return [line.strip() for line in answer.stdout.splitlines() if line.strip()]
 
 
 def num_cores() -> int:

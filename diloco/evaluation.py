@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from diloco.held_out import Validation
 from diloco.inner import InnerLoop
+from diloco.text.held_out import Validation
 from diloco.world import World, in_group
 
 

@@ -25,6 +25,7 @@ class Exchange:
 
     def __init__(self, model: nn.Module, link_path: Path) -> None:
         """Raises peers.errors.UserError where the swarm refuses this model, LinkLost where no daemon answers."""
+        self.link_path = link_path
         world = World.from_environment(os.environ) if in_group() else World()
         self._num_nodes = world.num_nodes
         self.num_ranks = world.num_ranks

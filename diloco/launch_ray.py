@@ -4,66 +4,135 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diloco.errors import UserError
-from diloco.pods_flags import access, locked, opened, say
+from diloco.pods.flags import access, locked, opened_existing, run, say
 
 if TYPE_CHECKING:
+    from provisioning.launchers.job import LaunchJob
+    from provisioning.launchers.ray_cluster import RayJob
     from provisioning.ledger import Ledger, Row
+    from provisioning.pods import Pod
+    from provisioning.renting import Renter
 
 _CONFIG = "launch.toml"
 
 
-def run_on_pods(
-    config: Path,
-    *,
-    program: Sequence[str],
-    config_flag: str,
-    more: Sequence[str],
-    num_nodes: int,
-    storage: str | None,
-    cpus_per_node: int | None,
-    state_file: Path | None,
-    inventory: Path | None,
-) -> int:
+@dataclass(frozen=True, kw_only=True)
+class OnPods:
+    """What the Ray engine is told beside the job."""
+
+    storage: str | None
+    """A directory that all nodes share; on this machine alone it need not be named."""
+    cpus_per_node: int | None
+    peer_flags: str | None
+    state_file: Path | None
+    inventory: Path | None
+
+
+def run_on_pods(job: LaunchJob, wish: OnPods) -> int:
     """Start what of the cluster does not run yet, submit the training, print what it says; its exit code."""
-    ledger = opened(state_file)
+    ledger = opened_existing(wish.state_file)
 
     async def work() -> int:
         from provisioning.day_two import renters
-        from provisioning.launchers.ray_cluster import RayCluster, RayJob
-        from provisioning.pod_paths import CODE, VENV, pod_directory
+        from provisioning.launchers.ray_cluster import RayCluster
+        from provisioning.pod_paths import CODE, pod_directory
         from provisioning.setup import put_private
 
-        rows = _rows(ledger, num_nodes)
-        async with renters(ledger, access(inventory), say) as by_provider:
+        rows = _rows(ledger, job.num_nodes)
+        async with renters(ledger, access(wish.inventory), say) as by_provider:
             renter = by_provider[rows[0].provider]
-            is_here = rows[0].provider == "local"
-            python = sys.executable if is_here else renter.provider.python() or f"{VENV}/bin/python"
-            if storage is None and not is_here:
-                raise UserError(
-                    "--storage is missing: a directory that all nodes share, for Ray's checkpoints."
-                )
+            told = ray_job(job, wish, rows, ledger)
             for row in rows:
+                check_reachable(row, await renter.pod(row.name), num_nodes=len(rows))
                 machine = await renter.machine(row.name)
-                await put_private(
-                    machine, f"{pod_directory(row.label)}/{CODE}/{_CONFIG}", config.read_bytes()
-                )
-            cluster = RayCluster(renter, rows, python)
-            await cluster.start(cpus=cpus_per_node)
-            named = [config_flag, _CONFIG] if config_flag else []
-            return await cluster.run(
-                RayJob(
-                    num_workers=num_nodes,
-                    program=[*program, *named, *more],
-                    storage=storage or str(ledger.path.parent / "ray"),
-                    use_gpu=not rows[0].offer.is_cpu,
-                )
-            )
+                path = f"{pod_directory(row.label)}/{CODE}/{_CONFIG}"
+                await put_private(machine, path, job.config.read_bytes())
+            cluster = RayCluster(renter, rows, _python(renter))
+            await cluster.start(cpus=wish.cpus_per_node)
+            return await cluster.run(told)
 
-    return locked(ledger, work)
+    return locked(ledger, work, for_jobs=True)
+
+
+def print_cluster_yaml(job: LaunchJob, wish: OnPods) -> int:
+    """The cluster for `ray up`; nothing is started."""
+    ledger = opened_existing(wish.state_file)
+
+    async def work() -> int:
+        from provisioning.day_two import renters
+        from provisioning.launchers.ray_yaml import RayHost, cluster_yaml
+        from provisioning.ssh_machine import SshMachine
+
+        rows = _rows(ledger, job.num_nodes)
+        async with renters(ledger, access(wish.inventory), say) as by_provider:
+            renter = by_provider[rows[0].provider]
+            hosts, users = [], {}
+            for row in rows:
+                machine, pod = await renter.machine(row.name), await renter.pod(row.name)
+                if not isinstance(machine, SshMachine):
+                    raise UserError(
+                        f"`ray up` works over SSH, and {row.name} is on this machine; run it without --dry-run."
+                    )
+                where = machine.address
+                hosts.append(RayHost(inside=pod.host, outside=where.host, ssh_port=where.port))
+                users[where.user, where.key_path] = row.name
+            if len(users) > 1:
+                raise UserError(
+                    f"`ray up` has one user and one key for all machines, and {', '.join(users.values())} have others."
+                )
+            ((user, key),) = users
+            python = _python(renter)
+            print(
+                cluster_yaml(
+                    hosts, owner=ledger.owner, user=user, key=key, python=python, cpus=wish.cpus_per_node
+                ),
+                end="",
+                flush=True,
+            )
+            return 0
+
+    return run(work())
+
+
+def _python(renter: Renter) -> str:
+    from provisioning.pod_paths import VENV
+
+    is_here = renter.provider.name == "local"
+    return sys.executable if is_here else renter.provider.python() or f"{VENV}/bin/python"
+
+
+def check_reachable(row: Row, pod: Pod, *, num_nodes: int) -> None:
+    if num_nodes > 1 and any(inside != outside for inside, outside in pod.ports):
+        raise UserError(
+            f"{row.name} maps its ports to others outside, and Ray's nodes have to reach each other on all ports; use "
+            "machines of one network (--provider ssh)."
+        )
+
+
+def ray_job(job: LaunchJob, wish: OnPods, rows: Sequence[Row], ledger: Ledger) -> RayJob:
+    from provisioning.launchers.node import num_processes
+    from provisioning.launchers.ray_cluster import RayJob
+
+    if wish.storage is None and rows[0].provider != "local":
+        raise UserError("--storage is missing: a directory that all nodes share, for Ray's checkpoints.")
+    on_gpus = [row.offer.gpu_count for row in rows if not row.offer.is_cpu]
+    if on_gpus and (len(on_gpus) < len(rows) or len(set(on_gpus)) > 1):
+        counts = ", ".join(f"{row.name} {0 if row.offer.is_cpu else row.offer.gpu_count}" for row in rows)
+        raise UserError(f"All nodes of one training need as many GPUs as the others; they have: {counts}.")
+    named = [job.config_flag, _CONFIG] if job.config_flag else []
+    return RayJob(
+        num_nodes=job.num_nodes,
+        ranks_per_node=num_processes(job.nproc_per_node, on_gpus[0] if on_gpus else 0),
+        peer_flags=wish.peer_flags,
+        program=[*job.program, *named, *job.more],
+        storage=wish.storage or str(ledger.path.parent / "ray"),
+        use_gpu=bool(on_gpus),
+    )
 
 
 def _rows(ledger: Ledger, num_nodes: int) -> list[Row]:

@@ -18,7 +18,7 @@ from diloco.devices import num_cores, threads_per_rank, visible_gpus
 from diloco.errors import DilocoError, UserError
 from diloco.live import Shown
 from diloco.run_dir import last_words
-from peers.admission_secrets import SECRET_ENV
+from peers.access.secrets import SECRET_ENV
 from peers.supervisor import USER_ERROR, RestartPolicy, Supervisor, WorkerCommand
 
 ADDRESS_FLAG = "--initial-peers "
@@ -76,10 +76,13 @@ class LocalSwarm:
 
         No process is left when it ends, cancellation included.
         """
+        log = self._coordinator.command.log_path
+        # Of a life before, at another port.
+        said_before = log.stat().st_size if log.exists() else 0
         coordinator = asyncio.create_task(self._coordinator.run())
         tasks = [coordinator]
         try:
-            address = await printed_address(self._coordinator, coordinator)
+            address = await printed_address(self._coordinator, coordinator, said_before)
             self.peers += [self._peer(rank, address) for rank in range(self.num_peers)]
             ends = {asyncio.create_task(peer.supervisor.run()): peer for peer in self.peers}
             tasks += ends
@@ -147,14 +150,18 @@ def coordinator_command(
     )
 
 
-async def printed_address(coordinator: Supervisor, end: asyncio.Task[int]) -> str:
-    """The coordinator's address, once it has printed it. Raises UserError, DilocoError with its words."""
+async def printed_address(coordinator: Supervisor, end: asyncio.Task[int], said_before: int = 0) -> str:
+    """The coordinator's address, once it has printed it behind so many bytes of its log.
+
+    Raises UserError, DilocoError with its words.
+    """
     log = coordinator.command.log_path
     deadline = asyncio.get_running_loop().time() + _START_TIMEOUT_S
     while asyncio.get_running_loop().time() < deadline:
         if end.done():
             _check_end(end.result() or 1, "diloco dht start", log)
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+        said = log.read_bytes()[said_before:] if log.exists() else b""
+        lines = said.decode("utf-8", errors="replace").splitlines()
         found = [line.removeprefix(ADDRESS_FLAG) for line in lines if line.startswith(ADDRESS_FLAG)]
         if found:
             return found[0].split()[0]

@@ -1,37 +1,37 @@
-"""metrics.jsonl, one flat JSON object a line, and what else the figures are sent to."""
+"""metrics.jsonl, one flat JSON object a line, always; and the sinks that the figures are handed to besides."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import logging
 import math
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Self
 
-from diloco.errors import UserError
+from diloco.queued_sink import QueuedSink, Sink
 
 log = logging.getLogger(__name__)
 
 Kind = Literal["step", "epoch", "eval", "event", "activations"]
 
 
-class Sink(Protocol):
-    """Somewhere else that records go."""
-
-    def write(self, record: dict[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class Metrics:
-    """Appends records. Only rank 0 of a peer has one that writes; `path` is None on the others."""
+    """Appends records. Only rank 0 of a peer has one that writes; `path` is None on the others.
 
-    def __init__(self, path: Path | None, sinks: list[Sink] | None = None) -> None:
-        self._file = None
-        self._sinks = sinks or []
+    A file that cannot be written costs the records until it can, and no training. Sinks get theirs from threads of
+    their own: one that hangs or fails costs its records, and no step any time.
+    """
+
+    def __init__(self, path: Path | None, sinks: Sequence[Sink] = ()) -> None:
+        self._file: io.FileIO | None = None
+        self._is_failing = False
+        self._sinks = [QueuedSink(sink) for sink in sinks]
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             _cut_off_partial_line(path)
@@ -51,58 +51,36 @@ class Metrics:
         if self._file is None:
             return
         record = {"kind": kind, **{k: _plain(v) for k, v in values.items()}, "time": round(time.time(), 3)}
-        self._file.write((json.dumps(record, allow_nan=False) + "\n").encode())
-        for sink in list(self._sinks):
-            try:
-                sink.write(record)
-            except Exception as error:  # noqa: BLE001 - whatever it is, it must not take the training down
-                log.warning("no more metrics to %s: %s", type(sink).__name__, error)
-                self._sinks.remove(sink)
+        self._append(self._file, (json.dumps(record, allow_nan=False) + "\n").encode())
+        for sink in self._sinks:
+            sink.write(record)
+
+    def _append(self, file: io.FileIO, line: bytes) -> None:
+        """The whole line or nothing of it."""
+        size = os.fstat(file.fileno()).st_size
+        try:
+            if file.write(line) == len(line):
+                self._is_failing = False
+                return
+            reason = "no space left"
+        except OSError as error:
+            reason = error.strerror or str(error)
+        with contextlib.suppress(OSError):
+            # Not a file whose end can be cut off: then nothing of it is lost either.
+            os.truncate(file.fileno(), size)
+        if not self._is_failing:
+            log.warning(
+                "cannot write to %s (%s): its records are lost until that is mended", file.name, reason
+            )
+        self._is_failing = True
 
     def close(self) -> None:
-        """Close the file and the sinks. Repeating it is safe."""
+        """Close the file, and the sinks, which get some seconds for what they have left. Repeating it is safe."""
         if self._file is not None:
             self._file.close()
             self._file = None
         while self._sinks:
             self._sinks.pop().close()
-
-
-class WandbSink:
-    """A Weights & Biases run; WANDB_MODE offline and disabled work as everywhere."""
-
-    def __init__(
-        self,
-        *,
-        project: str,
-        run_dir: Path,
-        config: dict[str, Any],
-        name: str | None = None,
-        tags: tuple[str, ...] = (),
-    ) -> None:
-        """Raises UserError when wandb is missing or the run cannot be started."""
-        try:
-            import wandb
-        except ImportError as error:
-            raise UserError(
-                "--metric-logger-type wandb needs wandb: pip install 'diloco[wandb]', or use dummy"
-            ) from error
-        try:
-            self._run = wandb.init(project=project, dir=run_dir, config=config, name=name, tags=tags)
-        except (wandb.Error, OSError, ValueError) as error:
-            mode = os.environ.get("WANDB_MODE", "online")
-            raise UserError(
-                f"wandb did not start (WANDB_MODE={mode}): {error}; try WANDB_MODE=offline or `wandb login`"
-            ) from error
-
-    def write(self, record: dict[str, Any]) -> None:
-        kind = record["kind"]
-        values = {f"{kind}/{k}": v for k, v in record.items() if k not in ("kind", "step", "time")}
-        # The step is a value and not wandb's own: records of one step come one by one, and a resumed run goes back.
-        self._run.log({**values, "step": record.get("step")})
-
-    def close(self) -> None:
-        self._run.finish()
 
 
 def _plain(value: Any) -> Any:

@@ -92,6 +92,12 @@ def line_of(record: Record) -> str | None:
             rank = record.get("world_rank")
             place = "" if rank is None else f" as world rank {rank}"
             return f"starts at step {_number(record, 'step')}, epoch {_number(record, 'epoch')}{place}"
+        case "event" if record.get("event") == "checkpoint":
+            return f"saved step {_number(record, 'step')}, {size(record.get('bytes'))}"
+        case "event" if record.get("event") == "checkpoint_failed":
+            return f"step {_number(record, 'step')} was not saved: {record.get('reason')}"
+        case "event" if record.get("event") == "checkpoint_skipped":
+            return f"not gone on from: {record.get('reason')}"
         case "event":
             return str(record.get("event"))
     return None

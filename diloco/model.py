@@ -53,9 +53,13 @@ def model_from_config(
 
 def num_parameters(config: Mapping[str, Any]) -> int:
     """Parameters of the model, counted without giving them memory."""
+    return sum(parameter.numel() for parameter in outline(config).parameters())
+
+
+def outline(config: Mapping[str, Any]) -> PreTrainedModel:
+    """The model without memory for its weights. Raises UserError."""
     with torch.device("meta"):
-        model = _build(hf_config(config), "eager")
-    return sum(parameter.numel() for parameter in model.parameters())
+        return _build(hf_config(config), "eager")
 
 
 def hf_config(config: Mapping[str, Any]) -> PretrainedConfig:

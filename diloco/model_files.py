@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import tempfile
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -111,6 +112,17 @@ def save_pretrained_dir(
         _replace_directory(temporary, directory)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def model_files(config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
+    """All of a model's directory but the weights, by name below `model/`."""
+    with tempfile.TemporaryDirectory(prefix="tokenizer-") as directory:
+        tokenizer.save_pretrained(directory)
+        files = {
+            f"model/{path.name}": path.read_bytes() for path in Path(directory).iterdir() if path.is_file()
+        }
+    text = json.dumps(dict(config), indent=2, sort_keys=True)
+    return {**files, f"model/{_CONFIG}": (text + "\n").encode()}
 
 
 def _replace_directory(new: Path, directory: Path) -> None:

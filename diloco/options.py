@@ -19,6 +19,7 @@ from diloco.checks import (
     count_or_auto,
     duration,
     finite,
+    loggers,
     rate_or_auto,
     safe_name,
     up_to,
@@ -74,13 +75,15 @@ class CkptConfig:
     """Where and when to save, and what to start from."""
 
     path: str = "outputs"
-    """Directory of the checkpoints; a step's lie in <path>/model_step_<N>/."""
+    """Directory or URL (s3://…, any that fsspec knows) of the checkpoints; a step's lie in <path>/model_step_<N>/."""
     interval: Count | None = None
-    """Inner steps between two checkpoints; none: no checkpoints."""
+    """Inner steps between two checkpoints, which are written while training goes on; none: no checkpoints."""
     resume: str | None = None
-    """A model_step_<N> directory, or `auto` for the newest complete one under the path."""
+    """A model_step_<N> directory or URL, or `auto` for the newest one under the path that is whole."""
     topk: Count | None = None
     """How many of this peer's own checkpoints to keep; none: all."""
+    keep: Literal["last", "best"] = "last"
+    """Which: the last, or those of the lowest loss in an evaluation (--eval-every), and the last one with them."""
     delta_interval: Count | None = None
     """Under --mode grpo: inner steps between two delta checkpoints, of which each holds what has changed in bf16."""
     delta_path: str | None = None
@@ -166,6 +169,10 @@ class HvConfig:
     """Whether a round waits for every live peer, or only for the matchmaking time."""
     timeout_waiting_for_peers: Seconds = 600.0
     """Seconds to wait for the galaxy before starting with those who are there."""
+    metrics_port: Annotated[int | None, Parameter(converter=whole, validator=(at_least(0), up_to(65535)))] = (
+        None
+    )
+    """Port on loopback at which Prometheus finds this peer's /metrics; 0: any free one, default: none."""
     fail_rank_drop: bool = False
     """Stop when a peer is lost, instead of going on without it."""
     skip_load_from_peers: bool = False
@@ -293,10 +300,17 @@ class TrainConfig:
     """Where metrics, logs, plots and the model go; default runs/<UTC time>-<project>."""
     project: str = "diloco"
     """Name of the project, for the run directory and wandb."""
-    metric_logger_type: Literal["wandb", "dummy"] = "dummy"
-    """wandb, or nothing beside metrics.jsonl."""
+    metric_logger_type: Annotated[str, Parameter(converter=loggers, metavar="wandb|tensorboard|dummy")] = (
+        "dummy"
+    )
+    """wandb, tensorboard, both (apart by a comma), or nothing beside metrics.jsonl."""
     log_activations_steps: Count | None = None
     """Steps between two records of each layer's activation norms; default: none is made."""
     grpo: Annotated[GrpoConfig, Parameter(group="GRPO")] = field(default_factory=GrpoConfig)
     ckpt: Annotated[CkptConfig, Parameter(group="Checkpoints")] = field(default_factory=CkptConfig)
     hv: Annotated[HvConfig, Parameter(group="Swarm")] = field(default_factory=HvConfig)
+
+    @property
+    def metric_loggers(self) -> tuple[str, ...]:
+        """What records go to beside metrics.jsonl."""
+        return tuple(name for name in self.metric_logger_type.split(",") if name != "dummy")

@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import nn
 
+from diloco.checkpoints.outer_files import OuterFiles
 from diloco.errors import DilocoError, UserError
 from diloco.exchange import Exchange
 from diloco.world import on_rank_zero
@@ -25,7 +26,7 @@ from peers.handover import EpochFigures
 from peers.link import LINK_ENV
 from peers.schedule import Schedule
 
-PROGRESS_INTERVAL_S = 1.0
+PROGRESS_INTERVAL_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,8 @@ class Restored:
     tokens: tuple[int, ...]
     """Of each fragment, those that each rank had trained since it was averaged."""
     directory: Path
+    is_own: bool = True
+    """Else another peer saved it: this one begins with the outer state, and its own work from there on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,6 +195,18 @@ class Diloco:
         if answer["kind"] == "failed":
             raise DilocoError(f"the outer state was not saved to {directory}: {answer['reason']}")
 
+    def snapshot(self, directory: Path) -> OuterFiles:
+        """Have the daemon write its outer state, as it is now, into `directory` while training goes on.
+
+        Raises DilocoError where it cannot begin to; what comes of it is told to whoever waits for it.
+        """
+        if self._exchange is None:
+            return OuterFiles(directory)
+        answer = self._exchange.ask("snapshot", "snapped", "failed", directory=str(directory.absolute()))
+        if answer["kind"] == "failed":
+            raise DilocoError(f"the outer state was not saved to {directory}: {answer['reason']}")
+        return OuterFiles(directory, self._exchange.link_path)
+
     def finish(self) -> None:
         """Average what is left of the epoch and leave the swarm. Repeating it is safe."""
         if self._exchange is None:
@@ -209,6 +224,7 @@ class Diloco:
             "offer",
             "start",
             resume=str(restored.directory.absolute()) if restored else None,
+            is_own=restored.is_own if restored else True,
             epoch=self.epoch,
             local_step=self.local_step,
         )
@@ -303,7 +319,7 @@ class Diloco:
             self.position = replace(self.position, local_step=local_step)
 
     def _report(self, exchange: Exchange, num_tokens: int, loss: float | None) -> None:
-        """Rank 0 tells the daemon how it goes, at most once a second."""
+        """Rank 0 tells the daemon how it goes, at most twice a second."""
         if not exchange.speaks:
             return
         rate = self._progress.due(num_tokens * exchange.num_ranks, time.monotonic())

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diloco.metrics_file import Record, figure, size
-from peers.literature import overlap_steps_for
+from peers.literature import SHARE_OF_EPOCH, overlap_steps_for
 
 UNIFORM_BITS_PER_BYTE = 8.0
 _SMOOTHED_STEPS = 20
-_STILL_TOO_LONG = 0.05
 _PLOT_INCHES = (8.0, 4.5)
 _PLOT_DPI = 120
 
@@ -193,7 +192,7 @@ def _overlap_advice(
     records: Sequence[Record], rounds: Sequence[float], share: float, tokens_per_step: int
 ) -> int | None:
     rates = [float(r["tokens_per_s"]) for r in records if r.get("kind") == "step" and r.get("tokens_per_s")]
-    if share < _STILL_TOO_LONG or not rates:
+    if share < SHARE_OF_EPOCH or not rates:
         return None
     return overlap_steps_for(statistics.median(rounds), tokens_per_step / statistics.median(rates))
 
@@ -202,11 +201,11 @@ def _still(summary: Summary) -> list[str]:
     if summary.still_share is None:
         return []
     line = f"stood still             {summary.still_share:.1%} of the time, for averaging"
-    if summary.waited_share >= _STILL_TOO_LONG:
+    if summary.waited_share >= SHARE_OF_EPOCH:
         line += f", {summary.waited_share:.1%} waiting for the slowest peer"
     if summary.overlap_advice:
         line += f"; --hv.overlap-steps {summary.overlap_advice} would hide the rounds"
-    elif summary.still_share - summary.waited_share >= _STILL_TOO_LONG:
+    elif summary.still_share - summary.waited_share >= SHARE_OF_EPOCH:
         line += "; more --hv.local-steps or --hv.compression int8 or int4 make it less"
     return [line]
 

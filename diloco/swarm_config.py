@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from diloco.config import Scalar, TrainConfig, shared_fields, shared_values, with_shared
+from diloco.devices import hardware_in_words
 from diloco.errors import UserError
 from diloco.model_files import PRESETS_DIR, clean_config, directory_of, load_model_config
-from peers.admission_service import AdmissionSettings
+from peers.access.service import AdmissionSettings
 
 _MODEL, _TOKENIZER, _PATH = "model", "tokenizer", "path_model"
 
@@ -63,6 +64,8 @@ def daemon_config(
         "all_reduce_strategy": hv.all_reduce_strategy,
         "timeout_waiting_for_peers": hv.timeout_waiting_for_peers,
         "fail_rank_drop": hv.fail_rank_drop,
+        "hardware": hardware_in_words(os.environ, config.device),
+        "metrics_port": hv.metrics_port,
         "manifest": manifest_of(config),
         "named": sorted(_named_in_manifest(named)),
         "state_dir": str(state_dir()),

@@ -28,15 +28,15 @@ from diloco.launch import Assignment, assigned, exit_code
 from diloco.memory import check_memory, memory_needed_bytes
 from diloco.metrics import Metrics, Sink
 from diloco.model import load_model, num_parameters
-from diloco.model_files import load_model_config, save_pretrained_dir
+from diloco.model_files import load_model_config, model_files, save_pretrained_dir
 from diloco.optim import adamw, learning_rate
 from diloco.outer import Diloco
-from diloco.prefetch import Prefetched
 from diloco.run_dir import METRICS
-from diloco.sampling import Block
 from diloco.sharding import Precision, full_state, prepare
 from diloco.signals import CleanUps, LeaveOnSignal, cleaned_up_on_failure
-from diloco.tokenizer import load_tokenizer
+from diloco.text.prefetch import Prefetched
+from diloco.text.sampling import Block
+from diloco.text.tokenizer import load_tokenizer
 from diloco.wandb_runs import opened_sinks
 from diloco.world import World, device_mesh, joined, on_rank_zero
 
@@ -107,7 +107,13 @@ class Trainer:
                 seq_length=config.seq_length,
                 vocab_size=model.config.vocab_size,
             )
-        self.checkpoints = Checkpoints(config.ckpt, world, self.inner)
+        self.checkpoints = Checkpoints(
+            config.ckpt,
+            world,
+            self.inner,
+            scratch=self.run_dir / "checkpoints",
+            beside=model_files(load_model_config(config.path_model), self.tokenizer),
+        )
         self.outer = Diloco(
             model,
             local_steps=config.hv.local_steps,
@@ -137,6 +143,8 @@ class Trainer:
         if outer.evaluates:
             self.evaluate()
         self.save_model()
+        self.checkpoints.close()
+        self.record_checkpoints()
         outer.finish()
         self.metrics.write("event", event="finished", **self.position())
 
@@ -159,12 +167,13 @@ class Trainer:
         for commit in outer.commits:
             metrics.write("epoch", step=outer.nominal_step, **asdict(commit))
         before, step = step, outer.nominal_step
-        if self.checkpoints.due(step) and not outer.in_flight:
-            self.checkpoints.save(outer, step=step)
         # Passed, not met: nominal steps may be skipped.
         is_due = config.eval_interval and step // config.eval_interval > before // config.eval_interval
         if is_due and not outer.done and outer.evaluates:
             self.evaluate()
+        if self.checkpoints.due(step) and not outer.in_flight:
+            self.checkpoints.save(outer, step=step)
+        self.record_checkpoints()
         return bool(outer.commits)
 
     def samples_left(self) -> Prefetched[np.ndarray]:
@@ -195,6 +204,7 @@ class Trainer:
             world=self.world,
             micro_batch_size=self.inner.micro_batch_size,
         )
+        self.checkpoints.scored(result.loss)
         self.metrics.write(
             "eval",
             **self.position(),
@@ -208,6 +218,11 @@ class Trainer:
         state = full_state(self.inner.model)
         config = load_model_config(self.config.path_model)
         on_rank_zero(lambda: save_pretrained_dir(self.run_dir / "model", state, config, self.tokenizer))
+
+    def record_checkpoints(self) -> None:
+        """What became of the checkpoints that were being written."""
+        for event in self.checkpoints.events():
+            self.metrics.write("event", **event)
 
     def position(self) -> dict[str, int]:
         step = self.outer.nominal_step

@@ -22,12 +22,11 @@ import torch
 from transformers import PrinterCallback
 
 from diloco.callback import DilocoCallback, check_divides, generation_period
-from diloco.checkpoint_dirs import own_part
 from diloco.config import TrainConfig, parse_train_config
 from diloco.devices import visible_gpus
 from diloco.errors import UserError
 from diloco.grpo.arguments import grpo_arguments, placeholders
-from diloco.grpo.checkpoints import KeepCheckpoints, KeepDeltas, found_checkpoint
+from diloco.grpo.checkpoints import KeepCheckpoints, KeepDeltas, checkpoint_to_resume
 from diloco.grpo.evaluation import TEMPERATURE, TOP_K, TOP_P, evaluated
 from diloco.grpo.fleet import Sampling
 from diloco.grpo.generation import Servers, generating_by_servers
@@ -47,7 +46,7 @@ from diloco.outer import Commit, Diloco
 from diloco.run_dir import METRICS
 from diloco.sharding import Precision, full_state
 from diloco.signals import CleanUps, LeaveOnSignal, cleaned_up_on_failure
-from diloco.tokenizer import load_tokenizer
+from diloco.text.tokenizer import load_tokenizer
 from diloco.wandb_runs import opened_sinks
 from diloco.world import World, joined, on_rank_zero
 from peers.link import LINK_ENV, WorkerLink
@@ -126,7 +125,11 @@ class Training:
         sinks: list[Sink] = []
         on_rank_zero(lambda: sinks.extend(opened_sinks(config, self.run_dir)))
         self.metrics = Metrics(self.run_dir / METRICS if world.is_main else None, sinks)
-        self.resume = on_rank_zero(lambda: found_checkpoint(config.ckpt, own_part(self.world_rank)))
+        self.scratch, self.fetched = self.run_dir / "checkpoints", contextlib.ExitStack()
+        on_event = partial(self.metrics.write, "event")
+        self.resume = checkpoint_to_resume(
+            config.ckpt, world, self.world_rank, self.scratch, self.fetched, on_event
+        )
         self.precision = Precision.of(config.precision, device)
         alarm = config.grpo.logp_alarm
         self.recorder = Recorder(
@@ -151,8 +154,8 @@ class Training:
 
     @property
     def seed(self) -> int:
-        """Of this peer's completions: another one for each peer, the same after a restart."""
-        return self.config.seed + 1_000_003 * (self.world_rank or 0)
+        """Of this peer's completions: another one for each peer, the same after a restart, and small for NumPy."""
+        return (self.config.seed + 1_000_003 * (self.world_rank or 0)) % 2**32
 
     @property
     def outer(self) -> Diloco:
@@ -187,7 +190,7 @@ class Training:
                     is_ours=self.evaluates_between,
                     at_start=self.start,
                 ),
-                KeepCheckpoints(config.ckpt, lambda: self.outer, self.world),
+                KeepCheckpoints(config.ckpt, lambda: self.outer, self.world, scratch=self.scratch),
                 *self.deltas(),
             ],
         )
@@ -221,7 +224,10 @@ class Training:
         directory = Path(ckpt.delta_path) if ckpt.delta_path else self.run_dir / "deltas"
 
         def describe() -> None:
-            directory.mkdir(parents=True, exist_ok=True)
+            try:
+                directory.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UserError(f"--ckpt.delta-path {directory} cannot be made: {error.strerror}.") from error
             content = json.dumps(load_model_config(self.config.path_model), indent=2, sort_keys=True)
             (directory / "config.json").write_text(content + "\n", encoding="utf-8")
             self.tokenizer.save_pretrained(directory)
@@ -236,9 +242,8 @@ class Training:
         finally:
             if self.servers:
                 self.servers.close()
-            # What the trainer wrote on its way to a checkpoint, and what the server was started with.
-            for name in ("trainer", "served"):
-                shutil.rmtree(self.run_dir / name, ignore_errors=True)
+            self.fetched.close()
+            self.discard_scratch()
         self.metrics.write("event", event="finished", **self.position())
 
     def rows(self) -> list[dict[str, object]]:
@@ -342,9 +347,14 @@ class Training:
 
     def discard_partial(self) -> None:
         """Leave nothing half-written, when the process is about to end in the middle of it."""
-        shutil.rmtree(self.run_dir / "trainer", ignore_errors=True)
+        self.discard_scratch()
         for partial_model in self.run_dir.glob(".model.*"):
             shutil.rmtree(partial_model, ignore_errors=True)
+
+    def discard_scratch(self) -> None:
+        """What the trainer wrote on its way to a checkpoint, and what the server was started with."""
+        for name in ("trainer", "served"):
+            shutil.rmtree(self.run_dir / name, ignore_errors=True)
 
 
 def take_gpus(config: TrainConfig, world: World, environment: MutableMapping[str, str]) -> str | None:

@@ -134,6 +134,15 @@ def summed(value: int) -> int:
     return int(total)
 
 
+def gathered(value: T) -> list[T]:
+    """Every rank's value, on every rank."""
+    if not in_group():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def barrier() -> None:
     """Return when every rank has come here."""
     summed(0)

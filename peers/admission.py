@@ -7,8 +7,8 @@ an admission key a run is open: everybody may be in it.
 
 from __future__ import annotations
 
+from peers.access.tokens import BanList, Refused, Token, Why
 from peers.errors import ProtocolError
-from peers.tokens import BanList, Refused, Token, Why
 
 CLOCK_TOLERANCE_S = 10.0
 """How far ahead of ours the clock of whoever issued a token may be."""

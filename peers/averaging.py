@@ -12,48 +12,42 @@ import logging
 import math
 import random
 import statistics
-import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from peers import membership, round_messages
-from peers.aggregation import Aggregation
-from peers.audit import demanded
-from peers.audit_exchange import AuditTask, audit_shares
+from peers import membership
 from peers.codecs import codec_named
-from peers.commit_log import CommitLog, Recording, header_of
-from peers.credit import Credit
-from peers.deadlines import Deadlines
 from peers.errors import PeersError, PeerUnreachable, ProtocolError, RoundFailed, StateUnavailable
 from peers.handover import Memories, Outcome
 from peers.mesh import Mesh
-from peers.offences import Offences
+from peers.network.streams import StreamPool
 from peers.outer_optimizer import OuterOptimizer, norm_of_pseudo_gradient
-from peers.outer_preview import Preview
 from peers.outer_state import OuterState
-from peers.readiness import Readiness, plan_of
-from peers.recent_commits import RecentCommits
 from peers.records import Announcement
-from peers.reduce import OVERLAPPED_NICENESS, reduce_pseudo_gradients
-from peers.reduce_plan import ReducePlan, ReduceReport
-from peers.residuals import Residuals
-from peers.round_leader import Timing
-from peers.round_messages import Ask, Audit, Commit, Group, Join, Proposal, RoundMessage, Vote
+from peers.reduce import OVERLAPPED_NICENESS
+from peers.reduction.residuals import Residuals
+from peers.round import messages as round_messages
+from peers.round.aggregation import Aggregation
+from peers.round.attempts import ATTEMPT_SHARE, Attempts
+from peers.round.audit import demanded
+from peers.round.audit_exchange import AuditTask
+from peers.round.credit import Credit
+from peers.round.deadlines import Deadlines
+from peers.round.leader import Timing
+from peers.round.messages import Ask, Audit, Commit, Group, Join, Proposal, RoundMessage, Vote
+from peers.round.offences import Offences
+from peers.round.readiness import Readiness
+from peers.round.recent_commits import RecentCommits
+from peers.round.standing import Standing
 from peers.rounds import Action, Apply, Cancel, CatchUp, Inspect, Reduce, Round, Send
 from peers.schedule import Schedule
-from peers.state_header import StateHeader
-from peers.streams import RoundStreams, StreamPool
+from peers.state.commit_log import CommitLog, Recording, header_of
 
 log = logging.getLogger(__name__)
 
-STALL_TIMEOUT_S = 5.0
-"""A data stream that moves no byte for so long is broken."""
-CONNECT_TIMEOUT_S = 10.0
-ATTEMPT_SHARE = 0.75
-"""Of the time for an attempt, what its reduction may take: its failure has to be told before the leader gives up."""
 _RETRY_S = 0.5
 _TICK_S = (0.02, 1.0)
 _MAX_EARLY = 4096
@@ -90,9 +84,18 @@ class Averager:
         forwarded_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
         self._me, self._incarnation, self._settings = me, incarnation, settings
-        self._mesh, self._pool, self.optimizer_for = mesh, pool, optimizer_for
+        self._mesh, self.optimizer_for = mesh, optimizer_for
         self._newest_view, self._download, self._changed = view, download, changed
-        self._forwarded_bytes = forwarded_bytes
+        self._attempts = Attempts(
+            me=me,
+            codec=settings.codec,
+            aggregation=settings.aggregation,
+            niceness=OVERLAPPED_NICENESS if settings.schedule.overlap_steps else 0,
+            pool=pool,
+            optimizer_for=optimizer_for,
+            view=self._view,
+            forwarded_bytes=forwarded_bytes,
+        )
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._num_unread: Counter[int] = Counter()
         self._credit = Credit()
@@ -101,7 +104,6 @@ class Averager:
         self._commits = RecentCommits()
         self._offences = Offences()
         self._reducing: asyncio.Task[None] | None = None
-        self._cancelled = threading.Event()
         self._chance = random.SystemRandom()
         self._epoch_started = time.monotonic()
         self._bandwidths: deque[float] = deque(maxlen=5)
@@ -122,8 +124,14 @@ class Averager:
         return self._state is not None
 
     @property
-    def waits_for(self) -> str:
-        return self._round.waits_for if self._round else ""
+    def standing(self) -> Standing:
+        """Where this peer is in its round, for people."""
+        return self._round.standing if self._round else Standing()
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes/s that this peer's link carries, by the last rounds; 0 before the first."""
+        return statistics.median(self._bandwidths) if self._bandwidths else 0.0
 
     def adopt(self, state: OuterState, residuals: Sequence[Residuals] | None = None) -> None:
         """Take this state as the current one and open the round on it.
@@ -159,7 +167,7 @@ class Averager:
         """
         if fragment != self._settings.schedule.fragment_of(self.state.epoch):
             raise ProtocolError(f"fragment {fragment} is not the one of epoch {self.state.epoch}")
-        proposal = Proposal(self._me, tokens, 0.0, step, last, self._bandwidth())
+        proposal = Proposal(self._me, tokens, 0.0, step, last, self.bandwidth)
         # From here on, or a worker that starts meanwhile would begin on weights that a commit is about to replace.
         waiting = self._waiting = Readiness(memories, fragment, proposal)
         try:
@@ -184,7 +192,10 @@ class Averager:
         return membership.after_commit(view, last.group.ranks, last.lineage, view[self._me])
 
     def view_changed(self) -> None:
-        self._post(lambda now: self._round.on_view(self._credible_view(), now) if self._round else [])
+        def event(now: float) -> list[Action]:
+            return self._round.on_view(self._credible_view(), now, self._mesh.quiet) if self._round else []
+
+        self._post(event)
 
     def received(self, sender: int, message: RoundMessage) -> None:
         """A round message from a live peer."""
@@ -206,6 +217,7 @@ class Averager:
     def _propose(self) -> None:
         def event(now: float) -> list[Action]:
             waiting = self._waiting
+            self._allow_for_the_first_epoch()
             return self._round.on_ready(waiting.proposal, now) if self._round and waiting else []
 
         self._post(event)
@@ -231,6 +243,7 @@ class Averager:
             return []
         lineage = message.lineage
         if lineage == self._round.lineage:
+            self._allow_for_the_first_epoch()
             return self._round.on_message(sender, message, now)
         if (commit := self._commits.on(lineage)) is not None:
             # Only what asks for an answer gets one; a late vote or commit is settled already.
@@ -250,6 +263,8 @@ class Averager:
             parent=state.header.parent,
             timing=self._timing(),
             view=self._credible_view(),
+            quiet=self._mesh.quiet,
+            first_step=state.epoch * self._settings.schedule.steps_per_epoch,
             aggregation=self._settings.aggregation,
             barred=[
                 rank
@@ -266,9 +281,15 @@ class Averager:
     def _credible_view(self) -> Mapping[int, Announcement]:
         return self._credit.credible(self._view(), self.state.lineage, time.monotonic())
 
-    def _timing(self) -> Timing:
+    def _allow_for_the_first_epoch(self) -> None:
+        """Where no epoch is known, the time until somebody is ready tells by how much others may be later."""
+        if self._round and not self._round.has_begun and not self._settings.deadlines.knows_epochs:
+            self._round.timing = self._timing(time.monotonic() - self._epoch_started)
+
+    def _timing(self, epoch_so_far_s: float = 0.0) -> Timing:
         numel = self.state.sizes[self._settings.schedule.fragment_of(self.state.epoch)]
-        return self._settings.deadlines.timing(2 * codec_named(self._settings.codec).encoded_bytes(numel))
+        wire_bytes = 2 * codec_named(self._settings.codec).encoded_bytes(numel)
+        return self._settings.deadlines.timing(wire_bytes, epoch_so_far_s)
 
     # Actions
 
@@ -277,27 +298,25 @@ class Averager:
             case Send(rank, message):
                 self._mesh.send(rank, round_messages.to_message(message))
             case Reduce(group):
-                await self._stop_reducing()
-                self._cancelled.clear()
-                self._reducing = asyncio.create_task(self._reduce(group))
+                await self._begin(self._reduce(group))
             case Inspect(group, audit):
-                await self._stop_reducing()
-                self._cancelled.clear()
-                self._reducing = asyncio.create_task(self._inspect(group, audit))
+                await self._begin(self._inspect(group, audit))
             case Cancel():
-                self._cancel()
+                self._attempts.cancel()
             case Apply(commit):
                 await self._apply(commit)
             case CatchUp():
                 await self._stop_reducing()
                 await self._catch_up(action)
 
-    def _cancel(self) -> None:
-        self._cancelled.set()
+    async def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        await self._stop_reducing()
+        self._attempts.begin()
+        self._reducing = asyncio.create_task(work)
 
     async def _stop_reducing(self) -> None:
         if self._reducing is not None:
-            self._cancel()
+            self._attempts.cancel()
             # Not cancelled as a task: its thread still writes into *in* until it sees the flag.
             await self._reducing
             self._reducing = None
@@ -311,10 +330,16 @@ class Averager:
         waiting.previewed = None
         waiting.recording = Recording() if self._is_somebody_joining() else None
         try:
-            report, header = await self._exchange(group, waiting, ATTEMPT_SHARE * round_.timing.attempt_s)
+            report, header = await self._attempts.reduce(
+                group,
+                waiting,
+                self.state,
+                self.residuals[waiting.fragment],
+                round_.timing,
+            )
         except (PeersError, OSError) as error:
             suspects = error.suspects if isinstance(error, RoundFailed) else frozenset[int]()
-            if not self._cancelled.is_set():
+            if not self._attempts.is_cancelled:
                 log.info("attempt at epoch %d failed: %s", group.epoch, error)
                 self._learn_from_failure(waiting.clock.total_s, round_)
             self._post(lambda now: round_.on_reduce_failed(group.attempt, suspects, now))
@@ -345,7 +370,13 @@ class Averager:
         task = AuditTask(waiting.plan, [place[owner] for owner in audit.owners], audit.inputs)
         suspects, disproved = frozenset[int](), frozenset[int]()
         try:
-            disproved = await self._audit(task, waiting, ATTEMPT_SHARE * round_.timing.attempt_s)
+            disproved = await self._attempts.audit(
+                task,
+                waiting,
+                self.state,
+                self.residuals[waiting.fragment],
+                round_.timing,
+            )
         except (PeersError, OSError) as error:
             log.info("audit at epoch %d failed: %s", group.epoch, error)
             suspects = error.suspects if isinstance(error, RoundFailed) else suspects
@@ -356,31 +387,6 @@ class Averager:
             self._post(lambda now: round_.on_audit_failed(group.attempt, (), disproved, now))
         else:
             self._post(lambda now: round_.on_audited(group.attempt, now))
-
-    async def _audit(self, task: AuditTask, waiting: Readiness, timeout_s: float) -> frozenset[int]:
-        """World ranks of owners whose sums are false. Raises RoundFailed."""
-        streams = await self._connect(task.plan, task.stream_id)
-        fragment = waiting.fragment
-        try:
-            disproved = await asyncio.to_thread(
-                audit_shares,
-                task,
-                self.state.anchor[fragment],
-                waiting.local,
-                self.residuals[fragment].contribution,
-                waiting.result,
-                streams.send,
-                streams.receive,
-                stall_timeout_s=STALL_TIMEOUT_S,
-                timeout_s=timeout_s,
-                cancelled=self._cancelled,
-            )
-        except BaseException as error:
-            self._pool.discard(streams, error.suspects if isinstance(error, RoundFailed) else ())
-            raise
-        waiting.clock.lap("audit_s")
-        self._pool.give_back(streams, sent_bytes=0, seconds=0.0)
-        return disproved
 
     def _is_somebody_joining(self) -> bool:
         """Or is about to: what is recorded takes memory, so one that never gets to it is not minded for long."""
@@ -397,64 +403,6 @@ class Averager:
         if seconds >= ATTEMPT_SHARE * round_.timing.attempt_s:
             self._settings.deadlines.attempt_timed_out(seconds)
             round_.timing = self._timing()
-
-    async def _exchange(
-        self, group: Group, waiting: Readiness, timeout_s: float
-    ) -> tuple[ReduceReport, StateHeader]:
-        """Connect to the members, reduce with them, and see what a commit would make of it. Raises RoundFailed."""
-        plan = waiting.plan = self._plan_of(group, waiting)
-        optimizer, streams = self.optimizer_for(len(group.ranks)), await self._connect(plan, plan.attempt)
-        waiting.clock.lap("connect_s")
-        log.debug("reducing with %s", group.ranks)
-
-        def reduce() -> tuple[ReduceReport, StateHeader]:
-            with Preview(optimizer, self.state, waiting.fragment, waiting.result) as preview:
-                report = reduce_pseudo_gradients(
-                    plan,
-                    self.state.anchor[waiting.fragment],
-                    waiting.local,
-                    waiting.result,
-                    streams.send,
-                    streams.receive,
-                    stall_timeout_s=STALL_TIMEOUT_S,
-                    timeout_s=timeout_s,
-                    cancelled=self._cancelled,
-                    residuals=self.residuals[waiting.fragment],
-                    settled=preview.settled,
-                    forwarded_bytes=self._forwarded_bytes,
-                    niceness=OVERLAPPED_NICENESS if self._settings.schedule.overlap_steps else 0,
-                    recording=waiting.recording,
-                )
-                waiting.clock.lap("reduce_s")
-                return report, preview.header()
-
-        try:
-            report, header = await asyncio.to_thread(reduce)
-        except BaseException as error:
-            # Nobody talks us out of a path to a third member.
-            seen = error.suspects if isinstance(error, RoundFailed) and not error.is_hearsay else ()
-            self._pool.discard(streams, seen)
-            raise
-        waiting.clock.lap("preview_s")
-        self._pool.give_back(streams, sent_bytes=report.sent_bytes, seconds=waiting.clock.parts["reduce_s"])
-        return report, header
-
-    def _plan_of(self, group: Group, waiting: Readiness) -> ReducePlan:
-        settings = self._settings
-        return plan_of(group, self._me, waiting.local.numel(), settings.codec, settings.aggregation)
-
-    async def _connect(self, plan: ReducePlan, stream_id: bytes) -> RoundStreams:
-        """Streams with all other members, which ask for them by the same id.
-
-        Raises RoundFailed, soon when the attempt is cancelled.
-        """
-        view = self._view()
-        if gone := [rank for rank in plan.members if rank not in view]:
-            raise RoundFailed(f"no channel to {gone}", gone)
-        peer_ids = {rank: view[rank].peer_id for rank in plan.members if rank != self._me}
-        return await self._pool.connect(
-            stream_id, peer_ids, timeout_s=CONNECT_TIMEOUT_S, cancelled=self._cancelled
-        )
 
     async def _apply(self, commit: Commit) -> None:
         """Anchor, momentum, epoch, lineage and data cursor advance together, here and nowhere else."""
@@ -501,7 +449,7 @@ class Averager:
         if round_ is not None and round_.gathered is not None:
             deadlines.gathered(round_.gathered.seconds, complete=not round_.gathered.missing)
         self._remember_offenders(group.epoch)
-        self._answer(waiting, contributors=list(group.ranks), local_step=0, num_failures=len(failures))
+        self._answer(waiting, contributors=list(group.ranks), local_step=0, failures=failures)
         self._open_round()
 
     def _remember_offenders(self, epoch: int) -> None:
@@ -552,7 +500,7 @@ class Averager:
             waiting.result.copy_(new.anchor[fragment])
         step = membership.progress_of_others(self._view(), new.lineage, self._me, schedule.steps_per_epoch)
         contributors = [self._me] if action.contributed else []
-        self._answer(waiting, contributors=contributors, local_step=step, num_failures=0)
+        self._answer(waiting, contributors=contributors, local_step=step)
         self._open_round()
 
     async def _better_state(self, action: CatchUp) -> OuterState | None:
@@ -575,10 +523,6 @@ class Averager:
                 return None
             await asyncio.sleep(_RETRY_S)
 
-    def _bandwidth(self) -> float:
-        """What this peer's link carries, by the last rounds; 0 before the first."""
-        return statistics.median(self._bandwidths) if self._bandwidths else 0.0
-
     async def _make_proposal(self, waiting: Readiness) -> None:
         """What the worker's weights bring to a round on the current anchor."""
         norm = await asyncio.to_thread(
@@ -593,13 +537,14 @@ class Averager:
         waiting.propose_s = time.monotonic() - waiting.since
 
     def _answer(
-        self, waiting: Readiness, *, contributors: list[int], local_step: int, num_failures: int
+        self, waiting: Readiness, *, contributors: list[int], local_step: int, failures: Sequence[str] = ()
     ) -> None:
         waiting.settle(
             self.state,
             contributors=contributors,
             local_step=local_step,
-            num_failures=num_failures,
+            num_failures=len(failures),
+            failures=list(failures),
             num_peers=len(self._view()),
-            bandwidth=self._bandwidth(),
+            bandwidth=self.bandwidth,
         )

@@ -7,10 +7,10 @@ per member and still send everyone the same bytes, and a member can tell after t
 
 from __future__ import annotations
 
-from peers.codecs_common import Codec, PseudoGradient
-from peers.codecs_float import BFloat16Codec, Float16Codec, Float32Codec
-from peers.codecs_integer import Int4Codec, IntegerCodec
-from peers.codecs_topk import CONTRIBUTION_KEPT, RESULT_KEPT, TopKCodec
+from peers.reduction.codecs_common import Codec, PseudoGradient
+from peers.reduction.codecs_float import BFloat16Codec, Float16Codec, Float32Codec
+from peers.reduction.codecs_integer import Int4Codec, IntegerCodec
+from peers.reduction.codecs_topk import CONTRIBUTION_KEPT, RESULT_KEPT, TopKCodec
 
 __all__ = ["Codec", "PseudoGradient", "codec_named", "codec_names", "result_codec_named"]
 

@@ -1,6 +1,6 @@
 """The coordinator of a run: bootstrap node of its DHT and keeper of its world ranks. Training survives its death.
 
-What it is asked, and answers, is in peers/rank_request.py and peers/admission_request.py.
+What it is asked, and answers, is in peers/ranks/request.py and peers/access/request.py.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peers.admission_issuer import DEFAULT_LIFETIME_DAYS
-from peers.admission_secrets import load_or_create_key
-from peers.admission_service import AdmissionService, AdmissionSettings
+from peers.access.gate import Gate
+from peers.access.issuer import DEFAULT_LIFETIME_DAYS
+from peers.access.secrets import load_or_create_key
+from peers.access.service import AdmissionService, AdmissionSettings
 from peers.dht import Dht
 from peers.errors import PeersError, UserError
-from peers.gate import Gate
 from peers.identity import Identity, check_run_id, load_or_create
-from peers.ledger import Grant, Ledger
-from peers.maddrs import parse_maddr
-from peers.news import Watcher
-from peers.rank_request import protocol_of, request_rank
-from peers.registrar import ANNOUNCE_INTERVAL_S, Registrar, announce, announcements
+from peers.network.maddrs import parse_maddr
+from peers.network.reachability import Reachability
+from peers.onlookers.news import Watcher
+from peers.ranks.ledger import Grant, Ledger
+from peers.ranks.registrar import ANNOUNCE_INTERVAL_S, Registrar, announce, announcements
+from peers.ranks.request import protocol_of, request_rank
 
 __all__ = ["CoordinatorConfig", "Grant", "request_rank", "serve"]
 
@@ -84,6 +85,9 @@ async def serve(config: CoordinatorConfig, say: Callable[[str], None]) -> None:
         await admission.enter()
         registrar = Registrar(run_id, ledger, dht, admission.gate)
         await dht.transport.serve(protocol_of(run_id), registrar.handle)
+        reachability = Reachability(run_id, identity, dht.transport, admission.gate)
+        stack.callback(reachability.close)
+        await reachability.start()
         await announce(dht, identity, run_id, admission)
         for line in lines_to_paste(
             await dht.maddrs(), config.host_maddrs, config.announce_maddrs, dht.peer_id

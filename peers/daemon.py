@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -19,28 +18,37 @@ from typing import Any
 
 import torch
 
-from peers import literature, membership, round_messages
-from peers.admission_service import AdmissionService, AdmissionSettings
-from peers.aggregation import Aggregation
+from peers import literature, membership
+from peers.access.service import AdmissionService, AdmissionSettings
 from peers.agreement import Agreement
 from peers.averaging import Averager, AveragingSettings
-from peers.deadlines import Deadlines, Strategy
 from peers.dht import Dht
 from peers.errors import PeersError, ProtocolError, UserError
 from peers.host import Standing, WorkerHost
 from peers.identity import Identity, claim_slot
 from peers.joining import Scalar
 from peers.link import Accept, listen, refuse
-from peers.network import Network, NetworkSettings
+from peers.network.reachability import Reachability
+from peers.network.socket_directory import SocketDirectory
+from peers.network.streams import StreamPool
+from peers.network.ways import Network, NetworkSettings
+from peers.onlookers.metrics_server import metrics_served
+from peers.onlookers.metrics_text import swarm_metrics
+from peers.onlookers.report_service import ReportService
+from peers.onlookers.reporting import Reporting
 from peers.outer_optimizer import OuterOptimizer
 from peers.outer_state import OuterState
 from peers.paths import TransportMode
 from peers.presence import Presence
+from peers.priority import give_way
+from peers.ranks.stand_in import StandIn
 from peers.records import Announcement
+from peers.reduce import OVERLAPPED_NICENESS
+from peers.round import messages as round_messages
+from peers.round.aggregation import Aggregation
+from peers.round.deadlines import Deadlines, Strategy
 from peers.schedule import Schedule
-from peers.stand_in import StandIn
-from peers.state_server import StateServer
-from peers.streams import StreamPool
+from peers.state.server import StateServer
 from peers.supervisor import Supervisor, WorkerCommand
 from peers.worker_session import serve_workers
 
@@ -74,6 +82,10 @@ class DaemonConfig:
     manifest: Mapping[str, Scalar] = field(default_factory=dict)
     named: frozenset[str] = frozenset()
     state_dir: str = ""
+    hardware: str = ""
+    """What it trains on, for people."""
+    metrics_port: int | None = None
+    """Where Prometheus finds this peer's figures, on loopback; 0: any free port, none: nowhere."""
     link_path: str | None = None
     """Where the worker finds the daemon; default: a private temporary directory."""
 
@@ -87,7 +99,7 @@ async def run_daemon(config: DaemonConfig, *, worker: WorkerFactory | None) -> i
     # Reductions and outer steps bring threads of their own; an OpenMP pool in each would only get in the workers' way.
     torch.set_num_threads(1)
     async with contextlib.AsyncExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="diloco-")))
+        directory = stack.enter_context(SocketDirectory()).path
         link_path = Path(config.link_path) if config.link_path else directory / "link.sock"
         accept = await stack.enter_async_context(listen(link_path))
         try:
@@ -117,6 +129,8 @@ async def run_daemon(config: DaemonConfig, *, worker: WorkerFactory | None) -> i
             raise
         daemon = Daemon(config, identity, dht, admission)
         stack.push_async_callback(daemon.close)
+        if config.metrics_port is not None:
+            await stack.enter_async_context(metrics_served(config.metrics_port, daemon.metrics))
         return await daemon.live(accept, link_path, worker)
 
 
@@ -163,6 +177,7 @@ class Daemon:
             peers=lambda: self._presence.mesh.peers,
             gate=admission.gate,
         )
+        self._reachability = Reachability(config.run_id, identity, dht.transport, admission.gate)
         paths = self._network.paths
         self._presence = Presence(
             run_id=config.run_id,
@@ -186,6 +201,19 @@ class Daemon:
             transport=paths,
             waited_out=self._waited_out,
         )
+        self._reporting = self._new_reporting()
+        self._reports = ReportService(
+            config.run_id,
+            identity.peer_id,
+            dht.transport,
+            self._reporting.report,
+            secret=admission.secret,
+            is_banned=lambda peer_id: peer_id in admission.gate.bans.peer_ids,
+        )
+
+    def metrics(self) -> bytes:
+        """Its figures in Prometheus' text format."""
+        return swarm_metrics(self._reporting.as_swarm(), only_rank=self._describe().world_rank)
 
     async def live(self, accept: Accept, link_path: Path, worker: WorkerFactory | None) -> int:
         """Everything between joining the DHT and leaving it."""
@@ -212,6 +240,7 @@ class Daemon:
     async def _enter(self) -> dict[str, Scalar]:
         """Take this peer's place in the swarm, and agree with it. Raises UserError."""
         await self._network.start()
+        await self._reachability.start()
         await self._presence.enter(self._config.world_rank)
         log.info(
             "in the swarm as world rank %d, %d others are here",
@@ -219,6 +248,7 @@ class Daemon:
             len(self._presence.view) - 1,
         )
         self._spawn(self._presence.announce_forever())
+        await self._reports.start()
         self._stand_in = StandIn(
             run_id=self._config.run_id,
             world_rank=self._presence.world_rank,
@@ -241,18 +271,35 @@ class Daemon:
         if self._presence.world_rank >= 0:
             log.info("leaving the swarm")
             self._standing.state = "leaving"
+            self._reports.changed()
             await self._presence.leave()
         await self._pool.close()
         await self._presence.close()
         await self._network.close()
+        self._reachability.close()
+
+    def _new_reporting(self) -> Reporting:
+        return Reporting(
+            self._host.journal,
+            hardware=self._config.hardware,
+            identity=self._identity,
+            describe=self._describe,
+            met=lambda: self._presence.mesh.peers,
+            standing=lambda: self._host.standing_in_round,
+            steps_per_epoch=lambda: self._host.steps_per_epoch,
+            link_bytes_per_s=lambda: self._averager.bandwidth if self._averager else 0.0,
+            forwarded_bytes=lambda: self._network.forwarded_bytes,
+        )
 
     def _new_averager(self, manifest: Mapping[str, Scalar]) -> Averager:
-        config = self._config
+        config, schedule = self._config, Schedule.of(manifest)
+        if schedule.overlap_steps:
+            give_way(OVERLAPPED_NICENESS)
         return Averager(
             me=self._presence.world_rank,
             incarnation=self._incarnation,
             settings=AveragingSettings(
-                schedule=Schedule.of(manifest),
+                schedule=schedule,
                 codec=str(manifest.get("hv.compression") or "fp32"),
                 aggregation=Aggregation.of(manifest),
                 deadlines=Deadlines(
@@ -342,11 +389,14 @@ class Daemon:
         self._trainers = trainers
         # A peer that leaves hangs up itself.
         if lost and self._averager is not None and self._standing.state != "leaving":
-            log.warning("lost peer %s", ", ".join(map(str, sorted(lost))))
+            lost_ranks = ", ".join(map(str, sorted(lost)))
+            log.warning("lost peer %s", lost_ranks)
+            self._host.journal.happened(time.time(), f"lost peer {lost_ranks}")
             if self._config.fail_rank_drop and not self._failed.done():
                 self._failed.set_exception(
                     PeersError(f"lost peer {sorted(lost)}, and --hv.fail-rank-drop is set")
                 )
+        self._reports.changed()
         if self._averager is not None:
             self._averager.view_changed()
 

@@ -13,20 +13,20 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from peers.bootstrap import connect_any, why_not_taken
-from peers.contacts import Contacts
-from peers.descriptors import raise_limit
 from peers.errors import PeerUnreachable, UserError
 from peers.identity import Identity
-from peers.maddrs import by_reach, check_listenable, is_maddr, parse_maddr, validate_maddr
-from peers.p2pd import P2pd
-from peers.ping import ping, serve_ping
+from peers.network.bootstrap import connect_any, not_taken
+from peers.network.contacts import Contacts
+from peers.network.descriptors import raise_limit
+from peers.network.maddrs import by_reach, check_listenable, is_maddr, parse_maddr, validate_maddr
+from peers.network.p2pd import P2pd
+from peers.network.ping import ping, serve_ping
 
 if TYPE_CHECKING:
     from hivemind.dht.node import DHTNode
     from hivemind.p2p import P2P
 
-    from peers.dht_records import Check, KeptRecords
+    from peers.network.dht_records import Check, KeptRecords
     from peers.transport import Transport
 
 __all__ = ["MAX_VALUE_BYTES", "Dht", "load_hivemind", "validate_maddr"]
@@ -239,7 +239,7 @@ async def _create_node(
     from hivemind.dht.node import DHTNode
     from hivemind.dht.protocol import ValidationError
 
-    from peers.dht_records import KeptRecords
+    from peers.network.dht_records import KeptRecords
 
     kept = KeptRecords()
     try:
@@ -260,7 +260,7 @@ async def _create_node(
         kept.guard(node.protocol)
         return node, kept
     except ValidationError as error:
-        raise UserError(why_not_taken(str(error))) from error
+        raise not_taken(str(error)) from error
     except RuntimeError as error:
         raise UserError(
             f"{', '.join(initial_peers)} can be reached, but no Hivemind DHT answers there; is it the "

@@ -2,7 +2,9 @@
 
 PeersError
 ├── UserError         stop before training and tell the user: a flag, a port, a key, a taken rank (exit 2)
+│   └── ClockOff      the swarm's nodes do not take this machine's clock (bootstrap.py)
 ├── PeerUnreachable   skip this peer, or try it again later
+│   ├── PeerSilent    try another way: the stream stands, and may carry nothing
 │   ├── TurnedAway    it says that this peer may not be there (mesh.py)
 │   └── NoIssuer      there is nobody who issues tokens (admission_request.py)
 ├── ProtocolError     drop this peer's stream: it sent what no honest peer sends
@@ -29,6 +31,10 @@ class PeerUnreachable(PeersError):
     """No stream to this peer could be opened in time, or it broke."""
 
 
+class PeerSilent(PeerUnreachable):
+    """Nothing came in time on a stream that stands."""
+
+
 class ProtocolError(PeersError):
     """A peer sent bytes that are too many, malformed, or out of turn."""
 
@@ -36,12 +42,20 @@ class ProtocolError(PeersError):
 class RoundFailed(PeersError):
     """The reduction did not finish; `suspects` are the world ranks it was lost to.
 
-    `is_hearsay`: another member says so; our own streams with them have done nothing wrong.
+    `is_hearsay`: another member says so; our own streams with them have done nothing wrong. Whoever it was lost to,
+    nothing had come from those in `silent` for a while: what stands between us may carry nothing.
     """
 
-    def __init__(self, reason: str, suspects: Iterable[int] = (), *, is_hearsay: bool = False) -> None:
+    def __init__(
+        self,
+        reason: str,
+        suspects: Iterable[int] = (),
+        *,
+        is_hearsay: bool = False,
+        silent: Iterable[int] = (),
+    ) -> None:
         super().__init__(reason)
-        self.suspects, self.is_hearsay = frozenset(suspects), is_hearsay
+        self.suspects, self.silent, self.is_hearsay = frozenset(suspects), frozenset(silent), is_hearsay
 
 
 class StateUnavailable(PeersError):

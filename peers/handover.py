@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -73,3 +73,5 @@ class Outcome(EpochFigures):
     """Other fragments whose anchor has moved; their *in* holds by how much."""
     last: bool
     num_failures: int
+    failures: list[str] = field(default_factory=list)
+    """Why, as far as this peer was told."""

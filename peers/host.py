@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,21 +14,27 @@ from typing import Any
 
 import torch
 
-from peers import joining, membership, state_files
+from peers import joining, membership
+from peers.advice import Advice, advice_on, num_layers_of
 from peers.agreement import Agreement
 from peers.averaging import Averager
-from peers.credit import Credit
 from peers.errors import PeerUnreachable, ProtocolError, StateUnavailable, UserError
 from peers.handover import Memories, Outcome, Start
 from peers.joining import Scalar
 from peers.layout import Layout
+from peers.network.streams import StreamTransport
+from peers.onlookers.journal import Journal, Point
+from peers.onlookers.reporting import entry_of
 from peers.outer_state import OuterState
 from peers.presence import Presence
 from peers.records import Announcement, State
-from peers.replay import replay_commits
+from peers.round.credit import Credit
+from peers.round.standing import Standing as RoundStanding
 from peers.schedule import Schedule
-from peers.state_transfer import download_state, download_timeout_s
-from peers.streams import StreamTransport
+from peers.state import files as state_files
+from peers.state.replay import replay_commits
+from peers.state.saving import Saving, Written
+from peers.state.transfer import download_state, download_timeout_s
 
 log = logging.getLogger(__name__)
 
@@ -64,8 +71,10 @@ class WorkerHost:
         self.ready: asyncio.Future[Averager] = asyncio.get_running_loop().create_future()
         self.finished_at = asyncio.Event()
         self.on_progress: Callable[[], None] = lambda: None
+        self.journal = Journal()
         self._presence, self._agreement, self._standing = presence, agreement, standing
         self._transport, self._waited_out = transport, waited_out
+        self._saving, self._advice = Saving(), Advice()
         self._refused = asyncio.Event()
         self._layout: Layout | None = None
         self._has_worker = False
@@ -82,8 +91,20 @@ class WorkerHost:
     def waits_for(self) -> str:
         here, wanted = len(self._presence.view), self._presence.galaxy_size
         if self._standing.state not in ("joining", "waiting"):
-            return self.ready.result().waits_for
+            return self.ready.result().standing.waits_for
         return f"peers, {here} of {wanted} are here" if here < wanted else "the swarm's state"
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """0: not agreed yet."""
+        return self._schedule.steps_per_epoch if self._agreement.digest else 0
+
+    @property
+    def standing_in_round(self) -> RoundStanding:
+        """For people: also of a peer that is not in any round yet."""
+        if self._standing.state in ("joining", "waiting") or not self.ready.done():
+            return RoundStanding(waits_for=self.waits_for)
+        return self.ready.result().standing
 
     async def manifest(self) -> Mapping[str, Scalar]:
         await asyncio.shield(self.ready)
@@ -107,7 +128,8 @@ class WorkerHost:
             averager.adopt(offered)
             self._show("waiting")
             await self._adopt_best(averager)
-            keep_local = bool(offer.get("resume")) and averager.state is offered
+            is_own = bool(offer.get("resume")) and offer.get("is_own", True)
+            keep_local = is_own and averager.state is offered
             if keep_local:
                 saved = await asyncio.to_thread(
                     state_files.load_residuals, Path(str(offer["resume"])), offered
@@ -140,12 +162,36 @@ class WorkerHost:
         fragment = int(ready["fragment"])
         outcome = await averager.average(memories, fragment, tokens=tokens, step=step, last=last)
         self._standing.local_step = outcome.local_step
+        self.journal.committed(entry_of(outcome))
+        self._advise(averager, outcome)
         self._show("leaving" if last else "training" if self._has_worker else "joining")
         return outcome
 
-    async def save(self, directory: Path) -> None:
+    def _advise(self, averager: Averager, outcome: Outcome) -> None:
+        usual = self._advice.epoch_ended(
+            time.monotonic(),
+            round_s=outcome.round_s,
+            bytes_per_s=outcome.bandwidth,
+            num_peers=len(outcome.contributors),
+        )
+        if usual is None or self._layout is None:
+            return
+        text = advice_on(
+            usual,
+            self._schedule,
+            codec=str(self._agreement.manifest.get("hv.compression") or "fp32"),
+            sizes=averager.state.sizes,
+            num_layers=num_layers_of(slot.name for part in self._layout.fragments for slot in part),
+        )
+        if text:
+            log.info("%s", text)
+
+    async def snapshot(self, directory: Path) -> None:
         averager = await asyncio.shield(self.ready)
-        await asyncio.to_thread(state_files.save, averager.state, directory, averager.residuals)
+        await self._saving.begin(averager.state, averager.residuals, directory)
+
+    async def written(self, directory: Path) -> Written:
+        return await self._saving.finish(directory)
 
     def progressed(self, progress: dict[str, Any]) -> None:
         """Shown with the next heartbeat; not worth a message of its own."""
@@ -154,11 +200,23 @@ class WorkerHost:
         since_commit = step - averager.state.epoch * self._schedule.steps_per_epoch
         self._standing.step, self._standing.local_step = step, max(0, since_commit)
         self._standing.tokens_per_s = float(progress["tokens_per_s"])
+        loss = progress.get("loss")
+        self.journal.progressed(
+            Point(
+                time=time.time(),
+                step=step,
+                loss=float(loss) if loss is not None and math.isfinite(loss) else None,
+                tokens_per_s=self._standing.tokens_per_s,
+            )
+        )
         self.on_progress()
 
     def worker_lost(self) -> None:
         """Nobody is to wait for what this peer does not train; what it has handed over is averaged still."""
         self._has_worker = False
+        if not self.finished_at.is_set():
+            self.journal.num_worker_losses += 1
+            self.journal.happened(time.time(), "its worker ended")
         if self._standing.state in ("training", "waiting"):
             self._show("joining")
 

@@ -12,9 +12,9 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from peers import libp2p_keys
 from peers.errors import UserError
-from peers.libp2p_keys import verify
+from peers.network import libp2p_keys
+from peers.network.libp2p_keys import verify
 from peers.private_files import write_private
 
 __all__ = ["Identity", "check_run_id", "claim_slot", "load", "load_or_create", "verify"]

@@ -10,10 +10,10 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
-from peers.aggregation import RULES, Aggregation
 from peers.errors import UserError
 from peers.membership import View, best_of, preference
 from peers.records import Announcement
+from peers.round.aggregation import RULES, Aggregation
 from peers.schedule import Schedule
 
 Scalar = str | int | float | bool | None

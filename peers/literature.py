@@ -20,7 +20,8 @@ _SPARSE = "topk"
 _LAYERS_PER_FRAGMENT = 3
 _HARMLESS_OVERLAP_STEPS = 5
 _BITS_BY_CODEC = (("fp32", 32.0), ("fp16", 16.0), ("int8", 8.1), ("int4", 4.2), ("topk", 0.5))
-_SHARE_OF_EPOCH = 0.05
+SHARE_OF_EPOCH = 0.05
+"""What a round that training waits for may take of an epoch."""
 
 
 def outer_lr_for(
@@ -101,12 +102,19 @@ def compression_for(numel: int, bits_per_s: float, epoch_s: float, *, num_peers:
     """
     if numel < 1 or bits_per_s <= 0 or epoch_s <= 0 or num_peers < 1:
         raise ValueError("values, bandwidth, epoch and peers must be positive")
-    budget_bits = bits_per_s * epoch_s * _SHARE_OF_EPOCH
+    budget_bits = bits_per_s * epoch_s * SHARE_OF_EPOCH
     values = 2 * (num_peers - 1) / num_peers * numel
     for codec, bits in _BITS_BY_CODEC:
         if values * bits <= budget_bits:
             return codec
     return _SPARSE
+
+
+def is_lossier(codec: str, other: str) -> bool:
+    """Whether a codec sends fewer bits than another one; bf16 as many as fp16."""
+    bits = dict(_BITS_BY_CODEC)
+    bits["bf16"] = bits["fp16"]
+    return bits[codec] < bits[other]
 
 
 def _lr_by_peers(num_peers: int) -> float:

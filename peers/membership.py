@@ -6,6 +6,7 @@ Everything here is a pure function of a view: the newest status of every peer th
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import statistics
 from collections.abc import Collection, Mapping
 
@@ -18,6 +19,8 @@ TRAINING_STATES = frozenset({"training", "averaging"})
 """States of a peer that counts for what the swarm has reached."""
 EXPECTED_STATES = TRAINING_STATES | {"waiting"}
 """States of a peer that rounds on its lineage wait for: one that holds it and waits is about to train on it."""
+MAX_DONORS = 8
+"""More do not make a download quicker, and where many peers have to catch up each would ask all others."""
 
 
 def after_commit(view: View, members: Collection[int], before: str, mine: Announcement) -> View:
@@ -76,10 +79,10 @@ def ahead_of(view: View, me: int) -> Announcement | None:
 
 
 def donors_of(view: View, lineage: str, me: int) -> list[str]:
-    """Peer ids that hold the state of this lineage."""
-    return [
-        p.peer_id for r, p in sorted(view.items()) if r != me and p.lineage == lineage and p.anchor_digest
-    ]
+    """Peer ids that hold the state of this lineage: a few, drawn anew by each who asks and for each lineage."""
+    holders = {r: p.peer_id for r, p in view.items() if r != me and p.lineage == lineage and p.anchor_digest}
+    drawn = sorted(holders, key=lambda r: hashlib.sha256(f"{me} {lineage} {r}".encode()).digest())
+    return [holders[r] for r in sorted(drawn[:MAX_DONORS])]
 
 
 def progress_of_others(view: View, lineage: str, me: int, local_steps: int) -> int:

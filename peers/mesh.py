@@ -1,39 +1,47 @@
 """A live channel to every other peer of the run: statuses, round messages, and the first word of a death.
 
 Peers are found in the DHT; here they are kept. Each pair shares one channel, opened by the smaller peer id (by the
-other when that does not come about). Both ends send their signed status on every change and once a second, so a channel
-that breaks or falls silent tells of a loss long before the DHT record expires.
+other when that does not come about). Both ends send their signed status on every change and at every heartbeat, so a
+channel that breaks or falls silent tells of a loss long before the DHT record expires.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from peers import bans
-from peers.admission_request import raise_refusal, refusal
-from peers.allowance import Allowance
-from peers.errors import PeerUnreachable, ProtocolError
-from peers.gate import Gate
+from peers.access import bans
+from peers.access.allowance import Allowance
+from peers.access.gate import Gate
+from peers.access.request import raise_refusal, refusal
+from peers.access.tokens import Refused, Why
+from peers.errors import PeersError, PeerSilent, PeerUnreachable, ProtocolError
 from peers.messages import Channel
 from peers.records import Announcement
-from peers.tokens import Refused, Why
 
 log = logging.getLogger(__name__)
 
-HEARTBEAT_S = 1.0
-SILENCE_S = 8.0
-"""A peer that says nothing for so long counts as lost. Far above a heartbeat: a busy machine is not a dead one."""
-_MANY_PEERS = 16
-"""From so many on heartbeats get rarer: all hear all, and it is what membership costs."""
-_SLOWEST_HEARTBEAT_S = SILENCE_S / 3
-_FRESH_S = 0.5
+HEARTBEAT_S = 0.5
+"""Whatever else is said meanwhile: who waits for a peer says a lot to it, and has to notice its silence."""
+SILENCE_S, LONGEST_SILENCE_S = 8.0, 30.0
+"""A peer that says nothing for so long counts as lost. Far above a heartbeat: a busy machine is not a dead one. Longer
+among many, who may share machines; rounds wait for none of them meanwhile, and a broken channel tells at once."""
+QUIET_S, QUIET_BEATS = 3.0, 4
+"""A peer that says nothing while this one sends heartbeats for so long, and at least so many, is not waited for. Own
+beats count and not seconds: whoever was frozen itself has missed nothing."""
+_MANY_BEATS, _MANY_PEERS = 8, 16
+"""From so many peers on heartbeats get rarer, since all hear all and it is what membership costs; and from so many on
+silence may last longer."""
+_FRESH_S = 0.25
 """For so long a signed status is good for another peer's heartbeat."""
 DIAL_TIMEOUT_S = 5.0
+REDIAL_AFTER_S = 1.0
+"""A channel that has stood for so long is made anew as soon as it breaks; others wait for the next look at the DHT."""
 LET_THE_OTHER_DIAL_S = 3.0
 MAX_DIALLED = 32
 """Peers that are dialled at once: anybody can put records of peers into the DHT that do not exist."""
@@ -58,6 +66,8 @@ class StreamOpener(Protocol):
     async def open(
         self, peer_id: str, protocol: str, *, timeout_s: float, maddrs: Sequence[str] = ()
     ) -> socket.socket: ...
+
+    def missed(self, peer_id: str) -> None: ...
 
     async def serve(
         self, protocol: str, handler: Callable[[str, socket.socket], Awaitable[None]]
@@ -103,6 +113,11 @@ class Mesh:
         return {rank: peer.status for rank, peer in self._holders().items()}
 
     @property
+    def quiet(self) -> frozenset[int]:
+        """World ranks of those that have said nothing for a while, and may yet."""
+        return frozenset(rank for rank, peer in self._holders().items() if peer.is_quiet)
+
+    @property
     def peers(self) -> list[Announcement]:
         """The newest status of every live peer; here even two that claim one rank both appear."""
         return [peer.status for peer in self._peers.values()]
@@ -114,12 +129,17 @@ class Mesh:
         """Dial whoever is in the DHT and has no channel yet."""
         now = time.monotonic()
         self._first_heard_of = {p: at for p, at in self._first_heard_of.items() if p in records}
-        for peer_id, record in records.items():
-            if peer_id == self._peer_id or peer_id in self._peers or peer_id in self._dialling:
-                continue
-            heard = self._first_heard_of.setdefault(peer_id, now)
-            if self._peer_id < peer_id or now - heard > LET_THE_OTHER_DIAL_S:
-                self._dialling[peer_id] = self._spawn(self._dial(record))
+        for record in records.values():
+            self._approach(record, now)
+
+    def _approach(self, record: Announcement, now: float) -> None:
+        """Dial it, unless that is its part; it may be slow to play it."""
+        peer_id = record.peer_id
+        if peer_id == self._peer_id or peer_id in self._peers or peer_id in self._dialling:
+            return
+        heard = self._first_heard_of.setdefault(peer_id, now)
+        if self._peer_id < peer_id or now - heard > LET_THE_OTHER_DIAL_S:
+            self._dialling[peer_id] = self._spawn(self._dial(record))
 
     async def reach(self, record: Announcement) -> bool:
         """Whether this peer answers at all; a channel to it is kept."""
@@ -170,6 +190,8 @@ class Mesh:
             return
         except (PeerUnreachable, ProtocolError) as error:
             log.debug("cannot reach %s: %s", peer_id, error)
+            if isinstance(error, PeerSilent):
+                self._transport.missed(peer_id)
             return
         finally:
             self._dialling.pop(peer_id, None)
@@ -266,14 +288,17 @@ class Mesh:
     async def _listen(self, peer: _Peer, peer_id: str) -> None:
         """Own the channel until it breaks."""
         sender = asyncio.create_task(
-            peer.send_forever(self._recent_status, lambda: heartbeat_s(len(self._peers)))
+            peer.send_forever(self._recent_status, lambda: heartbeat_s(len(self._peers)), self._on_change)
         )
         # It outlives the channel: a flood is not to begin anew with every new one.
         allowance = self._allowances.setdefault(peer_id, Allowance(time.monotonic()))
-        read_bytes = 0
+        read_bytes, stood_since = 0, time.monotonic()
+        broken_by: PeersError | None = None
         try:
             while True:
-                message = await peer.channel.receive(timeout_s=SILENCE_S)
+                message = await peer.channel.receive(timeout_s=silence_s(len(self._peers)))
+                if peer.heard():
+                    self._on_change()
                 size, read_bytes = peer.channel.received_bytes - read_bytes, peer.channel.received_bytes
                 allowance.spend(size, time.monotonic())
                 self._received(peer, peer_id, message)
@@ -281,6 +306,7 @@ class Mesh:
                 await asyncio.sleep(0)
         except (PeerUnreachable, ProtocolError) as error:
             log.debug("lost the channel to peer %d: %s", peer.status.world_rank, error)
+            broken_by = error
         finally:
             sender.cancel()
             await asyncio.gather(sender, return_exceptions=True)
@@ -289,6 +315,13 @@ class Mesh:
                 del self._peers[peer_id]
                 self._first_heard_of.pop(peer_id, None)
                 self._on_change()
+                if isinstance(broken_by, PeerSilent) and peer.is_quiet:
+                    # It has left our heartbeats unanswered: whoever was frozen itself has sent none.
+                    self._transport.missed(peer_id)
+                now, is_here = time.monotonic(), peer.status.state != "leaving"
+                if isinstance(broken_by, PeerUnreachable) and is_here and now > stood_since + REDIAL_AFTER_S:
+                    # Perhaps only the connection is gone.
+                    self._approach(peer.status, now)
 
     def _received(self, peer: _Peer, peer_id: str, message: dict[str, Any]) -> None:
         if message.get("kind") == "bans":
@@ -313,7 +346,17 @@ class Mesh:
 class _Peer:
     def __init__(self, channel: Channel, status: Announcement) -> None:
         self.channel, self.status = channel, status
+        self._num_unanswered, self._quiet_at = 0, QUIET_BEATS
         self._queue: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue(_MAX_QUEUED)
+
+    @property
+    def is_quiet(self) -> bool:
+        return self._num_unanswered >= self._quiet_at
+
+    def heard(self) -> bool:
+        """It has said something. True: after it was quiet."""
+        was_quiet, self._num_unanswered = self.is_quiet, 0
+        return was_quiet
 
     def enqueue(self, message: dict[str, Any] | None) -> None:
         """None ends the channel, once all before it is sent."""
@@ -323,15 +366,25 @@ class _Peer:
             # It takes nothing any more: losing it now is what its silence would lead to.
             self.channel.break_off()
 
-    async def send_forever(self, status: Callable[[], bytes], interval_s: Callable[[], float]) -> None:
+    async def send_forever(
+        self, status: Callable[[], bytes], interval_s: Callable[[], float], on_quiet: Callable[[], None]
+    ) -> None:
+        clock = asyncio.get_running_loop().time
+        beat_at = clock() + interval_s()
         try:
             while True:
                 try:
                     # Not wait_for: in Python 3.11 it swallows a cancellation that meets a message.
-                    async with asyncio.timeout(interval_s()):
+                    async with asyncio.timeout_at(beat_at):
                         message = await self._queue.get()
                 except TimeoutError:
                     message = {"kind": "status", "status": status()}
+                    was_quiet, interval = self.is_quiet, interval_s()
+                    beat_at = clock() + interval
+                    self._num_unanswered += 1
+                    self._quiet_at = max(QUIET_BEATS, math.ceil(QUIET_S / interval))
+                    if self.is_quiet and not was_quiet:
+                        on_quiet()
                 if message is None:
                     self.channel.break_off()
                     return
@@ -341,8 +394,13 @@ class _Peer:
 
 
 def heartbeat_s(num_peers: int) -> float:
-    """Between two heartbeats to each of so many peers, unless there is something to say."""
-    return min(HEARTBEAT_S * max(1.0, num_peers / _MANY_PEERS), _SLOWEST_HEARTBEAT_S)
+    """Between two heartbeats to each of so many peers."""
+    return min(HEARTBEAT_S * max(1.0, num_peers / _MANY_BEATS), SILENCE_S / 3)
+
+
+def silence_s(num_peers: int) -> float:
+    """After which each of so many peers counts as lost."""
+    return min(SILENCE_S * max(1.0, num_peers / _MANY_PEERS), LONGEST_SILENCE_S)
 
 
 def _essence(status: Announcement) -> tuple[Any, ...]:

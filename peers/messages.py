@@ -10,8 +10,8 @@ from typing import Any
 
 import msgpack
 
-from peers import socket_io
-from peers.errors import PeerUnreachable, ProtocolError
+from peers.errors import PeerSilent, PeerUnreachable, ProtocolError
+from peers.network import socket_io
 
 MAX_MESSAGE_BYTES = 1 << 20
 
@@ -48,8 +48,8 @@ class Channel:
     async def receive(self, timeout_s: float | None = None) -> dict[str, Any]:
         """The next message; a receive that was cancelled or timed out loses nothing.
 
-        Raises PeerUnreachable at the end of the stream and after `timeout_s`, ProtocolError for what
-        is no message.
+        Raises PeerUnreachable at the end of the stream, PeerSilent after `timeout_s`, ProtocolError for
+        what is no message.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -61,7 +61,7 @@ class Channel:
                     )
                 await self._fill(_LENGTH.size + length)
         except TimeoutError as error:
-            raise PeerUnreachable(f"no message within {timeout_s:g} s") from error
+            raise PeerSilent(f"no message within {timeout_s:g} s") from error
         except OSError as error:
             raise PeerUnreachable(f"the stream broke: {error}") from error
         body = bytes(self._received[_LENGTH.size : _LENGTH.size + length])

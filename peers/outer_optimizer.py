@@ -18,11 +18,11 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from peers.kernels import energy, outer_step
 from peers.outer_state import Digests, OuterState, num_threads
-from peers.reduce_plan import CHUNK_NUMEL, slices
-from peers.residuals import contribution
-from peers.state_header import StateChunk, StateHeader
+from peers.reduction.kernels import energy, outer_step
+from peers.reduction.plan import CHUNK_NUMEL, slices
+from peers.reduction.residuals import contribution
+from peers.state.header import StateChunk, StateHeader
 
 _PART_NUMEL = 1 << 16
 """Values at a time: what is computed of them is still in the cache when it is hashed."""

@@ -15,7 +15,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from peers.state_header import StateChunk, StateHeader, chunks_of
+from peers.state.header import StateChunk, StateHeader, chunks_of
 
 _MAX_THREADS = 4
 

@@ -1,26 +1,27 @@
 """The one transport of the swarm's parts: each stream takes the best path there is, and nobody else knows which.
 
-Control goes over libp2p; data goes direct where that stands and is not slower; both go through a third peer where
-libp2p has no connection to be had. What was found unreachable is left alone for a while.
+Control goes over libp2p; the data of rounds goes direct where that stands and is not slower, and so does other bulk
+(states for newcomers) wherever it stands in time; all go through a third peer where libp2p has no connection to be had.
+What was found unreachable is left alone for a while.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import socket
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal
 from weakref import WeakKeyDictionary
 
-from peers.direct import Direct
 from peers.errors import PeersError, PeerUnreachable
-from peers.libp2p_streams import Libp2p
-from peers.path_choice import Pair, Path
-from peers.reception import Handler, Reception
-from peers.relay import Relay
+from peers.network.direct import Direct
+from peers.network.head_start import first_to_stand
+from peers.network.libp2p_streams import Libp2p
+from peers.network.path_choice import Pair, Path
+from peers.network.reception import Handler, Reception
+from peers.network.relay import Relay
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +29,12 @@ TransportMode = Literal["auto", "libp2p", "tls", "tcp"]
 
 DIRECT_TIMEOUT_S = 5.0
 """What a direct stream may take before libp2p has to do, in a round that waits for it."""
-RELAY_AFTER_S = 1.5
-"""What libp2p may take before a third peer is asked as well."""
+INDIRECT_AFTER_S = 1.0
+"""What a direct stream may take before others are tried as well, where nobody knows yet whether one stands."""
+BEFORE_DOUBTED_S = 2.0
+"""What a third peer may take, where a connection stands that may carry nothing."""
+RELAY_AFTER_S = 0.75
+"""What libp2p may take to connect before a third peer is asked as well."""
 _MAX_PAIRS = 4096
 
 
@@ -47,13 +52,17 @@ class Paths:
         direct: Direct | None,
         relay: Relay | None,
         data: str,
+        bulk: Collection[str] = (),
         mode: TransportMode = "auto",
         check: Callable[[str, str], object] = lambda _peer_id, _protocol: None,
         unchecked: Collection[str] = (),
     ) -> None:
-        """`check` raises Refused for a peer whose streams on a protocol are not taken, save on those `unchecked`."""
+        """`bulk` are other protocols that carry much at a time, on streams of their own that no round waits for.
+
+        `check` raises Refused for a peer whose streams on a protocol are not taken, save on those `unchecked`.
+        """
         self._libp2p, self._reception, self._direct, self._relay = libp2p, reception, direct, relay
-        self._data, self._mode = data, mode
+        self._data, self._bulk, self._mode = data, frozenset(bulk), mode
         self._check, self._unchecked = check, frozenset(unchecked)
         self._pairs: dict[str, Pair] = {}
         self._path_of: WeakKeyDictionary[socket.socket, Path] = WeakKeyDictionary()
@@ -77,6 +86,9 @@ class Paths:
             if stream is not None:
                 return stream
         left_s = deadline - time.monotonic()
+        direct = self._direct if protocol in self._bulk and pair.may_go_direct(time.monotonic()) else None
+        if direct is not None and direct.knows(peer_id):
+            return await self._open_bulk(direct, peer_id, protocol, pair, left_s)
         path, stream = await self._open_indirect(peer_id, protocol, maddrs, pair, left_s)
         return self._taken(peer_id, protocol, path, stream)
 
@@ -114,7 +126,8 @@ class Paths:
             stream = await self._open_direct(peer_id, pair, 2 * DIRECT_TIMEOUT_S)
             if stream is not None:
                 return stream
-        if path is Path.RELAY and peer_id in await self._libp2p.connected_peers():
+        is_doubted = pair.is_doubted(now)
+        if path is Path.RELAY and not is_doubted and peer_id in await self._libp2p.connected_peers():
             stream = await self._libp2p.open(peer_id, self._data, timeout_s=DIRECT_TIMEOUT_S)
             return self._taken(peer_id, self._data, Path.LIBP2P, stream)
         return None
@@ -124,7 +137,10 @@ class Paths:
     ) -> None:
         """A round with these peers has moved so many bytes on this stream in so long."""
         if (path := self._path_of.get(stream)) is not None:
-            self._pair(peer_id).measured(path, num_bytes, seconds, time.monotonic(), group)
+            pair, now = self._pair(peer_id), time.monotonic()
+            pair.measured(path, num_bytes, seconds, now, group)
+            if path is not Path.RELAY:
+                pair.doubt.stood()
 
     def failed(self, peer_id: str, stream: socket.socket) -> None:
         """A round was lost to this peer: if it was the path's fault, another one is taken next."""
@@ -134,12 +150,18 @@ class Paths:
         elif path is Path.RELAY and self._relay is not None:
             self._relay.blame(stream)
 
+    def missed(self, peer_id: str) -> None:
+        """This peer did not answer in time. If links can be silent, this one may be: for a while others go first."""
+        self._pair(peer_id).missed(time.monotonic())
+
     # Opening
 
     def _wants_direct(self, pair: Pair) -> bool:
         if self._direct is None:
             return False
         now = time.monotonic()
+        if pair.is_doubted(now):
+            return False
         return pair.is_ready_for_direct(now) if self._mode == "auto" else now >= pair.direct.until
 
     async def _open_direct(self, peer_id: str, pair: Pair, timeout_s: float) -> socket.socket | None:
@@ -156,6 +178,32 @@ class Paths:
         path = Path.DIRECT if isinstance(stream, ssl.SSLSocket) else Path.PLAIN
         return self._taken(peer_id, self._data, path, stream)
 
+    async def _open_bulk(
+        self, direct: Direct, peer_id: str, protocol: str, pair: Pair, timeout_s: float
+    ) -> socket.socket:
+        """Direct, with a head start on all else: a newcomer knows nothing yet of its paths, and has much to fetch."""
+
+        async def directly() -> socket.socket:
+            try:
+                return await direct.open(peer_id, protocol, timeout_s=timeout_s)
+            except PeersError:
+                pair.direct_failed(time.monotonic())
+                raise
+
+        async def indirectly() -> socket.socket:
+            _, stream = await self._open_indirect(peer_id, protocol, (), pair, timeout_s)
+            return stream
+
+        path, stream = await first_to_stand(
+            {Path.DIRECT: directly, Path.LIBP2P: indirectly}, INDIRECT_AFTER_S, timeout_s
+        )
+        if path is Path.DIRECT:
+            pair.direct_stood()
+        elif not pair.direct_has_stood and pair.may_go_direct(time.monotonic()):
+            # Nor will the next stream wait for it: whoever does so each time asks for states that are gone by then.
+            pair.direct_failed(time.monotonic())
+        return stream
+
     async def _open_indirect(
         self, peer_id: str, protocol: str, maddrs: Sequence[str], pair: Pair, timeout_s: float
     ) -> tuple[Path, socket.socket]:
@@ -166,21 +214,23 @@ class Paths:
 
         if self._relay is None:
             return Path.LIBP2P, await over_libp2p()
-        relay, head_start_s = self._relay, RELAY_AFTER_S
-        if time.monotonic() < pair.libp2p.until:
-            head_start_s = 0.0
+        relay, now = self._relay, time.monotonic()
+        is_doubted = pair.is_doubted(now)
 
         async def over_relay() -> socket.socket:
-            if peer_id in await self._libp2p.connected_peers():
+            if not is_doubted and peer_id in await self._libp2p.connected_peers():
                 raise PeerUnreachable(f"{peer_id} is connected, a relay would change nothing")
             return await relay.open(peer_id, protocol, timeout_s=timeout_s)
 
-        path, stream = await _first_to_stand(
-            {Path.LIBP2P: over_libp2p, Path.RELAY: over_relay}, head_start_s, timeout_s
-        )
-        if path is Path.RELAY:
+        ways = {Path.LIBP2P: over_libp2p, Path.RELAY: over_relay}
+        head_start_s = 0.0 if now < pair.libp2p.until else RELAY_AFTER_S
+        if is_doubted:
+            # A stream of libp2p's stands as soon as its connection seems to.
+            ways, head_start_s = {Path.RELAY: over_relay, Path.LIBP2P: over_libp2p}, BEFORE_DOUBTED_S
+        path, stream = await first_to_stand(ways, head_start_s, timeout_s)
+        if path is Path.RELAY and not is_doubted:
             pair.libp2p.failed(time.monotonic())
-        else:
+        elif path is Path.LIBP2P:
             pair.libp2p.stood()
         return path, stream
 
@@ -202,44 +252,3 @@ class Paths:
         while len(self._pairs) > _MAX_PAIRS:
             del self._pairs[next(iter(self._pairs))]
         return pair
-
-
-async def _first_to_stand(
-    ways: Mapping[Path, Callable[[], Awaitable[socket.socket]]], head_start_s: float, timeout_s: float
-) -> tuple[Path, socket.socket]:
-    """The first way that gives a stream; each gets a head start on the next. Raises the first one's PeersError."""
-    running: dict[asyncio.Future[socket.socket], Path] = {}
-    waiting, failures = list(ways.items()), dict[Path, BaseException]()
-    deadline = time.monotonic() + timeout_s
-    try:
-        while waiting or running:
-            if waiting:
-                path, way = waiting.pop(0)
-                running[asyncio.ensure_future(way())] = path
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                break
-            done, _ = await asyncio.wait(
-                running,
-                timeout=min(head_start_s, left_s) if waiting else left_s,
-                return_when="FIRST_COMPLETED",
-            )
-            for task in done:
-                path = running.pop(task)
-                error = task.exception()
-                if error is None:
-                    return path, task.result()
-                if not isinstance(error, PeersError):
-                    raise error
-                failures[path] = error
-    finally:
-        await _close_late(running)
-    raise next((failures[path] for path in ways if path in failures), PeerUnreachable("took too long"))
-
-
-async def _close_late(running: Mapping[asyncio.Future[socket.socket], Path]) -> None:
-    for task in running:
-        task.cancel()
-    for outcome in await asyncio.gather(*running, return_exceptions=True):
-        if isinstance(outcome, socket.socket):
-            outcome.close()

@@ -13,14 +13,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from peers.access.gate import Gate
 from peers.dht import Dht
 from peers.errors import PeersError, ProtocolError, UserError
-from peers.gate import Gate
 from peers.identity import Identity
-from peers.ledger import Grant
 from peers.membership import View
 from peers.mesh import Mesh, StreamOpener
-from peers.rank_request import request_rank
+from peers.ranks.ledger import Grant
+from peers.ranks.request import request_rank
 from peers.records import MAX_MADDRS, PEERS_KEY, Announcement
 
 log = logging.getLogger(__name__)

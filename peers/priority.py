@@ -1,10 +1,13 @@
-"""Which of this machine's threads go first."""
+"""Which of this machine's threads and processes go first, where rounds run beside the training."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import threading
+from pathlib import Path
+
+AUTOGROUP = Path("/proc/self/autogroup")
 
 
 def stand_back(niceness: int) -> None:
@@ -16,3 +19,14 @@ def stand_back(niceness: int) -> None:
     # Where that is not allowed it is merely in the others' way.
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + niceness)
+
+
+def give_way(niceness: int) -> None:
+    """Let other sessions of this user come first, where this process leads a session of its own.
+
+    Linux may share out time by session before it looks at threads (sched_autogroup): then those of the daemon, however
+    nice, take as much together as the trainer. Does nothing elsewhere.
+    """
+    if os.getsid(0) == os.getpid():
+        with contextlib.suppress(OSError):
+            AUTOGROUP.write_text(f"{niceness}\n", encoding="ascii")

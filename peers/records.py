@@ -11,11 +11,11 @@ from typing import Any, Literal, get_args
 
 import msgpack
 
+from peers.access.tokens import MAX_TOKEN_BYTES
 from peers.errors import ProtocolError
 from peers.identity import Identity, verify
-from peers.maddrs import is_maddr, parse_maddr
-from peers.path_choice import Path
-from peers.tokens import MAX_TOKEN_BYTES
+from peers.network.maddrs import is_maddr, parse_maddr
+from peers.network.path_choice import Path
 
 MAX_RECORD_BYTES = 4096
 State = Literal["joining", "waiting", "training", "averaging", "leaving"]

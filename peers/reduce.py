@@ -26,7 +26,7 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 
@@ -34,13 +34,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from peers.bandwidth import SAMPLE_S, LinkMeter
-from peers.commit_log import Recording
 from peers.errors import ProtocolError, RoundFailed
-from peers.frames import (
+from peers.network.socket_io import is_silent
+from peers.priority import stand_back
+from peers.reduction.arithmetic import Arithmetic, Scratch, reduce_alone
+from peers.reduction.bandwidth import SAMPLE_S, LinkMeter
+from peers.reduction.frames import (
     HEADER,
     NOBODY,
-    SLICE_S,
     Closed,
     Header,
     Kind,
@@ -50,19 +51,19 @@ from peers.frames import (
     receive_header,
     receive_into,
     send_frame,
+    slice_s,
 )
-from peers.kernels import Bytes
-from peers.priority import stand_back
-from peers.reduce_arithmetic import Arithmetic, Scratch, reduce_alone
-from peers.reduce_plan import ReducePlan, ReduceReport
-from peers.reduce_progress import LAST_WORDS_S, Departed, Progress
-from peers.residuals import Residuals
+from peers.reduction.kernels import Bytes
+from peers.reduction.plan import ReducePlan, ReduceReport
+from peers.reduction.progress import LAST_WORDS_S, Departed, Progress
+from peers.reduction.residuals import Residuals
+from peers.state.commit_log import Recording
 
 Sockets = Mapping[int, socket.socket]
 """By world rank."""
 
 OVERLAPPED_NICENESS = 5
-"""Of the threads of a reduction that training need not wait for: it goes first, and hashing (peers/outer_preview.py)
+"""Of the threads of a reduction that training need not wait for: it goes first, and hashing (peers/state/preview.py)
 comes last."""
 
 Settled = Callable[[slice], None]
@@ -80,6 +81,7 @@ def reduce_pseudo_gradients(
     stall_timeout_s: float,
     cancelled: threading.Event,
     timeout_s: float = math.inf,
+    connect_timeout_s: float = 0.0,
     residuals: Residuals | None = None,
     settled: Settled = lambda part: None,
     forwarded_bytes: Callable[[], int] = lambda: 0,
@@ -90,9 +92,10 @@ def reduce_pseudo_gradients(
 
     The tensors are flat, fp32, contiguous, on the CPU and of one size; the sockets are blocking, by
     world rank, one for each direction, and no byte is in them. `stall_timeout_s` must exceed the time that the slowest
-    link takes for one chunk; `timeout_s` is for all of it. Raises RoundFailed, within a stall timeout of the fault, or
-    a slice (0.05 s) of `cancelled`; then all sockets are shut down and `result` is undefined. Afterwards no thread is
-    left in any case.
+    link takes for one chunk; `timeout_s` is for all of it; for `connect_timeout_s` another member may still wait for
+    streams with a third one, and not have begun. Raises RoundFailed, within a stall timeout of the fault, or
+    a slice (0.05 s; longer in groups above six) of `cancelled`; then all sockets are shut down and `result` is
+    undefined. Afterwards no thread is left in any case.
 
     `settled` hears of every part of `result` once nothing will change it any more, if all goes well.
 
@@ -109,7 +112,15 @@ def reduce_pseudo_gradients(
         raise ValueError(f"the shares cover {plan.bounds[-1]} values, the tensors have {anchor.numel()}")
     arithmetic = Arithmetic(plan, anchor, local, result, residuals, recording)
     reduction = _Reduction(
-        plan, arithmetic, send, receive, stall_timeout_s, settled, forwarded_bytes, niceness
+        plan,
+        arithmetic,
+        send,
+        receive,
+        stall_timeout_s,
+        connect_timeout_s,
+        settled,
+        forwarded_bytes,
+        niceness,
     )
     if not plan.others:
         try:
@@ -138,6 +149,7 @@ class _Reduction:
         send: Sockets,
         receive: Sockets,
         stall_timeout_s: float,
+        connect_timeout_s: float,
         settled: Settled,
         forwarded_bytes: Callable[[], int],
         niceness: int,
@@ -149,14 +161,16 @@ class _Reduction:
         self._send = {index: send[plan.members[index]] for index in others}
         self._receive = {index: receive[plan.members[index]] for index in others}
         for sock in (*self._send.values(), *self._receive.values()):
-            prepare(sock)
-        self._stall_timeout_s = stall_timeout_s
+            prepare(sock, len(others))
+        self._stall_timeout_s, self._connect_timeout_s = stall_timeout_s, connect_timeout_s
         self._progress = Progress(plan)
         self._sampled_at = 0.0
         self._meter = LinkMeter(self._send.values(), self._receive.values())
         self._moved_out, self._moved_in = dict.fromkeys(others, 0), dict.fromkeys(others, 0)
         self._sent = dict.fromkeys(others, 0)
         self._received = dict.fromkeys(others, 0)
+        self._heard_at: dict[int, float] = {}
+        self._silent: set[int] = set()
 
     @property
     def sent_bytes(self) -> int:
@@ -172,7 +186,7 @@ class _Reduction:
 
     def run(self, cancelled: threading.Event, timeout_s: float) -> None:
         """Start the threads and see them end. Raises RoundFailed."""
-        deadline = time.monotonic() + timeout_s
+        deadline, slice_ = time.monotonic() + timeout_s, slice_s(len(self._plan.others))
         jobs = [
             job
             for other in self._plan.others
@@ -183,7 +197,7 @@ class _Reduction:
             pending = set(futures)
             self._sample()
             while pending:
-                done, pending = wait(pending, SLICE_S)
+                done, pending = wait(pending, slice_)
                 if not pending or time.monotonic() > self._sampled_at + SAMPLE_S:
                     self._sample()
                 if cancelled.is_set():
@@ -203,7 +217,8 @@ class _Reduction:
         # Others are cancelled at the same time: which of them was heard to give up first says nothing.
         culprit = None if cancelled.is_set() else failure.culprit
         suspects = () if culprit is None else (self._plan.members[culprit],)
-        raise RoundFailed(failure.reason, suspects, is_hearsay=failure.is_hearsay)
+        silent = [self._plan.members[index] for index in self._silent]
+        raise RoundFailed(failure.reason, suspects, is_hearsay=failure.is_hearsay, silent=silent)
 
     def _carry_out(self, job: Callable[[int], None], other: int) -> None:
         # Flushing is a state of the thread, and a library loaded elsewhere may have changed what new threads inherit.
@@ -231,13 +246,15 @@ class _Reduction:
                 if kind is Kind.ALIVE:
                     self._send_frame(other, kind, 0)
                 elif kind is Kind.RESULT:
-                    self._send_frame(other, kind, index, self._arithmetic.finished(index))
+                    finished = self._arithmetic.finished(index)
+                    self._send_frame(other, kind, index, finished.size, (finished.data,))
                     if progress.result_sent(other, index):
                         self._arithmetic.settle(index, scratch)
                         self._settled(self._plan.chunk(self._plan.me, index))
                 else:
-                    payload = self._arithmetic.encode_contribution(other, index, scratch)
-                    self._send_frame(other, kind, index, payload)
+                    size = self._arithmetic.contribution_bytes(other, index)
+                    pieces = self._arithmetic.contribution(other, index, scratch)
+                    self._send_frame(other, kind, index, size, pieces)
             if progress.failure is not None:
                 culprit = progress.failure.culprit
                 self._send_frame(other, Kind.ABORT, NOBODY if culprit is None else culprit)
@@ -245,22 +262,32 @@ class _Reduction:
             if progress.lost_while_sending(other):
                 self._hear_last_words(other)
         except Stalled:
-            progress.fail(f"{self._name(other)} took nothing for {2 * self._stall_timeout_s:g} s", other)
+            progress.fail(f"{self._name(other)} took nothing in time", other)
         except Stopped:
             return
 
-    def _send_frame(self, other: int, kind: Kind, chunk: int, payload: Bytes | None = None) -> None:
-        data = payload.data if payload is not None else memoryview(b"")
+    def _send_frame(
+        self,
+        other: int,
+        kind: Kind,
+        chunk: int,
+        payload_bytes: int = 0,
+        pieces: Iterable[memoryview] = (memoryview(b""),),
+    ) -> None:
+        patience_s = 2 * self._stall_timeout_s
+        if other not in self._heard_at:
+            # It reads nothing before it has begun.
+            patience_s += self._connect_timeout_s
         send_frame(
             self._send[other],
-            Header(kind, chunk, len(data)),
-            data,
-            2 * self._stall_timeout_s,
+            Header(kind, chunk, payload_bytes),
+            pieces,
+            patience_s,
             lambda: self._progress.must_stop_sending(other),
             partial(_count, self._moved_out, other),
         )
-        if payload is not None:
-            self._sent[other] += HEADER.size + len(data)
+        if payload_bytes:
+            self._sent[other] += HEADER.size + payload_bytes
 
     # Receiving
 
@@ -276,6 +303,8 @@ class _Reduction:
             return
         finally:
             if self._progress.has_failed():
+                if self._has_gone_silent(other):
+                    self._silent.add(other)
                 # Whoever still sends to us need not wait to find that nobody reads.
                 _shut_down(self._receive[other], socket.SHUT_RD)
 
@@ -284,8 +313,10 @@ class _Reduction:
         expected = [self._plan.num_chunks(self._plan.me), self._plan.num_chunks(other)]
         taken = [0, 0]
         buffer = np.empty_like(scratch.payload)
+        patience_s = self._stall_timeout_s + self._connect_timeout_s
         while taken != expected:
-            header = receive_header(self._receive[other], self._stall_timeout_s, self._progress.has_failed)
+            header = receive_header(self._receive[other], patience_s, self._progress.has_failed)
+            patience_s, self._heard_at[other] = self._stall_timeout_s, time.monotonic()
             kind = header.kind
             if kind == Kind.ABORT:
                 return self._heed_abort(other, header)
@@ -294,8 +325,11 @@ class _Reduction:
             if kind > Kind.RESULT or taken[kind] == expected[kind]:
                 raise ProtocolError(f"sent a frame out of turn: {header}")
             index, is_result = taken[kind], kind == Kind.RESULT
-            owner = other if is_result else self._plan.me
-            if header != (kind, index, size := self._arithmetic.payload_bytes(owner, index)):
+            if is_result:
+                size = self._arithmetic.result_bytes(other, index)
+            else:
+                size = self._arithmetic.contribution_bytes(self._plan.me, index)
+            if header != (kind, index, size):
                 raise ProtocolError(f"sent {header} in place of {Kind(kind).name} {index} of {size} bytes")
             place = self._arithmetic.place_for_result(other, index) if is_result else None
             payload = buffer[:size] if place is None else place
@@ -304,7 +338,7 @@ class _Reduction:
                 payload.data,
                 self._stall_timeout_s,
                 self._progress.has_failed,
-                partial(_count, self._moved_in, other),
+                partial(self._hear, other),
             )
             self._received[other] += HEADER.size + size
             if is_result:
@@ -313,6 +347,15 @@ class _Reduction:
             else:
                 self._add_in_turn(other, index, payload, scratch)
             taken[kind] += 1
+
+    def _hear(self, other: int, num_bytes: int) -> None:
+        self._moved_in[other] += num_bytes
+        self._heard_at[other] = time.monotonic()
+
+    def _has_gone_silent(self, other: int) -> bool:
+        """It had begun, and half of what would be a fault of its own has passed since, with nothing left to read."""
+        heard_at = self._heard_at.get(other, math.inf)
+        return time.monotonic() - heard_at > self._stall_timeout_s / 2 and is_silent(self._receive[other])
 
     def _add_in_turn(self, other: int, index: int, payload: Bytes, scratch: Scratch) -> None:
         plan = self._plan
@@ -337,7 +380,8 @@ class _Reduction:
 
     def _blame(self, other: int, error: Closed | Stalled | ProtocolError) -> None:
         if isinstance(error, Stalled):
-            self._progress.fail(f"{self._name(other)} sent nothing for {self._stall_timeout_s:g} s", other)
+            self._silent.add(other)
+            self._progress.fail(f"{self._name(other)} sent nothing in time", other)
         elif isinstance(error, Closed):
             self._progress.fail(f"lost {self._name(other)}: {error}", other)
         else:

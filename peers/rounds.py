@@ -21,12 +21,13 @@ from dataclasses import dataclass
 from enum import Enum
 
 from peers import membership
-from peers.aggregation import Aggregation
-from peers.audit import most_audited
 from peers.membership import View
 from peers.records import Announcement
-from peers.round_leader import Gathered, Leader, Letters, Timing
-from peers.round_messages import Abort, Ask, Audit, Commit, Group, Join, Proposal, RoundMessage, Vote
+from peers.round.aggregation import Aggregation
+from peers.round.audit import most_audited
+from peers.round.leader import Gathered, Leader, Letters, Timing, is_carried
+from peers.round.messages import Abort, Ask, Audit, Commit, Group, Join, Proposal, RoundMessage, Vote
+from peers.round.standing import Standing
 
 TOLERATED_OF_LEADER = 1
 """Attempts of one round that a member loses to its leader before it looks for another."""
@@ -116,15 +117,19 @@ class Round:
         aggregation: Aggregation = _DEFAULT_AGGREGATION,
         barred: Iterable[int] = (),
         parent: str = "",
+        quiet: frozenset[int] = frozenset(),
+        first_step: int = -1,
     ) -> None:
         """`barred`: members that this peer neither follows nor, as the leader, takes or waits for.
 
-        `parent` is the lineage before the last commit.
+        `parent` is the lineage before the last commit; `quiet` as in `on_view`; `first_step` is
+        the nominal step that this epoch began with: what was copied by then is work of an earlier one.
         """
         self.me, self.fragment, self.epoch, self.lineage = me, fragment, epoch, lineage
         self._aggregation = aggregation
         self.phase = Phase.IDLE
         self._view = view
+        self._quiet = quiet - {me}
         self._inbox: deque[tuple[int, RoundMessage]] = deque()
         self._lead = Leader(
             me=me,
@@ -136,7 +141,9 @@ class Round:
             timing=timing,
             aggregation=aggregation,
             barred=barred,
+            first_step=first_step,
         )
+        self._first_step = first_step
         self._proposal: Proposal | None = None
         self._ballot = 0
         self._leader: int | None = None
@@ -164,6 +171,11 @@ class Round:
     @timing.setter
     def timing(self, timing: Timing) -> None:
         self._lead.timing = timing
+
+    @property
+    def has_begun(self) -> bool:
+        """Somebody is ready."""
+        return bool(self._lead.joins) or self.phase is not Phase.IDLE
 
     @property
     def failures(self) -> list[str]:
@@ -195,14 +207,26 @@ class Round:
         actions = self._check_ahead(now)
         return actions or self._finish(self._seek(now), now)
 
-    def on_view(self, view: View, now: float) -> list[Action]:
-        """Somebody came, left, was lost, or changed its status."""
+    def on_view(self, view: View, now: float, quiet: frozenset[int] = frozenset()) -> list[Action]:
+        """Somebody came, left, was lost, or changed its status; or has not been heard of for a while (`quiet`).
+
+        A quiet one may be gone or just busy: nobody waits for it, and its work counts as soon as it is back.
+        """
         # The same rank with another incarnation is another peer to this round: what the old one brought died with it.
         gone = {r for r, old in self._view.items() if r not in view or view[r].incarnation != old.incarnation}
-        self._view = view
+        self._view, self._quiet = view, quiet - {self.me}
         actions = self._post(self._lead.on_lost(gone, now))
         if self.phase in (Phase.SEEKING, *_ATTEMPTING) and self._has_left(gone):
             actions += self._leave_leader(now)
+        elif self.phase is Phase.SEEKING and self._leader in self._quiet:
+            actions += self._seek(now)
+        if (
+            self.phase is Phase.REDUCING
+            and self._group is not None
+            and (lost := gone & set(self._group.ranks))
+        ):
+            # Perhaps to this peer alone, and then the leader has to hear of it: their bytes will not come either.
+            actions += self._give_up(lost, now)
         actions += self._check_ahead(now)
         return self._finish(actions, now)
 
@@ -293,15 +317,26 @@ class Round:
         return min(times)
 
     @property
-    def waits_for(self) -> str:
-        """What this peer waits for, for people."""
-        if self.phase is Phase.SEEKING:
-            missing = sorted(set(membership.trainers_of(self._view, self.lineage)) - self._lead.joins.keys())
-            if self._leader != self.me:
-                return f"the group of peer {self._leader}"
-            return f"peers {', '.join(map(str, missing))}" if missing else "the next attempt"
+    def standing(self) -> Standing:
+        """Where this peer is, and what it waits for, for people."""
+        missing, is_at_work = self._missing(), self.phase not in (Phase.IDLE, Phase.OVER)
         waits = {Phase.REDUCING: "the sums", Phase.VOTED: "the votes", Phase.AUDITING: "the audit"}
-        return waits.get(self.phase, "")
+        waits_for = waits.get(self.phase, "")
+        if self.phase is Phase.SEEKING and self._leader != self.me:
+            waits_for = f"the group of peer {self._leader}"
+        elif self.phase is Phase.SEEKING:
+            waits_for = f"peers {', '.join(map(str, missing))}" if missing else "the next attempt"
+        leader = self._leader if is_at_work else None
+        return Standing(step=self.phase.value, leader=leader, missing=tuple(missing), waits_for=waits_for)
+
+    def _missing(self) -> list[int]:
+        """Whom this peer waits for, if it leads: to join, or to vote after it has voted itself."""
+        if self._leader != self.me:
+            return []
+        if self.phase is Phase.SEEKING:
+            expected = set(membership.trainers_of(self._view, self.lineage)) - self._quiet
+            return sorted(expected - self._lead.joins.keys())
+        return sorted(self._lead.silent) if self.phase is Phase.VOTED else []
 
     # Member
 
@@ -309,8 +344,7 @@ class Round:
         """Tell the leader of the current ballot that this peer is ready."""
         assert self._proposal is not None
         if self.phase is not Phase.SEEKING or self._phase_deadline == float("inf"):
-            # Past the leader's own deadline, twice: it is alive but does not lead.
-            self._phase_deadline = now + 2 * self.timing.gather_s + self.timing.attempt_s
+            self._phase_deadline = now + self._patience_s
         self.phase, self._group = Phase.SEEKING, None
         leader = self._leader_of_ballot()
         self._leader = self.me if leader is None else leader
@@ -319,9 +353,8 @@ class Round:
         return self._send(self._leader, Join(self.fragment, self.lineage, self._proposal, in_doubt))
 
     def _leader_of_ballot(self) -> int | None:
-        view = {
-            rank: peer for rank, peer in self._view.items() if rank not in self._lead.excluded - {self.me}
-        }
+        passed_over = (self._lead.excluded | self._quiet) - {self.me}
+        view = {rank: peer for rank, peer in self._view.items() if rank not in passed_over}
         return membership.leader_of(view, self.lineage, self._ballot)
 
     def _has_left(self, gone: set[int]) -> bool:
@@ -344,9 +377,16 @@ class Round:
         self.failures.append(f"peer {leader} {crime}")
         return self._leave_leader(now)
 
+    @property
+    def _patience_s(self) -> float:
+        """Past the leader's own deadline, twice: it is alive but does not lead."""
+        assert self._proposal is not None
+        is_early = is_carried(self._proposal, self._first_step)
+        return 2 * (self.timing.carry_s if is_early else self.timing.gather_s) + self.timing.attempt_s
+
     def _return_to_seeking(self, now: float) -> None:
         self.phase, self._group = Phase.SEEKING, None
-        self._phase_deadline = now + 2 * self.timing.gather_s + self.timing.attempt_s
+        self._phase_deadline = now + self._patience_s
         self._resend_at = now + self.timing.resend_s
 
     def _on_group(self, sender: int, group: Group, now: float) -> list[Action]:
@@ -497,7 +537,7 @@ class Round:
         """Form a group, if this peer leads."""
         if self.phase in (*_ATTEMPTING, Phase.OVER) or self._num_asked or self._leader_of_ballot() != self.me:
             return []
-        return self._post(self._lead.form(self._view, self._ballot, now))
+        return self._post(self._lead.form(self._view, self._quiet, self._ballot, now))
 
     def _dispatch(self, sender: int, message: RoundMessage, now: float) -> list[Action]:
         match message:

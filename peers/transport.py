@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
-from peers import p2pd_control
 from peers.errors import PeersError, PeerUnreachable, ProtocolError
-from peers.maddrs import parse_maddr
+from peers.network import p2pd_control
+from peers.network.maddrs import parse_maddr
 
 Handler = Callable[[str, socket.socket], Awaitable[None]]
 
@@ -75,6 +75,10 @@ class Transport:
     async def connected_peers(self) -> set[str]:
         """The ids of the peers that libp2p has a connection with."""
         return await p2pd_control.list_peers(self._control, timeout_s=_CONTROL_TIMEOUT_S)
+
+    async def addresses_of(self, peer_id: str) -> list[str]:
+        """Where libp2p's connections with this peer come from, or lead to."""
+        return await p2pd_control.addresses_of(self._control, peer_id, timeout_s=_CONTROL_TIMEOUT_S)
 
     async def serve(self, protocol: str, handler: Handler) -> None:
         """From now on, call `handler(authenticated peer id, non-blocking socket)` for each new stream.

@@ -22,6 +22,7 @@ from peers.errors import LinkLost, ProtocolError, UserError
 from peers.handover import Memories, Outcome, Start
 from peers.layout import Layout
 from peers.link import WAITING_INTERVAL_S, Accept, DaemonConnection, LinkMemory
+from peers.state.saving import Written
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +52,11 @@ class Host(Protocol):
 
     async def average(self, memories: Memories, ready: dict[str, Any]) -> Outcome: ...
 
-    async def save(self, directory: Path) -> None: ...
+    async def snapshot(self, directory: Path) -> None:
+        """Begin to write the outer state as it is now. Raises OSError."""
+
+    async def written(self, directory: Path) -> Written:
+        """What came of it, once that is known. Raises OSError."""
 
     def progressed(self, progress: dict[str, Any]) -> None: ...
 
@@ -84,6 +89,9 @@ class WorkerSession:
                 manifest = await self._answer(connection, self._host.manifest())
                 await connection.send("manifest", manifest=dict(manifest), world_rank=self._host.world_rank)
                 hello = await asyncio.wait_for(connection.receive(), _HELLO_TIMEOUT_S)
+            if hello["kind"] == "written":
+                await self._report_written(connection, Path(hello["directory"]))
+                return
             if hello["kind"] != "hello":
                 raise ProtocolError(f"expected a hello, got {hello['kind']}")
             await self._welcome(connection, hello)
@@ -140,7 +148,11 @@ class WorkerSession:
             case "progress":
                 self._host.progressed(message)
             case "checkpoint":
-                await self._checkpoint(connection, message)
+                if await self._snapshot(connection, Path(message["directory"])):
+                    await self._report_written(connection, Path(message["directory"]))
+            case "snapshot":
+                if await self._snapshot(connection, Path(message["directory"])):
+                    await connection.send("snapped")
             case "finished":
                 await connection.send("bye")
                 self._host.finished()
@@ -162,13 +174,23 @@ class WorkerSession:
         outcome = await self._answer(connection, asyncio.shield(averaging))
         await connection.send("committed", **asdict(outcome))
 
-    async def _checkpoint(self, connection: DaemonConnection, message: dict[str, Any]) -> None:
+    async def _snapshot(self, connection: DaemonConnection, directory: Path) -> bool:
+        """Begin to write the outer state; tells the worker where that cannot be, and returns whether it can."""
         try:
-            await self._answer(connection, self._host.save(Path(message["directory"])))
+            await self._answer(connection, self._host.snapshot(directory))
+        except OSError as error:
+            await connection.send("failed", reason=str(error))
+            return False
+        return True
+
+    async def _report_written(self, connection: DaemonConnection, directory: Path) -> None:
+        try:
+            written = await self._answer(connection, self._host.written(directory))
         except OSError as error:
             await connection.send("failed", reason=str(error))
         else:
-            await connection.send("checkpointed")
+            files = {name: (record.num_bytes, record.digest) for name, record in written.files.items()}
+            await connection.send("checkpointed", files=files, lineage=written.lineage)
 
     def _tensors(self) -> Memories:
         return Memories(

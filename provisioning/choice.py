@@ -25,7 +25,7 @@ def objections(spec: PodSpec, offer: Offer) -> list[str]:
         found.append(f"dearer than {spec.max_price:g} $/h")
     if offer.spot and not spec.spot:
         found.append("only as spot")
-    if not found and spec.where is not None and not spec.where(offer):
+    if not found and spec.where is not None and not _is_so(spec, offer):
         found.append("refused by your own condition")
     return found
 
@@ -34,7 +34,7 @@ def is_gpu(wanted: str, offered: str) -> bool:
     """Whether a name like A100 or 4090 means this GPU: its words, in any case, occur in the offered name."""
     words = re.findall(r"[a-z0-9]+", offered.lower())
     return all(
-        any(word == have or (len(word) > 3 and word in have) for have in words)
+        any(word == have or (len(word) > 3 and _is_part(word, have)) for have in words)
         for word in re.findall(r"[a-z0-9]+", wanted.lower())
     )
 
@@ -74,6 +74,24 @@ def assign(specs: Sequence[PodSpec], offers: Sequence[Offer]) -> dict[str, Offer
             raise UserError(_nothing_for(spec, offers, bool(choices[spec.name])))
     by_id = {offer.id: offer for offer in offers}
     return {name: by_id[offer_id] for offer_id, names in holders.items() for name in names}
+
+
+def _is_part(word: str, have: str) -> bool:
+    """As 4090 is of rtx4090. An A1000 is no A100: numbers go together."""
+    first, last = (r"(?<!\d)" if word[0].isdigit() else ""), (r"(?!\d)" if word[-1].isdigit() else "")
+    return re.search(f"{first}{word}{last}", have) is not None
+
+
+def _is_so(spec: PodSpec, offer: Offer) -> bool:
+    """What the user's own condition says. Raises UserError where it fails."""
+    assert spec.where is not None
+    try:
+        return bool(spec.where(offer))
+    except Exception as error:
+        raise UserError(
+            f"Your condition on pod {spec.name} fails for the offer {offer.id}: {type(error).__name__}: {error}. "
+            "What an offer does not tell is None."
+        ) from error
 
 
 def _slow(direction: str, wanted: float | None, offered: float | None) -> list[str]:

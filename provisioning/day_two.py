@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from provisioning.backoff import repeated
 from provisioning.errors import Busy, ProvisioningError, UserError
 from provisioning.ledger import Ledger, Row
 from provisioning.providers.registry import Access, open_provider
@@ -119,16 +119,30 @@ async def statuses(ledger: Ledger, access: Access) -> list[Status]:
         return list(await asyncio.gather(*(look(by_provider[row.provider], row) for row in ledger.rows())))
 
 
-async def extend(ledger: Ledger, access: Access, names: Sequence[str], hours: float, say: Say) -> None:
-    """Let pods live longer: first the provider, then the ledger, so that neither promises more than there is."""
+async def extend(
+    ledger: Ledger, access: Access, names: Sequence[str], hours: float, say: Say
+) -> dict[str, ProvisioningError]:
+    """Let pods live longer: first the provider, then the ledger, so that a pod that failed can be extended again.
+
+    What went wrong, by pod. Raises UserError where one has no end, before any is changed.
+    """
     rows = checked_names(ledger, names)
+    failures: dict[str, ProvisioningError] = {}
+    for row in rows:
+        if row.ends_at is None:
+            raise UserError(f"{row.name} has no end that could be put off.")
     async with renters(ledger, access, say) as by_provider:
         for row in rows:
-            if row.ends_at is None:
-                raise UserError(f"{row.name} has no end that could be put off.")
-            changed = ledger.advance(row.name, row.state, ends_at=row.ends_at + hours * 3600)
-            await by_provider[row.provider].hold_to_end(changed)
+            assert row.ends_at is not None
+            ends_at = row.ends_at + hours * 3600
+            try:
+                await by_provider[row.provider].hold_to_end(replace(row, ends_at=ends_at))
+            except ProvisioningError as error:
+                failures[row.name] = error
+                continue
+            ledger.advance(row.name, row.state, ends_at=ends_at)
             say(row.name, f"lives {hours:g} h longer")
+    return failures
 
 
 async def down(
@@ -165,7 +179,7 @@ async def reconcile(
             ledger=ledger, provider=provider, public_key="", say=say, patience=patience or Patience()
         )
         try:
-            await repeated(provider.check)
+            # Without a check of what renting needs: giving back needs neither money there nor programs here.
             await renter.settle()
         except ProvisioningError as error:
             failures[name] = error
@@ -178,11 +192,26 @@ async def reconcile(
 async def watch(
     ledger: Ledger, access: Access, say: Say, *, interval_s: float, stop: Callable[[], bool] = lambda: False
 ) -> None:
-    """Give back pods whose time is over, until none has an end any more."""
-    while not stop() and any(row.ends_at is not None for row in ledger.rows()):
-        with contextlib.suppress(Busy), ledger.locked():
-            # Busy: whoever holds the lock sees to it.
+    """Give back pods whose time is over, until none has an end any more. Nobody is asked before a time is over."""
+    while not stop():
+        ends = [row.ends_at for row in ledger.rows() if row.ends_at is not None]
+        if not ends:
+            return
+        left_s = min(ends) - time.time()
+        if left_s > 0:
+            # In short waits: ends are put off, and pods are added.
+            await asyncio.sleep(min(left_s, interval_s))
+        elif not await _settled(ledger, access, say):
+            await asyncio.sleep(interval_s)
+
+
+async def _settled(ledger: Ledger, access: Access, say: Say) -> bool:
+    try:
+        with ledger.locked():
             failures = await reconcile(ledger, access, (), say)
-            for name, error in failures.items():
-                say(name, f"failed: {error}")
-        await asyncio.sleep(interval_s)
+    except Busy:
+        # Whoever holds the lock sees to it.
+        return False
+    for name, error in failures.items():
+        say(name, f"failed: {error}")
+    return not failures

@@ -17,6 +17,7 @@ from provisioning.fleet import Fleet
 from provisioning.ledger import Ledger, Row
 from provisioning.machines import Machine
 from provisioning.pod_paths import JOBS, pod_directory
+from provisioning.states import State
 from provisioning.trainers import Trainer, argv, differences, environment, job_name, wanted_values
 
 _POLL_S = 2.0
@@ -44,12 +45,12 @@ class Result:
 
 async def run(fleet: Fleet, found: ExperimentSet, trainer: Trainer) -> list[Result]:
     """All of them; one that fails hides no other. Results are in the ledger as soon as they are known."""
-    rows = {row.name: row for row in fleet.renter.rows}
+    rows = {row.name: row for row in fleet.renter.rows if row.state in (State.SYNCED, State.RUNNING)}
 
     async def on_pod(name: str) -> list[Result]:
         placed = [one for one in found.experiments if one.pod == name]
         if name not in rows:
-            return [_failed(one, trainer, "its pod is not there") for one in placed]
+            return [_failed(one, trainer, "its pod is not there, or not set up") for one in placed]
         return [await _one(fleet, rows[name], one, trainer) for one in placed]
 
     by_pod = await asyncio.gather(*(on_pod(spec.name) for spec in found.pods))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from provisioning.errors import UserError
+from provisioning.field_types import check_field_types
 from provisioning.pods import PodSpec
 from provisioning.wishes import called, checked, specs_of
 
@@ -83,22 +84,31 @@ class ExperimentSet:
 
 
 def spread(name: str, specs: Sequence[PodSpec], configs: Sequence[ExperimentConfig]) -> ExperimentSet:
-    """The experiments over the pods in turn. Raises UserError for names that are used twice."""
-    seen: set[str] = set()
-    for config in configs:
-        if config.name in seen:
-            raise UserError(f"{name} has two experiments named {config.name}.")
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,60}", config.name):
-            raise UserError(
-                f'"{config.name}" is no name for an experiment: use letters, digits, dots and dashes.'
-            )
-        seen.add(config.name)
-    if not specs or not configs:
-        raise UserError(f"{name} needs at least one pod and one experiment.")
+    """The experiments over the pods in turn. Raises UserError as `_checked` does."""
     placed = [
-        Placed(pod=specs[index % len(specs)].name, config=config) for index, config in enumerate(configs)
+        Placed(pod=specs[index % len(specs)].name, config=config)
+        for index, config in enumerate(configs if specs else ())
     ]
-    return ExperimentSet(name=name, pods=specs, experiments=placed)
+    return _checked(ExperimentSet(name=name, pods=specs, experiments=placed), name)
+
+
+def _checked(found: ExperimentSet, origin: str) -> ExperimentSet:
+    """The same. Raises UserError for names that are none or are used twice, and for pods that are not there."""
+    if not found.pods or not found.experiments:
+        raise UserError(f"{origin} needs at least one pod and one experiment.")
+    pods = {spec.name for spec in checked(found.pods, origin)}
+    seen: set[str] = set()
+    for placed in found.experiments:
+        name = placed.config.name
+        check_field_types(placed.config, f"{origin}, experiment {name}")
+        if name in seen:
+            raise UserError(f"{origin} has two experiments named {name}.")
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,60}", name):
+            raise UserError(f'"{name}" is no name for an experiment: use letters, digits, dots and dashes.')
+        if placed.pod not in pods:
+            raise UserError(f"{origin}: {name} wants to run on {placed.pod}, which is no pod of it.")
+        seen.add(name)
+    return found
 
 
 def _pods(name: str, number: int, ttl_hours: float) -> list[PodSpec]:
@@ -176,16 +186,18 @@ def load(name: str) -> ExperimentSet:
 def _of_python(path: Path) -> ExperimentSet:
     found = called(path, "experiments")
     if isinstance(found, ExperimentSet):
-        return found
+        return _checked(found, str(path))
     if isinstance(found, tuple) and len(found) == 2:
         specs, configs = found
-        if all(isinstance(one, PodSpec) for one in specs) and all(
-            isinstance(one, ExperimentConfig) for one in configs
-        ):
-            return spread(path.stem, checked(specs, str(path)), configs)
+        if _all_are(PodSpec, specs) and _all_are(ExperimentConfig, configs):
+            return spread(path.stem, specs, configs)
     raise UserError(
         f"experiments() in {path} has to return an ExperimentSet, or PodSpecs and ExperimentConfigs."
     )
+
+
+def _all_are(kind: type, items: object) -> bool:
+    return isinstance(items, list | tuple) and all(isinstance(item, kind) for item in items)
 
 
 def _of_toml(path: Path) -> ExperimentSet:
@@ -197,6 +209,8 @@ def _of_toml(path: Path) -> ExperimentSet:
         raise UserError(f"{path} is not TOML: {error}.") from error
     specs = specs_of(tables.get("pods"), str(path))
     entries = tables.get("experiments") or []
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise UserError(f"{path} has no [[experiments]].")
     configs = []
     for index, entry in enumerate(entries):
         unknown = sorted(set(entry) - _CONFIG_FIELDS - {"pod"})
@@ -206,12 +220,8 @@ def _of_toml(path: Path) -> ExperimentSet:
         values = {key: value for key, value in entry.items() if key != "pod"}
         configs.append(ExperimentConfig(**{"name": f"experiment-{index}", **values}))
     found = spread(path.stem, specs, configs)
-    names = {spec.name for spec in specs}
-    placed = []
-    for entry, one in zip(entries, found.experiments, strict=True):
-        if entry.get("pod", one.pod) not in names:
-            raise UserError(
-                f"{path}: {one.config.name} wants to run on {entry['pod']}, which is no pod of it."
-            )
-        placed.append(replace(one, pod=entry.get("pod", one.pod)))
-    return replace(found, experiments=placed)
+    placed = [
+        replace(one, pod=entry.get("pod", one.pod))
+        for entry, one in zip(entries, found.experiments, strict=True)
+    ]
+    return _checked(replace(found, experiments=placed), str(path))

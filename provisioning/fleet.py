@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from provisioning.pod_paths import VENV
 from provisioning.pods import Offer, PodSpec
 from provisioning.providers.registry import Access, needs_key, open_provider
 from provisioning.renting import Patience, Renter, Say, gathered
-from provisioning.setup import Setup, secrets_of, set_up, source_directory
+from provisioning.setup import Progress, Setup, secrets_of, set_up, source_directory
 from provisioning.states import State
 from provisioning.swarm import Swarm, SwarmOptions
 
@@ -40,6 +40,8 @@ class Fleet:
 
     renter: Renter
     setup: Setup
+    progress_of: Callable[[str], Progress] | None = None
+    """Who is told how far the set-up of a pod is."""
 
     async def planned(self, desired: Sequence[PodSpec]) -> tuple[Plan, list[Offer]]:
         """What is to be done, after making the ledger true. Buys nothing. Raises ProvisioningError."""
@@ -64,7 +66,12 @@ class Fleet:
                 self.renter.say(row.name, "sending code, making its environment")
                 num_gpus = None if row.offer.is_cpu else row.offer.gpu_count
                 await set_up(
-                    machine, row.label, self.setup, num_gpus=num_gpus, with_environment=with_environment
+                    machine,
+                    row.label,
+                    self.setup,
+                    num_gpus=num_gpus,
+                    with_environment=with_environment,
+                    progress=self.progress_of(row.name) if self.progress_of else None,
                 )
                 self.renter.ledger.advance(row.name, State.SYNCED)
                 self.renter.on_state(row.name, State.SYNCED)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from provisioning.errors import Busy, UserError
 from provisioning.pods import Offer, Order, Pod, PodSpec, label_prefix
@@ -128,10 +128,13 @@ class Ledger:
         self._db.close()
 
     @contextlib.contextmanager
-    def locked(self, *, wait_s: float = 0.0) -> Iterator[None]:
-        """Be the one command that changes pods; the lock goes with the process. Raises Busy after `wait_s`."""
-        path = self.path.with_name(f"{self.path.name}.lock")
-        with path.open("a+", encoding="utf-8") as file:
+    def locked(self, *, wait_s: float = 0.0, for_jobs: bool = False) -> Iterator[None]:
+        """Be the one command that changes pods; the lock goes with the process. Raises Busy after `wait_s`.
+
+        `for_jobs`: the one that runs jobs on them, for hours perhaps, while others may put their end off, or end them.
+        """
+        path = self.path.with_name(f"{self.path.name}.{'jobs-' if for_jobs else ''}lock")
+        with _opened(path) as file:
             deadline = time.monotonic() + wait_s
             while True:
                 try:
@@ -141,8 +144,9 @@ class Ledger:
                     if time.monotonic() >= deadline:
                         file.seek(0)
                         raise Busy(
-                            f"Another command (process {file.read().strip() or 'unknown'}) is changing the pods of "
-                            f"{self.path}; wait for it, or stop it."
+                            f"Another command (process {file.read().strip() or 'unknown'}) is "
+                            f"{'running jobs on' if for_jobs else 'changing'} the pods of {self.path}; wait for it, or "
+                            "stop it."
                         ) from None
                     time.sleep(0.05)
             file.truncate(0)
@@ -201,9 +205,11 @@ class Ledger:
             self._bill(row, price_per_hour)
 
     def forget(self, name: str, *, now: float) -> None:
-        """The provider no longer lists the pod: its row goes, and its bill ends."""
+        """The provider no longer lists the pod: its row goes, and its bill ends. May be repeated."""
         with self._transaction():
-            row = self._known(name)
+            row = self.row(name)
+            if row is None:
+                return
             assert may_follow(row.state, State.GONE), row.state
             self._db.execute("DELETE FROM pods WHERE name = ?", (name,))
             self._db.execute(
@@ -252,13 +258,27 @@ class Ledger:
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
-        self._db.execute("BEGIN IMMEDIATE")
+        """All of it or nothing. Raises UserError where it cannot be written."""
         try:
+            self._db.execute("BEGIN IMMEDIATE")
             yield
-        except BaseException:
-            self._db.execute("ROLLBACK")
-            raise
-        self._db.execute("COMMIT")
+            self._db.execute("COMMIT")
+        except BaseException as error:
+            # Some failures have rolled it back already.
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            if not isinstance(error, sqlite3.OperationalError):
+                raise
+            raise UserError(
+                f"--state-file {self.path} cannot be written: {error}. Mend that, and the same command goes on."
+            ) from error
+
+
+def _opened(path: Path) -> TextIO:
+    try:
+        return path.open("a+", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}.") from error
 
 
 def _row(values: tuple[Any, ...]) -> Row:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fnmatch
+import functools
 import os
 import shutil
 import signal
@@ -12,7 +13,9 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from provisioning.errors import MachineError
-from provisioning.machines import EXCLUDED, Answer
+from provisioning.machines import EXCLUDED, Answer, OnShare, lines_of
+
+_BLOCK_BYTES = 1 << 16
 
 
 class LocalMachine:
@@ -33,13 +36,27 @@ class LocalMachine:
         assert process.returncode is not None
         return Answer(process.returncode, out.decode(errors="replace"), err.decode(errors="replace"))
 
-    async def sync(self, source: Path, into: str, *, excluded: Sequence[str] = EXCLUDED) -> None:
+    async def sync(
+        self, source: Path, into: str, *, excluded: Sequence[str] = EXCLUDED, on_share: OnShare | None = None
+    ) -> None:
         target = self.home / into
         fresh = target.with_name(f"{target.name}.new")
 
+        def ignored(_: str, names: list[str]) -> set[str]:
+            return _matching(names, excluded)
+
         def copy() -> None:
             shutil.rmtree(fresh, ignore_errors=True)
-            shutil.copytree(source, fresh, ignore=lambda _, names: _matching(names, excluded))
+            num_files, num_copied = _num_files(source, excluded) if on_share else 0, 0
+
+            def copied(from_path: str, to_path: str) -> None:
+                nonlocal num_copied
+                shutil.copy2(from_path, to_path)
+                num_copied += 1
+                if on_share:
+                    on_share(num_copied / max(num_files, num_copied))
+
+            shutil.copytree(source, fresh, ignore=ignored, copy_function=copied)
             shutil.rmtree(target, ignore_errors=True)
             fresh.rename(target)
 
@@ -52,12 +69,12 @@ class LocalMachine:
         process = await self._start(script, asyncio.subprocess.DEVNULL, asyncio.subprocess.PIPE)
         assert process.stdout is not None
         try:
-            async for line in process.stdout:
-                yield line.decode(errors="replace").rstrip("\n")
+            async for line in lines_of(functools.partial(process.stdout.read, _BLOCK_BYTES)):
+                yield line
         finally:
             await _end(process)
 
-    def shell_argv(self, directory: str) -> list[str]:
+    def shell_argv(self, directory: str, ports: Sequence[int] = ()) -> list[str]:
         return ["sh", "-c", 'cd "$1" && exec "${SHELL:-sh}"', "sh", str(self.home / directory)]
 
     async def close(self) -> None:
@@ -75,6 +92,15 @@ class LocalMachine:
             stderr=stdout,
             start_new_session=True,
         )
+
+
+def _num_files(source: Path, excluded: Sequence[str]) -> int:
+    count = 0
+    for _, directories, files in os.walk(source):
+        skipped = _matching(directories, excluded)
+        directories[:] = [name for name in directories if name not in skipped]
+        count += len(files) - len(_matching(files, excluded))
+    return count
 
 
 def _matching(names: Sequence[str], patterns: Sequence[str]) -> set[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -23,6 +23,10 @@ EXCLUDED = (
 )
 """What is never sent along with the code."""
 _SHOWN_CHARACTERS = 1500
+_MAX_LINE_BYTES = 1 << 16
+
+OnShare = Callable[[float], None]
+"""Told again and again how much of something is done, from 0 to 1."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,22 @@ class Answer:
         return self.stdout
 
 
+async def lines_of(read: Callable[[], Awaitable[bytes]]) -> AsyncIterator[str]:
+    """The lines of a stream of which `read` gives the next bytes, none at its end.
+
+    One that goes on and on, as a progress bar's does, is given in pieces.
+    """
+    rest = b""
+    while block := await read():
+        *lines, rest = (rest + block).split(b"\n")
+        if len(rest) > _MAX_LINE_BYTES:
+            lines, rest = [*lines, rest], b""
+        for line in lines:
+            yield line.decode(errors="replace")
+    if rest:
+        yield rest.decode(errors="replace")
+
+
 class Machine(Protocol):
     """Paths in scripts are relative to the home directory of the user there."""
 
@@ -48,7 +68,9 @@ class Machine(Protocol):
         """A POSIX shell script, to its end. Raises MachineError where it cannot be run, or not in time."""
         ...
 
-    async def sync(self, source: Path, into: str, *, excluded: Sequence[str] = EXCLUDED) -> None:
+    async def sync(
+        self, source: Path, into: str, *, excluded: Sequence[str] = EXCLUDED, on_share: OnShare | None = None
+    ) -> None:
         """Make the directory `into` equal to `source`. May be repeated. Raises MachineError or UserError."""
         ...
 
@@ -56,8 +78,9 @@ class Machine(Protocol):
         """The lines that a script writes, as they come."""
         ...
 
-    def shell_argv(self, directory: str) -> list[str]:
-        """A command for a person's terminal: a shell in that directory."""
+    def shell_argv(self, directory: str, ports: Sequence[int] = ()) -> list[str]:
+        """A command for a person's terminal, good until `close`: a shell in that directory. These ports of the
+        machine's loopback are ports of this machine's loopback meanwhile."""
         ...
 
     async def close(self) -> None:

@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from provisioning.day_two import checked_names, renters
-from provisioning.errors import ProvisioningError, UserError
+from provisioning.errors import MachineError, ProvisioningError, UserError
 from provisioning.ledger import Ledger, Row
+from provisioning.machines import Machine
 from provisioning.pod_paths import JOBS, pod_directory
 from provisioning.providers.registry import Access
+from provisioning.swarm_commands import DHT_JOB, PEER_JOB
 
 _COLLECT_TIMEOUT_S = 300.0
 
@@ -29,6 +31,7 @@ async def follow_all(
     """Give the lines of a job's log on each pod to `write(name, line)`; what went wrong, by pod."""
     rows = checked_names(ledger, names)
     failures: dict[str, ProvisioningError] = {}
+    without: dict[str, ProvisioningError] = {}
     async with renters(ledger, access, lambda name, text: None) as by_provider:
 
         async def one(row: Row) -> None:
@@ -38,13 +41,19 @@ async def follow_all(
             script = f"exec tail {how}{path} 2>/dev/null"
             try:
                 machine = await by_provider[row.provider].machine(row.name)
+                there = await _jobs(machine, row)
+                if job not in there and not (goes_on and job in (PEER_JOB, DHT_JOB)):
+                    known = ", ".join(there) or "none yet"
+                    without[row.name] = MachineError(f"there is no log of a job {job}; there are: {known}")
+                    return
                 async for line in machine.follow(script):
                     write(row.name, line)
             except ProvisioningError as error:
                 failures[row.name] = error
 
         await asyncio.gather(*(one(row) for row in rows))
-    return failures
+    # Only one pod has a DHT: that the others have none is no failure, unless they were asked for by name.
+    return failures | without if names or len(without) == len(rows) else failures
 
 
 async def collect(
@@ -63,16 +72,25 @@ async def collect(
             jobs = shlex.quote(f"{pod_directory(row.label)}/{JOBS}")
             try:
                 machine = await by_provider[row.provider].machine(row.name)
-                found = (await machine.run(f"ls {jobs} 2>/dev/null; exit 0")).stdout.split()
-                for job in found:
-                    answer = await machine.run(
-                        f"cat {jobs}/{shlex.quote(job)}/log", timeout_s=_COLLECT_TIMEOUT_S
-                    )
-                    (directory / f"{row.name}-{Path(job).name}.log").write_text(
-                        answer.stdout, encoding="utf-8"
-                    )
+                for job in await _jobs(machine, row):
+                    path = f"{jobs}/{shlex.quote(job)}/log"
+                    answer = await machine.run(f"cat {path}", timeout_s=_COLLECT_TIMEOUT_S)
+                    text = answer.checked(f"reading the log of {job}")
+                    _written(directory / f"{row.name}-{Path(job).name}.log", text)
             except ProvisioningError as error:
                 failures[row.name] = error
 
         await asyncio.gather(*(one(row) for row in rows))
     return failures
+
+
+async def _jobs(machine: Machine, row: Row) -> list[str]:
+    jobs = shlex.quote(f"{pod_directory(row.label)}/{JOBS}")
+    return (await machine.run(f"ls {jobs} 2>/dev/null; exit 0")).stdout.split()
+
+
+def _written(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}.") from error

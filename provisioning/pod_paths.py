@@ -11,3 +11,8 @@ SWARM_SECRET, STATE, PEER_RUN = "swarm-secret", "state", "runs/peer"
 
 def pod_directory(label: str) -> str:
     return f"{PODS}/{label}"
+
+
+def temporary_directory(label: str) -> str:
+    """Of a pod, for what needs short paths: sockets, whose paths may have 107 bytes. Goes with the pod."""
+    return f"/tmp/diloco-pod-{label.rpartition('-')[2]}"

@@ -62,11 +62,13 @@ class Renter:
     patience: Patience = field(default_factory=Patience)
     clock: Callable[[], float] = time.time
     on_state: Callable[[str, State], None] = lambda name, state: None
+    on_planned: Callable[[], None] = lambda: None
+    """All that is to be ordered is written down, and nothing has been ordered yet."""
 
     def __post_init__(self) -> None:
         self._taken: Counter[str] = Counter()
         self._has_unclear = False
-        self._list_lock = asyncio.Lock()
+        self._list_lock, self._settling = asyncio.Lock(), asyncio.Lock()
         self._listed: tuple[float, list[Pod]] = (-1e9, [])
         self._machines: dict[str, Machine] = {}
 
@@ -85,11 +87,17 @@ class Renter:
         Orders that nobody knows the outcome of are looked for until it is certain; orphans and pods whose time is
         over are given back; pods that vanished are forgotten.
         """
+        # Several pods that are given back may all come here: what one settles, the next finds settled.
+        async with self._settling:
+            await self._settle()
+
+    async def _settle(self) -> None:
         deadline = self.clock() + self.provider.settle_s + self.patience.destroy_s
         while True:
+            listed = await self.listed(fresh=True)
             actions = decide(
                 self.rows,
-                await self.listed(fresh=True),
+                listed,
                 owner=self.ledger.owner,
                 now=self.clock(),
                 settle_s=self.provider.settle_s,
@@ -124,12 +132,17 @@ class Renter:
             case Destroy(pod, row, reason):
                 self.say(row.name if row else pod.label, f"given back: {reason}")
                 if row:
-                    await self.give_back(row)
+                    await self._give_back(row, [pod])
                 else:
                     await self._destroy_until_gone(pod.id, pod.label)
 
     async def give_back(self, row: Row) -> None:
-        """Until the provider no longer lists it; then the row goes. Raises ProviderError with what is to be done."""
+        """Until the provider no longer lists it; then the row goes. May be repeated, also while it is under way.
+
+        Raises ProviderError with what is to be done.
+        """
+        if self.ledger.row(row.name) is None:
+            return
         if row.state == State.PLANNED:
             self.ledger.forget(row.name, now=self.clock())
             return
@@ -138,6 +151,13 @@ class Renter:
         if not found and row.provider_id is None and self.clock() < row.asked_at + self.provider.settle_s:
             await self.settle()
             return
+        await self._give_back(row, found)
+
+    async def _give_back(self, row: Row, found: Sequence[Pod]) -> None:
+        """The pods that were found of this row, and the row."""
+        if self.ledger.row(row.name) is None:
+            return
+        self._advance(row.name, State.DELETING)
         for pod in found:
             if row.provider_id is None:
                 self.ledger.bill(row, pod.price_per_hour or row.offer.price_per_hour)
@@ -180,22 +200,17 @@ class Renter:
         for creation in creations:
             self._plan(creation.spec, creation.offer)
         self._taken.update(creation.offer.id for creation in creations)
-        kept = [row.name for row in plan.keep]
+        self.on_planned()
         await gathered(
             [
                 *(attempt(item.spec.name, self._until_reachable(item.spec, offers)) for item in creations),
-                *(attempt(name, self._until_reachable(self._spec(name), offers)) for name in kept),
+                *(attempt(row.name, self._until_reachable(row.spec, offers)) for row in plan.keep),
             ]
         )
         if self._has_unclear:
             # A pod of an order that was given up may have come after all.
             await self.settle()
         return failures
-
-    def _spec(self, name: str) -> PodSpec:
-        row = self.ledger.row(name)
-        assert row is not None
-        return row.spec
 
     def _plan(self, spec: PodSpec, offer: Offer) -> Row:
         now = self.clock()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import shlex
 import shutil
 import tempfile
@@ -14,15 +15,16 @@ from typing import TYPE_CHECKING
 
 from provisioning.errors import HostKeyChanged, MachineError, UserError
 from provisioning.keys import key_at
-from provisioning.machines import EXCLUDED, Answer
+from provisioning.machines import EXCLUDED, Answer, OnShare, lines_of
+from provisioning.rsync import mirrored
 
 if TYPE_CHECKING:
     import asyncssh
 
 _CONNECT_TIMEOUT_S = 20.0
 _KEEPALIVE_S = 15.0
-_SYNC_TIMEOUT_S = 1800.0
-_RSYNC_NO_SPACE = "No space left on device"
+_SSH_PORT = 22
+_BLOCK_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +43,14 @@ class Address:
 
     @property
     def known_hosts(self) -> str:
-        return f"[{self.host}]:{self.port} {self.host_key}\n"
+        # As OpenSSH and asyncssh look for it: the usual port is not named.
+        where = self.host if self.port == _SSH_PORT else f"[{self.host}]:{self.port}"
+        return f"{where} {self.host_key}\n"
 
 
 class SshMachine:
     def __init__(self, address: Address) -> None:
-        self._address = address
+        self.address = address
         self._connection: asyncssh.SSHClientConnection | None = None
         self._lock = asyncio.Lock()
         self._directory = tempfile.TemporaryDirectory(prefix="diloco-ssh-")
@@ -63,60 +67,42 @@ class SshMachine:
                 connection.run(f"sh -c {shlex.quote(script)}", input=stdin, encoding=None), timeout_s
             )
         except TimeoutError as error:
-            raise MachineError(f"a script took longer than {timeout_s:g} s on {self._address}") from error
+            raise MachineError(f"a script took longer than {timeout_s:g} s on {self.address}") from error
         except (asyncssh.Error, OSError) as error:
             await self._drop()
-            raise MachineError(f"the connection to {self._address} broke: {error}") from error
+            raise MachineError(f"the connection to {self.address} broke: {error}") from error
         if result.exit_status is None or result.exit_status < 0:
-            raise MachineError(f"a script was killed on {self._address}: {result.exit_signal}")
+            raise MachineError(f"a script was killed on {self.address}: {result.exit_signal}")
         return Answer(result.exit_status, _text(result.stdout), _text(result.stderr))
 
-    async def sync(self, source: Path, into: str, *, excluded: Sequence[str] = EXCLUDED) -> None:
+    async def sync(
+        self, source: Path, into: str, *, excluded: Sequence[str] = EXCLUDED, on_share: OnShare | None = None
+    ) -> None:
         if shutil.which("rsync") is None:
             raise UserError("rsync is not on this machine; install it (apt install rsync).")
         (await self.run(f"mkdir -p {shlex.quote(into)}")).checked(f"making {into}")
-        argv = rsync_argv(self._address, self._known_hosts, source, into, excluded)
-        process = await asyncio.create_subprocess_exec(
-            *argv,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
-        try:
-            _, err = await asyncio.wait_for(process.communicate(), _SYNC_TIMEOUT_S)
-        except TimeoutError as error:
-            raise MachineError(
-                f"sending the code to {self._address} took over {_SYNC_TIMEOUT_S:g} s"
-            ) from error
-        finally:
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-                await process.wait()
-        if process.returncode:
-            raise MachineError(
-                _rsync_trouble(process.returncode, err.decode(errors="replace"), str(self._address))
-            )
+        shell = shlex.join([*ssh_argv(self.address, self._known_hosts), "-o", "BatchMode=yes"])
+        target = f"{self.address.user}@{self.address.host}:{into}/"
+        await mirrored(source, target, excluded, shell=shell, where=str(self.address), on_share=on_share)
 
     async def follow(self, script: str) -> AsyncIterator[str]:
         import asyncssh
 
         connection = await self._connected()
         try:
-            async with connection.create_process(f"sh -c {shlex.quote(script)}") as process:
-                async for line in process.stdout:
-                    yield str(line).rstrip("\n")
+            argv = f"sh -c {shlex.quote(script)}"
+            async with connection.create_process(argv, encoding=None) as process:
+                async for line in lines_of(functools.partial(process.stdout.read, _BLOCK_BYTES)):
+                    yield line
         except (asyncssh.Error, OSError) as error:
             await self._drop()
-            raise MachineError(f"the connection to {self._address} broke: {error}") from error
+            raise MachineError(f"the connection to {self.address} broke: {error}") from error
 
-    def shell_argv(self, directory: str) -> list[str]:
-        # The temporary directory has to outlive this process, which the shell replaces.
-        kept = Path(tempfile.mkdtemp(prefix="diloco-ssh-")) / "known_hosts"
-        kept.write_text(self._address.known_hosts, encoding="utf-8")
+    def shell_argv(self, directory: str, ports: Sequence[int] = ()) -> list[str]:
         command = f'cd {shlex.quote(directory)} && exec "$SHELL" -l'
-        target = f"{self._address.user}@{self._address.host}"
-        return [*ssh_argv(self._address, kept), "-t", target, command]
+        target = f"{self.address.user}@{self.address.host}"
+        tunnels = [word for port in ports for word in ("-L", f"127.0.0.1:{port}:127.0.0.1:{port}")]
+        return [*ssh_argv(self.address, self._known_hosts), *tunnels, "-t", "--", target, command]
 
     async def close(self) -> None:
         await self._drop()
@@ -128,15 +114,15 @@ class SshMachine:
         async with self._lock:
             if self._connection is not None and not self._connection.is_closed():
                 return self._connection
-            key = key_at(self._address.key_path)
+            key = key_at(self.address.key_path)
             try:
                 self._connection = await asyncio.wait_for(
                     asyncssh.connect(
-                        self._address.host,
-                        port=self._address.port,
-                        username=self._address.user,
+                        self.address.host,
+                        port=self.address.port,
+                        username=self.address.user,
                         client_keys=[str(key)],
-                        known_hosts=asyncssh.import_known_hosts(self._address.known_hosts),
+                        known_hosts=asyncssh.import_known_hosts(self.address.known_hosts),
                         config=None,
                         agent_path=None,
                         keepalive_interval=_KEEPALIVE_S,
@@ -145,16 +131,16 @@ class SshMachine:
                 )
             except asyncssh.HostKeyNotVerifiable as error:
                 raise HostKeyChanged(
-                    f"{self._address} shows another host key than the pinned one; nothing was sent to it. If the "
+                    f"{self.address} shows another host key than the pinned one; nothing was sent to it. If the "
                     "machine was made anew, `diloco pods down` and start again; else somebody is in between."
                 ) from error
             except asyncssh.PermissionDenied as error:
-                raise MachineError(f"{self._address} does not let us in with the key {key}") from error
-            except asyncssh.KeyImportError as error:
+                raise MachineError(f"{self.address} does not let us in with the key {key}") from error
+            except (asyncssh.KeyImportError, asyncssh.KeyEncryptionError) as error:
                 raise UserError(f"{key} is no SSH key that can be used: {error}.") from error
             except (asyncssh.Error, OSError, TimeoutError) as error:
                 raise MachineError(
-                    f"{self._address} cannot be reached: {error or 'no answer in time'}"
+                    f"{self.address} cannot be reached: {error or 'no answer in time'}"
                 ) from error
             return self._connection
 
@@ -192,24 +178,6 @@ def ssh_argv(address: Address, known_hosts: Path) -> list[str]:
     }
     words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
     return ["ssh", "-F", "none", "-p", str(address.port), "-i", str(address.key_path.expanduser()), *words]
-
-
-def rsync_argv(
-    address: Address, known_hosts: Path, source: Path, into: str, excluded: Sequence[str]
-) -> list[str]:
-    """Mirror a directory; no shell of ours in between."""
-    shell = shlex.join([*ssh_argv(address, known_hosts), "-o", "BatchMode=yes"])
-    excludes = [f"--exclude={pattern}" for pattern in excluded]
-    target = f"{address.user}@{address.host}:{into}/"
-    return ["rsync", "-az", "--delete", *excludes, "-e", shell, f"{source}/", target]
-
-
-def _rsync_trouble(code: int, said: str, where: str) -> str:
-    if _RSYNC_NO_SPACE in said:
-        return f"the disk of {where} is full; take a larger machine or volume"
-    if code in (12, 127) and ("rsync: not found" in said or "command not found" in said):
-        return f"there is no rsync on {where}; take an image that has it"
-    return f"sending the code to {where} failed ({code}): {said.strip()[-600:]}"
 
 
 def _text(value: object) -> str:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,27 +68,38 @@ class Swarm:
         self._renter, self._options, self._python_of = renter, options, python_of
         self._ledger: Ledger = renter.ledger
         self._say: Say = renter.say
-        self._secret = b""
+        self._dht_address, self._secret = "", b""
 
     async def start(self) -> dict[str, ProvisioningError]:
         """Until all peers are in epoch 1, or have finished; what went wrong, by pod."""
-        rows = [row for row in self._renter.rows if row.state in (State.SYNCED, State.RUNNING)]
-        looks = {row.name: await self.look(row) for row in rows}
+        wanted = [row for row in self._renter.rows if row.state in (State.SYNCED, State.RUNNING)]
+        failures: dict[str, ProvisioningError] = {}
+        looks: dict[str, PeerLook] = {}
+
+        async def attempt(row: Row, work: Awaitable[object]) -> None:
+            try:
+                await work
+            except ProvisioningError as error:
+                failures[row.name] = error
+                self._say(row.name, f"failed: {error}")
+
+        async def look(row: Row) -> None:
+            looks[row.name] = await self.look(row)
+
+        await asyncio.gather(*(attempt(row, look(row)) for row in wanted))
+        if self._ledger.recall(_DHT_POD) in failures:
+            # Its coordinator may live: a second one would give out the same ranks.
+            return failures
+        rows = [row for row in wanted if row.name in looks]
         missing = [
             row for row in rows if not looks[row.name].job.is_running and not looks[row.name].has_finished
         ]
-        failures: dict[str, ProvisioningError] = {}
-        if missing:
-            address = await self._address(rows, looks)
-
-            async def start_peer(row: Row) -> None:
-                try:
-                    await self._start_peer(row, address, len(rows))
-                except ProvisioningError as error:
-                    failures[row.name] = error
-                    self._say(row.name, f"failed: {error}")
-
-            await asyncio.gather(*(start_peer(row) for row in missing))
+        if missing or any(looks[row.name].job.is_running for row in rows):
+            # Also where all peers run: they train without a coordinator, but nobody could join them by its address.
+            await attempt(self._dht_row(rows), self._join_dht(rows, looks))
+            if not self._dht_address:
+                return failures
+            await asyncio.gather(*(attempt(row, self._start_peer(row, len(wanted))) for row in missing))
         for row in rows:
             if row.name not in failures and row.state == State.SYNCED:
                 self._ledger.advance(row.name, State.RUNNING)
@@ -101,10 +112,13 @@ class Swarm:
         machine = await self._renter.machine(row.name)
         return await look_at_peer(machine, row.label)
 
-    async def _address(self, rows: Sequence[Row], looks: Mapping[str, PeerLook]) -> str:
-        """Where the DHT can be joined, after starting it where it does not run."""
+    def _dht_row(self, rows: Sequence[Row]) -> Row:
         known = self._ledger.recall(_DHT_POD)
-        row = next((row for row in rows if row.name == known), rows[0])
+        return next((row for row in rows if row.name == known), rows[0])
+
+    async def _join_dht(self, rows: Sequence[Row], looks: Mapping[str, PeerLook]) -> None:
+        """Learn how the DHT can be joined, after starting it where it does not run."""
+        row = self._dht_row(rows)
         machine, pod = await self._renter.machine(row.name), await self._renter.pod(row.name)
         key_path = admission_key_path(self._ledger.path, self._options.run_id)
         remote_key = f"{pod_directory(row.label)}/{secret_path(self._options.run_id)}".replace(
@@ -139,7 +153,7 @@ class Swarm:
             .checked("reading the swarm secret")
             .encode()
         )
-        return address
+        self._dht_address = address
 
     async def _printed_address(self, machine: Machine, row: Row) -> str:
         deadline = time.monotonic() + _DHT_TIMEOUT_S
@@ -162,7 +176,7 @@ class Swarm:
         peer_id = answer.stdout.strip().removeprefix("starting as ")
         return ["--initial-peers", f"/ip4/{pod.host}/tcp/{pod.ports[1][1]}/p2p/{peer_id}"] if peer_id else []
 
-    async def _start_peer(self, row: Row, address: str, num_peers: int) -> None:
+    async def _start_peer(self, row: Row, num_peers: int) -> None:
         machine, pod = await self._renter.machine(row.name), await self._renter.pod(row.name)
         await put_private(machine, f"{pod_directory(row.label)}/{SWARM_SECRET}", self._secret)
         provider = self._renter.provider
@@ -171,7 +185,7 @@ class Swarm:
             pod,
             run_id=self._options.run_id,
             listens_on=provider.listens_on,
-            address=address,
+            address=self._dht_address,
             num_peers=num_peers,
             flags=[*provider.swarm_flags(row.spec, row.offer), *self._options.flags],
         )

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from provisioning.errors import UserError
+from provisioning.field_types import check_field_types
 from provisioning.pods import PodSpec
 
 _FIELDS = {item.name for item in fields(PodSpec)}
@@ -50,6 +51,8 @@ def specs_of(tables: Any, origin: str, **common: Any) -> list[PodSpec]:
     values = {name: value for name, value in common.items() if value is not None}
     specs = []
     for index, table in enumerate(tables):
+        if not isinstance(table, dict):
+            raise UserError(f"{origin} has no [[pods]].")
         unknown = sorted(set(table) - _FIELDS | ({"where"} & set(table)))
         if unknown:
             known = ", ".join(sorted(_FIELDS - {"where"}))
@@ -60,6 +63,8 @@ def specs_of(tables: Any, origin: str, **common: Any) -> list[PodSpec]:
 
 def checked(specs: Sequence[PodSpec], origin: str) -> list[PodSpec]:
     """The same. Raises UserError for names that are used twice or are no names, and numbers out of range."""
+    for spec in specs:
+        check_field_types(spec, f"{origin}, pod {spec.name}")
     twice = [name for name, number in Counter(spec.name for spec in specs).items() if number > 1]
     if twice:
         raise UserError(f"{origin} has two pods named {twice[0]}.")

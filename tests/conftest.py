@@ -15,11 +15,17 @@ import pytest
 
 from tests.support.swarm import LightSwarm
 
-# How quickly examples come tells how busy the machine is, and nothing of the code.
-hypothesis.settings.register_profile(
-    "busy machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
-)
-hypothesis.settings.load_profile("busy machine")
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The same examples every time; others are searched for with `--hypothesis-seed=random` or a number."""
+    hypothesis.settings.register_profile(
+        "diloco",
+        derandomize=config.getoption("--hypothesis-seed", default=None) is None,
+        # How quickly examples come tells how busy the machine is, and nothing of the code.
+        deadline=None,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    )
+    hypothesis.settings.load_profile("diloco")
 
 
 @contextlib.contextmanager

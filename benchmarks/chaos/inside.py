@@ -18,7 +18,7 @@ from typing import Any
 
 from peers.mesh import Mesh
 from peers.outer_state import OuterState
-from peers.state_header import StateHeader
+from peers.state.header import StateHeader
 
 LATE_S = 0.3
 _wrong: dict[str, float] = {"clock": 0.0, "disorder": 0.0}

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from peers.aggregation import Aggregation
 from peers.outer_optimizer import norm_of_pseudo_gradient
 from peers.reduce import reduce_pseudo_gradients
-from peers.reduce_plan import ATTEMPT_BYTES, ReducePlan, ReduceReport, equal_bounds
-from peers.residuals import Residuals
-from peers.round_messages import Proposal
+from peers.reduction.plan import ATTEMPT_BYTES, ReducePlan, ReduceReport, equal_bounds
+from peers.reduction.residuals import Residuals
+from peers.round.aggregation import Aggregation
+from peers.round.messages import Proposal
 
 # A process that shares its cores with many others may stand still for long.
 STALL_TIMEOUT_S = 300.0

@@ -15,8 +15,8 @@ from benchmarks.convergence.store import Outcome, Store, Swarm
 from benchmarks.convergence.swarm import DataParallel, LocalSwarm, Replica, new_replica
 from diloco.data import SampleSource, open_data
 from diloco.evaluation import evaluate
-from diloco.held_out import Validation
-from diloco.tokenizer import load_tokenizer
+from diloco.text.held_out import Validation
+from diloco.text.tokenizer import load_tokenizer
 from diloco.world import World
 
 SAVE_INTERVAL_S = 60.0

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.convergence.settings import Job
 from benchmarks.convergence.swarm import DataParallel, LocalSwarm, all_tensors
-from peers import state_files
+from peers.state import files as state_files
 
 Swarm = LocalSwarm | DataParallel
 

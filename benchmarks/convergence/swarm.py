@@ -17,11 +17,11 @@ from diloco.flat import Piece, copy_in, copy_out, layout_of, merge, pieces_of
 from diloco.inner import InnerLoop
 from diloco.model import load_model
 from diloco.optim import adamw, learning_rate
-from diloco.sampling import Block, step_offsets
 from diloco.sharding import Precision
+from diloco.text.sampling import Block, step_offsets
 from peers.outer_optimizer import OuterOptimizer
 from peers.outer_state import OuterState
-from peers.residuals import Residuals
+from peers.reduction.residuals import Residuals
 
 
 @dataclass

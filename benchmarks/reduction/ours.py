@@ -13,10 +13,10 @@ import torch
 
 from benchmarks.reduction import vectors
 from benchmarks.reduction.seats import Seat
+from peers.network.streams import StreamPool, StreamTransport
 from peers.outer_optimizer import norm_of_pseudo_gradient
 from peers.reduce import reduce_pseudo_gradients
-from peers.reduce_plan import ATTEMPT_BYTES, ReducePlan, equal_bounds
-from peers.streams import StreamPool, StreamTransport
+from peers.reduction.plan import ATTEMPT_BYTES, ReducePlan, equal_bounds
 
 _PROTOCOL = "benchmark/reduce"
 _TIMEOUT_S = 60.0
@@ -79,10 +79,10 @@ class Ours:
 
 @contextlib.asynccontextmanager
 async def _direct(seat: Seat, *, plain: bool) -> AsyncIterator[tuple[StreamTransport, list[str]]]:
-    from peers.direct import Direct
     from peers.identity import load_or_create
-    from peers.reception import Reception
-    from peers.tls import Credentials
+    from peers.network.direct import Direct
+    from peers.network.reception import Reception
+    from peers.network.tls import Credentials
 
     identity = load_or_create(seat.directory / f"{seat.index}.key")
     endpoints: dict[str, str] = {}

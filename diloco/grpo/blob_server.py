@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import http.server
+import logging
 import secrets
 import socket
+import sys
 import threading
 from collections.abc import Sequence
+from typing import Any
 from urllib.parse import urlsplit
+
+log = logging.getLogger(__name__)
 
 
 class BlobServer:
@@ -34,9 +39,9 @@ class BlobServer:
 
             def log_message(self, *_: object) -> None: ...
 
-        self._server = http.server.ThreadingHTTPServer((host, 0), Handler)
-        self._server.daemon_threads = True
-        self._url = f"http://{host}:{self._server.server_port}"
+        self._server = (_Ipv6Server if ":" in host else _Server)((host, 0), Handler)
+        shown = f"[{host}]" if ":" in host else host
+        self._url = f"http://{shown}:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever, name="weights", daemon=True)
         self._thread.start()
 
@@ -56,10 +61,29 @@ class BlobServer:
         self._thread.join()
 
 
+class _Server(http.server.ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        # Its own way is a traceback on stderr; who broke off a download says so itself.
+        log.debug("%s broke off: %r", client_address, sys.exception())
+
+
+class _Ipv6Server(_Server):
+    address_family = socket.AF_INET6
+
+
 def address_towards(url: str) -> str:
     """This machine's own address on the way to a server. Raises OSError where there is none."""
     parts = urlsplit(url)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        # Connecting a datagram socket sends nothing; it only chooses the interface.
-        probe.connect((parts.hostname or "127.0.0.1", parts.port or 80))
-        return str(probe.getsockname()[0])
+    failed = OSError(f"{url} has no address")
+    places = socket.getaddrinfo(parts.hostname or "127.0.0.1", parts.port or 80, type=socket.SOCK_DGRAM)
+    for family, kind, _, _, place in places:
+        try:
+            with socket.socket(family, kind) as probe:
+                # Connecting a datagram socket sends nothing; it only chooses the interface.
+                probe.connect(place)
+                return str(probe.getsockname()[0])
+        except OSError as error:
+            failed = error
+    raise failed

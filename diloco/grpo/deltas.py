@@ -34,26 +34,42 @@ class DeltaWriter:
     """Appends to a directory. Numbers are nominal steps, so they go on after a resume where they were."""
 
     def __init__(self, directory: Path, *, step: int) -> None:
-        """The run goes on from this step: what is there of later ones is of a life that was given up."""
+        """The run goes on from this step: what is there of later ones is of a life that was given up.
+
+        A run that begins keeps nothing of one before it.
+        """
         self._directory = directory
         directory.mkdir(parents=True, exist_ok=True)
-        for later in [number for number in steps_in(directory) if number > step]:
+        for partial in directory.glob("step_*.partial"):
+            partial.unlink()
+        for later in [number for number in steps_in(directory) if number > step or step == 0]:
             _path(directory, later).unlink()
         steps = steps_in(directory)
         self._last = steps[-1] if steps else None
         self._state: State = rebuilt(directory, steps[-1]) if steps else {}
 
     def write(self, step: int, weights: Iterable[tuple[str, Tensor]]) -> Path:
-        """The weights of this step. One that is there already is left as it is."""
+        """The weights of this step. One that is there already is left as it is.
+
+        Raises UserError where what is there is of another model, and OSError, after which the next one may go well.
+        """
         path = _path(self._directory, step)
         if self._last is not None and step <= self._last:
             return path
         state = {name: _kept(tensor) for name, tensor in weights}
+        if self._last is not None and _outline(state) != _outline(self._state):
+            raise UserError(
+                f"{self._directory} holds the deltas of another model; name another --ckpt.delta-path"
+            )
         label = Label(version=step, base=self._last, digest=digest_of(state))
         blob = packed(state, label) if self._last is None else packed_changes(self._state, state, label)
         partial = path.with_suffix(".partial")
-        partial.write_bytes(blob)
-        partial.replace(path)
+        try:
+            partial.write_bytes(blob)
+            partial.replace(path)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
         self._last, self._state = step, state
         return path
 
@@ -93,6 +109,10 @@ def rebuilt(directory: Path, step: int) -> State:
 
 def _path(directory: Path, step: int) -> Path:
     return directory / f"step_{step}.safetensors"
+
+
+def _outline(state: State) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    return {name: (tensor.dtype, tensor.shape) for name, tensor in state.items()}
 
 
 def _kept(tensor: Tensor) -> Tensor:

@@ -1,27 +1,34 @@
 """The inference servers a trainer uses: new weights to all of them, prompts dealt out among them.
 
-Several trainers may share a server. Each takes a lease of it from its push to the end of its rollouts, so that no
-completion is written by somebody else's weights; the version is asked again afterwards.
+Several trainers may share servers. Each takes a lease of all of its own, in the same order as the others, from its
+push to the end of its rollouts, so that no completion is written by somebody else's weights; the version is asked
+again afterwards. Leases are short and renewed, so that nobody waits long for a trainer that died.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 from diloco.errors import DilocoError
 from diloco.grpo.blob_server import BlobServer, address_towards
-from diloco.grpo.http_json import ServerLost, ask
+from diloco.grpo.http_json import SHOWN, ServerLost, ask, understood
 from diloco.grpo.publisher import Publisher
 
 log = logging.getLogger(__name__)
 
-LEASE_S = 600.0
+LEASE_S = 60.0
+_RENEWAL_S = 15.0
+_LEASE_TIMEOUT_S = 900.0
+_SAID_AFTER_S = 10.0
+_GOODBYE_TIMEOUT_S = 5.0
 _CONTROL_TIMEOUT_S = 60.0
 _PUSH_TIMEOUT_S = 600.0
 _COMPLETION_TIMEOUT_S = 600.0
@@ -63,22 +70,24 @@ class Fleet:
     """What each server said of the last push that sent something."""
 
     def __post_init__(self) -> None:
+        # Two trainers that took the same servers in different orders would wait for each other.
+        self.urls = sorted(self.urls)
         self._blobs = {host: BlobServer(host) for host in {address_towards(url) for url in self.urls}}
         self._models: dict[str, str] = {}
+        self._leased: set[str] = set()
 
     def close(self) -> None:
         for url in self.urls:
-            try:
-                _rpc(url, "diloco_lease", owner=self.publisher.name, seconds="0")
-            except ServerLost:
-                # Whoever is gone has no lease to give back.
-                continue
+            # Whoever is gone has no lease to give back.
+            with contextlib.suppress(ServerLost):
+                self._give_back(url, timeout_s=_GOODBYE_TIMEOUT_S)
         for blobs in self._blobs.values():
             blobs.close()
 
     def push(self) -> None:
         """The publisher's newest version to every server that does not have it. Raises PushRefused."""
-        answers = [self._push(url) for url in self.urls]
+        with self._kept_leases():
+            answers = [self._push(url) for url in self.urls]
         if any(answer["pushed"] for answer in answers):
             self.pushed = answers
 
@@ -87,7 +96,7 @@ class Fleet:
     ) -> list[Written]:
         """`count` completions of each prompt by the newest version, and by no other. Raises ServerLost."""
         places = [(self.urls[number % len(self.urls)], number) for number in range(len(prompts))]
-        with ThreadPoolExecutor(max_workers=min(_AT_ONCE, len(prompts))) as pool:
+        with self._kept_leases(), ThreadPoolExecutor(max_workers=min(_AT_ONCE, len(prompts))) as pool:
             written = list(
                 pool.map(
                     lambda place: self._complete(
@@ -97,21 +106,19 @@ class Fleet:
                 )
             )
         for url in self.urls:
-            state = _rpc(url, "diloco_state")
-            if (state["publisher"], state["version"]) != (self.publisher.name, self.publisher.version):
-                raise ServerLost(
-                    f"{url} changed to version {state['version']} of {state['publisher']} meanwhile"
-                )
-            _rpc(url, "diloco_lease", owner=self.publisher.name, seconds="0")
+            publisher, version = _served(url)
+            if (publisher, version) != (self.publisher.name, self.publisher.version):
+                raise ServerLost(f"{url} changed to version {version} of {publisher} meanwhile")
+            self._give_back(url)
         return written
 
     def _push(self, url: str) -> dict[str, Any]:
         self._lease(url)
-        state = _rpc(url, "diloco_state")
-        if (state["publisher"], state["version"]) == (self.publisher.name, self.publisher.version):
-            return {"ok": True, "version": state["version"], "bytes": 0, "pushed": False}
+        publisher, version = _served(url)
+        if (publisher, version) == (self.publisher.name, self.publisher.version):
+            return {"ok": True, "version": version, "bytes": 0, "pushed": False}
         began = time.monotonic()
-        push = self.publisher.push_for(state["publisher"], state["version"])
+        push = self.publisher.push_for(publisher, version)
         order = {
             "publisher": self.publisher.name,
             "version": push.version,
@@ -127,7 +134,9 @@ class Fleet:
             ask(f"{url}/resume", post=True, timeout_s=_CONTROL_TIMEOUT_S)
         if answer.get("fatal"):
             raise ServerLost(f"{url} failed while it loaded weights: {answer['error']}")
-        if not answer["ok"]:
+        if answer.get("unfetched"):
+            raise ServerLost(f"{url} could not fetch the weights: {answer['error']}")
+        if not answer.get("ok"):
             raise PushRefused(f"{url} refused version {push.version}: {answer['error']}")
         return {
             **answer,
@@ -139,14 +148,47 @@ class Fleet:
 
     def _lease(self, url: str) -> None:
         """Wait until the server is free, and take it."""
-        deadline = time.monotonic() + LEASE_S
+        began, said = time.monotonic(), False
         while True:
-            answer = _rpc(url, "diloco_lease", owner=self.publisher.name, seconds=str(LEASE_S))
-            if answer["ok"]:
+            answer = self._ask_for_lease(url)
+            if answer.get("ok"):
+                self._leased.add(url)
                 return
-            if time.monotonic() > deadline:
-                raise ServerLost(f"{url} has been {answer['error']} for {LEASE_S:g} s")
+            waited_s = time.monotonic() - began
+            if waited_s > _LEASE_TIMEOUT_S:
+                raise ServerLost(f"{url} has been {answer['error']} for {_LEASE_TIMEOUT_S:g} s")
+            if waited_s > _SAID_AFTER_S and not said:
+                log.warning("%s is %s; waiting until it is free", url, answer["error"])
+                said = True
             time.sleep(_BUSY_POLL_S)
+
+    def _give_back(self, url: str, *, timeout_s: float = _CONTROL_TIMEOUT_S) -> None:
+        self._leased.discard(url)
+        _rpc(url, "diloco_lease", timeout_s=timeout_s, owner=self.publisher.name, seconds="0")
+
+    def _ask_for_lease(self, url: str) -> dict[str, Any]:
+        return _rpc(url, "diloco_lease", owner=self.publisher.name, seconds=str(LEASE_S))
+
+    @contextlib.contextmanager
+    def _kept_leases(self) -> Iterator[None]:
+        """Renew the leases that are held, as long as the block takes."""
+        over = threading.Event()
+
+        def renew() -> None:
+            while not over.wait(_RENEWAL_S):
+                for url in self.urls:
+                    # Whoever asks it for completions finds out by himself that it is lost.
+                    with contextlib.suppress(ServerLost):
+                        if url in self._leased:
+                            self._ask_for_lease(url)
+
+        thread = threading.Thread(target=renew, name="leases", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
 
     def _complete(
         self, url: str, prompt: Sequence[int], count: int, sampling: Sampling, seed: int
@@ -167,26 +209,37 @@ class Fleet:
             "return_tokens_as_token_ids": True,
         }
         answer = ask(f"{url}/v1/completions", body, timeout_s=_COMPLETION_TIMEOUT_S)
-        choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
-        if len(choices) != count or not all(
-            choice["finish_reason"] in ("stop", "length") for choice in choices
-        ):
-            reasons = [choice.get("finish_reason") for choice in choices]
+        with understood(url, answer):
+            choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
+            reasons = [choice["finish_reason"] for choice in choices]
+            ids = [list(choice["token_ids"]) for choice in choices]
+            logprobs = [list(choice["logprobs"]["token_logprobs"]) for choice in choices]
+        if len(choices) != count or not set(reasons) <= {"stop", "length"}:
             raise ServerLost(f"{url} gave {len(choices)} of {count} completions, which ended by {reasons}")
-        return Written(
-            [list(choice["token_ids"]) for choice in choices],
-            [list(choice["logprobs"]["token_logprobs"]) for choice in choices],
-        )
+        if list(map(len, ids)) != list(map(len, logprobs)):
+            raise ServerLost(f"{url} gave other numbers of tokens than of log-probabilities")
+        return Written(ids, logprobs)
 
     def _model_of(self, url: str) -> str:
         if url not in self._models:
-            self._models[url] = str(ask(f"{url}/v1/models", timeout_s=_CONTROL_TIMEOUT_S)["data"][0]["id"])
+            answer = ask(f"{url}/v1/models", timeout_s=_CONTROL_TIMEOUT_S)
+            with understood(url, answer):
+                self._models[url] = str(answer["data"][0]["id"])
         return self._models[url]
 
 
 def served_dtype(url: str) -> str:
     """The type of a server's weights, as torch prints it. Raises ServerLost where it has not our extension."""
-    return str(_rpc(url, "diloco_state")["dtype"])
+    state = _rpc(url, "diloco_state")
+    with understood(url, state):
+        return str(state["dtype"])
+
+
+def _served(url: str) -> tuple[str, int]:
+    """Whose weights a server has, and which version of them."""
+    state = _rpc(url, "diloco_state")
+    with understood(url, state):
+        return str(state["publisher"]), int(state["version"])
 
 
 def _rpc(url: str, method: str, *, timeout_s: float = _CONTROL_TIMEOUT_S, **arguments: str) -> dict[str, Any]:
@@ -197,8 +250,12 @@ def _rpc(url: str, method: str, *, timeout_s: float = _CONTROL_TIMEOUT_S, **argu
         timeout_s=timeout_s,
     )
     results = answer.get("results") if isinstance(answer, dict) else None
-    if not results or not all(isinstance(result, dict) for result in results):
-        raise ServerLost(f"{url} has no worker extension of diloco, or it failed: {answer}")
-    refused = [result for result in results if not result["ok"]]
+    if not isinstance(results, list) or not results or not all(_is_verdict(result) for result in results):
+        raise ServerLost(f"{url} has no worker extension of diloco, or it failed: {str(answer)[:SHOWN]}")
+    refused = [result for result in results if not result.get("ok")]
     chosen: dict[str, Any] = (refused or results)[0]
     return chosen
+
+
+def _is_verdict(result: Any) -> bool:
+    return isinstance(result, dict) and (result.get("ok") is True or isinstance(result.get("error"), str))

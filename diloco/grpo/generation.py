@@ -13,9 +13,9 @@ import trl.trainer.grpo_trainer as trl_grpo
 from accelerate.utils import gather_object
 from trl.generation.vllm_generation import VLLMGeneration
 
-from diloco.errors import DilocoError
+from diloco.errors import DilocoError, UserError
 from diloco.grpo.fleet import Fleet, Sampling, Written
-from diloco.grpo.http_json import ServerLost, ask
+from diloco.grpo.http_json import RequestRefused, ServerLost, ask
 from diloco.grpo.own_server import OwnServer
 from diloco.world import on_rank_zero
 
@@ -62,6 +62,11 @@ class Servers:
         for attempt in range(1, MAX_ATTEMPTS + 1):
             try:
                 result = action()
+            except RequestRefused as error:
+                raise UserError(
+                    f"a rollout server refuses what it is asked for: {error}. A prompt and "
+                    "--grpo.max-completion-length have to fit into the model's context together"
+                ) from error
             except ServerLost as error:
                 log.warning("a rollout server was lost: %s", error)
                 self._on_event(event="server_lost", reason=str(error), attempt=attempt)

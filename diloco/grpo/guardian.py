@@ -1,4 +1,5 @@
-"""Stands between a trainer and the server it has started: when either is gone, all of the server's processes are.
+"""Stands between a trainer and the server it has started: when either is gone, all of the server's processes are,
+and the directory of its sockets.
 
     python -m diloco.grpo.guardian <command> [argument...]
 
@@ -14,6 +15,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 STOP_TIMEOUT_S = 5.0
@@ -24,12 +26,21 @@ def main() -> int:
     # Ctrl-C reaches us too, where we share the terminal's group; the end of our input says when to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: os.close(0))
-    child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True)
-    try:
-        while child.poll() is None and not _has_ended(0):
-            time.sleep(_POLL_S)
-    finally:
-        stop(child)
+    # The server's own choice would be below TMPDIR, which may be too long for a socket's address.
+    with tempfile.TemporaryDirectory(
+        prefix="diloco-vllm-", dir="/tmp", ignore_cleanup_errors=True
+    ) as sockets:
+        child = subprocess.Popen(
+            sys.argv[1:],
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "VLLM_RPC_BASE_PATH": sockets},
+            start_new_session=True,
+        )
+        try:
+            while child.poll() is None and not _has_ended(0):
+                time.sleep(_POLL_S)
+        finally:
+            stop(child)
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
 
 

@@ -85,7 +85,7 @@ def _loaded(path: str, configuration: str | None, kind: str) -> Any:
         ) from error
     try:
         return datasets.load_dataset(path, configuration)
-    except (OSError, ValueError, RuntimeError) as error:
+    except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise UserError(
             f"--dataset {kind}: {path} is not to be had ({reason}); name a directory with its train and test files, "

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
+import os
+import secrets
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import diloco
 from diloco.errors import DilocoError, UserError
-from diloco.grpo.http_json import ServerLost, ask
+from diloco.grpo.http_json import ServerLost, ask, understood
 from diloco.run_dir import last_words
 from peers.supervisor import restart_delay_s
 
@@ -31,11 +31,13 @@ _ON_CPU = ["--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-
 
 @dataclass(frozen=True, kw_only=True)
 class ServerCommand:
-    """What to run. `port` is part of `argv` already."""
+    """What to run. `port` and `model_name` are part of `argv` already."""
 
     argv: Sequence[str]
     env: Mapping[str, str]
     port: int
+    model_name: str
+    """What it calls its model, and no other server does."""
     log_path: Path
     timeout_s: float
     """From the start to the answer to one real request."""
@@ -50,7 +52,6 @@ class OwnServer:
         self.num_restarts = 0
         self._deaths = 0
         self._process: subprocess.Popen[bytes] | None = None
-        self._sockets: Path | None = None
 
     def __enter__(self) -> OwnServer:
         return self
@@ -109,13 +110,9 @@ class OwnServer:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        if self._sockets is not None:
-            shutil.rmtree(self._sockets, ignore_errors=True)
 
     def _spawn(self) -> None:
         self.command.log_path.parent.mkdir(parents=True, exist_ok=True)
-        # Its own choice would be below TMPDIR, which may be too long for a socket's address.
-        self._sockets = Path(tempfile.mkdtemp(prefix="diloco-vllm-", dir="/tmp"))
         with self.command.log_path.open("ab") as log:
             # The guardian dies by the end of its input, and takes the server along; being killed with us would
             # keep it from that.
@@ -124,7 +121,7 @@ class OwnServer:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                env={**self.command.env, "VLLM_RPC_BASE_PATH": str(self._sockets)},
+                env=self.command.env,
                 start_new_session=True,
             )
 
@@ -143,12 +140,24 @@ class OwnServer:
                 if time.monotonic() > deadline:
                     raise ServerLost(f"it was not healthy within {self.command.timeout_s:g} s") from error
             time.sleep(_POLL_S)
-        model = ask(f"{self.url}/v1/models", timeout_s=_PROBE_TIMEOUT_S)["data"][0]["id"]
+        self._check_that_it_is_ours()
         left_s = max(deadline - time.monotonic(), 1.0)
-        body = {"model": model, "prompt": [1, 2, 3], "max_tokens": 1}
+        body = {"model": self.command.model_name, "prompt": [1, 2, 3], "max_tokens": 1}
         answer = ask(f"{self.url}/v1/completions", body, timeout_s=left_s)
-        if not answer.get("choices"):
-            raise ServerLost(f"it completed nothing: {answer}")
+        with understood(self.url, answer):
+            if not answer["choices"]:
+                raise ServerLost(f"it completed nothing: {answer}")
+
+    def _check_that_it_is_ours(self) -> None:
+        """Whose port is taken may take long to die of it, and the other server answers meanwhile."""
+        answer = ask(f"{self.url}/v1/models", timeout_s=_PROBE_TIMEOUT_S)
+        with understood(self.url, answer):
+            names = [model["id"] for model in answer["data"]]
+        if self.command.model_name not in names:
+            raise ServerLost(
+                f"another server has port {self.command.port}, which serves {', '.join(map(str, names))}; name "
+                "another port with --vllm-port"
+            )
 
 
 def vllm_command(
@@ -166,16 +175,18 @@ def vllm_command(
     """The command line of a vLLM server on loopback. Raises UserError where that Python has no vLLM."""
     program = python or sys.executable
     check_has_vllm(program, environment)
-    port = port or _free_port()
+    port, name = port or _free_port(), f"diloco-{secrets.token_hex(8)}"
     argv = [program, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--dtype", dtype]
     # Its development endpoints ask nobody for a password.
     argv += ["--host", "127.0.0.1", "--port", str(port), "--worker-extension-cls", EXTENSION]
+    argv += ["--served-model-name", name]
     argv += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
     argv += _ON_CPU if gpu is None else []
     return ServerCommand(
         argv=[*argv, *more],
         env=server_environment(environment, gpu, _only_diloco(log_path.parent / "server-path")),
         port=port,
+        model_name=name,
         log_path=log_path,
         timeout_s=timeout_s,
     )
@@ -223,8 +234,11 @@ def check_has_vllm(python: str, environment: Mapping[str, str]) -> None:
 def _only_diloco(directory: Path) -> Path:
     """The directory, with a link to this package: what else lies beside it would hide the server's own packages."""
     directory.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(FileExistsError):
-        (directory / "diloco").symlink_to(Path(diloco.__file__).resolve().parent)
+    # In one piece, and whatever is there: it may lead to where this package was once.
+    new = directory / f"diloco.{os.getpid()}"
+    new.unlink(missing_ok=True)
+    new.symlink_to(Path(diloco.__file__).resolve().parent)
+    new.replace(directory / "diloco")
     return directory
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from diloco.grpo.tasks import Example, Task
 from diloco.outer import Diloco
-from diloco.sampling import Block, windows_of
+from diloco.text.sampling import Block, windows_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,7 +105,7 @@ def run_tests(code: str, tests: Sequence[str], *, setup: str = "", limits: Limit
     told |= {"wall_s": limits.wall_s, "limits": limits.rlimits()}
     reader, writer = os.pipe()
     with (
-        tempfile.TemporaryDirectory(prefix="diloco-sandbox-") as directory,
+        _scratch_directory() as directory,
         os.fdopen(reader, "rb") as answers,
     ):
         process = subprocess.Popen(
@@ -135,6 +135,20 @@ def cuts_network() -> bool:
     test = "assert s.connect_ex(('192.0.2.1', 9)) == errno.ENETUNREACH"
     with_loopback = "assert s.connect_ex(('127.0.0.1', 9)) != 0"
     return run_tests(probe, [test, with_loopback]).num_passed == 2
+
+
+@contextlib.contextmanager
+def _scratch_directory() -> Iterator[str]:
+    """A directory that is gone afterwards, whatever has been made of it."""
+    directory = tempfile.mkdtemp(prefix="diloco-sandbox-")
+    try:
+        yield directory
+    finally:
+        # Not shutil.rmtree: it recurses, and code can nest directories deeper than Python goes.
+        remove = ["rm", "-rf", "--", directory]
+        for command in (remove, ["chmod", "-R", "u+rwx", "--", directory], remove):
+            if os.path.lexists(directory):
+                subprocess.run(command, stderr=subprocess.DEVNULL, check=False)
 
 
 def _until_over(process: subprocess.Popen[bytes], told: bytes, limits: Limits) -> str:

@@ -8,6 +8,7 @@ weight_blobs.py need only what vLLM brings. No method raises: after an exception
 from __future__ import annotations
 
 import hashlib
+import http.client
 import json
 import time
 import urllib.request
@@ -20,7 +21,12 @@ from torch import Tensor
 from diloco.grpo.weight_blobs import BadBlob, Label, State, check_state, digest_of, patched, unpacked
 
 Expected = dict[str, tuple[str, tuple[int, ...]]]
+_DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 _DTYPES = {"F32": "torch.float32", "F16": "torch.float16", "BF16": "torch.bfloat16"}
+
+
+class _Unfetched(Exception):
+    """A blob could not be had; asking again may help."""
 
 
 class WeightsExtension:
@@ -43,7 +49,10 @@ class WeightsExtension:
         held = _held(self)
         if held.lease != owner and held.leased_until > time.monotonic():
             return {"ok": False, "error": f"leased to {held.lease}", "busy": True}
-        held.lease, held.leased_until = owner, time.monotonic() + float(seconds)
+        try:
+            held.lease, held.leased_until = owner, time.monotonic() + float(seconds)
+        except ValueError as error:
+            return {"ok": False, "error": str(error)}
         return {"ok": True}
 
     def diloco_pull(self, order: str) -> dict[str, Any]:
@@ -51,19 +60,28 @@ class WeightsExtension:
 
         `order` is JSON: publisher, version, parts ([url, sha256] each), timeout_s.
         """
-        held, asked = _held(self), json.loads(order)
-        began = time.monotonic()
+        held, began = _held(self), time.monotonic()
         try:
+            asked = json.loads(order)
             state, label, received = _fetched(held, asked, _expected(self))
+        except _Unfetched as error:
+            return {"ok": False, "unfetched": True, "error": str(error)}
         except (BadBlob, OSError) as error:
             return {"ok": False, "error": str(error)}
+        except (ValueError, KeyError, TypeError) as error:
+            return {"ok": False, "error": f"it is no order: {error!r}"}
         fetched = time.monotonic()
         try:
             _load(self, state)
         except Exception as error:  # noqa: BLE001 - vLLM would give up the engine without saying why
+            # Some of it may be in: nobody is to take what is served for a version.
+            held.version, held.publisher, held.digest = 0, "", ""
             return {"ok": False, "fatal": True, "error": f"{type(error).__name__}: {error}"}
         held.state, held.version, held.publisher = state, label.version, asked["publisher"]
         held.digest = label.digest
+        if held.lease == held.publisher:
+            # Nobody could renew it meanwhile.
+            held.leased_until += time.monotonic() - began
         return {
             "ok": True,
             "version": held.version,
@@ -122,8 +140,13 @@ def _fetched(held: _Held, asked: dict[str, Any], expected: Expected) -> tuple[St
 def _downloaded(url: str, sha256: str, timeout_s: float) -> bytes:
     if not url.startswith(("http://", "https://")):
         raise BadBlob(f"{url} is no HTTP address")
-    with urllib.request.urlopen(url, timeout=timeout_s) as answer:
-        blob: bytes = answer.read()
+    # Trainers are on this machine or a network of ours, where a proxy of the environment has no business.
+    try:
+        with _DIRECTLY.open(url, timeout=timeout_s) as answer:
+            blob: bytes = answer.read()
+    except (OSError, http.client.HTTPException) as error:
+        # Who sends it may have died in the middle of it.
+        raise _Unfetched(repr(error)) from error
     if hashlib.sha256(blob).hexdigest() != sha256:
         raise BadBlob("its sha256 is not the one announced")
     return blob

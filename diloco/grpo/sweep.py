@@ -5,15 +5,26 @@ from __future__ import annotations
 import re
 import shutil
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from diloco.config import TrainConfig
+from diloco.config import TrainConfig, flat_values
 from diloco.errors import UserError
 from diloco.run_dir import METRICS
 
 FIRST_PORT = 8000
+_LAST_PORT = 65535
+_LARGEST_SEED = 2**48
+_OF_INSTANCES = (
+    "run_dir",
+    "ckpt.path",
+    "ckpt.delta_path",
+    "grpo.rollout_url",
+    "grpo.run_suffix",
+    "grpo.vllm_gpu",
+    "hv.world_rank",
+)
 LOGS = Path("logs") / "parallel_training"
 
 
@@ -76,6 +87,8 @@ def planned(
         raise UserError(
             f"--seeds {','.join(map(str, seeds))}: {num_instances} instances need as many different seeds"
         )
+    if wrong := [seed for seed in seeds if not 0 <= seed <= _LARGEST_SEED]:
+        raise UserError(f"--seeds: {wrong[0]} is no seed; name whole numbers from 0 to {_LARGEST_SEED}")
     on_cpu = config.device == "cpu"
     if not on_cpu and len(gpus) < 2 * num_instances:
         raise UserError(
@@ -85,6 +98,11 @@ def planned(
             else f"an instance needs two GPUs and {len(gpus)} are here; --device cpu does without"
         )
     first = config.grpo.vllm_port or FIRST_PORT
+    if first + num_instances - 1 > _LAST_PORT:
+        raise UserError(
+            f"--vllm-port {first}: {num_instances} instances need as many ports from there on, and the last is "
+            f"{_LAST_PORT}"
+        )
     return [
         Instance(
             number=number,
@@ -95,6 +113,16 @@ def planned(
             dataset=slug(config.grpo.dataset),
         )
         for number, seed in enumerate(seeds)
+    ]
+
+
+def overruled(config: TrainConfig, named: Collection[str]) -> list[str]:
+    """One sentence for each flag that was given and that a sweep sets for each instance."""
+    values, defaults = flat_values(config), flat_values(TrainConfig())
+    return [
+        f"--{name.replace('_', '-')} has no effect in a sweep: each instance has its own."
+        for name in _OF_INSTANCES
+        if name in named and values[name] != defaults[name]
     ]
 
 
@@ -130,7 +158,7 @@ def check_room(
             f"{free / 1e9:.1f} GB are free here and --min-free-gb asks for {min_free_bytes / 1e9:g}; free some, or "
             "lower it"
         )
-    if config.metric_logger_type == "wandb" and environment.get("WANDB_MODE", "online") == "online":
+    if "wandb" in config.metric_loggers and environment.get("WANDB_MODE", "online") == "online":
         netrc = Path(environment.get("NETRC") or Path.home() / ".netrc")
         if not environment.get("WANDB_API_KEY") and not netrc.is_file():
             raise UserError("WANDB_API_KEY is not set: set it, `wandb login`, or set WANDB_MODE=offline")

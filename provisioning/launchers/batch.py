@@ -23,8 +23,8 @@ def slurm_script(
         f"--nodes={job.num_nodes}",
         "--ntasks-per-node=1",
         f"--time={time_limit}",
-        f"--chdir={directory}",
-        f"--output={directory / LOGS}/slurm_%j.log",
+        f"--chdir={shlex.quote(str(directory))}",
+        f"--output={shlex.quote(f'{directory / LOGS}/slurm_%j.log')}",
         *([f"--gpus-per-node={gpus_per_node}"] if gpus_per_node else []),
         *([f"--partition={partition}"] if partition else []),
     ]
@@ -60,7 +60,8 @@ def pbs_script(
         *([f"#PBS -q {queue}"] if queue else []),
         "set -eu",
         f"cd {shlex.quote(str(directory))}",
-        'mapfile -t nodes < <(sort -u "$PBS_NODEFILE")',
+        # In the order of the file, by which pbsdsh counts: rank 0 has to be where the others look for it.
+        "mapfile -t nodes < <(awk '!seen[$0]++' \"$PBS_NODEFILE\")",
         'master="${nodes[0]}"',
         "pids=()",
         'for rank in "${!nodes[@]}"; do',

@@ -57,6 +57,8 @@ def config_as_toml(path: Path, directory: Path) -> Path:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"The configuration {path} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"The configuration {path} is no text: {error}.") from error
     if path.suffix in (".yaml", ".yml"):
         import yaml
 
@@ -69,7 +71,14 @@ def config_as_toml(path: Path, directory: Path) -> Path:
         import tomli_w
 
         target = directory / f"{path.stem}.toml"
-        target.write_text(tomli_w.dumps(_without_none(values)), encoding="utf-8")
+        try:
+            converted = tomli_w.dumps(_without_none(values))
+        except (TypeError, ValueError) as error:
+            raise UserError(f"{path} holds what no flag can have: {error}.") from error
+        # Nodes that share the directory may all do this at once.
+        fresh = directory / f".{path.stem}.{socket.gethostname()}.{os.getpid()}"
+        fresh.write_text(converted, encoding="utf-8")
+        fresh.replace(target)
         return target.absolute()
     try:
         tomllib.loads(text)
@@ -101,7 +110,7 @@ def checked(job: LaunchJob) -> tuple[LaunchJob, int]:
         raise UserError(
             f"GPU {index} has only {free_mb[index]} MB free; end what runs on it (nvidia-smi shows it)."
         )
-    nproc = _num_processes(job.nproc_per_node, len(free_mb) if backend == "nccl" else 0)
+    nproc = num_processes(job.nproc_per_node, len(free_mb) if backend == "nccl" else 0)
     probe = subprocess.run(
         [job.python, "-c", _PROBE, backend],
         capture_output=True,
@@ -218,7 +227,8 @@ def log_file(directory: Path, node_rank: int) -> Path:
     return path
 
 
-def _num_processes(wanted: str, num_gpus: int) -> int:
+def num_processes(wanted: str, num_gpus: int) -> int:
+    """NPROC_PER_NODE: auto is one for each GPU, or one. Raises UserError."""
     if wanted == "auto":
         return max(num_gpus, 1)
     if not wanted.isdigit() or int(wanted) < 1:

@@ -11,14 +11,13 @@ import json
 import re
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from provisioning import jobs
 from provisioning.errors import MachineError
 from provisioning.ledger import Row
-from provisioning.pod_paths import CODE, JOBS, pod_directory
+from provisioning.pod_paths import CODE, JOBS, pod_directory, temporary_directory
 from provisioning.pods import Pod
 from provisioning.renting import Renter
 
@@ -26,58 +25,53 @@ RAY_JOB, SUBMIT_JOB = "ray", "ray-job"
 PORT, DASHBOARD_PORT = 6379, 8265
 _READY_TIMEOUT_S = 300.0
 _POLL_S = 2.0
-# Ray itself is loud about where it is used.
-ENV = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_IMPORT_WARNING": "1"}
+# Ray itself is loud about where it is used, and leaves out what two ranks say alike.
+ENV = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_IMPORT_WARNING": "1", "RAY_DEDUP_LOGS": "0"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class RayJob:
     """A program over the cluster."""
 
-    num_workers: int
+    num_nodes: int
     program: Sequence[str]
     """What Python is called with on each rank, in the directory of the code."""
+    ranks_per_node: int = 1
+    peer_flags: str | None = None
+    """Start a peer on each node, with these flags, whose worker the program is; None: one training over all nodes."""
     storage: str
     """A directory that all nodes share."""
     use_gpu: bool
     max_failures: int = 2
-    env: Mapping[str, str] | None = None
-    cpus_per_node: int | None = None
-
-
-def temporary_directory(label: str) -> str:
-    """Short: Ray puts sockets below it, whose paths may have 107 bytes."""
-    return f"/tmp/diloco-ray-{label.rpartition('-')[2]}"
 
 
 def head_argv(python: str, pod: Pod, *, cpus: int | None) -> list[str]:
-    directory = temporary_directory(pod.label)
-    return [
-        # What Ray leaves there goes when Ray ends.
-        *("sh", "-c", 'trap : TERM; "$@"; code=$?; rm -rf "$0"; exit $code', directory),
-        *(python, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"),
-        *(f"--port={PORT}", f"--node-ip-address={pod.host}"),
-        f"--temp-dir={directory}",
-        *("--dashboard-host=127.0.0.1", f"--dashboard-port={DASHBOARD_PORT}"),
-        *([f"--num-cpus={cpus}"] if cpus else []),
-    ]
+    words = ["--head", f"--port={PORT}", "--dashboard-host=127.0.0.1", f"--dashboard-port={DASHBOARD_PORT}"]
+    return [*_start_argv(python, pod, cpus), *words]
 
 
 def node_argv(python: str, head: Pod, pod: Pod, *, cpus: int | None) -> list[str]:
-    return [
-        *(python, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"),
-        *(f"--address={head.host}:{PORT}", f"--node-ip-address={pod.host}"),
-        *([f"--num-cpus={cpus}"] if cpus else []),
-    ]
+    return [*_start_argv(python, pod, cpus), f"--address={head.host}:{PORT}"]
 
 
-def submit_argv(python: str, job: RayJob) -> list[str]:
-    """Through the jobs API, with the code as working directory and our variables as runtime environment."""
-    words = ["--num-workers", str(job.num_workers), "--storage", job.storage]
-    words += ["--max-failures", str(job.max_failures), *(["--use-gpu"] if job.use_gpu else [])]
-    runtime = json.dumps({"env_vars": {**ENV, **(job.env or {})}})
+def _start_argv(python: str, pod: Pod, cpus: int | None) -> list[str]:
+    words = [python, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
+    words += [f"--node-ip-address={pod.host}", f"--temp-dir={temporary_directory(pod.label)}"]
+    return [*words, *([f"--num-cpus={cpus}"] if cpus else [])]
+
+
+def submit_argv(client: str, python: str, job: RayJob) -> list[str]:
+    """Through the jobs API, with the code as working directory and our variables as runtime environment.
+
+    `client`: the Python that submits; `python`: the absolute path of the one that runs the job.
+    """
+    words = ["--num-nodes", str(job.num_nodes), "--ranks-per-node", str(job.ranks_per_node)]
+    words += ["--storage", job.storage, "--max-failures", str(job.max_failures)]
+    words += [f"--peer-flags={job.peer_flags}"] if job.peer_flags is not None else []
+    words += ["--use-gpu"] if job.use_gpu else []
+    runtime = json.dumps({"env_vars": ENV})
     return [
-        *(python, "-m", "ray.scripts.scripts", "job", "submit"),
+        *(client, "-m", "ray.scripts.scripts", "job", "submit"),
         *(
             "--address",
             f"http://127.0.0.1:{DASHBOARD_PORT}",
@@ -90,28 +84,11 @@ def submit_argv(python: str, job: RayJob) -> list[str]:
     ]
 
 
-def cluster_yaml(name: str, user: str, key: str, hosts: Sequence[str], python: str) -> str:
-    """The same cluster as a file for `ray up`, for those who want to go on with Ray's own launcher. Raises nothing."""
-    import yaml
-
-    values: dict[str, Any] = {
-        "cluster_name": name,
-        "provider": {"type": "local", "head_ip": hosts[0], "worker_ips": list(hosts[1:])},
-        "auth": {"ssh_user": user, "ssh_private_key": key},
-        "min_workers": len(hosts) - 1,
-        "max_workers": len(hosts) - 1,
-        "head_start_ray_commands": [
-            f"{python} -m ray.scripts.scripts start --head --port={PORT} --dashboard-host=127.0.0.1"
-        ],
-        "worker_start_ray_commands": [f"{python} -m ray.scripts.scripts start --address=$RAY_HEAD_IP:{PORT}"],
-    }
-    return str(yaml.safe_dump(values, sort_keys=False))
-
-
 class RayCluster:
     """Starts what does not run yet; called again, it changes nothing that works."""
 
     def __init__(self, renter: Renter, rows: Sequence[Row], python: str) -> None:
+        """`python`: as jobs on a pod name it."""
         self._renter, self._rows, self._python = renter, list(rows), python
 
     async def start(self, *, cpus: int | None = None) -> None:
@@ -137,10 +114,14 @@ class RayCluster:
         """Submit it, and print its output until its end; its exit code. Raises MachineError."""
         row = self._rows[0]
         machine = await self._renter.machine(row.name)
-        argv = submit_argv(self._python, job)
-        await machine.run(f"rm -f {shlex.quote(pod_directory(row.label))}/{JOBS}/{SUBMIT_JOB}/log")
-        await jobs.start(machine, row.label, SUBMIT_JOB, argv, ENV)
         log = f"{shlex.quote(pod_directory(row.label))}/{JOBS}/{SUBMIT_JOB}/log"
+        if (await jobs.state(machine, row.label, SUBMIT_JOB)).is_running:
+            self._renter.say(row.name, "the job submitted before still runs; this is what it says")
+        else:
+            # Ray runs its entry point in another directory.
+            python = await self._absolute_python()
+            await machine.run(f"rm -f {log}")
+            await jobs.start(machine, row.label, SUBMIT_JOB, submit_argv(self._python, python, job), ENV)
         shown = 0
         while True:
             state = await jobs.state(machine, row.label, SUBMIT_JOB)
@@ -152,12 +133,13 @@ class RayCluster:
                 return 1 if state.code is None else state.code
             await asyncio.sleep(_POLL_S)
 
-    async def stop(self) -> None:
-        """End Ray on all pods; the pods stay."""
-        for row in reversed(self._rows):
-            machine = await self._renter.machine(row.name)
-            await jobs.stop(machine, row.label, SUBMIT_JOB)
-            await jobs.stop(machine, row.label, RAY_JOB)
+    async def _absolute_python(self) -> str:
+        if self._python.startswith("/"):
+            return self._python
+        row = self._rows[0]
+        machine = await self._renter.machine(row.name)
+        answer = await machine.run(f"cd {shlex.quote(pod_directory(row.label))} && pwd")
+        return f"{answer.checked('looking for its directory').strip()}/{self._python}"
 
     async def _until_nodes(self, wanted: int) -> None:
         row = self._rows[0]

@@ -13,7 +13,7 @@ from typing import Any
 from provisioning.errors import MachineError, NoCapacity, ProviderError
 from provisioning.jobs import sweep_script
 from provisioning.machines import Machine
-from provisioning.pod_paths import PODS, pod_directory
+from provisioning.pod_paths import PODS, pod_directory, temporary_directory
 from provisioning.pods import Offer, Order, Pod, PodSpec
 
 _FULL = 8
@@ -87,7 +87,7 @@ class HostsProvider(ABC):
         # pod.json goes last: as long as anything is there, the pod is listed.
         script = f"""
 {sweep_script(label)}
-rm -rf {directory}.new; [ -d {directory} ] || exit 0
+rm -rf {directory}.new {shlex.quote(temporary_directory(label))}; [ -d {directory} ] || exit 0
 find {directory} -mindepth 1 -maxdepth 1 ! -name pod.json -exec rm -rf {{}} + && rm -rf {directory} || exit 9
 rmdir {PODS} 2>/dev/null; exit 0
 """

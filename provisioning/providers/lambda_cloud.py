@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from provisioning.errors import NoCapacity, OutcomeUnknown, ProviderError, Unavailable, UserError
 from provisioning.pods import Offer, Order, Pod
-from provisioning.providers.rented import RentedPods
+from provisioning.providers.rented import RentedPods, api_key
+
+T = TypeVar("T")
 
 KEY_ENV, URL_ENV = "LAMBDALABS_API_KEY", "LAMBDALABS_BASE_URL"
 BASE_URL = "https://cloud.lambda.ai/api/v1"
 _TIMEOUT_S = 30.0
+_MAX_ANSWER_BYTES = 16 << 20
 _INTERVAL_S, _LAUNCH_INTERVAL_S = 1.0, 12.0
 _PORTS = ((30001, 30001), (30002, 30002), (30003, 30003))
 """To be opened in the account's firewall; by default it lets in SSH alone."""
@@ -41,11 +45,7 @@ class LambdaProvider(RentedPods):
         user: str = "ubuntu",
     ) -> None:
         super().__init__(ssh_key)
-        self._key = environment.get(KEY_ENV, "")
-        if not self._key:
-            raise UserError(
-                f"{KEY_ENV} is not set; make a key at https://cloud.lambda.ai/api-keys and export it."
-            )
+        self._key = api_key(environment, KEY_ENV, "https://cloud.lambda.ai/api-keys")
         self._url = environment.get(URL_ENV, BASE_URL).rstrip("/")
         self._interval_s = _INTERVAL_S if interval_s is None else interval_s
         self._launch_interval_s = _LAUNCH_INTERVAL_S if launch_interval_s is None else launch_interval_s
@@ -57,23 +57,7 @@ class LambdaProvider(RentedPods):
         await self._request("GET", "/instances")
 
     async def offers(self) -> list[Offer]:
-        answer = await self._request("GET", "/instance-types")
-        return [
-            Offer(
-                id=f"{name}@{region['name']}",
-                provider=self.name,
-                gpu_type=str(found["instance_type"].get("gpu_description") or name),
-                gpu_count=int(found["instance_type"]["specs"].get("gpus", 0)),
-                price_per_hour=found["instance_type"]["price_cents_per_hour"] / 100,
-                country=_country(region["name"]),
-                city=region.get("description"),
-                # It does not say how many there are.
-                num_available=100,
-                details={"type": name, "region": region["name"]},
-            )
-            for name, found in answer.items()
-            for region in found.get("regions_with_capacity_available", ())
-        ]
+        return _understood(_offers, await self._request("GET", "/instance-types"))
 
     async def create(self, order: Order) -> str:
         async with self._key_lock:
@@ -87,11 +71,14 @@ class LambdaProvider(RentedPods):
         if order.spec.volume_id:
             body["file_system_names"] = [order.spec.volume_id]
         answer = await self._request("POST", "/instance-operations/launch", body, is_order=True)
-        return str(answer["instance_ids"][0])
+        return _understood(lambda data: str(data["instance_ids"][0]), answer, is_order=True)
 
     async def pods(self) -> list[Pod]:
         answer = await self._request("GET", "/instances")
-        return [_pod(found, self._user) for found in answer if found.get("status") not in _GONE]
+        return _understood(
+            lambda data: [_pod(found, self._user) for found in data if found.get("status") not in _GONE],
+            answer,
+        )
 
     async def destroy(self, pod_id: str) -> None:
         try:
@@ -107,23 +94,29 @@ class LambdaProvider(RentedPods):
 
     async def add_key(self, name: str) -> str:
         """Have a key pair made there; the private half, which Lambda gives this once. Raises UserError."""
-        names = [key["name"] for key in await self._request("GET", "/ssh-keys")]
-        if name in names:
+        if name in [there for there, _ in await self._keys()]:
             raise UserError(
                 f"Lambda has a key named {name} already, and gives its private half only once; take another name."
             )
         answer = await self._request("POST", "/ssh-keys", {"name": name})
-        return str(answer["private_key"])
+        return _understood(lambda data: str(data["private_key"]), answer)
 
     async def _key_name(self, line: str) -> str:
         """The name of our key there, which is put there when it is missing."""
         material = line.split()[:2]
-        for key in await self._request("GET", "/ssh-keys"):
-            if str(key.get("public_key", "")).split()[:2] == material:
-                return str(key["name"])
+        for there, public in await self._keys():
+            if public.split()[:2] == material:
+                return there
         name = f"diloco-{material[1][-8:].replace('/', '_').replace('+', '_')}"
         await self._request("POST", "/ssh-keys", {"name": name, "public_key": " ".join(material)})
         return name
+
+    async def _keys(self) -> list[tuple[str, str]]:
+        """Names and public halves."""
+        answer = await self._request("GET", "/ssh-keys")
+        return _understood(
+            lambda data: [(str(key["name"]), str(key.get("public_key", ""))) for key in data], answer
+        )
 
     async def _request(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, *, is_order: bool = False
@@ -153,10 +146,10 @@ class LambdaProvider(RentedPods):
         )
         try:
             with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
-                return json.load(answer)["data"]
+                return _data(answer.read(_MAX_ANSWER_BYTES))
         except urllib.error.HTTPError as error:
             raise _trouble(error, is_order) from error
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, http.client.HTTPException, ValueError) as error:
             kind = OutcomeUnknown if is_order else Unavailable
             raise kind(f"Lambda gave no answer that makes sense to {method} {path}: {error}") from error
 
@@ -167,11 +160,11 @@ class _NotThere(ProviderError):
 
 def _trouble(error: urllib.error.HTTPError, is_order: bool) -> Exception:
     try:
-        found = json.loads(error.read())["error"]
+        found = json.loads(error.read(_MAX_ANSWER_BYTES))["error"]
         code, message = str(found.get("code", "")), str(found.get("message", ""))
         if found.get("suggestion"):
             message = f"{message} {found['suggestion']}"
-    except (ValueError, KeyError, TypeError, OSError):
+    except (ValueError, KeyError, TypeError, AttributeError, OSError, http.client.HTTPException):
         code, message = "", str(error)
     said = f"Lambda: {message or code or error}"
     if error.code == 401 or (error.code == 403 and "api-key" in code):
@@ -188,6 +181,42 @@ def _trouble(error: urllib.error.HTTPError, is_order: bool) -> Exception:
     if error.code in (402, 403) or "quota" in code or "payment" in code:
         return UserError(f"{said} Nothing was rented.")
     return ProviderError(f"{said} ({error.code})")
+
+
+def _data(content: bytes) -> Any:
+    """Raises ValueError."""
+    answer = json.loads(content)
+    if not isinstance(answer, dict) or "data" not in answer:
+        raise ValueError("there is no data in it")
+    return answer["data"]
+
+
+def _understood(read: Callable[[Any], T], data: Any, *, is_order: bool = False) -> T:
+    """What `read` makes of an answer. Raises ProviderError where it is not what the API is said to answer."""
+    try:
+        return read(data)
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+        kind = OutcomeUnknown if is_order else ProviderError
+        raise kind(f"Lambda's answer is of no known form ({type(error).__name__}: {error})") from error
+
+
+def _offers(data: Mapping[str, Any]) -> list[Offer]:
+    return [
+        Offer(
+            id=f"{name}@{region['name']}",
+            provider=LambdaProvider.name,
+            gpu_type=str(found["instance_type"].get("gpu_description") or name),
+            gpu_count=int(found["instance_type"]["specs"].get("gpus", 0)),
+            price_per_hour=found["instance_type"]["price_cents_per_hour"] / 100,
+            country=_country(region["name"]),
+            city=region.get("description"),
+            # It does not say how many there are.
+            num_available=100,
+            details={"type": name, "region": region["name"]},
+        )
+        for name, found in data.items()
+        for region in found.get("regions_with_capacity_available", ())
+    ]
 
 
 def _pod(found: Mapping[str, Any], user: str) -> Pod:

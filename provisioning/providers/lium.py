@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from provisioning.errors import NoCapacity, OutcomeUnknown, ProviderError, Unavailable, UserError
 from provisioning.pods import Offer, Order, Pod
-from provisioning.providers.rented import RentedPods
+from provisioning.providers.rented import RentedPods, api_key
 
 if TYPE_CHECKING:
     from lium import Lium
@@ -36,9 +36,7 @@ class LiumProvider(RentedPods):
 
     def __init__(self, environment: Mapping[str, str], ssh_key: Path) -> None:
         super().__init__(ssh_key)
-        key = environment.get(KEY_ENV, "")
-        if not key:
-            raise UserError(f"{KEY_ENV} is not set; make a key at https://lium.io and export it.")
+        key = api_key(environment, KEY_ENV, "https://lium.io")
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -60,8 +58,9 @@ class LiumProvider(RentedPods):
             raise UserError(f"The balance at Lium is {balance:.2f} $; top it up. Nothing was rented.")
 
     async def offers(self) -> list[Offer]:
-        executors = await self._call(self._client.ls)
-        return [offer for executor in executors for offer in _offers_of(executor)]
+        return await self._call(
+            lambda: [offer for executor in self._client.ls() for offer in _offers_of(executor)]
+        )
 
     async def create(self, order: Order) -> str:
         more: dict[str, Any] = {}
@@ -88,7 +87,7 @@ class LiumProvider(RentedPods):
         return str(created["id"] if isinstance(created, dict) else created.id)
 
     async def pods(self) -> list[Pod]:
-        return [_pod(info) for info in await self._call(self._client.ps)]
+        return await self._call(lambda: [_pod(info) for info in self._client.ps()])
 
     async def destroy(self, pod_id: str) -> None:
         for info in await self._call(self._client.ps):
@@ -144,6 +143,11 @@ def _translated(request: Callable[[], T], is_order: bool) -> T:
             raise UserError(f"Lium: {error}. Nothing was rented.") from error
         # The node was taken meanwhile, or does not split its GPUs like that.
         raise (NoCapacity if is_order else ProviderError)(f"Lium: {error}") from error
+    except (LookupError, TypeError, AttributeError) as error:
+        # Its client trusts the server to answer in the form it knows.
+        raise (OutcomeUnknown if is_order else ProviderError)(
+            f"Lium's answer is of no known form ({type(error).__name__}: {error})"
+        ) from error
 
 
 def _offers_of(executor: Any) -> list[Offer]:

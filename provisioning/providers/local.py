@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import socket
 import sys
@@ -28,6 +29,7 @@ class LocalProvider(HostsProvider):
 
     def __init__(self, home: Path) -> None:
         self._machine = LocalMachine(home)
+        self._given: set[int] = set()
 
     @property
     def listens_on(self) -> str:
@@ -64,15 +66,18 @@ class LocalProvider(HostsProvider):
         return self._machine
 
     def ports(self, host: Host) -> list[int]:
-        """Free ones, all held at once so that they differ."""
-        probes = [socket.socket() for _ in range(_NUM_PORTS)]
-        try:
-            for probe in probes:
+        """Free ones, other than those of the pods made before, whose peers may not listen yet."""
+        found: list[int] = []
+        with contextlib.ExitStack() as stack:
+            while len(found) < _NUM_PORTS:
+                # Held until there are enough, so that they differ.
+                probe = stack.enter_context(socket.socket())
                 probe.bind(("127.0.0.1", 0))
-            return [int(probe.getsockname()[1]) for probe in probes]
-        finally:
-            for probe in probes:
-                probe.close()
+                port = int(probe.getsockname()[1])
+                if port not in self._given:
+                    found.append(port)
+        self._given.update(found)
+        return found
 
     def swarm_flags(self, spec: PodSpec, offer: Offer) -> list[str]:
         return ["--nproc-per-node", str(offer.gpu_count)]

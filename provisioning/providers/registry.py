@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,8 @@ def open_provider(name: str, access: Access) -> Provider:
         from provisioning.providers.local import LocalProvider
 
         return LocalProvider(access.state_dir / "local")
+    if name in NAMES and importlib.util.find_spec("asyncssh") is None:
+        raise UserError(f"--provider {name} needs the package asyncssh: pip install 'diloco[pods]'.")
     if name == "ssh":
         from provisioning.providers.ssh import SshProvider
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 from provisioning.errors import UserError
@@ -43,3 +44,14 @@ class RentedPods:
             if shutil.which(program) is None:
                 raise UserError(f"{program} is not on this machine, and pods need it; install it first.")
         key_at(self._ssh_key)
+
+
+def api_key(environment: Mapping[str, str], name: str, url: str) -> str:
+    """The key in this variable, which `url` gives out. Raises UserError, which does not show it."""
+    # A file of variables written elsewhere leaves a carriage return behind it.
+    key = environment.get(name, "").strip()
+    if not key:
+        raise UserError(f"{name} is not set; make a key at {url} and export it.")
+    if not (key.isascii() and key.isprintable()) or " " in key:
+        raise UserError(f"{name} holds characters that no key has; copy it anew from {url}.")
+    return key

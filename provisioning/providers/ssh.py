@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from provisioning.errors import HostKeyChanged, MachineError, UserError
+from provisioning.field_types import check_type
 from provisioning.keys import key_at
 from provisioning.machines import Machine
 from provisioning.pods import Offer, PodSpec
@@ -38,9 +39,12 @@ from provisioning.providers.hosts import Host, HostsProvider
 from provisioning.ssh_machine import Address, SshMachine, shown_host_key
 
 _PORTS = [30001, 30002, 30003]
-_KNOWN = {
-    *("name", "host", "user", "port", "key", "host_key", "gpu_type", "gpu_count", "ports", "address"),
-    *("price_per_hour", "country", "upload_mbps", "download_mbps", "python", "nproc_per_node"),
+_TYPES = {
+    **dict.fromkeys(("name", "host", "user", "key", "host_key", "gpu_type", "address"), "str"),
+    **dict.fromkeys(("country", "python"), "str"),
+    **dict.fromkeys(("port", "gpu_count", "nproc_per_node"), "int"),
+    **dict.fromkeys(("price_per_hour", "upload_mbps", "download_mbps"), "float"),
+    "ports": "Sequence[int]",
 }
 
 
@@ -83,11 +87,16 @@ def read_inventory(path: Path | None) -> list[Entry]:
         raise UserError(f"--inventory {path} has no [[machines]].")
     entries = []
     for index, table in enumerate(tables):
-        unknown = sorted(set(table) - _KNOWN)
+        where = f"--inventory {path}, machine {index}"
+        if not isinstance(table, dict):
+            raise UserError(f"--inventory {path} has no [[machines]].")
+        unknown = sorted(set(table) - set(_TYPES))
         if unknown:
-            raise UserError(f"--inventory {path}, machine {index}: unknown field {unknown[0]}.")
+            raise UserError(f"{where}: unknown field {unknown[0]}; there are {', '.join(sorted(_TYPES))}.")
+        for name, value in table.items():
+            check_type(name, value, _TYPES[name], where)
         if not table.get("host"):
-            raise UserError(f"--inventory {path}, machine {index}: host is missing.")
+            raise UserError(f"{where}: host is missing.")
         entries.append(
             Entry(name=str(table.get("name", table["host"])), host=str(table["host"]), values=table)
         )
@@ -189,11 +198,15 @@ class SshProvider(HostsProvider):
 
 async def _pinned(entry: Entry) -> str:
     """The machine's host key by the inventory or known_hosts; never by what it shows itself. Raises UserError."""
-    given = entry.values.get("host_key")
-    if given:
-        return " ".join(str(given).split()[:2])
     import asyncssh
 
+    given = entry.values.get("host_key")
+    if given:
+        try:
+            asyncssh.import_public_key(given)
+        except asyncssh.KeyImportError as error:
+            raise UserError(f'{entry.name}: host_key = "{given}" is no public key: {error}.') from error
+        return " ".join(given.split()[:2])
     path = Path("~/.ssh/known_hosts").expanduser()
     if path.is_file():
         keys = asyncssh.match_known_hosts(str(path), entry.host, _address_of(entry.host), entry.ssh_port)[0]

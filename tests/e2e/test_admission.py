@@ -6,8 +6,19 @@ import re
 import shutil
 from pathlib import Path
 
-from tests.e2e.test_readme import ADMITTED, BAN, CLOSED_DHT, SECOND, digests, records_of, typed
+from tests.e2e.test_readme import (
+    ADMITTED,
+    BAN,
+    CLOSED_DHT,
+    LIST_BANS,
+    NEW_SECRET,
+    SECOND,
+    UNBAN,
+    digests,
+    records_of,
+)
 from tests.support.commands import Command, text_of_boxes, wait_until
+from tests.support.documents import typed
 
 SHORT = ("--fake-data", "--seq-length", 64, "--total-batch-size", 4, "--eval-tokens", 64)
 OWN_FILES = (".swarm-secret", ".admission-key", "swarm-secret")
@@ -73,6 +84,8 @@ def test_only_peers_with_the_secret_train_and_it_is_written_nowhere(start, model
     assert f"{peer_id} is banned" in ban.stdout
     assert second.wait() == 1
     assert "is banned from the run" in text_of_boxes(second.stderr)[-1]
+    listed = start(*typed(LIST_BANS, "--state-dir", state_dir, maddr=maddr), name="list")
+    assert (listed.wait(), listed.stdout) == (0, f"{peer_id}\n"), listed.stderr
     first_dir = trained(first)[0]
     wait_until(
         lambda: records_of(first_dir, "epoch")[-1]["contributors"] == [0], "an epoch alone", command=first
@@ -87,3 +100,11 @@ def test_only_peers_with_the_secret_train_and_it_is_written_nowhere(start, model
     assert "DILOCO_SWARM_SECRET" not in "".join(
         path.read_text() for path in tmp_path.glob("*/runs/*/config.toml")
     )
+    unban = start(
+        *typed(UNBAN.replace("<peer-id>", peer_id), "--state-dir", state_dir, maddr=maddr), name="unban"
+    )
+    assert unban.wait() == 0, unban.stderr
+    assert f"{peer_id} is no longer banned" in unban.stdout
+    new = start(*typed(NEW_SECRET, "--state-dir", state_dir), name="new")
+    assert new.wait() == 0, new.stderr
+    assert secret_file.read_text().strip() != secret and secret not in new.stdout

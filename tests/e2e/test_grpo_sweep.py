@@ -7,7 +7,7 @@ import signal
 import tomllib
 
 from benchmarks.format_model import bare_model
-from tests.support.commands import DILOCO, check_gone, wait_until
+from tests.support.commands import DILOCO, check_gone, text_of_boxes, wait_until
 
 SHORT = (
     *(
@@ -50,6 +50,25 @@ def test_an_instance_that_fails_is_reported_and_the_other_one_finishes(start, tm
     logs = sorted(path.name for path in (here / "logs" / "parallel_training").glob("*.log"))
     assert logs == ["training_instance0_cpu_seed42.log", "training_instance1_cpu_seed1337.log"]
     assert "instance 0, seed 42: finished" in ran.stdout and "instance 1, seed 1337: FAILED" in ran.stdout
+
+
+def test_a_model_that_there_is_not_is_said_before_anything_starts(start, tmp_path):
+    ran = start(
+        *DILOCO,
+        "grpo-sweep",
+        "--path-model",
+        "tiny-gpro",
+        "--instances",
+        2,
+        *SHORT,
+        "--run-dir",
+        "here",
+        cwd=tmp_path,
+    )
+    assert ran.wait() == 2
+    assert "tiny-gpro is not a model" in text_of_boxes(ran.stderr)[-1]
+    assert "--run-dir has no effect in a sweep" in ran.stderr
+    assert not (tmp_path / "logs").exists() and not (tmp_path / "outputs").exists()
 
 
 def test_averaging_instances_are_peers_of_one_swarm_and_ctrl_c_leaves_nothing(start, tmp_path):

@@ -1,7 +1,8 @@
-"""README.md and CONTRIBUTING.md as a newcomer uses them: every command typed in, every file looked at.
+"""README.md, CONTRIBUTING.md and the tutorials as a newcomer uses them: every command typed in, every file looked at.
 
 Commands are taken from the documents. What differs from them is said in `typed` and beside each test: free ports, a
-model that trains in milliseconds, and flags that end a training early.
+model that trains in milliseconds, and flags that end a training early. Those of one command and several documents are
+run once; those for machines that are not here, tests/unit/diloco/test_documents.py has parsed.
 """
 
 from __future__ import annotations
@@ -19,13 +20,9 @@ from typing import Any
 import pytest
 
 from diloco.metrics_file import Tail
-from tests.support import pods_commands
+from tests.support import checkpoint_commands, pods_commands
 from tests.support.commands import ROOT, Command, wait_until
-
-README, CONTRIBUTING = (
-    (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "CONTRIBUTING.md")
-)
-BIN = Path(sys.executable).parent
+from tests.support.documents import CONTRIBUTING, PAGES, README, blocks, commands, typed
 
 DEMO = "make demo"
 RUN = ".venv/bin/diloco run --peers 3 --max-steps 200"
@@ -52,7 +49,18 @@ POD = (
 CLOSED_DHT = "diloco dht start --host-maddrs /ip4/0.0.0.0/tcp/30001 --admission"
 ADMITTED = "diloco peer --initial-peers <maddr> --swarm-secret-file swarm-secret"
 BAN = "diloco peers ban <peer-id> --initial-peers <maddr>"
+LIST_BANS = "diloco peers list --initial-peers <maddr>"
+UNBAN = "diloco peers unban <peer-id> --initial-peers <maddr>"
+NEW_SECRET = "diloco peers new-secret"
+DOCTOR = "diloco doctor --initial-peers <maddr>"
+DOCTOR_HERE = ".venv/bin/diloco doctor --path-model 15m"
+SIMULATE = (
+    "diloco simulate --params 10e9 --peers 14 --gpu H100 --bandwidth 500mbit --rtt 80ms --local-steps 100 "
+    "--codec int8 --fragments 10 --overlap 5 --price 16 --plot plan.svg"
+)
 STATUS = "diloco status --initial-peers <maddr>"
+WATCH = "diloco status --initial-peers <maddr> --watch"
+DASHBOARD = "diloco dashboard --initial-peers <maddr>"
 OWN_LOOP = 'diloco peer --initial-peers <maddr> --hv.local-steps 10 --worker "python loop.py"'
 TORCHRUN = (
     "torchrun --standalone --nproc_per_node=2 diloco/train_fsdp.py --per-device-train-batch-size 4 "
@@ -60,6 +68,8 @@ TORCHRUN = (
     "--no-torch-compile --fake-data --max-steps 5 --hv.initial-peers <maddr> --hv.galaxy-size 2 "
     "--hv.world-rank 0 --hv.local-steps 2"
 )
+SLURM = "diloco launch config.toml 2 --engine slurm --gpus-per-node 8 --time-limit 12:00:00 --dry-run"
+PBS = "diloco launch config.toml 2 --engine pbs --gpus-per-node 8 --dry-run"
 GRPO_MODEL = "python -m benchmarks.format_model tiny-grpo"
 GRPO = (
     "diloco run --mode grpo --path-model tiny-grpo --rollout hf "
@@ -88,30 +98,6 @@ STATUS_KEYS = {
     *("peer_id", "world_rank", "state", "epoch", "step"),
     *("anchor_digest", "tokens_per_s", "last_seen_s"),
 }
-
-
-def blocks(text: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-
-
-def commands(text: str) -> list[str]:
-    """The lines of the bash blocks, continued lines joined."""
-    lines = "".join(blocks(text, "bash")).replace("\\\n", " ").splitlines()
-    return [re.sub(r"\s+", " ", line) for line in lines if line.strip()]
-
-
-def typed(command: str, *more: Any, **replaced: Any) -> list[str]:
-    """The words of a command, with `more` behind them, the values of some flags replaced, and <maddr> filled in.
-
-    In the names of flags to replace, `_` stands for a dash and `__` for a dot.
-    """
-    maddr = replaced.pop("maddr", "")
-    words = [word.replace("<maddr>", maddr) for word in shlex.split(command)]
-    for flag, value in replaced.items():
-        words[words.index(f"--{flag.replace('__', '.').replace('_', '-')}") + 1] = str(value)
-    program = BIN / Path(words[0]).name
-    assert program.exists(), f"{words[0]} is not in this environment"
-    return [str(program), *words[1:], *map(str, more)]
 
 
 def flags_of(text: str) -> set[str]:
@@ -215,18 +201,29 @@ def digests(run_dir: Path) -> dict[int, str]:
 
 def test_the_documents_have_no_command_that_is_not_tested_here():
     known = {DEMO, *INSTALL, DHT, FIRST, SECOND, SLOW, UNEVEN, POD, STATUS, OWN_LOOP, TORCHRUN}
-    known |= {GRPO_MODEL, GRPO}
-    # Those about pods are run in tests/pods/test_local_swarm.py.
-    known |= {CLOSED_DHT, ADMITTED, BAN} | pods_commands.ALL
-    assert set(commands(README)) == known
-    assert f"`{RUN}`" in README.replace("\n", " ")
+    known |= {GRPO_MODEL, GRPO, SLURM, PBS, RUN, SIMULATE}
+    known |= {WATCH, DASHBOARD}
+    # test_admission.py and test_doctor.py run these, tests/pods/test_local_swarm.py those about pods.
+    known |= {
+        CLOSED_DHT,
+        ADMITTED,
+        BAN,
+        LIST_BANS,
+        UNBAN,
+        NEW_SECRET,
+        DOCTOR,
+        DOCTOR_HERE,
+    } | pods_commands.ALL
+    known |= checkpoint_commands.ALL
+    typed_in = {command for text in (README, *PAGES.values()) for command in commands(text)}
+    assert typed_in == known
     assert set(re.findall(r"^\| .* \| `(.*)` \|$", CONTRIBUTING, re.MULTILINE)) == IN_CONTRIBUTING
     assert commands(CONTRIBUTING) == []
 
 
 def test_the_documents_name_only_files_that_exist():
     for text in (README, CONTRIBUTING):
-        links = [link for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link]
+        links = [link for link in re.findall(r"\]\(([^)#]+)[^)]*\)", text) if "://" not in link]
         paths = re.findall(r"`((?:peers|diloco|tests|docs|benchmarks)/[\w./-]+)`", text)
         assert all((ROOT / path).exists() for path in (*links, *paths)), (links, paths)
 
@@ -237,7 +234,7 @@ def test_make_demo_runs_a_command_whose_flags_exist():
     assert flags_of(last) <= flags_of(output_of(*typed("diloco run --help")))
 
 
-@pytest.mark.parametrize("target", ["test", "check", "fast"])
+@pytest.mark.parametrize("target", ["test", "check", "fast", "docs"])
 def test_the_make_targets_of_the_documents_exist(target):
     assert f"make {target}" in README + CONTRIBUTING
     assert ".venv/bin/" in output_of("make", "-n", target)
@@ -256,8 +253,8 @@ def test_the_commands_of_contributing_find_what_they_name():
 def test_every_verb_of_the_readme_has_a_help():
     verbs = re.findall(r"^\| `(diloco .*?)` \|", README, re.MULTILINE)
     assert verbs == [
-        *("diloco run", "diloco dht start", "diloco peer", "diloco ckpt rebuild"),
-        *("diloco grpo-sweep", "diloco status"),
+        *("diloco run", "diloco dht start", "diloco peer", "diloco export", "diloco ckpt rebuild"),
+        *("diloco grpo-sweep", "diloco doctor", "diloco simulate", "diloco status", "diloco dashboard"),
         *("diloco provision", "diloco pods", "diloco experiments", "diloco launch", "diloco peers"),
     ]
     for verb in verbs:
@@ -295,6 +292,21 @@ def test_status_is_as_programs_may_rely_on(pair):
     assert peer.keys() >= STATUS_KEYS
     assert (peer["world_rank"], peer["step"], len(peer["anchor_digest"]) > 0) == (0, 0, True)
     assert "waiting" in pair[3] and "run diloco: epoch 0, 1 peer" in pair[3]
+
+
+def test_a_swarm_is_watched_until_ctrl_c(run: Start, maddr: str) -> None:
+    """On a pipe, and at any free port; tests/e2e/test_dashboard.py opens the page in a browser."""
+    watch = run(typed(WATCH, maddr=maddr), "watch")
+    wait_until(lambda: watch.stdout.count("run diloco: epoch") >= 2, "a second look", command=watch)
+    watch.interrupt()
+    assert (watch.wait(), watch.stderr) == (130, "")
+    pytest.importorskip("uvicorn", reason="needs the extra `dashboard`: pip install -e '.[dev]'")
+    page = run(typed(DASHBOARD, "--port", 0, maddr=maddr), "dashboard")
+    wait_until(
+        lambda: re.search(r"^dashboard: http://127.0.0.1:\d+/\?token=\S+$", page.stdout, re.M), "its address"
+    )
+    page.interrupt()
+    assert (page.wait(), page.stderr) == (130, "")
 
 
 def test_the_coordinator_tells_who_came_and_went(pair, coordinator):
@@ -411,6 +423,13 @@ def test_a_whole_swarm_on_one_machine_ends_with_a_report_and_its_files(run):
     assert command.stderr == ""
 
 
+def test_a_plan_is_made_as_written(run: Start, tmp_path: Path) -> None:
+    command = run(typed(SIMULATE, "--epochs", 3), "plan", cwd=tmp_path)
+    assert command.wait() == 0, command.stderr
+    assert "per billion tokens" in command.stdout
+    assert "int8, one fragment, blocking" in (tmp_path / "plan.svg").read_text()
+
+
 def test_reinforcement_runs_as_written(run: Start) -> None:
     """For four steps, on a model that was pretrained for two; tests/e2e/test_grpo.py has it learn."""
     made = run(typed(GRPO_MODEL, "--steps", 2), "grpo")
@@ -419,3 +438,12 @@ def test_reinforcement_runs_as_written(run: Start) -> None:
     learnt = run(typed(GRPO, *short, total_steps=4, hv__local_steps=2), "grpo")
     assert learnt.wait() == 0, learnt.stderr
     assert "all peers held bit-identical anchors after every epoch" in learnt.stdout
+
+
+@pytest.mark.parametrize(("command", "says"), [(SLURM, "#SBATCH --nodes=2"), (PBS, "#PBS -l select=2")])
+def test_a_job_for_a_batch_system_is_printed(command, says, run, tmp_path):
+    """With the configuration of the tutorial."""
+    (tmp_path / "config.toml").write_text(blocks(PAGES["docs/tutorials/multi-node.md"], "toml")[0])
+    job = run(typed(command), command.split()[5], cwd=tmp_path)
+    assert job.wait() == 0, job.stderr
+    assert says in job.stdout and str(tmp_path / "config.toml") in job.stdout

@@ -1,42 +1,184 @@
-"""A swarm that died as a whole goes on from its checkpoints as if nothing had been."""
+"""A swarm that died as a whole goes on from its checkpoints as if nothing had been, bit for bit."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import random
+import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
-from tests.support.commands import DILOCO, training_flags
+import pytest
 
-FLAGS = {"max-steps": 12, "total-steps": 12, "warmup-steps": 2, "lr": 1e-2, "hv.local-steps": 4}
+from diloco.checkpoints.dirs import marked_steps, own_part
+from diloco.metrics_file import Tail
+from tests.support.commands import DILOCO, Command, check_whole_files, training_flags, wait_until
+
+INTERVAL = 6
+# Between two outer steps, too; int4 has residuals.
+FLAGS = {
+    "total-steps": 5000,
+    "warmup-steps": 2,
+    "lr": 1e-2,
+    "hv.local-steps": 4,
+    "hv.compression": "int4",
+    "ckpt.interval": INTERVAL,
+    "ckpt.topk": 3,
+}
+SAME = ("loss", "lr", "grad_norm", "tokens")
 
 
-def records_of(run_dir: Path, rank: int, kind: str) -> dict[int, dict[str, Any]]:
-    """A peer's records of one kind by step."""
+def records_of(run_dir: Path, rank: int) -> list[dict[str, Any]]:
     lines = (run_dir / f"peer-{rank}" / "metrics.jsonl").read_text().splitlines()
-    return {record["step"]: record for record in map(json.loads, lines) if record["kind"] == kind}
+    return [json.loads(line) for line in lines]
 
 
-def test_both_peers_resumed_in_mid_epoch_train_and_average_what_the_undisturbed_run_did(
+def by_step(records: list[dict[str, Any]], kind: str) -> dict[int, dict[str, Any]]:
+    return {record["step"]: record for record in records if record["kind"] == kind}
+
+
+def whole_steps(saved: Path, ranks: tuple[int, ...] = (0, 1)) -> list[int]:
+    """Steps that all these peers have saved."""
+    return sorted(set.intersection(*(set(marked_steps(saved, own_part(rank))) for rank in ranks)))
+
+
+def kill(command: Command) -> int:
+    """SIGKILL every process of it at once. Returns how many there were."""
+    victims = command.processes()
+    for pid in victims:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    command.close()
+    return len(victims)
+
+
+class Lives:
+    """One run that is started, killed, and started again, always by the same command."""
+
+    def __init__(self, start, model: Path, directory: Path, chance: random.Random) -> None:
+        self.run_dir, self.saved, self._chance = directory / "run", directory / "saved", chance
+        self._start = start
+        self._number = 0
+        more = {"run-dir": self.run_dir, "ckpt.path": self.saved, "ckpt.resume": "auto"}
+        self._flags = training_flags(model, **FLAGS, **more)
+
+    def begin(self) -> Command:
+        self._number += 1
+        return self._start(*DILOCO, "run", *self._flags, name=f"life-{self._number}")
+
+    def killed_while_training(self, most_s: float) -> None:
+        """Killed so long after both peers have taken their first step, up to `most_s`."""
+        before = [len(records_of(self.run_dir, rank)) for rank in (0, 1)] if self._number else [0, 0]
+        command = self.begin()
+        for rank in (0, 1):
+            tail = Tail(self.run_dir / f"peer-{rank}" / "metrics.jsonl")
+            seen: list[Any] = []
+
+            def trains(seen=seen, tail=tail, rank=rank) -> bool:
+                seen.extend(tail.read())
+                return any(record["kind"] == "step" for record in seen[before[rank] :])
+
+            wait_until(trains, f"a step of peer {rank}", command=command)
+        self._wait(command, self._chance.uniform(0, most_s))
+
+    def killed_while_starting(self, most_s: float) -> None:
+        self._wait(self.begin(), self._chance.uniform(0, most_s))
+
+    def _wait(self, command: Command, seconds: float) -> None:
+        with contextlib.suppress(AssertionError):
+            wait_until(lambda: False, "the moment", seconds, command)
+        assert command.code is None, command.stdout + command.stderr
+        assert kill(command) >= 1
+
+
+def check_equal(lives: Lives, whole: Path) -> int:
+    """Every record of every life is the undisturbed run's, and each life went on where all had saved.
+
+    Returns how often the run was resumed from a checkpoint.
+    """
+    num_resumed = 0
+    for rank in (0, 1):
+        ours, expected = records_of(lives.run_dir, rank), records_of(whole, rank)
+        steps, epochs = by_step(expected, "step"), by_step(expected, "epoch")
+        for record in ours:
+            if record["kind"] == "step":
+                assert [record[key] for key in SAME] == [steps[record["step"]][key] for key in SAME], record
+            if record["kind"] == "epoch":
+                assert record["anchor_digest"] == epochs[record["step"]]["anchor_digest"], record
+                assert record["contributors"] == [0, 1]
+        starts = [record["step"] for record in ours if record.get("event") == "start"]
+        assert all(step % INTERVAL == 0 for step in starts)
+        assert starts == sorted(starts)
+        num_resumed = sum(step > 0 for step in starts)
+    return num_resumed
+
+
+def undisturbed(start, model: Path, directory: Path, steps: int) -> Path:
+    # What ends it changes no schedule.
+    flags = {**FLAGS, "max-steps": steps, "run-dir": directory / "whole", "ckpt.path": directory / "other"}
+    run = start(*DILOCO, "run", *training_flags(model, **flags), name="whole")
+    assert run.wait(600) == 0, run.stdout + run.stderr
+    return directory / "whole"
+
+
+def farthest(run_dir: Path) -> int:
+    return max(max(by_step(records_of(run_dir, rank), "step")) for rank in (0, 1))
+
+
+def test_after_every_process_was_killed_at_a_random_moment_training_goes_on_bit_for_bit(
     start, model, tmp_path
 ):
-    saved = tmp_path / "checkpoints"
-    first = training_flags(
-        model, **FLAGS, **{"run-dir": tmp_path / "first", "ckpt.path": saved, "ckpt.interval": 6}
-    )
-    assert start(*DILOCO, "run", *first, name="first-run").wait() == 0
-    again = training_flags(
-        model, **FLAGS, **{"run-dir": tmp_path / "again", "ckpt.resume": saved / "model_step_6"}
-    )
-    assert start(*DILOCO, "run", *again, name="second-run").wait() == 0
+    lives = Lives(start, model, tmp_path, random.Random(7))
+    lives.killed_while_training(1.5)
+    expected = whole_steps(lives.saved)
+    lives.killed_while_training(1.5)
+    resumed_at = [r["step"] for r in records_of(lives.run_dir, 1) if r.get("event") == "start"]
+    assert resumed_at == [0, expected[-1] if expected else 0]
+    whole = undisturbed(start, model, tmp_path, farthest(lives.run_dir) + 4)
+    check_equal(lives, whole)
 
-    for rank in (0, 1):
-        before, after = (records_of(tmp_path / run, rank, "step") for run in ("first", "again"))
-        assert sorted(after) == [7, 8, 9, 10, 11, 12]
-        for step, record in after.items():
-            assert (record["loss"], record["lr"]) == (before[step]["loss"], before[step]["lr"]), step
-        epochs, resumed = (records_of(tmp_path / run, rank, "epoch") for run in ("first", "again"))
-        assert sorted(resumed) == [8, 12]
-        for step, record in resumed.items():
-            assert record["anchor_digest"] == epochs[step]["anchor_digest"]
-            assert record["contributors"] == [0, 1]
+
+@pytest.mark.kill
+def test_twenty_times_every_process_is_killed_and_every_resume_equals_the_undisturbed_run(
+    start, model, tmp_path
+):
+    lives = Lives(start, model, tmp_path, random.Random(20261122))
+    for number in range(20):
+        if number % 5 == 4:
+            lives.killed_while_starting(8.0)
+        else:
+            lives.killed_while_training(3.0)
+        print(f"kill {number + 1}: whole steps {whole_steps(lives.saved)}", flush=True)
+    whole = undisturbed(start, model, tmp_path, farthest(lives.run_dir) + 4)
+    num_resumed = check_equal(lives, whole)
+    print(f"{num_resumed} resumes from checkpoints, {farthest(lives.run_dir)} steps, all equal", flush=True)
+    # Four lives were killed while they started, and those before the first checkpoint begin anew.
+    assert num_resumed >= 12
+
+
+@pytest.mark.kill
+def test_one_peers_checkpoint_restarts_the_run_for_any_number_of_peers(start, model, tmp_path):
+    saved = tmp_path / "saved"
+    flags = {**FLAGS, "total-steps": 16, "ckpt.path": saved}
+    first = start(
+        *DILOCO, "run", *training_flags(model, **flags, run_dir=tmp_path / "first", max_steps=12), name="1"
+    )
+    assert first.wait() == 0, first.stderr
+    check_whole_files(saved)
+    digests = by_step(records_of(tmp_path / "first", 0), "epoch")
+    # Of peer 1's nothing is left, and its number is now another machine's.
+    for part in saved.glob(f"*/{own_part(1)}"):
+        shutil.rmtree(part) if part.is_dir() else part.unlink()
+    again = {**flags, "ckpt.resume": "auto", "run-dir": tmp_path / "again", "peers": 3}
+    second = start(*DILOCO, "run", *training_flags(model, **again), name="2")
+    assert second.wait() == 0, second.stdout + second.stderr
+    for rank in range(3):
+        records = records_of(tmp_path / "again", rank)
+        [begun] = [record for record in records if record.get("event") == "start"]
+        assert (begun["step"], begun["epoch"]) == (12, 3)
+        assert max(by_step(records, "step")) == 16
+        assert by_step(records, "epoch")[16]["contributors"] == [0, 1, 2]
+        assert by_step(records, "epoch")[16]["anchor_digest"] != digests[12]["anchor_digest"]

@@ -15,6 +15,7 @@ import torch
 
 from diloco.metrics_file import Tail
 from peers.link import LINK_ENV
+from tests.support.swarm import wait_until
 from tests.support.training import tiny_config
 
 ROOT = Path(__file__).parent.parent.parent
@@ -104,7 +105,7 @@ def test_a_signal_ends_it_at_once_and_leaves_nothing_half_written(tmp_path, numb
     process = start([*command, "--ckpt.path", str(checkpoints), "--ckpt.interval", "1", "--ckpt.topk", "2"])
     try:
         tail = Tail(tmp_path / "run" / "metrics.jsonl")
-        wait_for(lambda: any(record.get("step", 0) > 3 for record in tail.read()))
+        wait_until(lambda: any(record.get("step", 0) > 3 for record in tail.read()), "step 4", DEADLINE_S)
         process.send_signal(number)
         started_at = time.monotonic()
         process.communicate(timeout=DEADLINE_S)
@@ -115,10 +116,3 @@ def test_a_signal_ends_it_at_once_and_leaves_nothing_half_written(tmp_path, numb
     assert list(checkpoints.glob(".*")) == []
     assert all((kept / "complete.json").exists() for kept in checkpoints.iterdir())
     assert len(records(tmp_path, "step")) > 3
-
-
-def wait_for(condition):
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)

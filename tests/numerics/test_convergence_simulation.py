@@ -15,7 +15,7 @@ from benchmarks.convergence.store import Store
 from benchmarks.convergence.swarm import LocalSwarm, learning_rate_of, new_replica, samples_of
 from diloco.data import open_data
 from diloco.optim import adamw
-from diloco.tokenizer import load_tokenizer
+from diloco.text.tokenizer import load_tokenizer
 from tests.support.training import tiny_config
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.convergence.reduction import Member, average
-from peers.aggregation import Aggregation
 from peers.outer_optimizer import OuterOptimizer
 from peers.outer_state import OuterState
-from peers.residuals import Residuals
+from peers.reduction.residuals import Residuals
+from peers.round.aggregation import Aggregation
 
 NUM_PEERS, EPOCHS, LOCAL_STEPS, TOKENS = 5, 15, 8, 100
 HOSTILE = NUM_PEERS - 1

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import errno
+import threading
+import time
+import uuid
 from dataclasses import replace
+from pathlib import Path
 
+import fsspec
 import pytest
+import torch
+from safetensors import safe_open
 
+from diloco import checkpoint
+from diloco.checkpoints.shards import shards_of
 from diloco.errors import UserError
+from diloco.launch import Assignment
 from diloco.options import CkptConfig
-from diloco.world import World
+from diloco.train_fsdp import Trainer
+from diloco.world import World, gathered
 from peers.link import LINK_ENV
 from tests.support.scripted_daemon import ScriptedDaemon
 from tests.support.torch_ranks import Ranks
@@ -27,6 +39,12 @@ def stopped_and_resumed(world, directory, precision):
     return of_kind("step", whole, *FIGURES), of_kind("step", both[len(first) :], *FIGURES)
 
 
+@pytest.fixture(scope="module")
+def two():
+    with Ranks(2) as ranks:
+        yield ranks
+
+
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "fp16-mixed"])
 def test_resumed_figures_equal_the_undisturbed_ones(tmp_path, monkeypatch, precision):
     monkeypatch.delenv(LINK_ENV, raising=False)
@@ -35,9 +53,8 @@ def test_resumed_figures_equal_the_undisturbed_ones(tmp_path, monkeypatch, preci
     assert resumed == whole[2:]
 
 
-def test_sharded_ranks_resume_from_their_own_shards(tmp_path):
-    with Ranks(2) as ranks:
-        whole, resumed = ranks.run(stopped_and_resumed, tmp_path, "32-true")[0]
+def test_sharded_ranks_resume_from_their_own_shards(tmp_path, two):
+    whole, resumed = two.run(stopped_and_resumed, tmp_path, "32-true")[0]
     assert [figures[0] for figures in resumed] == [3, 4, 5, 6]
     assert resumed == whole[2:]
 
@@ -78,6 +95,19 @@ def test_nothing_half_written_is_resumed_from(tmp_path, monkeypatch):
     assert of_kind("step", train(config, tmp_path / "second"), "step") == [(3,), (4,)]
 
 
+def test_a_damaged_checkpoint_is_passed_over_and_the_metrics_say_so(tmp_path, monkeypatch):
+    monkeypatch.delenv(LINK_ENV, raising=False)
+    ckpt = CkptConfig(path=str(tmp_path / "checkpoints"), interval=2)
+    train(tiny_config(tmp_path, ckpt=ckpt, max_steps=4), tmp_path / "first")
+    damaged = tmp_path / "checkpoints" / "model_step_4" / "rank_0.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    config = tiny_config(tmp_path, ckpt=replace(ckpt, resume="auto"), max_steps=4)
+    records = train(config, tmp_path / "second")
+    assert of_kind("step", records, "step") == [(3,), (4,)]
+    (said,) = [record for record in records if record.get("event") == "checkpoint_skipped"]
+    assert str(damaged) in said["reason"]
+
+
 @pytest.mark.parametrize(
     ("resume", "message"),
     [("nowhere", "no complete checkpoint in nowhere"), ("{checkpoints}/model_step_4", "holds another model")],
@@ -92,3 +122,228 @@ def test_what_cannot_be_resumed_is_refused(tmp_path, monkeypatch, resume, messag
     ckpt = CkptConfig(path=str(path), resume=resume.format(checkpoints=path))
     with pytest.raises(UserError, match=message):
         train(replace(config, ckpt=ckpt), tmp_path / "second")
+
+
+def saved_after_three_steps(world, config, directory):
+    """A checkpoint of step 3. Returns its directory."""
+    train(replace(config, max_steps=3), directory / "saving", world)
+    return Path(config.ckpt.path) / "model_step_3"
+
+
+def restored(world, config, directory):
+    """What a rank holds right after it has resumed: all shards, and its random state."""
+    config = replace(config, ckpt=replace(config.ckpt, resume="auto"))
+    (directory / "restored").mkdir(parents=True, exist_ok=True)
+    trainer = Trainer(
+        Assignment(config=config, run_dir=directory / "restored"), world, torch.device("cpu"), []
+    )
+    shards = shards_of(trainer.inner, rank=world.rank)
+    mine = {name: (one.start, one.local.clone()) for name, one in shards.items() if one.is_first}
+    with trainer.metrics:
+        trainer.checkpoints.close()
+    return trainer.outer.position, trainer.outer.tokens, gathered((mine, torch.get_rng_state()))
+
+
+def joined(ranks):
+    """Tensors in one piece, from the shards of all ranks."""
+    found = {}
+    for mine, _ in ranks:
+        for name, shard in mine.items():
+            found.setdefault(name, []).append(shard)
+    parts = {
+        name: [part for _, part in sorted(shards, key=lambda one: one[0])] for name, shards in found.items()
+    }
+    return {name: torch.cat(these) if these[0].ndim else these[0] for name, these in parts.items()}
+
+
+def content_of(directory):
+    """The same of a checkpoint's files, as they are."""
+    found, files = {}, sorted(directory.glob("rank_*.safetensors"))
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a mapping
+                if not name.startswith("rng."):
+                    found.setdefault(name, []).append(file.get_tensor(name))
+    return {name: torch.cat(these) if these[0].ndim else these[0] for name, these in found.items()}
+
+
+def same(left, right):
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def saved_by_two_and_restored(two, tmp_path, strategy):
+    """The content that two ranks saved, and what one rank and two restored of it; the configuration for more."""
+    ckpt = CkptConfig(path=str(tmp_path / "checkpoints"), interval=3)
+    config = tiny_config(tmp_path, ckpt=ckpt, sharding_strategy=strategy, total_batch_size=6)
+    config = replace(config, per_device_train_batch_size=1)
+    saved = content_of(two.run(saved_after_three_steps, config, tmp_path)[0])
+    alone = restored(World(), config, tmp_path / "one")
+    again = two.run(restored, config, tmp_path / "two")[0]
+    assert len([name for name in saved if name.startswith("optimizer.")]) > 20
+    for _, _, ranks in (alone, again):
+        assert same(joined(ranks), saved)
+    return saved, alone, again, config
+
+
+def test_other_numbers_of_ranks_resume_what_two_have_saved_bit_for_bit(tmp_path, monkeypatch, two):
+    monkeypatch.delenv(LINK_ENV, raising=False)
+    saved, alone, again, config = saved_by_two_and_restored(two, tmp_path, "FULL_SHARD")
+    with Ranks(3) as three:
+        more = three.run(restored, config, tmp_path / "three")[0]
+    assert same(joined(more[2]), saved)
+    assert alone[0] == again[0] == more[0]
+    # In all as many tokens as were trained: three steps of 6 samples of 16 tokens.
+    assert (alone[1], again[1], more[1]) == ([3 * 6 * 16], [3 * 3 * 16], [3 * 2 * 16])
+    # A rank that was there goes on with its own random numbers, and a new one with those of its seed.
+    [(_, random_0)] = alone[2]
+    assert torch.equal(random_0, again[2][0][1]) and torch.equal(random_0, more[2][0][1])
+    assert torch.equal(again[2][1][1], more[2][1][1])
+    assert not torch.equal(more[2][1][1], more[2][2][1])
+
+
+def test_what_is_on_every_rank_is_saved_once_and_resumed_by_other_numbers_of_ranks(
+    tmp_path, monkeypatch, two
+):
+    monkeypatch.delenv(LINK_ENV, raising=False)
+    saved, *_ = saved_by_two_and_restored(two, tmp_path, "NO_SHARD")
+    sizes = [p.stat().st_size for p in sorted((tmp_path / "checkpoints" / "model_step_3").glob("rank_*"))]
+    assert sizes[0] > 4 * sum(tensor.numel() for tensor in saved.values()) > 3 * sizes[1]
+
+
+def test_what_one_rank_saved_goes_on_over_two_with_the_same_figures_but_for_rounding(
+    tmp_path, monkeypatch, two
+):
+    monkeypatch.delenv(LINK_ENV, raising=False)
+    ckpt = CkptConfig(path=str(tmp_path / "checkpoints"), interval=3)
+    config = tiny_config(tmp_path, ckpt=ckpt)
+    whole = train(config, tmp_path / "whole")
+    resume = replace(config, ckpt=replace(ckpt, resume=str(tmp_path / "checkpoints" / "model_step_3")))
+    resumed = two.run(train_on, resume, tmp_path / "resumed")[0]
+    expected = of_kind("step", whole, "loss")[3:]
+    found = of_kind("step", resumed, "loss")
+    assert len(found) == 3 and torch.tensor(found) == pytest.approx(torch.tensor(expected), abs=1e-5)
+
+
+def train_on(world, config, directory):
+    return train(config, directory, world)
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_one_waits(tmp_path, monkeypatch):
+    """Writing is held up until the training has taken its next step; what is written is from before."""
+    monkeypatch.delenv(LINK_ENV, raising=False)
+    gate, written_at = threading.Event(), []
+    write = checkpoint.write_tensors
+
+    def held_up(*arguments):
+        assert gate.wait(30)
+        written_at.append(time.monotonic())
+        return write(*arguments)
+
+    monkeypatch.setattr(checkpoint, "write_tensors", held_up)
+    path = tmp_path / "checkpoints"
+    config = tiny_config(tmp_path, ckpt=CkptConfig(path=str(path), interval=2))
+    (tmp_path / "run").mkdir()
+    trainer = Trainer(Assignment(config=config, run_dir=tmp_path / "run"), World(), torch.device("cpu"), [])
+    with trainer.metrics, trainer.samples_left() as steps:
+        samples = iter(steps)
+        for _ in range(3):
+            trainer.step(torch.from_numpy(next(samples)))
+        assert trainer.outer.nominal_step == 3 and not written_at and trainer.checkpoints.events() == []
+        threading.Timer(0.2, gate.set).start()
+        # Step 4 is due, and must wait for 2.
+        trainer.step(torch.from_numpy(next(samples)))
+        assert len(written_at) >= 1
+        trainer.checkpoints.close()
+    events = trainer.checkpoints.events()
+    assert [event["step"] for event in events][-1] == 4 and events[-1]["blocked_s"] > 0.1
+    monkeypatch.setattr(checkpoint, "write_tensors", write)
+    straight = tiny_config(
+        tmp_path, ckpt=CkptConfig(path=str(tmp_path / "straight"), interval=2), max_steps=4
+    )
+    train(straight, tmp_path / "again")
+    for step in (2, 4):
+        assert same(
+            content_of(path / f"model_step_{step}"), content_of(tmp_path / "straight" / f"model_step_{step}")
+        )
+
+
+def test_a_disk_that_is_full_stops_nothing_and_is_told(tmp_path, monkeypatch):
+    monkeypatch.delenv(LINK_ENV, raising=False)
+    write = checkpoint.write_tensors
+
+    def full(path, *arguments):
+        if ".model_step_4." in str(path.parent):
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return write(path, *arguments)
+
+    monkeypatch.setattr(checkpoint, "write_tensors", full)
+    path = tmp_path / "checkpoints"
+    config = tiny_config(tmp_path, ckpt=CkptConfig(path=str(path), interval=2))
+    records = train(config, tmp_path / "run")
+    assert [step for (step,) in of_kind("step", records, "step")] == [1, 2, 3, 4, 5, 6]
+    events = {r["step"]: r for r in records if r.get("event", "").startswith("checkpoint")}
+    assert {step: event["event"] for step, event in events.items()} == {
+        2: "checkpoint",
+        4: "checkpoint_failed",
+        6: "checkpoint",
+    }
+    assert "No space left" in events[4]["reason"]
+    assert sorted(entry.name for entry in path.iterdir()) == ["model_step_2", "model_step_6"]
+
+
+def test_one_rank_whose_disk_is_full_makes_no_half_checkpoint(tmp_path, two):
+    config = tiny_config(tmp_path, ckpt=CkptConfig(path=str(tmp_path / "checkpoints"), interval=3))
+    records = two.run(trained_with_a_full_disk, config, tmp_path)[0]
+    events = [record for record in records if record.get("event", "").startswith("checkpoint")]
+    assert [(event["event"], event["step"]) for event in events] == [
+        ("checkpoint_failed", 3),
+        ("checkpoint_failed", 6),
+    ]
+    assert not list(tmp_path.glob("checkpoints/*"))
+
+
+def trained_with_a_full_disk(world, config, directory):
+    """Of the second rank, that is."""
+    write = checkpoint.write_tensors
+
+    def full(path, *arguments):
+        if world.rank == 1:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return write(path, *arguments)
+
+    checkpoint.write_tensors = full
+    try:
+        return train(config, directory / "run", world)
+    finally:
+        checkpoint.write_tensors = write
+
+
+@pytest.mark.parametrize("kind", ["memory", "file"])
+def test_checkpoints_at_a_url_are_kept_and_resumed_from(tmp_path, monkeypatch, kind):
+    monkeypatch.delenv(LINK_ENV, raising=False)
+    path = {"memory": f"memory://{uuid.uuid4().hex}", "file": f"file://{tmp_path}/far"}[kind]
+    ckpt = CkptConfig(path=path, interval=1, topk=2)
+    whole = train(tiny_config(tmp_path), tmp_path / "whole")
+    config = tiny_config(tmp_path, ckpt=ckpt)
+    first = train(replace(config, max_steps=4), tmp_path / "parts")
+    filesystem, root = fsspec.core.url_to_fs(path)
+    kept = sorted(name.rpartition("/")[2] for name in filesystem.ls(root, detail=False))
+    assert kept == ["model_step_3", "model_step_4"]
+    # The newest is damaged; the one before is as good.
+    filesystem.pipe_file(f"{root}/model_step_4/rank_0.safetensors", b"torn")
+    both = train(replace(config, ckpt=replace(ckpt, resume="auto")), tmp_path / "parts")
+    resumed = both[len(first) :]
+    assert of_kind("step", resumed, *FIGURES) == of_kind("step", whole, *FIGURES)[3:]
+    assert not list((tmp_path / "parts" / "checkpoints").iterdir())
+
+
+def test_the_best_checkpoints_by_evaluation_are_kept_with_the_newest(tmp_path, monkeypatch):
+    monkeypatch.delenv(LINK_ENV, raising=False)
+    path = tmp_path / "checkpoints"
+    ckpt = CkptConfig(path=str(path), interval=1, topk=2, keep="best")
+    records = train(tiny_config(tmp_path, ckpt=ckpt, eval_interval=1, max_steps=5), tmp_path / "run")
+    losses = {step: loss for step, loss in of_kind("eval", records, "step", "loss") if step}
+    assert len(losses) == 5
+    best = sorted((step for step in losses if step < 5), key=losses.__getitem__)
+    kept = {int(entry.name.removeprefix("model_step_")) for entry in path.iterdir()}
+    assert 5 in kept and best[0] in kept and len(kept) in (2, 3)

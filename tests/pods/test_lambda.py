@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from provisioning.errors import UserError
+from provisioning.errors import ProviderError, UserError
 from provisioning.keys import public_key
 from provisioning.pods import PodSpec
 from provisioning.providers.lambda_cloud import LambdaProvider
@@ -117,6 +117,54 @@ def test_too_many_requests_are_waited_out_and_a_wrong_key_is_not(fleet, api, tmp
         wrong.up([one()])
     with pytest.raises(UserError, match=r"LAMBDALABS_API_KEY is not set"):
         LambdaProvider({}, tmp_path / "ssh/id_ed25519")
+
+
+STRANGE = {
+    "a list": [],
+    "no list of instances": {"data": {"instances": 3}},
+    "an instance without an id": {"data": [{"name": "x"}]},
+}
+
+
+@pytest.mark.parametrize("case", STRANGE)
+def test_an_answer_of_another_form_is_an_error_of_the_providers(fleet, api, case, monkeypatch):
+    monkeypatch.setattr("provisioning.backoff.MAX_DELAY_S", 0.0)
+    api.faults.append(Fault("GET /instances", 200, times=100, error=STRANGE[case]))
+    with pytest.raises(ProviderError, match=r"of no known form|no answer that makes sense"):
+        fleet.up([one()])
+    assert api.count(LAUNCH) == 0
+
+
+def test_an_order_whose_answer_names_no_instance_is_looked_for(fleet, api):
+    api.faults.append(Fault(LAUNCH, 200, carried_out=True, error={"data": {"instance_ids": []}}))
+    assert fleet.up([one()], trains=False).is_good, fleet.said
+    assert api.count(LAUNCH) == api.num_launched == 1
+
+
+def test_an_answer_that_breaks_off_is_asked_for_again_but_an_order_is_not(fleet, api):
+    # Of a body in pieces, none of which comes.
+    short = {"Transfer-Encoding": "chunked"}
+    api.faults += [
+        Fault("GET /instance-types", 200, headers=short, error={"data": {}}),
+        Fault(LAUNCH, 200, carried_out=True, headers=short, error={"data": {}}),
+    ]
+    assert fleet.up([one()], trains=False).is_good, fleet.said
+    assert api.count(LAUNCH) == api.num_launched == 1
+
+
+@pytest.mark.parametrize("key", ["", " ", "a b", "a\nb", "schlüssel"])
+def test_a_key_that_is_none_is_said_and_not_shown(key, tmp_path):
+    with pytest.raises(UserError, match=r"is not set|holds characters that no key has") as caught:
+        LambdaProvider({"LAMBDALABS_API_KEY": key}, tmp_path / "id_ed25519")
+    assert not key.strip() or key not in str(caught.value)
+
+
+def test_a_line_end_behind_the_key_does_not_matter(fleet, api, tmp_path):
+    environment = {**api.environment, "LAMBDALABS_API_KEY": f"{api.environment['LAMBDALABS_API_KEY']}\r\n"}
+    fleet.open_provider = lambda: LambdaProvider(
+        environment, tmp_path / "ssh/id_ed25519", interval_s=0.0, user=getpass.getuser()
+    )
+    fleet.settle()
 
 
 def test_a_key_file_that_others_can_read_ends_it_before_anything_is_rented(fleet, api, tmp_path):

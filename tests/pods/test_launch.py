@@ -94,6 +94,9 @@ def test_ctrl_c_ends_all_processes(tmp_path, cpus):
 WRONG = {
     "no such file": (["nowhere.toml"], {}, "cannot be read"),
     "YAML that is none": (["bad.yaml"], {}, "is not YAML"),
+    "what is no text": (["binary.toml"], {}, "is no text"),
+    "YAML of what no flag can be": (["odd.yaml"], {}, "holds what no flag can have"),
+    "a place for logs that is none": (["../config.toml"], {}, "cannot be made"),
     "no GPUs": (["config.toml"], {"BACKEND": "nccl"}, "set BACKEND=gloo"),
     "unknown backend": (["config.toml"], {"BACKEND": "mpi"}, "neither nccl nor gloo"),
     "number of processes": (["config.toml"], {"NPROC_PER_NODE": "many"}, "neither auto nor a number"),
@@ -112,11 +115,16 @@ def test_what_is_wrong_is_said_before_anything_starts(case, tmp_path, cpus, monk
     words, env, said = WRONG[case]
     config(tmp_path)
     config(tmp_path, "a: [", "bad.yaml")
+    config(tmp_path, "a: [null]", "odd.yaml")
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken/logs").write_text("")
+    here = tmp_path / "taken" if words[0].startswith("..") else tmp_path
     for name, value in {**env, "CUDA_VISIBLE_DEVICES": ""}.items():
         monkeypatch.setenv(name, value)
     # Without nvidia-smi and without batch systems, whatever this machine has.
     monkeypatch.setenv("PATH", str(tmp_path))
-    command = Command([*LAUNCH, *words], tmp_path / "node", cwd=tmp_path)
+    command = Command([*LAUNCH, *words], tmp_path / "node", cwd=here)
     assert command.wait() == 2, command.stderr
     assert said in text_of_boxes(command.stderr)[0]
 
@@ -159,10 +167,10 @@ def test_a_pbs_job_starts_one_torchrun_on_each_node(tmp_path, cpus):
     assert "#PBS -l select=2:mpiprocs=1\n" in made.stdout
     (tmp_path / "bin").mkdir()
     pbsdsh = tmp_path / "bin/pbsdsh"
-    pbsdsh.write_text('#!/bin/sh\nshift 3\nexec "$@"\n')
+    pbsdsh.write_text(f'#!/bin/sh\necho "$2 $6" >>{tmp_path}/calls\nshift 3\nexec "$@"\n')
     pbsdsh.chmod(0o755)
-    # Two names for this machine.
-    (tmp_path / "nodes").write_text("127.0.0.1\n127.0.0.1\nlocalhost\n")
+    # Two names for this machine. All look for rank 0 on the first, which need not be the first by its name.
+    (tmp_path / "nodes").write_text("localhost\nlocalhost\n127.0.0.1\n")
     env = {
         **os.environ,
         "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
@@ -174,3 +182,8 @@ def test_a_pbs_job_starts_one_torchrun_on_each_node(tmp_path, cpus):
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "rank 0 of 2: 3" in ran.stdout and "rank 1 of 2: 3" in ran.stdout
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert len(calls) == 2
+    for rank in (0, 1):
+        (call,) = [line for line in calls if line.startswith(f"{rank} ")]
+        assert f" 2 {rank} localhost " in call

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -9,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from provisioning import day_two
 from provisioning.errors import ProvisioningError, UserError
 from provisioning.keys import public_key
 from provisioning.ledger import Ledger
 from provisioning.pod_paths import PODS
 from provisioning.pods import PodSpec
 from provisioning.providers.lium import LiumProvider
+from provisioning.providers.registry import Access
 from provisioning.renting import Patience
 from tests.support.fleets import TestFleet
 from tests.support.http_api import Fault
@@ -268,3 +271,28 @@ def test_another_machine_behind_the_same_address_is_not_talked_to(fleet, api, tm
     else:
         assert "another host key" in str(next(iter(outcome.failures.values())))
     assert not (other.home / PODS).exists()
+
+
+@pytest.mark.pods
+def test_without_money_pods_are_given_back_all_the_same_and_an_extension_that_failed_can_be_repeated(
+    fleet, api, tmp_path
+):
+    assert fleet.up([one(ttl_hours=1)], trains=False).is_good
+    access = Access(state_dir=tmp_path, environment=api.environment)
+    api.balance = 0.0
+    ledger = Ledger(fleet.ledger_path)
+    (before,) = ledger.rows()
+    assert before.ends_at is not None
+    api.faults.append(Fault("POST /pods/", 400))
+
+    def extended() -> dict[str, ProvisioningError]:
+        return asyncio.run(day_two.extend(ledger, access, (), 2.0, lambda name, text: None))
+
+    assert "as the test wants it" in str(extended()["pod-0"])
+    assert extended() == {}
+    assert ledger.rows()[0].ends_at == before.ends_at + 2 * 3600
+
+    ledger.advance("pod-0", before.state, ends_at=time.time() - 1)
+    failures = asyncio.run(day_two.reconcile(ledger, access, (), lambda name, text: None, fleet.patience))
+    assert (failures, ledger.rows(), api.rented) == ({}, [], {})
+    ledger.close()

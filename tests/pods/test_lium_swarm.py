@@ -51,6 +51,9 @@ def test_two_rented_pods_train_together_run_experiments_and_are_paid_for(api, tm
         common = ("--provider", "lium", "--python", sys.executable, "--ttl-hours", 2)
         provision = argv_of("diloco provision --pods 2 --gpu-type A100,H100", *common)
         flags = tiny_training(model, device="cpu")
+        # From nothing: no key of ours has been made yet.
+        offers = json.loads(run(*argv_of("diloco provision --provider lium --offers --json")).stdout)
+        assert [one["gpu_count"] for one in offers] == [8, 8]
         asked = run(*provision, "--", *flags)
         assert asked.code == 2 and "Give --yes" in asked.stderr and api.num_rented == 0
         up = run(*provision, "--yes", "--", *flags)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,6 +63,25 @@ def test_three_unlike_peers_train_together_and_leave_nothing(run, tmp_path):
     ]
     assert all(one["epoch"] >= 1 for one in found)
     assert "averaged by 3 peers" in run(argv_of(LOGS)).stdout
+    of_the_dht = run(argv_of(LOGS, "--job", "dht"))
+    assert of_the_dht.code == 0 and "joined, 3 peers" in of_the_dht.stdout
+    of_nothing = run(argv_of(LOGS, "--job", "dth"))
+    assert of_nothing.code == 1 and "no log of a job dth; there are: dht, peer" in of_nothing.stderr
+
+    # A line without an end, as progress bars write it, is shown all the same.
+    with (pods[0] / "jobs/peer/log").open("a") as log:
+        log.write("x" * 1_000_000)
+    shown = run(argv_of(LOGS, "--lines", "100000", "pod-0"))
+    # Peer ids have the letter, too, but not so often in a row.
+    pieces = re.findall("x{100,}", shown.stdout)
+    assert shown.code == 0 and sum(map(len, pieces)) == 1_000_000, shown.stderr
+
+    # A DHT that was lost is started again by the same command, and the peers are left as they are.
+    (dht,) = (path for path in pids if path.parent.name == "dht")
+    os.killpg(int(pids[dht]), signal.SIGKILL)
+    mended = run(provision)
+    assert mended.code == 0 and "starting the DHT" in mended.stderr, mended.stderr
+    assert {path for path in pids if path.read_text() != pids[path]} == {dht}
 
     down = run(argv_of(DOWN))
     assert down.code == 0, down.stderr

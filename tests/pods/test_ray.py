@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import signal
 import sys
 import time
@@ -11,9 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from diloco.metrics_file import Tail
-from tests.support.commands import Command, check_gone, model_directory, wait_until
+from provisioning.launchers.ray_yaml import RayHost, cluster_yaml
+from tests.support.commands import ROOT, Command, check_gone, model_directory, wait_until
 
 pytestmark = [
     pytest.mark.ray,
@@ -23,16 +26,35 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="namespaces are made by root"),
 ]
 
-TIMEOUT_S = 500.0
+TIMEOUT_S = 900.0
 DILOCO = f"{sys.executable} -m diloco"
 SCRIPT = """
 set -e
 ip link set lo up
 {diloco} provision --pods 2 --gpu-type cpu-1 --deploy-only
-{diloco} launch --engine ray {config} 2 --cpus-per-node 2 || code=$?
+{launches}
 {diloco} pods down
 exit ${{code:-0}}
 """
+LAUNCH = "launch --engine ray {config} 2 --cpus-per-node 2 {more}"
+
+
+def in_namespace(directory: Path, *launches: str) -> Command:
+    """Two pods, what is launched on them, and no pods any more; on a loopback of their own."""
+    lines = "\n".join(f"{DILOCO} {words} || code=$?" for words in launches)
+    script = SCRIPT.format(diloco=DILOCO, launches=lines)
+    return Command(
+        ["unshare", "-n", "-p", "--fork", "--mount-proc", "--kill-child", "sh", "-c", script], directory
+    )
+
+
+def placements(said: str) -> list[tuple[str, str]]:
+    """The nodes of the two workers, of each time that they were placed."""
+    return re.findall(r"one worker on each of 2 nodes: (\w+) at [\d.]+, (\w+) at", said)
+
+
+def left_in_tmp() -> set[str]:
+    return {path.name for pattern in ("diloco-pod-*", "ray*") for path in Path("/tmp").glob(pattern)}
 
 
 @pytest.fixture
@@ -60,9 +82,8 @@ def test_our_trainer_on_two_workers_survives_the_loss_of_one(tmp_path, commands)
     lines = [f"{name} = {value!r}".replace("'", '"') for name, value in values.items()]
     ckpt = ["[ckpt]", "interval = 10", f'path = "{tmp_path / "ckpt"}"', 'resume = "auto"', "topk = 3"]
     config.write_text("\n".join([*lines, "fake_data = true", *ckpt]) + "\n")
-    script = SCRIPT.format(diloco=DILOCO, config=config)
-    argv = ["unshare", "-n", "-p", "--fork", "--mount-proc", "--kill-child", "sh", "-c", script]
-    command = Command(argv, tmp_path / "ray")
+    before = left_in_tmp()
+    command = in_namespace(tmp_path / "ray", LAUNCH.format(config=config, more=""))
     commands.append(command)
 
     def has_checkpoint() -> bool:
@@ -74,18 +95,58 @@ def test_our_trainer_on_two_workers_survives_the_loss_of_one(tmp_path, commands)
     assert command.wait(TIMEOUT_S) == 0, command.stdout + command.stderr
     check_gone(command, 30.0)
     assert "the Ray cluster has 2 nodes" in command.stderr
+    placed = placements(command.stdout)
+    assert len(placed) >= 2 and all(first != second for first, second in placed), command.stdout
+    assert left_in_tmp() == before
     records = Tail(tmp_path / "run/metrics.jsonl").read()
     starts = [one for one in records if one["kind"] == "event" and one["event"] == "start"]
     assert starts[-1]["step"] >= 10 and starts[-1]["time"] > killed_at
     assert max(one["step"] for one in records if one["kind"] == "step") == 200
 
 
-def test_the_cluster_can_be_written_down_for_rays_own_launcher():
-    yaml = pytest.importorskip("yaml")
-    from provisioning.launchers.ray_cluster import cluster_yaml
+def test_alexnet_runs_on_two_nodes_as_one_training_and_as_two_peers(tmp_path, commands):
+    """The example's own words, on fewer pictures and a narrower net."""
+    config = tmp_path / "alexnet.toml"
+    text = (ROOT / "examples/alexnet.toml").read_text()
+    config.write_text(f'{text}\npasses = 2\nmade = 1200\nwidth = 0.125\ndata = "{tmp_path / "data"}"\n')
+    program = "--program examples/alexnet_ray.py"
+    command = in_namespace(
+        tmp_path / "ray",
+        LAUNCH.format(config=config, more=program),
+        LAUNCH.format(config=config, more=f"{program} --as-peers '--hv.local-steps 10'"),
+    )
+    commands.append(command)
+    assert command.wait(TIMEOUT_S) == 0, command.stdout + command.stderr
+    check_gone(command, 30.0)
+    placed = placements(command.stdout)
+    assert len(placed) >= 2 and all(first != second for first, second in placed), command.stdout
+    # One training has the pictures shared out, two peers have all of them each.
+    assert len(re.findall(r"pass 2: train accuracy 0\.\d+, validation accuracy 0\.\d+", command.stdout)) == 3
+    assert len(re.findall(r"test accuracy 0\.\d+ by 2 ranks$", command.stdout, re.M)) == 1
+    found = re.findall(r"test accuracy (0\.\d+) by 1 ranks, (\d+) times averaged", command.stdout)
+    assert len(found) == 2 and len(set(found)) == 1 and int(found[0][1]) == 4, command.stdout
 
-    values = yaml.safe_load(cluster_yaml("mine", "ada", "~/.ssh/id", ["10.0.0.1", "10.0.0.2"], "python"))
-    assert values["provider"] == {"type": "local", "head_ip": "10.0.0.1", "worker_ips": ["10.0.0.2"]}
+
+def test_the_cluster_can_be_written_down_for_rays_own_launcher():
+    """By Ray's own check of such files."""
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    values = yaml.safe_load(
+        cluster_yaml(
+            [
+                RayHost(inside="10.0.0.1", outside="203.0.113.1"),
+                RayHost(inside="10.0.0.2", outside="203.0.113.2", ssh_port=2222),
+            ],
+            owner="abcd",
+            user="ada",
+            key=Path("/home/ada/.ssh/id"),
+            python="venv/bin/python",
+            cpus=None,
+        )
+    )
+    validate_config(prepare_config(values))
+    assert values["provider"]["external_head_ip"] == "203.0.113.1"
+    assert values["provider"]["worker_ips"] == ["10.0.0.2"]
     assert (values["min_workers"], values["auth"]["ssh_user"]) == (1, "ada")
 
 
@@ -95,5 +156,5 @@ def test_nothing_of_ray_listens_beyond_loopback_but_its_own_port(tmp_path: Path)
 
     words = head_argv("python", Pod(id="1", label="x", is_ready=True, host="10.0.0.1"), cpus=None)
     assert "--dashboard-host=127.0.0.1" in words and "--node-ip-address=10.0.0.1" in words
-    job = RayJob(num_workers=2, program=["train.py"], storage="/shared", use_gpu=True)
-    assert "http://127.0.0.1:8265" in submit_argv("python", job)
+    job = RayJob(num_nodes=2, program=["train.py"], storage="/shared", use_gpu=True)
+    assert "http://127.0.0.1:8265" in submit_argv("python", "/pod/venv/bin/python", job)

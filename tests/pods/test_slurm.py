@@ -12,10 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import tomli_w
 
-from tests.support.commands import ROOT
+from diloco.metrics_file import Tail
+from tests.support.commands import ROOT, model_directory
 from tests.support.ssh_machines import free_ports
 
+LOGS = Path("logs/distributed_training")
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue")
 MISSING = [name for name in PROGRAMS if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None]
 
@@ -97,22 +100,49 @@ def wait(env: dict[str, str], argv: list[str], wanted: str, timeout_s: float) ->
         time.sleep(0.2)
 
 
-def test_a_job_of_two_tasks_runs_to_its_end(environment, tmp_path):
-    (tmp_path / "config.toml").write_text("seed = 7\n")
+def submitted(env: dict[str, str], directory: Path, config: str, *more: str) -> str:
+    """A job of two tasks by `diloco launch`, once it has come to its end; its log. All has to have gone well."""
+    (directory / "config.toml").write_text(config)
     argv = [sys.executable, "-m", "diloco", "launch", "--engine", "slurm", "--time-limit", "00:05:00"]
-    argv += ["config.toml", "2", "0", "localhost", str(free_ports(1)[0])]
-    argv += [f"--program={ROOT / 'tests/support/all_reduce.py'}", "--config-flag="]
+    argv += ["config.toml", "2", "0", "localhost", str(free_ports(1)[0]), *more]
     made = subprocess.run(
-        argv, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False
+        argv, cwd=directory, env=env, capture_output=True, text=True, timeout=60, check=False
     )
     assert made.returncode == 0, made.stderr
     job = made.stdout.split()[1]
-    wait(environment, ["squeue", "-h"], "", 120)
-    logs = tmp_path / "logs/distributed_training"
-    said = (logs / f"slurm_{job}.log").read_text()
-    assert "rank 0 of 2: 3" in said and "rank 1 of 2: 3" in said, said
+    wait(env, ["squeue", "-h"], "", 240)
+    said = (directory / LOGS / f"slurm_{job}.log").read_text()
     shown = subprocess.run(
-        ["scontrol", "show", "job", job], env=environment, capture_output=True, text=True, check=True
+        ["scontrol", "show", "job", job], env=env, capture_output=True, text=True, check=True
     ).stdout
-    assert "JobState=COMPLETED" in shown and "ExitCode=0:0" in shown
-    assert "rank 1 of 2: 3" in (logs / "latest_node1.log").read_text()
+    assert "JobState=COMPLETED" in shown and "ExitCode=0:0" in shown and "NumNodes=2" in shown, said
+    return said
+
+
+def test_a_script_of_anybodys_runs_on_two_nodes_to_its_end(environment, tmp_path):
+    words = (f"--program={ROOT / 'tests/support/all_reduce.py'}", "--config-flag=")
+    directory = tmp_path / "with a space"
+    directory.mkdir()
+    said = submitted(environment, directory, "seed = 7\n", *words)
+    assert "rank 0 of 2: 3" in said and "rank 1 of 2: 3" in said, said
+    assert "rank 1 of 2: 3" in (directory / LOGS / "latest_node1.log").read_text()
+
+
+def test_our_trainer_runs_on_two_nodes_to_its_end(environment, tmp_path):
+    """Two tasks of one rank each; the ranks of both train one model, which is saved at the end."""
+    values = {
+        "path_model": str(model_directory(tmp_path / "model")),
+        **{"seq_length": 64, "total_batch_size": 8, "per_device_train_batch_size": 4, "eval_tokens": 64},
+        **{"max_steps": 6, "fake_data": True, "device": "cpu", "run_dir": str(tmp_path / "run")},
+    }
+    said = submitted(environment, tmp_path, tomli_w.dumps(values))
+    records = Tail(tmp_path / "run/metrics.jsonl").read()
+    steps = [one for one in records if one["kind"] == "step"]
+    assert [one["step"] for one in steps] == [1, 2, 3, 4, 5, 6], said
+    # Eight sequences in each step: four of each task.
+    assert all(one["tokens"] == one["step"] * 8 * 64 for one in steps)
+    assert (tmp_path / "run/model/model.safetensors").stat().st_size > 0
+    assert [path.name for path in sorted((tmp_path / LOGS).glob("latest_node*.log"))] == [
+        "latest_node0.log",
+        "latest_node1.log",
+    ]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,7 +18,8 @@ from provisioning.providers.ssh import SshProvider
 from provisioning.setup import Setup, set_up
 from provisioning.ssh_machine import Address, SshMachine
 from tests.support.fleets import TestFleet
-from tests.support.ssh_machines import SshHost, client_key, free_ports, needs_rsync, ssh_host
+from tests.support.pods_driver import source_of
+from tests.support.ssh_machines import SSHD, SshHost, client_key, free_ports, needs_rsync, ssh_host
 
 asyncssh = pytest.importorskip("asyncssh", reason="the package asyncssh is not installed")
 pytestmark = pytest.mark.skipif(bool(needs_rsync()), reason=needs_rsync())
@@ -139,18 +142,83 @@ def test_without_rsync_there_it_says_what_is_missing(fleet, hosts):
     assert fleet.down().is_good
 
 
+def on(host: SshHost, key: Path, script: str) -> str:
+    """What a script says there."""
+
+    async def work() -> str:
+        machine = SshMachine(
+            Address(host="127.0.0.1", port=host.port, user=host.user, key_path=key, host_key=host.host_key)
+        )
+        try:
+            return (await machine.run(script)).checked(script)
+        finally:
+            await machine.close()
+
+    return asyncio.run(work())
+
+
+@pytest.fixture
+def on_small_disk(tmp_path: Path, hosts: list[SshHost], key: Path) -> Iterator[tuple[TestFleet, SshHost]]:
+    """A fleet whose first machine has a disk of four megabytes."""
+    if os.geteuid() != 0 or not Path(SSHD).exists():
+        pytest.skip("only root can give OpenSSH's server a disk of its own")
+    with ssh_host(tmp_path / "small", key.with_suffix(".pub").read_text(), disk_kb=4096) as small:
+        path = inventory(tmp_path / "machines.toml", [small, hosts[0]], key)
+        yield TestFleet(tmp_path, lambda: SshProvider(path)), small
+
+
+def and_once_there_is_space(fleet: TestFleet, small: SshHost, key: Path) -> None:
+    """The same command again."""
+    on(small, key, f"mount -o remount,size=64m pods {PODS}")
+    assert fleet.up(SPECS).is_good
+    assert fleet.down().is_good
+    assert on(small, key, f"ls -A {PODS}") == ""
+
+
 @pytest.mark.pods
-def test_a_full_disk_is_said_before_anything_is_sent_and_hides_no_other_pod(fleet, hosts):
-    hosts[0].install("df", "echo 'x 1000 1000 7 100% /'")
+def test_a_full_disk_is_said_before_anything_is_sent_and_hides_no_other_pod(on_small_disk, key):
+    fleet, small = on_small_disk
     fleet.min_free_mb = 8
     outcome = fleet.up(SPECS)
     assert list(outcome.failures) == ["pod-0"]
-    assert "the disk is full: 7 MB are free" in str(outcome.failures["pod-0"])
+    said = r"the disk is full: [34] MB are free, 8 are needed; take a larger machine or volume"
+    assert re.fullmatch(said, str(outcome.failures["pod-0"]))
     assert fleet.states == {"pod-0": "reachable", "pod-1": "synced"}
-    # The same command, once there is space.
-    (hosts[0].bin / "df").unlink()
-    assert fleet.up(SPECS).is_good
-    assert fleet.down().is_good
+    and_once_there_is_space(fleet, small, key)
+
+
+@pytest.mark.pods
+def test_a_disk_that_fills_up_while_code_is_sent_is_said(on_small_disk, key, tmp_path):
+    fleet, small = on_small_disk
+    (source_of(tmp_path) / "weights").write_bytes(os.urandom(6_000_000))
+    outcome = fleet.up(SPECS)
+    assert list(outcome.failures) == ["pod-0"]
+    where = f"{small.user}@127.0.0.1:{small.port}"
+    assert str(outcome.failures["pod-0"]) == f"the disk of {where} is full; take a larger machine or volume"
+    assert fleet.states == {"pod-0": "reachable", "pod-1": "synced"}
+    and_once_there_is_space(fleet, small, key)
+
+
+def test_sending_code_tells_how_far_it_is(tmp_path, hosts, key):
+    source = tmp_path / "source"
+    source.mkdir()
+    for number in range(20):
+        (source / f"{number}").write_bytes(os.urandom(400_000))
+    shares: list[float] = []
+
+    async def work() -> None:
+        host = hosts[0]
+        machine = SshMachine(
+            Address(host="127.0.0.1", port=host.port, user=host.user, key_path=key, host_key=host.host_key)
+        )
+        try:
+            await machine.sync(source, "code", on_share=shares.append)
+        finally:
+            await machine.close()
+
+    asyncio.run(work())
+    assert shares == sorted(shares) and shares[-1] == 1.0 and shares[0] < 0.5, shares
+    assert len(list((hosts[0].home / "code").iterdir())) == 20
 
 
 @pytest.mark.pods

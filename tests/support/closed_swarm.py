@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peers.admission_secrets import AdmissionKey, load_key
-from peers.ban_change import Outcome, change_bans
+from peers.access.ban_change import Outcome, change_bans
+from peers.access.secrets import AdmissionKey, load_key
+from peers.access.tokens import Token
 from peers.coordinator import CoordinatorConfig, serve
-from peers.tokens import Token
 from tests.support.swarm import LightSwarm
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
@@ -62,7 +62,7 @@ class Closed:
 def closed_run(state_dir: Path, run_id: str, **options: Any) -> Iterator[Closed]:
     """A coordinator with admission, for as long as the context lasts."""
     config = CoordinatorConfig(
-        state_dir=state_dir, run_id=run_id, host_maddrs=LOOPBACK, admission=True, **options
+        **{"state_dir": state_dir, "run_id": run_id, "host_maddrs": LOOPBACK, "admission": True, **options}
     )
     ready, lines, running = threading.Event(), [], []
 

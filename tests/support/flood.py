@@ -14,9 +14,9 @@ from collections.abc import Awaitable, Callable, Sequence
 import msgpack
 
 from peers.errors import PeersError
-from peers.greeting import Hello
-from peers.maddrs import Maddr, parse_maddr
-from peers.tls import Credentials
+from peers.network.greeting import Hello
+from peers.network.maddrs import Maddr, parse_maddr
+from peers.network.tls import Credentials
 from tests.support.hostile import Hostile
 
 PROTOCOLS = ("mesh", "data", "state", "relay", "relayed", "bans", "coordinator", "admission")

@@ -85,8 +85,7 @@ class HttpApi(ABC):
                 content = json.dumps(answer).encode()
                 self.send_response(code)
                 self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(content)))
-                for name, value in headers.items():
+                for name, value in {"Content-Length": str(len(content)), **headers}.items():
                     self.send_header(name, value)
                 self.end_headers()
                 self.wfile.write(content)

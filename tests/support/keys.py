@@ -7,9 +7,9 @@ from pathlib import Path
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from peers import libp2p_keys
 from peers.identity import load, load_or_create
-from peers.tls import Credentials
+from peers.network import libp2p_keys
+from peers.network.tls import Credentials
 
 
 def credentials(directory: Path, name: str) -> Credentials:

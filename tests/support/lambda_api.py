@@ -130,8 +130,9 @@ class LambdaApi(HttpApi):
         host: SshHost = one["_host"]
         shown = {name: value for name, value in one.items() if not name.startswith("_")}
         if one["_ended"]:
-            return {**shown, "status": "terminating", "ip": "127.0.0.1"}
+            return {**shown, "status": "terminating", "ip": host.address}
         if time.time() - one["_began"] < self.boot_s:
             return {**shown, "status": "booting"}
-        # The port is what this emulator adds: all its machines share one address.
-        return {**shown, "status": "active", "ip": "127.0.0.1", "ssh_port": host.port}
+        shown |= {"status": "active", "ip": host.address}
+        # Machines on loopback share one address; the real ones have their own, and answer on port 22.
+        return shown if host.port == 22 else {**shown, "ssh_port": host.port}

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from peers.errors import PeerUnreachable
 from peers.transport import Transport
-
-_CLONE_NEWNET = 0x40000000
-
-
-def enter_namespace(name: str) -> None:
-    """From now on this thread, and all that it starts, live in the network namespace of this name."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    with Path(f"/run/netns/{name}").open() as namespace:
-        if libc.setns(namespace.fileno(), _CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {name}")
+from tests.support import namespaces
 
 
 def cut_off(peer_ids: Sequence[str]) -> None:
@@ -38,6 +27,6 @@ def cut_off(peer_ids: Sequence[str]) -> None:
 
 def edges(*, namespace: str = "", cut_off_from: Sequence[str] = ()) -> None:
     if namespace:
-        enter_namespace(namespace)
+        namespaces.enter(namespaces.path_of(namespace))
     if cut_off_from:
         cut_off(cut_off_from)

@@ -69,7 +69,8 @@ def handler_of(
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             path = urlsplit(self.path).path
-            self.answer({"data": [{"id": arguments.model}]} if path == "/v1/models" else None)
+            name = arguments.served_model_name or arguments.model
+            self.answer({"data": [{"id": name}]} if path == "/v1/models" else None)
 
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -85,13 +86,16 @@ def handler_of(
                     left[0] -= 1
                     if left[0] == 0 and not died_before(arguments.marks):
                         os.kill(os.getpid(), signal.SIGKILL)
+                if len(asked["prompt"]) + asked["max_tokens"] > worker.model.config.max_position_embeddings:
+                    self.answer({"error": {"message": "this model's context is shorter"}}, status=400)
+                    return
                 self.answer({"choices": [worker.completed(asked, n) for n in range(asked.get("n", 1))]})
             else:
                 self.answer(None)
 
-        def answer(self, content: Any) -> None:
+        def answer(self, content: Any, *, status: int = 200) -> None:
             data = b"" if content is None else json.dumps(content).encode()
-            self.send_response(200)
+            self.send_response(status)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)
@@ -113,6 +117,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
     parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--served-model-name")
     parser.add_argument(
         "--die-after", type=int, default=0, help="SIGKILL in the middle of this request, once"
     )

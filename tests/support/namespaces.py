@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
+
+_CLONE_NEWNET = 0x40000000
 
 
 def why_not() -> str:
@@ -25,24 +29,29 @@ def why_not() -> str:
 
 @dataclass
 class Hub:
-    """One machine in the middle that forwards no packets, and others behind it."""
+    """One machine in the middle, and others behind it."""
 
     middle: str
     spokes: list[str]
     addresses: dict[str, str] = field(default_factory=dict)
     """The middle's address as each spoke sees it."""
 
+    @staticmethod
+    def address_of(index: int) -> str:
+        """Of a spoke, as the middle sees it."""
+        return f"10.91.{index + 1}.2"
+
 
 @contextlib.contextmanager
-def hub(num_spokes: int) -> Iterator[Hub]:
-    """Spokes send everything to the middle, which drops what is not for itself."""
+def hub(num_spokes: int, *, forwards: bool = False) -> Iterator[Hub]:
+    """Spokes send everything to the middle, which drops what is not for itself, unless it forwards."""
     prefix = f"diloco-{os.getpid()}"
     made = Hub(f"{prefix}-m", [f"{prefix}-{index}" for index in range(num_spokes)])
     try:
         for name in (made.middle, *made.spokes):
             _ip("netns", "add", name)
             _ip("-n", name, "link", "set", "lo", "up")
-        _ip("netns", "exec", made.middle, "sh", "-c", "echo 0 > /proc/sys/net/ipv4/ip_forward")
+        _ip("netns", "exec", made.middle, "sh", "-c", f"echo {int(forwards)} > /proc/sys/net/ipv4/ip_forward")
         for index, spoke in enumerate(made.spokes):
             subnet = f"10.91.{index + 1}"
             inner, outer = f"spoke{index}", "up0"
@@ -56,6 +65,29 @@ def hub(num_spokes: int) -> Iterator[Hub]:
     finally:
         for name in (made.middle, *made.spokes):
             _ip("netns", "del", name, check=False)
+
+
+def path_of(name: str) -> Path:
+    return Path(f"/run/netns/{name}")
+
+
+def enter(namespace: Path) -> None:
+    """From now on this thread, and all that it starts, live in this network namespace."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with namespace.open() as file:
+        if libc.setns(file.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {namespace}")
+
+
+@contextlib.contextmanager
+def inside(name: str) -> Iterator[None]:
+    """This thread, and all that it starts meanwhile, live in this network namespace."""
+    with Path("/proc/thread-self/ns/net").open() as before:
+        enter(path_of(name))
+        try:
+            yield
+        finally:
+            enter(Path(f"/proc/thread-self/fd/{before.fileno()}"))
 
 
 def _ip(*arguments: str, check: bool = True) -> int:

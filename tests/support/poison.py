@@ -11,7 +11,7 @@ Lie = Literal["not finite", "longer than announced", "false sums"]
 
 def poison(lie: Lie) -> None:
     """From now on, what this process contributes to rounds, or makes of others' contributions, is this."""
-    from peers import reduce_arithmetic
+    from peers.reduction import arithmetic as reduce_arithmetic
 
     if lie == "false sums":
         _reduce_falsely()
@@ -31,10 +31,10 @@ def poison(lie: Lie) -> None:
 
 def _reduce_falsely() -> None:
     """To everybody alike, and to take part in audits that never find anything."""
-    from peers import averaging
-    from peers.reduce_arithmetic import Arithmetic
+    from peers.reduction.arithmetic import Arithmetic
+    from peers.round import attempts
 
-    honest, look = Arithmetic.finish, averaging.audit_shares
+    honest, look = Arithmetic.finish, attempts.audit_shares
 
     def finish(self: Arithmetic, index: int, *arguments: Any) -> None:
         part = self._plan.chunk(self._plan.me, index)
@@ -46,4 +46,4 @@ def _reduce_falsely() -> None:
         return frozenset()
 
     Arithmetic.finish = finish  # type: ignore[method-assign]
-    averaging.audit_shares = blind  # type: ignore[assignment]
+    attempts.audit_shares = blind  # type: ignore[assignment]

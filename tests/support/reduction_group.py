@@ -9,7 +9,7 @@ import threading
 import torch
 
 from peers.reduce import reduce_pseudo_gradients
-from peers.reduce_plan import ReducePlan, equal_bounds
+from peers.reduction.plan import ReducePlan, equal_bounds
 
 RANKS = (2, 5, 7, 11)
 

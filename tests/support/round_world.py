@@ -13,10 +13,10 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from peers.aggregation import Aggregation
 from peers.records import Announcement
-from peers.round_leader import Timing
-from peers.round_messages import Abort, Ask, Audit, Commit, Group, Join, Proposal, RoundMessage, Vote
+from peers.round.aggregation import Aggregation
+from peers.round.leader import Timing
+from peers.round.messages import Abort, Ask, Audit, Commit, Group, Join, Proposal, RoundMessage, Vote
 from peers.rounds import Action, Apply, Cancel, CatchUp, Inspect, Phase, Reduce, Round, Send
 from tests.support.announcements import announced
 
@@ -124,6 +124,17 @@ class World:
                     self.schedule(self.now + self.random.uniform(0, 0.3), lambda other=other: back(other))
 
         self.schedule(at, die)
+
+    def part(self, one: int, other: int, at: float) -> None:
+        """These two lose each other; all others still see both."""
+
+        def lose(rank: int, lost: int) -> None:
+            peer = self.peers[rank]
+            del peer.view[lost]
+            self._feed(rank, lambda r, now: r.on_view(dict(peer.view), now))
+
+        self.schedule(at, lambda: lose(one, other))
+        self.schedule(at, lambda: lose(other, one))
 
     def stop_answering(self, rank: int) -> None:
         """Alive to the mesh, but its round gets no more turns."""

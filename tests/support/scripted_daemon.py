@@ -15,6 +15,7 @@ import numpy as np
 from peers.errors import LinkLost
 from peers.layout import Layout
 from peers.link import DaemonConnection, LinkMemory, listen
+from peers.whole_files import write_bytes
 
 Answer = tuple[str, dict[str, Any]]
 Rule = Callable[[dict[str, Any], np.ndarray, np.ndarray], Answer | None]
@@ -57,11 +58,20 @@ def halving(message: dict[str, Any], out: np.ndarray, inn: np.ndarray) -> Answer
             own = {"epoch": epoch, "data_base": 3 * epoch}
             return "committed", {**COMMITTED, **own, "fragment": message["fragment"], "last": message["last"]}
         case "checkpoint":
-            Path(message["directory"], "outer.bin").write_bytes(b"state")
-            return "checkpointed", {}
+            return "checkpointed", {"files": {"outer.bin": written_state(message)}, "lineage": "l"}
+        case "snapshot":
+            return "snapped", {}
+        case "written":
+            return "checkpointed", {"files": {"outer.bin": written_state(message)}, "lineage": "l"}
         case "finished":
             return "bye", {}
     return None
+
+
+def written_state(message: dict[str, Any]) -> tuple[int, str]:
+    """Write something for the outer state; returns its record."""
+    record = write_bytes(Path(message["directory"], "outer.bin"), b"state")
+    return record.num_bytes, record.digest
 
 
 class ScriptedDaemon:
@@ -129,6 +139,12 @@ class ScriptedDaemon:
                     "manifest", manifest=self._manifest, world_rank=self._welcome["world_rank"]
                 )
                 hello = await connection.receive()
+            if hello["kind"] == "written":
+                answered = self._rule(hello, np.zeros(0), np.zeros(0))
+                if answered:
+                    await connection.send(answered[0], **answered[1])
+                connection.close()
+                return
             layout = Layout.from_message(hello["layout"])
             if not self._memories:
                 for index, numel in enumerate(layout.sizes):

@@ -13,13 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from peers import joining, membership
-from peers.aggregation import Aggregation
-from peers.audit import demanded
-from peers.credit import Credit
-from peers.recent_commits import RecentCommits
 from peers.records import Announcement
-from peers.round_leader import Timing
-from peers.round_messages import Ask, Audit, Commit, Group, Join, Proposal, RoundMessage, Vote
+from peers.round.aggregation import Aggregation
+from peers.round.audit import demanded
+from peers.round.credit import Credit
+from peers.round.leader import Timing
+from peers.round.messages import Ask, Audit, Commit, Group, Join, Proposal, RoundMessage, Vote
+from peers.round.recent_commits import RecentCommits
 from peers.rounds import Action, Apply, Cancel, CatchUp, Inspect, Reduce, Round, Send
 from tests.support.round_world import status
 from tests.support.simulated_network import Pair, SimulatedNetwork
@@ -31,7 +31,7 @@ DOWNLOAD_S = (0.05, 1.0)
 START_S = (0.5, 2.0)
 CONNECT_TIMEOUT_S = 10.0
 WAIT_FOR_PEERS_S = 20.0
-HEARTBEAT_S = 1.0
+HEARTBEAT_S, QUIET_BEATS = 1.0, 4
 MAX_UNREAD = 64
 STALL_TIMEOUT_S = 5.0
 SILENCE_S = 8.0
@@ -216,6 +216,7 @@ class SimulatedDaemon:
         self.state = SimulatedState()
         self.has_state = False
         self.others: dict[int, Announcement] = {}
+        self._unanswered: Counter[int] = Counter()
         self.round: Round | None = None
         self._commits = RecentCommits()
         self.piece: Piece | None = None
@@ -279,7 +280,7 @@ class SimulatedDaemon:
         self._num_pieces += 1
         tokens = 100 + self.network.random.randrange(50)
         # The step tells one piece from all others of this rank.
-        step = self.incarnation * _MAX_PIECES + self._num_pieces
+        step = _step_of(self.state.epoch) + self.incarnation * _MAX_PIECES + self._num_pieces
         self.piece = Piece(Proposal(self.rank, tokens, 1.0, step, False))
         self._show("averaging")
         self._propose()
@@ -332,10 +333,13 @@ class SimulatedDaemon:
         self._view_changed()
 
     def disconnected(self, other: int) -> None:
+        self._unanswered.pop(other, None)
         if self.others.pop(other, None) is not None:
             self._view_changed()
 
     def received(self, sender: int, message: RoundMessage | Announcement) -> None:
+        if self._unanswered.pop(sender, 0) >= QUIET_BEATS:
+            self._view_changed()
         if isinstance(message, Announcement):
             before = self.others.get(sender)
             self.others[sender] = message
@@ -364,6 +368,9 @@ class SimulatedDaemon:
             for other in self.network.ends:
                 if other != self.rank:
                     self.network.send(self.rank, other, self.announcement())
+            self._unanswered.update(self.others.keys())
+            if QUIET_BEATS in self._unanswered.values():
+                self._view_changed()
         self._later((HEARTBEAT_S, HEARTBEAT_S), self._beat)
 
     # As peers/averaging.py has it
@@ -383,7 +390,12 @@ class SimulatedDaemon:
         return self._credit.credible(self._view(), self.state.lineage, self.network.now)
 
     def _view_changed(self) -> None:
-        self._post(lambda now: self.round.on_view(self._credible_view(), now) if self.round else [])
+        self._post(
+            lambda now: self.round.on_view(self._credible_view(), now, self._quiet()) if self.round else []
+        )
+
+    def _quiet(self) -> frozenset[int]:
+        return frozenset(rank for rank, missed in self._unanswered.items() if missed >= QUIET_BEATS)
 
     def _propose(self) -> None:
         self._post(
@@ -421,6 +433,8 @@ class SimulatedDaemon:
             parent=self.state.parent,
             timing=TIMING,
             view=self._credible_view(),
+            quiet=self._quiet(),
+            first_step=_step_of(self.state.epoch) - 1,
             aggregation=Aggregation(audit=self.swarm.audit),
         )
         for _ in range(len(self._early)):
@@ -632,6 +646,11 @@ def _essence(announcement: Announcement) -> tuple[object, ...]:
 
 def _digest(*parts: str) -> str:
     return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
+
+
+def _step_of(epoch: int) -> int:
+    """That this epoch begins with: far above all that the one before can have."""
+    return (epoch + 1) * _MAX_PIECES * _MAX_PIECES
 
 
 def _name_of(member: Proposal) -> str:

@@ -6,6 +6,7 @@ Each has a home directory of its own and, first on its PATH, a `bin` for what a 
 from __future__ import annotations
 
 import asyncio
+import functools
 import getpass
 import os
 import shlex
@@ -15,10 +16,12 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from provisioning.pod_paths import PODS
 
 SSHD = "/usr/sbin/sshd"
 _START_TIMEOUT_S = 20.0
@@ -26,13 +29,14 @@ _START_TIMEOUT_S = 20.0
 
 @dataclass(frozen=True)
 class SshHost:
-    """A machine that answers on 127.0.0.1."""
+    """A machine that answers on this address."""
 
     home: Path
     port: int
     user: str
     host_key: str
     num_ports: int = 3
+    address: str = "127.0.0.1"
 
     @property
     def bin(self) -> Path:
@@ -92,34 +96,80 @@ def free_ports(number: int) -> list[int]:
 
 
 @contextmanager
-def ssh_host(directory: Path, public_keys: Callable[[], str] | str) -> Iterator[SshHost]:
-    """A machine that lets these keys in (OpenSSH lines); it and its server are gone afterwards."""
-    home = directory / "home"
-    (home / "bin").mkdir(parents=True)
-    authorized = directory / "authorized_keys"
-    authorized.write_text(public_keys if isinstance(public_keys, str) else public_keys())
-    authorized.chmod(0o600)
-    import asyncssh
+def ssh_host(
+    directory: Path, public_keys: Callable[[], str] | str, *, disk_kb: int | None = None
+) -> Iterator[SshHost]:
+    """A machine that lets these keys in (OpenSSH lines); it and its server are gone afterwards.
 
-    host_key = asyncssh.generate_private_key("ssh-ed25519")
-    host_key.write_private_key(directory / "host_key")
-    (directory / "host_key").chmod(0o600)
-    public = " ".join(host_key.export_public_key().decode().split()[:2])
+    `disk_kb`: its pods lie on a disk of this size, which it alone sees (root and OpenSSH's server are needed).
+    """
+    home, authorized, public = _prepared(
+        directory, public_keys if isinstance(public_keys, str) else public_keys()
+    )
     serve = _openssh if Path(SSHD).exists() else _asyncssh
+    if disk_kb is not None:
+        serve = functools.partial(_openssh, prefix=_on_small_disk(home / PODS, disk_kb))
     with serve(directory, home, authorized) as port:
-        host = SshHost(home, port, getpass.getuser(), public)
-        try:
-            yield host
-        finally:
-            end_processes(host)
+        yield from _served(SshHost(home, port, getpass.getuser(), public))
 
 
 @contextmanager
-def _openssh(directory: Path, home: Path, authorized: Path) -> Iterator[int]:
+def cloud_machine(directory: Path, *, namespace: str, address: str, user: str) -> Iterator[SshHost]:
+    """As `ssh_host` on OpenSSH's server, in a network namespace of its own: port 22, all ports its own, this user.
+
+    Root and OpenSSH's server are needed. Call it from where the machine can be reached.
+    """
+    home, authorized, host_key = _prepared(directory, "")
+    passwd = directory / "passwd"
+    passwd.write_text(Path("/etc/passwd").read_text() + f"{user}:*:0:0::{home}:/bin/sh\n")
+    script = 'mount --bind "$1" /etc/passwd && shift && exec "$@"'
+    prefix = ["ip", "netns", "exec", namespace, "unshare", "--mount", "sh", "-c", script, "sh", str(passwd)]
+    with _openssh(directory, home, authorized, prefix, address, 22) as port:
+        yield from _served(SshHost(home, port, user, host_key, address=address))
+
+
+def _served(host: SshHost) -> Iterator[SshHost]:
+    try:
+        yield host
+    finally:
+        end_processes(host)
+
+
+def _prepared(directory: Path, keys: str) -> tuple[Path, Path, str]:
+    """A home directory, the file of keys that are let in, and the public host key."""
+    import asyncssh
+
+    home = directory / "home"
+    (home / "bin").mkdir(parents=True)
+    authorized = directory / "authorized_keys"
+    authorized.write_text(keys)
+    authorized.chmod(0o600)
+    host_key = asyncssh.generate_private_key("ssh-ed25519")
+    host_key.write_private_key(directory / "host_key")
+    (directory / "host_key").chmod(0o600)
+    return home, authorized, " ".join(host_key.export_public_key().decode().split()[:2])
+
+
+def _on_small_disk(path: Path, size_kb: int) -> list[str]:
+    """Runs a command in a mount namespace of its own, where there is a disk of this size at `path`."""
+    path.mkdir()
+    script = 'mount -t tmpfs -o "size=$1k" pods "$2" && shift 2 && exec "$@"'
+    return ["unshare", "--mount", "sh", "-c", script, "sh", str(size_kb), str(path)]
+
+
+@contextmanager
+def _openssh(
+    directory: Path,
+    home: Path,
+    authorized: Path,
+    prefix: Sequence[str] = (),
+    address: str = "127.0.0.1",
+    port: int = 0,
+) -> Iterator[int]:
     if os.geteuid() == 0:
         # Debian's server wants it, and no service manager has made it here.
         Path("/run/sshd").mkdir(exist_ok=True)
-    (port,) = free_ports(1)
+    port = port or free_ports(1)[0]
     session = directory / "session.sh"
     session.write_text(
         f"#!/bin/sh\nexport HOME={shlex.quote(str(home))} PATH={shlex.quote(str(home / 'bin'))}:$PATH\n"
@@ -128,7 +178,7 @@ def _openssh(directory: Path, home: Path, authorized: Path) -> Iterator[int]:
     session.chmod(0o755)
     lines = {
         "Port": port,
-        "ListenAddress": "127.0.0.1",
+        "ListenAddress": address,
         "HostKey": directory / "host_key",
         "PidFile": "none",
         "AuthorizedKeysFile": authorized,
@@ -141,9 +191,10 @@ def _openssh(directory: Path, home: Path, authorized: Path) -> Iterator[int]:
     config = directory / "sshd_config"
     config.write_text("".join(f"{name} {value}\n" for name, value in lines.items()))
     with (directory / "sshd.log").open("wb") as log:
-        process = subprocess.Popen([SSHD, "-D", "-e", "-f", str(config)], stderr=log, start_new_session=True)
+        argv = [*prefix, SSHD, "-D", "-e", "-f", str(config)]
+        process = subprocess.Popen(argv, stderr=log, start_new_session=True)
     try:
-        _wait_for(port, lambda: process.poll() is None, directory / "sshd.log")
+        _wait_for(address, port, lambda: process.poll() is None, directory / "sshd.log")
         yield port
     finally:
         process.terminate()
@@ -201,11 +252,11 @@ def _asyncssh(directory: Path, home: Path, authorized: Path) -> Iterator[int]:
         thread.join(10)
 
 
-def _wait_for(port: int, lives: Callable[[], bool], log: Path) -> None:
+def _wait_for(address: str, port: int, lives: Callable[[], bool], log: Path) -> None:
     deadline = time.monotonic() + _START_TIMEOUT_S
     while True:
         try:
-            socket.create_connection(("127.0.0.1", port), 1.0).close()
+            socket.create_connection((address, port), 1.0).close()
             return
         except OSError:
             assert lives() and time.monotonic() < deadline, log.read_text()

@@ -8,14 +8,14 @@ import struct
 import msgpack
 import torch
 
-from peers import state_server
 from peers.errors import PeerUnreachable
 from peers.messages import Channel
 from peers.outer_optimizer import OuterOptimizer
 from peers.outer_state import OuterState
-from peers.state_header import STATE_CHUNK_NUMEL
-from peers.state_server import StateServer
-from peers.state_transfer import download_state, state_protocol
+from peers.state import server as state_server
+from peers.state.header import STATE_CHUNK_NUMEL
+from peers.state.server import StateServer
+from peers.state.transfer import download_state, state_protocol
 
 SIZES = (3 * STATE_CHUNK_NUMEL + 1234, 10)
 RUN = "run"

@@ -15,16 +15,16 @@ import psutil
 import pytest
 
 from diloco.cli import exit_code
-from peers import greeting
-from peers.admission_request import Applicant, request_token
-from peers.admission_secrets import AdmissionKey, SwarmSecret
+from peers.access.request import Applicant, request_token
+from peers.access.secrets import AdmissionKey, SwarmSecret
+from peers.access.tokens import Refused, Why
 from peers.errors import PeersError, PeerUnreachable, UserError
-from peers.maddrs import parse_maddr
 from peers.messages import Channel
-from peers.observer import read_swarm
-from peers.rank_request import request_rank
-from peers.tls import Credentials
-from peers.tokens import Refused, Why
+from peers.network import greeting
+from peers.network.maddrs import parse_maddr
+from peers.network.tls import Credentials
+from peers.onlookers.observer import read_swarm
+from peers.ranks.request import request_rank
 from tests.support.closed_swarm import Closed, closed_run
 from tests.support.flood import Flood
 from tests.support.hostile import Hostile

@@ -10,11 +10,11 @@ import time
 from pathlib import Path
 
 import peers
+from peers.access.gate import Gate
 from peers.admission import Admission
-from peers.gate import Gate
 from peers.identity import load
+from peers.network.storage_checks import guard_storage
 from peers.records import PEERS_KEY, Announcement
-from peers.storage_checks import guard_storage
 from tests.support.announcements import announced
 from tests.support.members import eventually, joined
 

@@ -14,10 +14,10 @@ import pytest
 
 from peers import joining
 from peers.errors import PeersError
-from peers.frames import HEADER, Kind
 from peers.messages import Channel
-from peers.reduce_plan import equal_bounds
-from peers.round_messages import Ask, Commit, Group, Join, Proposal, parse, to_message
+from peers.reduction.frames import HEADER, Kind
+from peers.reduction.plan import equal_bounds
+from peers.round.messages import Ask, Commit, Group, Join, Proposal, parse, to_message
 from tests.support.hostile import Hostile
 from tests.support.swarm import LightPeer, LightSwarm, wait_until
 

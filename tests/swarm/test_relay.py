@@ -13,10 +13,10 @@ import pytest
 
 from peers.errors import PeersError, PeerUnreachable
 from peers.messages import Channel
-from peers.reception import Reception
-from peers.relay import Relay
-from peers.relay_service import MAX_FORWARDED_PER_PAIR, RelayService
-from peers.tls import Credentials
+from peers.network.reception import Reception
+from peers.network.relay import Relay
+from peers.network.relay_service import MAX_FORWARDED_PER_PAIR, RelayService
+from peers.network.tls import Credentials
 from tests.support.keys import credentials
 from tests.support.members import eventually, joined
 from tests.support.namespaces import hub, why_not

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from peers.ledger import RESERVED
+from peers.ranks.ledger import RESERVED
 from tests.support.swarm import LightPeer, LightSwarm, wait_until
 
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from peers import admission_service
-from peers.admission_secrets import load_or_create_key, replace_secret
-from peers.admission_service import AdmissionService, AdmissionSettings
+from peers.access import service as admission_service
+from peers.access.secrets import load_or_create_key, replace_secret
+from peers.access.service import AdmissionService, AdmissionSettings
+from peers.access.tokens import Token
 from peers.coordinator import CoordinatorConfig, serve
 from peers.errors import PeersError, UserError
 from peers.identity import Identity, load, load_or_create
-from peers.tokens import Token
 from tests.support.members import LOOPBACK, eventually, joined
 
 SECOND_S = 1 / 86_400

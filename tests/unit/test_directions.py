@@ -33,14 +33,18 @@ VERBS = [
     [],
     ["dht"],
     ["dht", "start"],
+    ["doctor"],
     ["peer"],
     ["peers"],
     ["peers", "ban"],
     ["run"],
+    ["simulate"],
     ["status"],
+    ["dashboard"],
     ["ckpt"],
     ["grpo-sweep"],
     ["ckpt", "rebuild"],
+    ["export"],
 ]
 VERBS += [
     ["provision"],

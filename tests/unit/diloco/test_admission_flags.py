@@ -9,9 +9,9 @@ import pytest
 from diloco.cli import exit_code
 from diloco.config import parse_train_config
 from diloco.local_swarm import environment_of_peers
-from diloco.peer import Workplace
 from diloco.swarm_config import daemon_config
-from peers.admission_secrets import SECRET_ENV, AdmissionKey, load_or_create_key
+from diloco.verbs.peer import Workplace
+from peers.access.secrets import SECRET_ENV, AdmissionKey, load_or_create_key
 from peers.errors import UserError
 
 SECRET = AdmissionKey.new().secret.to_text()

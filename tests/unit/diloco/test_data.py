@@ -10,12 +10,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from diloco.config import HvConfig, TrainConfig
-from diloco.corpus import FileCorpus, StdlibCorpus
 from diloco.data import Block, batches, check_data, open_data
 from diloco.errors import UserError
-from diloco.held_out import cross_entropy_bits
-from diloco.token_cache import tokenized
-from diloco.tokenizer import load_tokenizer
+from diloco.text.corpus import FileCorpus, StdlibCorpus
+from diloco.text.held_out import cross_entropy_bits
+from diloco.text.token_cache import tokenized
+from diloco.text.tokenizer import load_tokenizer
 
 WORDS = [
     "the",

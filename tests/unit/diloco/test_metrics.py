@@ -2,12 +2,22 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 import sys
+import threading
+import time
+from dataclasses import replace
 
 import pytest
 
+from diloco import sinks
+from diloco.config import TrainConfig, parse_train_config
 from diloco.errors import UserError
-from diloco.metrics import Metrics, WandbSink
+from diloco.metrics import Metrics
+from diloco.options import HvConfig
+from diloco.queued_sink import QueuedSink
+from diloco.sinks import TensorBoardSink, WandbSink
+from diloco.wandb_runs import opened_sinks, run_name
 
 
 class Recording:
@@ -59,6 +69,23 @@ def test_ranks_without_a_path_write_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_full_disk_costs_the_records_until_there_is_room_and_leaves_no_half_line(tmp_path, caplog):
+    path, limits = tmp_path / "metrics.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Metrics(path, [sink := Recording()]) as metrics:
+        metrics.write("step", step=1)
+        # Ten bytes of the next line fit.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, limits[1]))
+        try:
+            metrics.write("step", step=2)
+            metrics.write("step", step=3)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        metrics.write("step", step=4)
+        assert [record["step"] for record in lines(path)] == [1, 4]
+        assert caplog.text.count("cannot write to") == 1
+    assert [record["step"] for record in sink.records] == [1, 2, 3, 4]
+
+
 def test_a_sink_that_fails_is_dropped_with_a_warning_and_the_rest_goes_on(tmp_path, caplog):
     good, bad = Recording(), Recording(OSError("no route to host"))
     with Metrics(tmp_path / "m.jsonl", [bad, good]) as metrics:
@@ -68,6 +95,65 @@ def test_a_sink_that_fails_is_dropped_with_a_warning_and_the_rest_goes_on(tmp_pa
     assert len(lines(tmp_path / "m.jsonl")) == 2
     assert caplog.text.count("no route to host") == 1
     assert good.closed
+
+
+class Hanging:
+    """A service that takes a record and never comes back, until the test lets it."""
+
+    def __init__(self):
+        self.let_go = threading.Event()
+        self.took = threading.Event()
+        self.records = []
+
+    def write(self, record):
+        self.took.set()
+        self.let_go.wait(60)
+        self.records.append(record)
+
+    def close(self):
+        pass
+
+
+def test_a_sink_that_hangs_costs_no_step_any_time_and_the_other_sinks_nothing(tmp_path, caplog):
+    hanging, good = Hanging(), Recording()
+    metrics = Metrics(tmp_path / "m.jsonl", [hanging, good])
+    metrics.write("step", step=0)
+    assert hanging.took.wait(5)
+    began = time.perf_counter()
+    for step in range(1, 3001):
+        metrics.write("step", step=step)
+    # A step's share: what a file takes, and nothing of the sixty seconds.
+    assert (time.perf_counter() - began) / 3000 < 0.001
+    assert len(lines(tmp_path / "m.jsonl")) == 3001
+    assert caplog.text.count("Hanging takes no metrics at the moment") == 1
+    hanging.let_go.set()
+    metrics.close()
+    # What it missed, it missed; what was in the queue, it has, in order.
+    taken = [record["step"] for record in hanging.records]
+    assert taken == list(range(len(taken))) and 1000 <= len(taken) <= 1002
+    assert len(good.records) > 0 and good.closed
+
+
+def test_a_sink_that_hangs_at_the_end_is_left_behind(caplog):
+    hanging = Hanging()
+    sink = QueuedSink(hanging)
+    sink.write({"step": 1})
+    sink.write({"step": 2})
+    assert hanging.took.wait(5)
+    began = time.monotonic()
+    sink.close(timeout_s=0.3)
+    assert 0.2 < time.monotonic() - began < 5
+    assert "Hanging hangs; its last" in caplog.text
+    hanging.let_go.set()
+
+
+def test_a_sink_that_is_away_for_a_moment_misses_nothing(tmp_path):
+    hanging = Hanging()
+    with Metrics(tmp_path / "m.jsonl", [hanging]) as metrics:
+        for step in range(500):
+            metrics.write("step", step=step)
+        hanging.let_go.set()
+    assert [record["step"] for record in hanging.records] == list(range(500))
 
 
 def test_wandb_that_is_missing_stops_the_run(tmp_path, monkeypatch):
@@ -82,3 +168,87 @@ def test_wandb_honours_its_disabled_mode(tmp_path, monkeypatch):
     with Metrics(tmp_path / "m.jsonl", [sink]) as metrics:
         metrics.write("step", step=1, loss=1.0)
     assert len(lines(tmp_path / "m.jsonl")) == 1
+
+
+def test_wandb_without_a_network_has_a_group_for_the_run_and_a_run_for_each_peer(tmp_path, monkeypatch):
+    import wandb
+
+    # It heeds the environment of its first use only.
+    wandb.teardown()
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    ids = []
+    for rank, life in ((0, 0), (1, 0), (1, 1)):
+        hv = HvConfig(run_id="winter", world_rank=rank)
+        config = replace(TrainConfig(), metric_logger_type="wandb", hv=hv)
+        run_dir = tmp_path / f"peer{rank}"
+        run_dir.mkdir(exist_ok=True)
+        (sink,) = opened_sinks(config, run_dir)
+        run = sink._run
+        assert (run.group, run.name, run.job_type) == ("winter", f"winter-peer-{rank}", "peer")
+        ids.append(run.id)
+        with Metrics(run_dir / "metrics.jsonl", [sink]) as metrics:
+            metrics.write("step", step=life + 1, loss=1.0)
+    # The restarted worker of peer 1 goes on with its run.
+    assert ids[1] == ids[2] != ids[0]
+    kept = sorted(tmp_path.glob("peer*/wandb/offline-run-*/run-*.wandb"))
+    assert {path.parent.parent.parent.name for path in kept} == {"peer0", "peer1"}
+    assert all(path.stat().st_size > 0 for path in kept)
+    wandb.teardown()
+
+
+def test_a_wandb_that_does_not_answer_is_done_without(tmp_path, monkeypatch, caplog):
+    import wandb
+
+    # It heeds the environment of its first use only.
+    wandb.teardown()
+    monkeypatch.setattr(sinks, "_INIT_TIMEOUT_S", 2.0)
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    # Nobody listens there.
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    sink = WandbSink(project="p", run_dir=tmp_path, config={})
+    sink.write({"kind": "step", "step": 1, "loss": 2.0})
+    sink.close()
+    wandb.teardown()
+    assert list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+    assert "for `wandb sync`" in caplog.text
+
+
+def test_alone_a_run_at_wandb_has_no_group_and_is_named_by_wandb():
+    config = TrainConfig(metric_logger_type="wandb")
+    assert run_name(config) is None
+    assert run_name(replace(config, hv=HvConfig(run_id="r", world_rank=3))) == "r-peer-3"
+
+
+def test_tensorboard_gets_every_number_at_its_step(tmp_path):
+    pytest.importorskip("tensorboard", reason="needs the extra `tensorboard`: pip install -e '.[dev]'")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = TrainConfig(metric_logger_type="tensorboard")
+    with Metrics(tmp_path / "m.jsonl", opened_sinks(config, tmp_path)) as metrics:
+        metrics.write("step", step=1, loss=2.5)
+        metrics.write("step", step=2, loss=math.nan, tokens=7)
+        metrics.write("epoch", step=2, epoch=1, contributors=[0, 1], anchor_digest="ab")
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == {"step/loss", "step/tokens", "epoch/epoch"}
+    assert [(event.step, event.value) for event in events.Scalars("step/loss")] == [(1, 2.5)]
+    assert events.Scalars("step/tokens")[0].step == 2
+
+
+def test_tensorboard_that_is_missing_stops_the_run(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(UserError, match=r"pip install 'diloco\[tensorboard\]'"):
+        TensorBoardSink(run_dir=tmp_path)
+
+
+def test_several_loggers_may_be_named_and_unknown_ones_not():
+    def loggers(*argv: str) -> tuple[str, ...]:
+        return parse_train_config([*argv])[0].metric_loggers
+
+    assert loggers("--metric-logger-type", "wandb,tensorboard") == ("wandb", "tensorboard")
+    assert loggers() == loggers("--metric-logger-type", "dummy") == ()
+    with pytest.raises(UserError, match="prayer"):
+        loggers("--metric-logger-type", "wandb,prayer")

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from diloco.errors import UserError
 from diloco.model import load_model, model_from_config, num_parameters
 from diloco.model_files import PRESETS_DIR, clean_config, load_model_config, preset_names, save_pretrained_dir
-from diloco.tokenizer import load_tokenizer
+from diloco.text.tokenizer import load_tokenizer
 
 VLLM_HEAD_DIMS = {32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512}
 SMALL = {

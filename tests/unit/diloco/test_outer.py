@@ -187,11 +187,11 @@ def test_the_lowest_contributor_evaluates(model, path):
         assert outer.evaluates
 
 
-def test_progress_is_reported_once_a_second_with_its_rate():
-    progress = _Progress()
-    assert [progress.due(10, now) for now in (0.0, 0.4, 0.8)] == [None, None, None]
-    assert progress.due(10, PROGRESS_INTERVAL_S + 0.5) == pytest.approx(20.0)
-    assert progress.due(10, 2.0) is None
+def test_progress_is_reported_now_and_then_with_its_rate():
+    progress, interval_s = _Progress(), PROGRESS_INTERVAL_S
+    assert [progress.due(10, now * interval_s) for now in (0.0, 0.4, 0.8)] == [None, None, None]
+    assert progress.due(10, 1.5 * interval_s) == pytest.approx(30 / (1.5 * interval_s))
+    assert progress.due(10, 2 * interval_s) is None
 
 
 def trained(outer: Diloco, model: nn.Module) -> list[int | None]:

@@ -9,7 +9,7 @@ import pytest
 
 from diloco.config import TrainConfig
 from diloco.errors import UserError
-from diloco.peer import Workplace, program_of
+from diloco.verbs.peer import Workplace, program_of
 
 
 def test_the_words_of_a_program_are_split_as_a_shell_would():

@@ -2,7 +2,7 @@ import threading
 
 import pytest
 
-from diloco.prefetch import Prefetched
+from diloco.text.prefetch import Prefetched
 
 
 def test_items_arrive_in_order_and_once():

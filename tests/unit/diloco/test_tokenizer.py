@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from diloco.errors import UserError
 from diloco.model_files import PRESETS_DIR
-from diloco.tokenizer import (
+from diloco.text.tokenizer import (
     SPECIAL_TOKENS,
     build_byte_tokenizer,
     encode_document,

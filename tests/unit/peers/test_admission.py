@@ -7,11 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peers import admission, libp2p_keys, tokens
+from peers import admission
+from peers.access import tokens
+from peers.access.secrets import AdmissionKey
+from peers.access.tokens import MAX_BANNED, MAX_BANS_BYTES, BanList, Refused, Token, Why, banned_more
 from peers.admission import Admission
-from peers.admission_secrets import AdmissionKey
 from peers.errors import ProtocolError
-from peers.tokens import MAX_BANNED, MAX_BANS_BYTES, BanList, Refused, Token, Why, banned_more
+from peers.network import libp2p_keys
 
 NOW = 1_800_000_000.0
 KEY, OTHER_KEY = AdmissionKey.new(), AdmissionKey.new()

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peers import bans
-from peers.admission_request import parse_join, parse_nonce, parse_proof, parse_token, refusal
+from peers.access import bans
+from peers.access.request import parse_join, parse_nonce, parse_proof, parse_token, refusal
+from peers.access.tokens import MAX_TOKEN_BYTES, Refused, Why
 from peers.errors import ProtocolError
-from peers.tokens import MAX_TOKEN_BYTES, Refused, Why
 
 PARSERS = [parse_join, parse_nonce, parse_proof, parse_token, bans.parse]
 VALUES = (

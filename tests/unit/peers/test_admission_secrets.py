@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peers.admission_secrets import (
+from peers.access.secrets import (
     SECRET_ENV,
     AdmissionKey,
     SwarmSecret,

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peers.aggregation import CLIP_FACTOR, RULES, Aggregation
-from peers.robust_sums import combine
-from peers.round_messages import Proposal
+from peers.reduction.robust_sums import combine
+from peers.round.aggregation import CLIP_FACTOR, RULES, Aggregation
+from peers.round.messages import Proposal
 
 HONEST = np.random.default_rng(0).normal(1.0, 0.1, (4, 1000)).astype(np.float32)
 

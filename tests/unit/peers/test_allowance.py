@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from peers.allowance import Allowance
+from peers.access.allowance import Allowance
 from peers.errors import ProtocolError
 
 

@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from peers.audit import contradictions, demanded, most_audited, owners_to_audit
-from peers.audit_exchange import AuditTask, audit_shares
 from peers.errors import RoundFailed
-from peers.residuals import Residuals
-from peers.round_messages import Audit, Group, Proposal, Vote, parse, to_message
+from peers.reduction.residuals import Residuals
+from peers.round.audit import contradictions, demanded, most_audited, owners_to_audit
+from peers.round.audit_exchange import AuditTask, audit_shares
+from peers.round.messages import Audit, Group, Proposal, Vote, parse, to_message
 from tests.support.reduction_group import RANKS, ReductionGroup
 from tests.support.round_world import World
 from tests.unit.peers.test_rounds import everybody_ready, the_commit

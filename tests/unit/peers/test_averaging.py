@@ -11,16 +11,16 @@ from typing import Any
 import torch
 
 from peers.averaging import Averager, AveragingSettings
-from peers.deadlines import Deadlines
 from peers.errors import StateUnavailable
 from peers.handover import Memories
 from peers.mesh import Mesh
+from peers.network.streams import StreamPool
 from peers.outer_optimizer import OuterOptimizer
 from peers.outer_state import OuterState
 from peers.records import Announcement
-from peers.round_messages import Ask
+from peers.round.deadlines import Deadlines
+from peers.round.messages import Ask
 from peers.schedule import Schedule
-from peers.streams import StreamPool
 from tests.support.round_world import status
 
 

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from peers.bandwidth import WINDOW_S, LinkMeter, PeakRate
-from peers.shares import bounds_of
+from peers.reduction.bandwidth import WINDOW_S, LinkMeter, PeakRate
+from peers.reduction.shares import bounds_of
 
 
 def peak(*stretches, step_s=0.05):

@@ -4,14 +4,14 @@ import os
 
 import pytest
 
-from peers import bans
+from peers.access import bans
+from peers.access.ban_change import resolved
+from peers.access.gate import Gate
+from peers.access.issuer import Issuer, IssuerSettings
+from peers.access.secrets import AdmissionKey, load_or_create_key
+from peers.access.tokens import BanList
 from peers.admission import Admission
-from peers.admission_issuer import Issuer, IssuerSettings
-from peers.admission_secrets import AdmissionKey, load_or_create_key
-from peers.ban_change import resolved
 from peers.errors import UserError
-from peers.gate import Gate
-from peers.tokens import BanList
 from tests.unit.peers.test_admission import new_peer_id
 
 KEY = AdmissionKey.new()

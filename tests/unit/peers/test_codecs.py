@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peers.codecs import PseudoGradient, codec_named, codec_names, result_codec_named
-from peers.codecs_topk import BLOCK_NUMEL, CONTRIBUTION_KEPT, RESULT_KEPT, SECTION_NUMEL
 from peers.errors import ProtocolError
-from peers.frames import HEADER
-from peers.reduce_plan import CHUNK_NUMEL
+from peers.reduction.codecs_topk import BLOCK_NUMEL, CONTRIBUTION_KEPT, RESULT_KEPT, SECTION_NUMEL
+from peers.reduction.frames import HEADER
+from peers.reduction.plan import CHUNK_NUMEL
 from tests.support.coding import coded, decode, encode
 
 CODECS = {name: codec_named(name) for name in codec_names()} | {"topk results": result_codec_named("topk")}
@@ -80,6 +80,14 @@ def test_a_contribution_is_encoded_like_its_values(values, name, with_residual):
     buffer = np.empty(codec.encoded_bytes(values.numel()), np.uint8)
     payload = codec.encode_contribution(chunk, np.empty(values.numel(), np.float32), buffer)
     assert payload.tobytes() == encode(codec, difference).numpy().tobytes()
+
+
+@given(vectors(), st.sampled_from(sorted(n for n, c in CODECS.items() if c.divisible)), st.integers(1, 99))
+@few
+def test_the_payloads_of_parts_one_after_the_other_are_that_of_the_whole(values, name, numel):
+    codec = CODECS[name]
+    parts = [encode(codec, part).numpy().tobytes() for part in values.split(numel)]
+    assert b"".join(parts) == encode(codec, values).numpy().tobytes()
 
 
 @given(vectors(), codec_name, st.booleans())

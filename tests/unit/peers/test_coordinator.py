@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 import peers
 from peers.coordinator import lines_to_paste
 from peers.errors import ProtocolError, UserError
-from peers.ledger import Grant, Taken
-from peers.rank_request import parse_answer, parse_request, to_message
+from peers.ranks.ledger import Grant, Taken
+from peers.ranks.request import parse_answer, parse_request, to_message
 
 SHOWN = ["/ip4/10.0.0.2/tcp/4001/p2p/ID", "/ip4/127.0.0.1/tcp/4001/p2p/ID"]
 

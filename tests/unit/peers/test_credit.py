@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from peers.credit import PATIENCE_S, Credit
+from peers.round.credit import PATIENCE_S, Credit
 from tests.support.round_world import status
 
 AHEAD = {0: status(0), 5: status(5, lineage="b", tokens=10**9)}

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from peers.deadlines import FIRST_GATHER_S, LEAST_GATHER_S, Deadlines
+from peers.round.deadlines import FIRST_GATHER_S, LEAST_GATHER_S, LEAST_STALL_S, MOST_STALL_S, Deadlines
 
 
 def after(*gathers: float, epoch_s: float = 20.0, complete: bool = True) -> float:
@@ -14,6 +14,20 @@ def after(*gathers: float, epoch_s: float = 20.0, complete: bool = True) -> floa
 def test_the_first_rounds_wait_long_and_longer_where_epochs_do():
     assert after() == after(1.0, epoch_s=1.0) == FIRST_GATHER_S
     assert after(1.0, epoch_s=600.0) == 1200.0
+
+
+def test_in_the_first_round_others_may_be_as_late_as_the_epoch_was_long():
+    deadlines = Deadlines()
+    assert deadlines.timing(0, epoch_so_far_s=900.0).gather_s == 1800.0
+    deadlines.epoch_took(20.0, of_it_round_s=1.0)
+    assert deadlines.timing(0, epoch_so_far_s=900.0).gather_s == 40.0
+
+
+def test_work_of_an_epoch_before_is_kept_for_the_length_of_one():
+    deadlines = Deadlines()
+    assert deadlines.timing(0).carry_s == FIRST_GATHER_S
+    deadlines.epoch_took(600.0, of_it_round_s=1.0)
+    assert deadlines.timing(0).carry_s == 1200.0
 
 
 def test_a_swarm_in_step_is_kept_waiting_for_nobody_who_falls_far_behind():
@@ -36,6 +50,15 @@ def test_where_peers_are_left_out_again_and_again_the_deadline_grows():
         deadlines.gathered(min(waited, 90.0), complete=waited >= 90.0)
         seen.append(waited)
     assert seen[-1] >= 90.0
+
+
+def test_silence_ends_an_attempt_the_sooner_the_shorter_rounds_are():
+    deadlines = Deadlines()
+    assert deadlines.timing(0).stall_s == MOST_STALL_S
+    deadlines.epoch_took(20.0, of_it_round_s=0.1)
+    assert LEAST_STALL_S < deadlines.timing(0).stall_s < 1.5 * LEAST_STALL_S
+    deadlines.attempt_timed_out(60.0)
+    assert deadlines.timing(0).stall_s == MOST_STALL_S
 
 
 def test_flags_bound_what_is_learned():

@@ -19,14 +19,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peers import bans, greeting, joining, rank_request, relay_messages, round_messages
-from peers.admission_request import parse_nonce, parse_proof, parse_token
+from peers import joining
+from peers.access import bans
+from peers.access.request import parse_nonce, parse_proof, parse_token
 from peers.errors import PeersError, PeerUnreachable, ProtocolError
-from peers.greeting import Hello
 from peers.messages import Channel
-from peers.round_messages import Abort, Ask, Commit, Group, Join, Proposal, Vote, to_message
-from peers.state_header import StateHeader
-from peers.tls import public_key_of
+from peers.network import greeting, relay_messages
+from peers.network.greeting import Hello
+from peers.network.tls import public_key_of
+from peers.ranks import request as rank_request
+from peers.round import messages as round_messages
+from peers.round.messages import Abort, Ask, Commit, Group, Join, Proposal, Vote, to_message
+from peers.state.header import StateHeader
 from tests.support.keys import credentials
 
 MAX_DECODED_BYTES = 4 << 20

@@ -9,13 +9,13 @@ import time
 
 import pytest
 
-from peers import direct as direct_module
-from peers import reception
-from peers.direct import Direct
 from peers.errors import PeerUnreachable, UserError
-from peers.greeting import Hello
-from peers.reception import MAX_PER_PEER, MAX_PER_SOURCE, Reception
-from peers.streams import StreamPool
+from peers.network import direct as direct_module
+from peers.network import reception
+from peers.network.direct import Direct
+from peers.network.greeting import Hello
+from peers.network.reception import MAX_PER_PEER, MAX_PER_SOURCE, Reception
+from peers.network.streams import StreamPool
 from tests.support.keys import credentials
 
 PROTOCOL = "test/data"
@@ -372,7 +372,7 @@ def test_names_that_are_looked_up_for_ever_hold_up_nobody_else(tmp_path, monkeyp
 
 
 def test_addresses_of_one_ipv6_network_count_as_one():
-    of = direct_module._source_of
+    of = direct_module.source_of
     assert of("2001:db8::1") == of("2001:db8::ffff:2") != of("2001:db8:0:1::1")
     assert of("fe80::1%eth0") == of("fe80::2")
     assert of("192.0.2.1") == "192.0.2.1"

@@ -4,7 +4,7 @@ import queue
 import socket
 import threading
 
-from peers.forwarding import Forwarder
+from peers.network.forwarding import Forwarder
 
 
 def forwarded(forwarder):

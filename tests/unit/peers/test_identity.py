@@ -13,9 +13,10 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peers import identity, libp2p_keys
+from peers import identity
 from peers.errors import UserError
 from peers.identity import claim_slot, load, verify
+from peers.network import libp2p_keys
 
 # Test vectors of https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md
 SPEC_ED25519_PRIVATE_KEY = bytes.fromhex(

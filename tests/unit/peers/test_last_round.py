@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from peers import membership
-from peers.aggregation import Aggregation
-from peers.round_messages import Ask, Commit, Group, Join, Proposal, Vote
+from peers.round.aggregation import Aggregation
+from peers.round.messages import Ask, Commit, Group, Join, Proposal, Vote
 from peers.rounds import Action, Apply, CatchUp, Reduce, Round, Send
 from tests.support.round_world import TIMING, status
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from peers.errors import UserError
-from peers.ledger import RESERVED, STAND_INS, Grant, Ledger, NoneLeft, Taken, of_stand_in
+from peers.ranks.ledger import RESERVED, STAND_INS, Grant, Ledger, NoneLeft, Taken, of_stand_in
 
 PEERS = [f"peer-{index}" for index in range(5)]
 

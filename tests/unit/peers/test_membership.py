@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections import Counter
+
 from peers import membership
 from tests.support.round_world import status
 
@@ -54,3 +56,15 @@ def test_a_joiner_enters_at_the_others_median_but_trains_at_least_one_step():
     assert membership.progress_of_others(view, "a", 0, 100) == 90
     assert membership.progress_of_others(view, "a", 0, 50) == 49
     assert membership.progress_of_others({0: status(0)}, "a", 0, 100) == 0
+
+
+def test_a_few_donors_are_asked_and_other_ones_by_others_and_for_other_states():
+    view = {rank: status(rank, lineage="b") for rank in range(40)}
+    asked = {(me, lineage): membership.donors_of({r: status(r, lineage=lineage) for r in view}, lineage, me)
+             for me in range(20) for lineage in "bcd"}  # fmt: skip
+    assert all(len(set(donors)) == membership.MAX_DONORS for donors in asked.values())
+    assert all(f"peer{me}" not in donors for (me, _), donors in asked.items())
+    counts = Counter(peer_id for donors in asked.values() for peer_id in donors)
+    assert len(counts) == 40 and max(counts.values()) < 30
+    few = {rank: view[rank] for rank in range(5)}
+    assert membership.donors_of(few, "b", 2) == ["peer0", "peer1", "peer3", "peer4"]

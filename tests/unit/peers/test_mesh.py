@@ -1,8 +1,12 @@
 import asyncio
+import socket
+
+import pytest
 
 from peers import mesh as mesh_module
 from peers.errors import PeerUnreachable
-from peers.mesh import HEARTBEAT_S, MAX_DIALLED, SILENCE_S, Mesh, heartbeat_s
+from peers.mesh import HEARTBEAT_S, LONGEST_SILENCE_S, MAX_DIALLED, SILENCE_S, Mesh, heartbeat_s, silence_s
+from peers.messages import Channel
 from tests.support.announcements import announced
 
 
@@ -14,6 +18,7 @@ class Transport:
     """Every peer that is dialled is silent for a while, and then found to be none."""
 
     def __init__(self, silence_s=0.0):
+        self.unanswered = []
         self.dialled, self.num_at_once, self.most_at_once, self.silence_s = [], 0, 0, silence_s
 
     async def open(self, peer_id, protocol, *, timeout_s, maddrs=()):
@@ -28,6 +33,9 @@ class Transport:
 
     async def serve(self, protocol, handler):
         pass
+
+    def missed(self, peer_id):
+        self.unanswered.append(peer_id)
 
 
 def mesh_over(transport, status=lambda: b""):
@@ -74,9 +82,51 @@ def test_a_peer_that_is_in_no_record_any_more_is_forgotten(monkeypatch):
 
 
 def test_heartbeats_get_rarer_with_many_peers_and_stay_far_below_the_silence_of_a_lost_one():
-    assert heartbeat_s(1) == heartbeat_s(16) == HEARTBEAT_S
-    assert heartbeat_s(32) == 2 * HEARTBEAT_S
-    assert heartbeat_s(1000) <= SILENCE_S / 3
+    assert heartbeat_s(1) == heartbeat_s(8) == HEARTBEAT_S
+    assert heartbeat_s(16) == 2 * HEARTBEAT_S
+    assert all(heartbeat_s(n) <= silence_s(n) / 3 for n in (1, 16, 20, 50, 1000))
+    assert silence_s(16) == SILENCE_S < silence_s(50) < silence_s(1000) == LONGEST_SILENCE_S
+
+
+def test_a_peer_that_answers_no_heartbeat_is_quiet_until_it_says_something(monkeypatch):
+    monkeypatch.setattr(mesh_module, "QUIET_S", 0.05)
+
+    async def scenario():
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            told, quiet = [], asyncio.Event()
+            peer = mesh_module._Peer(Channel(ours), record("b"))
+
+            def on_quiet():
+                told.append(peer.is_quiet)
+                quiet.set()
+
+            sending = asyncio.create_task(peer.send_forever(lambda: b"", lambda: 0.001, on_quiet))
+            await quiet.wait()
+            assert told == [True] and peer.is_quiet
+            assert peer.heard() and not peer.is_quiet
+            assert not peer.heard()
+            sending.cancel()
+
+    run(scenario())
+
+
+def test_what_is_said_to_a_silent_peer_holds_up_no_heartbeat(monkeypatch):
+    monkeypatch.setattr(mesh_module, "QUIET_S", 0.05)
+
+    async def scenario():
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            quiet = asyncio.Event()
+            peer = mesh_module._Peer(Channel(ours), record("b"))
+            sending = asyncio.create_task(peer.send_forever(lambda: b"", lambda: 0.01, quiet.set))
+            while not quiet.is_set():
+                # Far oftener than the heart beats.
+                peer.enqueue({"kind": "join"})
+                await asyncio.sleep(0.001)
+            sending.cancel()
+
+    run(scenario())
 
 
 def test_one_signature_serves_all_heartbeats_of_a_moment_and_none_is_older_than_the_last_broadcast():
@@ -86,3 +136,56 @@ def test_one_signature_serves_all_heartbeats_of_a_moment_and_none_is_older_than_
     mesh.broadcast_status()
     assert mesh._recent_status() == b"new"
     assert statuses == [b"newest"]
+
+
+@pytest.mark.parametrize(
+    ("state", "speaks", "wait_s", "dialled", "unanswered"),
+    [
+        ("training", True, 0.0, ["b"], []),
+        ("training", False, 0.0, ["b"], ["b"]),
+        ("leaving", True, 0.0, [], []),
+        # Nobody makes us dial as fast as it hangs up.
+        ("training", True, 60.0, [], []),
+    ],
+)
+def test_a_channel_that_breaks_is_made_anew_at_once_and_another_way_where_it_fell_silent(
+    monkeypatch, state, speaks, wait_s, dialled, unanswered
+):
+    monkeypatch.setattr(mesh_module, "REDIAL_AFTER_S", wait_s)
+    if not speaks:
+        monkeypatch.setattr(mesh_module, "silence_s", lambda _num_peers: 0.2)
+        monkeypatch.setattr(mesh_module, "heartbeat_s", lambda _num_peers: 0.001)
+        monkeypatch.setattr(mesh_module, "QUIET_S", 0.01)
+
+    async def scenario():
+        transport = Transport()
+        mesh = mesh_over(transport)
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            mesh._keep("b", Channel(ours), announced("b", state=state))
+            if speaks:
+                theirs.close()
+            while mesh.peers or mesh._dialling:
+                await asyncio.sleep(0.001)
+            assert (transport.dialled, transport.unanswered) == (dialled, unanswered)
+            await mesh.close()
+
+    run(scenario())
+
+
+def test_who_was_frozen_itself_does_not_take_all_others_for_silent(monkeypatch):
+    monkeypatch.setattr(mesh_module, "silence_s", lambda _num_peers: 0.01)
+
+    async def scenario():
+        transport = Transport()
+        mesh = mesh_over(transport)
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            # The time is over, and not one heartbeat has been sent.
+            mesh._keep("b", Channel(ours), announced("b", state="training"))
+            while mesh.peers:
+                await asyncio.sleep(0.001)
+            assert not transport.unanswered
+            await mesh.close()
+
+    run(scenario())

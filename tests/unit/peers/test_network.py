@@ -1,5 +1,4 @@
-from diloco.status import _paths_in_words
-from peers.network import NetworkSettings, announced_endpoints, data_hosts
+from peers.network.ways import NetworkSettings, announced_endpoints, data_hosts
 
 LOOPBACK, LAN, PUBLIC = "/ip4/127.0.0.1/tcp/4", "/ip4/10.0.0.2/tcp/4", "/ip4/203.0.113.7/tcp/4"
 
@@ -11,7 +10,7 @@ def announced(*seen, port=9, **settings):
 
 
 def test_the_data_port_is_announced_on_the_hosts_that_libp2p_is_seen_by(monkeypatch):
-    monkeypatch.setattr("peers.maddrs.is_peer_id", lambda _: True)
+    monkeypatch.setattr("peers.network.maddrs.is_peer_id", lambda _: True)
     assert announced(PUBLIC, LAN, LOOPBACK) == ("/ip4/203.0.113.7/tcp/9", "/ip4/10.0.0.2/tcp/9")
     assert announced(LOOPBACK) == ("/ip4/127.0.0.1/tcp/9",)
     assert announced(PUBLIC, port=0) == ()
@@ -40,9 +39,3 @@ def test_data_is_taken_on_every_host_that_libp2p_listens_on_and_on_none_twice():
         "/ip4/10.1.0.2",
     ]
     assert hosts("/ip4/10.0.0.2/tcp/4", *both) == ["/ip4/0.0.0.0", "/ip6/::"]
-
-
-def test_the_table_says_in_words_which_way_a_peers_streams_go():
-    assert _paths_in_words({"1": "direct", "2": "direct"}) == "direct"
-    assert _paths_in_words({"1": "direct", "2": "direct", "3": "relay"}) == "direct 2, relay 1"
-    assert _paths_in_words({}) == "–"

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from peers.news import LOST_AFTER_S, QUIET_AFTER_S, Watcher
+from peers.onlookers.news import LOST_AFTER_S, QUIET_AFTER_S, Watcher
 from peers.records import Announcement
 from tests.support.announcements import announced
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from peers.offences import FIRST_TERM, FORGOTTEN_AFTER, LONGEST_TERM, MAX_OFFENDERS, TOLERATED, Offences
+from peers.round.offences import FIRST_TERM, FORGOTTEN_AFTER, LONGEST_TERM, MAX_OFFENDERS, TOLERATED, Offences
 
 
 def test_a_few_spoilt_rounds_are_tolerated_and_the_next_bars_a_peer_for_a_while():

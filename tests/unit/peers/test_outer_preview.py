@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from peers.outer_optimizer import OuterOptimizer
-from peers.outer_preview import Preview
 from peers.outer_state import Digests, OuterState
-from peers.state_header import STATE_CHUNK_NUMEL
+from peers.state.header import STATE_CHUNK_NUMEL
+from peers.state.preview import Preview
 
 SIZES = (2 * STATE_CHUNK_NUMEL + 300_001, 0, 5)
 

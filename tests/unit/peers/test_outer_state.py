@@ -5,13 +5,13 @@ import resource
 import pytest
 import torch
 
-from peers import state_files
 from peers.errors import ProtocolError, UserError
 from peers.outer_optimizer import OuterOptimizer, norm_of_pseudo_gradient, rebase
-from peers.outer_preview import Preview
 from peers.outer_state import OuterState
-from peers.residuals import Residuals
-from peers.state_header import STATE_CHUNK_NUMEL, StateHeader, chunks_of
+from peers.reduction.residuals import Residuals
+from peers.state import files as state_files
+from peers.state.header import STATE_CHUNK_NUMEL, StateHeader, chunks_of
+from peers.state.preview import Preview
 
 SIZES = (STATE_CHUNK_NUMEL + 300_001, 0, 5)
 

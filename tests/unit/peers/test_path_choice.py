@@ -1,4 +1,4 @@
-from peers.path_choice import FIRST_BACK_OFF_S, LONGEST_BACK_OFF_S, Pair, Path
+from peers.network.path_choice import FIRST_BACK_OFF_S, LONGEST_BACK_OFF_S, Pair, Path
 
 MB = 1 << 20
 
@@ -68,3 +68,16 @@ def test_rounds_of_few_bytes_say_nothing_about_a_path():
     assert pair.may_go_direct(1.0)
     assert pair.rate == 100 * MB
     assert Pair().rate == 0.0
+
+
+def test_a_peer_that_does_not_answer_is_doubted_for_longer_each_time_until_something_stands():
+    pair, now = Pair(), 100.0
+    pair.missed(now)
+    # The same silence, noticed once more.
+    pair.missed(now + 1)
+    assert pair.is_doubted(now + FIRST_BACK_OFF_S - 1) and not pair.is_doubted(now + FIRST_BACK_OFF_S)
+    now += FIRST_BACK_OFF_S
+    pair.missed(now)
+    assert pair.is_doubted(now + 2 * FIRST_BACK_OFF_S - 1)
+    pair.direct_stood()
+    assert not pair.is_doubted(now)

@@ -3,20 +3,21 @@ import contextlib
 import logging
 import os
 import socket
+import ssl
 import time
 
 import pytest
 
 from peers import paths as paths_module
-from peers.direct import Direct
 from peers.errors import PeerUnreachable
-from peers.path_choice import FIRST_BACK_OFF_S, Path
+from peers.network.direct import Direct
+from peers.network.path_choice import FIRST_BACK_OFF_S, Path
+from peers.network.reception import Reception
+from peers.network.streams import StreamPool
 from peers.paths import Paths
-from peers.reception import Reception
-from peers.streams import StreamPool
 from tests.support.keys import credentials
 
-DATA, CONTROL = "run/data", "run/control"
+DATA, BULK, CONTROL = "run/data", "run/state", "run/control"
 BIG = 64 << 20
 
 
@@ -80,6 +81,7 @@ class Peer:
             direct=self.direct if mode != "libp2p" else None,
             relay=relay,
             data=DATA,
+            bulk={BULK},
             mode=mode,
         )
         self.pool = StreamPool(self.paths, DATA, self.paths)
@@ -96,6 +98,7 @@ async def pair(directory, mode="auto", relay=None):
             stream.close()
 
         await peer.paths.serve(CONTROL, ignored)
+        await peer.paths.serve(BULK, ignored)
     try:
         yield network, *made
     finally:
@@ -210,6 +213,28 @@ def test_control_stays_on_libp2p_and_libp2p_mode_never_goes_direct(tmp_path):
     run(scenario())
 
 
+def test_a_state_goes_direct_from_the_first_stream_on_and_else_as_control_does(tmp_path):
+    async def scenario():
+        async with pair(tmp_path) as (network, a, b):
+            stream = await a.paths.open(b.peer_id, BULK, timeout_s=5)
+            assert isinstance(stream, ssl.SSLSocket) and not network.opened
+            stream.close()
+            # Where it stands for one stream it does for the rounds' too.
+            assert await a_round(a, b) is Path.DIRECT
+        async with pair(tmp_path) as (network, a, b):
+            with socket.create_server(("127.0.0.1", 0), backlog=1) as silent:
+                silent_maddr = f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}"
+                for endpoint in (silent_maddr, "/ip4/127.0.0.1/tcp/1"):
+                    a.endpoints[b.peer_id] = [endpoint]
+                    (await a.paths.open(b.peer_id, BULK, timeout_s=5)).close()
+                    assert network.opened.pop() == BULK
+        async with pair(tmp_path, "libp2p") as (network, a, b):
+            (await a.paths.open(b.peer_id, BULK, timeout_s=5)).close()
+            assert network.opened == [BULK]
+
+    run(scenario())
+
+
 def test_a_third_peer_is_asked_only_where_libp2p_has_no_connection(tmp_path):
     async def scenario():
         relay = StandIn()
@@ -256,5 +281,37 @@ def test_a_relayed_pair_moves_to_libp2p_once_that_connects(tmp_path):
             assert a.paths.in_use == {b.peer_id: Path.LIBP2P}
             for stream in (relayed, relay.theirs, better):
                 stream.close()
+
+    run(scenario())
+
+
+def test_whoever_did_not_answer_is_reached_through_a_third_peer_until_a_direct_stream_stands(tmp_path):
+    async def scenario():
+        relay = StandIn()
+        async with pair(tmp_path, "auto", relay) as (_, a, b):
+            await a_round(a, b)
+            await a_round(a, b)
+            assert a.paths.in_use == {b.peer_id: Path.DIRECT}
+            a.paths.missed(b.peer_id)
+            relayed = await a.paths.open(b.peer_id, DATA, timeout_s=5)
+            assert a.paths.in_use == {b.peer_id: Path.RELAY}
+            better = await a.paths.improved(b.peer_id, relayed)
+            assert a.paths.in_use == {b.peer_id: Path.DIRECT}
+            # That one has been greeted on, so the link carries again.
+            control = await a.paths.open(b.peer_id, CONTROL, timeout_s=5)
+            assert relay.num_asked == 1
+            for stream in (relayed, relay.theirs, better, control):
+                stream.close()
+
+    run(scenario())
+
+
+def test_whoever_did_not_answer_and_whom_nobody_relays_to_is_reached_as_before(tmp_path):
+    async def scenario():
+        relay = StandIn(works=False)
+        async with pair(tmp_path, "libp2p", relay) as (_, a, b):
+            a.paths.missed(b.peer_id)
+            (await a.paths.open(b.peer_id, CONTROL, timeout_s=5)).close()
+            assert relay.num_asked == 1 and a.paths.in_use == {b.peer_id: Path.LIBP2P}
 
     run(scenario())

@@ -12,8 +12,8 @@ import xxhash
 
 from peers.codecs import codec_named, codec_names
 from peers.errors import ProtocolError, RoundFailed
-from peers.frames import HEADER, NOBODY, Kind
-from peers.reduce_plan import CHUNK_NUMEL, MAX_CHUNK_NUMEL, ReducePlan, equal_bounds
+from peers.reduction.frames import HEADER, NOBODY, Kind
+from peers.reduction.plan import CHUNK_NUMEL, MAX_CHUNK_NUMEL, ReducePlan, equal_bounds
 from tests.support.coding import coded
 from tests.support.reduction_group import RANKS, ReductionGroup
 
@@ -258,6 +258,25 @@ def test_a_member_that_sends_bad_bytes_is_named(swarm, what):
     failures = outcomes(group, [0])
     assert time.monotonic() - started < 5
     assert_blamed(failures, 1, group)
+    for thread in threads:
+        thread.join(timeout=5)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("ends", ["by itself", "cancelled"])
+def test_who_falls_silent_after_it_has_begun_is_told_from_who_has_not_begun(swarm, ends):
+    group = swarm(3, 300)
+    # Half a frame comes from the second one; of the third nothing comes: it may still wait for streams of its own.
+    threads = send_after_reading(group, 1, HEADER.pack(Kind.CONTRIBUTION, 0, 400) + b"\1" * 200)
+    threads += send_after_reading(group, 2, b"")
+    if ends == "cancelled":
+        threads.append(threading.Timer(0.7, group.cancelled[0].set))
+        threads[-1].start()
+    failure = outcomes(group, [0], stall_timeout_s=1.0, connect_timeout_s=20.0)[0]
+    assert failure.silent == {RANKS[1]}
+    for culprit in (1, 2):
+        for sock in group.send[culprit].values():
+            sock.shutdown(socket.SHUT_RDWR)
     for thread in threads:
         thread.join(timeout=5)
         assert not thread.is_alive()

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from peers import relay as relay_module
-from peers import relay_service
 from peers.errors import PeersError, PeerUnreachable
-from peers.forwarding import Forwarder
 from peers.messages import Channel
-from peers.reception import Reception
-from peers.relay import Relay
-from peers.relay_messages import asking, delivering
-from peers.relay_service import RelayService
+from peers.network import relay as relay_module
+from peers.network import relay_service
+from peers.network.forwarding import Forwarder
+from peers.network.reception import Reception
+from peers.network.relay import Relay
+from peers.network.relay_messages import asking, delivering
+from peers.network.relay_service import RelayService
 from tests.support.keys import credentials
 
 PROTOCOL = "test/through"

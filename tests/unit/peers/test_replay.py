@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from peers.codecs import codec_named, result_codec_named
-from peers.commit_log import CommitHeader, CommitLog, Recording, header_of
 from peers.errors import ProtocolError, StateUnavailable
 from peers.outer_optimizer import OuterOptimizer
-from peers.reduce_plan import ReducePlan
-from peers.replay import replay_commits
-from peers.state_server import StateServer
+from peers.reduction.plan import ReducePlan
+from peers.state.commit_log import CommitHeader, CommitLog, Recording, header_of
+from peers.state.replay import replay_commits
+from peers.state.server import StateServer
 from tests.support.state_network import RUN, assert_same, committed_state, run
 
 SIZES = ((1 << 18) + 333, 1000)
@@ -153,8 +153,8 @@ def test_a_donor_that_sends_something_else_is_found_out_and_another_one_asked(sp
 def test_a_donor_that_falls_silent_holds_nobody_up_for_long(monkeypatch):
     have, state, log = committed_state(SIZES, 0), committed_state(SIZES, 0), CommitLog()
     commit(state, log, "int8", 0)
-    monkeypatch.setattr("peers.state_transfer.STALL_TIMEOUT_S", 0.2)
-    monkeypatch.setattr("peers.replay.COMMIT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("peers.state.transfer.STALL_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("peers.state.replay.COMMIT_TIMEOUT_S", 0.2)
 
     async def scenario(network):
         async def silent(_peer, sock):

@@ -15,8 +15,8 @@ import torch
 from peers.codecs import codec_named, codec_names
 from peers.outer_optimizer import norm_of_pseudo_gradient
 from peers.reduce import reduce_pseudo_gradients
-from peers.reduce_plan import CHUNK_NUMEL, ReducePlan, equal_bounds
-from peers.residuals import Residuals
+from peers.reduction.plan import CHUNK_NUMEL, ReducePlan, equal_bounds
+from peers.reduction.residuals import Residuals
 from tests.support.coding import coded
 
 LOSSY = [name for name in codec_names() if not codec_named(name).lossless]

@@ -10,10 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peers.errors import ProtocolError
-from peers.round_messages import Abort, Ask, Commit, Group, Join, Proposal, Vote, parse, to_message
+from peers.round.messages import Abort, Ask, Commit, Group, Join, Proposal, Vote, parse, to_message
+from peers.round.verdicts import dissenters
 from peers.rounds import Apply, CatchUp, Reduce, Round, Send
-from peers.verdicts import dissenters
 from tests.support.round_world import TIMING, World, status
+
+LONG_EPOCHS = dataclasses.replace(TIMING, carry_s=200.0)
 
 
 def everybody_ready(world: World, *, late: dict[int, float] | None = None) -> World:
@@ -50,6 +52,76 @@ def test_the_leader_waits_for_a_straggler_that_is_alive():
     world = everybody_ready(World(3), late={2: 20.0})
     world.run()
     assert the_commit(world).group.ranks == (0, 1, 2)
+
+
+def test_nobody_waits_for_one_that_has_said_nothing_for_a_while_and_it_counts_when_it_is_back():
+    leader, view = a_round(me=0, num_peers=3), {rank: status(rank) for rank in range(3)}
+    leader.on_message(1, Join(0, "a", Proposal(1, 1, 1.0, 1, False), ""), 0.1)
+    assert leader.on_ready(Proposal(0, 1, 1.0, 1, False), 0.2) == []
+    sent = leader.on_view(view, 4.0, quiet=frozenset({2}))
+    assert [action.message.ranks for action in sent if isinstance(action, Send)] == [(0, 1)]
+    leader = a_round(me=0, num_peers=3, quiet=frozenset({2}))
+    leader.on_message(1, Join(0, "a", Proposal(1, 1, 1.0, 1, False), ""), 0.1)
+    assert leader.on_view(view, 0.2) == []
+    assert leader.on_ready(Proposal(0, 1, 1.0, 1, False), 0.3) == []
+    sent = leader.on_message(2, Join(0, "a", Proposal(2, 1, 1.0, 1, False), ""), 0.4)
+    assert [action.rank for action in sent if isinstance(action, Send)] == [1, 2]
+
+
+def groups_in(actions):
+    """The members of the groups that are sent, each once."""
+    return [set(a.message.ranks) for a in actions if isinstance(a, Send) and isinstance(a.message, Group)][:1]
+
+
+def join_of(rank: int, step: int) -> Join:
+    return Join(0, "a", Proposal(rank, 1, 1.0, step, False), "")
+
+
+def test_work_of_an_epoch_before_waits_for_the_others_and_does_not_start_the_clock_for_them():
+    leader = a_round(me=0, num_peers=3, first_step=10)
+    assert leader.on_message(1, join_of(1, 10), 0.1) == []
+    assert leader.on_tick(TIMING.gather_s + 1) == []
+    # Minutes later those come who have trained this epoch; one of them is late.
+    ready_at = 3 * LONG_EPOCHS.carry_s / 4
+    assert leader.on_message(2, join_of(2, 20), ready_at) == []
+    assert groups_in(leader.on_tick(ready_at + TIMING.gather_s - 0.1)) == []
+    assert groups_in(leader.on_tick(ready_at + TIMING.gather_s)) == [{1, 2}]
+
+
+def test_work_of_an_epoch_before_is_not_kept_for_ever_where_nobody_else_comes():
+    leader = a_round(me=0, num_peers=3, first_step=10)
+    leader.on_message(1, join_of(1, 10), 0.1)
+    assert groups_in(leader.on_tick(LONG_EPOCHS.carry_s)) == []
+    assert groups_in(leader.on_tick(LONG_EPOCHS.carry_s + 0.1)) == [{1}]
+    # A member that is that early does not take its leader for one that does not lead.
+    member = a_round(me=1, num_peers=3, first_step=10)
+    member.on_ready(Proposal(1, 1, 1.0, 10, False), 0.0)
+    assert member._phase_deadline == 2 * LONG_EPOCHS.carry_s + TIMING.attempt_s
+
+
+def test_a_leader_that_was_not_ready_itself_forms_no_second_group_on_a_lineage_that_has_gone_on():
+    leader, view = a_round(me=0, num_peers=3), {rank: status(rank) for rank in range(3)}
+    leader.on_message(1, join_of(1, 1), 0.1)
+    (sent,) = leader.on_tick(TIMING.gather_s + 0.1)
+    done = leader.on_message(1, a_vote(sent.message.attempt, 1), TIMING.gather_s + 1)
+    assert [type(action.message) for action in done] == [Commit]
+    # Peer 1 has not been seen on the new lineage yet.
+    assert leader.on_message(2, join_of(2, 1), TIMING.gather_s + 2) == []
+    assert leader.on_tick(TIMING.gather_s + 60) == []
+    # Where nobody is left who has that commit, the others go on without it.
+    assert groups_in(leader.on_view({0: view[0], 2: view[2]}, TIMING.gather_s + 61)) == [{2}]
+
+
+def test_a_leader_that_has_said_nothing_for_a_while_is_passed_over_until_it_is_back():
+    member, view = a_round(me=2, num_peers=3), {rank: status(rank) for rank in range(3)}
+    mine = Join(0, "a", Proposal(2, 1, 1.0, 1, False), "")
+    assert member.on_ready(mine.proposal, 0.1) == [Send(0, mine)]
+    assert member.on_view(view, 4.0, quiet=frozenset({0})) == [Send(1, mine)]
+    assert member.on_view(view, 4.5) == []
+    assert member.on_tick(member.deadline) == [Send(0, mine)]
+    # It takes no peer for quiet that it is itself.
+    alone = a_round(me=0, num_peers=1, quiet=frozenset({0}))
+    assert isinstance(alone.on_ready(Proposal(0, 1, 1.0, 1, False), 0.1)[-1], Reduce)
 
 
 def test_a_straggler_past_the_deadline_is_left_behind_and_catches_up():
@@ -239,9 +311,11 @@ def test_under_any_schedule_of_deaths_survivors_end_on_one_lineage(num_peers, se
 # Members and leaders that lie, and peers that come back as another self
 
 
-def a_round(me: int, num_peers: int) -> Round:
+def a_round(me: int, num_peers: int, **other: object) -> Round:
     view = {rank: status(rank) for rank in range(num_peers)}
-    return Round(me=me, incarnation=1, fragment=0, epoch=0, lineage="a", timing=TIMING, view=view)
+    return Round(
+        me=me, incarnation=1, fragment=0, epoch=0, lineage="a", timing=LONG_EPOCHS, view=view, **other
+    )
 
 
 def a_vote(attempt: str, num_members: int = 3, **other: object) -> Vote:
@@ -357,6 +431,17 @@ def test_a_member_that_alone_loses_attempts_to_its_leader_stops_nobody():
     everybody_ready(world).run()
     assert world.peers[0].commit.group.ranks == (0, 1, 3)
     assert world.peers[2].commit is None and world.peers[2].caught_up is not None
+
+
+def test_members_that_lose_each_other_and_nobody_else_break_off_what_cannot_end():
+    world = World(3)
+    world.reduction_s = lambda attempt: 1e9 if not world.aborts else 0.5
+    everybody_ready(world)
+    world.part(1, 2, at=3.0)
+    world.run()
+    assert world.aborts[0].reason.endswith("lost peer 1") or world.aborts[0].reason.endswith("lost peer 2")
+    assert the_commit(world).group.ranks == (0, 1, 2)
+    assert world.peers[0].committed_at < 5.0
 
 
 def test_where_nobody_votes_in_time_nobody_is_left_out_for_it():

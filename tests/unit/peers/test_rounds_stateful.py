@@ -185,7 +185,7 @@ class SwarmUnderFaults(RuleBasedStateMachine):
     def _standings(self) -> str:
         return "; ".join(
             f"peer {rank} {daemon.standing} at {daemon.state.epoch} of {daemon.state.lineage}, "
-            f"{daemon.round and daemon.round.phase} waits for {daemon.round and daemon.round.waits_for}, "
+            f"{daemon.round and daemon.round.phase} waits for {daemon.round and daemon.round.standing}, "
             f"sees { {r: (o.state, o.lineage) for r, o in daemon.others.items()} }"
             for rank, daemon in self.swarm.living.items()
         )

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peers.shares import (
+from peers.reduction.shares import (
     ALIGNMENT,
     MAX_ADVANTAGE,
     bounds_of,

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from peers import socket_io
+from peers.network import socket_io
 
 
 @pytest.fixture

@@ -4,12 +4,12 @@ import time
 import pytest
 import torch
 
-from peers import state_transfer
 from peers.errors import PeerUnreachable, StateUnavailable
 from peers.messages import Channel
 from peers.outer_state import OuterState
-from peers.state_header import STATE_CHUNK_NUMEL
-from peers.state_transfer import state_protocol
+from peers.state import transfer as state_transfer
+from peers.state.header import STATE_CHUNK_NUMEL
+from peers.state.transfer import state_protocol
 from tests.support.state_network import (
     RUN,
     SIZES,

@@ -7,12 +7,13 @@ import time
 
 import pytest
 
-from peers import state_server, state_transfer
 from peers.errors import PeersError, PeerUnreachable
 from peers.messages import Channel
 from peers.outer_state import OuterState
-from peers.state_server import MAX_DOWNLOADS
-from peers.state_transfer import state_protocol
+from peers.state import server as state_server
+from peers.state import transfer as state_transfer
+from peers.state.server import MAX_DOWNLOADS
+from peers.state.transfer import state_protocol
 from tests.support.state_network import (
     RUN,
     answer_with_header,
@@ -190,7 +191,7 @@ def test_a_joiner_does_not_stand_still_while_it_finds_out_which_chunks_are_zero(
         return original(values)
 
     monkeypatch.setattr(state_transfer, "hash_chunk", counted)
-    monkeypatch.setattr("peers.state_header.STATE_CHUNK_NUMEL", 10)
+    monkeypatch.setattr("peers.state.header.STATE_CHUNK_NUMEL", 10)
     state = OuterState.initial([committed_state((1000,)).anchor[0]])
 
     async def scenario(network):

@@ -7,10 +7,10 @@ import time
 
 import pytest
 
-from peers import streams as streams_module
 from peers.errors import PeerUnreachable, RoundFailed
-from peers.frames import HEADER, NOBODY, Kind
-from peers.streams import MAX_IDLE_PER_PEER, StreamPool
+from peers.network import streams as streams_module
+from peers.network.streams import MAX_IDLE_PER_PEER, StreamPool
+from peers.reduction.frames import HEADER, NOBODY, Kind
 
 
 class Network:
@@ -147,6 +147,27 @@ def test_a_peer_that_does_not_come_is_named_in_time():
                 await a.connect(os.urandom(16), {1: "b"}, timeout_s=0.2)
             assert failure.value.suspects == {1}
             assert time.monotonic() - started < 3
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(("num_missing", "silent"), [(1, {1}), (2, set())])
+def test_who_does_not_come_counts_as_silent_unless_many_do_not(num_missing, silent):
+    async def scenario():
+        async with pools("a", "b", "c", "d") as (_, (a, *others)):
+            attempt = os.urandom(16)
+            who = {rank + 1: name for rank, name in enumerate("bcd")}
+            coming = [
+                asyncio.create_task(pool.connect(attempt, {0: "a"}, timeout_s=5))
+                for pool in others[num_missing:]
+            ]
+            with pytest.raises(RoundFailed) as failure:
+                await a.connect(attempt, who, timeout_s=0.4)
+            assert failure.value.suspects == set(range(1, num_missing + 1))
+            assert failure.value.silent == silent
+            for streams in await asyncio.gather(*coming):
+                streams.send[0].close()
+                streams.receive[0].close()
 
     run(scenario())
 

@@ -14,6 +14,8 @@ from peers.errors import UserError
 from peers.handover import Memories, Outcome, Start
 from peers.layout import Layout, ParameterSlot
 from peers.link import WorkerLink, listen
+from peers.state.saving import Written
+from peers.whole_files import FileRecord
 from peers.worker_session import serve_workers
 
 NUMEL = 8
@@ -45,7 +47,14 @@ class SlowHost:
         self.averaged.append(float(memories.out[0][0]))
         raise UserError("that is all the test needs")
 
-    async def save(self, directory: Path) -> None: ...
+    async def snapshot(self, directory: Path) -> None:
+        if "nowhere" in directory.parts:
+            raise OSError("there is no such place")
+
+    async def written(self, directory: Path) -> Written:
+        await self.go_on.wait()
+        return Written({"a": FileRecord(5, "digest")}, "lineage")
+
     def progressed(self, progress: dict[str, Any]) -> None: ...
     def finished(self) -> None: ...
     def refused(self) -> None: ...
@@ -85,5 +94,34 @@ def test_the_next_life_of_a_worker_does_not_write_into_what_is_still_averaged(tm
             first.close()
             second.close()
         assert host.averaged == [1.0]
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_goes_on_while_its_daemon_writes_and_hears_of_it_on_another_connection(tmp_path):
+    def work(host: SlowHost, loop: asyncio.AbstractEventLoop) -> dict[str, Any]:
+        training, waiting = connect(tmp_path / "link", 1.0), WorkerLink.connect(tmp_path / "link")
+        training.send("snapshot", directory=str(tmp_path / "nowhere"))
+        assert training.receive("snapped", "failed")["reason"] == "there is no such place"
+        training.send("snapshot", directory=str(tmp_path))
+        assert training.receive("snapped", "failed")["kind"] == "snapped"
+        waiting.send("written", directory=str(tmp_path))
+        # Served while the other connection still has no answer.
+        training.send("finished")
+        training.receive("bye")
+        loop.call_soon_threadsafe(host.go_on.set)
+        answer = waiting.receive("checkpointed", "failed")
+        for link in (waiting, training):
+            link.close()
+        return answer
+
+    async def scenario() -> None:
+        host = SlowHost()
+        async with listen(tmp_path / "link") as accept, asyncio.timeout(20):
+            serving = asyncio.create_task(serve_workers(accept, host))
+            answer = await asyncio.to_thread(work, host, asyncio.get_running_loop())
+            assert (answer["files"], answer["lineage"]) == ({"a": [5, "digest"]}, "lineage")
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
 
     asyncio.run(scenario())

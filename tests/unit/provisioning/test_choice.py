@@ -55,6 +55,9 @@ specs = st.lists(
         ("A10", GPUS[0], False),
         ("H100", GPUS[0], False),
         ("A100", "gpu_8x_a100_80gb_sxm4", True),
+        ("A100", "NVIDIA RTX A1000", False),
+        ("T400", "NVIDIA T4000", False),
+        ("H100", "H100NVL", True),
     ],
 )
 def test_a_gpu_goes_by_its_usual_name(wanted, offered, answer):
@@ -105,3 +108,9 @@ def test_every_pod_gets_an_offer_that_fits_or_nobody_gets_any(specs, offers):
     assert all(objections(spec, found[spec.name]) == [] for spec in specs)
     given_out = [one.id for one in found.values()]
     assert all(given_out.count(one.id) <= one.num_available for one in offers)
+
+
+def test_a_condition_that_fails_names_the_offer_and_what_it_did_not_tell():
+    spec = PodSpec(name="pod-0", where=lambda one: one.city.startswith("P"))
+    with pytest.raises(UserError, match=r"condition on pod pod-0 fails for the offer o: AttributeError"):
+        candidates(spec, [offer()])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -128,3 +129,54 @@ def test_a_set_of_ones_own_comes_from_a_python_function_with_loops(tmp_path):
 def test_a_name_that_is_none_is_answered_with_those_there_are():
     with pytest.raises(UserError, match=r"lr_sweep, multi_dataset"):
         load("lr_swep")
+
+
+POD = '[[pods]]\nname = "p"\n'
+WRONG_TOML = {
+    "a number as text": (
+        f'{POD}ttl_hours = "6"\n[[experiments]]\n',
+        "ttl_hours is '6' and has to be a finite",
+    ),
+    "no finite number": (
+        f"{POD}max_price = nan\n[[experiments]]\n",
+        "max_price is nan and has to be a finite",
+    ),
+    "a name that is none": ("[[pods]]\nname = 5\n[[experiments]]\n", "name is 5 and has to be a text"),
+    "yes as a number": (
+        f"{POD}gpu_count = true\n[[experiments]]\n",
+        "gpu_count is True and has to be a whole",
+    ),
+    "no table": ("pods = [1]\n", "has no [[pods]]"),
+    "no experiments": (f"experiments = 3\n{POD}", "has no [[experiments]]"),
+    "a rate as text": (
+        f'{POD}[[experiments]]\nlearning_rate = "x"\n',
+        "learning_rate is 'x' and has to be a",
+    ),
+    "a number in the environment": (f"{POD}[[experiments]]\ncustom_env = {{A = 1}}\n", "a table of texts"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_TOML)
+def test_a_value_of_another_type_is_named(case, tmp_path):
+    text, said = WRONG_TOML[case]
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=re.escape(said)):
+        load(str(path))
+
+
+def test_a_set_made_by_code_has_to_be_whole_too(tmp_path):
+    """An experiment on a pod that is not there would not be run, and nobody would be told."""
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from provisioning.experiments import ExperimentConfig, ExperimentSet, Placed\n"
+        "from provisioning.pods import PodSpec\n"
+        "def experiments():\n"
+        "    placed = [Placed(pod='p1', config=ExperimentConfig(name='a'))]\n"
+        "    return ExperimentSet(name='mine', pods=[PodSpec(name='p0')], experiments=placed)\n"
+    )
+    with pytest.raises(UserError, match=r"a wants to run on p1, which is no pod of it"):
+        load(str(path))
+    path.write_text("def experiments():\n    return 3, 4\n")
+    with pytest.raises(UserError, match=r"has to return"):
+        load(str(path))

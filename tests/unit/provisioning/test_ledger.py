@@ -82,3 +82,27 @@ def test_a_file_that_is_no_ledger_is_named(tmp_path):
     (tmp_path / "pods.sqlite").write_text("hello, this is no database at all" * 40)
     with pytest.raises(UserError, match=r"pods\.sqlite cannot be used"):
         Ledger(tmp_path / "pods.sqlite")
+
+
+def test_a_full_disk_is_said_and_what_was_written_before_stays(tmp_path):
+    ledger = Ledger(tmp_path / "pods.sqlite")
+    ledger.remember("key", "value")
+    (pages,) = ledger._db.execute("PRAGMA page_count").fetchone()
+    ledger._db.execute(f"PRAGMA max_page_count = {pages}")
+    with pytest.raises(UserError, match=r"cannot be written: database or disk is full\. Mend that"):
+        ledger.remember("key", "x" * 100_000)
+    assert ledger.recall("key") == "value"
+    ledger._db.execute("PRAGMA max_page_count = 100000")
+    ledger.remember("key", "other")
+    assert ledger.recall("key") == "other"
+    ledger.close()
+
+
+def test_while_jobs_run_pods_can_be_changed_and_no_second_command_runs_jobs(tmp_path):
+    ledger = Ledger(tmp_path / "pods.sqlite")
+    with ledger.locked(for_jobs=True):
+        with ledger.locked():
+            pass
+        with pytest.raises(Busy, match=r"is running jobs on the pods of"), ledger.locked(for_jobs=True):
+            pass
+    ledger.close()

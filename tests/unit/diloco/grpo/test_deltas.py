@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from diloco.errors import UserError
+from diloco.grpo.checkpoints import KeepDeltas
 from diloco.grpo.deltas import DeltaWriter, rebuilt, steps_in
 from diloco.grpo.weight_blobs import digest_of
 
@@ -54,6 +58,39 @@ def test_after_a_resume_the_numbers_go_on_and_the_steps_of_the_life_before_are_g
     writer.write(40, other.items())
     assert digest_of(rebuilt(directory, 40)) == in_bf16(other)
     assert digest_of(rebuilt(directory, 30)) == in_bf16(states[3])
+
+
+def test_a_run_that_begins_keeps_nothing_of_one_before_it(written):
+    directory, _ = written
+    (directory / "step_60.partial").write_bytes(b"cut short")
+    states = list(history(1, seed=5))
+    writer = DeltaWriter(directory, step=0)
+    assert not list(directory.iterdir())
+    for number, state in enumerate(states):
+        writer.write(number, state.items())
+        assert digest_of(rebuilt(directory, number)) == in_bf16(state)
+
+
+def test_the_deltas_of_another_model_are_not_gone_on_with(written):
+    directory, _ = written
+    writer = DeltaWriter(directory, step=30)
+    with pytest.raises(UserError, match=r"of another model; name another --ckpt\.delta-path"):
+        writer.write(40, {"a": torch.zeros(3)}.items())
+
+
+def test_a_disk_that_is_full_costs_one_delta_and_no_training(tmp_path):
+    states = {10 * number: state for number, state in enumerate(history(3))}
+    state = TrainerState()
+    keep = KeepDeltas(tmp_path, interval=10, weights=lambda: states[state.global_step])
+    asked: Any = (TrainingArguments(output_dir=str(tmp_path / "trainer")), state, TrainerControl())
+    keep.on_train_begin(*asked)
+    (tmp_path / "step_10.partial").symlink_to("/dev/full")
+    for state.global_step in (10, 20, 30):
+        keep.on_step_end(*asked)
+    assert steps_in(tmp_path) == [0, 20, 30]
+    assert not list(tmp_path.glob("*.partial"))
+    for step in (0, 20, 30):
+        assert digest_of(rebuilt(tmp_path, step)) == in_bf16(states[step])
 
 
 def test_a_step_that_is_not_there_and_a_chain_that_is_broken_are_refused(written):

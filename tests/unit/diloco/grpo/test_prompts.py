@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from diloco.grpo.prompts import Deal
-from diloco.sampling import Block
+from diloco.text.sampling import Block
 
 DEAL = Deal(seed=5, steps_per_epoch=6, period=2, prompts_per_generation=4)
 

@@ -49,6 +49,21 @@ def test_nothing_of_our_environment_reaches_the_code(monkeypatch):
     assert run_tests("import os", ["assert 'WANDB_API_KEY' not in os.environ"]).num_passed == 1
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import os\nfor _ in range(3000): os.mkdir('a'); os.chdir('a')",
+        "import os\nos.makedirs('a/b'); open('a/b/c', 'w').close(); os.chmod('a/b', 0); os.chmod('a', 0)",
+        "import os, tempfile\nos.rmdir(tempfile.gettempdir())",
+    ],
+    ids=["deep", "forbidden", "removed"],
+)
+def test_nothing_stays_of_what_code_has_made_of_its_directory(code, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert run_tests(code, ["pass"]).num_passed == 1
+    assert not list(tmp_path.iterdir())
+
+
 @ROOT_ONLY
 def test_code_has_no_network():
     assert cuts_network()

@@ -11,10 +11,10 @@ import pytest
 
 from diloco.errors import UserError
 from diloco.grpo.gpus import gpus_for_ranks, split_gpus
-from diloco.grpo.own_server import server_environment
-from diloco.grpo.sweep import check_room, planned, slug, trainer_environment
-from diloco.grpo_sweep_verb import seeds_of
+from diloco.grpo.own_server import _only_diloco, server_environment
+from diloco.grpo.sweep import check_room, overruled, planned, slug, trainer_environment
 from diloco.options import GrpoConfig, TrainConfig
+from diloco.verbs.grpo_sweep import seeds_of
 from diloco.wandb_runs import run_name
 
 CONFIG = TrainConfig(mode="grpo", path_model="Qwen/Qwen2.5-1.5B", grpo=GrpoConfig(dataset="gsm8k"))
@@ -66,11 +66,34 @@ def test_the_seed_is_really_in_the_trainers_arguments():
         (1, [1], EIGHT[:1], "--device cpu does without"),
         (2, [1], EIGHT, "need as many different seeds"),
         (2, [1, 1], EIGHT, "need as many different seeds"),
+        (2, [1, -1], EIGHT, "-1 is no seed"),
     ],
 )
 def test_what_cannot_be_is_said(instances, seeds, gpus, says):
     with pytest.raises(UserError, match=says):
         planned(CONFIG, num_instances=instances, seeds=seeds, gpus=gpus)
+
+
+def test_there_are_no_ports_beyond_the_last():
+    config = replace(CONFIG, grpo=replace(CONFIG.grpo, vllm_port=65534))
+    assert planned(config, num_instances=2, seeds=[1, 2], gpus=EIGHT)[1].port == 65535
+    with pytest.raises(UserError, match="3 instances need as many ports from there on"):
+        planned(config, num_instances=3, seeds=[1, 2, 3], gpus=EIGHT)
+
+
+def test_what_each_instance_has_of_its_own_is_said_to_have_no_effect():
+    config = replace(CONFIG, run_dir="here", grpo=replace(CONFIG.grpo, rollout_url=("http://host:1",)))
+    assert overruled(config, {"run_dir", "grpo.rollout_url", "ckpt.path"}) == [
+        "--run-dir has no effect in a sweep: each instance has its own.",
+        "--grpo.rollout-url has no effect in a sweep: each instance has its own.",
+    ]
+
+
+def test_a_server_finds_this_package_where_another_one_was_before(tmp_path):
+    (tmp_path / "diloco").symlink_to("/nowhere/diloco")
+    for _ in range(2):
+        assert (_only_diloco(tmp_path) / "diloco" / "grpo" / "server_extension.py").is_file()
+    assert [path.name for path in tmp_path.iterdir()] == ["diloco"]
 
 
 def test_seeds_are_numbers_apart_by_commas():

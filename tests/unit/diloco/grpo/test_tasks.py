@@ -52,6 +52,15 @@ def test_the_rewards_of_every_task_add_up_to_one():
         assert sum(reward.weight for reward in rewards) == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("test_split", ['{"question": "How', ""], ids=["torn", "empty"])
+def test_a_data_set_that_is_torn_or_empty_is_named_at_the_start(tmp_path, monkeypatch, test_split):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    (tmp_path / "train.jsonl").write_text(json.dumps(ROWS["gsm8k"]) + "\n")
+    (tmp_path / "test.jsonl").write_text(test_split)
+    with pytest.raises(UserError, match="is not to be had"):
+        open_task(f"gsm8k={tmp_path}", seed=0)
+
+
 @pytest.mark.parametrize("kind", ROWS)
 def test_empty_text_earns_nothing(task, kind):
     opened = task(kind)

@@ -5,7 +5,7 @@ import pytest
 from benchmarks.format_model import bare_model
 from diloco.grpo.tasks import Example, open_task
 from diloco.grpo.trainer import left_padded, reward_functions, token_ids
-from diloco.tokenizer import load_tokenizer
+from diloco.text.tokenizer import load_tokenizer
 
 
 def test_prompts_of_unlike_lengths_end_where_generation_begins():

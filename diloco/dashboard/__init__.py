@@ -1,0 +1,1 @@
+"""`diloco dashboard`: a web page that shows a swarm, live."""

@@ -1,0 +1,149 @@
+"""The page's server: three files, a stream of events, the swarm as JSON, and metrics. Nothing can be changed by it.
+
+Whoever asks has to show the token: in the address once, from then on in a cookie, or as a bearer. Nothing is loaded
+from anywhere else, and no script but the page's own runs (Content-Security-Policy).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
+from starlette.responses import (
+    FileResponse,
+    JSONResponse,
+    PlainTextResponse,
+    RedirectResponse,
+    Response,
+    StreamingResponse,
+)
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from diloco.dashboard.feed import MAX_READERS, Feed
+from peers.onlookers.metrics_text import CONTENT_TYPE, swarm_metrics
+
+STATIC = Path(__file__).parent / "static"
+FILES = ("style.css", "app.js", "charts.js", "rounds.js", "format.js")
+HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-store",
+}
+_SHUTDOWN_S = 2
+
+
+def application(feed: Feed, *, token: str, cookie: str) -> ASGIApp:
+    """The whole server. `cookie` names the one that keeps the token."""
+
+    async def page(_request: Request) -> Response:
+        return FileResponse(STATIC / "index.html")
+
+    async def file(request: Request) -> Response:
+        name = request.path_params["name"]
+        return FileResponse(STATIC / name) if name in FILES else PlainTextResponse("no such file\n", 404)
+
+    async def events(_request: Request) -> Response:
+        if feed.num_readers >= MAX_READERS:
+            return PlainTextResponse("as many pages are open as are served\n", 503)
+        return StreamingResponse(feed.messages(), media_type="text/event-stream")
+
+    async def swarm(_request: Request) -> Response:
+        return JSONResponse(feed.swarm)
+
+    async def metrics(_request: Request) -> Response:
+        return Response(swarm_metrics(feed.swarm), media_type=CONTENT_TYPE)
+
+    app = Starlette(
+        routes=[
+            Route("/", page),
+            Route("/static/{name}", file),
+            Route("/events", events),
+            Route("/api/swarm", swarm),
+            Route("/metrics", metrics),
+        ]
+    )
+    return Guard(app, token, cookie)
+
+
+class Guard:
+    """Lets through who shows the token, and nobody's scripts but the page's."""
+
+    def __init__(self, app: ASGIApp, token: str, cookie: str) -> None:
+        self._app, self._token, self._cookie = app, token, cookie
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(HEADERS)
+            await send(message)
+
+        answer = self._answer(Request(scope))
+        await (answer or self._app)(scope, receive, send_with_headers)
+
+    def _answer(self, request: Request) -> Response | None:
+        """What is said instead of what was asked for; None: nothing."""
+        if request.method not in ("GET", "HEAD"):
+            return PlainTextResponse("this page only shows\n", 405)
+        if request.url.path == "/" and self._is_token(request.query_params.get("token")):
+            # Out of the address, which histories and screenshots keep.
+            redirect = RedirectResponse("/", 303)
+            redirect.set_cookie(self._cookie, self._token, httponly=True, samesite="strict")
+            return redirect
+        bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if self._is_token(request.cookies.get(self._cookie)) or self._is_token(bearer):
+            return None
+        return PlainTextResponse("open the address that `diloco dashboard` has printed\n", 401)
+
+    def _is_token(self, text: str | None) -> bool:
+        return text is not None and hmac.compare_digest(text.encode(), self._token.encode())
+
+
+async def served(app: ASGIApp, listener: socket.socket, feed: Feed) -> None:
+    """Serve until cancelled. Raises what ends the feed."""
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        lifespan="off",
+        timeout_graceful_shutdown=_SHUTDOWN_S,
+    )
+    server = _Server(config)
+    feeding = asyncio.create_task(feed.run())
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        await asyncio.wait({feeding, serving}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (feeding, serving):
+            if task.done():
+                task.result()
+    finally:
+        # The feed first: open pages end with it, and the server waits for them.
+        feeding.cancel()
+        server.should_exit = True
+        await asyncio.gather(feeding, serving, return_exceptions=True)
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[Any]:
+        """They are somebody else's: diloco/interrupts.py."""
+        yield

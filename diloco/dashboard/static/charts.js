@@ -1,0 +1,111 @@
+// Lines over a common axis, drawn anew whenever there are new points: plain SVG, no library.
+
+import { colour, element, shape } from "./format.js";
+
+const MARGIN = { left: 46, right: 10, top: 8, bottom: 22 };
+const HEIGHT = 220;
+const MOST_POINTS = 600;
+const MOST_TICKS = 100;
+
+/** Round numbers that divide a range into about so many parts. */
+export function ticks(low, high, number) {
+  const rough = (high - low) / number || 1;
+  const unit = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].map((factor) => factor * unit).find((one) => one >= rough);
+  // Counted, not added up: to a large enough number a step adds nothing.
+  const first = Math.ceil(low / step), last = Math.floor(high / step + 1e-6);
+  return Array.from({ length: Math.min(last - first + 1, MOST_TICKS) }, (_, index) => (first + index) * step);
+}
+
+/** Lines by world rank: Map of rank to [[x, y], ...]. */
+export class Chart {
+  constructor(holder, { formatX, formatY, fromZero }) {
+    Object.assign(this, { holder, formatX, formatY, fromZero });
+    this.lines = new Map();
+    this.svg = shape("svg", { role: "img", height: HEIGHT });
+    this.key = element("p", "", "key");
+    holder.replaceChildren(this.svg, this.key);
+    this.svg.addEventListener("pointermove", (event) => this.point(event));
+    this.svg.addEventListener("pointerleave", () => this.tell(null));
+    new ResizeObserver(() => this.draw()).observe(holder);
+  }
+
+  /** More points of a line; the oldest are thinned out where they become many. */
+  add(rank, points) {
+    let line = [...(this.lines.get(rank) ?? []), ...points.filter(([, y]) => typeof y === "number")];
+    if (line.length > MOST_POINTS) line = line.filter((_, index) => index % 2 === 0);
+    if (line.length) this.lines.set(rank, line);
+  }
+
+  draw() {
+    const width = this.holder.clientWidth;
+    const all = [...this.lines.values()].flat();
+    this.svg.replaceChildren();
+    this.svg.setAttribute("width", width);
+    if (!all.length || !width) {
+      this.svg.append(shape("text", { x: 8, y: 24, class: "axis" }, "nothing yet"));
+      this.key.replaceChildren();
+      return;
+    }
+    this.scale(all, width);
+    this.drawAxes(width);
+    for (const [rank, line] of this.lines) {
+      const path = line.map(([x, y], i) => `${i ? "L" : "M"}${this.atX(x).toFixed(1)} ${this.atY(y).toFixed(1)}`);
+      this.svg.append(shape("path", { d: path.join(""), class: `line ${colour(rank)}` }));
+      const [x, y] = line.at(-1);
+      this.svg.append(shape("circle", { cx: this.atX(x), cy: this.atY(y), r: 2.5, class: `dot ${colour(rank)}` }));
+    }
+    this.cursor = shape("path", { class: "cursor" });
+    this.svg.append(this.cursor);
+    this.tell(null);
+  }
+
+  scale(all, width) {
+    const xs = all.map(([x]) => x), ys = all.map(([, y]) => y);
+    const extent = (values) => values.reduce(([a, b], v) => [Math.min(a, v), Math.max(b, v)], [Infinity, -Infinity]);
+    [this.lowX, this.highX] = extent(xs);
+    let [low, high] = extent(ys);
+    if (this.fromZero) low = Math.min(0, low);
+    const air = (high - low) * 0.05 || Math.abs(high) * 0.05 || 1;
+    [this.lowY, this.highY] = [this.fromZero ? low : low - air, high + air];
+    const spanX = this.highX - this.lowX || 1, inner = width - MARGIN.left - MARGIN.right;
+    this.atX = (x) => MARGIN.left + ((x - this.lowX) / spanX) * inner;
+    const tall = HEIGHT - MARGIN.top - MARGIN.bottom;
+    this.atY = (y) => MARGIN.top + (1 - (y - this.lowY) / (this.highY - this.lowY)) * tall;
+    this.fromX = (pixels) => this.lowX + ((pixels - MARGIN.left) / inner) * spanX;
+  }
+
+  drawAxes(width) {
+    for (const y of ticks(this.lowY, this.highY, 4)) {
+      const at = this.atY(y).toFixed(1);
+      this.svg.append(shape("path", { d: `M${MARGIN.left} ${at}H${width - MARGIN.right}`, class: "grid" }));
+      this.svg.append(shape("text", { x: MARGIN.left - 6, y: at, class: "axis y" }, this.formatY(y)));
+    }
+    for (const x of ticks(this.lowX, this.highX, Math.max(2, width / 110))) {
+      this.svg.append(shape("text", { x: this.atX(x), y: HEIGHT - 6, class: "axis x" }, this.formatX(x)));
+    }
+  }
+
+  point(event) {
+    if (!this.lines.size || !this.fromX) return;
+    this.tell(this.fromX(event.clientX - this.svg.getBoundingClientRect().left));
+  }
+
+  /** The key: each line's last value, or that at the pointer. */
+  tell(x) {
+    const entries = [...this.lines].sort(([a], [b]) => a - b).map(([rank, line]) => {
+      const [, y] = x === null ? line.at(-1) : nearest(line, x);
+      const entry = element("span", `${rank}: ${this.formatY(y)}`);
+      entry.prepend(element("i", "", colour(rank)));
+      return entry;
+    });
+    if (x !== null) entries.unshift(element("span", `at ${this.formatX(x)}`));
+    this.key.replaceChildren(...entries);
+    const at = x === null ? "" : `M${this.atX(x)} ${MARGIN.top}V${HEIGHT - MARGIN.bottom}`;
+    this.cursor?.setAttribute("d", at);
+  }
+}
+
+function nearest(line, x) {
+  return line.reduce((best, point) => (Math.abs(point[0] - x) < Math.abs(best[0] - x) ? point : best));
+}

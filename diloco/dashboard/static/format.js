@@ -1,0 +1,44 @@
+// Figures for people, and elements for the page. Text from peers only ever becomes text.
+
+const FACTORS = [[1e9, "G"], [1e6, "M"], [1e3, "k"]];
+
+/** A count to three digits: 950, 12.3k, 4.5M; a dash where it is not known. */
+export function figure(value) {
+  if (typeof value !== "number") return "–";
+  for (const [factor, letter] of FACTORS) {
+    if (Math.abs(value) >= factor) return Number((value / factor).toPrecision(3)) + letter;
+  }
+  return String(Number(value.toPrecision(3)));
+}
+
+/** Bytes in decimal units. */
+export const size = (value) => (typeof value === "number" && value > 0 ? figure(value) + "B" : "–");
+
+export const decimals = (value, digits) => (typeof value === "number" ? value.toFixed(digits) : "–");
+
+/** A span of time: 4 s, 12 min, 3.1 h. */
+export function span(seconds) {
+  if (seconds < 100) return seconds.toFixed(seconds < 10 ? 1 : 0) + " s";
+  return seconds < 5400 ? (seconds / 60).toFixed(0) + " min" : (seconds / 3600).toFixed(1) + " h";
+}
+
+export const clock = (time) => new Date(time * 1000).toLocaleTimeString([], { hour12: false });
+
+/** An HTML element with this text. */
+export function element(tag, text = "", className = "") {
+  const made = document.createElement(tag);
+  made.textContent = text;
+  if (className) made.className = className;
+  return made;
+}
+
+/** An SVG element with these attributes. */
+export function shape(tag, attributes = {}, text = "") {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  if (text) made.textContent = text;
+  return made;
+}
+
+/** The colour class of a world rank, and the dashes that tell it from the eighth after it. */
+export const colour = (rank) => `rank c${rank % 8} d${Math.floor(rank / 8) % 3}`;

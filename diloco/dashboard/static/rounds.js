@@ -1,0 +1,91 @@
+// The last rounds as bars: what every peer did from its readiness to its commit.
+
+import { element, shape, span } from "./format.js";
+import { ticks } from "./charts.js";
+
+// In the order in which they come. What is left of a round beside its last attempt went to failed ones.
+const PARTS = [
+  ["wait_s", "gather"],
+  ["failed_s", "failed attempts"],
+  ["connect_s", "connect"],
+  ["reduce_s", "reduce"],
+  ["preview_s", "digest"],
+  ["vote_s", "vote"],
+  ["apply_s", "apply"],
+];
+const MOST_ROUNDS = 6;
+const MOST_PEERS = 16;
+const BAR = 12, ROW = 16, LEFT = 34, AXIS = 20;
+const NOTICEABLE_S = 0.05;
+
+export function drawKey(holder) {
+  holder.replaceChildren(...PARTS.map(([part, name]) => {
+    const entry = element("span", name);
+    entry.prepend(element("i", "", `part ${part}`));
+    return entry;
+  }));
+}
+
+/** What a peer did, and when: begins with its readiness, ends with its commit. */
+export function barOf(peer) {
+  const ofAttempt = PARTS.slice(2).reduce((sum, [part]) => sum + (peer[part] ?? 0), 0);
+  const failed = Math.max(0, (peer.round_s ?? 0) - ofAttempt);
+  const parts = { ...peer, failed_s: failed > NOTICEABLE_S ? failed : 0 };
+  const length = PARTS.reduce((sum, [part]) => sum + (parts[part] ?? 0), 0);
+  return { rank: peer.world_rank, start: peer.time - length, length, parts };
+}
+
+export function drawRounds(holder, rounds) {
+  const shown = rounds.slice(-MOST_ROUNDS).reverse();
+  const width = holder.clientWidth;
+  if (!shown.length || !width) {
+    holder.replaceChildren(element("p", "no round has ended yet", "quiet"));
+    return;
+  }
+  const drawn = shown.map((round) => {
+    const bars = round.peers.slice(0, MOST_PEERS).map(barOf);
+    return { round, bars, start: Math.min(...bars.map((bar) => bar.start)) };
+  });
+  const longest = Math.max(...drawn.flatMap(({ bars, start }) => bars.map((b) => b.start - start + b.length)), 0.01);
+  const scale = (width - LEFT - 8) / longest;
+  holder.replaceChildren(...drawn.map((one) => roundOf(one, scale, longest, width)));
+}
+
+function roundOf({ round, bars, start }, scale, longest, width) {
+  const box = element("div", "", "round");
+  const missing = round.peers.length - bars.length;
+  const heading = element("h3", `epoch ${round.epoch} `);
+  heading.append(element("small", `${round.contributors.length} peers, ${span(longestOf(bars, start))}` +
+    (missing > 0 ? `, ${missing} more` : "")));
+  if (round.num_failures) heading.append(element("strong", failuresOf(round), "fault"));
+  if (!round.agrees) heading.append(element("strong", "anchors differ", "fault"));
+  const height = bars.length * ROW + AXIS;
+  const svg = shape("svg", { role: "img", width, height, "aria-label": `the parts of epoch ${round.epoch}` });
+  bars.forEach((bar, index) => drawBar(svg, bar, LEFT + (bar.start - start) * scale, index * ROW, scale));
+  for (const at of ticks(0, longest, Math.max(2, width / 140))) {
+    svg.append(shape("text", { x: LEFT + at * scale, y: height - 6, class: "axis x" }, `${Number(at.toPrecision(3))} s`));
+  }
+  box.append(heading, svg);
+  return box;
+}
+
+function drawBar(svg, bar, left, top, scale) {
+  svg.append(shape("text", { x: LEFT - 6, y: top + BAR / 2 + 1, class: "axis y" }, String(bar.rank)));
+  let at = left;
+  for (const [part, name] of PARTS) {
+    const seconds = bar.parts[part] ?? 0;
+    if (seconds <= 0) continue;
+    const wide = Math.max(seconds * scale, 0.75);
+    const rect = shape("rect", { x: at, y: top, width: wide, height: BAR, class: `part ${part}` });
+    rect.append(shape("title", {}, `peer ${bar.rank}, ${name}: ${seconds.toFixed(3)} s`));
+    svg.append(rect);
+    at += seconds * scale;
+  }
+}
+
+const longestOf = (bars, start) => Math.max(...bars.map((bar) => bar.start - start + bar.length));
+
+function failuresOf(round) {
+  const number = `${round.num_failures} failed attempt${round.num_failures === 1 ? "" : "s"}`;
+  return round.failures.length ? `${number}: ${round.failures.join("; ")}` : number;
+}

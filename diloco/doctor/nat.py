@@ -1,0 +1,106 @@
+"""What a call from outside says of the ports and the address of this machine. Pure."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+from typing import Literal
+
+from diloco.doctor.findings import Finding, failed, passed, warned
+
+Kind = Literal["public", "filtered", "mapped", "hidden"]
+
+
+@dataclass(frozen=True)
+class Port:
+    """One port of a peer: where it listens, and where others are to call."""
+
+    name: str
+    listens: int
+    announced: int
+    is_named: bool
+    """Whether the user said which: then it has to be reached."""
+    announce_flag: str
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one peer has seen of this machine, and what came of its calls: by port, why it failed; empty: it did not."""
+
+    by: str
+    host: str
+    local: str
+    """The address that this machine itself uses towards that peer."""
+    there: str
+    """Where that peer is, as this machine sees it."""
+    errors: dict[str, str]
+
+    @property
+    def is_near(self) -> bool:
+        """Whether that peer is on this machine, or behind the same address: what it sees is not the outside."""
+        return ipaddress.ip_address(self.host).is_loopback or self.there == self.host
+
+    @property
+    def kind(self) -> Kind:
+        """public: seen as it is, and reached; filtered: not reached; mapped: seen as another, reached; hidden: not."""
+        is_reached = any(not error for error in self.errors.values())
+        if self.host == self.local:
+            return "public" if is_reached else "filtered"
+        return "mapped" if is_reached else "hidden"
+
+
+def judged_port(port: Port, seen: Seen) -> Finding:
+    error = seen.errors[port.name]
+    if not error:
+        return passed(port.name, f"{port.announced} is reached by {seen.by}")
+    where = f"inside it is {port.listens}" if port.listens != port.announced else "this machine listens there"
+    said = f"{port.announced} is not reached by {seen.by}: {error} ({where})"
+    mend = _mend(port, seen)
+    if port.is_named:
+        return failed(port.name, said, mend)
+    return warned(port.name, f"{said}; bytes will go by other ways, the last through a third peer", mend)
+
+
+def judged_nat(seen: Seen) -> Finding:
+    host = seen.host
+    if seen.is_near:
+        return warned(
+            "nat",
+            f"{seen.by} is on this machine or behind the same address, so nothing is known of the outside",
+            "diloco doctor --initial-peers <maddr>  # of a peer elsewhere",
+        )
+    near = "" if ipaddress.ip_address(host).is_global else ", on a private network"
+    if seen.kind == "public":
+        return passed("nat", f"public: seen as {host}{near}, which is this machine's own")
+    if seen.kind == "mapped":
+        return passed("nat", f"mapped: seen as {host}{near}, and calls to it get through")
+    if seen.kind == "filtered":
+        return warned(
+            "nat",
+            f"filtered: seen as {host}{near}, this machine's own, but a firewall keeps calls out",
+            "sudo ufw allow 30002:30003/tcp  # or in the cloud's firewall; then name them by --hv.host-maddrs",
+        )
+    return warned(
+        "nat",
+        f"hidden: seen as {host}{near}, and calls to it do not come here",
+        f"--hv.announce-maddrs /ip4/{host}/tcp/PORT  # once a router or pod maps that port to this machine",
+    )
+
+
+def judged_announcement(announced: str, flag: str, seen: Seen) -> Finding | None:
+    """An announced IP address that is not the one by which this machine is seen."""
+    if seen.is_near or announced == seen.host:
+        return None
+    return warned(
+        "announced address",
+        f"{flag} says {announced}, and {seen.by} sees this machine as {seen.host}",
+        f"{flag} /ip4/{seen.host}/tcp/PORT",
+    )
+
+
+def _mend(port: Port, seen: Seen) -> str:
+    if port.listens != port.announced:
+        return f"map port {port.announced} to {port.listens} here, or announce the one that is: {port.announce_flag}"
+    if seen.kind == "hidden":
+        return f"{port.announce_flag} /ip4/{seen.host}/tcp/PORT  # a port that leads to {port.listens} here"
+    return f"sudo ufw allow {port.listens}/tcp  # or in the cloud's firewall"

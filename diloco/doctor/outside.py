@@ -1,0 +1,151 @@
+"""This machine as other members see it: they are asked to call its ports, what time it is, and how fast bytes go."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from diloco.doctor.findings import Finding, passed, warned
+from diloco.doctor.nat import Port, Seen, judged_announcement, judged_nat, judged_port
+from diloco.options import HvConfig
+from peers.access.tokens import Refused
+from peers.errors import PeersError
+from peers.identity import Identity
+from peers.network.direct import Direct
+from peers.network.maddrs import Maddr, parse_maddr
+from peers.network.reachability import caller_of
+from peers.network.reachability_request import DIALLED_PROTOCOL, Asked, Busy, asking
+from peers.network.reception import Reception
+from peers.network.tls import Credentials
+from peers.network.ways import data_hosts
+
+if TYPE_CHECKING:
+    from peers.transport import Transport
+
+_SLOW_BYTES_PER_S = 2e6
+_DISCARD_PORT = 9
+
+
+class Outside:
+    """Used from one event loop. Listens where the peer would; asks one member after the other."""
+
+    def __init__(self, hv: HvConfig, identity: Identity) -> None:
+        self._hv = hv
+        self.ahead_s: dict[str, float] = {}
+        self._asked: set[str] = set()
+        self._reception = Reception(Credentials.of(identity), allows=self._asked.__contains__)
+        self._reception.serve(DIALLED_PROTOCOL, _hang_up)
+        self._listeners: list[Direct] = []
+        self._ports: list[Port] = []
+        self._seen: Seen | None = None
+
+    def listen(self) -> None:
+        """On both of a peer's ports. Raises UserError."""
+        hv = self._hv
+        libp2p = [parse_maddr(text) for text in hv.host_maddrs]
+        announced = [parse_maddr(text).port for text in hv.announce_maddrs]
+        self._listen("libp2p port", libp2p, announced, "--hv.announce-maddrs")
+        if hv.transport != "libp2p":
+            data = [Maddr(maddr.kind, maddr.host, hv.data_port, None) for maddr in data_hosts(hv.host_maddrs)]
+            announced = [parse_maddr(text).port for text in hv.announce_data_maddrs]
+            self._listen("data port", data, announced, "--hv.announce-data-maddrs")
+
+    async def ask(
+        self, transport: Transport, peer_id: str, name: str, maddrs: Sequence[str], token: bytes
+    ) -> Finding:
+        """The way to one member and back."""
+        self._asked.add(peer_id)
+        try:
+            async with asking(transport, peer_id, self._hv.run_id, token=token, maddrs=maddrs) as asked:
+                self.ahead_s[name] = asked.here.ahead_s
+                await self._be_called(transport, asked, peer_id, name)
+                return await _speed_of(asked, name)
+        except Busy as error:
+            return warned("bandwidth", f"{name}: {error}", self._again("diloco doctor", "in a minute"))
+        except Refused as error:
+            return warned("bandwidth", f"{name} does not answer: {error.why}", "--swarm-secret-file FILE")
+        except PeersError as error:
+            mend = self._again("diloco status", "whether it is still there")
+            return warned("bandwidth", f"{name} does not answer: {error}", mend)
+
+    def _again(self, command: str, why: str) -> str:
+        return f"{command} --initial-peers {' '.join(self._hv.initial_peers)}  # {why}"
+
+    def findings(self) -> Iterator[Finding]:
+        """Of ports, NAT and announcements, by the peer that could tell most."""
+        seen = self._seen
+        if seen is None:
+            yield warned(
+                "nat",
+                "nobody could tell how this machine is seen",
+                self._again("diloco status", "who is there to be asked"),
+            )
+            return
+        for port in self._ports:
+            yield judged_port(port, seen)
+        yield judged_nat(seen)
+        flags = {
+            "--hv.announce-maddrs": self._hv.announce_maddrs,
+            "--hv.announce-data-maddrs": self._hv.announce_data_maddrs,
+        }
+        for flag, texts in flags.items():
+            for maddr in map(parse_maddr, texts):
+                if maddr.kind in ("ip4", "ip6") and (finding := judged_announcement(maddr.host, flag, seen)):
+                    yield finding
+
+    async def close(self) -> None:
+        """May be repeated."""
+        for direct in self._listeners:
+            await direct.close()
+        self._reception.close()
+
+    def _listen(
+        self, name: str, maddrs: Sequence[Maddr], announced: Sequence[int], announce_flag: str
+    ) -> None:
+        direct = Direct(self._reception, lambda _: ())
+        self._listeners.append(direct)
+        for maddr in maddrs:
+            # Where any port will do, the same one on each host.
+            direct.listen(str(Maddr(maddr.kind, maddr.host, maddr.port or direct.port, None)))
+        outside = announced[0] if announced and announced[0] else direct.port
+        is_named = bool(announced) or any(maddr.port for maddr in maddrs)
+        self._ports.append(Port(name, direct.port, outside, is_named, announce_flag))
+
+    async def _be_called(self, transport: Transport, asked: Asked, peer_id: str, name: str) -> None:
+        """Unless a peer from outside has done so: one on this machine tells little."""
+        host = asked.here.host
+        if not host or (self._seen is not None and not self._seen.is_near):
+            return
+        errors = {port.name: await asked.dial(port.announced) for port in self._ports}
+        caller = caller_of(await transport.addresses_of(peer_id))
+        there = caller.host if caller else ""
+        self._seen = Seen(name, host, local_address(there), there, errors)
+
+
+def local_address(towards: str) -> str:
+    """The address from which this machine would send to that host; nothing is sent. Empty: not known."""
+    if not towards:
+        return ""
+    family = socket.AF_INET6 if ":" in towards else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        probe.connect((towards, _DISCARD_PORT))
+        return str(probe.getsockname()[0])
+    return ""
+
+
+async def _speed_of(asked: Asked, name: str) -> Finding:
+    speed = await asked.speed()
+    slower = min(speed.to_peer, speed.from_peer)
+    said = (
+        f"{name}: about {speed.to_peer / 1e6:.1f} MB/s there and {speed.from_peer / 1e6:.1f} MB/s back, "
+        f"{asked.here.round_trip_s * 1000:.0f} ms"
+    )
+    if 0 < slower < _SLOW_BYTES_PER_S:
+        return warned("bandwidth", said, "--hv.compression int4 --hv.num-fragments 4 --hv.overlap-steps 5")
+    return passed("bandwidth", said)
+
+
+async def _hang_up(_peer_id: str, stream: socket.socket) -> None:
+    stream.close()

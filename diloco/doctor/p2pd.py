@@ -1,0 +1,66 @@
+"""Can a peer begin at all here: an identity, ports to listen on, and a p2pd that starts?"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from diloco.doctor.findings import Finding, failed, passed
+from diloco.options import HvConfig
+from peers.errors import PeersError, UserError
+from peers.identity import Identity, load_or_create
+from peers.network.maddrs import Maddr, check_listenable, parse_maddr
+
+_REINSTALL = "pip install --force-reinstall --no-deps hivemind==1.1.12"
+_ANY_PORT = "--host-maddrs /ip4/0.0.0.0/tcp/0 --hv.data-port 0  # any free ones"
+
+
+@contextlib.contextmanager
+def identity_of_peer(hv: HvConfig, state_dir: Path, spare: Path) -> Iterator[Identity]:
+    """That of the peer which would start here, where there is one and it is not running; else one in `spare`.
+
+    Raises UserError for a key that is none.
+    """
+    identity = None
+    path = state_dir / hv.run_id / f"{hv.world_rank or 0}.key"
+    if path.exists():
+        with contextlib.suppress(BlockingIOError):
+            identity = load_or_create(path)
+    identity = identity or load_or_create(spare / "doctor.key")
+    try:
+        yield identity
+    finally:
+        identity.release()
+
+
+def check_ports(hv: HvConfig) -> Finding:
+    """Whether a peer could listen where it is told to."""
+    from peers.network.ways import data_hosts
+
+    data = [str(Maddr(maddr.kind, maddr.host, hv.data_port, None)) for maddr in data_hosts(hv.host_maddrs)]
+    try:
+        check_listenable((*hv.host_maddrs, *(data if hv.transport != "libp2p" else ())))
+    except UserError as error:
+        return failed("ports", str(error), _ANY_PORT)
+    named = [
+        str(port) for port in (*(parse_maddr(text).port for text in hv.host_maddrs), hv.data_port) if port
+    ]
+    return passed("ports", f"{' and '.join(named)} are free" if named else "any free ones")
+
+
+async def check_p2pd(hv: HvConfig, identity: Identity) -> Finding:
+    """It starts, listens and ends."""
+    from peers.network.p2pd import P2pd
+
+    began = time.monotonic()
+    try:
+        p2pd = await P2pd.start(
+            identity_path=identity.path, host_maddrs=hv.host_maddrs, announce_maddrs=hv.announce_maddrs
+        )
+    except (PeersError, OSError) as error:
+        return failed("p2pd", str(error), _REINSTALL)
+    took_s = time.monotonic() - began
+    await p2pd.stop()
+    return passed("p2pd", f"starts in {took_s:.1f} s")

@@ -1,0 +1,174 @@
+"""Is there room for a peer: files it may open, memory for its model, disks that take what it writes?"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from diloco.config import TrainConfig
+from diloco.doctor.findings import Finding, failed, passed, warned
+from diloco.errors import UserError
+from diloco.memory import MemoryNeed, available_memory_bytes, check_memory, memory_needed_bytes
+from diloco.model_files import PRESETS_DIR, load_model_config
+from diloco.preflight import check_peers_fit
+
+_GIB = 2**30
+_TRIED_BYTES = 1 << 20
+_TEMPORARY_BYTES = 64 << 20
+_STATE_BYTES = 16 << 20
+# In fp32: what run_dir/model/ holds, and what a checkpoint does with AdamW's moments, anchor and momentum.
+_MODEL_BYTES_PER_PARAMETER = 4
+_CHECKPOINT_BYTES_PER_PARAMETER = 20
+
+
+@dataclass(frozen=True)
+class Place:
+    """A directory that a peer writes to, how much, and how the user names another."""
+
+    name: str
+    path: Path
+    needed_bytes: int
+    mend: str
+
+
+def check_descriptors() -> Iterator[Finding]:
+    from peers.errors import UserError as TooFew
+    from peers.network.descriptors import LEAST, raise_limit
+
+    try:
+        yield passed("descriptors", f"{raise_limit()} files and sockets may be open")
+    except TooFew as error:
+        yield failed("descriptors", str(error), f"ulimit -Hn {8 * LEAST}; ulimit -n {8 * LEAST}  # as root")
+
+
+def check_model_memory(config: TrainConfig, num_ranks: int, gpu_bytes: int | None) -> Iterator[Finding]:
+    """For one peer that trains this configuration; `gpu_bytes` are free on GPUs, none: it trains on the CPU."""
+    on_gpu = gpu_bytes is not None and config.device != "cpu"
+    try:
+        model = load_model_config(config.path_model)
+    except UserError as error:
+        yield failed("memory", str(error), "--path-model 2m  # or any preset, directory or hub id")
+        return
+    try:
+        # What it needs at least, before transformers takes long to count a model that is far too large.
+        check_peers_fit(config.path_model, on_gpu=on_gpu)
+    except UserError as error:
+        yield failed("memory", str(error), f"--path-model {_largest_that_fits(on_gpu)}  # or more memory")
+        return
+    num_parameters = _num_parameters(config.path_model)
+
+    def need_of(samples: int) -> MemoryNeed:
+        tokens = samples * config.seq_length * num_ranks
+        return memory_needed_bytes(num_parameters, activation_tokens=tokens, config=model, on_gpu=on_gpu)
+
+    def problem_of(samples: int) -> str:
+        try:
+            free_bytes = gpu_bytes if on_gpu else None
+            check_memory(need_of(samples), path_model=config.path_model, device_available=free_bytes)
+        except UserError as error:
+            return str(error)
+        return ""
+
+    per_device = config.per_device_train_batch_size
+    samples = 1 if per_device == "auto" else per_device
+    if said := problem_of(samples):
+        fitting = next((size for size in _smaller(samples) if not problem_of(size)), None)
+        mend = f"--per-device-train-batch-size {fitting}" if fitting else "--path-model 2m  # or more memory"
+        yield failed("memory", said, mend)
+        return
+    need, left = need_of(samples), available_memory_bytes()
+    free = f", {left / _GIB:.1f} GiB are free" if left is not None else ""
+    gpus = f" and {need.device_bytes / _GIB:.1f} GiB on GPUs" if on_gpu else ""
+    yield passed("memory", f"{config.path_model} needs {need.host_bytes / _GIB:.1f} GiB{gpus}{free}")
+
+
+def check_disk(config: TrainConfig, state_dir: Path) -> Iterator[Finding]:
+    """All that a peer writes to, by writing to it; nothing of that stays."""
+    for place in places_of(config, state_dir, _parameters_or_none(config.path_model)):
+        yield tried(place)
+
+
+def places_of(config: TrainConfig, state_dir: Path, num_parameters: int) -> list[Place]:
+    model_bytes = num_parameters * _MODEL_BYTES_PER_PARAMETER
+    run_dir = Path(config.run_dir or "runs").expanduser()
+    places = [
+        Place("run directory", run_dir, model_bytes, "--run-dir /a/larger/disk"),
+        Place("state directory", state_dir, _STATE_BYTES, "export XDG_STATE_HOME=/a/directory/of/yours"),
+        Place(
+            "temporary files",
+            Path(tempfile.gettempdir()),
+            _TEMPORARY_BYTES,
+            "export TMPDIR=/a/disk/with/room",
+        ),
+    ]
+    if config.ckpt.interval is not None and "://" not in config.ckpt.path:
+        # One more than are kept: the oldest goes when the newest is whole.
+        kept = (config.ckpt.topk or 1) + 1
+        size = num_parameters * _CHECKPOINT_BYTES_PER_PARAMETER * kept
+        places.append(
+            Place("checkpoints", Path(config.ckpt.path).expanduser(), size, "--ckpt.path /a/larger/disk")
+        )
+    return places
+
+
+def tried(place: Place) -> Finding:
+    """Whether a file can be written there, and how much room is left."""
+    existing = next(
+        (path for path in (place.path, *place.path.absolute().parents) if path.exists()), Path("/")
+    )
+    try:
+        with tempfile.TemporaryFile(dir=existing) as file:
+            file.write(bytes(_TRIED_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+        free = shutil.disk_usage(existing).free
+    except OSError as error:
+        return failed(place.name, f"{place.path} cannot be written to: {error.strerror}", place.mend)
+    said = f"{place.path}: {_room(free)} free"
+    if free < place.needed_bytes:
+        return failed(place.name, f"{said}, {_room(place.needed_bytes)} needed", place.mend)
+    if free < 2 * place.needed_bytes:
+        return warned(place.name, f"{said}, and {_room(place.needed_bytes)} needed at a time", place.mend)
+    return passed(place.name, said)
+
+
+def _num_parameters(path_model: str) -> int:
+    from diloco.model import num_parameters
+
+    return num_parameters(load_model_config(path_model))
+
+
+def _smaller(samples: int) -> list[int]:
+    """Batch sizes that divide this one, the largest first."""
+    return [size for size in range(samples - 1, 0, -1) if samples % size == 0]
+
+
+def _parameters_or_none(path_model: str) -> int:
+    """0 where there is no such model: that is said elsewhere."""
+    from diloco.preflight import least_num_parameters
+
+    try:
+        return least_num_parameters(load_model_config(path_model))
+    except UserError:
+        return 0
+
+
+def _largest_that_fits(on_gpu: bool) -> str:
+    """The largest preset that fits here, at least the smallest."""
+    fitting = []
+    presets = [path.parent.name for path in PRESETS_DIR.glob("*/config.json")]
+    for name in sorted(presets, key=_parameters_or_none):
+        try:
+            check_peers_fit(name, on_gpu=on_gpu)
+        except UserError:
+            break
+        fitting.append(name)
+    return fitting[-1] if fitting else "2m"
+
+
+def _room(num_bytes: float) -> str:
+    return f"{num_bytes / _GIB:.1f} GiB" if num_bytes >= 0.1 * _GIB else f"{num_bytes / 2**20:.0f} MiB"

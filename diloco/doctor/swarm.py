@@ -1,0 +1,208 @@
+"""The way to a swarm: does it answer, is the clock right, may this peer join, and is it reached from outside?"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from diloco.doctor.findings import Finding, failed, passed, warned
+from diloco.doctor.outside import Outside
+from diloco.options import HvConfig
+from peers.access.gate import Gate
+from peers.access.request import ISSUERS_KEY, Applicant, NoIssuer, request_token
+from peers.access.secrets import SwarmSecret, load_secret
+from peers.access.tokens import Refused, Why
+from peers.admission import Admission
+from peers.dht import Dht
+from peers.errors import PeersError, ProtocolError, UserError
+from peers.identity import Identity
+from peers.network.bootstrap import ClockOff
+from peers.network.maddrs import parse_maddr
+from peers.records import PEERS_KEY, CoordinatorRecord
+
+ADMISSION_TIMEOUT_S = 4.0
+MAX_ASKED = 8
+"""Of a larger swarm, some peers stand for all."""
+_SET_CLOCK = "sudo timedatectl set-ntp true"
+_WARN_CLOCK_S = 1.0
+_ALLOWED_CLOCK_S = 3.0
+_GIVE_SECRET = "--swarm-secret-file FILE  # a copy of the one that `diloco dht start` names"
+
+
+@dataclass(frozen=True)
+class Member:
+    """A peer of the run, or its coordinator."""
+
+    peer_id: str
+    name: str
+    maddrs: tuple[str, ...]
+
+
+async def check_swarm(hv: HvConfig, identity: Identity, timeout_s: float) -> AsyncIterator[Finding]:
+    """Everything that only others can tell."""
+    try:
+        secret = load_secret(hv.swarm_secret_file, os.environ)
+    except UserError as error:
+        yield failed("admission", str(error), _GIVE_SECRET)
+        return
+    try:
+        dht = await Dht.join(
+            identity=identity, initial_peers=hv.initial_peers, client_mode=True, timeout_s=timeout_s
+        )
+    except ClockOff as error:
+        yield failed("clock", str(error), _SET_CLOCK)
+        return
+    except PeersError as error:
+        yield failed("initial peers", str(error), _start_there(hv.initial_peers[0]))
+        return
+    try:
+        async for finding in _check_members(dht, hv, identity, secret):
+            yield finding
+    finally:
+        await dht.close()
+
+
+async def _check_members(
+    dht: Dht, hv: HvConfig, identity: Identity, secret: SwarmSecret | None
+) -> AsyncIterator[Finding]:
+    yield await _check_initial_peers(dht, hv)
+    admission, token = await _check_admission(dht, hv, identity, secret)
+    yield admission
+    members = await members_of(dht, hv.run_id, secret, without=identity.peer_id)
+    if not members:
+        yield warned(
+            "swarm",
+            f"nobody of the run {hv.run_id} is in this DHT, so nobody can tell how this machine is reached",
+            f"diloco dht start --run-id {hv.run_id}  # or the right --run-id",
+        )
+        return
+    shown = f"{len(members)} members of the run {hv.run_id}"
+    yield passed("swarm", shown if len(members) <= MAX_ASKED else f"{shown}; {MAX_ASKED} of them are asked")
+    outside = Outside(hv, identity)
+    try:
+        outside.listen()
+        for member in members[:MAX_ASKED]:
+            yield await outside.ask(dht.transport, member.peer_id, member.name, member.maddrs, token)
+        for finding in outside.findings():
+            yield finding
+    finally:
+        await outside.close()
+    yield judged_clock(outside.ahead_s)
+
+
+async def members_of(dht: Dht, run_id: str, secret: SwarmSecret | None, *, without: str) -> list[Member]:
+    """The coordinator and the peers of a run, as far as the secret's holder believes them, the youngest peers last."""
+    from peers.onlookers.observer import valid_announcements
+    from peers.ranks.request import coordinators
+
+    gate = Gate(Admission(run_id, secret.public_key if secret else None))
+    values = (await dht.get(PEERS_KEY(run_id))).items()
+    peers = valid_announcements(values, run_id=run_id, now=time.time(), gate=gate)
+    found = {
+        peer.peer_id: Member(peer.peer_id, f"peer {peer.world_rank} (…{peer.peer_id[-6:]})", peer.maddrs)
+        for peer in sorted(peers, key=lambda peer: peer.world_rank)
+        if peer.state != "leaving" and peer.peer_id != without
+    }
+    for record in await coordinators(dht, run_id, gate):
+        found.setdefault(
+            record.peer_id,
+            Member(record.peer_id, f"the coordinator (…{record.peer_id[-6:]})", record.maddrs),
+        )
+    return list(found.values())
+
+
+def judged_clock(ahead_s: dict[str, float]) -> Finding:
+    """`ahead_s`: by how much this machine's clock is ahead of each member's."""
+    if not ahead_s:
+        return passed("clock", f"within {_ALLOWED_CLOCK_S:g} s of the DHT's nodes, which say no more")
+    name, off_s = max(ahead_s.items(), key=lambda item: abs(item[1]))
+    said = f"{abs(off_s):.2f} s {'ahead of' if off_s > 0 else 'behind'} that of {name}"
+    if abs(off_s) < _WARN_CLOCK_S:
+        return passed("clock", said)
+    if abs(off_s) < _ALLOWED_CLOCK_S:
+        return warned("clock", f"{said}; from {_ALLOWED_CLOCK_S:g} s on a peer is refused", _SET_CLOCK)
+    return failed("clock", f"{said}; {_ALLOWED_CLOCK_S:g} s are allowed", _SET_CLOCK)
+
+
+async def _check_initial_peers(dht: Dht, hv: HvConfig) -> Finding:
+    connected = await dht.transport.connected_peers()
+    silent = [text for text in hv.initial_peers if parse_maddr(text).peer_id not in connected]
+    if silent:
+        return warned(
+            "initial peers",
+            f"of {len(hv.initial_peers)}, silent: {', '.join(silent)}",
+            _start_there(silent[0]),
+        )
+    return passed("initial peers", "answer" if len(hv.initial_peers) > 1 else "answers")
+
+
+def _start_there(maddr: str) -> str:
+    where = parse_maddr(maddr)
+    return (
+        f"on {where.host}: diloco dht start --host-maddrs /ip4/0.0.0.0/tcp/{where.port}  # and open that port"
+    )
+
+
+async def _check_admission(
+    dht: Dht, hv: HvConfig, identity: Identity, secret: SwarmSecret | None
+) -> tuple[Finding, bytes]:
+    """The finding, and a token to show to others; empty: there is none, or none is needed."""
+    if secret is None:
+        if await _is_closed(dht, hv.run_id):
+            return failed("admission", Why.NO_TOKEN.advice(identity.peer_id), _GIVE_SECRET), b""
+        return passed("admission", "the swarm is open, and asks for no secret"), b""
+    kept, problem = _kept_token(identity, hv.run_id, secret)
+    try:
+        applicant = Applicant(hv.run_id, identity.peer_id, secret)
+        token = await request_token(dht, applicant, timeout_s=ADMISSION_TIMEOUT_S)
+        return passed("admission", "the secret is right, and a token is to be had"), token
+    except Refused as error:
+        return failed(
+            "admission", error.why.advice(identity.peer_id), _mend_of(error.why, identity.peer_id)
+        ), b""
+    except NoIssuer as error:
+        return _without_issuer(error, kept, problem, identity.peer_id)
+
+
+def _kept_token(identity: Identity, run_id: str, secret: SwarmSecret) -> tuple[bytes, Why | None]:
+    """The token beside the key where it is good, and else why it is not; neither: there is none."""
+    try:
+        blob = identity.path.with_suffix(".token").read_bytes()
+        Admission(run_id, secret.public_key).check(identity.peer_id, blob, time.time())
+    except OSError:
+        return b"", None
+    except Refused as error:
+        return b"", error.why
+    return blob, None
+
+
+def _without_issuer(error: NoIssuer, kept: bytes, problem: Why | None, peer_id: str) -> tuple[Finding, bytes]:
+    start = "diloco dht start --admission  # on the coordinator's machine"
+    if kept:
+        said = "nobody issues tokens just now; the one that this peer has is still good"
+        return warned("admission", said, start), kept
+    if problem is not None:
+        return failed("admission", problem.advice(peer_id), start), b""
+    if error.others:
+        return failed("admission", Why.WRONG_SECRET.advice(peer_id), _GIVE_SECRET), b""
+    return failed("admission", "a secret is given, and nobody who issues tokens for it answers", start), b""
+
+
+async def _is_closed(dht: Dht, run_id: str) -> bool:
+    """Whether somebody issues tokens for this run."""
+    for peer_id, blob in (await dht.get(ISSUERS_KEY(run_id))).items():
+        with contextlib.suppress(ProtocolError):
+            if CoordinatorRecord.decode(peer_id, blob, time.time(), run_id=run_id).token:
+                return True
+    return False
+
+
+def _mend_of(why: Why, peer_id: str) -> str:
+    if why is Why.BANNED:
+        return f"diloco peers unban {peer_id} --initial-peers <maddr>  # by who holds the admission key"
+    if why is Why.NOT_LISTED:
+        return f"echo {peer_id} >> ALLOWLIST  # on the coordinator's machine"
+    return _GIVE_SECRET

@@ -1,0 +1,51 @@
+"""Simulated time: events in the order of their moments, and of their making where those are equal."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable
+
+Event = Callable[[], object]
+
+
+class Timer:
+    """One event to come."""
+
+    __slots__ = ("event",)
+
+    def __init__(self, event: Event) -> None:
+        self.event: Event | None = event
+
+    def cancel(self) -> None:
+        """It does not happen. Repeating it is safe, also afterwards."""
+        self.event = None
+
+
+class Clock:
+    """`now` is in seconds."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._events: list[tuple[float, int, Timer]] = []
+        self._order = itertools.count()
+
+    def after(self, seconds: float, event: Event) -> Timer:
+        return self.at(self.now + max(0.0, seconds), event)
+
+    def at(self, when: float, event: Event) -> Timer:
+        """Not in the past."""
+        timer = Timer(event)
+        heapq.heappush(self._events, (max(when, self.now), next(self._order), timer))
+        return timer
+
+    def run(self, is_over: Callable[[], bool], *, until: float) -> bool:
+        """Until it is over: True; False where nothing is to come any more by that time."""
+        while not is_over():
+            if not self._events or self._events[0][0] > until:
+                return False
+            self.now, _, timer = heapq.heappop(self._events)
+            if timer.event is not None:
+                event, timer.event = timer.event, None
+                event()
+        return True

@@ -1,0 +1,209 @@
+"""`diloco peer`: one peer of a swarm: its daemon in this process, its workers below it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import App, Parameter
+
+from diloco.config import (
+    ConfigPath,
+    Scalar,
+    TrainConfig,
+    TrainFlags,
+    for_mode,
+    remarks,
+    settled,
+    trainer_of,
+)
+from diloco.devices import num_cores, num_ranks, threads_per_rank, visible_gpus
+from diloco.errors import UserError
+from diloco.grpo.gpus import gpus_for_ranks
+from diloco.run_dir import created_run_dir, last_words, written_config
+from diloco.sources import ValueSource
+
+if TYPE_CHECKING:
+    from peers.supervisor import WorkerCommand
+
+_SOURCE = ValueSource()
+_LINK_ENV = "DILOCO_LINK"
+_TOLD = ("peers.daemon", "peers.host")
+
+app = App(name="peer", usage="Usage: diloco peer [OPTIONS]", config=[_SOURCE])
+
+RanksFlag = Annotated[str, Parameter(name="--nproc-per-node", group="Training")]
+WorkerFlag = Annotated[str | None, Parameter(name="--worker", group="Training", metavar="COMMAND")]
+
+
+@app.default
+def peer(
+    train: TrainFlags = TrainConfig(),  # noqa: B008
+    *,
+    config: ConfigPath = None,
+    nproc_per_node: RanksFlag = "auto",
+    worker: WorkerFlag = None,
+) -> int:
+    """Join a swarm, train in it, leave it when the training is done.
+
+    Fields of the run that are not given here are taken over from the swarm, and so are the weights. The same
+    command starts a peer, lets it join a running swarm, and brings it back after a crash.
+
+    Parameters
+    ----------
+    config: Path
+        A TOML file of these flags, with sections [hv] and [ckpt]; flags beat it.
+    nproc_per_node: str
+        Training processes of this peer: a number, or `auto` for one per GPU (one without GPUs).
+    worker: str
+        Your own program with `Diloco(model)` in it, such as "python loop.py"; default: the trainer of diloco.
+    """
+    from diloco.data import check_data
+    from diloco.interrupts import run_interruptible
+    from diloco.preflight import check_peers_fit
+    from diloco.swarm_config import daemon_config
+    from peers.network.maddrs import check_listenable
+
+    num_gpus = len(visible_gpus(os.environ))
+    ranks = num_ranks(nproc_per_node, train.device, gpus_for_ranks(train, num_gpus))
+    for remark in remarks(train, _SOURCE.named):
+        print(f"note: {remark}", file=sys.stderr, flush=True)
+    train = settled(for_mode(train, _SOURCE.named), _SOURCE.named, num_ranks=ranks)
+    program = program_of(worker)
+    check_peers_fit(train.path_model, on_gpu=train.device != "cpu" and num_gpus > 0)
+    # What is not named comes from the swarm.
+    if not program and "dataset_name_or_path" in _SOURCE.named:
+        check_data(train)
+    fields = daemon_config(train, _SOURCE.named)
+    check_listenable(train.hv.host_maddrs)
+    run_dir = created_run_dir(train)
+    # torch and hivemind: seconds, so only once the arguments have proved right, and before the event loop runs,
+    # which would not notice a signal meanwhile.
+    import peers.daemon  # noqa: F401
+    from peers.dht import load_hivemind
+
+    load_hivemind()
+    return run_interruptible(_live(Workplace(train, _SOURCE.named, run_dir, ranks, program), fields))
+
+
+def program_of(worker: str | None) -> tuple[str, ...]:
+    """The words of --worker; nothing means the trainer. Raises UserError where it cannot be started."""
+    if worker is None:
+        return ()
+    try:
+        words = tuple(shlex.split(worker))
+    except ValueError as error:
+        raise UserError(f"--worker {worker}: {error}.") from error
+    if not words or shutil.which(words[0], path=_path_with_this_python()) is None:
+        raise UserError(f"--worker {worker!r} names no program that is here to be started.")
+    return words
+
+
+def _path_with_this_python() -> str:
+    return os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """What the workers of this peer are started with."""
+
+    config: TrainConfig
+    named: frozenset[str]
+    run_dir: Path
+    num_ranks: int
+    program: tuple[str, ...] = ()
+    """What the user trains with instead of the trainer."""
+
+    @property
+    def worker_log(self) -> Path:
+        return self.run_dir / "logs" / "worker.log"
+
+    def command(self, manifest: Mapping[str, Scalar], world_rank: int, link_path: Path) -> WorkerCommand:
+        """The workers' command line, after writing the configuration that it names."""
+        from diloco.swarm_config import adopted
+        from peers.access.secrets import SECRET_ENV
+        from peers.supervisor import WorkerCommand
+
+        config = adopted(self.config, manifest, self.named, run_dir=self.run_dir, num_ranks=self.num_ranks)
+        config = replace(config, run_dir=str(self.run_dir), hv=replace(config.hv, world_rank=world_rank))
+        path = written_config(config, self.run_dir)
+        threads = os.environ.get("OMP_NUM_THREADS") or str(threads_per_rank(num_cores(), self.num_ranks))
+        return WorkerCommand(
+            argv=self.program or (sys.executable, "-m", trainer_of(config), "--config", str(path)),
+            env={
+                # The daemon's alone: what trains has no use for it, and may log its environment.
+                **{name: value for name, value in os.environ.items() if name != SECRET_ENV},
+                # "python" in --worker is the one that runs this.
+                "PATH": _path_with_this_python(),
+                _LINK_ENV: str(link_path),
+                "OMP_NUM_THREADS": threads,
+                "PYTHONUNBUFFERED": "1",
+            },
+            cwd=Path.cwd(),
+            log_path=self.worker_log,
+            num_ranks=self.num_ranks,
+        )
+
+
+async def _live(workplace: Workplace, fields: Mapping[str, Any]) -> int:
+    # Not at the top: `--help` needs no event loop.
+    import asyncio
+
+    from diloco.live import Shown, show, show_log
+    from peers.daemon import DaemonConfig, run_daemon
+
+    print(f"run directory: {workplace.run_dir}", flush=True)
+    _log_to(workplace.run_dir / "logs" / "daemon.log")
+
+    _tell_progress()
+    shown = Shown("this peer", workplace.run_dir, since=time.time())
+    # Only the trainer writes metrics; a program of the user's own says what it likes.
+    watched = show_log(workplace.worker_log) if workplace.program else show([shown])
+    view = asyncio.create_task(watched)
+    try:
+        code = await run_daemon(DaemonConfig(**fields), worker=workplace.command)
+    finally:
+        view.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await view
+    if code == 2:
+        raise UserError(last_words(workplace.worker_log) or f"See {workplace.worker_log}.")
+    return _told(code, workplace)
+
+
+def _told(code: int, workplace: Workplace) -> int:
+    """The exit code of the command for that of its workers, after saying how it ended."""
+    if code == 0:
+        print(f"training is done; everything is in {workplace.run_dir}", flush=True)
+        return 0
+    words = last_words(workplace.worker_log)
+    print(f"the workers ended with {code}; the end of {workplace.worker_log}:\n{words}", file=sys.stderr)
+    return 1
+
+
+def _log_to(path: Path) -> None:
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.getLogger().addHandler(handler)
+    logging.getLogger().setLevel(logging.INFO)
+
+
+def _tell_progress() -> None:
+    """What the daemon does before and between the epochs, which people would otherwise wait for in the dark."""
+    for name in _TOLD:
+        logging.getLogger(name).addHandler(_Printer())
+
+
+class _Printer(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        # To what is stdout by then: while the table is shown, that prints above it.
+        print(record.getMessage(), flush=True)

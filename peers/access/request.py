@@ -1,0 +1,179 @@
+"""How a peer is given its token, and what both sides may say.
+
+    peer                               issuer    (protocol diloco/<run_id>/admission)
+    {kind: "join"}            ->
+                              <-       {kind: "nonce", nonce}
+    {kind: "proof", proof}    ->
+                              <-       {kind: "token", token} | {kind: "refused", why}
+
+libp2p proves both identities; the proof is an HMAC by the swarm secret over them, the run and the nonce, so the secret
+never travels and a proof is good for nothing else. Issuers announce themselves in the DHT, with tokens of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from peers.access.secrets import NONCE_BYTES, PROOF_BYTES, SwarmSecret
+from peers.access.tokens import MAX_TOKEN_BYTES, Refused, Token, Why
+from peers.dht import Dht
+from peers.errors import PeerUnreachable, ProtocolError
+from peers.messages import Channel
+from peers.records import COORDINATOR_KEY, CoordinatorRecord
+
+MAX_MESSAGE_BYTES = 1024
+ANSWER_TIMEOUT_S = 5.0
+_RETRY_INTERVAL_S = 0.3
+
+log = logging.getLogger(__name__)
+
+
+def admission_protocol(run_id: str) -> str:
+    return f"diloco/{run_id}/admission"
+
+
+def ISSUERS_KEY(run_id: str) -> str:
+    """The DHT key under which whoever issues tokens announces itself; the subkeys are peer ids."""
+    return f"diloco/{run_id}/issuers"
+
+
+@dataclass(frozen=True)
+class Applicant:
+    """Whom the token is for, and what it has been given to get one."""
+
+    run_id: str
+    peer_id: str
+    secret: SwarmSecret
+
+
+class NoIssuer(PeerUnreachable):
+    """Nobody who issues tokens answers. What answers instead: `others`, with another admission key, or `coordinators`
+    without any.
+    """
+
+    def __init__(self, *, others: bool, coordinators: bool) -> None:
+        super().__init__("nobody issues tokens here")
+        self.others, self.coordinators = others, coordinators
+
+
+async def request_token(dht: Dht, applicant: Applicant, *, timeout_s: float) -> bytes:
+    """A new token from whichever issuer grants it.
+
+    Raises Refused when all that answer refuse, NoIssuer when none answers within `timeout_s`.
+    """
+    deadline = time.monotonic() + timeout_s
+    run_id = applicant.run_id
+    refused: Refused | None = None
+    others = coordinators = False
+    while time.monotonic() < deadline:
+        for record in await issuers(dht, applicant):
+            try:
+                return await _ask(dht, record, applicant, deadline - time.monotonic())
+            except Refused as error:
+                refused = error
+            except (PeerUnreachable, ProtocolError) as error:
+                log.info("issuer %s gave no token: %s", record.peer_id, error)
+        if refused is not None:
+            raise refused
+        # One look may miss what the next one finds.
+        found = await _records(dht, ISSUERS_KEY(run_id), run_id, lambda record: bool(record.token))
+        others = others or bool(found)
+        found = await _records(dht, COORDINATOR_KEY(run_id), run_id, lambda record: not record.token)
+        coordinators = coordinators or bool(found)
+        await asyncio.sleep(_RETRY_INTERVAL_S)
+    raise NoIssuer(others=others, coordinators=coordinators)
+
+
+async def issuers(dht: Dht, applicant: Applicant) -> list[CoordinatorRecord]:
+    """Everyone who announces to issue tokens and was admitted for this time, who said so last first."""
+
+    def is_admitted(record: CoordinatorRecord) -> bool:
+        token = Token.decode(record.token, applicant.secret.public_key)
+        return (token.run_id, token.peer_id) == (applicant.run_id, record.peer_id)
+
+    found = await _records(dht, ISSUERS_KEY(applicant.run_id), applicant.run_id, is_admitted)
+    return sorted(found, key=lambda record: -record.time)
+
+
+async def _records(
+    dht: Dht, key: str, run_id: str, wanted: Callable[[CoordinatorRecord], bool]
+) -> list[CoordinatorRecord]:
+    found = []
+    for peer_id, blob in (await dht.get(key)).items():
+        try:
+            record = CoordinatorRecord.decode(peer_id, blob, time.time(), run_id=run_id)
+            if wanted(record):
+                found.append(record)
+        except ProtocolError as error:
+            log.debug("ignored: %s", error)
+    return found
+
+
+async def _ask(dht: Dht, record: CoordinatorRecord, applicant: Applicant, timeout_s: float) -> bytes:
+    """Raises Refused, PeerUnreachable, ProtocolError."""
+    limit_s = min(max(timeout_s, 0.001), ANSWER_TIMEOUT_S)
+    protocol = admission_protocol(applicant.run_id)
+    sock = await dht.transport.open(record.peer_id, protocol, timeout_s=limit_s, maddrs=record.maddrs)
+    channel = Channel(sock, max_message_bytes=MAX_MESSAGE_BYTES)
+    try:
+        await channel.send({"kind": "join"}, limit_s)
+        nonce = parse_nonce(await channel.receive(limit_s))
+        proof = applicant.secret.proof(applicant.run_id, applicant.peer_id, record.peer_id, nonce)
+        await channel.send({"kind": "proof", "proof": proof}, limit_s)
+        blob = parse_token(await channel.receive(limit_s))
+    finally:
+        channel.close()
+    token = Token.decode(blob, applicant.secret.public_key)
+    if (token.run_id, token.peer_id) != (applicant.run_id, applicant.peer_id):
+        raise ProtocolError("it issued a token for another peer or run")
+    return blob
+
+
+def parse_join(message: dict[str, Any]) -> None:
+    """Raises ProtocolError unless this asks for a token."""
+    if message != {"kind": "join"}:
+        raise ProtocolError(f"not a request for a token: {message!r:.80}")
+
+
+def parse_nonce(message: dict[str, Any]) -> bytes:
+    """Raises ProtocolError."""
+    return _bytes_of(message, "nonce", NONCE_BYTES, NONCE_BYTES)
+
+
+def parse_proof(message: dict[str, Any]) -> bytes:
+    """Raises ProtocolError."""
+    return _bytes_of(message, "proof", PROOF_BYTES, PROOF_BYTES)
+
+
+def parse_token(message: dict[str, Any]) -> bytes:
+    """The token, unchecked. Raises Refused, ProtocolError."""
+    raise_refusal(message)
+    return _bytes_of(message, "token", 1, MAX_TOKEN_BYTES)
+
+
+def refusal(why: Why) -> dict[str, Any]:
+    """What a refused peer is told at any door."""
+    return {"kind": "refused", "why": why.value}
+
+
+def raise_refusal(message: dict[str, Any]) -> None:
+    """Raises Refused if that is what the message says, ProtocolError if it says so for no reason of ours."""
+    if message.get("kind") != "refused":
+        return
+    try:
+        why = Why(str(message.get("why")))
+    except ValueError as error:
+        raise ProtocolError("refused, for no reason that is known here") from error
+    raise Refused(why)
+
+
+def _bytes_of(message: dict[str, Any], kind: str, least: int, most: int) -> bytes:
+    value = message.get(kind)
+    if message.get("kind") != kind or not isinstance(value, bytes) or not least <= len(value) <= most:
+        raise ProtocolError(f"expected a {kind}, got {message.get('kind')!r:.40}")
+    return value

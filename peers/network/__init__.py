@@ -1,0 +1,1 @@
+"""What streams between peers are made of: libp2p, TCP with TLS, relays; peers/paths.py chooses among them."""

@@ -1,0 +1,183 @@
+"""Answers machines that ask whether they are reached; what is said is in peers/network/reachability_request.py.
+
+To dial on somebody's word is to be a reflector. So nobody names an address: only the host that the caller's connection
+comes from is dialled, which for TCP nobody can feign. And only so often, for those only whom the gate lets in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from peers.access.gate import Gate
+from peers.access.request import refusal
+from peers.access.tokens import Refused
+from peers.errors import PeerUnreachable, ProtocolError, UserError
+from peers.identity import Identity
+from peers.messages import Channel
+from peers.network.direct import Direct, source_of
+from peers.network.maddrs import Maddr, parse_maddr
+from peers.network.reachability_request import (
+    ANSWER_TIMEOUT_S,
+    DIAL_TIMEOUT_S,
+    DIALLED_PROTOCOL,
+    MAX_MESSAGE_BYTES,
+    reach_protocol,
+    receive_bytes,
+    send_bytes,
+)
+from peers.network.reception import Reception
+from peers.network.tls import Credentials
+
+if TYPE_CHECKING:
+    from peers.transport import Transport
+
+MAX_DIALS = 4
+"""In one conversation: a peer has two ports."""
+MAX_AT_ONCE = 8
+CONVERSATION_S = 60.0
+_SAVED = 8
+_REFILL_S = 15.0
+_MAX_SOURCES = 1024
+
+log = logging.getLogger(__name__)
+
+
+class Budget:
+    """Conversations that one host may have: as many as `_SAVED` at once, one more every `_REFILL_S`. Pure."""
+
+    def __init__(self) -> None:
+        self._free_at: dict[str, float] = {}
+
+    def spend(self, source: str, now: float) -> bool:
+        """Count one; false where it is one too many."""
+        free_at = max(self._free_at.pop(source, now), now) + _REFILL_S
+        is_too_many = free_at - now > _SAVED * _REFILL_S
+        self._free_at[source] = free_at - _REFILL_S if is_too_many else free_at
+        while len(self._free_at) > _MAX_SOURCES:
+            del self._free_at[next(iter(self._free_at))]
+        return not is_too_many
+
+
+class Reachability:
+    """One member's answers. Used from one event loop."""
+
+    def __init__(self, run_id: str, identity: Identity, transport: Transport, gate: Gate) -> None:
+        self._run_id, self._transport, self._gate = run_id, transport, gate
+        self._reception = Reception(Credentials.of(identity), allows=lambda _: False)
+        self._budget = Budget()
+        self._num_asking = 0
+        self._is_measuring = False
+
+    async def start(self) -> None:
+        await self._transport.serve(reach_protocol(self._run_id), self._asked)
+
+    def close(self) -> None:
+        """May be repeated."""
+        self._reception.close()
+
+    async def _asked(self, peer_id: str, sock: socket.socket) -> None:
+        channel = Channel(sock, max_message_bytes=MAX_MESSAGE_BYTES)
+        self._num_asking += 1
+        try:
+            async with asyncio.timeout(CONVERSATION_S):
+                token = _token_of(await channel.receive(ANSWER_TIMEOUT_S))
+                try:
+                    self._gate.check(peer_id, token, "door for questions")
+                except Refused as error:
+                    await channel.send(refusal(error.why), ANSWER_TIMEOUT_S)
+                    return
+                caller = caller_of(await self._transport.addresses_of(peer_id))
+                source = source_of(caller.host) if caller else "a third peer"
+                if self._num_asking > MAX_AT_ONCE or not self._budget.spend(source, time.monotonic()):
+                    await channel.send({"kind": "busy"}, ANSWER_TIMEOUT_S)
+                    return
+                host = caller.host if caller else ""
+                await channel.send({"kind": "here", "host": host, "time": time.time()}, ANSWER_TIMEOUT_S)
+                await self._answer(channel, peer_id, caller)
+        finally:
+            self._num_asking -= 1
+            channel.close()
+
+    async def _answer(self, channel: Channel, peer_id: str, caller: Maddr | None) -> None:
+        """Until the caller hangs up, which is the end of the conversation and no fault."""
+        num_dials, has_measured = 0, False
+        while True:
+            try:
+                message = await channel.receive(CONVERSATION_S)
+            except PeerUnreachable:
+                return
+            if message.get("kind") == "dial" and num_dials < MAX_DIALS:
+                num_dials += 1
+                error = await self._dial(peer_id, caller, _port_of(message))
+                await channel.send({"kind": "dialled", "error": error}, ANSWER_TIMEOUT_S)
+            elif message == {"kind": "speed"} and not has_measured:
+                has_measured = True
+                await self._measure(channel)
+            else:
+                raise ProtocolError(f"not a question: {message!r:.80}")
+
+    async def _dial(self, peer_id: str, caller: Maddr | None, port: int) -> str:
+        """Why nobody with the caller's key answers there; nothing: it does."""
+        if caller is None:
+            return "you come here through a third peer"
+        endpoint = str(Maddr(caller.kind, caller.host, port, None))
+        direct = Direct(self._reception, lambda _: (endpoint,))
+        try:
+            stream = await direct.open(peer_id, DIALLED_PROTOCOL, timeout_s=DIAL_TIMEOUT_S)
+        except PeerUnreachable as error:
+            return _plain(str(error))
+        stream.close()
+        return ""
+
+    async def _measure(self, channel: Channel) -> None:
+        if self._is_measuring:
+            await channel.send({"kind": "busy"}, ANSWER_TIMEOUT_S)
+            return
+        self._is_measuring = True
+        try:
+            await send_bytes(channel)
+            num_bytes, seconds = await receive_bytes(channel)
+        finally:
+            self._is_measuring = False
+        await channel.send({"kind": "took", "num_bytes": num_bytes, "seconds": seconds}, ANSWER_TIMEOUT_S)
+
+
+def caller_of(addresses: Iterable[str]) -> Maddr | None:
+    """Where a connection comes from, of those that a peer has; none where all go through another peer."""
+    for text in addresses:
+        # What is relayed bears the relay's address, which is not the caller's to have dialled.
+        if "p2p-circuit" in text:
+            continue
+        try:
+            maddr = parse_maddr(text)
+        except UserError:
+            continue
+        if maddr.kind in ("ip4", "ip6"):
+            return maddr
+    return None
+
+
+def _token_of(message: dict[str, object]) -> bytes:
+    token = message.get("token")
+    if message.get("kind") != "hello" or set(message) != {"kind", "token"} or not isinstance(token, bytes):
+        raise ProtocolError(f"not a greeting: {message!r:.80}")
+    return token
+
+
+def _port_of(message: dict[str, object]) -> int:
+    port = message.get("port")
+    if set(message) != {"kind", "port"} or type(port) is not int or not 0 < port < 65536:
+        raise ProtocolError(f"not a port to dial: {message!r:.80}")
+    return port
+
+
+def _plain(error: str) -> str:
+    """What became of a call, and no more: nobody is to learn from here what else listens there."""
+    if "Errno 111" in error:
+        return "connection refused"
+    return "no answer in time" if "no answer in time" in error else "this machine does not answer there"

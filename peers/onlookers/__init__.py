@@ -1,0 +1,1 @@
+"""What peers tell those who look on, and how a whole swarm looks to an observer."""

@@ -1,0 +1,150 @@
+"""What a peer remembers of its own training, for those who look on: totals, a curve, the last rounds, what went wrong.
+
+Bounded, however long it trains, and pure: times are arguments, in Unix seconds. The whole of it is in metrics.jsonl.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+MAX_POINTS = 256
+MAX_ROUNDS = 32
+MAX_INCIDENTS = 32
+MAX_SHOWN_RANKS = 256
+"""Of a larger round, the lowest world ranks are shown."""
+MAX_FAILURES = 8
+MAX_TEXT = 160
+PARTS = ("wait_s", "connect_s", "reduce_s", "preview_s", "vote_s", "apply_s")
+"""Of an epoch, in the order in which they come: peers/handover.py says what each is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """How the training went at one moment."""
+
+    time: float
+    step: int
+    """Nominal."""
+    loss: float | None
+    """None where the worker does not say."""
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundEntry:
+    """How one epoch ended on one peer."""
+
+    time: float
+    """When its worker had the answer."""
+    epoch: int
+    """Outer steps done, this one included."""
+    fragment: int
+    anchor_digest: str
+    contributors: tuple[int, ...]
+    sent_bytes: int
+    received_bytes: int
+    num_failures: int
+    failures: tuple[str, ...]
+    """Why attempts failed, as far as this peer has been told."""
+    parts: dict[str, float]
+    """Seconds by name, of PARTS: of the last attempt, and of what came before it."""
+    round_s: float = 0.0
+    """From the group to the commit, failed attempts included."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Incident:
+    """Something that people would want to know of."""
+
+    time: float
+    text: str
+
+
+class Curve:
+    """A run of points, thinned as it grows: at most MAX_POINTS, evenly over the whole time."""
+
+    def __init__(self, least_interval_s: float = 1.0) -> None:
+        self.points: list[Point] = []
+        self._interval_s = least_interval_s
+
+    def add(self, point: Point) -> None:
+        """One that comes too soon after the last is left out."""
+        if self.points and point.time - self.points[-1].time < self._interval_s:
+            return
+        self.points.append(point)
+        if len(self.points) > MAX_POINTS:
+            self.points = self.points[::2]
+            self._interval_s *= 2
+
+    def since(self, moment: float) -> list[Point]:
+        """The points after this moment."""
+        return [point for point in self.points if point.time > moment]
+
+
+@dataclass
+class Journal:
+    """One peer's."""
+
+    loss: float | None = None
+    curve: Curve = field(default_factory=Curve)
+    rounds: deque[RoundEntry] = field(default_factory=lambda: deque(maxlen=MAX_ROUNDS))
+    incidents: deque[Incident] = field(default_factory=lambda: deque(maxlen=MAX_INCIDENTS))
+    num_rounds: int = 0
+    num_failures: int = 0
+    num_worker_losses: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    part_totals: Counter[str] = field(default_factory=Counter)
+    """Seconds by part, over all rounds."""
+
+    def progressed(self, point: Point) -> None:
+        """The worker has told how it goes."""
+        self.loss = point.loss
+        self.curve.add(point)
+
+    def committed(self, entry: RoundEntry) -> None:
+        """An epoch is over."""
+        self.rounds.append(entry)
+        self.num_rounds += 1
+        self.num_failures += entry.num_failures
+        self.sent_bytes += entry.sent_bytes
+        self.received_bytes += entry.received_bytes
+        self.part_totals.update(entry.parts)
+
+    def happened(self, now: float, text: str) -> None:
+        """One line for people. No peer's own words: they would be shown as this one's."""
+        self.incidents.append(Incident(time=now, text=text[:MAX_TEXT]))
+
+    @property
+    def upload_bytes_per_s(self) -> float:
+        """What went out in the last reduction, over how long it took; 0: nothing has gone out yet."""
+        return _rate(self.rounds, lambda entry: entry.sent_bytes)
+
+    @property
+    def download_bytes_per_s(self) -> float:
+        """The same of what came in."""
+        return _rate(self.rounds, lambda entry: entry.received_bytes)
+
+
+def shown_ranks(ranks: Iterable[int]) -> tuple[int, ...]:
+    """As many as are told."""
+    return tuple(sorted(ranks))[:MAX_SHOWN_RANKS]
+
+
+def shown_failures(reasons: Iterable[str]) -> tuple[str, ...]:
+    """The last of them, short, in characters that are safe to show."""
+    return tuple(printable(reason) for reason in list(reasons)[-MAX_FAILURES:])
+
+
+def printable(text: str) -> str:
+    """Short, and without control characters."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text[:MAX_TEXT])
+
+
+def _rate(rounds: Iterable[RoundEntry], num_bytes: Callable[[RoundEntry], int]) -> float:
+    for entry in reversed(tuple(rounds)):
+        if num_bytes(entry) and (seconds := entry.parts.get("reduce_s", 0.0)) > 0:
+            return num_bytes(entry) / seconds
+    return 0.0

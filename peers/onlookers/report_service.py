@@ -1,0 +1,135 @@
+"""A peer's answers to those who look on: one stream for each, on which it reports until they close it.
+
+Open to everybody in an open swarm; elsewhere to whoever proves to have the swarm secret. At most MAX_OBSERVERS at
+once: they are strangers, and every one of them costs a message a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+from peers.access.request import parse_proof, refusal
+from peers.access.secrets import NONCE_BYTES, SwarmSecret
+from peers.access.tokens import Why
+from peers.errors import PeersError, ProtocolError
+from peers.messages import Channel
+from peers.onlookers.reports import REPORT_INTERVAL_S, Report, to_message
+
+MAX_OBSERVERS = 16
+LEAST_INTERVAL_S = 0.2
+"""Between two reports on one stream, whatever happens."""
+HELLO_TIMEOUT_S = 5.0
+SEND_TIMEOUT_S = 5.0
+
+log = logging.getLogger(__name__)
+
+
+class StreamServer(Protocol):
+    """The part of peers/transport.py that is needed: observers are no peers, so no other path leads to them."""
+
+    async def serve(
+        self, protocol: str, handler: Callable[[str, socket.socket], Awaitable[None]]
+    ) -> None: ...
+
+
+def report_protocol(run_id: str) -> str:
+    return f"diloco/{run_id}/report"
+
+
+def proof_of(secret: SwarmSecret, run_id: str, observer_id: str, peer_id: str, nonce: bytes) -> bytes:
+    """That an observer has the secret. Good for nothing else: no run's id has a slash in it."""
+    return secret.proof(f"{run_id}/report", observer_id, peer_id, nonce)
+
+
+class ReportService:
+    """Used from one event loop. `report(since)` gives what has come since that moment, in Unix seconds."""
+
+    def __init__(
+        self,
+        run_id: str,
+        peer_id: str,
+        transport: StreamServer,
+        report: Callable[[float], Report],
+        *,
+        secret: SwarmSecret | None = None,
+        is_banned: Callable[[str], bool] = lambda _peer_id: False,
+    ) -> None:
+        self._run_id, self._peer_id, self._transport = run_id, peer_id, transport
+        self._report, self._secret, self._is_banned = report, secret, is_banned
+        self._observers: set[asyncio.Event] = set()
+
+    async def start(self) -> None:
+        """Answer from now on."""
+        await self._transport.serve(report_protocol(self._run_id), self._accepted)
+
+    def changed(self) -> None:
+        """There is news that observers should have at once."""
+        for news in self._observers:
+            news.set()
+
+    async def _accepted(self, observer_id: str, sock: socket.socket) -> None:
+        channel = Channel(sock)
+        try:
+            if await self._is_admitted(observer_id, channel):
+                await self._tell(channel)
+        except (PeersError, OSError) as error:
+            log.debug("observer %s has gone: %s", observer_id, error)
+        finally:
+            channel.close()
+
+    async def _is_admitted(self, observer_id: str, channel: Channel) -> bool:
+        hello = await channel.receive(HELLO_TIMEOUT_S)
+        if hello.get("kind") != "hello" or type(hello.get("version")) is not int:
+            raise ProtocolError("an observer says hello first")
+        if len(self._observers) >= MAX_OBSERVERS:
+            await channel.send({"kind": "busy"}, SEND_TIMEOUT_S)
+            return False
+        if self._secret is None:
+            return True
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        await channel.send({"kind": "nonce", "nonce": nonce}, SEND_TIMEOUT_S)
+        proof = parse_proof(await channel.receive(HELLO_TIMEOUT_S))
+        expected = proof_of(self._secret, self._run_id, observer_id, self._peer_id, nonce)
+        if secrets.compare_digest(proof, expected) and not self._is_banned(observer_id):
+            return True
+        await channel.send(refusal(Why.WRONG_SECRET), SEND_TIMEOUT_S)
+        return False
+
+    async def _tell(self, channel: Channel) -> None:
+        news, since = asyncio.Event(), 0.0
+        self._observers.add(news)
+        hung_up = asyncio.ensure_future(channel.receive())
+        try:
+            while not hung_up.done():
+                news.clear()
+                report = self._report(since)
+                since = newest_of(report, since)
+                await channel.send(to_message(report), SEND_TIMEOUT_S)
+                await asyncio.sleep(LEAST_INTERVAL_S)
+                await _first_of(hung_up, news, REPORT_INTERVAL_S - LEAST_INTERVAL_S)
+        finally:
+            self._observers.discard(news)
+            hung_up.cancel()
+            await asyncio.gather(hung_up, return_exceptions=True)
+
+
+def newest_of(report: Report, since: float) -> float:
+    """The moment up to which the next report need not repeat anything."""
+    told: list[Any] = [*report.points, *report.rounds, *report.incidents]
+    return max((entry.time for entry in told), default=since)
+
+
+async def _first_of(hung_up: asyncio.Future[Any], news: asyncio.Event, timeout_s: float) -> None:
+    waiting = asyncio.ensure_future(news.wait())
+    try:
+        await asyncio.wait({hung_up, waiting}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiting.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await waiting

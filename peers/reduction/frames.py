@@ -1,0 +1,160 @@
+"""Frames of the reduction on one socket, with deadlines that a stop interrupts.
+
+    1 byte kind | 4 bytes chunk | 4 bytes payload length | payload          (little-endian)
+
+Sockets are used from one thread per direction, once `prepare` has seen them. Every wait is made of slices, after each
+of which a stop is noticed. In a large group slices are longer: each has two threads for every other member.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Callable, Iterable
+from enum import IntEnum
+from functools import partial
+from typing import NamedTuple
+
+HEADER = struct.Struct("<BII")
+SLICE_S = 0.05
+_MOST_WAKES_PER_S = 200
+"""Of all threads of one reduction: with fifty peers on a machine, looking for a stop was most of what it did."""
+NOBODY = 0xFFFF_FFFF
+_SLICE_IS_OVER = (BlockingIOError, TimeoutError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+
+class Kind(IntEnum):
+    CONTRIBUTION = 0
+    """This chunk of the receiver's share, as the sender has it."""
+    RESULT = 1
+    """This chunk of the sender's share, averaged."""
+    ALIVE = 2
+    """The sender waits for a third member."""
+    ABORT = 3
+    """The sender has given up; `chunk` is the index of the member it blames, or NOBODY. The last frame of a stream."""
+
+
+class Header(NamedTuple):
+    kind: int
+    chunk: int
+    """The chunk, or whom an abort blames."""
+    payload_bytes: int
+
+
+def _ignore(_num_bytes: int) -> None:
+    return
+
+
+class Stopped(Exception):
+    """The reduction was told to stop while waiting on a socket."""
+
+
+class Stalled(Exception):
+    """Nothing moved on a socket for as long as the deadline allows."""
+
+
+class Closed(Exception):
+    """The other end of the socket is gone, or takes nothing any more."""
+
+
+def slice_s(num_others: int) -> float:
+    """What one wait takes at most in a reduction with so many other members."""
+    return max(SLICE_S, 2 * num_others / _MOST_WAKES_PER_S)
+
+
+def prepare(sock: socket.socket, num_others: int = 1) -> None:
+    """Have every call on this socket block for a slice at most, by the kernel's own timeout.
+
+    Python's would poll before every call and leave the socket non-blocking, so that a chunk took many calls, each of
+    which waits for the interpreter; this way it takes one. TLS keeps to Python's: there, it tries first and polls then,
+    and a blocking socket whose time in the kernel is over it would just try again, for ever.
+    """
+    if isinstance(sock, ssl.SSLSocket):
+        sock.settimeout(slice_s(num_others))
+        return
+    slice_ = struct.pack("ll", *divmod(int(slice_s(num_others) * 1e6), 10**6))
+    sock.settimeout(None)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, slice_)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, slice_)
+
+
+def send_frame(
+    sock: socket.socket,
+    header: Header,
+    pieces: Iterable[memoryview],
+    stall_timeout_s: float,
+    stop: Callable[[], bool],
+    moved: Callable[[int], None] = _ignore,
+) -> None:
+    """Send a whole frame. The deadline counts from the last byte that moved. Raises Stopped, Stalled, Closed.
+
+    The payload comes in one piece or more, each of which may be overwritten when the next is asked for. `moved` hears
+    of bytes as they leave.
+    """
+    packed = HEADER.pack(*header)
+    for piece in pieces:
+        if packed and not isinstance(sock, ssl.SSLSocket):
+            together = partial(_send_together, sock, packed, piece)
+            _until_done(len(packed) + len(piece), together, stall_timeout_s, stop, moved)
+        else:
+            for part in (memoryview(packed), piece):
+                _until_done(len(part), partial(_send_rest, sock, part), stall_timeout_s, stop, moved)
+        packed = b""
+
+
+def receive_into(
+    sock: socket.socket,
+    buffer: memoryview,
+    stall_timeout_s: float,
+    stop: Callable[[], bool],
+    moved: Callable[[int], None] = _ignore,
+) -> None:
+    """Fill the buffer. The deadline counts from the last byte that moved. Raises Stopped, Stalled, Closed."""
+    flags = 0 if isinstance(sock, ssl.SSLSocket) else socket.MSG_WAITALL
+    _until_done(
+        len(buffer), lambda done: sock.recv_into(buffer[done:], 0, flags), stall_timeout_s, stop, moved
+    )
+
+
+def receive_header(sock: socket.socket, stall_timeout_s: float, stop: Callable[[], bool]) -> Header:
+    buffer = bytearray(HEADER.size)
+    receive_into(sock, memoryview(buffer), stall_timeout_s, stop)
+    return Header(*HEADER.unpack(buffer))
+
+
+def _send_together(sock: socket.socket, packed: bytes, piece: memoryview, done: int) -> int:
+    if done >= len(packed):
+        return sock.send(piece[done - len(packed) :])
+    return sock.sendmsg((packed[done:], piece))
+
+
+def _send_rest(sock: socket.socket, part: memoryview, done: int) -> int:
+    return sock.send(part[done:])
+
+
+def _until_done(
+    size: int,
+    move: Callable[[int], int],
+    stall_timeout_s: float,
+    stop: Callable[[], bool],
+    moved: Callable[[int], None],
+) -> None:
+    done, last_moved_at = 0, time.monotonic()
+    while done < size:
+        if stop():
+            raise Stopped
+        try:
+            count = move(done)
+        except _SLICE_IS_OVER:
+            if time.monotonic() - last_moved_at > stall_timeout_s:
+                raise Stalled from None
+            continue
+        except OSError as error:
+            raise Closed(str(error)) from error
+        if count == 0:
+            raise Closed("it closed the stream")
+        done += count
+        moved(count)
+        last_moved_at = time.monotonic()

@@ -1,0 +1,307 @@
+"""The leader's side of a round: who has joined, the attempt that is open, and how it ends. Pure, like peers/rounds.py.
+
+joins -> group -> votes [-> audit -> votes] -> commit | abort, and again
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from peers import membership
+from peers.membership import View
+from peers.round.aggregation import Aggregation
+from peers.round.audit import contradictions, owners_to_audit
+from peers.round.messages import Abort, Audit, Commit, Group, Join, Proposal, RoundMessage, Vote
+from peers.round.verdicts import Blame, disputes, dissenters
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Deadlines of one round, in seconds."""
+
+    gather_s: float
+    """From the first member that is ready to the group, if not all live trainers come sooner."""
+    attempt_s: float
+    """From the group to the last vote, and as long again for an audit."""
+    stall_s: float = 5.0
+    """A stream of the reduction that moves no byte for so long is broken."""
+    connect_s: float = 10.0
+    """To all others, for the streams of an attempt; a member that has not heard of it would not come at all."""
+    carry_s: float = 30.0
+    """In place of `gather_s`, where all who are ready bring work of an earlier epoch: they are a whole epoch early."""
+    follow_s: float = 0.0
+    """For one that is about to have the last commit too, from the first member that is ready."""
+    retry_s: float = 0.3
+    """Between a failed attempt and the next: time for the news of a death to arrive."""
+    resend_s: float = 2.0
+    """A member that waits repeats its join this often."""
+    doubt_s: float = 3.0
+    """How long a member in doubt waits for the answer of a peer that has gone on."""
+    ask_s: float = 1.0
+    """After so long without an answer it asks all that have gone on, and again every so often."""
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """How a leader's first group of a round came about."""
+
+    seconds: float
+    """From the first member that was ready."""
+    missing: bool
+    """The group was formed without a peer that it should have waited for."""
+
+
+FOLLOW_EVERY = 4
+"""Epochs: so often a peer that has missed the last commit is waited for, until it has it too. Where rounds take most of
+the time it would come too late for every one of them otherwise; and one that never comes costs the others little."""
+
+Letters = list[tuple[int, RoundMessage]]
+"""(world rank, message) to send, this peer itself included."""
+
+
+class Leader:
+    """Of one round on one lineage, should the ballot fall on this peer."""
+
+    def __init__(
+        self,
+        *,
+        me: int,
+        incarnation: int,
+        fragment: int,
+        epoch: int,
+        lineage: str,
+        parent: str,
+        timing: Timing,
+        aggregation: Aggregation,
+        barred: Iterable[int],
+        first_step: int,
+    ) -> None:
+        """`first_step`: the nominal step that this epoch began with."""
+        self._first_step = first_step
+        self._me, self._incarnation = me, incarnation
+        self._fragment, self._epoch, self._lineage, self._parent = fragment, epoch, lineage, parent
+        self.timing, self._aggregation = timing, aggregation
+        self.joins: dict[int, Join] = {}
+        self.open: Group | None = None
+        self.failures: list[str] = []
+        """Why each failed attempt failed."""
+        self.excluded = set(barred)
+        self.offenders: set[int] = set()
+        """Who has been left out of attempts, or left as a leader, though it is there."""
+        self.proven: set[int] = set()
+        """Those of them whose sums are false, as this peer has seen itself."""
+        self.gathered: Gathered | None = None
+        # Of work of an earlier epoch, and of this one.
+        self._first_carried_at = self._first_join_at = float("inf")
+        self._committed: tuple[int, ...] = ()
+        self._follow_until = float("inf")
+        self._open_deadline = float("inf")
+        self._votes: dict[int, Vote] = {}
+        self._audit: Audit | None = None
+        self._accusers: set[int] = set()
+        # Whose sums somebody has called false: looked at again in every attempt from then on.
+        self._suspected: set[int] = set()
+        self._retry_at = 0.0
+        self._num_attempts = 0
+        self._blame = Blame(me)
+
+    @property
+    def times(self) -> list[float]:
+        """When something is due, if nothing happens before."""
+        times = [self._open_deadline, self._follow_until]
+        if self.joins and not self.open:
+            times += [t for t in (self._gather_until, self._retry_at) if t > 0]
+        return times
+
+    @property
+    def silent(self) -> set[int]:
+        """Members of the open attempt that have not voted."""
+        return set(self.open.ranks) - self._votes.keys() if self.open else set()
+
+    def close(self) -> None:
+        """The round is over."""
+        self._open_deadline = self._follow_until = float("inf")
+
+    def on_join(self, sender: int, join: Join, now: float) -> None:
+        if join.proposal.rank != sender or sender in self.excluded:
+            return
+        if not self.joins:
+            self._first_carried_at = self._first_join_at = float("inf")
+        if is_carried(join.proposal, self._first_step):
+            self._first_carried_at = min(self._first_carried_at, now)
+        else:
+            self._first_join_at = min(self._first_join_at, now)
+        self.joins[sender] = join
+
+    @property
+    def _gather_until(self) -> float:
+        return min(self._first_join_at + self.timing.gather_s, self._first_carried_at + self.timing.carry_s)
+
+    def form(self, view: View, quiet: Collection[int], ballot: int, now: float) -> Letters:
+        """A group, when everybody it waits for is there, or is late.
+
+        Nobody waits for the `quiet` ones, of whom nothing has been heard for a few heartbeats.
+        """
+        if self.open or now < self._retry_at or any(rank in view for rank in self._committed):
+            # A leader that was not ready itself has not moved on with those whose commit it has told of.
+            return []
+        trainers = membership.trainers_of(view, self._lineage)
+        present = [r for r in sorted(self.joins) if r in view and r not in self.excluded]
+        missing = set(trainers) - set(present) - self.excluded - set(quiet)
+        if not present or (missing and now < self._gather_until):
+            return []
+        self._follow_until = float("inf")
+        first_at = min(self._first_join_at, self._first_carried_at)
+        if now < (until := first_at + self.timing.follow_s) and self._is_followed(view, quiet):
+            self._follow_until = until
+            return []
+        if self.gathered is None and self._first_join_at <= now:
+            self.gathered = Gathered(now - self._first_join_at, bool(missing))
+        group = self._new_group([self.joins[r].proposal for r in present], view, ballot)
+        self.open, self._votes = group, {}
+        self._audit, self._accusers = None, set()
+        self._open_deadline = now + self.timing.attempt_s
+        return [(rank, group) for rank in group.ranks]
+
+    def _is_followed(self, view: View, quiet: Collection[int]) -> bool:
+        """Whether somebody's turn has come who brings work, and is only a commit behind."""
+        return any(
+            peer.state == "averaging"
+            and peer.lineage == self._parent
+            and rank not in self.excluded
+            and rank not in quiet
+            and (self._epoch + rank) % FOLLOW_EVERY == 0
+            for rank, peer in view.items()
+        )
+
+    def _new_group(self, members: Sequence[Proposal], view: View, ballot: int) -> Group:
+        self._num_attempts += 1
+        name = (
+            f"{self._lineage} {self._fragment} {self._me} {self._incarnation} {ballot} {self._num_attempts}"
+        )
+        ranks = tuple(member.rank for member in members)
+        return Group(
+            attempt=hashlib.sha256(name.encode()).hexdigest()[:32],
+            fragment=self._fragment,
+            epoch=self._epoch,
+            lineage=self._lineage,
+            leader=self._me,
+            members=tuple(members),
+            weights=self._aggregation.weights_of(members),
+            data_width=membership.data_width_of(view, ranks),
+        )
+
+    def on_vote(self, sender: int, vote: Vote, now: float) -> Letters:
+        group = self.open
+        if group is None or vote.attempt != group.attempt or sender not in group.ranks:
+            return []
+        if vote.disproved and self._audit is not None:
+            return self._on_accusation(sender, set(vote.disproved) & set(self._audit.owners), now)
+        if not vote.anchor:
+            suspects = set(vote.suspects) & set(group.ranks)
+            self._blame.failed(sender, suspects)
+            guilty = self._blame.guilty(group.ranks)
+            return self.abort(guilty, f"peer {sender} lost {names(suspects) or 'the attempt'}", now)
+        self._votes[sender] = vote
+        if sender == self._me and self._accusers:
+            return self._abort_for_accusers(now)
+        if len(self._votes) < len(group.ranks):
+            return []
+        if unlike := dissenters(group, self._votes):
+            for voter, owner in disputes(group, self._votes):
+                self._blame.failed(voter, {owner})
+            unlike = self._blame.guilty(group.ranks) or unlike
+            return self.abort(unlike, f"the digests of {names(unlike)} differ", now, resync=True)
+        if self._audit is None and (owners := self._owners_to_audit(group)):
+            return self._begin_audit(group, owners, now)
+        self.open, self._open_deadline = None, float("inf")
+        self._committed = group.ranks
+        for rank in group.ranks:
+            del self.joins[rank]
+        return [(rank, Commit(group, vote.anchor, vote.momentum)) for rank in group.ranks]
+
+    def on_false_sums(self, owners: Iterable[int], now: float) -> Letters:
+        """This peer's own audit has shown it: no second opinion is needed."""
+        if self.open is None:
+            return []
+        left_out = set(owners) & set(self.open.ranks)
+        return self.abort(left_out, f"{names(left_out)} reduced their shares falsely", now)
+
+    def _owners_to_audit(self, group: Group) -> tuple[int, ...]:
+        demanded = {owner for vote in self._votes.values() for owner in vote.audit}
+        return owners_to_audit(group, demanded, self._suspected, self._aggregation.audit)
+
+    def _begin_audit(self, group: Group, owners: tuple[int, ...], now: float) -> Letters:
+        if contradicting := contradictions(group, self._votes, owners):
+            for member, owner in contradicting:
+                self._blame.failed(member, {owner})
+            guilty = self._blame.guilty(group.ranks)
+            involved = {rank for pair in contradicting for rank in pair}
+            return self.abort(guilty, f"{names(involved)} disagree on what they sent each other", now)
+        index = {rank: place for place, rank in enumerate(group.ranks)}
+        inputs = tuple(
+            tuple(self._votes[rank].sent[index[owner]] for rank in group.ranks) for owner in owners
+        )
+        self._audit = Audit(self._fragment, self._lineage, group.attempt, owners, inputs)
+        self._votes, self._open_deadline = {}, now + self.timing.attempt_s
+        return [(rank, self._audit) for rank in group.ranks]
+
+    def _on_accusation(self, sender: int, owners: set[int], now: float) -> Letters:
+        """What this peer finds itself decides; until then it only takes note."""
+        self._suspected |= owners
+        self._accusers.add(sender)
+        return self._abort_for_accusers(now) if self._me in self._votes else []
+
+    def _abort_for_accusers(self, now: float) -> Letters:
+        accusers = set(self._accusers)
+        return self.abort(accusers, f"{names(accusers)} called sums false that are not", now)
+
+    def on_lost(self, gone: set[int], now: float) -> Letters:
+        """These have died or left."""
+        for rank in gone:
+            self.joins.pop(rank, None)
+        if self.open and (lost := gone & set(self.open.ranks)):
+            return self.abort(lost, f"lost {names(lost)}", now, gone=True)
+        return []
+
+    def on_tick(self, now: float) -> Letters:
+        if self.open is None or now < self._open_deadline:
+            return []
+        silent = self.silent
+        # Where nobody has voted somebody keeps all others waiting, and this peer cannot tell who.
+        left_out = silent if self._votes else set[int]()
+        return self.abort(left_out, f"no vote from {names(silent)} in {self.timing.attempt_s:g} s", now)
+
+    def abort(
+        self, left_out: set[int], reason: str, now: float, *, gone: bool = False, resync: bool = False
+    ) -> Letters:
+        """End the open attempt; the members that are left stay joined for the next one.
+
+        A live peer that is left out waits until the others have committed, and then catches up. Those that are `gone`
+        may join again.
+        """
+        group, self.open, self._open_deadline = self.open, None, float("inf")
+        assert group is not None
+        self.failures.append(reason)
+        told = set(group.ranks) - (left_out if gone else set())
+        if not gone:
+            self.excluded |= left_out
+            self.offenders |= left_out
+        for rank in left_out:
+            self.joins.pop(rank, None)
+        self._retry_at = now + (0.0 if gone else self.timing.retry_s)
+        message = Abort(self._fragment, self._lineage, group.attempt, tuple(sorted(left_out)), resync, reason)
+        return [(rank, message) for rank in sorted(told)]
+
+
+def is_carried(proposal: Proposal, first_step: int) -> bool:
+    """Whether this work was done in an earlier epoch than the one that began with this nominal step."""
+    return proposal.step <= first_step
+
+
+def names(ranks: Iterable[int]) -> str:
+    """For people: peer 3; peers 1, 4; nothing for nobody."""
+    listed = ", ".join(map(str, sorted(ranks)))
+    return f"peer {listed}" if listed and "," not in listed else f"peers {listed}" if listed else ""

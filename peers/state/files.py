@@ -1,0 +1,166 @@
+"""An outer state on disk: `outer.safetensors` and `outer.json`, which says what must be in the former.
+
+Where a lossy codec has kept something back, `residuals.safetensors` lies beside them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from peers.errors import ProtocolError, UserError
+from peers.outer_state import Digests, OuterState
+from peers.reduction.residuals import Residuals
+from peers.state.header import StateHeader
+from peers.whole_files import FileRecord, write_bytes, write_tensors
+
+TENSORS_FILE = "outer.safetensors"
+HEADER_FILE = "outer.json"
+RESIDUALS_FILE = "residuals.safetensors"
+
+
+class HeldState:
+    """An outer state and its residuals as they were at one moment: later commits write elsewhere.
+
+    A context manager: leaving it lets go of the memory.
+    """
+
+    def __init__(self, state: OuterState, residuals: Sequence[Residuals] = ()) -> None:
+        """May wait for a commit under way. Raises OSError where the state is being changed."""
+        snapshot = state.snapshot()
+        if snapshot is None:
+            raise OSError("the outer state is being changed; save it between two commits")
+        self.snapshot = snapshot
+        self._stack = contextlib.ExitStack()
+        self._stack.enter_context(snapshot)
+        self.residuals = {
+            f"{index}.{name}": values
+            for index, kept in enumerate(residuals)
+            for name, values in self._stack.enter_context(kept.held()).items()
+        }
+
+    def write(self, directory: Path) -> dict[str, FileRecord]:
+        """Write the files, each complete or not at all, the header last. May be repeated. Raises OSError.
+
+        The directory must exist: whoever made it may have removed it, which takes the checkpoint back. Returns what
+        was written, by name.
+        """
+        header, written = self.snapshot.header, {}
+        metadata = {"lineage": header.lineage}
+        if self.residuals:
+            path = directory / RESIDUALS_FILE
+            written[RESIDUALS_FILE] = write_tensors(path, self.residuals, metadata)
+        else:
+            (directory / RESIDUALS_FILE).unlink(missing_ok=True)
+        tensors = {f"anchor.{index}": values for index, values in enumerate(self.snapshot.anchor)}
+        tensors |= {f"momentum.{index}": values for index, values in enumerate(self.snapshot.momentum)}
+        written[TENSORS_FILE] = write_tensors(directory / TENSORS_FILE, tensors, metadata)
+        written[HEADER_FILE] = write_bytes(directory / HEADER_FILE, _header_text(header).encode())
+        return written
+
+    def close(self) -> None:
+        """May be repeated."""
+        self._stack.close()
+
+    def __enter__(self) -> HeldState:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def save(state: OuterState, directory: Path, residuals: Sequence[Residuals] = ()) -> dict[str, FileRecord]:
+    """Hold the state and write it at once; see HeldState. Raises OSError."""
+    with HeldState(state, residuals) as held:
+        return held.write(directory)
+
+
+def load(directory: Path) -> OuterState:
+    """The state saved there, every bit of it checked. Raises UserError, which names the file that is at fault."""
+    header = _load_header(directory / HEADER_FILE)
+    path = directory / TENSORS_FILE
+    try:
+        with safe_open(path, framework="pt") as file:
+            anchor, momentum = (
+                [
+                    _checked(file.get_tensor(f"{name}.{index}"), size)
+                    for index, size in enumerate(header.sizes)
+                ]
+                for name in ("anchor", "momentum")
+            )
+    except (OSError, SafetensorError, ValueError) as error:
+        raise UserError(f"{path} is not a complete checkpoint: {error}. Resume from an older one.") from error
+    state = OuterState(header, anchor, momentum)
+    if state.verify() != Digests(header.anchor_digest, header.momentum_digest):
+        raise UserError(
+            f"{path} does not hold what {HEADER_FILE} says: torn or damaged. Resume from an older one."
+        )
+    return state
+
+
+def load_residuals(directory: Path, state: OuterState) -> list[Residuals]:
+    """The residuals saved with this state, by fragment. Raises UserError."""
+    path = directory / RESIDUALS_FILE
+    if not path.exists():
+        return [Residuals(size) for size in state.sizes]
+    try:
+        with safe_open(path, framework="pt") as file:
+            if file.metadata().get("lineage") != state.lineage:
+                raise ValueError("it belongs to another state")
+            return [
+                Residuals.from_tensors(
+                    size,
+                    {
+                        name.removeprefix(f"{index}."): file.get_tensor(name)
+                        for name in file.keys()  # noqa: SIM118 - not a mapping
+                        if name.startswith(f"{index}.")
+                    },
+                )
+                for index, size in enumerate(state.sizes)
+            ]
+    except (OSError, SafetensorError, ValueError, AttributeError) as error:
+        raise UserError(f"{path} is not a complete checkpoint: {error}. Resume from an older one.") from error
+
+
+def _header_text(header: StateHeader) -> str:
+    message = header.to_message()
+    return json.dumps(
+        {key: value.hex() if isinstance(value, bytes) else value for key, value in message.items()}
+        | {
+            "lineage": header.lineage,
+            "anchor_digest": header.anchor_digest,
+            "momentum_digest": header.momentum_digest,
+        },
+        indent=1,
+    )
+
+
+def _load_header(path: Path) -> StateHeader:
+    try:
+        message = json.loads(path.read_text())
+        for key in ("anchor_chunks", "momentum_chunks"):
+            message[key] = bytes.fromhex(message[key])
+        header = StateHeader.from_message(message)
+        if message["lineage"] != header.lineage:
+            raise ProtocolError("its lineage does not follow from its figures")
+        return header
+    except (OSError, ValueError, TypeError, KeyError, ProtocolError) as error:
+        raise UserError(
+            f"{path} is not the header of a checkpoint: {error}. Resume from an older one."
+        ) from error
+
+
+def _checked(values: Tensor, size: int) -> Tensor:
+    if values.dtype != torch.float32 or values.shape != (size,):
+        raise ValueError(f"a tensor of {values.dtype} {tuple(values.shape)} where {size} fp32 values belong")
+    # What was read may be a view of the file, which the next commit would write to.
+    return values.clone()

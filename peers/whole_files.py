@@ -1,0 +1,193 @@
+"""Files that are whole or absent, hashed while they are written: safetensors, and small ones of any content.
+
+The digest is of what was meant to be written, in the same pass: a disk that keeps something else is found out. Where
+the file system lets it, the page cache is passed by (O_DIRECT): filling it takes several times the processor time that
+the disk does, and pushes out what training reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import mmap
+import os
+import stat
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+_PART_BYTES = 1 << 20
+_BLOCK_BYTES = 4096
+"""What passes the page cache by begins and ends at multiples of it, on the disk and in memory."""
+_DIRECT = getattr(os, "O_DIRECT", 0)
+_ALIGNMENT = 8
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What a file has to be; `digest` is BLAKE3 in hex."""
+
+    num_bytes: int
+    digest: str
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> FileRecord:
+    """A safetensors file of CPU tensors, of which none is copied. Survives a power cut. Raises OSError naming it."""
+    # Wide types first, so that every tensor is aligned.
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name in names:
+        tensor, start = tensors[name], end
+        end += tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    head = struct.pack("<Q", len(text)) + text
+    return _written(path, (memoryview(head), *(_bytes_of(tensors[name]) for name in names)))
+
+
+def write_bytes(path: Path, content: bytes) -> FileRecord:
+    """A file of this content. Survives a power cut. Raises OSError naming it."""
+    return _written(path, (memoryview(content),))
+
+
+def record_of(path: Path) -> FileRecord:
+    """Of a file as it is. Raises OSError; what is no regular file counts as such an error."""
+    hasher, num_bytes, buffer = blake3(), 0, bytearray(_PART_BYTES)
+    with path.open("rb", buffering=0) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(f"{path} is no regular file")
+        while count := file.readinto(buffer):
+            hasher.update(memoryview(buffer)[:count])
+            num_bytes += count
+    return FileRecord(num_bytes, hasher.hexdigest())
+
+
+def problem_with(path: Path, expected: FileRecord) -> str | None:
+    """What is wrong with a file, in words that follow its name; None where nothing is."""
+    try:
+        num_bytes = path.stat().st_size
+        if num_bytes != expected.num_bytes:
+            return f"has {num_bytes} bytes and not {expected.num_bytes}"
+        if record_of(path) != expected:
+            return "does not hold what was saved"
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"cannot be read ({error.strerror or error})"
+    return None
+
+
+def flush_to_disk(path: Path) -> None:
+    """What has been written to the file survives a power cut; of a directory, its entries. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _written(path: Path, parts: Iterable[memoryview]) -> FileRecord:
+    hasher, num_bytes, filled = blake3(), 0, 0
+    # Anonymous memory begins at a page.
+    room = memoryview(mmap.mmap(-1, _PART_BYTES))
+    with _new_file(path) as descriptor:
+
+        def flush() -> None:
+            hasher.update(room[:filled])
+            whole_blocks = filled - filled % _BLOCK_BYTES
+            _write_all(descriptor, room[:whole_blocks])
+            if whole_blocks < filled:
+                # The end of the file.
+                _buffered(descriptor)
+                _write_all(descriptor, room[whole_blocks:filled])
+
+        for part in parts:
+            while part:
+                taken, part = part[: len(room) - filled], part[len(room) - filled :]
+                room[filled : filled + len(taken)] = taken
+                filled += len(taken)
+                num_bytes += len(taken)
+                if filled == len(room):
+                    flush()
+                    filled = 0
+        flush()
+    return FileRecord(num_bytes, hasher.hexdigest())
+
+
+def _write_all(descriptor: int, content: memoryview) -> None:
+    while content:
+        try:
+            content = content[os.write(descriptor, content) :]
+        except OSError as error:
+            # Blocks larger than ours, or a file system that took the flag and not the data.
+            if error.errno != errno.EINVAL or not _buffered(descriptor):
+                raise
+
+
+def _buffered(descriptor: int) -> bool:
+    """From here on through the page cache. Returns whether it was not before."""
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~_DIRECT)
+    return bool(flags & _DIRECT)
+
+
+@contextlib.contextmanager
+def _new_file(path: Path) -> Iterator[int]:
+    """A descriptor of a file that takes `path`'s place in one step, once the block has ended well."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        descriptor = _opened(temporary)
+        try:
+            yield descriptor
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        temporary.replace(path)
+        flush_to_disk(path.parent)
+    except OSError as error:
+        # Not the temporary name: nobody knows it.
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _opened(path: Path) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    try:
+        return os.open(path, flags | _DIRECT, 0o644)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    return os.open(path, flags, 0o644)
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The tensor's memory. A copy where it is not contiguous."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -1,0 +1,73 @@
+"""A Ray cluster on pods as a file for `ray up`, for those who want to go on with Ray's own launcher."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from provisioning.launchers.ray_cluster import DASHBOARD_PORT, PORT
+from provisioning.pod_paths import CODE, PODS
+from provisioning.pods import label_prefix
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayHost:
+    """One machine of the cluster."""
+
+    inside: str
+    """Its address as the other machines reach it."""
+    outside: str
+    """As the operator reaches it."""
+    ssh_port: int = 22
+
+
+def cluster_yaml(
+    hosts: Sequence[RayHost], *, owner: str, user: str, key: Path, python: str, cpus: int | None
+) -> str:
+    """The first host is the head. `python`: absolute, or relative to a pod's directory."""
+    import yaml
+
+    start = f"{_python(owner, python)} -m ray.scripts.scripts start --disable-usage-stats"
+    start += f" --num-cpus={cpus}" if cpus else ""
+    head = (
+        f"{start} --head --port={PORT} --dashboard-host=127.0.0.1 --dashboard-port={DASHBOARD_PORT} "
+        f"--node-ip-address={hosts[0].inside} --autoscaling-config=~/ray_bootstrap_config.yaml"
+    )
+    provider: dict[str, Any] = {
+        "type": "local",
+        "head_ip": hosts[0].inside,
+        "worker_ips": [host.inside for host in hosts[1:]],
+    }
+    if hosts[0].outside != hosts[0].inside:
+        provider["external_head_ip"] = hosts[0].outside
+    values = {
+        "cluster_name": f"diloco-{owner}",
+        "provider": provider,
+        "auth": {"ssh_user": user, "ssh_private_key": str(key.expanduser())},
+        "min_workers": len(hosts) - 1,
+        "max_workers": len(hosts) - 1,
+        "head_start_ray_commands": [head],
+        "worker_start_ray_commands": [f"{start} --address=$RAY_HEAD_IP:{PORT}"],
+    }
+    return _port_remark(hosts) + str(yaml.safe_dump(values, sort_keys=False, width=1000))
+
+
+def _python(owner: str, python: str) -> str:
+    """All workers are started by one line, and each has a pod of another name."""
+    if python.startswith("/"):
+        return shlex.quote(python)
+    pod = f"$(ls -d ~/{PODS}/{label_prefix(owner)}*/ | head -n 1)"
+    return f"PYTHONPATH={pod}{CODE} {pod}{python}"
+
+
+def _port_remark(hosts: Sequence[RayHost]) -> str:
+    odd = [host for host in hosts if host.ssh_port != 22]
+    if not odd:
+        return ""
+    lines = ["# `ray up` has no setting for SSH ports; put these lines into ~/.ssh/config:"]
+    for host in odd:
+        lines += [f"# Host {host.outside}", f"#     Port {host.ssh_port}"]
+    return "\n".join(lines) + "\n"

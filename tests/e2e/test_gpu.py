@@ -1,0 +1,102 @@
+"""The trainers on CUDA, one GPU being enough: precision, resume, unlike devices in one swarm, reinforcement."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.format_model import bare_model
+from tests.support.commands import DILOCO, check_nothing_left, training_flags, wait_until
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+]
+DEVICE = "cuda"
+TRAINER = (sys.executable, "-m", "diloco.train_fsdp")
+LOOPBACK = ("--host-maddrs", "/ip4/127.0.0.1/tcp/0")
+AGREED = "all peers held bit-identical anchors after every epoch"
+
+
+def records(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [record for line in lines if (record := json.loads(line))["kind"] == kind]
+
+
+def digests(run_dir: Path) -> dict[int, str]:
+    return {record["epoch"]: record["anchor_digest"] for record in records(run_dir, "epoch")}
+
+
+def losses(run_dir: Path) -> dict[int, float]:
+    return {record["step"]: record["loss"] for record in records(run_dir, "step")}
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "fp16-mixed"])
+def test_a_resumed_training_has_the_losses_of_the_undisturbed_one(start, model, tmp_path, precision):
+    flags = {"device": DEVICE, "precision": precision, "ckpt.path": tmp_path / "saved"}
+    whole = training_flags(model, run_dir="run", max_steps=8, **flags, **{"ckpt.interval": 4})
+    first = start(*TRAINER, *whole, name="first")
+    assert first.wait() == 0, first.stderr
+    again = {"ckpt.resume": tmp_path / "saved" / "model_step_4"}
+    second = start(
+        *TRAINER, *training_flags(model, run_dir="run", max_steps=8, **flags, **again), name="second"
+    )
+    assert second.wait() == 0, second.stderr
+    expected, resumed = losses(first.directory / "run"), losses(second.directory / "run")
+    assert list(expected) == list(range(1, 9)) and list(resumed) == [5, 6, 7, 8]
+    # Kernels may add up in another order from run to run.
+    assert resumed == pytest.approx({step: expected[step] for step in resumed}, rel=1e-3)
+
+
+def test_compiled_and_with_a_batch_size_that_it_finds_it_trains(start, model):
+    found = {"per-device-train-batch-size": "auto", "total-batch-size": 64, "torch-compile": True}
+    ran = start(*TRAINER, *training_flags(model, run_dir="run", max_steps=4, device=DEVICE, **found))
+    assert ran.wait() == 0, ran.stderr
+    (begun,) = [r for r in records(ran.directory / "run", "event") if r["event"] == "start"]
+    assert 64 % begun["micro_batch_size"] == 0
+    assert all(math.isfinite(loss) for loss in losses(ran.directory / "run").values())
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+def test_two_peers_on_the_gpu_agree_on_every_bit(start, model, codec):
+    hv = {"hv.local-steps": 4, "hv.num-fragments": 2, "hv.overlap-steps": 1, "hv.compression": codec}
+    ran = start(*DILOCO, "run", *training_flags(model, run_dir="run", max_steps=16, device=DEVICE, **hv))
+    assert ran.wait() == 0, ran.stderr
+    assert AGREED in ran.stdout
+    check_nothing_left(ran)
+
+
+def test_a_peer_on_the_gpu_and_one_on_the_cpu_agree_on_every_bit(start, model):
+    def flags(device: str) -> list[str]:
+        return training_flags(
+            model, run_dir="run", max_steps=16, device=device, galaxy_size=2, **{"hv.local-steps": 4}
+        )
+
+    coordinator = start(*DILOCO, "dht", "start", *LOOPBACK, name="dht")
+    wait_until(lambda: "--initial-peers" in coordinator.stdout, "the address", command=coordinator)
+    maddr = coordinator.stdout.split()[1]
+    peers = [
+        start(*DILOCO, "peer", "--initial-peers", maddr, *LOOPBACK, *flags(device), name=device + str(number))
+        for number, device in enumerate((DEVICE, "cpu"))
+    ]
+    assert [peer.wait() for peer in peers] == [0, 0], [peer.stderr for peer in peers]
+    gpu, cpu = (digests(peer.directory / "run") for peer in peers)
+    assert len(gpu) == 4 and gpu == cpu
+
+
+def test_two_peers_learn_by_reinforcement_on_the_gpu(start, tmp_path):
+    model = bare_model(tmp_path / "model", hidden_size=32, num_attention_heads=1, num_key_value_heads=1)
+    flags = ("--total-steps", 4, "--total-batch-size", 8, "--grpo.num-generations", 4, "--warmup-steps", 0)
+    lengths = ("--grpo.max-completion-length", 8, "--grpo.eval-prompts", 2, "--hv.local-steps", 2)
+    place = ("--path-model", model, "--run-dir", tmp_path / "run", "--device", DEVICE, "--rollout", "hf")
+    ran = start(*DILOCO, "run", "--mode", "grpo", *place, *flags, *lengths)
+    assert ran.wait() == 0, ran.stderr
+    assert AGREED in ran.stdout
+    first, second = (digests(tmp_path / "run" / f"peer-{rank}") for rank in (0, 1))
+    assert len(first) == 2 and first == second

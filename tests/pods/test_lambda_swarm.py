@@ -1,0 +1,76 @@
+"""The commands as typed, at Lambda by its emulator: its user, its port 22, each machine with an address of its own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import Command, check_gone, model_directory
+from tests.support.lambda_api import LambdaApi
+from tests.support.namespaces import hub, inside, why_not
+from tests.support.pods_commands import argv_of, tiny_training
+from tests.support.ssh_machines import SSHD, cloud_machine, needs_rsync
+
+pytest.importorskip("asyncssh", reason="the package asyncssh is not installed")
+WHY_NOT = why_not() or needs_rsync() or ("" if shutil.which(SSHD) else "needs OpenSSH's server")
+pytestmark = [pytest.mark.pods, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
+
+TIMEOUT_S = 300.0
+
+
+@pytest.fixture
+def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LambdaApi]:
+    """Two machines behind a router, on which the operator sits."""
+    with ExitStack() as stack:
+        lan = stack.enter_context(hub(2, forwards=True))
+        stack.enter_context(inside(lan.middle))
+        hosts = []
+        for index, spoke in enumerate(lan.spokes):
+            directory, address = tmp_path / f"host{index}", lan.address_of(index)
+            machine = cloud_machine(directory, namespace=spoke, address=address, user="ubuntu")
+            hosts.append(stack.enter_context(machine))
+            hosts[-1].install("nvidia-smi", "echo 'A100, 40960 MiB'")
+        api = stack.enter_context(LambdaApi(hosts))
+        (tmp_path / "user").mkdir()
+        for name, value in {**api.environment, "HOME": str(tmp_path / "user")}.items():
+            monkeypatch.setenv(name, value)
+        yield api
+
+
+def test_two_instances_train_together_and_are_given_back(api, tmp_path):
+    model = model_directory(tmp_path / "model")
+    commands: list[Command] = []
+
+    def run(*argv: object) -> Command:
+        commands.append(Command([str(word) for word in argv], tmp_path / "here"))
+        commands[-1].wait(TIMEOUT_S)
+        return commands[-1]
+
+    try:
+        provision = argv_of(
+            "diloco provision --pods 2 --gpu-type A100,A10 --gpu-count 1 --provider lambda --yes"
+        )
+        common = ("--python", sys.executable, "--ttl-hours", 2)
+        up = run(*provision, *common, "--", *tiny_training(model, device="cpu"))
+        assert up.code == 0, up.stderr
+        launches = [one.body for one in api.requests if one.path.endswith("/launch")]
+        assert [one["instance_type_name"] for one in launches] == ["gpu_1x_a100", "gpu_1x_a10"]
+        found = json.loads(run(*argv_of("diloco pods status --json")).stdout)
+        assert [(one["peer"], one["epoch"] >= 1) for one in found] == [("trains", True)] * 2
+        assert "averaged by 2 peers" in run(*argv_of("diloco pods logs pod-1")).stdout
+        again = run(*provision, *common, "--", *tiny_training(model, device="cpu"))
+        assert (again.code, api.num_launched) == (0, 2), again.stderr
+        assert run(*argv_of("diloco pods down")).code == 0
+        assert all(one["_ended"] for one in api.instances.values())
+        check_gone(up)
+        cost = json.loads(run(*argv_of("diloco pods cost --json")).stdout)
+        assert sorted(one["price_per_hour"] for one in cost["pods"]) == [0.75, 1.29]
+    finally:
+        for command in commands:
+            command.close()

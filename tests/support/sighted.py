@@ -1,0 +1,69 @@
+"""A swarm as an observer sees it, without any network."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from peers.onlookers.journal import Incident, Point, RoundEntry
+from peers.onlookers.reports import Figures, Report
+from peers.onlookers.sightings import Sightings
+from peers.round.standing import Standing
+from tests.support.announcements import announced
+
+PARTS = {
+    "wait_s": 1.0,
+    "connect_s": 0.01,
+    "reduce_s": 0.5,
+    "preview_s": 0.02,
+    "vote_s": 0.03,
+    "apply_s": 0.04,
+}
+
+
+def entry(epoch: int, at: float, **fields: Any) -> RoundEntry:
+    usual: dict[str, Any] = {
+        "fragment": 0,
+        "anchor_digest": f"{epoch:064x}",
+        "contributors": (0, 1),
+        "sent_bytes": 1000,
+        "received_bytes": 2000,
+        "num_failures": 0,
+        "failures": (),
+        "parts": PARTS,
+        "round_s": 0.6,
+    }
+    return RoundEntry(**{**usual, **fields, "epoch": epoch, "time": at})
+
+
+def reported(
+    sightings: Sightings, peer_id: str, now: float, *, sees: tuple[str, ...] = (), **fields: Any
+) -> None:
+    """This peer has answered. `fields` are a Report's or an announcement's."""
+    own = {name: fields.pop(name) for name in list(fields) if name in Report.__dataclass_fields__}
+    report = Report(status=b"", sees=dict.fromkeys(sees, 1.0), **own)
+    sightings.reported(announced(peer_id, **fields), report, now)
+
+
+def full_report(**fields: Any) -> Report:
+    """With something in every place."""
+    usual: dict[str, Any] = {
+        "status": b"s",
+        "figures": Figures(
+            loss=2.5,
+            hardware="CPU, 2 cores",
+            steps_per_epoch=100,
+            num_rounds=3,
+            num_failures=1,
+            sent_bytes=10,
+            received_bytes=20,
+            upload_bytes_per_s=1e6,
+            download_bytes_per_s=2e6,
+            link_bytes_per_s=3e6,
+        ),
+        "standing": Standing(step="seeking", leader=0, missing=(2,), waits_for="peers 2"),
+        "sees": {"A": 5.0, "B": 6.0},
+        "points": (Point(time=1.0, step=10, loss=3.0, tokens_per_s=100.0),),
+        "rounds": (entry(1, 2.0, num_failures=1, failures=("lost peer 2",)),),
+        "incidents": (Incident(time=3.0, text="lost peer 2"),),
+    }
+    return Report(**{**usual, **fields})

@@ -1,0 +1,28 @@
+"""Links that fail between two peers who live, and whom all others still hear: nobody's part in a round is lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.chaos.links import Doors
+from benchmarks.chaos.swarm import ChaosSwarm
+from tests.support.swarm import wait_until
+
+NUM_PEERS = 4
+
+
+@pytest.mark.parametrize("fail", [Doors.cut, Doors.silence])
+def test_a_link_that_fails_between_two_members_costs_neither_of_them_an_epoch(tmp_path, fail):
+    # Neither leads: that is the part of the lowest rank.
+    pair = frozenset({2, 3})
+    with ChaosSwarm(tmp_path, NUM_PEERS, numel=100_000, local_steps=4, max_steps=10**6, step_s=0.05) as swarm:
+        for rank in range(NUM_PEERS):
+            swarm.start(rank)
+        peers = [swarm.peers[rank] for rank in range(NUM_PEERS)]
+        wait_until(lambda: all(peer.epoch >= 3 for peer in peers), "epoch 3")
+        fail(swarm.doors, [pair], True)
+        wait_until(lambda: "lost peer 2" in peers[3].log and "lost peer 3" in peers[2].log, "the loss")
+        epoch = peers[0].epoch
+        wait_until(lambda: all(peer.epoch >= epoch + 5 for peer in peers), "five epochs more")
+        assert {tuple(record["contributors"]) for record in peers[0].epochs} == {(0, 1, 2, 3)}
+        swarm.check_digests()

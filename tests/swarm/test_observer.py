@@ -1,0 +1,270 @@
+"""Real daemons, watched from outside: who dies is seen to be dead at once."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+import pytest
+
+from peers.access.secrets import AdmissionKey
+from peers.dht import Dht
+from peers.errors import PeerUnreachable, ProtocolError
+from peers.identity import load_or_create
+from peers.messages import Channel
+from peers.onlookers.observer import Observer, observing, read_swarm
+from peers.onlookers.report_service import ReportService, proof_of, report_protocol
+from tests.support.members import free_port, joined
+from tests.support.sighted import full_report
+from tests.support.swarm import wait_until
+from tests.unit.peers.test_metrics_text import get, values
+
+SEEN_WITHIN_S = 2.0
+
+
+async def until(
+    observer: Observer, condition: Callable[[dict[str, Any]], bool], timeout_s: float = 30.0
+) -> float:
+    """When the swarm that is seen met the condition, by the wall clock."""
+    deadline = time.monotonic() + timeout_s
+    while not condition(swarm := observer.swarm()):
+        assert time.monotonic() < deadline, swarm
+        await observer.changed(deadline - time.monotonic())
+    return time.time()
+
+
+def state_of(swarm: dict[str, Any], rank: int) -> str:
+    return next((peer["state"] for peer in swarm["peers"] if peer["world_rank"] == rank), "")
+
+
+def has_all(swarm: dict[str, Any], *ranks: int) -> bool:
+    shown = {peer["world_rank"]: peer for peer in swarm["peers"]}
+    return shown.keys() >= set(ranks) and all(shown[rank]["answers"] for rank in ranks)
+
+
+def test_a_peers_death_and_its_return_are_seen_within_two_seconds(swarm):
+    light = swarm(local_steps=4, max_steps=100000, step_s=0.05, tells_loss=True)
+    light.start_all(3)
+    wait_until(lambda: all(peer.epoch >= 1 for peer in light.peers.values()), "epoch 1")
+
+    async def watch() -> None:
+        async with observing(light.run_id, light.initial_peers, timeout_s=20) as observer:
+            await observer.settled(20)
+            await until(observer, lambda seen: has_all(seen, 0, 1, 2))
+            # The leader of the rounds, of all peers.
+            await asyncio.to_thread(light.peers[0].kill)
+            died_at = light.peers[0].killed[-1]
+            seen_at = await until(observer, lambda seen: state_of(seen, 0) == "lost")
+            assert seen_at - died_at < SEEN_WITHIN_S
+            # A single look, begun now, sees it too, long before the DHT forgets the dead.
+            once = await read_swarm(light.run_id, light.initial_peers, timeout_s=20)
+            assert state_of(once, 0) == "lost" and time.time() - died_at < 15
+            light.start(0)
+            await until(observer, lambda seen: state_of(seen, 0) in ("training", "averaging"))
+            seen = observer.swarm()
+            events = [
+                (event["world_rank"], event["what"]) for event in seen["events"] if event["said_by"] is None
+            ]
+            assert events[0] == (0, "was lost") and (0, "came back") in events
+            assert {rank for rank, _ in events} == {0}
+            check_figures(seen, observer)
+
+    asyncio.run(watch())
+
+
+def check_figures(seen: dict[str, Any], observer: Observer) -> None:
+    """Of peer 1, which was there all the time."""
+    one = next(peer for peer in seen["peers"] if peer["world_rank"] == 1)
+    assert one["loss"] > 0 and one["steps_per_epoch"] == 4
+    assert one["num_rounds"] >= 1 and one["sent_bytes"] > 0 and one["upload_bytes_per_s"] > 0
+    assert any(event["said_by"] == 1 and event["what"] == "lost peer 0" for event in seen["events"])
+    told = [round_ for round_ in seen["rounds"] if len(round_["peers"]) >= 2]
+    assert told and all(round_["agrees"] for round_ in told)
+    for peer in told[-1]["peers"]:
+        assert {"wait_s", "connect_s", "reduce_s", "vote_s", "apply_s"} <= peer.keys()
+    assert len(observer.curves()[1]) >= 2
+
+
+def test_whom_a_round_waits_for_and_why_is_seen_and_metrics_are_the_daemons_own(swarm):
+    light = swarm(local_steps=4, max_steps=100000, step_s=0.05, tells_loss=True)
+    light.galaxy_size = 2
+    light.start(0)
+    light.extra["metrics_port"] = port = free_port()
+    light.start(1, step_s=1.5)
+    wait_until(lambda: all(peer.epoch >= 1 for peer in light.peers.values()), "epoch 1")
+
+    async def watch() -> None:
+        async with observing(light.run_id, light.initial_peers, timeout_s=20) as observer:
+            await until(observer, lambda seen: any("to go" in one["reason"] for one in seen["stragglers"]))
+            (late,) = observer.swarm()["stragglers"]
+            assert (late["world_rank"], late["leader"]) == (1, 0)
+            assert "it still trains, at step" in late["reason"] and "of 4" in late["reason"]
+
+    asyncio.run(watch())
+    status, text = get(port)
+    found, run = values(text), f'run_id="{light.run_id}"'
+    assert status == 200 and found["diloco_peers", run] == 2
+    assert [labels for name, labels in found if name == "diloco_epoch"] == [f'{run},world_rank="1"']
+    assert found["diloco_rounds_total", f'{run},world_rank="1"'] >= 1
+    assert found["diloco_loss", f'{run},world_rank="1"'] > 0
+
+
+def test_a_leaving_peer_is_not_taken_for_lost(swarm):
+    light = swarm(local_steps=4, max_steps=100000, step_s=0.05)
+    light.start_all(2)
+    wait_until(lambda: all(peer.epoch >= 1 for peer in light.peers.values()), "epoch 1")
+
+    async def watch() -> None:
+        async with observing(light.run_id, light.initial_peers, timeout_s=20) as observer:
+            await observer.settled(20)
+            await until(observer, lambda seen: has_all(seen, 0, 1))
+            light.peers[1].process.terminate()
+            await until(observer, lambda seen: state_of(seen, 1) == "")
+            assert [event["what"] for event in observer.swarm()["events"] if event["said_by"] is None] == [
+                "left"
+            ]
+
+    asyncio.run(watch())
+
+
+async def hello(dht: Dht, run_id: str, peer_id: str, maddrs: list[str]) -> Channel:
+    sock = await dht.transport.open(peer_id, report_protocol(run_id), timeout_s=5.0, maddrs=maddrs)
+    channel = Channel(sock)
+    await channel.send({"kind": "hello", "version": 1}, 5.0)
+    return channel
+
+
+def test_only_who_has_the_swarm_secret_is_told_where_there_is_one(tmp_path):
+    secret, other = AdmissionKey.new().secret, AdmissionKey.new().secret
+
+    async def main() -> None:
+        async with (
+            joined(tmp_path, "peer") as peer,
+            joined(tmp_path, "observer", *await peer.maddrs()) as looker,
+        ):
+            service = ReportService("r", peer.peer_id, peer.transport, lambda _: full_report(), secret=secret)
+            await service.start()
+            for proof, kind in (
+                (proof_of(secret, "r", looker.peer_id, peer.peer_id, b""), "refused"),
+                (b"\0" * 32, "refused"),
+                (None, "refused"),
+                ("right", "report"),
+            ):
+                channel = await hello(looker, "r", peer.peer_id, await peer.maddrs())
+                nonce = (await channel.receive(5.0))["nonce"]
+                if proof == "right":
+                    proof = proof_of(secret, "r", looker.peer_id, peer.peer_id, nonce)
+                elif proof is None:
+                    proof = proof_of(other, "r", looker.peer_id, peer.peer_id, nonce)
+                await channel.send({"kind": "proof", "proof": proof}, 5.0)
+                assert (await channel.receive(5.0))["kind"] == kind
+                channel.close()
+
+    asyncio.run(main())
+
+
+def test_observers_are_so_many_at_most_and_make_room_when_they_go(tmp_path, monkeypatch):
+    monkeypatch.setattr("peers.onlookers.report_service.MAX_OBSERVERS", 2)
+
+    async def main() -> None:
+        async with (
+            joined(tmp_path, "peer") as peer,
+            joined(tmp_path, "observer", *await peer.maddrs()) as looker,
+        ):
+            service = ReportService("r", peer.peer_id, peer.transport, lambda _: full_report())
+            await service.start()
+
+            async def first_word() -> tuple[Channel, str]:
+                channel = await hello(looker, "r", peer.peer_id, await peer.maddrs())
+                return channel, (await channel.receive(5.0))["kind"]
+
+            (one, first), (two, second), (three, third) = [await first_word() for _ in range(3)]
+            assert (first, second, third) == ("report", "report", "busy")
+            one.close()
+            deadline, kind = time.monotonic() + 10, "busy"
+            while kind == "busy":
+                assert time.monotonic() < deadline, "nobody made room"
+                late, kind = await first_word()
+                late.close()
+            assert kind == "report"
+            two.close()
+            three.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "words", [b"\xc1" * 50, msgpack.packb({"kind": "hello"}), msgpack.packb({"kind": "rank"})]
+)
+def test_who_says_anything_else_is_hung_up_on(tmp_path, words):
+    async def main() -> None:
+        async with (
+            joined(tmp_path, "peer") as peer,
+            joined(tmp_path, "observer", *await peer.maddrs()) as looker,
+        ):
+            service = ReportService("r", peer.peer_id, peer.transport, lambda _: full_report())
+            await service.start()
+            maddrs = await peer.maddrs()
+            sock = await looker.transport.open(
+                peer.peer_id, report_protocol("r"), timeout_s=5.0, maddrs=maddrs
+            )
+            channel = Channel(sock)
+            await asyncio.get_running_loop().sock_sendall(sock, len(words).to_bytes(4, "little") + words)
+            with pytest.raises((PeerUnreachable, ProtocolError)):
+                await channel.receive(5.0)
+            channel.close()
+
+    asyncio.run(main())
+
+
+def test_a_peer_that_reports_nonsense_is_shown_as_it_announces_itself(swarm, tmp_path):
+    """A real daemon beside one whose reports hold no report: nobody who looks comes to harm."""
+    light = swarm(local_steps=4, max_steps=100000, step_s=0.05)
+    light.start_all(1)
+    wait_until(lambda: light.peers[0].epoch >= 1, "epoch 1")
+
+    async def main() -> None:
+        from peers.records import PEERS_KEY
+        from tests.support.announcements import announced
+
+        identity = load_or_create(tmp_path / "liar.key")
+        liar = await Dht.join(
+            identity=identity, initial_peers=light.initial_peers, host_maddrs=("/ip4/127.0.0.1/tcp/0",)
+        )
+        maddrs = tuple(await liar.maddrs())
+
+        async def announce_forever() -> None:
+            # As peers do: one record may not be taken, and none lasts.
+            while True:
+                record = announced(
+                    identity.peer_id, run_id=light.run_id, world_rank=7, state="joining",
+                    maddrs=maddrs, time=time.time(),
+                )  # fmt: skip
+                await liar.store(PEERS_KEY(light.run_id), identity.peer_id, record.encode(identity), 20)
+                await asyncio.sleep(1.0)
+
+        announcing = asyncio.create_task(announce_forever())
+        try:
+
+            async def lie(_peer_id: str, sock: Any) -> None:
+                channel = Channel(sock)
+                await channel.receive(5.0)
+                await channel.send({"kind": "report", "status": b"", "figures": {"loss": "<script>"}}, 5.0)
+                channel.close()
+
+            await liar.transport.serve(report_protocol(light.run_id), lie)
+            async with observing(light.run_id, light.initial_peers, timeout_s=20) as observer:
+                await until(observer, lambda seen: has_all(seen, 0) and state_of(seen, 7) != "")
+                await observer.settled(20)
+                seen = observer.swarm()
+        finally:
+            announcing.cancel()
+            await liar.close()
+            identity.release()
+        assert [(peer["world_rank"], peer["answers"]) for peer in seen["peers"]] == [(0, True), (7, False)]
+        assert seen["peers"][1]["loss"] is None and seen["peers"][1]["state"] == "joining"
+
+    asyncio.run(main())

@@ -1,0 +1,216 @@
+"""A member that is asked whether a machine is reached, and those who would have it dial somebody else."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peers.access.gate import Gate
+from peers.access.secrets import AdmissionKey
+from peers.access.tokens import Refused, Why
+from peers.admission import Admission
+from peers.dht import Dht
+from peers.errors import PeerUnreachable, ProtocolError
+from peers.identity import load_or_create
+from peers.messages import Channel
+from peers.network import reachability
+from peers.network.direct import Direct
+from peers.network.reachability import Reachability
+from peers.network.reachability_request import (
+    CHUNK_BYTES,
+    DIALLED_PROTOCOL,
+    SPEED_BYTES,
+    Busy,
+    asking,
+    reach_protocol,
+)
+from peers.network.reception import Reception
+from peers.network.tls import Credentials
+from tests.support.members import joined
+
+RUN = "reach"
+
+
+@dataclass
+class Asker:
+    """A client of the DHT, which listens nowhere but where a test has it listen."""
+
+    dht: Dht
+    credentials: Credentials
+    answering: str
+
+    def asking(self, **options: Any) -> Any:
+        return asking(self.dht.transport, self.answering, RUN, **options)
+
+    async def conversation(self, *messages: dict[str, Any]) -> list[dict[str, Any]]:
+        """What is answered to whatever one may say."""
+        channel = Channel(await self.dht.transport.open(self.answering, reach_protocol(RUN), timeout_s=10))
+        answers = []
+        try:
+            for message in messages:
+                await channel.send(message, 10)
+                answers.append(await channel.receive(10))
+        finally:
+            channel.close()
+        return answers
+
+
+@contextlib.asynccontextmanager
+async def asker(directory: Path, bootstrap: str, gate: Gate | None = None) -> AsyncIterator[Asker]:
+    async with joined(directory, "member", bootstrap) as member:
+        # The key file belongs to the member's DHT already: the same key, from a copy.
+        (directory / "copy.key").write_bytes((directory / "member.key").read_bytes())
+        identity = load_or_create(directory / "copy.key")
+        service = Reachability(RUN, identity, member.transport, gate or Gate.open(RUN))
+        await service.start()
+        maddrs = await member.maddrs()
+        async with joined(directory, "asker", *maddrs, client_mode=True) as dht:
+            (directory / "asker2.key").write_bytes((directory / "asker.key").read_bytes())
+            own = load_or_create(directory / "asker2.key")
+            yield Asker(dht, Credentials.of(own), member.peer_id)
+            own.release()
+        service.close()
+        identity.release()
+
+
+@contextlib.asynccontextmanager
+async def listening(credentials: Credentials) -> AsyncIterator[int]:
+    """A port at which the holder of a key answers."""
+
+    async def hang_up(_peer_id: str, stream: socket.socket) -> None:
+        stream.close()
+
+    reception = Reception(credentials, allows=lambda _: True)
+    reception.serve(DIALLED_PROTOCOL, hang_up)
+    direct = Direct(reception, lambda _: ())
+    direct.listen("/ip4/127.0.0.1/tcp/0")
+    try:
+        yield direct.port
+    finally:
+        await direct.close()
+        reception.close()
+
+
+def run(coroutine: Any) -> None:
+    asyncio.run(asyncio.wait_for(coroutine, 60))
+
+
+def test_a_member_tells_what_it_sees_and_calls_back_only_who_answers_with_the_callers_key(
+    tmp_path, bootstrap
+):
+    async def scenario():
+        async with asker(tmp_path, bootstrap) as ours:
+            stranger = load_or_create(tmp_path / "stranger.key")
+            with socket.socket() as closed:
+                closed.bind(("127.0.0.1", 0))
+                async with (
+                    listening(ours.credentials) as port,
+                    listening(Credentials.of(stranger)) as others,
+                    ours.asking() as asked,
+                ):
+                    assert asked.here.host == "127.0.0.1"
+                    assert abs(asked.here.ahead_s) < 0.5
+                    assert await asked.dial(port) == ""
+                    assert await asked.dial(others) == "this machine does not answer there"
+                    assert await asked.dial(closed.getsockname()[1]) == "connection refused"
+                    assert await asked.dial(port) == ""
+                    # Four calls are what one conversation is good for.
+                    with pytest.raises(PeerUnreachable):
+                        await asked.dial(port)
+            stranger.release()
+
+    run(scenario())
+
+
+def test_the_clock_of_who_asks_is_compared(tmp_path, bootstrap):
+    async def scenario():
+        async with asker(tmp_path, bootstrap) as ours:
+            import time
+
+            async with ours.asking(clock=lambda: time.time() - 100) as asked:
+                assert -101 < asked.here.ahead_s < -99
+
+    run(scenario())
+
+
+def test_bytes_go_both_ways_and_not_more_than_a_few(tmp_path, bootstrap):
+    async def scenario():
+        async with asker(tmp_path, bootstrap) as ours:
+            async with ours.asking() as asked:
+                speed = await asked.speed()
+                assert speed.to_peer > 1e6 and speed.from_peer > 1e6
+                with pytest.raises((PeerUnreachable, ProtocolError)):
+                    await asked.speed()
+
+            # Who sends without end is cut off.
+            channel = Channel(
+                await ours.dht.transport.open(ours.answering, reach_protocol(RUN), timeout_s=10)
+            )
+            await channel.send({"kind": "hello", "token": b""}, 10)
+            await channel.receive(10)
+            await channel.send({"kind": "speed"}, 10)
+            while (answer := await channel.receive(10)).get("kind") != "end":
+                if answer == {"kind": "mark"}:
+                    await channel.send({"kind": "got"}, 10)
+            with pytest.raises(PeerUnreachable):
+                for _ in range(4 * SPEED_BYTES // CHUNK_BYTES):
+                    await channel.send({"kind": "bytes", "data": bytes(CHUNK_BYTES)}, 10)
+                await channel.receive(10)
+            channel.close()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        {"kind": "dial", "port": 22, "host": "203.0.113.7"},
+        {"kind": "dial", "port": 0},
+        {"kind": "bytes", "data": b""},
+        {"kind": "run", "command": "reboot"},
+    ],
+)
+def test_a_question_that_is_none_ends_the_conversation(question, tmp_path, bootstrap, monkeypatch):
+    async def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("somebody was dialled")
+
+    async def scenario():
+        async with asker(tmp_path, bootstrap) as ours:
+            monkeypatch.setattr(Direct, "open", never)
+            with pytest.raises(PeerUnreachable):
+                await ours.conversation({"kind": "hello", "token": b""}, question)
+
+    run(scenario())
+
+
+def test_who_asks_again_and_again_is_asked_to_wait(tmp_path, bootstrap):
+    async def scenario():
+        async with asker(tmp_path, bootstrap) as ours:
+            answered = 0
+            with pytest.raises(Busy):
+                for _ in range(20):
+                    async with ours.asking():
+                        answered += 1
+            assert answered == reachability._SAVED
+
+    run(scenario())
+
+
+def test_in_a_closed_swarm_only_who_is_admitted_is_answered(tmp_path, bootstrap):
+    async def scenario():
+        key = AdmissionKey.new()
+        gate = Gate(Admission(RUN, key.secret.public_key))
+        async with asker(tmp_path, bootstrap, gate) as ours:
+            with pytest.raises(Refused) as refused:
+                async with ours.asking():
+                    pass
+            assert refused.value.why is Why.NO_TOKEN
+
+    run(scenario())

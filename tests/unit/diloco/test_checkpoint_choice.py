@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+from diloco.checkpoints.choice import Candidate, newest_first, of_others, to_delete, to_resume
+from diloco.checkpoints.mark import Mark
+from diloco.outer import Position
+
+
+def at(
+    step: int,
+    *,
+    saved_at_ms: int | None = None,
+    loss: float | None = None,
+    contributors: tuple[int, ...] = (0, 1),
+    number: int = 5,
+) -> Candidate:
+    """Rank 0's checkpoint of a step, on the lineage that the step's number says."""
+    mark = Mark(
+        position=Position(epoch=step),
+        tokens=(0,),
+        num_ranks=1,
+        number=number,
+        saved_at_ms=step if saved_at_ms is None else saved_at_ms,
+        contributors=contributors,
+        lineage=f"lineage {step}",
+        loss=loss,
+    )
+    return Candidate(name=f"model_step_{step}", part="diloco_rank_0", mark=mark)
+
+
+def steps(candidates) -> list[str]:
+    return [one.name.removeprefix("model_step_") for one in candidates]
+
+
+def saved_by(**peers: tuple[int, ...]) -> dict[str, dict[int, str]]:
+    """Which steps other peers have, `rank1=(4, 8)`."""
+    found: dict[str, dict[int, str]] = {}
+    for name, theirs in peers.items():
+        for step in theirs:
+            rank = int(name.removeprefix("rank"))
+            found.setdefault(f"model_step_{step}", {})[rank] = f"lineage {step}"
+    return found
+
+
+OWN = newest_first([at(4), at(8), at(12)])
+
+
+def test_the_newest_is_resumed_that_all_who_save_here_have():
+    assert to_resume(OWN, saved_by(rank1=(4, 8, 12)), {0, 1}, 0) == at(12)
+    assert to_resume(OWN, saved_by(rank1=(4, 8)), {0, 1}, 0) == at(8)
+
+
+def test_who_saves_elsewhere_or_was_not_in_the_last_commit_is_not_waited_for():
+    assert to_resume(OWN, {}, {0}, 0) == at(12)
+    assert to_resume(OWN, {}, {0, 2}, 0) == at(12)
+
+
+def test_a_step_of_another_history_is_not_the_same_step():
+    others = saved_by(rank1=(4, 8, 12))
+    others["model_step_12"][1] = "another lineage"
+    assert to_resume(OWN, others, {0, 1}, 0) == at(8)
+
+
+def test_nobody_goes_back_further_than_peers_that_save_side_by_side_can_be_apart():
+    own = newest_first([at(step) for step in range(4, 40, 4)])
+    assert to_resume(own, saved_by(rank1=(4,)), {0, 1}, 0) == at(36)
+    assert to_resume([], {}, {0, 1}, 0) is None
+
+
+def test_before_the_first_commit_all_who_save_here_count():
+    own = [at(4, contributors=()), at(2, contributors=())]
+    assert to_resume(own, saved_by(rank1=(2,)), {0, 1}, 0) == at(2, contributors=())
+
+
+def test_the_last_are_those_saved_last_and_not_those_of_the_highest_steps():
+    kept = [at(100, saved_at_ms=1), at(6, saved_at_ms=2), at(8, saved_at_ms=3)]
+    assert steps(newest_first(kept)) == ["8", "6", "100"]
+    assert steps(to_delete(kept, topk=2, keep="last")) == ["100"]
+    assert to_delete(kept, topk=3, keep="last") == to_delete(kept, topk=None, keep="last") == []
+
+
+def test_the_best_are_kept_and_the_newest_with_them():
+    kept = [at(1, loss=3.0), at(2, loss=1.0), at(3, loss=2.0), at(4), at(5, loss=9.0)]
+    assert steps(to_delete(kept, topk=2, keep="best")) == ["1", "4"]
+    assert steps(to_delete(kept, topk=1, keep="best")) == ["3", "1", "4"]
+
+
+def test_without_evaluations_the_best_are_the_last():
+    kept = [at(1), at(2), at(3, loss=float("nan"))]
+    assert steps(to_delete(kept, topk=1, keep="best")) == ["2", "1"]
+
+
+def test_where_the_very_first_was_not_saved_by_all_all_begin_anew():
+    first = at(4, number=0)
+    assert to_resume([first], {}, {0, 1}, 0) is None
+    assert to_resume([first], saved_by(rank1=(4,)), {0, 1}, 0) == first
+    assert to_resume([first], {}, {0}, 0) == first
+    # As peer 1, which has none, sees it; peer 2 was not yet there.
+    assert of_others([first], 1) is None
+    assert of_others([first], 2) == first
+    assert of_others([first, at(8)], 1) == at(8)

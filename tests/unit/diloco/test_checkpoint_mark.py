@@ -1,0 +1,211 @@
+"""A flipped, missing, torn or altered byte anywhere in a checkpoint is found, named, and skipped."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from diloco.checkpoints.dirs import own_part
+from diloco.checkpoints.mark import COMPLETE, Damaged, Mark, records_below, write_mark
+from diloco.checkpoints.restore import fetched
+from diloco.errors import UserError
+from diloco.options import CkptConfig
+from diloco.outer import Position
+from diloco.world import World
+from peers.outer_state import OuterState
+from peers.reduction.residuals import Residuals
+from peers.state import files as state_files
+from peers.whole_files import write_bytes, write_tensors
+
+SIZE = 700
+FILES = (
+    COMPLETE,
+    "model/config.json",
+    "outer.json",
+    "outer.safetensors",
+    "rank_0.safetensors",
+    "rank_1.safetensors",
+    "residuals.safetensors",
+)
+
+
+def checkpoint(path: Path, step: int) -> Path:
+    """Of world rank 3, with every kind of file that there is."""
+    directory = path / f"model_step_{step}" / own_part(3)
+    (directory / "model").mkdir(parents=True)
+    state = OuterState.initial([torch.full((SIZE,), float(step))])
+    kept = Residuals.from_tensors(SIZE, {"contribution": torch.ones(SIZE)})
+    state_files.save(state, directory, [kept])
+    for rank in (0, 1):
+        write_tensors(directory / f"rank_{rank}.safetensors", {"model.w": torch.rand(9, 5)}, {"pieces": "{}"})
+    write_bytes(directory / "model" / "config.json", b'{"model_type": "llama"}\n')
+    position = Position(epoch=step // 4, local_step=step % 4, data_base=7)
+    mark = Mark(
+        position=position,
+        tokens=(step,),
+        num_ranks=2,
+        files=records_below(directory),
+        saved_at_ms=step,
+        contributors=(3,),
+        lineage=state.lineage,
+    )
+    write_mark(directory, mark)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    """Two checkpoints, of steps 4 and 8."""
+    path = tmp_path_factory.mktemp("checkpoints")
+    assert sorted(p.name for p in checkpoint(path, 4).rglob("*") if p.is_file()) == sorted(
+        Path(name).name for name in FILES
+    )
+    checkpoint(path, 8)
+    return path
+
+
+def found(path: Path, resume: str, skipped: list[str] | None = None) -> int:
+    """The epoch of what would be resumed; `skipped` is given what was wrong with those that were passed over."""
+    config, told = CkptConfig(path=str(path), resume=resume), [] if skipped is None else skipped
+    with contextlib.ExitStack() as stack:
+        what = fetched(config, World(), 3, path / "scratch", stack, on_skipped=told.append)
+    assert what is not None and what.is_own
+    return what.mark.position.epoch
+
+
+@contextlib.contextmanager
+def damaged(file: Path, change: Callable[[bytes], bytes | None]) -> Iterator[None]:
+    before = file.read_bytes()
+    after = change(before)
+    if after is None:
+        file.unlink()
+    else:
+        file.write_bytes(after)
+    try:
+        yield
+    finally:
+        file.write_bytes(before)
+
+
+def check_found_named_and_skipped(saved: Path, name: str, change, caplog) -> None:
+    newest = saved / "model_step_8"
+    file = newest / own_part(3) / name
+    with damaged(file, change), caplog.at_level(logging.WARNING):
+        caplog.clear()
+        skipped: list[str] = []
+        assert found(saved, "auto", skipped) == 1
+        # Without its mark it is none, so there is nothing to be said of it.
+        assert str(file) in caplog.text or not file.exists()
+        assert (len(skipped) == 1 and str(file) in skipped[0]) or not file.exists()
+        with pytest.raises(UserError, match=name if file.exists() else "no complete checkpoint|" + name):
+            found(saved, str(newest))
+    assert found(saved, "auto") == found(saved, str(newest)) == 2
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_missing_file_is_found_and_its_checkpoint_skipped(saved, name, caplog):
+    check_found_named_and_skipped(saved, name, lambda content: None, caplog)
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(name=st.sampled_from(FILES), place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+def test_a_flipped_bit_anywhere_is_found_named_and_skipped(saved, caplog, name, place, bit):
+    def flip(content: bytes) -> bytes:
+        changed = bytearray(content)
+        changed[int(place * len(content))] ^= 1 << bit
+        return bytes(changed)
+
+    check_found_named_and_skipped(saved, name, flip, caplog)
+
+
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(name=st.sampled_from(FILES), place=st.floats(0, 1, exclude_max=True))
+def test_a_file_cut_anywhere_is_found_named_and_skipped(saved, caplog, name, place):
+    check_found_named_and_skipped(saved, name, lambda content: content[: int(place * len(content))], caplog)
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(name=st.sampled_from(FILES), start=st.floats(0, 1), stop=st.floats(0, 1), fill=st.binary(max_size=40))
+def test_a_stretch_of_other_bytes_is_found_named_and_skipped(saved, caplog, name, start, stop, fill):
+    def change(content: bytes) -> bytes:
+        low, high = sorted((int(start * len(content)), int(stop * len(content))))
+        changed = content[:low] + fill + content[high:]
+        return changed if changed != content else content + b"\0"
+
+    check_found_named_and_skipped(saved, name, change, caplog)
+
+
+def test_where_no_checkpoint_is_whole_a_training_alone_does_not_silently_begin_anew(tmp_path):
+    directory = tmp_path / "model_step_4"
+    directory.mkdir()
+    write_bytes(directory / "rank_0.safetensors", b"content")
+    mark = Mark(position=Position(), tokens=(0,), num_ranks=1, files=records_below(directory), saved_at_ms=1)
+    write_mark(directory, mark)
+    write_bytes(directory / "rank_0.safetensors", b"CONTENT")
+    config = CkptConfig(path=str(tmp_path), resume="auto")
+    with (
+        contextlib.ExitStack() as stack,
+        pytest.raises(UserError, match=r"rank_0\.safetensors does not hold"),
+    ):
+        fetched(config, World(), None, tmp_path / "scratch", stack)
+
+
+@given(raw=st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
+def test_bytes_that_are_no_mark_are_refused_and_never_crash(raw):
+    with pytest.raises(ValueError, match="seal"):
+        Mark.from_bytes(raw)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(
+    field=st.sampled_from(
+        [f for f in json.loads(Mark(position=Position(), tokens=(), num_ranks=1).to_bytes())]
+    ),
+    value=json_values,
+)
+def test_a_sealed_mark_with_other_content_is_read_or_refused_but_never_crashes(field, value):
+    from blake3 import blake3
+
+    content = json.loads(Mark(position=Position(), tokens=(5,), num_ranks=1).to_bytes())
+    content = {**content, field: value, "seal": "0" * 64}
+    text = json.dumps(content, indent=2) + "\n"
+    raw = text.replace("0" * 64, blake3(text.encode()).hexdigest()).encode()
+    with contextlib.suppress(ValueError):
+        assert isinstance(Mark.from_bytes(raw), Mark)
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../outside", "a/../../b", ""])
+def test_a_mark_cannot_name_files_outside_of_its_checkpoint(name):
+    record = {"num_bytes": 1, "digest": "x"}
+    with pytest.raises(ValueError, match="outside"):
+        Mark._of(
+            {
+                **json.loads(Mark(position=Position(), tokens=(), num_ranks=1).to_bytes()),
+                "files": {name: record},
+            }
+        )
+
+
+def test_a_mark_comes_back_as_it_was():
+    mark = Mark(position=Position(epoch=3, local_step=1), tokens=(4, 5), num_ranks=2, loss=2.5, lineage="ab")
+    assert Mark.from_bytes(mark.to_bytes()) == mark
+
+
+def test_what_was_refused_says_what_to_do(saved):
+    file = saved / "model_step_8" / own_part(3) / "rank_1.safetensors"
+    with damaged(file, lambda content: content[:-1]), pytest.raises(Damaged, match=r"resume auto"):
+        found(saved, str(saved / "model_step_8"))

@@ -1,0 +1,127 @@
+"""A directory and fsspec's file systems do the same: the mark comes last, and only one's own is deleted."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+
+import pytest
+
+from diloco.checkpoints.dirs import own_part
+from diloco.checkpoints.mark import COMPLETE, Mark, records_below, write_mark
+from diloco.checkpoints.remote import RemoteStore
+from diloco.checkpoints.store import LocalStore, open_store
+from diloco.errors import UserError
+from diloco.outer import Position
+
+PART = own_part(1)
+
+
+@pytest.fixture(params=["directory", "file", "memory"])
+def store(request, tmp_path):
+    # What the pattern language of file names would read as one.
+    paths = {
+        "directory": str(tmp_path / "kept [1]"),
+        "file": f"file://{tmp_path}/kept [1]",
+        "memory": f"memory://{uuid.uuid4().hex}/kept [1]",
+    }
+    made = open_store(paths[request.param], tmp_path / "scratch")
+    assert isinstance(made, LocalStore if request.param == "directory" else RemoteStore)
+    made.clear(PART)
+    return made
+
+
+def put(
+    store, step: int, *, part: str = PART, files: tuple[str, ...] = ("a.safetensors", "model/b.json")
+) -> Mark:
+    """A checkpoint of these files, whose content is their name."""
+    staging = store.staging(step, part)
+    for name in files:
+        (staging / name).parent.mkdir(exist_ok=True)
+        (staging / name).write_text(f"{name} of {step}")
+    mark = Mark(position=Position(), tokens=(0,), num_ranks=1, files=records_below(staging), saved_at_ms=step)
+    store.send(staging, mark.files, step, part)
+    write_mark(staging, mark)
+    store.finish(staging, step, part)
+    assert not staging.exists()
+    return mark
+
+
+def content(store, step: int, part: str = PART) -> dict[str, str]:
+    with store.opened(f"model_step_{step}", part) as directory:
+        names = [path for path in directory.rglob("*") if path.is_file() and path.name != COMPLETE]
+        return {path.relative_to(directory).as_posix(): path.read_text() for path in names}
+
+
+def test_what_is_put_there_comes_back(store):
+    mark = put(store, 4)
+    assert {name: Mark.from_bytes(raw) for name, raw in store.marks(PART).items()} == {"model_step_4": mark}
+    assert Mark.from_bytes(store.mark("model_step_4", PART)) == mark
+    assert content(store, 4) == {"a.safetensors": "a.safetensors of 4", "model/b.json": "model/b.json of 4"}
+    assert store.mark("model_step_5", PART) is None and store.marks("") == {}
+
+
+def test_without_a_mark_there_is_no_checkpoint(store):
+    staging = store.staging(4, PART)
+    (staging / "a").write_text("half")
+    store.send(staging, ["a"], 4, PART)
+    assert store.marks(PART) == {} and store.parts("model_step_4") == {}
+    store.discard(staging)
+    store.discard(staging)
+    assert not staging.exists()
+
+
+def test_a_step_that_is_saved_again_takes_the_place_of_the_one_before(store):
+    put(store, 4, files=("a", "b"))
+    put(store, 4, files=("a", "c"))
+    with store.opened("model_step_4", PART) as directory:
+        assert {"a", "c"} <= {path.name for path in directory.iterdir()}
+    assert list(store.marks(PART)) == ["model_step_4"]
+    assert set(Mark.from_bytes(store.mark("model_step_4", PART)).files) == {"a", "c"}
+
+
+def test_a_peer_deletes_its_own_and_nobody_elses(store):
+    for part in (PART, own_part(12), ""):
+        put(store, 4, part=part)
+    store.delete("model_step_4", "")
+    assert set(store.parts("model_step_4")) == {PART, own_part(12)}
+    store.delete("model_step_4", PART)
+    store.delete("model_step_4", PART)
+    assert set(store.parts("model_step_4")) == {own_part(12)}
+    assert content(store, 4, own_part(12))
+
+
+def test_those_who_save_there_are_known(store):
+    assert store.savers() == frozenset()
+    for rank in (1, 12, 1):
+        store.register(rank)
+    assert store.savers() == {1, 12}
+
+
+def test_what_a_killed_life_left_is_cleared_and_others_keep_theirs(tmp_path):
+    store = LocalStore(tmp_path)
+    mine, theirs = store.staging(4, PART), store.staging(4, own_part(12))
+    alone = store.staging(5, "")
+    store.clear(PART)
+    assert (mine.exists(), theirs.exists(), alone.exists()) == (False, True, True)
+    store.clear("")
+    assert (theirs.exists(), alone.exists()) == (True, False)
+
+
+@pytest.mark.parametrize(("url", "said"), [("s4://bucket/x", "s4"), ("nonsense://x", "nonsense")])
+def test_a_url_of_no_known_kind_is_refused(url, said, tmp_path):
+    with pytest.raises(UserError, match=said):
+        open_store(url, tmp_path)
+
+
+def test_a_disk_that_is_full_is_an_os_error_whatever_the_library_raises(tmp_path, monkeypatch):
+    store = open_store(f"memory://{uuid.uuid4().hex}", tmp_path)
+
+    def refuse(*_args, **_kwargs):
+        raise RuntimeError("slow down")
+
+    monkeypatch.setattr(store._files, "put_file", refuse)
+    staging = store.staging(4, PART)
+    Path(staging, "a").write_text("x")
+    with pytest.raises(OSError, match="RuntimeError: slow down"):
+        store.send(staging, ["a"], 4, PART)

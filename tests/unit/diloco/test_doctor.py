@@ -1,0 +1,186 @@
+"""What the doctor concludes from figures that no machine has all of; tests/e2e/test_doctor.py plants real faults."""
+
+from __future__ import annotations
+
+import json
+from importlib import metadata
+
+import pytest
+
+from diloco.config import CkptConfig, GrpoConfig, HvConfig, TrainConfig
+from diloco.doctor.findings import Finding, as_json, examined, passed
+from diloco.doctor.gpu import Cuda, judged, last_words
+from diloco.doctor.nat import Port, Seen, judged_announcement, judged_nat, judged_port
+from diloco.doctor.resources import Place, check_model_memory, places_of, tried
+from diloco.doctor.software import check_packages, check_vllm
+from diloco.doctor.swarm import judged_clock
+
+PUBLIC, PRIVATE = "203.0.113.7", "192.168.1.5"
+
+
+def seen(host: str = PUBLIC, local: str = PUBLIC, error: str = "", there: str = "198.51.100.1") -> Seen:
+    return Seen("peer 3", host, local, there, {"data port": error})
+
+
+def port(*, announced: int = 30003, is_named: bool = True) -> Port:
+    return Port("data port", 30003, announced, is_named, "--hv.announce-data-maddrs")
+
+
+@pytest.mark.parametrize(
+    ("local", "error", "kind"),
+    [
+        (PUBLIC, "", "public"),
+        (PUBLIC, "no answer in time", "filtered"),
+        (PRIVATE, "", "mapped"),
+        (PRIVATE, "connection refused", "hidden"),
+    ],
+)
+def test_the_kind_of_nat_follows_from_two_addresses_and_a_call(local, error, kind):
+    found = judged_nat(seen(local=local, error=error))
+    assert seen(local=local, error=error).kind == kind
+    assert found.said.startswith(kind)
+    assert found.verdict == ("pass" if not error else "warn")
+
+
+def test_a_peer_on_this_machine_proves_nothing_of_the_outside():
+    assert judged_nat(seen(host="127.0.0.1", local="127.0.0.1")).verdict == "warn"
+    assert judged_nat(seen(there=PUBLIC)).verdict == "warn"
+    assert judged_nat(seen()).verdict == "pass"
+
+
+def test_a_port_that_was_named_has_to_be_reached_and_another_need_not():
+    assert judged_port(port(), seen()).verdict == "pass"
+    assert judged_port(port(), seen(error="no answer in time")).verdict == "fail"
+    assert judged_port(port(is_named=False), seen(error="no answer in time")).verdict == "warn"
+
+
+def test_what_mends_a_closed_port_depends_on_what_is_in_its_way():
+    closed = "no answer in time"
+    assert judged_port(port(), seen(error=closed)).mend.startswith("sudo ufw allow 30003/tcp")
+    assert f"/ip4/{PUBLIC}/tcp/" in judged_port(port(), seen(local=PRIVATE, error=closed)).mend
+    assert "map port 41003 to 30003" in judged_port(port(announced=41003), seen(error=closed)).mend
+
+
+def test_an_announced_address_that_is_another_machines_is_told():
+    assert judged_announcement(PUBLIC, "--hv.announce-maddrs", seen()) is None
+    found = judged_announcement("198.51.100.1", "--hv.announce-maddrs", seen())
+    assert found and found.verdict == "warn" and f"/ip4/{PUBLIC}/" in found.mend
+
+
+@pytest.mark.parametrize(
+    ("off_s", "verdict"),
+    [(0.2, "pass"), (-0.9, "pass"), (-1.5, "warn"), (2.9, "warn"), (3.1, "fail"), (-40, "fail")],
+)
+def test_a_clock_may_be_off_by_less_than_three_seconds(off_s, verdict):
+    found = judged_clock({"peer 0": 0.0, "peer 1": off_s})
+    assert found.verdict == verdict
+    assert f"{abs(off_s):.2f} s {'ahead of' if off_s > 0 else 'behind'} that of peer 1" in found.said
+
+
+@pytest.mark.parametrize(
+    ("gpus", "cuda", "verdict", "mend"),
+    [
+        (["0"], Cuda("13.0", True, ("NVIDIA H200",)), "pass", ""),
+        (["0"], Cuda(None, False), "fail", "pip install --force-reinstall"),
+        (["0"], Cuda("13.0", False), "fail", "nvidia-smi"),
+        ([], Cuda("13.0", False), "fail", "leave out --device cuda"),
+    ],
+)
+def test_gpus_that_torch_cannot_use_are_told_from_those_that_are_not_there(gpus, cuda, verdict, mend):
+    found = judged(gpus, cuda)
+    assert (found.verdict, mend in found.mend) == (verdict, True)
+
+
+def test_of_ranks_that_failed_the_first_error_is_told_and_not_torchruns_own():
+    log = (
+        "Traceback (most recent call last):\n",
+        "torch.distributed.DistBackendError: NCCL error: Duplicate GPU detected\n",
+        "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n",
+        "=====\n",
+    )
+    assert last_words(log) == "torch.distributed.DistBackendError: NCCL error: Duplicate GPU detected"
+    assert last_words(["NCCL INFO bootstrap\n", "killed\n"]) == "killed"
+
+
+def test_packages_out_of_their_range_are_named_with_the_range():
+    versions = {"torch": "2.9.1", "blake3": None}
+
+    def version_of(name: str) -> str:
+        if versions.get(name, "") is None:
+            raise metadata.PackageNotFoundError(name)
+        return versions.get(name) or metadata.version(name)
+
+    torch, blake3 = check_packages(version_of=version_of)
+    assert (torch.name, torch.verdict) == ("packages", "fail")
+    assert "torch 2.9.1 is installed" in torch.said and torch.mend == 'pip install "torch<2.14,>=2.10"'
+    assert (blake3.name, "blake3 is not installed" in blake3.said) == ("packages", True)
+    assert [finding.verdict for finding in check_packages()] == ["pass"]
+
+
+def test_a_mode_with_packages_of_its_own_has_them_looked_at():
+    def version_of(name: str) -> str:
+        if name == "trl":
+            raise metadata.PackageNotFoundError(name)
+        return {"reasoning-gym": "0.1.25", "datasets": "5.0"}.get(name) or metadata.version(name)
+
+    assert "trl" in next(iter(check_packages({"grpo"}, version_of))).mend
+    assert [finding.verdict for finding in check_packages((), version_of)] == ["pass"]
+
+
+def test_a_python_without_vllm_is_no_server(tmp_path):
+    (found,) = check_vllm(GrpoConfig(vllm_python="/usr/bin/true"))
+    assert found.verdict == "pass"
+    (found,) = check_vllm(GrpoConfig(vllm_python="/usr/bin/false"))
+    assert (found.verdict, "has no vLLM" in found.said) == ("fail", True)
+    (found,) = check_vllm(GrpoConfig(vllm_python=str(tmp_path / "python")))
+    assert (found.verdict, "cannot be started" in found.said) == ("fail", True)
+
+
+def test_a_check_that_breaks_is_a_finding_and_not_the_end():
+    def breaks():
+        yield passed("first", "fine")
+        raise RuntimeError("boom")
+
+    first, second = examined("thing", breaks, "mend it")
+    assert (first.verdict, second.verdict, second.name) == ("pass", "fail", "thing")
+    assert "boom" in second.said and second.mend == "mend it"
+
+
+def test_whatever_does_not_pass_says_what_mends_it():
+    with pytest.raises(AssertionError):
+        Finding("thing", "fail", "broken")
+    with pytest.raises(AssertionError):
+        Finding("thing", "pass", "fine", "mend it")
+
+
+def test_json_says_at_its_top_whether_anything_fails():
+    found = [passed("a", "fine"), Finding("b", "warn", "so so", "x")]
+    assert as_json(found)["ok"] is True
+    assert as_json([*found, Finding("c", "fail", "bad", "y")])["ok"] is False
+    check = json.loads(json.dumps(as_json(found)))["checks"][1]
+    assert check == {"name": "b", "verdict": "warn", "said": "so so", "mend": "x"}
+
+
+def test_checkpoints_take_room_only_where_some_are_made(tmp_path):
+    names = [place.name for place in places_of(TrainConfig(hv=HvConfig()), tmp_path, 10**9)]
+    assert names == ["run directory", "state directory", "temporary files"]
+    kept = TrainConfig(ckpt=CkptConfig(interval=100, topk=3, path=str(tmp_path)))
+    assert places_of(kept, tmp_path, 10**9)[-1].needed_bytes == 4 * 20 * 10**9
+    remote = TrainConfig(ckpt=CkptConfig(interval=100, path="s3://bucket/run"))
+    assert len(places_of(remote, tmp_path, 10**9)) == 3
+
+
+def test_a_disk_with_too_little_room_fails_and_one_with_just_enough_warns(tmp_path):
+    assert tried(Place("disk", tmp_path / "not" / "there", 1, "mend")).verdict == "pass"
+    assert tried(Place("disk", tmp_path, 10**18, "mend")).verdict == "fail"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_batch_that_is_too_large_is_told_which_would_fit():
+    """On a GPU of 3 GiB; the model itself fits."""
+    (found,) = check_model_memory(TrainConfig(path_model="15m"), 1, 3 * 2**30)
+    assert found.verdict == "fail" and "GiB of GPU memory" in found.said
+    size = int(found.mend.removeprefix("--per-device-train-batch-size "))
+    fitting = TrainConfig(path_model="15m", per_device_train_batch_size=size)
+    assert [one.verdict for one in check_model_memory(fitting, 1, 3 * 2**30)] == ["pass"]
+    assert 32 % size == 0 and size < 32

@@ -1,0 +1,141 @@
+"""What the documents say that can be compared with the code without running anything."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from diloco.cli import make_app
+from diloco.config import parse_train_config
+from diloco.reference import reference
+from tests.support.commands import ROOT
+from tests.support.documents import MADDR, PAGES, README, blocks_of, parsed_commands
+
+ALL = {"README.md": README, **PAGES}
+PARSED = [(name, command) for name, text in ALL.items() for command in parsed_commands(text)]
+QUOTED = re.findall(r"^#### `(.*)`$", PAGES["docs/troubleshooting.md"], re.MULTILINE)
+
+
+def test_the_reference_is_what_the_code_says():
+    assert PAGES["docs/reference.md"] == reference(), "type `make docs`"
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_link_leads_to_a_file_or_heading_that_is_there(name):
+    for link in re.findall(r"\]\(([^)\s]+)\)", ALL[name]):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = (ROOT / name).parent / path if path else ROOT / name
+        assert target.exists(), link
+        if anchor and target.suffix == ".md":
+            assert anchor in set(_anchors(target.read_text(encoding="utf-8"))), link
+
+
+def _anchors(text: str) -> Iterator[str]:
+    """As GitHub makes them of headings."""
+    for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE):
+        yield re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize(
+    ("name", "command"), PARSED, ids=[f"{name}: {command:.60}" for name, command in PARSED]
+)
+def test_a_command_for_other_machines_is_one_that_the_parser_takes(name, command):
+    words = shlex.split(command.replace("<maddr>", MADDR))
+    if words[0] == "torchrun":
+        parse_train_config(words[words.index("diloco/train_fsdp.py") + 1 :])
+        return
+    assert words[0] == "diloco"
+    function, _, unused = make_app().parse_args(
+        words[1:], exit_on_error=False, print_error=False, verbose=False
+    )
+    assert not unused and function is not make_app().default_command
+
+
+def test_what_migration_says_of_flags_is_true():
+    table = PAGES["docs/migration.md"].partition("## Flag by flag")[2].partition("##")[0]
+    old = {
+        flag for row in table.splitlines() if row.startswith("| `--") for flag in _flags(row.split("|")[1])
+    }
+    assert len(old) > 35
+    taken = _flags_taken()
+    older = {"--checkpoint-path", "--checkpoint-interval", "--resume-from-checkpoint"}
+    assert {flag.replace("_", "-") for flag in old} - taken == older
+    for codec in ("fp16", "scaled-fp16", "uniform8bit", "quantile8bit", "blockwise8bit"):
+        assert codec in table
+        config, _ = parse_train_config(["--hv.hivemind-compression", codec])
+        assert config.hv.compression == ("fp16" if codec.endswith("fp16") else "int8")
+    for strategy in ("WAIT_FOR_ALL", "NO_WAIT"):
+        parse_train_config(["--hv.all_reduce_strategy", strategy])
+
+
+def _flags(text: str) -> set[str]:
+    return set(re.findall(r"--[a-z][\w.-]*", text))
+
+
+def _flags_taken() -> set[str]:
+    arguments = make_app()["peer"].assemble_argument_collection(parse_docstring=True)
+    return {name for argument in arguments for name in argument.names}
+
+
+@pytest.mark.parametrize("quoted", QUOTED)
+def test_each_message_that_troubleshooting_quotes_is_one_of_ours(quoted):
+    assert any(_flat(quoted) in text for text in _texts()), quoted
+
+
+def test_troubleshooting_quotes_each_message_once():
+    assert len(QUOTED) == len(set(QUOTED)) > 30
+
+
+@cache
+def _texts() -> frozenset[str]:
+    """All texts of the code; what is put into them is an ellipsis."""
+    found = set()
+    for package in ("diloco", "peers", "provisioning"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    found.add(_flat(re.sub(r"\{[^{}]*\}", "…", node.value)))
+                elif isinstance(node, ast.JoinedStr):
+                    parts = (part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+                    found.add(_flat("".join(map(str, parts))))
+    return frozenset(found)
+
+
+def _flat(text: str) -> str:
+    return re.sub(r"…+", "…", " ".join(text.split()))
+
+
+def test_python_in_the_documents_compiles():
+    for name, text in ALL.items():
+        for block in blocks_of(text):
+            if block.language == "python":
+                compile(block.text, name, "exec")
+
+
+def test_the_picture_is_well_formed_says_what_it_shows_and_follows_the_dark():
+    svg = ElementTree.parse(ROOT / "docs/architecture.svg").getroot()
+    space = "{http://www.w3.org/2000/svg}"
+    assert svg.find(f"{space}title") is not None and svg.find(f"{space}desc") is not None
+    style = svg.findtext(f"{space}style") or ""
+    light, _, dark = style.partition("@media (prefers-color-scheme: dark)")
+    colored = re.compile(r"^\s*([\w.]+) \{.*(?:fill|stroke): #", re.MULTILINE)
+    assert set(colored.findall(light)) == set(colored.findall(dark))
+    width, height = (float(number) for number in svg.attrib["viewBox"].split()[2:])
+    for rectangle in svg.iter(f"{space}rect"):
+        x, y, w, h = (float(rectangle.attrib[name]) for name in ("x", "y", "width", "height"))
+        assert x + w <= width and y + h <= height
+
+
+def test_no_page_is_left_out_of_the_index():
+    index = PAGES["docs/README.md"]
+    pages = {Path(name).relative_to("docs").as_posix() for name in PAGES} - {"README.md"}
+    assert all(f"]({page})" in index for page in pages)

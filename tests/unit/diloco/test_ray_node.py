@@ -1,0 +1,105 @@
+"""What one of Ray's workers starts on its node, and what a Ray job is told of pods with GPUs. No Ray is needed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from diloco.errors import UserError
+from diloco.launch_ray import OnPods, check_reachable, ray_job
+from diloco.ray_node import peer_argv, rank_env, run_all
+from provisioning.launchers.job import LaunchJob
+from provisioning.launchers.ray_cluster import RayJob
+from provisioning.ledger import Ledger, Row
+from provisioning.pods import Offer, Pod, PodSpec
+
+WISH = OnPods(storage="/shared", cpus_per_node=None, peer_flags=None, state_file=None, inventory=None)
+
+
+def job_on(directory: Path, *gpu_counts: int, nproc: str = "auto", wish: OnPods = WISH) -> RayJob:
+    """On pods with so many GPUs; 0: a machine without."""
+    ledger = Ledger(directory / "pods.sqlite")
+    rows = [_row(ledger, index, count) for index, count in enumerate(gpu_counts)]
+    launch = LaunchJob(config=directory / "c.toml", num_nodes=len(rows), nproc_per_node=nproc)
+    return ray_job(launch, wish, rows, ledger)
+
+
+def _row(ledger: Ledger, index: int, num_gpus: int) -> Row:
+    offer = Offer(
+        id=str(index),
+        provider="ssh",
+        gpu_type="A100",
+        gpu_count=num_gpus or 4,
+        price_per_hour=0.0,
+        is_cpu=num_gpus == 0,
+    )
+    return ledger.plan(PodSpec(name=f"pod-{index}", provider="ssh"), offer, now=0.0, ends_at=None)
+
+
+def test_ranks_are_numbered_node_by_node():
+    envs = [
+        rank_env(node=node, num_nodes=2, local_rank=local, num_local=4, host="10.0.0.1", port=29500)
+        for node in (0, 1)
+        for local in range(4)
+    ]
+    assert [env["RANK"] for env in envs] == [str(rank) for rank in range(8)]
+    assert {env["WORLD_SIZE"] for env in envs} == {"8"} and {env["LOCAL_WORLD_SIZE"] for env in envs} == {"4"}
+    assert envs[6]["LOCAL_RANK"] == "2" and envs[6]["GROUP_RANK"] == "1"
+
+
+def test_all_gpus_of_a_node_are_used_unless_fewer_are_asked_for(tmp_path):
+    assert job_on(tmp_path, 8, 8).ranks_per_node == 8
+    assert job_on(tmp_path / "two", 8, 8, nproc="2").ranks_per_node == 2
+    on_cpus = job_on(tmp_path / "cpus", 0, 0)
+    assert (on_cpus.ranks_per_node, on_cpus.use_gpu) == (1, False)
+
+
+def test_nodes_of_different_sizes_are_refused_by_name(tmp_path):
+    with pytest.raises(UserError, match=r"they have: pod-0 8, pod-1 4\."):
+        job_on(tmp_path, 8, 4)
+    with pytest.raises(UserError, match=r"they have: pod-0 8, pod-1 0\."):
+        job_on(tmp_path / "cpu", 8, 0)
+
+
+def test_pods_whose_ports_are_mapped_cannot_be_nodes_of_one_cluster(tmp_path):
+    row = _row(Ledger(tmp_path / "pods.sqlite"), 0, 1)
+    pod = Pod(id="1", label="x", is_ready=True, host="203.0.113.1", ports=((30001, 41001),))
+    with pytest.raises(UserError, match="pod-0 maps its ports"):
+        check_reachable(row, pod, num_nodes=2)
+    check_reachable(row, pod, num_nodes=1)
+
+
+def test_a_peers_worker_is_our_trainer_or_the_program():
+    where = {
+        "address": "/ip4/10.0.0.1/tcp/1/p2p/Qm",
+        "num_peers": 2,
+        "ranks": 8,
+        "run_dir": Path("/shared/peer-0"),
+    }
+    ours = peer_argv(["--hv.local-steps", "20"], ["-m", "diloco.train_fsdp", "--config", "c.toml"], **where)
+    assert ours[-4:] == ["--config", "c.toml", "--hv.local-steps", "20"] and "--worker" not in ours
+    theirs = peer_argv([], ["examples/my loop.py", "--quick"], **where)
+    assert theirs[-2:] == ["--worker", "python 'examples/my loop.py' --quick"]
+    assert ours[:10] == theirs[:10]
+
+
+SLEEPS = """
+import os, pathlib, sys, time
+pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))
+time.sleep(600)
+"""
+FAILS = """
+import pathlib, sys, time
+while not pathlib.Path(sys.argv[1]).exists():
+    time.sleep(0.01)
+sys.exit(7)
+"""
+
+
+def test_the_first_rank_that_fails_ends_the_others(tmp_path):
+    pid = tmp_path / "pid"
+    code = run_all([([sys.executable, "-c", script, str(pid)], {}) for script in (SLEEPS, FAILS)])
+    assert code == 7
+    assert not Path("/proc", pid.read_text()).exists()

@@ -1,0 +1,275 @@
+"""`diloco simulate` as it is typed: quantities, peers from lists, files and offers, what it prints, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from diloco.cli import exit_code
+from diloco.errors import UserError
+from diloco.simulation.given_peers import PeerWish, from_lists, from_offers, from_toml, read_offers
+from diloco.simulation.gpus import peak_flops
+from diloco.simulation.links import Link
+from diloco.simulation.machine import IDEAL
+from diloco.simulation.scenario import Scenario, SimulatedPeer
+from diloco.simulation.values import bits_per_s, count, seconds
+from diloco.verbs.simulate import _enough_epochs
+from peers.schedule import Schedule
+from provisioning.pods import Offer
+
+USUAL = PeerWish(up=500e6, down=500e6, rtt_s=0.08, gpu="H100", gpus=8)
+SMALL = [
+    "simulate",
+    "--params",
+    "10m",
+    "--peers",
+    "3",
+    "--local-steps",
+    "20",
+    "--step-time",
+    "100ms",
+    "--epochs",
+    "3",
+]
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "value"),
+    [
+        (bits_per_s, "500mbit", 500e6),
+        (bits_per_s, "2.5Gbit/s", 2.5e9),
+        (bits_per_s, "100Mbps", 100e6),
+        (seconds, "80ms", 0.08),
+        (seconds, "1.5s", 1.5),
+        (count, "10e9", 10e9),
+        (count, "10B", 10e9),
+        (count, "150m", 150e6),
+        (count, "989T", 989e12),
+    ],
+)
+def test_quantities_are_read_as_people_write_them(parse, text, value):
+    assert parse(text) == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    ("parse", "text"),
+    [(bits_per_s, "500"), (bits_per_s, "500MB"), (seconds, "80"), (count, "-1"), (count, "ten")],
+)
+def test_a_quantity_without_its_unit_is_refused(parse, text):
+    with pytest.raises(ValueError, match="is not a"):
+        parse(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "like"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("H100-PCIe", "H100 PCIe"),
+        ("nvidia-a100-sxm4-80gb", "A100"),
+        ("A10", "A10"),
+        ("RTX4090", "RTX 4090"),
+    ],
+)
+def test_a_gpu_is_known_by_any_spelling_of_its_name(name, like):
+    assert peak_flops(name) == peak_flops(like) is not None
+
+
+def test_a_processor_is_no_gpu():
+    assert peak_flops("cpu-2") is None
+
+
+def test_one_bandwidth_is_everybodys_and_a_list_has_one_for_each():
+    assert {peer.up for peer in from_lists(USUAL, 3, (1e9,), ())} == {1e9}
+    peers = from_lists(USUAL, 3, (1e9, 2e9, 3e9), (4e9,))
+    assert [(peer.up, peer.down) for peer in peers] == [(1e9, 4e9), (2e9, 4e9), (3e9, 4e9)]
+    with pytest.raises(UserError, match="2 values for 3 peers"):
+        from_lists(USUAL, 3, (1e9, 2e9), ())
+
+
+def test_a_file_lists_unlike_peers(tmp_path):
+    path = tmp_path / "peers.toml"
+    path.write_text(
+        '[[peers]]\nbandwidth = "1gbit"\ncount = 2\n[[peers]]\ndownload = "50mbit"\ngpus = 1\nprice = 2.5\n'
+    )
+    first, second, third = from_toml(path, USUAL)
+    assert first == second and (first.up, first.down, first.gpus) == (1e9, 1e9, 8)
+    assert (third.up, third.down, third.gpus, third.price) == (500e6, 50e6, 1, 2.5)
+    path.write_text('[[peers]]\nbandwith = "1gbit"\n')
+    with pytest.raises(UserError, match="unknown field bandwith"):
+        from_toml(path, USUAL)
+    path.write_text('[[peers]]\nbandwidth = "fast"\n')
+    with pytest.raises(UserError, match="peer 0, bandwidth"):
+        from_toml(path, USUAL)
+
+
+@pytest.mark.parametrize(
+    "line", ["gpus = 0", "gpus = -2", "cores = 0", "cores = nan", "price = -1", "price = inf"]
+)
+def test_a_peer_of_a_file_has_what_a_machine_can_have(line, tmp_path):
+    path = tmp_path / "peers.toml"
+    path.write_text(f"[[peers]]\n{line}\n")
+    with pytest.raises(UserError, match=f"peer 0, {line.split()[0]}: it must be"):
+        from_toml(path, USUAL)
+
+
+def offer(name: str, price: float, **values: object) -> Offer:
+    named = {
+        "provider": "lium",
+        "gpu_type": "A100",
+        "gpu_count": 8,
+        "price_per_hour": price,
+        "num_available": 2,
+    }
+    return Offer(id=name, **{**named, **values})  # type: ignore[arg-type]
+
+
+def test_of_offers_the_cheapest_with_known_gpus_are_taken_as_often_as_they_are_there():
+    offers = [
+        offer("dear", 20.0, upload_mbps=900.0, download_mbps=950.0),
+        offer("cheap", 10.0, upload_mbps=100.0, download_mbps=200.0),
+        offer("strange", 1.0, gpu_type="Abacus"),
+        offer("processor", 1.0, is_cpu=True),
+    ]
+    peers, assumed = from_offers(offers, USUAL, 3)
+    assert [peer.price for peer in peers] == [10.0, 10.0, 20.0]
+    assert (peers[0].up, peers[0].down, peers[2].up) == (100e6, 200e6, 900e6)
+    assert assumed == []
+    with pytest.raises(UserError, match="only 4 pods"):
+        from_offers(offers, USUAL, 5)
+
+
+def test_an_offer_that_hides_its_bandwidth_is_assumed_to_have_the_usual_one_and_that_is_said():
+    peers, assumed = from_offers([offer("silent", 1.0)], USUAL, 2)
+    assert peers[0].up == USUAL.up
+    assert assumed == ["silent does not say its bandwidth: 500 Mbit/s is assumed"]
+
+
+def test_the_command_says_what_a_run_would_take(capsys):
+    assert exit_code([*SMALL, "--price", "2", "--assumptions"]) == 0
+    said = capsys.readouterr().out
+    for word in ("utilisation", "epoch", "round", "bytes", "cost", "assumed"):
+        assert word in said
+
+
+def test_the_commands_json_holds_figures_and_what_they_are_of(capsys):
+    assert exit_code([*SMALL, "--codec", "int8", "--bandwidth", "10mbit,20mbit,30mbit", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["scenario"]["codec"] == "int8"
+    assert [peer["up_bits_per_s"] for peer in told["scenario"]["peers"]] == [10e6, 20e6, 30e6]
+    assert 0 < told["figures"]["utilisation"] < 1
+    assert told["figures"]["num_epochs"] == 3
+    assert told["figures"]["parts"]["reduce_s"] > 0
+
+
+def test_local_steps_are_rounded_up_to_a_multiple_of_the_fragments(capsys):
+    assert exit_code([*SMALL, "--fragments", "3", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["scenario"]["local_steps"] == 21
+
+
+def test_offers_are_read_from_a_file_and_priced(tmp_path, capsys):
+    path = tmp_path / "offers.json"
+    named = {"id": "a", "provider": "lium", "gpu_type": "H100", "gpu_count": 8, "price_per_hour": 16.0}
+    path.write_text(json.dumps([{**named, "upload_mbps": 500.0, "download_mbps": 500.0, "num_available": 3}]))
+    assert exit_code([*SMALL, "--from-offers", str(path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["figures"]["cost"] == pytest.approx(3 * 16.0 * told["figures"]["elapsed_s"] / 3600)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"price_per_hour": "16"},
+        {"price_per_hour": -1.0},
+        {"gpu_count": 1.5},
+        {"gpu_type": None},
+        {"num_available": "many"},
+        {"upload_mbps": "fast"},
+    ],
+)
+def test_a_file_of_offers_that_is_not_in_order_is_refused_by_name(wrong, tmp_path):
+    path = tmp_path / "offers.json"
+    named = {"id": "a", "provider": "lium", "gpu_type": "H100", "gpu_count": 8, "price_per_hour": 16.0}
+    path.write_text(json.dumps([{**named, **wrong}]))
+    with pytest.raises(UserError, match=f"offers.json does not hold offers.*{next(iter(wrong))}"):
+        read_offers(path)
+
+
+def test_an_offer_without_a_gpu_or_a_measured_bandwidth_divides_nothing_by_zero():
+    offers = [offer("empty", 1.0, gpu_count=0), offer("unmeasured", 2.0, upload_mbps=0.0, download_mbps=0.0)]
+    peers, assumed = from_offers(offers, USUAL, 1)
+    assert (peers[0].price, peers[0].up) == (2.0, USUAL.up)
+    assert assumed == ["unmeasured does not say its bandwidth: 500 Mbit/s is assumed"]
+
+
+def test_a_thousand_peers_that_seldom_fail_are_simulated_for_a_few_epochs_only():
+    link = Link(up_bits_per_s=1e9, down_bits_per_s=1e9, delay_s=0.01)
+    peers = (SimulatedPeer(link=link, machine=IDEAL, step_s=1.0),) * 1000
+    scenario = Scenario(
+        peers=peers,
+        num_params=10**9,
+        codec="int8",
+        schedule=Schedule(local_steps=100),
+        num_epochs=1,
+        mtbf_s=720 * 3600.0,
+    )
+    assert _enough_epochs(scenario) == 15
+    assert _enough_epochs(replace(scenario, peers=peers[:14])) == 300
+
+
+def test_failures_are_counted_over_enough_epochs(capsys):
+    assert exit_code([*SMALL[:-2], "--mtbf", "60s", "--restart", "10s", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["figures"]["losses"]["peers_lost"] > 5
+    assert told["figures"]["losses"]["lost_train_s"] > 0
+
+
+def test_a_plot_is_drawn_over_bandwidth(tmp_path, capsys):
+    path = tmp_path / "plot.svg"
+    assert exit_code([*SMALL, "--fragments", "2", "--overlap", "2", "--plot", str(path), "--json"]) == 0
+    assert path.read_text().startswith("<?xml")
+    curves = json.loads(capsys.readouterr().out)["utilisation_over_mbps"]
+    assert set(curves) == {"fp32", "int8", "int4", "fp32, one fragment, blocking"}
+    for points in curves.values():
+        values = [utilisation for _, utilisation in points]
+        assert values == sorted(values), "faster links never make it worse"
+    assert curves["int4"][5][1] > curves["fp32"][5][1] > curves["fp32, one fragment, blocking"][5][1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--bandwidth", "500"], "is not a bandwidth"),
+        (["--gpu", "Abacus"], "Abacus"),
+        (["--overlap", "20"], "--hv.overlap-steps 20"),
+        (["--bandwidth", "1gbit,2gbit"], "2 values for 3 peers"),
+        (["--from-offers", "nobody"], "nobody"),
+        (["--mfu", "nan"], "0.001 or more"),
+        (["--bandwidth", ""], "no value"),
+        (["--batch-tokens", "0.1"], "1 or more"),
+        (["--flops", "1e-300"], "1e+06 or more"),
+        (["--fragments", "10000001"], "would be empty"),
+        (["--cores", "inf"], "finite"),
+        (["--plot", "plan.xyz"], "xyz is none of the formats"),
+        (["--plot", "nowhere/plan.png"], "there is no directory nowhere"),
+    ],
+)
+def test_what_the_user_can_mend_is_said_in_one_box(flags, says, capsys):
+    argv = [arg for arg in SMALL if arg not in ("--step-time", "100ms")]
+    assert exit_code([*argv, *flags]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_reader_who_has_seen_enough_ends_it_without_a_word():
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb") as unread:
+        ended = subprocess.run(
+            [sys.executable, "-m", "diloco", *SMALL], stdout=unread, stderr=subprocess.PIPE, timeout=60
+        )
+    assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, b"")

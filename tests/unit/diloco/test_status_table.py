@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import io
+import time
+
+from rich.console import Console
+
+from diloco.status_table import picture_of
+from peers.onlookers.reports import Figures
+from peers.onlookers.sightings import Sightings
+from peers.onlookers.summary import summary_of
+from peers.round.standing import Standing
+from tests.support.announcements import announced
+from tests.support.sighted import entry, reported
+
+
+def shown(sightings: Sightings, *, width: int = 160, height: int | None = None) -> str:
+    now = time.time()
+    out = io.StringIO()
+    console = Console(file=out, width=width, color_system=None)
+    console.print(picture_of(summary_of("run", sightings, now=1.0, unix_now=now), width=width, height=height))
+    return out.getvalue()
+
+
+def swarm() -> Sightings:
+    sightings, now = Sightings(), time.time()
+    standing = Standing(step="seeking", leader=0, missing=(1,), waits_for="peers 1")
+    figures = Figures(loss=2.345, hardware="2 × NVIDIA H100", upload_bytes_per_s=5e6, steps_per_epoch=100)
+    reported(
+        sightings, "Qmzero00", 0.5, world_rank=0, state="averaging", epoch=7, step=700, tokens_per_s=1234.0,
+        sees=("Qmone001",), figures=figures, standing=standing, anchor_digest="ab" * 32, paths=((1, "direct"),),
+        rounds=(entry(7, now - 5, num_failures=1, failures=("lost peer 2",)),),
+    )  # fmt: skip
+    reported(
+        sightings, "Qmone001", 0.5, world_rank=1, epoch=7, local_step=40, sees=("Qmzero00",), figures=figures
+    )
+    sightings.announced(announced("Qmtwo002", world_rank=2), 0.0)
+    sightings.missed("Qmtwo002")
+    sightings.note(1.0, now, silently=True)
+    return sightings
+
+
+def test_the_picture_says_who_is_there_who_is_waited_for_and_what_failed():
+    text = shown(swarm())
+    assert "run run: epoch 7, 2 peers, 1.23k tokens/s, 1 gone" in text
+    (zero,) = [line for line in text.splitlines() if "averaging" in line]
+    for part in ("700", "2.345", "1.23k", "abababababab", "direct", "5MB", "…zero00", "2 × NVIDIA H100"):
+        assert part in zero
+    assert any("lost" in line and "…two002" in line for line in text.splitlines())
+    assert "peer 0 waits for peer 1: it still trains, at step 40 of 100" in text
+    (round_,) = [line for line in text.splitlines() if "lost peer 2" in line]
+    assert round_.split()[:3] == ["7", "5", "s"]
+
+
+def test_a_narrow_terminal_is_shown_less_and_nothing_cut_off():
+    for width in (80, 60):
+        lines = shown(swarm(), width=width).splitlines()
+        (zero,) = [line for line in lines if "averaging" in line]
+        assert "…" not in zero and "H100" not in zero
+        for part in ("averaging", "700", "2.345", "1.23k", "direct"):
+            assert part in zero
+        assert all(len(line) <= width for line in lines)
+
+
+def test_a_low_terminal_keeps_the_peers():
+    text = shown(swarm(), height=6)
+    assert "averaging" in text and "failed attempts" not in text
+    assert len(text.splitlines()) <= 7
+
+
+def test_what_peers_say_is_no_markup():
+    sightings = Sightings()
+    figures = Figures(hardware="[red]a[/red] [link=http://x]b")
+    standing = Standing(step="seeking", leader=0, missing=(1,))
+    reported(sightings, "A" * 8, 0.5, world_rank=0, figures=figures, standing=standing)
+    assert "[red]a[/red] [link=http://x]b" in shown(sightings)
+
+
+def test_an_empty_swarm_is_one_line():
+    assert shown(Sightings()) == "run run: epoch 0, 0 peers\n"

@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peers.errors import UserError
+from peers.onlookers.metrics_server import MAX_CONNECTIONS, metrics_served
+from peers.onlookers.metrics_text import FAMILIES, MAX_PEERS, MAX_RANK, Sample, swarm_metrics, text_of
+from peers.onlookers.sightings import Sightings
+from peers.onlookers.summary import summary_of
+from tests.support.announcements import announced
+from tests.support.sighted import entry, full_report
+
+GRAFANA = Path(__file__).parents[3] / "diloco" / "dashboard" / "grafana.json"
+LINE = re.compile(r'(diloco_[a-z_]+)\{((?:[a-z_]+="[^"]*",?)*)\} (\S+)')
+
+
+def swarm(*ranks: int, run_id: str = "run") -> dict[str, Any]:
+    sightings = Sightings()
+    for rank in ranks:
+        sightings.reported(
+            announced(f"P{rank}", world_rank=rank, tokens_per_s=2.5, epoch=3),
+            full_report(rounds=(entry(3, 5.0),)),
+            0.0,
+        )
+    return summary_of(run_id, sightings, now=0.0, unix_now=time.time())
+
+
+def values(text: bytes) -> dict[tuple[str, str], float]:
+    """By metric and labels; every line is a comment or a sample."""
+    found = {}
+    for line in text.decode().splitlines():
+        if line.startswith("# "):
+            continue
+        match = LINE.fullmatch(line)
+        assert match, line
+        found[match[1], match[2]] = float(match[3])
+    return found
+
+
+def test_a_swarm_has_every_metric_of_every_peer():
+    found = values(swarm_metrics(swarm(0, 1)))
+    assert {name for name, _ in found} == {family.name for family in FAMILIES}
+    assert found["diloco_peers", 'run_id="run"'] == 2
+    labels = 'run_id="run",world_rank="1"'
+    assert found["diloco_tokens_per_second", labels] == 2.5
+    assert found["diloco_loss", labels] == 2.5
+    assert found["diloco_state", labels + ',state="training"'] == 1
+    assert found["diloco_state", labels + ',state="lost"'] == 0
+    assert found["diloco_round_part_seconds", labels + ',part="vote"'] == 0.03
+
+
+def test_every_metric_has_its_type_before_its_samples():
+    lines = swarm_metrics(swarm(0)).decode().splitlines()
+    for family in FAMILIES:
+        (at,) = [i for i, line in enumerate(lines) if line.startswith(f"{family.name}{{")][:1]
+        assert lines[at - 2 : at] == [
+            f"# HELP {family.name} {family.says}",
+            f"# TYPE {family.name} {family.kind}",
+        ]
+        assert family.name.endswith("_total") == (family.kind == "counter")
+
+
+def test_labels_are_bounded_whatever_strangers_announce():
+    text = swarm_metrics(swarm(*range(MAX_PEERS + 20), MAX_RANK, MAX_RANK + 5))
+    ranks = {match for _, labels in values(text) for match in re.findall(r'world_rank="(\d+)"', labels)}
+    assert ranks == {str(rank) for rank in range(MAX_PEERS)}
+    names = {name for _, labels in values(text) for name in re.findall(r'([a-z_]+)="', labels)}
+    assert names == {"run_id", "world_rank", "state", "part"}
+    assert b"P3" not in text
+
+
+def test_what_is_not_known_is_left_out():
+    sightings = Sightings()
+    sightings.announced(announced("A", world_rank=0), 0.0)
+    summary = summary_of("run", sightings, now=0.0, unix_now=time.time())
+    names = {name for name, _ in values(swarm_metrics(summary))}
+    assert "diloco_epoch" in names and "diloco_loss" not in names and "diloco_round_seconds" not in names
+
+
+def test_values_and_labels_are_written_as_prometheus_reads_them():
+    text = text_of(
+        [
+            Sample("diloco_epoch", {"run_id": 'a"b\\c\nd'}, 3.0),
+            Sample("diloco_step", {}, 1e20),
+            Sample("diloco_loss", {}, float("nan")),
+        ]
+    ).decode()
+    assert 'diloco_epoch{run_id="a\\"b\\\\c\\nd"} 3\n' in text
+    assert "diloco_step{} 1e+20\n" in text and "diloco_loss{} NaN\n" in text
+
+
+def test_the_grafana_dashboard_asks_only_for_metrics_labels_and_states_that_exist():
+    dashboard = json.loads(GRAFANA.read_text())
+    asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    asked += [v["query"]["query"] for v in dashboard["templating"]["list"] if v["type"] == "query"]
+    names = {name for text in asked for name in re.findall(r"diloco_\w+", text)}
+    assert names == {family.name for family in FAMILIES}
+    labels = {name for text in asked for name in re.findall(r"[{,]\s*(\w+)=", text)}
+    assert labels <= {"run_id", "world_rank", "state", "part"}
+    kinds = {family.name: family.kind for family in FAMILIES}
+    for text in asked:
+        for function, name in re.findall(r"(rate|increase)\((diloco_\w+)", text):
+            assert kinds[name] == "counter", f"{function} of a gauge: {text}"
+    ids = [panel["id"] for panel in dashboard["panels"]]
+    assert len(ids) == len(set(ids))
+
+
+def get(port: int, path: str = "/metrics", method: str = "GET") -> tuple[int, bytes]:
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=5) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read()
+
+
+def test_a_daemons_metrics_are_served_on_loopback_and_nothing_else_is():
+    async def main() -> None:
+        async with metrics_served(0, lambda: b"diloco_epoch{} 1\n") as port:
+            assert await asyncio.to_thread(get, port) == (200, b"diloco_epoch{} 1\n")
+            assert await asyncio.to_thread(get, port, "/metrics", "HEAD") == (200, b"")
+            assert (await asyncio.to_thread(get, port, "/"))[0] == 404
+            assert (await asyncio.to_thread(get, port, "/metrics", "POST"))[0] == 405
+            with pytest.raises(UserError, match=f"--hv.metrics-port {port}: .*in use"):
+                async with metrics_served(port, lambda: b""):
+                    pass
+
+    asyncio.run(main())
+
+
+def test_those_who_say_nothing_or_too_much_keep_nobody_from_the_metrics():
+    async def main() -> None:
+        async with metrics_served(0, lambda: b"x") as port:
+            mute = [await asyncio.open_connection("127.0.0.1", port) for _ in range(MAX_CONNECTIONS - 1)]
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET /" + b"a" * 100_000)
+            assert await asyncio.wait_for(reader.read(), 5) == b""
+            assert await asyncio.to_thread(get, port) == (200, b"x")
+            for _, other in (*mute, (reader, writer)):
+                other.close()
+
+    asyncio.run(main())

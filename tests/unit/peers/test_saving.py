@@ -1,0 +1,81 @@
+"""The outer state is saved as it was at one moment, whatever rounds do while it is written."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+import torch
+
+from peers.outer_optimizer import OuterOptimizer
+from peers.outer_state import OuterState
+from peers.reduction.residuals import Residuals
+from peers.state import files as state_files
+from peers.state.saving import Saving
+from peers.whole_files import problem_with
+
+SIZE = 300
+
+
+def some_state() -> OuterState:
+    return OuterState.initial([torch.randn(SIZE, generator=torch.Generator().manual_seed(1))])
+
+
+def commit(state: OuterState) -> None:
+    OuterOptimizer(lr=0.7, momentum=0.9).commit(state, 0, torch.ones(SIZE), tokens=10, data_width=1)
+
+
+def test_a_commit_while_it_is_written_waits_for_nothing_and_changes_nothing_of_it(tmp_path, monkeypatch):
+    gate, write = threading.Event(), state_files.write_tensors
+
+    def held_up(*arguments):
+        assert gate.wait(20)
+        return write(*arguments)
+
+    monkeypatch.setattr(state_files, "write_tensors", held_up)
+    state, kept = some_state(), Residuals.from_tensors(SIZE, {"contribution": torch.ones(SIZE)})
+    lineage, anchor = state.lineage, state.anchor[0].clone()
+
+    async def scenario():
+        saving = Saving()
+        await saving.begin(state, [kept], tmp_path)
+        # Two, so that nothing is written where the held state lies.
+        commit(state)
+        commit(state)
+        gate.set()
+        return await asyncio.wait_for(saving.finish(tmp_path), 20)
+
+    written = asyncio.run(scenario())
+    assert written.lineage == lineage != state.lineage
+    loaded = state_files.load(tmp_path)
+    assert loaded.lineage == lineage and torch.equal(loaded.anchor[0], anchor)
+    assert state_files.load_residuals(tmp_path, loaded)[0].contribution.tolist() == [1.0] * SIZE
+    assert set(written.files) == {"outer.json", "outer.safetensors", "residuals.safetensors"}
+    assert all(problem_with(tmp_path / name, record) is None for name, record in written.files.items())
+
+
+def test_what_could_not_be_written_is_told_to_who_asks_and_the_memory_is_free_again(tmp_path):
+    state = some_state()
+
+    async def scenario():
+        saving = Saving()
+        await saving.begin(state, [], tmp_path / "missing")
+        with pytest.raises(OSError, match=r"outer\.safetensors"):
+            await asyncio.wait_for(saving.finish(tmp_path / "missing"), 20)
+        with pytest.raises(OSError, match="nothing is being saved"):
+            await saving.finish(tmp_path)
+
+    asyncio.run(scenario())
+    place = state.anchor[0].data_ptr()
+    commit(state)
+    assert state.anchor[0].data_ptr() == place
+
+
+def test_residuals_of_a_save_before_do_not_stay_beside_a_state_that_has_none(tmp_path):
+    kept = Residuals.from_tensors(SIZE, {"contribution": torch.ones(SIZE)})
+    state_files.save(some_state(), tmp_path, [kept])
+    state = some_state()
+    commit(state)
+    state_files.save(state, tmp_path, [Residuals(SIZE)])
+    assert state_files.load_residuals(tmp_path, state_files.load(tmp_path))[0].contribution is None

@@ -1,0 +1,303 @@
+from __future__ import annotations
+
+import time
+
+from peers.onlookers.journal import Incident, Point
+from peers.onlookers.reports import Figures
+from peers.onlookers.sightings import (
+    COMING_BACK_S,
+    FORGET_AFTER_S,
+    MAX_SIGHTINGS,
+    NEVER_MET_S,
+    QUIET_AFTER_S,
+    Sightings,
+)
+from peers.onlookers.stragglers import stragglers_of
+from peers.onlookers.summary import holders_of, path_in_a_word, summary_of
+from peers.round.standing import Standing
+from tests.support.announcements import announced
+from tests.support.sighted import entry, reported
+
+
+def three(now: float = 0.0) -> Sightings:
+    """Peers A, B and C of ranks 0, 1 and 2, which all answer and see each other."""
+    sightings = Sightings()
+    ids = ("A", "B", "C")
+    for rank, peer_id in enumerate(ids):
+        others = tuple(other for other in ids if other != peer_id)
+        reported(sightings, peer_id, now, sees=others, world_rank=rank, epoch=3)
+    sightings.note(now, 1000.0, silently=True)
+    return sightings
+
+
+def states(sightings: Sightings, now: float) -> dict[str, str]:
+    return {peer_id: sightings.state_of(peer_id, now) for peer_id in sightings.peers}
+
+
+def test_peers_that_answer_are_in_the_state_that_they_tell():
+    assert states(three(), 1.0) == {"A": "training", "B": "training", "C": "training"}
+
+
+def test_a_broken_stream_alone_makes_nobody_lost_whom_others_still_have():
+    sightings = three()
+    sightings.missed("C")
+    assert states(sightings, 0.1)["C"] == "training"
+    assert not sightings.peers["C"].answers(0.1)
+
+
+def test_a_peer_is_lost_as_soon_as_those_who_are_there_do_not_have_it_any_more():
+    sightings = three()
+    sightings.missed("C")
+    for peer_id, other, rank in (("A", "B", 0), ("B", "A", 1)):
+        reported(sightings, peer_id, 0.2, sees=(other,), world_rank=rank)
+    sightings.note(0.3, 1000.3)
+    assert states(sightings, 0.3) == {"A": "training", "B": "training", "C": "lost"}
+    assert [(e.world_rank, e.what, e.time) for e in sightings.events] == [(2, "was lost", 1000.3)]
+
+
+def test_one_witness_that_has_it_is_enough():
+    sightings = three()
+    sightings.missed("C")
+    reported(sightings, "A", 0.2, sees=("B",), world_rank=0)
+    assert states(sightings, 0.3)["C"] == "training"
+
+
+def test_a_witness_that_has_gone_quiet_does_not_count():
+    sightings = three()
+    sightings.missed("C")
+    late = QUIET_AFTER_S + 1.0
+    reported(sightings, "A", late, sees=("B",), world_rank=0)
+    # B has not said anything since, so its word on C is out of date.
+    assert states(sightings, late) == {"A": "training", "B": "training", "C": "lost"}
+
+
+def test_the_last_peer_of_all_is_lost_when_its_stream_breaks_and_cannot_be_had_again():
+    sightings = Sightings()
+    reported(sightings, "A", 0.0, world_rank=0)
+    sightings.missed("A")
+    assert states(sightings, 0.1) == {"A": "lost"}
+
+
+def test_a_peer_that_never_answered_is_silent_where_nobody_else_could_tell():
+    sightings = Sightings()
+    sightings.announced(announced("A"), 0.0)
+    assert states(sightings, 0.0) == {"A": "training"}
+    sightings.missed("A")
+    assert states(sightings, 0.1) == {"A": "silent"}
+
+
+def test_a_frozen_peer_is_not_lost_before_its_own_say_so():
+    sightings = three()
+    now = QUIET_AFTER_S + 1.0
+    for peer_id, other, rank in (("A", "B", 0), ("B", "A", 1)):
+        reported(sightings, peer_id, now, sees=(other, "C"), world_rank=rank)
+    assert states(sightings, now)["C"] == "training"
+    assert not sightings.peers["C"].answers(now)
+    for peer_id, other, rank in (("A", "B", 0), ("B", "A", 1)):
+        reported(sightings, peer_id, now + 4, sees=(other,), world_rank=rank)
+    assert states(sightings, now + 4)["C"] == "lost"
+
+
+def test_a_newcomer_is_not_lost_because_nobody_has_met_it_yet():
+    sightings = three()
+    sightings.announced(announced("D", world_rank=3, state="joining"), 0.0)
+    sightings.missed("D")
+    assert states(sightings, 0.1)["D"] == "joining"
+
+
+def test_a_dead_peers_record_in_the_dht_brings_nobody_back():
+    sightings = three()
+    sightings.announced(announced("D", world_rank=3, time=time.time() - 10), 0.0)
+    sightings.missed("D")
+    assert states(sightings, 0.1)["D"] == "lost"
+
+
+def test_a_peer_that_comes_back_is_told_of():
+    sightings = Sightings()
+    reported(sightings, "A", 0.0, sees=("B",), world_rank=0)
+    reported(sightings, "B", 0.0, sees=("A",), world_rank=1)
+    sightings.note(0.0, 1000.0, silently=True)
+    sightings.missed("B")
+    reported(sightings, "A", 1.0, world_rank=0)
+    sightings.note(1.0, 1001.0)
+    reported(sightings, "B", 2.0, sees=("A",), world_rank=1)
+    sightings.note(2.0, 1002.0)
+    assert [event.what for event in sightings.events] == ["was lost", "came back"]
+
+
+def test_one_that_was_started_again_has_a_moment_to_be_met_by_all():
+    sightings = three()
+    sightings.missed("C")
+    for peer_id, other, rank in (("A", "B", 0), ("B", "A", 1)):
+        reported(sightings, peer_id, 0.2, sees=(other,), world_rank=rank)
+    assert states(sightings, 0.3)["C"] == "lost"
+    sightings.announced(announced("C", world_rank=2, incarnation=2, time=time.time() + 1), 0.4)
+    sightings.missed("C")
+    assert states(sightings, 0.5)["C"] == "training"
+    late = 1.0 + COMING_BACK_S
+    for peer_id, other, rank in (("A", "B", 0), ("B", "A", 1)):
+        reported(sightings, peer_id, late, sees=(other,), world_rank=rank)
+    assert states(sightings, late)["C"] == "lost"
+
+
+def test_one_that_was_started_again_and_has_answered_is_lost_as_quickly_as_any():
+    sightings = three()
+    reported(sightings, "C", 0.4, world_rank=2, incarnation=2, time=time.time() + 1)
+    sightings.missed("C")
+    for peer_id, other, rank in (("A", "B", 0), ("B", "A", 1)):
+        reported(sightings, peer_id, 0.5, sees=(other,), world_rank=rank)
+    assert states(sightings, 0.6)["C"] == "lost"
+
+
+def test_who_leaves_is_not_lost_and_not_shown():
+    sightings = three()
+    reported(sightings, "C", 0.5, world_rank=2, state="leaving", time=time.time() + 1)
+    sightings.missed("C")
+    sightings.note(1.0, 1001.0)
+    assert [event.what for event in sightings.events] == ["left"]
+    assert list(sightings.shown()) == ["A", "B"]
+
+
+def test_the_lost_are_shown_for_a_while_and_then_forgotten():
+    sightings = Sightings()
+    reported(sightings, "A", 0.0, world_rank=0)
+    sightings.missed("A")
+    sightings.note(1.0, 1001.0)
+    assert list(sightings.peers) == ["A"]
+    sightings.note(2.0 + FORGET_AFTER_S, 1002.0 + FORGET_AFTER_S)
+    assert list(sightings.peers) == []
+
+
+def test_records_of_peers_that_nobody_has_met_take_no_room_for_long():
+    sightings, now = Sightings(), time.time()
+    for number in range(2 * MAX_SIGHTINGS):
+        sightings.announced(announced(f"P{number}", time=now), 0.0)
+    assert len(sightings.peers) == MAX_SIGHTINGS
+    sightings.note(0.0, now + NEVER_MET_S + 1)
+    assert not sightings.peers
+
+
+def test_what_a_peer_tells_twice_is_kept_once():
+    sightings = Sightings()
+    point, round_ = Point(time=5.0, step=1, loss=1.0, tokens_per_s=2.0), entry(1, 6.0)
+    for now in (0.0, 1.0):
+        reported(
+            sightings, "A", now, points=(point,), rounds=(round_,), incidents=(Incident(time=7.0, text="x"),)
+        )
+    peer = sightings.peers["A"]
+    assert (len(peer.curve.points), len(peer.rounds), len(peer.incidents)) == (1, 1, 1)
+
+
+def waiting_leader(sightings: Sightings, *missing: int, step: str = "seeking") -> None:
+    standing = Standing(step=step, leader=0, missing=missing, waits_for="peers")
+    reported(sightings, "A", 0.5, sees=("B", "C"), world_rank=0, standing=standing, state="averaging")
+
+
+def test_what_a_peer_claims_of_the_future_is_not_taken_down():
+    """Nor could it be: there is no such time of day."""
+    sightings, now = three(), time.time()
+    for at in (now - 5, now + 60, 1e18):
+        point, round_ = Point(time=at, step=1 << 62, loss=1e18, tokens_per_s=1.0), entry(4, at)
+        incident = Incident(time=at, text="all is well")
+        reported(sightings, "A", 1.0, points=(point,), rounds=(round_,), incidents=(incident,), time=now)
+    peer = sightings.peers["A"]
+    told = [*peer.rounds, *peer.incidents, *peer.curve.points]
+    assert [one.time for one in told] == [now - 5] * 3
+
+
+def test_of_two_that_claim_one_rank_the_one_that_is_there_holds_it():
+    sightings = three()
+    # Z comes by the rank of B, whose machine has lost its key and all else.
+    reported(sightings, "Z", 0.1, sees=("A",), world_rank=1)
+    sightings.missed("B")
+    for peer_id, other, rank in (("A", "Z", 0), ("C", "A", 2)):
+        reported(sightings, peer_id, 0.2, sees=(other,), world_rank=rank)
+    assert states(sightings, 0.3)["B"] == "lost"
+    holders = holders_of(sightings, now=0.3)
+    assert {rank: peer.announcement.peer_id for rank, peer in holders.items()} == {0: "A", 1: "Z", 2: "C"}
+
+
+def reasons(sightings: Sightings, now: float = 1.0) -> dict[int, str]:
+    peers = {peer.announcement.world_rank: peer for peer in sightings.peers.values()}
+    shown = {
+        peer.announcement.world_rank: sightings.state_of(peer_id, now)
+        for peer_id, peer in sightings.peers.items()
+    }
+    return {straggler.world_rank: straggler.reason for straggler in stragglers_of(peers, shown)}
+
+
+def test_a_straggler_that_still_trains_is_named_with_the_steps_and_the_time_it_has_left():
+    sightings = three()
+    points = tuple(Point(time=float(t), step=10 * t, loss=None, tokens_per_s=1.0) for t in range(1, 5))
+    figures = Figures(steps_per_epoch=100)
+    reported(
+        sightings, "B", 0.5, sees=("A",), world_rank=1, local_step=40, points=points, figures=figures,
+        time=time.time() + 1,
+    )  # fmt: skip
+    waiting_leader(sightings, 1)
+    assert reasons(sightings) == {1: "it still trains, at step 40 of 100, about 6 s to go"}
+
+
+def test_why_a_straggler_is_late_follows_what_it_says_itself():
+    sightings = three()
+    waiting_leader(sightings, 1, 2, 7)
+    standing = Standing(step="joining", waits_for="the swarm's state")
+    reported(
+        sightings,
+        "C",
+        0.6,
+        sees=("A",),
+        world_rank=2,
+        state="waiting",
+        standing=standing,
+        time=time.time() + 1,
+    )
+    assert reasons(sightings) == {
+        1: "it still trains, at step 0 of its epoch",
+        2: "it is joining: waits for the swarm's state",
+        7: "it is lost",
+    }
+
+
+def test_who_keeps_an_attempt_waiting_is_named():
+    sightings = three()
+    waiting_leader(sightings, 0, 2, step="voted")
+    assert reasons(sightings) == {2: "it has not voted yet"}
+
+
+def test_nobody_is_late_where_nobody_waits():
+    assert reasons(three()) == {}
+
+
+def test_the_summary_is_what_programs_rely_on():
+    sightings = three()
+    reported(
+        sightings, "B", 0.5, sees=("A",), world_rank=1, epoch=3, tokens_per_s=5.0, paths=((0, "direct"), (2, "relay")),
+        rounds=(entry(3, 900.0, num_failures=1, failures=("lost peer 7",)),), time=time.time() + 1,
+    )  # fmt: skip
+    reported(sightings, "A", 0.6, sees=("B",), world_rank=0, rounds=(entry(2, 800.0), entry(3, 901.0)))
+    sightings.missed("C")
+    summary = summary_of("run", sightings, now=1.0, unix_now=1000.0)
+    assert (summary["run_id"], summary["epoch"], summary["tokens_per_s"]) == ("run", 3, 5.0)
+    assert [peer["state"] for peer in summary["peers"]] == ["training", "training", "lost"]
+    assert [peer["answers"] for peer in summary["peers"]] == [True, True, False]
+    assert summary["peers"][1]["path"] == "direct 1, relay 1"
+    assert [(r["epoch"], r["num_failures"], r["failures"], r["agrees"]) for r in summary["rounds"]] == [
+        (2, 0, [], True),
+        (3, 1, ["lost peer 7"], True),
+    ]
+    assert [peer["world_rank"] for peer in summary["rounds"][1]["peers"]] == [0, 1]
+
+
+def test_anchors_that_differ_are_said_to():
+    sightings = three()
+    reported(sightings, "A", 0.6, world_rank=0, rounds=(entry(2, 800.0, anchor_digest="aa"),))
+    reported(sightings, "B", 0.6, world_rank=1, rounds=(entry(2, 800.0, anchor_digest="bb"),))
+    (round_,) = summary_of("run", sightings, now=1.0, unix_now=1000.0)["rounds"]
+    assert round_["agrees"] is False
+
+
+def test_a_word_says_which_way_a_peers_streams_go():
+    assert path_in_a_word(["direct", "direct"]) == "direct"
+    assert path_in_a_word(["direct", "relay", "direct"]) == "direct 2, relay 1"
+    assert path_in_a_word([]) == ""

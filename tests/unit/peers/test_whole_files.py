@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import resource
+
+import pytest
+import torch
+from blake3 import blake3
+from safetensors import safe_open
+
+from peers.whole_files import problem_with, record_of, write_bytes, write_tensors
+
+TENSORS = {
+    "weights": torch.randn(3, 5),
+    "transposed": torch.randn(4, 6).T,
+    "step": torch.tensor(7.0),
+    "half": torch.randn(3).to(torch.bfloat16),
+    "state": torch.arange(5, dtype=torch.uint8),
+    "count": torch.tensor([1, 2]),
+    "none": torch.empty(0, 4),
+    "flags": torch.tensor([True, False]),
+}
+
+
+def test_tensors_come_back_as_safetensors_reads_them(tmp_path):
+    record = write_tensors(tmp_path / "t.safetensors", TENSORS, {"place": "here"})
+    with safe_open(tmp_path / "t.safetensors", framework="pt") as file:
+        assert file.metadata() == {"place": "here"}
+        assert set(file.keys()) == TENSORS.keys()
+        for name, tensor in TENSORS.items():
+            found = file.get_tensor(name)
+            assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
+            assert torch.equal(found, tensor), name
+    assert record == record_of(tmp_path / "t.safetensors")
+    assert record.digest == blake3((tmp_path / "t.safetensors").read_bytes()).hexdigest()
+
+
+def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "file"
+    write_bytes(path, b"before")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # A quota of a file's size stands in for a full disk; Python ignores the signal that comes with it.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"file'$"):
+            write_bytes(path, b"longer than ten bytes")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_bytes() == b"before"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+def refused_at_opening(monkeypatch):
+    opened = os.open
+
+    def refusing(path, flags, *more):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument", str(path))
+        return opened(path, flags, *more)
+
+    monkeypatch.setattr(os, "open", refusing)
+
+
+def refused_at_writing(monkeypatch):
+    write = os.write
+
+    def refusing(descriptor, content):
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return write(descriptor, content)
+
+    monkeypatch.setattr(os, "write", refusing)
+
+
+def written_in_pieces(monkeypatch):
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, content: write(descriptor, content[:5000]))
+
+
+@pytest.mark.parametrize(
+    "obstacle", [lambda patch: None, refused_at_opening, refused_at_writing, written_in_pieces]
+)
+@pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, 2_500_000])
+def test_any_size_is_written_whatever_the_file_system_thinks_of_direct_writes(
+    tmp_path, monkeypatch, obstacle, size
+):
+    content = bytes(torch.randint(256, (size,), dtype=torch.uint8).numpy())
+    with monkeypatch.context() as patch:
+        obstacle(patch)
+        record = write_bytes(tmp_path / "file", content)
+    assert (tmp_path / "file").read_bytes() == content
+    assert record == record_of(tmp_path / "file")
+
+
+def test_what_is_wrong_with_a_file_is_said(tmp_path):
+    path = tmp_path / "file"
+    record = write_bytes(path, b"content")
+    assert problem_with(path, record) is None
+    path.write_bytes(b"contenT")
+    assert problem_with(path, record) == "does not hold what was saved"
+    path.write_bytes(b"cont")
+    assert problem_with(path, record) == "has 4 bytes and not 7"
+    path.unlink()
+    assert problem_with(path, record) == "is missing"
+    path.mkdir()
+    assert problem_with(path, record) is not None
