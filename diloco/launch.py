@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import logging
 import os
 import sys
@@ -10,6 +12,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NoReturn
 
 from diloco.config import TrainConfig, remarks, settled, trainer_of
 from diloco.daemon_process import DaemonProcess, wants_swarm
@@ -49,6 +52,19 @@ def exit_code(action: Callable[[], None]) -> int:
     if not is_first:
         time.sleep(_LAST_WORDS_S)
     return code
+
+
+def leave(code: int) -> NoReturn:
+    """End this rank's process: what is registered with atexit is done, Python itself is not shut down.
+
+    A thread of gloo's drops the last collective's tensors when it gets round to it, and needs Python for that. Where
+    Python is shutting down by then, torch aborts, and a training that had finished ends by signal 6.
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    os._exit(code)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import NoReturn
 
 if not __package__:
     # Started by path: Python has put diloco/ itself first, where our modules would hide others of their name.
@@ -24,7 +25,7 @@ from diloco.config import TrainConfig, parse_train_config
 from diloco.data import batches, open_data
 from diloco.evaluation import evaluate
 from diloco.inner import InnerLoop
-from diloco.launch import Assignment, assigned, exit_code
+from diloco.launch import Assignment, assigned, exit_code, leave
 from diloco.memory import check_memory, memory_needed_bytes
 from diloco.metrics import Metrics, Sink
 from diloco.model import load_model, num_parameters
@@ -41,10 +42,10 @@ from diloco.wandb_runs import opened_sinks
 from diloco.world import World, device_mesh, joined, on_rank_zero
 
 
-def main() -> None:
-    """Entry point of every rank. Ends with SystemExit."""
+def main() -> NoReturn:
+    """Entry point of every rank."""
     signals = LeaveOnSignal()
-    sys.exit(exit_code(lambda: run(sys.argv[1:], signals.clean_ups)))
+    leave(exit_code(lambda: run(sys.argv[1:], signals.clean_ups)))
 
 
 def run(argv: Sequence[str], clean_ups: CleanUps) -> None:

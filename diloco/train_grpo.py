@@ -11,7 +11,7 @@ import sys
 from collections.abc import MutableMapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 if not __package__:
     # Started by path: Python has put diloco/ itself first, where our modules would hide others of their name.
@@ -37,7 +37,7 @@ from diloco.grpo.servers import opened_servers
 from diloco.grpo.tasks import Message, open_task
 from diloco.grpo.trainer import PeerTrainer, completed_by_the_trainer, reward_functions, token_ids
 from diloco.grpo.turns import EvaluateWhenDue
-from diloco.launch import Assignment, assigned, exit_code
+from diloco.launch import Assignment, assigned, exit_code, leave
 from diloco.metrics import Metrics, Sink
 from diloco.model import load_model
 from diloco.model_files import load_model_config, save_pretrained_dir
@@ -56,10 +56,10 @@ LOGP_ALARMS = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.05}
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 
 
-def main() -> None:
-    """Entry point of every rank. Ends with SystemExit."""
+def main() -> NoReturn:
+    """Entry point of every rank."""
     signals = LeaveOnSignal()
-    sys.exit(exit_code(lambda: run(sys.argv[1:], signals.clean_ups)))
+    leave(exit_code(lambda: run(sys.argv[1:], signals.clean_ups)))
 
 
 def run(argv: Sequence[str], clean_ups: CleanUps) -> None:

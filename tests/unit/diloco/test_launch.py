@@ -1,0 +1,34 @@
+"""How a rank's process ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+# A collective whose tensor nobody else holds, and a gloo thread that cannot let go of it before the end.
+ENDS = """
+import atexit, sys, time
+import torch
+import torch.distributed as dist
+from diloco.launch import leave
+
+atexit.register(print, "registered with atexit")
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+sys.setswitchinterval(100)
+dist.all_reduce(torch.ones(4), async_op=True)
+until = time.monotonic() + 0.2
+while time.monotonic() < until:
+    pass
+print("done")
+leave(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("code", [0, 2])
+def test_the_end_of_a_rank_is_not_disturbed_by_what_collectives_have_left(code):
+    ended = subprocess.run(
+        [sys.executable, "-c", ENDS, str(code)], capture_output=True, text=True, timeout=60
+    )
+    assert (ended.returncode, ended.stdout) == (code, "done\nregistered with atexit\n"), ended.stderr
