@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from diloco.checkpoints.mark import COMPLETE, checked_mark, mark_whole
+from diloco.checkpoints.restore import others_state
 from diloco.errors import UserError
 from diloco.outer import Commit, Diloco, Restored
 from diloco.world import barrier, on_rank_zero
@@ -43,16 +44,18 @@ class DilocoCallback(TrainerCallback):
         local_steps: int | None = None,
         on_commit: Callable[[Commit], None] | None = None,
         resume: Path | None = None,
+        is_own: bool = True,
     ) -> None:
         """`local_steps` (H) is the swarm's where it is not given; `on_commit` is called after every outer step.
 
         `resume` is the checkpoint that `train(resume_from_checkpoint=...)` is given; without it, the one named in the
-        arguments, else `checkpoint-<N>` in the output directory.
+        arguments, else `checkpoint-<N>` in the output directory. One that is not this peer's own is of use for the
+        swarm's state in it, and the trainer is given none.
         """
         self.outer: Diloco | None = None
         self._local_steps = local_steps
         self._on_commit = on_commit
-        self._resume = resume
+        self._resume, self._is_own = resume, is_own
         self._tokens_seen = 0
         self._owes_checkpoint = False
 
@@ -138,7 +141,11 @@ class DilocoCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, world_rank: int | None
     ) -> Restored | None:
         """Weights and optimizer were restored by the trainer; here is what it knows nothing of."""
-        if world_rank is None or state.global_step == 0:
+        if world_rank is None:
+            return None
+        if self._resume is not None and not self._is_own:
+            return others_state(on_rank_zero(partial(checked_mark, self._resume)), self._resume)
+        if state.global_step == 0:
             return None
         named = self._resume or args.resume_from_checkpoint or checkpoint_of(args, state)
         directory = Path(str(named))

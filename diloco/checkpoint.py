@@ -23,7 +23,7 @@ from diloco.checkpoints.copies import HostCopies
 from diloco.checkpoints.dirs import own_part
 from diloco.checkpoints.finder import candidates_in
 from diloco.checkpoints.mark import Mark, write_mark
-from diloco.checkpoints.restore import fetched, registered, skipped_event
+from diloco.checkpoints.restore import fetched, others_state, refuse_to_begin_anew, registered, skipped_event
 from diloco.checkpoints.saver import RanksBeside, Saver
 from diloco.checkpoints.shards import file_of, load, to_save
 from diloco.checkpoints.store import Store, open_store
@@ -71,6 +71,7 @@ class Checkpoints:
         self._making = threading.Lock()
         """Held while a directory is made and noted, and by whoever has discarded it: none is made after that."""
         self._fetched = contextlib.ExitStack()
+        self._is_restored = False
         self._skipped: list[str] = []
         """What was wrong with checkpoints that were passed over, until it is told."""
 
@@ -88,20 +89,23 @@ class Checkpoints:
         )
         if found is None:
             return None
-        mark, directory = found.mark, found.directory
+        mark, directory, self._is_restored = found.mark, found.directory, True
         load(directory, self._inner, rank=self._world.rank, saved_by=mark.num_ranks, with_random=found.is_own)
         self._contributors, self._number = mark.contributors, mark.number + 1
         if not found.is_own:
-            # Its epoch's work is another peer's: this one begins the epoch with the weights that all agreed on.
-            position, tokens = replace(mark.position, local_step=0), tuple(0 for _ in mark.tokens)
-            return Restored(position=position, tokens=tokens, directory=directory, is_own=False)
+            return others_state(mark, directory)
         tokens = tuple(_share(count * mark.num_ranks, self._world) for count in mark.tokens)
         return Restored(position=mark.position, tokens=tokens, directory=directory)
 
     def begin(self, step: int) -> None:
-        """The run goes on from this nominal step: what lies before it was due before."""
+        """The run goes on from this nominal step: what lies before it was due before.
+
+        Raises UserError where it is the first, and would not be if a checkpoint were whole.
+        """
         self._looked_at = step
         self._fetched.close()
+        if self._config.resume is not None and not self._is_restored:
+            refuse_to_begin_anew(self._config, step, self._skipped)
 
     def due(self, step: int) -> bool:
         """Whether a multiple of the interval has been reached since the last save."""

@@ -83,7 +83,7 @@ class CkptConfig:
     topk: Count | None = None
     """How many of this peer's own checkpoints to keep; none: all."""
     keep: Literal["last", "best"] = "last"
-    """Which: the last, or those of the lowest loss in an evaluation (--eval-every), and the last one with them."""
+    """Which: the last, or those that evaluations (--eval-every) have scored best, and the last one with them."""
     delta_interval: Count | None = None
     """Under --mode grpo: inner steps between two delta checkpoints, of which each holds what has changed in bf16."""
     delta_path: str | None = None

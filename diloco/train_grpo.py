@@ -22,11 +22,12 @@ import torch
 from transformers import PrinterCallback
 
 from diloco.callback import DilocoCallback, check_divides, generation_period
+from diloco.checkpoints.restore import refuse_to_begin_anew, skipped_event
 from diloco.config import TrainConfig, parse_train_config
 from diloco.devices import visible_gpus
 from diloco.errors import UserError
 from diloco.grpo.arguments import grpo_arguments, placeholders
-from diloco.grpo.checkpoints import KeepCheckpoints, KeepDeltas, checkpoint_to_resume
+from diloco.grpo.checkpoints import KeepCheckpoints, KeepDeltas
 from diloco.grpo.evaluation import TEMPERATURE, TOP_K, TOP_P, evaluated
 from diloco.grpo.fleet import Sampling
 from diloco.grpo.generation import Servers, generating_by_servers
@@ -126,10 +127,11 @@ class Training:
         on_rank_zero(lambda: sinks.extend(opened_sinks(config, self.run_dir)))
         self.metrics = Metrics(self.run_dir / METRICS if world.is_main else None, sinks)
         self.scratch, self.fetched = self.run_dir / "checkpoints", contextlib.ExitStack()
-        on_event = partial(self.metrics.write, "event")
-        self.resume = checkpoint_to_resume(
-            config.ckpt, world, self.world_rank, self.scratch, self.fetched, on_event
+        self.skipped: list[str] = []
+        self.kept = KeepCheckpoints(
+            config.ckpt, lambda: self.outer, world, self.world_rank, scratch=self.scratch
         )
+        self.resume = self.kept.restore(self.fetched, self.skipped.append)
         self.precision = Precision.of(config.precision, device)
         alarm = config.grpo.logp_alarm
         self.recorder = Recorder(
@@ -140,7 +142,10 @@ class Training:
         )
         self.recorder.at_end = self.finish
         self.callback = DilocoCallback(
-            local_steps=config.hv.local_steps, on_commit=self.committed, resume=self.resume
+            local_steps=config.hv.local_steps,
+            on_commit=self.committed,
+            resume=self.resume.directory if self.resume else None,
+            is_own=self.resume is None or self.resume.is_own,
         )
         clean_ups.append(self.discard_partial)
         self.servers: Servers | None = None
@@ -190,7 +195,7 @@ class Training:
                     is_ours=self.evaluates_between,
                     at_start=self.start,
                 ),
-                KeepCheckpoints(config.ckpt, lambda: self.outer, self.world, scratch=self.scratch),
+                self.kept,
                 *self.deltas(),
             ],
         )
@@ -237,8 +242,9 @@ class Training:
 
     def train(self) -> None:
         """From wherever this peer is in the run to its end."""
+        own = self.resume.directory if self.resume and self.resume.is_own else None
         try:
-            self.trainer.train(resume_from_checkpoint=str(self.resume) if self.resume else None)
+            self.trainer.train(resume_from_checkpoint=str(own) if own else None)
         finally:
             if self.servers:
                 self.servers.close()
@@ -260,6 +266,10 @@ class Training:
                 f"--hv.local-time ends epochs when the time is up, in the middle of rollouts that serve {self.period} "
                 "inner steps; leave it out, or leave out --grpo.steps-per-generation and --grpo.num-iterations"
             )
+        for problem in self.skipped:
+            self.metrics.write("event", **skipped_event(problem))
+        if self.resume is None:
+            refuse_to_begin_anew(self.config.ckpt, self.trainer.state.global_step, self.skipped)
         self.metrics.write(
             "event",
             event="start",
@@ -287,6 +297,7 @@ class Training:
         figures = on_rank_zero(
             lambda: evaluated(self.task, self.held_out, self.complete, samples=grpo.eval_samples)
         )
+        self.kept.scored(figures["reward"])
         self.metrics.write("eval", **self.position(), **figures)
         return figures
 

@@ -25,14 +25,13 @@ class Finder:
         world_rank: int | None,
         scratch: Path,
         *,
-        own_only: bool = False,
         on_skipped: Callable[[str], None] = lambda problem: None,
     ) -> None:
         """`resume` is `auto` or a step's directory or URL; `path` is --ckpt.path. Raises UserError.
 
         `on_skipped` is told what is wrong with each that is passed over.
         """
-        self._resume, self._world_rank, self._own_only = resume, world_rank, own_only
+        self._resume, self._world_rank = resume, world_rank
         self._on_skipped = on_skipped
         self._is_auto = resume == "auto"
         self._own = self._part = own_part(world_rank)
@@ -58,15 +57,10 @@ class Finder:
             raise Damaged(f"{problem}; resume from another checkpoint, or with --ckpt.resume auto")
         self._skip(candidate.name, candidate.part, problem)
 
-    @property
-    def problems(self) -> list[str]:
-        """What was refused, and why."""
-        return list(self._refused.values())
-
     def _named(self) -> Candidate:
         if (raw := self.store.mark(self._name, self._part)) is not None:
             return self._candidate(self._name, self._part, raw)
-        takes_others = self._world_rank is not None and not self._own_only and self._part == self._own
+        takes_others = self._world_rank is not None and self._part == self._own
         others = self.store.parts(self._name) if takes_others else {}
         if not others:
             where = self.store.name_of(self._name, self._part)
@@ -80,7 +74,7 @@ class Finder:
         if own:
             others = {one.name: self._lineages(one.name) for one in own[:3]} if len(savers) > 1 else {}
             return to_resume(own, others, savers, self._world_rank)
-        ranks = savers - {self._world_rank} if not self._own_only else ()
+        ranks = sorted(savers - {self._world_rank})
         found = [one for rank in ranks for one in self._whole_marks(own_part(rank))]
         return of_others(found, self._world_rank)
 

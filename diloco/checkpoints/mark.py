@@ -108,10 +108,10 @@ def write_mark(directory: Path, mark: Mark) -> None:
     write_bytes(directory / COMPLETE, mark.to_bytes())
 
 
-def mark_whole(directory: Path, outer: Diloco, *, num_ranks: int, after_ms: int = 0) -> Mark:
+def mark_whole(directory: Path, outer: Diloco, *, num_ranks: int) -> Mark:
     """Mark a checkpoint that others have written, once every file of it has been hashed and is on the disk.
 
-    It counts as saved now, but later than `after_ms`. Raises OSError.
+    Raises OSError.
     """
     commit, header = outer.last_commit, directory / HEADER_FILE
     for path in [path for path in directory.rglob("*") if path.is_file()]:
@@ -121,7 +121,7 @@ def mark_whole(directory: Path, outer: Diloco, *, num_ranks: int, after_ms: int 
         tokens=tuple(outer.tokens),
         num_ranks=num_ranks,
         files=records_below(directory),
-        saved_at_ms=max(after_ms + 1, time.time_ns() // 1_000_000),
+        saved_at_ms=time.time_ns() // 1_000_000,
         contributors=tuple(commit.contributors) if commit else (),
         lineage=str(json.loads(header.read_bytes())["lineage"]) if header.exists() else "",
     )

@@ -51,8 +51,11 @@ class RemoteStore:
     def savers(self) -> frozenset[int]:
         with _as_os_errors():
             self._files.invalidate_cache()
-            found = self._files.glob(self._pattern(SAVERS, f"{PEER_PART}*"))
-        return ranks_of(path.rpartition("/")[2] for path in found)
+            registered = self._files.glob(self._pattern(SAVERS, f"{PEER_PART}*"))
+            marks = self._files.glob(self._pattern("model_step_*", f"{PEER_PART}*", COMPLETE))
+        return ranks_of(
+            [*(path.split("/")[-1] for path in registered), *(path.split("/")[-2] for path in marks)]
+        )
 
     def staging(self, step: int, part: str) -> Path:
         self._scratch.mkdir(parents=True, exist_ok=True)

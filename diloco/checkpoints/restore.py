@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from diloco.checkpoints.shards import file_of
 from diloco.checkpoints.store import Store
 from diloco.errors import UserError
 from diloco.options import CkptConfig
+from diloco.outer import Restored
 from diloco.world import World, gathered, on_rank_zero
 
 
@@ -54,17 +55,16 @@ def fetched(
     scratch: Path,
     stack: contextlib.ExitStack,
     *,
-    own_only: bool = False,
     on_skipped: Callable[[str], None] = lambda problem: None,
 ) -> Found | None:
     """The checkpoint to go on from; it stays where it is until the stack is closed. Raises UserError.
 
-    It is another peer's where this one has none, unless `own_only`. On rank 0, `on_skipped` is told what is wrong with
-    each that was passed over.
+    It is another peer's where this one has none. On rank 0, `on_skipped` is told what is wrong with each that was
+    passed over.
     """
     if config.resume is None:
         return None
-    finder = Finder(config.resume, config.path, world_rank, scratch, own_only=own_only, on_skipped=on_skipped)
+    finder = Finder(config.resume, config.path, world_rank, scratch, on_skipped=on_skipped)
     try:
         while (candidate := on_rank_zero(finder.next)) is not None:
             directory = _local(finder.store, candidate, world, stack)
@@ -77,12 +77,28 @@ def fetched(
             on_rank_zero(partial(finder.refuse, candidate, problems[0]))
     except OSError as error:
         raise UserError(f"--ckpt.resume {config.resume}: {error}") from error
-    damaged = on_rank_zero(lambda: finder.problems)
-    if damaged and world_rank is None:
-        raise UserError(
-            f"no checkpoint in {config.path} is whole: {damaged[0]}. Leave out --ckpt.resume to begin anew"
-        )
     return None
+
+
+def others_state(mark: Mark, directory: Path) -> Restored:
+    """What another peer's checkpoint is good for: the weights that all agreed on, at the beginning of the epoch."""
+    position, tokens = replace(mark.position, local_step=0), (0,) * len(mark.tokens)
+    return Restored(position=position, tokens=tokens, directory=directory, is_own=False)
+
+
+def refuse_to_begin_anew(config: CkptConfig, step: int, skipped: Sequence[str]) -> None:
+    """Raise UserError where a training, and the swarm with it, is at its first step because no checkpoint was whole.
+
+    All ranks call it; `skipped` is rank 0's.
+    """
+
+    def check() -> None:
+        if step == 0 and skipped:
+            raise UserError(
+                f"no checkpoint in {config.path} is whole: {skipped[0]}. Leave out --ckpt.resume to begin anew"
+            )
+
+    on_rank_zero(check)
 
 
 def skipped_event(problem: str) -> dict[str, Any]:

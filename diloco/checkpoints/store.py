@@ -46,7 +46,7 @@ class Store(Protocol):
         """This peer is going to save here."""
 
     def savers(self) -> frozenset[int]:
-        """World ranks that have ever been going to save here."""
+        """World ranks that have ever been going to save here, or whose checkpoints were brought here."""
 
     def staging(self, step: int, part: str) -> Path:
         """A new local directory in which a checkpoint is put together."""
@@ -114,7 +114,8 @@ class LocalStore:
         (directory / own_part(world_rank)).touch()
 
     def savers(self) -> frozenset[int]:
-        return ranks_of(path.name for path in (self._path / SAVERS).glob(f"{PEER_PART}*"))
+        places = (f"{SAVERS}/{PEER_PART}*", f"model_step_*/{PEER_PART}*")
+        return ranks_of(path.name for place in places for path in self._path.glob(place))
 
     def staging(self, step: int, part: str) -> Path:
         temporary = temporary_of(self._path / step_name(step) / part)

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ from diloco.callback import checkpoint_of
 from diloco.checkpoints.choice import to_delete
 from diloco.checkpoints.dirs import own_part
 from diloco.checkpoints.finder import candidates_in
-from diloco.checkpoints.mark import COMPLETE, mark_whole, read_mark
-from diloco.checkpoints.restore import fetched, registered, skipped_event
-from diloco.checkpoints.store import Store, open_store
+from diloco.checkpoints.mark import COMPLETE, mark_whole, read_mark, write_mark
+from diloco.checkpoints.restore import Found, fetched, registered
+from diloco.checkpoints.store import open_store
 from diloco.grpo.deltas import DeltaWriter
 from diloco.options import CkptConfig
 from diloco.outer import Diloco
@@ -31,11 +32,36 @@ class KeepCheckpoints(TrainerCallback):
     """Give it to the trainer after DilocoCallback, which adds the swarm's state to what is moved here."""
 
     def __init__(
-        self, config: CkptConfig, outer: Callable[[], Diloco], world: World, *, scratch: Path
+        self,
+        config: CkptConfig,
+        outer: Callable[[], Diloco],
+        world: World,
+        world_rank: int | None,
+        *,
+        scratch: Path,
     ) -> None:
-        """`scratch` is a local directory for what is on its way to a URL. Raises UserError."""
-        self._config, self._outer, self._world = config, outer, world
-        self._store = open_store(config.path, scratch)
+        """`scratch` is a local directory for what is on its way to or from a URL. Raises UserError."""
+        self._config, self._outer, self._world, self._world_rank = config, outer, world, world_rank
+        self._scratch, self._store = scratch, open_store(config.path, scratch)
+        self._number = self._saved_at_ms = 0
+        self._loss: float | None = None
+
+    def restore(self, stack: contextlib.ExitStack, on_skipped: Callable[[str], None]) -> Found | None:
+        """The checkpoint that --ckpt.resume means; it stays there until the stack is closed. Raises UserError.
+
+        `on_skipped` is told what is wrong with each that is passed over.
+        """
+        config, rank = self._config, self._world_rank
+        if config.interval is not None:
+            self._saved_at_ms = on_rank_zero(lambda: registered(self._store, config.path, rank))
+        found = fetched(config, self._world, rank, self._scratch, stack, on_skipped=on_skipped)
+        if found is not None:
+            self._number = found.mark.number + 1
+        return found
+
+    def scored(self, reward: float) -> None:
+        """An evaluation of the weights: the next checkpoint is as good as this says."""
+        self._loss = -reward
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -52,15 +78,19 @@ class KeepCheckpoints(TrainerCallback):
             shutil.rmtree(written, ignore_errors=True)
 
     def _keep(self, written: Path, step: int) -> None:
-        outer, store = self._outer(), self._store
-        part = own_part(outer.world_rank)
+        outer, store, part = self._outer(), self._store, own_part(self._world_rank)
         if (written / COMPLETE).is_file():
             mark = read_mark(written)
         else:
             mark = mark_whole(written, outer, num_ranks=self._world.num_ranks)
+        self._saved_at_ms = max(self._saved_at_ms + 1, mark.saved_at_ms)
+        mark = replace(mark, number=self._number, saved_at_ms=self._saved_at_ms, loss=self._loss)
+        write_mark(written, mark)
         store.send(written, mark.files, step, part)
         store.finish(written, step, part)
-        for old in to_delete(candidates_in(store, part), topk=self._config.topk, keep="last"):
+        self._number, self._loss = self._number + 1, None
+        kept = candidates_in(store, part)
+        for old in to_delete(kept, topk=self._config.topk, keep=self._config.keep):
             store.delete(old.name, old.part)
 
 
@@ -100,27 +130,3 @@ class KeepDeltas(TrainerCallback):
             self._writer.write(step, weights.items())
         except OSError as error:
             log.error("the delta checkpoint of step %d was not saved: %s", step, error)
-
-
-def checkpoint_to_resume(
-    config: CkptConfig,
-    world: World,
-    world_rank: int | None,
-    scratch: Path,
-    stack: contextlib.ExitStack,
-    on_event: Callable[..., None],
-) -> Path | None:
-    """The directory that --ckpt.resume means for this peer, until the stack is closed. Raises UserError.
-
-    What another peer has saved is no use to a trainer, which wants its own state back. `on_event` is told of each that
-    is passed over.
-    """
-    if config.interval is not None:
-        store: Store = open_store(config.path, scratch)
-        on_rank_zero(lambda: registered(store, config.path, world_rank))
-
-    def told(problem: str) -> None:
-        on_event(**skipped_event(problem))
-
-    found = fetched(config, world, world_rank, scratch, stack, own_only=True, on_skipped=told)
-    return found.directory if found else None

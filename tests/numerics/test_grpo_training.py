@@ -114,6 +114,38 @@ def test_a_peer_resumes_bit_for_bit_with_the_swarms_state(config, tmp_path, monk
     assert [r["step"] for r in whole if r["kind"] == "eval"] == []
 
 
+def test_another_peers_checkpoint_restarts_the_run_where_its_epoch_began(config, tmp_path, monkeypatch):
+    monkeypatch.setenv(LINK_ENV, str(tmp_path / "link.sock"))
+    ckpt = CkptConfig(path=config.ckpt.path, interval=3)
+    with ScriptedDaemon(tmp_path / "link.sock", world_rank=1, local_steps=2):
+        trained(replace(config, ckpt=ckpt), tmp_path / "first")
+    resume = CkptConfig(path=config.ckpt.path, resume="auto")
+    with ScriptedDaemon(tmp_path / "link.sock", world_rank=0, local_steps=2) as daemon:
+        records = trained(replace(config, ckpt=resume), tmp_path / "second")
+    offered = daemon.messages[0]
+    newest = tmp_path / "checkpoints" / "model_step_3" / "diloco_rank_1"
+    assert (offered["resume"], offered["is_own"], offered["epoch"]) == (str(newest), False, 1)
+    assert [record["step"] for record in records if record["kind"] == "step"] == [3, 4]
+
+
+def test_where_no_checkpoint_is_whole_it_does_not_begin_anew_unasked(config, tmp_path):
+    ckpt = CkptConfig(path=str(tmp_path / "kept"), interval=2)
+    trained(replace(config, ckpt=ckpt), tmp_path / "first")
+    for file in (tmp_path / "kept").rglob("model.safetensors"):
+        file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(UserError, match="to begin anew"):
+        trained(replace(config, ckpt=replace(ckpt, resume="auto")), tmp_path / "second")
+
+
+def test_the_checkpoints_that_evaluations_scored_best_are_kept(config, tmp_path):
+    ckpt = CkptConfig(path=str(tmp_path / "kept"), interval=1, topk=1, keep="best")
+    records = trained(replace(config, total_steps=6, eval_interval=1, ckpt=ckpt), tmp_path / "run")
+    rewards = {r["step"]: r["reward"] for r in records if r["kind"] == "eval" and 0 < r["step"] < 6}
+    kept = {int(path.name.removeprefix("model_step_")) for path in (tmp_path / "kept").iterdir()}
+    best = {step for step in rewards if rewards[step] == max(rewards.values())}
+    assert len(rewards) == 5 and 6 in kept and kept - {6} <= best
+
+
 def test_alone_it_evaluates_saves_and_keeps_the_newest_checkpoints(config, tmp_path):
     from transformers import AutoModelForCausalLM
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import threading
 import time
@@ -18,11 +19,11 @@ from diloco import checkpoint
 from diloco.checkpoints.shards import shards_of
 from diloco.errors import UserError
 from diloco.launch import Assignment
-from diloco.options import CkptConfig
+from diloco.options import CkptConfig, HvConfig
 from diloco.train_fsdp import Trainer
 from diloco.world import World, gathered
 from peers.link import LINK_ENV
-from tests.support.scripted_daemon import ScriptedDaemon
+from tests.support.scripted_daemon import ScriptedDaemon, halving
 from tests.support.torch_ranks import Ranks
 from tests.support.training import of_kind, tiny_config, train
 
@@ -106,6 +107,40 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_metrics_say_so(tmp_path, mo
     assert of_kind("step", records, "step") == [(3,), (4,)]
     (said,) = [record for record in records if record.get("event") == "checkpoint_skipped"]
     assert str(damaged) in said["reason"]
+
+
+def in_epoch_three(message, out, inn):
+    if message["kind"] != "offer":
+        return halving(message, out, inn)
+    inn[:] = 0.25
+    return "start", {"epoch": 3, "local_step": 0, "data_base": 3, "num_peers": 2, "keep_local": False}
+
+
+@pytest.mark.parametrize("in_swarm", [False, True])
+def test_where_no_checkpoint_is_whole_nobody_begins_anew_unasked(tmp_path, monkeypatch, in_swarm):
+    def life(rule, name, **changes):
+        with contextlib.ExitStack() as stack:
+            if in_swarm:
+                monkeypatch.setenv(LINK_ENV, str(tmp_path / "link.sock"))
+                stack.enter_context(ScriptedDaemon(tmp_path / "link.sock", rule, world_rank=1, local_steps=2))
+            return train(tiny_config(tmp_path, hv=HvConfig(local_steps=2), **changes), tmp_path / name)
+
+    monkeypatch.delenv(LINK_ENV, raising=False)
+    ckpt = CkptConfig(path=str(tmp_path / "checkpoints"), interval=2)
+    life(halving, "first", ckpt=ckpt, max_steps=4)
+    files = sorted((tmp_path / "checkpoints").rglob("rank_0.safetensors"))
+    assert len(files) == 2
+    for file in files:
+        file.write_bytes(file.read_bytes()[:-1])
+    again = replace(ckpt, resume="auto")
+    with pytest.raises(UserError, match=r"rank_0\.safetensors .* Leave out --ckpt\.resume to begin anew"):
+        life(halving, "second", ckpt=again)
+    assert sorted((tmp_path / "checkpoints").rglob("rank_0.safetensors")) == files
+    if in_swarm:
+        # Where the swarm lives, nothing begins anew.
+        records = life(in_epoch_three, "third", ckpt=again, total_steps=8)
+        assert [step for (step,) in of_kind("step", records, "step")] == [7, 8]
+        assert len([record for record in records if record.get("event") == "checkpoint_skipped"]) == 2
 
 
 @pytest.mark.parametrize(

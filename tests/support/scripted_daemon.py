@@ -49,7 +49,7 @@ def halving(message: dict[str, Any], out: np.ndarray, inn: np.ndarray) -> Answer
     match message["kind"]:
         case "offer":
             inn[:] = out
-            keep = bool(message["resume"])
+            keep = bool(message["resume"]) and message["is_own"]
             fields = {"epoch": message["epoch"], "local_step": message["local_step"]}
             return "start", {**fields, "data_base": 3 * message["epoch"], "num_peers": 1, "keep_local": keep}
         case "ready":

@@ -143,21 +143,6 @@ def test_a_stretch_of_other_bytes_is_found_named_and_skipped(saved, caplog, name
     check_found_named_and_skipped(saved, name, change, caplog)
 
 
-def test_where_no_checkpoint_is_whole_a_training_alone_does_not_silently_begin_anew(tmp_path):
-    directory = tmp_path / "model_step_4"
-    directory.mkdir()
-    write_bytes(directory / "rank_0.safetensors", b"content")
-    mark = Mark(position=Position(), tokens=(0,), num_ranks=1, files=records_below(directory), saved_at_ms=1)
-    write_mark(directory, mark)
-    write_bytes(directory / "rank_0.safetensors", b"CONTENT")
-    config = CkptConfig(path=str(tmp_path), resume="auto")
-    with (
-        contextlib.ExitStack() as stack,
-        pytest.raises(UserError, match=r"rank_0\.safetensors does not hold"),
-    ):
-        fetched(config, World(), None, tmp_path / "scratch", stack)
-
-
 @given(raw=st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
 def test_bytes_that_are_no_mark_are_refused_and_never_crash(raw):
     with pytest.raises(ValueError, match="seal"):

@@ -98,6 +98,12 @@ def test_those_who_save_there_are_known(store):
     assert store.savers() == {1, 12}
 
 
+def test_a_checkpoint_that_was_brought_there_from_elsewhere_has_a_saver(store):
+    put(store, 4, part=own_part(7))
+    put(store, 8, part="")
+    assert store.savers() == {7}
+
+
 def test_what_a_killed_life_left_is_cleared_and_others_keep_theirs(tmp_path):
     store = LocalStore(tmp_path)
     mine, theirs = store.staging(4, PART), store.staging(4, own_part(12))
