@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -119,6 +120,7 @@ def test_another_peers_checkpoint_restarts_the_run_where_its_epoch_began(config,
     ckpt = CkptConfig(path=config.ckpt.path, interval=3)
     with ScriptedDaemon(tmp_path / "link.sock", world_rank=1, local_steps=2):
         trained(replace(config, ckpt=ckpt), tmp_path / "first")
+    shutil.rmtree(tmp_path / "checkpoints" / "model_step_4")
     resume = CkptConfig(path=config.ckpt.path, resume="auto")
     with ScriptedDaemon(tmp_path / "link.sock", world_rank=0, local_steps=2) as daemon:
         records = trained(replace(config, ckpt=resume), tmp_path / "second")
