@@ -117,7 +117,7 @@ def test_a_peer_resumes_bit_for_bit_with_the_swarms_state(config, tmp_path, monk
 
 def test_another_peers_checkpoint_restarts_the_run_where_its_epoch_began(config, tmp_path, monkeypatch):
     monkeypatch.setenv(LINK_ENV, str(tmp_path / "link.sock"))
-    ckpt = CkptConfig(path=config.ckpt.path, interval=3)
+    ckpt = CkptConfig(path=config.ckpt.path, interval=1)
     with ScriptedDaemon(tmp_path / "link.sock", world_rank=1, local_steps=2):
         trained(replace(config, ckpt=ckpt), tmp_path / "first")
     shutil.rmtree(tmp_path / "checkpoints" / "model_step_4")
