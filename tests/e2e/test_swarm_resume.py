@@ -28,6 +28,7 @@ FLAGS = {
     "ckpt.interval": INTERVAL,
     "ckpt.topk": 3,
 }
+LOOPBACK = ("--host-maddrs", "/ip4/127.0.0.1/tcp/0")
 SAME = ("loss", "lr", "grad_norm", "tokens")
 
 
@@ -141,6 +142,42 @@ def test_after_every_process_was_killed_at_a_random_moment_training_goes_on_bit_
     check_equal(lives, whole)
 
 
+def test_who_comes_back_with_an_old_checkpoint_takes_what_the_living_swarm_has(start, model, tmp_path):
+    saved = tmp_path / "saved"
+    flags = {**FLAGS, "ckpt.interval": 4, "ckpt.topk": None, "ckpt.path": saved}
+
+    def peer(rank: int, **more: Any) -> Command:
+        named = training_flags(model, **flags, run_dir=tmp_path / "run" / f"peer-{rank}", **more)
+        return start(*DILOCO, "peer", "--initial-peers", maddr, *LOOPBACK, *named, name=f"peer-{rank}")
+
+    def epochs(rank: int) -> dict[int, str]:
+        records = records_of(tmp_path / "run", rank)
+        return {r["epoch"]: r["anchor_digest"] for r in records if r["kind"] == "epoch"}
+
+    coordinator = start(*DILOCO, "dht", "start", *LOOPBACK, name="coordinator")
+    wait_until(lambda: "\n" in coordinator.stdout, "its address", command=coordinator)
+    maddr = coordinator.stdout.split()[1]
+    living, killed = peer(0, galaxy_size=2), peer(1, galaxy_size=2)
+    wait_until(lambda: 8 in whole_steps(saved), "the second checkpoint", command=living)
+    assert kill(killed) >= 2
+    before = max(epochs(0))
+    wait_until(lambda: max(epochs(0)) >= before + 3, "three epochs alone", command=living)
+    alone = max(epochs(0))
+    back = peer(1, **{"ckpt.resume": saved / "model_step_4"})
+
+    def together() -> set[int]:
+        return {epoch for epoch in set(epochs(1)) & set(epochs(0)) if epoch > alone}
+
+    wait_until(lambda: len(together()) >= 3, "three epochs together", command=back)
+    starts = [r["epoch"] for r in records_of(tmp_path / "run", 1) if r.get("event") == "start"]
+    assert starts[0] == 0 and starts[1] >= alone, starts
+    mine, theirs = epochs(1), epochs(0)
+    assert list(theirs) == sorted(theirs)
+    shared = set(mine) & set(theirs)
+    assert {epoch: mine[epoch] for epoch in shared} == {epoch: theirs[epoch] for epoch in shared}
+    assert living.code is None and kill(back) and kill(living)
+
+
 @pytest.mark.kill
 def test_twenty_times_every_process_is_killed_and_every_resume_equals_the_undisturbed_run(
     start, model, tmp_path
@@ -179,6 +216,8 @@ def test_one_peers_checkpoint_restarts_the_run_for_any_number_of_peers(start, mo
         records = records_of(tmp_path / "again", rank)
         [begun] = [record for record in records if record.get("event") == "start"]
         assert (begun["step"], begun["epoch"]) == (12, 3)
+        log = (tmp_path / "again" / f"peer-{rank}" / "logs" / "daemon.log").read_text()
+        assert f"training from epoch 3, step 0, anchor {digests[12]['anchor_digest'][:12]}" in log
         assert max(by_step(records, "step")) == 16
         assert by_step(records, "epoch")[16]["contributors"] == [0, 1, 2]
         assert by_step(records, "epoch")[16]["anchor_digest"] != digests[12]["anchor_digest"]
