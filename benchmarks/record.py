@@ -83,7 +83,7 @@ def report(
 def merged(earlier: Mapping[str, Any], newer: Mapping[str, Any]) -> dict[str, Any]:
     """The newer record and, before it, the earlier one's rows of cases that it has not measured.
 
-    Such a row says where it comes from, by the fields of a record, where that is another commit or machine. Raises
+    Notes and summary stay where the newer has none. Such a row says where it comes from, by the fields of a record, where that is another commit or machine. Raises
     ValueError for records of two benchmarks.
     """
     if earlier["benchmark"] != newer["benchmark"]:
@@ -97,7 +97,8 @@ def merged(earlier: Mapping[str, Any], newer: Mapping[str, Any]) -> dict[str, An
         values = {name: value for name, value in row.items() if name not in ORIGIN}
         is_elsewhere = any(origin[name] != newer[name] for name in ("commit", "hardware"))
         kept.append({**values, **origin} if is_elsewhere else values)
-    return {**newer, "results": [*kept, *newer["results"]]}
+    told = {name: earlier[name] for name in ("notes", "summary") if name in earlier}
+    return {**told, **newer, "results": [*kept, *newer["results"]]}
 
 
 def record(benchmark: str, results: Sequence[Result]) -> dict[str, Any]:

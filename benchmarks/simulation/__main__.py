@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import time
+from pathlib import Path
 
 import benchmarks.simulation
 from benchmarks.lab import unavailable
@@ -30,22 +31,24 @@ def main() -> None:
     plan |= lab.steps(setting) if "lab" in parts else {}
     progress = Progress(plan)
     if "published" in parts:
-        rows = _published(sizes, progress)
-        report("simulation", rows, chosen.json, keeps=True)
+        _published(sizes, progress, chosen.json)
     if "scale" in parts:
         report("simulation", _scale(progress), chosen.json, keeps=True)
     if "lab" in parts:
         report("simulation", lab.results(setting, progress), chosen.json, keeps=True)
 
 
-def _published(sizes: tuple[str, ...], progress: Progress) -> list[Result]:
+def _published(sizes: tuple[str, ...], progress: Progress, json_path: Path | None) -> None:
     rows: list[Result] = []
+    table: list[dict[str, str]] = []
     for size in sizes:
-        rows += published.streaming_diloco([size])
+        of_size, lines = published.streaming_diloco([size])
+        rows, table = rows + of_size, table + lines
         progress.done(f"Streaming DiLoCo {size}")
     rows += published.intellect_1()
     progress.done("INTELLECT-1")
-    return rows
+    extra = {"notes": published.notes(rows), "summary": table}
+    report("simulation", rows, json_path, extra=extra, keeps=True)
 
 
 def _scale(progress: Progress) -> list[Result]:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from benchmarks.record import Result
 from benchmarks.simulation import lab, published
+from benchmarks.table import RESULTS
 from benchmarks.wan.cases import link
 from diloco.simulation.machine import IDEAL
 
@@ -33,6 +37,28 @@ def test_the_bandwidths_of_streaming_diloco_are_met_to_a_point_of_its_grid(metho
         ours = published.bandwidth_for(target, published.MODELS["10B"], method)
         theirs = min(published.GRID, key=lambda point: abs(point - printed))
         assert 1 / ONE_POINT < ours / theirs < ONE_POINT
+
+
+def test_what_is_committed_agrees_with_the_laboratory_within_a_tenth():
+    rows = json.loads((RESULTS / "simulation-cpu-2cores.json").read_text())["results"]
+    ratios = {(row["case"], row["metric"]): row["median"] for row in rows if row["unit"] == "ratio"}
+    lab_ratios = {key: ratio for key, ratio in ratios.items() if key[0].startswith("lab ")}
+    # Three bandwidths, blocking and overlapped; epochs and rounds.
+    assert len(lab_ratios) == 3 * 2 * 2
+    assert all(0.9 < ratio < 1.1 for ratio in lab_ratios.values()), lab_ratios
+    assert len([case for case, _ in ratios if case.startswith("Streaming DiLoCo")]) == 12
+    assert ("INTELLECT-1 global", "one pace / published") in ratios
+
+
+def test_the_notes_name_what_is_not_met():
+    rows = [
+        Result.of("Streaming DiLoCo 1B vanilla", "Gbit/s, predicted / published", "ratio", [1.0, 1.207]),
+        Result.of("Streaming DiLoCo 1B streaming", "Gbit/s, predicted / published", "ratio", [0.69, 1.0]),
+        *published.intellect_1(),
+    ]
+    streaming, intellect = published.notes(rows)
+    assert "1 of 2 rows: Streaming DiLoCo 1B streaming (0.69 to 1.00)" in streaming
+    assert "0.38 (USA), 0.83 (USA and Europe), 0.68 (global)" in intellect
 
 
 def test_two_of_intellect_1s_times_follow_from_the_third():
