@@ -83,8 +83,8 @@ def report(
 def merged(earlier: Mapping[str, Any], newer: Mapping[str, Any]) -> dict[str, Any]:
     """The newer record and, before it, the earlier one's rows of cases that it has not measured.
 
-    Notes and summary stay where the newer has none. Such a row says where it comes from, by the fields of a record, where that is another commit or machine. Raises
-    ValueError for records of two benchmarks.
+    Such a row says where it comes from, by the fields of a record, where that is another commit or machine. Notes and
+    summary stay where the newer has none. Raises ValueError for records of two benchmarks.
     """
     if earlier["benchmark"] != newer["benchmark"]:
         raise ValueError(f"the file is of the benchmark {earlier['benchmark']}, not {newer['benchmark']}")

@@ -9,7 +9,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -79,6 +79,8 @@ def peer(
         print(f"note: {remark}", file=sys.stderr, flush=True)
     train = settled(for_mode(train, _SOURCE.named), _SOURCE.named, num_ranks=ranks)
     program = program_of(worker)
+    if program and (unread := unread_by_a_program(_SOURCE.named)):
+        print(f"note: {unread}", file=sys.stderr, flush=True)
     check_peers_fit(train.path_model, on_gpu=train.device != "cpu" and num_gpus > 0)
     # What is not named comes from the swarm.
     if not program and "dataset_name_or_path" in _SOURCE.named:
@@ -106,6 +108,17 @@ def program_of(worker: str | None) -> tuple[str, ...]:
     if not words or shutil.which(words[0], path=_path_with_this_python()) is None:
         raise UserError(f"--worker {worker!r} names no program that is here to be started.")
     return words
+
+
+def unread_by_a_program(named: Collection[str]) -> str:
+    """One sentence on the flags that only diloco's own trainer follows, if any were given."""
+    flags = [f"--{name.replace('_', '-')}" for name in sorted(named) if not name.startswith("hv.")]
+    unread = [flag for flag in flags if flag not in ("--device", "--run-dir")]
+    return (
+        f"{', '.join(unread)}: the program of --worker is not told, only diloco's own trainer."
+        if unread
+        else ""
+    )
 
 
 def _path_with_this_python() -> str:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -73,6 +76,37 @@ def test_a_peers_death_and_its_return_are_seen_within_two_seconds(swarm):
             check_figures(seen, observer)
 
     asyncio.run(watch())
+
+
+def test_the_command_says_who_died_within_two_seconds_and_who_fell_silent_not_much_later(swarm):
+    light = swarm(local_steps=4, max_steps=100000, step_s=0.05)
+    light.start_all(4)
+    wait_until(lambda: all(peer.epoch >= 1 for peer in light.peers.values()), "epoch 1")
+    command = [sys.executable, "-m", "diloco", "status", "--json", "--run-id", light.run_id]
+    command += ["--initial-peers", light.initial_peers[0]]
+
+    def line_that_says(watching: subprocess.Popen[str], condition: Callable[[dict[str, Any]], bool]) -> float:
+        assert watching.stdout is not None
+        for line in watching.stdout:
+            if condition(json.loads(line)):
+                return time.time()
+        raise AssertionError("diloco status ended")
+
+    with subprocess.Popen([*command, "--watch"], stdout=subprocess.PIPE, text=True) as watching:
+        try:
+            line_that_says(watching, lambda seen: has_all(seen, 0, 1, 2, 3))
+            light.peers[2].kill()
+            seen_at = line_that_says(watching, lambda seen: state_of(seen, 2) == "lost")
+            assert seen_at - light.peers[2].killed[-1] < SEEN_WITHIN_S
+            once = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+            assert state_of(json.loads(once.stdout), 2) == "lost"
+            light.peers[3].freeze()
+            frozen_at = time.time()
+            seen_at = line_that_says(watching, lambda seen: state_of(seen, 3) == "lost")
+            assert seen_at - frozen_at < 12
+        finally:
+            light.peers[3].thaw()
+            watching.terminate()
 
 
 def check_figures(seen: dict[str, Any], observer: Observer) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from diloco.config import TrainConfig
 from diloco.errors import UserError
-from diloco.verbs.peer import Workplace, program_of
+from diloco.verbs.peer import Workplace, program_of, unread_by_a_program
 
 
 def test_the_words_of_a_program_are_split_as_a_shell_would():
@@ -21,6 +21,12 @@ def test_the_words_of_a_program_are_split_as_a_shell_would():
 def test_a_program_that_cannot_be_started_is_refused(worker):
     with pytest.raises(UserError, match="--worker"):
         program_of(worker)
+
+
+def test_flags_that_a_program_is_not_told_are_named():
+    assert unread_by_a_program({"hv.local_steps", "run_dir", "device"}) == ""
+    said = unread_by_a_program({"ckpt.interval", "total_steps", "hv.local_steps"})
+    assert said.startswith("--ckpt.interval, --total-steps: the program of --worker is not told")
 
 
 def test_a_program_runs_by_the_python_of_its_peer_and_finds_its_daemon(tmp_path):
