@@ -135,6 +135,9 @@ def addresses(*, of_peers: bool) -> Callable[[Any, Sequence[Token]], tuple[str, 
         from peers.network.maddrs import validate_maddr
 
         found = [text for token in tokens for text in re.split(r"[,\s]+", token.value) if text]
+        # A file may say that there are none.
+        if not found and any(token.source == "cli" for token in tokens):
+            raise ValueError("It has no value; leave it out, or check the variable that it comes from.")
         try:
             for text in found:
                 validate_maddr(text, peer_id=of_peers)

@@ -50,7 +50,7 @@ def address_list(alias: str = "", *, of_peers: bool = False) -> Parameter:
     """A list flag: `--flag A B`, `--flag A --flag B` and `--flag A,B` mean the same."""
     return Parameter(
         alias=(alias,) if alias else (),
-        consume_multiple=True,
+        consume_multiple=1,
         negative="",
         converter=addresses(of_peers=of_peers),
         metavar="MADDR...",
@@ -216,7 +216,7 @@ class GrpoConfig:
     """Who writes completions: a vLLM server, or the trainer itself, which is slow but needs nothing else."""
     rollout_url: Annotated[
         tuple[str, ...],
-        Parameter(alias="--rollout-url", consume_multiple=True, negative="", metavar="URL..."),
+        Parameter(alias="--rollout-url", consume_multiple=1, negative="", metavar="URL..."),
     ] = ()
     """vLLM servers that run already (http://host:port); default: this peer starts its own."""
     vllm_port: Annotated[
@@ -229,7 +229,7 @@ class GrpoConfig:
     """The GPU of the own server; default: the last one, which the trainer then does without."""
     vllm_args: Annotated[
         tuple[str, ...],
-        Parameter(consume_multiple=True, allow_leading_hyphen=True, negative="", metavar="ARG..."),
+        Parameter(consume_multiple=1, allow_leading_hyphen=True, negative="", metavar="ARG..."),
     ] = ()
     """More arguments for the own server."""
     vllm_timeout: Seconds = 300.0

@@ -74,8 +74,10 @@ def from_toml(path: Path, usual: PeerWish) -> list[PeerWish]:
     """[[peers]] tables with bandwidth, download, rtt, gpu, gpus, flops, cores, price, step_time, and count."""
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8")).get("peers", [])
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UserError(f"{path} is no TOML file that can be read: {error}") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UserError(f"{path} is no TOML file: {error}") from error
     if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
         raise UserError(
             f'{path} has no [[peers]]; write, for example:\n[[peers]]\nbandwidth = "500mbit"\ncount = 4'
@@ -108,7 +110,10 @@ def _from(low: float, parse: Callable[[str], float]) -> Callable[[str], float]:
     """A parser that refuses what is less, and what is no number."""
 
     def parsed(text: str) -> float:
-        value = parse(text)
+        try:
+            value = parse(text)
+        except ValueError:
+            raise ValueError(f"{text!r:.40} is not a {'whole ' if parse is int else ''}number") from None
         if not low <= value < math.inf:
             raise ValueError(f"it must be {low:g} or more, and is {text}")
         return value
@@ -164,7 +169,9 @@ def read_offers(path: Path) -> list[Offer]:
     """What `diloco provision --offers --json` has printed. Raises UserError."""
     try:
         return [_offer_of(table) for table in json.loads(path.read_text(encoding="utf-8"))]
-    except (OSError, UnicodeDecodeError, ValueError, TypeError, AttributeError) as error:
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, TypeError, AttributeError) as error:
         raise UserError(
             f"{path} does not hold offers as `diloco provision --offers --json` prints them: {error}"
         ) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from diloco.metrics_file import figure, size
-from diloco.simulation.figures import ASSUMPTIONS, Figures
+from diloco.simulation.figures import Figures
 from diloco.simulation.scenario import Scenario
 
 
@@ -30,10 +30,6 @@ def text_of(scenario: Scenario, figures: Figures, notes: Sequence[str]) -> str:
         lines += _failures(scenario, figures)
     lines += ["", *(f"note: {note}" for note in notes)] if notes else []
     return "\n".join(lines)
-
-
-def assumptions() -> str:
-    return "\n".join(f"- {assumption}" for assumption in ASSUMPTIONS)
 
 
 def _what(scenario: Scenario) -> str:

@@ -82,7 +82,8 @@ class SimulatedSwarm:
         most_s = _LONGEST_EPOCH * (1.0 + trained_s * scenario.schedule.steps_per_epoch + self._slowest_s)
         if not self.clock.run(lambda: self._is_over, until=most_s * self._last_epoch):
             raise DilocoError(
-                f"the simulated run stops at epoch {self.newest.epoch}: its rounds fail one after the other"
+                f"the simulated run stops at epoch {self.newest.epoch}: its rounds fail one after the other. "
+                "Peers are lost faster than they finish a round: raise --mtbf, or --bandwidth, or use a smaller --codec"
             )
         return self._figures()
 

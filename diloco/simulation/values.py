@@ -24,6 +24,7 @@ _BITS = {
     "g": 1e9,
 }
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+_LONG_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12, "p": 1e15, "e": 1e18}
 
 
@@ -37,6 +38,11 @@ def bits_per_s(text: str) -> float:
 def seconds(text: str) -> float:
     """80ms, 0.08s. Raises ValueError."""
     return _quantity(text.lower(), _SECONDS, "a time like 80ms or 0.08s")
+
+
+def long_seconds(text: str) -> float:
+    """300s, 10m, 6h, 2d. Raises ValueError."""
+    return _quantity(text.lower(), _LONG_SECONDS, "a time like 300s, 10m or 6h")
 
 
 def count(text: str) -> float:

@@ -119,7 +119,7 @@ def logs(
 def ssh(
     name: str,
     *,
-    forward: Annotated[tuple[int, ...], Parameter(consume_multiple=True, negative="")] = (),
+    forward: Annotated[tuple[int, ...], Parameter(consume_multiple=1, negative="")] = (),
     state_file: StateFile = None,
     inventory: Inventory = None,
 ) -> int:
@@ -235,7 +235,7 @@ def down(*names: str, state_file: StateFile = None, inventory: Inventory = None)
 @app.command
 def reconcile(
     *,
-    provider: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="")] = (),
+    provider: Annotated[tuple[str, ...], Parameter(consume_multiple=1, negative="")] = (),
     watch: Switch = False,
     interval: Seconds = 60.0,
     state_file: StateFile = None,

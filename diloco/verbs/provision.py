@@ -31,7 +31,7 @@ app = App(name="provision", usage="Usage: diloco provision [OPTIONS] [-- FLAGS O
 
 Number = Annotated[int | None, Parameter(converter=whole, validator=at_least(1))]
 Amount = Annotated[float | None, Parameter(validator=(at_least(0), finite))]
-Words = Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="")]
+Words = Annotated[tuple[str, ...], Parameter(consume_multiple=1, negative="")]
 Switch = Annotated[bool, Parameter(negative="")]
 
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter
 
-from diloco.checks import at_least, duration, finite, up_to, whole
+from diloco.checks import at_least, finite, up_to, whole
 from diloco.errors import UserError
 from diloco.simulation.given_peers import LEAST_CORES, LEAST_FLOPS, MAX_PEERS
-from diloco.simulation.values import bits_per_s, count, one, seconds, several
+from diloco.simulation.values import bits_per_s, count, long_seconds, one, seconds, several
 
 if TYPE_CHECKING:
     from diloco.simulation.figures import Figures
@@ -39,10 +39,10 @@ Switch = Annotated[bool, Parameter(negative="")]
 Positive = Parameter(validator=(finite, at_least(0)))
 Bandwidth = Annotated[
     tuple[float, ...],
-    Parameter(converter=several(bits_per_s), consume_multiple=True, negative="", metavar="RATE..."),
+    Parameter(converter=several(bits_per_s), consume_multiple=1, negative="", metavar="RATE..."),
 ]
 Seconds = Parameter(converter=one(seconds), metavar="TIME")
-Long = Parameter(converter=duration, metavar="TIME")
+Long = Parameter(converter=one(long_seconds), metavar="TIME")
 Number = Parameter(converter=one(count), metavar="NUMBER")
 Count = Annotated[int, Parameter(converter=whole, validator=at_least(1))]
 
@@ -148,19 +148,25 @@ def simulate(
         check_drawable(plot)
     wishes, notes = _wishes(pods)
     scenario = _scenario(training, pods, chances, wishes, epochs)
+    if scenario.schedule.local_steps != training.local_steps:
+        notes.append(
+            f"{training.local_steps} local steps are {scenario.schedule.local_steps} here, the next multiple of "
+            f"{training.fragments} fragments"
+        )
     from diloco.simulation.swarm import simulate as run
 
     figures = run(scenario, _told(scenario.num_epochs))
     curves = _curves(scenario, wishes, plot) if plot is not None else None
-    if as_json:
-        print(json.dumps(_plain(scenario, figures, notes, curves)), flush=True)
-        return 0
-    from diloco.simulation.report import assumptions as listed
+    from diloco.simulation.figures import ASSUMPTIONS
     from diloco.simulation.report import text_of
 
+    if as_json:
+        plain = _plain(scenario, figures, notes, curves)
+        print(json.dumps({**plain, "assumptions": ASSUMPTIONS} if assumptions else plain), flush=True)
+        return 0
     print(text_of(scenario, figures, notes))
     if assumptions:
-        print(f"\nassumed\n{listed()}")
+        print("\nassumed", *(f"- {assumption}" for assumption in ASSUMPTIONS), sep="\n")
     if plot is not None:
         print(f"\nplot              {plot}")
     return 0
@@ -172,6 +178,18 @@ def _wishes(pods: Pods) -> tuple[list[PeerWish], list[str]]:
 
     if pods.peers_file is not None and pods.from_offers is not None:
         raise UserError("--peers-file and --from-offers both say what peers there are; leave one out")
+    named = (
+        "--peers-file"
+        if pods.peers_file is not None
+        else "--from-offers"
+        if pods.from_offers is not None
+        else ""
+    )
+    for flag, values in (("--bandwidth", pods.bandwidth), ("--download", pods.download)):
+        if named and len(values) > 1:
+            raise UserError(
+                f"{named} lists the peers; {flag} is one value then, for those that have none of their own"
+            )
     usual = simulate_peers.PeerWish(
         up=pods.bandwidth[0],
         down=(pods.download or pods.bandwidth)[0],

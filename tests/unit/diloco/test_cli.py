@@ -48,6 +48,8 @@ WRONG = {
         "not a multiple",
     ),
     "ranks that do not divide": (["peer", "--total-batch-size", "10", "--nproc-per-node", "3"], "3 ranks"),
+    "address of an empty variable": (["peer", "--world-rank", "0", "--initial-peers", ""], "has no value"),
+    "address that is missing": (["doctor", "--initial-peers"], "--initial-peers requires at least 1"),
     "number of ranks": (["peer", "--nproc-per-node", "many"], "neither `auto` nor a number"),
     "peer to lose that is not there": (["run", "--peers", "2", "--lose-peer", "2"], "the last one is 1"),
     "model that is none": (["peer", "--path-model", "/nowhere/model", "--run-dir", "RUN"], "is not a model"),

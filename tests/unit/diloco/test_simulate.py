@@ -169,7 +169,22 @@ def test_the_commands_json_holds_figures_and_what_they_are_of(capsys):
 
 def test_local_steps_are_rounded_up_to_a_multiple_of_the_fragments(capsys):
     assert exit_code([*SMALL, "--fragments", "3", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["scenario"]["local_steps"] == 21
+    told = json.loads(capsys.readouterr().out)
+    assert told["scenario"]["local_steps"] == 21
+    assert told["notes"] == ["20 local steps are 21 here, the next multiple of 3 fragments"]
+
+
+def test_what_is_assumed_is_told_to_programs_too(capsys):
+    assert exit_code([*SMALL, "--json", "--assumptions"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["assumptions"]) > 3
+
+
+def test_a_file_of_peers_that_is_not_there_or_wrong_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"none\.toml cannot be read: No such file"):
+        from_toml(tmp_path / "none.toml", USUAL)
+    (tmp_path / "peers.toml").write_text('[[peers]]\ngpus = "two"\n')
+    with pytest.raises(UserError, match="peer 0, gpus: 'two' is not a whole number"):
+        from_toml(tmp_path / "peers.toml", USUAL)
 
 
 def test_offers_are_read_from_a_file_and_priced(tmp_path, capsys):
@@ -251,6 +266,9 @@ def test_a_plot_is_drawn_over_bandwidth(tmp_path, capsys):
         (["--from-offers", "nobody"], "nobody"),
         (["--mfu", "nan"], "0.001 or more"),
         (["--bandwidth", ""], "no value"),
+        (["--bandwidth"], "--bandwidth"),
+        (["--mtbf", "6"], "is not a time like 300s, 10m or 6h"),
+        (["--peers-file", "peers.toml", "--bandwidth", "1gbit,2gbit"], "--peers-file lists the peers"),
         (["--batch-tokens", "0.1"], "1 or more"),
         (["--flops", "1e-300"], "1e+06 or more"),
         (["--fragments", "10000001"], "would be empty"),
