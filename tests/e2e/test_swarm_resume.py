@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -221,3 +222,18 @@ def test_one_peers_checkpoint_restarts_the_run_for_any_number_of_peers(start, mo
         assert max(by_step(records, "step")) == 16
         assert by_step(records, "epoch")[16]["contributors"] == [0, 1, 2]
         assert by_step(records, "epoch")[16]["anchor_digest"] != digests[12]["anchor_digest"]
+
+
+@pytest.mark.kill
+def test_the_demo_kills_a_peer_half_way_and_has_it_back_before_the_end(start, model, tmp_path):
+    flags = {**FLAGS, "total-steps": 4000, "ckpt.interval": None, "ckpt.topk": None, "lose-peer": 1}
+    run = start(*DILOCO, "run", *training_flags(model, **flags, run_dir=tmp_path / "run"))
+    assert run.wait(300) == 0, run.stdout + run.stderr
+    assert re.search(r"killed peer 1 \(SIGKILL to its \d+ processes\) at step 2\d\d\d of 4000", run.stdout)
+    assert "all peers held bit-identical anchors" in run.stdout
+    assert (tmp_path / "run" / "loss.png").stat().st_size > 10_000
+    first, again = (r["step"] for r in records_of(tmp_path / "run", 1) if r.get("event") == "start")
+    assert first == 0 and 2000 < again < 4000
+    mine, others = (by_step(records_of(tmp_path / "run", rank), "epoch")[4000] for rank in (0, 1))
+    assert mine["contributors"] == others["contributors"] == [0, 1]
+    assert mine["anchor_digest"] == others["anchor_digest"]
