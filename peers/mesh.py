@@ -34,6 +34,9 @@ among many, who may share machines; rounds wait for none of them meanwhile, and 
 QUIET_S, QUIET_BEATS = 3.0, 4
 """A peer that says nothing while this one sends heartbeats for so long, and at least so many, is not waited for. Own
 beats count and not seconds: whoever was frozen itself has missed nothing."""
+DOUBT_BEATS = 4
+"""After so many beats without an answer the next streams to a peer go another way, if there is one: the link may carry
+nothing. Not where more than a quarter of the peers are so silent: then it is this one that hears badly."""
 _MANY_BEATS, _MANY_PEERS = 8, 16
 """From so many peers on heartbeats get rarer, since all hear all and it is what membership costs; and from so many on
 silence may last longer."""
@@ -287,8 +290,19 @@ class Mesh:
 
     async def _listen(self, peer: _Peer, peer_id: str) -> None:
         """Own the channel until it breaks."""
+
+        def doubt() -> None:
+            num_silent = sum(other.is_doubted for other in self._peers.values())
+            if num_silent <= max(1, len(self._peers) // 4):
+                self._transport.missed(peer_id)
+
         sender = asyncio.create_task(
-            peer.send_forever(self._recent_status, lambda: heartbeat_s(len(self._peers)), self._on_change)
+            peer.send_forever(
+                self._recent_status,
+                lambda: heartbeat_s(len(self._peers)),
+                on_doubt=doubt,
+                on_quiet=self._on_change,
+            )
         )
         # It outlives the channel: a flood is not to begin anew with every new one.
         allowance = self._allowances.setdefault(peer_id, Allowance(time.monotonic()))
@@ -353,6 +367,10 @@ class _Peer:
     def is_quiet(self) -> bool:
         return self._num_unanswered >= self._quiet_at
 
+    @property
+    def is_doubted(self) -> bool:
+        return self._num_unanswered >= DOUBT_BEATS
+
     def heard(self) -> bool:
         """It has said something. True: after it was quiet."""
         was_quiet, self._num_unanswered = self.is_quiet, 0
@@ -367,7 +385,12 @@ class _Peer:
             self.channel.break_off()
 
     async def send_forever(
-        self, status: Callable[[], bytes], interval_s: Callable[[], float], on_quiet: Callable[[], None]
+        self,
+        status: Callable[[], bytes],
+        interval_s: Callable[[], float],
+        *,
+        on_doubt: Callable[[], None],
+        on_quiet: Callable[[], None],
     ) -> None:
         clock = asyncio.get_running_loop().time
         beat_at = clock() + interval_s()
@@ -383,6 +406,8 @@ class _Peer:
                     beat_at = clock() + interval
                     self._num_unanswered += 1
                     self._quiet_at = max(QUIET_BEATS, math.ceil(QUIET_S / interval))
+                    if self._num_unanswered == DOUBT_BEATS:
+                        on_doubt()
                     if self.is_quiet and not was_quiet:
                         on_quiet()
                 if message is None:

@@ -154,6 +154,11 @@ class Paths:
         """This peer did not answer in time. If links can be silent, this one may be: for a while others go first."""
         self._pair(peer_id).missed(time.monotonic())
 
+    def doubts(self, peer_id: str, stream: socket.socket) -> bool:
+        """Whether this stream stands where nothing may get through."""
+        is_relayed = self._path_of.get(stream) is Path.RELAY
+        return not is_relayed and self._pair(peer_id).is_doubted(time.monotonic())
+
     # Opening
 
     def _wants_direct(self, pair: Pair) -> bool:

@@ -59,6 +59,8 @@ class PathChoice(Protocol):
 
     def missed(self, peer_id: str) -> None: ...
 
+    def doubts(self, peer_id: str, stream: socket.socket) -> bool: ...
+
 
 @dataclass(frozen=True)
 class RoundStreams:
@@ -226,7 +228,7 @@ class StreamPool:
         """A stream to this peer, kept or new, on which the attempt has been named."""
         sock = None
         for kept in (self._better.pop(peer, None), self._outgoing.pop(peer, None)):
-            if kept is not None and (sock is not None or not socket_io.is_silent(kept)):
+            if kept is not None and (sock is not None or not self._is_usable(peer, kept)):
                 kept.close()
             else:
                 sock = sock or kept
@@ -238,6 +240,11 @@ class StreamPool:
             sock.close()
             raise
         return sock
+
+    def _is_usable(self, peer: str, kept: socket.socket) -> bool:
+        """Whether nothing has come on a stream that waits for us, and its path is not in doubt."""
+        is_doubted = self._choice is not None and self._choice.doubts(peer, kept)
+        return not is_doubted and socket_io.is_silent(kept)
 
     def _improve(self, choice: PathChoice, peer: str, current: socket.socket) -> None:
         """Look for a better stream than the current one while no round waits for it; the next round takes it."""

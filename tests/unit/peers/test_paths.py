@@ -292,15 +292,20 @@ def test_whoever_did_not_answer_is_reached_through_a_third_peer_until_a_direct_s
             await a_round(a, b)
             await a_round(a, b)
             assert a.paths.in_use == {b.peer_id: Path.DIRECT}
+            standing = await a.paths.open(b.peer_id, DATA, timeout_s=5)
+            assert not a.paths.doubts(b.peer_id, standing)
             a.paths.missed(b.peer_id)
+            assert a.paths.doubts(b.peer_id, standing)
             relayed = await a.paths.open(b.peer_id, DATA, timeout_s=5)
             assert a.paths.in_use == {b.peer_id: Path.RELAY}
+            assert not a.paths.doubts(b.peer_id, relayed)
             better = await a.paths.improved(b.peer_id, relayed)
             assert a.paths.in_use == {b.peer_id: Path.DIRECT}
             # That one has been greeted on, so the link carries again.
             control = await a.paths.open(b.peer_id, CONTROL, timeout_s=5)
             assert relay.num_asked == 1
-            for stream in (relayed, relay.theirs, better, control):
+            assert not a.paths.doubts(b.peer_id, standing)
+            for stream in (standing, relayed, relay.theirs, better, control):
                 stream.close()
 
     run(scenario())
