@@ -28,7 +28,7 @@ def test_a_link_that_fails_between_two_members_costs_neither_of_them_an_epoch(tm
         swarm.check_digests()
 
 
-def test_a_link_that_fell_silent_between_two_rounds_fails_no_attempt(tmp_path):
+def test_a_link_that_fell_silent_between_two_rounds_holds_no_round_up(tmp_path):
     pair = frozenset({2, 3})
     with ChaosSwarm(
         tmp_path, NUM_PEERS, numel=100_000, local_steps=80, max_steps=10**6, step_s=0.05
@@ -42,7 +42,6 @@ def test_a_link_that_fell_silent_between_two_rounds_fails_no_attempt(tmp_path):
         wait_until(lambda: all(peer.epoch >= epoch + 3 for peer in peers), "three epochs more")
         assert {tuple(record["contributors"]) for record in peers[0].epochs} == {(0, 1, 2, 3)}
         assert "by relay" in peers[2].log and "by relay" in peers[3].log
-        assert not [
-            line for peer in peers for line in peer.log.splitlines() if "attempt" in line and "failed" in line
-        ]
+        # An attempt that fails takes over four.
+        assert max(record["round_s"] for record in peers[0].epochs if record["epoch"] > epoch) < 2
         swarm.check_digests()
