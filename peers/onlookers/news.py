@@ -19,6 +19,8 @@ class Watcher:
 
     _present: dict[str, tuple[Announcement, float]] = field(default_factory=dict)
     _newest: dict[str, float] = field(default_factory=dict)
+    _gone: dict[str, int] = field(default_factory=dict)
+    """Of those that have left, the incarnation that did."""
     _epoch: int = 0
 
     def update(self, announcements: Mapping[str, Announcement], now_s: float) -> list[str]:
@@ -40,15 +42,23 @@ class Watcher:
     def _renewed(self, peer_id: str, announcement: Announcement, now_s: float) -> list[str]:
         before, _ = self._present.get(peer_id, (None, 0.0))
         if announcement.state == "leaving":
-            if self._present.pop(peer_id, None) is None:
-                return []
-            return [f"{_name(announcement)} left at epoch {announcement.epoch}, {self._count(now_s)}"]
+            return self._left(peer_id, announcement, now_s)
         self._present[peer_id] = (announcement, now_s)
         if before is None:
             return [f"{_name(announcement)} joined, {self._count(now_s)}"]
         if before.incarnation != announcement.incarnation:
             return [f"{_name(announcement)} came back, {self._count(now_s)}"]
         return []
+
+    def _left(self, peer_id: str, announcement: Announcement, now_s: float) -> list[str]:
+        """Who was there for so short that it was never seen has come, too, if it took part in anything."""
+        was_there = self._present.pop(peer_id, None) is not None
+        is_told = self._gone.get(peer_id) == announcement.incarnation
+        self._gone[peer_id] = announcement.incarnation
+        if not was_there and (is_told or announcement.epoch == 0):
+            return []
+        joined = [] if was_there else [f"{_name(announcement)} joined, {self._count(now_s, and_one=True)}"]
+        return [*joined, f"{_name(announcement)} left at epoch {announcement.epoch}, {self._count(now_s)}"]
 
     def _lost(self, now_s: float) -> list[str]:
         lines = []
@@ -71,8 +81,8 @@ class Watcher:
         """Of those present, whoever has been heard of lately."""
         return [peer for peer, seen_s in self._present.values() if now_s - seen_s <= QUIET_AFTER_S]
 
-    def _count(self, now_s: float) -> str:
-        number = len(self._heard(now_s))
+    def _count(self, now_s: float, *, and_one: bool = False) -> str:
+        number = len(self._heard(now_s)) + and_one
         return f"{number} peer{'s' if number != 1 else ''}"
 
 

@@ -72,3 +72,18 @@ def test_a_peer_that_is_refused_while_joining_is_no_news():
     watcher = Watcher()
     assert watcher.update(seen(record(0, 1, state="joining")), 1) == []
     assert watcher.update(seen(record(0, 1, state="joining")), 2 + LOST_AFTER_S) == []
+
+
+def test_whoever_took_part_for_so_short_that_only_its_end_was_seen_has_come_and_gone():
+    watcher = Watcher()
+    watcher.update(seen(record(0, 1)), 1)
+    watcher.update(seen(record(0, 2), record(1, 2, state="joining")), 2)
+    gone = record(1, 3, epoch=3, state="leaving")
+    assert watcher.update(seen(record(0, 3), gone), 3) == [
+        "peer 1 (…000001) joined, 2 peers",
+        "peer 1 (…000001) left at epoch 3, 1 peer",
+    ]
+    # The same word of farewell, said again.
+    again = record(1, 4, epoch=3, state="leaving")
+    assert watcher.update(seen(record(0, 4), again), 4) == []
+    assert watcher.update(seen(record(2, 5, state="leaving")), 5) == []
