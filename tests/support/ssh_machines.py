@@ -205,6 +205,17 @@ def _openssh(
 def _asyncssh(directory: Path, home: Path, authorized: Path) -> Iterator[int]:
     import asyncssh
 
+    class Server(asyncssh.SSHServer):
+        """Reads the keys at each login, as OpenSSH's does: a cloud puts them there later."""
+
+        def connection_made(self, conn: asyncssh.SSHServerConnection) -> None:
+            self._conn = conn
+
+        def begin_auth(self, username: str) -> bool:
+            if authorized.read_text().strip():
+                self._conn.set_authorized_keys(str(authorized))
+            return True
+
     async def handle(session: asyncssh.SSHServerProcess) -> None:
         process = await asyncio.create_subprocess_exec(
             "/bin/sh",
@@ -227,11 +238,10 @@ def _asyncssh(directory: Path, home: Path, authorized: Path) -> Iterator[int]:
 
     async def serve() -> None:
         server = await asyncssh.create_server(
-            asyncssh.SSHServer,
+            Server,
             "127.0.0.1",
             0,
             server_host_keys=[str(directory / "host_key")],
-            authorized_client_keys=str(authorized),
             process_factory=handle,
             encoding=None,
         )
