@@ -69,7 +69,11 @@ class LocalSwarm:
             self.config.hv.run_id, free_port(), self._environment, self.run_dir / "logs" / "dht.log"
         )
         self._coordinator = Supervisor(command, policy=_POLICY)
-        self.shown = [Shown(f"peer {rank}", self.run_dir / f"peer-{rank}") for rank in range(self.num_peers)]
+        # What an earlier life has left in the run directory is no sign of this one.
+        now = time.time()
+        self.shown = [
+            Shown(f"peer {rank}", self.run_dir / f"peer-{rank}", since=now) for rank in range(self.num_peers)
+        ]
 
     async def run(self) -> None:
         """Until all peers have finished. Raises UserError or DilocoError with the words of one that could not.

@@ -67,9 +67,9 @@ class Lives:
         more = {"run-dir": self.run_dir, "ckpt.path": self.saved, "ckpt.resume": "auto"}
         self._flags = training_flags(model, **FLAGS, **more)
 
-    def begin(self) -> Command:
+    def begin(self, *more: Any) -> Command:
         self._number += 1
-        return self._start(*DILOCO, "run", *self._flags, name=f"life-{self._number}")
+        return self._start(*DILOCO, "run", *self._flags, *more, name=f"life-{self._number}")
 
     def killed_while_training(self, most_s: float) -> None:
         """Killed so long after both peers have taken their first step, up to `most_s`."""
@@ -139,8 +139,11 @@ def test_after_every_process_was_killed_at_a_random_moment_training_goes_on_bit_
     lives.killed_while_training(1.5)
     resumed_at = [r["step"] for r in records_of(lives.run_dir, 1) if r.get("event") == "start"]
     assert resumed_at == [0, expected[-1] if expected else 0]
-    whole = undisturbed(start, model, tmp_path, farthest(lives.run_dir) + 4)
-    check_equal(lives, whole)
+    end = farthest(lives.run_dir) + 4
+    last = lives.begin("--max-steps", end)
+    assert last.wait() == 0, last.stdout + last.stderr
+    assert "peer 1: epoch" in last.stdout and "all peers held bit-identical anchors" in last.stdout
+    check_equal(lives, undisturbed(start, model, tmp_path, end))
 
 
 def test_who_comes_back_with_an_old_checkpoint_takes_what_the_living_swarm_has(start, model, tmp_path):
