@@ -10,6 +10,7 @@ a model, or the adapters of one under PEFT. Without a daemon (no DILOCO_LINK in 
 
 from __future__ import annotations
 
+import logging
 import math
 import warnings
 from collections.abc import Callable
@@ -23,9 +24,11 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from diloco.checkpoints.mark import COMPLETE, checked_mark, mark_whole
 from diloco.checkpoints.restore import others_state
-from diloco.errors import UserError
+from diloco.errors import DilocoError, UserError
 from diloco.outer import Commit, Diloco, Restored
 from diloco.world import barrier, on_rank_zero
+
+log = logging.getLogger(__name__)
 
 
 class DilocoCallback(TrainerCallback):
@@ -107,14 +110,18 @@ class DilocoCallback(TrainerCallback):
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Add the swarm's state to the checkpoint that the trainer has just written."""
-        outer = self._joined
-        if outer.active and not outer.in_flight:
-            directory = checkpoint_of(args, state)
-            # Each rank writes files of its own.
-            barrier()
-            outer.checkpoint(directory)
-            on_rank_zero(lambda: mark_whole(directory, outer, num_ranks=args.world_size))
+        """Add the swarm's state to the checkpoint that the trainer has just written. Where it cannot be, it is said."""
+        outer, directory = self._joined, checkpoint_of(args, state)
+        if not outer.active or outer.in_flight:
+            return
+        # Each rank writes files of its own.
+        barrier()
+        try:
+            if on_rank_zero(directory.is_dir):
+                outer.checkpoint(directory)
+                on_rank_zero(lambda: mark_whole(directory, outer, num_ranks=args.world_size))
+        except (DilocoError, OSError) as error:
+            log.error("%s has nothing of the swarm in it, and cannot be resumed from: %s", directory, error)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -71,12 +71,15 @@ class Checkpoints:
         self._making = threading.Lock()
         """Held while a directory is made and noted, and by whoever has discarded it: none is made after that."""
         self._fetched = contextlib.ExitStack()
-        self._is_restored = False
+        self._world_rank: int | None = None
+        self._is_restored = self._has_saved = False
         self._skipped: list[str] = []
-        """What was wrong with checkpoints that were passed over, until it is told."""
+        """What was wrong with checkpoints that were passed over."""
+        self._num_told = 0
 
     def restore(self, world_rank: int | None) -> Restored | None:
         """Load the checkpoint that the configuration names into model and optimizer. Raises UserError."""
+        self._world_rank = world_rank
         if self._config.interval is not None:
             self._saved_at_ms = on_rank_zero(lambda: registered(self._store, self._config.path, world_rank))
         found = fetched(
@@ -156,7 +159,7 @@ class Checkpoints:
 
         Before them, in the first, the checkpoints that were not whole and so not gone on from.
         """
-        skipped, self._skipped = self._skipped, []
+        skipped, self._num_told = self._skipped[self._num_told :], len(self._skipped)
         return [*map(skipped_event, skipped), *(saved.event() for saved in self._saver.ended())]
 
     def close(self) -> None:
@@ -171,6 +174,7 @@ class Checkpoints:
         Called by another thread than the one that saves, which may block from now on. What can be finished in a moment
         is.
         """
+        self._fetched.close()
         self._making.acquire(timeout=_SIGNAL_TIMEOUT_S)
         self._saver.wait(_SIGNAL_TIMEOUT_S)
         self._discard()
@@ -222,6 +226,9 @@ class Checkpoints:
         )
         write_mark(save.staging, mark)
         self._store.finish(save.staging, save.step, save.part)
+        if self._world_rank is not None and not self._has_saved:
+            self._store.register(self._world_rank, has_saved=True)
+        self._has_saved = True
 
     def _agreed(self, action: Callable[[], T]) -> list[T]:
         """What the action returned on every rank. Raises OSError on all where it raised on one."""

@@ -60,11 +60,13 @@ def leave(code: int) -> NoReturn:
     A thread of gloo's drops the last collective's tensors when it gets round to it, and needs Python for that. Where
     Python is shutting down by then, torch aborts, and a training that had finished ends by signal 6.
     """
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):
-            stream.flush()
-    os._exit(code)
+    try:
+        atexit._run_exitfuncs()
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+    finally:
+        os._exit(code)
 
 
 @dataclass(frozen=True, kw_only=True)

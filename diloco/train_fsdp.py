@@ -115,14 +115,15 @@ class Trainer:
             scratch=self.run_dir / "checkpoints",
             beside=model_files(load_model_config(config.path_model), self.tokenizer),
         )
+        clean_ups.append(self.discard_partial)
         self.outer = Diloco(
             model,
             local_steps=config.hv.local_steps,
             max_steps=self.end_step,
             restore=self.checkpoints.restore,
         )
+        self.record_checkpoints()
         self.checkpoints.begin(self.outer.nominal_step)
-        clean_ups.append(self.discard_partial)
 
     def train(self) -> None:
         """From wherever this peer is in the run to its end, and save the model."""

@@ -127,9 +127,15 @@ class Training:
         on_rank_zero(lambda: sinks.extend(opened_sinks(config, self.run_dir)))
         self.metrics = Metrics(self.run_dir / METRICS if world.is_main else None, sinks)
         self.scratch, self.fetched = self.run_dir / "checkpoints", contextlib.ExitStack()
+        clean_ups.append(self.fetched.close)
         self.skipped: list[str] = []
         self.kept = KeepCheckpoints(
-            config.ckpt, lambda: self.outer, world, self.world_rank, scratch=self.scratch
+            config.ckpt,
+            lambda: self.outer,
+            world,
+            self.world_rank,
+            scratch=self.scratch,
+            on_event=partial(self.metrics.write, "event"),
         )
         self.resume = self.kept.restore(self.fetched, self.skipped.append)
         self.precision = Precision.of(config.precision, device)

@@ -30,31 +30,76 @@ def newest_first(candidates: Collection[Candidate]) -> list[Candidate]:
     return sorted(candidates, key=lambda one: one.mark.saved_at_ms, reverse=True)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Registration:
+    """Of a peer that is going to save at a place, or whose checkpoints lie there."""
+
+    at_ms: int = 0
+    """Unix time of the first one."""
+    has_saved: bool = True
+    """Whether a checkpoint of its has ever been whole there."""
+
+    def was_saving_its_first(self, mark: Mark) -> bool:
+        """Whether the peer was there when this checkpoint was made, and never got one done itself."""
+        return not self.has_saved and self.at_ms <= mark.saved_at_ms
+
+
 def to_resume(
-    own: Sequence[Candidate], others: Mapping[str, Mapping[int, str]], savers: Collection[int], me: int | None
+    own: Sequence[Candidate],
+    others: Mapping[str, Mapping[int, str]],
+    savers: Mapping[int, Registration],
+    me: int | None,
 ) -> Candidate | None:
     """The newest of a peer's own that the peers it shares its last commit with have too, if they save here too.
 
     Where all of them were killed at once some had saved a step that others had not; only from one that all have do
-    they all go on as if nothing had been. That is the beginning while the very first is being saved. Else, where there
-    is no such step, each takes its newest. `own` is newest first; `others` are lineages by step's name and world rank.
+    they all go on as if nothing had been. That is the beginning while the others were saving their very first. Else,
+    where there is no such step, each takes its newest. `own` is newest first; `others` are lineages by step's name and
+    world rank.
     """
+    recent = {rank for candidate in own[:_RECENT] for rank in others.get(candidate.name, {})}
     for candidate in own[:_RECENT]:
-        mark = candidate.mark
-        together = set(mark.contributors or savers).intersection(savers) - {me}
-        lineages = others.get(candidate.name, {})
-        if all(lineages.get(rank) == mark.lineage for rank in together):
+        if not _without(candidate, recent, others, savers, me):
             return candidate
-    return own[0] if own and own[0].mark.number else None
+    if not own:
+        return None
+    newest = own[0]
+    without = _without(newest, recent, others, savers, me)
+    is_first = not newest.mark.number and all(
+        savers[rank].was_saving_its_first(newest.mark) for rank in without
+    )
+    return None if is_first else newest
 
 
-def of_others(candidates: Collection[Candidate], me: int | None) -> Candidate | None:
-    """Of other peers' checkpoints the one that has come furthest, for a peer that has none.
+def _without(
+    candidate: Candidate,
+    recent: Collection[int],
+    others: Mapping[str, Mapping[int, str]],
+    savers: Mapping[int, Registration],
+    me: int | None,
+) -> set[int]:
+    """World ranks that were in it together with this peer, save here, and do not have it."""
+    mark, lineages = candidate.mark, others.get(candidate.name, {})
+    first = {rank for rank, registration in savers.items() if registration.was_saving_its_first(mark)}
+    together = set(mark.contributors or {*recent, *first}).intersection(savers) - {me}
+    return {rank for rank in together if lineages.get(rank) != mark.lineage}
 
-    Not their very first, where this one took part in what it holds: they begin anew, too (see to_resume).
+
+def of_others(
+    candidates: Collection[Candidate], me: int | None, registration: Registration | None
+) -> Candidate | None:
+    """Of other peers' checkpoints the one that has come furthest, for a peer that has none; of each its newest.
+
+    Not their very first, where this one, so registered, was saving its own: they begin anew, too (see to_resume).
     """
-    best = max(candidates, key=lambda one: (one.mark.position.epoch, one.mark.saved_at_ms), default=None)
-    return None if best and not best.mark.number and me in best.mark.contributors else best
+    newest: dict[str, Candidate] = {}
+    for one in newest_first(candidates):
+        newest.setdefault(one.part, one)
+    best = max(newest.values(), key=lambda one: (one.mark.position.epoch, one.mark.saved_at_ms), default=None)
+    if best is None or best.mark.number or registration is None:
+        return best
+    is_in_it = me in best.mark.contributors if best.mark.contributors else True
+    return None if is_in_it and registration.was_saving_its_first(best.mark) else best
 
 
 def to_delete(

@@ -63,20 +63,24 @@ class Finder:
         takes_others = self._world_rank is not None and self._part == self._own
         others = self.store.parts(self._name) if takes_others else {}
         if not others:
-            where = self.store.name_of(self._name, self._part)
-            raise UserError(f"--ckpt.resume {self._resume}: there is no complete checkpoint in {where}")
+            where, hint = self.store.name_of(self._name, self._part), ""
+            if not self._name.startswith("model_step_"):
+                hint = (
+                    f"; name one of its model_step_<N>, or give --ckpt.path {self._resume} --ckpt.resume auto"
+                )
+            raise UserError(f"--ckpt.resume {self._resume}: there is no complete checkpoint in {where}{hint}")
         part = min(others, key=_in_order)
         return self._candidate(self._name, part, others[part])
 
     def _newest(self) -> Candidate | None:
         own = newest_first(list(self._whole_marks(self._part)))
-        savers = self.store.savers() if self._world_rank is not None else frozenset()
+        savers = self.store.savers() if self._world_rank is not None else {}
         if own:
             others = {one.name: self._lineages(one.name) for one in own[:3]} if len(savers) > 1 else {}
             return to_resume(own, others, savers, self._world_rank)
-        ranks = sorted(savers - {self._world_rank})
-        found = [one for rank in ranks for one in self._whole_marks(own_part(rank))]
-        return of_others(found, self._world_rank)
+        me = self._world_rank
+        found = [one for rank in sorted(savers) if rank != me for one in self._whole_marks(own_part(rank))]
+        return of_others(found, me, None if me is None else savers.get(me))
 
     def _whole_marks(self, part: str) -> Iterator[Candidate]:
         for name, raw in self.store.marks(part).items():

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import glob
-import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from diloco.checkpoints.choice import Registration
 from diloco.checkpoints.dirs import STEP, own_part, step_name
 from diloco.checkpoints.mark import COMPLETE, PEER_PART
-from diloco.checkpoints.store import SAVERS, ranks_of
+from diloco.checkpoints.store import SAVERS, registration_of, savers_of
 
 
 class RemoteStore:
@@ -42,20 +42,23 @@ class RemoteStore:
             return content
         return None
 
-    def register(self, world_rank: int) -> None:
+    def register(self, world_rank: int, *, has_saved: bool = False) -> None:
         path = self._at(SAVERS, own_part(world_rank))
         with _as_os_errors():
-            self._make_parent(path)
-            self._files.pipe_file(path, json.dumps({"world_rank": world_rank}).encode())
+            before = None
+            with contextlib.suppress(FileNotFoundError):
+                before = self._files.cat_file(path)
+            if has_saved or before is None:
+                self._make_parent(path)
+                self._files.pipe_file(path, registration_of(before, has_saved=has_saved))
 
-    def savers(self) -> frozenset[int]:
+    def savers(self) -> dict[int, Registration]:
         with _as_os_errors():
             self._files.invalidate_cache()
-            registered = self._files.glob(self._pattern(SAVERS, f"{PEER_PART}*"))
+            paths = self._files.glob(self._pattern(SAVERS, f"{PEER_PART}*"))
+            registered = {path.split("/")[-1]: self._files.cat_file(path) for path in paths}
             marks = self._files.glob(self._pattern("model_step_*", f"{PEER_PART}*", COMPLETE))
-        return ranks_of(
-            [*(path.split("/")[-1] for path in registered), *(path.split("/")[-2] for path in marks)]
-        )
+        return savers_of(registered, (path.split("/")[-2] for path in marks))
 
     def staging(self, step: int, part: str) -> Path:
         self._scratch.mkdir(parents=True, exist_ok=True)

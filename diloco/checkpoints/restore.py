@@ -74,7 +74,8 @@ def fetched(
             if not problems:
                 return Found(candidate.mark, directory, candidate.is_own)
             stack.close()
-            on_rank_zero(partial(finder.refuse, candidate, problems[0]))
+            name = finder.store.name_of(candidate.name, candidate.part)
+            on_rank_zero(partial(finder.refuse, candidate, problems[0].replace(str(directory), name)))
     except OSError as error:
         raise UserError(f"--ckpt.resume {config.resume}: {error}") from error
     return None
@@ -95,7 +96,8 @@ def refuse_to_begin_anew(config: CkptConfig, step: int, skipped: Sequence[str]) 
     def check() -> None:
         if step == 0 and skipped:
             raise UserError(
-                f"no checkpoint in {config.path} is whole: {skipped[0]}. Leave out --ckpt.resume to begin anew"
+                f"no checkpoint in {config.path} that this peer could go on from is whole: {'; '.join(skipped[:3])}. "
+                "Leave out --ckpt.resume to begin anew"
             )
 
     on_rank_zero(check)

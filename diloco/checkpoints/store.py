@@ -7,10 +7,13 @@ rename; elsewhere its files are sent one by one, the mark last, so that what has
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import json
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
+from diloco.checkpoints.choice import Registration
 from diloco.checkpoints.dirs import (
     delete,
     discard,
@@ -23,6 +26,7 @@ from diloco.checkpoints.dirs import (
 )
 from diloco.checkpoints.mark import COMPLETE, PEER_PART
 from diloco.errors import UserError
+from peers.whole_files import write_bytes
 
 SAVERS = "savers"
 
@@ -42,10 +46,10 @@ class Store(Protocol):
     def mark(self, name: str, part: str) -> bytes | None:
         """What complete.json holds; None where there is none."""
 
-    def register(self, world_rank: int) -> None:
-        """This peer is going to save here."""
+    def register(self, world_rank: int, *, has_saved: bool = False) -> None:
+        """This peer is going to save here, or has a checkpoint that is whole. What was said first stays."""
 
-    def savers(self) -> frozenset[int]:
+    def savers(self) -> dict[int, Registration]:
         """World ranks that have ever been going to save here, or whose checkpoints were brought here."""
 
     def staging(self, step: int, part: str) -> Path:
@@ -108,14 +112,18 @@ class LocalStore:
     def mark(self, name: str, part: str) -> bytes | None:
         return dict(_read_marks({self._path / name / part: name})).get(name)
 
-    def register(self, world_rank: int) -> None:
-        directory = self._path / SAVERS
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / own_part(world_rank)).touch()
+    def register(self, world_rank: int, *, has_saved: bool = False) -> None:
+        path = self._path / SAVERS / own_part(world_rank)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if has_saved or not path.exists():
+            write_bytes(
+                path, registration_of(path.read_bytes() if path.exists() else None, has_saved=has_saved)
+            )
 
-    def savers(self) -> frozenset[int]:
-        places = (f"{SAVERS}/{PEER_PART}*", f"model_step_*/{PEER_PART}*")
-        return ranks_of(path.name for place in places for path in self._path.glob(place))
+    def savers(self) -> dict[int, Registration]:
+        registered = {path.name: path.read_bytes() for path in (self._path / SAVERS).glob(f"{PEER_PART}*")}
+        marks = self._path.glob(f"model_step_*/{PEER_PART}*/{COMPLETE}")
+        return savers_of(registered, (path.parent.name for path in marks))
 
     def staging(self, step: int, part: str) -> Path:
         temporary = temporary_of(self._path / step_name(step) / part)
@@ -155,6 +163,24 @@ def _read_marks(directories: dict[Path, str]) -> Iterator[tuple[str, bytes]]:
             yield name, b""
 
 
-def ranks_of(names: Iterable[str]) -> frozenset[int]:
-    numbers = (name.removeprefix(PEER_PART) for name in names)
-    return frozenset(int(number) for number in numbers if number.isdecimal())
+def registration_of(before: bytes | None, *, has_saved: bool) -> bytes:
+    """What a peer's file among the savers is to hold, after what it held."""
+    at_ms = time.time_ns() // 1_000_000 if before is None else _registration(before).at_ms
+    return json.dumps({"at_ms": at_ms, "has_saved": has_saved}).encode()
+
+
+def savers_of(registered: Mapping[str, bytes], with_marks: Iterable[str]) -> dict[int, Registration]:
+    """By world rank, from the files among the savers and the parts that have marks."""
+    found = {name: _registration(raw) for name, raw in registered.items()}
+    found |= {name: Registration() for name in with_marks}
+    ranks = {name: name.removeprefix(PEER_PART) for name in found}
+    return {int(ranks[name]): one for name, one in found.items() if ranks[name].isdecimal()}
+
+
+def _registration(raw: bytes) -> Registration:
+    """One that cannot be read may have saved: nobody begins anew for its sake."""
+    try:
+        content = json.loads(raw)
+        return Registration(at_ms=int(content["at_ms"]), has_saved=bool(content["has_saved"]))
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return Registration()

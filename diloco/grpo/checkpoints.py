@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,11 +20,12 @@ from diloco.checkpoints.dirs import own_part
 from diloco.checkpoints.finder import candidates_in
 from diloco.checkpoints.mark import COMPLETE, mark_whole, read_mark, write_mark
 from diloco.checkpoints.restore import Found, fetched, registered
+from diloco.checkpoints.saver import Saved
 from diloco.checkpoints.store import open_store
 from diloco.grpo.deltas import DeltaWriter
 from diloco.options import CkptConfig
 from diloco.outer import Diloco
-from diloco.world import World, on_rank_zero
+from diloco.world import World, barrier, on_rank_zero
 
 log = logging.getLogger(__name__)
 
@@ -39,11 +41,18 @@ class KeepCheckpoints(TrainerCallback):
         world_rank: int | None,
         *,
         scratch: Path,
+        on_event: Callable[..., None] = lambda **_: None,
     ) -> None:
-        """`scratch` is a local directory for what is on its way to or from a URL. Raises UserError."""
+        """`scratch` is a local directory for what is on its way to or from a URL. Raises UserError.
+
+        `on_event` is told what becomes of each checkpoint, for metrics.jsonl.
+        """
+        self._on_event = on_event
         self._config, self._outer, self._world, self._world_rank = config, outer, world, world_rank
         self._scratch, self._store = scratch, open_store(config.path, scratch)
         self._number = self._saved_at_ms = 0
+        self._contributors: tuple[int, ...] = ()
+        self._has_saved = False
         self._loss: float | None = None
 
     def restore(self, stack: contextlib.ExitStack, on_skipped: Callable[[str], None]) -> Found | None:
@@ -56,7 +65,7 @@ class KeepCheckpoints(TrainerCallback):
             self._saved_at_ms = on_rank_zero(lambda: registered(self._store, config.path, rank))
         found = fetched(config, self._world, rank, self._scratch, stack, on_skipped=on_skipped)
         if found is not None:
-            self._number = found.mark.number + 1
+            self._number, self._contributors = found.mark.number + 1, found.mark.contributors
         return found
 
     def scored(self, reward: float) -> None:
@@ -67,31 +76,53 @@ class KeepCheckpoints(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         written = checkpoint_of(args, state)
+        # Each rank writes files of its own.
+        barrier()
         on_rank_zero(lambda: self._try_to_keep(written, state.global_step))
 
     def _try_to_keep(self, written: Path, step: int) -> None:
         """A disk that is full ends no training."""
+        began_at, reason, num_bytes = time.monotonic(), "", 0
         try:
-            self._keep(written, step)
+            num_bytes = self._keep(written, step)
         except OSError as error:
+            reason = str(error)
             log.error("the checkpoint of step %d was not saved: %s", step, error)
             shutil.rmtree(written, ignore_errors=True)
+        seconds = time.monotonic() - began_at
+        saved = Saved(step=step, num_bytes=num_bytes, seconds=seconds, blocked_s=seconds, reason=reason)
+        self._on_event(**saved.event())
 
-    def _keep(self, written: Path, step: int) -> None:
+    def _keep(self, written: Path, step: int) -> int:
+        """Returns its bytes. Raises OSError."""
         outer, store, part = self._outer(), self._store, own_part(self._world_rank)
         if (written / COMPLETE).is_file():
             mark = read_mark(written)
+        elif outer.active or not written.is_dir():
+            raise OSError("it was not written as a whole, see the lines before")
         else:
             mark = mark_whole(written, outer, num_ranks=self._world.num_ranks)
         self._saved_at_ms = max(self._saved_at_ms + 1, mark.saved_at_ms)
-        mark = replace(mark, number=self._number, saved_at_ms=self._saved_at_ms, loss=self._loss)
+        # Until the next commit they are those of the one before the resume.
+        self._contributors = mark.contributors or self._contributors
+        mark = replace(
+            mark,
+            number=self._number,
+            saved_at_ms=self._saved_at_ms,
+            contributors=self._contributors,
+            loss=self._loss,
+        )
         write_mark(written, mark)
         store.send(written, mark.files, step, part)
         store.finish(written, step, part)
+        if self._world_rank is not None and not self._has_saved:
+            store.register(self._world_rank, has_saved=True)
+        self._has_saved = True
         self._number, self._loss = self._number + 1, None
         kept = candidates_in(store, part)
         for old in to_delete(kept, topk=self._config.topk, keep=self._config.keep):
             store.delete(old.name, old.part)
+        return sum(record.num_bytes for record in mark.files.values())
 
 
 class KeepDeltas(TrainerCallback):

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+import shutil
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from trl import GRPOTrainer
 
+from diloco.callback import checkpoint_of
 from diloco.grpo.evaluation import TEMPERATURE, TOP_K, TOP_P
 from diloco.grpo.tasks import Example, Message, Task, scores
+
+log = logging.getLogger(__name__)
 
 Rows = Callable[[], list[dict[str, object]]]
 RewardFunction = Callable[..., list[float]]
@@ -33,6 +39,14 @@ class PeerTrainer(GRPOTrainer):
         own = rows[first : first + len(inputs)]
         assert len(own) == len(inputs), (len(rows), len(inputs), first)
         return super()._generate_and_score_completions(own)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """A disk that is full costs the checkpoint, and nothing else."""
+        try:
+            super()._save_checkpoint(model, trial)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            log.error("the checkpoint of step %d was not written: %s", self.state.global_step, error)
+            shutil.rmtree(checkpoint_of(self.args, self.state), ignore_errors=True)
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
         """pass@k on the held-out prompts."""

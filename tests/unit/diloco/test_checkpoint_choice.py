@@ -1,6 +1,15 @@
 from __future__ import annotations
 
-from diloco.checkpoints.choice import Candidate, newest_first, of_others, to_delete, to_resume
+import pytest
+
+from diloco.checkpoints.choice import (
+    Candidate,
+    Registration,
+    newest_first,
+    of_others,
+    to_delete,
+    to_resume,
+)
 from diloco.checkpoints.mark import Mark
 from diloco.outer import Position
 
@@ -41,34 +50,36 @@ def saved_by(**peers: tuple[int, ...]) -> dict[str, dict[int, str]]:
     return found
 
 
+BOTH = {0: Registration(), 1: Registration()}
+FIRST_UNDER_WAY = Registration(at_ms=1, has_saved=False)
 OWN = newest_first([at(4), at(8), at(12)])
 
 
 def test_the_newest_is_resumed_that_all_who_save_here_have():
-    assert to_resume(OWN, saved_by(rank1=(4, 8, 12)), {0, 1}, 0) == at(12)
-    assert to_resume(OWN, saved_by(rank1=(4, 8)), {0, 1}, 0) == at(8)
+    assert to_resume(OWN, saved_by(rank1=(4, 8, 12)), BOTH, 0) == at(12)
+    assert to_resume(OWN, saved_by(rank1=(4, 8)), BOTH, 0) == at(8)
 
 
 def test_who_saves_elsewhere_or_was_not_in_the_last_commit_is_not_waited_for():
-    assert to_resume(OWN, {}, {0}, 0) == at(12)
-    assert to_resume(OWN, {}, {0, 2}, 0) == at(12)
+    assert to_resume(OWN, {}, {0: Registration()}, 0) == at(12)
+    assert to_resume(OWN, {}, {0: Registration(), 2: Registration()}, 0) == at(12)
 
 
 def test_a_step_of_another_history_is_not_the_same_step():
     others = saved_by(rank1=(4, 8, 12))
     others["model_step_12"][1] = "another lineage"
-    assert to_resume(OWN, others, {0, 1}, 0) == at(8)
+    assert to_resume(OWN, others, BOTH, 0) == at(8)
 
 
 def test_nobody_goes_back_further_than_peers_that_save_side_by_side_can_be_apart():
     own = newest_first([at(step) for step in range(4, 40, 4)])
-    assert to_resume(own, saved_by(rank1=(4,)), {0, 1}, 0) == at(36)
-    assert to_resume([], {}, {0, 1}, 0) is None
+    assert to_resume(own, saved_by(rank1=(4,)), BOTH, 0) == at(36)
+    assert to_resume([], {}, BOTH, 0) is None
 
 
 def test_before_the_first_commit_all_who_save_here_count():
     own = [at(4, contributors=()), at(2, contributors=())]
-    assert to_resume(own, saved_by(rank1=(2,)), {0, 1}, 0) == at(2, contributors=())
+    assert to_resume(own, saved_by(rank1=(2,)), BOTH, 0) == at(2, contributors=())
 
 
 def test_the_last_are_those_saved_last_and_not_those_of_the_highest_steps():
@@ -89,12 +100,36 @@ def test_without_evaluations_the_best_are_the_last():
     assert steps(to_delete(kept, topk=1, keep="best")) == ["2", "1"]
 
 
-def test_where_the_very_first_was_not_saved_by_all_all_begin_anew():
-    first = at(4, number=0)
-    assert to_resume([first], {}, {0, 1}, 0) is None
-    assert to_resume([first], saved_by(rank1=(4,)), {0, 1}, 0) == first
-    assert to_resume([first], {}, {0}, 0) == first
+def test_where_others_were_saving_their_very_first_all_begin_anew():
+    first, begun = at(4, number=0), {0: Registration(), 1: FIRST_UNDER_WAY}
+    assert to_resume([first], {}, begun, 0) is None
+    assert to_resume([first], saved_by(rank1=(4,)), BOTH, 0) == first
+    assert to_resume([first], {}, {0: Registration()}, 0) == first
     # As peer 1, which has none, sees it; peer 2 was not yet there.
-    assert of_others([first], 1) is None
-    assert of_others([first], 2) == first
-    assert of_others([first, at(8)], 1) == at(8)
+    assert of_others([first], 1, FIRST_UNDER_WAY) is None
+    assert of_others([first], 2, FIRST_UNDER_WAY) == first
+    assert of_others([first, at(8)], 1, FIRST_UNDER_WAY) == at(8)
+    # Before there was a commit nobody is named.
+    unnamed = at(4, number=0, contributors=())
+    assert to_resume([unnamed], {}, begun, 0) is None
+    assert of_others([unnamed], 1, FIRST_UNDER_WAY) is None
+
+
+@pytest.mark.parametrize("elsewhere", [None, Registration(at_ms=5, has_saved=False), Registration()])
+def test_nobody_begins_anew_beside_a_first_checkpoint_for_who_came_later_or_has_lost_its_own(elsewhere):
+    """The other has never been here, came after it was saved, or had one that is gone."""
+    savers = {0: Registration()} | ({1: elsewhere} if elsewhere else {})
+    for first in (at(4, number=0), at(4, number=0, contributors=())):
+        assert to_resume([first], {}, savers, 0) == first
+        assert of_others([first], 1, elsewhere) == first
+
+
+def test_a_rank_that_is_no_more_makes_nobody_go_back_before_the_first_commit():
+    own = newest_first([at(2, contributors=()), at(4, contributors=())])
+    savers = {**BOTH, 7: Registration()}
+    assert to_resume(own, saved_by(rank1=(2, 4)), savers, 0) == own[0]
+
+
+def test_of_each_other_peer_its_newest_counts_and_not_what_it_gave_up():
+    given_up, newest = at(500, saved_at_ms=1), at(300, saved_at_ms=2)
+    assert of_others([given_up, newest], 1, None) == newest

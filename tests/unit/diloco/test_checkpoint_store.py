@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 import uuid
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from diloco.checkpoints.choice import Registration
 from diloco.checkpoints.dirs import own_part
 from diloco.checkpoints.mark import COMPLETE, Mark, records_below, write_mark
 from diloco.checkpoints.remote import RemoteStore
@@ -92,16 +95,23 @@ def test_a_peer_deletes_its_own_and_nobody_elses(store):
 
 
 def test_those_who_save_there_are_known(store):
-    assert store.savers() == frozenset()
+    assert store.savers() == {}
     for rank in (1, 12, 1):
         store.register(rank)
-    assert store.savers() == {1, 12}
+    first = store.savers()
+    assert first.keys() == {1, 12} and not any(one.has_saved for one in first.values())
+    assert all(0 < one.at_ms <= time.time() * 1e3 for one in first.values())
+    store.register(12, has_saved=True)
+    store.register(12)
+    assert store.savers() == {1: first[1], 12: replace(first[12], has_saved=True)}
 
 
 def test_a_checkpoint_that_was_brought_there_from_elsewhere_has_a_saver(store):
     put(store, 4, part=own_part(7))
     put(store, 8, part="")
-    assert store.savers() == {7}
+    assert store.savers() == {7: Registration()}
+    store.register(7)
+    assert store.savers()[7].has_saved
 
 
 def test_what_a_killed_life_left_is_cleared_and_others_keep_theirs(tmp_path):

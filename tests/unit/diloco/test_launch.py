@@ -32,3 +32,12 @@ def test_the_end_of_a_rank_is_not_disturbed_by_what_collectives_have_left(code):
         [sys.executable, "-c", ENDS, str(code)], capture_output=True, text=True, timeout=60
     )
     assert (ended.returncode, ended.stdout) == (code, "done\nregistered with atexit\n"), ended.stderr
+
+
+def test_a_rank_without_stdout_ends_by_its_own_code_too():
+    ended = subprocess.run(
+        [sys.executable, "-c", "import sys; from diloco.launch import leave; sys.stdout = None; leave(2)"],
+        capture_output=True,
+        timeout=60,
+    )
+    assert (ended.returncode, ended.stderr) == (2, b"")
