@@ -31,6 +31,10 @@ class Finder:
 
         `on_skipped` is told what is wrong with each that is passed over.
         """
+        if not resume.strip():
+            raise UserError(
+                "--ckpt.resume has no value; leave it out, or check the variable that it comes from"
+            )
         self._resume, self._world_rank = resume, world_rank
         self._on_skipped = on_skipped
         self._is_auto = resume == "auto"

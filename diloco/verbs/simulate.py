@@ -39,10 +39,22 @@ Switch = Annotated[bool, Parameter(negative="")]
 Positive = Parameter(validator=(finite, at_least(0)))
 Bandwidth = Annotated[
     tuple[float, ...],
-    Parameter(converter=several(bits_per_s), consume_multiple=1, negative="", metavar="RATE..."),
+    Parameter(
+        converter=several(bits_per_s),
+        consume_multiple=1,
+        negative="",
+        metavar="RATE...",
+        show_default=lambda values: ", ".join(f"{value / 1e6:g}mbit" for value in values) or "the upload",
+    ),
 ]
-Seconds = Parameter(converter=one(seconds), metavar="TIME")
-Long = Parameter(converter=one(long_seconds), metavar="TIME")
+Seconds = Parameter(
+    converter=one(seconds),
+    metavar="TIME",
+    show_default=lambda value: f"{1e3 * value:g}ms" if value else "none",
+)
+Long = Parameter(
+    converter=one(long_seconds), metavar="TIME", show_default=lambda value: f"{value:g}s" if value else "none"
+)
 Number = Parameter(converter=one(count), metavar="NUMBER")
 Count = Annotated[int, Parameter(converter=whole, validator=at_least(1))]
 
