@@ -62,8 +62,10 @@ format: .venv/.installed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-## Everything about pods that takes long: SSH machines, the emulated clouds, experiments.
+## Everything about pods that takes long: SSH machines, the emulated clouds, experiments (as root; rsync and OpenSSH's
+## server come from Debian's packages where they are missing).
 test-pods: .venv/.installed
+	{ test -x /usr/sbin/sshd && command -v rsync >/dev/null; } || apt-get install --yes --no-install-recommends openssh-server rsync
 	$(BIN)/python -m pytest -m pods tests/pods
 
 ## The trainers on CUDA, for a machine with a GPU.

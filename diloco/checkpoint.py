@@ -227,8 +227,10 @@ class Checkpoints:
         write_mark(save.staging, mark)
         self._store.finish(save.staging, save.step, save.part)
         if self._world_rank is not None and not self._has_saved:
-            self._store.register(self._world_rank, has_saved=True)
-        self._has_saved = True
+            # Else with the next one: this one is whole.
+            with contextlib.suppress(OSError):
+                self._store.register(self._world_rank, has_saved=True)
+                self._has_saved = True
 
     def _agreed(self, action: Callable[[], T]) -> list[T]:
         """What the action returned on every rank. Raises OSError on all where it raised on one."""

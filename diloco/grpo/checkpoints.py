@@ -116,8 +116,10 @@ class KeepCheckpoints(TrainerCallback):
         store.send(written, mark.files, step, part)
         store.finish(written, step, part)
         if self._world_rank is not None and not self._has_saved:
-            store.register(self._world_rank, has_saved=True)
-        self._has_saved = True
+            # Else with the next one: this one is whole.
+            with contextlib.suppress(OSError):
+                store.register(self._world_rank, has_saved=True)
+                self._has_saved = True
         self._number, self._loss = self._number + 1, None
         kept = candidates_in(store, part)
         for old in to_delete(kept, topk=self._config.topk, keep=self._config.keep):
