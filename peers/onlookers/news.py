@@ -29,20 +29,26 @@ class Watcher:
         A peer that is still joining, and may yet be refused, is no news; nor is a record that goes missing for a
         moment. One that says the same as before keeps nobody alive.
         """
-        lines = []
+        renewed = []
         for peer_id, announcement in sorted(announcements.items(), key=lambda item: item[1].world_rank):
-            renewed = announcement.time > self._newest.get(peer_id, float("-inf"))
+            if announcement.time > self._newest.get(peer_id, float("-inf")):
+                renewed.append((peer_id, announcement))
             self._newest[peer_id] = max(announcement.time, self._newest.get(peer_id, announcement.time))
-            if renewed and (announcement.state != "joining" or peer_id in self._present):
-                lines += self._renewed(peer_id, announcement, now_s)
+        lines = [line for found in renewed for line in self._came(*found, now_s)]
+        lines += [line for found in renewed for line in self._left(*found, now_s)]
         lines += self._lost(now_s)
         lines += self._reached(now_s)
         return lines
 
-    def _renewed(self, peer_id: str, announcement: Announcement, now_s: float) -> list[str]:
+    def _came(self, peer_id: str, announcement: Announcement, now_s: float) -> list[str]:
         before, _ = self._present.get(peer_id, (None, 0.0))
+        if announcement.state == "joining" and before is None:
+            return []
         if announcement.state == "leaving":
-            return self._left(peer_id, announcement, now_s)
+            # Who was there for so short that it was never seen has come, too, if it took part in anything.
+            is_told = before is not None or self._gone.get(peer_id) == announcement.incarnation
+            if is_told or announcement.epoch == 0:
+                return []
         self._present[peer_id] = (announcement, now_s)
         if before is None:
             return [f"{_name(announcement)} joined, {self._count(now_s)}"]
@@ -51,14 +57,10 @@ class Watcher:
         return []
 
     def _left(self, peer_id: str, announcement: Announcement, now_s: float) -> list[str]:
-        """Who was there for so short that it was never seen has come, too, if it took part in anything."""
-        was_there = self._present.pop(peer_id, None) is not None
-        is_told = self._gone.get(peer_id) == announcement.incarnation
-        self._gone[peer_id] = announcement.incarnation
-        if not was_there and (is_told or announcement.epoch == 0):
+        if announcement.state != "leaving" or self._present.pop(peer_id, None) is None:
             return []
-        joined = [] if was_there else [f"{_name(announcement)} joined, {self._count(now_s, and_one=True)}"]
-        return [*joined, f"{_name(announcement)} left at epoch {announcement.epoch}, {self._count(now_s)}"]
+        self._gone[peer_id] = announcement.incarnation
+        return [f"{_name(announcement)} left at epoch {announcement.epoch}, {self._count(now_s)}"]
 
     def _lost(self, now_s: float) -> list[str]:
         lines = []
@@ -81,8 +83,8 @@ class Watcher:
         """Of those present, whoever has been heard of lately."""
         return [peer for peer, seen_s in self._present.values() if now_s - seen_s <= QUIET_AFTER_S]
 
-    def _count(self, now_s: float, *, and_one: bool = False) -> str:
-        number = len(self._heard(now_s)) + and_one
+    def _count(self, now_s: float) -> str:
+        number = len(self._heard(now_s))
         return f"{number} peer{'s' if number != 1 else ''}"
 
 

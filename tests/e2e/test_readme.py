@@ -311,7 +311,8 @@ def test_a_swarm_is_watched_until_ctrl_c(run: Start, maddr: str) -> None:
 
 def test_the_coordinator_tells_who_came_and_went(pair, coordinator):
     wait_until(lambda: coordinator.stdout.count(" left at ") >= 2, "two that left", command=coordinator)
-    assert "joined, 2 peers" in coordinator.stdout
+    # They train for less than a second: it may have looked before and after.
+    assert coordinator.stdout.count(" joined, ") >= 2
     assert "lost" not in coordinator.stdout
     assert coordinator.stderr == ""
 

@@ -87,3 +87,14 @@ def test_whoever_took_part_for_so_short_that_only_its_end_was_seen_has_come_and_
     again = record(1, 4, epoch=3, state="leaving")
     assert watcher.update(seen(record(0, 4), again), 4) == []
     assert watcher.update(seen(record(2, 5, state="leaving")), 5) == []
+
+
+def test_two_that_leave_between_two_looks_were_there_together():
+    watcher = Watcher()
+    watcher.update(seen(record(0, 1)), 1)
+    both = seen(record(0, 2, epoch=3, state="leaving"), record(1, 2, epoch=3, state="leaving"))
+    assert watcher.update(both, 2) == [
+        "peer 1 (…000001) joined, 2 peers",
+        "peer 0 (…000000) left at epoch 3, 1 peer",
+        "peer 1 (…000001) left at epoch 3, 0 peers",
+    ]
