@@ -75,7 +75,6 @@ def _quantity(text: str, units: Mapping[str, float], what: str) -> float:
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", text)
     value = float(match[1]) * units[match[2]] if match and match[2] in units else math.nan
     if not (math.isfinite(value) and value > 0):
-        raise ValueError(
-            f'"{text}" is not {what}, or not above 0.' if math.isfinite(value) else f'"{text}" is not {what}.'
-        )
+        too_small = ", or not above 0" if math.isfinite(value) else ""
+        raise ValueError(f'"{text}" is not {what}{too_small}.')
     return value

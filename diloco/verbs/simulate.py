@@ -188,19 +188,14 @@ def _wishes(pods: Pods) -> tuple[list[PeerWish], list[str]]:
     """What each peer is to have, and what had to be assumed."""
     from diloco.simulation import given_peers as simulate_peers
 
-    if pods.peers_file is not None and pods.from_offers is not None:
+    sources = {"--peers-file": pods.peers_file, "--from-offers": pods.from_offers}
+    given = [flag for flag, value in sources.items() if value is not None]
+    if len(given) > 1:
         raise UserError("--peers-file and --from-offers both say what peers there are; leave one out")
-    named = (
-        "--peers-file"
-        if pods.peers_file is not None
-        else "--from-offers"
-        if pods.from_offers is not None
-        else ""
-    )
     for flag, values in (("--bandwidth", pods.bandwidth), ("--download", pods.download)):
-        if named and len(values) > 1:
+        if given and len(values) > 1:
             raise UserError(
-                f"{named} lists the peers; {flag} is one value then, for those that have none of their own"
+                f"{given[0]} lists the peers; {flag} is one value then, for those that have none of their own"
             )
     usual = simulate_peers.PeerWish(
         up=pods.bandwidth[0],
