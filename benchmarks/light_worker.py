@@ -69,7 +69,9 @@ def main(settings: dict[str, Any]) -> None:
         )
         link.send("collect")
         answer = link.receive("committed")
-        weights, epoch, local_step, tokens = inn.copy(), answer["epoch"], answer["local_step"], 0
+        weights, epoch, local_step = inn.copy(), answer["epoch"], answer["local_step"]
+        if rank in answer["contributors"]:
+            tokens = 0
         record("epoch", **answer)
         if last:
             break

@@ -26,6 +26,7 @@ from peers.mesh import Mesh
 from peers.network.streams import StreamPool
 from peers.outer_optimizer import OuterOptimizer, norm_of_pseudo_gradient
 from peers.outer_state import OuterState
+from peers.pace import entry_with_work, progress_of_others
 from peers.records import Announcement
 from peers.reduce import OVERLAPPED_NICENESS
 from peers.reduction.residuals import Residuals
@@ -44,6 +45,7 @@ from peers.round.recent_commits import RecentCommits
 from peers.round.standing import Standing
 from peers.rounds import Action, Apply, Cancel, CatchUp, Inspect, Reduce, Round, Send
 from peers.schedule import Schedule
+from peers.state.branch import Aside, Branch
 from peers.state.commit_log import CommitLog, Recording, header_of
 
 log = logging.getLogger(__name__)
@@ -94,6 +96,7 @@ class Averager:
             pool=pool,
             optimizer_for=optimizer_for,
             view=self._view,
+            quiet=lambda: self._mesh.quiet,
             forwarded_bytes=forwarded_bytes,
         )
         self._events: asyncio.Queue[Event] = asyncio.Queue()
@@ -102,6 +105,9 @@ class Averager:
         self._early: deque[tuple[int, RoundMessage]] = deque(maxlen=_MAX_EARLY)
         self._waiting: Readiness | None = None
         self._commits = RecentCommits()
+        self._branch = Branch()
+        # By fragment, the tokens that came over from the losing side of a fork and wait in the worker's weights.
+        self._carried: Counter[int] = Counter()
         self._offences = Offences()
         self._reducing: asyncio.Task[None] | None = None
         self._chance = random.SystemRandom()
@@ -146,6 +152,7 @@ class Averager:
         # What was lost on the way to another state has nothing to make up for on this one.
         self._state = state
         self.commit_log.clear()
+        self._branch.clear()
         self.residuals = list(residuals) if residuals else [Residuals(size) for size in state.sizes]
 
     async def run(self) -> None:
@@ -167,6 +174,7 @@ class Averager:
         """
         if fragment != self._settings.schedule.fragment_of(self.state.epoch):
             raise ProtocolError(f"fragment {fragment} is not the one of epoch {self.state.epoch}")
+        tokens += self._carried[fragment]
         proposal = Proposal(self._me, tokens, 0.0, step, last, self.bandwidth)
         # From here on, or a worker that starts meanwhile would begin on weights that a commit is about to replace.
         waiting = self._waiting = Readiness(memories, fragment, proposal)
@@ -179,11 +187,12 @@ class Averager:
             self._waiting = None
             waiting.answer.cancel()
 
-    async def idle(self) -> None:
-        """Until nothing is being averaged."""
+    async def await_new_worker(self) -> None:
+        """Until nothing is being averaged of the one before; what was left in its weights is gone with it."""
         while self._waiting is not None:
             await asyncio.wait({self._waiting.answer})
             await asyncio.sleep(0)
+        self._carried.clear()
 
     def _view(self) -> membership.View:
         view, last = self._newest_view(), self._commits.newest
@@ -193,6 +202,7 @@ class Averager:
 
     def view_changed(self) -> None:
         def event(now: float) -> list[Action]:
+            self._branch.left([r for r, peer in self._view().items() if peer.state == "leaving"])
             return self._round.on_view(self._credible_view(), now, self._mesh.quiet) if self._round else []
 
         self._post(event)
@@ -417,6 +427,9 @@ class Averager:
             state.anchor[waiting.fragment],
             waiting.local,
         )
+        await asyncio.to_thread(
+            self._branch.committing, group.ranks, state.lineage, waiting.fragment, waiting.result
+        )
         # Every token is in the work on each of the fragments.
         tokens, parent = group.tokens // schedule.num_fragments, state.lineage
         digests = await asyncio.to_thread(
@@ -449,6 +462,7 @@ class Averager:
         if round_ is not None and round_.gathered is not None:
             deadlines.gathered(round_.gathered.seconds, complete=not round_.gathered.missing)
         self._remember_offenders(group.epoch)
+        self._count_carried(waiting)
         self._answer(waiting, contributors=list(group.ranks), local_step=0, failures=failures)
         self._open_round()
 
@@ -479,6 +493,12 @@ class Averager:
             self._open_round()
             self._propose()
             return
+        aside = self._branch.set_aside(
+            old.header.path_since_split(new.header), self._commits.tokens_of(self._me)
+        )
+        brings = waiting is not None and not action.contributed and not waiting.proposal.last
+        if aside.num_commits:
+            self._tell_of_split(aside, brings=brings)
         self._take(new)
         self._commits.clear()
         if waiting is None:
@@ -486,22 +506,67 @@ class Averager:
             return
         await asyncio.to_thread(waiting.shift_others, old, new)
         schedule, fragment = self._settings.schedule, waiting.fragment
-        if not action.contributed and not waiting.proposal.last:
+        steps = schedule.steps_per_epoch
+        entry = progress_of_others(self._view(), new.lineage, self._me, steps, self._mesh.ages)
+        if brings:
             await asyncio.to_thread(waiting.rebase, old, new)
+            await self._bring(aside, waiting)
             if schedule.fragment_of(new.epoch) == fragment:
-                await self._make_proposal(waiting)
-                self._open_round()
-                self._propose()
-                return
-            # The others average another fragment by now; the work rides along until it is this one's turn again.
+                trains_on = self._entry_with_work()
+                if trains_on is None:
+                    await self._make_proposal(waiting)
+                    self._open_round()
+                    self._propose()
+                    return
+                entry = trains_on
+            # The work rides along: until it is this fragment's turn again, or the others have done this epoch's steps.
             waiting.result.copy_(waiting.local)
         else:
             # Its work is in, or comes too late for any epoch: go on from where the others are.
             waiting.result.copy_(new.anchor[fragment])
-        step = membership.progress_of_others(self._view(), new.lineage, self._me, schedule.steps_per_epoch)
+            self._count_carried(waiting)
         contributors = [self._me] if action.contributed else []
-        self._answer(waiting, contributors=contributors, local_step=step)
+        self._answer(waiting, contributors=contributors, local_step=entry)
         self._open_round()
+
+    def _entry_with_work(self) -> int | None:
+        """Where the worker would go on in the epoch that runs; None: its work had better wait for the round."""
+        schedule = self._settings.schedule
+        if schedule.overlap_steps:
+            # It trains on already.
+            return None
+        return entry_with_work(
+            self._view(),
+            self.state.lineage,
+            self._me,
+            schedule.steps_per_epoch,
+            self._mesh.ages,
+            has_time_budget=schedule.local_time_s > 0,
+        )
+
+    async def _bring(self, aside: Aside, waiting: Readiness) -> None:
+        """What this side of a fork has committed becomes work again, on top of the other side's state."""
+        await asyncio.to_thread(waiting.bring, aside.sums)
+        self._carried += aside.brought
+        tokens = waiting.proposal.tokens + aside.brought[waiting.fragment]
+        waiting.proposal = dataclasses.replace(waiting.proposal, tokens=tokens)
+
+    def _count_carried(self, waiting: Readiness) -> None:
+        """They are in a commit now; or lost, with a last epoch that comes too late."""
+        tokens = self._carried.pop(waiting.fragment, 0)
+        waiting.carried_tokens = tokens // self._settings.schedule.num_fragments
+
+    def _tell_of_split(self, aside: Aside, *, brings: bool) -> None:
+        num_fragments = self._settings.schedule.num_fragments
+        tokens = aside.tokens.total() // num_fragments
+        brought = aside.brought.total() // num_fragments if brings else 0
+        log.warning(
+            "the swarm was split: in %d epochs of this side the others have trained more, and all go on from there; "
+            "of this peer's %d tokens in them it brings %d along",
+            aside.num_commits,
+            tokens,
+            brought,
+        )
 
     async def _better_state(self, action: CatchUp) -> OuterState | None:
         """The state to adopt, as soon as somebody hands it over; None where nobody is ahead any more."""

@@ -43,6 +43,8 @@ class EpochFigures:
     """World ranks whose work is in this anchor, as far as this peer knows: after catching up, at most itself."""
     sent_bytes: int
     received_bytes: int
+    carried_tokens: int
+    """Of this peer in this commit: trained on the losing side of a fork, and counted there before."""
     round_s: float
     """From the group to the commit, failed attempts included."""
     connect_s: float

@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from peers.network.streams import StreamTransport
 from peers.onlookers.journal import Journal, Point
 from peers.onlookers.reporting import entry_of
 from peers.outer_state import OuterState
+from peers.pace import Pace, progress_of_others
 from peers.presence import Presence
 from peers.records import Announcement, State
 from peers.round.credit import Credit
@@ -50,8 +51,14 @@ class Standing:
 
     state: State = "joining"
     step: int = 0
-    local_step: int = 0
+    pace: Pace = field(default_factory=Pace)
     tokens_per_s: float = 0.0
+
+    def local_step(self, steps_per_epoch: int) -> int:
+        """By now: the worker does not tell every step."""
+        if self.state != "training":
+            return self.pace.local_step
+        return self.pace.local_step_at(time.monotonic(), steps_per_epoch)
 
 
 class WorkerHost:
@@ -121,7 +128,7 @@ class WorkerHost:
         averager = await asyncio.shield(self.ready)
         self._has_worker, keep_local = True, False
         if averager.has_state:
-            await averager.idle()
+            await averager.await_new_worker()
             await self._catch_up(averager)
         else:
             offered = await asyncio.to_thread(_offered_state, memories.out, offer.get("resume"))
@@ -136,12 +143,15 @@ class WorkerHost:
                 )
                 averager.adopt(offered, saved)
         state, steps = averager.state, self._schedule.steps_per_epoch
-        step = membership.progress_of_others(self._presence.view, state.lineage, self.world_rank, steps)
+        step = progress_of_others(
+            self._presence.view, state.lineage, self.world_rank, steps, self._presence.mesh.ages
+        )
         if keep_local:
             step = int(offer["local_step"])
         for inn, anchor in zip(memories.inn, state.anchor, strict=True):
             inn.copy_(anchor)
-        self._standing.local_step, self._standing.step = step, state.epoch * steps + step
+        self._standing.step = state.epoch * steps + step
+        self._standing.pace.entered(step, time.monotonic())
         self._show("training")
         log.info("training from epoch %d, step %d, anchor %s", state.epoch, step, state.anchor_digest[:12])
         return Start(
@@ -161,8 +171,13 @@ class WorkerHost:
         self._show("averaging")
         fragment = int(ready["fragment"])
         outcome = await averager.average(memories, fragment, tokens=tokens, step=step, last=last)
-        self._standing.local_step = outcome.local_step
+        self._standing.pace.entered(outcome.local_step, time.monotonic())
         self.journal.committed(entry_of(outcome))
+        if outcome.carried_tokens:
+            self.journal.happened(
+                time.time(),
+                f"the swarm was split; {outcome.carried_tokens} tokens of the side given up are in now",
+            )
         self._advise(averager, outcome)
         self._show("leaving" if last else "training" if self._has_worker else "joining")
         return outcome
@@ -198,7 +213,8 @@ class WorkerHost:
         averager, step = self.ready.result(), int(progress["step"])
         # A worker that trains on while its round takes place is still in the epoch before.
         since_commit = step - averager.state.epoch * self._schedule.steps_per_epoch
-        self._standing.step, self._standing.local_step = step, max(0, since_commit)
+        self._standing.step = step
+        self._standing.pace.reached(max(0, since_commit), time.monotonic())
         self._standing.tokens_per_s = float(progress["tokens_per_s"])
         loss = progress.get("loss")
         self.journal.progressed(

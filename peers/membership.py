@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import statistics
 from collections.abc import Collection, Mapping
 
 from peers.records import Announcement
@@ -83,14 +82,6 @@ def donors_of(view: View, lineage: str, me: int) -> list[str]:
     holders = {r: p.peer_id for r, p in view.items() if r != me and p.lineage == lineage and p.anchor_digest}
     drawn = sorted(holders, key=lambda r: hashlib.sha256(f"{me} {lineage} {r}".encode()).digest())
     return [holders[r] for r in sorted(drawn[:MAX_DONORS])]
-
-
-def progress_of_others(view: View, lineage: str, me: int, local_steps: int) -> int:
-    """The local step a peer enters a running epoch at: the others' median, at least one step before the end."""
-    steps = [p.local_step for r in trainers_of(view, lineage) if (p := view[r]) and r != me]
-    if not steps:
-        return 0
-    return max(0, min(int(statistics.median_low(steps)), local_steps - 1))
 
 
 def data_width_of(view: View, members: tuple[int, ...]) -> int:

@@ -121,6 +121,12 @@ class Mesh:
         return frozenset(rank for rank, peer in self._holders().items() if peer.is_quiet)
 
     @property
+    def ages(self) -> Mapping[int, float]:
+        """Seconds since each of the statuses in `view` came."""
+        now = time.monotonic()
+        return {rank: now - peer.status_at for rank, peer in self._holders().items()}
+
+    @property
     def peers(self) -> list[Announcement]:
         """The newest status of every live peer; here even two that claim one rank both appear."""
         return [peer.status for peer in self._peers.values()]
@@ -352,14 +358,14 @@ class Mesh:
                 f"changed its world rank from {peer.status.world_rank} to {status.world_rank}"
             )
         changed = _essence(status) != _essence(peer.status)
-        peer.status = status
+        peer.status, peer.status_at = status, time.monotonic()
         if changed:
             self._on_change()
 
 
 class _Peer:
     def __init__(self, channel: Channel, status: Announcement) -> None:
-        self.channel, self.status = channel, status
+        self.channel, self.status, self.status_at = channel, status, time.monotonic()
         self._num_unanswered, self._quiet_at = 0, QUIET_BEATS
         self._queue: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue(_MAX_QUEUED)
 

@@ -22,7 +22,7 @@ from peers.outer_state import Digests, OuterState, num_threads
 from peers.reduction.kernels import energy, outer_step
 from peers.reduction.plan import CHUNK_NUMEL, slices
 from peers.reduction.residuals import contribution
-from peers.state.header import StateChunk, StateHeader
+from peers.state.header import MAX_ANCESTORS, StateChunk, StateHeader
 
 _PART_NUMEL = 1 << 16
 """Values at a time: what is computed of them is still in the cache when it is hashed."""
@@ -75,6 +75,7 @@ class OuterOptimizer:
             previewed or old.with_chunks(chunks, digests),
             epoch=old.epoch + 1,
             parent=old.lineage,
+            ancestors=(old.parent, *old.ancestors)[:MAX_ANCESTORS] if old.parent else (),
             committed_tokens=old.committed_tokens + tokens,
             data_base=old.data_base + data_width,
             data_width=data_width,

@@ -74,6 +74,8 @@ class Announcement:
     """Empty before the peer has agreed on a manifest."""
     maddrs: tuple[str, ...]
     time: float
+    step_s: float = 0.0
+    """Seconds that a local step takes; 0: not known."""
     endpoints: tuple[str, ...] = ()
     """Where this peer takes calls for data over TCP of its own (/ip4/…/tcp/…)."""
     paths: tuple[tuple[int, str], ...] = ()
@@ -232,6 +234,7 @@ _ANNOUNCEMENT_CHECKS: Checks = {
     "local_step": _is_count,
     "committed_tokens": _is_count,
     "tokens_per_s": _is_real,
+    "step_s": _is_real,
     "anchor_digest": _is_digest,
     "manifest_digest": _is_digest,
     "endpoints": _are_endpoints,

@@ -147,6 +147,8 @@ class Round:
         self._proposal: Proposal | None = None
         self._ballot = 0
         self._leader: int | None = None
+        # Leaders of this ballot, one after the other, that have this peer's join and may make a group of it.
+        self._told: set[int] = set()
         self._group: Group | None = None
         # What this peer has voted for, holds the result of, and may still commit; and that vote.
         self._holding: Commit | None = None
@@ -218,7 +220,7 @@ class Round:
         actions = self._post(self._lead.on_lost(gone, now))
         if self.phase in (Phase.SEEKING, *_ATTEMPTING) and self._has_left(gone):
             actions += self._leave_leader(now)
-        elif self.phase is Phase.SEEKING and self._leader in self._quiet:
+        elif self._is_led_by_another():
             actions += self._seek(now)
         if (
             self.phase is Phase.REDUCING
@@ -292,6 +294,8 @@ class Round:
             self._lost_to_leader += 1
             if self._lost_to_leader > TOLERATED_OF_LEADER:
                 actions += self._depose(leader, "leads, and spoils every attempt", now)
+            elif self._is_led_by_another():
+                actions += self._seek(now)
         return self._finish(actions, now)
 
     def on_tick(self, now: float) -> list[Action]:
@@ -348,6 +352,7 @@ class Round:
         self.phase, self._group = Phase.SEEKING, None
         leader = self._leader_of_ballot()
         self._leader = self.me if leader is None else leader
+        self._told.add(self._leader)
         self._resend_at = now + self.timing.resend_s
         in_doubt = self._doubts[-1] if self._doubts else ""
         return self._send(self._leader, Join(self.fragment, self.lineage, self._proposal, in_doubt))
@@ -356,6 +361,14 @@ class Round:
         passed_over = (self._lead.excluded | self._quiet) - {self.me}
         view = {rank: peer for rank, peer in self._view.items() if rank not in passed_over}
         return membership.leader_of(view, self.lineage, self._ballot)
+
+    def _is_led_by_another(self) -> bool:
+        """The leader that this peer waits for has fallen quiet, or one of a lower rank has come."""
+        if self.phase is not Phase.SEEKING or self._leader is None:
+            return False
+        # The rest takes longer, and views change often.
+        may_be = self._leader in self._quiet or any(rank < self._leader for rank in self._view)
+        return may_be and self._leader_of_ballot() not in (None, self._leader)
 
     def _has_left(self, gone: set[int]) -> bool:
         """Whether the leader is lost, or has gone on without this peer hearing how the attempt ended."""
@@ -367,6 +380,7 @@ class Round:
         cancel: list[Action] = [Cancel()] if self.phase in _AT_WORK else []
         self._return_to_seeking(now)
         self._phase_deadline = float("inf")
+        self._told.clear()
         return cancel + self._seek(now)
 
     def _depose(self, leader: int, crime: str, now: float) -> list[Action]:
@@ -390,7 +404,7 @@ class Round:
         self._resend_at = now + self.timing.resend_s
 
     def _on_group(self, sender: int, group: Group, now: float) -> list[Action]:
-        if self.phase is not Phase.SEEKING or sender != self._leader or group.leader != sender:
+        if self.phase is not Phase.SEEKING or sender not in self._told or group.leader != sender:
             return []
         if self._num_asked:
             # Another attempt may be committed already: it has asked, and hears of it or catches up.
@@ -403,7 +417,7 @@ class Round:
         ):
             return []
         # The result of an earlier attempt is given up, and the doubt about its end is not.
-        self.phase, self._group, self._holding = Phase.REDUCING, group, None
+        self.phase, self._group, self._holding, self._leader = Phase.REDUCING, group, None, sender
         # Later than the leader's own deadline, which began before the group was here.
         self._phase_deadline = now + self.timing.attempt_s + 2 * self.timing.resend_s
         self._resend_at = float("inf")

@@ -90,8 +90,8 @@ class History:
             members = self._contributors_of(lineage)
             if members is None:
                 continue
-            handed = sum(self._handed_over(rank, records[0]["time"]) for rank in members)
-            if handed != records[0]["tokens"]:
+            handed = [self._handed_over(rank, records[0]["time"]) for rank in members]
+            if sum(handed) + self._carried_to(lineage) != records[0]["tokens"]:
                 yield f"{_named(records[0])} counts {records[0]['tokens']} tokens, of {members} are {handed}"
 
     def _broken_chains(self) -> Iterator[str]:
@@ -124,11 +124,12 @@ class History:
 
     @property
     def lost_tokens(self) -> int:
-        """In commits that are not in the final state: of the losing sides of forks."""
+        """In commits that are not in the final state, of the losing sides of forks, less those that came over."""
         kept = {record["lineage"] for record in self.chain}
-        return sum(
+        given_up = sum(
             records[0]["tokens"] for lineage, records in self._by_lineage.items() if lineage not in kept
         )
+        return given_up - sum(self._carried_to(lineage) for lineage in kept)
 
     def tokens_per_live_second(self, *, from_training: bool = True) -> float:
         """Committed tokens of all peers by the seconds that each has lived, between the first commit and the last.
@@ -195,6 +196,21 @@ class History:
                 if record["kind"] == "epoch" and record["lineage"] == lineage and record["contributors"]:
                     return list(record["contributors"])
         return None
+
+    def _carried_to(self, lineage: str) -> int:
+        """Of the tokens of the commit that led there: those that its members had brought from another side."""
+        at = self._by_lineage[lineage][0]["time"]
+        return sum(self._carried(rank, at) for rank in self._contributors_of(lineage) or ())
+
+    def _carried(self, rank: int, before: float) -> int:
+        """Tokens that this rank's worker was told of, in answer to the last work that it had handed over by then."""
+        told = 0
+        for record in reversed(self.worker.get(rank, ())):
+            if record["kind"] == "epoch":
+                told = record.get("carried_tokens", 0)
+            elif record["kind"] == "ready" and record["time"] <= before:
+                return int(told)
+        return 0
 
     def _handed_over(self, rank: int, before: float) -> int:
         """Tokens of the last work that this rank's worker had handed over by then."""

@@ -316,9 +316,12 @@ class Daemon:
             self.swarm.losses.caught_up += 1
             returns = piece is not None and not action.contributed
             is_its_turn = piece is not None and self._fragment_of(newer.epoch) == piece.fragment
-            self.post_standing("averaging" if returns and is_its_turn else "training")
-            if piece is not None and not (returns and is_its_turn):
-                self._answer(counts=action.contributed, local_step=self.swarm.progress_of_others(self))
+            entry = self.swarm.entry_with_work(self) if returns and is_its_turn else None
+            waits = returns and is_its_turn and entry is None
+            self.post_standing("averaging" if waits else "training")
+            if piece is not None and not waits:
+                entry = self.swarm.progress_of_others(self) if entry is None else entry
+                self._answer(counts=action.contributed, local_step=entry)
         self._open_round()
         if self._piece is not None:
             self._propose()

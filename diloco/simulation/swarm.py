@@ -20,6 +20,7 @@ from diloco.simulation.state import Names, State
 from diloco.simulation.traffic import Traffic
 from peers import membership
 from peers.mesh import QUIET_BEATS, heartbeat_s, silence_s
+from peers.pace import entry_with_work, progress_of_others
 from peers.round.messages import Group
 
 _RETRY_S = 0.5
@@ -225,15 +226,29 @@ class SimulatedSwarm:
 
     def progress_of_others(self, daemon: Daemon) -> int:
         """The local step that a peer enters the running epoch at."""
-        lineage = self.newest.lineage
-        view = {
-            rank: dataclasses.replace(announcement, local_step=self._daemons[rank].worker.local_step)
-            for rank, announcement in self.board.announcements.items()
-            if announcement.lineage == lineage
-        }
-        return membership.progress_of_others(
-            view, lineage, daemon.rank, self.scenario.schedule.steps_per_epoch
+        return progress_of_others(
+            self._view(), self.newest.lineage, daemon.rank, self.scenario.schedule.steps_per_epoch
         )
+
+    def entry_with_work(self, daemon: Daemon) -> int | None:
+        """Likewise, of one that brings work of an earlier epoch; None: that waits for the round."""
+        schedule, lineage = self.scenario.schedule, self.newest.lineage
+        if schedule.overlap_steps:
+            return None
+        return entry_with_work(
+            self._view(), lineage, daemon.rank, schedule.steps_per_epoch, {}, has_time_budget=False
+        )
+
+    def _view(self) -> membership.View:
+        """With everybody where its worker is now."""
+        return {
+            rank: dataclasses.replace(
+                announcement,
+                local_step=self._daemons[rank].worker.local_step,
+                step_s=self.scenario.peers[rank].step_s,
+            )
+            for rank, announcement in self.board.announcements.items()
+        }
 
     def _kept_records(self) -> list[EpochOfPeer]:
         """Of the commits that led to where the swarm stands: what the losing side of a fork has done is gone."""

@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -98,11 +98,13 @@ class StreamPool:
         *,
         timeout_s: float,
         cancelled: threading.Event | None = None,
+        quiet: Callable[[], Collection[int]] = frozenset,
     ) -> RoundStreams:
         """One outgoing and one incoming stream with each of these peers (by world rank), for this attempt.
 
         Raises RoundFailed: at once with the peers that cannot be reached, else in time with those that did not
-        come, or soon after `cancelled`. The streams with the others are then closed, with a word of farewell.
+        come, with any of them that becomes `quiet` meanwhile, or soon after `cancelled`. The streams with the others
+        are then closed, with a word of farewell.
         """
         outgoing: dict[int, asyncio.Future[socket.socket]] = {
             rank: asyncio.create_task(self._name_outgoing(attempt, peer, timeout_s))
@@ -110,7 +112,7 @@ class StreamPool:
         }
         incoming = {rank: self._await_incoming(attempt, peer) for rank, peer in peer_ids.items()}
         try:
-            await self._gather(outgoing, incoming, timeout_s, cancelled)
+            await self._gather(outgoing, incoming, timeout_s, cancelled, quiet)
         except BaseException as error:
             if isinstance(error, RoundFailed):
                 self._miss(peer_ids, error.silent)
@@ -197,9 +199,12 @@ class StreamPool:
         incoming: Mapping[int, asyncio.Future[socket.socket]],
         timeout_s: float,
         cancelled: threading.Event | None,
+        quiet: Callable[[], Collection[int]],
     ) -> None:
         """Wait for all streams. Raises RoundFailed."""
         deadline = time.monotonic() + timeout_s
+        # Of whom nothing is heard from the beginning, there may be another way to.
+        quiet_before = set(quiet())
         pending = {*outgoing.values(), *incoming.values()}
         while pending:
             slice_ = slice_s(len(outgoing))
@@ -219,6 +224,9 @@ class StreamPool:
             silent = missing if is_late and len(missing) <= max(1, len(outgoing) // 4) else set[int]()
             if cancelled is not None and cancelled.is_set():
                 raise RoundFailed("cancelled", silent=silent)
+            if fallen := missing & set(quiet()) - quiet_before:
+                few = fallen if len(fallen) <= max(1, len(outgoing) // 4) else set[int]()
+                raise RoundFailed(f"{_named(fallen)} has fallen silent", fallen, silent=few)
             if pending and time.monotonic() > deadline:
                 raise RoundFailed(
                     f"no streams with {_named(missing)} in {timeout_s:g} s", missing, silent=silent

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from peers.errors import RoundFailed
 from peers.membership import View
@@ -42,7 +42,8 @@ _MANY_PEERS = 16
 
 
 class Attempts:
-    """One at a time. `niceness`: of a reduction's threads; `forwarded_bytes`: what this peer has carried for others."""
+    """One at a time. `niceness`: of a reduction's threads; `quiet`: world ranks of whom nothing has been heard for a
+    while; `forwarded_bytes`: what this peer has carried for others."""
 
     def __init__(
         self,
@@ -54,11 +55,12 @@ class Attempts:
         pool: StreamPool,
         optimizer_for: Callable[[int], OuterOptimizer],
         view: Callable[[], View],
+        quiet: Callable[[], Collection[int]],
         forwarded_bytes: Callable[[], int],
     ) -> None:
         self._me, self._codec, self._aggregation, self._niceness = me, codec, aggregation, niceness
         self._pool, self._optimizer_for, self._view = pool, optimizer_for, view
-        self._forwarded_bytes = forwarded_bytes
+        self._quiet, self._forwarded_bytes = quiet, forwarded_bytes
         self._cancelled = threading.Event()
 
     @property
@@ -159,7 +161,9 @@ class Attempts:
         """
         peer_ids = await self._identities(plan.members, min(CHANNEL_S, timing.attempt_s / 4))
         timeout_s = _connect_s(timing, plan)
-        return await self._pool.connect(stream_id, peer_ids, timeout_s=timeout_s, cancelled=self._cancelled)
+        return await self._pool.connect(
+            stream_id, peer_ids, timeout_s=timeout_s, cancelled=self._cancelled, quiet=self._quiet
+        )
 
     async def _identities(self, members: tuple[int, ...], timeout_s: float) -> dict[int, str]:
         """Peer ids of the others. A broken channel to one that the leader still sees is about to come back."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -53,6 +54,7 @@ class Readiness:
         self.propose_s = 0.0
         self.grouped_at: float | None = None
         self.sent_bytes = self.received_bytes = 0
+        self.carried_tokens = 0
         self._has_shifted = False
 
     @property
@@ -71,6 +73,12 @@ class Readiness:
         rebased = torch.empty_like(local) if local is self.memories.out[self.fragment] else local
         rebase(anchor, local, old.anchor[self.fragment], rebased)
         self.local = rebased
+
+    def bring(self, sums: Mapping[int, torch.Tensor]) -> None:
+        """Add work that these pseudo-gradients (by fragment) stand for, after it is rebased and the others shifted."""
+        for fragment, pseudo_gradient in sums.items():
+            local = self.local if fragment == self.fragment else self.memories.inn[fragment]
+            local -= pseudo_gradient
 
     def shift_others(self, old: OuterState, new: OuterState) -> None:
         """Note by how much the anchors have moved of which the worker did not hand over its weights."""
@@ -96,6 +104,7 @@ class Readiness:
             last=self.proposal.last,
             sent_bytes=self.sent_bytes,
             received_bytes=self.received_bytes,
+            carried_tokens=self.carried_tokens,
             round_s=now - grouped_at,
             wait_s=grouped_at - self.since,
             propose_s=self.propose_s,

@@ -17,6 +17,8 @@ from peers.errors import ProtocolError
 STATE_CHUNK_NUMEL = 1 << 20
 """Values per hashed chunk: 4 MiB."""
 DIGEST_BYTES = 32
+MAX_ANCESTORS = 64
+"""Of a split that is longer ago nobody knows where it was."""
 _MAX_COUNT = 1 << 62
 
 
@@ -60,6 +62,9 @@ class StateHeader:
     anchor_chunks: bytes
     """BLAKE3 of each anchor chunk, concatenated: as hard to forge as sha256, at four times its speed."""
     momentum_chunks: bytes
+    ancestors: tuple[str, ...] = ()
+    """Lineages before the parent's, newest first. They only tell a fork from a state that trails, so the lineage, which
+    is a chain anyhow, is not over them."""
 
     @cached_property
     def anchor_digest(self) -> str:
@@ -77,6 +82,16 @@ class StateHeader:
             f"{self.committed_tokens} {self.data_base} {self.data_width}"
         )
         return hashlib.sha256(text.encode()).hexdigest()
+
+    def path_since_split(self, other: StateHeader) -> tuple[str, ...]:
+        """The lineages from the last that both have come by up to this one's own, oldest first.
+
+        Empty where one has only gone on from the other, or the split is too long ago to be known.
+        """
+        mine = self.lineage, self.parent, *self.ancestors
+        theirs = {other.lineage, other.parent, *other.ancestors} - {""}
+        num_own = next((index for index, lineage in enumerate(mine) if lineage in theirs), 0)
+        return mine[num_own::-1] if num_own and mine[num_own] != other.lineage else ()
 
     def with_chunks(
         self, chunks: Sequence[StateChunk], digests: Sequence[tuple[bytes, bytes]]
@@ -99,6 +114,7 @@ class StateHeader:
             "data_width": self.data_width,
             "anchor_chunks": self.anchor_chunks,
             "momentum_chunks": self.momentum_chunks,
+            "ancestors": list(self.ancestors),
         }
 
     @classmethod
@@ -114,9 +130,13 @@ class StateHeader:
                 data_width=_count(message["data_width"]),
                 anchor_chunks=_digests(message["anchor_chunks"]),
                 momentum_chunks=_digests(message["momentum_chunks"]),
+                # Checkpoints of old have none.
+                ancestors=tuple(_lineage_or_empty(lineage) for lineage in message.get("ancestors", ())),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"not the header of a state: {error!r:.200}") from error
+        if len(header.ancestors) > MAX_ANCESTORS:
+            raise ProtocolError(f"a state with {len(header.ancestors)} ancestors")
         if sizes is not None and header.sizes != tuple(sizes):
             raise ProtocolError(
                 f"a state of other fragments: {header.sizes!s:.100}, not {tuple(sizes)!s:.100}"

@@ -39,6 +39,7 @@ COMMITTED = {
     "vote_s": 0.0,
     "apply_s": 0.0,
     "wait_s": 0.2,
+    "carried_tokens": 0,
     "propose_s": 0.0,
     "bandwidth": 1e6,
 }

@@ -45,3 +45,38 @@ def test_a_link_that_fell_silent_between_two_rounds_holds_no_round_up(tmp_path):
         # An attempt that fails takes over four.
         assert max(record["round_s"] for record in peers[0].epochs if record["epoch"] > epoch) < 2
         swarm.check_digests()
+
+
+def test_what_the_smaller_side_of_a_partition_has_committed_comes_along_when_it_heals(tmp_path):
+    across = [frozenset({one, other}) for one in (0, 1) for other in (2, 3, 4)]
+    with ChaosSwarm(tmp_path, 5, local_steps=10, max_steps=10**6, step_s=0.1) as swarm:
+        for rank in range(5):
+            swarm.start(rank)
+        peers = [swarm.peers[rank] for rank in range(5)]
+        wait_until(
+            lambda: all(
+                len(p.epochs[-1:]) and p.epochs[-1]["contributors"] == [0, 1, 2, 3, 4] for p in peers
+            ),
+            "all",
+        )
+        swarm.doors.cut(across, True)
+
+        def committed_apart(rank: int, side: list[int]) -> int:
+            return sum(record["contributors"] == side for record in peers[rank].epochs)
+
+        wait_until(
+            lambda: committed_apart(0, [0, 1]) >= 2 and committed_apart(2, [2, 3, 4]) >= 2, "both sides"
+        )
+        swarm.doors.cut(across, False)
+        healed = [peer.epoch for peer in peers]
+        wait_until(
+            lambda: all(
+                p.epoch > max(healed) and p.epochs[-1]["contributors"] == [0, 1, 2, 3, 4] for p in peers
+            ),
+            "an epoch of all after it",
+        )
+        for peer in peers:
+            alone = [r for r in peer.epochs if r["contributors"] == [0, 1]]
+            # Every epoch has ten steps of ten tokens.
+            assert sum(r["carried_tokens"] for r in peer.epochs) == 100 * len(alone), peer.rank
+            assert ("this peer's" in peer.log) == (peer.rank < 2)

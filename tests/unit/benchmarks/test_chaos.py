@@ -135,6 +135,18 @@ def test_a_fork_and_its_tokens_are_counted(tmp_path, good):
     assert (found.num_forks, found.lost_tokens) == (1, 10)
 
 
+def test_tokens_that_came_over_from_the_losing_side_are_not_lost(tmp_path, good):
+    commits, workers = good
+    # Peer 2 commits once by itself, and brings those tokens to the next commit of all.
+    commits[2][1] = a_commit(2, 2, at=20.0, lineage="fork", tokens=10, committed_tokens=40)
+    for rank in range(3):
+        commits[rank][2].update(tokens=40, committed_tokens=100)
+    workers[2][6]["carried_tokens"] = 10
+    found = history(tmp_path, commits, workers)
+    assert (found.num_forks, found.lost_tokens) == (1, 0)
+    assert not [line for line in found.faults_found() if "counts" in line and "epoch 3" in line]
+
+
 def test_recovery_is_what_the_others_take_beyond_an_epoch_and_time_away_is_no_life(tmp_path, good):
     lives = [Life(0, 9.0, 100), Life(1, 9.0, 101), Life(2, 9.0, 102, ended_at=16.0, ended_by="kill daemon")]
     lives[0].frozen.append((20.0, 24.0))

@@ -23,6 +23,7 @@ def attempts_with(view):
         pool=None,
         optimizer_for=None,
         view=view,
+        quiet=frozenset,
         forwarded_bytes=lambda: 0,
     )
 

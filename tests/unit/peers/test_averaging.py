@@ -97,7 +97,7 @@ def test_no_worker_starts_between_anothers_readiness_and_its_commit():
         averaging = asyncio.create_task(averager.average(memories(), 0, tokens=1, step=2, last=False))
         await asyncio.sleep(0)
         # The worker has died, and its successor asks where to start: not before this work is in.
-        idle = asyncio.create_task(averager.idle())
+        idle = asyncio.create_task(averager.await_new_worker())
         async with running(averager), asyncio.timeout(20):
             await idle
             assert averager.state.epoch == 1
@@ -163,6 +163,42 @@ def test_who_has_missed_other_fragments_brings_its_work_to_their_new_anchors():
         assert handed_over.inn[0].tolist() == [1 - 0.25 - 0.125 + 0.5] * 4
         assert handed_over.inn[1].tolist() == [-0.5] * 3
         assert handed_over.out[0].tolist() == [1.5] * 4
+
+    asyncio.run(scenario())
+
+
+def test_the_losing_side_of_a_fork_brings_what_it_has_committed_along():
+    async def scenario() -> None:
+        optimizer = OuterOptimizer(lr=1.0, momentum=0.0)
+        start = OuterState.initial([torch.zeros(4)])
+        optimizer.commit(start, 0, torch.full((4,), 0.5), tokens=20, data_width=2)
+        new = OuterState(start.header, [start.anchor[0].clone()], [start.momentum[0].clone()])
+        optimizer.commit(new, 0, torch.full((4,), 0.25), tokens=1000, data_width=2)
+        others: dict[int, Announcement] = {}
+        averager = an_averager(others, me=1, state=start, better=new)
+        averager.optimizer_for = averager._attempts._optimizer_for = lambda _num_members: optimizer
+        # The group before had another member, of whom nothing is to be heard.
+        averager._branch.committing([0, 1], "", 0, torch.zeros(4))
+        handed_over = memories(4, value=-1.5)
+        async with running(averager), asyncio.timeout(20):
+            await averager.average(handed_over, 0, tokens=7, step=4, last=False)
+            alone = averager.state.lineage
+            assert alone != start.header.parent and handed_over.inn[0].tolist() == [-1.5] * 4
+            # It trains on by one half of a unit, and then hears of the others.
+            handed_over.out[0].sub_(0.5)
+            others[0] = status(0, lineage=new.lineage, epoch=new.epoch, tokens=new.committed_tokens)
+            averager.view_changed()
+            averaging = asyncio.create_task(averager.average(handed_over, 0, tokens=3, step=6, last=False))
+            while averager.state.lineage == alone:
+                await asyncio.sleep(0.01)
+            # They go again, and so the work is in what this peer commits by itself.
+            del others[0]
+            averager.view_changed()
+            outcome = await averaging
+        # One unit from the epoch on its own, and the half since.
+        assert handed_over.inn[0].tolist() == [-0.5 - 0.25 - 1.0 - 0.5] * 4
+        assert averager.state.committed_tokens == 20 + 1000 + 7 + 3
+        assert (outcome.carried_tokens, outcome.contributors) == (7, [1])
 
     asyncio.run(scenario())
 

@@ -49,15 +49,6 @@ def test_a_peer_that_only_waits_is_ahead_of_nobody():
     assert membership.ahead_of(view, 0) is None
 
 
-def test_a_joiner_enters_at_the_others_median_but_trains_at_least_one_step():
-    import dataclasses
-
-    view = {r: dataclasses.replace(status(r), local_step=step) for r, step in enumerate((0, 40, 90, 99))}
-    assert membership.progress_of_others(view, "a", 0, 100) == 90
-    assert membership.progress_of_others(view, "a", 0, 50) == 49
-    assert membership.progress_of_others({0: status(0)}, "a", 0, 100) == 0
-
-
 def test_a_few_donors_are_asked_and_other_ones_by_others_and_for_other_states():
     view = {rank: status(rank, lineage="b") for rank in range(40)}
     asked = {(me, lineage): membership.donors_of({r: status(r, lineage=lineage) for r in view}, lineage, me)

@@ -117,11 +117,36 @@ def test_a_leader_that_has_said_nothing_for_a_while_is_passed_over_until_it_is_b
     mine = Join(0, "a", Proposal(2, 1, 1.0, 1, False), "")
     assert member.on_ready(mine.proposal, 0.1) == [Send(0, mine)]
     assert member.on_view(view, 4.0, quiet=frozenset({0})) == [Send(1, mine)]
-    assert member.on_view(view, 4.5) == []
-    assert member.on_tick(member.deadline) == [Send(0, mine)]
+    assert member.on_view(view, 4.5) == [Send(0, mine)]
+    assert member.on_view(view, 4.6) == []
     # It takes no peer for quiet that it is itself.
     alone = a_round(me=0, num_peers=1, quiet=frozenset({0}))
     assert isinstance(alone.on_ready(Proposal(0, 1, 1.0, 1, False), 0.1)[-1], Reduce)
+
+
+def test_who_waits_turns_to_a_leader_that_has_just_come_and_still_follows_the_one_before():
+    view = {rank: status(rank) for rank in (1, 2)}
+    member = a_round(me=2, num_peers=3)
+    member.on_view(view, 0.0)
+    mine = Join(0, "a", Proposal(2, 1, 1.0, 1, False), "")
+    assert member.on_ready(mine.proposal, 0.1) == [Send(1, mine)]
+    assert member.on_view({**view, 0: status(0)}, 0.2) == [Send(0, mine)]
+    # Peer 1 had made a group before it saw that.
+    leader = a_round(me=1, num_peers=3)
+    leader.on_view(view, 0.0)
+    leader.on_message(2, mine, 0.15)
+    group = next(
+        a.group for a in leader.on_ready(Proposal(1, 1, 1.0, 1, False), 0.15) if isinstance(a, Reduce)
+    )
+    assert member.on_message(1, group, 0.25) == [Reduce(group)]
+
+
+def test_no_attempt_is_made_with_a_member_that_has_fallen_quiet_since_it_joined():
+    leader, view = a_round(me=0, num_peers=3), {rank: status(rank) for rank in range(3)}
+    leader.on_ready(Proposal(0, 1, 1.0, 1, False), 0.0)
+    leader.on_message(2, join_of(2, 1), 0.1)
+    assert groups_in(leader.on_view(view, 0.2, quiet=frozenset({2}))) == []
+    assert groups_in(leader.on_message(1, join_of(1, 1), 0.3)) == [{0, 1}]
 
 
 def test_a_straggler_past_the_deadline_is_left_behind_and_catches_up():

@@ -172,6 +172,24 @@ def test_who_does_not_come_counts_as_silent_unless_many_do_not(num_missing, sile
     run(scenario())
 
 
+@pytest.mark.parametrize("from_the_beginning", [False, True])
+def test_who_falls_quiet_before_its_stream_has_come_is_not_waited_for(from_the_beginning):
+    async def scenario():
+        began = time.monotonic()
+
+        def quiet():
+            return {1} if from_the_beginning or time.monotonic() > began + 0.2 else set()
+
+        async with pools("a", "b") as (_, (a, _)):
+            with pytest.raises(RoundFailed) as raised:
+                await a.connect(bytes(16), {1: "b"}, timeout_s=1, quiet=quiet)
+        assert raised.value.suspects == raised.value.silent == {1}
+        # Whoever was quiet before has a way of its own to come, perhaps.
+        assert (time.monotonic() - began < 0.9) != from_the_beginning
+
+    asyncio.run(scenario())
+
+
 def test_a_peer_that_cannot_be_reached_is_named_at_once_and_the_others_hear_a_farewell():
     async def scenario():
         async with pools("a", "b") as (_, (a, b)):
