@@ -139,7 +139,7 @@ class Checkpoints:
             self._discard()
             self._saver.failed(step, str(error))
             return
-        if outer.last_commit is not None:
+        if outer.last_commit is not None and outer.last_commit.contributors:
             self._contributors = tuple(outer.last_commit.contributors)
         mark = Mark(
             position=outer.position,

@@ -159,15 +159,18 @@ class Diloco:
         own weights, with what they have of the others; at the run's end they are what all have.
         """
         if self.last_commit is not None:
-            return self.world_rank == min(self.last_commit.contributors, default=self.world_rank)
+            # Who came too late for a round has weights of its own, and the others evaluate.
+            nobody = self.world_rank if self._is_over else None
+            return self.world_rank == min(self.last_commit.contributors, default=nobody)
         return not self.active or (self.world_rank == 0 and self.epoch == 0)
 
     def step(self, *, num_tokens: int, loss: float | None = None) -> Commit | None:
         """Call after every optimizer step; `num_tokens` are those that this rank trained in it.
 
         At an epoch's end this loads the swarm's new weights of the epoch's fragment (the optimizer's state stays) and
-        returns the commit; at the run's end, once all fragments have been averaged, the last one. Raises DilocoError
-        where the epoch was abandoned, LinkLost where the daemon is gone.
+        returns the commit; who came too late for it (then `contributors` do not list this peer) has its work on top.
+        At the run's end, once all fragments have been averaged, it returns the last one. Raises DilocoError where the
+        epoch was abandoned, LinkLost where the daemon is gone.
         """
         self.commits = []
         self.position = replace(self.position, local_step=self.local_step + 1)
@@ -181,7 +184,10 @@ class Diloco:
         if self._flight is None and self.local_step >= self._scheduled.leaves_at(self.epoch, self.max_steps):
             self._leave(exchange, last=False)
         if self.local_step >= self.steps_per_epoch:
-            return self._collect(exchange)
+            commit = self._collect(exchange)
+            # Who came too late for that round may find itself at the run's end, with work that is in none yet.
+            is_left = self.done and not self._is_over and not self._is_late
+            return self._average_all(exchange) if is_left else commit
         self._report(exchange, num_tokens, loss)
         return None
 

@@ -84,8 +84,11 @@ class Averager:
         download: Callable[[list[str], str], Any],
         changed: Callable[[], None],
         forwarded_bytes: Callable[[], int] = lambda: 0,
+        has_worker: Callable[[], bool] = lambda: True,
     ) -> None:
+        """`has_worker`: whether the worker lives that has handed over what is averaged."""
         self._me, self._incarnation, self._settings = me, incarnation, settings
+        self._has_worker = has_worker
         self._mesh, self.optimizer_for = mesh, optimizer_for
         self._newest_view, self._download, self._changed = view, download, changed
         self._attempts = Attempts(
@@ -108,6 +111,7 @@ class Averager:
         self._branch = Branch()
         # By fragment, the tokens that came over from the losing side of a fork and wait in the worker's weights.
         self._carried: Counter[int] = Counter()
+        self._is_riding = False
         self._offences = Offences()
         self._reducing: asyncio.Task[None] | None = None
         self._chance = random.SystemRandom()
@@ -144,6 +148,8 @@ class Averager:
 
         `residuals` (of each fragment) are this peer's own from when it was last on this very state; else it has none.
         """
+        if self._state is not None and state is not self._state:
+            self._set_aside(self._state, state, brings=False)
         self._take(state, residuals)
         self._commits.clear()
         self._open_round()
@@ -152,7 +158,6 @@ class Averager:
         # What was lost on the way to another state has nothing to make up for on this one.
         self._state = state
         self.commit_log.clear()
-        self._branch.clear()
         self.residuals = list(residuals) if residuals else [Residuals(size) for size in state.sizes]
 
     async def run(self) -> None:
@@ -192,7 +197,10 @@ class Averager:
         while self._waiting is not None:
             await asyncio.wait({self._waiting.answer})
             await asyncio.sleep(0)
+        if self._carried:
+            log.warning("%d tokens that were brought along are lost with the worker", self._carried.total())
         self._carried.clear()
+        self._is_riding = False
 
     def _view(self) -> membership.View:
         view, last = self._newest_view(), self._commits.newest
@@ -202,8 +210,11 @@ class Averager:
 
     def view_changed(self) -> None:
         def event(now: float) -> list[Action]:
-            self._branch.left([r for r, peer in self._view().items() if peer.state == "leaving"])
-            return self._round.on_view(self._credible_view(), now, self._mesh.quiet) if self._round else []
+            if self._round is None:
+                return []
+            view = self._credible_view()
+            self._branch.left([rank for rank, peer in view.items() if peer.state == "leaving"])
+            return self._round.on_view(view, now, self._mesh.quiet)
 
         self._post(event)
 
@@ -428,7 +439,12 @@ class Averager:
             waiting.local,
         )
         await asyncio.to_thread(
-            self._branch.committing, group.ranks, state.lineage, waiting.fragment, waiting.result
+            self._branch.committing,
+            group.ranks,
+            state.lineage,
+            waiting.fragment,
+            waiting.result,
+            tokens=waiting.proposal.tokens,
         )
         # Every token is in the work on each of the fragments.
         tokens, parent = group.tokens // schedule.num_fragments, state.lineage
@@ -462,7 +478,7 @@ class Averager:
         if round_ is not None and round_.gathered is not None:
             deadlines.gathered(round_.gathered.seconds, complete=not round_.gathered.missing)
         self._remember_offenders(group.epoch)
-        self._count_carried(waiting)
+        self._work_is_in(waiting)
         self._answer(waiting, contributors=list(group.ranks), local_step=0, failures=failures)
         self._open_round()
 
@@ -493,12 +509,8 @@ class Averager:
             self._open_round()
             self._propose()
             return
-        aside = self._branch.set_aside(
-            old.header.path_since_split(new.header), self._commits.tokens_of(self._me)
-        )
         brings = waiting is not None and not action.contributed and not waiting.proposal.last
-        if aside.num_commits:
-            self._tell_of_split(aside, brings=brings)
+        aside = self._set_aside(old, new, brings=brings)
         self._take(new)
         self._commits.clear()
         if waiting is None:
@@ -506,25 +518,27 @@ class Averager:
             return
         await asyncio.to_thread(waiting.shift_others, old, new)
         schedule, fragment = self._settings.schedule, waiting.fragment
-        steps = schedule.steps_per_epoch
-        entry = progress_of_others(self._view(), new.lineage, self._me, steps, self._mesh.ages)
+        entry: int | None = None
         if brings:
             await asyncio.to_thread(waiting.rebase, old, new)
             await self._bring(aside, waiting)
             if schedule.fragment_of(new.epoch) == fragment:
-                trains_on = self._entry_with_work()
-                if trains_on is None:
+                entry = self._entry_with_work() if new.epoch > old.epoch else None
+                if entry is None:
                     await self._make_proposal(waiting)
                     self._open_round()
                     self._propose()
                     return
-                entry = trains_on
+                self._is_riding = True
             # The work rides along: until it is this fragment's turn again, or the others have done this epoch's steps.
             waiting.result.copy_(waiting.local)
         else:
             # Its work is in, or comes too late for any epoch: go on from where the others are.
             waiting.result.copy_(new.anchor[fragment])
-            self._count_carried(waiting)
+            self._work_is_in(waiting, is_lost=not action.contributed)
+        if entry is None:
+            steps = schedule.steps_per_epoch
+            entry = progress_of_others(self._view(), new.lineage, self._me, steps, self._mesh.ages)
         contributors = [self._me] if action.contributed else []
         self._answer(waiting, contributors=contributors, local_step=entry)
         self._open_round()
@@ -532,8 +546,8 @@ class Averager:
     def _entry_with_work(self) -> int | None:
         """Where the worker would go on in the epoch that runs; None: its work had better wait for the round."""
         schedule = self._settings.schedule
-        if schedule.overlap_steps:
-            # It trains on already.
+        if schedule.overlap_steps or self._is_riding or not self._has_worker():
+            # It trains on already; or it has come too late all the same, and might do so for ever; or is no more.
             return None
         return entry_with_work(
             self._view(),
@@ -544,29 +558,37 @@ class Averager:
             has_time_budget=schedule.local_time_s > 0,
         )
 
+    def _set_aside(self, old: OuterState, new: OuterState, *, brings: bool) -> Aside:
+        """What this peer's state has that the new one has not, and tell of it."""
+        path = old.header.path_since_split(new.header)
+        aside = self._branch.set_aside(path)
+        self._branch.moved(new.lineage, membership.trainers_of(self._view(), new.lineage))
+        if old.header.has_unknown_split_from(new.header):
+            log.warning("the swarm was split long ago: what this side has committed since is given up")
+        elif aside.num_commits:
+            log.warning(
+                "the swarm was split: in %d epochs of this side the others have trained more, and all go on from "
+                "there; of the last %d this peer brings its %d tokens along",
+                aside.num_commits,
+                aside.num_brought if brings else 0,
+                aside.tokens.total() // self._settings.schedule.num_fragments if brings else 0,
+            )
+        return aside
+
     async def _bring(self, aside: Aside, waiting: Readiness) -> None:
         """What this side of a fork has committed becomes work again, on top of the other side's state."""
         await asyncio.to_thread(waiting.bring, aside.sums)
-        self._carried += aside.brought
-        tokens = waiting.proposal.tokens + aside.brought[waiting.fragment]
+        self._carried += aside.tokens
+        tokens = waiting.proposal.tokens + aside.tokens[waiting.fragment]
         waiting.proposal = dataclasses.replace(waiting.proposal, tokens=tokens)
 
-    def _count_carried(self, waiting: Readiness) -> None:
-        """They are in a commit now; or lost, with a last epoch that comes too late."""
-        tokens = self._carried.pop(waiting.fragment, 0)
-        waiting.carried_tokens = tokens // self._settings.schedule.num_fragments
-
-    def _tell_of_split(self, aside: Aside, *, brings: bool) -> None:
-        num_fragments = self._settings.schedule.num_fragments
-        tokens = aside.tokens.total() // num_fragments
-        brought = aside.brought.total() // num_fragments if brings else 0
-        log.warning(
-            "the swarm was split: in %d epochs of this side the others have trained more, and all go on from there; "
-            "of this peer's %d tokens in them it brings %d along",
-            aside.num_commits,
-            tokens,
-            brought,
-        )
+    def _work_is_in(self, waiting: Readiness, *, is_lost: bool = False) -> None:
+        """In a commit; or lost, with a last epoch that comes too late."""
+        self._is_riding = False
+        tokens = self._carried.pop(waiting.fragment, 0) // self._settings.schedule.num_fragments
+        if is_lost and tokens:
+            log.warning("%d tokens that were brought along come too late for any epoch", tokens)
+        waiting.carried_tokens = 0 if is_lost else tokens
 
     async def _better_state(self, action: CatchUp) -> OuterState | None:
         """The state to adopt, as soon as somebody hands it over; None where nobody is ahead any more."""

@@ -312,6 +312,7 @@ class Daemon:
             pool=self._pool,
             optimizer_for=lambda num_members: optimizer_of(manifest, num_members),
             view=lambda: self._presence.view,
+            has_worker=lambda: self._host.has_worker,
             download=self._host.download,
             changed=self._presence.publish,
             forwarded_bytes=lambda: self._network.forwarded_bytes,

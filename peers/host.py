@@ -84,7 +84,7 @@ class WorkerHost:
         self._saving, self._advice = Saving(), Advice()
         self._refused = asyncio.Event()
         self._layout: Layout | None = None
-        self._has_worker = False
+        self.has_worker = False
 
     @property
     def world_rank(self) -> int:
@@ -126,7 +126,7 @@ class WorkerHost:
     async def start(self, memories: Memories, offer: dict[str, Any]) -> Start:
         """The state to begin from: the swarm's, a checkpoint's, or the worker's own initial weights."""
         averager = await asyncio.shield(self.ready)
-        self._has_worker, keep_local = True, False
+        self.has_worker, keep_local = True, False
         if averager.has_state:
             await averager.await_new_worker()
             await self._catch_up(averager)
@@ -168,6 +168,9 @@ class WorkerHost:
         averager = await asyncio.shield(self.ready)
         step, tokens, last = int(ready["step"]), int(ready["tokens"]), bool(ready["last"])
         self._standing.step = step
+        self._standing.pace.reached(
+            max(0, step - averager.state.epoch * self._schedule.steps_per_epoch), time.monotonic()
+        )
         self._show("averaging")
         fragment = int(ready["fragment"])
         outcome = await averager.average(memories, fragment, tokens=tokens, step=step, last=last)
@@ -179,7 +182,7 @@ class WorkerHost:
                 f"the swarm was split; {outcome.carried_tokens} tokens of the side given up are in now",
             )
         self._advise(averager, outcome)
-        self._show("leaving" if last else "training" if self._has_worker else "joining")
+        self._show("leaving" if last else "training" if self.has_worker else "joining")
         return outcome
 
     def _advise(self, averager: Averager, outcome: Outcome) -> None:
@@ -214,7 +217,8 @@ class WorkerHost:
         # A worker that trains on while its round takes place is still in the epoch before.
         since_commit = step - averager.state.epoch * self._schedule.steps_per_epoch
         self._standing.step = step
-        self._standing.pace.reached(max(0, since_commit), time.monotonic())
+        if since_commit >= 0:
+            self._standing.pace.reached(since_commit, time.monotonic())
         self._standing.tokens_per_s = float(progress["tokens_per_s"])
         loss = progress.get("loss")
         self.journal.progressed(
@@ -229,7 +233,7 @@ class WorkerHost:
 
     def worker_lost(self) -> None:
         """Nobody is to wait for what this peer does not train; what it has handed over is averaged still."""
-        self._has_worker = False
+        self.has_worker = False
         if not self.finished_at.is_set():
             self.journal.num_worker_losses += 1
             self.journal.happened(time.time(), "its worker ended")
@@ -334,9 +338,10 @@ class WorkerHost:
 
 def _is_near(state: OuterState, source: Announcement, num_adopted: int) -> bool:
     """Whether to begin from this state. Where epochs are as short as it takes to make a commit after the others, the
-    newest is never at hand: then the one before does, and the round brings its work to where the others are."""
-    is_next = num_adopted >= _ADOPTED_IN_VAIN and source.epoch <= state.epoch + 1
-    return source.lineage == state.lineage or is_next
+    newest is never at hand: then the one before does, later the one before that, and so on; the round brings its work
+    to where the others are."""
+    behind = max(0, num_adopted - _ADOPTED_IN_VAIN + 1)
+    return source.lineage == state.lineage or (behind > 0 and source.epoch <= state.epoch + behind)
 
 
 class ProgressLog:

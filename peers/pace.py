@@ -12,6 +12,7 @@ from peers.records import Announcement
 
 LEAST_LEFT = 0.05
 """Of an epoch: less is not worth beginning to train for."""
+_MOST_STEPS = 1e9
 _WEIGHT = 0.5
 """Of the newest measurement."""
 
@@ -53,11 +54,7 @@ def progress_of_others(
 
     Without `ages` announcements count as they stand. Rounded up: who is early waits alone, for who is late all do.
     """
-    ages = ages or {}
-    steps = [_local_step(view[r], ages.get(r, 0.0)) for r in trainers_of(view, lineage) if r != me]
-    if not steps:
-        return 0
-    return max(0, min(math.ceil(statistics.median_low(steps)), steps_per_epoch - 1))
+    return max(0, min(_median_step(view, lineage, me, ages or {}), steps_per_epoch - 1))
 
 
 def entry_with_work(
@@ -67,9 +64,12 @@ def entry_with_work(
 
     None where too little of the epoch is left, or nobody knows: then its work joins the round as it is.
     """
-    entry = progress_of_others(view, lineage, me, steps_per_epoch, ages)
+    others = [rank for rank in trainers_of(view, lineage) if rank != me]
+    if not others:
+        return None
+    entry = _median_step(view, lineage, me, ages)
     if not has_time_budget:
-        paces = [view[r].step_s for r in trainers_of(view, lineage) if r != me and view[r].step_s]
+        paces = [view[rank].step_s for rank in others if view[rank].step_s]
         own = view[me].step_s if me in view else 0.0
         if not paces or not own:
             return None
@@ -78,6 +78,12 @@ def entry_with_work(
     return entry if steps_per_epoch - entry >= max(1.0, LEAST_LEFT * steps_per_epoch) else None
 
 
+def _median_step(view: View, lineage: str, me: int, ages: Ages) -> int:
+    steps = [_local_step(view[r], ages.get(r, 0.0)) for r in trainers_of(view, lineage) if r != me]
+    return math.ceil(statistics.median_low(steps)) if steps else 0
+
+
 def _local_step(peer: Announcement, age_s: float) -> float:
     goes_on = peer.state == "training" and peer.step_s > 0
-    return peer.local_step + (age_s / peer.step_s if goes_on else 0.0)
+    # Whatever it announces: no more than a number that can be counted to.
+    return peer.local_step + (min(age_s / peer.step_s, _MOST_STEPS) if goes_on else 0.0)

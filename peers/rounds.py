@@ -404,7 +404,8 @@ class Round:
         self._resend_at = now + self.timing.resend_s
 
     def _on_group(self, sender: int, group: Group, now: float) -> list[Action]:
-        if self.phase is not Phase.SEEKING or sender not in self._told or group.leader != sender:
+        followed = self._told - self._lead.excluded
+        if self.phase is not Phase.SEEKING or sender not in followed or group.leader != sender:
             return []
         if self._num_asked:
             # Another attempt may be committed already: it has asked, and hears of it or catches up.

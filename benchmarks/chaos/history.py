@@ -208,8 +208,10 @@ class History:
         for record in reversed(self.worker.get(rank, ())):
             if record["kind"] == "epoch":
                 told = record.get("carried_tokens", 0)
-            elif record["kind"] == "ready" and record["time"] <= before:
-                return int(told)
+            elif record["kind"] == "ready":
+                if record["time"] <= before:
+                    return int(told)
+                told = 0
         return 0
 
     def _handed_over(self, rank: int, before: float) -> int:

@@ -63,6 +63,7 @@ class Daemon:
         self._epoch_began_at = 0.0
         self._bandwidth = 0.0
         self._ended: EpochOfPeer | None = None
+        self._is_riding = False
 
     # Life
 
@@ -254,6 +255,7 @@ class Daemon:
     def _applied(self, commit: Commit, piece: Piece) -> None:
         assert self.state is not None and self.rounds.round is not None and piece.grouped_at is not None
         group, now = commit.group, self.clock.now
+        self._is_riding = False
         tokens = self.state.tokens + group.tokens // self.swarm.scenario.schedule.num_fragments
         lineage = self.swarm.names.of(self.state.lineage, commit.anchor)
         self.state = State(self.state.epoch + 1, lineage, tokens, self.state.lineage)
@@ -316,7 +318,9 @@ class Daemon:
             self.swarm.losses.caught_up += 1
             returns = piece is not None and not action.contributed
             is_its_turn = piece is not None and self._fragment_of(newer.epoch) == piece.fragment
-            entry = self.swarm.entry_with_work(self) if returns and is_its_turn else None
+            may_ride = returns and is_its_turn and not self._is_riding
+            entry = self.swarm.entry_with_work(self) if may_ride else None
+            self._is_riding = entry is not None
             waits = returns and is_its_turn and entry is None
             self.post_standing("averaging" if waits else "training")
             if piece is not None and not waits:

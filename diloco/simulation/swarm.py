@@ -232,11 +232,11 @@ class SimulatedSwarm:
 
     def entry_with_work(self, daemon: Daemon) -> int | None:
         """Likewise, of one that brings work of an earlier epoch; None: that waits for the round."""
-        schedule, lineage = self.scenario.schedule, self.newest.lineage
-        if schedule.overlap_steps:
+        schedule, state = self.scenario.schedule, daemon.state
+        if schedule.overlap_steps or state is None:
             return None
         return entry_with_work(
-            self._view(), lineage, daemon.rank, schedule.steps_per_epoch, {}, has_time_budget=False
+            self._view(), state.lineage, daemon.rank, schedule.steps_per_epoch, {}, has_time_budget=False
         )
 
     def _view(self) -> membership.View:

@@ -142,16 +142,17 @@ class Leader:
     def form(self, view: View, quiet: Collection[int], ballot: int, now: float) -> Letters:
         """A group, when everybody it waits for is there, or is late.
 
-        Nobody waits for the `quiet` ones, of whom nothing has been heard for a few heartbeats, or makes an attempt with
-        them: whatever they had joined before.
+        Nobody waits for the `quiet` ones, of whom nothing has been heard for a few heartbeats. Nor is an attempt made
+        with one that had joined before, unless many have fallen quiet at once: then it is this peer that hears badly.
         """
         if self.open or now < self._retry_at or any(rank in view for rank in self._committed):
             # A leader that was not ready itself has not moved on with those whose commit it has told of.
             return []
         trainers = membership.trainers_of(view, self._lineage)
-        left_out = self.excluded.union(quiet)
+        fallen = self.joins.keys() & set(quiet)
+        left_out = self.excluded | (fallen if len(fallen) <= max(1, len(self.joins) // 4) else set())
         present = [r for r in sorted(self.joins) if r in view and r not in left_out]
-        missing = set(trainers) - set(present) - left_out
+        missing = set(trainers) - set(present) - left_out - set(quiet)
         if not present or (missing and now < self._gather_until):
             return []
         self._follow_until = float("inf")

@@ -22,13 +22,6 @@ class RecentCommits:
         """How this lineage went on."""
         return self._by_lineage.get(lineage)
 
-    def tokens_of(self, rank: int) -> dict[str, tuple[int, int]]:
-        """Of each of them, by the lineage it was made on: its fragment, and this member's tokens in it."""
-        return {
-            lineage: (commit.group.fragment, sum(m.tokens for m in commit.group.members if m.rank == rank))
-            for lineage, commit in self._by_lineage.items()
-        }
-
     def add(self, commit: Commit) -> None:
         self._by_lineage[commit.lineage] = commit
         while len(self._by_lineage) > MAX_COMMITS:

@@ -10,11 +10,24 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from peers.state.header import MAX_ANCESTORS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Aside:
+    """The commits of the losing side of a fork, as one of its members sees them."""
+
+    num_commits: int = 0
+    num_brought: int = 0
+    """Of the last of them the work is known."""
+    tokens: Counter[int] = field(default_factory=Counter)
+    """This peer's own in those, by fragment."""
+    sums: Mapping[int, Tensor] = field(default_factory=dict)
+    """Of their averaged pseudo-gradients, by fragment."""
 
 
 class Branch:
@@ -23,21 +36,29 @@ class Branch:
     def __init__(self) -> None:
         self._members: frozenset[int] = frozenset()
         self._missed: frozenset[int] = frozenset()
-        self._since = ""
-        self._num_commits = 0
-        self._sums: dict[int, Tensor] = {}
+        self._begin("")
 
-    def clear(self) -> None:
-        """The state comes from elsewhere."""
-        self.__init__()  # type: ignore[misc]
+    def _begin(self, since: str) -> None:
+        """A sum of what is committed from this lineage on; empty: none."""
+        self._since, self._num_commits = since, 0
+        self._tokens: Counter[int] = Counter()
+        self._sums: dict[int, Tensor] = {}
 
     def left(self, ranks: Collection[int]) -> None:
         """These have taken their leave: they train nowhere else."""
         self._members -= frozenset(ranks)
         self._missed -= frozenset(ranks)
 
-    def committing(self, ranks: Collection[int], lineage: str, fragment: int, average: Tensor) -> None:
-        """These members are about to commit this average on this lineage.
+    def moved(self, lineage: str, members: Collection[int]) -> None:
+        """The state comes from others now, of whom these are here. Who was missed and is not among them still is."""
+        self._members = frozenset(members)
+        self._missed -= self._members
+        self._begin(lineage if self._missed else "")
+
+    def committing(
+        self, ranks: Collection[int], lineage: str, fragment: int, average: Tensor, *, tokens: int
+    ) -> None:
+        """These members are about to commit this average on this lineage, with so many tokens of this peer's.
 
         A sum begins with the first commit that lacks somebody, and anew whenever somebody else is missed: from there
         on this side may be on its own.
@@ -46,47 +67,23 @@ class Branch:
         newly = self._members - members
         self._missed, self._members = (self._missed | newly) - members, members
         if newly:
-            self._since, self._num_commits, self._sums = lineage, 0, {}
-        if not self._missed or self._num_commits >= MAX_ANCESTORS:
-            self._since, self._sums = "", {}
+            self._begin(lineage)
+        elif not self._missed or self._num_commits >= MAX_ANCESTORS:
+            self._begin("")
         if self._since:
             self._num_commits += 1
+            self._tokens[fragment] += tokens
             if fragment in self._sums:
                 self._sums[fragment] += average
             else:
                 self._sums[fragment] = average.clone()
 
-    def set_aside(self, path: Sequence[str], tokens_by_commit: Mapping[str, tuple[int, int]]) -> Aside:
-        """What is lost, and what is not, where everybody goes on from another state than this path leads to.
+    def set_aside(self, path: Sequence[str]) -> Aside:
+        """What becomes of this side, where everybody goes on from another state than this path leads to.
 
-        `path` goes from the lineage at the split to this peer's; `tokens_by_commit`: of the commit made on each
-        lineage, its fragment and this peer's tokens in it.
+        `path` goes from the lineage at the split to this peer's; empty: there was no split.
         """
-        known = path[path.index(self._since) :] if self._since in path else ()
-        return Aside(
-            num_commits=max(0, len(path) - 1),
-            tokens=_by_fragment(path[:-1], tokens_by_commit),
-            brought=_by_fragment(known[:-1], tokens_by_commit),
-            sums=self._sums if known else {},
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Aside:
-    """The commits of the losing side of a fork, as one of its members sees them. Tokens are its own, by fragment."""
-
-    num_commits: int
-    tokens: Counter[int]
-    brought: Counter[int]
-    """Those of them whose work is in the sums."""
-    sums: Mapping[int, Tensor]
-    """Of averaged pseudo-gradients, by fragment."""
-
-
-def _by_fragment(lineages: Sequence[str], tokens_by_commit: Mapping[str, tuple[int, int]]) -> Counter[int]:
-    total: Counter[int] = Counter()
-    for lineage in lineages:
-        if lineage in tokens_by_commit:
-            fragment, tokens = tokens_by_commit[lineage]
-            total[fragment] += tokens
-    return total
+        if self._since not in path:
+            return Aside(num_commits=max(0, len(path) - 1))
+        num_brought = len(path) - 1 - path.index(self._since)
+        return Aside(num_commits=len(path) - 1, num_brought=num_brought, tokens=self._tokens, sums=self._sums)

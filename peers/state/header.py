@@ -63,8 +63,7 @@ class StateHeader:
     """BLAKE3 of each anchor chunk, concatenated: as hard to forge as sha256, at four times its speed."""
     momentum_chunks: bytes
     ancestors: tuple[str, ...] = ()
-    """Lineages before the parent's, newest first. They only tell a fork from a state that trails, so the lineage, which
-    is a chain anyhow, is not over them."""
+    """Lineages before the parent's, newest first: they tell a fork from a state that trails. Not of old checkpoints."""
 
     @cached_property
     def anchor_digest(self) -> str:
@@ -81,6 +80,9 @@ class StateHeader:
             f"diloco outer state {self.sizes} {self.epoch} {self.parent} {self.anchor_digest} {self.momentum_digest} "
             f"{self.committed_tokens} {self.data_base} {self.data_width}"
         )
+        if self.ancestors:
+            # A chain of digests anyhow; but who hands a state over is not to make these up.
+            text += f" {' '.join(self.ancestors)}"
         return hashlib.sha256(text.encode()).hexdigest()
 
     def path_since_split(self, other: StateHeader) -> tuple[str, ...]:
@@ -92,6 +94,12 @@ class StateHeader:
         theirs = {other.lineage, other.parent, *other.ancestors} - {""}
         num_own = next((index for index, lineage in enumerate(mine) if lineage in theirs), 0)
         return mine[num_own::-1] if num_own and mine[num_own] != other.lineage else ()
+
+    def has_unknown_split_from(self, other: StateHeader) -> bool:
+        """Neither goes back to the other, and where both come from is too long ago. Of what nobody has trained: no."""
+        theirs = {other.lineage, other.parent, *other.ancestors} - {""}
+        is_near = abs(self.epoch - other.epoch) <= MAX_ANCESTORS
+        return self.epoch > 0 and is_near and theirs.isdisjoint((self.lineage, self.parent, *self.ancestors))
 
     def with_chunks(
         self, chunks: Sequence[StateChunk], digests: Sequence[tuple[bytes, bytes]]

@@ -124,10 +124,22 @@ class _Offer:
         kept = state.snapshot()
         assert kept is not None, "nobody else has seen this state yet"
         with kept:
-            for header in self.headers:
-                average = torch.empty(have.header.sizes[header.fragment])
-                await _receive_average(self.sock, header, average)
-                await asyncio.to_thread(_commit, state, header, average, optimizer_for)
+            committing: asyncio.Future[None] | None = None
+            try:
+                for header in self.headers:
+                    # The next average comes in while the one before is committed.
+                    average = torch.empty(have.header.sizes[header.fragment])
+                    await _receive_average(self.sock, header, average)
+                    if committing is not None:
+                        await asyncio.shield(committing)
+                    committing = asyncio.ensure_future(
+                        asyncio.to_thread(_commit, state, header, average, optimizer_for)
+                    )
+                assert committing is not None
+                await asyncio.shield(committing)
+            finally:
+                if committing is not None:
+                    await asyncio.gather(committing, return_exceptions=True)
         log.info("made %d commits that have come since the download began", len(self.headers))
         return state
 

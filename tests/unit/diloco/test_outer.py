@@ -9,7 +9,7 @@ from diloco.errors import UserError as DilocoUserError
 from diloco.outer import PROGRESS_INTERVAL_S, Diloco, Position, Restored, _Progress
 from peers.errors import LinkLost, UserError
 from peers.link import LINK_ENV
-from tests.support.scripted_daemon import ScriptedDaemon, halving
+from tests.support.scripted_daemon import COMMITTED, ScriptedDaemon, halving
 
 
 @pytest.fixture
@@ -50,6 +50,44 @@ def test_weights_come_from_the_commit_at_each_epochs_end(model, path):
     assert outer.position == Position(epoch=2, local_step=0, data_base=6)
     assert daemon.kinds() == ["offer", "ready", "ready", "finished"]
     assert [m["tokens"] for m in daemon.messages if m["kind"] == "ready"] == [10, 10]
+
+
+def too_late_at_first(local_step: int):
+    """The first work comes too late and rides along from there; then all goes well."""
+    answers = []
+
+    def rule(message, out, inn):
+        if message["kind"] != "ready" or answers:
+            return halving(message, out, inn)
+        inn[:] = out
+        others = {"epoch": 1, "fragment": 0, "last": False, "contributors": [], "local_step": local_step}
+        answers.append({**COMMITTED, "data_base": 3, **others})
+        return "committed", answers[0]
+
+    return rule
+
+
+def test_who_comes_too_late_keeps_its_tokens_and_does_not_evaluate_its_own_weights(model, path):
+    with ScriptedDaemon(path, too_late_at_first(7), local_steps=10, world_rank=5) as daemon:
+        outer = Diloco(model, max_steps=100)
+        for _ in range(10):
+            outer.step(num_tokens=5)
+        assert (outer.position.local_step, outer.evaluates) == (7, False)
+        for _ in range(3):
+            outer.step(num_tokens=5)
+        outer.finish()
+    assert [m["tokens"] for m in daemon.messages if m["kind"] == "ready"][:2] == [50, 65]
+
+
+def test_who_comes_too_late_for_the_last_round_but_one_ends_on_the_average_of_the_last(model, path):
+    with ScriptedDaemon(path, too_late_at_first(7), local_steps=10) as daemon:
+        outer = Diloco(model, max_steps=15)
+        while not outer.done:
+            outer.step(num_tokens=5)
+        # What trainers evaluate and save comes before `finish`.
+        assert model.weight.unique().tolist() == [4.0]
+        outer.finish()
+    assert [m["last"] for m in daemon.messages if m["kind"] == "ready"] == [False, True]
 
 
 def test_under_a_time_budget_the_epoch_ends_after_the_steps_that_were_possible(model, path, monkeypatch):

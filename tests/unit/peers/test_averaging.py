@@ -39,6 +39,20 @@ def memories(*sizes: int, value: float = 1.0) -> Memories:
     )
 
 
+def after_a_commit(average: float) -> tuple[OuterState, OuterState]:
+    """A state of four weights, and what others have made of it."""
+    old = OuterState.initial([torch.zeros(4)])
+    new = OuterState(old.header, [old.anchor[0].clone()], [old.momentum[0].clone()])
+    OuterOptimizer(lr=1.0, momentum=0.0).commit(new, 0, torch.full((4,), average), tokens=1000, data_width=2)
+    return old, new
+
+
+def ahead(state: OuterState, *, local_step: int) -> Announcement:
+    """Peer 0, who holds this state and is so far in its epoch, at ten steps a second."""
+    told = status(0, lineage=state.lineage, epoch=state.epoch, tokens=state.committed_tokens)
+    return dataclasses.replace(told, local_step=local_step, step_s=0.1)
+
+
 def an_averager(
     others: dict[int, Announcement] | None = None,
     me: int = 0,
@@ -47,9 +61,13 @@ def an_averager(
     better: OuterState | None = None,
     num_fragments: int = 1,
     averaging_timeout_s: float | None = 0.5,
+    local_steps: int = 2,
+    step_s: float = 0.0,
+    has_worker: bool = True,
 ) -> Averager:
     def view() -> dict[int, Announcement]:
-        return {**(others or {}), me: status(me, lineage=averager.state.lineage, epoch=averager.state.epoch)}
+        own = status(me, lineage=averager.state.lineage, epoch=averager.state.epoch)
+        return {**({} if others is None else others), me: dataclasses.replace(own, step_s=step_s)}
 
     async def download(_donors: list[str], _lineage: str) -> OuterState:
         if better is None:
@@ -64,7 +82,7 @@ def an_averager(
         me=me,
         incarnation=1,
         settings=AveragingSettings(
-            schedule=Schedule(local_steps=2 * num_fragments, num_fragments=num_fragments),
+            schedule=Schedule(local_steps=local_steps * num_fragments, num_fragments=num_fragments),
             codec="fp32",
             deadlines=Deadlines(
                 strategy="NO_WAIT", matchmaking_s=0.2, averaging_timeout_s=averaging_timeout_s
@@ -76,6 +94,7 @@ def an_averager(
         view=view,
         download=download,
         changed=lambda: None,
+        has_worker=lambda: has_worker,
     )
     averager.adopt(state or OuterState.initial([torch.zeros(1000)]))
     return averager
@@ -178,7 +197,7 @@ def test_the_losing_side_of_a_fork_brings_what_it_has_committed_along():
         averager = an_averager(others, me=1, state=start, better=new)
         averager.optimizer_for = averager._attempts._optimizer_for = lambda _num_members: optimizer
         # The group before had another member, of whom nothing is to be heard.
-        averager._branch.committing([0, 1], "", 0, torch.zeros(4))
+        averager._branch.committing([0, 1], "", 0, torch.zeros(4), tokens=0)
         handed_over = memories(4, value=-1.5)
         async with running(averager), asyncio.timeout(20):
             await averager.average(handed_over, 0, tokens=7, step=4, last=False)
@@ -199,6 +218,64 @@ def test_the_losing_side_of_a_fork_brings_what_it_has_committed_along():
         assert handed_over.inn[0].tolist() == [-0.5 - 0.25 - 1.0 - 0.5] * 4
         assert averager.state.committed_tokens == 20 + 1000 + 7 + 3
         assert (outcome.carried_tokens, outcome.contributors) == (7, [1])
+
+    asyncio.run(scenario())
+
+
+def test_who_comes_too_late_trains_on_once_and_then_waits_for_the_round():
+    async def scenario() -> None:
+        old, new = after_a_commit(0.25)
+        others = {0: ahead(new, local_step=4)}
+        averager = an_averager(others, me=1, state=old, better=new, local_steps=10, step_s=0.2)
+        handed_over = memories(4, value=-0.5)
+        async with running(averager), asyncio.timeout(20):
+            outcome = await averager.average(handed_over, 0, tokens=7, step=10, last=False)
+            # The others have six steps to go; this peer, at half their pace, does three of them.
+            assert (outcome.epoch, outcome.local_step, outcome.contributors) == (1, 7, [])
+            assert handed_over.inn[0].tolist() == [-0.25 - 0.5] * 4
+            assert (outcome.carried_tokens, averager.state.committed_tokens) == (0, 1000)
+            # They have gone on again. For this time its work is brought to their round as it is.
+            newer = OuterState(new.header, [new.anchor[0].clone()], [new.momentum[0].clone()])
+            OuterOptimizer(lr=1.0, momentum=0.0).commit(
+                newer, 0, torch.full((4,), 0.25), tokens=1000, data_width=2
+            )
+
+            async def download(_donors: list[str], _lineage: str) -> OuterState:
+                return newer
+
+            averager._download = download
+            others[0] = ahead(newer, local_step=4)
+            averager.view_changed()
+            averaging = asyncio.create_task(averager.average(handed_over, 0, tokens=10, step=20, last=False))
+            while averager.state.lineage != newer.lineage:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)
+            assert not averaging.done()
+            others.clear()
+            averager.view_changed()
+            assert (await averaging).contributors == [1]
+            assert averager.state.committed_tokens == 2010
+
+    asyncio.run(scenario())
+
+
+def test_what_a_worker_has_handed_over_that_is_no_more_waits_for_the_round():
+    async def scenario() -> None:
+        old, new = after_a_commit(0.25)
+        others = {0: ahead(new, local_step=4)}
+        averager = an_averager(
+            others, me=1, state=old, better=new, local_steps=10, step_s=0.1, has_worker=False
+        )
+        async with running(averager), asyncio.timeout(20):
+            averaging = asyncio.create_task(averager.average(memories(4), 0, tokens=7, step=10, last=False))
+            while averager.state.lineage != new.lineage:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)
+            assert not averaging.done()
+            others.clear()
+            averager.view_changed()
+            await averaging
+            assert averager.state.committed_tokens == 1007
 
     asyncio.run(scenario())
 

@@ -59,24 +59,40 @@ def test_ancestors_cross_the_network_within_bounds():
             StateHeader.from_message({**header.to_message(), "ancestors": wrong}, (1,))
 
 
+def test_ancestors_cannot_be_made_up():
+    header = after(1, 2, 3, 4).header
+    forged = StateHeader.from_message({**header.to_message(), "ancestors": []}, (1,))
+    assert forged.lineage != header.lineage
+
+
+def test_a_split_of_unknown_age_is_told_from_one_that_is_none():
+    many = [float(number) for number in range(10, 12 + MAX_ANCESTORS)]
+    one, other = after(1, *many), after(2, *many)
+    assert one.header.has_unknown_split_from(other.header)
+    for trailing in (after(1), after(1, *many[:5]), after()):
+        assert not trailing.header.has_unknown_split_from(one.header)
+
+
 class Peer:
-    """Commits with whom it is told to, and notes what it brought to each."""
+    """Commits with whom it is told to."""
 
     def __init__(self) -> None:
         self.state, self.branch = after(), Branch()
-        self.tokens: dict[str, tuple[int, int]] = {}
 
     def commit(self, average: float, *ranks: int, tokens: int = 10) -> None:
-        lineage = self.state.lineage
-        self.branch.committing(ranks, lineage, 0, torch.full((1,), average))
-        self.tokens[lineage] = 0, tokens
+        values = torch.full((1,), average)
+        self.branch.committing(ranks, self.state.lineage, 0, values, tokens=tokens)
         step(self.state, average)
 
-    def brought_to(self, other: OuterState) -> tuple[int, int, float]:
-        """Own tokens since the split, those of them that come along, and the work that does."""
-        path = self.state.header.path_since_split(other.header)
-        aside = self.branch.set_aside(path, self.tokens)
-        return aside.tokens[0], aside.brought[0], float(sum(values.sum() for values in aside.sums.values()))
+    def adopt(self, state: OuterState, *members: int) -> None:
+        self.state = state
+        self.branch.moved(state.lineage, members)
+
+    def brought_to(self, other: OuterState) -> tuple[int, int, int, float]:
+        """Commits since the split, how many of them come along, own tokens in those, and the work."""
+        aside = self.branch.set_aside(self.state.header.path_since_split(other.header))
+        work = float(sum(values.sum() for values in aside.sums.values()))
+        return aside.num_commits, aside.num_brought, aside.tokens[0], work
 
 
 def test_what_was_committed_without_the_others_comes_along():
@@ -84,7 +100,7 @@ def test_what_was_committed_without_the_others_comes_along():
     peer.commit(1.0, 0, 1, 2)
     peer.commit(2.0, 0, 1)
     peer.commit(4.0, 0, 1, tokens=7)
-    assert peer.brought_to(after(1.0, 9.0, 9.0, 9.0)) == (17, 17, 6.0)
+    assert peer.brought_to(after(1.0, 9.0, 9.0, 9.0)) == (2, 2, 17, 6.0)
 
 
 def test_somebody_else_who_is_missed_later_leaves_what_came_before_behind():
@@ -93,9 +109,9 @@ def test_somebody_else_who_is_missed_later_leaves_what_came_before_behind():
     peer.commit(2.0, 0, 1)
     peer.commit(4.0, 0)
     # Now nobody can tell whether 1 or 2 was on the other side, so only the last is sure to be of this one alone.
-    assert peer.brought_to(after(1.0, 9.0)) == (20, 10, 4.0)
+    assert peer.brought_to(after(1.0, 9.0)) == (2, 1, 10, 4.0)
     # Where 1 has the second commit, too, the split was there.
-    assert peer.brought_to(after(1.0, 2.0, 9.0)) == (10, 10, 4.0)
+    assert peer.brought_to(after(1.0, 2.0, 9.0)) == (1, 1, 10, 4.0)
 
 
 def test_a_sum_that_begins_before_the_split_counts_for_nothing():
@@ -103,7 +119,27 @@ def test_a_sum_that_begins_before_the_split_counts_for_nothing():
     peer.commit(1.0, 0, 1, 2, 3)
     peer.commit(2.0, 0, 1, 2)
     peer.commit(4.0, 0, 1, 2)
-    assert peer.brought_to(after(1.0, 2.0, 9.0)) == (10, 0, 0.0)
+    assert peer.brought_to(after(1.0, 2.0, 9.0)) == (1, 0, 0, 0.0)
+
+
+def test_whoever_misses_a_commit_of_its_own_side_brings_what_comes_after_it():
+    peer = Peer()
+    peer.commit(1.0, 0, 1, 2)
+    peer.commit(2.0, 0, 1)
+    peer.adopt(after(1.0, 2.0, 3.0), 0, 1)
+    peer.commit(4.0, 0, 1)
+    assert peer.brought_to(after(1.0, 9.0)) == (3, 1, 10, 4.0)
+    # All are here again: nobody is missed.
+    peer.adopt(after(1.0, 9.0), 0, 1, 2)
+    peer.commit(8.0, 0, 1, 2)
+    assert not peer.branch._sums
+
+
+def test_a_split_right_after_others_were_met_is_noticed():
+    peer = Peer()
+    peer.adopt(after(1.0), 0, 1, 2)
+    peer.commit(2.0, 0, 1)
+    assert peer.brought_to(after(1.0, 9.0)) == (1, 1, 10, 2.0)
 
 
 def test_who_comes_back_or_has_taken_leave_is_not_missed():

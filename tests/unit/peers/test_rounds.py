@@ -149,6 +149,27 @@ def test_no_attempt_is_made_with_a_member_that_has_fallen_quiet_since_it_joined(
     assert groups_in(leader.on_message(1, join_of(1, 1), 0.3)) == [{0, 1}]
 
 
+def test_a_leader_that_suddenly_hears_of_nobody_does_not_go_on_alone():
+    leader, view = a_round(me=0, num_peers=4), {rank: status(rank) for rank in range(4)}
+    leader.on_ready(Proposal(0, 1, 1.0, 1, False), 0.0)
+    for rank in (1, 2):
+        leader.on_message(rank, join_of(rank, 1), 0.1)
+    assert groups_in(leader.on_view(view, 0.2, quiet=frozenset({1, 2, 3}))) == [{0, 1, 2}]
+
+
+def test_a_leader_that_was_excluded_is_not_followed_for_having_been_told():
+    member = a_round(me=2, num_peers=3)
+    member.on_ready(Proposal(2, 1, 1.0, 1, False), 0.1)
+    leader = a_round(me=0, num_peers=3)
+    leader.on_message(2, join_of(2, 1), 0.1)
+    leader.on_message(1, join_of(1, 1), 0.1)
+    group = next(
+        a.group for a in leader.on_ready(Proposal(0, 1, 1.0, 1, False), 0.2) if isinstance(a, Reduce)
+    )
+    member._lead.excluded.add(0)
+    assert member.on_message(0, group, 0.3) == []
+
+
 def test_a_straggler_past_the_deadline_is_left_behind_and_catches_up():
     world = everybody_ready(World(3), late={2: TIMING.gather_s + 15})
     world.run()
