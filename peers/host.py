@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 
 _PROGRESS_S = 5.0
 _ADOPTED_IN_VAIN = 3
+_PAGE_BYTES = 4096
 REFUSAL_TIMEOUT_S = 30.0
 """How long a worker that has to be told why it cannot join may take to connect."""
 
@@ -127,6 +128,8 @@ class WorkerHost:
         """The state to begin from: the swarm's, a checkpoint's, or the worker's own initial weights."""
         averager = await asyncio.shield(self.ready)
         self.has_worker, keep_local = True, False
+        # The pages of new memory cost seconds, which pass while the state is fetched.
+        touched = asyncio.create_task(asyncio.to_thread(_touch, memories.inn))
         if averager.has_state:
             await averager.await_new_worker()
             await self._catch_up(averager)
@@ -143,13 +146,14 @@ class WorkerHost:
                 )
                 averager.adopt(offered, saved)
         state, steps = averager.state, self._schedule.steps_per_epoch
+        await touched
+        for inn, anchor in zip(memories.inn, state.anchor, strict=True):
+            await asyncio.to_thread(inn.copy_, anchor)
         step = progress_of_others(
             self._presence.view, state.lineage, self.world_rank, steps, self._presence.mesh.ages
         )
         if keep_local:
             step = int(offer["local_step"])
-        for inn, anchor in zip(memories.inn, state.anchor, strict=True):
-            inn.copy_(anchor)
         self._standing.step = state.epoch * steps + step
         self._standing.pace.entered(step, time.monotonic())
         self._show("training")
@@ -355,6 +359,12 @@ class ProgressLog:
         if now - self._said_at > _PROGRESS_S and received < total:
             self._said_at = now
             log.info("%d of %d MB of the state are here", received >> 20, total >> 20)
+
+
+def _touch(fresh: Sequence[torch.Tensor]) -> None:
+    """Write to every page of memory that nobody has written to yet."""
+    for values in fresh:
+        values[:: _PAGE_BYTES // values.element_size()] = 0
 
 
 def _offered_state(out: Sequence[torch.Tensor], resume: str | None) -> OuterState:

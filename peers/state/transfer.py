@@ -21,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -119,7 +120,7 @@ class _Download:
         self._lineage, self._sizes, self._zeros, self._progress = lineage, sizes, zeros, progress
         self._have = have
         self._header: StateHeader | None = None
-        self._values = {name: [torch.zeros(size) for size in sizes] for name in ("anchor", "momentum")}
+        self._values = {name: [_untouched_zeros(size) for size in sizes] for name in ("anchor", "momentum")}
         self._wanted: deque[_Part] = deque()
         self._num_open = 0
         self._num_idle = 0
@@ -264,6 +265,11 @@ class _Download:
     async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
+
+
+def _untouched_zeros(numel: int) -> Tensor:
+    """As torch.zeros, which takes seconds for a gigabyte: here the pages come when something is received into them."""
+    return torch.from_numpy(np.zeros(numel, np.float32))
 
 
 def _digests_of(header: StateHeader, name: str) -> bytes:
