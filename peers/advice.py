@@ -38,8 +38,9 @@ class Advice:
     def epoch_ended(self, now: float, *, round_s: float, bytes_per_s: float, num_peers: int) -> Usual | None:
         """What is usual, once enough epochs have shown it and if that was not told before."""
         began_at, self._ended_at = self._ended_at, now
-        if began_at is None or self._is_given:
-            # The first epoch began with waiting for others.
+        if began_at is None or self._is_given or num_peers < 2:
+            # The first epoch began with waiting for others; and of one that it came too late for, or was alone in, this
+            # peer knows nothing.
             return None
         self._epochs.append(
             Usual(epoch_s=now - began_at, round_s=round_s, bytes_per_s=bytes_per_s, num_peers=num_peers)
