@@ -84,6 +84,6 @@ class Branch:
         `path` goes from the lineage at the split to this peer's; empty: there was no split.
         """
         if self._since not in path:
-            return Aside(num_commits=max(0, len(path) - 1))
+            return Aside(num_commits=len(path[1:]))
         num_brought = len(path) - 1 - path.index(self._since)
         return Aside(num_commits=len(path) - 1, num_brought=num_brought, tokens=self._tokens, sums=self._sums)
