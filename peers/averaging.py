@@ -11,7 +11,6 @@ import dataclasses
 import logging
 import math
 import random
-import statistics
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -22,13 +21,15 @@ from peers import membership
 from peers.codecs import codec_named
 from peers.errors import PeersError, PeerUnreachable, ProtocolError, RoundFailed, StateUnavailable
 from peers.handover import Memories, Outcome
+from peers.late_work import LateWork
 from peers.mesh import Mesh
 from peers.network.streams import StreamPool
 from peers.outer_optimizer import OuterOptimizer, norm_of_pseudo_gradient
 from peers.outer_state import OuterState
-from peers.pace import entry_with_work, progress_of_others
+from peers.pace import progress_of_others
 from peers.records import Announcement
 from peers.reduce import OVERLAPPED_NICENESS
+from peers.reduction.bandwidth import Bandwidth
 from peers.reduction.residuals import Residuals
 from peers.round import messages as round_messages
 from peers.round.aggregation import Aggregation
@@ -45,7 +46,6 @@ from peers.round.recent_commits import RecentCommits
 from peers.round.standing import Standing
 from peers.rounds import Action, Apply, Cancel, CatchUp, Inspect, Reduce, Round, Send
 from peers.schedule import Schedule
-from peers.state.branch import Aside, Branch
 from peers.state.commit_log import CommitLog, Recording, header_of
 
 log = logging.getLogger(__name__)
@@ -88,7 +88,6 @@ class Averager:
     ) -> None:
         """`has_worker`: whether the worker lives that has handed over what is averaged."""
         self._me, self._incarnation, self._settings = me, incarnation, settings
-        self._has_worker = has_worker
         self._mesh, self.optimizer_for = mesh, optimizer_for
         self._newest_view, self._download, self._changed = view, download, changed
         self._attempts = Attempts(
@@ -108,15 +107,12 @@ class Averager:
         self._early: deque[tuple[int, RoundMessage]] = deque(maxlen=_MAX_EARLY)
         self._waiting: Readiness | None = None
         self._commits = RecentCommits()
-        self._branch = Branch()
-        # By fragment, the tokens that came over from the losing side of a fork and wait in the worker's weights.
-        self._carried: Counter[int] = Counter()
-        self._is_riding = False
+        self._late = LateWork(settings.schedule, has_worker)
         self._offences = Offences()
         self._reducing: asyncio.Task[None] | None = None
         self._chance = random.SystemRandom()
         self._epoch_started = time.monotonic()
-        self._bandwidths: deque[float] = deque(maxlen=5)
+        self._bandwidth = Bandwidth()
         self._state: OuterState | None = None
         self.commit_log = CommitLog()
         """For those who download the state meanwhile."""
@@ -140,8 +136,8 @@ class Averager:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes/s that this peer's link carries, by the last rounds; 0 before the first."""
-        return statistics.median(self._bandwidths) if self._bandwidths else 0.0
+        """Bytes/s that this peer's link carries; 0: not known yet."""
+        return self._bandwidth.bytes_per_s
 
     def adopt(self, state: OuterState, residuals: Sequence[Residuals] | None = None) -> None:
         """Take this state as the current one and open the round on it.
@@ -149,7 +145,8 @@ class Averager:
         `residuals` (of each fragment) are this peer's own from when it was last on this very state; else it has none.
         """
         if self._state is not None and state is not self._state:
-            self._set_aside(self._state, state, brings=False)
+            trainers = membership.trainers_of(self._view(), state.lineage)
+            self._late.set_aside(self._state, state, trainers, brings=False)
         self._take(state, residuals)
         self._commits.clear()
         self._open_round()
@@ -179,7 +176,7 @@ class Averager:
         """
         if fragment != self._settings.schedule.fragment_of(self.state.epoch):
             raise ProtocolError(f"fragment {fragment} is not the one of epoch {self.state.epoch}")
-        tokens += self._carried[fragment]
+        tokens += self._late.carried_tokens(fragment)
         proposal = Proposal(self._me, tokens, 0.0, step, last, self.bandwidth)
         # From here on, or a worker that starts meanwhile would begin on weights that a commit is about to replace.
         waiting = self._waiting = Readiness(memories, fragment, proposal)
@@ -197,10 +194,7 @@ class Averager:
         while self._waiting is not None:
             await asyncio.wait({self._waiting.answer})
             await asyncio.sleep(0)
-        if self._carried:
-            log.warning("%d tokens that were brought along are lost with the worker", self._carried.total())
-        self._carried.clear()
-        self._is_riding = False
+        self._late.worker_is_gone()
 
     def _view(self) -> membership.View:
         view, last = self._newest_view(), self._commits.newest
@@ -213,7 +207,7 @@ class Averager:
             if self._round is None:
                 return []
             view = self._credible_view()
-            self._branch.left([rank for rank, peer in view.items() if peer.state == "leaving"])
+            self._late.branch.left([rank for rank, peer in view.items() if peer.state == "leaving"])
             return self._round.on_view(view, now, self._mesh.quiet)
 
         self._post(event)
@@ -365,8 +359,7 @@ class Averager:
                 self._learn_from_failure(waiting.clock.total_s, round_)
             self._post(lambda now: round_.on_reduce_failed(group.attempt, suspects, now))
             return
-        if report.bandwidth > 0:
-            self._bandwidths.append(report.bandwidth)
+        self._bandwidth.saw(report.bandwidth)
         waiting.sent_bytes += report.sent_bytes
         waiting.received_bytes += report.received_bytes
         waiting.previewed = header
@@ -439,7 +432,7 @@ class Averager:
             waiting.local,
         )
         await asyncio.to_thread(
-            self._branch.committing,
+            self._late.branch.committing,
             group.ranks,
             state.lineage,
             waiting.fragment,
@@ -478,7 +471,7 @@ class Averager:
         if round_ is not None and round_.gathered is not None:
             deadlines.gathered(round_.gathered.seconds, complete=not round_.gathered.missing)
         self._remember_offenders(group.epoch)
-        self._work_is_in(waiting)
+        self._late.is_in(waiting)
         self._answer(waiting, contributors=list(group.ranks), local_step=0, failures=failures)
         self._open_round()
 
@@ -510,7 +503,8 @@ class Averager:
             self._propose()
             return
         brings = waiting is not None and not action.contributed and not waiting.proposal.last
-        aside = self._set_aside(old, new, brings=brings)
+        trainers = membership.trainers_of(self._view(), new.lineage)
+        aside = self._late.set_aside(old, new, trainers, brings=brings)
         self._take(new)
         self._commits.clear()
         if waiting is None:
@@ -520,75 +514,27 @@ class Averager:
         schedule, fragment = self._settings.schedule, waiting.fragment
         entry: int | None = None
         if brings:
-            await asyncio.to_thread(waiting.rebase, old, new)
-            await self._bring(aside, waiting)
+            await self._late.carry_over(waiting, old, new, aside)
             if schedule.fragment_of(new.epoch) == fragment:
-                entry = self._entry_with_work() if new.epoch > old.epoch else None
+                if new.epoch > old.epoch:
+                    entry = self._late.ride(self._view(), new.lineage, self._me, self._mesh.ages)
                 if entry is None:
                     await self._make_proposal(waiting)
                     self._open_round()
                     self._propose()
                     return
-                self._is_riding = True
             # The work rides along: until it is this fragment's turn again, or the others have done this epoch's steps.
             waiting.result.copy_(waiting.local)
         else:
             # Its work is in, or comes too late for any epoch: go on from where the others are.
             waiting.result.copy_(new.anchor[fragment])
-            self._work_is_in(waiting, is_lost=not action.contributed)
+            self._late.is_in(waiting, is_lost=not action.contributed)
         if entry is None:
             steps = schedule.steps_per_epoch
             entry = progress_of_others(self._view(), new.lineage, self._me, steps, self._mesh.ages)
         contributors = [self._me] if action.contributed else []
         self._answer(waiting, contributors=contributors, local_step=entry)
         self._open_round()
-
-    def _entry_with_work(self) -> int | None:
-        """Where the worker would go on in the epoch that runs; None: its work had better wait for the round."""
-        schedule = self._settings.schedule
-        if schedule.overlap_steps or self._is_riding or not self._has_worker():
-            # It trains on already; or it has come too late all the same, and might do so for ever; or is no more.
-            return None
-        return entry_with_work(
-            self._view(),
-            self.state.lineage,
-            self._me,
-            schedule.steps_per_epoch,
-            self._mesh.ages,
-            has_time_budget=schedule.local_time_s > 0,
-        )
-
-    def _set_aside(self, old: OuterState, new: OuterState, *, brings: bool) -> Aside:
-        """What this peer's state has that the new one has not, and tell of it."""
-        path = old.header.path_since_split(new.header)
-        aside = self._branch.set_aside(path)
-        self._branch.moved(new.lineage, membership.trainers_of(self._view(), new.lineage))
-        if old.header.has_unknown_split_from(new.header):
-            log.warning("the swarm was split long ago: what this side has committed since is given up")
-        elif aside.num_commits:
-            log.warning(
-                "the swarm was split: in %d epochs of this side the others have trained more, and all go on from "
-                "there; of the last %d this peer brings its %d tokens along",
-                aside.num_commits,
-                aside.num_brought if brings else 0,
-                aside.tokens.total() // self._settings.schedule.num_fragments if brings else 0,
-            )
-        return aside
-
-    async def _bring(self, aside: Aside, waiting: Readiness) -> None:
-        """What this side of a fork has committed becomes work again, on top of the other side's state."""
-        await asyncio.to_thread(waiting.bring, aside.sums)
-        self._carried += aside.tokens
-        tokens = waiting.proposal.tokens + aside.tokens[waiting.fragment]
-        waiting.proposal = dataclasses.replace(waiting.proposal, tokens=tokens)
-
-    def _work_is_in(self, waiting: Readiness, *, is_lost: bool = False) -> None:
-        """In a commit; or lost, with a last epoch that comes too late."""
-        self._is_riding = False
-        tokens = self._carried.pop(waiting.fragment, 0) // self._settings.schedule.num_fragments
-        if is_lost and tokens:
-            log.warning("%d tokens that were brought along come too late for any epoch", tokens)
-        waiting.carried_tokens = 0 if is_lost else tokens
 
     async def _better_state(self, action: CatchUp) -> OuterState | None:
         """The state to adopt, as soon as somebody hands it over; None where nobody is ahead any more."""

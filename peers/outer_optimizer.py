@@ -93,17 +93,16 @@ class OuterOptimizer:
             raise ValueError(f"an average of {average.numel()} values for a fragment of {old_anchor.size}")
         averages, hashes = average.numpy(), (blake3(), blake3())
         lr, factor = np.float32(self.lr), np.float32(self.momentum)
-        if target is None:
-            scratch = [np.empty(min(chunk.numel, _PART_NUMEL), np.float32) for _ in range(2)]
+        # Not in place: loops over arrays that overlap take three times as long.
+        new_anchor, new_momentum = (np.empty(min(chunk.numel, _PART_NUMEL), np.float32) for _ in range(2))
         for start in range(chunk.start, chunk.stop, _PART_NUMEL):
             part = slice(start, min(start + _PART_NUMEL, chunk.stop))
-            if target is not None:
-                anchor, momentum = target.anchor.numpy()[part], target.momentum.numpy()[part]
-            else:
-                anchor, momentum = (buffer[: part.stop - start] for buffer in scratch)
+            anchor, momentum = new_anchor[: part.stop - start], new_momentum[: part.stop - start]
             outer_step(old_anchor[part], old_momentum[part], averages[part], lr, factor, anchor, momentum)
-            if target is not None and target.copy is not None:
-                target.copy.numpy()[part] = anchor
+            if target is not None:
+                target.anchor.numpy()[part], target.momentum.numpy()[part] = anchor, momentum
+                if target.copy is not None:
+                    target.copy.numpy()[part] = anchor
             if hashing:
                 hashes[0].update(anchor.view(np.uint8).data)
                 hashes[1].update(momentum.view(np.uint8).data)

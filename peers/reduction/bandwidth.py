@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
+from collections import deque
 from collections.abc import Iterable
 
 WINDOW_S = 0.5
@@ -18,6 +19,8 @@ SAMPLE_S = WINDOW_S / 4
 """Not more often: to ask the kernel about a socket waits for whoever is copying on it, and the interpreter with it."""
 MIN_DURATION_S = 0.01
 """What is over sooner says nothing about a link."""
+
+_REMEMBERED = 5
 
 _TCP_INFO_BYTES = 136
 # Since Linux 4.1: 64 bits each, behind the pacing rates.
@@ -49,6 +52,30 @@ class PeakRate:
             if now - begun >= window:
                 best = max(best, (total - before) / (now - begun))
         return best
+
+
+class Bandwidth:
+    """What this peer's link carries, by the reductions of late.
+
+    The most that any of them saw: one in which others are slower, or which has little for this peer to do, leaves the
+    link idle, and to take that for its limit would give the peer still less to do. The first does not count, since it
+    touches all its memory for the first time and may be slower than the link for that.
+    """
+
+    def __init__(self) -> None:
+        self._seen: deque[float] = deque(maxlen=_REMEMBERED)
+        self._has_begun = False
+
+    @property
+    def bytes_per_s(self) -> float:
+        """0: not known yet."""
+        return max(self._seen, default=0.0)
+
+    def saw(self, bytes_per_s: float) -> None:
+        """A reduction's; 0 if it was too short to tell."""
+        if self._has_begun and bytes_per_s > 0:
+            self._seen.append(bytes_per_s)
+        self._has_begun = True
 
 
 class LinkMeter:

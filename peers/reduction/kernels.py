@@ -27,7 +27,6 @@ Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 _SUMMED_AT_ONCE = 1024
 _LANES = 64
 _BLOCKS_LOST_AT_ONCE = 16
-_STEPPED_AT_ONCE = 1024
 # The bits of fp32.
 _MAGNITUDE = np.uint32(0x7FFF_FFFF)
 _INFINITY = np.uint32(0x7F80_0000)
@@ -253,18 +252,11 @@ def outer_step(
     anchor: Floats,
     momentum: Floats,
 ) -> None:
-    """A step of Nesterov SGD, `factor` times the momentum; the last two arrays may be the first two."""
-    new_anchor, new_momentum = np.empty(_STEPPED_AT_ONCE, np.float32), np.empty(_STEPPED_AT_ONCE, np.float32)
-    for start in range(0, average.size, _STEPPED_AT_ONCE):
-        stop = min(start + _STEPPED_AT_ONCE, average.size)
-        anchors, momenta, averages = old_anchor[start:stop], old_momentum[start:stop], average[start:stop]
-        for i in range(averages.size):
-            new_momentum[i] = momenta[i] * factor + averages[i]
-            new_anchor[i] = anchors[i] - (new_momentum[i] * factor + averages[i]) * lr
-        # Not by slices, which take seconds to compile.
-        for i in range(averages.size):
-            anchor[start + i] = new_anchor[i]
-            momentum[start + i] = new_momentum[i]
+    """A step of Nesterov SGD, `factor` times the momentum."""
+    for i in range(average.size):
+        moved = old_momentum[i] * factor + average[i]
+        momentum[i] = moved
+        anchor[i] = old_anchor[i] - (moved * factor + average[i]) * lr
 
 
 @compiled("void(float32[:, :], float32[::1], int64, float32[::1])")

@@ -15,9 +15,9 @@ from peers.round.aggregation import Rule, holds_all
 
 CHUNK_NUMEL = 1 << 18
 """Values per frame, at the least: 1 MiB in fp32. So many at a time, too, where no frames are sent."""
-MAX_CHUNK_NUMEL = 4 * CHUNK_NUMEL
+MAX_CHUNK_NUMEL = 2 * CHUNK_NUMEL
 _CHUNKS_PER_SHARE = 32
-_MAX_GROUP_NUMEL = 4 * MAX_CHUNK_NUMEL
+_MAX_GROUP_NUMEL = 8 * MAX_CHUNK_NUMEL
 
 ATTEMPT_BYTES = 16
 AUDITED_REACH = 0.25

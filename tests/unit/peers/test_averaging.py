@@ -197,7 +197,7 @@ def test_the_losing_side_of_a_fork_brings_what_it_has_committed_along():
         averager = an_averager(others, me=1, state=start, better=new)
         averager.optimizer_for = averager._attempts._optimizer_for = lambda _num_members: optimizer
         # The group before had another member, of whom nothing is to be heard.
-        averager._branch.committing([0, 1], "", 0, torch.zeros(4), tokens=0)
+        averager._late.branch.committing([0, 1], "", 0, torch.zeros(4), tokens=0)
         handed_over = memories(4, value=-1.5)
         async with running(averager), asyncio.timeout(20):
             await averager.average(handed_over, 0, tokens=7, step=4, last=False)

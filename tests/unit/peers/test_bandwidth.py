@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from peers.reduction.bandwidth import WINDOW_S, LinkMeter, PeakRate
+from peers.reduction.bandwidth import WINDOW_S, Bandwidth, LinkMeter, PeakRate
 from peers.reduction.shares import bounds_of
 
 
@@ -89,3 +89,22 @@ def test_who_forwards_for_two_others_on_equal_links_comes_to_own_all_so_that_not
     # Of what goes over the middle one's link, half is its own; the others' links are half idle, since they wait for it.
     own, forwarded, others = 1.0, 1.0, 1.0
     assert bounds_of([own + forwarded, others, others], 1 << 22) == (0, 1 << 22, 1 << 22, 1 << 22)
+
+
+def test_a_round_that_leaves_the_link_idle_is_not_taken_for_its_limit():
+    bandwidth = Bandwidth()
+    assert bandwidth.bytes_per_s == 0
+    bandwidth.saw(1e9)
+    assert bandwidth.bytes_per_s == 0, "the first reduction says nothing"
+    for seen in (80.0, 100.0, 0.0, 20.0):
+        bandwidth.saw(seen)
+    assert bandwidth.bytes_per_s == 100
+
+
+def test_a_link_that_has_become_slower_is_believed_after_some_rounds():
+    bandwidth = Bandwidth()
+    for seen in (1.0, 100.0, *[25.0] * 4):
+        bandwidth.saw(seen)
+    assert bandwidth.bytes_per_s == 100
+    bandwidth.saw(25.0)
+    assert bandwidth.bytes_per_s == 25
