@@ -22,6 +22,7 @@ from peers.codecs import codec_named
 from peers.errors import PeersError, PeerUnreachable, ProtocolError, RoundFailed, StateUnavailable
 from peers.handover import Memories, Outcome
 from peers.late_work import LateWork
+from peers.literature import residual_decay_for
 from peers.mesh import Mesh
 from peers.network.streams import StreamPool
 from peers.outer_optimizer import OuterOptimizer, norm_of_pseudo_gradient
@@ -430,6 +431,7 @@ class Averager:
             waiting.plan,
             state.anchor[waiting.fragment],
             waiting.local,
+            decay=residual_decay_for(self._settings.codec, schedule.local_steps),
         )
         await asyncio.to_thread(
             self._late.branch.committing,

@@ -41,9 +41,10 @@ def average(
     members: Sequence[Member],
     *,
     codec: str,
+    decay: float = 1.0,
     aggregation: Aggregation = _DEFAULT_AGGREGATION,
 ) -> int:
-    """Leave the averaged pseudo-gradient with every member, and commit their residuals.
+    """Leave the averaged pseudo-gradient with every member, and commit their residuals, which are kept times `decay`.
 
     Returns the bytes that a member has sent, in the mean. Raises peers.errors.RoundFailed, and AssertionError unless
     all have got the same bits.
@@ -52,7 +53,7 @@ def average(
     reports = _reduced(plans, anchor, members)
     assert len({report.share_digests for report in reports}) == 1, "members hold different averages"
     for plan, member in zip(plans, members, strict=True):
-        member.residuals.commit(plan, anchor, member.local)
+        member.residuals.commit(plan, anchor, member.local, decay=decay)
     return sum(report.sent_bytes for report in reports) // len(reports)
 
 

@@ -70,7 +70,7 @@ class Study:
             return [outcome.loss for outcome in self.run(jobs, pool)]
 
         plain, fp32 = known[DATA_PARALLEL], known[FP32]
-        self.say("tuning data parallel's inner rate, then fp32 DiLoCo's inner and outer one: about 9 runs")
+        self.say("tuning data parallel's inner rate, then fp32 DiLoCo's inner and outer one: about 10 runs")
         data_parallel = best_rate(
             scale.inner_lr, by_factors, lambda rates: losses(plain, [(r, 0.0) for r in rates])
         )

@@ -19,6 +19,7 @@ from diloco.model import load_model
 from diloco.optim import adamw, learning_rate
 from diloco.sharding import Precision
 from diloco.text.sampling import Block, step_offsets
+from peers.literature import residual_decay_for
 from peers.outer_optimizer import OuterOptimizer
 from peers.outer_state import OuterState
 from peers.reduction.residuals import Residuals
@@ -137,7 +138,8 @@ class LocalSwarm:
             for r in self.replicas
         ]
         codec = self._job.arm.compression
-        self.sent_bytes += average(self.state.anchor[fragment], members, codec=codec)
+        decay = residual_decay_for(codec, self.schedule.local_steps)
+        self.sent_bytes += average(self.state.anchor[fragment], members, codec=codec, decay=decay)
         tokens = sum(member.tokens for member in members)
         self._optimizer.commit(
             self.state, fragment, members[0].result, tokens=tokens, data_width=len(members)

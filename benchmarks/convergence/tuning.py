@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 MAX_RUNS = 8
+_UNIT = 1e-3
 
 
 def best_rate(start: float, neighbours: Callable[[float], tuple[float, float]], losses: Losses) -> float:
@@ -27,8 +29,9 @@ Losses = Callable[[Sequence[float]], Sequence[float]]
 
 
 def by_factors(rate: float) -> tuple[float, float]:
-    """Half and twice."""
-    return rate / 2, rate * 2
+    """Less and more by the root of two, from a rate of 0.001 x 2^(n/2) on: a way there and back ends where it began."""
+    level = round(2 * math.log2(rate / _UNIT))
+    return _UNIT * 2 ** ((level - 1) / 2), _UNIT * 2 ** ((level + 1) / 2)
 
 
 def by_steps(rate: float) -> tuple[float, float]:

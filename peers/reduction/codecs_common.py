@@ -44,8 +44,6 @@ class Codec(ABC):
     lossless: bool
     divisible: bool
     """Whether the payloads of parts, one after the other, are that of the whole."""
-    residual_decay: float
-    """The part of a contribution's residual that is still there the next time."""
     residual_reach: float
     """The largest norm of a result's residual, as a multiple of the largest that the average itself may have."""
 

@@ -23,7 +23,6 @@ class Float32Codec(Codec):
     name = "fp32"
     lossless = True
     divisible = True
-    residual_decay = 0.0
     residual_reach = 0.0
 
     def encoded_bytes(self, numel: int) -> int:
@@ -49,7 +48,6 @@ class Float16Codec(Codec):
     name = "fp16"
     lossless = False
     divisible = True
-    residual_decay = 1.0
     residual_reach = 0.25
 
     def encoded_bytes(self, numel: int) -> int:
@@ -74,7 +72,6 @@ class BFloat16Codec(Codec):
     name = "bf16"
     lossless = False
     divisible = True
-    residual_decay = 1.0
     residual_reach = 0.25
 
     def encoded_bytes(self, numel: int) -> int:

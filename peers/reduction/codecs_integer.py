@@ -47,7 +47,6 @@ class IntegerCodec(Codec):
 
     lossless = False
     divisible = False
-    residual_decay = 1.0
 
     def __init__(self, name: str, *, top: int, block_numel: int, residual_reach: float) -> None:
         self.name = name

@@ -29,8 +29,6 @@ RESULT_KEPT = 252
 
 What it has beyond these waits for the next epoch. Both directions together take 64 times fewer bytes than fp32.
 """
-DECAY = 0.95
-"""Of the error feedback, per epoch: the paper's, in place of an outer momentum."""
 
 
 class _Run(NamedTuple):
@@ -73,7 +71,6 @@ class TopKCodec(Codec):
     name = "topk"
     lossless = False
     divisible = False
-    residual_decay = DECAY
     residual_reach = 1.0
 
     def __init__(self, kept: int) -> None:

@@ -1,8 +1,9 @@
 """Error feedback: what a lossy codec has kept back of a fragment is added to what is sent the next time.
 
 Contributions (Stich et al., arXiv 1809.07599). A member sends encode(v), v = (anchor - local) + its residual. After a
-commit that lists it, the residual is v - decode(encode(v)), times the codec's decay. Encoding is pure, so this is
-worked out at the commit, in place, and takes no memory before; until then every new attempt sends the same values.
+commit that lists it, the residual is v - decode(encode(v)), times a decay (peers/literature.py). Encoding is pure, so
+this is worked out at the commit, in place, and takes no memory before; until then every new attempt sends the same
+values.
 
 Results. An owner sends encode(average + residual) for its share, and keeps what that lost as pending: it takes the
 residual's place at the commit, and is forgotten with the attempt otherwise. It is kept by position in the vector. When
@@ -138,8 +139,8 @@ class Residuals:
             self._spare = self._attempt.pending.values
         self._attempt = None
 
-    def commit(self, plan: ReducePlan, anchor: Tensor, local: Tensor) -> None:
-        """A commit lists this peer with what it sent under `plan`: keep what that lost.
+    def commit(self, plan: ReducePlan, anchor: Tensor, local: Tensor, *, decay: float = 1.0) -> None:
+        """A commit lists this peer with what it sent under `plan`: keep what that lost, times `decay`.
 
         Before the outer step, since `anchor` and `local` must be those of the attempt. Not to be repeated.
         """
@@ -150,7 +151,7 @@ class Residuals:
             new = self.contribution
             if new is None or self._num_holders:
                 new = torch.empty(self.numel)
-            _store_losses(plan, anchor, local, self.contribution, new)
+            _store_losses(plan, anchor, local, self.contribution, new, np.float32(decay))
             self.contribution = new
             attempt, self._attempt = self._attempt, None
             same = attempt is not None and attempt.plan.attempt == plan.attempt
@@ -205,9 +206,9 @@ class Residuals:
 
 
 def _store_losses(
-    plan: ReducePlan, anchor: Tensor, local: Tensor, residual: Tensor | None, out: Tensor
+    plan: ReducePlan, anchor: Tensor, local: Tensor, residual: Tensor | None, out: Tensor, decay: np.float32
 ) -> None:
-    """What the codec lost of each chunk as it was sent, times its decay; `out` may be `residual`."""
+    """What the codec lost of each chunk as it was sent, times `decay`; `out` may be `residual`."""
     codec = codec_named(plan.codec)
     # Blocks of a codec count from the start of a chunk, and chunks from the start of a share.
     parts = [
@@ -222,8 +223,8 @@ def _store_losses(
         for part in mine:
             lost = losses[part]
             codec.losses(sent.of(part), scratch, payload, lost)
-            if codec.residual_decay != 1.0:
-                np.multiply(lost, np.float32(codec.residual_decay), out=lost)
+            if decay != 1:
+                np.multiply(lost, decay, out=lost)
 
     # Flushing denormals is a state of the thread, and must be the same as in those that sent.
     with ThreadPoolExecutor(num_threads(), "residuals", torch.set_flush_denormal, (False,)) as pool:

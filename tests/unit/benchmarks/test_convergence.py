@@ -27,7 +27,7 @@ def test_every_arm_trains_four_million_tokens_in_whole_epochs():
         assert SCALE.total_steps % arm.schedule(SCALE).steps_per_epoch == 0
 
 
-@pytest.mark.parametrize("lowest", [0.001, 0.008, 0.064])
+@pytest.mark.parametrize("lowest", [0.002, 0.008, 0.032])
 def test_tuning_walks_to_the_lowest_rate_between_two_worse_ones(lowest):
     asked = []
 

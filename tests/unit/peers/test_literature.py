@@ -8,6 +8,7 @@ from peers.literature import (
     outer_lr_for,
     outer_momentum_for,
     overlap_steps_for,
+    residual_decay_for,
 )
 
 
@@ -37,6 +38,12 @@ def test_streaming_and_top_k_have_rates_of_their_own():
 def test_only_top_k_goes_without_outer_momentum():
     assert outer_momentum_for("topk") == 0.0
     assert {outer_momentum_for(name) for name in ("fp32", "fp16", "bf16", "int8", "int4")} == {0.9}
+
+
+def test_only_top_k_forgets_and_by_the_step_where_epochs_are_short():
+    assert {residual_decay_for(name, 6) for name in ("fp32", "fp16", "bf16", "int8", "int4")} == {1.0}
+    assert residual_decay_for("topk", 30) == residual_decay_for("topk", 500) == 0.95
+    assert residual_decay_for("topk", 6) ** 5 == pytest.approx(0.95)
 
 
 @pytest.mark.parametrize(("num_layers", "expected"), [(1, 1), (3, 1), (4, 2), (12, 4), (22, 8)])

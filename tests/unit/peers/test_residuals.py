@@ -20,7 +20,6 @@ from peers.reduction.residuals import Residuals
 from tests.support.coding import coded
 
 LOSSY = [name for name in codec_names() if not codec_named(name).lossless]
-WITHOUT_DECAY = [name for name in LOSSY if codec_named(name).residual_decay == 1.0]
 SMALL = 9000
 """Values: two blocks of top-k and a part of a third in the share of each of two members."""
 
@@ -146,7 +145,7 @@ def test_all_members_hold_the_same_bits_epoch_after_epoch(group, num_members, nu
             assert same_bits(result, swarm.results[0])
 
 
-@pytest.mark.parametrize("codec", WITHOUT_DECAY)
+@pytest.mark.parametrize("codec", LOSSY)
 @pytest.mark.parametrize("num_members", [1, 3])
 def test_all_that_was_trained_arrives_but_for_the_last_residuals(group, num_members, codec):
     swarm = group(num_members, SMALL, codec)
@@ -234,7 +233,8 @@ def test_lossy_codecs_hold_nothing_before_the_first_commit(group):
 
 
 @pytest.mark.parametrize("codec", LOSSY)
-def test_what_is_kept_is_what_the_wire_lost_of_every_share_times_the_decay(group, codec):
+@pytest.mark.parametrize("decay", [1.0, 0.95])
+def test_what_is_kept_is_what_the_wire_lost_of_every_share_times_the_decay(group, codec, decay):
     numel = 2 * CHUNK_NUMEL + 4321
     swarm = group(2, numel, codec)
     bounds = (0, 100_003, numel)
@@ -243,12 +243,12 @@ def test_what_is_kept_is_what_the_wire_lost_of_every_share_times_the_decay(group
     before = swarm.residuals[0].contribution.clone()
     plan = swarm.plans(locals_, bounds)[0]
     values = (swarm.anchor - locals_[0]) + before
-    swarm.residuals[0].commit(plan, swarm.anchor, locals_[0])
+    swarm.residuals[0].commit(plan, swarm.anchor, locals_[0], decay=decay)
     coder = codec_named(codec)
     for owner in range(2):
         for index in range(plan.num_chunks(owner)):
             part = plan.chunk(owner, index)
-            expected = (values[part] - coded(coder, values[part])) * coder.residual_decay
+            expected = (values[part] - coded(coder, values[part])) * np.float32(decay)
             assert torch.equal(swarm.residuals[0].contribution[part], expected)
 
 
