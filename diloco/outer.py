@@ -169,8 +169,8 @@ class Diloco:
 
         At an epoch's end this loads the swarm's new weights of the epoch's fragment (the optimizer's state stays) and
         returns the commit; who came too late for it (then `contributors` do not list this peer) has its work on top.
-        At the run's end, once all fragments have been averaged, it returns the last one. Raises DilocoError where the
-        epoch was abandoned, LinkLost where the daemon is gone.
+        At the run's end, once all fragments have been averaged, it returns the last one. Raises LinkLost where the
+        daemon is gone.
         """
         self.commits = []
         self.position = replace(self.position, local_step=self.local_step + 1)
@@ -288,9 +288,7 @@ class Diloco:
         flight, self._flight = self._flight, None
         assert flight is not None
         started_at = time.monotonic()
-        answer = exchange.ask("collect", "committed", "abandoned")
-        if answer["kind"] == "abandoned":
-            raise DilocoError(f"epoch {self.epoch} could not be averaged: {answer['reason']}")
+        answer = exchange.ask("collect", "committed")
         if self.local_step > flight.local_step:
             exchange.merge(flight.fragment, mixing=self._scheduled.mixing)
         else:

@@ -13,7 +13,7 @@ talks; what it says stands for all ranks of the peer, which agree among themselv
     ready {fragment, epoch, tokens, ..} ->   (*out* holds the fragment; it is not to be written to until the answer)
     progress {step, loss, ...}          ->   (at any time)
     collect {}                          ->   (at once, or when the worker has trained on meanwhile)
-                                        <-   committed {...} | abandoned {reason} (*in* is the worker's)
+                                        <-   committed {...}   (*in* is the worker's)
     checkpoint {directory}              ->
                                         <-   checkpointed {files, lineage} | failed {reason}
     snapshot {directory}                ->   (as `checkpoint`, but training goes on meanwhile)

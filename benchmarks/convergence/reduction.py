@@ -41,7 +41,7 @@ def average(
     members: Sequence[Member],
     *,
     codec: str,
-    decay: float = 1.0,
+    decay: float,
     aggregation: Aggregation = _DEFAULT_AGGREGATION,
 ) -> int:
     """Leave the averaged pseudo-gradient with every member, and commit their residuals, which are kept times `decay`.

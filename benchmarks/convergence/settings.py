@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from diloco.options import HvConfig, TrainConfig
-from peers.literature import outer_momentum_for
+from peers.literature import outer_momentum_for, residual_decay_for
 from peers.schedule import Schedule
 
 DATA_PARALLEL, FP32 = "data parallel", "fp32"
@@ -115,9 +115,14 @@ class Job:
     outer_lr: float
 
     @property
+    def residual_decay(self) -> float:
+        """Of what the arm's codec keeps back."""
+        return residual_decay_for(self.arm.compression, self.scale.local_steps)
+
+    @property
     def key(self) -> str:
         """Names the run's files; another setting gives another name, so old results are never taken for new ones."""
-        settings = asdict(self)
+        settings = {**asdict(self), "residual_decay": self.residual_decay}
         # How a study goes about it changes nothing about a run.
         for field in ("inner_lr", "outer_lr", "seeds", "tuning_seed"):
             del settings["scale"][field]

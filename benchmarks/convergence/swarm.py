@@ -19,7 +19,6 @@ from diloco.model import load_model
 from diloco.optim import adamw, learning_rate
 from diloco.sharding import Precision
 from diloco.text.sampling import Block, step_offsets
-from peers.literature import residual_decay_for
 from peers.outer_optimizer import OuterOptimizer
 from peers.outer_state import OuterState
 from peers.reduction.residuals import Residuals
@@ -138,7 +137,7 @@ class LocalSwarm:
             for r in self.replicas
         ]
         codec = self._job.arm.compression
-        decay = residual_decay_for(codec, self.schedule.local_steps)
+        decay = self._job.residual_decay
         self.sent_bytes += average(self.state.anchor[fragment], members, codec=codec, decay=decay)
         tokens = sum(member.tokens for member in members)
         self._optimizer.commit(

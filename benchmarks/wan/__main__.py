@@ -74,7 +74,7 @@ def _arguments() -> argparse.Namespace:
     flags.add_argument("--plot", type=Path, metavar="FILE", help="draw the round times there (svg, png, pdf)")
     flags.add_argument("--cases", nargs="+", choices=_CASES, metavar="NAME", help=f"of {', '.join(_CASES)}")
     flags.add_argument("--codecs", nargs="+", metavar="NAME", help="default: fp32 int8 int4 topk")
-    flags.add_argument("--rounds", type=int, help="of each codec, after a first that is not counted")
+    flags.add_argument("--rounds", type=int, help="of each codec, after two that are not counted")
     flags.add_argument("--rivals", action="store_true", help="gloo too, and raw TCP on uneven links")
     chosen = flags.parse_args()
     if chosen.json is not None and chosen.json.exists():

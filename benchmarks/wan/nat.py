@@ -11,7 +11,7 @@ from benchmarks.progress import Progress
 from benchmarks.record import Result
 from benchmarks.swarm_harness import Swarm, SwarmError
 from benchmarks.wan.cases import TCP_PAYLOAD, Case, even, planned_s
-from benchmarks.wan.rounds import COORDINATOR, START_S, swarm_in
+from benchmarks.wan.rounds import COORDINATOR, START_S, WARM_UP_EPOCHS, swarm_in
 
 _MBPS, _ROUND_TRIP_MS = 100, 40
 _PUBLIC, _HIDDEN = 0, (1, 2)
@@ -23,7 +23,7 @@ def steps(num_rounds: int, *, quick: bool) -> dict[str, float]:
     """Everything that `results` does in turn, with the seconds that it will take, for a Progress."""
     round_s = 1.7 * planned_s(_case(quick=quick), "fp32")
     rounds = {f"nat round {number}": round_s for number in range(1, num_rounds + 1)}
-    return {"nat": START_S + round_s, **rounds, "nat, public peer killed": _LOSS_S}
+    return {"nat": START_S + WARM_UP_EPOCHS * round_s, **rounds, "nat, public peer killed": _LOSS_S}
 
 
 def results(num_rounds: int, progress: Progress, *, quick: bool) -> list[Result]:
@@ -33,19 +33,21 @@ def results(num_rounds: int, progress: Progress, *, quick: bool) -> list[Result]
     with Lab([*case.links, COORDINATOR]) as lab, tempfile.TemporaryDirectory() as directory:
         for peer in _HIDDEN:
             lab.put_behind_nat(peer)
-        with swarm_in(lab, Path(directory), case, "fp32", num_rounds + 1 + _LONE_EPOCHS) as swarm:
-            swarm.run_epoch(1)
+        num_epochs = WARM_UP_EPOCHS + num_rounds + _LONE_EPOCHS
+        with swarm_in(lab, Path(directory), case, "fp32", num_epochs) as swarm:
+            for epoch in range(1, WARM_UP_EPOCHS + 1):
+                swarm.run_epoch(epoch)
             progress.done("nat", "ready")
             times, costs, contributors = [], [], []
-            for epoch in range(2, num_rounds + 2):
+            for number in range(1, num_rounds + 1):
                 before = lab.counters(_PUBLIC)
-                records = swarm.run_epoch(epoch)
+                records = swarm.run_epoch(WARM_UP_EPOCHS + number)
                 used = lab.counters(_PUBLIC) - before
                 times.append(max(record["round_s"] for record in records))
                 busiest = max(used.up_wire_bytes, used.down_wire_bytes)
                 costs.append(busiest / case.links[_PUBLIC].up_bytes_per_s)
                 contributors.append(float(min(len(record["contributors"]) for record in records)))
-                progress.done(f"nat round {epoch - 1}", f"{times[-1]:.2f} s")
+                progress.done(f"nat round {number}", f"{times[-1]:.2f} s")
             least = TCP_PAYLOAD * case.links[_PUBLIC].up_bytes_per_s
             rows += [
                 Result.of("nat", "round", "s", times),
@@ -56,7 +58,7 @@ def results(num_rounds: int, progress: Progress, *, quick: bool) -> list[Result]
                 Result.of("nat", "contributors", "peers", contributors),
                 Result.of("nat", "one tensor over a link", "s", [case.tensor_bytes / least]),
             ]
-            rows += _without_the_public_peer(swarm, num_rounds + 2)
+            rows += _without_the_public_peer(swarm, WARM_UP_EPOCHS + num_rounds + 1)
             progress.done("nat, public peer killed", f"next epoch after {rows[-2].median:.1f} s")
     return rows
 

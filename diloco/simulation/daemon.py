@@ -19,6 +19,7 @@ from diloco.simulation.state import Piece, State, announcement_of
 from diloco.simulation.worker import Answer, Work, Worker
 from peers import membership
 from peers.codecs import codec_named
+from peers.reduction.bandwidth import WINDOW_S, Bandwidth
 from peers.round.attempts import ATTEMPT_SHARE
 from peers.round.deadlines import Deadlines
 from peers.round.leader import Timing
@@ -61,7 +62,7 @@ class Daemon:
         self._piece: Piece | None = None
         self._reduction: Reduction | None = None
         self._epoch_began_at = 0.0
-        self._bandwidth = 0.0
+        self._bandwidth = Bandwidth()
         self._ended: EpochOfPeer | None = None
         self._is_riding = False
 
@@ -105,7 +106,7 @@ class Daemon:
         fragment, scenario = self._fragment_of(self.state.epoch), self.swarm.scenario
         tokens = work.steps * scenario.tokens_per_step
         step = scenario.schedule.nominal_step(self.state.epoch, self.worker.local_step, None)
-        proposal = Proposal(self.rank, tokens, 1.0, step, False, self._bandwidth)
+        proposal = Proposal(self.rank, tokens, 1.0, step, False, self._bandwidth.bytes_per_s)
         self._piece = Piece(work, fragment, self.clock.now, proposal)
         self._later(self._seconds(self.plan.machine.propose) + 2 * self.plan.machine.hop_s, self._propose)
 
@@ -219,7 +220,8 @@ class Daemon:
         parts.connect_s, parts.reduce_s = reduced.connect_s, reduced.reduce_s
         piece.sent_bytes += reduced.volume.sent_bytes
         link = self.plan.link
-        self._bandwidth = min(link.up_bytes_per_s, link.down_bytes_per_s)
+        if reduced.reduce_s >= WINDOW_S:
+            self._bandwidth.saw(min(link.up_bytes_per_s, link.down_bytes_per_s))
         preview_s = machine.hop_s + machine.left_to_preview_s(
             self._bytes, reduced.reduce_s, FP32_BYTES * STATE_CHUNK_NUMEL
         )

@@ -17,8 +17,6 @@ WINDOW_S = 0.5
 """Long enough to outlast the bursts of queues and shapers, short enough to lie within a round that is worth sharing."""
 SAMPLE_S = WINDOW_S / 4
 """Not more often: to ask the kernel about a socket waits for whoever is copying on it, and the interpreter with it."""
-MIN_DURATION_S = 0.01
-"""What is over sooner says nothing about a link."""
 
 _REMEMBERED = 5
 
@@ -38,28 +36,25 @@ class PeakRate:
         self._samples.append((now, total_bytes))
 
     def bytes_per_s(self) -> float:
-        """Over the whole time, if that is shorter than a window; 0 if it is too short to tell."""
-        samples = self._samples
-        if not samples or samples[-1][0] - samples[0][0] < MIN_DURATION_S:
-            return 0.0
-        window = min(WINDOW_S, samples[-1][0] - samples[0][0])
-        best, first = 0.0, 0
+        """0 if all of it is shorter than a window: what went through then is what there was to do, not what could."""
+        best, first, samples = 0.0, 0, self._samples
         for now, total in samples:
+            if now - samples[0][0] < WINDOW_S:
+                continue
             # The shortest span that ends here and is not shorter than a window.
-            while now - samples[first + 1][0] >= window:
+            while now - samples[first + 1][0] >= WINDOW_S:
                 first += 1
             begun, before = samples[first]
-            if now - begun >= window:
-                best = max(best, (total - before) / (now - begun))
+            best = max(best, (total - before) / (now - begun))
         return best
 
 
 class Bandwidth:
     """What this peer's link carries, by the reductions of late.
 
-    The most that any of them saw: one in which others are slower, or which has little for this peer to do, leaves the
-    link idle, and to take that for its limit would give the peer still less to do. The first does not count, since it
-    touches all its memory for the first time and may be slower than the link for that.
+    The most that two of the last five saw. One in which others are slower, or which has little for this peer to do,
+    leaves the link idle: to take that for its limit would give the peer still less to do. The first does not count,
+    since it touches all its memory for the first time and may be slower than the link for that.
     """
 
     def __init__(self) -> None:
@@ -69,11 +64,14 @@ class Bandwidth:
     @property
     def bytes_per_s(self) -> float:
         """0: not known yet."""
-        return max(self._seen, default=0.0)
+        descending = sorted(self._seen, reverse=True)
+        return descending[min(1, len(descending) // 3)] if descending else 0.0
 
     def saw(self, bytes_per_s: float) -> None:
         """A reduction's; 0 if it was too short to tell."""
-        if self._has_begun and bytes_per_s > 0:
+        if bytes_per_s <= 0:
+            return
+        if self._has_begun:
             self._seen.append(bytes_per_s)
         self._has_begun = True
 

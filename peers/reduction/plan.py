@@ -17,7 +17,7 @@ CHUNK_NUMEL = 1 << 18
 """Values per frame, at the least: 1 MiB in fp32. So many at a time, too, where no frames are sent."""
 MAX_CHUNK_NUMEL = 2 * CHUNK_NUMEL
 _CHUNKS_PER_SHARE = 32
-_MAX_GROUP_NUMEL = 8 * MAX_CHUNK_NUMEL
+_SMALL_GROUP = 8
 
 ATTEMPT_BYTES = 16
 AUDITED_REACH = 0.25
@@ -73,18 +73,12 @@ class ReducePlan:
         """Values per frame.
 
         A frame costs some ten microseconds of the interpreter at both ends, however long it is; the longer they are,
-        the later the first one is added and the more memory all threads lend. So they grow with the shares, but not so
-        far that a share has few of them, and not in a large group.
+        the later the first one is added, the less of it is still in a core's cache, and the more memory all threads
+        lend. So they are longer where a share has many of them, and not in a large group.
         """
         largest = max(stop - start for start, stop in pairwise(self.bounds))
-        numel = CHUNK_NUMEL
-        while (
-            2 * numel * _CHUNKS_PER_SHARE <= largest
-            and 2 * numel <= MAX_CHUNK_NUMEL
-            and 2 * numel * len(self.members) <= _MAX_GROUP_NUMEL
-        ):
-            numel *= 2
-        return numel
+        has_many = largest >= _CHUNKS_PER_SHARE * MAX_CHUNK_NUMEL
+        return MAX_CHUNK_NUMEL if has_many and len(self.members) <= _SMALL_GROUP else CHUNK_NUMEL
 
     def num_chunks(self, owner: int) -> int:
         return -(-(self.bounds[owner + 1] - self.bounds[owner]) // self.chunk_numel)

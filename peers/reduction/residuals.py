@@ -139,7 +139,7 @@ class Residuals:
             self._spare = self._attempt.pending.values
         self._attempt = None
 
-    def commit(self, plan: ReducePlan, anchor: Tensor, local: Tensor, *, decay: float = 1.0) -> None:
+    def commit(self, plan: ReducePlan, anchor: Tensor, local: Tensor, *, decay: float) -> None:
         """A commit lists this peer with what it sent under `plan`: keep what that lost, times `decay`.
 
         Before the outer step, since `anchor` and `local` must be those of the attempt. Not to be repeated.

@@ -84,7 +84,7 @@ def final_loss(
             Member(local, hostile_tokens if rank == HOSTILE else TOKENS, kept, torch.empty_like(anchor))
             for rank, (local, kept) in enumerate(zip(weights, residuals, strict=True))
         ]
-        average(anchor, members, codec="fp32", aggregation=aggregation or Aggregation())
+        average(anchor, members, codec="fp32", decay=1.0, aggregation=aggregation or Aggregation())
         optimizer.commit(state, 0, members[0].result, tokens=TOKENS, data_width=num_peers)
     with torch.no_grad():
         return float(loss_of(loaded(state.anchor[0]), *samples(HELD_OUT, 8192)))

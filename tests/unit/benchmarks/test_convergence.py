@@ -63,6 +63,13 @@ def test_a_run_is_named_by_what_it_computes():
     assert len({job.key, *(other.key for other in others)}) == 5
 
 
+def test_a_run_is_named_by_how_much_its_residuals_forget(monkeypatch):
+    job = Job(scale=SCALE, arm=ARMS["topk"], seed=1, inner_lr=1e-3, outer_lr=1.0)
+    key = job.key
+    monkeypatch.setattr("peers.literature._SPARSE_DECAY", 0.9)
+    assert job.key != key
+
+
 def test_only_top_k_and_data_parallel_do_not_take_the_tuned_outer_rate():
     rates = Rates(1e-3, 2e-3, 0.4)
     jobs = {name: rates.job(SCALE, arm, 1) for name, arm in ARMS.items()}

@@ -191,7 +191,6 @@ def test_the_daemon_adds_its_state_to_a_checkpoint(model, path, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "answer", "error", "message"),
     [
-        ("ready", ("abandoned", {"reason": "nobody answers"}), DilocoError, "nobody answers"),
         ("checkpoint", ("failed", {"reason": "disk full"}), DilocoError, "disk full"),
         ("offer", ("refused", {"message": "rank 1 is taken"}), UserError, "rank 1 is taken"),
     ],

@@ -229,7 +229,7 @@ def test_one_bit_of_one_sum_is_found_where_the_codec_loses_nothing(audited):
 def test_what_a_lossy_codec_carries_over_from_earlier_rounds_is_nobodys_crime(audited):
     group = audited(codec="int4")
     for me in range(4):
-        group.residuals[me].commit(group.plan(me), group.anchor, group.locals[me])
+        group.residuals[me].commit(group.plan(me), group.anchor, group.locals[me], decay=1.0)
         # A step that is far smaller than the one before: what is left of that one would drown it.
         group.locals[me] = group.anchor + 0.01 * (group.locals[me] - group.anchor)
     group.norms = [100 * norm for norm in group.norms]

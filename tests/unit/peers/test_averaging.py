@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import AsyncIterator
 from typing import Any
 
+import pytest
 import torch
 
 from peers.averaging import Averager, AveragingSettings
@@ -64,6 +65,7 @@ def an_averager(
     local_steps: int = 2,
     step_s: float = 0.0,
     has_worker: bool = True,
+    codec: str = "fp32",
 ) -> Averager:
     def view() -> dict[int, Announcement]:
         own = status(me, lineage=averager.state.lineage, epoch=averager.state.epoch)
@@ -83,7 +85,7 @@ def an_averager(
         incarnation=1,
         settings=AveragingSettings(
             schedule=Schedule(local_steps=local_steps * num_fragments, num_fragments=num_fragments),
-            codec="fp32",
+            codec=codec,
             deadlines=Deadlines(
                 strategy="NO_WAIT", matchmaking_s=0.2, averaging_timeout_s=averaging_timeout_s
             ),
@@ -313,3 +315,18 @@ async def _deafened() -> Averager:
     for _ in range(100_000):
         averager.received(1, Ask(0, "a"))
     return averager
+
+
+def test_what_top_k_holds_back_is_forgotten_by_the_step():
+    async def kept_after(local_steps: int) -> torch.Tensor:
+        averager = an_averager(codec="topk", local_steps=local_steps)
+        async with running(averager), asyncio.timeout(20):
+            await averager.average(memories(value=1.0), 0, tokens=1, step=local_steps, last=False)
+        kept = averager.residuals[0].contribution
+        assert kept is not None
+        return kept
+
+    for local_steps, decay in ((6, 0.95 ** (6 / 30)), (500, 0.95)):
+        kept = asyncio.run(kept_after(local_steps))
+        # Of equal values the first ones are sent, as they are.
+        assert float(kept[0]) == 0 and float(kept[-1]) == pytest.approx(-decay)

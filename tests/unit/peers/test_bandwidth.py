@@ -31,9 +31,9 @@ def test_a_burst_shorter_than_the_window_counts_for_its_share_of_it_only():
     assert peak((2.0, 1e7), (0.05, 1e9), (2.0, 1e7)) == pytest.approx(1e7 + 0.05 * 0.99e9 / WINDOW_S, rel=0.1)
 
 
-def test_a_short_round_is_measured_as_a_whole_and_a_very_short_one_not_at_all():
-    assert peak((0.1, 3e8), (0.1, 1e8)) == pytest.approx(2e8)
-    assert peak((0.005, 1e9), step_s=0.005) == 0.0
+def test_a_round_that_is_shorter_than_the_window_says_nothing():
+    assert peak((WINDOW_S / 2, 3e8), (WINDOW_S / 4, 1e8)) == 0.0
+    assert peak((1.2 * WINDOW_S, 3e8), (0.1, 1e8)) == pytest.approx(3e8)
     assert peak() == 0.0
     assert PeakRate().bytes_per_s() == 0.0
 
@@ -94,16 +94,24 @@ def test_who_forwards_for_two_others_on_equal_links_comes_to_own_all_so_that_not
 def test_a_round_that_leaves_the_link_idle_is_not_taken_for_its_limit():
     bandwidth = Bandwidth()
     assert bandwidth.bytes_per_s == 0
-    bandwidth.saw(1e9)
-    assert bandwidth.bytes_per_s == 0, "the first reduction says nothing"
-    for seen in (80.0, 100.0, 0.0, 20.0):
+    for seen in (0.0, 1e9):
         bandwidth.saw(seen)
-    assert bandwidth.bytes_per_s == 100
+        assert bandwidth.bytes_per_s == 0, "the first reduction that takes its time says nothing"
+    for seen, known in ((80.0, 80), (100.0, 100), (0.0, 100), (20.0, 80), (101.0, 100), (21.0, 100)):
+        bandwidth.saw(seen)
+        assert bandwidth.bytes_per_s == known
+
+
+def test_one_round_that_measures_too_much_does_not_count():
+    bandwidth = Bandwidth()
+    for seen in (1.0, 100.0, 101.0, 400.0, 99.0):
+        bandwidth.saw(seen)
+    assert bandwidth.bytes_per_s == 101
 
 
 def test_a_link_that_has_become_slower_is_believed_after_some_rounds():
     bandwidth = Bandwidth()
-    for seen in (1.0, 100.0, *[25.0] * 4):
+    for seen in (1.0, *[100.0] * 5, *[25.0] * 3):
         bandwidth.saw(seen)
     assert bandwidth.bytes_per_s == 100
     bandwidth.saw(25.0)

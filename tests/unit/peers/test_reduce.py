@@ -108,8 +108,8 @@ def test_frames_grow_with_the_shares_but_neither_without_end_nor_in_large_groups
     share = 32 * CHUNK_NUMEL
     assert plan_for(4, 4 * share).chunk_numel == CHUNK_NUMEL
     assert plan_for(4, 2 * 4 * share).chunk_numel == 2 * CHUNK_NUMEL
-    assert plan_for(4, 99 * 4 * share).chunk_numel == MAX_CHUNK_NUMEL
-    assert plan_for(8, 99 * 8 * share).chunk_numel == 2 * CHUNK_NUMEL
+    assert plan_for(8, 99 * 8 * share).chunk_numel == MAX_CHUNK_NUMEL == 2 * CHUNK_NUMEL
+    assert plan_for(9, 99 * 9 * share).chunk_numel == CHUNK_NUMEL
     assert plan_for(100, 99 * 100 * share).chunk_numel == CHUNK_NUMEL
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from peers.codecs import codec_named, codec_names
+from peers.literature import residual_decay_for
 from peers.outer_optimizer import norm_of_pseudo_gradient
 from peers.reduce import reduce_pseudo_gradients
 from peers.reduction.plan import CHUNK_NUMEL, ReducePlan, equal_bounds
@@ -28,7 +29,7 @@ class Group:
     """Members in one process that go through rounds with each other, over socket pairs kept open."""
 
     def __init__(self, num_members, numel, codec, *, seed=0):
-        self.codec, self.numel = codec, numel
+        self.codec, self.numel, self.decay = codec, numel, 1.0
         self.generator = torch.Generator().manual_seed(seed)
         self.anchor = torch.randn(numel, generator=self.generator)
         self.residuals = [Residuals(numel) for _ in range(num_members)]
@@ -92,7 +93,7 @@ class Group:
     def commit(self, plans, locals_):
         """Each member's residuals, then the outer step of plain averaging."""
         for plan, residuals, local in zip(plans, self.residuals, locals_, strict=True):
-            residuals.commit(plan, self.anchor, local)
+            residuals.commit(plan, self.anchor, local, decay=self.decay)
         self.anchor = self.anchor - self.results[0]
 
     def epoch(self, locals_, bounds=None):
@@ -164,6 +165,7 @@ def test_all_that_was_trained_arrives_but_for_the_last_residuals(group, num_memb
 @pytest.mark.parametrize("codec", ["int4", "topk"])
 def test_feedback_keeps_the_error_of_the_sum_from_growing(group, codec):
     swarm = group(2, SMALL, codec)
+    swarm.decay = residual_decay_for(codec, 30)
     drift = 1e-3 * torch.randn(SMALL, generator=swarm.generator)
     start = swarm.anchor.clone()
     for _ in range(100):

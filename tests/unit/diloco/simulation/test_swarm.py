@@ -49,7 +49,8 @@ def test_a_blocking_round_takes_what_its_bytes_take_and_the_ways_of_its_messages
     assert figures.parts.reduce_s == pytest.approx(least_s + 2 * ONE_WAY_S, rel=6e-3)
     # Join, group, the attempt's name, then the reduction, vote, commit: one way each.
     assert figures.epoch_s == pytest.approx(10.0 + figures.parts.reduce_s + 5 * ONE_WAY_S, rel=1e-3)
-    assert figures.utilisation == pytest.approx(10.0 / figures.epoch_s, rel=1e-6)
+    # Some epochs are before links are measured, with shares to within one value.
+    assert figures.utilisation == pytest.approx(10.0 / figures.epoch_s, rel=1e-3)
     assert figures.sent_bytes == pytest.approx(2 * (num_peers - 1) / num_peers * 4 * NUMEL, rel=1e-3)
 
 
