@@ -42,6 +42,7 @@ _MANY_BEATS, _MANY_PEERS = 8, 16
 silence may last longer."""
 _FRESH_S = 0.25
 """For so long a signed status is good for another peer's heartbeat."""
+_LAST_WORD_S = 0.3
 DIAL_TIMEOUT_S = 5.0
 REDIAL_AFTER_S = 1.0
 """A channel that has stood for so long is made anew as soon as it breaks; others wait for the next look at the DHT."""
@@ -236,6 +237,7 @@ class Mesh:
         """Say why, and to a banned peer by whose word."""
         try:
             await channel.send({**refusal(why), "bans": self._gate.bans_blob}, timeout_s=DIAL_TIMEOUT_S)
+            await channel.let_the_other_close(_LAST_WORD_S)
         except PeerUnreachable as error:
             log.debug("a refused peer did not hear why: %s", error)
         finally:

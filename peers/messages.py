@@ -74,6 +74,14 @@ class Channel:
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
+    async def let_the_other_close(self, timeout_s: float) -> None:
+        """Wait for that, for so long; what comes instead is not heard.
+
+        Where p2pd sees this end close first, it may reset the stream before the other has read what was sent last.
+        """
+        with contextlib.suppress(PeerUnreachable, ProtocolError):
+            await self.receive(timeout_s)
+
     def close(self) -> None:
         """May be repeated."""
         self._sock.close()
