@@ -13,14 +13,12 @@ AUTOGROUP = Path("/proc/self/autogroup")
 def stand_back(niceness: int) -> None:
     """Have the calling thread be so much nicer to all others than it was; only for one that was begun for its task.
 
-    Nor does it interrupt others any more when it wakes up, as one does that mostly waits for a socket. It cannot be
-    taken back without privileges. Where nothing else wants the processor it changes nothing.
+    It cannot be taken back without privileges. Where nothing else wants the processor it changes nothing.
     """
     thread = threading.get_native_id()
     # Where that is not allowed it is merely in the others' way.
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + niceness)
-        os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
 
 
 def give_way(niceness: int) -> None:
