@@ -96,3 +96,23 @@ def test_a_message_nobody_reads_times_out():
         other.close()
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("does", ["closes", "says something", "says nothing"])
+def test_the_last_word_is_out_before_this_end_closes_and_nobody_holds_that_up(does):
+    async def scenario():
+        ours, theirs = socket.socketpair()
+        channel, other = Channel(ours), Channel(theirs)
+        await channel.send({"kind": "refused"})
+        waiting = asyncio.create_task(channel.let_the_other_close(0.05 if does == "says nothing" else 20.0))
+        assert (await other.receive())["kind"] == "refused"
+        if does == "closes":
+            other.close()
+        elif does == "says something":
+            await other.send({"kind": "status"})
+        async with asyncio.timeout(5):
+            await waiting
+        channel.close()
+        other.close()
+
+    asyncio.run(scenario())
