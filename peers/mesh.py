@@ -43,6 +43,7 @@ silence may last longer."""
 _FRESH_S = 0.25
 """For so long a signed status is good for another peer's heartbeat."""
 _LAST_WORD_S = 0.3
+"""For a refused peer to read why, before this end closes."""
 DIAL_TIMEOUT_S = 5.0
 REDIAL_AFTER_S = 1.0
 """A channel that has stood for so long is made anew as soon as it breaks; others wait for the next look at the DHT."""

@@ -137,8 +137,9 @@ class LocalSwarm:
             for r in self.replicas
         ]
         codec = self._job.arm.compression
-        decay = self._job.residual_decay
-        self.sent_bytes += average(self.state.anchor[fragment], members, codec=codec, decay=decay)
+        self.sent_bytes += average(
+            self.state.anchor[fragment], members, codec=codec, decay=self._job.residual_decay
+        )
         tokens = sum(member.tokens for member in members)
         self._optimizer.commit(
             self.state, fragment, members[0].result, tokens=tokens, data_width=len(members)
