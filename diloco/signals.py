@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
 
+from diloco.interrupts import CLEAN_UP_TIMEOUT_S
+
+log = logging.getLogger(__name__)
+
 CleanUps = list[Callable[[], None]]
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class LeaveOnSignal:
-    """Exits with 128 + n on SIGINT and SIGTERM, after the callbacks in `clean_ups`.
+    """Exits with 128 + n on SIGINT and SIGTERM, after the callbacks in `clean_ups`, whatever becomes of them.
 
-    A thread does it: the main thread may sit for minutes in a collective or on the GPU, where Python runs no signal
-    handlers. Construct it in the main thread, once.
+    They have CLEAN_UP_TIMEOUT_S. A thread does it: the main thread may sit for minutes in a collective or on the GPU,
+    where Python runs no signal handlers. Construct it in the main thread, once.
     """
 
     def __init__(self) -> None:
@@ -36,8 +41,13 @@ class LeaveOnSignal:
             number = self._reader.recv(1)[0]
             if number in _SIGNALS:
                 break
-        _clean_up(self.clean_ups)
-        os._exit(128 + number)
+        last_resort = threading.Timer(CLEAN_UP_TIMEOUT_S, os._exit, (128 + number,))
+        last_resort.daemon = True
+        try:
+            last_resort.start()
+            _clean_up(self.clean_ups)
+        finally:
+            os._exit(128 + number)
 
 
 @contextlib.contextmanager
@@ -52,5 +62,10 @@ def cleaned_up_on_failure(clean_ups: CleanUps) -> Iterator[None]:
 
 def _clean_up(clean_ups: CleanUps) -> None:
     for clean_up in clean_ups:
-        with contextlib.suppress(OSError):
+        try:
             clean_up()
+        except OSError:
+            # What there was to remove is gone, or its disk is.
+            continue
+        except Exception:
+            log.exception("not everything was cleaned up")

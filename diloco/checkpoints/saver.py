@@ -69,12 +69,14 @@ class Saved:
 
 
 class Saver:
-    """Used from one thread, but for `wait`."""
+    """Used from one thread, but for `wait`, which a signal's thread calls at any moment."""
 
     def __init__(self, *, tells: bool = True) -> None:
         """Of all ranks one logs what failed."""
         self._tells = tells
-        self._thread: threading.Thread | None = None
+        # Not the thread: it cannot be waited for before it has started, nor safely by two at once.
+        self._idle = threading.Event()
+        self._idle.set()
         self._ended: deque[Saved] = deque()
 
     def begin(self, step: int, write: Callable[[], int], *, blocked_s: float) -> None:
@@ -95,9 +97,11 @@ class Saver:
                 self._ended.append(
                     Saved(step=step, num_bytes=num_bytes, seconds=seconds, blocked_s=blocked_s)
                 )
+            finally:
+                self._idle.set()
 
-        self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
-        self._thread.start()
+        self._idle.clear()
+        threading.Thread(target=run, name="checkpoint", daemon=True).start()
 
     def failed(self, step: int, reason: str) -> None:
         """There will be no checkpoint of this step."""
@@ -107,14 +111,11 @@ class Saver:
 
     @property
     def is_busy(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+        return not self._idle.is_set()
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Until nothing is being written. Returns whether that came in time."""
-        thread = self._thread
-        if thread is not None:
-            thread.join(timeout_s)
-        return not self.is_busy
+        return self._idle.wait(timeout_s)
 
     def ended(self) -> list[Saved]:
         """The saves that have ended since the last call."""

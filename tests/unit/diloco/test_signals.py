@@ -9,8 +9,10 @@ import pytest
 # The main thread sits where Python runs no handlers, as in a collective; it says so once it is about to.
 _PROGRAM = """
 import ctypes, sys
-from diloco.signals import LeaveOnSignal
-signals = LeaveOnSignal()
+import diloco.signals
+diloco.signals.CLEAN_UP_TIMEOUT_S = 0.5
+signals = diloco.signals.LeaveOnSignal()
+{first}
 signals.clean_ups.append(lambda: print("cleaned", flush=True))
 print("ready", flush=True)
 while True:
@@ -18,13 +20,27 @@ while True:
 """
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_ends_a_process_whose_main_thread_is_busy(number, code):
-    process = subprocess.Popen([sys.executable, "-c", _PROGRAM], stdout=subprocess.PIPE, text=True)
+def outcome(number, *, first=""):
+    """Exit code and what is printed after the signal, where the line `first` has been run before."""
+    program = _PROGRAM.replace("{first}", first)
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(number)
         rest, _ = process.communicate(timeout=20)
     finally:
         process.kill()
-    assert (process.returncode, rest) == (code, "cleaned\n")
+    return process.returncode, rest
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_a_process_whose_main_thread_is_busy(number, code):
+    assert outcome(number) == (code, "cleaned\n")
+
+
+def test_it_ends_and_cleans_up_where_a_part_of_it_fails():
+    assert outcome(signal.SIGINT, first="signals.clean_ups.append(lambda: 1 / 0)") == (130, "cleaned\n")
+
+
+def test_it_ends_where_cleaning_up_does_not():
+    assert outcome(signal.SIGTERM, first="signals.clean_ups.append(ctypes.CDLL(None).pause)") == (143, "")

@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+import threading
+
+from diloco.checkpoints.saver import Saver
+
+
+def test_it_can_be_waited_for_before_its_thread_has_started(monkeypatch):
+    saver, heard = Saver(), []
+
+    class SlowToStart(threading.Thread):
+        def start(self) -> None:
+            # A signal's thread, at this moment.
+            heard.append(saver.wait(0.01))
+            super().start()
+
+    monkeypatch.setattr("diloco.checkpoints.saver.threading.Thread", SlowToStart)
+    saver.begin(3, lambda: 7, blocked_s=0.0)
+    assert saver.wait(20)
+    assert heard == [False]
+    assert [(saved.step, saved.num_bytes, saved.reason) for saved in saver.ended()] == [(3, 7, "")]
+
+
+def test_what_a_save_raises_is_told_and_nobody_waits_for_it_any_longer():
+    saver = Saver()
+    saver.begin(3, lambda: 1 // 0, blocked_s=0.0)
+    assert saver.wait(20)
+    assert not saver.is_busy
+    assert [saved.event()["event"] for saved in saver.ended()] == ["checkpoint_failed"]
