@@ -11,7 +11,9 @@ import contextlib
 import socket
 import struct
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+
+from peers.reduction.tcp_info import bytes_acked, bytes_received
 
 WINDOW_S = 0.5
 """Long enough to outlast the bursts of queues and shapers, short enough to lie within a round that is worth sharing."""
@@ -19,10 +21,6 @@ SAMPLE_S = WINDOW_S / 4
 """Not more often: to ask the kernel about a socket waits for whoever is copying on it, and the interpreter with it."""
 
 _REMEMBERED = 5
-
-_TCP_INFO_BYTES = 136
-# Since Linux 4.1: 64 bits each, behind the pacing rates.
-_BYTES_ACKED, _BYTES_RECEIVED = 120, 128
 
 
 class PeakRate:
@@ -91,8 +89,8 @@ class LinkMeter:
         would seem to have a slow link, and would own less: but all that they send each other's shares goes over that
         link twice, and the more of the vector its peer owns, the less that is.
         """
-        self._sent.add(now, forwarded_bytes + _on_the_wire(self._send, _BYTES_ACKED, sent_bytes))
-        received = _on_the_wire(self._receive, _BYTES_RECEIVED, received_bytes)
+        self._sent.add(now, forwarded_bytes + _on_the_wire(self._send, bytes_acked, sent_bytes))
+        received = _on_the_wire(self._receive, bytes_received, received_bytes)
         self._received.add(now, forwarded_bytes + received)
 
     def bytes_per_s(self) -> float:
@@ -100,14 +98,10 @@ class LinkMeter:
         return min(self._sent.bytes_per_s(), self._received.bytes_per_s())
 
 
-def _on_the_wire(sockets: Iterable[socket.socket], offset: int, otherwise: int) -> int:
+def _on_the_wire(
+    sockets: Iterable[socket.socket], count: Callable[[socket.socket], int], otherwise: int
+) -> int:
     """Sum over TCP sockets; `otherwise` if any of them is of another kind, or gone."""
     with contextlib.suppress(OSError, struct.error):
-        return sum(_tcp_count(sock, offset) for sock in sockets)
+        return sum(map(count, sockets))
     return otherwise
-
-
-def _tcp_count(sock: socket.socket, offset: int) -> int:
-    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-    count: int = struct.unpack_from("Q", info, offset)[0]
-    return count

@@ -1,0 +1,32 @@
+"""What the kernel tells about a TCP connection: struct tcp_info of linux/tcp.h, as it is since Linux 4.6.
+
+Raises OSError or struct.error for sockets of another kind.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+
+_BYTES_ACKED = struct.Struct("120xQ")
+_BYTES_RECEIVED = struct.Struct("128xQ")
+_MIN_RTT_US = struct.Struct("148xI")
+
+
+def bytes_acked(sock: socket.socket) -> int:
+    """Of what was sent, what the other end has."""
+    return _field(sock, _BYTES_ACKED)
+
+
+def bytes_received(sock: socket.socket) -> int:
+    return _field(sock, _BYTES_RECEIVED)
+
+
+def min_round_trip_s(sock: socket.socket) -> float:
+    """The shortest of the last minutes, without what queues."""
+    return 1e-6 * _field(sock, _MIN_RTT_US)
+
+
+def _field(sock: socket.socket, field: struct.Struct) -> int:
+    value: int = field.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, field.size))[0]
+    return value

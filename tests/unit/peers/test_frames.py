@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from peers.reduction import frames
+from peers.reduction.frames import prepare
+from peers.reduction.tcp_info import bytes_acked, bytes_received, min_round_trip_s
+
+NEAR_WINDOW = 1 << 20
+
+
+@pytest.fixture
+def connected():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        near = socket.create_connection(server.getsockname())
+        far, _ = server.accept()
+        with near, far:
+            yield near, far
+
+
+def window_of(sock):
+    return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_WINDOW_CLAMP)
+
+
+def test_the_kernel_counts_what_has_gone_through(connected):
+    sender, receiver = connected
+    sender.sendall(bytes(1000))
+    receiver.recv(1000, socket.MSG_WAITALL)
+    assert (bytes_received(receiver), bytes_received(sender)) == (1000, 0)
+    # The acknowledgement comes along.
+    receiver.send(b"x")
+    sender.recv(1)
+    assert bytes_acked(sender) >= 1000
+    assert 0 < min_round_trip_s(sender) < 0.1
+
+
+def test_little_is_under_way_to_a_peer_on_this_machine(connected, monkeypatch):
+    monkeypatch.setattr(frames, "min_round_trip_s", lambda sock: 50e-6)
+    for sock in connected:
+        prepare(sock)
+        assert window_of(sock) == NEAR_WINDOW
+
+
+def test_to_one_further_away_the_kernel_decides(connected, monkeypatch):
+    before = window_of(connected[0])
+    monkeypatch.setattr(frames, "min_round_trip_s", lambda sock: 5e-3)
+    prepare(connected[0])
+    assert window_of(connected[0]) == before
+
+
+def test_other_sockets_are_as_good():
+    near, far = socket.socketpair()
+    with near, far:
+        prepare(near)
+        near.send(b"x")
+        assert far.recv(1) == b"x"
