@@ -18,7 +18,7 @@ from blake3 import blake3
 
 from diloco.errors import UserError
 from diloco.outer import Diloco, Position
-from peers.state.files import HEADER_FILE
+from peers.state.header import HEADER_FILE
 from peers.whole_files import FileRecord, flush_to_disk, problem_with, record_of, write_bytes
 
 COMPLETE = "complete.json"

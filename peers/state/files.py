@@ -18,11 +18,10 @@ from torch import Tensor
 from peers.errors import ProtocolError, UserError
 from peers.outer_state import Digests, OuterState
 from peers.reduction.residuals import Residuals
-from peers.state.header import StateHeader
+from peers.state.header import HEADER_FILE, StateHeader
 from peers.whole_files import FileRecord, write_bytes, write_tensors
 
 TENSORS_FILE = "outer.safetensors"
-HEADER_FILE = "outer.json"
 RESIDUALS_FILE = "residuals.safetensors"
 
 

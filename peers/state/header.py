@@ -14,6 +14,8 @@ from typing import Any
 
 from peers.errors import ProtocolError
 
+HEADER_FILE = "outer.json"
+"""Where a state that is kept on a disk has its header."""
 STATE_CHUNK_NUMEL = 1 << 20
 """Values per hashed chunk: 4 MiB."""
 DIGEST_BYTES = 32

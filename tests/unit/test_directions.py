@@ -108,3 +108,15 @@ def test_help_loads_no_torch_and_takes_less_than_half_a_second(verb):
         assert "Usage: " in answer.stdout
         seconds.append(float(used_s))
     assert min(seconds) < 0.5
+
+
+def test_trainers_load_neither_hivemind_nor_the_kernels_of_reductions():
+    script = (
+        "import sys\n"
+        "import diloco.train_fsdp\n"
+        "print([name for name in ('hivemind', 'numba', 'transformers') if name in sys.modules])"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert answer.stdout == "[]\n"
