@@ -10,11 +10,11 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 
-from diloco.interrupts import CLEAN_UP_TIMEOUT_S
-
 log = logging.getLogger(__name__)
 
 CleanUps = list[Callable[[], None]]
+CLEAN_UP_TIMEOUT_S = 25.0
+"""Then it is given up. Less than torchrun gives its ranks; what asks others over the network has timeouts of its own."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -44,7 +44,9 @@ class LeaveOnSignal:
         last_resort = threading.Timer(CLEAN_UP_TIMEOUT_S, os._exit, (128 + number,))
         last_resort.daemon = True
         try:
-            last_resort.start()
+            # Where there can be no more threads, cleaning up has to end by itself.
+            with contextlib.suppress(RuntimeError):
+                last_resort.start()
             _clean_up(self.clean_ups)
         finally:
             os._exit(128 + number)

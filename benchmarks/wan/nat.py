@@ -78,7 +78,8 @@ def _without_the_public_peer(swarm: Swarm, epoch: int) -> list[Result]:
         if "anchors" not in str(error):
             raise
         records = [swarm.peers[rank].epochs[epoch] for rank in _HIDDEN]
-    took = time.monotonic() - began
+    # All processes read one clock.
+    took = max(record["time"] for record in records) - began
     together = float(min(len(record["contributors"]) for record in records))
     return [
         Result.of("nat, public peer killed", "until the next epoch", "s", [took]),

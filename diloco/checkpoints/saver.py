@@ -101,7 +101,11 @@ class Saver:
                 self._idle.set()
 
         self._idle.clear()
-        threading.Thread(target=run, name="checkpoint", daemon=True).start()
+        try:
+            threading.Thread(target=run, name="checkpoint", daemon=True).start()
+        except BaseException:
+            self._idle.set()
+            raise
 
     def failed(self, step: int, reason: str) -> None:
         """There will be no checkpoint of this step."""

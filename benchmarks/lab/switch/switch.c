@@ -24,7 +24,8 @@
 
 enum { LOOK_FOR_PARENT_S = 1 };
 /* How often to look while packets are on their way: to wake for each of them would take half a core at 4 Gbit/s, and
- * programs behind long links, where it matters less when, are not to be woken as often as those behind short ones. */
+ * programs behind long links, where it matters less when, are not to be disturbed as often as those behind short ones.
+ * What comes in while it sleeps counts as arriving at its end: half a tick late in the mean. */
 static const int64_t LEAST_TICK_NS = 200000, MOST_TICK_NS = 1000000;
 enum { TICKS_A_WAY = 16 };
 

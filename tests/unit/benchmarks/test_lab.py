@@ -44,7 +44,8 @@ def test_a_link_can_be_changed_while_it_is_used() -> None:
 
 def test_a_round_trip_takes_twice_the_delay_of_both_links() -> None:
     with Lab([Link(up_mbps=100, down_mbps=100, delay_ms=delay) for delay in (5, 10)]) as lab:
-        assert 30 <= round_trip_ms(lab, 0, 1) < 58
+        # A packet may come out half a tick of the switch early, each way.
+        assert 29 <= round_trip_ms(lab, 0, 1) < 58
 
 
 def test_an_isolated_peer_hears_nothing_until_it_rejoins() -> None:

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import threading
 
+import pytest
+
 from diloco.checkpoints.saver import Saver
 
 
@@ -27,3 +29,15 @@ def test_what_a_save_raises_is_told_and_nobody_waits_for_it_any_longer():
     assert saver.wait(20)
     assert not saver.is_busy
     assert [saved.event()["event"] for saved in saver.ended()] == ["checkpoint_failed"]
+
+
+def test_nobody_waits_for_a_thread_that_could_not_be_started(monkeypatch):
+    class Refused(threading.Thread):
+        def start(self) -> None:
+            raise RuntimeError("can't start new thread")
+
+    saver = Saver()
+    monkeypatch.setattr("diloco.checkpoints.saver.threading.Thread", Refused)
+    with pytest.raises(RuntimeError):
+        saver.begin(3, lambda: 7, blocked_s=0.0)
+    assert saver.wait(0)

@@ -10,7 +10,6 @@ import pytest
 _PROGRAM = """
 import ctypes, sys
 import diloco.signals
-diloco.signals.CLEAN_UP_TIMEOUT_S = 0.5
 signals = diloco.signals.LeaveOnSignal()
 {first}
 signals.clean_ups.append(lambda: print("cleaned", flush=True))
@@ -43,4 +42,5 @@ def test_it_ends_and_cleans_up_where_a_part_of_it_fails():
 
 
 def test_it_ends_where_cleaning_up_does_not():
-    assert outcome(signal.SIGTERM, first="signals.clean_ups.append(ctypes.CDLL(None).pause)") == (143, "")
+    hangs = "diloco.signals.CLEAN_UP_TIMEOUT_S = 0.2; signals.clean_ups.append(ctypes.CDLL(None).pause)"
+    assert outcome(signal.SIGTERM, first=hangs) == (143, "")

@@ -36,16 +36,17 @@ def test_the_kernel_counts_what_has_gone_through(connected):
     assert 0 < min_round_trip_s(sender) < 0.1
 
 
-def test_little_is_under_way_to_a_peer_on_this_machine(connected, monkeypatch):
+def test_a_reduction_with_a_peer_on_this_machine_begins_with_a_small_window(connected, monkeypatch):
     monkeypatch.setattr(frames, "min_round_trip_s", lambda sock: 50e-6)
     for sock in connected:
         prepare(sock)
         assert window_of(sock) == NEAR_WINDOW
 
 
-def test_to_one_further_away_the_kernel_decides(connected, monkeypatch):
+@pytest.mark.parametrize("round_trip_s", [5e-3, 0.0], ids=["far", "unknown"])
+def test_with_others_the_kernel_decides(connected, monkeypatch, round_trip_s):
     before = window_of(connected[0])
-    monkeypatch.setattr(frames, "min_round_trip_s", lambda sock: 5e-3)
+    monkeypatch.setattr(frames, "min_round_trip_s", lambda sock: round_trip_s)
     prepare(connected[0])
     assert window_of(connected[0]) == before
 
