@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 CleanUps = list[Callable[[], None]]
 CLEAN_UP_TIMEOUT_S = 25.0
-"""Then it is given up. Less than torchrun gives its ranks; what asks others over the network has timeouts of its own."""
+"""Then it is given up; less than torchrun gives its ranks."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
