@@ -4,7 +4,7 @@
 
 Four peers train the byte-level model of 81 thousand parameters on the standard library's sources, 4M tokens an arm.
 Rates are tuned on one seed, for data parallel (inner) and for fp32 DiLoCo (inner, then outer); all other arms take
-fp32 DiLoCo's. Then eight seeds each: a seed's arms share initial weights, data, its order and who trains what, so
+fp32 DiLoCo's. Then seven seeds each: a seed's arms share initial weights, data, its order and who trains what, so
 differences are paired, and their standard error is over seeds.
 
 Real, that is, the product's own code: the inner step (diloco.inner: AdamW, clipping, schedule by nominal steps), the

@@ -84,7 +84,7 @@ def is_peer_id(text: str) -> bool:
 def check_listenable(host_maddrs: Iterable[str]) -> None:
     """Raises UserError for an address that this machine cannot listen on now.
 
-    p2pd shares a port in use (SO_REUSEPORT) without a word, and then every second connection goes astray.
+    Sooner than p2pd would find out, and in words that say what to do.
     """
     for text in host_maddrs:
         maddr = parse_maddr(text)

@@ -62,6 +62,10 @@ class P2pd:
             arguments = _arguments(control, identity_path, host_maddrs, announce_maddrs, client_mode)
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *arguments),
+                # By default it dials from the port it listens on. Two that dial each other at a time then share one
+                # connection, of which each believes that it has opened it: the handshake fails, and is not tried again
+                # for seconds.
+                env={**os.environ, "LIBP2P_TCP_REUSEPORT": "false"},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,

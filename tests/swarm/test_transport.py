@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from peers.errors import PeerUnreachable
+from peers.errors import PeerUnreachable, UserError
+from peers.identity import load_or_create
 from peers.messages import Channel
+from peers.network.p2pd import P2pd
 from tests.support.members import joined
 from tests.support.swarm import wait_until
 
@@ -85,6 +87,25 @@ def test_two_peers_that_dial_each_other_at_once_both_get_through(tmp_path, boots
             )
             for sock in streams:
                 sock.close()
+
+    asyncio.run(scenario())
+
+
+def test_its_port_is_shared_with_nobody_so_that_it_is_not_dialled_from_either(tmp_path):
+    """From one port on either side two dials at a time would be one connection, which both have opened."""
+
+    async def scenario():
+        keys = [tmp_path / "a", tmp_path / "b"]
+        for key in keys:
+            load_or_create(key)
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            address = f"/ip4/127.0.0.1/tcp/{free.getsockname()[1]}"
+        first = await P2pd.start(identity_path=keys[0], host_maddrs=[address])
+        try:
+            with pytest.raises(UserError, match="address already in use"):
+                await P2pd.start(identity_path=keys[1], host_maddrs=[address])
+        finally:
+            await first.stop()
 
     asyncio.run(scenario())
 
