@@ -77,7 +77,7 @@ def residual_decay_for(compression: str, local_steps: int) -> float:
     asks for, it is never sent. The fewer the steps of an epoch the fewer values get there, so this forgets as much per
     step as 5 % per epoch of 30 steps, the cadence of Covenant, the 72B run built on that paper: 0.95^(H/30) below it,
     and 0.95 above; by nominal steps, where epochs have a time budget. The paper has no such rule, it is ours: at H = 6
-    top-k ended 2.8 % above fp32 with 0.95 in benchmarks/convergence, and 1.0 % with this (three seeds each, +- 0.7).
+    top-k ended 2.8 % above fp32 with 0.95 in benchmarks/convergence (three seeds), and 0.8 % with this (seven, +- 0.5).
     """
     return _SPARSE_DECAY ** min(1.0, local_steps / _DECAYS_IN_STEPS) if compression == _SPARSE else 1.0
 
