@@ -46,7 +46,7 @@ class Scale:
     """Where tuning starts."""
     outer_lr: float = 0.6
     seeds: tuple[int, ...] = tuple(range(1, 8))
-    """So small a batch is noisy: two runs that differ in their rounding only end 1 % of their loss apart."""
+    """So small a batch is noisy: of one seed, the run in int8 ends up to 0.8 % of its loss from the one in fp32."""
     tuning_seed: int = 0
 
     @property

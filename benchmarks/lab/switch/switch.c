@@ -108,11 +108,11 @@ static void run(void) {
     struct pollfd polled[] = {{.fd = held_fd, .events = POLLIN}, {.fd = STDIN_FILENO, .events = POLLIN}};
     while (!is_stopped && getppid() == parent) {
         /* Half a tick early or late, so on time in the mean. */
-        int64_t horizon_ns = now_ns() + tick_ns() / 2;
+        int64_t a_tick_ns = tick_ns(), horizon_ns = now_ns() + a_tick_ns / 2;
         forward(horizon_ns);
         deliver(horizon_ns);
         held_flush(held_fd);
-        struct timespec tick = {.tv_nsec = tick_ns()}, timeout = {.tv_sec = LOOK_FOR_PARENT_S};
+        struct timespec tick = {.tv_nsec = a_tick_ns}, timeout = {.tv_sec = LOOK_FOR_PARENT_S};
         if (!is_idle()) {
             nanosleep(&tick, NULL);
             timeout.tv_sec = 0;
