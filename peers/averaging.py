@@ -209,7 +209,7 @@ class Averager:
                 return []
             view = self._credible_view()
             self._late.branch.left([rank for rank, peer in view.items() if peer.state == "leaving"])
-            return self._round.on_view(view, now, self._mesh.quiet)
+            return self._round.on_view(view, now, self._mesh.quiet, self._mesh.lost)
 
         self._post(event)
 
@@ -280,6 +280,7 @@ class Averager:
             timing=self._timing(),
             view=self._credible_view(),
             quiet=self._mesh.quiet,
+            lost=self._mesh.lost,
             first_step=state.epoch * self._settings.schedule.steps_per_epoch,
             aggregation=self._settings.aggregation,
             barred=[

@@ -47,6 +47,14 @@ def trainers_of(view: View, lineage: str) -> list[int]:
     return sorted(r for r, peer in view.items() if peer.state in EXPECTED_STATES and peer.lineage == lineage)
 
 
+def is_lesser_side(here: Collection[int], lost: Collection[int]) -> bool:
+    """Whether those who still hear each other are fewer than those lost (of halves, the one without the lowest rank).
+
+    Most likely it is their own connections that broke then, and the others go on without them.
+    """
+    return (len(here), -min(here, default=0)) < (len(lost), -min(lost)) if lost else False
+
+
 def leader_of(view: View, lineage: str, ballot: int) -> int | None:
     """The ballot-th live trainer, wrapping; None where nobody trains."""
     trainers = trainers_of(view, lineage)

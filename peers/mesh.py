@@ -47,7 +47,11 @@ _LAST_WORD_S = 0.3
 DIAL_TIMEOUT_S = 5.0
 REDIAL_AFTER_S = 1.0
 """A channel that has stood for so long is made anew as soon as it breaks; others wait for the next look at the DHT."""
-LET_THE_OTHER_DIAL_S = 3.0
+LET_THE_OTHER_DIAL_S, LET_THE_OTHER_REDIAL_S = 3.0, 0.5
+LET_OURS_BE_ANSWERED_S = 1.0
+"""For so long a call is not answered that has crossed our own."""
+REGAIN_S = 3.0
+"""For so long a peer whose channel broke may be back: death and a cut connection look alike at first."""
 MAX_DIALLED = 32
 """Peers that are dialled at once: anybody can put records of peers into the DHT that do not exist."""
 _MAX_QUEUED = 1024
@@ -100,6 +104,11 @@ class Mesh:
         self._signed, self._signed_at = b"", float("-inf")
         self._peers: dict[str, _Peer] = {}
         self._dialling: dict[str, asyncio.Task[None]] = {}
+        # Who has our status and owes its own; whose status has come and who gets ours.
+        self._introducing: set[str] = set()
+        self._answering: set[str] = set()
+        # By peer id, those whose channel broke in the last REGAIN_S.
+        self._lost: dict[str, Announcement] = {}
         self._dials = asyncio.Semaphore(MAX_DIALLED)
         self._first_heard_of: dict[str, float] = {}
         self._allowances: dict[str, Allowance] = {}
@@ -121,6 +130,12 @@ class Mesh:
     def quiet(self) -> frozenset[int]:
         """World ranks of those that have said nothing for a while, and may yet."""
         return frozenset(rank for rank, peer in self._holders().items() if peer.is_quiet)
+
+    @property
+    def lost(self) -> Mapping[int, Announcement]:
+        """Last statuses of those whose channel broke a moment ago, by world rank: they may be back at once."""
+        view = self.view
+        return {peer.world_rank: peer for peer in self._lost.values() if peer.world_rank not in view}
 
     @property
     def ages(self) -> Mapping[int, float]:
@@ -177,6 +192,7 @@ class Mesh:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self._lost.clear()
 
     def _holders(self) -> dict[int, _Peer]:
         """By world rank: of several that claim one, whoever has been here longest."""
@@ -208,22 +224,37 @@ class Mesh:
             self._dialling.pop(peer_id, None)
         self._keep(peer_id, channel, status)
 
+    async def _redial(self, record: Announcement) -> None:
+        """Perhaps only the connection is gone. The larger peer id waits a little, and tries where the other cannot."""
+        if self._peer_id > record.peer_id:
+            await asyncio.sleep(LET_THE_OTHER_REDIAL_S)
+        await self.reach(record)
+
     async def _introduced(self, record: Announcement) -> tuple[Channel, Announcement]:
         sock = await self._transport.open(
             record.peer_id, self._protocol, timeout_s=DIAL_TIMEOUT_S, maddrs=record.maddrs
         )
         channel = Channel(sock)
         try:
+            if record.peer_id in self._answering or record.peer_id in self._peers:
+                raise PeerUnreachable("it has called meanwhile")
+            self._introducing.add(record.peer_id)
             await channel.send({"kind": "status", "status": self._status()}, timeout_s=DIAL_TIMEOUT_S)
             return channel, await self._receive_status(channel, record.peer_id)
         except BaseException:
             channel.close()
             raise
+        finally:
+            self._introducing.discard(record.peer_id)
 
     async def _accepted(self, peer_id: str, sock: socket.socket) -> None:
         channel = Channel(sock)
         try:
             status = await self._receive_status(channel, peer_id)
+            if await self._has_called(peer_id):
+                channel.close()
+                return
+            self._answering.add(peer_id)
             await channel.send({"kind": "status", "status": self._status()}, timeout_s=DIAL_TIMEOUT_S)
         except Refused as error:
             await self._turn_away(channel, error.why)
@@ -232,7 +263,21 @@ class Mesh:
             log.info("refused a channel from %s: %s", peer_id, error)
             channel.close()
             return
+        finally:
+            self._answering.discard(peer_id)
         self._keep(peer_id, channel, status)
+        if self._peer_id > peer_id and (task := self._dialling.get(peer_id)) is not None:
+            # Theirs stands; ours is not to come after it.
+            task.cancel()
+
+    async def _has_called(self, peer_id: str) -> bool:
+        """Of two calls that cross the one by the smaller peer id stands, if it gets through: else each end would hang
+        up on the other's. True: that is ours, and the other has answered it."""
+        task = self._dialling.get(peer_id)
+        if task is None or peer_id not in self._introducing or self._peer_id > peer_id:
+            return False
+        await asyncio.wait({task}, timeout=LET_OURS_BE_ANSWERED_S)
+        return peer_id in self._peers
 
     async def _turn_away(self, channel: Channel, why: Why) -> None:
         """Say why, and to a banned peer by whose word."""
@@ -283,6 +328,7 @@ class Mesh:
             peer.enqueue(message)
         for peer_id in banned:
             log.warning("peer %d (%s) is banned", self._peers[peer_id].status.world_rank, peer_id)
+            self._lost.pop(peer_id, None)
             self._peers.pop(peer_id).enqueue(None)
         if banned:
             self._on_change()
@@ -291,6 +337,7 @@ class Mesh:
         """From now on this is the channel to the peer; a newer one replaces an older one."""
         if (older := self._peers.get(peer_id)) is not None:
             older.channel.break_off()
+        self._lost.pop(peer_id, None)
         peer = self._peers[peer_id] = _Peer(channel, status)
         if self._gate.bans_blob:
             peer.enqueue(bans.to_message(self._gate.bans_blob))
@@ -337,14 +384,28 @@ class Mesh:
             if self._peers.get(peer_id) is peer:
                 del self._peers[peer_id]
                 self._first_heard_of.pop(peer_id, None)
+                may_be_back = (
+                    isinstance(broken_by, PeerUnreachable)
+                    and peer.status.state != "leaving"
+                    and time.monotonic() > stood_since + REDIAL_AFTER_S
+                )
+                if may_be_back:
+                    self._note_lost(peer_id, peer.status)
                 self._on_change()
                 if isinstance(broken_by, PeerSilent) and peer.is_quiet:
                     # It has left our heartbeats unanswered: whoever was frozen itself has sent none.
                     self._transport.missed(peer_id)
-                now, is_here = time.monotonic(), peer.status.state != "leaving"
-                if isinstance(broken_by, PeerUnreachable) and is_here and now > stood_since + REDIAL_AFTER_S:
-                    # Perhaps only the connection is gone.
-                    self._approach(peer.status, now)
+                if may_be_back:
+                    self._spawn(self._redial(peer.status))
+
+    def _note_lost(self, peer_id: str, status: Announcement) -> None:
+        def forget() -> None:
+            if self._lost.get(peer_id) is status:
+                del self._lost[peer_id]
+                self._on_change()
+
+        self._lost[peer_id] = status
+        asyncio.get_running_loop().call_later(REGAIN_S, forget)
 
     def _received(self, peer: _Peer, peer_id: str, message: dict[str, Any]) -> None:
         if message.get("kind") == "bans":

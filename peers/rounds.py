@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
 
 from peers import membership
 from peers.membership import View
@@ -32,6 +33,7 @@ from peers.round.standing import Standing
 TOLERATED_OF_LEADER = 1
 """Attempts of one round that a member loses to its leader before it looks for another."""
 _DEFAULT_AGGREGATION = Aggregation()
+_NOBODY: View = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -118,18 +120,20 @@ class Round:
         barred: Iterable[int] = (),
         parent: str = "",
         quiet: frozenset[int] = frozenset(),
+        lost: View = _NOBODY,
         first_step: int = -1,
     ) -> None:
         """`barred`: members that this peer neither follows nor, as the leader, takes or waits for.
 
-        `parent` is the lineage before the last commit; `quiet` as in `on_view`; `first_step` is
+        `parent` is the lineage before the last commit; `quiet` and `lost` as in `on_view`; `first_step` is
         the nominal step that this epoch began with: what was copied by then is work of an earlier one.
         """
         self.me, self.fragment, self.epoch, self.lineage = me, fragment, epoch, lineage
         self._aggregation = aggregation
         self.phase = Phase.IDLE
         self._view = view
-        self._quiet = quiet - {me}
+        self._quiet, self._lost = quiet - {me}, lost
+        self._regain_until = float("inf")
         self._inbox: deque[tuple[int, RoundMessage]] = deque()
         self._lead = Leader(
             me=me,
@@ -209,14 +213,18 @@ class Round:
         actions = self._check_ahead(now)
         return actions or self._finish(self._seek(now), now)
 
-    def on_view(self, view: View, now: float, quiet: frozenset[int] = frozenset()) -> list[Action]:
+    def on_view(
+        self, view: View, now: float, quiet: frozenset[int] = frozenset(), lost: View = _NOBODY
+    ) -> list[Action]:
         """Somebody came, left, was lost, or changed its status; or has not been heard of for a while (`quiet`).
 
-        A quiet one may be gone or just busy: nobody waits for it, and its work counts as soon as it is back.
+        A quiet one may be gone or just busy: nobody waits for it, and its work counts as soon as it is back. `lost`:
+        those lost a moment ago, who may be back at once. A leader that has lost most of the others gives them a little
+        time.
         """
         # The same rank with another incarnation is another peer to this round: what the old one brought died with it.
         gone = {r for r, old in self._view.items() if r not in view or view[r].incarnation != old.incarnation}
-        self._view, self._quiet = view, quiet - {self.me}
+        self._view, self._quiet, self._lost = view, quiet - {self.me}, lost
         actions = self._post(self._lead.on_lost(gone, now))
         if self.phase in (Phase.SEEKING, *_ATTEMPTING) and self._has_left(gone):
             actions += self._leave_leader(now)
@@ -225,10 +233,10 @@ class Round:
         if (
             self.phase is Phase.REDUCING
             and self._group is not None
-            and (lost := gone & set(self._group.ranks))
+            and (missed := gone & set(self._group.ranks))
         ):
             # Perhaps to this peer alone, and then the leader has to hear of it: their bytes will not come either.
-            actions += self._give_up(lost, now)
+            actions += self._give_up(missed, now)
         actions += self._check_ahead(now)
         return self._finish(actions, now)
 
@@ -316,6 +324,8 @@ class Round:
         times = [self._phase_deadline, self._resend_at]
         if self._num_asked:
             times.append(self._ask_again_at)
+        if self.phase is Phase.SEEKING and self._is_cut_off():
+            times.append(self._regain_until)
         if self.phase is not Phase.OVER:
             times += self._lead.times
         return min(times)
@@ -330,6 +340,7 @@ class Round:
             waits_for = f"the group of peer {self._leader}"
         elif self.phase is Phase.SEEKING:
             waits_for = f"peers {', '.join(map(str, missing))}" if missing else "the next attempt"
+            waits_for = "a way back to the others" if self._is_cut_off() else waits_for
         leader = self._leader if is_at_work else None
         return Standing(step=self.phase.value, leader=leader, missing=tuple(missing), waits_for=waits_for)
 
@@ -552,7 +563,20 @@ class Round:
         """Form a group, if this peer leads."""
         if self.phase in (*_ATTEMPTING, Phase.OVER) or self._num_asked or self._leader_of_ballot() != self.me:
             return []
+        if self._lead.joins and self._is_cut_off():
+            # To go on without them now would be a fork.
+            self._regain_until = min(self._regain_until, now + self.timing.regain_s)
+            if now < self._regain_until:
+                return []
         return self._post(self._lead.form(self._view, self._quiet, self._ballot, now))
+
+    def _is_cut_off(self) -> bool:
+        """Whether most of the others were lost a moment ago, on whatever lineage: they may be ahead by now."""
+        here, lost = (
+            {rank for rank, peer in view.items() if peer.state in membership.EXPECTED_STATES}
+            for view in (self._view, self._lost)
+        )
+        return membership.is_lesser_side(here - self._quiet, lost - self._lead.excluded - here)
 
     def _dispatch(self, sender: int, message: RoundMessage, now: float) -> list[Action]:
         match message:

@@ -37,6 +37,8 @@ class Timing:
     """Between a failed attempt and the next: time for the news of a death to arrive."""
     resend_s: float = 2.0
     """A member that waits repeats its join this often."""
+    regain_s: float = 3.0
+    """A peer that has lost most of the others a moment ago waits for them to be back, so long in a round at most."""
     doubt_s: float = 3.0
     """How long a member in doubt waits for the answer of a peer that has gone on."""
     ask_s: float = 1.0

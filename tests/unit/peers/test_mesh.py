@@ -5,6 +5,7 @@ import pytest
 
 from peers import mesh as mesh_module
 from peers.errors import PeerUnreachable
+from peers.identity import claim_slot
 from peers.mesh import HEARTBEAT_S, LONGEST_SILENCE_S, MAX_DIALLED, SILENCE_S, Mesh, heartbeat_s, silence_s
 from peers.messages import Channel
 from tests.support.announcements import announced
@@ -196,6 +197,98 @@ def test_who_was_frozen_itself_does_not_take_all_others_for_silent(monkeypatch):
             while mesh.peers:
                 await asyncio.sleep(0.001)
             assert not transport.unanswered
+            await mesh.close()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("state", "stood_s", "is_lost"), [("training", 0, True), ("leaving", 0, False), ("training", 60, False)]
+)
+def test_whose_channel_broke_a_moment_ago_is_known_for_a_while_or_until_it_is_back(
+    monkeypatch, state, stood_s, is_lost
+):
+    monkeypatch.setattr(mesh_module, "REDIAL_AFTER_S", stood_s)
+
+    async def scenario():
+        mesh = mesh_over(Transport())
+
+        async def meets_and_loses():
+            ours, theirs = socket.socketpair()
+            with ours, theirs:
+                mesh._keep("b", Channel(ours), announced("b", state=state))
+                assert not mesh.lost
+                theirs.close()
+                while mesh.peers:
+                    await asyncio.sleep(0.001)
+
+        for _ in range(2):
+            await meets_and_loses()
+            assert set(mesh.lost) == ({1} if is_lost else set())
+        monkeypatch.setattr(mesh_module, "REGAIN_S", 0.01)
+        await meets_and_loses()
+        while mesh.lost:
+            await asyncio.sleep(0.001)
+        await mesh.close()
+
+    run(scenario())
+
+
+class Wire:
+    """Connects meshes: a call reaches the other's handler after a while."""
+
+    def __init__(self, delays_s):
+        self.handlers, self.delays_s, self.tasks = {}, delays_s, []
+
+    def transport(self, peer_id):
+        wire = self
+
+        class Mine(Transport):
+            async def open(self, other, protocol, *, timeout_s, maddrs=()):
+                await asyncio.sleep(wire.delays_s[peer_id])
+                ours, theirs = socket.socketpair()
+                wire.tasks.append(asyncio.create_task(wire.handlers[other](peer_id, theirs)))
+                return ours
+
+            async def serve(self, protocol, handler):
+                wire.handlers[peer_id] = handler
+
+        return Mine()
+
+
+@pytest.mark.parametrize("delays_s", [{"a": 0.0, "b": 0.0}, {"a": 0.02, "b": 0.0}, {"a": 0.0, "b": 0.02}])
+@pytest.mark.parametrize("lag_s", [0.0, 0.005, 0.02])
+def test_of_two_calls_that_cross_one_stands_and_nobody_is_lost(tmp_path, delays_s, lag_s):
+    identities = [claim_slot(tmp_path, "run", rank) for rank in range(2)]
+    by_id = sorted(identities, key=lambda identity: identity.peer_id)
+    delays_s = dict(zip((identity.peer_id for identity in by_id), delays_s.values(), strict=True))
+
+    async def scenario():
+        wire, meshes = Wire(delays_s), []
+        for rank, identity in enumerate(by_id):
+            status = announced(identity.peer_id, world_rank=rank)
+            mesh = Mesh(
+                run_id="run",
+                peer_id=identity.peer_id,
+                transport=wire.transport(identity.peer_id),
+                status=lambda status=status, identity=identity: status.encode(identity),
+                on_change=lambda: None,
+                on_message=lambda *_: None,
+            )
+            await mesh.start()
+            meshes.append(mesh)
+        small, large = meshes
+        records = [announced(identity.peer_id, world_rank=rank) for rank, identity in enumerate(by_id)]
+
+        async def call(mesh, record, wait_s):
+            await asyncio.sleep(wait_s)
+            return await mesh.reach(record)
+
+        found = await asyncio.gather(call(small, records[1], 0.0), call(large, records[0], lag_s))
+        assert found == [True, True]
+        await asyncio.sleep(0.05)
+        assert [len(mesh.peers) for mesh in meshes] == [1, 1] and not small.lost and not large.lost
+        for mesh in meshes:
             await mesh.close()
 
     run(scenario())

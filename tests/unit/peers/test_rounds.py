@@ -141,6 +141,36 @@ def test_who_waits_turns_to_a_leader_that_has_just_come_and_still_follows_the_on
     assert member.on_message(1, group, 0.25) == [Reduce(group)]
 
 
+@pytest.mark.parametrize(
+    ("me", "here", "lost", "waits"),
+    [
+        # Its own connection broke, most likely, through which it heard both.
+        (1, {1}, {0, 2}, True),
+        (0, {0, 2}, {1}, False),
+        # Of two halves the one with the lowest rank goes on.
+        (0, {0, 3}, {1, 2}, False),
+        (1, {1, 2}, {0, 3}, True),
+    ],
+)
+def test_who_has_lost_most_of_the_others_waits_for_them_before_it_goes_on_alone(me, here, lost, waits):
+    view, gone = {rank: status(rank) for rank in here}, {rank: status(rank) for rank in lost}
+    leader = Round(
+        me=me, incarnation=1, fragment=0, epoch=0, lineage="a", timing=LONG_EPOCHS, view=view, lost=gone
+    )
+    for rank in here - {me}:
+        leader.on_message(rank, Join(0, "a", Proposal(rank, 1, 1.0, 1, False), ""), 0.1)
+    actions = leader.on_ready(Proposal(me, 1, 1.0, 1, False), 0.2)
+    assert any(isinstance(action, Reduce) for action in actions) is not waits
+    if waits:
+        assert leader.standing.waits_for == "a way back to the others"
+        assert leader.on_view(view, 1.0, lost=gone) == []
+        assert not any(isinstance(action, Reduce) for action in leader.on_tick(3.0))
+        first_ready_at = 0.1 if len(here) > 1 else 0.2
+        assert leader.deadline == pytest.approx(first_ready_at + leader.timing.regain_s)
+        # Though they be lost again and again, it does not wait for ever.
+        assert any(isinstance(action, Reduce) for action in leader.on_view(view, 3.3, lost=gone))
+
+
 def test_no_attempt_is_made_with_a_member_that_has_fallen_quiet_since_it_joined():
     leader, view = a_round(me=0, num_peers=3), {rank: status(rank) for rank in range(3)}
     leader.on_ready(Proposal(0, 1, 1.0, 1, False), 0.0)
