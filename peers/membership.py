@@ -52,7 +52,9 @@ def is_lesser_side(here: Collection[int], lost: Collection[int]) -> bool:
 
     Most likely it is their own connections that broke then, and the others go on without them.
     """
-    return (len(here), -min(here, default=0)) < (len(lost), -min(lost)) if lost else False
+    if len(here) != len(lost):
+        return len(here) < len(lost)
+    return bool(lost) and min(lost) < min(here)
 
 
 def leader_of(view: View, lineage: str, ballot: int) -> int | None:
