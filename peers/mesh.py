@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -21,25 +20,12 @@ from peers.access.gate import Gate
 from peers.access.request import raise_refusal, refusal
 from peers.access.tokens import Refused, Why
 from peers.errors import PeersError, PeerSilent, PeerUnreachable, ProtocolError
+from peers.live_peer import LivePeer, heartbeat_s, silence_s
 from peers.messages import Channel
 from peers.records import Announcement
 
 log = logging.getLogger(__name__)
 
-HEARTBEAT_S = 0.5
-"""Whatever else is said meanwhile: who waits for a peer says a lot to it, and has to notice its silence."""
-SILENCE_S, LONGEST_SILENCE_S = 8.0, 30.0
-"""A peer that says nothing for so long counts as lost. Far above a heartbeat: a busy machine is not a dead one. Longer
-among many, who may share machines; rounds wait for none of them meanwhile, and a broken channel tells at once."""
-QUIET_S, QUIET_BEATS = 3.0, 4
-"""A peer that says nothing while this one sends heartbeats for so long, and at least so many, is not waited for. Own
-beats count and not seconds: whoever was frozen itself has missed nothing."""
-DOUBT_BEATS = 4
-"""After so many beats without an answer the next streams to a peer go another way, if there is one: the link may carry
-nothing. Not where more than a quarter of the peers are so silent: then it is this one that hears badly."""
-_MANY_BEATS, _MANY_PEERS = 8, 16
-"""From so many peers on heartbeats get rarer, since all hear all and it is what membership costs; and from so many on
-silence may last longer."""
 _FRESH_S = 0.25
 """For so long a signed status is good for another peer's heartbeat."""
 _LAST_WORD_S = 0.3
@@ -54,7 +40,6 @@ REGAIN_S = 3.0
 """For so long a peer whose channel broke may be back: death and a cut connection look alike at first."""
 MAX_DIALLED = 32
 """Peers that are dialled at once: anybody can put records of peers into the DHT that do not exist."""
-_MAX_QUEUED = 1024
 
 
 def mesh_protocol(run_id: str) -> str:
@@ -102,7 +87,7 @@ class Mesh:
         self._run_id, self._peer_id, self._transport = run_id, peer_id, transport
         self._status, self._on_change, self._on_message = status, on_change, on_message
         self._signed, self._signed_at = b"", float("-inf")
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[str, LivePeer] = {}
         self._dialling: dict[str, asyncio.Task[None]] = {}
         # Who has our status and owes its own; whose status has come and who gets ours.
         self._introducing: set[str] = set()
@@ -194,9 +179,9 @@ class Mesh:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._lost.clear()
 
-    def _holders(self) -> dict[int, _Peer]:
+    def _holders(self) -> dict[int, LivePeer]:
         """By world rank: of several that claim one, whoever has been here longest."""
-        holders: dict[int, _Peer] = {}
+        holders: dict[int, LivePeer] = {}
         for peer in self._peers.values():
             holders.setdefault(peer.status.world_rank, peer)
         return holders
@@ -338,13 +323,13 @@ class Mesh:
         if (older := self._peers.get(peer_id)) is not None:
             older.channel.break_off()
         self._lost.pop(peer_id, None)
-        peer = self._peers[peer_id] = _Peer(channel, status)
+        peer = self._peers[peer_id] = LivePeer(channel, status)
         if self._gate.bans_blob:
             peer.enqueue(bans.to_message(self._gate.bans_blob))
         self._on_change()
         self._spawn(self._listen(peer, peer_id))
 
-    async def _listen(self, peer: _Peer, peer_id: str) -> None:
+    async def _listen(self, peer: LivePeer, peer_id: str) -> None:
         """Own the channel until it breaks."""
 
         def doubt() -> None:
@@ -407,7 +392,7 @@ class Mesh:
         self._lost[peer_id] = status
         asyncio.get_running_loop().call_later(REGAIN_S, forget)
 
-    def _received(self, peer: _Peer, peer_id: str, message: dict[str, Any]) -> None:
+    def _received(self, peer: LivePeer, peer_id: str, message: dict[str, Any]) -> None:
         if message.get("kind") == "bans":
             self._gate.learn(bans.parse(message))
             return
@@ -425,77 +410,6 @@ class Mesh:
         peer.status, peer.status_at = status, time.monotonic()
         if changed:
             self._on_change()
-
-
-class _Peer:
-    def __init__(self, channel: Channel, status: Announcement) -> None:
-        self.channel, self.status, self.status_at = channel, status, time.monotonic()
-        self._num_unanswered, self._quiet_at = 0, QUIET_BEATS
-        self._queue: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue(_MAX_QUEUED)
-
-    @property
-    def is_quiet(self) -> bool:
-        return self._num_unanswered >= self._quiet_at
-
-    @property
-    def is_doubted(self) -> bool:
-        return self._num_unanswered >= DOUBT_BEATS
-
-    def heard(self) -> bool:
-        """It has said something. True: after it was quiet."""
-        was_quiet, self._num_unanswered = self.is_quiet, 0
-        return was_quiet
-
-    def enqueue(self, message: dict[str, Any] | None) -> None:
-        """None ends the channel, once all before it is sent."""
-        try:
-            self._queue.put_nowait(message)
-        except asyncio.QueueFull:
-            # It takes nothing any more: losing it now is what its silence would lead to.
-            self.channel.break_off()
-
-    async def send_forever(
-        self,
-        status: Callable[[], bytes],
-        interval_s: Callable[[], float],
-        *,
-        on_doubt: Callable[[], None],
-        on_quiet: Callable[[], None],
-    ) -> None:
-        clock = asyncio.get_running_loop().time
-        beat_at = clock() + interval_s()
-        try:
-            while True:
-                try:
-                    # Not wait_for: in Python 3.11 it swallows a cancellation that meets a message.
-                    async with asyncio.timeout_at(beat_at):
-                        message = await self._queue.get()
-                except TimeoutError:
-                    message = {"kind": "status", "status": status()}
-                    was_quiet, interval = self.is_quiet, interval_s()
-                    beat_at = clock() + interval
-                    self._num_unanswered += 1
-                    self._quiet_at = max(QUIET_BEATS, math.ceil(QUIET_S / interval))
-                    if self._num_unanswered == DOUBT_BEATS:
-                        on_doubt()
-                    if self.is_quiet and not was_quiet:
-                        on_quiet()
-                if message is None:
-                    self.channel.break_off()
-                    return
-                await self.channel.send(message, timeout_s=SILENCE_S)
-        except PeerUnreachable:
-            self.channel.break_off()
-
-
-def heartbeat_s(num_peers: int) -> float:
-    """Between two heartbeats to each of so many peers."""
-    return min(HEARTBEAT_S * max(1.0, num_peers / _MANY_BEATS), SILENCE_S / 3)
-
-
-def silence_s(num_peers: int) -> float:
-    """After which each of so many peers counts as lost."""
-    return min(SILENCE_S * max(1.0, num_peers / _MANY_PEERS), LONGEST_SILENCE_S)
 
 
 def _essence(status: Announcement) -> tuple[Any, ...]:

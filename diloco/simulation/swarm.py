@@ -19,7 +19,7 @@ from diloco.simulation.scenario import Scenario
 from diloco.simulation.state import Names, State
 from diloco.simulation.traffic import Traffic
 from peers import membership
-from peers.mesh import QUIET_BEATS, heartbeat_s, silence_s
+from peers.live_peer import QUIET_BEATS, heartbeat_s, silence_s
 from peers.pace import entry_with_work, progress_of_others
 from peers.round.messages import Group
 

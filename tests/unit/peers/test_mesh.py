@@ -3,10 +3,11 @@ import socket
 
 import pytest
 
+from peers import live_peer
 from peers import mesh as mesh_module
 from peers.errors import PeerUnreachable
 from peers.identity import claim_slot
-from peers.mesh import HEARTBEAT_S, LONGEST_SILENCE_S, MAX_DIALLED, SILENCE_S, Mesh, heartbeat_s, silence_s
+from peers.mesh import MAX_DIALLED, Mesh
 from peers.messages import Channel
 from tests.support.announcements import announced
 
@@ -82,64 +83,6 @@ def test_a_peer_that_is_in_no_record_any_more_is_forgotten(monkeypatch):
     run(scenario())
 
 
-def test_heartbeats_get_rarer_with_many_peers_and_stay_far_below_the_silence_of_a_lost_one():
-    assert heartbeat_s(1) == heartbeat_s(8) == HEARTBEAT_S
-    assert heartbeat_s(16) == 2 * HEARTBEAT_S
-    assert all(heartbeat_s(n) <= silence_s(n) / 3 for n in (1, 16, 20, 50, 1000))
-    assert silence_s(16) == SILENCE_S < silence_s(50) < silence_s(1000) == LONGEST_SILENCE_S
-
-
-def test_a_peer_that_answers_no_heartbeat_is_quiet_until_it_says_something(monkeypatch):
-    monkeypatch.setattr(mesh_module, "QUIET_S", 0.05)
-
-    async def scenario():
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            told, quiet, doubts = [], asyncio.Event(), []
-            peer = mesh_module._Peer(Channel(ours), record("b"))
-
-            def on_quiet():
-                told.append(peer.is_quiet)
-                quiet.set()
-
-            sending = asyncio.create_task(
-                peer.send_forever(
-                    lambda: b"",
-                    lambda: 0.001,
-                    on_doubt=lambda: doubts.append(peer.is_quiet),
-                    on_quiet=on_quiet,
-                )
-            )
-            await quiet.wait()
-            assert told == [True] and peer.is_quiet
-            assert doubts == [False] and peer.is_doubted
-            assert peer.heard() and not peer.is_quiet
-            assert not peer.heard()
-            sending.cancel()
-
-    run(scenario())
-
-
-def test_what_is_said_to_a_silent_peer_holds_up_no_heartbeat(monkeypatch):
-    monkeypatch.setattr(mesh_module, "QUIET_S", 0.05)
-
-    async def scenario():
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            quiet = asyncio.Event()
-            peer = mesh_module._Peer(Channel(ours), record("b"))
-            sending = asyncio.create_task(
-                peer.send_forever(lambda: b"", lambda: 0.01, on_doubt=lambda: None, on_quiet=quiet.set)
-            )
-            while not quiet.is_set():
-                # Far oftener than the heart beats.
-                peer.enqueue({"kind": "join"})
-                await asyncio.sleep(0.001)
-            sending.cancel()
-
-    run(scenario())
-
-
 def test_one_signature_serves_all_heartbeats_of_a_moment_and_none_is_older_than_the_last_broadcast():
     statuses = [b"newest", b"new", b"old"]
     mesh = mesh_over(Transport(), status=lambda: statuses.pop())
@@ -166,7 +109,7 @@ def test_a_channel_that_breaks_is_made_anew_at_once_and_another_way_where_it_fel
     if not speaks:
         monkeypatch.setattr(mesh_module, "silence_s", lambda _num_peers: 0.2)
         monkeypatch.setattr(mesh_module, "heartbeat_s", lambda _num_peers: 0.001)
-        monkeypatch.setattr(mesh_module, "QUIET_S", 0.01)
+        monkeypatch.setattr(live_peer, "QUIET_S", 0.01)
 
     async def scenario():
         transport = Transport()

@@ -1,0 +1,65 @@
+import asyncio
+import socket
+
+from peers import live_peer
+from peers.live_peer import HEARTBEAT_S, LONGEST_SILENCE_S, SILENCE_S, LivePeer, heartbeat_s, silence_s
+from peers.messages import Channel
+from tests.support.announcements import announced
+
+
+def test_heartbeats_get_rarer_with_many_peers_and_stay_far_below_the_silence_of_a_lost_one():
+    assert heartbeat_s(1) == heartbeat_s(8) == HEARTBEAT_S
+    assert heartbeat_s(16) == 2 * HEARTBEAT_S
+    assert all(heartbeat_s(n) <= silence_s(n) / 3 for n in (1, 16, 20, 50, 1000))
+    assert silence_s(16) == SILENCE_S < silence_s(50) < silence_s(1000) == LONGEST_SILENCE_S
+
+
+def test_a_peer_that_answers_no_heartbeat_is_quiet_until_it_says_something(monkeypatch):
+    monkeypatch.setattr(live_peer, "QUIET_S", 0.05)
+
+    async def scenario():
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            told, quiet, doubts = [], asyncio.Event(), []
+            peer = LivePeer(Channel(ours), announced("b", state="joining"))
+
+            def on_quiet():
+                told.append(peer.is_quiet)
+                quiet.set()
+
+            sending = asyncio.create_task(
+                peer.send_forever(
+                    lambda: b"",
+                    lambda: 0.001,
+                    on_doubt=lambda: doubts.append(peer.is_quiet),
+                    on_quiet=on_quiet,
+                )
+            )
+            await quiet.wait()
+            assert told == [True] and peer.is_quiet
+            assert doubts == [False] and peer.is_doubted
+            assert peer.heard() and not peer.is_quiet
+            assert not peer.heard()
+            sending.cancel()
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def test_what_is_said_to_a_silent_peer_holds_up_no_heartbeat(monkeypatch):
+    monkeypatch.setattr(live_peer, "QUIET_S", 0.05)
+
+    async def scenario():
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            quiet = asyncio.Event()
+            peer = LivePeer(Channel(ours), announced("b", state="joining"))
+            sending = asyncio.create_task(
+                peer.send_forever(lambda: b"", lambda: 0.01, on_doubt=lambda: None, on_quiet=quiet.set)
+            )
+            while not quiet.is_set():
+                # Far oftener than the heart beats.
+                peer.enqueue({"kind": "join"})
+                await asyncio.sleep(0.001)
+            sending.cancel()
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
