@@ -33,6 +33,7 @@ from peers.reduce import OVERLAPPED_NICENESS
 from peers.reduction.bandwidth import Bandwidth
 from peers.reduction.residuals import Residuals
 from peers.round import messages as round_messages
+from peers.round.actions import Action, Apply, Cancel, CatchUp, Inspect, Reduce, Send
 from peers.round.aggregation import Aggregation
 from peers.round.attempts import ATTEMPT_SHARE, Attempts
 from peers.round.audit import demanded
@@ -45,7 +46,7 @@ from peers.round.offences import Offences
 from peers.round.readiness import Readiness
 from peers.round.recent_commits import RecentCommits
 from peers.round.standing import Standing
-from peers.rounds import Action, Apply, Cancel, CatchUp, Inspect, Reduce, Round, Send
+from peers.rounds import Round
 from peers.schedule import Schedule
 from peers.state.commit_log import CommitLog, Recording, header_of
 

@@ -20,11 +20,12 @@ from diloco.simulation.worker import Answer, Work, Worker
 from peers import membership
 from peers.codecs import codec_named
 from peers.reduction.bandwidth import WINDOW_S, Bandwidth
+from peers.round.actions import Action, Apply, Cancel, CatchUp, Reduce, Send
 from peers.round.attempts import ATTEMPT_SHARE
 from peers.round.deadlines import Deadlines
 from peers.round.leader import Timing
 from peers.round.messages import Commit, Group, Proposal, Vote
-from peers.rounds import Action, Apply, Cancel, CatchUp, Reduce, Round, Send
+from peers.rounds import Round
 from peers.state.header import STATE_CHUNK_NUMEL
 
 if TYPE_CHECKING:

@@ -10,9 +10,10 @@ from collections.abc import Callable
 
 from diloco.simulation.clock import Clock
 from peers.membership import View
+from peers.round.actions import Action, Send
 from peers.round.messages import Ask, Join, RoundMessage
 from peers.round.recent_commits import RecentCommits
-from peers.rounds import Action, Phase, Round, Send
+from peers.rounds import Phase, Round
 
 _LEAST_TICK_S = 0.02
 

@@ -14,10 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from peers.records import Announcement
+from peers.round.actions import Action, Apply, Cancel, CatchUp, Inspect, Reduce, Send
 from peers.round.aggregation import Aggregation
 from peers.round.leader import Timing
 from peers.round.messages import Abort, Ask, Audit, Commit, Group, Join, Proposal, RoundMessage, Vote
-from peers.rounds import Action, Apply, Cancel, CatchUp, Inspect, Phase, Reduce, Round, Send
+from peers.rounds import Phase, Round
 from tests.support.announcements import announced
 
 TIMING = Timing(gather_s=30.0, attempt_s=20.0)

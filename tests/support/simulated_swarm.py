@@ -14,13 +14,14 @@ from dataclasses import dataclass
 
 from peers import joining, membership
 from peers.records import Announcement
+from peers.round.actions import Action, Apply, Cancel, CatchUp, Inspect, Reduce, Send
 from peers.round.aggregation import Aggregation
 from peers.round.audit import demanded
 from peers.round.credit import Credit
 from peers.round.leader import Timing
 from peers.round.messages import Ask, Audit, Commit, Group, Join, Proposal, RoundMessage, Vote
 from peers.round.recent_commits import RecentCommits
-from peers.rounds import Action, Apply, Cancel, CatchUp, Inspect, Reduce, Round, Send
+from peers.rounds import Round
 from tests.support.round_world import status
 from tests.support.simulated_network import Pair, SimulatedNetwork
 

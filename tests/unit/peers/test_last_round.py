@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from peers import membership
+from peers.round.actions import Action, Apply, CatchUp, Reduce, Send
 from peers.round.aggregation import Aggregation
 from peers.round.messages import Ask, Commit, Group, Join, Proposal, Vote
-from peers.rounds import Action, Apply, CatchUp, Reduce, Round, Send
+from peers.rounds import Round
 from tests.support.round_world import TIMING, status
 
 MEMBERS = tuple(Proposal(rank, 100, 1.0, 10, True) for rank in range(3))

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peers.errors import ProtocolError
+from peers.round.actions import Apply, CatchUp, Reduce, Send
 from peers.round.messages import Abort, Ask, Commit, Group, Join, Proposal, Vote, parse, to_message
 from peers.round.verdicts import dissenters
-from peers.rounds import Apply, CatchUp, Reduce, Round, Send
+from peers.rounds import Round
 from tests.support.round_world import TIMING, World, status
 
 LONG_EPOCHS = dataclasses.replace(TIMING, carry_s=200.0)
