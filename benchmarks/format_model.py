@@ -19,7 +19,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from diloco.grpo.tasks import open_task
+from diloco.grpo.task_choice import open_task
 from diloco.model_files import PRESETS_DIR, load_model_config
 
 TASK = "reasoning-gym:chain_sum,min_terms=1,max_terms=1,min_digits=1,max_digits=1"

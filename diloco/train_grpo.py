@@ -35,7 +35,8 @@ from diloco.grpo.gpus import split_gpus, starts_server
 from diloco.grpo.prompts import Deal, held_out_examples, place_of, rows_of
 from diloco.grpo.recorder import Recorder
 from diloco.grpo.servers import opened_servers
-from diloco.grpo.tasks import Message, open_task
+from diloco.grpo.task_choice import open_task
+from diloco.grpo.tasks import Message
 from diloco.grpo.trainer import PeerTrainer, completed_by_the_trainer, reward_functions, token_ids
 from diloco.grpo.turns import EvaluateWhenDue
 from diloco.launch import Assignment, assigned, exit_code, leave

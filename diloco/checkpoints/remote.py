@@ -13,7 +13,7 @@ from typing import Any
 from diloco.checkpoints.choice import Registration
 from diloco.checkpoints.dirs import STEP, own_part, step_name
 from diloco.checkpoints.mark import COMPLETE, PEER_PART
-from diloco.checkpoints.store import SAVERS, registration_of, savers_of
+from diloco.checkpoints.registration import SAVERS, registration_of, savers_of
 
 
 class RemoteStore:

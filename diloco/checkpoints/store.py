@@ -7,9 +7,7 @@ rename; elsewhere its files are sent one by one, the mark last, so that what has
 from __future__ import annotations
 
 import contextlib
-import json
-import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -25,10 +23,10 @@ from diloco.checkpoints.dirs import (
     temporary_of,
 )
 from diloco.checkpoints.mark import COMPLETE, PEER_PART
+from diloco.checkpoints.registration import SAVERS, registration_of, savers_of
+from diloco.checkpoints.remote import RemoteStore
 from diloco.errors import UserError
 from peers.whole_files import write_bytes
-
-SAVERS = "savers"
 
 
 class Store(Protocol):
@@ -87,9 +85,6 @@ def open_store(path: str, scratch: Path) -> Store:
         raise UserError(f"{path} needs a package that is not here ({error}): {extra}") from error
     except (ValueError, OSError) as error:
         raise UserError(f"{path} is no place for checkpoints: {error}") from error
-    # Not at the top: it needs what is defined here.
-    from diloco.checkpoints.remote import RemoteStore
-
     return RemoteStore(path, filesystem, root, scratch)
 
 
@@ -161,26 +156,3 @@ def _read_marks(directories: dict[Path, str]) -> Iterator[tuple[str, bytes]]:
         except OSError:
             # A mark that cannot be read is a damaged one.
             yield name, b""
-
-
-def registration_of(before: bytes | None, *, has_saved: bool) -> bytes:
-    """What a peer's file among the savers is to hold, after what it held."""
-    at_ms = time.time_ns() // 1_000_000 if before is None else _registration(before).at_ms
-    return json.dumps({"at_ms": at_ms, "has_saved": has_saved}).encode()
-
-
-def savers_of(registered: Mapping[str, bytes], with_marks: Iterable[str]) -> dict[int, Registration]:
-    """By world rank, from the files among the savers and the parts that have marks."""
-    found = {name: _registration(raw) for name, raw in registered.items()}
-    found |= {name: Registration() for name in with_marks}
-    ranks = {name: name.removeprefix(PEER_PART) for name in found}
-    return {int(ranks[name]): one for name, one in found.items() if ranks[name].isdecimal()}
-
-
-def _registration(raw: bytes) -> Registration:
-    """One that cannot be read may have saved: nobody begins anew for its sake."""
-    try:
-        content = json.loads(raw)
-        return Registration(at_ms=int(content["at_ms"]), has_saved=bool(content["has_saved"]))
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return Registration()

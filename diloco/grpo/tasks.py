@@ -1,4 +1,4 @@
-"""Tasks: prompts, what their answers are held against, and the rewards. Which task: `--dataset`."""
+"""Tasks: prompts, what their answers are held against, and the rewards."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from diloco.errors import UserError
 from diloco.grpo.answers import Completion
 
 SYSTEM = (
@@ -81,22 +80,6 @@ def scores(task: Task, text: str, example: Example) -> list[float]:
         return [0.0] * len(task.rewards)
     completion = parsed(text)
     return [reward.score(completion, example) for reward in task.rewards]
-
-
-def open_task(name: str, *, seed: int) -> Task:
-    """The task that `--dataset` names. Raises UserError for an unknown one, or one that cannot be had."""
-    from diloco.grpo.hub_tasks import HUB_TASKS, open_hub_task
-    from diloco.grpo.reasoning import PREFIX, open_generator
-
-    kind, _, place = name.partition("=")
-    if kind in HUB_TASKS:
-        return open_hub_task(kind, place or None)
-    if name == PREFIX or name.startswith(f"{PREFIX}:"):
-        return open_generator(name, seed=seed)
-    raise UserError(
-        f"--dataset {name} is no task; name {PREFIX}:<generator> (chain_sum, countdown, ...), "
-        f"{', '.join(HUB_TASKS)}, or one of those from a directory, as in gsm8k=path/to/it"
-    )
 
 
 def conversation(system: str, question: str) -> list[Message]:

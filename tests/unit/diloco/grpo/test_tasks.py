@@ -9,7 +9,8 @@ import pytest
 from diloco.errors import UserError
 from diloco.grpo.answers import parsed
 from diloco.grpo.math_answers import boxed, equivalent
-from diloco.grpo.tasks import open_task, reward_of
+from diloco.grpo.task_choice import open_task
+from diloco.grpo.tasks import reward_of
 
 ROWS = {
     "gsm8k": {"question": "How many?", "answer": "First 1,000.\nThen 200 more.\n#### 1,200"},

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.format_model import bare_model
-from diloco.grpo.tasks import Example, open_task
+from diloco.grpo.task_choice import open_task
+from diloco.grpo.tasks import Example
 from diloco.grpo.trainer import left_padded, reward_functions, token_ids
 from diloco.text.tokenizer import load_tokenizer
 
