@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from diloco.grpo.answers import Completion
+from diloco.grpo.answers import Completion, parsed
 
 SYSTEM = (
     "Reason between <start_working_out> and <end_working_out>. "
@@ -74,8 +74,6 @@ def reward_of(task: Task, text: str, example: Example) -> float:
 
 def scores(task: Task, text: str, example: Example) -> list[float]:
     """Of each of the task's components, the score of a completion's text; all 0 where there is no text."""
-    from diloco.grpo.answers import parsed
-
     if not text.strip():
         return [0.0] * len(task.rewards)
     completion = parsed(text)
