@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import signal
 import statistics
 import subprocess
@@ -15,8 +14,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import hardware, pace
+
 _ROOT = Path(__file__).parent.parent
-ORIGIN = ("commit", "hardware", "date")
+ORIGIN = ("commit", "hardware", "pace", "date")
 """What a record says of where all its rows come from, and a row where it comes from somewhere else."""
 
 
@@ -83,8 +84,8 @@ def report(
 def merged(earlier: Mapping[str, Any], newer: Mapping[str, Any]) -> dict[str, Any]:
     """The newer record and, before it, the earlier one's rows of cases that it has not measured.
 
-    Such a row says where it comes from, by the fields of a record, where that is another commit or machine. Notes and
-    summary stay where the newer has none. Raises ValueError for records of two benchmarks.
+    Such a row says where it comes from, by the fields of a record, where that is another commit, machine or pace. Notes
+    and summary stay where the newer has none. Raises ValueError for records of two benchmarks.
     """
     if earlier["benchmark"] != newer["benchmark"]:
         raise ValueError(f"the file is of the benchmark {earlier['benchmark']}, not {newer['benchmark']}")
@@ -93,9 +94,11 @@ def merged(earlier: Mapping[str, Any], newer: Mapping[str, Any]) -> dict[str, An
     for row in earlier["results"]:
         if row["case"] in measured:
             continue
-        origin = {name: row.get(name, earlier[name]) for name in ORIGIN}
+        # A row with an origin has all of it: the record's own pace is not its.
+        source = row if "commit" in row else earlier
+        origin = {name: source[name] for name in ORIGIN if name in source}
         values = {name: value for name, value in row.items() if name not in ORIGIN}
-        is_elsewhere = any(origin[name] != newer[name] for name in ("commit", "hardware"))
+        is_elsewhere = any(origin.get(name) != newer.get(name) for name in ("commit", "hardware", "pace"))
         kept.append({**values, **origin} if is_elsewhere else values)
     told = {name: earlier[name] for name in ("notes", "summary") if name in earlier}
     return {**told, **newer, "results": [*kept, *newer["results"]]}
@@ -106,6 +109,7 @@ def record(benchmark: str, results: Sequence[Result]) -> dict[str, Any]:
         "benchmark": benchmark,
         "commit": commit(),
         "hardware": hardware(),
+        "pace": pace(),
         "date": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
         "results": [asdict(row) for row in results],
     }
@@ -124,27 +128,3 @@ def commit() -> str:
     except (OSError, subprocess.CalledProcessError):
         return ""
     return described.stdout.strip()
-
-
-def hardware() -> str:
-    """Processor, cores, memory, and GPUs where torch sees some."""
-    import os
-
-    import torch
-
-    pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    parts = [
-        f"{len(os.sched_getaffinity(0))} cores {_processor()}",
-        f"{pages * page_bytes / 2**30:.0f} GiB",
-        f"torch {torch.__version__}",
-    ]
-    if torch.cuda.is_available():
-        parts.append(f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}")
-    return ", ".join(parts)
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()

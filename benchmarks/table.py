@@ -48,7 +48,7 @@ def rendered(results: Path) -> str:
 
 def _section(path: Path, record: Mapping[str, Any]) -> Iterator[str]:
     yield f"[{path.name}](results/{path.name}): {_origin(record)}.\n"
-    others = [(_origin({**record, **row}), row["case"]) for row in record["results"]]
+    others = [(_origin(row if "commit" in row else record), row["case"]) for row in record["results"]]
     for origin in dict.fromkeys(origin for origin, _ in others if origin != _origin(record)):
         cases = ", ".join(dict.fromkeys(case for other, case in others if other == origin))
         yield f"But {cases}: {origin}.\n"
@@ -71,7 +71,8 @@ def _section(path: Path, record: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _origin(record: Mapping[str, Any]) -> str:
-    return f"{record['hardware']}; commit {record['commit'] or 'unknown'}; {record['date'][:10]}"
+    machine = "; ".join(record[name] for name in ("hardware", "pace") if name in record)
+    return f"{machine}; commit {record['commit'] or 'unknown'}; {record['date'][:10]}"
 
 
 def _summary_table(summary: Sequence[Mapping[str, Any]]) -> str:

@@ -26,13 +26,14 @@ from peers.literature import residual_decay_for
 from peers.mesh import Mesh
 from peers.network.streams import StreamPool
 from peers.outer_optimizer import OuterOptimizer, norm_of_pseudo_gradient
-from peers.outer_state import OuterState
+from peers.outer_state import Digests, OuterState
 from peers.pace import progress_of_others
 from peers.records import Announcement
 from peers.reduce import OVERLAPPED_NICENESS
 from peers.reduction.bandwidth import Bandwidth
 from peers.reduction.residuals import Residuals
 from peers.round import messages as round_messages
+from peers.round.absences import Absences
 from peers.round.actions import Action, Apply, Cancel, CatchUp, Inspect, Reduce, Send
 from peers.round.aggregation import Aggregation
 from peers.round.attempts import ATTEMPT_SHARE, Attempts
@@ -40,7 +41,7 @@ from peers.round.audit import demanded
 from peers.round.audit_exchange import AuditTask
 from peers.round.credit import Credit
 from peers.round.deadlines import Deadlines
-from peers.round.leader import Timing
+from peers.round.leader import Timing, is_carried
 from peers.round.messages import Ask, Audit, Commit, Group, Join, Proposal, RoundMessage, Vote
 from peers.round.offences import Offences
 from peers.round.readiness import Readiness
@@ -111,6 +112,7 @@ class Averager:
         self._commits = RecentCommits()
         self._late = LateWork(settings.schedule, has_worker)
         self._offences = Offences()
+        self._absences = Absences()
         self._reducing: asyncio.Task[None] | None = None
         self._chance = random.SystemRandom()
         self._epoch_started = time.monotonic()
@@ -289,6 +291,7 @@ class Averager:
                 for rank, peer in self._view().items()
                 if self._offences.is_barred(peer.peer_id, state.epoch)
             ],
+            unawaited=self._absences.unawaited(self._view(), state.epoch),
         )
         for _ in range(len(self._early)):
             sender, message = self._early.popleft()
@@ -356,11 +359,13 @@ class Averager:
                 round_.timing,
             )
         except (PeersError, OSError) as error:
-            suspects = error.suspects if isinstance(error, RoundFailed) else frozenset[int]()
+            lost = error if isinstance(error, RoundFailed) else RoundFailed(str(error))
             if not self._attempts.is_cancelled:
                 log.info("attempt at epoch %d failed: %s", group.epoch, error)
                 self._learn_from_failure(waiting.clock.total_s, round_)
-            self._post(lambda now: round_.on_reduce_failed(group.attempt, suspects, now))
+            self._post(
+                lambda now: round_.on_reduce_failed(group.attempt, lost.suspects, now, told_by=lost.told_by)
+            )
             return
         self._bandwidth.saw(report.bandwidth)
         waiting.sent_bytes += report.sent_bytes
@@ -385,7 +390,7 @@ class Averager:
         assert waiting is not None and waiting.plan is not None and round_ is not None
         place = {rank: index for index, rank in enumerate(group.ranks)}
         task = AuditTask(waiting.plan, [place[owner] for owner in audit.owners], audit.inputs)
-        suspects, disproved = frozenset[int](), frozenset[int]()
+        disproved = frozenset[int]()
         try:
             disproved = await self._attempts.audit(
                 task,
@@ -396,8 +401,12 @@ class Averager:
             )
         except (PeersError, OSError) as error:
             log.info("audit at epoch %d failed: %s", group.epoch, error)
-            suspects = error.suspects if isinstance(error, RoundFailed) else suspects
-            self._post(lambda now: round_.on_audit_failed(group.attempt, suspects, (), now))
+            lost = error if isinstance(error, RoundFailed) else RoundFailed(str(error))
+            self._post(
+                lambda now: round_.on_audit_failed(
+                    group.attempt, lost.suspects, (), now, told_by=lost.told_by
+                )
+            )
             return
         if disproved:
             log.warning("the sums of peer %s are false", ", ".join(map(str, sorted(disproved))))
@@ -426,6 +435,8 @@ class Averager:
         waiting, group = self._waiting, commit.group
         assert waiting is not None
         state, schedule = self.state, self._settings.schedule
+        view = self._view()
+        self._absences.note(view, membership.trainers_of(view, state.lineage), group.ranks)
         waiting.clock.lap("vote_s")
         assert waiting.plan is not None and waiting.plan.attempt.hex() == group.attempt
         await asyncio.to_thread(
@@ -469,7 +480,16 @@ class Averager:
         self.commit_log.add(waiting.recording, header, sum(state.sizes))
         now = time.monotonic()
         deadlines, round_ = self._settings.deadlines, self._round
-        deadlines.epoch_took(now - self._epoch_started, of_it_round_s=now - (waiting.grouped_at or now))
+        grouped_at, first_step = waiting.grouped_at or now, group.epoch * schedule.steps_per_epoch
+        trained_s = waiting.since - self._epoch_started
+        is_whole = trained_s > 0 and not is_carried(waiting.proposal, first_step)
+        # With overlap it does some of an epoch's steps before the epoch begins.
+        all_steps_s = schedule.steps_per_epoch * view[self._me].step_s
+        deadlines.epoch_took(
+            now - self._epoch_started,
+            of_it_round_s=now - grouped_at,
+            own_s=max(trained_s, all_steps_s) if is_whole else None,
+        )
         waiting.clock.lap("apply_s")
         failures = round_.failures if round_ else []
         if round_ is not None and round_.gathered is not None:
@@ -499,8 +519,16 @@ class Averager:
         """Adopt the better state, and propose the local work again on top of it: new anchor + (local - old anchor)."""
         log.info("catching up: %s", action.reason)
         waiting, old = self._waiting, self.state
-        self._remember_offenders(old.epoch)
         new = await self._better_state(action)
+        if (
+            new is not None
+            and self._round is not None
+            and action.resync
+            and await asyncio.to_thread(_is_whole, old, new)
+        ):
+            # Its bits were right: who sends it to fetch them again only keeps it from the round.
+            self._round.offenders.add(action.rank)
+        self._remember_offenders(old.epoch)
         if new is None:
             # Whoever was ahead is gone, or cannot prove it: our own state is the best there is.
             self._open_round()
@@ -585,3 +613,8 @@ class Averager:
             num_peers=len(self._view()),
             bandwidth=self.bandwidth,
         )
+
+
+def _is_whole(old: OuterState, new: OuterState) -> bool:
+    """Whether the old one is the new one already, by its values and not by what its header says of them."""
+    return old.verify() == Digests(new.anchor_digest, new.momentum_digest)

@@ -42,8 +42,8 @@ class ProtocolError(PeersError):
 class RoundFailed(PeersError):
     """The reduction did not finish; `suspects` are the world ranks it was lost to.
 
-    `is_hearsay`: another member says so; our own streams with them have done nothing wrong. Whoever it was lost to,
-    nothing had come from those in `silent` for a while: what stands between us may carry nothing.
+    `told_by`: where it is hearsay, who says so; our own streams with the suspects have done nothing wrong. Whoever it
+    was lost to, nothing had come from those in `silent` for a while: what stands between us may carry nothing.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class RoundFailed(PeersError):
         reason: str,
         suspects: Iterable[int] = (),
         *,
-        is_hearsay: bool = False,
+        told_by: Iterable[int] = (),
         silent: Iterable[int] = (),
     ) -> None:
         super().__init__(reason)
-        self.suspects, self.silent, self.is_hearsay = frozenset(suspects), frozenset(silent), is_hearsay
+        self.suspects, self.silent, self.told_by = map(frozenset, (suspects, silent, told_by))
 
 
 class StateUnavailable(PeersError):

@@ -218,7 +218,8 @@ class _Reduction:
         culprit = None if cancelled.is_set() else failure.culprit
         suspects = () if culprit is None else (self._plan.members[culprit],)
         silent = [self._plan.members[index] for index in self._silent]
-        raise RoundFailed(failure.reason, suspects, is_hearsay=failure.is_hearsay, silent=silent)
+        told_by = () if failure.told_by is None else (self._plan.members[failure.told_by],)
+        raise RoundFailed(failure.reason, suspects, told_by=told_by, silent=silent)
 
     def _carry_out(self, job: Callable[[int], None], other: int) -> None:
         # Flushing is a state of the thread, and a library loaded elsewhere may have changed what new threads inherit.
@@ -393,7 +394,9 @@ class _Reduction:
         culprit = header.chunk if header.chunk < len(self._plan.members) else other
         is_about_us = culprit == self._plan.me
         self._progress.fail(
-            f"{self._name(other)} gave up", other if is_about_us else culprit, is_hearsay=not is_about_us
+            f"{self._name(other)} gave up",
+            other if is_about_us else culprit,
+            told_by=None if is_about_us else other,
         )
 
     def _hear_last_words(self, other: int) -> None:

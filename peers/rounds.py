@@ -15,7 +15,7 @@ the same (a partition) are a fork, which peers/membership.py resolves.
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from enum import Enum
 from types import MappingProxyType
@@ -32,6 +32,9 @@ from peers.round.standing import Standing
 
 TOLERATED_OF_LEADER = 1
 """Attempts of one round that a member loses to its leader before it looks for another."""
+_MOST_COUNTED, _MORE_ATTEMPTS = 16, 2
+"""A leader may make two attempts for each member, of so many, and so many more: from the second failure on it leaves
+somebody out."""
 _DEFAULT_AGGREGATION = Aggregation()
 _NOBODY: View = MappingProxyType({})
 
@@ -68,12 +71,14 @@ class Round:
         view: View,
         aggregation: Aggregation = _DEFAULT_AGGREGATION,
         barred: Iterable[int] = (),
+        unawaited: Iterable[int] = (),
         parent: str = "",
         quiet: frozenset[int] = frozenset(),
         lost: View = _NOBODY,
         first_step: int = -1,
     ) -> None:
-        """`barred`: members that this peer neither follows nor, as the leader, takes or waits for.
+        """`barred`: members that this peer neither follows nor, as the leader, takes or waits for; those that are
+        `unawaited` it takes, and does not wait for.
 
         `parent` is the lineage before the last commit; `quiet` and `lost` as in `on_view`; `first_step` is
         the nominal step that this epoch began with: what was copied by then is work of an earlier one.
@@ -95,6 +100,7 @@ class Round:
             timing=timing,
             aggregation=aggregation,
             barred=barred,
+            unawaited=unawaited,
             first_step=first_step,
         )
         self._first_step = first_step
@@ -116,6 +122,10 @@ class Round:
         self._phase_deadline = float("inf")
         self._resend_at = float("inf")
         self._lost_to_leader = 0
+        self._num_led: Counter[int] = Counter()
+        self._most_members = 0
+        # Whom it has waited for since this phase began, if for no other.
+        self._patient_with: int | None = None
         # Of the attempt held: the owners whose sums this peer wants looked at, and whether the leader has seen to it.
         self._demanded: tuple[int, ...] = ()
         self._has_audited = False
@@ -175,7 +185,7 @@ class Round:
         # The same rank with another incarnation is another peer to this round: what the old one brought died with it.
         gone = {r for r, old in self._view.items() if r not in view or view[r].incarnation != old.incarnation}
         self._view, self._quiet, self._lost = view, quiet - {self.me}, lost
-        actions = self._post(self._lead.on_lost(gone, now))
+        actions = self._post(self._lead.on_lost(gone, gone & view.keys(), now))
         if self.phase in (Phase.SEEKING, *_ATTEMPTING) and self._has_left(gone):
             actions += self._leave_leader(now)
         elif self._is_led_by_another():
@@ -206,11 +216,14 @@ class Round:
         self._phase_deadline = now + self.timing.attempt_s
         return self._finish(self._send(self._group.leader, vote), now)
 
-    def on_reduce_failed(self, attempt: str, suspects: Iterable[int], now: float) -> list[Action]:
-        """The reduction of this attempt failed, and was lost to these members as far as this peer can tell."""
+    def on_reduce_failed(
+        self, attempt: str, suspects: Iterable[int], now: float, *, told_by: Iterable[int] = ()
+    ) -> list[Action]:
+        """The reduction of this attempt failed, and was lost to these members as far as this peer can tell, or as those
+        in `told_by` say."""
         if self.phase is not Phase.REDUCING or self._group is None or self._group.attempt != attempt:
             return []
-        return self._give_up(set(suspects), now)
+        return self._give_up(set(suspects), now, told_by=told_by)
 
     def on_audited(self, attempt: str, now: float) -> list[Action]:
         """The sums of the shares that were audited are what their owners have sent."""
@@ -221,18 +234,27 @@ class Round:
         return self._finish(self._send(self._group.leader, dataclasses.replace(self._vote, audit=())), now)
 
     def on_audit_failed(
-        self, attempt: str, suspects: Iterable[int], disproved: Iterable[int], now: float
+        self,
+        attempt: str,
+        suspects: Iterable[int],
+        disproved: Iterable[int],
+        now: float,
+        *,
+        told_by: Iterable[int] = (),
     ) -> list[Action]:
         """The audit was lost to `suspects`, or it shows the sums of the owners in `disproved` to be false."""
         if self.phase is not Phase.AUDITING or self._group is None or self._group.attempt != attempt:
             return []
         self._forget_vote(attempt)
-        return self._give_up(set(suspects), now, set(disproved))
+        return self._give_up(set(suspects), now, set(disproved), told_by=told_by)
 
-    def _give_up(self, suspects: set[int], now: float, disproved: Iterable[int] = ()) -> list[Action]:
+    def _give_up(
+        self, suspects: set[int], now: float, disproved: Iterable[int] = (), *, told_by: Iterable[int] = ()
+    ) -> list[Action]:
         """Out of this attempt, and say why."""
         assert self._group is not None
-        leader, attempt, disproved = self._group.leader, self._group.attempt, set(disproved)
+        leader, attempt = self._group.leader, self._group.attempt
+        disproved, told_by = set(disproved), set(told_by)
         self._return_to_seeking(now)
         self._lead.proven |= disproved
         self.offenders.update(disproved)
@@ -243,12 +265,13 @@ class Round:
             self.lineage,
             attempt,
             suspects=tuple(sorted(suspects | disproved)),
+            told_by=tuple(sorted(told_by)),
             disproved=tuple(sorted(disproved)),
         )
         actions = self._send(leader, vote)
         if leader in disproved:
             actions += self._depose(leader, "reduced its share falsely", now)
-        elif leader in suspects - {self.me}:
+        elif leader in suspects - {self.me} and not told_by:
             self._lost_to_leader += 1
             if self._lost_to_leader > TOLERATED_OF_LEADER:
                 actions += self._depose(leader, "leads, and spoils every attempt", now)
@@ -261,6 +284,9 @@ class Round:
         actions: list[Action] = []
         actions += self._post(self._lead.on_tick(now))
         if now >= self._phase_deadline:
+            if self._was_not_led() and self._patient_with not in (None, self.me):
+                # It is there, and has led nowhere; if it is slow for once, that is forgotten.
+                self.offenders.add(self._patient_with)
             self._ballot += 1
             actions += self._leave_leader(now)
         if self.phase is Phase.SEEKING and now >= self._resend_at:
@@ -300,7 +326,7 @@ class Round:
             return []
         if self.phase is Phase.SEEKING:
             expected = set(membership.trainers_of(self._view, self.lineage)) - self._quiet
-            return sorted(expected - self._lead.joins.keys())
+            return sorted(expected - self._lead.joins.keys() - self._lead.unawaited)
         return sorted(self._lead.silent) if self.phase is Phase.VOTED else []
 
     # Member
@@ -308,11 +334,16 @@ class Round:
     def _seek(self, now: float) -> list[Action]:
         """Tell the leader of the current ballot that this peer is ready."""
         assert self._proposal is not None
-        if self.phase is not Phase.SEEKING or self._phase_deadline == float("inf"):
+        is_new = self.phase is not Phase.SEEKING or self._phase_deadline == float("inf")
+        if is_new:
             self._phase_deadline = now + self._patience_s
         self.phase, self._group = Phase.SEEKING, None
         leader = self._leader_of_ballot()
         self._leader = self.me if leader is None else leader
+        if is_new:
+            self._patient_with = self._leader
+        elif self._patient_with != self._leader:
+            self._patient_with = None
         self._told.add(self._leader)
         self._resend_at = now + self.timing.resend_s
         in_doubt = self._doubts[-1] if self._doubts else ""
@@ -344,6 +375,11 @@ class Round:
         self._told.clear()
         return cancel + self._seek(now)
 
+    def _was_not_led(self) -> bool:
+        """Has waited for its first leader, and for as long as any that has seen as long epochs may wait for others."""
+        longest_s = 2 * self.timing.carry_s + self.timing.attempt_s
+        return self.phase is Phase.SEEKING and self._ballot == 0 and self._patience_s >= longest_s
+
     def _depose(self, leader: int, crime: str, now: float) -> list[Action]:
         """It leads, and nobody else can leave it out."""
         self._lost_to_leader = 0
@@ -361,7 +397,7 @@ class Round:
 
     def _return_to_seeking(self, now: float) -> None:
         self.phase, self._group = Phase.SEEKING, None
-        self._phase_deadline = now + self._patience_s
+        self._phase_deadline, self._patient_with = now + self._patience_s, self._leader
         self._resend_at = now + self.timing.resend_s
 
     def _on_group(self, sender: int, group: Group, now: float) -> list[Action]:
@@ -378,6 +414,11 @@ class Round:
             or group.weights != self._aggregation.weights_of(group.members)
         ):
             return []
+        self._num_led[sender] += 1
+        # Of those that there are: a leader may invent members.
+        self._most_members = max(self._most_members, min(len(group.ranks), len(self._view), _MOST_COUNTED))
+        if sender != self.me and self._num_led[sender] > 2 * self._most_members + _MORE_ATTEMPTS:
+            return self._depose(sender, "leads from one attempt to the next", now)
         # The result of an earlier attempt is given up, and the doubt about its end is not.
         self.phase, self._group, self._holding, self._leader = Phase.REDUCING, group, None, sender
         # Later than the leader's own deadline, which began before the group was here.

@@ -23,7 +23,7 @@ from peers.reduction.bandwidth import WINDOW_S, Bandwidth
 from peers.round.actions import Action, Apply, Cancel, CatchUp, Reduce, Send
 from peers.round.attempts import ATTEMPT_SHARE
 from peers.round.deadlines import Deadlines
-from peers.round.leader import Timing
+from peers.round.leader import Timing, is_carried
 from peers.round.messages import Commit, Group, Proposal, Vote
 from peers.rounds import Round
 from peers.state.header import STATE_CHUNK_NUMEL
@@ -265,7 +265,13 @@ class Daemon:
         self.rounds.commits.add(commit)
         self.post_standing("training", cause=group.attempt)
         piece.parts.round_s, piece.parts.wait_s = now - piece.grouped_at, piece.grouped_at - piece.since
-        self._deadlines.epoch_took(now - self._epoch_began_at, of_it_round_s=piece.parts.round_s)
+        schedule, trained_s = self.swarm.scenario.schedule, piece.since - self._epoch_began_at
+        is_whole = trained_s > 0 and not is_carried(piece.proposal, group.epoch * schedule.steps_per_epoch)
+        self._deadlines.epoch_took(
+            now - self._epoch_began_at,
+            of_it_round_s=piece.parts.round_s,
+            own_s=max(trained_s, schedule.steps_per_epoch * self.plan.step_s) if is_whole else None,
+        )
         if (gathered := self.rounds.round.gathered) is not None:
             self._deadlines.gathered(gathered.seconds, complete=not gathered.missing)
         self._ended = EpochOfPeer(

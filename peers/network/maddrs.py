@@ -115,7 +115,8 @@ def _is_host(kind: str, host: str) -> bool:
         if kind == "ip4":
             return bool(ipaddress.IPv4Address(host))
         if kind == "ip6":
-            return bool(ipaddress.IPv6Address(host))
+            # A zone (fe80::1%eth0) means something on one machine only, and to no other parser the same.
+            return "%" not in host and bool(ipaddress.IPv6Address(host))
     except ValueError:
         return False
     return kind in ("dns", "dns4", "dns6") and _HOST_NAME.fullmatch(host) is not None

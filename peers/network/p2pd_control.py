@@ -36,11 +36,15 @@ async def open_stream(control: Path, peer_id: str, protocol: str, *, timeout_s: 
 
 async def connect(control: Path, peer_id: str, maddrs: Sequence[str], *, timeout_s: float) -> None:
     """Connect to a peer by its addresses (without /p2p/…). Raises PeerUnreachable with libp2p's reason."""
+    try:
+        addrs = [Multiaddr(maddr).to_bytes() for maddr in maddrs]
+    except ValueError as error:
+        raise PeerUnreachable(f"no address of {peer_id} that libp2p takes: {error}") from error
     request = p2pd_pb2.Request(
         type=p2pd_pb2.Request.CONNECT,
         connect=p2pd_pb2.ConnectRequest(
             peer=base58_decode(peer_id),
-            addrs=[Multiaddr(maddr).to_bytes() for maddr in maddrs],
+            addrs=addrs,
             timeout=_whole_seconds(timeout_s),
         ),
     )

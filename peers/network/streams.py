@@ -32,6 +32,9 @@ MAX_IDLE_PEERS = 256
 UNCLAIMED_S = 60.0
 """How long a stream that names an attempt waits for somebody here to take part in it."""
 _NAME_TIMEOUT_S = 10.0
+_DETOUR_S = 1.0
+"""Streams that are on their way have so long to come, by whatever detour, before a member's silence ends an attempt:
+the two ends of a link that has fallen silent notice it up to a heartbeat apart, the later one in the next attempt."""
 _MUCH_OF_IT = 0.1
 """Of the time for streams: so shortly before its end who has not come counts as silent."""
 
@@ -202,7 +205,8 @@ class StreamPool:
         quiet: Callable[[], Collection[int]],
     ) -> None:
         """Wait for all streams. Raises RoundFailed."""
-        deadline = time.monotonic() + timeout_s
+        began = time.monotonic()
+        deadline, heeds_silence_at = began + timeout_s, began + min(_DETOUR_S, timeout_s / 4)
         # Of whom nothing is heard from the beginning, there may be another way to.
         quiet_before = set(quiet())
         pending = {*outgoing.values(), *incoming.values()}
@@ -224,7 +228,8 @@ class StreamPool:
             silent = missing if is_late and len(missing) <= max(1, len(outgoing) // 4) else set[int]()
             if cancelled is not None and cancelled.is_set():
                 raise RoundFailed("cancelled", silent=silent)
-            if fallen := missing & set(quiet()) - quiet_before:
+            fallen = missing & set(quiet()) - quiet_before
+            if fallen and time.monotonic() > heeds_silence_at:
                 few = fallen if len(fallen) <= max(1, len(outgoing) // 4) else set[int]()
                 raise RoundFailed(f"{_named(fallen)} has fallen silent", fallen, silent=few)
             if pending and time.monotonic() > deadline:

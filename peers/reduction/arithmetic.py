@@ -212,6 +212,6 @@ def spend(energy_left: float, energy: float, what: str) -> float:
     """What is left of it. Raises ProtocolError on values that are not finite, or too large."""
     if not math.isfinite(energy):
         raise ProtocolError(f"sent a {what} with values that are not finite")
-    if energy > energy_left:
+    if not energy <= energy_left:
         raise ProtocolError(f"sent a {what} that is larger than announced")
     return energy_left - energy

@@ -11,6 +11,7 @@ from itertools import pairwise
 
 from peers.codecs import codec_named, result_codec_named
 from peers.errors import ProtocolError
+from peers.reduction.robust_sums import norm_bound
 from peers.round.aggregation import Rule, holds_all
 
 CHUNK_NUMEL = 1 << 18
@@ -98,11 +99,11 @@ class ReducePlan:
         return codec_named(self.codec).energy_bound(self.norms[member], self.bounds[-1])
 
     def average_bound(self) -> float:
-        """The largest L2 norm that the average may have: weighted norms add up at worst, and under a robust rule no
-        value is beyond all members'."""
-        holds = holds_all(self.rule, len(self.members))
-        weights = [1.0] * len(self.members) if holds else self.weights
-        return sum(w * math.sqrt(self.contribution_bound(i)) for i, w in enumerate(weights))
+        """The largest L2 norm that the average may have: weighted norms add up at worst."""
+        norms = [math.sqrt(self.contribution_bound(index)) for index in range(len(self.members))]
+        if holds_all(self.rule, len(self.members)):
+            return norm_bound(self.rule, norms)
+        return sum(weight * norm for weight, norm in zip(self.weights, norms, strict=True))
 
     def result_residual_bound(self) -> float:
         """The largest L2 norm of what an owner may add to its share of the average: the losses of earlier rounds."""

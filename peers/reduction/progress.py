@@ -18,8 +18,8 @@ class Failure(NamedTuple):
     reason: str
     culprit: int | None
     """Index of the member it was lost to."""
-    is_hearsay: bool
-    """Another member says so."""
+    told_by: int | None
+    """Where it is another member that says so: its index."""
 
 
 class Departed(Exception):
@@ -123,14 +123,17 @@ class Progress:
     def slowest(self) -> int | None:
         """Who keeps this peer waiting: the first of those that have contributed least, else who alone owes results.
 
-        None where that cannot be told from here: several may owe them because of one.
+        Where nobody owes any, who alone has not taken them. None where that cannot be told from here: several may owe
+        them because of one.
         """
         with self._lock:
             added, other = min(((added, other) for other, added in self._num_added.items()), default=(0, 0))
             if self._num_added and added < self._num_mine:
                 return other
-            owing = self._num_added.keys() - self._received_all
-            return owing.pop() if len(owing) == 1 else None
+            waited_for = self._num_added.keys() - self._received_all
+            if not waited_for:
+                waited_for = {o for o, sent in self._num_sent_results.items() if sent < self._num_mine}
+            return waited_for.pop() if len(waited_for) == 1 else None
 
     def has_failed(self) -> bool:
         return self.failure is not None
@@ -141,11 +144,11 @@ class Progress:
         culprit: int | None,
         *,
         last_words_s: float = LAST_WORDS_S,
-        is_hearsay: bool = False,
+        told_by: int | None = None,
     ) -> None:
         with self._lock:
             if self.failure is None:
-                self.failure = Failure(reason, culprit, is_hearsay)
+                self.failure = Failure(reason, culprit, told_by)
             self._stop_sending_at = min(self._stop_sending_at, time.monotonic() + last_words_s)
             for turn_changed in self._turn_changed.values():
                 turn_changed.notify_all()

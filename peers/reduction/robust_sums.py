@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from peers.reduction.kernels import Floats, centered_clip, trimmed_mean
@@ -14,9 +16,28 @@ CLIP_ITERATIONS = 3
 def combine(rule: str, rows: Floats, weights: Floats, total: Floats) -> None:
     """What these members' values come to, in `total`: fp32 [n], `rows` [members, n], `weights` [members]."""
     if rule == "trimmed-mean":
-        trimmed_mean(rows, weights, max(1, int(TRIM_SHARE * len(rows))), total)
+        trimmed_mean(rows, weights, _trim(len(rows)), total)
     else:
         centered_clip(rows, weights, CLIP_ITERATIONS, total)
+
+
+def norm_bound(rule: str, norms: Sequence[float]) -> float:
+    """The largest L2 norm of what `combine` makes of values of these norms at most; the longest have no say in it.
+
+    What k members' values are cut off at either side of lies, for every value, within what all but any k bring. So the
+    trimmed mean, and the median that the centre begins at, are no longer than the others' norms together; from there
+    each iteration moves by no more than the median distance, which is one of those norms and the centre's at most, and
+    never beyond all of them.
+    """
+    count, ascending = len(norms), sorted(norms)
+    if rule == "trimmed-mean":
+        return sum(ascending[: count - _trim(count)])
+    median = sum(ascending[: count - (count - 1) // 2])
+    return min(sum(ascending), (2 ** (CLIP_ITERATIONS + 1) - 1) * median)
+
+
+def _trim(num_members: int) -> int:
+    return max(1, int(TRIM_SHARE * num_members))
 
 
 def rows_for(num_members: int, numel: int) -> Floats:

@@ -118,7 +118,7 @@ class Attempts:
         except BaseException as error:
             # Nobody talks us out of a path to a third member.
             if isinstance(error, RoundFailed):
-                self._pool.discard(streams, () if error.is_hearsay else error.suspects, error.silent)
+                self._pool.discard(streams, () if error.told_by else error.suspects, error.silent)
             else:
                 self._pool.discard(streams)
             raise
@@ -148,7 +148,10 @@ class Attempts:
                 cancelled=self._cancelled,
             )
         except BaseException as error:
-            self._pool.discard(streams, error.suspects if isinstance(error, RoundFailed) else ())
+            if isinstance(error, RoundFailed) and not error.told_by:
+                self._pool.discard(streams, error.suspects)
+            else:
+                self._pool.discard(streams)
             raise
         waiting.clock.lap("audit_s")
         self._pool.give_back(streams, sent_bytes=0, seconds=0.0)

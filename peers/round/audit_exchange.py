@@ -86,11 +86,14 @@ def audit_shares(
 
 
 class _Lost(Exception):
-    """An audit cannot go on: the index of the member at fault, if it is known, and what it does."""
+    """An audit cannot go on: the index of the member at fault, if it is known, and what it does.
 
-    def __init__(self, culprit: int | None, what: str) -> None:
+    `told_by`: where it is hearsay, the index of who says so.
+    """
+
+    def __init__(self, culprit: int | None, what: str, told_by: int | None = None) -> None:
         super().__init__(what)
-        self.culprit, self.what = culprit, what
+        self.culprit, self.what, self.told_by = culprit, what, told_by
 
 
 class _Exchange:
@@ -213,7 +216,9 @@ class _Exchange:
             if header.kind == Kind.ABORT:
                 # Hearsay, but for who accuses us or nobody.
                 known = header.chunk < len(self._plan.members) and header.chunk != self._plan.me
-                raise _Lost(header.chunk if known else member, "gave up")
+                if known:
+                    raise _Lost(header.chunk, "is given up by another", told_by=member)
+                raise _Lost(member, "gave up")
             if header != (Kind.CONTRIBUTION, index, size):
                 raise ProtocolError(f"sent {header} in place of chunk {index} of {size} bytes")
             receive_into(sock, payload.data, self._stall_timeout_s, self._is_over)
@@ -227,8 +232,9 @@ class _Exchange:
     def _failure(self, lost: _Lost) -> RoundFailed:
         if lost.culprit is None or lost.culprit == self._plan.me:
             return RoundFailed(f"the audit {lost.what}", ())
-        rank = self._plan.members[lost.culprit]
-        return RoundFailed(f"peer {rank}, in the audit, {lost.what}", (rank,))
+        members = self._plan.members
+        rank, told_by = members[lost.culprit], () if lost.told_by is None else (members[lost.told_by],)
+        return RoundFailed(f"peer {rank}, in the audit, {lost.what}", (rank,), told_by=told_by)
 
 
 class _Share:

@@ -7,6 +7,7 @@ and its work goes into the next round.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from dataclasses import dataclass, field
@@ -34,6 +35,8 @@ SLOWEST_LINK = 1e6
 _LEAST_ROUND_S = 30.0
 _LATER = 1.5
 """Where somebody was left out, the latest would have come later than the leader has seen."""
+_SLOWER = 8.0
+"""Times what the leader's own epochs take without waiting: so long it waits for others at most."""
 _NORMAL_MAD = 1.4826
 """Of a normal distribution, the standard deviation over the median absolute deviation."""
 
@@ -48,6 +51,7 @@ class Deadlines:
     averaging_timeout_s: float | None = None
     """What an attempt may take; none: learned."""
     _epochs: deque[float] = field(default_factory=lambda: deque(maxlen=8))
+    _own: deque[float] = field(default_factory=lambda: deque(maxlen=8))
     _rounds: deque[float] = field(default_factory=lambda: deque(maxlen=8))
     _gathers: deque[float] = field(default_factory=lambda: deque(maxlen=16))
 
@@ -55,8 +59,11 @@ class Deadlines:
     def knows_epochs(self) -> bool:
         return bool(self._epochs)
 
-    def epoch_took(self, seconds: float, *, of_it_round_s: float) -> None:
+    def epoch_took(self, seconds: float, *, of_it_round_s: float, own_s: float | None = None) -> None:
+        """`own_s`: what all of its steps take this peer itself; none where that is not known."""
         self._epochs.append(seconds)
+        if own_s is not None:
+            self._own.append(own_s)
         self._rounds.append(of_it_round_s)
 
     def gathered(self, seconds: float, *, complete: bool) -> None:
@@ -75,8 +82,12 @@ class Deadlines:
         slowest = max(self._epochs, default=epoch_so_far_s)
         most = max(FIRST_GATHER_S, 2.0 * slowest)
         gather_s = self._gather_s(slowest, most)
+        # Or whoever never comes would make each wait longer by the one before. The first may be a part of an epoch.
+        is_bounded = self.strategy == "WAIT_FOR_ALL" and len(self._own) >= ENOUGH_ROUNDS
+        longest_s = max(FIRST_GATHER_S, _SLOWER * max(self._own)) if is_bounded else math.inf
         return Timing(
             gather_s=gather_s,
+            longest_gather_s=longest_s,
             carry_s=most,
             # Whoever makes the last commit after the others moves about as many bytes as they did.
             follow_s=min(gather_s, LEAST_FOLLOW_S + 2.0 * usual) if self._rounds else 0.0,

@@ -23,6 +23,8 @@ class Timing:
 
     gather_s: float
     """From the first member that is ready to the group, if not all live trainers come sooner."""
+    longest_gather_s: float = float("inf")
+    """What a leader waits for them at most, by its own work; members are patient by `gather_s`."""
     attempt_s: float
     """From the group to the last vote, and as long again for an audit."""
     stall_s: float = 5.0
@@ -59,6 +61,9 @@ FOLLOW_EVERY = 4
 """Epochs: so often a peer that has missed the last commit is waited for, until it has it too. Where rounds take most of
 the time it would come too late for every one of them otherwise; and one that never comes costs the others little."""
 
+_NAMED = 12
+"""Ranks; a message's text is bounded."""
+
 Letters = list[tuple[int, RoundMessage]]
 """(world rank, message) to send, this peer itself included."""
 
@@ -78,9 +83,10 @@ class Leader:
         timing: Timing,
         aggregation: Aggregation,
         barred: Iterable[int],
+        unawaited: Iterable[int],
         first_step: int,
     ) -> None:
-        """`first_step`: the nominal step that this epoch began with."""
+        """`unawaited`: taken if they come; `first_step`: the nominal step that this epoch began with."""
         self._first_step = first_step
         self._me, self._incarnation = me, incarnation
         self._fragment, self._epoch, self._lineage, self._parent = fragment, epoch, lineage, parent
@@ -90,6 +96,7 @@ class Leader:
         self.failures: list[str] = []
         """Why each failed attempt failed."""
         self.excluded = set(barred)
+        self.unawaited = frozenset(unawaited)
         self.offenders: set[int] = set()
         """Who has been left out of attempts, or left as a leader, though it is there."""
         self.proven: set[int] = set()
@@ -97,7 +104,9 @@ class Leader:
         self.gathered: Gathered | None = None
         # Of work of an earlier epoch, and of this one.
         self._first_carried_at = self._first_join_at = float("inf")
+        # Whose commit this peer has told of without being in it; by then they show what came of it.
         self._committed: tuple[int, ...] = ()
+        self._committed_until = float("inf")
         self._follow_until = float("inf")
         self._open_deadline = float("inf")
         self._votes: dict[int, Vote] = {}
@@ -112,7 +121,7 @@ class Leader:
     @property
     def times(self) -> list[float]:
         """When something is due, if nothing happens before."""
-        times = [self._open_deadline, self._follow_until]
+        times = [self._open_deadline, self._follow_until, self._committed_until]
         if self.joins and not self.open:
             times += [t for t in (self._gather_until, self._retry_at) if t > 0]
         return times
@@ -124,7 +133,7 @@ class Leader:
 
     def close(self) -> None:
         """The round is over."""
-        self._open_deadline = self._follow_until = float("inf")
+        self._open_deadline = self._follow_until = self._committed_until = float("inf")
 
     def on_join(self, sender: int, join: Join, now: float) -> None:
         if join.proposal.rank != sender or sender in self.excluded:
@@ -139,7 +148,8 @@ class Leader:
 
     @property
     def _gather_until(self) -> float:
-        return min(self._first_join_at + self.timing.gather_s, self._first_carried_at + self.timing.carry_s)
+        gather_s = min(self.timing.gather_s, self.timing.longest_gather_s)
+        return min(self._first_join_at + gather_s, self._first_carried_at + self.timing.carry_s)
 
     def form(self, view: View, quiet: Collection[int], ballot: int, now: float) -> Letters:
         """A group, when everybody it waits for is there, or is late.
@@ -147,14 +157,14 @@ class Leader:
         Nobody waits for the `quiet` ones, of whom nothing has been heard for a few heartbeats. Nor is an attempt made
         with one that had joined before, unless many have fallen quiet at once: then it is this peer that hears badly.
         """
-        if self.open or now < self._retry_at or any(rank in view for rank in self._committed):
+        if self.open or now < self._retry_at or (now < self._committed_until and self._committed_in(view)):
             # A leader that was not ready itself has not moved on with those whose commit it has told of.
             return []
         trainers = membership.trainers_of(view, self._lineage)
         fallen = self.joins.keys() & set(quiet)
         left_out = self.excluded | (fallen if len(fallen) <= max(1, len(self.joins) // 4) else set())
         present = [r for r in sorted(self.joins) if r in view and r not in left_out]
-        missing = set(trainers) - set(present) - left_out - set(quiet)
+        missing = set(trainers) - set(present) - left_out - set(quiet) - self.unawaited
         if not present or (missing and now < self._gather_until):
             return []
         self._follow_until = float("inf")
@@ -206,7 +216,7 @@ class Leader:
             return self._on_accusation(sender, set(vote.disproved) & set(self._audit.owners), now)
         if not vote.anchor:
             suspects = set(vote.suspects) & set(group.ranks)
-            self._blame.failed(sender, suspects)
+            self._blame.failed(sender, suspects, set(vote.told_by) & set(group.ranks))
             guilty = self._blame.guilty(group.ranks)
             return self.abort(guilty, f"peer {sender} lost {names(suspects) or 'the attempt'}", now)
         self._votes[sender] = vote
@@ -218,11 +228,13 @@ class Leader:
             for voter, owner in disputes(group, self._votes):
                 self._blame.failed(voter, {owner})
             unlike = self._blame.guilty(group.ranks) or unlike
-            return self.abort(unlike, f"the digests of {names(unlike)} differ", now, resync=True)
+            # Who got or sent other bytes of a share has lost nothing of its state.
+            resync = not disputes(group, self._votes)
+            return self.abort(unlike, f"the digests of {names(unlike)} differ", now, resync=resync)
         if self._audit is None and (owners := self._owners_to_audit(group)):
             return self._begin_audit(group, owners, now)
         self.open, self._open_deadline = None, float("inf")
-        self._committed = group.ranks
+        self._committed, self._committed_until = group.ranks, now + self.timing.attempt_s
         for rank in group.ranks:
             del self.joins[rank]
         return [(rank, Commit(group, vote.anchor, vote.momentum)) for rank in group.ranks]
@@ -263,15 +275,22 @@ class Leader:
         accusers = set(self._accusers)
         return self.abort(accusers, f"{names(accusers)} called sums false that are not", now)
 
-    def on_lost(self, gone: set[int], now: float) -> Letters:
-        """These have died or left."""
+    def on_lost(self, gone: set[int], back: set[int], now: float) -> Letters:
+        """These have died or left; those that are `back` are others by now, under the same rank."""
         for rank in gone:
             self.joins.pop(rank, None)
         if self.open and (lost := gone & set(self.open.ranks)):
+            # Or it could be in one attempt after the other, and end each of them so.
+            self.excluded |= lost & back
             return self.abort(lost, f"lost {names(lost)}", now, gone=True)
         return []
 
+    def _committed_in(self, view: View) -> list[int]:
+        return [rank for rank in self._committed if rank in view]
+
     def on_tick(self, now: float) -> Letters:
+        if now >= self._committed_until:
+            self._committed, self._committed_until = (), float("inf")
         if self.open is None or now < self._open_deadline:
             return []
         silent = self.silent
@@ -307,6 +326,9 @@ def is_carried(proposal: Proposal, first_step: int) -> bool:
 
 
 def names(ranks: Iterable[int]) -> str:
-    """For people: peer 3; peers 1, 4; nothing for nobody."""
-    listed = ", ".join(map(str, sorted(ranks)))
-    return f"peer {listed}" if listed and "," not in listed else f"peers {listed}" if listed else ""
+    """For people: peer 3; peers 1, 4; nothing for nobody. Of many the first, and how many more there are."""
+    ascending = sorted(ranks)
+    listed = ", ".join(map(str, ascending[:_NAMED]))
+    if len(ascending) > _NAMED:
+        listed += f" and {len(ascending) - _NAMED} more"
+    return f"peer {listed}" if len(ascending) == 1 else f"peers {listed}" if listed else ""

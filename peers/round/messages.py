@@ -12,7 +12,7 @@ anyone -> anyone   Ask       did this lineage go on? A peer that knows answers w
 from __future__ import annotations
 
 import dataclasses
-import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -23,6 +23,8 @@ MAX_MEMBERS = 4096
 MAX_WORLD_RANK = 1 << 20
 MAX_TOKENS = 1 << 40
 """Of one peer in one epoch. Far more than anybody trains, and far from the limit of what the swarm can count."""
+MAX_NORM = 1e30
+"""Of one pseudo-gradient: longer than any whose squares fit fp32, and its own square far from the limit of a double."""
 _MAX_COUNT = 1 << 62
 _MAX_TEXT = 512
 
@@ -37,9 +39,10 @@ def _rank(value: Any) -> int:
     return _count(value, MAX_WORLD_RANK)
 
 
-def _real(value: Any) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value) or value < 0:
-        raise ProtocolError(f"not a finite non-negative number: {value!r:.80}")
+def _real(value: Any, most: float = sys.float_info.max) -> float:
+    # A comparison with what is not a number is false.
+    if type(value) not in (int, float) or not 0 <= value <= most:
+        raise ProtocolError(f"not a number from 0 to {most:g}: {value!r:.80}")
     return float(value)
 
 
@@ -81,7 +84,12 @@ class Proposal:
     def parse(cls, value: Any) -> Proposal:
         rank, tokens, norm, step, last, bandwidth = _exactly(value, 6)
         return cls(
-            _rank(rank), _count(tokens, MAX_TOKENS), _real(norm), _count(step), _flag(last), _real(bandwidth)
+            _rank(rank),
+            _count(tokens, MAX_TOKENS),
+            _real(norm, MAX_NORM),
+            _count(step),
+            _flag(last),
+            _real(bandwidth),
         )
 
     def plain(self) -> list[Any]:
@@ -144,6 +152,8 @@ class Vote:
     momentum: str = ""
     suspects: tuple[int, ...] = ()
     """Where it failed: the members it was lost to."""
+    told_by: tuple[int, ...] = ()
+    """Those by whose word alone they are suspected."""
     sent: tuple[str, ...] = ()
     """Where sums are audited: BLAKE3 of what this member contributed to each share, in member order."""
     received: tuple[str, ...] = ()
@@ -258,6 +268,7 @@ def _vote(m: Mapping[str, Any]) -> Vote:
         anchor=_text(m["anchor"]),
         momentum=_text(m["momentum"]),
         suspects=tuple(_rank(item) for item in _sequence(m["suspects"])),
+        told_by=tuple(_rank(item) for item in _sequence(m["told_by"])),
         sent=tuple(_text(item) for item in _sequence(m["sent"])),
         received=tuple(_text(item) for item in _sequence(m["received"])),
         audit=tuple(_rank(item) for item in _sequence(m["audit"])),

@@ -48,10 +48,12 @@ class Blame:
         self._involved: Counter[int] = Counter()
         self._accused: Counter[int] = Counter()
 
-    def failed(self, accuser: int, suspects: Iterable[int]) -> None:
-        """One member could not do its part, and says whose fault that was, if it knows."""
+    def failed(self, accuser: int, suspects: Iterable[int], told_by: Iterable[int] = ()) -> None:
+        """One member could not do its part, and says whose fault that was, if it knows; or has been told by others,
+        who are part of it then."""
         others = set(suspects) - {accuser}
         self._accused.update(others)
+        others |= set(told_by) - {accuser}
         # What this peer has seen itself does not speak against it, however often it has to say so.
         self._involved.update(others if accuser == self._me and others else {accuser, *others})
 

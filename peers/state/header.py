@@ -21,7 +21,8 @@ STATE_CHUNK_NUMEL = 1 << 20
 DIGEST_BYTES = 32
 MAX_ANCESTORS = 64
 """Of a split that is longer ago nobody knows where it was."""
-_MAX_COUNT = 1 << 62
+_MAX_COUNT = 1 << 61
+"""Half of what an announcement may say: a state that somebody hands over leaves the counters room to grow."""
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,8 @@ class World:
     delay_s: tuple[float, float] = (0.001, 0.2)
     outcome_of: Callable[[int, str], Vote | None] | None = None
     suspects: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    told_by: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """By whose word alone each rank suspects them."""
     on_send: Callable[[World, int, int, RoundMessage], None] | None = None
     loses: Callable[[int, int, RoundMessage], bool] | None = None
     """Whether this message from one rank to another is lost, as when a channel breaks and stands again at once."""
@@ -242,7 +244,8 @@ class World:
                 vote = dataclasses.replace(given, attempt=attempt) if given else None
             if dead or vote is None:
                 blamed = dead or self.suspects.get(rank, ())
-                self._feed(rank, lambda r, now: r.on_reduce_failed(attempt, blamed, now))
+                told_by = () if dead else self.told_by.get(rank, ())
+                self._feed(rank, lambda r, now: r.on_reduce_failed(attempt, blamed, now, told_by=told_by))
             else:
                 self._feed(rank, lambda r, now: r.on_reduced(attempt, vote, now))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,21 @@ def test_rows_of_the_same_commit_and_machine_need_no_origin_of_their_own() -> No
     assert ["commit" in row for row in whole["results"]] == [False, False]
 
 
+def test_a_row_keeps_the_pace_of_the_machine_that_it_comes_from_and_is_given_none_of_anothers() -> None:
+    unpaced, slow, fast = (
+        a_record("a", "x"),
+        {**a_record("a", "y"), "pace": "slow"},
+        {**a_record("a", "z"), "pace": "fast"},
+    )
+    whole = merged(merged(unpaced, slow), fast)
+    assert [(row["case"], row.get("commit"), row.get("pace")) for row in whole["results"]] == [
+        ("x", "a", None),
+        ("y", "a", "slow"),
+        ("z", None, None),
+    ]
+    assert whole["pace"] == "fast"
+
+
 def test_the_file_of_another_benchmark_is_left_alone(tmp_path: Path) -> None:
     path, rows = tmp_path / "results.json", [Result.of("x", "round", "s", [1.0])]
     report("reduce", rows, path)
@@ -45,7 +61,9 @@ def test_the_file_of_another_benchmark_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="of the benchmark reduce"):
         report("wan", rows, path, keeps=True)
     assert path.read_text() == before
-    assert json.loads(before)["results"][0]["case"] == "x"
+    found = json.loads(before)
+    assert found["results"][0]["case"] == "x"
+    assert re.fullmatch(r"a torch call [\d.]+ us, memory copied at [\d.]+ GB/s", found["pace"])
 
 
 def test_the_time_left_follows_how_well_the_plan_has_held(capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,11 @@ def test_a_record_is_shown_with_its_origin_its_plot_and_what_it_lacks(tmp_path):
         "commit": "abc",
         "hardware": "2 cores",
         "date": "2026-11-21T12:09:33Z",
-        "results": [row],
+        "pace": "fast",
+        "results": [
+            row,
+            {**row, "case": "c", "commit": "old", "hardware": "1 core", "date": "2026-11-20T00:00:00Z"},
+        ],
         "partial": True,
         "notes": ["Beside it: 9."],
         "summary": [{"arm": "x", "met": True}, {"arm": "y", "met": None}],
@@ -32,7 +36,8 @@ def test_a_record_is_shown_with_its_origin_its_plot_and_what_it_lacks(tmp_path):
     (tmp_path / "wire-2.json").write_text(json.dumps(record), encoding="utf-8")
     (tmp_path / "wire-2.svg").touch()
     lines = rendered(tmp_path).splitlines()
-    assert "[wire-2.json](results/wire-2.json): 2 cores; commit abc; 2026-11-21." in lines
+    assert "[wire-2.json](results/wire-2.json): 2 cores; fast; commit abc; 2026-11-21." in lines
+    assert "But c: 1 core; commit old; 2026-11-20." in lines
     assert "![wire-2](results/wire-2.svg)" in lines
     assert any(line.startswith("**Partial**") for line in lines) and "Beside it: 9." in lines
     assert "| x | yes |" in lines and "| y |  |" in lines

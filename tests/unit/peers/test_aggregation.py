@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peers.reduction.robust_sums import combine
+from peers.reduction.robust_sums import combine, norm_bound
 from peers.round.aggregation import CLIP_FACTOR, RULES, Aggregation
 from peers.round.messages import Proposal
 
@@ -66,6 +66,21 @@ def test_one_hostile_member_of_five_hardly_moves_a_robust_rule(rule, attack):
     found = combined(rule, [*HONEST, hostile])
     assert np.linalg.norm(found - honest) < 0.15 * np.linalg.norm(honest)
     assert np.linalg.norm(np.mean([*HONEST, hostile], axis=0) - honest) > np.linalg.norm(found - honest)
+
+
+@pytest.mark.parametrize("rule", ["trimmed-mean", "centered-clip"])
+@pytest.mark.parametrize("num_members", [3, 4, 5, 10, 11])
+def test_what_a_robust_rule_makes_is_no_longer_than_a_bound_in_which_liars_have_no_say(rule, num_members):
+    random = np.random.default_rng(num_members)
+    most = max(1, num_members // 5) if rule == "trimmed-mean" else (num_members - 1) // 2
+    for liars in range(most + 1):
+        rows = random.standard_normal((num_members, 64)).astype(np.float32)
+        rows[:liars] *= random.choice([1e3, -1e6])
+        norms = [float(np.linalg.norm(row.astype(np.float64))) for row in rows]
+        bound = norm_bound(rule, norms)
+        found = combined(rule, rows, list(random.random(num_members)))
+        assert np.linalg.norm(found) <= bound * (1 + 1e-3)
+        assert bound == norm_bound(rule, [np.inf] * liars + norms[liars:])
 
 
 @pytest.mark.parametrize("rule", ["trimmed-mean", "centered-clip"])

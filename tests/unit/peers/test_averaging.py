@@ -19,6 +19,8 @@ from peers.network.streams import StreamPool
 from peers.outer_optimizer import OuterOptimizer
 from peers.outer_state import OuterState
 from peers.records import Announcement
+from peers.round.absences import TOLERATED
+from peers.round.actions import CatchUp
 from peers.round.deadlines import Deadlines
 from peers.round.messages import Ask
 from peers.schedule import Schedule
@@ -330,3 +332,34 @@ def test_what_top_k_holds_back_is_forgotten_by_the_step():
         kept = asyncio.run(kept_after(local_steps))
         # Of equal values the first ones are sent, as they are.
         assert float(kept[0]) == 0 and float(kept[-1]) == pytest.approx(-decay)
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_who_sends_others_to_fetch_what_they_have_is_left_out_and_who_is_right_to_do_so_is_not(is_whole):
+    async def scenario() -> bool:
+        state = OuterState.initial([torch.zeros(1000)])
+        better = OuterState(state.header, [torch.zeros(1000)], [torch.zeros(1000)])
+        averager = an_averager({0: status(0, lineage=state.lineage)}, me=1, state=state, better=better)
+        for _ in range(3):
+            if not is_whole:
+                averager.state.anchor[0][7] = 1.0
+            await averager._catch_up(CatchUp(0, "left out", resync=True))
+        return averager._offences.is_barred("peer0", 0)
+
+    assert asyncio.run(scenario()) == is_whole
+
+
+def test_rounds_know_what_an_epoch_takes_this_peer_itself_and_whom_not_to_wait_for():
+    async def scenario() -> None:
+        others: dict[int, Announcement] = {}
+        averager = an_averager(others, local_steps=3, step_s=5.0)
+        deadlines = averager._settings.deadlines
+        async with running(averager):
+            await averager.average(memories(), 0, tokens=1, step=3, last=False)
+        assert list(deadlines._own) == [15.0]
+        others[1] = status(1)
+        averager._absences._in_a_row = {"peer1": TOLERATED}
+        averager._open_round()
+        assert averager._round is not None and averager._round._lead.unawaited == {1}
+
+    asyncio.run(scenario())

@@ -30,6 +30,29 @@ def test_it_is_heard_again_later_and_then_passed_over_for_longer():
     assert set(credit.credible(AHEAD, "a", 120.0)) == {0}
 
 
+def test_who_has_taken_hours_is_not_believed_for_longer_than_that():
+    credit = Credit()
+    credit.failed(["peer5"], 0.0, 4000.0)
+    assert set(credit.credible(AHEAD, "a", 11_999.0)) == {0}
+    assert credit.credible(AHEAD, "a", 12_001.0) == AHEAD
+    credit.failed(["peer5"], 12_001.0, 16_001.0)
+    assert set(credit.credible(AHEAD, "a", 32_000.0)) == {0}
+
+
+def test_of_several_that_were_asked_none_is_blamed_for_all_the_time_that_was_lost():
+    credit = Credit()
+    credit.failed(["peer5", "peer0"], 0.0, 4000.0)
+    assert set(credit.credible(AHEAD, "a", 4029.0)) == {0}
+    assert credit.credible(AHEAD, "a", 4031.0) == AHEAD
+
+
+def test_what_failed_long_ago_and_what_fails_now_are_two_things():
+    credit = Credit()
+    credit.failed(["peer5"], 0.0, 3.0)
+    credit.failed(["peer5"], 36_000.0, 36_001.0)
+    assert credit.credible(AHEAD, "a", 36_001.0) == AHEAD
+
+
 def test_a_peer_that_delivers_after_all_has_failed_in_nothing():
     credit = Credit()
     credit.failed(["peer5"], 0.0, 5.0)

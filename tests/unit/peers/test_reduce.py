@@ -288,7 +288,7 @@ def test_what_a_member_says_of_a_third_is_told_from_what_was_seen_here(swarm, bl
     threads = send_after_reading(group, 1, HEADER.pack(Kind.ABORT, blamed, 0))
     failure = outcomes(group, [0])[0]
     assert failure.suspects == {RANKS[2 if blamed == 2 else 1]}
-    assert failure.is_hearsay == is_hearsay
+    assert failure.told_by == ({RANKS[1]} if is_hearsay else set())
     for sock in group.send[2].values():
         sock.shutdown(socket.SHUT_RDWR)
     for thread in threads:

@@ -11,7 +11,18 @@ from hypothesis import strategies as st
 
 from peers.errors import ProtocolError
 from peers.round.actions import Apply, CatchUp, Reduce, Send
-from peers.round.messages import Abort, Ask, Commit, Group, Join, Proposal, Vote, parse, to_message
+from peers.round.messages import (
+    MAX_NORM,
+    Abort,
+    Ask,
+    Commit,
+    Group,
+    Join,
+    Proposal,
+    Vote,
+    parse,
+    to_message,
+)
 from peers.round.verdicts import dissenters
 from peers.rounds import Round
 from tests.support.round_world import TIMING, World, status
@@ -102,6 +113,7 @@ def test_work_of_an_epoch_before_is_not_kept_for_ever_where_nobody_else_comes():
 
 def test_a_leader_that_was_not_ready_itself_forms_no_second_group_on_a_lineage_that_has_gone_on():
     leader, view = a_round(me=0, num_peers=3), {rank: status(rank) for rank in range(3)}
+    leader.timing = dataclasses.replace(TIMING, attempt_s=100.0)
     leader.on_message(1, join_of(1, 1), 0.1)
     (sent,) = leader.on_tick(TIMING.gather_s + 0.1)
     done = leader.on_message(1, a_vote(sent.message.attempt, 1), TIMING.gather_s + 1)
@@ -111,6 +123,30 @@ def test_a_leader_that_was_not_ready_itself_forms_no_second_group_on_a_lineage_t
     assert leader.on_tick(TIMING.gather_s + 60) == []
     # Where nobody is left who has that commit, the others go on without it.
     assert groups_in(leader.on_view({0: view[0], 2: view[2]}, TIMING.gather_s + 61)) == [{2}]
+
+
+def test_who_has_a_commit_and_does_not_show_it_holds_up_the_others_for_one_attempt_at_most():
+    leader = a_round(me=0, num_peers=3)
+    leader.timing = dataclasses.replace(TIMING, attempt_s=100.0)
+    leader.on_message(1, join_of(1, 1), 0.1)
+    (sent,) = leader.on_tick(TIMING.gather_s + 0.1)
+    leader.on_message(1, a_vote(sent.message.attempt, 1), TIMING.gather_s + 1)
+    leader.on_message(2, join_of(2, 1), TIMING.gather_s + 2)
+    until = TIMING.gather_s + 1 + 100.0
+    assert leader.on_tick(until - 1) == []
+    assert until in leader._lead.times
+    assert groups_in(leader.on_tick(until)) == [{2}]
+
+
+@pytest.mark.parametrize("is_unawaited", [False, True])
+def test_who_has_not_come_for_several_rounds_is_waited_for_no_more_and_taken_if_it_comes(is_unawaited):
+    leader = a_round(me=0, num_peers=3, unawaited=[2] if is_unawaited else [])
+    leader.on_ready(Proposal(0, 1, 1.0, 1, False), 0.0)
+    assert groups_in(leader.on_message(1, join_of(1, 1), 0.1)) == ([{0, 1}] if is_unawaited else [])
+    leader = a_round(me=0, num_peers=3, unawaited=[2] if is_unawaited else [])
+    leader.on_message(2, join_of(2, 1), 0.0)
+    leader.on_message(1, join_of(1, 1), 0.1)
+    assert groups_in(leader.on_ready(Proposal(0, 1, 1.0, 1, False), 0.2)) == [{0, 1, 2}]
 
 
 def test_a_leader_that_has_said_nothing_for_a_while_is_passed_over_until_it_is_back():
@@ -434,6 +470,127 @@ def test_a_proposal_of_more_tokens_than_anybody_can_train_is_refused():
     assert parse(to_message(honest)) == honest
     with pytest.raises(ProtocolError):
         parse(to_message(dataclasses.replace(honest, proposal=Proposal(1, 1 << 62, 1.0, 1, False))))
+
+
+def test_a_norm_whose_square_is_no_number_is_refused():
+    # What members may send is bounded by it: by nothing, if it is infinite.
+    longest = Join(0, "a", Proposal(1, 1, MAX_NORM, 1, False), "")
+    assert parse(to_message(longest)) == longest
+    for norm in (1e155, float("inf"), float("nan"), -1.0):
+        with pytest.raises(ProtocolError):
+            parse(to_message(dataclasses.replace(longest, proposal=Proposal(1, 1, norm, 1, False))))
+
+
+def test_an_abort_is_understood_however_many_members_its_reason_is_about():
+    leader = a_round(me=0, num_peers=300)
+    for rank in range(1, 300):
+        leader.on_message(rank, join_of(rank, 1), 0.1)
+    leader.on_ready(Proposal(0, 1, 1.0, 1, False), 0.2)
+    sent = leader.on_tick(0.2 + TIMING.attempt_s)
+    aborts = [a.message for a in sent if isinstance(a, Send) and isinstance(a.message, Abort)]
+    assert len(aborts) == 299 and parse(to_message(aborts[0])) == aborts[0]
+    assert "and 288 more" in aborts[0].reason
+
+
+@pytest.mark.parametrize("ranks", [(0, 1, 2), tuple(range(100)), (0, 1)])
+def test_a_leader_that_makes_one_attempt_after_the_other_and_names_nobody_is_left(ranks):
+    member, deposed_after = a_round(me=1, num_peers=3), None
+    member.on_ready(Proposal(1, 1, 1.0, 1, False), 0.0)
+    for number in range(20):
+        group = dataclasses.replace(a_group(ranks), attempt=f"{number:032x}")
+        actions = member.on_message(0, group, 5.0 * number + 1)
+        if actions != [Reduce(group)]:
+            deposed_after = number
+            break
+        member.on_message(0, Abort(0, "a", group.attempt, (), False, "again"), 5.0 * number + 2)
+    # Members that it has invented count for nothing.
+    assert deposed_after == 2 * min(3, len(ranks)) + 2
+    assert member.offenders == {0} and "leads from one attempt to the next" in member.failures[-1]
+    # Of those that are left it is the lowest rank itself.
+    assert member._leader == 1
+
+
+@pytest.mark.parametrize(("carry_s", "offenders"), [(TIMING.gather_s, {0}), (200.0, set())])
+def test_a_leader_that_leads_nowhere_has_spoilt_the_round_unless_it_may_know_longer_epochs(
+    carry_s, offenders
+):
+    member = a_round(me=2, num_peers=3)
+    member.timing = dataclasses.replace(TIMING, carry_s=carry_s)
+    (sent,) = member.on_ready(Proposal(2, 1, 1.0, 1, False), 0.0)
+    assert sent.rank == 0 and not member.offenders
+    (sent,) = member.on_tick(member._phase_deadline)
+    assert sent.rank == 1 and member.offenders == offenders
+    # The next one may rightly follow the first.
+    member.on_tick(member._phase_deadline)
+    assert member.offenders == offenders
+
+
+@pytest.mark.parametrize("told_by", [(), (2,)])
+def test_nobody_is_talked_out_of_its_leader_by_a_third_one(told_by):
+    member = a_round(me=1, num_peers=3)
+    member.on_ready(Proposal(1, 1, 1.0, 1, False), 0.0)
+    for number in range(2):
+        group = dataclasses.replace(a_group((0, 1, 2)), attempt=f"{number:032x}")
+        assert member.on_message(0, group, 1.0 + number) == [Reduce(group)]
+        (sent, *_) = member.on_reduce_failed(group.attempt, {0}, 1.5 + number, told_by=told_by)
+        assert sent.message.suspects == (0,) and sent.message.told_by == told_by
+    assert member.offenders == (set() if told_by else {0})
+
+
+def test_who_comes_back_as_another_in_one_attempt_after_the_other_is_in_one_at_most():
+    leader, view = a_round(me=0, num_peers=3), {rank: status(rank) for rank in range(3)}
+    leader.on_message(1, join_of(1, 1), 0.1)
+    leader.on_message(2, join_of(2, 1), 0.1)
+    assert groups_in(leader.on_ready(Proposal(0, 1, 1.0, 1, False), 0.2)) == [{0, 1, 2}]
+    view = {**view, 2: dataclasses.replace(view[2], incarnation=view[2].incarnation + 1)}
+    assert groups_in(leader.on_view(view, 0.3)) == [{0, 1}]
+    assert not leader.offenders
+
+
+def test_who_has_just_begun_to_lead_is_not_blamed_for_the_one_before():
+    member, view = a_round(me=2, num_peers=3), {rank: status(rank) for rank in range(3)}
+    member.timing = TIMING
+    member.on_ready(Proposal(2, 1, 1.0, 1, False), 0.0)
+    deadline = member._phase_deadline
+    (sent,) = member.on_view(view, deadline - 1, quiet=frozenset({0}))
+    assert sent.rank == 1
+    member.on_tick(deadline)
+    assert not member.offenders
+
+
+def test_only_who_has_another_state_is_told_to_fetch_it():
+    # A voter that says it got other bytes of a share says nothing about anybody's state.
+    for shares, anchor, resync in ((("s", "x", "s"), "b", False), (("s", "s", "s"), "other", True)):
+        leader = a_round(me=0, num_peers=3)
+        for rank in (1, 2):
+            leader.on_message(rank, join_of(rank, 1), 0.1)
+        group = next(
+            a.group for a in leader.on_ready(Proposal(0, 1, 1.0, 1, False), 0.2) if isinstance(a, Reduce)
+        )
+        leader.on_reduced(group.attempt, a_vote(group.attempt), 0.3)
+        leader.on_message(1, a_vote(group.attempt), 0.4)
+        sent = leader.on_message(2, a_vote(group.attempt, shares=shares, anchor=anchor), 0.5)
+        aborts = [a.message for a in sent if isinstance(a, Send) and isinstance(a.message, Abort)]
+        assert aborts and {abort.resync for abort in aborts} == {resync}
+
+
+def test_who_has_others_accuse_others_is_left_out_before_a_second_one_is():
+    """Rank 3 tells members 0 and 1 in turns that another one has failed it."""
+    world, failed = World(5), []
+
+    def outcome(rank: int, attempt: str) -> Vote | None:
+        ranks = world.peers[rank].round._group.ranks
+        listener = len(failed) % 2
+        if 3 not in ranks or rank != listener:
+            return a_vote(attempt, len(ranks))
+        world.suspects, world.told_by = {rank: (2 if 2 in ranks else 4,)}, {rank: (3,)}
+        failed.append(attempt)
+        return None
+
+    world.outcome_of = outcome
+    everybody_ready(world).run()
+    members = set(the_commit(world).group.ranks)
+    assert 3 not in members and len(members) >= 3
 
 
 @pytest.mark.parametrize(

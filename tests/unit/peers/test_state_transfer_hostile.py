@@ -126,7 +126,8 @@ def test_a_snapshot_is_held_for_no_longer_than_a_download_may_take(monkeypatch):
         await channel.receive(timeout_s=5)
         await asyncio.get_running_loop().sock_recv(sock, 64)
         assert len(state._snapshots) == 1
-        with pytest.raises(PeersError):
+        # A request that was not read any more resets the stream.
+        with pytest.raises((PeersError, ConnectionResetError)):
             while True:
                 await channel.send({"kind": "chunk", "values": "anchor", "position": 0}, timeout_s=5)
                 assert len(

@@ -190,6 +190,22 @@ def test_who_falls_quiet_before_its_stream_has_come_is_not_waited_for(from_the_b
     asyncio.run(scenario())
 
 
+def test_a_stream_that_is_on_its_way_when_its_peer_is_found_to_be_silent_still_comes():
+    async def scenario():
+        began = time.monotonic()
+
+        def quiet():
+            return {1} if time.monotonic() > began + 0.1 else set()
+
+        async with pools("a", "b") as (_, (a, b)):
+            connecting = asyncio.create_task(a.connect(bytes(16), {1: "b"}, timeout_s=10, quiet=quiet))
+            await asyncio.sleep(0.4)
+            await b.connect(bytes(16), {0: "a"}, timeout_s=10)
+            assert (await connecting).send.keys() == {1}
+
+    run(scenario())
+
+
 def test_a_peer_that_cannot_be_reached_is_named_at_once_and_the_others_hear_a_farewell():
     async def scenario():
         async with pools("a", "b") as (_, (a, b)):
