@@ -81,21 +81,33 @@ def test_hivemind_is_imported_where_the_network_is_and_nowhere_else():
     assert users <= HIVEMIND_FILES
 
 
-@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: " ".join(verb) or "diloco")
-def test_help_loads_no_torch_and_takes_less_than_half_a_second(verb):
-    script = (
-        "import resource, sys\n"
-        "from diloco.cli import exit_code\n"
-        "code = exit_code(sys.argv[1:])\n"
-        f"loaded = [name for name in {HEAVY!r} if name in sys.modules]\n"
-        "usage = resource.getrusage(resource.RUSAGE_SELF)\n"
-        "print(code, loaded, usage.ru_utime + usage.ru_stime, file=sys.stderr, sep='|')\n"
-    )
+# What any command line of this library answers `--help` with: this machine's own unit of time.
+EMPTY_HELP = """
+import cyclopts
+
+app = cyclopts.App(name="empty", result_action="return_value")
+
+@app.default
+def empty(*, number: int = 1) -> None:
+    "Does nothing."
+
+app(["--help"])
+code = 0
+"""
+
+
+def _helped(script: str, *words: str) -> tuple[list[str], float]:
+    """What the script, asked for help, left on standard error, and the best of three processor times in seconds.
+
+    Processor time: what else the machine does is not ours.
+    """
+    script = f"{script}\nloaded = [name for name in {HEAVY!r} if name in sys.modules]"
+    script = f"import resource, sys\n{script}\nusage = resource.getrusage(resource.RUSAGE_SELF)\n"
+    script += "print(code, loaded, usage.ru_utime + usage.ru_stime, file=sys.stderr, sep='|')\n"
     seconds = []
-    # Processor time, and the best of three: what else the machine does is not ours.
     for _ in range(3):
         answer = subprocess.run(
-            [sys.executable, "-c", script, *verb, "--help"],
+            [sys.executable, "-c", script, *words, "--help"],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             capture_output=True,
@@ -103,11 +115,23 @@ def test_help_loads_no_torch_and_takes_less_than_half_a_second(verb):
             timeout=30,
             check=True,
         )
-        code, loaded, used_s = answer.stderr.strip().split("|")
-        assert (code, loaded) == ("0", "[]")
+        *told, used_s = answer.stderr.strip().split("|")
         assert "Usage: " in answer.stdout
         seconds.append(float(used_s))
-    assert min(seconds) < 0.5
+    return told, min(seconds)
+
+
+@pytest.fixture(scope="module")
+def empty_help_s() -> float:
+    return _helped(EMPTY_HELP)[1]
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: " ".join(verb) or "diloco")
+def test_help_loads_no_torch_and_takes_little_more_than_any_help(verb, empty_help_s):
+    told, used_s = _helped("from diloco.cli import exit_code\ncode = exit_code(sys.argv[1:])", *verb)
+    assert told == ["0", "[]"]
+    # A third of a second on most machines that CI has; some of the same name are three times slower.
+    assert used_s < 3 * empty_help_s, f"an empty program's --help takes {empty_help_s:.2f} s here"
 
 
 def test_trainers_load_neither_hivemind_nor_the_kernels_of_reductions():
