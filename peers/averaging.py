@@ -113,6 +113,7 @@ class Averager:
         self._late = LateWork(settings.schedule, has_worker)
         self._offences = Offences()
         self._absences = Absences()
+        self._num_left_out = 0
         self._reducing: asyncio.Task[None] | None = None
         self._chance = random.SystemRandom()
         self._epoch_started = time.monotonic()
@@ -292,6 +293,7 @@ class Averager:
                 if self._offences.is_barred(peer.peer_id, state.epoch)
             ],
             unawaited=self._absences.unawaited(self._view(), state.epoch),
+            num_left_out=self._num_left_out,
         )
         for _ in range(len(self._early)):
             sender, message = self._early.popleft()
@@ -437,6 +439,7 @@ class Averager:
         state, schedule = self.state, self._settings.schedule
         view = self._view()
         self._absences.note(view, membership.trainers_of(view, state.lineage), group.ranks)
+        self._num_left_out = 0
         waiting.clock.lap("vote_s")
         assert waiting.plan is not None and waiting.plan.attempt.hex() == group.attempt
         await asyncio.to_thread(
@@ -534,6 +537,8 @@ class Averager:
             self._open_round()
             self._propose()
             return
+        if waiting is not None and not action.contributed:
+            self._num_left_out += 1
         brings = waiting is not None and not action.contributed and not waiting.proposal.last
         trainers = membership.trainers_of(self._view(), new.lineage)
         aside = self._late.set_aside(old, new, trainers, brings=brings)

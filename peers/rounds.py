@@ -32,6 +32,8 @@ from peers.round.standing import Standing
 
 TOLERATED_OF_LEADER = 1
 """Attempts of one round that a member loses to its leader before it looks for another."""
+_LEFT_OUT, _MOST_TOLD = 3, 4
+"""After so many rounds without it a ready peer tells the next rank too, after each more yet another, so many in all."""
 _MOST_COUNTED, _MORE_ATTEMPTS = 16, 2
 """A leader may make two attempts for each member, of so many, and so many more: from the second failure on it leaves
 somebody out."""
@@ -72,13 +74,15 @@ class Round:
         aggregation: Aggregation = _DEFAULT_AGGREGATION,
         barred: Iterable[int] = (),
         unawaited: Iterable[int] = (),
+        num_left_out: int = 0,
         parent: str = "",
         quiet: frozenset[int] = frozenset(),
         lost: View = _NOBODY,
         first_step: int = -1,
     ) -> None:
         """`barred`: members that this peer neither follows nor, as the leader, takes or waits for; those that are
-        `unawaited` it takes, and does not wait for.
+        `unawaited` it takes, and does not wait for. `num_left_out`: rounds in a row that the others have committed
+        without this peer, which was ready.
 
         `parent` is the lineage before the last commit; `quiet` and `lost` as in `on_view`; `first_step` is
         the nominal step that this epoch began with: what was copied by then is work of an earlier one.
@@ -104,6 +108,7 @@ class Round:
             first_step=first_step,
         )
         self._first_step = first_step
+        self._num_told = min(max(0, num_left_out - _LEFT_OUT + 1), _MOST_TOLD)
         self._proposal: Proposal | None = None
         self._ballot = 0
         self._leader: int | None = None
@@ -344,15 +349,27 @@ class Round:
             self._patient_with = self._leader
         elif self._patient_with != self._leader:
             self._patient_with = None
-        self._told.add(self._leader)
+        told = [self._leader, *self._next_leaders()]
+        self._told.update(told)
         self._resend_at = now + self.timing.resend_s
         in_doubt = self._doubts[-1] if self._doubts else ""
-        return self._send(self._leader, Join(self.fragment, self.lineage, self._proposal, in_doubt))
+        join = Join(self.fragment, self.lineage, self._proposal, in_doubt)
+        return [action for rank in told for action in self._send(rank, join)]
 
     def _leader_of_ballot(self) -> int | None:
+        return membership.leader_of(self._candidates(), self.lineage, self._ballot)
+
+    def _next_leaders(self) -> list[int]:
+        """Whom the others may follow, if they have barred the one that leads as far as this peer can tell."""
+        if not self._num_told or self._leader == self.me:
+            return []
+        trainers = membership.trainers_of(self._candidates(), self.lineage)
+        others = [rank for rank in trainers if rank not in (self.me, self._leader)]
+        return others[: self._num_told]
+
+    def _candidates(self) -> View:
         passed_over = (self._lead.excluded | self._quiet) - {self.me}
-        view = {rank: peer for rank, peer in self._view.items() if rank not in passed_over}
-        return membership.leader_of(view, self.lineage, self._ballot)
+        return {rank: peer for rank, peer in self._view.items() if rank not in passed_over}
 
     def _is_led_by_another(self) -> bool:
         """The leader that this peer waits for has fallen quiet, or one of a lower rank has come."""

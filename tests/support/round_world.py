@@ -71,6 +71,10 @@ class World:
     reduction_s: Callable[[str], float] | None = None
     """How long this attempt's reduction takes; default: half a second to a second."""
     timing: Timing = TIMING
+    barred: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Whom each rank neither follows nor takes."""
+    num_left_out: dict[int, int] = field(default_factory=dict)
+    """Rounds in a row that the others have committed without this rank."""
     audit: float = 0.0
     demands: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Whose sums each rank wants looked at."""
@@ -97,6 +101,8 @@ class World:
                     timing=self.timing,
                     view=statuses,
                     aggregation=Aggregation(audit=self.audit),
+                    barred=self.barred.get(rank, ()),
+                    num_left_out=self.num_left_out.get(rank, 0),
                 ),
                 dict(statuses),
             )

@@ -238,6 +238,7 @@ def test_who_comes_too_late_trains_on_once_and_then_waits_for_the_round():
             assert (outcome.epoch, outcome.local_step, outcome.contributors) == (1, 7, [])
             assert handed_over.inn[0].tolist() == [-0.25 - 0.5] * 4
             assert (outcome.carried_tokens, averager.state.committed_tokens) == (0, 1000)
+            assert averager._num_left_out == 1
             # They have gone on again. For this time its work is brought to their round as it is.
             newer = OuterState(new.header, [new.anchor[0].clone()], [new.momentum[0].clone()])
             OuterOptimizer(lr=1.0, momentum=0.0).commit(
@@ -257,8 +258,10 @@ def test_who_comes_too_late_trains_on_once_and_then_waits_for_the_round():
             assert not averaging.done()
             others.clear()
             averager.view_changed()
+            assert averager._num_left_out == 2
             assert (await averaging).contributors == [1]
             assert averager.state.committed_tokens == 2010
+            assert averager._num_left_out == 0
 
     asyncio.run(scenario())
 

@@ -525,6 +525,27 @@ def test_a_leader_that_leads_nowhere_has_spoilt_the_round_unless_it_may_know_lon
     assert member.offenders == offenders
 
 
+@pytest.mark.parametrize(
+    "barred, num_left_out, is_in",
+    [((0,), 0, False), ((0,), 2, False), ((0,), 3, True), ((0, 1), 3, False), ((0, 1), 4, True)],
+)
+def test_who_is_left_out_time_after_time_tells_those_whom_the_others_may_follow(barred, num_left_out, is_in):
+    # The others have learned not to follow these, who lead nowhere; a peer that came later has not.
+    world = World(
+        5, barred={rank: barred for rank in range(4) if rank not in barred}, num_left_out={4: num_left_out}
+    )
+    for rank in barred:
+        world.stop_answering(rank)
+    for rank in range(len(barred), 5):
+        world.ready(rank, at=0.0)
+    world.run()
+    commit = world.peers[3].commit
+    assert commit is not None
+    assert (4 in commit.group.ranks) == is_in
+    assert (world.peers[4].commit == commit) == is_in
+    assert (world.peers[3].committed_at < TIMING.gather_s) == is_in
+
+
 @pytest.mark.parametrize("told_by", [(), (2,)])
 def test_nobody_is_talked_out_of_its_leader_by_a_third_one(told_by):
     member = a_round(me=1, num_peers=3)
