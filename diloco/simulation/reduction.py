@@ -19,7 +19,7 @@ from diloco.simulation.machine import Machine
 from diloco.simulation.traffic import Activity, Traffic
 from peers.codecs import Codec, codec_named, result_codec_named
 from peers.reduction.frames import HEADER
-from peers.reduction.plan import ReducePlan
+from peers.reduction.plan import CHUNK_NUMEL, ReducePlan
 from peers.round.aggregation import Aggregation
 from peers.round.attempts import CONNECT_EACH_S
 from peers.round.messages import Group
@@ -69,8 +69,8 @@ def volumes_of(plan: ReducePlan) -> list[Volume]:
 def _wire_bytes(plan: ReducePlan, owner: int, codec: Codec) -> int:
     """Of an owner's share, encoded once."""
     numel = plan.bounds[owner + 1] - plan.bounds[owner]
-    whole, rest = divmod(numel, plan.chunk_numel)
-    size = whole * codec.encoded_bytes(plan.chunk_numel) + (codec.encoded_bytes(rest) if rest else 0)
+    whole, rest = divmod(numel, CHUNK_NUMEL)
+    size = whole * codec.encoded_bytes(CHUNK_NUMEL) + (codec.encoded_bytes(rest) if rest else 0)
     return size + plan.num_chunks(owner) * HEADER.size
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from peers.codecs import codec_named, result_codec_named
 from peers.errors import ProtocolError
 from peers.reduction.kernels import Bytes, energy
-from peers.reduction.plan import ReducePlan
+from peers.reduction.plan import CHUNK_NUMEL, ReducePlan
 from peers.reduction.residuals import Residuals, contribution
 from peers.reduction.robust_sums import combine, rows_for
 from peers.round.aggregation import holds_all
@@ -30,9 +30,9 @@ class Scratch:
     """Buffers of one thread, reused for every chunk: a fresh megabyte costs half a millisecond of page faults."""
 
     def __init__(self, plan: ReducePlan) -> None:
-        self.values = np.empty(plan.chunk_numel, np.float32)
+        self.values = np.empty(CHUNK_NUMEL, np.float32)
         longest = max(
-            codec.encoded_bytes(plan.chunk_numel)
+            codec.encoded_bytes(CHUNK_NUMEL)
             for codec in (codec_named(plan.codec), result_codec_named(plan.codec))
         )
         self.payload = np.empty(longest, np.uint8)

@@ -22,9 +22,10 @@ RIGHT, WRONG_COUNT, NOT_ASCENDING = 0, 1, 2
 
 _MAGNITUDE = np.uint32(0x7FFF_FFFF)
 _INFINITY = np.uint32(0x7F80_0000)
-_DIGIT_BITS = 11
+_DIGIT_BITS = 8
 _DIGITS = 1 << _DIGIT_BITS
-_LOOKED_AT_ONCE = 16
+_GUESS_BELOW = np.uint32(1 << 21)
+"""Of a magnitude's bits: a quarter of an octave."""
 
 
 @compiled("uint32(uint32[::1], int64, int64, int64[::1])")
@@ -106,49 +107,51 @@ def keep_largest(
     `levels` [2 a block], `counts` [one a section]; `lows`, `is_negative` and `is_larger` [kept a block].
     """
     bits = np.empty(block, np.uint32)
-    candidates = np.empty(block, np.uint32)
+    places, numbers = np.empty(block, np.int64), np.empty(block, np.uint32)
     digits = np.empty(_DIGITS, np.int64)
     magnitudes, scratch = np.empty(kept, np.float64), np.empty(kept, np.float64)
     sections = -(-block // SECTION_NUMEL)
-    whole = block // _LOOKED_AT_ONCE * _LOOKED_AT_ONCE
     guess = np.uint32(0)
     for index in range(values.size // block):
         row = values[index * block : (index + 1) * block]
         row_bits = row.view(np.uint32)
         for i in range(block):
-            bits[i] = min(row_bits[i] & _MAGNITUDE, _INFINITY)
-        # Blocks of a vector are much alike: what is well below the last one's threshold need not be sorted out.
+            magnitude = np.uint32(row_bits[i] & _MAGNITUDE)
+            bits[i] = magnitude if magnitude < _INFINITY else _INFINITY
+        # Blocks of a vector are much alike: what is well below the last one's threshold need not be looked at again.
         found = 0
         for i in range(block):
-            candidates[found] = bits[i]
+            places[found] = i
             found += bits[i] >= guess
         if found < kept:
-            candidates[:] = bits
+            for i in range(block):
+                places[i] = i
             found = block
-        threshold = largest_at(candidates, found, kept, digits)
-        guess = threshold - min(threshold, np.uint32(1 << 22))
+        for i in range(found):
+            numbers[i] = bits[places[i]]
+        threshold = largest_at(numbers, found, kept, digits)
+        guess = threshold - min(threshold, _GUESS_BELOW)
         num_equal = kept
-        for i in range(block):
-            num_equal -= bits[i] > threshold
-        first, entry = index * kept, 0
+        for i in range(found):
+            num_equal -= bits[places[i]] > threshold
+        entry = 0
+        for i in range(found):
+            place = places[i]
+            number = bits[place]
+            if number < threshold or (number == threshold and num_equal == 0):
+                continue
+            num_equal -= number == threshold
+            places[entry] = place
+            entry += 1
         for section in range(sections):
             counts[index * sections + section] = 0
-        for start in range(0, block, _LOOKED_AT_ONCE):
-            stop = start + _LOOKED_AT_ONCE if start < whole else block
-            largest = np.uint32(0)
-            for i in range(start, stop):
-                largest = max(largest, bits[i])
-            if largest < threshold:
-                continue
-            for i in range(start, stop):
-                if bits[i] < threshold or (bits[i] == threshold and num_equal == 0):
-                    continue
-                num_equal -= bits[i] == threshold
-                counts[index * sections + i // SECTION_NUMEL] += 1
-                lows[first + entry] = i % SECTION_NUMEL
-                is_negative[first + entry] = row_bits[i] > _MAGNITUDE
-                magnitudes[entry] = np.float64(abs(row[i]))
-                entry += 1
+        first = index * kept
+        for entry in range(kept):
+            i = places[entry]
+            counts[index * sections + i // SECTION_NUMEL] += 1
+            lows[first + entry] = i % SECTION_NUMEL
+            is_negative[first + entry] = row_bits[i] > _MAGNITUDE
+            magnitudes[entry] = np.float64(abs(row[i]))
         two_means(magnitudes, scratch, levels[2 * index : 2 * index + 2], is_larger[first : first + kept])
 
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from peers.codecs import PseudoGradient, codec_named
 from peers.outer_state import num_threads
 from peers.reduction.kernels import Floats, energy
-from peers.reduction.plan import AUDITED_REACH, ReducePlan, slices
+from peers.reduction.plan import AUDITED_REACH, CHUNK_NUMEL, ReducePlan, slices
 
 
 def contribution(anchor: Tensor, local: Tensor, residual: Tensor | None) -> PseudoGradient:
@@ -218,8 +218,8 @@ def _store_losses(
     sent, losses = contribution(anchor, local, residual), out.numpy()
 
     def store(mine: list[slice]) -> None:
-        scratch = np.empty(plan.chunk_numel, np.float32)
-        payload = np.empty(codec.encoded_bytes(plan.chunk_numel), np.uint8)
+        scratch = np.empty(CHUNK_NUMEL, np.float32)
+        payload = np.empty(codec.encoded_bytes(CHUNK_NUMEL), np.uint8)
         for part in mine:
             lost = losses[part]
             codec.losses(sent.of(part), scratch, payload, lost)

@@ -37,7 +37,7 @@ from peers.reduction.frames import (
     send_frame,
 )
 from peers.reduction.kernels import Bytes, Floats, energy
-from peers.reduction.plan import ATTEMPT_BYTES, ReducePlan
+from peers.reduction.plan import ATTEMPT_BYTES, CHUNK_NUMEL, ReducePlan
 from peers.reduction.progress import LAST_WORDS_S
 from peers.reduction.residuals import contribution
 from peers.reduction.robust_sums import combine, rows_for
@@ -246,8 +246,8 @@ class _Share:
         self._weights = [np.float32(weight) for weight in plan.weights_fp32()]
         self._energy_left = [plan.contribution_bound(member) for member in range(count)]
         self._hashers = [blake3.blake3() for _ in range(count)]
-        self._rows = rows_for(count, plan.chunk_numel) if holds_all(plan.rule, count) else None
-        self._total = np.empty(plan.chunk_numel, np.float32)
+        self._rows = rows_for(count, CHUNK_NUMEL) if holds_all(plan.rule, count) else None
+        self._total = np.empty(CHUNK_NUMEL, np.float32)
         self._index = 0
 
     def payload_bytes(self, index: int) -> int:

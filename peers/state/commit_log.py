@@ -21,7 +21,7 @@ import numpy as np
 from peers.codecs import result_codec_named
 from peers.errors import ProtocolError
 from peers.reduction.kernels import Bytes
-from peers.reduction.plan import CHUNK_NUMEL, MAX_CHUNK_NUMEL, ReducePlan
+from peers.reduction.plan import CHUNK_NUMEL, ReducePlan
 from peers.round.messages import MAX_MEMBERS
 
 KEPT_FOR_S = 30.0
@@ -57,8 +57,7 @@ class CommitHeader:
     codec: str
     """Of the average."""
     bounds: tuple[int, ...]
-    chunk_numel: int
-    """Each owner's share, from bound to bound, is in chunks of so many values."""
+    """Each owner's share lies from bound to bound."""
 
     def to_message(self) -> dict[str, Any]:
         return {**vars(self), "bounds": list(self.bounds)}
@@ -76,7 +75,6 @@ class CommitHeader:
                 num_members=_count(message["num_members"], MAX_MEMBERS),
                 codec=_text(message["codec"]),
                 bounds=tuple(_count(bound) for bound in message["bounds"]),
-                chunk_numel=_count(message["chunk_numel"]),
             )
             result_codec_named(header.codec)
         except (KeyError, TypeError, ValueError) as error:
@@ -86,16 +84,14 @@ class CommitHeader:
             raise ProtocolError(f"not the bounds of shares: {bounds!s:.80}")
         if bounds[-1] != sizes[header.fragment] or header.num_members < 1:
             raise ProtocolError("a commit of another fragment, or of nobody")
-        if not CHUNK_NUMEL <= header.chunk_numel <= MAX_CHUNK_NUMEL:
-            raise ProtocolError(f"a commit in chunks of {header.chunk_numel} values")
         return header
 
     def parts(self) -> Iterator[tuple[slice, int]]:
         """Where each chunk lies in the fragment, and the bytes of its payload."""
         codec = result_codec_named(self.codec)
         for start, stop in pairwise(self.bounds):
-            for first in range(start, stop, self.chunk_numel):
-                part = slice(first, min(first + self.chunk_numel, stop))
+            for first in range(start, stop, CHUNK_NUMEL):
+                part = slice(first, min(first + CHUNK_NUMEL, stop))
                 yield part, codec.encoded_bytes(part.stop - part.start)
 
 
@@ -175,7 +171,6 @@ def header_of(
         num_members=len(plan.members),
         codec=plan.codec,
         bounds=plan.bounds,
-        chunk_numel=plan.chunk_numel,
     )
 
 

@@ -178,7 +178,6 @@ def a_header(**changes) -> dict[str, object]:
         "num_members": 2,
         "codec": "int8",
         "bounds": [0, 10, 1000],
-        "chunk_numel": 1 << 18,
     }
     return {**message, **changes}
 
@@ -201,8 +200,6 @@ def test_a_header_survives_the_wire():
         {"bounds": [0, 900, 800, 1000]},
         {"bounds": []},
         {"bounds": None},
-        {"chunk_numel": 0},
-        {"chunk_numel": 1},
         {"num_members": 0},
         {"num_members": 1 << 40},
         {"codec": "zip"},
