@@ -361,7 +361,7 @@ class Averager:
                 round_.timing,
             )
         except (PeersError, OSError) as error:
-            lost = error if isinstance(error, RoundFailed) else RoundFailed(str(error))
+            lost = _as_failure(error)
             if not self._attempts.is_cancelled:
                 log.info("attempt at epoch %d failed: %s", group.epoch, error)
                 self._learn_from_failure(waiting.clock.total_s, round_)
@@ -403,7 +403,7 @@ class Averager:
             )
         except (PeersError, OSError) as error:
             log.info("audit at epoch %d failed: %s", group.epoch, error)
-            lost = error if isinstance(error, RoundFailed) else RoundFailed(str(error))
+            lost = _as_failure(error)
             self._post(
                 lambda now: round_.on_audit_failed(
                     group.attempt, lost.suspects, (), now, told_by=lost.told_by
@@ -618,6 +618,11 @@ class Averager:
             num_peers=len(self._view()),
             bandwidth=self.bandwidth,
         )
+
+
+def _as_failure(error: PeersError | OSError) -> RoundFailed:
+    """With whom it was lost to, where that is known."""
+    return error if isinstance(error, RoundFailed) else RoundFailed(str(error))
 
 
 def _is_whole(old: OuterState, new: OuterState) -> bool:

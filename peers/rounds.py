@@ -112,7 +112,8 @@ class Round:
         self._proposal: Proposal | None = None
         self._ballot = 0
         self._leader: int | None = None
-        # Leaders of this ballot, one after the other, that have this peer's join and may make a group of it.
+        # Leaders of this ballot, one after the other, and who may lead in their place: all that have this peer's join
+        # and may make a group of it.
         self._told: set[int] = set()
         self._group: Group | None = None
         # What this peer has voted for, holds the result of, and may still commit; and that vote.

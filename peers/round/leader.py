@@ -157,7 +157,8 @@ class Leader:
         Nobody waits for the `quiet` ones, of whom nothing has been heard for a few heartbeats. Nor is an attempt made
         with one that had joined before, unless many have fallen quiet at once: then it is this peer that hears badly.
         """
-        if self.open or now < self._retry_at or (now < self._committed_until and self._committed_in(view)):
+        is_behind = now < self._committed_until and any(rank in view for rank in self._committed)
+        if self.open or now < self._retry_at or is_behind:
             # A leader that was not ready itself has not moved on with those whose commit it has told of.
             return []
         trainers = membership.trainers_of(view, self._lineage)
@@ -284,9 +285,6 @@ class Leader:
             self.excluded |= lost & back
             return self.abort(lost, f"lost {names(lost)}", now, gone=True)
         return []
-
-    def _committed_in(self, view: View) -> list[int]:
-        return [rank for rank in self._committed if rank in view]
 
     def on_tick(self, now: float) -> Letters:
         if now >= self._committed_until:
