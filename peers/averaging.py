@@ -19,7 +19,8 @@ from typing import Any
 
 from peers import membership
 from peers.codecs import codec_named
-from peers.errors import PeersError, PeerUnreachable, ProtocolError, RoundFailed, StateUnavailable
+from peers.donors import Donors, Download
+from peers.errors import PeersError, ProtocolError, RoundFailed
 from peers.handover import Memories, Outcome
 from peers.late_work import LateWork
 from peers.literature import residual_decay_for
@@ -39,7 +40,6 @@ from peers.round.aggregation import Aggregation
 from peers.round.attempts import ATTEMPT_SHARE, Attempts
 from peers.round.audit import demanded
 from peers.round.audit_exchange import AuditTask
-from peers.round.credit import Credit
 from peers.round.deadlines import Deadlines
 from peers.round.leader import Timing, is_carried
 from peers.round.messages import Ask, Audit, Commit, Group, Join, Proposal, RoundMessage, Vote
@@ -84,7 +84,7 @@ class Averager:
         pool: StreamPool,
         optimizer_for: Callable[[int], OuterOptimizer],
         view: Callable[[], Mapping[int, Announcement]],
-        download: Callable[[list[str], str], Any],
+        download: Download,
         changed: Callable[[], None],
         forwarded_bytes: Callable[[], int] = lambda: 0,
         has_worker: Callable[[], bool] = lambda: True,
@@ -92,7 +92,8 @@ class Averager:
         """`has_worker`: whether the worker lives that has handed over what is averaged."""
         self._me, self._incarnation, self._settings = me, incarnation, settings
         self._mesh, self.optimizer_for = mesh, optimizer_for
-        self._newest_view, self._download, self._changed = view, download, changed
+        self._newest_view, self._changed = view, changed
+        self._donors = Donors(me, self._view, download)
         self._attempts = Attempts(
             me=me,
             codec=settings.codec,
@@ -106,7 +107,6 @@ class Averager:
         )
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._num_unread: Counter[int] = Counter()
-        self._credit = Credit()
         self._early: deque[tuple[int, RoundMessage]] = deque(maxlen=_MAX_EARLY)
         self._waiting: Readiness | None = None
         self._commits = RecentCommits()
@@ -301,8 +301,8 @@ class Averager:
         self._epoch_started = time.monotonic()
         self._changed()
 
-    def _credible_view(self) -> Mapping[int, Announcement]:
-        return self._credit.credible(self._view(), self.state.lineage, time.monotonic())
+    def _credible_view(self) -> membership.View:
+        return self._donors.credible_view(self.state.lineage)
 
     def _allow_for_the_first_epoch(self) -> None:
         """Where no epoch is known, the time until somebody is ready tells by how much others may be later."""
@@ -484,14 +484,12 @@ class Averager:
         now = time.monotonic()
         deadlines, round_ = self._settings.deadlines, self._round
         grouped_at, first_step = waiting.grouped_at or now, group.epoch * schedule.steps_per_epoch
-        trained_s = waiting.since - self._epoch_started
-        is_whole = trained_s > 0 and not is_carried(waiting.proposal, first_step)
-        # With overlap it does some of an epoch's steps before the epoch begins.
-        all_steps_s = schedule.steps_per_epoch * view[self._me].step_s
+        is_early = is_carried(waiting.proposal, first_step)
         deadlines.epoch_took(
             now - self._epoch_started,
             of_it_round_s=now - grouped_at,
-            own_s=max(trained_s, all_steps_s) if is_whole else None,
+            trained_s=0.0 if is_early else waiting.since - self._epoch_started,
+            steps_s=schedule.steps_per_epoch * view[self._me].step_s,
         )
         waiting.clock.lap("apply_s")
         failures = round_.failures if round_ else []
@@ -576,19 +574,12 @@ class Averager:
     async def _better_state(self, action: CatchUp) -> OuterState | None:
         """The state to adopt, as soon as somebody hands it over; None where nobody is ahead any more."""
         while True:
-            view, asked_at = self._credible_view(), time.monotonic()
+            view = self._credible_view()
             target = membership.ahead_of(view, self._me) or view.get(action.rank)
             if target is None or (target.lineage == self.state.lineage and not action.resync):
                 return None
-            donors = membership.donors_of(view, target.lineage, self._me)
-            try:
-                state: OuterState = await self._download(donors, target.lineage)
-            except (StateUnavailable, PeerUnreachable, ProtocolError) as error:
-                log.info("no state yet (%s)", error)
-            else:
-                self._credit.delivered(donors)
+            if (state := await self._donors.hand_over(target, self.state.lineage)) is not None:
                 return state
-            self._credit.failed({*donors, target.peer_id}, asked_at, time.monotonic())
             if membership.ahead_of(self._credible_view(), self._me) is None:
                 return None
             await asyncio.sleep(_RETRY_S)

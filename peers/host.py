@@ -18,7 +18,8 @@ from peers import joining, membership
 from peers.advice import Advice, advice_on, num_layers_of
 from peers.agreement import Agreement
 from peers.averaging import Averager
-from peers.errors import PeerUnreachable, ProtocolError, StateUnavailable, UserError
+from peers.donors import Donors
+from peers.errors import StateUnavailable, UserError
 from peers.handover import Memories, Outcome, Start
 from peers.joining import Scalar
 from peers.layout import Layout
@@ -29,7 +30,6 @@ from peers.outer_state import OuterState
 from peers.pace import Pace, progress_of_others
 from peers.presence import Presence
 from peers.records import Announcement, State
-from peers.round.credit import Credit
 from peers.round.standing import Standing as RoundStanding
 from peers.schedule import Schedule
 from peers.state import files as state_files
@@ -261,48 +261,45 @@ class WorkerHost:
 
     async def _adopt_best(self, averager: Averager) -> None:
         """Start from the same state as everybody else."""
-        presence, credit, said, num_adopted = self._presence, Credit(), "", 0
+        presence, donors, said, num_adopted = self._presence, self._donors(), "", 0
         while True:
             if self.waits_for != said:
                 said = self.waits_for
                 log.info("waiting for %s", said)
             source = joining.state_source(
-                credit.credible(presence.view, averager.state.lineage, time.monotonic()),
+                donors.credible_view(averager.state.lineage),
                 me=self.world_rank,
                 galaxy_size=presence.galaxy_size,
                 waited_out=self._waited_out(),
             )
             if source is not None and _is_near(averager.state, source, num_adopted):
                 return
-            if source is not None and await self._adopt_from(source, averager, credit):
+            if source is not None and await self._adopt_from(source, averager, donors):
                 num_adopted += 1
             else:
                 await presence.wait_for_change()
 
     async def _catch_up(self, averager: Averager) -> None:
         """While no worker was there, the others may have gone on."""
-        presence, credit, num_adopted = self._presence, Credit(), 0
+        presence, donors, num_adopted = self._presence, self._donors(), 0
         while True:
-            view = credit.credible(presence.view, averager.state.lineage, time.monotonic())
-            ahead = membership.ahead_of(view, self.world_rank)
+            ahead = membership.ahead_of(donors.credible_view(averager.state.lineage), self.world_rank)
             if ahead is None or _is_near(averager.state, ahead, num_adopted):
                 return
-            if await self._adopt_from(ahead, averager, credit):
+            if await self._adopt_from(ahead, averager, donors):
                 num_adopted += 1
             else:
                 await presence.wait_for_change()
 
-    async def _adopt_from(self, source: Announcement, averager: Averager, credit: Credit) -> bool:
+    def _donors(self) -> Donors:
+        return Donors(self.world_rank, lambda: self._presence.view, self.download)
+
+    async def _adopt_from(self, source: Announcement, averager: Averager, donors: Donors) -> bool:
         """Whether this peer's state could be had from those who hold it."""
-        donors = membership.donors_of(self._presence.view, source.lineage, self.world_rank)
-        asked_at = time.monotonic()
-        try:
-            averager.adopt(await self.download(donors, source.lineage))
-            return True
-        except (StateUnavailable, PeerUnreachable, ProtocolError) as error:
-            log.info("no state from %s yet: %s", donors, error)
-            credit.failed({*donors, source.peer_id}, asked_at, time.monotonic())
-            return False
+        state = await donors.hand_over(source, averager.state.lineage)
+        if state is not None:
+            averager.adopt(state)
+        return state is not None
 
     async def download(self, donors: list[str], lineage: str) -> OuterState:
         """The state of this lineage. Raises StateUnavailable, PeerUnreachable or ProtocolError."""

@@ -15,7 +15,7 @@ the same (a partition) are a fork, which peers/membership.py resolves.
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable
 from enum import Enum
 from types import MappingProxyType
@@ -26,17 +26,11 @@ from peers.records import Announcement
 from peers.round.actions import Action, Apply, Cancel, CatchUp, Inspect, Reduce, Send
 from peers.round.aggregation import Aggregation
 from peers.round.audit import most_audited
+from peers.round.following import Following
 from peers.round.leader import Gathered, Leader, Letters, Timing, is_carried
 from peers.round.messages import Abort, Ask, Audit, Commit, Group, Join, Proposal, RoundMessage, Vote
 from peers.round.standing import Standing
 
-TOLERATED_OF_LEADER = 1
-"""Attempts of one round that a member loses to its leader before it looks for another."""
-_LEFT_OUT, _MOST_TOLD = 3, 4
-"""After so many rounds without it a ready peer tells the next rank too, after each more yet another, so many in all."""
-_MOST_COUNTED, _MORE_ATTEMPTS = 16, 2
-"""A leader may make two attempts for each member, of so many, and so many more: from the second failure on it leaves
-somebody out."""
 _DEFAULT_AGGREGATION = Aggregation()
 _NOBODY: View = MappingProxyType({})
 
@@ -108,13 +102,10 @@ class Round:
             first_step=first_step,
         )
         self._first_step = first_step
-        self._num_told = min(max(0, num_left_out - _LEFT_OUT + 1), _MOST_TOLD)
+        self._following = Following(
+            me=me, lineage=lineage, excluded=self._lead.excluded, num_left_out=num_left_out
+        )
         self._proposal: Proposal | None = None
-        self._ballot = 0
-        self._leader: int | None = None
-        # Leaders of this ballot, one after the other, and who may lead in their place: all that have this peer's join
-        # and may make a group of it.
-        self._told: set[int] = set()
         self._group: Group | None = None
         # What this peer has voted for, holds the result of, and may still commit; and that vote.
         self._holding: Commit | None = None
@@ -127,11 +118,6 @@ class Round:
         self._committed_by: dict[int, bool] = {}
         self._phase_deadline = float("inf")
         self._resend_at = float("inf")
-        self._lost_to_leader = 0
-        self._num_led: Counter[int] = Counter()
-        self._most_members = 0
-        # Whom it has waited for since this phase began, if for no other.
-        self._patient_with: int | None = None
         # Of the attempt held: the owners whose sums this peer wants looked at, and whether the leader has seen to it.
         self._demanded: tuple[int, ...] = ()
         self._has_audited = False
@@ -143,6 +129,11 @@ class Round:
     @timing.setter
     def timing(self, timing: Timing) -> None:
         self._lead.timing = timing
+
+    @property
+    def leader(self) -> int | None:
+        """Whom this peer follows; itself, if it leads."""
+        return self._following.leader
 
     @property
     def has_begun(self) -> bool:
@@ -192,7 +183,7 @@ class Round:
         gone = {r for r, old in self._view.items() if r not in view or view[r].incarnation != old.incarnation}
         self._view, self._quiet, self._lost = view, quiet - {self.me}, lost
         actions = self._post(self._lead.on_lost(gone, gone & view.keys(), now))
-        if self.phase in (Phase.SEEKING, *_ATTEMPTING) and self._has_left(gone):
+        if self.phase in (Phase.SEEKING, *_ATTEMPTING) and self._following.has_lost_leader(view, gone):
             actions += self._leave_leader(now)
         elif self._is_led_by_another():
             actions += self._seek(now)
@@ -278,8 +269,7 @@ class Round:
         if leader in disproved:
             actions += self._depose(leader, "reduced its share falsely", now)
         elif leader in suspects - {self.me} and not told_by:
-            self._lost_to_leader += 1
-            if self._lost_to_leader > TOLERATED_OF_LEADER:
+            if not self._following.tolerates_loss_to(leader):
                 actions += self._depose(leader, "leads, and spoils every attempt", now)
             elif self._is_led_by_another():
                 actions += self._seek(now)
@@ -290,11 +280,11 @@ class Round:
         actions: list[Action] = []
         actions += self._post(self._lead.on_tick(now))
         if now >= self._phase_deadline:
-            if self._was_not_led() and self._patient_with not in (None, self.me):
+            patient_with = self._following.patient_with
+            if self._was_not_led() and patient_with not in (None, self.me):
                 # It is there, and has led nowhere; if it is slow for once, that is forgotten.
-                self.offenders.add(self._patient_with)
-            self._ballot += 1
-            actions += self._leave_leader(now)
+                self.offenders.add(patient_with)
+            actions += self._leave_leader(now, next_ballot=True)
         if self.phase is Phase.SEEKING and now >= self._resend_at:
             actions += self._seek(now)
         actions += self._check_ahead(now)
@@ -318,17 +308,17 @@ class Round:
         missing, is_at_work = self._missing(), self.phase not in (Phase.IDLE, Phase.OVER)
         waits = {Phase.REDUCING: "the sums", Phase.VOTED: "the votes", Phase.AUDITING: "the audit"}
         waits_for = waits.get(self.phase, "")
-        if self.phase is Phase.SEEKING and self._leader != self.me:
-            waits_for = f"the group of peer {self._leader}"
+        if self.phase is Phase.SEEKING and self.leader != self.me:
+            waits_for = f"the group of peer {self.leader}"
         elif self.phase is Phase.SEEKING:
             waits_for = f"peers {', '.join(map(str, missing))}" if missing else "the next attempt"
             waits_for = "a way back to the others" if self._is_cut_off() else waits_for
-        leader = self._leader if is_at_work else None
+        leader = self.leader if is_at_work else None
         return Standing(step=self.phase.value, leader=leader, missing=tuple(missing), waits_for=waits_for)
 
     def _missing(self) -> list[int]:
         """Whom this peer waits for, if it leads: to join, or to vote after it has voted itself."""
-        if self._leader != self.me:
+        if self.leader != self.me:
             return []
         if self.phase is Phase.SEEKING:
             expected = set(membership.trainers_of(self._view, self.lineage)) - self._quiet
@@ -341,66 +331,34 @@ class Round:
         """Tell the leader of the current ballot that this peer is ready."""
         assert self._proposal is not None
         is_new = self.phase is not Phase.SEEKING or self._phase_deadline == float("inf")
+        self.phase, self._group = Phase.SEEKING, None
+        told = self._following.choose(self._view, self._quiet)
         if is_new:
             self._phase_deadline = now + self._patience_s
-        self.phase, self._group = Phase.SEEKING, None
-        leader = self._leader_of_ballot()
-        self._leader = self.me if leader is None else leader
-        if is_new:
-            self._patient_with = self._leader
-        elif self._patient_with != self._leader:
-            self._patient_with = None
-        told = [self._leader, *self._next_leaders()]
-        self._told.update(told)
+            self._following.begin_to_wait()
         self._resend_at = now + self.timing.resend_s
         in_doubt = self._doubts[-1] if self._doubts else ""
         join = Join(self.fragment, self.lineage, self._proposal, in_doubt)
         return [action for rank in told for action in self._send(rank, join)]
 
-    def _leader_of_ballot(self) -> int | None:
-        return membership.leader_of(self._candidates(), self.lineage, self._ballot)
-
-    def _next_leaders(self) -> list[int]:
-        """Whom the others may follow, if they have barred the one that leads as far as this peer can tell."""
-        if not self._num_told or self._leader == self.me:
-            return []
-        trainers = membership.trainers_of(self._candidates(), self.lineage)
-        others = [rank for rank in trainers if rank not in (self.me, self._leader)]
-        return others[: self._num_told]
-
-    def _candidates(self) -> View:
-        passed_over = (self._lead.excluded | self._quiet) - {self.me}
-        return {rank: peer for rank, peer in self._view.items() if rank not in passed_over}
-
     def _is_led_by_another(self) -> bool:
-        """The leader that this peer waits for has fallen quiet, or one of a lower rank has come."""
-        if self.phase is not Phase.SEEKING or self._leader is None:
-            return False
-        # The rest takes longer, and views change often.
-        may_be = self._leader in self._quiet or any(rank < self._leader for rank in self._view)
-        return may_be and self._leader_of_ballot() not in (None, self._leader)
+        return self.phase is Phase.SEEKING and self._following.is_outranked(self._view, self._quiet)
 
-    def _has_left(self, gone: set[int]) -> bool:
-        """Whether the leader is lost, or has gone on without this peer hearing how the attempt ended."""
-        leader = None if self._leader is None else self._view.get(self._leader)
-        return leader is None or leader.world_rank in gone or leader.lineage != self.lineage
-
-    def _leave_leader(self, now: float) -> list[Action]:
+    def _leave_leader(self, now: float, *, next_ballot: bool = False) -> list[Action]:
         """The leader is lost or silent: find the next one. What was voted for stays in doubt."""
         cancel: list[Action] = [Cancel()] if self.phase in _AT_WORK else []
         self._return_to_seeking(now)
         self._phase_deadline = float("inf")
-        self._told.clear()
+        self._following.drop_leader(next_ballot=next_ballot)
         return cancel + self._seek(now)
 
     def _was_not_led(self) -> bool:
         """Has waited for its first leader, and for as long as any that has seen as long epochs may wait for others."""
         longest_s = 2 * self.timing.carry_s + self.timing.attempt_s
-        return self.phase is Phase.SEEKING and self._ballot == 0 and self._patience_s >= longest_s
+        return self.phase is Phase.SEEKING and self._following.ballot == 0 and self._patience_s >= longest_s
 
     def _depose(self, leader: int, crime: str, now: float) -> list[Action]:
         """It leads, and nobody else can leave it out."""
-        self._lost_to_leader = 0
         self._lead.excluded.add(leader)
         self.offenders.add(leader)
         self.failures.append(f"peer {leader} {crime}")
@@ -415,12 +373,13 @@ class Round:
 
     def _return_to_seeking(self, now: float) -> None:
         self.phase, self._group = Phase.SEEKING, None
-        self._phase_deadline, self._patient_with = now + self._patience_s, self._leader
+        self._phase_deadline = now + self._patience_s
+        self._following.begin_to_wait()
         self._resend_at = now + self.timing.resend_s
 
     def _on_group(self, sender: int, group: Group, now: float) -> list[Action]:
-        followed = self._told - self._lead.excluded
-        if self.phase is not Phase.SEEKING or sender not in followed or group.leader != sender:
+        may_lead = group.leader == sender and self._following.may_lead(sender)
+        if self.phase is not Phase.SEEKING or not may_lead:
             return []
         if self._num_asked:
             # Another attempt may be committed already: it has asked, and hears of it or catches up.
@@ -432,13 +391,11 @@ class Round:
             or group.weights != self._aggregation.weights_of(group.members)
         ):
             return []
-        self._num_led[sender] += 1
         # Of those that there are: a leader may invent members.
-        self._most_members = max(self._most_members, min(len(group.ranks), len(self._view), _MOST_COUNTED))
-        if sender != self.me and self._num_led[sender] > 2 * self._most_members + _MORE_ATTEMPTS:
+        if not self._following.follow(sender, min(len(group.ranks), len(self._view))):
             return self._depose(sender, "leads from one attempt to the next", now)
         # The result of an earlier attempt is given up, and the doubt about its end is not.
-        self.phase, self._group, self._holding, self._leader = Phase.REDUCING, group, None, sender
+        self.phase, self._group, self._holding = Phase.REDUCING, group, None
         # Later than the leader's own deadline, which began before the group was here.
         self._phase_deadline = now + self.timing.attempt_s + 2 * self.timing.resend_s
         self._resend_at = float("inf")
@@ -462,7 +419,7 @@ class Round:
         return self._check_ahead(now)
 
     def _on_abort(self, sender: int, abort: Abort, now: float) -> list[Action]:
-        if sender != self._leader or self.phase not in (Phase.SEEKING, *_ATTEMPTING):
+        if sender != self.leader or self.phase not in (Phase.SEEKING, *_ATTEMPTING):
             return []
         current = self._holding.group if self._holding else self._group
         if current is None or current.attempt != abort.attempt:
@@ -477,7 +434,7 @@ class Round:
 
     def _on_audit(self, sender: int, audit: Audit, now: float) -> list[Action]:
         group = self._group
-        if self.phase is not Phase.VOTED or self._has_audited or sender != self._leader or group is None:
+        if self.phase is not Phase.VOTED or self._has_audited or sender != self.leader or group is None:
             return []
         most = most_audited(self._aggregation.audit, len(group.ranks))
         if audit.attempt != group.attempt or not audit.fits(group.ranks, most):
@@ -570,14 +527,16 @@ class Round:
 
     def _form(self, now: float) -> list[Action]:
         """Form a group, if this peer leads."""
-        if self.phase in (*_ATTEMPTING, Phase.OVER) or self._num_asked or self._leader_of_ballot() != self.me:
+        if self.phase in (*_ATTEMPTING, Phase.OVER) or self._num_asked:
+            return []
+        if self._following.first_choice(self._view, self._quiet) != self.me:
             return []
         if self._lead.joins and self._is_cut_off():
             # To go on without them now would be a fork.
             self._regain_until = min(self._regain_until, now + self.timing.regain_s)
             if now < self._regain_until:
                 return []
-        return self._post(self._lead.form(self._view, self._quiet, self._ballot, now))
+        return self._post(self._lead.form(self._view, self._quiet, self._following.ballot, now))
 
     def _is_cut_off(self) -> bool:
         """Whether most of the others were lost a moment ago, on whatever lineage: they may be ahead by now."""

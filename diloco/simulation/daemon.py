@@ -265,12 +265,13 @@ class Daemon:
         self.rounds.commits.add(commit)
         self.post_standing("training", cause=group.attempt)
         piece.parts.round_s, piece.parts.wait_s = now - piece.grouped_at, piece.grouped_at - piece.since
-        schedule, trained_s = self.swarm.scenario.schedule, piece.since - self._epoch_began_at
-        is_whole = trained_s > 0 and not is_carried(piece.proposal, group.epoch * schedule.steps_per_epoch)
+        steps = self.swarm.scenario.schedule.steps_per_epoch
+        is_early = is_carried(piece.proposal, group.epoch * steps)
         self._deadlines.epoch_took(
             now - self._epoch_began_at,
             of_it_round_s=piece.parts.round_s,
-            own_s=max(trained_s, schedule.steps_per_epoch * self.plan.step_s) if is_whole else None,
+            trained_s=0.0 if is_early else piece.since - self._epoch_began_at,
+            steps_s=steps * self.plan.step_s,
         )
         if (gathered := self.rounds.round.gathered) is not None:
             self._deadlines.gathered(gathered.seconds, complete=not gathered.missing)

@@ -59,11 +59,15 @@ class Deadlines:
     def knows_epochs(self) -> bool:
         return bool(self._epochs)
 
-    def epoch_took(self, seconds: float, *, of_it_round_s: float, own_s: float | None = None) -> None:
-        """`own_s`: what all of its steps take this peer itself; none where that is not known."""
+    def epoch_took(
+        self, seconds: float, *, of_it_round_s: float, trained_s: float = 0.0, steps_s: float = 0.0
+    ) -> None:
+        """`trained_s`: until this peer handed its work over; nothing, where the work was not that of a whole epoch.
+        `steps_s`: what all steps of an epoch take it."""
         self._epochs.append(seconds)
-        if own_s is not None:
-            self._own.append(own_s)
+        if trained_s > 0:
+            # With overlap it does some of an epoch's steps before the epoch begins.
+            self._own.append(max(trained_s, steps_s))
         self._rounds.append(of_it_round_s)
 
     def gathered(self, seconds: float, *, complete: bool) -> None:

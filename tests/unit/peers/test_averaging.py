@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
@@ -61,7 +61,7 @@ def an_averager(
     me: int = 0,
     *,
     state: OuterState | None = None,
-    better: OuterState | None = None,
+    better: Sequence[OuterState] = (),
     num_fragments: int = 1,
     averaging_timeout_s: float | None = 0.5,
     local_steps: int = 2,
@@ -73,10 +73,11 @@ def an_averager(
         own = status(me, lineage=averager.state.lineage, epoch=averager.state.epoch)
         return {**({} if others is None else others), me: dataclasses.replace(own, step_s=step_s)}
 
-    async def download(_donors: list[str], _lineage: str) -> OuterState:
-        if better is None:
-            raise StateUnavailable("nobody hands it over")
-        return better
+    async def download(_donors: list[str], lineage: str) -> OuterState:
+        for state in better:
+            if state.lineage == lineage:
+                return state
+        raise StateUnavailable("nobody hands it over")
 
     mesh = Mesh(
         run_id="t", peer_id="me", transport=NoTransport(), status=bytes,
@@ -177,7 +178,7 @@ def test_who_has_missed_other_fragments_brings_its_work_to_their_new_anchors():
             optimizer.commit(new, fragment, average, tokens=5, data_width=2)
         optimizer.commit(new, 0, torch.full((4,), 0.125), tokens=5, data_width=2)
         ahead = dataclasses.replace(status(0, lineage=new.lineage, epoch=3, tokens=15), local_step=1)
-        averager = an_averager({0: ahead}, me=1, state=old, better=new, num_fragments=2)
+        averager = an_averager({0: ahead}, me=1, state=old, better=[new], num_fragments=2)
         handed_over = memories(4, 3, value=1.5)
         async with running(averager), asyncio.timeout(20):
             outcome = await averager.average(handed_over, 0, tokens=1, step=2, last=False)
@@ -198,7 +199,7 @@ def test_the_losing_side_of_a_fork_brings_what_it_has_committed_along():
         new = OuterState(start.header, [start.anchor[0].clone()], [start.momentum[0].clone()])
         optimizer.commit(new, 0, torch.full((4,), 0.25), tokens=1000, data_width=2)
         others: dict[int, Announcement] = {}
-        averager = an_averager(others, me=1, state=start, better=new)
+        averager = an_averager(others, me=1, state=start, better=[new])
         averager.optimizer_for = averager._attempts._optimizer_for = lambda _num_members: optimizer
         # The group before had another member, of whom nothing is to be heard.
         averager._late.branch.committing([0, 1], "", 0, torch.zeros(4), tokens=0)
@@ -229,8 +230,8 @@ def test_the_losing_side_of_a_fork_brings_what_it_has_committed_along():
 def test_who_comes_too_late_trains_on_once_and_then_waits_for_the_round():
     async def scenario() -> None:
         old, new = after_a_commit(0.25)
-        others = {0: ahead(new, local_step=4)}
-        averager = an_averager(others, me=1, state=old, better=new, local_steps=10, step_s=0.2)
+        others, better = {0: ahead(new, local_step=4)}, [new]
+        averager = an_averager(others, me=1, state=old, better=better, local_steps=10, step_s=0.2)
         handed_over = memories(4, value=-0.5)
         async with running(averager), asyncio.timeout(20):
             outcome = await averager.average(handed_over, 0, tokens=7, step=10, last=False)
@@ -245,10 +246,7 @@ def test_who_comes_too_late_trains_on_once_and_then_waits_for_the_round():
                 newer, 0, torch.full((4,), 0.25), tokens=1000, data_width=2
             )
 
-            async def download(_donors: list[str], _lineage: str) -> OuterState:
-                return newer
-
-            averager._download = download
+            better.append(newer)
             others[0] = ahead(newer, local_step=4)
             averager.view_changed()
             averaging = asyncio.create_task(averager.average(handed_over, 0, tokens=10, step=20, last=False))
@@ -271,7 +269,7 @@ def test_what_a_worker_has_handed_over_that_is_no_more_waits_for_the_round():
         old, new = after_a_commit(0.25)
         others = {0: ahead(new, local_step=4)}
         averager = an_averager(
-            others, me=1, state=old, better=new, local_steps=10, step_s=0.1, has_worker=False
+            others, me=1, state=old, better=[new], local_steps=10, step_s=0.1, has_worker=False
         )
         async with running(averager), asyncio.timeout(20):
             averaging = asyncio.create_task(averager.average(memories(4), 0, tokens=7, step=10, last=False))
@@ -342,7 +340,7 @@ def test_who_sends_others_to_fetch_what_they_have_is_left_out_and_who_is_right_t
     async def scenario() -> bool:
         state = OuterState.initial([torch.zeros(1000)])
         better = OuterState(state.header, [torch.zeros(1000)], [torch.zeros(1000)])
-        averager = an_averager({0: status(0, lineage=state.lineage)}, me=1, state=state, better=better)
+        averager = an_averager({0: status(0, lineage=state.lineage)}, me=1, state=state, better=[better])
         for _ in range(3):
             if not is_whole:
                 averager.state.anchor[0][7] = 1.0

@@ -59,7 +59,7 @@ def test_who_never_comes_does_not_make_each_wait_longer_than_the_one_before():
     for _ in range(24):
         timing = deadlines.timing(0)
         wait_s = min(timing.gather_s, timing.longest_gather_s)
-        deadlines.epoch_took(60.0 + wait_s, of_it_round_s=1.0, own_s=60.0)
+        deadlines.epoch_took(60.0 + wait_s, of_it_round_s=1.0, trained_s=60.0)
         deadlines.gathered(wait_s, complete=False)
         waited.append(wait_s)
     assert waited[-1] == 8 * 60.0 and max(waited[4:]) == 8 * 60.0
@@ -73,18 +73,25 @@ def test_who_trains_a_few_times_as_long_is_waited_for():
         timing = deadlines.timing(0)
         wait_s = min(timing.gather_s, timing.longest_gather_s)
         waited = min(wait_s, 300.0)
-        deadlines.epoch_took(60.0 + waited, of_it_round_s=1.0, own_s=60.0)
+        deadlines.epoch_took(60.0 + waited, of_it_round_s=1.0, trained_s=60.0)
         deadlines.gathered(waited, complete=wait_s >= 300.0)
     assert min(deadlines.timing(0).gather_s, deadlines.timing(0).longest_gather_s) >= 300.0
 
 
 def test_nobody_judges_others_by_the_part_of_an_epoch_that_it_came_for():
     deadlines = Deadlines()
-    deadlines.epoch_took(101.0, of_it_round_s=1.0, own_s=1.0)
+    deadlines.epoch_took(101.0, of_it_round_s=1.0, trained_s=1.0)
     for _ in range(3):
         # It brought work of an epoch before.
         deadlines.epoch_took(101.0, of_it_round_s=1.0)
     assert deadlines.timing(0).gather_s == 202.0 and deadlines.timing(0).longest_gather_s == math.inf
+
+
+def test_who_trains_while_it_averages_knows_its_pace_by_all_steps_of_an_epoch():
+    deadlines = Deadlines()
+    for _ in range(4):
+        deadlines.epoch_took(101.0, of_it_round_s=1.0, trained_s=1.0, steps_s=60.0)
+    assert deadlines.timing(0).longest_gather_s == 8 * 60.0
 
 
 def test_silence_ends_an_attempt_the_sooner_the_shorter_rounds_are():

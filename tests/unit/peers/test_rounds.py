@@ -507,7 +507,7 @@ def test_a_leader_that_makes_one_attempt_after_the_other_and_names_nobody_is_lef
     assert deposed_after == 2 * min(3, len(ranks)) + 2
     assert member.offenders == {0} and "leads from one attempt to the next" in member.failures[-1]
     # Of those that are left it is the lowest rank itself.
-    assert member._leader == 1
+    assert member.leader == 1
 
 
 @pytest.mark.parametrize(("carry_s", "offenders"), [(TIMING.gather_s, {0}), (200.0, set())])
