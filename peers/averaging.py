@@ -135,6 +135,12 @@ class Averager:
         return self._state is not None
 
     @property
+    def led_by(self) -> int:
+        """Who led the commit that this state came of; -1: not made by this peer."""
+        newest = self._commits.newest
+        return -1 if newest is None else newest.group.leader
+
+    @property
     def standing(self) -> Standing:
         """Where this peer is in its round, for people."""
         return self._round.standing if self._round else Standing()
@@ -439,7 +445,8 @@ class Averager:
         state, schedule = self.state, self._settings.schedule
         view = self._view()
         self._absences.note(view, membership.trainers_of(view, state.lineage), group.ranks)
-        self._num_left_out = 0
+        if self._round is None or self._round.is_led_by_first:
+            self._num_left_out = 0
         waiting.clock.lap("vote_s")
         assert waiting.plan is not None and waiting.plan.attempt.hex() == group.attempt
         await asyncio.to_thread(
@@ -535,8 +542,8 @@ class Averager:
             self._open_round()
             self._propose()
             return
-        if waiting is not None and not action.contributed:
-            self._num_left_out += 1
+        if waiting is not None:
+            self._num_left_out = 0 if action.contributed else self._num_left_out + 1
         brings = waiting is not None and not action.contributed and not waiting.proposal.last
         trainers = membership.trainers_of(self._view(), new.lineage)
         aside = self._late.set_aside(old, new, trainers, brings=brings)

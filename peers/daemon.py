@@ -373,6 +373,7 @@ class Daemon:
             endpoints=self._network.endpoints(self._presence.maddrs),
             paths=self._network.paths_shown(),
             token=self._admission.token,
+            led_by=self._averager.led_by if self._averager is not None else -1,
         )
 
     def _current_state(self) -> OuterState | None:

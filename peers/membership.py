@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections import Counter
 from collections.abc import Collection, Mapping
 
 from peers.records import Announcement
@@ -35,6 +36,7 @@ def after_commit(view: View, members: Collection[int], before: str, mine: Announ
             epoch=mine.epoch,
             committed_tokens=mine.committed_tokens,
             anchor_digest=mine.anchor_digest,
+            led_by=mine.led_by,
         )
         for rank, peer in view.items()
         if rank in members and peer.lineage == before
@@ -61,6 +63,13 @@ def leader_of(view: View, lineage: str, ballot: int) -> int | None:
     """The ballot-th live trainer, wrapping; None where nobody trains."""
     trainers = trainers_of(view, lineage)
     return trainers[ballot % len(trainers)] if trainers else None
+
+
+def led_by_most(view: View, lineage: str, me: int) -> int | None:
+    """Whom most of the others that train on this lineage have followed to it, if that one is in the view."""
+    followed = Counter(view[rank].led_by for rank in trainers_of(view, lineage) if rank != me)
+    leader, count = max(followed.items(), key=lambda item: item[1], default=(-1, 0))
+    return leader if leader in view and 2 * count > followed.total() else None
 
 
 def preference(peer: Announcement) -> tuple[int, list[int]]:

@@ -82,6 +82,8 @@ class Announcement:
     """By which path its streams go, by world rank: for people to see."""
     token: bytes = b""
     """Its right to be here (peers/admission.py), for the reader to check; empty in an open swarm."""
+    led_by: int = -1
+    """Who led the last commit that this peer has made; -1: it has made none on the way to where it is."""
 
     def encode(self, identity: Identity) -> bytes:
         """The record for the DHT, under `identity.peer_id` as its subkey."""
@@ -239,4 +241,5 @@ _ANNOUNCEMENT_CHECKS: Checks = {
     "manifest_digest": _is_digest,
     "endpoints": _are_endpoints,
     "paths": _are_paths,
+    "led_by": lambda value: type(value) is int and -1 <= value < MAX_WORLD_RANKS,
 }

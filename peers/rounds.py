@@ -76,7 +76,7 @@ class Round:
     ) -> None:
         """`barred`: members that this peer neither follows nor, as the leader, takes or waits for; those that are
         `unawaited` it takes, and does not wait for. `num_left_out`: rounds in a row that the others have committed
-        without this peer, which was ready.
+        without this peer, which was ready, or led by another than it would have followed.
 
         `parent` is the lineage before the last commit; `quiet` and `lost` as in `on_view`; `first_step` is
         the nominal step that this epoch began with: what was copied by then is work of an earlier one.
@@ -134,6 +134,11 @@ class Round:
     def leader(self) -> int | None:
         """Whom this peer follows; itself, if it leads."""
         return self._following.leader
+
+    @property
+    def is_led_by_first(self) -> bool:
+        """Whether this peer follows the first of all that may lead, as far as it can tell."""
+        return self._following.is_first
 
     @property
     def has_begun(self) -> bool:
@@ -273,7 +278,7 @@ class Round:
                 actions += self._depose(leader, "leads, and spoils every attempt", now)
             elif self._is_led_by_another():
                 actions += self._seek(now)
-        return self._finish(actions, now)
+        return self._finish(actions + self._check_ahead(now), now)
 
     def on_tick(self, now: float) -> list[Action]:
         """Call at `deadline` or later."""
@@ -332,14 +337,14 @@ class Round:
         assert self._proposal is not None
         is_new = self.phase is not Phase.SEEKING or self._phase_deadline == float("inf")
         self.phase, self._group = Phase.SEEKING, None
-        told = self._following.choose(self._view, self._quiet)
+        leader = self._following.choose(self._view, self._quiet)
         if is_new:
             self._phase_deadline = now + self._patience_s
             self._following.begin_to_wait()
         self._resend_at = now + self.timing.resend_s
         in_doubt = self._doubts[-1] if self._doubts else ""
         join = Join(self.fragment, self.lineage, self._proposal, in_doubt)
-        return [action for rank in told for action in self._send(rank, join)]
+        return self._send(leader, join)
 
     def _is_led_by_another(self) -> bool:
         return self.phase is Phase.SEEKING and self._following.is_outranked(self._view, self._quiet)
@@ -422,7 +427,7 @@ class Round:
         if sender != self.leader or self.phase not in (Phase.SEEKING, *_ATTEMPTING):
             return []
         current = self._holding.group if self._holding else self._group
-        if current is None or current.attempt != abort.attempt:
+        if current is None or current.leader != sender or current.attempt != abort.attempt:
             return []
         cancel: list[Action] = [Cancel()] if self.phase in _AT_WORK else []
         self._forget_vote(abort.attempt)
@@ -430,7 +435,7 @@ class Round:
             self._close()
             return [*cancel, CatchUp(sender, f"left out of the round: {abort.reason}", resync=True)]
         self._return_to_seeking(now)
-        return cancel
+        return cancel + self._check_ahead(now)
 
     def _on_audit(self, sender: int, audit: Audit, now: float) -> list[Action]:
         group = self._group
@@ -530,6 +535,15 @@ class Round:
         if self.phase in (*_ATTEMPTING, Phase.OVER) or self._num_asked:
             return []
         if self._following.first_choice(self._view, self._quiet) != self.me:
+            if not self._lead.is_called(self._view, now):
+                self._lead.stand_aside()
+                return []
+            # They leave out whom this peer would follow.
+            self._following.is_called = True
+            if self.phase is Phase.SEEKING:
+                return self._seek(now)
+        if membership.ahead_of(self._view, self.me) is not None:
+            # Whoever is ready goes there first.
             return []
         if self._lead.joins and self._is_cut_off():
             # To go on without them now would be a fork.

@@ -10,8 +10,8 @@ from peers.membership import View
 
 TOLERATED_OF_LEADER = 1
 """Attempts of one round that a member loses to its leader before it looks for another."""
-_LEFT_OUT, _MOST_TOLD = 3, 4
-"""After so many rounds without it a ready peer tells the next rank too, after each more yet another, so many in all."""
+_LEFT_OUT = 3
+"""After so many rounds without it a ready peer follows whom the others have followed: they may know better."""
 _MOST_COUNTED, _MORE_ATTEMPTS = 16, 2
 """A leader may make two attempts for each member, of so many, and so many more: from the second failure on it leaves
 somebody out."""
@@ -20,18 +20,22 @@ somebody out."""
 class Following:
     """Of one member, in one round. `excluded`: whom it leaves out of this round, as that becomes known.
 
-    `num_left_out`: rounds in a row that the others have committed without it, which was ready.
+    `num_left_out`: rounds in a row that the others have committed without it, which was ready, or with another leader
+    than it would have followed.
     """
 
     def __init__(self, *, me: int, lineage: str, excluded: Collection[int], num_left_out: int) -> None:
         self._me, self._lineage, self._excluded = me, lineage, excluded
-        self._num_told = min(max(0, num_left_out - _LEFT_OUT + 1), _MOST_TOLD)
+        self._heeds_others = num_left_out >= _LEFT_OUT
         self.leader: int | None = None
+        self.is_first = True
+        """The leader is the first of all that may lead."""
         self.ballot = 0
         self.patient_with: int | None = None
         """Whom it has waited for since it last began to wait, if for no other."""
-        # Leaders of this ballot, one after the other, and who may lead in their place: all that have this peer's join
-        # and may make a group of it.
+        self.is_called = False
+        """Most of the others follow this peer."""
+        # Leaders of this ballot, one after the other: all that have this peer's join and may make a group of it.
         self._told: set[int] = set()
         self._num_led: Counter[int] = Counter()
         self._most_members = 0
@@ -39,21 +43,26 @@ class Following:
 
     def first_choice(self, view: View, quiet: Collection[int]) -> int | None:
         """Who leads this ballot as far as this peer can tell."""
-        return membership.leader_of(self._candidates(view, quiet), self._lineage, self.ballot)
+        if self.is_called:
+            return self._me
+        candidates = self._candidates(view, quiet)
+        if self._heeds_others and self.ballot == 0:
+            heeded = membership.led_by_most(candidates, self._lineage, self._me)
+            if heeded is not None:
+                return heeded
+        return membership.leader_of(candidates, self._lineage, self.ballot)
 
-    def choose(self, view: View, quiet: Collection[int]) -> list[int]:
-        """The leader, and whom else the others may follow if they have barred it: they are told of this peer."""
+    def choose(self, view: View, quiet: Collection[int]) -> int:
+        """The leader, who is told that this peer is ready."""
         chosen = self.first_choice(view, quiet)
         self.leader = self._me if chosen is None else chosen
         if self.patient_with != self.leader:
             self.patient_with = None
-        told = [self.leader]
-        if self._num_told and self.leader != self._me:
-            trainers = membership.trainers_of(self._candidates(view, quiet), self._lineage)
-            others = [rank for rank in trainers if rank not in (self._me, self.leader)]
-            told += others[: self._num_told]
-        self._told.update(told)
-        return told
+        self._told.add(self.leader)
+        self.is_first = self.leader == membership.leader_of(
+            self._candidates(view, quiet), self._lineage, ballot=0
+        )
+        return self.leader
 
     def is_outranked(self, view: View, quiet: Collection[int]) -> bool:
         """Whether the leader has fallen quiet, or one of a lower rank has come."""
@@ -93,6 +102,7 @@ class Following:
     def drop_leader(self, *, next_ballot: bool = False) -> None:
         """What it makes of this peer's join from now on is not followed."""
         self.ballot += next_ballot
+        self.is_called = False
         self._told.clear()
 
     def _candidates(self, view: View, quiet: Collection[int]) -> View:

@@ -96,6 +96,7 @@ class Leader:
         self.failures: list[str] = []
         """Why each failed attempt failed."""
         self.excluded = set(barred)
+        """Changed in place only: whom the member follows (peers/round/following.py) goes by the same set."""
         self.unawaited = frozenset(unawaited)
         self.offenders: set[int] = set()
         """Who has been left out of attempts, or left as a leader, though it is there."""
@@ -104,6 +105,9 @@ class Leader:
         self.gathered: Gathered | None = None
         # Of work of an earlier epoch, and of this one.
         self._first_carried_at = self._first_join_at = float("inf")
+        # When each was last heard to follow this peer, and since when this peer leads.
+        self._joined_at: dict[int, float] = {}
+        self._leads_since = float("inf")
         # Whose commit this peer has told of without being in it; by then they show what came of it.
         self._committed: tuple[int, ...] = ()
         self._committed_until = float("inf")
@@ -144,12 +148,25 @@ class Leader:
             self._first_carried_at = min(self._first_carried_at, now)
         else:
             self._first_join_at = min(self._first_join_at, now)
-        self.joins[sender] = join
+        self.joins[sender], self._joined_at[sender] = join, now
+
+    def is_called(self, view: View, now: float) -> bool:
+        """Whether most of those that train on this lineage follow this peer, by what they keep saying."""
+        recently = now - 2 * self.timing.resend_s
+        callers = [rank for rank in self.joins if rank != self._me and self._joined_at[rank] >= recently]
+        return bool(callers) and 2 * len(callers) > len(membership.trainers_of(view, self._lineage))
+
+    def stand_aside(self) -> None:
+        """Another leads. What has been told this peer stays, and nobody has been waited for yet."""
+        self._leads_since = float("inf")
 
     @property
     def _gather_until(self) -> float:
         gather_s = min(self.timing.gather_s, self.timing.longest_gather_s)
-        return min(self._first_join_at + gather_s, self._first_carried_at + self.timing.carry_s)
+        return min(
+            max(self._first_join_at, self._leads_since) + gather_s,
+            max(self._first_carried_at, self._leads_since) + self.timing.carry_s,
+        )
 
     def form(self, view: View, quiet: Collection[int], ballot: int, now: float) -> Letters:
         """A group, when everybody it waits for is there, or is late.
@@ -157,10 +174,12 @@ class Leader:
         Nobody waits for the `quiet` ones, of whom nothing has been heard for a few heartbeats. Nor is an attempt made
         with one that had joined before, unless many have fallen quiet at once: then it is this peer that hears badly.
         """
+        self._leads_since = min(self._leads_since, now)
         is_behind = now < self._committed_until and any(rank in view for rank in self._committed)
         if self.open or now < self._retry_at or is_behind:
             # A leader that was not ready itself has not moved on with those whose commit it has told of.
             return []
+        self._retry_at = 0.0
         trainers = membership.trainers_of(view, self._lineage)
         fallen = self.joins.keys() & set(quiet)
         left_out = self.excluded | (fallen if len(fallen) <= max(1, len(self.joins) // 4) else set())
@@ -174,7 +193,7 @@ class Leader:
             self._follow_until = until
             return []
         if self.gathered is None and self._first_join_at <= now:
-            self.gathered = Gathered(now - self._first_join_at, bool(missing))
+            self.gathered = Gathered(now - max(self._first_join_at, self._leads_since), bool(missing))
         group = self._new_group([self.joins[r].proposal for r in present], view, ballot)
         self.open, self._votes = group, {}
         self._audit, self._accusers = None, set()

@@ -162,7 +162,8 @@ def wait_until(
 def check_gone(command: Command, within_s: float = GONE_WITHIN_S) -> float:
     """All its processes end within so many seconds of now. Returns how long it took."""
     began = time.monotonic()
-    while left := command.processes():
+    # One that is ending has lost its environment, and so its mark, a moment before it can be waited for.
+    while (left := command.processes()) or command.code is None:
         assert time.monotonic() - began < within_s, f"still running after {within_s:g} s: {left}"
         time.sleep(0.02)
     return time.monotonic() - began

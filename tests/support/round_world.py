@@ -75,6 +75,8 @@ class World:
     """Whom each rank neither follows nor takes."""
     num_left_out: dict[int, int] = field(default_factory=dict)
     """Rounds in a row that the others have committed without this rank."""
+    led_by: int = -1
+    """Who led the last commit."""
     audit: float = 0.0
     demands: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Whose sums each rank wants looked at."""
@@ -88,7 +90,10 @@ class World:
         self._order = itertools.count()
         self._channel_free: dict[tuple[int, int], float] = {}
         self.aborts: list[Abort] = []
-        statuses = {rank: status(rank) for rank in range(self.num_peers)}
+        statuses = {
+            rank: dataclasses.replace(status(rank), led_by=-1 if rank in self.num_left_out else self.led_by)
+            for rank in range(self.num_peers)
+        }
         self.peers = {
             rank: SimulatedPeer(
                 Round(
@@ -117,6 +122,10 @@ class World:
 
     def kill(self, rank: int, at: float | None = None, notice_s: float = 0.3) -> None:
         self.schedule(self.now if at is None else at, lambda: self._kill(rank, notice_s))
+
+    def deliver(self, sender: int, to: int, message: RoundMessage) -> None:
+        """Now, whoever has made it up."""
+        self._feed(to, lambda r, now: r.on_message(sender, message, now))
 
     def restart(self, rank: int, at: float) -> None:
         """Die and come back at once, as another incarnation that has not got to training yet."""

@@ -225,7 +225,7 @@ class SimulatedDaemon:
         """The last attempt whose reduction this peer has begun."""
         self._credit, self._early = Credit(), deque[tuple[int, RoundMessage]](maxlen=4096)
         self._joining_credit = Credit()
-        self._num_pieces = 0
+        self._num_pieces = self._num_left_out = 0
         self._is_busy = False
         self._events: deque[Callable[[float], list[Action]]] = deque()
         self._num_unread: Counter[int] = Counter()
@@ -249,8 +249,9 @@ class SimulatedDaemon:
         if self.standing != "waiting":
             return
         now = self.network.now
+        view = self._joining_credit.credible(self._fresh_view(), self.state.lineage, now)
         source = joining.state_source(
-            self._joining_credit.credible(self._fresh_view(), self.state.lineage, now),
+            view,
             me=self.rank,
             galaxy_size=self.swarm.num_peers,
             waited_out=now - self._started_at > WAIT_FOR_PEERS_S,
@@ -261,7 +262,7 @@ class SimulatedDaemon:
             self._show("training")
             self._train()
         else:
-            donors = membership.donors_of(self._fresh_view(), source.lineage, self.rank)
+            donors = membership.donors_of(view, source.lineage, self.rank)
             self._download(
                 donors, source.lineage, lambda state: self._joined(state, donors, source.peer_id, now)
             )
@@ -270,6 +271,7 @@ class SimulatedDaemon:
         if state is None:
             self._joining_credit.failed({*donors, source}, asked_at, self.network.now)
         else:
+            self._joining_credit.delivered(donors)
             self._take(state)
             self._open_round()
         self._later((0.0, 0.5), self._look_for_state)
@@ -315,6 +317,7 @@ class SimulatedDaemon:
 
     def announcement(self) -> Announcement:
         state = self.state if self.has_state else SimulatedState(lineage="")
+        last = self._commits.newest
         return dataclasses.replace(
             status(
                 self.rank,
@@ -324,6 +327,7 @@ class SimulatedDaemon:
                 tokens=state.tokens,
             ),
             incarnation=self.incarnation,
+            led_by=-1 if last is None else last.group.leader,
         )
 
     def status_message(self) -> Announcement:
@@ -437,6 +441,7 @@ class SimulatedDaemon:
             quiet=self._quiet(),
             first_step=_step_of(self.state.epoch) - 1,
             aggregation=Aggregation(audit=self.swarm.audit),
+            num_left_out=self._num_left_out,
         )
         for _ in range(len(self._early)):
             self.received(*self._early.popleft())
@@ -523,6 +528,8 @@ class SimulatedDaemon:
                 f"peer {self.rank} applies {group.attempt} and holds {piece and piece.reduced}"
             )
             return
+        if self.round is None or self.round.is_led_by_first:
+            self._num_left_out = 0
         work = (*self.state.work, *map(_name_of, group.members))
         state = SimulatedState(
             self.state.epoch + 1,
@@ -578,6 +585,8 @@ class SimulatedDaemon:
             self._propose()
         else:
             self._check_catch_up(action, old, new)
+            if self.piece is not None:
+                self._num_left_out = 0 if action.contributed else self._num_left_out + 1
             self._take(new)
             self._commits.clear()
             if self.piece is not None and action.contributed:

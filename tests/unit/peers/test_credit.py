@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from peers.round.credit import PATIENCE_S, Credit
+from peers.round.credit import MAX_REMEMBERED, PATIENCE_S, Credit
 from tests.support.round_world import status
 
 AHEAD = {0: status(0), 5: status(5, lineage="b", tokens=10**9)}
@@ -65,3 +65,13 @@ def test_whoever_is_on_our_own_lineage_stays():
     credit = Credit()
     credit.failed(["peer5"], 0.0, 15.0)
     assert set(credit.credible(AHEAD, "b", 15.0)) == {0, 5}
+
+
+def test_of_endless_names_the_oldest_are_forgotten():
+    credit = Credit()
+    for number in range(MAX_REMEMBERED + 1):
+        credit.failed([f"peer{number}"], 0.0, 15.0)
+        if number == 1:
+            credit.failed(["peer0"], 0.0, 15.0)
+    named = {rank: status(rank, lineage="b", tokens=10**9) for rank in (0, 1, 2, MAX_REMEMBERED)}
+    assert set(credit.credible(named, "a", 15.0)) == {1}

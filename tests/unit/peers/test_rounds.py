@@ -24,7 +24,7 @@ from peers.round.messages import (
     to_message,
 )
 from peers.round.verdicts import dissenters
-from peers.rounds import Round
+from peers.rounds import Phase, Round
 from tests.support.round_world import TIMING, World, status
 
 LONG_EPOCHS = dataclasses.replace(TIMING, carry_s=200.0)
@@ -526,16 +526,31 @@ def test_a_leader_that_leads_nowhere_has_spoilt_the_round_unless_it_may_know_lon
 
 
 @pytest.mark.parametrize(
-    "barred, num_left_out, is_in",
-    [((0,), 0, False), ((0,), 2, False), ((0,), 3, True), ((0, 1), 3, False), ((0, 1), 4, True)],
+    "barred, num_left_out, is_lured, is_in",
+    [
+        ((0,), 0, False, False),
+        ((0,), 2, False, False),
+        ((0,), 3, False, True),
+        ((0, 1), 3, False, True),
+        ((0,), 3, True, True),
+    ],
 )
-def test_who_is_left_out_time_after_time_tells_those_whom_the_others_may_follow(barred, num_left_out, is_in):
-    # The others have learned not to follow these, who lead nowhere; a peer that came later has not.
+def test_who_is_left_out_time_after_time_follows_whom_the_others_follow(
+    barred, num_left_out, is_lured, is_in
+):
+    # The others have learned not to follow these; a peer that came later has not.
     world = World(
-        5, barred={rank: barred for rank in range(4) if rank not in barred}, num_left_out={4: num_left_out}
+        5,
+        barred={rank: barred for rank in range(4) if rank not in barred},
+        num_left_out={4: num_left_out},
+        led_by=len(barred),
     )
     for rank in barred:
         world.stop_answering(rank)
+    if is_lured:
+        members = tuple(Proposal(rank, 100, 1.0, 10, False) for rank in (0, 4))
+        group = dataclasses.replace(a_group((0, 4)), members=members)
+        world.schedule(0.01, lambda: world.deliver(0, 4, group))
     for rank in range(len(barred), 5):
         world.ready(rank, at=0.0)
     world.run()
@@ -544,6 +559,99 @@ def test_who_is_left_out_time_after_time_tells_those_whom_the_others_may_follow(
     assert (4 in commit.group.ranks) == is_in
     assert (world.peers[4].commit == commit) == is_in
     assert (world.peers[3].committed_at < TIMING.gather_s) == is_in
+    assert not is_in or 4 not in world.peers[len(barred)].round.offenders
+    # As long as one is there that it would follow and the others do not, it goes on like that.
+    assert world.peers[3].round.is_led_by_first
+    assert world.peers[4].round.is_led_by_first == (not is_in)
+
+
+def test_who_is_followed_by_the_others_leads_though_it_would_follow_one_they_have_barred():
+    world = World(5, barred={rank: (0,) for rank in (2, 3, 4)})
+    world.stop_answering(0)
+    for rank in range(1, 5):
+        world.ready(rank, at=0.0)
+    world.run()
+    for rank in range(1, 5):
+        assert world.peers[rank].commit.group.ranks == (1, 2, 3, 4)
+        # It has waited for the one that might come; the others have not lost their patience with it.
+        assert TIMING.gather_s < world.peers[rank].committed_at < TIMING.gather_s + 5
+        assert not world.peers[rank].round.offenders
+
+
+def test_what_was_said_to_who_did_not_lead_yet_shortens_no_wait_for_the_others():
+    world = World(
+        6, timing=dataclasses.replace(TIMING, gather_s=10.0, attempt_s=140.0), reduction_s=lambda _: 60.0
+    )
+    for rank in range(6):
+        world.ready(rank, at=0.0)
+    # As from one that had taken it for the leader for a moment.
+    join = Join(0, "a", Proposal(5, 100, 1.0, 10, False), "")
+    world.schedule(0.0, lambda: world.deliver(5, 1, join))
+    world.kill(0, at=30.0)
+    world.run()
+    for rank in range(1, 6):
+        assert world.peers[rank].commit.group.ranks == (1, 2, 3, 4, 5)
+
+
+def test_whoever_holds_a_join_and_does_not_lead_has_nothing_to_do_about_it():
+    member = a_round(me=1, num_peers=3)
+    member.on_message(2, Join(0, "a", Proposal(2, 1, 1.0, 1, False), ""), 0.0)
+    assert member.deadline == float("inf")
+    # It leads for a moment, and later for good.
+    member.on_view({rank: status(rank) for rank in range(3)}, 1.0, frozenset({0}))
+    assert member.deadline == 1.0 + TIMING.gather_s
+    member.on_view({rank: status(rank) for rank in range(3)}, 2.0)
+    assert member.deadline == float("inf")
+    member.on_view({rank: status(rank) for rank in (1, 2)}, 100.0)
+    assert member.deadline == 100.0 + TIMING.gather_s
+
+
+def test_a_leader_has_nothing_to_do_between_a_failed_attempt_and_the_end_of_its_wait():
+    leader = a_round(me=0, num_peers=3)
+    leader.on_ready(Proposal(0, 1, 1.0, 1, False), 0.0)
+    for rank in (1, 2):
+        leader.on_message(rank, Join(0, "a", Proposal(rank, 1, 1.0, 1, False), ""), 0.0)
+    assert leader._group is not None
+    leader.on_reduce_failed(leader._group.attempt, (), 1.0)
+    leader.on_view({rank: status(rank) for rank in range(4)}, 1.1)
+    assert leader.on_tick(2.0) == [] and leader.phase is Phase.SEEKING
+    assert leader.deadline > 2.0
+
+
+def test_who_still_trains_makes_no_group_of_others_that_are_ahead_of_it():
+    member = a_round(me=1, num_peers=3)
+    member.on_message(2, Join(0, "a", Proposal(2, 1, 1.0, 1, False), ""), 0.0)
+    ahead = {rank: status(rank, lineage="b", epoch=1, tokens=100) for rank in (0, 2)}
+    assert member.on_view({**ahead, 1: status(1)}, 1.0) == []
+    assert member.on_tick(1.0 + TIMING.gather_s) == []
+
+
+def test_who_drops_its_leader_while_others_are_ahead_goes_there_and_not_on_alone():
+    member = a_round(me=2, num_peers=3)
+    member.on_ready(Proposal(2, 1, 1.0, 1, False), 0.0)
+    view = {0: status(0), 1: status(1, lineage="b", epoch=1, tokens=100), 2: status(2)}
+    actions = []
+    for number in range(2):
+        group = dataclasses.replace(a_group((0, 2)), attempt=f"{number:032x}")
+        assert member.on_message(0, group, 1.0 + number) == [Reduce(group)]
+        assert member.on_view(view, 1.2 + number) == []
+        actions = member.on_reduce_failed(group.attempt, {0}, 1.5 + number)
+        if member.phase is Phase.OVER:
+            break
+    assert isinstance(actions[-1], CatchUp) and not any(isinstance(action, Reduce) for action in actions)
+
+
+def test_only_the_leader_of_an_attempt_ends_it():
+    member = a_round(me=2, num_peers=3)
+    member.on_ready(Proposal(2, 1, 1.0, 1, False), 0.0)
+    group = a_group((0, 1, 2))
+    member.on_message(0, group, 0.1)
+    member.on_reduced(group.attempt, a_vote(group.attempt), 0.2)
+    member.on_view({1: status(1), 2: status(2)}, 1.0)
+    assert member.leader == 1
+    member.on_message(1, Abort(0, "a", group.attempt, (), False, "another leader's"), 1.1)
+    commit = Commit(group, "b", "m")
+    assert member.on_message(0, commit, 1.2) == [Apply(commit)]
 
 
 @pytest.mark.parametrize("told_by", [(), (2,)])
