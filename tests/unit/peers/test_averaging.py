@@ -23,6 +23,7 @@ from peers.round.absences import TOLERATED
 from peers.round.actions import CatchUp
 from peers.round.deadlines import Deadlines
 from peers.round.messages import Ask
+from peers.rounds import Round
 from peers.schedule import Schedule
 from tests.support.round_world import status
 
@@ -260,6 +261,22 @@ def test_who_comes_too_late_trains_on_once_and_then_waits_for_the_round():
             assert (await averaging).contributors == [1]
             assert averager.state.committed_tokens == 2010
             assert averager._num_left_out == 0
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("is_led_by_first", [True, False])
+def test_what_it_has_learned_of_leaders_is_kept_while_it_follows_another_than_the_first(
+    monkeypatch, is_led_by_first
+):
+    monkeypatch.setattr(Round, "is_led_by_first", is_led_by_first)
+
+    async def scenario() -> None:
+        averager = an_averager()
+        averager._num_left_out = 3
+        async with running(averager), asyncio.timeout(20):
+            await averager.average(memories(), 0, tokens=1, step=2, last=False)
+        assert averager._num_left_out == (0 if is_led_by_first else 3)
 
     asyncio.run(scenario())
 

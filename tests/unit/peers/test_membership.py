@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 
 from peers import membership
@@ -8,15 +9,29 @@ from tests.support.round_world import status
 
 def test_members_of_the_last_commit_are_expected_before_they_say_that_they_have_committed():
     view = {
-        0: status(0, lineage="new", epoch=1, tokens=9),
+        0: dataclasses.replace(status(0, lineage="new", epoch=1, tokens=9), led_by=2),
         1: status(1, lineage="old"),
         2: status(2, lineage="old"),
     }
     assert membership.trainers_of(view, "new") == [0]
     moved = membership.after_commit(view, (0, 1), "old", view[0])
     assert membership.trainers_of(moved, "new") == [0, 1]
-    assert (moved[1].epoch, moved[1].committed_tokens) == (1, 9)
+    assert (moved[1].epoch, moved[1].committed_tokens, moved[1].led_by) == (1, 9, 2)
     assert moved[2].lineage == "old"
+
+
+def test_whom_most_others_on_this_lineage_have_followed_is_known_if_it_is_there():
+    def led_by_most(*led_by: int) -> int | None:
+        view = {rank: dataclasses.replace(status(rank), led_by=leader) for rank, leader in enumerate(led_by)}
+        elsewhere = {9: dataclasses.replace(status(9, lineage="b"), led_by=0)}
+        return membership.led_by_most({**view, **elsewhere}, "a", me=3)
+
+    assert led_by_most(1, 1, 2, 0) == 1
+    assert led_by_most(1, 1, 2, 2, 2) is None, "half of them are not most"
+    assert led_by_most(1, 2, -1, 1) is None, "of its own word there is no need"
+    assert led_by_most(7, 7, 7, 7) is None, "it has gone"
+    assert led_by_most(-1, -1, 1, 1) is None
+    assert membership.led_by_most({3: status(3)}, "a", me=3) is None
 
 
 def test_a_peer_that_holds_the_lineage_and_waits_is_expected_one_that_leaves_is_not():

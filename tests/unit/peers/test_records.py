@@ -156,9 +156,12 @@ def test_any_value_in_any_field_is_taken_as_it_is_or_refused(peer, field, value)
         {"paths": ((-1, "direct"),)},
         {"paths": ((1, "direct", 2),)},
         {"paths": ((1, "direct"),) * 33},
+        {"led_by": -2},
+        {"led_by": True},
+        {"led_by": 1 << 40},
     ],
 )
-def test_endpoints_and_paths_out_of_bounds_are_refused(peer, fields):
+def test_fields_that_may_be_left_out_are_refused_out_of_bounds(peer, fields):
     record = dataclasses.replace(announcement(peer), **fields)
     with pytest.raises(ProtocolError):
         Announcement.decode(peer.peer_id, record.encode(peer), NOW)
