@@ -1,0 +1,166 @@
+"""The certificates that this peer knows, the chain that it is on, and the rule which of two chains counts.
+
+Which chain (rule 3 of the design). Where two chains part, every member of the roster they share counts once, for the
+chain on which it signed last (by epoch, then attempt). The chain with more members wins, then the one whose first
+certificate after the split has the smaller hash. Not tokens, not length, not who says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
+
+from peers.protocol.certificates import Certificate
+
+KEPT = 256
+"""Certificates of its own chain that a peer keeps: who was away for longer is a newcomer."""
+MAX_OTHERS = 1024
+"""Certificates of other chains."""
+
+
+@dataclass(frozen=True)
+class Fork:
+    """Two ways from one certificate."""
+
+    ancestor: Certificate
+    ours: tuple[Certificate, ...]
+    theirs: tuple[Certificate, ...]
+
+
+class Chain:
+    """Certificates come in verified: each is signed by all whom it names."""
+
+    def __init__(self) -> None:
+        self._own: dict[str, Certificate] = {}
+        self._others: dict[str, Certificate] = {}
+        self.head = ""
+
+    @property
+    def newest(self) -> Certificate:
+        """That of the head."""
+        return self._own[self.head]
+
+    def get(self, head: str) -> Certificate | None:
+        return self._own.get(head) or self._others.get(head)
+
+    def has_passed(self, head: str) -> bool:
+        """This peer's chain leads over this head, or to it."""
+        return head in self._own
+
+    def add(self, certificate: Certificate) -> None:
+        head = certificate.head
+        if head in self._own or head in self._others:
+            return
+        self._others[head] = certificate
+        while len(self._others) > MAX_OTHERS:
+            del self._others[next(iter(self._others))]
+
+    def genesis_of(self, founder: str) -> Certificate | None:
+        """One that this founder has signed, where this peer has not begun from any."""
+        return next((c for c in self._others.values() if c.is_genesis and founder in c.plan.signers), None)
+
+    def path_back(self, head: str) -> list[Certificate]:
+        """What is known of the way to `head`, oldest first, down to where it meets the own chain (exclusive)."""
+        path: list[Certificate] = []
+        while head not in self._own and (certificate := self._others.get(head)) is not None:
+            path.append(certificate)
+            head = certificate.plan.parent
+            if certificate.is_genesis:
+                break
+        return path[::-1]
+
+    def fork_to(self, head: str) -> Fork | None:
+        """How the way to `head` parts from this peer's own; None where their common past is not known."""
+        theirs = self.path_back(head)
+        if not theirs or (ancestor := self._own.get(theirs[0].plan.parent)) is None:
+            return None
+        own = list(self._own)
+        ours = own[own.index(ancestor.head) + 1 :]
+        return Fork(ancestor, tuple(self._own[head] for head in ours), tuple(theirs))
+
+    def leading_to(self, head: str, have: str, most: int) -> list[Certificate]:
+        """Up to `most` certificates that end in `head`, oldest first, not back beyond `have`."""
+        path: list[Certificate] = []
+        while len(path) < most and head != have and (certificate := self.get(head)) is not None:
+            path.append(certificate)
+            head = certificate.plan.parent
+        return path[::-1]
+
+    def move_to(self, path: Sequence[Certificate]) -> None:
+        """Make the end of `path` the head. What of the own chain is not on the way becomes another chain's."""
+        parent = path[0].plan.parent
+        if parent in self._own:
+            while self.head != parent:
+                last = self._own.pop(self.head)
+                self._others[last.head] = last
+                self.head = last.plan.parent
+        else:
+            self._others |= self._own
+            self._own.clear()
+        for certificate in path:
+            self._others.pop(certificate.head, None)
+            self._own[certificate.head] = certificate
+        self.head = path[-1].head
+        while len(self._own) > KEPT:
+            del self._own[next(iter(self._own))]
+
+    def num_absent(self, peer_id: str) -> int:
+        """Commits in a row, up to the head, that this peer is not in."""
+        count = 0
+        for certificate in reversed(self._own.values()):
+            if certificate.is_genesis or peer_id in certificate.plan.signers:
+                break
+            count += 1
+        return count
+
+
+def prefers_theirs(fork: Fork) -> bool:
+    """Rule 3: whether the members of the shared roster count for their chain rather than for ours."""
+    num_ours = num_theirs = 0
+    for member in fork.ancestor.plan.roster:
+        ours, theirs = (_signed_last(side, member.peer_id) for side in (fork.ours, fork.theirs))
+        # Equal: it signed on neither, or two certificates of one head and attempt, which is proof of fault.
+        num_ours += ours > theirs
+        num_theirs += theirs > ours
+    if num_ours != num_theirs:
+        return num_theirs > num_ours
+    return bool(fork.ours) and fork.theirs[0].head < fork.ours[0].head
+
+
+def _signed_last(side: Sequence[Certificate], peer_id: str) -> tuple[int, int]:
+    return max(
+        ((c.plan.epoch, c.plan.attempt) for c in side if peer_id in c.plan.signers),
+        default=(-1, -1),
+    )
+
+
+def acceptable_part(
+    fork: Fork,
+    *,
+    me: str,
+    is_live: Callable[[str], bool],
+    was_gone: Callable[[str], bool],
+    is_on: Container[str],
+) -> tuple[Certificate, ...]:
+    """As much of their way, from its beginning, as may be adopted.
+
+    A certificate must be signed by a majority of the roster before it. Fewer will do where all others of that roster
+    cannot be heard, or have gone on elsewhere: they signed on our side of the fork, or (`is_on`) hold a state of
+    theirs. This peer itself must have lost all the signers for a while.
+    """
+    elsewhere = {signer for certificate in fork.ours for signer in certificate.plan.signers}
+    roster = {member.peer_id for member in fork.ancestor.plan.roster}
+    accepted: list[Certificate] = []
+    for certificate in fork.theirs:
+        signers = roster & set(certificate.plan.signers)
+        if not signers:
+            break
+        if 2 * len(signers) <= len(roster):
+            others = roster - signers - elsewhere - {me}
+            if any(is_live(peer_id) and peer_id not in is_on for peer_id in others):
+                break
+            if me in roster - signers - elsewhere and not all(map(was_gone, signers - {me})):
+                break
+        accepted.append(certificate)
+        roster = {member.peer_id for member in certificate.plan.roster}
+    return tuple(accepted)

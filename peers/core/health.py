@@ -1,0 +1,154 @@
+"""Who is there, and who is well: one record per peer, from this peer's own evidence only."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from peers.core.timing import Timing
+from peers.core.turn import Turn
+from peers.protocol.messages import Status
+
+STRIKES = 3.0
+"""A peer that has spoilt so many rounds is left out for a while."""
+FADE_EPOCHS = 4
+"""One strike is forgotten in so many epochs."""
+MAX_OUT_EPOCHS = 256
+MAX_PEERS_HEARD = 4096
+
+
+_UNHEARD = Status(incarnation=0, sequence=0, world_rank=-1, phase="waiting")
+
+
+@dataclass
+class Health:
+    """What this peer knows of another."""
+
+    status: Status
+    heard_at: float
+    lost_at: float = math.inf
+    """When its channel broke or its silence became too long; infinite: it is there."""
+    was_gone: bool = False
+    """It was lost, for longer than the time to regain it, since this peer holds its head."""
+    round_trip_s: float = 0.0
+    """0: not measured."""
+    strikes: float = 0.0
+    struck_at: int = 0
+    """Epoch of the last strike."""
+    out_until: int = 0
+    """The epoch up to which it is left out."""
+
+
+class Swarm:
+    """All peers that this one has heard, itself aside."""
+
+    def __init__(self, timing: Timing) -> None:
+        self._timing = timing
+        self._peers: dict[str, Health] = {}
+
+    def heard(self, peer_id: str, status: Status | None, now: float) -> bool:
+        """Anything from this peer; False where the status is older than one that is here."""
+        health = self._peers.get(peer_id)
+        if health is None:
+            if status is None or len(self._peers) >= MAX_PEERS_HEARD:
+                return False
+            self._peers[peer_id] = Health(status, now)
+            return True
+        health.heard_at, health.lost_at = now, math.inf
+        if status is None:
+            return True
+        old = health.status
+        if (status.incarnation, status.sequence) <= (old.incarnation, old.sequence):
+            return False
+        health.status = status
+        return True
+
+    def expect(self, peer_id: str, now: float) -> None:
+        """A member of the roster, which has its time to be heard."""
+        if peer_id not in self._peers:
+            self._peers[peer_id] = Health(_UNHEARD, now)
+
+    def measured(self, peer_id: str, round_trip_s: float) -> None:
+        if (health := self._peers.get(peer_id)) is not None:
+            health.round_trip_s = round_trip_s
+
+    def disconnected(self, peer_id: str, now: float) -> None:
+        if (health := self._peers.get(peer_id)) is not None and math.isinf(health.lost_at):
+            health.lost_at = now
+
+    def overslept(self, seconds: float) -> None:
+        """This peer itself was frozen for so long: nobody else has been silent meanwhile, but may have gone on."""
+        for health in self._peers.values():
+            health.heard_at += seconds
+            health.was_gone = health.was_gone or seconds >= self._timing.silence_s
+            if math.isfinite(health.lost_at):
+                health.lost_at += seconds
+
+    def notice_silence(self, turn: Turn) -> None:
+        silence_s, regain_s = self._timing.silence_s, self._timing.regain_s
+        for health in self._peers.values():
+            if math.isinf(health.lost_at) and turn.passed(health.heard_at + silence_s):
+                health.lost_at = health.heard_at + silence_s
+            if math.isfinite(health.lost_at) and turn.passed(health.lost_at + regain_s):
+                health.was_gone = True
+        live = [self._peers[peer_id].round_trip_s for peer_id, _ in self.live()]
+        self._timing.num_peers = 1 + len(live)
+        self._timing.round_trip_s = statistics.median(live) if live else 0.0
+
+    def head_moved(self) -> None:
+        """What was so while this peer held its head is history, but for those who are not back yet."""
+        for health in self._peers.values():
+            health.was_gone = health.was_gone and math.isfinite(health.lost_at)
+
+    def live(self) -> Iterator[tuple[str, Status]]:
+        """Everybody who is there, and has not said that it leaves."""
+        for peer_id, health in self._peers.items():
+            if math.isinf(health.lost_at) and health.status.phase != "leaving":
+                yield peer_id, health.status
+
+    def is_live(self, peer_id: str) -> bool:
+        health = self._peers.get(peer_id)
+        return health is not None and math.isinf(health.lost_at) and health.status.phase != "leaving"
+
+    def is_gone(self, peer_id: str) -> bool:
+        """It has left, or was lost so long ago that the others may go on without it."""
+        health = self._peers.get(peer_id)
+        if health is None:
+            return False
+        return health.status.phase == "leaving" or (math.isfinite(health.lost_at) and health.was_gone)
+
+    def was_gone(self, peer_id: str) -> bool:
+        """At some time since this peer holds its head."""
+        health = self._peers.get(peer_id)
+        return health is not None and (health.was_gone or health.status.phase == "leaving")
+
+    def has_left(self, peer_id: str) -> bool:
+        health = self._peers.get(peer_id)
+        return health is not None and health.status.phase == "leaving"
+
+    def status(self, peer_id: str) -> Status | None:
+        health = self._peers.get(peer_id)
+        return health.status if health else None
+
+    def age_s(self, peer_id: str, now: float) -> float:
+        return now - self._peers[peer_id].heard_at
+
+    def strike(self, peer_id: str, epoch: int, weight: float = 1.0) -> bool:
+        """It has spoilt something. True: it is left out from now on, for twice as long as the last time."""
+        health = self._peers.get(peer_id)
+        if health is None:
+            return False
+        faded = (epoch - health.struck_at) / FADE_EPOCHS if health.struck_at else 0.0
+        health.strikes = max(0.0, health.strikes - faded) + weight
+        health.struck_at = epoch
+        if health.strikes < STRIKES or self.is_left_out(peer_id, epoch):
+            return False
+        excess = health.strikes - STRIKES
+        health.out_until = epoch + min(MAX_OUT_EPOCHS, int(4 * 2.0 ** min(excess, 16)))
+        return True
+
+    def is_left_out(self, peer_id: str, epoch: int) -> bool:
+        health = self._peers.get(peer_id)
+        return health is not None and epoch < health.out_until

@@ -1,0 +1,463 @@
+"""The peer: every decision of one member of the swarm, as a pure machine.
+
+`handle(event, now)` takes in what has happened and returns what is to be done; `deadline` says when to call it again if
+nothing happens. Runtimes carry effects out and report back; they decide nothing.
+
+After each event, rules are evaluated until none of them has anything more to do: notice who is silent, found the run,
+catch up with a state that counts for more, commit, go on with the round, answer the worker.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+from msgspec.structs import replace
+
+from peers.core import events
+from peers.core.catch_up import CatchUp
+from peers.core.chain import Chain
+from peers.core.effects import (
+    Adopt,
+    Answer,
+    Apply,
+    Broadcast,
+    CancelReduce,
+    Effect,
+    Pledge,
+    Rebase,
+    Tell,
+)
+from peers.core.events import Event
+from peers.core.founding import NO_HEAD, Founding
+from peers.core.health import Swarm
+from peers.core.plans import Entry
+from peers.core.round import Parts, Round, Stage
+from peers.core.settings import Settings
+from peers.core.timing import Timing
+from peers.core.turn import Turn
+from peers.core.worker import Worker, entry_step
+from peers.protocol.certificates import Certificate, Keys, Verify, Work
+from peers.protocol.messages import (
+    Abort,
+    Ask,
+    Certificates,
+    Decline,
+    Found,
+    Message,
+    Offer,
+    Phase,
+    Propose,
+    Status,
+    Vote,
+)
+
+_MAX_RULES = 10_000
+"""Evaluations after one event: more is a bug."""
+
+
+class Peer:
+    """`world_rank`: -1 where the next certificate is to give one. `pledges`: by head, the attempt that was written down
+    last for an effect Pledge, in earlier lives of this peer."""
+
+    def __init__(
+        self,
+        *,
+        keys: Keys,
+        verify: Verify,
+        settings: Settings,
+        incarnation: int,
+        world_rank: int,
+        pledges: Mapping[str, int],
+        now: float,
+    ) -> None:
+        self.me, self._keys, self._verify, self._settings = keys.peer_id, keys, verify, settings
+        self._incarnation, self.world_rank = incarnation, world_rank
+        self._pledges = dict(pledges)
+        self.timing = Timing.of(
+            grace_s=settings.grace_s, num_bytes=settings.num_bytes, state_bytes=settings.state_bytes
+        )
+        self.swarm = Swarm(self.timing)
+        self.chain = Chain()
+        self.worker = Worker()
+        self.round: Round | None = None
+        self.catch_up = CatchUp(self.me, self.chain, self.swarm, self.timing)
+        self._parts = Parts(keys=keys, verify=verify, settings=settings, timing=self.timing, swarm=self.swarm)
+        self._founding = Founding(
+            keys=keys,
+            verify=verify,
+            settings=settings,
+            timing=self.timing,
+            swarm=self.swarm,
+            began_at=now,
+            signed=self._pledges.get(NO_HEAD, -1),
+        )
+        self._offer: Offer | None = None
+        self._is_leaving = False
+        self._genesis = ""
+        self._head_since = now
+        self._last_handled = now
+        self._sequence = 0
+        self._said: Status | None = None
+        self._said_at = -math.inf
+        self._is_checking = False
+        """The state of the own head is being compared with the others'."""
+        self.deadline = now
+
+    # What others may read
+
+    @property
+    def head(self) -> str:
+        return self.chain.head
+
+    @property
+    def certificate(self) -> Certificate | None:
+        return self.chain.newest if self.chain.head else None
+
+    @property
+    def epoch(self) -> int:
+        return self.chain.newest.plan.epoch if self.chain.head else 0
+
+    @property
+    def phase(self) -> Phase:
+        if self._is_leaving:
+            return "leaving"
+        if self.catch_up.target is not None:
+            return "fetching"
+        states: dict[str, Phase] = {
+            "none": "waiting",
+            "waits": "waiting",
+            "trains": "training",
+            "ready": "ready",
+        }
+        return states[self.worker.state] if self.head else "waiting"
+
+    # Events
+
+    def handle(self, event: Event | None, now: float) -> list[Effect]:
+        """None: only time has passed."""
+        turn = Turn(now)
+        self._notice_own_freeze(now)
+        if event is not None:
+            self._take_in(turn, event)
+        for _ in range(_MAX_RULES):
+            turn.look_again()
+            if not self._follow_a_rule(turn):
+                break
+        else:
+            raise AssertionError("the rules of a peer do not come to an end")
+        self._say_where_it_stands(turn)
+        self.deadline = turn.deadline
+        for effect in turn.effects:
+            if isinstance(effect, Pledge):
+                self._pledges[effect.head] = effect.attempt
+        return turn.effects
+
+    def _notice_own_freeze(self, now: float) -> None:
+        late_s = now - max(self.deadline, self._last_handled)
+        self._last_handled = now
+        if late_s > self.timing.reaction_s:
+            self.swarm.overslept(late_s)
+
+    def _take_in(self, turn: Turn, event: Event) -> None:
+        round_, worker = self.round, self.worker
+        match event:
+            case events.Received(peer_id, message):
+                self._receive(turn, peer_id, message)
+            case events.Disconnected(peer_id):
+                self.swarm.disconnected(peer_id, turn.now)
+            case events.RoundTrip(peer_id, seconds):
+                self.swarm.measured(peer_id, seconds)
+            case events.StateOffered(offer):
+                self._offer = offer
+            case events.WorkerWaits():
+                worker.arrives()
+            case events.WorkerTrains(local_step, step_s):
+                worker.local_step, worker.step_s = local_step, step_s
+            case events.WorkReady(work):
+                worker.hands_over(work, self._settings.fragment_of(worker.epoch))
+            case events.WorkerGone():
+                worker.ends()
+            case events.Reduced(plan, anchor, momentum):
+                if round_ is not None:
+                    round_.on_reduced(turn, plan, anchor, momentum)
+            case events.ReduceFailed(plan, reason, suspects):
+                if round_ is not None:
+                    round_.on_reduce_failed(turn, plan, reason, suspects)
+            case events.Fetched(head):
+                self._fetched(turn, head)
+            case events.FetchFailed(head, _, suspects):
+                if self.catch_up.target is not None and self.catch_up.target.head == head:
+                    self.catch_up.on_failed(turn, suspects)
+                    self._is_checking = False
+            case events.Leave():
+                self._is_leaving = True
+
+    def _receive(self, turn: Turn, peer_id: str, message: Message) -> None:
+        if peer_id == self.me:
+            return
+        self.swarm.heard(peer_id, message if isinstance(message, Status) else None, turn.now)
+        round_ = self.round
+        match message:
+            case Certificates():
+                self._take_certificates(turn, message)
+            case Ask():
+                self.catch_up.on_ask(turn, peer_id, message)
+            case Found(body) if not self.head and self._offer is not None:
+                self._founding.on_found(turn, peer_id, body, self.world_rank, self._offer)
+            case Vote() if not self.head:
+                self._founding.on_vote(peer_id, message)
+            case Propose(plan) if round_ is not None:
+                round_.on_propose(turn, peer_id, plan)
+            case Vote() if round_ is not None and message.head == self.head:
+                round_.on_vote(turn, peer_id, message)
+            case Decline() if round_ is not None and message.head == self.head:
+                round_.on_decline(turn, peer_id, message)
+            case Abort() if round_ is not None and message.head == self.head:
+                round_.on_abort(turn, peer_id, message)
+
+    def _take_certificates(self, turn: Turn, message: Certificates) -> None:
+        if not message.certificates:
+            self.catch_up.on_unknown(message.head)
+        for certificate in message.certificates:
+            if self.chain.get(certificate.head) is not None:
+                continue
+            if certificate.plan.manifest == self._settings.manifest and certificate.is_signed(self._verify):
+                self.chain.add(certificate)
+
+    # Rules
+
+    def _follow_a_rule(self, turn: Turn) -> bool:
+        """The first that has anything to do does it."""
+        self.swarm.notice_silence(turn)
+        if self._is_leaving:
+            return False
+        return (
+            self._found(turn)
+            or self._commit(turn)
+            or self.catch_up.advance(turn, can_fetch=self._can_fetch)
+            or self._check_own_state(turn)
+            or self._go_on_late(turn)
+            or self._begin_worker(turn)
+            or self._advance_round(turn)
+        )
+
+    @property
+    def _can_fetch(self) -> bool:
+        """A newcomer needs a worker first, which says how large the state is."""
+        return bool(self.head) or self._offer is not None
+
+    def _found(self, turn: Turn) -> bool:
+        if self.head or self._offer is None:
+            return False
+        if (genesis := self._founding.certificate) is not None:
+            self._founding.certificate = None
+            self.chain.add(genesis)
+            turn.do(Broadcast(Certificates(head=genesis.head, certificates=(genesis,))))
+            return self._begin_from(turn, genesis)
+        if (genesis := self.chain.genesis_of(self.me)) is not None:
+            return self.catch_up.target is None and self._begin_from(turn, genesis)
+        return self._founding.advance(turn, self.world_rank, self._offer)
+
+    def _begin_from(self, turn: Turn, genesis: Certificate) -> bool:
+        """At once where the offered state is the one; others fetch it from those who announce it."""
+        offer = self._offer
+        assert offer is not None
+        if (offer.anchor, offer.momentum) != (genesis.body.anchor, genesis.body.momentum):
+            return False
+        self._adopt(turn, (genesis,))
+        return True
+
+    def _commit(self, turn: Turn) -> bool:
+        """What this peer has led to, or voted for and holds the result of."""
+        round_ = self.round
+        if round_ is None or self.catch_up.target is not None:
+            return False
+        if (certificate := round_.certificate) is not None:
+            round_.certificate = None
+            self.chain.add(certificate)
+            turn.do(Broadcast(Certificates(head=certificate.head, certificates=(certificate,))))
+            return True
+        if round_.held is None or self.chain.get(round_.held.head) is None:
+            return False
+        certificate = self.chain.get(round_.held.head)
+        assert certificate is not None
+        turn.do(Apply(certificate))
+        self._learn_from(turn, round_)
+        self._move_to(turn, (certificate,))
+        self._answer_contributor(turn, certificate)
+        return True
+
+    def _learn_from(self, turn: Turn, round_: Round) -> None:
+        self.timing.committed(round_s=turn.now - round_.reducing_since, epoch_s=turn.now - self._head_since)
+        if round_.gathered is not None:
+            seconds, is_complete = round_.gathered
+            self.timing.gathered(seconds, complete=is_complete)
+
+    def _answer_contributor(self, turn: Turn, certificate: Certificate, local_step: int = 0) -> None:
+        plan, worker = certificate.plan, self.worker
+        is_last = worker.work is not None and worker.work.last
+        worker.is_in(plan.fragment, plan.epoch)
+        worker.base = self.head
+        worker.goes_on(self.epoch, local_step)
+        turn.do(Answer("contributed", self.epoch, local_step, self.chain.newest.plan.data_base))
+        if is_last:
+            self._is_leaving = True
+
+    def _check_own_state(self, turn: Turn) -> bool:
+        """Its digests were not the others': compare what is here with what they hold."""
+        round_ = self.round
+        if round_ is None or not round_.is_odd or self.catch_up.target is not None:
+            return False
+        round_.is_odd = False
+        donors = [p for p, status in self.swarm.live() if status.head == self.head]
+        if not donors:
+            return False
+        self._is_checking = True
+        self.catch_up.fetch(turn, (round_.parent,), donors)
+        return True
+
+    def _fetched(self, turn: Turn, head: str) -> None:
+        target, path = self.catch_up.target, self.catch_up.path
+        if target is None or target.head != head:
+            return
+        self.catch_up.end(turn, cancel=False)
+        if head == self.head:
+            self._is_checking = False
+            turn.do(Adopt(target))
+            return
+        self._adopt(turn, path)
+
+    def _adopt(self, turn: Turn, path: tuple[Certificate, ...]) -> None:
+        """Take over the state at the end of `path`, and what becomes of the work in hand."""
+        worker, old = self.worker, self.head
+        turn.do(Adopt(path[-1]))
+        fork = self.chain.fork_to(path[-1].head) if old else None
+        if fork is not None and fork.ours:
+            lost = sum(self.me in certificate.plan.signers for certificate in fork.ours)
+            turn.do(Tell("fork", f"gave up {len(fork.ours)} commits of this side", {"commits": lost}))
+        self._move_to(turn, path)
+        if worker.work is None:
+            return
+        mine = self._commit_with(worker.work, path)
+        if mine is not None:
+            self._answer_contributor(turn, mine, self._entry_step(turn))
+
+    def _commit_with(self, work: Work, path: tuple[Certificate, ...]) -> Certificate | None:
+        """The commit that has taken this work in."""
+        for certificate in path:
+            for contributor in certificate.plan.contributors:
+                if contributor.peer_id == self.me and contributor.work == work:
+                    return certificate
+        return None
+
+    def _go_on_late(self, turn: Turn) -> bool:
+        """Work that came too late for the commit it was meant for: train on at once, and bring it to the next."""
+        worker = self.worker
+        if worker.work is None:
+            return False
+        target = self.catch_up.target
+        if target is not None and not self._is_checking:
+            if (
+                worker.epoch >= target.plan.epoch
+                or self._commit_with(worker.work, self.catch_up.path) is not None
+            ):
+                return False
+            return self._answer_late(turn, "keep", target)
+        if worker.base != self.head:
+            # Its anchor has moved under it.
+            turn.do(Rebase())
+            worker.base = self.head
+            if worker.epoch < self.epoch:
+                return self._answer_late(turn, "rebase", self.chain.newest)
+            return True
+        return False
+
+    def _answer_late(self, turn: Turn, how: Literal["rebase", "keep"], towards: Certificate) -> bool:
+        worker, work = self.worker, self.worker.work
+        assert work is not None
+        if worker.has_lost_work:
+            turn.do(Tell("lost_work", f"{work.tokens} tokens are lost with the worker that trained them"))
+        step = self._entry_step(turn, towards.head)
+        worker.goes_on(towards.plan.epoch, step)
+        turn.do(Answer(how, towards.plan.epoch, step, towards.plan.data_base))
+        return True
+
+    def _entry_step(self, turn: Turn, head: str = "") -> int:
+        head = head or self.head
+        others = [
+            (status, self.swarm.age_s(peer_id, turn.now))
+            for peer_id, status in self.swarm.live()
+            if status.head == head and status.phase in ("training", "ready")
+        ]
+        return entry_step(others, self._settings.steps_per_epoch, self.worker.step_s)
+
+    def _begin_worker(self, turn: Turn) -> bool:
+        if self.worker.state != "waits" or not self.head or self.catch_up.target is not None:
+            return False
+        step = self._entry_step(turn)
+        self.worker.begins(self.head, self.epoch, step)
+        turn.do(Answer("begin", self.epoch, step, self.chain.newest.plan.data_base))
+        return True
+
+    def _advance_round(self, turn: Turn) -> bool:
+        round_, worker = self.round, self.worker
+        if round_ is None or self.catch_up.target is not None:
+            return False
+        entry = None
+        if worker.work is not None and worker.base == self.head:
+            entry = Entry(self.world_rank, worker.work)
+        return round_.advance(turn, entry, is_training=worker.is_training)
+
+    def _move_to(self, turn: Turn, path: tuple[Certificate, ...]) -> None:
+        """Epoch, head, round and chain advance together, here and nowhere else."""
+        if self.round is not None and self.round.stage is Stage.REDUCE:
+            turn.do(CancelReduce())
+        self.chain.move_to(path)
+        if path[0].is_genesis:
+            self._genesis = path[0].head
+        parent = self.chain.newest
+        roster = {member.peer_id: member.world_rank for member in parent.plan.roster}
+        self.world_rank = roster.get(self.me, self.world_rank)
+        for peer_id in roster.keys() - {self.me}:
+            self.swarm.expect(peer_id, turn.now)
+        self.swarm.head_moved()
+        self._head_since = turn.now
+        self.round = Round(
+            self._parts,
+            parent,
+            signed=self._pledges.get(parent.head, -1),
+            absent={peer_id: self.chain.num_absent(peer_id) for peer_id in roster},
+        )
+
+    # Status
+
+    def _say_where_it_stands(self, turn: Turn) -> None:
+        status, said = self._status(), self._said
+        # Progress alone can wait for the next heartbeat.
+        is_news = said is None or status != replace(said, local_step=status.local_step, step_s=status.step_s)
+        if not is_news and not turn.passed(self._said_at + self.timing.beat_s):
+            return
+        self._sequence += 1
+        self._said, self._said_at = status, turn.now
+        turn.passed(turn.now + self.timing.beat_s)
+        turn.do(Broadcast(replace(status, sequence=self._sequence)))
+
+    def _status(self) -> Status:
+        worker, phase = self.worker, self.phase
+        is_ready = phase == "ready" and worker.base == self.head
+        return Status(
+            incarnation=self._incarnation,
+            sequence=0,
+            world_rank=self.world_rank,
+            phase=phase,
+            genesis=self._genesis,
+            head=self.head,
+            epoch=self.epoch,
+            attempt=self.round.attempt if self.round else self._founding.attempt,
+            work=worker.work if is_ready else None,
+            offer=self._offer if not self.head else None,
+            local_step=worker.local_step,
+            step_s=worker.step_s,
+        )

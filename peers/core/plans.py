@@ -1,0 +1,129 @@
+"""What a plan of a commit must be. The leader makes it, every member makes it again and compares.
+
+Roster. Contributors that are not in it are added, with the world rank they claim where that is free, else the lowest
+free one. Taken off are those whose last commit this is, and those who left or were absent for a while.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from peers.core.settings import Settings
+from peers.protocol.certificates import Certificate, Contributor, Member, Plan, Work
+from peers.protocol.limits import MAX_COUNT
+
+ABSENT_COMMITS = 3
+"""A member that was lost, and absent from so many commits in a row, is taken off the roster by the next one."""
+SPARE_BLOCKS = 64
+"""Data blocks that an epoch may hand out beyond what a member can see: for newcomers that it has not met."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One peer's work, and the world rank it claims (-1: none)."""
+
+    claimed_rank: int
+    work: Work
+
+
+def plan_of(
+    parent: Certificate,
+    attempt: int,
+    entries: Mapping[str, Entry],
+    *,
+    off: Collection[str],
+    data_width: int,
+    settings: Settings,
+) -> Plan:
+    """The plan by which these peers commit. `off`: members to take off the roster beside those who say it is their
+    last; `data_width`: data blocks that the epoch hands out, at least one for every rank in the plan."""
+    before, epoch = parent.plan, parent.plan.epoch + 1
+    ranks = _ranks_of(before.roster, entries)
+    order = sorted(entries, key=lambda peer_id: ranks[peer_id])
+    works = [entries[peer_id].work for peer_id in order]
+    weights = settings.aggregation.weights_of(works, epoch, settings.num_fragments)
+    kept = {
+        peer_id
+        for peer_id in ranks
+        if peer_id not in off and not (peer_id in entries and entries[peer_id].work.last)
+    }
+    members = kept or set(ranks)
+    tokens = sum(work.tokens for work in works) // settings.num_fragments
+    return Plan(
+        manifest=settings.manifest,
+        parent=parent.head,
+        epoch=epoch,
+        fragment=settings.fragment_of(before.epoch),
+        attempt=attempt,
+        contributors=tuple(
+            Contributor(peer_id=peer_id, world_rank=ranks[peer_id], work=work, weight=weight)
+            for peer_id, work, weight in zip(order, works, weights, strict=True)
+        ),
+        roster=tuple(
+            Member(peer_id=peer_id, world_rank=ranks[peer_id])
+            for peer_id in sorted(members, key=lambda peer_id: ranks[peer_id])
+        ),
+        data_base=min(MAX_COUNT, before.data_base + max(data_width, 1 + max(ranks.values()))),
+        tokens=min(MAX_COUNT, before.tokens + tokens),
+    )
+
+
+def _ranks_of(roster: Sequence[Member], entries: Mapping[str, Entry]) -> dict[str, int]:
+    ranks = {member.peer_id: member.world_rank for member in roster}
+    taken = set(ranks.values())
+    for peer_id in sorted(entries.keys() - ranks.keys()):
+        claimed = entries[peer_id].claimed_rank
+        rank = claimed if claimed >= 0 and claimed not in taken else _lowest_free(taken)
+        ranks[peer_id] = rank
+        taken.add(rank)
+    return ranks
+
+
+def _lowest_free(taken: Collection[int]) -> int:
+    return next(rank for rank in range(len(taken) + 1) if rank not in taken)
+
+
+def fault_in(
+    plan: Plan,
+    parent: Certificate,
+    *,
+    claimed_ranks: Mapping[str, int],
+    off_allowed: Collection[str],
+    data_width: int,
+    settings: Settings,
+) -> str:
+    """Why a member does not take part in this plan; empty: nothing is wrong with it.
+
+    `claimed_ranks`: of newcomers, as this member has heard; `off_allowed`: whom it would take off itself;
+    `data_width`: what it would hand out itself.
+    """
+    before = {member.peer_id for member in parent.plan.roster}
+    peer_ids = [contributor.peer_id for contributor in plan.contributors]
+    if not peer_ids or len(set(peer_ids)) != len(peer_ids):
+        return "a group without members, or with one of them twice"
+    if len(peer_ids) < settings.aggregation.least_group:
+        return f"a group of {len(peer_ids)}; {settings.aggregation.rule} needs {settings.aggregation.least_group}"
+    entries = {
+        contributor.peer_id: Entry(
+            claimed_ranks.get(contributor.peer_id, contributor.world_rank), contributor.work
+        )
+        for contributor in plan.contributors
+    }
+    leaving = {peer_id for peer_id, entry in entries.items() if entry.work.last}
+    off = (before | set(peer_ids)) - {member.peer_id for member in plan.roster} - leaving
+    if not off <= set(off_allowed):
+        return f"takes {', '.join(sorted(off - set(off_allowed)))} off the roster, who are there"
+    width = plan.data_base - parent.plan.data_base
+    if width > 2 * data_width + SPARE_BLOCKS:
+        return f"hands out {width} blocks of data"
+    wanted = plan_of(parent, plan.attempt, entries, off=off, data_width=width, settings=settings)
+    if wanted != plan:
+        return "other weights, ranks, roster or counts than these contributions lead to"
+    return ""
+
+
+def is_quorum(present: Collection[str], parent: Certificate, quorum: float) -> bool:
+    """Whether so many of the roster are more than the part of it that has to be in a commit."""
+    roster = {member.peer_id for member in parent.plan.roster}
+    return len(roster.intersection(present)) > quorum * len(roster)

@@ -1,0 +1,490 @@
+"""One head's round: attempts to make the commit that follows it, until one succeeds.
+
+    gather -> reduce -> vote -> certificate | next attempt
+
+Leader rule (`leader_of`): the roster, ordered by the hash of head and peer id, leads in turn, one attempt each. Whoever
+is not there, or not on this head, is passed over. So nobody chooses to lead, and a bad leader costs one attempt.
+
+Group rule (`_gather`): a group is formed when everybody who trains on this head is ready, or when a quorum of the
+roster is and the grace has passed. Every peer evaluates this for itself from the statuses that it hears, so it knows
+when the leader should have acted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
+
+from peers.core.effects import CancelReduce, Pledge, Reduce, Send
+from peers.core.health import Swarm
+from peers.core.plans import ABSENT_COMMITS, Entry, fault_in, is_quorum, plan_of
+from peers.core.settings import Settings
+from peers.core.timing import Timing
+from peers.core.turn import Turn
+from peers.protocol.certificates import Body, Certificate, Keys, Plan, Verify
+from peers.protocol.messages import Abort, Decline, OddVote, Propose, Vote
+
+REDUCE_SHARE = 0.75
+"""Of the time for an attempt, what its reduction may take: its failure has to be told before the leader gives up."""
+
+
+class Stage(Enum):
+    GATHER = "gather"
+    REDUCE = "reduce"
+    VOTE = "vote"
+
+
+@dataclass
+class Lead:
+    """An attempt that this peer leads."""
+
+    plan: Plan
+    until: float
+    votes: dict[str, Vote] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What rounds of one peer share."""
+
+    keys: Keys
+    verify: Verify
+    settings: Settings
+    timing: Timing
+    swarm: Swarm
+
+
+class Round:
+    """`signed`: the last attempt on this head that this peer has signed, in an earlier life; -1: none.
+
+    `absent`: members of the roster that were not in the last commits, and how many.
+    """
+
+    def __init__(self, parts: Parts, parent: Certificate, *, signed: int, absent: Mapping[str, int]) -> None:
+        self._parts, self.parent = parts, parent
+        self._swarm, self._timing, self._settings = parts.swarm, parts.timing, parts.settings
+        self._me = parts.keys.peer_id
+        self._absent = absent
+        self.attempt, self._signed = signed + 1, signed
+        self.stage = Stage.GATHER
+        self.certificate: Certificate | None = None
+        """Of an attempt that this peer led, and that has succeeded."""
+        self.held: Body | None = None
+        """What this peer has voted for and holds the result of."""
+        self.is_odd = False
+        """This peer's digests were not those of the others: its state may be damaged."""
+        self.failures: list[str] = []
+        self.gathered: tuple[float, bool] | None = None
+        """Of the last group: seconds from the quorum to it, and whether everybody was in it."""
+        self.reducing_since = 0.0
+        self._lead: Lead | None = None
+        self._plan: Plan | None = None
+        self._proposals: dict[int, Plan] = {}
+        self._suspects: frozenset[str] = frozenset()
+        self._until = self._not_before = 0.0
+        self._quorum_at: float | None = None
+        self._could_at: float | None = None
+
+    @property
+    def head(self) -> str:
+        return self.parent.head
+
+    @cached_property
+    def roster(self) -> frozenset[str]:
+        return frozenset(member.peer_id for member in self.parent.plan.roster)
+
+    @cached_property
+    def _order(self) -> Sequence[str]:
+        return sorted(
+            self.roster, key=lambda peer_id: hashlib.sha256(f"{self.head} {peer_id}".encode()).digest()
+        )
+
+    def leader_of(self, attempt: int) -> str:
+        return self._order[attempt % len(self._order)]
+
+    def advance(self, turn: Turn, entry: Entry | None, *, is_training: bool) -> bool:
+        """Whatever is due; True if anything was. `entry`: this peer's work, where it is handed over."""
+        if self._follow_majority(turn):
+            return True
+        if self._lead is not None and self._watch_group(turn, self._lead):
+            return True
+        if self.stage is not Stage.GATHER:
+            return self._watch_attempt(turn)
+        if self._lead is not None:
+            return False
+        if (plan := self._proposals.pop(self.attempt, None)) is not None:
+            self._consider(turn, plan, entry)
+            return True
+        return self._gather(turn, entry, is_training)
+
+    # Gathering
+
+    def _gather(self, turn: Turn, entry: Entry | None, is_training: bool) -> bool:
+        ready, expected = self._ready_and_expected(entry, is_training)
+        if not ready or len(ready) < self._settings.aggregation.least_group or not self._is_quorate(ready):
+            self._quorum_at = self._could_at = None
+            return False
+        self._quorum_at = turn.now if self._quorum_at is None else self._quorum_at
+        if not expected <= ready.keys() and not turn.passed(self._quorum_at + self._timing.grace_s):
+            self._could_at = None
+            return False
+        leader = self.leader_of(self.attempt)
+        if leader == self._me:
+            if not turn.passed(self._not_before):
+                return False
+            self._begin_to_lead(turn, ready, is_complete=expected <= ready.keys())
+            return True
+        if not self._can_lead(leader):
+            if not any(peer_id == self._me or self._can_lead(peer_id) for peer_id in self.roster):
+                return False
+            self.attempt += 1
+            return True
+        self._could_at = max(turn.now, self._not_before) if self._could_at is None else self._could_at
+        if not turn.passed(self._could_at + self._timing.reaction_s):
+            return False
+        self._swarm.strike(leader, self.parent.plan.epoch)
+        self._fail(turn, f"its leader {leader} is silent")
+        return True
+
+    def _ready_and_expected(
+        self, entry: Entry | None, is_training: bool
+    ) -> tuple[dict[str, Entry], set[str]]:
+        """Who is ready to commit on this head, and who is to be waited for."""
+        epoch = self.parent.plan.epoch
+        ready = {} if entry is None else {self._me: entry}
+        expected = {self._me} if is_training or entry is not None else set()
+        doubtful: dict[str, Entry] = {}
+        for peer_id, status in self._swarm.live():
+            if self._swarm.is_left_out(peer_id, epoch) or status.phase not in ("training", "ready"):
+                continue
+            is_here = status.head == self.head
+            if is_here and status.work is not None and status.work.based_on <= epoch:
+                at = doubtful if peer_id in self._suspects else ready
+                at[peer_id] = Entry(status.world_rank, status.work)
+            if is_here or (peer_id in self.roster and status.head == self.parent.plan.parent):
+                # The latter is about to hear of the last commit.
+                expected.add(peer_id)
+        if doubtful and self._is_quorate(ready) and len(ready) >= self._settings.aggregation.least_group:
+            return ready, expected - doubtful.keys()
+        return ready | doubtful, expected
+
+    def _is_quorate(self, ready: Mapping[str, Entry]) -> bool:
+        if is_quorum(ready, self.parent, self._settings.quorum):
+            return True
+        return all(map(self._swarm.is_gone, self.roster - ready.keys()))
+
+    def _can_lead(self, peer_id: str) -> bool:
+        status = self._swarm.status(peer_id)
+        return (
+            status is not None
+            and status.head == self.head
+            and self._swarm.is_live(peer_id)
+            and not self._swarm.is_left_out(peer_id, self.parent.plan.epoch)
+        )
+
+    # Leading
+
+    def _begin_to_lead(self, turn: Turn, ready: Mapping[str, Entry], *, is_complete: bool) -> None:
+        assert self._quorum_at is not None
+        plan = plan_of(
+            self.parent,
+            self.attempt,
+            ready,
+            # Members may disagree who is gone: then they go on with all of them.
+            off=self._off(ready) if self.attempt == 0 else (),
+            data_width=self._data_width(ready),
+            settings=self._settings,
+        )
+        self.gathered = turn.now - self._quorum_at, is_complete
+        self._lead = Lead(plan, turn.now + self._timing.attempt_s)
+        for peer_id in ready:
+            if peer_id != self._me:
+                turn.do(Send(peer_id, Propose(plan=plan)))
+        if self._me in ready:
+            self._accept(turn, plan)
+
+    def _off(self, entries: Mapping[str, Entry]) -> set[str]:
+        """Members that left, or are gone and were not in the last commits."""
+        return {
+            peer_id
+            for peer_id in self.roster - entries.keys() - {self._me}
+            if self._swarm.has_left(peer_id)
+            or (self._swarm.is_gone(peer_id) and self._absent.get(peer_id, 0) + 1 >= ABSENT_COMMITS)
+        }
+
+    def _data_width(self, entries: Mapping[str, Entry]) -> int:
+        ranks = [member.world_rank for member in self.parent.plan.roster]
+        ranks += [status.world_rank for _, status in self._swarm.live() if status.head == self.head]
+        return 1 + max(*ranks, *(entry.claimed_rank for entry in entries.values()), 0)
+
+    def on_vote(self, turn: Turn, sender: str, vote: Vote) -> None:
+        lead = self._lead
+        if lead is None or vote.plan != lead.plan.digest or sender not in lead.plan.signers:
+            return
+        body = Body(plan=lead.plan, anchor=vote.anchor, momentum=vote.momentum)
+        if sender != self._me and not self._parts.verify(sender, body.signed_bytes, vote.signature):
+            self._swarm.strike(sender, self.parent.plan.epoch)
+            self._abort(turn, f"a vote of {sender} is not signed by it", (sender,))
+            return
+        lead.votes[sender] = vote
+        lead.until = min(lead.until, turn.now + self._timing.silence_s + 2 * self._timing.usual_round_s)
+        if len(lead.votes) == len(lead.plan.signers):
+            self._count(turn, lead)
+
+    def _count(self, turn: Turn, lead: Lead) -> None:
+        """All votes are here."""
+        digests = {(vote.anchor, vote.momentum) for vote in lead.votes.values()}
+        anchor, momentum = next(iter(digests))
+        if len(digests) == 1:
+            body = Body(plan=lead.plan, anchor=anchor, momentum=momentum)
+            signatures = tuple(lead.votes[peer_id].signature for peer_id in lead.plan.signers)
+            self.certificate = Certificate(body=body, signatures=signatures)
+            self._lead = None
+            return
+        votes = tuple(
+            OddVote(peer_id=peer_id, anchor=vote.anchor, momentum=vote.momentum, signature=vote.signature)
+            for peer_id, vote in sorted(lead.votes.items())
+        )
+        self._abort(turn, "the digests of its members differ", (), votes)
+
+    def on_decline(self, turn: Turn, sender: str, decline: Decline) -> None:
+        lead = self._lead
+        if lead is None or decline.attempt != self.attempt or sender not in lead.plan.signers:
+            return
+        suspects = set(decline.suspects) & set(lead.plan.signers) - {sender, self._me}
+        lost: tuple[str, ...] = ()
+        if suspects:
+            lost = (self._one_of_a_pair(sender, min(suspects)),)
+        elif decline.attempt_here == self.attempt:
+            self._swarm.strike(sender, self.parent.plan.epoch, 0.5)
+            lost = (sender,)
+        self._abort(turn, f"{sender} declines: {decline.reason}", lost)
+
+    def _one_of_a_pair(self, accuser: str, suspect: str) -> str:
+        """Either may be at fault, or the link between them. Nobody has it always decided for him."""
+        if not self._swarm.is_live(suspect):
+            return suspect
+        return min(
+            (accuser, suspect),
+            key=lambda p: hashlib.sha256(f"{self.head} {self.attempt} {p}".encode()).digest(),
+        )
+
+    def _watch_group(self, turn: Turn, lead: Lead) -> bool:
+        unheard = [
+            peer_id for peer_id in lead.plan.signers if peer_id not in lead.votes and peer_id != self._me
+        ]
+        if lost := [peer_id for peer_id in unheard if not self._swarm.is_live(peer_id)]:
+            self._abort(turn, f"lost {', '.join(lost)}", lost)
+            return True
+        if turn.passed(lead.until):
+            self._timing.attempt_timed_out()
+            self._abort(turn, f"no vote of {', '.join(unheard)} in time", unheard)
+            return True
+        return False
+
+    def _abort(self, turn: Turn, reason: str, lost: Sequence[str], votes: tuple[OddVote, ...] = ()) -> None:
+        assert self._lead is not None
+        plan = self._lead.plan
+        message = Abort(
+            head=self.head, attempt=self.attempt, reason=reason[:300], lost=tuple(sorted(lost)), votes=votes
+        )
+        for peer_id in plan.signers:
+            if peer_id != self._me:
+                turn.do(Send(peer_id, message))
+        self._judge(votes, plan)
+        self._fail(turn, reason, lost)
+
+    # Taking part
+
+    def on_propose(self, turn: Turn, sender: str, plan: Plan) -> None:
+        if plan.parent != self.head or sender != self.leader_of(plan.attempt):
+            return
+        is_stale = plan.attempt < self.attempt or plan.attempt <= self._signed
+        is_busy = plan.attempt == self.attempt and self.stage is not Stage.GATHER
+        if is_busy and self._plan is not None and plan == self._plan:
+            return
+        if is_stale or is_busy:
+            self._decline(turn, sender, plan.attempt, f"is at attempt {self.attempt}")
+        elif plan.attempt < self.attempt + len(self._order):
+            self._proposals[plan.attempt] = plan
+
+    def _consider(self, turn: Turn, plan: Plan, entry: Entry | None) -> None:
+        leader = self.leader_of(plan.attempt)
+        mine = next((c.work for c in plan.contributors if c.peer_id == self._me), None)
+        if entry is None or mine != entry.work:
+            self._decline(turn, leader, plan.attempt, "was not ready with this work")
+            self._fail(turn, "the group was formed with other work than is here")
+            return
+        present = {contributor.peer_id for contributor in plan.contributors}
+        others = self.roster - present
+        if fault := self._fault_in(plan):
+            self._swarm.strike(leader, self.parent.plan.epoch)
+        elif not is_quorum(present, self.parent, self._settings.quorum) and any(
+            map(self._swarm.is_live, others)
+        ):
+            fault = f"a group of {len(present)} is no quorum, and others are there"
+        if fault:
+            self._decline(turn, leader, plan.attempt, fault)
+            self._fail(turn, f"its leader {leader} proposes {fault}")
+            return
+        if self._quorum_at is not None:
+            _, expected = self._ready_and_expected(entry, True)
+            self.gathered = turn.now - self._quorum_at, expected <= present
+        self._accept(turn, plan)
+
+    def _fault_in(self, plan: Plan) -> str:
+        statuses = {c.peer_id: self._swarm.status(c.peer_id) for c in plan.contributors}
+        entries = {c.peer_id: Entry(c.world_rank, c.work) for c in plan.contributors}
+        return fault_in(
+            plan,
+            self.parent,
+            claimed_ranks={
+                peer_id: status.world_rank for peer_id, status in statuses.items() if status is not None
+            }
+            | {self._me: entries[self._me].claimed_rank},
+            off_allowed=self._off(entries),
+            data_width=self._data_width(entries),
+            settings=self._settings,
+        )
+
+    def _accept(self, turn: Turn, plan: Plan) -> None:
+        self._plan, self.stage, self.held = plan, Stage.REDUCE, None
+        self._until, self.reducing_since = turn.now + self._timing.attempt_s, turn.now
+        turn.do(Reduce(plan, REDUCE_SHARE * self._timing.attempt_s))
+
+    def on_reduced(self, turn: Turn, plan_digest: str, anchor: str, momentum: str) -> None:
+        plan = self._plan
+        if self.stage is not Stage.REDUCE or plan is None or plan.digest != plan_digest:
+            return
+        self.held = Body(plan=plan, anchor=anchor, momentum=momentum)
+        self.stage, self._signed = Stage.VOTE, plan.attempt
+        self._until = turn.now + self._timing.attempt_s
+        turn.do(Pledge(self.head, plan.attempt))
+        vote = Vote(
+            head=self.head,
+            attempt=plan.attempt,
+            plan=plan_digest,
+            anchor=anchor,
+            momentum=momentum,
+            signature=self._parts.keys.sign(self.held.signed_bytes),
+        )
+        leader = self.leader_of(plan.attempt)
+        if leader == self._me:
+            self.on_vote(turn, self._me, vote)
+        else:
+            turn.do(Send(leader, vote))
+
+    def on_reduce_failed(self, turn: Turn, plan_digest: str, reason: str, suspects: frozenset[str]) -> None:
+        plan = self._plan
+        if self.stage is not Stage.REDUCE or plan is None or plan.digest != plan_digest:
+            return
+        for suspect in suspects:
+            self._swarm.strike(suspect, self.parent.plan.epoch, 0.5)
+        self._give_up(turn, reason, suspects)
+
+    def _give_up(self, turn: Turn, reason: str, suspects: frozenset[str]) -> None:
+        """Out of this attempt, and say why."""
+        if self._lead is not None:
+            self._abort(turn, reason, tuple(suspects))
+            return
+        self._decline(turn, self.leader_of(self.attempt), self.attempt, reason, suspects)
+        self._fail(turn, reason, suspects)
+
+    def _watch_attempt(self, turn: Turn) -> bool:
+        assert self._plan is not None
+        leader = self.leader_of(self.attempt)
+        if leader != self._me and not self._swarm.is_live(leader):
+            self._fail(turn, f"lost its leader {leader}", (leader,))
+            return True
+        if self.stage is Stage.REDUCE:
+            others = (c.peer_id for c in self._plan.contributors if c.peer_id != self._me)
+            if lost := frozenset(peer_id for peer_id in others if not self._swarm.is_live(peer_id)):
+                self._give_up(turn, f"lost {', '.join(sorted(lost))}", lost)
+                return True
+        if leader != self._me and turn.passed(self._until):
+            self._timing.attempt_timed_out()
+            self._fail(turn, "it took too long")
+            return True
+        return False
+
+    def on_abort(self, turn: Turn, sender: str, abort: Abort) -> None:
+        if abort.attempt != self.attempt or sender != self.leader_of(abort.attempt) or sender == self._me:
+            return
+        if self._plan is not None and self._plan.attempt == abort.attempt:
+            self._judge(abort.votes, self._plan)
+        self._fail(turn, f"its leader gave it up: {abort.reason}", set(abort.lost) - {self._me})
+
+    def _judge(self, votes: Sequence[OddVote], plan: Plan) -> None:
+        """Signed votes for different digests prove who is the odd one out, where there is a majority."""
+        proven = [
+            vote
+            for vote in votes
+            if vote.peer_id in plan.signers
+            and self._parts.verify(
+                vote.peer_id,
+                Body(plan=plan, anchor=vote.anchor, momentum=vote.momentum).signed_bytes,
+                vote.signature,
+            )
+        ]
+        digests = Counter((vote.anchor, vote.momentum) for vote in proven)
+        if len(digests) < 2:
+            return
+        usual, count = digests.most_common(1)[0]
+        has_majority = 2 * count > len(plan.signers)
+        for vote in proven:
+            if has_majority and (vote.anchor, vote.momentum) == usual:
+                continue
+            if vote.peer_id == self._me:
+                self.is_odd = True
+            elif has_majority:
+                self._swarm.strike(vote.peer_id, self.parent.plan.epoch)
+
+    # Between attempts
+
+    def _decline(
+        self, turn: Turn, leader: str, attempt: int, reason: str, suspects: frozenset[str] = frozenset()
+    ) -> None:
+        if leader != self._me:
+            decline = Decline(
+                head=self.head,
+                attempt=attempt,
+                reason=reason[:300],
+                suspects=tuple(sorted(suspects)),
+                attempt_here=self.attempt,
+            )
+            turn.do(Send(leader, decline))
+
+    def _follow_majority(self, turn: Turn) -> bool:
+        """Most of those on this head are at a later attempt: this one leads nowhere."""
+        attempts = [
+            status.attempt
+            for peer_id, status in self._swarm.live()
+            if status.head == self.head and peer_id in self.roster
+        ]
+        attempts = sorted([*attempts, self.attempt])
+        most_reached = attempts[(len(attempts) - 1) // 2]
+        if most_reached <= self.attempt:
+            return False
+        self._fail(turn, "most others are at a later one", attempt=most_reached)
+        return True
+
+    def _fail(
+        self,
+        turn: Turn,
+        reason: str,
+        suspects: Sequence[str] | set[str] | frozenset[str] = (),
+        attempt: int = 0,
+    ) -> None:
+        """This attempt has failed; on to the next."""
+        if self.stage is Stage.REDUCE:
+            turn.do(CancelReduce())
+        self.failures.append(reason)
+        self._suspects = frozenset(suspects)
+        self.attempt = max(self.attempt + 1, attempt)
+        self.stage, self._lead, self._could_at = Stage.GATHER, None, None
+        self._not_before = turn.now + self._timing.pause_s(len(self.failures))
+        self._proposals = {a: plan for a, plan in self._proposals.items() if a >= self.attempt}

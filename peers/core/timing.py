@@ -1,0 +1,128 @@
+"""Every waiting time of the core: constants, each with its reason, and what is learned from rounds and epochs.
+
+All follow from the heartbeat, the round trip, the length of rounds and the length of epochs.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from dataclasses import dataclass, field
+
+BEAT_S = 0.5
+"""Between two heartbeats of a peer. Among more than BEAT_PEERS rarer, since everybody hears everybody."""
+BEAT_PEERS = 8
+SILENT_BEATS = 6
+"""Missed heartbeats after which a peer is not waited for: a busy machine misses two or three."""
+ROUND_TRIPS = 8
+"""What an answer may take, in round trips: both ends queue, and packets are lost and sent again."""
+FIRST_GRACE_S = 30.0
+"""Before any epoch is known: models compile and caches fill at different speeds."""
+LEAST_GRACE_SHARE = 0.1
+"""Of an epoch: what training steps may vary by."""
+DEVIATIONS = 6.0
+"""So many robust standard deviations beyond the median are late."""
+ENOUGH_ROUNDS = 4
+"""Fewer say little about what is usual."""
+LATER = 1.5
+"""Where somebody was left out, waiting this much longer would perhaps have sufficed."""
+SLOWEST_PEER = 8.0
+"""A peer that takes so many times as long for an epoch is never waited for."""
+SLOWEST_LINK = 1e6
+"""Bytes per second, 8 Mbit/s: what the first round, and a fetch, are given time for."""
+LEAST_ROUND_S = 30.0
+"""The first round is given this much: streams are opened, kernels compiled."""
+CONNECT_S = 4.0
+"""For streams to open in later rounds."""
+ROUNDS = 4.0
+"""An attempt may take so many usual rounds before it is given up."""
+FETCH_S = 30.0
+"""A fetch may take this long beside what its bytes need."""
+_NORMAL_MAD = 1.4826
+"""Of a normal distribution, the standard deviation over the median absolute deviation."""
+
+
+@dataclass(kw_only=True)
+class Timing:
+    """What one peer has seen of its swarm. Times in seconds."""
+
+    most_grace_s: float
+    """The user's bound."""
+    first_round_s: float
+    fetch_timeout_s: float
+    num_peers: int = 1
+    round_trip_s: float = 0.0
+    _rounds: deque[float] = field(default_factory=lambda: deque(maxlen=8))
+    _epochs: deque[float] = field(default_factory=lambda: deque(maxlen=8))
+    _gathers: deque[float] = field(default_factory=lambda: deque(maxlen=16))
+
+    @classmethod
+    def of(cls, *, grace_s: float, num_bytes: int, state_bytes: int) -> Timing:
+        return cls(
+            most_grace_s=grace_s,
+            first_round_s=max(LEAST_ROUND_S, 2 * num_bytes / SLOWEST_LINK),
+            fetch_timeout_s=FETCH_S + state_bytes / SLOWEST_LINK,
+        )
+
+    @property
+    def beat_s(self) -> float:
+        return BEAT_S * max(1.0, self.num_peers / BEAT_PEERS)
+
+    @property
+    def silence_s(self) -> float:
+        """A peer that says nothing for so long is not there, as far as this one can tell."""
+        return max(SILENT_BEATS * self.beat_s, ROUND_TRIPS * self.round_trip_s)
+
+    @property
+    def regain_s(self) -> float:
+        """After so long without it, others may go on without a peer even if they are no majority."""
+        return self.silence_s
+
+    @property
+    def reaction_s(self) -> float:
+        """What a peer that is well takes to do what it has to do next."""
+        return max(2 * self.beat_s, ROUND_TRIPS * self.round_trip_s)
+
+    @property
+    def usual_round_s(self) -> float:
+        return statistics.median(self._rounds) if self._rounds else self.first_round_s
+
+    @property
+    def attempt_s(self) -> float:
+        """From the proposal to the certificate."""
+        if not self._rounds:
+            return self.first_round_s
+        return CONNECT_S + self.silence_s + ROUNDS * self.usual_round_s
+
+    @property
+    def grace_s(self) -> float:
+        """How long a quorum that is ready waits for the others."""
+        slowest = max(self._epochs, default=0.0)
+        if len(self._gathers) < ENOUGH_ROUNDS:
+            return min(self.most_grace_s, max(FIRST_GRACE_S, slowest))
+        median = statistics.median(self._gathers)
+        deviation = _NORMAL_MAD * statistics.median(abs(seconds - median) for seconds in self._gathers)
+        learned = max(self.reaction_s, LEAST_GRACE_SHARE * slowest, median + DEVIATIONS * deviation)
+        return min(self.most_grace_s, learned, SLOWEST_PEER * max(slowest, self.reaction_s))
+
+    def pause_s(self, num_failures: int) -> float:
+        """Before the next attempt, after so many have failed one after the other."""
+        if not num_failures:
+            return 0.0
+        return min(self.silence_s, max(self.round_trip_s, 0.05) * 2.0 ** min(num_failures - 1, 16))
+
+    def committed(self, *, round_s: float, epoch_s: float) -> None:
+        self._rounds.append(round_s)
+        self._epochs.append(epoch_s)
+
+    def gathered(self, seconds: float, *, complete: bool) -> None:
+        """From a quorum's readiness to the proposal."""
+        if math.isfinite(seconds):
+            self._gathers.append(seconds if complete else LATER * seconds)
+
+    def attempt_timed_out(self) -> None:
+        """Rounds take longer now than they used to."""
+        longer = min(self.first_round_s, 2 * self.usual_round_s)
+        self._rounds.clear()
+        self._rounds.append(longer)

@@ -1,0 +1,72 @@
+"""What each contribution weighs. Pure functions of the contributions: every member recomputes what the leader says."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from peers.protocol.certificates import Work
+
+Rule = Literal["mean", "clip", "trimmed-mean", "centered-clip"]
+RULES: tuple[Rule, ...] = get_args(Rule)
+ROBUST_RULES = frozenset({"trimmed-mean", "centered-clip"})
+"""Their proofs weigh all members alike, and need at least three of them."""
+CLIP_FACTOR = 4.0
+"""A pseudo-gradient longer than this many times the group's median norm is scaled down to it."""
+DEFAULT_MAX_WEIGHT = 2.0
+LEAST_ROBUST_GROUP = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Aggregation:
+    """How pseudo-gradients become one; the same on all peers of a run.
+
+    mean: by tokens, as claimed. clip: token claims bounded by the manifest and by a multiple of the median, long
+    pseudo-gradients scaled down. trimmed-mean (arXiv 1803.01498) and centered-clip (2012.10333): all weigh alike.
+    """
+
+    rule: Rule = "clip"
+    max_weight: float = DEFAULT_MAX_WEIGHT
+    """Under clip, a member counts for this many times the median of the group's tokens at most."""
+    max_tokens_per_epoch: int = 0
+    """What the manifest lets one peer train in one epoch; 0: the manifest does not say."""
+    staleness_discount: float = 1.0
+    """Each commit that a contribution has missed multiplies its weight by this (arXiv 2401.09135 has such decays)."""
+
+    @property
+    def least_group(self) -> int:
+        return LEAST_ROBUST_GROUP if self.rule in ROBUST_RULES else 1
+
+    def weights_of(self, works: Sequence[Work], epoch: int, num_fragments: int) -> tuple[float, ...]:
+        """The weight of each contribution to the commit that ends in `epoch`; they sum to 1 unless some are clipped."""
+        if self.rule in ROBUST_RULES:
+            return tuple(1 / len(works) for _ in works)
+        ages = [max(0, epoch - work.based_on - num_fragments) for work in works]
+        claims = [
+            self._claim(work, epoch) * self.staleness_discount**age
+            for work, age in zip(works, ages, strict=True)
+        ]
+        if self.rule == "mean":
+            return _shares(claims)
+        # Of two, the lower one: the median of a pair would let one of them have twice the other's weight raised.
+        most = self.max_weight * statistics.median_low(claims)
+        shares = _shares([min(claim, most) for claim in claims] if most > 0 else claims)
+        if len(works) < LEAST_ROBUST_GROUP:
+            return shares
+        longest = CLIP_FACTOR * statistics.median_low([work.norm for work in works])
+        return tuple(
+            share * min(1.0, longest / work.norm) if work.norm > 0 else share
+            for share, work in zip(shares, works, strict=True)
+        )
+
+    def _claim(self, work: Work, epoch: int) -> float:
+        if self.rule == "mean" or not self.max_tokens_per_epoch:
+            return float(work.tokens)
+        return float(min(work.tokens, self.max_tokens_per_epoch * max(1, epoch - work.based_on)))
+
+
+def _shares(claims: Sequence[float]) -> tuple[float, ...]:
+    total = sum(claims)
+    return tuple(claim / total if total else 1 / len(claims) for claim in claims)

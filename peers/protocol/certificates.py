@@ -1,0 +1,166 @@
+"""A certificate: the signed record of one outer step. Certificates, linked by their parent's hash, are the chain.
+
+Every contributor signs the body, which holds the digests of the anchor and momentum that the step leads to: the vote
+is the signature. The hash of the body is the new head. The chain begins with a genesis, which the whole first roster
+signs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from functools import cached_property
+from typing import Annotated, Protocol
+
+import msgspec
+from msgspec import Meta
+
+from peers.protocol.limits import (
+    MAX_PEERS,
+    AttemptNumber,
+    Count,
+    Hash,
+    HashOrNone,
+    KeyBytes,
+    Norm,
+    PeerId,
+    Real,
+    Share,
+    SignatureBytes,
+    Tokens,
+    WorldRank,
+)
+
+_encode = msgspec.msgpack.Encoder().encode
+_SIGNED_AS = b"diloco commit v2\0"
+
+
+class Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Immutable; a message with a field that is not ours is refused."""
+
+
+class Member(Struct, frozen=True):
+    """One peer of a roster."""
+
+    peer_id: PeerId
+    world_rank: WorldRank
+
+
+class Work(Struct, frozen=True):
+    """What one worker has handed over for a fragment."""
+
+    tokens: Tokens
+    """Trained since its work on this fragment was last in a commit."""
+    norm: Norm
+    """L2 norm of its pseudo-gradient."""
+    step: Count
+    """The nominal inner step its weights were copied at."""
+    based_on: Count
+    """The epoch since which it was trained: later commits have been taken over by rebasing."""
+    last: bool = False
+    """The peer leaves after this commit."""
+    bandwidth: Real = 0.0
+    """Bytes per second that its link carries, as measured; 0: not known."""
+
+
+class Contributor(Struct, frozen=True):
+    """One peer's part in a commit."""
+
+    peer_id: PeerId
+    world_rank: WorldRank
+    work: Work
+    weight: Share
+
+
+class Plan(Struct, frozen=True):
+    """Everything about a commit that is known before it is reduced. The leader proposes it, every member checks it."""
+
+    manifest: Hash
+    """Digest of the manifest; the whole chain has the same."""
+    parent: HashOrNone
+    """The head that this follows. Of a genesis: that of the checkpoint it starts from, or empty."""
+    epoch: Count
+    """Outer steps done after this one."""
+    fragment: Count
+    attempt: AttemptNumber
+    contributors: Annotated[tuple[Contributor, ...], Meta(max_length=MAX_PEERS)]
+    """In order of world rank; none: this is a genesis."""
+    roster: Annotated[tuple[Member, ...], Meta(min_length=1, max_length=MAX_PEERS)]
+    """Who may sign the next commit, in order of world rank."""
+    data_base: Count
+    """The first data block of the next epoch."""
+    tokens: Count
+    """Averaged into the anchor so far, over all epochs and peers. For people: it decides nothing."""
+
+    @property
+    def digest(self) -> str:
+        """Names the plan in votes."""
+        return hashlib.sha256(_encode(self)).hexdigest()
+
+    @property
+    def signers(self) -> tuple[str, ...]:
+        """Who has to sign."""
+        return tuple(member.peer_id for member in self.contributors or self.roster)
+
+
+class Body(Struct, frozen=True, dict=True):
+    """What is signed: a plan, and the digests of the state that it leads to."""
+
+    plan: Plan
+    anchor: Hash
+    momentum: Hash
+
+    @cached_property
+    def signed_bytes(self) -> bytes:
+        return _SIGNED_AS + _encode(self)
+
+    @cached_property
+    def head(self) -> str:
+        return hashlib.sha256(self.signed_bytes).hexdigest()
+
+
+class Signature(Struct, frozen=True):
+    """A peer's signature. The key comes along, since not every peer id contains it."""
+
+    public_key: KeyBytes
+    signature: SignatureBytes
+
+
+class Keys(Protocol):
+    """This peer's identity key."""
+
+    @property
+    def peer_id(self) -> str: ...
+
+    def sign(self, payload: bytes) -> Signature: ...
+
+
+Verify = Callable[[str, bytes, Signature], bool]
+"""(peer id, payload, signature) -> whether this peer has signed this."""
+
+
+class Certificate(Struct, frozen=True):
+    """`signatures` are in the order of `body.plan.signers`."""
+
+    body: Body
+    signatures: Annotated[tuple[Signature, ...], Meta(min_length=1, max_length=MAX_PEERS)]
+
+    @property
+    def head(self) -> str:
+        return self.body.head
+
+    @property
+    def plan(self) -> Plan:
+        return self.body.plan
+
+    @property
+    def is_genesis(self) -> bool:
+        return not self.plan.contributors
+
+    def is_signed(self, verify: Verify) -> bool:
+        """Whether every one of its signers has signed it, each of them once."""
+        signers = self.plan.signers
+        if len(signers) != len(self.signatures) or len(set(signers)) != len(signers):
+            return False
+        payload = self.body.signed_bytes
+        return all(map(verify, signers, [payload] * len(signers), self.signatures))

@@ -1,0 +1,38 @@
+"""The limits of everything that a peer sends, as types: a message outside them is never decoded."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+MAX_MESSAGE_BYTES = 1 << 20
+MAX_PEERS = 4096
+"""In one roster or group."""
+MAX_WORLD_RANK = 1 << 20
+MAX_TOKENS = 1 << 40
+"""Of one peer in one epoch: far more than anybody trains."""
+MAX_COUNT = 1 << 62
+MAX_NORM = 1e30
+"""Of one pseudo-gradient: its square is far from the limit of a double."""
+MAX_REAL = 1e15
+MAX_CERTIFICATES = 32
+"""In one message."""
+MAX_SHORT_TEXT = 300
+
+Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+Tokens = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+AttemptNumber = Annotated[int, Meta(ge=0, le=1 << 20)]
+WorldRank = Annotated[int, Meta(ge=0, le=MAX_WORLD_RANK)]
+ClaimedRank = Annotated[int, Meta(ge=-1, le=MAX_WORLD_RANK)]
+"""-1: the peer has none yet."""
+Norm = Annotated[float, Meta(ge=0, le=MAX_NORM)]
+Real = Annotated[float, Meta(ge=0, le=MAX_REAL)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+PeerId = Annotated[str, Meta(min_length=1, max_length=128)]
+Hash = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+HashOrNone = Annotated[str, Meta(pattern="^([0-9a-f]{64})?$")]
+"""Empty: there is none."""
+ShortText = Annotated[str, Meta(max_length=MAX_SHORT_TEXT)]
+KeyBytes = Annotated[bytes, Meta(max_length=1024)]
+SignatureBytes = Annotated[bytes, Meta(max_length=1024)]
