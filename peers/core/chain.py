@@ -7,15 +7,17 @@ certificate after the split has the smaller hash. Not tokens, not length, not wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from peers.protocol.certificates import Certificate
+from peers.protocol.limits import MAX_CERTIFICATES_BYTES
 
 KEPT = 256
 """Certificates of its own chain that a peer keeps: who was away for longer is a newcomer."""
 MAX_OTHERS = 1024
-"""Certificates of other chains."""
+MAX_OTHERS_BYTES = 32 << 20
+"""Certificates of other chains, of which the oldest give way."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Chain:
     def __init__(self) -> None:
         self._own: dict[str, Certificate] = {}
         self._others: dict[str, Certificate] = {}
+        self._others_bytes = 0
         self.head = ""
 
     @property
@@ -52,12 +55,26 @@ class Chain:
         if head in self._own or head in self._others:
             return
         self._others[head] = certificate
-        while len(self._others) > MAX_OTHERS:
-            del self._others[next(iter(self._others))]
+        self._others_bytes += certificate.num_bytes
+        while len(self._others) > MAX_OTHERS or self._others_bytes > MAX_OTHERS_BYTES:
+            self.forget(next(iter(self._others)))
+
+    def forget(self, head: str) -> None:
+        """A certificate of another chain."""
+        if (certificate := self._others.pop(head, None)) is not None:
+            self._others_bytes -= certificate.num_bytes
 
     def genesis_of(self, founder: str) -> Certificate | None:
         """One that this founder has signed, where this peer has not begun from any."""
         return next((c for c in self._others.values() if c.is_genesis and founder in c.plan.signers), None)
+
+    def knows_commits(self) -> bool:
+        """Whether any certificate of another chain is here but geneses."""
+        return any(not certificate.is_genesis for certificate in self._others.values())
+
+    def before(self, count: int) -> frozenset[str]:
+        """The last so many heads of the own chain before this one."""
+        return frozenset(list(self._own)[-1 - count : -1])
 
     def path_back(self, head: str) -> list[Certificate]:
         """What is known of the way to `head`, oldest first, down to where it meets the own chain (exclusive)."""
@@ -81,26 +98,40 @@ class Chain:
     def leading_to(self, head: str, have: str, most: int) -> list[Certificate]:
         """Up to `most` certificates that end in `head`, oldest first, not back beyond `have`."""
         path: list[Certificate] = []
+        num_bytes = 0
         while len(path) < most and head != have and (certificate := self.get(head)) is not None:
+            num_bytes += certificate.num_bytes
+            if path and num_bytes > MAX_CERTIFICATES_BYTES:
+                break
             path.append(certificate)
             head = certificate.plan.parent
         return path[::-1]
 
+    def follows(self, head: str, earlier: str) -> bool:
+        """Whether this head is known to come after the earlier one, on whichever chain."""
+        for _ in range(KEPT):
+            certificate = self.get(head)
+            if certificate is None or certificate.is_genesis:
+                return False
+            head = certificate.plan.parent
+            if head == earlier:
+                return True
+        return False
+
     def move_to(self, path: Sequence[Certificate]) -> None:
         """Make the end of `path` the head. What of the own chain is not on the way becomes another chain's."""
-        parent = path[0].plan.parent
-        if parent in self._own:
-            while self.head != parent:
-                last = self._own.pop(self.head)
-                self._others[last.head] = last
-                self.head = last.plan.parent
-        else:
-            self._others |= self._own
-            self._own.clear()
+        parent, left = path[0].plan.parent, list[Certificate]()
+        is_linked = parent in self._own
+        while self._own and not (is_linked and self.head == parent):
+            last = self._own.pop(self.head if is_linked else next(reversed(self._own)))
+            left.append(last)
+            self.head = last.plan.parent
         for certificate in path:
-            self._others.pop(certificate.head, None)
+            self.forget(certificate.head)
             self._own[certificate.head] = certificate
         self.head = path[-1].head
+        for certificate in reversed(left):
+            self.add(certificate)
         while len(self._own) > KEPT:
             del self._own[next(iter(self._own))]
 
@@ -138,29 +169,31 @@ def acceptable_part(
     fork: Fork,
     *,
     me: str,
-    is_live: Callable[[str], bool],
-    was_gone: Callable[[str], bool],
-    is_on: Container[str],
+    has_worker: bool,
+    may_object: Callable[[str, str], bool],
+    has_gone_on: Callable[[str, str], bool],
+    is_sound: Callable[[Certificate, Certificate], bool],
 ) -> tuple[Certificate, ...]:
     """As much of their way, from its beginning, as may be adopted.
 
-    A certificate must be signed by a majority of the roster before it. Fewer will do where all others of that roster
-    cannot be heard, or have gone on elsewhere: they signed on our side of the fork, or (`is_on`) hold a state of
-    theirs. This peer itself must have lost all the signers for a while.
+    A certificate must be signed by a majority of the roster before it. Fewer will do where no fewer have signed it than
+    could object (`may_object`, with the head before it; this peer itself, if it has a worker), and where this peer has
+    signed it, or its signers have not been on that head for so long (`has_gone_on`) that this peer might go on without
+    them. `is_sound`: whether a certificate can follow another, whoever has signed it.
     """
-    elsewhere = {signer for certificate in fork.ours for signer in certificate.plan.signers}
-    roster = {member.peer_id for member in fork.ancestor.plan.roster}
     accepted: list[Certificate] = []
+    before = fork.ancestor
     for certificate in fork.theirs:
+        roster = {member.peer_id for member in before.plan.roster}
         signers = roster & set(certificate.plan.signers)
-        if not signers:
+        objectors = {p for p in roster - signers - {me} if may_object(p, before.head)}
+        if has_worker and me in roster - signers and before is fork.ancestor and not fork.ours:
+            objectors.add(me)
+        is_majority = 2 * len(signers) > len(roster)
+        is_due = me in signers or all(has_gone_on(p, before.head) for p in signers)
+        may_go_on = len(signers) >= len(objectors) and is_due
+        if not signers or not (is_majority or may_go_on) or not is_sound(certificate, before):
             break
-        if 2 * len(signers) <= len(roster):
-            others = roster - signers - elsewhere - {me}
-            if any(is_live(peer_id) and peer_id not in is_on for peer_id in others):
-                break
-            if me in roster - signers - elsewhere and not all(map(was_gone, signers - {me})):
-                break
         accepted.append(certificate)
-        roster = {member.peer_id for member in certificate.plan.roster}
+        before = certificate
     return tuple(accepted)

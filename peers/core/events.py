@@ -71,7 +71,11 @@ class ReduceFailed:
     plan: str
     reason: str
     suspects: frozenset[str] = frozenset()
-    """Peers that it was lost to, by this peer's own evidence."""
+    """Peers that it was lost to."""
+    told_by: frozenset[str] = frozenset()
+    """Where they are suspected by the word of others alone, those others."""
+    offenders: frozenset[str] = frozenset()
+    """Peers that have sent what no honest peer sends, on streams of their own."""
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,23 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from peers.core.timing import Timing
 from peers.core.turn import Turn
 from peers.protocol.messages import Status
 
-STRIKES = 3.0
+STRIKES = 2.0
 """A peer that has spoilt so many rounds is left out for a while."""
-FADE_EPOCHS = 4
+FADE_EPOCHS = 8
 """One strike is forgotten in so many epochs."""
+FIRST_TERM_EPOCHS = 4
 MAX_OUT_EPOCHS = 256
+MOST_AT_ONCE = 0.5
+"""What is left to the next term of who has been left out."""
 MAX_PEERS_HEARD = 4096
+FOUNDERS = 64
+"""So many founders are believed to be there: strangers slow down nobody's heartbeat for long."""
 
 
 _UNHEARD = Status(incarnation=0, sequence=0, world_rank=-1, phase="waiting")
@@ -30,15 +37,21 @@ class Health:
     heard_at: float
     lost_at: float = math.inf
     """When its channel broke or its silence became too long; infinite: it is there."""
-    was_gone: bool = False
-    """It was lost, for longer than the time to regain it, since this peer holds its head."""
+    has_shown: bool = False
+    """The certificate of a head that it has announced is here: it is in a run that has begun."""
+    is_gone: bool = False
+    """It has been lost for longer than the time to regain it."""
+    at_head_at: float = 0.0
+    """When it was last heard to train on this peer's head, or this peer came to it."""
     round_trip_s: float = 0.0
     """0: not measured."""
     strikes: float = 0.0
-    struck_at: int = 0
-    """Epoch of the last strike."""
+    fades_from: int = 0
+    """The epoch from which strikes fade."""
     out_until: int = 0
     """The epoch up to which it is left out."""
+    term: int = 0
+    """For how many epochs it was left out the last time; 0: that is forgotten."""
 
 
 class Swarm:
@@ -47,16 +60,18 @@ class Swarm:
     def __init__(self, timing: Timing) -> None:
         self._timing = timing
         self._peers: dict[str, Health] = {}
+        self.roster: frozenset[str] = frozenset()
+        """By whom waiting times are scaled; before there is one, by everybody."""
 
     def heard(self, peer_id: str, status: Status | None, now: float) -> bool:
         """Anything from this peer; False where the status is older than one that is here."""
         health = self._peers.get(peer_id)
         if health is None:
-            if status is None or len(self._peers) >= MAX_PEERS_HEARD:
+            if status is None or not self._make_room():
                 return False
-            self._peers[peer_id] = Health(status, now)
+            self._peers[peer_id] = Health(status, now, at_head_at=now)
             return True
-        health.heard_at, health.lost_at = now, math.inf
+        health.heard_at, health.lost_at, health.is_gone = now, math.inf, False
         if status is None:
             return True
         old = health.status
@@ -65,10 +80,43 @@ class Swarm:
         health.status = status
         return True
 
+    def heard_again(self, peer_id: str, status: Status, now: float) -> bool:
+        """Whether this peer says no more than before, but for its progress; it is heard then."""
+        health = self._peers.get(peer_id)
+        if health is None or math.isfinite(health.lost_at):
+            return False
+        old = health.status
+        same = replace(old, sequence=status.sequence, local_step=status.local_step, step_s=status.step_s)
+        if status != same or status.sequence <= old.sequence:
+            return False
+        health.status, health.heard_at = status, now
+        return True
+
+    def _make_room(self) -> bool:
+        """For one more; who is gone gives way."""
+        if len(self._peers) >= MAX_PEERS_HEARD:
+            gone = next((p for p in self._peers if self.is_gone(p) and p not in self.roster), None)
+            if gone is None:
+                return False
+            del self._peers[gone]
+        return True
+
+    def has_shown(self, head: str) -> None:
+        """The certificate of this head is here."""
+        for health in self._peers.values():
+            health.has_shown = health.has_shown or health.status.head == head
+
+    def runs(self) -> bool:
+        """Whether anybody who is there is in a run that has begun."""
+        return any(
+            health.has_shown and health.status.head and math.isinf(health.lost_at)
+            for health in self._peers.values()
+        )
+
     def expect(self, peer_id: str, now: float) -> None:
         """A member of the roster, which has its time to be heard."""
         if peer_id not in self._peers:
-            self._peers[peer_id] = Health(_UNHEARD, now)
+            self._peers[peer_id] = Health(_UNHEARD, now, at_head_at=now)
 
     def measured(self, peer_id: str, round_trip_s: float) -> None:
         if (health := self._peers.get(peer_id)) is not None:
@@ -79,28 +127,34 @@ class Swarm:
             health.lost_at = now
 
     def overslept(self, seconds: float) -> None:
-        """This peer itself was frozen for so long: nobody else has been silent meanwhile, but may have gone on."""
+        """This peer itself was frozen for so long: nobody else has been silent meanwhile."""
         for health in self._peers.values():
             health.heard_at += seconds
-            health.was_gone = health.was_gone or seconds >= self._timing.silence_s
-            if math.isfinite(health.lost_at):
-                health.lost_at += seconds
+            health.at_head_at += seconds
+            health.lost_at += seconds
 
-    def notice_silence(self, turn: Turn) -> None:
+    def notice_silence(self, turn: Turn, head: str) -> None:
+        """`head`: this peer's own."""
         silence_s, regain_s = self._timing.silence_s, self._timing.regain_s
-        for health in self._peers.values():
+        round_trips = []
+        for peer_id, health in self._peers.items():
             if math.isinf(health.lost_at) and turn.passed(health.heard_at + silence_s):
                 health.lost_at = health.heard_at + silence_s
-            if math.isfinite(health.lost_at) and turn.passed(health.lost_at + regain_s):
-                health.was_gone = True
-        live = [self._peers[peer_id].round_trip_s for peer_id, _ in self.live()]
-        self._timing.num_peers = 1 + len(live)
-        self._timing.round_trip_s = statistics.median(live) if live else 0.0
+            is_there = math.isinf(health.lost_at)
+            if not is_there and turn.passed(health.lost_at + regain_s):
+                health.is_gone = True
+            if is_there and health.status.head == head and health.status.phase in ("training", "ready"):
+                health.at_head_at = turn.now
+            if is_there and (peer_id in self.roster or not self.roster):
+                round_trips.append(health.round_trip_s)
+        self._timing.num_peers = len(self.roster) or min(FOUNDERS, 1 + len(round_trips))
+        self._timing.round_trip_s = statistics.median(round_trips) if round_trips else 0.0
 
-    def head_moved(self) -> None:
-        """What was so while this peer held its head is history, but for those who are not back yet."""
+    def head_moved(self, now: float) -> None:
+        """Who was on the one before has its time to come to this peer's new head."""
         for health in self._peers.values():
-            health.was_gone = health.was_gone and math.isfinite(health.lost_at)
+            if now < health.at_head_at + self._timing.silence_s + self._timing.regain_s:
+                health.at_head_at = now
 
     def live(self) -> Iterator[tuple[str, Status]]:
         """Everybody who is there, and has not said that it leaves."""
@@ -113,16 +167,16 @@ class Swarm:
         return health is not None and math.isinf(health.lost_at) and health.status.phase != "leaving"
 
     def is_gone(self, peer_id: str) -> bool:
-        """It has left, or was lost so long ago that the others may go on without it."""
+        """It has left, or was lost so long ago that nobody waits for it any more."""
+        health = self._peers.get(peer_id)
+        return health is not None and (health.is_gone or health.status.phase == "leaving")
+
+    def has_gone_on(self, peer_id: str, turn: Turn) -> bool:
+        """It does not train on this peer's head, and has had its time to: the others may go on without it."""
         health = self._peers.get(peer_id)
         if health is None:
             return False
-        return health.status.phase == "leaving" or (math.isfinite(health.lost_at) and health.was_gone)
-
-    def was_gone(self, peer_id: str) -> bool:
-        """At some time since this peer holds its head."""
-        health = self._peers.get(peer_id)
-        return health is not None and (health.was_gone or health.status.phase == "leaving")
+        return turn.passed(health.at_head_at + self._timing.silence_s + self._timing.regain_s)
 
     def has_left(self, peer_id: str) -> bool:
         health = self._peers.get(peer_id)
@@ -135,19 +189,35 @@ class Swarm:
     def age_s(self, peer_id: str, now: float) -> float:
         return now - self._peers[peer_id].heard_at
 
+    def genesis(self, peer_id: str) -> str:
+        """Of the run that it says to be in."""
+        health = self._peers.get(peer_id)
+        return health.status.genesis if health else ""
+
+    def strikes(self, peer_id: str) -> float:
+        health = self._peers.get(peer_id)
+        return health.strikes if health else 0.0
+
     def strike(self, peer_id: str, epoch: int, weight: float = 1.0) -> bool:
         """It has spoilt something. True: it is left out from now on, for twice as long as the last time."""
         health = self._peers.get(peer_id)
-        if health is None:
+        if health is None or self.is_left_out(peer_id, epoch):
             return False
-        faded = (epoch - health.struck_at) / FADE_EPOCHS if health.struck_at else 0.0
-        health.strikes = max(0.0, health.strikes - faded) + weight
-        health.struck_at = epoch
-        if health.strikes < STRIKES or self.is_left_out(peer_id, epoch):
+        health.strikes = max(0.0, health.strikes - max(0, epoch - health.fades_from) / FADE_EPOCHS)
+        health.term = health.term if health.strikes else 0
+        health.strikes, health.fades_from = health.strikes + weight, epoch
+        if health.strikes < STRIKES:
             return False
-        excess = health.strikes - STRIKES
-        health.out_until = epoch + min(MAX_OUT_EPOCHS, int(4 * 2.0 ** min(excess, 16)))
+        health.term = min(MAX_OUT_EPOCHS, 2 * health.term or FIRST_TERM_EPOCHS)
+        health.out_until = health.fades_from = epoch + health.term
+        # One more, soon after it is back, and it is out again.
+        health.strikes = STRIKES - MOST_AT_ONCE
         return True
+
+    def term(self, peer_id: str) -> int:
+        """For how many epochs it was left out the last time."""
+        health = self._peers.get(peer_id)
+        return health.term if health else 0
 
     def is_left_out(self, peer_id: str, epoch: int) -> bool:
         health = self._peers.get(peer_id)

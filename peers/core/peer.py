@@ -27,10 +27,11 @@ from peers.core.effects import (
     Effect,
     Pledge,
     Rebase,
+    Send,
     Tell,
 )
 from peers.core.events import Event
-from peers.core.founding import NO_HEAD, Founding
+from peers.core.founding import NO_HEAD, Founding, is_offer_sound
 from peers.core.health import Swarm
 from peers.core.plans import Entry
 from peers.core.round import Parts, Round, Stage
@@ -38,7 +39,7 @@ from peers.core.settings import Settings
 from peers.core.timing import Timing
 from peers.core.turn import Turn
 from peers.core.worker import Worker, entry_step
-from peers.protocol.certificates import Certificate, Keys, Verify, Work
+from peers.protocol.certificates import Certificate, Keys, Verify
 from peers.protocol.messages import (
     Abort,
     Ask,
@@ -53,6 +54,8 @@ from peers.protocol.messages import (
     Vote,
 )
 
+MAX_PLEDGES = 64
+"""A peer is never on a head again that so many others have followed."""
 _MAX_RULES = 10_000
 """Evaluations after one event: more is a bug."""
 
@@ -75,14 +78,12 @@ class Peer:
         self.me, self._keys, self._verify, self._settings = keys.peer_id, keys, verify, settings
         self._incarnation, self.world_rank = incarnation, world_rank
         self._pledges = dict(pledges)
-        self.timing = Timing.of(
-            grace_s=settings.grace_s, num_bytes=settings.num_bytes, state_bytes=settings.state_bytes
-        )
+        self.timing = Timing.of(settings)
         self.swarm = Swarm(self.timing)
         self.chain = Chain()
         self.worker = Worker()
         self.round: Round | None = None
-        self.catch_up = CatchUp(self.me, self.chain, self.swarm, self.timing)
+        self.catch_up = CatchUp(self.me, settings, self.chain, self.swarm, self.timing)
         self._parts = Parts(keys=keys, verify=verify, settings=settings, timing=self.timing, swarm=self.swarm)
         self._founding = Founding(
             keys=keys,
@@ -95,12 +96,15 @@ class Peer:
         )
         self._offer: Offer | None = None
         self._is_leaving = False
-        self._genesis = ""
+        self.last_failures: tuple[str, ...] = ()
+        """Why attempts failed before the last commit."""
+        self._ranks: dict[str, int] = {}
         self._head_since = now
         self._last_handled = now
         self._sequence = 0
         self._said: Status | None = None
         self._said_at = -math.inf
+        self._genesis_heard_at = now
         self._is_checking = False
         """The state of the own head is being compared with the others'."""
         self.deadline = now
@@ -133,12 +137,26 @@ class Peer:
         }
         return states[self.worker.state] if self.head else "waiting"
 
+    def rank_of(self, peer_id: str) -> int | None:
+        """The world rank of a member of the roster."""
+        return self._ranks.get(peer_id)
+
+    @property
+    def missing_ranks(self) -> tuple[int, ...]:
+        """World ranks of those that the next commit waits for."""
+        if self.round is None:
+            return ()
+        missing = self.round.missing(self._entry, self._last_handled, is_training=self.worker.is_training)
+        return tuple(sorted(rank for peer_id in missing if (rank := self.rank_of(peer_id)) is not None))
+
     # Events
 
     def handle(self, event: Event | None, now: float) -> list[Effect]:
         """None: only time has passed."""
         turn = Turn(now)
         self._notice_own_freeze(now)
+        if now < self.deadline and self._is_no_news(event, now):
+            return []
         if event is not None:
             self._take_in(turn, event)
         for _ in range(_MAX_RULES):
@@ -151,8 +169,21 @@ class Peer:
         self.deadline = turn.deadline
         for effect in turn.effects:
             if isinstance(effect, Pledge):
+                self._pledges.pop(effect.head, None)
                 self._pledges[effect.head] = effect.attempt
+                if len(self._pledges) > MAX_PLEDGES:
+                    del self._pledges[next(iter(self._pledges))]
         return turn.effects
+
+    def _is_no_news(self, event: Event | None, now: float) -> bool:
+        """A heartbeat, or a worker's progress: nothing to decide on. Deadlines noted before stay right, or early."""
+        match event:
+            case events.Received(peer_id, Status() as status):
+                return peer_id != self.me and self.swarm.heard_again(peer_id, status, now)
+            case events.WorkerTrains(local_step, step_s):
+                self.worker.local_step, self.worker.step_s = local_step, step_s
+                return True
+        return False
 
     def _notice_own_freeze(self, now: float) -> None:
         late_s = now - max(self.deadline, self._last_handled)
@@ -180,11 +211,13 @@ class Peer:
             case events.WorkerGone():
                 worker.ends()
             case events.Reduced(plan, anchor, momentum):
-                if round_ is not None:
+                if round_ is not None and not self._is_leaving:
                     round_.on_reduced(turn, plan, anchor, momentum)
-            case events.ReduceFailed(plan, reason, suspects):
+                    if round_.held is not None:
+                        worker.voted.add(round_.held.head)
+            case events.ReduceFailed():
                 if round_ is not None:
-                    round_.on_reduce_failed(turn, plan, reason, suspects)
+                    round_.on_reduce_failed(turn, event)
             case events.Fetched(head):
                 self._fetched(turn, head)
             case events.FetchFailed(head, _, suspects):
@@ -197,13 +230,23 @@ class Peer:
     def _receive(self, turn: Turn, peer_id: str, message: Message) -> None:
         if peer_id == self.me:
             return
+        if isinstance(message, Status) and message.offer is not None and not self.head:
+            said = self.swarm.status(peer_id)
+            is_known = said is not None and said.offer == message.offer
+            if not is_known and not is_offer_sound(message.offer, self._verify):
+                message = replace(message, offer=None)
         self.swarm.heard(peer_id, message if isinstance(message, Status) else None, turn.now)
+        if isinstance(message, Status) and message.head:
+            self._founding.heard_of_a_run(turn.now)
         round_ = self.round
         match message:
             case Certificates():
-                self._take_certificates(turn, message)
+                self._take_certificates(peer_id, message)
             case Ask():
                 self.catch_up.on_ask(turn, peer_id, message)
+            case Found() if (genesis := self.chain.genesis_of(peer_id)) is not None:
+                # It has come back, and does not know that its run was founded.
+                turn.do(Send(peer_id, Certificates(head=genesis.head, certificates=(genesis,))))
             case Found(body) if not self.head and self._offer is not None:
                 self._founding.on_found(turn, peer_id, body, self.world_rank, self._offer)
             case Vote() if not self.head:
@@ -217,26 +260,36 @@ class Peer:
             case Abort() if round_ is not None and message.head == self.head:
                 round_.on_abort(turn, peer_id, message)
 
-    def _take_certificates(self, turn: Turn, message: Certificates) -> None:
+    def _take_certificates(self, sender: str, message: Certificates) -> None:
+        """Those that were asked for, or that concern this peer; the first false one ends it."""
         if not message.certificates:
-            self.catch_up.on_unknown(message.head)
+            self.catch_up.on_unknown(sender, message.head)
+        is_wanted = self.catch_up.has_asked(sender, message.head)
         for certificate in message.certificates:
             if self.chain.get(certificate.head) is not None:
                 continue
-            if certificate.plan.manifest == self._settings.manifest and certificate.is_signed(self._verify):
-                self.chain.add(certificate)
+            follows = certificate.plan.parent == self.head or self.me in certificate.plan.signers
+            if not (is_wanted or follows) or certificate.plan.manifest != self._settings.manifest:
+                return
+            if not certificate.is_signed(self._verify):
+                self.swarm.strike(sender, self.epoch)
+                return
+            self.chain.add(certificate)
+            self.swarm.has_shown(certificate.head)
 
     # Rules
 
     def _follow_a_rule(self, turn: Turn) -> bool:
         """The first that has anything to do does it."""
-        self.swarm.notice_silence(turn)
+        self.swarm.notice_silence(turn, self.head)
         if self._is_leaving:
             return False
         return (
             self._found(turn)
             or self._commit(turn)
-            or self.catch_up.advance(turn, can_fetch=self._can_fetch)
+            or self.catch_up.advance(
+                turn, can_fetch=self._can_fetch, has_worker=self.worker.state in ("trains", "ready")
+            )
             or self._check_own_state(turn)
             or self._go_on_late(turn)
             or self._begin_worker(turn)
@@ -257,8 +310,29 @@ class Peer:
             turn.do(Broadcast(Certificates(head=genesis.head, certificates=(genesis,))))
             return self._begin_from(turn, genesis)
         if (genesis := self.chain.genesis_of(self.me)) is not None:
-            return self.catch_up.target is None and self._begin_from(turn, genesis)
+            # Of a run that has gone on since, this peer is a newcomer.
+            may_begin = not self.chain.knows_commits() and self._certified_heads <= {genesis.head}
+            if may_begin and self.catch_up.target is None and self._begin_from(turn, genesis):
+                return True
+            if not self._is_given_up(turn, genesis):
+                return False
+        if self.swarm.runs() or not turn.passed(self._founding.not_before):
+            return False
         return self._founding.advance(turn, self.world_rank, self._offer)
+
+    def _is_given_up(self, turn: Turn, genesis: Certificate) -> bool:
+        """Nobody has announced it for long: whoever could hand its state over is gone."""
+        if any(status.head for _, status in self.swarm.live()):
+            self._genesis_heard_at = turn.now
+        if not turn.passed(self._genesis_heard_at + self.timing.most_patience_s):
+            return False
+        self.chain.forget(genesis.head)
+        return True
+
+    @property
+    def _certified_heads(self) -> set[str]:
+        """Heads that live peers announce, of which the certificates are here: a run that has begun."""
+        return {status.head for _, status in self.swarm.live() if status.head and self.chain.get(status.head)}
 
     def _begin_from(self, turn: Turn, genesis: Certificate) -> bool:
         """At once where the offered state is the one; others fetch it from those who announce it."""
@@ -290,10 +364,10 @@ class Peer:
         return True
 
     def _learn_from(self, turn: Turn, round_: Round) -> None:
-        self.timing.committed(round_s=turn.now - round_.reducing_since, epoch_s=turn.now - self._head_since)
         if round_.gathered is not None:
             seconds, is_complete = round_.gathered
             self.timing.gathered(seconds, complete=is_complete)
+        self.timing.committed(round_s=turn.now - round_.reducing_since, epoch_s=turn.now - self._head_since)
 
     def _answer_contributor(self, turn: Turn, certificate: Certificate, local_step: int = 0) -> None:
         plan, worker = certificate.plan, self.worker
@@ -301,7 +375,7 @@ class Peer:
         worker.is_in(plan.fragment, plan.epoch)
         worker.base = self.head
         worker.goes_on(self.epoch, local_step)
-        turn.do(Answer("contributed", self.epoch, local_step, self.chain.newest.plan.data_base))
+        turn.do(Answer("contributed", self.chain.newest, local_step))
         if is_last:
             self._is_leaving = True
 
@@ -337,20 +411,17 @@ class Peer:
         if fork is not None and fork.ours:
             lost = sum(self.me in certificate.plan.signers for certificate in fork.ours)
             turn.do(Tell("fork", f"gave up {len(fork.ours)} commits of this side", {"commits": lost}))
+            worker.gives_up_since(fork.ancestor.plan.epoch)
         self._move_to(turn, path)
         if worker.work is None:
             return
-        mine = self._commit_with(worker.work, path)
+        mine = self._commit_with(path)
         if mine is not None:
             self._answer_contributor(turn, mine, self._entry_step(turn))
 
-    def _commit_with(self, work: Work, path: tuple[Certificate, ...]) -> Certificate | None:
-        """The commit that has taken this work in."""
-        for certificate in path:
-            for contributor in certificate.plan.contributors:
-                if contributor.peer_id == self.me and contributor.work == work:
-                    return certificate
-        return None
+    def _commit_with(self, path: tuple[Certificate, ...]) -> Certificate | None:
+        """The commit that has taken the work in hand in: this peer has voted for it."""
+        return next((certificate for certificate in path if certificate.head in self.worker.voted), None)
 
     def _go_on_late(self, turn: Turn) -> bool:
         """Work that came too late for the commit it was meant for: train on at once, and bring it to the next."""
@@ -359,19 +430,21 @@ class Peer:
             return False
         target = self.catch_up.target
         if target is not None and not self._is_checking:
-            if (
-                worker.epoch >= target.plan.epoch
-                or self._commit_with(worker.work, self.catch_up.path) is not None
-            ):
+            is_in_doubt = self.round is not None and self.round.stage is Stage.VOTE
+            is_in = self._commit_with(self.catch_up.path) is not None
+            if worker.epoch >= target.plan.epoch or is_in or is_in_doubt:
                 return False
+            if self.round is not None:
+                self.round.give_up(turn, "it has to catch up")
             return self._answer_late(turn, "keep", target)
         if worker.base != self.head:
             # Its anchor has moved under it.
             turn.do(Rebase())
             worker.base = self.head
-            if worker.epoch < self.epoch:
-                return self._answer_late(turn, "rebase", self.chain.newest)
             return True
+        if worker.epoch != self.epoch:
+            # Of an epoch that is over; or of one that never came here.
+            return self._answer_late(turn, "rebase", self.chain.newest)
         return False
 
     def _answer_late(self, turn: Turn, how: Literal["rebase", "keep"], towards: Certificate) -> bool:
@@ -379,9 +452,12 @@ class Peer:
         assert work is not None
         if worker.has_lost_work:
             turn.do(Tell("lost_work", f"{work.tokens} tokens are lost with the worker that trained them"))
+        if self.round is not None:
+            # A commit that comes to light now would answer for the same work again.
+            self.round.held = None
         step = self._entry_step(turn, towards.head)
         worker.goes_on(towards.plan.epoch, step)
-        turn.do(Answer(how, towards.plan.epoch, step, towards.plan.data_base))
+        turn.do(Answer(how, towards, step))
         return True
 
     def _entry_step(self, turn: Turn, head: str = "") -> int:
@@ -398,37 +474,50 @@ class Peer:
             return False
         step = self._entry_step(turn)
         self.worker.begins(self.head, self.epoch, step)
-        turn.do(Answer("begin", self.epoch, step, self.chain.newest.plan.data_base))
+        turn.do(Answer("begin", self.chain.newest, step))
         return True
 
     def _advance_round(self, turn: Turn) -> bool:
         round_, worker = self.round, self.worker
         if round_ is None or self.catch_up.target is not None:
             return False
-        entry = None
-        if worker.work is not None and worker.base == self.head:
-            entry = Entry(self.world_rank, worker.work)
-        return round_.advance(turn, entry, is_training=worker.is_training)
+        return round_.advance(turn, self._entry, is_training=worker.is_training)
+
+    @property
+    def _entry(self) -> Entry | None:
+        """This peer's work, where it may be in the next commit."""
+        worker = self.worker
+        is_here = worker.work is not None and worker.base == self.head
+        return Entry(self.world_rank, worker.work) if is_here and worker.work is not None else None
 
     def _move_to(self, turn: Turn, path: tuple[Certificate, ...]) -> None:
         """Epoch, head, round and chain advance together, here and nowhere else."""
-        if self.round is not None and self.round.stage is Stage.REDUCE:
-            turn.do(CancelReduce())
+        if self.round is not None:
+            self.last_failures = tuple(self.round.failures)
+            if self.round.stage is Stage.REDUCE:
+                turn.do(CancelReduce())
         self.chain.move_to(path)
         if path[0].is_genesis:
-            self._genesis = path[0].head
+            self.catch_up.genesis = path[0].head
+        elif not self.catch_up.genesis:
+            donors = (status.genesis for _, status in self.swarm.live() if status.head == path[-1].head)
+            self.catch_up.genesis = next(donors, "")
         parent = self.chain.newest
-        roster = {member.peer_id: member.world_rank for member in parent.plan.roster}
+        roster = self._ranks = {member.peer_id: member.world_rank for member in parent.plan.roster}
         self.world_rank = roster.get(self.me, self.world_rank)
+        self.swarm.roster = frozenset(roster)
         for peer_id in roster.keys() - {self.me}:
             self.swarm.expect(peer_id, turn.now)
-        self.swarm.head_moved()
+        self.swarm.head_moved(turn.now)
+        self.catch_up.head_moved()
         self._head_since = turn.now
         self.round = Round(
             self._parts,
             parent,
+            now=turn.now,
             signed=self._pledges.get(parent.head, -1),
             absent={peer_id: self.chain.num_absent(peer_id) for peer_id in roster},
+            recent=self.chain.before(2),
         )
 
     # Status
@@ -452,7 +541,7 @@ class Peer:
             sequence=0,
             world_rank=self.world_rank,
             phase=phase,
-            genesis=self._genesis,
+            genesis=self.catch_up.genesis,
             head=self.head,
             epoch=self.epoch,
             attempt=self.round.attempt if self.round else self._founding.attempt,

@@ -13,21 +13,26 @@ when the leader should have acted.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 
-from peers.core.effects import CancelReduce, Pledge, Reduce, Send
+from peers.core.effects import CancelReduce, Pledge, Reduce, Send, Tell
+from peers.core.events import ReduceFailed
 from peers.core.health import Swarm
-from peers.core.plans import ABSENT_COMMITS, Entry, fault_in, is_quorum, plan_of
+from peers.core.plans import ABSENT_COMMITS, MAX_CLAIMED_RANK, Entry, fault_in, is_quorum, plan_of
 from peers.core.settings import Settings
 from peers.core.timing import Timing
 from peers.core.turn import Turn
 from peers.protocol.certificates import Body, Certificate, Keys, Plan, Verify
+from peers.protocol.limits import MAX_ATTEMPT
 from peers.protocol.messages import Abort, Decline, OddVote, Propose, Vote
 
+MAX_FAILURES = 64
+"""That are remembered of one head, for people and for pauses."""
 REDUCE_SHARE = 0.75
 """Of the time for an attempt, what its reduction may take: its failure has to be told before the leader gives up."""
 
@@ -61,14 +66,24 @@ class Parts:
 class Round:
     """`signed`: the last attempt on this head that this peer has signed, in an earlier life; -1: none.
 
-    `absent`: members of the roster that were not in the last commits, and how many.
+    `absent`: members of the roster that were not in the last commits, and how many. `recent`: the heads before this
+    one.
     """
 
-    def __init__(self, parts: Parts, parent: Certificate, *, signed: int, absent: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        parent: Certificate,
+        *,
+        now: float,
+        signed: int,
+        absent: Mapping[str, int],
+        recent: Collection[str],
+    ) -> None:
         self._parts, self.parent = parts, parent
         self._swarm, self._timing, self._settings = parts.swarm, parts.timing, parts.settings
         self._me = parts.keys.peer_id
-        self._absent = absent
+        self._absent, self._began_at, self._recent = absent, now, recent
         self.attempt, self._signed = signed + 1, signed
         self.stage = Stage.GATHER
         self.certificate: Certificate | None = None
@@ -85,7 +100,10 @@ class Round:
         self._plan: Plan | None = None
         self._proposals: dict[int, Plan] = {}
         self._suspects: frozenset[str] = frozenset()
+        """Those whom attempts on this head were lost to."""
+        self._last_suspects: frozenset[str] = frozenset()
         self._until = self._not_before = 0.0
+        self._followed_at = -math.inf
         self._quorum_at: float | None = None
         self._could_at: float | None = None
 
@@ -108,7 +126,7 @@ class Round:
 
     def advance(self, turn: Turn, entry: Entry | None, *, is_training: bool) -> bool:
         """Whatever is due; True if anything was. `entry`: this peer's work, where it is handed over."""
-        if self._follow_majority(turn):
+        if self._follow_the_others(turn):
             return True
         if self._lead is not None and self._watch_group(turn, self._lead):
             return True
@@ -121,15 +139,22 @@ class Round:
             return True
         return self._gather(turn, entry, is_training)
 
+    def missing(self, entry: Entry | None, now: float, *, is_training: bool) -> set[str]:
+        """Whom a commit on this head waits for."""
+        ready, expected = self._ready_and_expected(Turn(now), entry, is_training)
+        return expected - ready.keys()
+
     # Gathering
 
     def _gather(self, turn: Turn, entry: Entry | None, is_training: bool) -> bool:
-        ready, expected = self._ready_and_expected(entry, is_training)
-        if not ready or len(ready) < self._settings.aggregation.least_group or not self._is_quorate(ready):
+        ready, expected = self._ready_and_expected(turn, entry, is_training)
+        if not self._is_enough(turn, ready):
             self._quorum_at = self._could_at = None
             return False
         self._quorum_at = turn.now if self._quorum_at is None else self._quorum_at
-        if not expected <= ready.keys() and not turn.passed(self._quorum_at + self._timing.grace_s):
+        if not expected <= ready.keys() and not turn.passed(
+            self._quorum_at + self._timing.grace_s(self._quorum_at - self._began_at)
+        ):
             self._could_at = None
             return False
         leader = self.leader_of(self.attempt)
@@ -141,50 +166,63 @@ class Round:
         if not self._can_lead(leader):
             if not any(peer_id == self._me or self._can_lead(peer_id) for peer_id in self.roster):
                 return False
-            self.attempt += 1
-            return True
+            self.attempt += self.attempt < MAX_ATTEMPT
+            return self.attempt < MAX_ATTEMPT
         self._could_at = max(turn.now, self._not_before) if self._could_at is None else self._could_at
+        if self.attempt > self._usual_attempt():
+            # The others have yet to come to it.
+            return False
         if not turn.passed(self._could_at + self._timing.reaction_s):
             return False
-        self._swarm.strike(leader, self.parent.plan.epoch)
         self._fail(turn, f"its leader {leader} is silent")
         return True
 
     def _ready_and_expected(
-        self, entry: Entry | None, is_training: bool
+        self, turn: Turn, entry: Entry | None, is_training: bool
     ) -> tuple[dict[str, Entry], set[str]]:
-        """Who is ready to commit on this head, and who is to be waited for."""
+        """Who is ready to commit on this head, and who is to be waited for.
+
+        Those who have spoilt attempts are left out of both, as many of them as there are enough without.
+        """
         epoch = self.parent.plan.epoch
         ready = {} if entry is None else {self._me: entry}
         expected = {self._me} if is_training or entry is not None else set()
-        doubtful: dict[str, Entry] = {}
         for peer_id, status in self._swarm.live():
-            if self._swarm.is_left_out(peer_id, epoch) or status.phase not in ("training", "ready"):
+            if status.phase not in ("training", "ready", "fetching"):
                 continue
             is_here = status.head == self.head
             if is_here and status.work is not None and status.work.based_on <= epoch:
-                at = doubtful if peer_id in self._suspects else ready
-                at[peer_id] = Entry(status.world_rank, status.work)
-            if is_here or (peer_id in self.roster and status.head == self.parent.plan.parent):
-                # The latter is about to hear of the last commit.
+                ready[peer_id] = Entry(status.world_rank, status.work)
+            if is_here or status.head in self._recent:
+                # The latter is about to hear of the last commit, or repeats it.
                 expected.add(peer_id)
-        if doubtful and self._is_quorate(ready) and len(ready) >= self._settings.aggregation.least_group:
-            return ready, expected - doubtful.keys()
-        return ready | doubtful, expected
+        others = ready.keys() | expected
+        out = {peer_id for peer_id in others if self._swarm.is_left_out(peer_id, epoch)} - {self._me}
+        if self.attempt > 0:
+            # Who is not in the roster yet has one attempt a head: anybody may say that it is ready.
+            out |= others - self.roster - {self._me}
+        for left_out in (out | self._suspects, out, self._last_suspects):
+            left = {peer_id: ready[peer_id] for peer_id in ready.keys() - left_out}
+            if self._is_enough(turn, left):
+                return left, expected - left_out
+        return ready, expected
 
-    def _is_quorate(self, ready: Mapping[str, Entry]) -> bool:
+    def _is_enough(self, turn: Turn, ready: Mapping[str, Entry]) -> bool:
+        """A quorum of the roster; or fewer, where this peer can do without all others of it."""
+        if not ready or len(ready) < self._settings.aggregation.least_group:
+            return False
         if is_quorum(ready, self.parent, self._settings.quorum):
             return True
-        return all(map(self._swarm.is_gone, self.roster - ready.keys()))
+        others = self.roster - ready.keys()
+        return self._me not in others and all(self._can_do_without(turn, peer_id) for peer_id in others)
+
+    def _can_do_without(self, turn: Turn, peer_id: str) -> bool:
+        """It is gone, or has gone on elsewhere."""
+        return self._swarm.is_gone(peer_id) or self._swarm.has_gone_on(peer_id, turn)
 
     def _can_lead(self, peer_id: str) -> bool:
         status = self._swarm.status(peer_id)
-        return (
-            status is not None
-            and status.head == self.head
-            and self._swarm.is_live(peer_id)
-            and not self._swarm.is_left_out(peer_id, self.parent.plan.epoch)
-        )
+        return status is not None and status.head == self.head and self._swarm.is_live(peer_id)
 
     # Leading
 
@@ -218,8 +256,12 @@ class Round:
 
     def _data_width(self, entries: Mapping[str, Entry]) -> int:
         ranks = [member.world_rank for member in self.parent.plan.roster]
-        ranks += [status.world_rank for _, status in self._swarm.live() if status.head == self.head]
-        return 1 + max(*ranks, *(entry.claimed_rank for entry in entries.values()), 0)
+        ranks += [
+            min(status.world_rank, MAX_CLAIMED_RANK)
+            for _, status in self._swarm.live()
+            if status.head == self.head
+        ]
+        return 1 + max(*ranks, *(min(entry.claimed_rank, MAX_CLAIMED_RANK) for entry in entries.values()), 0)
 
     def on_vote(self, turn: Turn, sender: str, vote: Vote) -> None:
         lead = self._lead
@@ -227,7 +269,7 @@ class Round:
             return
         body = Body(plan=lead.plan, anchor=vote.anchor, momentum=vote.momentum)
         if sender != self._me and not self._parts.verify(sender, body.signed_bytes, vote.signature):
-            self._swarm.strike(sender, self.parent.plan.epoch)
+            self._strike(turn, sender, "it sends votes that are not signed")
             self._abort(turn, f"a vote of {sender} is not signed by it", (sender,))
             return
         lead.votes[sender] = vote
@@ -244,6 +286,8 @@ class Round:
             signatures = tuple(lead.votes[peer_id].signature for peer_id in lead.plan.signers)
             self.certificate = Certificate(body=body, signatures=signatures)
             self._lead = None
+            # A leader that has no part in it comes to this head by the others; until then it leads to no other.
+            self._not_before = turn.now + self._timing.silence_s + self._timing.regain_s
             return
         votes = tuple(
             OddVote(peer_id=peer_id, anchor=vote.anchor, momentum=vote.momentum, signature=vote.signature)
@@ -258,9 +302,11 @@ class Round:
         suspects = set(decline.suspects) & set(lead.plan.signers) - {sender, self._me}
         lost: tuple[str, ...] = ()
         if suspects:
-            lost = (self._one_of_a_pair(sender, min(suspects)),)
+            accuser, suspect = min(decline.told_by, default=sender), min(suspects)
+            self._strike(turn, accuser, decline.reason, 0.5)
+            self._strike(turn, suspect, decline.reason, 0.25)
+            lost = (self._one_of_a_pair(accuser, suspect),)
         elif decline.attempt_here == self.attempt:
-            self._swarm.strike(sender, self.parent.plan.epoch, 0.5)
             lost = (sender,)
         self._abort(turn, f"{sender} declines: {decline.reason}", lost)
 
@@ -282,6 +328,8 @@ class Round:
             return True
         if turn.passed(lead.until):
             self._timing.attempt_timed_out()
+            for peer_id in unheard:
+                self._strike(turn, peer_id, "it does not vote")
             self._abort(turn, f"no vote of {', '.join(unheard)} in time", unheard)
             return True
         return False
@@ -295,7 +343,7 @@ class Round:
         for peer_id in plan.signers:
             if peer_id != self._me:
                 turn.do(Send(peer_id, message))
-        self._judge(votes, plan)
+        self._judge(turn, votes, plan)
         self._fail(turn, reason, lost)
 
     # Taking part
@@ -322,9 +370,9 @@ class Round:
         present = {contributor.peer_id for contributor in plan.contributors}
         others = self.roster - present
         if fault := self._fault_in(plan):
-            self._swarm.strike(leader, self.parent.plan.epoch)
-        elif not is_quorum(present, self.parent, self._settings.quorum) and any(
-            map(self._swarm.is_live, others)
+            self._strike(turn, leader, f"it proposes {fault}")
+        elif not is_quorum(present, self.parent, self._settings.quorum) and not all(
+            self._can_do_without(turn, peer_id) for peer_id in others
         ):
             fault = f"a group of {len(present)} is no quorum, and others are there"
         if fault:
@@ -332,7 +380,7 @@ class Round:
             self._fail(turn, f"its leader {leader} proposes {fault}")
             return
         if self._quorum_at is not None:
-            _, expected = self._ready_and_expected(entry, True)
+            _, expected = self._ready_and_expected(turn, entry, True)
             self.gathered = turn.now - self._quorum_at, expected <= present
         self._accept(turn, plan)
 
@@ -378,20 +426,29 @@ class Round:
         else:
             turn.do(Send(leader, vote))
 
-    def on_reduce_failed(self, turn: Turn, plan_digest: str, reason: str, suspects: frozenset[str]) -> None:
+    def on_reduce_failed(self, turn: Turn, failed: ReduceFailed) -> None:
         plan = self._plan
-        if self.stage is not Stage.REDUCE or plan is None or plan.digest != plan_digest:
+        if self.stage is not Stage.REDUCE or plan is None or plan.digest != failed.plan:
             return
-        for suspect in suspects:
-            self._swarm.strike(suspect, self.parent.plan.epoch, 0.5)
-        self._give_up(turn, reason, suspects)
+        for peer_id in failed.suspects | failed.offenders:
+            if peer_id in failed.offenders or not failed.told_by:
+                weight = 1.0 if peer_id in failed.offenders else 0.5
+                self._strike(turn, peer_id, failed.reason, weight)
+        self._give_up(turn, failed.reason, failed.suspects, failed.told_by)
 
-    def _give_up(self, turn: Turn, reason: str, suspects: frozenset[str]) -> None:
+    def give_up(self, turn: Turn, reason: str) -> None:
+        """This peer cannot go on with the reduction that runs, if there is one."""
+        if self.stage is Stage.REDUCE:
+            self._give_up(turn, reason, frozenset())
+
+    def _give_up(
+        self, turn: Turn, reason: str, suspects: frozenset[str], told_by: frozenset[str] = frozenset()
+    ) -> None:
         """Out of this attempt, and say why."""
         if self._lead is not None:
             self._abort(turn, reason, tuple(suspects))
             return
-        self._decline(turn, self.leader_of(self.attempt), self.attempt, reason, suspects)
+        self._decline(turn, self.leader_of(self.attempt), self.attempt, reason, suspects, told_by)
         self._fail(turn, reason, suspects)
 
     def _watch_attempt(self, turn: Turn) -> bool:
@@ -415,10 +472,14 @@ class Round:
         if abort.attempt != self.attempt or sender != self.leader_of(abort.attempt) or sender == self._me:
             return
         if self._plan is not None and self._plan.attempt == abort.attempt:
-            self._judge(abort.votes, self._plan)
+            self._judge(turn, abort.votes, self._plan)
+        for peer_id in set(abort.lost) - {self._me, sender}:
+            # One leader's word is little: it fades before the same one leads again.
+            if self._swarm.is_live(peer_id):
+                self._strike(turn, peer_id, abort.reason, 0.5)
         self._fail(turn, f"its leader gave it up: {abort.reason}", set(abort.lost) - {self._me})
 
-    def _judge(self, votes: Sequence[OddVote], plan: Plan) -> None:
+    def _judge(self, turn: Turn, votes: Sequence[OddVote], plan: Plan) -> None:
         """Signed votes for different digests prove who is the odd one out, where there is a majority."""
         proven = [
             vote
@@ -430,23 +491,44 @@ class Round:
                 vote.signature,
             )
         ]
-        digests = Counter((vote.anchor, vote.momentum) for vote in proven)
-        if len(digests) < 2:
+        voters = {vote.peer_id: (vote.anchor, vote.momentum) for vote in proven}
+        digests = Counter(voters.values())
+        if len(voters) < len(plan.signers) or len(proven) > len(voters) or len(digests) < 2:
+            # Not all votes, each once: it proves nothing.
             return
         usual, count = digests.most_common(1)[0]
-        has_majority = 2 * count > len(plan.signers)
-        for vote in proven:
-            if has_majority and (vote.anchor, vote.momentum) == usual:
+        has_majority = 2 * count > len(voters)
+        for peer_id, voted in voters.items():
+            if has_majority and voted == usual:
                 continue
-            if vote.peer_id == self._me:
+            if peer_id == self._me:
                 self.is_odd = True
             elif has_majority:
-                self._swarm.strike(vote.peer_id, self.parent.plan.epoch)
+                self._strike(turn, peer_id, "its digests are not the others'")
+
+    def _strike(self, turn: Turn, peer_id: str, why: str, weight: float = 1.0) -> None:
+        epoch = self.parent.plan.epoch
+        if self._swarm.strike(peer_id, epoch, weight):
+            status = self._swarm.status(peer_id)
+            rank, term = status.world_rank if status else -1, self._swarm.term(peer_id)
+            turn.do(
+                Tell(
+                    "left_out",
+                    f"peer {rank} ({peer_id}) is left out of the next {term} epochs, where there are enough without "
+                    f"it; the last time: {why}",
+                )
+            )
 
     # Between attempts
 
     def _decline(
-        self, turn: Turn, leader: str, attempt: int, reason: str, suspects: frozenset[str] = frozenset()
+        self,
+        turn: Turn,
+        leader: str,
+        attempt: int,
+        reason: str,
+        suspects: frozenset[str] = frozenset(),
+        told_by: frozenset[str] = frozenset(),
     ) -> None:
         if leader != self._me:
             decline = Decline(
@@ -454,37 +536,46 @@ class Round:
                 attempt=attempt,
                 reason=reason[:300],
                 suspects=tuple(sorted(suspects)),
+                told_by=tuple(sorted(told_by)),
                 attempt_here=self.attempt,
             )
             turn.do(Send(leader, decline))
 
-    def _follow_majority(self, turn: Turn) -> bool:
-        """Most of those on this head are at a later attempt: this one leads nowhere."""
+    def _usual_attempt(self) -> int:
+        """That half of those on this head have reached."""
         attempts = [
             status.attempt
             for peer_id, status in self._swarm.live()
             if status.head == self.head and peer_id in self.roster
         ]
         attempts = sorted([*attempts, self.attempt])
-        most_reached = attempts[(len(attempts) - 1) // 2]
+        return attempts[len(attempts) // 2]
+
+    def _follow_the_others(self, turn: Turn) -> bool:
+        """Half of those on this head are at a later attempt: this one leads nowhere."""
+        if turn.now <= self._followed_at:
+            return False
+        # Within reach: no number that anybody names ends this peer's counting.
+        most_reached = min(self._usual_attempt(), self.attempt + 2 * len(self._order), MAX_ATTEMPT)
         if most_reached <= self.attempt:
             return False
-        self._fail(turn, "most others are at a later one", attempt=most_reached)
+        self._followed_at = turn.now
+        self._leave_attempt(turn, most_reached)
         return True
 
-    def _fail(
-        self,
-        turn: Turn,
-        reason: str,
-        suspects: Sequence[str] | set[str] | frozenset[str] = (),
-        attempt: int = 0,
-    ) -> None:
-        """This attempt has failed; on to the next."""
+    def _leave_attempt(self, turn: Turn, next_attempt: int) -> None:
         if self.stage is Stage.REDUCE:
             turn.do(CancelReduce())
-        self.failures.append(reason)
-        self._suspects = frozenset(suspects)
-        self.attempt = max(self.attempt + 1, attempt)
+        self.attempt = min(MAX_ATTEMPT, next_attempt)
         self.stage, self._lead, self._could_at = Stage.GATHER, None, None
-        self._not_before = turn.now + self._timing.pause_s(len(self.failures))
         self._proposals = {a: plan for a, plan in self._proposals.items() if a >= self.attempt}
+
+    def _fail(
+        self, turn: Turn, reason: str, suspects: Sequence[str] | set[str] | frozenset[str] = ()
+    ) -> None:
+        """This attempt has failed; on to the next, after a pause."""
+        self.failures = [*self.failures[-MAX_FAILURES:], reason]
+        self._last_suspects = frozenset(suspects) - {self._me}
+        self._suspects |= self._last_suspects
+        self._not_before = turn.now + self._timing.pause_s(len(self.failures))
+        self._leave_attempt(turn, self.attempt + 1)

@@ -15,10 +15,12 @@ from typing import Annotated, Protocol
 import msgspec
 from msgspec import Meta
 
+from peers.errors import ProtocolError
 from peers.protocol.limits import (
     MAX_PEERS,
     AttemptNumber,
     Count,
+    Epoch,
     Hash,
     HashOrNone,
     KeyBytes,
@@ -79,7 +81,7 @@ class Plan(Struct, frozen=True):
     """Digest of the manifest; the whole chain has the same."""
     parent: HashOrNone
     """The head that this follows. Of a genesis: that of the checkpoint it starts from, or empty."""
-    epoch: Count
+    epoch: Epoch
     """Outer steps done after this one."""
     fragment: Count
     attempt: AttemptNumber
@@ -154,6 +156,11 @@ class Certificate(Struct, frozen=True):
         return self.body.plan
 
     @property
+    def num_bytes(self) -> int:
+        """Of its encoding, about."""
+        return 512 + 256 * len(self.plan.roster) + 512 * len(self.plan.contributors)
+
+    @property
     def is_genesis(self) -> bool:
         return not self.plan.contributors
 
@@ -164,3 +171,19 @@ class Certificate(Struct, frozen=True):
             return False
         payload = self.body.signed_bytes
         return all(map(verify, signers, [payload] * len(signers), self.signatures))
+
+
+_certificates = msgspec.msgpack.Decoder(Certificate)
+
+
+def encode_certificate(certificate: Certificate) -> bytes:
+    """For files, and for the header of a state."""
+    return _encode(certificate)
+
+
+def decode_certificate(blob: bytes) -> Certificate:
+    """Raises ProtocolError for what is none."""
+    try:
+        return _certificates.decode(blob)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise ProtocolError(f"not a certificate: {error!s:.200}") from error
