@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import pairwise
 
-from diloco.simulation.clock import Clock, Timer
+from diloco.sim.clock import Clock, Timer
 from diloco.simulation.links import Resource
 from diloco.simulation.machine import Machine
 from diloco.simulation.traffic import Activity, Traffic
