@@ -6,48 +6,17 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from provisioning.errors import Busy, ProvisioningError, UserError
 from provisioning.ledger import Ledger, Row
 from provisioning.providers.registry import Access, open_provider
-from provisioning.renting import Patience, Renter, Say
-from provisioning.states import State
-from provisioning.swarm import look_at_peer
+from provisioning.renting import Renter
+from provisioning.settling import Patience, Say
 
-_LOOK_TIMEOUT_S = 20.0
 INVENTORY = "inventory"
-
-
-@dataclass(frozen=True)
-class Status:
-    """One pod, as far as it can be said now."""
-
-    row: Row
-    is_listed: bool | None
-    """None: its provider does not answer."""
-    peer: str
-    """What its peer does, in words."""
-    epoch: int | None = None
-    step: int | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "name": self.row.name,
-            "state": str(self.row.state),
-            "provider": self.row.provider,
-            "provider_id": self.row.provider_id,
-            "gpu_type": self.row.offer.gpu_type,
-            "gpu_count": self.row.offer.gpu_count,
-            "price_per_hour": self.row.offer.price_per_hour,
-            "ends_at": self.row.ends_at,
-            "is_listed": self.is_listed,
-            "peer": self.peer,
-            "epoch": self.epoch,
-            "step": self.step,
-        }
 
 
 def access_of(ledger: Ledger, access: Access) -> Access:
@@ -90,35 +59,6 @@ async def renters(
             await renter.provider.close()
 
 
-async def statuses(ledger: Ledger, access: Access) -> list[Status]:
-    """Of all pods; a provider or pod that does not answer hides no other."""
-
-    async def look(renter: Renter, row: Row) -> Status:
-        try:
-            listed = await asyncio.wait_for(renter.listed(), _LOOK_TIMEOUT_S)
-        except (ProvisioningError, TimeoutError) as error:
-            return Status(row, None, f"unknown: {str(error) or 'no answer in time'}")
-        if not any(row.is_pod(pod) for pod in listed):
-            return Status(row, False, "–" if row.state == State.PLANNED else "not listed by the provider")
-        if row.state not in (State.REACHABLE, State.SYNCED, State.RUNNING):
-            return Status(row, True, "–")
-        try:
-            machine = await asyncio.wait_for(renter.machine(row.name), _LOOK_TIMEOUT_S)
-            peer = await asyncio.wait_for(look_at_peer(machine, row.label), _LOOK_TIMEOUT_S)
-        except (ProvisioningError, TimeoutError) as error:
-            return Status(row, True, f"unknown: {str(error) or 'no answer in time'}")
-        if peer.job.is_running:
-            words = "trains" if peer.epoch or peer.step else "starts"
-        elif peer.job.code is not None:
-            words = "finished" if peer.has_finished else f"ended with {peer.job.code}: {peer.last_lines}"
-        else:
-            words = "does not run" if row.state == State.RUNNING else "–"
-        return Status(row, True, words, peer.epoch, peer.step)
-
-    async with renters(ledger, access, lambda name, text: None) as by_provider:
-        return list(await asyncio.gather(*(look(by_provider[row.provider], row) for row in ledger.rows())))
-
-
 async def extend(
     ledger: Ledger, access: Access, names: Sequence[str], hours: float, say: Say
 ) -> dict[str, ProvisioningError]:
@@ -140,7 +80,7 @@ async def extend(
             except ProvisioningError as error:
                 failures[row.name] = error
                 continue
-            ledger.advance(row.name, row.state, ends_at=ends_at)
+            ledger.advance(row, row.state, ends_at=ends_at)
             say(row.name, f"lives {hours:g} h longer")
     return failures
 
@@ -180,7 +120,7 @@ async def reconcile(
         )
         try:
             # Without a check of what renting needs: giving back needs neither money there nor programs here.
-            await renter.settle()
+            failures |= await renter.settle()
         except ProvisioningError as error:
             failures[name] = error
         finally:

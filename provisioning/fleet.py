@@ -10,14 +10,15 @@ from pathlib import Path
 from provisioning import jobs
 from provisioning.backoff import repeated
 from provisioning.day_two import INVENTORY, access_of
-from provisioning.errors import ProvisioningError, UserError
+from provisioning.errors import ProviderError, ProvisioningError, UserError
 from provisioning.keys import public_key
 from provisioning.ledger import Ledger, Row
 from provisioning.plan import Plan, plan
 from provisioning.pod_paths import VENV
 from provisioning.pods import Offer, PodSpec
 from provisioning.providers.registry import Access, needs_key, open_provider
-from provisioning.renting import Patience, Renter, Say, gathered
+from provisioning.renting import Renter
+from provisioning.settling import Patience, Say, gathered
 from provisioning.setup import Progress, Setup, secrets_of, set_up, source_directory
 from provisioning.states import State
 from provisioning.swarm import Swarm, SwarmOptions
@@ -46,7 +47,8 @@ class Fleet:
     async def planned(self, desired: Sequence[PodSpec]) -> tuple[Plan, list[Offer]]:
         """What is to be done, after making the ledger true. Buys nothing. Raises ProvisioningError."""
         await repeated(self.renter.provider.check)
-        await self.renter.settle()
+        for name, error in (await self.renter.settle()).items():
+            raise ProviderError(f"{name}: {error}. Nothing was rented.")
         offers = await repeated(self.renter.provider.offers)
         return plan(desired, self.renter.rows, offers), offers
 
@@ -73,7 +75,7 @@ class Fleet:
                     with_environment=with_environment,
                     progress=self.progress_of(row.name) if self.progress_of else None,
                 )
-                self.renter.ledger.advance(row.name, State.SYNCED)
+                self.renter.ledger.advance(row, State.SYNCED)
                 self.renter.on_state(row.name, State.SYNCED)
             except ProvisioningError as error:
                 outcome.failures[row.name] = error

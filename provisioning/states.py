@@ -19,9 +19,9 @@ class State(StrEnum):
     RUNNING = "running"
     """Its peer has been started."""
     DELETING = "deleting"
-    """It is to be gone; the provider may still list it."""
+    """It is to be gone, and may cost money until its provider has said that it is."""
     GONE = "gone"
-    """The provider no longer lists it: the row goes."""
+    """The provider has said that there is no such pod: the row goes."""
 
 
 _END = {State.DELETING, State.GONE}

@@ -42,7 +42,7 @@ Hours = Annotated[float, Parameter(validator=(at_least(0.01), finite))]
 @app.command
 def status(*, as_json: AsJson = False, state_file: StateFile = None, inventory: Inventory = None) -> int:
     """Show the pods of a state file, and what their peers do."""
-    from provisioning.day_two import statuses
+    from provisioning.pod_status import statuses
 
     ledger = opened_existing(state_file)
     # This machine may have been off since it was started.

@@ -14,7 +14,7 @@ from provisioning.errors import MachineError, NoCapacity, ProviderError
 from provisioning.jobs import sweep_script
 from provisioning.machines import Machine
 from provisioning.pod_paths import PODS, pod_directory, temporary_directory
-from provisioning.pods import Offer, Order, Pod, PodSpec
+from provisioning.pods import Listing, Offer, Order, Pod, PodSpec
 
 _FULL = 8
 _DESTROY_TIMEOUT_S = 90.0
@@ -38,6 +38,7 @@ class HostsProvider(ABC):
     name: str
     repeatable = True
     settle_s = 0.0
+    doubt_s = 0.0
     keeps_time = False
 
     @property
@@ -71,7 +72,7 @@ class HostsProvider(ABC):
         answer.checked(f"making a pod on {host.name}")
         return f"{host.name}/{order.label}"
 
-    async def pods(self) -> list[Pod]:
+    async def pods(self) -> Listing:
         found = await asyncio.gather(*(self._pods_on(host) for host in self.hosts), return_exceptions=True)
         for host, result in zip(self.hosts, found, strict=True):
             # A list that is not whole would make us forget pods.
@@ -79,7 +80,18 @@ class HostsProvider(ABC):
                 raise ProviderError(f"{host.name} does not answer, so what is on it is unknown: {result}")
             if isinstance(result, BaseException):
                 raise result
-        return [pod for result in found if not isinstance(result, BaseException) for pod in result]
+        return Listing(
+            pods=[pod for result in found if not isinstance(result, BaseException) for pod in result]
+        )
+
+    async def find(self, pod_id: str) -> Pod | None:
+        host = self._host(pod_id.partition("/")[0])
+        try:
+            return next((pod for pod in await self._pods_on(host) if pod.id == pod_id), None)
+        except MachineError as error:
+            raise ProviderError(
+                f"{host.name} does not answer, so what is on it is unknown: {error}"
+            ) from error
 
     async def destroy(self, pod_id: str) -> None:
         name, _, label = pod_id.partition("/")

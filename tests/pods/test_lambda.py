@@ -15,7 +15,7 @@ from provisioning.errors import ProviderError, UserError
 from provisioning.keys import public_key
 from provisioning.pods import PodSpec
 from provisioning.providers.lambda_cloud import LambdaProvider
-from provisioning.renting import Patience
+from provisioning.settling import Patience
 from tests.support.commands import Command, text_of_boxes
 from tests.support.fleets import TestFleet
 from tests.support.http_api import Fault
@@ -95,13 +95,14 @@ def test_an_order_whose_answer_is_lost_is_found_by_its_name_and_never_sent_twice
     assert api.count(LAUNCH) == api.num_launched == 1
 
 
-def test_an_order_that_was_lost_on_its_way_is_a_new_order_once_that_is_certain(fleet, api):
+def test_an_order_that_was_lost_is_looked_for_and_then_another_is_made_while_it_stays_in_doubt(fleet, api):
     api.faults.append(Fault(LAUNCH, 502))
     outcome = fleet.up([one()], trains=False)
     # The same offer would have done; it is not tried twice in one command.
-    assert "did not get through" in str(outcome.failures["pod-0"])
-    assert fleet.states == {} and api.num_launched == 0
+    assert "no list shows a pod of it" in str(outcome.failures["pod-0"])
+    assert fleet.rows == [("pod-0", "deleting")] and api.num_launched == 0
     assert fleet.up([one()], trains=False).is_good
+    assert fleet.rows == [("pod-0", "deleting"), ("pod-0", "synced")]
     labels = {request.body["name"] for request in api.requests if request.path.endswith("/launch")}
     assert (len(labels), api.num_launched) == (2, 1)
 

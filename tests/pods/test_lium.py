@@ -18,7 +18,7 @@ from provisioning.pod_paths import PODS
 from provisioning.pods import PodSpec
 from provisioning.providers.lium import LiumProvider
 from provisioning.providers.registry import Access
-from provisioning.renting import Patience
+from provisioning.settling import Patience
 from tests.support.fleets import TestFleet
 from tests.support.http_api import Fault
 from tests.support.lium_api import LiumApi, executor
@@ -206,6 +206,31 @@ def test_a_pod_that_vanished_is_rented_anew_and_the_others_stay(fleet, api):
     assert total(fleet)[0] == 3
 
 
+def test_lists_that_lack_a_pod_neither_lose_it_nor_rent_a_second_one(fleet, api):
+    """The whole day of a pod whose provider lists nothing: looked for, kept, and deleted by its id."""
+    assert fleet.up([one()], trains=False).is_good
+    api.num_empty_lists = 1000
+    fleet.settle()
+    assert fleet.up([one()], trains=False).is_good, fleet.said
+    assert (fleet.states, api.num_rented, len(api.rented)) == ({"pod-0": "synced"}, 1, 1)
+    assert total(fleet) == (1, pytest.approx(1.2), False)
+    assert fleet.down().is_good
+    assert (api.rented, fleet.states, api.count("DELETE /pods/")) == ({}, {}, 1)
+
+
+def test_a_pod_of_which_nothing_is_known_stays_in_the_ledger_and_nothing_is_rented(fleet, api, monkeypatch):
+    monkeypatch.setattr("provisioning.backoff.MAX_DELAY_S", 0.0)
+    assert fleet.up([one()], trains=False).is_good
+    api.num_empty_lists = 1000
+    api.faults.append(Fault("GET /pods/", 400, times=1000))
+    with pytest.raises(
+        ProvisioningError, match=r"pod-0: it is not known whether it is still there, so it may cost"
+    ):
+        fleet.up([one()], trains=False)
+    assert "IS NOT KNOWN TO BE GONE AND MAY COST MONEY" in str(fleet.down().failures["pod-0"])
+    assert (fleet.states, api.num_rented) == ({"pod-0": "deleting"}, 1)
+
+
 @pytest.mark.pods
 def test_it_ends_by_itself_at_the_time_that_was_asked_for(fleet, api):
     began = time.time()
@@ -233,8 +258,8 @@ def test_a_pod_that_cannot_be_given_back_is_shouted_of_and_stays_in_the_ledger(f
     assert fleet.up([one()], trains=False).is_good
     api.faults.append(Fault("DELETE /pods/", 400, times=1000))
     outcome = fleet.down()
-    assert "IS STILL THERE AND MAY COST MONEY" in str(outcome.failures["pod-0"])
-    assert any("could not be given back yet" in text for text in fleet.said)
+    assert "IS NOT KNOWN TO BE GONE AND MAY COST MONEY" in str(outcome.failures["pod-0"])
+    assert any("not given back yet" in text for text in fleet.said)
     assert fleet.states == {"pod-0": "deleting"} and len(api.rented) == 1
     api.faults.clear()
     assert fleet.down().is_good
@@ -292,7 +317,7 @@ def test_without_money_pods_are_given_back_all_the_same_and_an_extension_that_fa
     assert extended() == {}
     assert ledger.rows()[0].ends_at == before.ends_at + 2 * 3600
 
-    ledger.advance("pod-0", before.state, ends_at=time.time() - 1)
+    ledger.advance(before, before.state, ends_at=time.time() - 1)
     failures = asyncio.run(day_two.reconcile(ledger, access, (), lambda name, text: None, fleet.patience))
     assert (failures, ledger.rows(), api.rented) == ({}, [], {})
     ledger.close()

@@ -53,6 +53,7 @@ class LambdaApi(HttpApi):
     def answer(self, request: Request) -> Any:
         if request.headers.get("Authorization") != f"Bearer {KEY}":
             raise Refusal(401, "global/invalid-api-key", "API key was invalid, expired, or deleted.")
+        self._forget_terminated()
         match request.method, request.path:
             case "GET", "/instance-types":
                 data: Any = {
@@ -60,8 +61,9 @@ class LambdaApi(HttpApi):
                     for name, kind in TYPES.items()
                 }
             case "GET", "/instances":
-                self._forget_terminated()
                 data = [self._shown(one) for one in self.instances.values()]
+            case "GET", path if path.removeprefix("/instances/") in self.instances:
+                data = self._shown(self.instances[path.removeprefix("/instances/")])
             case "GET", "/ssh-keys":
                 data = self.keys
             case "POST", "/ssh-keys":
