@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from provisioning import jobs
 from provisioning.backoff import repeated
-from provisioning.day_two import INVENTORY, access_of
+from provisioning.day_two import INVENTORY, access_of, reconcile
 from provisioning.errors import ProviderError, ProvisioningError, UserError
 from provisioning.keys import public_key
 from provisioning.ledger import Ledger, Row
@@ -44,9 +44,14 @@ class Fleet:
     progress_of: Callable[[str], Progress] | None = None
     """Who is told how far the set-up of a pod is."""
 
+    settle_elsewhere: Callable[[], Awaitable[None]] | None = None
+    """Ends what orders at other providers may have made since."""
+
     async def planned(self, desired: Sequence[PodSpec]) -> tuple[Plan, list[Offer]]:
         """What is to be done, after making the ledger true. Buys nothing. Raises ProvisioningError."""
         await repeated(self.renter.provider.check)
+        if self.settle_elsewhere:
+            await self.settle_elsewhere()
         for name, error in (await self.renter.settle()).items():
             raise ProviderError(f"{name}: {error}. Nothing was rented.")
         offers = await repeated(self.renter.provider.offers)
@@ -152,7 +157,12 @@ async def opened_fleet(
             setup = Setup(
                 source=checked_source, python=python or provider.python(), extras=extras, secrets=secrets
             )
-            yield Fleet(renter, setup)
+
+            async def settle_elsewhere() -> None:
+                for other, error in (await reconcile(ledger, access, (), say, without=[name])).items():
+                    say(other, f"it is not known whether a pod of ours is there: {error}")
+
+            yield Fleet(renter, setup, settle_elsewhere=settle_elsewhere)
         finally:
             await renter.close()
     finally:

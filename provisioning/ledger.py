@@ -154,6 +154,10 @@ class Ledger:
         found = self._rows("WHERE label = ?", row.label)
         return found[0] if found else None
 
+    def providers(self) -> list[str]:
+        """All that pods were ever to be ordered of: a pod of ours may turn up at each, also without a row."""
+        return [str(name) for (name,) in self._db.execute("SELECT name FROM providers ORDER BY rowid")]
+
     def plan(self, spec: PodSpec, offer: Offer, *, now: float, ends_at: float | None) -> Row:
         """Write down that this pod is wanted, with a label and a key that no other order has.
 
@@ -176,6 +180,7 @@ class Ledger:
         with self._transaction():
             self._db.execute("DELETE FROM pods WHERE name = ? AND state = ?", (spec.name, State.PLANNED))
             self._insert(row)
+            self._db.execute("INSERT OR IGNORE INTO providers VALUES (?)", (spec.provider,))
         return row
 
     def found(self, pod: Pod, provider: str, *, now: float) -> Row:

@@ -25,6 +25,7 @@ _TABLES = (
 )""",
     # Two pods of one name are there only while one of them is being given back.
     "CREATE UNIQUE INDEX IF NOT EXISTS names ON pods (name) WHERE state != 'deleting'",
+    "CREATE TABLE IF NOT EXISTS providers (name TEXT PRIMARY KEY)",
     """CREATE TABLE IF NOT EXISTS bills (
     label TEXT PRIMARY KEY,
     name TEXT NOT NULL,
@@ -69,4 +70,5 @@ def _upgrade(db: sqlite3.Connection) -> None:
     if had_pods:
         db.execute(f"INSERT INTO pods ({_COLUMNS_0}) SELECT {_COLUMNS_0} FROM pods_0 ORDER BY rowid")
         db.execute("DROP TABLE pods_0")
+        db.execute("INSERT INTO providers SELECT provider FROM pods UNION SELECT provider FROM bills")
     db.execute(f"PRAGMA user_version = {_VERSION}")

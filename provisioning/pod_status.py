@@ -17,7 +17,7 @@ from provisioning.renting import Renter
 from provisioning.states import State
 from provisioning.swarm import PeerLook, look_at_peer
 
-_LOOK_TIMEOUT_S = 20.0
+_LOOK_TIMEOUT_S = 30.0
 _HAS_ANSWERED = (State.REACHABLE, State.SYNCED, State.RUNNING)
 
 
@@ -55,37 +55,46 @@ class Status:
         }
 
 
-async def statuses(ledger: Ledger, access: Access) -> list[Status]:
-    """Of all pods; a provider or pod that does not answer hides no other."""
+@dataclass
+class Overview:
+    """What all providers said."""
+
+    pods: list[Status]
+    silent: dict[str, str]
+    """Providers and machines that did not answer, and why: a pod of ours may be there that is not shown."""
+
+
+async def overview(ledger: Ledger, access: Access) -> Overview:
+    """Of all pods at all providers that were ever used; one that does not answer hides no other."""
     async with renters(ledger, access, lambda name, text: None) as by_provider:
         found = await asyncio.gather(*(_at_one(renter) for renter in by_provider.values()))
-    return [status for one in found for status in one]
+        failures = {name: str(error) for name, error in by_provider.failures.items()}
+    lost = [_unseen(row, failures[row.provider]) for row in ledger.rows() if row.provider in failures]
+    return Overview(
+        [*(status for one in found for status in one.pods), *lost],
+        failures | {name: why for one in found for name, why in one.silent.items()},
+    )
 
 
-async def _at_one(renter: Renter) -> list[Status]:
-    """Those of one provider, the pods of ours included that no row knows of."""
-    rows = renter.rows
+async def _at_one(renter: Renter) -> Overview:
+    """At one provider, the pods of ours included that no row knows of."""
+    rows, owner, provider = renter.rows, renter.ledger.owner, renter.provider.name
     try:
         look = await asyncio.wait_for(renter.view.look(rows), _LOOK_TIMEOUT_S)
     except (ProvisioningError, TimeoutError) as error:
-        return [_unseen(row, f"{renter.provider.name} cannot be asked: {_words(error)}") for row in rows]
+        return Overview([_unseen(row, _words(error)) for row in rows], {provider: _words(error)})
     pods = look.pods_of(rows)
     known = await asyncio.gather(*(_of_row(renter, row, pods.get(row.label), look) for row in rows))
-    strays = [
-        stray(pod, renter.provider.name, renter.ledger.owner, time.time())
-        for pod in look.strays(rows, renter.ledger.owner)
-    ]
-    return [
-        *known,
-        *(Status(row, True, "ours, but in no row: `diloco pods down` gives it back") for row in strays),
-    ]
+    strays = [stray(pod, provider, owner, time.time()) for pod in look.strays(rows, owner)]
+    shown = [Status(row, True, "ours, but in no row: `diloco pods down` gives it back") for row in strays]
+    return Overview([*known, *shown], dict(look.silent))
 
 
 async def _of_row(renter: Renter, row: Row, pod: Pod | None, look: Look) -> Status:
     if pod is None:
         if row.provider_id in look.gone:
             return Status(row, False, "gone, its provider says")
-        return _unseen(row, f"not known, may cost: {look.unknown.get(row.provider_id or '', 'not listed')}")
+        return _unseen(row, look.unknown.get(row.provider_id or "", "not listed"))
     if row.state not in _HAS_ANSWERED:
         return Status(row, True, "is being given back" if row.state == State.DELETING else "–")
     try:
@@ -99,7 +108,9 @@ async def _of_row(renter: Renter, row: Row, pod: Pod | None, look: Look) -> Stat
 def _unseen(row: Row, why: str) -> Status:
     if row.state == State.PLANNED:
         return Status(row, False, "–")
-    return Status(row, None, "its order's answer was lost, may cost" if row.is_in_doubt else why)
+    if row.is_in_doubt:
+        return Status(row, None, "its order's answer was lost: it may be there, and cost")
+    return Status(row, None, f"not known, may cost: {why}")
 
 
 def _activity(row: Row, peer: PeerLook) -> str:

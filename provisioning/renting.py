@@ -97,7 +97,7 @@ class Renter(Settler):
             except NoCapacity as error:
                 reason = str(error)
             current = self.ledger.row(spec.name)
-            if current and current.state != State.PLANNED and not current.is_in_doubt:
+            if current and not current.is_in_doubt:
                 await self.give_back(current)
             limit = spec.max_price if spec.max_price is not None else confirmed * DEARER
             left = [
@@ -106,9 +106,6 @@ class Renter(Settler):
                 if offer.price_per_hour <= limit and self._taken[offer.id] < offer.num_available
             ]
             if not left:
-                current = self.ledger.row(spec.name)
-                if current and current.state == State.PLANNED:
-                    self.ledger.forget(current, now=self.clock())
                 raise NoCapacity(f"{reason}; no other offer fits")
             self.say(
                 spec.name, f"{reason}; the next offer is {left[0].id} for {left[0].price_per_hour:.2f} $/h"
@@ -123,6 +120,7 @@ class Renter(Settler):
             # An earlier command had the answer, and died before it had seen the pod.
             await self.rented(row, await self.pod_of(row))
             return
+        was_sent = row.state == State.CREATING
         row = self.advance(row, State.CREATING, asked_at=self.clock())
         try:
             # Unavailable means that it was not carried out, and is asked again; nothing else ever is.
@@ -132,12 +130,12 @@ class Renter(Settler):
             self._has_unclear = True
             row = self.advance(row, State.CREATING, asked_at=self.clock())
             self.say(row.name, f"no clear answer to the order ({error}); looking whether it got through")
-        except NoCapacity:
-            # A clear no: nothing was rented, and another offer may do.
-            self.advance(row, State.PLANNED)
-            raise
         except (ProviderError, UserError):
-            self.ledger.forget(row, now=self.clock())
+            if was_sent:
+                # That this one was refused says nothing of the one before it, whose answer was lost.
+                self.advance(row, State.DELETING)
+            else:
+                self.ledger.forget(row, now=self.clock())
             raise
         else:
             price = row.offer.price_per_hour

@@ -147,6 +147,12 @@ class Settler:
                 self.say(row.name, f"given back: {reason}")
                 await self._end(self._identified(row, pod))
 
+    async def write_down_strays(self) -> None:
+        """Give the pods of ours that no row knows of rows, so that they can be given back. Raises ProviderError."""
+        rows = self.rows
+        for pod in (await self.view.look(rows)).strays(rows, self.ledger.owner):
+            self.ledger.found(pod, self.provider.name, now=self.clock())
+
     async def give_back(self, row: Row) -> None:
         """Until the provider says that there is no such pod; then the row goes. May be repeated, also while it is
         under way. Raises ProviderError with what is to be done.

@@ -27,8 +27,7 @@ class State(StrEnum):
 _END = {State.DELETING, State.GONE}
 _NEXT = {
     State.PLANNED: {State.CREATING, State.GONE},
-    # Back, when the provider said no: the next offer is a new order.
-    State.CREATING: {State.PLANNED, State.BOOTING, *_END},
+    State.CREATING: {State.BOOTING, *_END},
     State.BOOTING: {State.REACHABLE, *_END},
     State.REACHABLE: {State.SYNCED, *_END},
     State.SYNCED: {State.RUNNING, *_END},

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -42,14 +43,17 @@ Hours = Annotated[float, Parameter(validator=(at_least(0.01), finite))]
 @app.command
 def status(*, as_json: AsJson = False, state_file: StateFile = None, inventory: Inventory = None) -> int:
     """Show the pods of a state file, and what their peers do."""
-    from provisioning.pod_status import statuses
+    from provisioning.pod_status import overview
 
     ledger = opened_existing(state_file)
     # This machine may have been off since it was started.
     ensure_watcher(ledger)
 
     async def look() -> int:
-        found = await statuses(ledger, access(inventory))
+        seen = await overview(ledger, access(inventory))
+        found = seen.pods
+        for name, why in seen.silent.items():
+            print(f"!!! {name} does not say what is there: {why}", file=sys.stderr, flush=True)
         if as_json:
             print(json.dumps([one.to_json() for one in found]), flush=True)
             return 0
@@ -72,6 +76,9 @@ def status(*, as_json: AsJson = False, state_file: StateFile = None, inventory: 
                 one.peer,
             )
         Console().print(table if found else "there are no pods")
+        if found:
+            rate = sum(one.row.offer.price_per_hour for one in found if one.may_cost)
+            print(f"{sum(one.may_cost for one in found)} pods may cost {rate:.2f} $/h", flush=True)
         return 0
 
     return run(look())
@@ -138,7 +145,7 @@ def ssh(
     ledger = opened_existing(state_file)
 
     async def shell() -> int:
-        (row,) = checked_names(ledger, [name])
+        row = checked_names(ledger, [name])[-1]
         async with renters(ledger, access(inventory), say) as by_provider:
             machine = await by_provider[row.provider].machine(name)
             process = await asyncio.create_subprocess_exec(
@@ -227,6 +234,7 @@ def down(*names: str, state_file: StateFile = None, inventory: Inventory = None)
         failures = await day_two.down(ledger, access(inventory), names, say)
         if not ledger.rows():
             watcher.stop(ledger.path)
+        ensure_watcher(ledger)
         return shouted(failures)
 
     return locked(ledger, work)
@@ -248,9 +256,9 @@ def reconcile(
     Parameters
     ----------
     provider: tuple
-        Providers to look at beside those of the pods there are.
+        Providers to look at beside those that this state file has ever ordered of.
     watch: bool
-        Again and again, until no pod has an end any more.
+        Again and again, until no pod has an end any more and no order is in doubt.
     interval: float
         Seconds between two looks.
     """

@@ -52,6 +52,11 @@ def test_states_follow_each_other_only_as_they_may(ledger):
     assert not any(may_follow(State.DELETING, state) for state in State if state not in ("deleting", "gone"))
 
 
+def test_a_provider_that_was_used_once_is_remembered(ledger):
+    ledger.forget(ledger.plan(SPEC, OFFER, now=0, ends_at=None), now=1)
+    assert (ledger.rows(), ledger.providers()) == ([], ["lium"])
+
+
 def test_what_a_pod_cost_stays_when_its_row_goes(ledger):
     row = ledger.advance(ledger.plan(SPEC, OFFER, now=3600.0, ends_at=None), State.CREATING)
     ledger.rented(row, "id-1", 3.0)
@@ -94,6 +99,7 @@ def test_a_file_of_the_first_version_keeps_its_pods(tmp_path):
         *("host_key TEXT NOT NULL DEFAULT ''", "trouble TEXT NOT NULL DEFAULT ''"),
     ]
     db.execute("DROP TABLE pods")
+    db.execute("DROP TABLE providers")
     db.execute(f"CREATE TABLE pods ({', '.join(columns)})")
     db.execute(
         "INSERT INTO pods VALUES ('pod-0', 'l', 'k', 'running', 'lium', 'id', ?, ?, 1.0, 2.0, 'h', '')",
@@ -107,6 +113,7 @@ def test_a_file_of_the_first_version_keeps_its_pods(tmp_path):
         (row,) = ledger.rows()
         assert (row.name, row.provider_id, row.state, row.ends_at) == ("pod-0", "id", State.RUNNING, 2.0)
         assert (row.spec, row.offer, row.host_key) == (SPEC, OFFER, "h")
+        assert ledger.providers() == ["lium"]
         ledger.close()
 
 
