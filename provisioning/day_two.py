@@ -15,6 +15,7 @@ from provisioning.ledger import Ledger, Row
 from provisioning.providers.registry import Access, open_provider
 from provisioning.renting import Renter
 from provisioning.settling import Patience, Say
+from provisioning.states import State
 
 INVENTORY = "inventory"
 
@@ -124,6 +125,14 @@ async def down(
 
         await asyncio.gather(*(one(row) for row in rows))
     return failures
+
+
+def forget(ledger: Ledger, rows: Sequence[Row]) -> None:
+    """Take the word of a person that these pods are gone."""
+    for row in rows:
+        if row.state != State.PLANNED:
+            row = ledger.advance(row, State.DELETING)
+        ledger.forget(row, now=time.time())
 
 
 async def _write_down_strays(renter: Renter, say: Say) -> None:

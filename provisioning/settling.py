@@ -84,8 +84,7 @@ class Settler:
                 repeatable=self.provider.repeatable,
             )
             failures: dict[str, ProvisioningError] = {
-                machine: ProviderError(f"what is there is not known: {why}")
-                for machine, why in look.silent.items()
+                machine: ProviderError(why) for machine, why in look.silent.items()
             }
             failures |= {
                 row.name: ProviderError(

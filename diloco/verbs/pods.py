@@ -27,7 +27,7 @@ from diloco.pods.flags import (
     run,
     say,
 )
-from diloco.pods.plan import shouted
+from diloco.pods.plan import confirmed, shouted
 
 if TYPE_CHECKING:
     from provisioning.ledger import Ledger
@@ -236,6 +236,39 @@ def down(*names: str, state_file: StateFile = None, inventory: Inventory = None)
             watcher.stop(ledger.path)
         ensure_watcher(ledger)
         return shouted(failures)
+
+    return locked(ledger, work)
+
+
+@app.command
+def forget(
+    *names: str,
+    yes: Annotated[bool, Parameter(alias="-y", negative="")] = False,
+    state_file: StateFile = None,
+) -> int:
+    """Take pods out of the state file without giving them back: those that you have ended yourself.
+
+    Nobody looks for them any more, unless their provider lists them. Provisioning no longer waits for them.
+
+    Parameters
+    ----------
+    names: str
+        Pods.
+    yes: bool
+        Do not ask.
+    """
+    from provisioning import day_two
+
+    if not names:
+        raise UserError("Say which: `diloco pods forget NAME`; `diloco pods status` lists them.")
+    ledger = opened_existing(state_file)
+
+    async def work() -> int:
+        rows = day_two.checked_names(ledger, names)
+        rate = sum(row.offer.price_per_hour for row in rows)
+        await confirmed(f"Forget {', '.join(names)}, {rate:.2f} $/h if still there?", yes=yes)
+        day_two.forget(ledger, rows)
+        return 0
 
     return locked(ledger, work)
 

@@ -111,7 +111,8 @@ class SshProvider(HostsProvider):
     def __init__(self, inventory: Path | None) -> None:
         self._entries = {entry.name: entry for entry in read_inventory(inventory)}
         self._machines: dict[str, SshMachine] = {}
-        self._connecting = asyncio.Lock()
+        # Each its own, so that nobody waits for one that does not answer.
+        self._connecting = {name: asyncio.Lock() for name in self._entries}
 
     @property
     def hosts(self) -> Sequence[Host]:
@@ -166,7 +167,7 @@ class SshProvider(HostsProvider):
 
     async def connect(self, host: Host) -> Machine:
         entry = self._entries[host.name]
-        async with self._connecting:
+        async with self._connecting[host.name]:
             if host.name not in self._machines:
                 address = Address(
                     host=entry.host,
