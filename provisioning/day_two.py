@@ -17,7 +17,8 @@ from provisioning.renting import Renter
 from provisioning.settling import Patience, Say
 from provisioning.states import State
 
-INVENTORY = "inventory"
+INVENTORY, PYTHON = "inventory", "python"
+"""What is remembered of the last command that set pods up."""
 
 
 def access_of(ledger: Ledger, access: Access) -> Access:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from provisioning import jobs
 from provisioning.backoff import repeated
-from provisioning.day_two import INVENTORY, access_of, reconcile
+from provisioning.day_two import INVENTORY, PYTHON, access_of, reconcile
 from provisioning.errors import ProviderError, ProvisioningError, UserError
 from provisioning.keys import public_key
 from provisioning.ledger import Ledger, Row
@@ -49,12 +49,12 @@ class Fleet:
 
     async def planned(self, desired: Sequence[PodSpec]) -> tuple[Plan, list[Offer]]:
         """What is to be done, after making the ledger true. Buys nothing. Raises ProvisioningError."""
-        await repeated(self.renter.provider.check)
+        await repeated(self.renter.provider.check, tell=self.renter.tell)
         if self.settle_elsewhere:
             await self.settle_elsewhere()
         for name, error in (await self.renter.settle()).items():
             raise ProviderError(f"{name}: {error}. Nothing was rented.")
-        offers = await repeated(self.renter.provider.offers)
+        offers = await repeated(self.renter.provider.offers, tell=self.renter.tell)
         return plan(desired, self.renter.rows, offers), offers
 
     async def rent(self, agreed: Plan, offers: Sequence[Offer]) -> Outcome:
@@ -162,6 +162,7 @@ async def opened_fleet(
                 for other, error in (await reconcile(ledger, access, (), say, without=[name])).items():
                     say(other, f"it is not known whether a pod of ours is there: {error}")
 
+            ledger.remember(PYTHON, setup.python or "")
             yield Fleet(renter, setup, settle_elsewhere=settle_elsewhere)
         finally:
             await renter.close()

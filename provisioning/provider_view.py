@@ -14,10 +14,16 @@ from provisioning.reconcile import Look
 
 
 class ProviderView:
-    """`list_age_s`: a list that is no older than this serves everybody who asks."""
+    """`list_age_s`: a list that is no older than this serves everybody who asks. `tell`: as in `repeated`."""
 
-    def __init__(self, provider: Provider, clock: Callable[[], float], list_age_s: float) -> None:
-        self._provider, self._clock, self._list_age_s = provider, clock, list_age_s
+    def __init__(
+        self,
+        provider: Provider,
+        clock: Callable[[], float],
+        list_age_s: float,
+        tell: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._provider, self._clock, self._list_age_s, self._tell = provider, clock, list_age_s, tell
         self._lock = asyncio.Lock()
         self._listed_at, self._listing = -1e9, Listing(pods=())
 
@@ -30,13 +36,13 @@ class ProviderView:
             age_s = 0.0 if fresh else self._list_age_s
             if self._listed_at < asked_at - age_s:
                 began_at = loop.time()
-                self._listing = await repeated(self._provider.pods)
+                self._listing = await repeated(self._provider.pods, tell=self._tell)
                 self._listed_at = began_at
             return self._listing
 
     async def find(self, pod_id: str) -> Pod | None:
         """What the provider says of this id. Raises ProviderError."""
-        return await repeated(lambda: self._provider.find(pod_id))
+        return await repeated(lambda: self._provider.find(pod_id), tell=self._tell)
 
     async def look(self, rows: Sequence[Row]) -> Look:
         """All that it says of these rows' pods, and of ours that no row knows of. Raises ProviderError."""

@@ -22,10 +22,12 @@ from provisioning.ledger import Row
 from provisioning.machines import Machine
 from provisioning.plan import Plan
 from provisioning.pods import Offer, Pod, PodSpec
-from provisioning.settling import DEARER, Settler, gathered
+from provisioning.settling import Settler, gathered
 from provisioning.states import State
 
 _MAX_OFFERS = 4
+# Without a price limit, the next offer may cost so many times what was confirmed.
+_DEARER = 1.5
 
 
 @dataclass(kw_only=True)
@@ -99,7 +101,7 @@ class Renter(Settler):
             current = self.ledger.row(spec.name)
             if current and not current.is_in_doubt:
                 await self.give_back(current)
-            limit = spec.max_price if spec.max_price is not None else confirmed * DEARER
+            limit = spec.max_price if spec.max_price is not None else confirmed * _DEARER
             left = [
                 offer
                 for offer in candidates(spec, offers, without=tried)
@@ -125,7 +127,7 @@ class Renter(Settler):
         try:
             # Unavailable means that it was not carried out, and is asked again; nothing else ever is.
             order = row.order(self.public_key)
-            pod_id = await repeated(lambda: self.provider.create(order))
+            pod_id = await repeated(lambda: self.provider.create(order), tell=self.tell)
         except OutcomeUnknown as error:
             self._has_unclear = True
             row = self.advance(row, State.CREATING, asked_at=self.clock())
@@ -201,8 +203,11 @@ class Renter(Settler):
     async def machine_of(self, row: Row, pod: Pod) -> Machine:
         """The machine of this row, whose pod has been looked up."""
         if row.name not in self._machines:
+            if pod.failure:
+                raise MachineError(f"{row.name} has died: {pod.failure}")
             if not pod.is_ready:
-                raise MachineError(f"{row.name} is not up yet")
+                is_new = row.state in (State.CREATING, State.BOOTING)
+                raise MachineError(f"{row.name} is not up {'yet' if is_new else 'any more'}")
             self._machines[row.name] = await self.provider.machine(pod, row.host_key)
         return self._machines[row.name]
 

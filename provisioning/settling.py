@@ -23,9 +23,8 @@ T = TypeVar("T")
 Say = Callable[[str, str], None]
 """Tells people about a pod: its name, and what happens."""
 
+# For cents that are rounded; what costs more than was agreed to is not kept.
 _PRICE_SLACK = 1.02
-# Without a price limit, a pod may cost so many times what was confirmed.
-DEARER = 1.5
 _END_SLACK_S = 600.0
 
 
@@ -52,8 +51,12 @@ class Settler:
     on_state: Callable[[str, State], None] = lambda name, state: None
 
     def __post_init__(self) -> None:
-        self.view = ProviderView(self.provider, self.clock, self.patience.list_age_s)
+        self.view = ProviderView(self.provider, self.clock, self.patience.list_age_s, self.tell)
         self._settling = asyncio.Lock()
+
+    def tell(self, text: str) -> None:
+        """Tell people about the provider itself."""
+        self.say(self.provider.name, text)
 
     @property
     def rows(self) -> list[Row]:
@@ -207,7 +210,7 @@ class Settler:
         assert pod_id is not None and row.state == State.DELETING
         trouble: ProvisioningError = ProviderError("it is still there")
         try:
-            await repeated(lambda: self.provider.destroy(pod_id))
+            await repeated(lambda: self.provider.destroy(pod_id), tell=self.tell)
         except ProvisioningError as error:
             trouble = error
         try:
@@ -229,9 +232,11 @@ class Settler:
     async def rented(self, row: Row, pod: Pod) -> None:
         """Read back what was rented. What was not asked for is given back at once, and said aloud: NoCapacity."""
         price = pod.price_per_hour if pod.price_per_hour is not None else row.offer.price_per_hour
-        wrong = _wrong(row, pod, price)
+        wrong, offered = _wrong(row, pod, price), row.offer.price_per_hour
         row = self.ledger.rented(row, pod.id, price)
         self.on_state(row.name, State.BOOTING)
+        if price > offered * _PRICE_SLACK and not wrong:
+            self.say(row.name, f"costs {price:.2f} $/h now, and not {offered:.2f} as was offered")
         if wrong:
             self.say(row.name, f"{self.provider.name} rented {wrong}; giving it back")
             await self.give_back(row)
@@ -242,12 +247,20 @@ class Settler:
         """See to it that the provider takes the pod back in time, where it can; read back, and say it if not."""
         if row.ends_at is None or not self.provider.keeps_time:
             return
-        for _ in range(2):
-            pod = await self.pod_of(row)
-            if pod.ends_at is not None and abs(pod.ends_at - row.ends_at) <= _END_SLACK_S:
+        pod = await self.pod_of(row)
+        if _ends_at(pod, row.ends_at):
+            return
+        await repeated(functools.partial(self.provider.set_end, pod.id, row.ends_at))
+        deadline = self.clock() + self.provider.settle_s
+        # By its id: lists are older.
+        while not _ends_at(await self.view.find(pod.id), row.ends_at):
+            if self.clock() > deadline:
+                self.say(
+                    row.name,
+                    f"{self.provider.name} does not confirm when it ends; we watch the time ourselves",
+                )
                 return
-            await repeated(functools.partial(self.provider.set_end, pod.id, row.ends_at))
-        self.say(row.name, f"{self.provider.name} does not confirm when it ends; we watch the time ourselves")
+            await asyncio.sleep(self.patience.poll_s)
 
     async def pod_of(self, row: Row) -> Pod:
         """Raises NoCapacity where there is none any more, and ProviderError."""
@@ -259,11 +272,15 @@ class Settler:
         return row
 
 
+def _ends_at(pod: Pod | None, ends_at: float) -> bool:
+    return pod is not None and pod.ends_at is not None and abs(pod.ends_at - ends_at) <= _END_SLACK_S
+
+
 def _wrong(row: Row, pod: Pod, price: float) -> str:
     """What is not as ordered, in words."""
     if row.spec.gpu_count is not None and pod.gpu_count not in (None, row.offer.gpu_count):
         return f"{pod.gpu_count} GPUs in place of {row.offer.gpu_count}"
-    limit = row.spec.max_price if row.spec.max_price is not None else row.offer.price_per_hour * DEARER
+    limit = row.spec.max_price if row.spec.max_price is not None else row.offer.price_per_hour
     if price > limit * _PRICE_SLACK:
         return f"for {price:.2f} $/h in place of {row.offer.price_per_hour:.2f}"
     return ""

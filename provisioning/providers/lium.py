@@ -139,6 +139,13 @@ def _translated(request: Callable[[], T], is_order: bool) -> T:
     except lium_errors.LiumRateLimitError as error:
         # Answered in the place of being done, also where it is an order.
         raise Unavailable(f"Lium: {error}", error.retry_after) from error
+    except (requests.ConnectionError, requests.Timeout) as error:
+        # Its own text is the innards of an HTTP library.
+        where = str(error.request.url) if error.request is not None else "its API"
+        why = "no answer in time" if isinstance(error, requests.Timeout) else "no connection"
+        raise (OutcomeUnknown if is_order else Unavailable)(
+            f"Lium: {where} cannot be reached: {why}"
+        ) from error
     except (lium_errors.LiumServerError, requests.RequestException) as error:
         raise (OutcomeUnknown if is_order else Unavailable)(f"Lium: {error}") from error
     except lium_errors.LiumNotFoundError as error:

@@ -78,6 +78,9 @@ class LiumApi(HttpApi):
         self.never_ready: set[str] = set()
         """Executors whose pods never come up."""
         self.num_rented = 0
+        self.dearer = 1.0
+        """How much more a pod costs than its node was offered for."""
+        self.end_shown_after_s = 0.0
         self.num_empty_lists = 0
         """How many of the next lists of pods lack them all."""
 
@@ -130,7 +133,8 @@ class LiumApi(HttpApi):
                 return {"success": True}
             case "POST", ["pods", pod_id, "schedule-removal"] if pod_id in self.rented:
                 if not self.ignores_end:
-                    self.rented[pod_id]["removal_scheduled_at"] = request.body["removal_scheduled_at"]
+                    self.rented[pod_id]["_end"] = request.body["removal_scheduled_at"]
+                    self.rented[pod_id]["_end_set_at"] = time.time()
                 return {"success": True}
         raise Refusal(404, "NOT_FOUND", request.path)
 
@@ -162,7 +166,7 @@ class LiumApi(HttpApi):
             "updated_at": now_text(),
             "executor": node,
             "template": _TEMPLATE,
-            "price": node["price_per_gpu"] * count,
+            "price": node["price_per_gpu"] * count * self.dearer,
             "gpu_count": str(count),
             "removal_scheduled_at": ends.isoformat() if ends else None,
             "api_key_id": "k1",
@@ -180,9 +184,11 @@ class LiumApi(HttpApi):
     def _shown(self, pod: dict[str, Any]) -> dict[str, Any]:
         is_up = time.time() - pod["_began"] > self.boot_s and pod["executor"]["id"] not in self.never_ready
         host: SshHost = pod["_host"]
+        if "_end" in pod and time.time() - pod["_end_set_at"] >= self.end_shown_after_s:
+            pod["removal_scheduled_at"] = pod["_end"]
         shown = {name: value for name, value in pod.items() if not name.startswith("_")}
         return {
             **shown,
-            "status": "RUNNING" if is_up else "PENDING",
+            "status": pod.get("status") or ("RUNNING" if is_up else "PENDING"),
             "ssh_connect_cmd": f"ssh {host.user}@127.0.0.1 -p {host.port}" if is_up else None,
         }
