@@ -42,8 +42,13 @@ def print_plan(agreed: Plan, *, to_stderr: bool) -> None:
 
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in _COLUMNS:
+        is_figure = column in _COLUMNS[4:]
+        # Figures are never cut; what is too wide for the terminal goes on in the next line.
         table.add_column(
-            column, no_wrap=column != "what", justify="right" if column in _COLUMNS[4:] else "left"
+            column,
+            overflow="fold",
+            min_width=8 if is_figure else None,
+            justify="right" if is_figure else "left",
         )
     for creation in agreed.create:
         offer, hours = creation.offer, creation.spec.ttl_hours

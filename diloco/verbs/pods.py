@@ -62,7 +62,9 @@ def status(*, as_json: AsJson = False, state_file: StateFile = None, inventory: 
 
         table = Table(box=None, padding=(0, 2, 0, 0))
         for column in ("pod", "state", "machine", "$/h", "ends in", "epoch", "step", "peer"):
-            table.add_column(column, overflow="fold")
+            # Figures are never cut; what is too wide for the terminal goes on in the next line.
+            width = 8 if column in ("$/h", "ends in") else None
+            table.add_column(column, overflow="fold", min_width=width)
         for one in found:
             row = one.row
             table.add_row(
@@ -88,7 +90,7 @@ def status(*, as_json: AsJson = False, state_file: StateFile = None, inventory: 
 def logs(
     *names: str,
     follow: Annotated[bool, Parameter(alias="-f", negative="")] = False,
-    job: str = "peer",
+    job: str | None = None,
     lines: int = 50,
     save: Path | None = None,
     state_file: StateFile = None,
@@ -103,7 +105,7 @@ def logs(
     follow: bool
         Go on printing what is written.
     job: str
-        peer, or dht.
+        peer, dht, or the name of an experiment's job; default: the peer's, and of a pod without one those of all jobs.
     lines: int
         How many lines to begin with.
     save: Path
@@ -218,13 +220,20 @@ def extend(*names: str, hours: Hours, state_file: StateFile = None, inventory: I
 
 
 @app.command
-def down(*names: str, state_file: StateFile = None, inventory: Inventory = None) -> int:
-    """Give pods back, and all that was made on them.
+def down(
+    *names: str,
+    yes: Annotated[bool, Parameter(alias="-y", negative="")] = False,
+    state_file: StateFile = None,
+    inventory: Inventory = None,
+) -> int:
+    """Give pods back, and all that was made on them. Asks nothing.
 
     Parameters
     ----------
     names: str
         Pods; default: all.
+    yes: bool
+        As for the commands that ask; it changes nothing here.
     """
     from provisioning import day_two, watcher
 

@@ -218,8 +218,8 @@ async def _pinned(entry: Entry) -> str:
     except MachineError as error:
         raise UserError(f"{entry.name}: {error}.") from error
     raise HostKeyChanged(
-        f'The host key of {entry.name} is not known. It shows\nhost_key = "{shown}"\nIf that is right, put this '
-        "line into its [[machines]] entry."
+        f"The host key of {entry.name} is not known. If the one that it shows is right, put this line into its "
+        f'[[machines]] entry:\nhost_key = "{shown}"'
     )
 
 
