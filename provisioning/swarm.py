@@ -17,7 +17,8 @@ from provisioning.ledger import Ledger, Row
 from provisioning.machines import Machine
 from provisioning.pod_paths import JOBS, PEER_RUN, SWARM_SECRET, pod_directory
 from provisioning.private_files import write_private
-from provisioning.renting import Renter, Say
+from provisioning.renting import Renter
+from provisioning.settling import Say
 from provisioning.setup import put_private
 from provisioning.states import State
 from provisioning.swarm_commands import (
@@ -102,7 +103,7 @@ class Swarm:
             await asyncio.gather(*(attempt(row, self._start_peer(row, len(wanted))) for row in missing))
         for row in rows:
             if row.name not in failures and row.state == State.SYNCED:
-                self._ledger.advance(row.name, State.RUNNING)
+                self._ledger.advance(row, State.RUNNING)
                 self._renter.on_state(row.name, State.RUNNING)
         waiting = [row for row in rows if row.name not in failures]
         return failures | await self._until_in_epoch_one(waiting)

@@ -14,7 +14,7 @@ from diloco.checks import at_least, finite, whole
 from diloco.errors import UserError
 from diloco.options import HvConfig, Name, Seconds
 from diloco.pods.board import Board
-from diloco.pods.flags import AsJson, Inventory, StateFile, access, ensure_watcher, locked, opened, run
+from diloco.pods.flags import AsJson, Inventory, StateFile, access, ensure_watcher, locked, opened, run, say
 from diloco.pods.plan import agreed_to, interruption_told, plan_json, print_plan, shouted
 
 if TYPE_CHECKING:
@@ -201,11 +201,10 @@ async def _offers(wish: Wish, where: Any, as_json: bool) -> int:
     provider = open_provider(wish.provider, where)
     try:
         # Without the check before renting: looking needs no SSH key, and no money.
-        found = [
-            one for one in await repeated(provider.offers) if any(not objections(spec, one) for spec in specs)
-        ]
+        there = await repeated(provider.offers, tell=lambda text: say(wish.provider, text))
     finally:
         await provider.close()
+    found = [one for one in there if any(not objections(spec, one) for spec in specs)]
     found.sort(key=lambda one: (one.price_per_hour, one.id))
     if as_json:
         print(
@@ -224,8 +223,13 @@ def _print_offers(found: Sequence[Offer]) -> None:
 
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("$/h", "GPUs", "type", "up Mbit/s", "down Mbit/s", "place", "free", "offer"):
+        is_text = column in ("type", "place", "offer")
+        # Figures are never cut; what is too wide for the terminal goes on in the next line.
         table.add_column(
-            column, no_wrap=True, justify="left" if column in ("type", "place", "offer") else "right"
+            column,
+            overflow="fold",
+            min_width=None if is_text else max(len(column), 6),
+            justify="left" if is_text else "right",
         )
     for one in found:
         place = ", ".join(filter(None, (one.city, one.country))) or "–"
