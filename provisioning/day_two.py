@@ -12,10 +12,10 @@ from typing import Any
 
 from provisioning.errors import Busy, ProvisioningError, UserError
 from provisioning.ledger import Ledger, Row
+from provisioning.peer_looks import look_at_peer
 from provisioning.providers.registry import Access, open_provider
 from provisioning.renting import Patience, Renter, Say
 from provisioning.states import State
-from provisioning.swarm import look_at_peer
 
 _LOOK_TIMEOUT_S = 20.0
 INVENTORY = "inventory"
