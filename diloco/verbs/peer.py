@@ -31,7 +31,7 @@ from diloco.devices import num_cores, num_ranks, this_machine, threads_per_rank
 from diloco.errors import UserError
 from diloco.grpo.gpus import gpus_for_ranks
 from diloco.machine_recipes import Choice, chosen
-from diloco.run_dir import created_run_dir, last_words, written_config
+from diloco.run_dir import created_run_dir, last_words, reason_in, written_config
 from diloco.sources import ValueSource
 
 if TYPE_CHECKING:
@@ -182,6 +182,7 @@ class Workplace:
             },
             cwd=Path.cwd(),
             log_path=self.worker_log,
+            reason_in=reason_in,
             num_ranks=self.num_ranks,
         )
 
@@ -209,17 +210,8 @@ async def _live(workplace: Workplace, fields: Mapping[str, Any]) -> int:
             await view
     if code == 2:
         raise UserError(last_words(workplace.worker_log) or f"See {workplace.worker_log}.")
-    return _told(code, workplace)
-
-
-def _told(code: int, workplace: Workplace) -> int:
-    """The exit code of the command for that of its workers, after saying how it ended."""
-    if code == 0:
-        print(f"training is done; everything is in {workplace.run_dir}", flush=True)
-        return 0
-    words = last_words(workplace.worker_log)
-    print(f"the workers ended with {code}; the end of {workplace.worker_log}:\n{words}", file=sys.stderr)
-    return 1
+    print(f"training is done; everything is in {workplace.run_dir}", flush=True)
+    return 0
 
 
 def _log_to(path: Path) -> None:
