@@ -79,6 +79,8 @@ class WorkerHost:
         self.ready: asyncio.Future[Averager] = asyncio.get_running_loop().create_future()
         self.finished_at = asyncio.Event()
         self.on_progress: Callable[[], None] = lambda: None
+        self.on_commit: Callable[[], None] = lambda: None
+        """An epoch holds this worker's work."""
         self.journal = Journal()
         self._presence, self._agreement, self._standing = presence, agreement, standing
         self._transport, self._waited_out = transport, waited_out
@@ -180,6 +182,8 @@ class WorkerHost:
         outcome = await averager.average(memories, fragment, tokens=tokens, step=step, last=last)
         self._standing.pace.entered(outcome.local_step, time.monotonic())
         self.journal.committed(entry_of(outcome))
+        if self.world_rank in outcome.contributors:
+            self.on_commit()
         if outcome.carried_tokens:
             self.journal.happened(
                 time.time(),

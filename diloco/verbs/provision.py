@@ -46,7 +46,7 @@ class Wish:
     provider: str = "local"
     """local (pods on this machine), ssh (machines you own), lium, or lambda."""
     gpu_type: Words = ()
-    """GPU types that the pods take in turn: A100,H100,4090; default A100, for local pods cpu-1,cpu-2,cpu-4."""
+    """GPU types that the pods take in turn: A100,H100,4090; default A100, for local pods cpu-1."""
     gpu_count: Number = None
     """GPUs of each pod; default 8, for local pods and machines you own whatever they have."""
     country: str | None = None
@@ -87,7 +87,8 @@ def provision(
     """Rent pods, put the code on them, start a DHT and a peer on each, and wait until all are in epoch 1.
 
     Shows what it would rent and give back, with prices, and asks before it does. The same command again changes
-    nothing, and goes on where it was interrupted, whatever interrupted it. Flags behind `--` go to every peer.
+    nothing, and goes on where it was interrupted, whatever interrupted it. Flags behind `--` go to every peer; unless
+    they name a model, one is trained that the pods train well.
 
     Parameters
     ----------
@@ -151,16 +152,11 @@ def _specs(wish: Wish) -> list[PodSpec]:
     } | {"spot": wish.spot or None}
     if wish.file is not None:
         return from_file(wish.file, **common)
-    specs = wanted(wish.pods or 0, gpu_types or _usual_types(wish.provider), **common)
+    if wish.provider == "local":
+        # They share the cores of this machine: one process each.
+        gpu_types = gpu_types or ["cpu-1"]
+    specs = wanted(wish.pods or 0, gpu_types, **common)
     return checked([_any_machine(spec, wish) for spec in specs], "--pods")
-
-
-def _usual_types(provider: str) -> list[str]:
-    if provider != "local":
-        return []
-    from provisioning.providers.local import SIZES
-
-    return [f"cpu-{size}" for size in SIZES]
 
 
 def _any_machine(spec: PodSpec, wish: Wish) -> PodSpec:
