@@ -12,7 +12,6 @@ from pathlib import Path
 
 from provisioning.errors import Busy, ProvisioningError, UserError
 from provisioning.ledger import Ledger, Row
-from provisioning.peer_looks import look_at_peer
 from provisioning.providers.registry import Access, open_provider
 from provisioning.renting import Renter
 from provisioning.settling import Patience, Say

@@ -66,6 +66,8 @@ class VirtualWorker:
         self._steps_per_epoch = steps_per_epoch
         self._base, self._epoch, self._local_step = "", 0, 0
         self._handed: Pieces | None = None
+        self._is_last = False
+        """What it has handed over is its last."""
 
     def start(self, after_s: float) -> None:
         """It loads its model, offers it and asks where to begin."""
@@ -86,7 +88,7 @@ class VirtualWorker:
         if answer.how != "keep":
             self._base = head
         self._handed = None
-        if self.ends_after_this and answer.how == "contributed":
+        if self._is_last and answer.how == "contributed":
             self.is_running = False
         else:
             self._go_on(answer)
@@ -103,7 +105,7 @@ class VirtualWorker:
         if self._local_step < self._steps_per_epoch:
             self._after(self.step_s * self._rng.uniform(1 - STEP_JITTER, 1 + STEP_JITTER), self._step)
             return
-        self._handed = frozenset(self.pending)
+        self._handed, self._is_last = frozenset(self.pending), self.ends_after_this
         work = Work(
             tokens=len(self._handed),
             norm=1.0,

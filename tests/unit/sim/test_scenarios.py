@@ -234,6 +234,7 @@ def test_who_was_away_for_longer_than_certificates_are_kept_takes_what_the_other
     swarm.run(12 * EPOCH_S)
     assert swarm.state(0).epoch - swarm.state(2).epoch > 6
     together(swarm)
+    together(swarm)
     assert swarm.contributors(swarm.state(0).head) == {0, 1, 2}
 
 
