@@ -57,10 +57,10 @@ check: .venv/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/unit
+	DILOCO_SCHEDULES=200 $(BIN)/python -m pytest -q tests/unit
 
 fast: .venv/.installed
-	$(BIN)/python -m pytest -q tests/unit
+	DILOCO_SCHEDULES=200 $(BIN)/python -m pytest -q tests/unit
 
 format: .venv/.installed
 	$(BIN)/ruff format .
