@@ -147,7 +147,15 @@ def why_unsettled(swarm: VirtualSwarm) -> str:
     states = [peer.state for peer in swarm.honest]
     if any(state is None for state in states):
         return f"{sum(state is None for state in states)} honest peers have no state"
-    held = [state for state in states if state is not None]
+    by_genesis: dict[str, list[State]] = {}
+    for state in states:
+        if state is not None:
+            by_genesis.setdefault(state.genesis, []).append(state)
+    # Runs that were founded apart, while a partition stood, stay apart: nobody of either may be overruled.
+    return next(filter(None, map(_why_apart, by_genesis.values())), "")
+
+
+def _why_apart(held: list[State]) -> str:
     least = min(held, key=lambda state: state.epoch)
     if not all(least.leads_to(state) for state in held):
         return "honest peers are on different chains"

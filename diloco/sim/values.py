@@ -41,6 +41,14 @@ class State:
         """As what a founder starts a run from."""
         return Offer(anchor=self.anchor, momentum=self.momentum, certificate=self.certificate)
 
+    @property
+    def genesis(self) -> str:
+        """Head of the first commit that it comes of."""
+        state = self
+        while state.parent is not None:
+            state = state.parent
+        return state.head
+
     def leads_to(self, other: State | None) -> bool:
         """Whether `other` is this state, or follows it."""
         while other is not None and other.head != self.head and other.epoch >= self.epoch:

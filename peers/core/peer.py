@@ -506,7 +506,7 @@ class Peer:
         roster = self._ranks = {member.peer_id: member.world_rank for member in parent.plan.roster}
         self.world_rank = roster.get(self.me, self.world_rank)
         self.swarm.roster = frozenset(roster)
-        for peer_id in roster.keys() - {self.me}:
+        for peer_id in sorted(roster.keys() - {self.me}):
             self.swarm.expect(peer_id, turn.now)
         self.swarm.head_moved(turn.now)
         self.catch_up.head_moved()
