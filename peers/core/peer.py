@@ -413,6 +413,8 @@ class Peer:
             turn.do(Tell("fork", f"gave up {len(fork.ours)} commits of this side", {"commits": lost}))
             worker.gives_up_since(fork.ancestor.plan.epoch)
         self._move_to(turn, path)
+        # Also where no common past is known: no work is based on an epoch that is yet to come.
+        worker.gives_up_since(self.epoch)
         if worker.work is None:
             return
         mine = self._commit_with(path)
