@@ -42,7 +42,7 @@ def exported(checkpoint: str, directory: Path, *, weights: Weights) -> dict[str,
         model = source if is_of_trainer else source / "model"
         if not (model / "config.json").is_file():
             raise UserError(f"{store.name_of(found.name, found.part)} holds no configuration of a model")
-        is_agreed = weights == "agreed" and found.mark.lineage != "" and not is_of_trainer
+        is_agreed = weights == "agreed" and found.mark.head != "" and not is_of_trainer
         if is_of_trainer:
             state = _trainers_weights(source)
         elif is_agreed:

@@ -15,7 +15,7 @@ class Start:
     local_step: int
     data_base: int
     anchor_digest: str
-    lineage: str
+    head: str
     num_peers: int
     keep_local: bool
 
@@ -36,15 +36,13 @@ class EpochFigures:
     """Outer steps done, this one included."""
     fragment: int
     """Which part of the model this peer had handed over."""
-    lineage: str
+    head: str
     anchor_digest: str
     num_peers: int
     contributors: list[int]
     """World ranks whose work is in this anchor, as far as this peer knows: after catching up, at most itself."""
     sent_bytes: int
     received_bytes: int
-    carried_tokens: int
-    """Of this peer in this commit: trained on the losing side of a fork, and counted there before."""
     round_s: float
     """From the group to the commit, failed attempts included."""
     connect_s: float

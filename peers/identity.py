@@ -16,8 +16,18 @@ from peers.errors import UserError
 from peers.network import libp2p_keys
 from peers.network.libp2p_keys import verify
 from peers.private_files import write_private
+from peers.protocol.certificates import Signature
 
-__all__ = ["Identity", "check_run_id", "claim_slot", "load", "load_or_create", "verify"]
+__all__ = [
+    "Identity",
+    "IdentityKeys",
+    "check_run_id",
+    "claim_slot",
+    "load",
+    "load_or_create",
+    "verify",
+    "verify_signature",
+]
 
 _MAX_SLOTS = 10_000
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -146,3 +156,22 @@ def _make_directory(directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
         raise UserError(f"cannot make the directory {directory} for identities: {error.strerror}") from error
+
+
+class IdentityKeys:
+    """Signs for the core with this peer's identity."""
+
+    def __init__(self, identity: Identity) -> None:
+        self._identity = identity
+
+    @property
+    def peer_id(self) -> str:
+        return self._identity.peer_id
+
+    def sign(self, payload: bytes) -> Signature:
+        return Signature(public_key=self._identity.public_key, signature=self._identity.sign(payload))
+
+
+def verify_signature(peer_id: str, payload: bytes, signature: Signature) -> bool:
+    """Whether this peer has signed this."""
+    return verify(peer_id, signature.public_key, payload, signature.signature)

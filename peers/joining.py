@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 from peers.errors import UserError
-from peers.membership import View, best_of, preference
+from peers.membership import View
 from peers.records import Announcement
-from peers.round.aggregation import RULES, Aggregation
+from peers.protocol.rules import RULES
 from peers.schedule import Schedule
 
 Scalar = str | int | float | bool | None
@@ -61,7 +62,6 @@ def check_manifest(value: Any) -> dict[str, Scalar]:
             raise ValueError(f"{key} is no number from 0 to 1: {part!r:.40}")
     try:
         Schedule.of(value)
-        Aggregation.of(value)
     except UserError as error:
         raise ValueError(str(error)) from error
     if len(json.dumps(value)) > MAX_MANIFEST_BYTES:
@@ -102,8 +102,15 @@ def _short(value: Scalar) -> str:
 def manifest_source(
     view: View, *, me: int, galaxy_size: int, waited_out: bool
 ) -> Announcement | Literal["own"] | None:
-    """Whose manifest to adopt: the lowest rank that has one. None: wait on. The view includes this peer."""
+    """Whose manifest to adopt. None: wait on. The view includes this peer.
+
+    Of a run that has begun, the one that most of its peers have; before that the lowest rank's.
+    """
     holders = [peer for rank, peer in sorted(view.items()) if rank != me and peer.manifest_digest]
+    if running := [peer for peer in holders if peer.head]:
+        counts = Counter(peer.manifest_digest for peer in running)
+        most = max(counts.values())
+        return next(peer for peer in running if counts[peer.manifest_digest] == most)
     if holders:
         return holders[0]
     lowest = me == min(view)
@@ -111,17 +118,3 @@ def manifest_source(
         return "own"
     return None
 
-
-def state_source(view: View, *, me: int, galaxy_size: int, waited_out: bool) -> Announcement | None:
-    """Whose state to start from, once this peer has one of its own to offer. None: wait on.
-
-    A running swarm wins. Before the first step the best state among the waiting does: most committed tokens (some may
-    have come back from a checkpoint), then the smaller lineage, then the lowest rank.
-    """
-    running = best_of({rank: peer for rank, peer in view.items() if rank != me})
-    if running is not None:
-        return running
-    offering = [peer for peer in view.values() if peer.anchor_digest]
-    if len(offering) < galaxy_size and not waited_out:
-        return None
-    return max(offering, key=lambda peer: (preference(peer), -peer.world_rank), default=None)

@@ -15,11 +15,11 @@ talks; what it says stands for all ranks of the peer, which agree among themselv
     collect {}                          ->   (at once, or when the worker has trained on meanwhile)
                                         <-   committed {...}   (*in* is the worker's)
     checkpoint {directory}              ->
-                                        <-   checkpointed {files, lineage} | failed {reason}
+                                        <-   checkpointed {files, head} | failed {reason}
     snapshot {directory}                ->   (as `checkpoint`, but training goes on meanwhile)
                                         <-   snapped {} | failed {reason}
     written {directory}                 ->   (on a connection of its own, without a hello: what came of the snapshot)
-                                        <-   checkpointed {files, lineage} | failed {reason}
+                                        <-   checkpointed {files, head} | failed {reason}
     finished {}                         ->
                                         <-   bye {}
 

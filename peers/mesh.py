@@ -80,12 +80,14 @@ class Mesh:
         status: Callable[[], bytes],
         on_change: Callable[[], None],
         on_message: Callable[[Announcement, dict[str, Any]], None],
+        on_lost: Callable[[str], None] = lambda peer_id: None,
         gate: Gate | None = None,
     ) -> None:
-        """`gate`: who may be here; default: everybody."""
+        """`gate`: who may be here; default: everybody. `on_lost` hears of each channel that ends, by peer id."""
         self._protocol = mesh_protocol(run_id)
         self._run_id, self._peer_id, self._transport = run_id, peer_id, transport
         self._status, self._on_change, self._on_message = status, on_change, on_message
+        self._on_lost = on_lost
         self._signed, self._signed_at = b"", float("-inf")
         self._peers: dict[str, LivePeer] = {}
         self._dialling: dict[str, asyncio.Task[None]] = {}
@@ -164,6 +166,15 @@ class Mesh:
     def send(self, world_rank: int, message: dict[str, Any]) -> None:
         """Queue a message; one to a peer that is gone is dropped, as a broken channel would drop it."""
         if (peer := self._holders().get(world_rank)) is not None:
+            peer.enqueue(message)
+
+    def send_to(self, peer_id: str, message: dict[str, Any]) -> None:
+        """The same, by peer id."""
+        if (peer := self._peers.get(peer_id)) is not None:
+            peer.enqueue(message)
+
+    def broadcast(self, message: dict[str, Any]) -> None:
+        for peer in self._peers.values():
             peer.enqueue(message)
 
     def broadcast_status(self) -> None:
@@ -376,6 +387,7 @@ class Mesh:
                 )
                 if may_be_back:
                     self._note_lost(peer_id, peer.status)
+                self._on_lost(peer_id)
                 self._on_change()
                 if isinstance(broken_by, PeerSilent) and peer.is_quiet:
                     # It has left our heartbeats unanswered: whoever was frozen itself has sent none.
@@ -419,6 +431,6 @@ def _essence(status: Announcement) -> tuple[Any, ...]:
         status.incarnation,
         status.state,
         status.epoch,
-        status.lineage,
+        status.head,
         status.manifest_digest,
     )

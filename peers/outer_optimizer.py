@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import struct
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
@@ -22,7 +21,8 @@ from peers.outer_state import Digests, OuterState, num_threads
 from peers.reduction.kernels import energy, outer_step
 from peers.reduction.plan import CHUNK_NUMEL, slices
 from peers.reduction.residuals import contribution
-from peers.state.header import MAX_ANCESTORS, StateChunk, StateHeader
+from peers.protocol.certificates import Certificate
+from peers.state.header import StateChunk, StateHeader
 
 _PART_NUMEL = 1 << 16
 """Values at a time: what is computed of them is still in the cache when it is hashed."""
@@ -52,16 +52,16 @@ class OuterOptimizer:
         fragment: int,
         average: Tensor,
         *,
-        tokens: int,
-        data_width: int,
+        certificate: Certificate | None = None,
         previewed: StateHeader | None = None,
         into: Tensor | None = None,
     ) -> Digests:
-        """Advance anchor, momentum, epoch, lineage, tokens and data blocks together.
+        """Advance anchor, momentum and certificate together: with it the epoch, the head and the data blocks.
 
-        `average` is the averaged pseudo-gradient, `tokens` what it was trained on, `data_width` the number of data
-        blocks that the epoch which ends has handed out. `previewed` is the header of a Preview of the same state and
-        average: with it nothing is hashed a second time. The new anchor is copied to `into`, which may be `average`.
+        `average` is the averaged pseudo-gradient. `previewed` is the header of a Preview of the same state and average:
+        with it nothing is hashed a second time. The new anchor is copied to `into`, which may be `average`. Raises
+        ProtocolError where the result is not what the certificate says; the state is of no use then. Without a
+        certificate (for those who want the arithmetic alone) the state's own stays.
         """
         old, chunks = state.header, state.chunks(fragment)
         target = Target(*state.begin_change(fragment), into)
@@ -71,15 +71,9 @@ class OuterOptimizer:
 
         with ThreadPoolExecutor(num_threads(), "outer", keep_denormals) as pool:
             digests = list(pool.map(step, chunks))
-        header = replace(
-            previewed or old.with_chunks(chunks, digests),
-            epoch=old.epoch + 1,
-            parent=old.lineage,
-            ancestors=(old.parent, *old.ancestors)[:MAX_ANCESTORS] if old.parent else (),
-            committed_tokens=old.committed_tokens + tokens,
-            data_base=old.data_base + data_width,
-            data_width=data_width,
-        )
+        header = previewed or old.with_chunks(chunks, digests)
+        if certificate is not None:
+            header = header.certified_by(certificate)
         state.end_change(header, fragment, target.anchor, target.momentum)
         return Digests(header.anchor_digest, header.momentum_digest)
 

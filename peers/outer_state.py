@@ -15,6 +15,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
+from peers.protocol.certificates import Certificate
 from peers.state.header import StateChunk, StateHeader, chunks_of
 
 _MAX_THREADS = 4
@@ -44,16 +45,11 @@ class OuterState:
 
     @classmethod
     def initial(cls, anchor: Sequence[Tensor]) -> OuterState:
-        """Epoch 0 on these weights, which it takes over, with zero momentum."""
+        """A run that has not begun, on these weights, which it takes over, with zero momentum."""
         momentum = [torch.zeros_like(values) for values in anchor]
         sizes = tuple(values.numel() for values in anchor)
         header = StateHeader(
             sizes=sizes,
-            epoch=0,
-            parent="",
-            committed_tokens=0,
-            data_base=0,
-            data_width=0,
             anchor_chunks=_hash_all(anchor, sizes),
             momentum_chunks=_hash_all(momentum, sizes),
         )
@@ -68,8 +64,8 @@ class OuterState:
         return self.header.epoch
 
     @property
-    def lineage(self) -> str:
-        return self.header.lineage
+    def head(self) -> str:
+        return self.header.head
 
     @property
     def committed_tokens(self) -> int:
@@ -78,10 +74,6 @@ class OuterState:
     @property
     def data_base(self) -> int:
         return self.header.data_base
-
-    @property
-    def data_width(self) -> int:
-        return self.header.data_width
 
     @property
     def anchor_digest(self) -> str:
@@ -94,6 +86,11 @@ class OuterState:
     def chunks(self, fragment: int) -> list[StateChunk]:
         """The hashed chunks of one fragment, in order."""
         return [chunk for chunk in chunks_of(self.sizes) if chunk.fragment == fragment]
+
+    def certify(self, certificate: Certificate) -> None:
+        """This is the state of that commit. Raises ProtocolError where its values are not what it says."""
+        with self._lock:
+            self.header = self.header.certified_by(certificate)
 
     def verify(self) -> Digests:
         """The digests of the values as they are, not as the header says."""

@@ -55,6 +55,7 @@ class Presence:
         describe: Callable[[], Announcement],
         on_change: Callable[[], None],
         on_message: Callable[[Announcement, dict[str, Any]], None],
+        on_lost: Callable[[str], None],
         gate: Gate,
     ) -> None:
         self._gate = gate
@@ -72,6 +73,7 @@ class Presence:
             status=lambda: describe().encode(identity),
             on_change=self._view_changed,
             on_message=on_message,
+            on_lost=on_lost,
             gate=gate,
         )
 

@@ -60,13 +60,13 @@ class Announcement:
     state: State
     """One of STATES."""
     epoch: int
-    lineage: str
-    """Hex; empty before the peer has any anchor."""
+    head: str
+    """Hash of the certificate of its state; empty before it has one of the run."""
     step: int
     """Nominal: epoch times local steps plus local step."""
     local_step: int
     committed_tokens: int
-    """Tokens averaged into the anchor, over all epochs and peers."""
+    """Tokens averaged into the anchor, over all epochs and peers: for people, it decides nothing."""
     tokens_per_s: float
     anchor_digest: str
     """Empty before the peer has any anchor."""
@@ -82,8 +82,6 @@ class Announcement:
     """By which path its streams go, by world rank: for people to see."""
     token: bytes = b""
     """Its right to be here (peers/admission.py), for the reader to check; empty in an open swarm."""
-    led_by: int = -1
-    """Who led the last commit that this peer has made; -1: it has made none on the way to where it is."""
 
     def encode(self, identity: Identity) -> bytes:
         """The record for the DHT, under `identity.peer_id` as its subkey."""
@@ -231,7 +229,7 @@ _ANNOUNCEMENT_CHECKS: Checks = {
     "incarnation": _is_count,
     "state": lambda value: isinstance(value, str) and value in STATES,
     "epoch": _is_count,
-    "lineage": _is_digest,
+    "head": _is_digest,
     "step": _is_count,
     "local_step": _is_count,
     "committed_tokens": _is_count,
@@ -241,5 +239,4 @@ _ANNOUNCEMENT_CHECKS: Checks = {
     "manifest_digest": _is_digest,
     "endpoints": _are_endpoints,
     "paths": _are_paths,
-    "led_by": lambda value: type(value) is int and -1 <= value < MAX_WORLD_RANKS,
 }

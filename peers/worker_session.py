@@ -190,7 +190,7 @@ class WorkerSession:
             await connection.send("failed", reason=str(error))
         else:
             files = {name: (record.num_bytes, record.digest) for name, record in written.files.items()}
-            await connection.send("checkpointed", files=files, lineage=written.lineage)
+            await connection.send("checkpointed", files=files, head=written.head)
 
     def _tensors(self) -> Memories:
         return Memories(

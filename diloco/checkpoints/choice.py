@@ -54,7 +54,7 @@ def to_resume(
 
     Where all of them were killed at once some had saved a step that others had not; only from one that all have do
     they all go on as if nothing had been. That is the beginning while the others were saving their very first. Else,
-    where there is no such step, each takes its newest. `own` is newest first; `others` are lineages by step's name and
+    where there is no such step, each takes its newest. `own` is newest first; `others` are heads by step's name and
     world rank.
     """
     recent = {rank for candidate in own[:_RECENT] for rank in others.get(candidate.name, {})}
@@ -79,10 +79,10 @@ def _without(
     me: int | None,
 ) -> set[int]:
     """World ranks that were in it together with this peer, save here, and do not have it."""
-    mark, lineages = candidate.mark, others.get(candidate.name, {})
+    mark, heads = candidate.mark, others.get(candidate.name, {})
     first = {rank for rank, registration in savers.items() if registration.was_saving_its_first(mark)}
     together = set(mark.contributors or {*recent, *first}).intersection(savers) - {me}
-    return {rank for rank in together if lineages.get(rank) != mark.lineage}
+    return {rank for rank in together if heads.get(rank) != mark.head}
 
 
 def of_others(

@@ -80,7 +80,7 @@ class Finder:
         own = newest_first(list(self._whole_marks(self._part)))
         savers = self.store.savers() if self._world_rank is not None else {}
         if own:
-            others = {one.name: self._lineages(one.name) for one in own[:3]} if len(savers) > 1 else {}
+            others = {one.name: self._heads(one.name) for one in own[:3]} if len(savers) > 1 else {}
             return to_resume(own, others, savers, self._world_rank)
         me = self._world_rank
         found = [one for rank in sorted(savers) if rank != me for one in self._whole_marks(own_part(rank))]
@@ -100,12 +100,12 @@ class Finder:
         self._refused[name, part] = problem
         self._on_skipped(problem)
 
-    def _lineages(self, name: str) -> Mapping[int, str]:
+    def _heads(self, name: str) -> Mapping[int, str]:
         """Of the outer states that peers have saved at a step, by world rank."""
         found = {}
         for part, raw in self.store.parts(name).items():
             try:
-                found[int(part.removeprefix(PEER_PART))] = Mark.from_bytes(raw).lineage
+                found[int(part.removeprefix(PEER_PART))] = Mark.from_bytes(raw).head
             except ValueError:
                 # Damaged, so its peer will not go on from it either.
                 continue

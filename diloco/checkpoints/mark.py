@@ -49,7 +49,7 @@ class Mark:
     """Unix time; later than that of every checkpoint that the same peer has saved before."""
     contributors: tuple[int, ...] = ()
     """World ranks in the last commit; none where that is not known."""
-    lineage: str = ""
+    head: str = ""
     """Of the outer state; empty without a swarm."""
     loss: float | None = None
     """Of the newest evaluation since the checkpoint before."""
@@ -89,7 +89,8 @@ class Mark:
             number=_count(content["number"]),
             saved_at_ms=_count(content["saved_at_ms"]),
             contributors=tuple(_count(value) for value in content["contributors"]),
-            lineage=str(content["lineage"]),
+            # Versions without certificates called it so.
+            head=str(content.get("head", content.get("lineage", ""))),
             loss=None if loss is None else float(loss),
         )
 
@@ -123,7 +124,7 @@ def mark_whole(directory: Path, outer: Diloco, *, num_ranks: int) -> Mark:
         files=records_below(directory),
         saved_at_ms=time.time_ns() // 1_000_000,
         contributors=tuple(commit.contributors) if commit else (),
-        lineage=str(json.loads(header.read_bytes())["lineage"]) if header.exists() else "",
+        head=str(json.loads(header.read_bytes())["head"]) if header.exists() else "",
     )
     write_mark(directory, mark)
     return mark

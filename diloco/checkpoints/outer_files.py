@@ -18,7 +18,7 @@ class OuterFiles:
     link_path: Path | None = None
     files: dict[str, FileRecord] = field(default_factory=dict)
     """By name, once `wait` has returned."""
-    lineage: str = ""
+    head: str = ""
 
     def wait(self) -> OuterFiles:
         """Until the daemon is done, from any thread of rank 0; repeating it costs nothing.
@@ -37,5 +37,5 @@ class OuterFiles:
         if answer["kind"] == "failed":
             raise DilocoError(f"the outer state was not saved to {self.directory}: {answer['reason']}")
         self.files = {name: FileRecord(*record) for name, record in answer["files"].items()}
-        self.lineage = str(answer["lineage"])
+        self.head = str(answer["head"])
         return self

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _SOURCE = ValueSource()
 _LINK_ENV = "DILOCO_LINK"
-_TOLD = ("peers.daemon", "peers.host")
+_TOLD = ("peers.daemon",)
 
 app = App(name="peer", usage="Usage: diloco peer [OPTIONS]", config=[_SOURCE])
 

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from peers.core.chain import Chain, Fork, acceptable_part, prefers_theirs
+from peers.core.chain import KEPT, Chain, Fork, acceptable_part, prefers_theirs
 from peers.core.effects import CancelFetch, Fetch, Send, Tell
 from peers.core.health import Swarm
 from peers.core.timing import Timing
@@ -50,14 +50,14 @@ class CatchUp:
         if self.chain.get(head) is None and len(self._unknown) < MAX_UNKNOWN:
             self._unknown[head] = None
 
-    def advance(self, turn: Turn, *, can_fetch: bool) -> bool:
+    def advance(self, turn: Turn, *, can_fetch: bool, has_worker: bool) -> bool:
         """Ask for what is missing, and fetch the state that counts. True if a fetch began or ended."""
         heads = self._announced()
         for head, holders in heads.items():
             self._ask_for_the_way(turn, head, holders)
         if not can_fetch or not turn.passed(self._not_before):
             return False
-        path = self._best(turn, heads)
+        path = self._best(turn, heads, has_worker)
         if self.target is not None and (not path or path[-1].head == self.target.head):
             return False
         if not path or (self.target is not None and not self._is_past(path)):
@@ -77,7 +77,8 @@ class CatchUp:
         if self.target is None:
             return
         for peer_id in suspects:
-            self.swarm.strike(peer_id, self.target.plan.epoch)
+            if self.swarm.is_live(peer_id):
+                self.swarm.strike(peer_id, self.target.plan.epoch, 0.5)
         self.target, self.path = None, ()
         self._not_before = turn.now + self.timing.reaction_s
 
@@ -121,39 +122,58 @@ class CatchUp:
         if len(self._asked) > 4 * MAX_UNKNOWN:
             self._asked.clear()
 
-    def _best(self, turn: Turn, heads: dict[str, list[str]]) -> tuple[Certificate, ...]:
+    def _best(self, turn: Turn, heads: dict[str, list[str]], has_worker: bool) -> tuple[Certificate, ...]:
         if not self.chain.head:
             return self._for_newcomer(turn, heads)
         best: tuple[Certificate, ...] = ()
         for head in sorted(heads):
-            path = self._acceptable_way(head, heads)
+            path = self._acceptable_way(turn, head, heads, has_worker)
             if path and path[-1].head in heads and (not best or _counts_for_more(self.chain, path, best)):
                 best = path
         return best
 
-    def _acceptable_way(self, head: str, heads: dict[str, list[str]]) -> tuple[Certificate, ...]:
+    def _acceptable_way(
+        self, turn: Turn, head: str, heads: dict[str, list[str]], has_worker: bool
+    ) -> tuple[Certificate, ...]:
         fork = self.chain.fork_to(head)
         if fork is None:
             return self._way_of_the_lost(head, heads)
-        on_path = {certificate.head for certificate in fork.theirs}
-        is_on = {p for h in on_path for p in heads.get(h, ())}
         part = acceptable_part(
-            fork, me=self.me, is_live=self.swarm.is_live, was_gone=self.swarm.was_gone, is_on=is_on
+            fork,
+            me=self.me if has_worker else None,
+            may_object=lambda peer_id, at: (
+                not (
+                    self.swarm.is_gone(peer_id)
+                    or self._is_past_head(peer_id, at)
+                    or (at == self.chain.head and self.swarm.has_gone_on(peer_id, turn))
+                )
+            ),
         )
         if not part or (fork.ours and not prefers_theirs(Fork(fork.ancestor, fork.ours, part))):
             return ()
         return part
 
+    def _is_past_head(self, peer_id: str, head: str) -> bool:
+        """Whether what this peer announces is known to follow on this head."""
+        status = self.swarm.status(peer_id)
+        at = status.head if status is not None else ""
+        for _ in range(KEPT):
+            certificate = self.chain.get(at)
+            if certificate is None or certificate.is_genesis:
+                return False
+            at = certificate.plan.parent
+            if at == head:
+                return True
+        return False
+
     def _way_of_the_lost(self, head: str, heads: dict[str, list[str]]) -> tuple[Certificate, ...]:
-        """A common past is not known any more: what more peers show counts, or all who were gone while this one was."""
+        """A common past is not known any more: what more peers show counts, this one included."""
         path = self.chain.path_back(head)
         if not path or not (path[0].is_genesis or path[0].plan.parent in self._unknown):
             return ()
         theirs = {p for certificate in path for p in heads.get(certificate.head, ())}
         ours = [p for p, status in self.swarm.live() if status.head and self.chain.has_passed(status.head)]
-        # Alone with them: those who were gone while this peer was away had the right to go on without it.
-        went_on = not ours and bool(theirs) and all(map(self.swarm.was_gone, theirs))
-        if len(theirs) <= 1 + len(ours) and not went_on:
+        if len(theirs) < 1 + len(ours):
             return ()
         return tuple(path[-1:])
 

@@ -7,7 +7,7 @@ certificate after the split has the smaller hash. Not tokens, not length, not wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from peers.protocol.certificates import Certificate
@@ -137,30 +137,28 @@ def _signed_last(side: Sequence[Certificate], peer_id: str) -> tuple[int, int]:
 def acceptable_part(
     fork: Fork,
     *,
-    me: str,
-    is_live: Callable[[str], bool],
-    was_gone: Callable[[str], bool],
-    is_on: Container[str],
+    me: str | None,
+    may_object: Callable[[str, str], bool],
 ) -> tuple[Certificate, ...]:
     """As much of their way, from its beginning, as may be adopted.
 
-    A certificate must be signed by a majority of the roster before it. Fewer will do where all others of that roster
-    cannot be heard, or have gone on elsewhere: they signed on our side of the fork, or (`is_on`) hold a state of
-    theirs. This peer itself must have lost all the signers for a while.
+    A certificate must be signed by a majority of the roster before it. Fewer will do where no fewer have signed it than
+    could object (`may_object`, with the head before it): members that may be heard and have not gone on from that head,
+    by this certificate or another. `me`: this peer, if it has a worker, and so objects itself.
     """
-    elsewhere = {signer for certificate in fork.ours for signer in certificate.plan.signers}
-    roster = {member.peer_id for member in fork.ancestor.plan.roster}
     accepted: list[Certificate] = []
+    before = fork.ancestor
     for certificate in fork.theirs:
+        roster = {member.peer_id for member in before.plan.roster}
         signers = roster & set(certificate.plan.signers)
-        if not signers:
+        has_gone_on = bool(fork.ours) and before is fork.ancestor
+        objectors = {
+            peer_id for peer_id in roster - signers if peer_id != me and may_object(peer_id, before.head)
+        }
+        if me in roster - signers and not has_gone_on:
+            objectors.add(me)
+        if not signers or (2 * len(signers) <= len(roster) and len(signers) < len(objectors)):
             break
-        if 2 * len(signers) <= len(roster):
-            others = roster - signers - elsewhere - {me}
-            if any(is_live(peer_id) and peer_id not in is_on for peer_id in others):
-                break
-            if me in roster - signers - elsewhere and not all(map(was_gone, signers - {me})):
-                break
         accepted.append(certificate)
-        roster = {member.peer_id for member in certificate.plan.roster}
+        before = certificate
     return tuple(accepted)

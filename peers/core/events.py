@@ -71,7 +71,9 @@ class ReduceFailed:
     plan: str
     reason: str
     suspects: frozenset[str] = frozenset()
-    """Peers that it was lost to, by this peer's own evidence."""
+    """Peers that it was lost to."""
+    told_by: frozenset[str] = frozenset()
+    """Where they are suspected by the word of others alone, those others."""
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,10 @@ class Health:
     heard_at: float
     lost_at: float = math.inf
     """When its channel broke or its silence became too long; infinite: it is there."""
-    was_gone: bool = False
-    """It was lost, for longer than the time to regain it, since this peer holds its head."""
+    is_gone: bool = False
+    """It has been lost for longer than the time to regain it."""
+    at_head_at: float = 0.0
+    """When it was last heard to train on this peer's head, or this peer came to it."""
     round_trip_s: float = 0.0
     """0: not measured."""
     strikes: float = 0.0
@@ -54,9 +56,9 @@ class Swarm:
         if health is None:
             if status is None or len(self._peers) >= MAX_PEERS_HEARD:
                 return False
-            self._peers[peer_id] = Health(status, now)
+            self._peers[peer_id] = Health(status, now, at_head_at=now)
             return True
-        health.heard_at, health.lost_at = now, math.inf
+        health.heard_at, health.lost_at, health.is_gone = now, math.inf, False
         if status is None:
             return True
         old = health.status
@@ -68,7 +70,7 @@ class Swarm:
     def expect(self, peer_id: str, now: float) -> None:
         """A member of the roster, which has its time to be heard."""
         if peer_id not in self._peers:
-            self._peers[peer_id] = Health(_UNHEARD, now)
+            self._peers[peer_id] = Health(_UNHEARD, now, at_head_at=now)
 
     def measured(self, peer_id: str, round_trip_s: float) -> None:
         if (health := self._peers.get(peer_id)) is not None:
@@ -79,28 +81,33 @@ class Swarm:
             health.lost_at = now
 
     def overslept(self, seconds: float) -> None:
-        """This peer itself was frozen for so long: nobody else has been silent meanwhile, but may have gone on."""
+        """This peer itself was frozen for so long: nobody else has been silent meanwhile."""
         for health in self._peers.values():
             health.heard_at += seconds
-            health.was_gone = health.was_gone or seconds >= self._timing.silence_s
-            if math.isfinite(health.lost_at):
-                health.lost_at += seconds
+            health.at_head_at += seconds
+            health.lost_at += seconds
 
-    def notice_silence(self, turn: Turn) -> None:
+    def notice_silence(self, turn: Turn, head: str) -> None:
+        """`head`: this peer's own."""
         silence_s, regain_s = self._timing.silence_s, self._timing.regain_s
+        round_trips = []
         for health in self._peers.values():
             if math.isinf(health.lost_at) and turn.passed(health.heard_at + silence_s):
                 health.lost_at = health.heard_at + silence_s
-            if math.isfinite(health.lost_at) and turn.passed(health.lost_at + regain_s):
-                health.was_gone = True
-        live = [self._peers[peer_id].round_trip_s for peer_id, _ in self.live()]
-        self._timing.num_peers = 1 + len(live)
-        self._timing.round_trip_s = statistics.median(live) if live else 0.0
+            is_there = math.isinf(health.lost_at)
+            if not is_there and turn.passed(health.lost_at + regain_s):
+                health.is_gone = True
+            if is_there and health.status.head == head and health.status.phase in ("training", "ready"):
+                health.at_head_at = turn.now
+            if is_there and health.status.phase != "leaving":
+                round_trips.append(health.round_trip_s)
+        self._timing.num_peers = 1 + len(round_trips)
+        self._timing.round_trip_s = statistics.median(round_trips) if round_trips else 0.0
 
-    def head_moved(self) -> None:
-        """What was so while this peer held its head is history, but for those who are not back yet."""
+    def head_moved(self, now: float) -> None:
+        """Everybody has its time to come to this peer's new head."""
         for health in self._peers.values():
-            health.was_gone = health.was_gone and math.isfinite(health.lost_at)
+            health.at_head_at = now
 
     def live(self) -> Iterator[tuple[str, Status]]:
         """Everybody who is there, and has not said that it leaves."""
@@ -113,16 +120,16 @@ class Swarm:
         return health is not None and math.isinf(health.lost_at) and health.status.phase != "leaving"
 
     def is_gone(self, peer_id: str) -> bool:
-        """It has left, or was lost so long ago that the others may go on without it."""
+        """It has left, or was lost so long ago that nobody waits for it any more."""
+        health = self._peers.get(peer_id)
+        return health is not None and (health.is_gone or health.status.phase == "leaving")
+
+    def has_gone_on(self, peer_id: str, turn: Turn) -> bool:
+        """It does not train on this peer's head, and has had its time to: the others may go on without it."""
         health = self._peers.get(peer_id)
         if health is None:
             return False
-        return health.status.phase == "leaving" or (math.isfinite(health.lost_at) and health.was_gone)
-
-    def was_gone(self, peer_id: str) -> bool:
-        """At some time since this peer holds its head."""
-        health = self._peers.get(peer_id)
-        return health is not None and (health.was_gone or health.status.phase == "leaving")
+        return turn.passed(health.at_head_at + self._timing.silence_s + self._timing.regain_s)
 
     def has_left(self, peer_id: str) -> bool:
         health = self._peers.get(peer_id)

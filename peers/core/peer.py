@@ -75,9 +75,7 @@ class Peer:
         self.me, self._keys, self._verify, self._settings = keys.peer_id, keys, verify, settings
         self._incarnation, self.world_rank = incarnation, world_rank
         self._pledges = dict(pledges)
-        self.timing = Timing.of(
-            grace_s=settings.grace_s, num_bytes=settings.num_bytes, state_bytes=settings.state_bytes
-        )
+        self.timing = Timing.of(settings)
         self.swarm = Swarm(self.timing)
         self.chain = Chain()
         self.worker = Worker()
@@ -95,7 +93,10 @@ class Peer:
         )
         self._offer: Offer | None = None
         self._is_leaving = False
+        self.last_failures: tuple[str, ...] = ()
+        """Why attempts failed before the last commit."""
         self._genesis = ""
+        self._ranks: dict[str, int] = {}
         self._head_since = now
         self._last_handled = now
         self._sequence = 0
@@ -132,6 +133,18 @@ class Peer:
             "ready": "ready",
         }
         return states[self.worker.state] if self.head else "waiting"
+
+    def rank_of(self, peer_id: str) -> int | None:
+        """The world rank of a member of the roster."""
+        return self._ranks.get(peer_id)
+
+    @property
+    def missing_ranks(self) -> tuple[int, ...]:
+        """World ranks of those that the next commit waits for."""
+        if self.round is None:
+            return ()
+        missing = self.round.missing(self._entry, self._last_handled, is_training=self.worker.is_training)
+        return tuple(sorted(rank for peer_id in missing if (rank := self.rank_of(peer_id)) is not None))
 
     # Events
 
@@ -182,9 +195,9 @@ class Peer:
             case events.Reduced(plan, anchor, momentum):
                 if round_ is not None:
                     round_.on_reduced(turn, plan, anchor, momentum)
-            case events.ReduceFailed(plan, reason, suspects):
+            case events.ReduceFailed():
                 if round_ is not None:
-                    round_.on_reduce_failed(turn, plan, reason, suspects)
+                    round_.on_reduce_failed(turn, event)
             case events.Fetched(head):
                 self._fetched(turn, head)
             case events.FetchFailed(head, _, suspects):
@@ -230,13 +243,15 @@ class Peer:
 
     def _follow_a_rule(self, turn: Turn) -> bool:
         """The first that has anything to do does it."""
-        self.swarm.notice_silence(turn)
+        self.swarm.notice_silence(turn, self.head)
         if self._is_leaving:
             return False
         return (
             self._found(turn)
             or self._commit(turn)
-            or self.catch_up.advance(turn, can_fetch=self._can_fetch)
+            or self.catch_up.advance(
+                turn, can_fetch=self._can_fetch, has_worker=self.worker.state in ("trains", "ready")
+            )
             or self._check_own_state(turn)
             or self._go_on_late(turn)
             or self._begin_worker(turn)
@@ -257,7 +272,9 @@ class Peer:
             turn.do(Broadcast(Certificates(head=genesis.head, certificates=(genesis,))))
             return self._begin_from(turn, genesis)
         if (genesis := self.chain.genesis_of(self.me)) is not None:
-            return self.catch_up.target is None and self._begin_from(turn, genesis)
+            heads = {status.head for _, status in self.swarm.live()} - {NO_HEAD, genesis.head}
+            # Of a run that has gone on since, this peer is a newcomer.
+            return not heads and self.catch_up.target is None and self._begin_from(turn, genesis)
         return self._founding.advance(turn, self.world_rank, self._offer)
 
     def _begin_from(self, turn: Turn, genesis: Certificate) -> bool:
@@ -337,6 +354,7 @@ class Peer:
         if fork is not None and fork.ours:
             lost = sum(self.me in certificate.plan.signers for certificate in fork.ours)
             turn.do(Tell("fork", f"gave up {len(fork.ours)} commits of this side", {"commits": lost}))
+            worker.gives_up_since(fork.ancestor.plan.epoch)
         self._move_to(turn, path)
         if worker.work is None:
             return
@@ -405,28 +423,35 @@ class Peer:
         round_, worker = self.round, self.worker
         if round_ is None or self.catch_up.target is not None:
             return False
-        entry = None
-        if worker.work is not None and worker.base == self.head:
-            entry = Entry(self.world_rank, worker.work)
-        return round_.advance(turn, entry, is_training=worker.is_training)
+        return round_.advance(turn, self._entry, is_training=worker.is_training)
+
+    @property
+    def _entry(self) -> Entry | None:
+        """This peer's work, where it may be in the next commit."""
+        worker = self.worker
+        is_here = worker.work is not None and worker.base == self.head
+        return Entry(self.world_rank, worker.work) if is_here and worker.work is not None else None
 
     def _move_to(self, turn: Turn, path: tuple[Certificate, ...]) -> None:
         """Epoch, head, round and chain advance together, here and nowhere else."""
-        if self.round is not None and self.round.stage is Stage.REDUCE:
-            turn.do(CancelReduce())
+        if self.round is not None:
+            self.last_failures = tuple(self.round.failures)
+            if self.round.stage is Stage.REDUCE:
+                turn.do(CancelReduce())
         self.chain.move_to(path)
         if path[0].is_genesis:
             self._genesis = path[0].head
         parent = self.chain.newest
-        roster = {member.peer_id: member.world_rank for member in parent.plan.roster}
+        roster = self._ranks = {member.peer_id: member.world_rank for member in parent.plan.roster}
         self.world_rank = roster.get(self.me, self.world_rank)
         for peer_id in roster.keys() - {self.me}:
             self.swarm.expect(peer_id, turn.now)
-        self.swarm.head_moved()
+        self.swarm.head_moved(turn.now)
         self._head_since = turn.now
         self.round = Round(
             self._parts,
             parent,
+            now=turn.now,
             signed=self._pledges.get(parent.head, -1),
             absent={peer_id: self.chain.num_absent(peer_id) for peer_id in roster},
         )

@@ -20,6 +20,7 @@ from enum import Enum
 from functools import cached_property
 
 from peers.core.effects import CancelReduce, Pledge, Reduce, Send
+from peers.core.events import ReduceFailed
 from peers.core.health import Swarm
 from peers.core.plans import ABSENT_COMMITS, Entry, fault_in, is_quorum, plan_of
 from peers.core.settings import Settings
@@ -64,11 +65,13 @@ class Round:
     `absent`: members of the roster that were not in the last commits, and how many.
     """
 
-    def __init__(self, parts: Parts, parent: Certificate, *, signed: int, absent: Mapping[str, int]) -> None:
+    def __init__(
+        self, parts: Parts, parent: Certificate, *, now: float, signed: int, absent: Mapping[str, int]
+    ) -> None:
         self._parts, self.parent = parts, parent
         self._swarm, self._timing, self._settings = parts.swarm, parts.timing, parts.settings
         self._me = parts.keys.peer_id
-        self._absent = absent
+        self._absent, self._began_at = absent, now
         self.attempt, self._signed = signed + 1, signed
         self.stage = Stage.GATHER
         self.certificate: Certificate | None = None
@@ -121,15 +124,22 @@ class Round:
             return True
         return self._gather(turn, entry, is_training)
 
+    def missing(self, entry: Entry | None, now: float, *, is_training: bool) -> set[str]:
+        """Whom a commit on this head waits for."""
+        ready, expected = self._ready_and_expected(Turn(now), entry, is_training)
+        return expected - ready.keys()
+
     # Gathering
 
     def _gather(self, turn: Turn, entry: Entry | None, is_training: bool) -> bool:
-        ready, expected = self._ready_and_expected(entry, is_training)
-        if not ready or len(ready) < self._settings.aggregation.least_group or not self._is_quorate(ready):
+        ready, expected = self._ready_and_expected(turn, entry, is_training)
+        if not self._is_enough(turn, ready):
             self._quorum_at = self._could_at = None
             return False
         self._quorum_at = turn.now if self._quorum_at is None else self._quorum_at
-        if not expected <= ready.keys() and not turn.passed(self._quorum_at + self._timing.grace_s):
+        if not expected <= ready.keys() and not turn.passed(
+            self._quorum_at + self._timing.grace_s(self._quorum_at - self._began_at)
+        ):
             self._could_at = None
             return False
         leader = self.leader_of(self.attempt)
@@ -138,7 +148,7 @@ class Round:
                 return False
             self._begin_to_lead(turn, ready, is_complete=expected <= ready.keys())
             return True
-        if not self._can_lead(leader):
+        if self._is_passed_over(leader):
             if not any(peer_id == self._me or self._can_lead(peer_id) for peer_id in self.roster):
                 return False
             self.attempt += 1
@@ -151,39 +161,59 @@ class Round:
         return True
 
     def _ready_and_expected(
-        self, entry: Entry | None, is_training: bool
+        self, turn: Turn, entry: Entry | None, is_training: bool
     ) -> tuple[dict[str, Entry], set[str]]:
-        """Who is ready to commit on this head, and who is to be waited for."""
+        """Who is ready to commit on this head, and who is to be waited for.
+
+        Those who have spoilt attempts are left out of both, where there are enough without them.
+        """
         epoch = self.parent.plan.epoch
         ready = {} if entry is None else {self._me: entry}
         expected = {self._me} if is_training or entry is not None else set()
         doubtful: dict[str, Entry] = {}
+        trouble: set[str] = set()
         for peer_id, status in self._swarm.live():
-            if self._swarm.is_left_out(peer_id, epoch) or status.phase not in ("training", "ready"):
+            if status.phase not in ("training", "ready"):
                 continue
+            is_doubtful = peer_id in self._suspects or self._swarm.is_left_out(peer_id, epoch)
             is_here = status.head == self.head
             if is_here and status.work is not None and status.work.based_on <= epoch:
-                at = doubtful if peer_id in self._suspects else ready
+                at = doubtful if is_doubtful else ready
                 at[peer_id] = Entry(status.world_rank, status.work)
             if is_here or (peer_id in self.roster and status.head == self.parent.plan.parent):
                 # The latter is about to hear of the last commit.
-                expected.add(peer_id)
-        if doubtful and self._is_quorate(ready) and len(ready) >= self._settings.aggregation.least_group:
-            return ready, expected - doubtful.keys()
-        return ready | doubtful, expected
+                (trouble if is_doubtful else expected).add(peer_id)
+        if self._is_enough(turn, ready):
+            return ready, expected
+        return ready | doubtful, expected | trouble
 
-    def _is_quorate(self, ready: Mapping[str, Entry]) -> bool:
+    def _is_enough(self, turn: Turn, ready: Mapping[str, Entry]) -> bool:
+        """A quorum of the roster; or fewer, where this peer can do without all others of it."""
+        if not ready or len(ready) < self._settings.aggregation.least_group:
+            return False
         if is_quorum(ready, self.parent, self._settings.quorum):
             return True
-        return all(map(self._swarm.is_gone, self.roster - ready.keys()))
+        others = self.roster - ready.keys()
+        return self._me not in others and all(self._can_do_without(turn, peer_id) for peer_id in others)
+
+    def _can_do_without(self, turn: Turn, peer_id: str) -> bool:
+        """It is gone, or has gone on elsewhere; or spoils rounds, and everybody has tried to lead one with it."""
+        if self._swarm.is_gone(peer_id) or self._swarm.has_gone_on(peer_id, turn):
+            return True
+        return self.attempt >= len(self._order) and self._swarm.is_left_out(peer_id, self.parent.plan.epoch)
 
     def _can_lead(self, peer_id: str) -> bool:
         status = self._swarm.status(peer_id)
-        return (
-            status is not None
-            and status.head == self.head
-            and self._swarm.is_live(peer_id)
-            and not self._swarm.is_left_out(peer_id, self.parent.plan.epoch)
+        return status is not None and status.head == self.head and self._swarm.is_live(peer_id)
+
+    def _is_passed_over(self, leader: str) -> bool:
+        """It cannot lead; or it spoils rounds, and somebody else can."""
+        if not self._can_lead(leader):
+            return True
+        epoch = self.parent.plan.epoch
+        return self._swarm.is_left_out(leader, epoch) and any(
+            peer_id == self._me or (self._can_lead(peer_id) and not self._swarm.is_left_out(peer_id, epoch))
+            for peer_id in self.roster
         )
 
     # Leading
@@ -258,7 +288,8 @@ class Round:
         suspects = set(decline.suspects) & set(lead.plan.signers) - {sender, self._me}
         lost: tuple[str, ...] = ()
         if suspects:
-            lost = (self._one_of_a_pair(sender, min(suspects)),)
+            accuser = min(decline.told_by, default=sender)
+            lost = (self._one_of_a_pair(accuser, min(suspects)),)
         elif decline.attempt_here == self.attempt:
             self._swarm.strike(sender, self.parent.plan.epoch, 0.5)
             lost = (sender,)
@@ -332,7 +363,7 @@ class Round:
             self._fail(turn, f"its leader {leader} proposes {fault}")
             return
         if self._quorum_at is not None:
-            _, expected = self._ready_and_expected(entry, True)
+            _, expected = self._ready_and_expected(turn, entry, True)
             self.gathered = turn.now - self._quorum_at, expected <= present
         self._accept(turn, plan)
 
@@ -378,20 +409,23 @@ class Round:
         else:
             turn.do(Send(leader, vote))
 
-    def on_reduce_failed(self, turn: Turn, plan_digest: str, reason: str, suspects: frozenset[str]) -> None:
+    def on_reduce_failed(self, turn: Turn, failed: ReduceFailed) -> None:
         plan = self._plan
-        if self.stage is not Stage.REDUCE or plan is None or plan.digest != plan_digest:
+        if self.stage is not Stage.REDUCE or plan is None or plan.digest != failed.plan:
             return
-        for suspect in suspects:
-            self._swarm.strike(suspect, self.parent.plan.epoch, 0.5)
-        self._give_up(turn, reason, suspects)
+        if not failed.told_by:
+            for suspect in failed.suspects:
+                self._swarm.strike(suspect, self.parent.plan.epoch, 0.5)
+        self._give_up(turn, failed.reason, failed.suspects, failed.told_by)
 
-    def _give_up(self, turn: Turn, reason: str, suspects: frozenset[str]) -> None:
+    def _give_up(
+        self, turn: Turn, reason: str, suspects: frozenset[str], told_by: frozenset[str] = frozenset()
+    ) -> None:
         """Out of this attempt, and say why."""
         if self._lead is not None:
             self._abort(turn, reason, tuple(suspects))
             return
-        self._decline(turn, self.leader_of(self.attempt), self.attempt, reason, suspects)
+        self._decline(turn, self.leader_of(self.attempt), self.attempt, reason, suspects, told_by)
         self._fail(turn, reason, suspects)
 
     def _watch_attempt(self, turn: Turn) -> bool:
@@ -446,7 +480,13 @@ class Round:
     # Between attempts
 
     def _decline(
-        self, turn: Turn, leader: str, attempt: int, reason: str, suspects: frozenset[str] = frozenset()
+        self,
+        turn: Turn,
+        leader: str,
+        attempt: int,
+        reason: str,
+        suspects: frozenset[str] = frozenset(),
+        told_by: frozenset[str] = frozenset(),
     ) -> None:
         if leader != self._me:
             decline = Decline(
@@ -454,6 +494,7 @@ class Round:
                 attempt=attempt,
                 reason=reason[:300],
                 suspects=tuple(sorted(suspects)),
+                told_by=tuple(sorted(told_by)),
                 attempt_here=self.attempt,
             )
             turn.do(Send(leader, decline))

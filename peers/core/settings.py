@@ -1,4 +1,4 @@
-"""What a peer needs to know about its run and its user's wishes. The same on all peers but for the last four."""
+"""What a peer needs to know about its run and its user's wishes. The same on all peers but for the last five."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ class Settings:
     steps_per_epoch: int
     num_fragments: int = 1
     aggregation: Aggregation = field(default_factory=Aggregation)
-    num_bytes: int = 0
-    """Of one fragment on the wire: the first round is given time for it."""
-    state_bytes: int = 0
-    """Of anchor and momentum: a fetch is given time for it."""
     quorum: float = 0.5
     """The part of the roster of which more must be in a commit."""
     grace_s: float = math.inf
     """How long a commit waits, once a quorum is ready, for the others at most."""
+    attempt_timeout_s: float = math.inf
+    """How long an attempt may take at most."""
     galaxy_size: int = 1
     """How many founders a run waits for."""
     founders_timeout_s: float = 600.0

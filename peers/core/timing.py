@@ -10,6 +10,8 @@ import statistics
 from collections import deque
 from dataclasses import dataclass, field
 
+from peers.core.settings import Settings
+
 BEAT_S = 0.5
 """Between two heartbeats of a peer. Among more than BEAT_PEERS rarer, since everybody hears everybody."""
 BEAT_PEERS = 8
@@ -49,8 +51,10 @@ class Timing:
 
     most_grace_s: float
     """The user's bound."""
-    first_round_s: float
-    fetch_timeout_s: float
+    most_attempt_s: float
+    """Likewise."""
+    first_round_s: float = LEAST_ROUND_S
+    fetch_timeout_s: float = FETCH_S
     num_peers: int = 1
     round_trip_s: float = 0.0
     _rounds: deque[float] = field(default_factory=lambda: deque(maxlen=8))
@@ -58,12 +62,13 @@ class Timing:
     _gathers: deque[float] = field(default_factory=lambda: deque(maxlen=16))
 
     @classmethod
-    def of(cls, *, grace_s: float, num_bytes: int, state_bytes: int) -> Timing:
-        return cls(
-            most_grace_s=grace_s,
-            first_round_s=max(LEAST_ROUND_S, 2 * num_bytes / SLOWEST_LINK),
-            fetch_timeout_s=FETCH_S + state_bytes / SLOWEST_LINK,
-        )
+    def of(cls, settings: Settings) -> Timing:
+        return cls(most_grace_s=settings.grace_s, most_attempt_s=settings.attempt_timeout_s)
+
+    def is_to_move(self, *, fragment_bytes: int, state_bytes: int) -> None:
+        """How much a commit and a fetch have to move, as soon as the worker has said how large its model is."""
+        self.first_round_s = max(LEAST_ROUND_S, 2 * fragment_bytes / SLOWEST_LINK)
+        self.fetch_timeout_s = FETCH_S + state_bytes / SLOWEST_LINK
 
     @property
     def beat_s(self) -> float:
@@ -89,16 +94,26 @@ class Timing:
         return statistics.median(self._rounds) if self._rounds else self.first_round_s
 
     @property
+    def connect_s(self) -> float:
+        """For all streams of an attempt to stand; among many they share processors."""
+        return CONNECT_S * self.beat_s / BEAT_S
+
+    @property
+    def stall_s(self) -> float:
+        """A stream of a reduction may be silent for so long."""
+        return self.silence_s + min(self.silence_s, self.usual_round_s)
+
+    @property
     def attempt_s(self) -> float:
         """From the proposal to the certificate."""
         if not self._rounds:
-            return self.first_round_s
-        return CONNECT_S + self.silence_s + ROUNDS * self.usual_round_s
+            return min(self.most_attempt_s, self.first_round_s)
+        usual = self.connect_s + self.stall_s + ROUNDS * self.usual_round_s
+        return min(self.most_attempt_s, usual)
 
-    @property
-    def grace_s(self) -> float:
-        """How long a quorum that is ready waits for the others."""
-        slowest = max(self._epochs, default=0.0)
+    def grace_s(self, epoch_s: float) -> float:
+        """How long a quorum that is ready, so long after the epoch began, waits for the others."""
+        slowest = max(self._epochs, default=epoch_s)
         if len(self._gathers) < ENOUGH_ROUNDS:
             return min(self.most_grace_s, max(FIRST_GRACE_S, slowest))
         median = statistics.median(self._gathers)

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 from peers.protocol.certificates import Work
+from peers.protocol.rules import LEAST_ROBUST_GROUP, ROBUST_RULES, RULES, Rule
 
-Rule = Literal["mean", "clip", "trimmed-mean", "centered-clip"]
-RULES: tuple[Rule, ...] = get_args(Rule)
-ROBUST_RULES = frozenset({"trimmed-mean", "centered-clip"})
-"""Their proofs weigh all members alike, and need at least three of them."""
 CLIP_FACTOR = 4.0
 """A pseudo-gradient longer than this many times the group's median norm is scaled down to it."""
 DEFAULT_MAX_WEIGHT = 2.0
-LEAST_ROBUST_GROUP = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +29,20 @@ class Aggregation:
     """What the manifest lets one peer train in one epoch; 0: the manifest does not say."""
     staleness_discount: float = 1.0
     """Each commit that a contribution has missed multiplies its weight by this (arXiv 2401.09135 has such decays)."""
+
+    @classmethod
+    def of(cls, manifest: Mapping[str, str | int | float | bool | None]) -> Aggregation:
+        """What a checked manifest says."""
+        rule, most = manifest.get("hv.aggregation"), manifest.get("hv.max_weight")
+        sizes = [manifest.get(f"train.{name}") for name in ("total_batch_size", "seq_length")]
+        steps, fragments = manifest.get("hv.local_steps"), manifest.get("hv.num_fragments")
+        tokens = int(sizes[0] or 0) * int(sizes[1] or 0) * int(steps or 0) // int(fragments or 1)
+        return cls(
+            rule=next((known for known in RULES if known == rule), cls.rule),
+            max_weight=float(most) if most else DEFAULT_MAX_WEIGHT,
+            max_tokens_per_epoch=tokens,
+            staleness_discount=float(manifest.get("hv.staleness_discount") or 1.0),
+        )
 
     @property
     def least_group(self) -> int:

@@ -72,6 +72,11 @@ class Worker:
         """Its work on this fragment is in the commit that led to this epoch."""
         self._based_on[fragment] = epoch
 
+    def gives_up_since(self, epoch: int) -> None:
+        """Its commits after this epoch were of a fork that lost."""
+        self._began = min(self._began, epoch)
+        self._based_on = {fragment: min(at, epoch) for fragment, at in self._based_on.items()}
+
     def goes_on(self, epoch: int, local_step: int) -> None:
         """It has been answered."""
         self.state = "waits" if self._next_waits else "none" if self._is_gone else "trains"

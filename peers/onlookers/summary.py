@@ -74,7 +74,7 @@ def _peer(peer_id: str, peer: Sighting, state: str, now: float, unix_now: float)
         "step": said.step,
         "local_step": said.local_step,
         "anchor_digest": said.anchor_digest,
-        "lineage": said.lineage,
+        "head": said.head,
         "committed_tokens": said.committed_tokens,
         "tokens_per_s": 0.0 if state in (LOST, SILENT) else said.tokens_per_s,
         "last_seen_s": max(0.0, unix_now - said.time),

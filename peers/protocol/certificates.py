@@ -15,6 +15,7 @@ from typing import Annotated, Protocol
 import msgspec
 from msgspec import Meta
 
+from peers.errors import ProtocolError
 from peers.protocol.limits import (
     MAX_PEERS,
     AttemptNumber,
@@ -164,3 +165,19 @@ class Certificate(Struct, frozen=True):
             return False
         payload = self.body.signed_bytes
         return all(map(verify, signers, [payload] * len(signers), self.signatures))
+
+
+_certificates = msgspec.msgpack.Decoder(Certificate)
+
+
+def encode_certificate(certificate: Certificate) -> bytes:
+    """For files, and for the header of a state."""
+    return _encode(certificate)
+
+
+def decode_certificate(blob: bytes) -> Certificate:
+    """Raises ProtocolError for what is none."""
+    try:
+        return _certificates.decode(blob)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise ProtocolError(f"not a certificate: {error!s:.200}") from error

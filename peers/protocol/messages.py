@@ -91,6 +91,8 @@ class Decline(Struct, frozen=True, tag="decline"):
     reason: ShortText
     suspects: Annotated[tuple[PeerId, ...], Meta(max_length=MAX_PEERS)] = ()
     """Where the reduction failed: the members it was lost to."""
+    told_by: Annotated[tuple[PeerId, ...], Meta(max_length=MAX_PEERS)] = ()
+    """Where those are suspected by the word of other members alone, these."""
     attempt_here: AttemptNumber = 0
     """The attempt that this member is at."""
 

@@ -11,7 +11,7 @@ from functools import cached_property
 from peers.codecs import codec_named, result_codec_named
 from peers.errors import ProtocolError
 from peers.reduction.robust_sums import norm_bound
-from peers.round.aggregation import Rule, holds_all
+from peers.protocol.rules import Rule, holds_all
 
 CHUNK_NUMEL = 1 << 18
 """Values per frame, and at a time where no frames are sent: 1 MiB in fp32.

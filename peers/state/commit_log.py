@@ -1,4 +1,4 @@
-"""What a donor keeps of the commits that come while somebody downloads its state, for that one to make them too.
+"""What a donor keeps of the commits that come while somebody downloads its state, for that one to repeat them.
 
 A download of the whole state takes as long as the link says; where epochs are shorter the state would be old when it
 has come, and the next one again. A commit is far less: the average as it went on the wire. So the joiner asks for the
@@ -10,23 +10,23 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
 from peers.codecs import result_codec_named
 from peers.errors import ProtocolError
+from peers.protocol.certificates import Plan
 from peers.reduction.kernels import Bytes
-from peers.reduction.plan import CHUNK_NUMEL, ReducePlan
-from peers.round.messages import MAX_MEMBERS
+from peers.reduction.plan import CHUNK_NUMEL
+from peers.reduction.shares import bounds_of
 
 KEPT_FOR_S = 30.0
 """After the last download: a joiner comes back for the commits when it has put its state together."""
-_MAX_COUNT = 1 << 62
 _FLOAT_BYTES = 4
 
 
@@ -45,59 +45,11 @@ class Recording:
 
 
 @dataclass(frozen=True)
-class CommitHeader:
-    """All that a commit does but for its values; it leads from one lineage to another."""
+class RecordedCommit:
+    """`parent` and `head`: the hashes of the certificates before and after it."""
 
     parent: str
-    lineage: str
-    fragment: int
-    tokens: int
-    data_width: int
-    num_members: int
-    codec: str
-    """Of the average."""
-    bounds: tuple[int, ...]
-    """Each owner's share lies from bound to bound."""
-
-    def to_message(self) -> dict[str, Any]:
-        return {**vars(self), "bounds": list(self.bounds)}
-
-    @classmethod
-    def from_message(cls, message: Mapping[str, Any], sizes: Sequence[int]) -> Self:
-        """Of a state whose fragments have these sizes. Raises ProtocolError."""
-        try:
-            header = cls(
-                parent=_text(message["parent"]),
-                lineage=_text(message["lineage"]),
-                fragment=_count(message["fragment"], len(sizes) - 1),
-                tokens=_count(message["tokens"]),
-                data_width=_count(message["data_width"]),
-                num_members=_count(message["num_members"], MAX_MEMBERS),
-                codec=_text(message["codec"]),
-                bounds=tuple(_count(bound) for bound in message["bounds"]),
-            )
-            result_codec_named(header.codec)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ProtocolError(f"not the header of a commit: {error!r:.200}") from error
-        bounds = header.bounds
-        if not 1 < len(bounds) <= MAX_MEMBERS + 1 or bounds[0] or list(bounds) != sorted(bounds):
-            raise ProtocolError(f"not the bounds of shares: {bounds!s:.80}")
-        if bounds[-1] != sizes[header.fragment] or header.num_members < 1:
-            raise ProtocolError("a commit of another fragment, or of nobody")
-        return header
-
-    def parts(self) -> Iterator[tuple[slice, int]]:
-        """Where each chunk lies in the fragment, and the bytes of its payload."""
-        codec = result_codec_named(self.codec)
-        for start, stop in pairwise(self.bounds):
-            for first in range(start, stop, CHUNK_NUMEL):
-                part = slice(first, min(first + CHUNK_NUMEL, stop))
-                yield part, codec.encoded_bytes(part.stop - part.start)
-
-
-@dataclass(frozen=True)
-class RecordedCommit:
-    header: CommitHeader
+    head: str
     payloads: tuple[Bytes, ...]
 
     @property
@@ -133,14 +85,14 @@ class CommitLog:
     def is_wanted(self) -> bool:
         return self._num_downloads > 0 or time.monotonic() < self._wanted_until
 
-    def add(self, recording: Recording | None, header: CommitHeader, state_numel: int) -> None:
+    def add(self, recording: Recording | None, *, parent: str, head: str, state_numel: int) -> None:
         """A commit is done. None: nothing was recorded of it, and what came before leads nowhere."""
         with self._lock:
-            if recording is None or (self._commits and self._commits[-1].header.lineage != header.parent):
+            if recording is None or (self._commits and self._commits[-1].head != parent):
                 self._commits.clear()
             if recording is None:
                 return
-            self._commits.append(RecordedCommit(header, recording.in_order()))
+            self._commits.append(RecordedCommit(parent, head, recording.in_order()))
             while sum(commit.num_bytes for commit in self._commits) > 2 * _FLOAT_BYTES * state_numel:
                 del self._commits[0]
 
@@ -150,46 +102,27 @@ class CommitLog:
             self._commits.clear()
 
     def between(self, since: str, until: str) -> list[RecordedCommit]:
-        """Those that lead from one lineage to the other; empty where they are not here."""
+        """Those that lead from one head to the other; empty where they are not here."""
         with self._lock:
             commits = list(self._commits)
-        first = next((i for i, commit in enumerate(commits) if commit.header.parent == since), None)
-        last = next((i for i, commit in enumerate(commits) if commit.header.lineage == until), None)
+        first = next((i for i, commit in enumerate(commits) if commit.parent == since), None)
+        last = next((i for i, commit in enumerate(commits) if commit.head == until), None)
         return [] if first is None or last is None else commits[first : last + 1]
 
 
-def header_of(
-    plan: ReducePlan, *, parent: str, lineage: str, fragment: int, tokens: int, data_width: int
-) -> CommitHeader:
-    """Of a commit whose average was made under this plan."""
-    return CommitHeader(
-        parent=parent,
-        lineage=lineage,
-        fragment=fragment,
-        tokens=tokens,
-        data_width=data_width,
-        num_members=len(plan.members),
-        codec=plan.codec,
-        bounds=plan.bounds,
-    )
+def parts_of(plan: Plan, numel: int, codec: str) -> Iterator[tuple[slice, int]]:
+    """Where each chunk of a commit's average lies in its fragment of so many values, and the bytes of its payload."""
+    result_codec = result_codec_named(codec)
+    for start, stop in pairwise(bounds_of([c.work.bandwidth for c in plan.contributors], numel)):
+        for first in range(start, stop, CHUNK_NUMEL):
+            part = slice(first, min(first + CHUNK_NUMEL, stop))
+            yield part, result_codec.encoded_bytes(part.stop - part.start)
 
 
-def decoded(header: CommitHeader, part: slice, payload: Bytes, average: np.ndarray[Any, Any]) -> None:
+def decoded(codec: str, part: slice, payload: Bytes, average: np.ndarray[Any, Any]) -> None:
     """One chunk, to its place. Raises ProtocolError for what no encoder wrote or is not finite."""
-    values = result_codec_named(header.codec).decode(payload, average[part])
+    values = result_codec_named(codec).decode(payload, average[part])
     if not np.isfinite(values).all():
         raise ProtocolError("a commit with values that are not finite")
     if values.base is not average:
         average[part] = values
-
-
-def _count(value: Any, most: int = _MAX_COUNT) -> int:
-    if type(value) is not int or not 0 <= value <= most:
-        raise ValueError(f"not a count: {value!r:.40}")
-    return value
-
-
-def _text(value: Any) -> str:
-    if type(value) is not str or len(value) > 64:
-        raise ValueError(f"not a short text: {value!r:.80}")
-    return value

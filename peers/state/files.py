@@ -52,7 +52,7 @@ class HeldState:
         was written, by name.
         """
         header, written = self.snapshot.header, {}
-        metadata = {"lineage": header.lineage}
+        metadata = {"head": header.head}
         if self.residuals:
             path = directory / RESIDUALS_FILE
             written[RESIDUALS_FILE] = write_tensors(path, self.residuals, metadata)
@@ -113,7 +113,7 @@ def load_residuals(directory: Path, state: OuterState) -> list[Residuals]:
         return [Residuals(size) for size in state.sizes]
     try:
         with safe_open(path, framework="pt") as file:
-            if file.metadata().get("lineage") != state.lineage:
+            if file.metadata().get("head") != state.head:
                 raise ValueError("it belongs to another state")
             return [
                 Residuals.from_tensors(
@@ -135,7 +135,8 @@ def _header_text(header: StateHeader) -> str:
     return json.dumps(
         {key: value.hex() if isinstance(value, bytes) else value for key, value in message.items()}
         | {
-            "lineage": header.lineage,
+            "head": header.head,
+            "epoch": header.epoch,
             "anchor_digest": header.anchor_digest,
             "momentum_digest": header.momentum_digest,
         },
@@ -146,12 +147,11 @@ def _header_text(header: StateHeader) -> str:
 def _load_header(path: Path) -> StateHeader:
     try:
         message = json.loads(path.read_text())
-        for key in ("anchor_chunks", "momentum_chunks"):
+        # A version without certificates: its model can be exported, and training cannot go on from it.
+        message.setdefault("certificate", "")
+        for key in ("anchor_chunks", "momentum_chunks", "certificate"):
             message[key] = bytes.fromhex(message[key])
-        header = StateHeader.from_message(message)
-        if message["lineage"] != header.lineage:
-            raise ProtocolError("its lineage does not follow from its figures")
-        return header
+        return StateHeader.from_message(message)
     except (OSError, ValueError, TypeError, KeyError, ProtocolError) as error:
         raise UserError(
             f"{path} is not the header of a checkpoint: {error}. Resume from an older one."

@@ -1,7 +1,7 @@
-"""What identifies an outer state: its figures, the digests of its chunks, and the lineage that follows from both.
+"""What identifies an outer state: the certificate of the commit that led to it, and the digests of its chunks.
 
 Chunks are hashed one by one, and the digests of the chunks again: so hashing runs on several cores, one who knows only
-the lineage can check a header, and one who holds the header can check every single chunk, whoever it comes from.
+the certificate can check a header, and one who holds the header can check every single chunk, whoever it comes from.
 """
 
 from __future__ import annotations
@@ -13,16 +13,14 @@ from functools import cached_property
 from typing import Any
 
 from peers.errors import ProtocolError
+from peers.protocol.certificates import Certificate, decode_certificate, encode_certificate
 
 HEADER_FILE = "outer.json"
 """Where a state that is kept on a disk has its header."""
 STATE_CHUNK_NUMEL = 1 << 20
 """Values per hashed chunk: 4 MiB."""
 DIGEST_BYTES = 32
-MAX_ANCESTORS = 64
-"""Of a split that is longer ago nobody knows where it was."""
 _MAX_COUNT = 1 << 61
-"""Half of what an announcement may say: a state that somebody hands over leaves the counters room to grow."""
 
 
 @dataclass(frozen=True)
@@ -54,19 +52,11 @@ class StateHeader:
 
     sizes: tuple[int, ...]
     """Values in each fragment."""
-    epoch: int
-    parent: str
-    """Lineage before the last commit; empty at epoch 0."""
-    committed_tokens: int
-    data_base: int
-    """First data block of this epoch."""
-    data_width: int
-    """Data blocks the epoch before has handed out."""
     anchor_chunks: bytes
     """BLAKE3 of each anchor chunk, concatenated: as hard to forge as sha256, at four times its speed."""
     momentum_chunks: bytes
-    ancestors: tuple[str, ...] = ()
-    """Lineages before the parent's, newest first: they tell a fork from a state that trails. Not of old checkpoints."""
+    certificate: Certificate | None = None
+    """Of the commit that led here; None: the initial weights of a run that has not begun."""
 
     @cached_property
     def anchor_digest(self) -> str:
@@ -76,33 +66,30 @@ class StateHeader:
     def momentum_digest(self) -> str:
         return hashlib.sha256(self.momentum_chunks).hexdigest()
 
-    @cached_property
-    def lineage(self) -> str:
-        """Hex sha256 over the parent's lineage and everything that the commit has set."""
-        text = (
-            f"diloco outer state {self.sizes} {self.epoch} {self.parent} {self.anchor_digest} {self.momentum_digest} "
-            f"{self.committed_tokens} {self.data_base} {self.data_width}"
-        )
-        if self.ancestors:
-            # A chain of digests anyhow; but who hands a state over is not to make these up.
-            text += f" {' '.join(self.ancestors)}"
-        return hashlib.sha256(text.encode()).hexdigest()
+    @property
+    def head(self) -> str:
+        """Hash of the certificate; empty before there is one."""
+        return self.certificate.head if self.certificate else ""
 
-    def path_since_split(self, other: StateHeader) -> tuple[str, ...]:
-        """The lineages from the last that both have come by up to this one's own, oldest first.
+    @property
+    def epoch(self) -> int:
+        return self.certificate.plan.epoch if self.certificate else 0
 
-        Empty where one has only gone on from the other, or the split is too long ago to be known.
-        """
-        mine = self.lineage, self.parent, *self.ancestors
-        theirs = {other.lineage, other.parent, *other.ancestors} - {""}
-        num_own = next((index for index, lineage in enumerate(mine) if lineage in theirs), 0)
-        return mine[num_own::-1] if num_own and mine[num_own] != other.lineage else ()
+    @property
+    def data_base(self) -> int:
+        """First data block of this epoch."""
+        return self.certificate.plan.data_base if self.certificate else 0
 
-    def has_unknown_split_from(self, other: StateHeader) -> bool:
-        """Neither goes back to the other, and where both come from is too long ago. Of what nobody has trained: no."""
-        theirs = {other.lineage, other.parent, *other.ancestors} - {""}
-        is_near = abs(self.epoch - other.epoch) <= MAX_ANCESTORS
-        return self.epoch > 0 and is_near and theirs.isdisjoint((self.lineage, self.parent, *self.ancestors))
+    @property
+    def committed_tokens(self) -> int:
+        return self.certificate.plan.tokens if self.certificate else 0
+
+    def certified_by(self, certificate: Certificate) -> StateHeader:
+        """The same values as the state of this commit. Raises ProtocolError where they are not what it says."""
+        body = certificate.body
+        if (body.anchor, body.momentum) != (self.anchor_digest, self.momentum_digest):
+            raise ProtocolError(f"a state that is not the one of the commit {certificate.head[:12]}")
+        return replace(self, certificate=certificate)
 
     def with_chunks(
         self, chunks: Sequence[StateChunk], digests: Sequence[tuple[bytes, bytes]]
@@ -118,14 +105,9 @@ class StateHeader:
         """A map that msgpack takes."""
         return {
             "sizes": list(self.sizes),
-            "epoch": self.epoch,
-            "parent": self.parent,
-            "committed_tokens": self.committed_tokens,
-            "data_base": self.data_base,
-            "data_width": self.data_width,
             "anchor_chunks": self.anchor_chunks,
             "momentum_chunks": self.momentum_chunks,
-            "ancestors": list(self.ancestors),
+            "certificate": encode_certificate(self.certificate) if self.certificate else b"",
         }
 
     @classmethod
@@ -134,20 +116,12 @@ class StateHeader:
         try:
             header = cls(
                 sizes=tuple(_count(size) for size in message["sizes"]),
-                epoch=_count(message["epoch"]),
-                parent=_lineage_or_empty(message["parent"]),
-                committed_tokens=_count(message["committed_tokens"]),
-                data_base=_count(message["data_base"]),
-                data_width=_count(message["data_width"]),
                 anchor_chunks=_digests(message["anchor_chunks"]),
                 momentum_chunks=_digests(message["momentum_chunks"]),
-                # Checkpoints of old have none.
-                ancestors=tuple(_lineage_or_empty(lineage) for lineage in message.get("ancestors", ())),
             )
+            blob = _digests(message["certificate"])
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"not the header of a state: {error!r:.200}") from error
-        if len(header.ancestors) > MAX_ANCESTORS:
-            raise ProtocolError(f"a state with {len(header.ancestors)} ancestors")
         if sizes is not None and header.sizes != tuple(sizes):
             raise ProtocolError(
                 f"a state of other fragments: {header.sizes!s:.100}, not {tuple(sizes)!s:.100}"
@@ -155,7 +129,7 @@ class StateHeader:
         num_bytes = DIGEST_BYTES * sum(-(-size // STATE_CHUNK_NUMEL) for size in header.sizes)
         if not len(header.anchor_chunks) == len(header.momentum_chunks) == num_bytes:
             raise ProtocolError(f"a state of sizes {header.sizes!s:.100} has {num_bytes} bytes of digests")
-        return header
+        return header.certified_by(decode_certificate(blob)) if blob else header
 
 
 def _spliced(digests: bytes, chunks: Sequence[StateChunk], replacements: Sequence[bytes]) -> bytes:
@@ -177,11 +151,3 @@ def _digests(value: Any) -> bytes:
     if not isinstance(value, bytes | bytearray):
         raise ValueError(f"not digests: {value!r:.40}")
     return bytes(value)
-
-
-def _lineage_or_empty(value: Any) -> str:
-    if not isinstance(value, str) or (
-        value and (len(value) != 64 or not set(value) <= set("0123456789abcdef"))
-    ):
-        raise ValueError(f"not a lineage: {value!r:.80}")
-    return value

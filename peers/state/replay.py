@@ -1,14 +1,14 @@
-"""A joiner that holds a state makes the commits that have come since, as their members did.
+"""A joiner that holds a state repeats the commits that have come since, as their members made them.
 
     joiner                                donor                  protocol diloco/<run_id>/state
     commits {since, until}           ->
-                                     <-   commits {commits: [header, …]} | unavailable
+                                     <-   commits {count} | unavailable
     go                               ->
                                      <-   all their payloads
 
-The averages come as they went on the wire, so the outer steps give the same bits, and the lineage at the end shows that
-they do: it is over every value of the state. A donor that sends anything else is found out there, and costs nothing but
-the time.
+The joiner has the certificates of these commits, so it knows what every payload must be. The averages come as they went
+on the wire, so the outer steps give the same bits, and each certificate's digests show that they do. A donor that sends
+anything else is found out there, and costs nothing but the time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from peers.messages import Channel
 from peers.network.streams import StreamTransport
 from peers.outer_optimizer import OuterOptimizer
 from peers.outer_state import OuterState, Snapshot
-from peers.state.commit_log import CommitHeader, CommitLog, decoded
+from peers.protocol.certificates import Certificate
+from peers.state.commit_log import CommitLog, decoded, parts_of
 from peers.state.transfer import (
     COMMIT_TIMEOUT_S,
     MAX_MESSAGE_BYTES,
@@ -52,18 +53,19 @@ async def replay_commits(
     transport: StreamTransport,
     run_id: str,
     have: Snapshot,
-    lineage: str,
+    path: Sequence[Certificate],
+    codec: str,
     optimizer_for: OptimizerFor,
     *,
     timeout_s: float,
 ) -> OuterState:
-    """The state of this lineage, from one that is here and the commits in between. Raises StateUnavailable.
+    """The state at the end of `path`, from the one that is here and the commits in between. Raises StateUnavailable.
 
     Most donors have recorded nothing and say so at once. Those who are slow to say it are not waited for then: what the
     joiner will ask the others for instead may soon be gone.
     """
     offers = {
-        asyncio.create_task(_Offer.asked_for(donor, transport, run_id, have, lineage)): donor
+        asyncio.create_task(_Offer.asked_for(donor, transport, run_id, path)): donor
         for donor in donors
     }
     pending, patience_s = set(offers), timeout_s
@@ -77,7 +79,7 @@ async def replay_commits(
                     break
                 for task in done:
                     try:
-                        return await task.result().replay(have, optimizer_for)
+                        return await task.result().replay(have, path, codec, optimizer_for)
                     except (PeersError, OSError, TimeoutError) as error:
                         log.debug("no commits from %s: %s", offers[task], error)
                 patience_s = _GRACE_S
@@ -94,30 +96,31 @@ async def replay_commits(
 class _Offer:
     """A donor that has the commits, and waits to hear that they are wanted of it."""
 
-    headers: list[CommitHeader]
     channel: Channel
     sock: socket.socket
 
     @classmethod
     async def asked_for(
-        cls, donor: str, transport: StreamTransport, run_id: str, have: Snapshot, lineage: str
+        cls, donor: str, transport: StreamTransport, run_id: str, path: Sequence[Certificate]
     ) -> Self:
         """Raises PeersError."""
         sock = await transport.open(donor, state_protocol(run_id), timeout_s=STALL_TIMEOUT_S)
         channel = Channel(sock, max_message_bytes=MAX_MESSAGE_BYTES)
         try:
-            request = {"kind": "commits", "since": have.header.lineage, "until": lineage}
+            request = {"kind": "commits", "since": path[0].plan.parent, "until": path[-1].head}
             await channel.send(request, timeout_s=STALL_TIMEOUT_S)
             message = await channel.receive(timeout_s=COMMIT_TIMEOUT_S)
-            if message.get("kind") != "commits":
+            if message.get("kind") != "commits" or message.get("count") != len(path):
                 raise StateUnavailable("it has not recorded them")
-            return cls(_headers(message.get("commits"), have, lineage), channel, sock)
+            return cls(channel, sock)
         except BaseException:
             channel.close()
             raise
 
-    async def replay(self, have: Snapshot, optimizer_for: OptimizerFor) -> OuterState:
-        """Raises PeersError, OSError or TimeoutError where what comes is not what was announced."""
+    async def replay(
+        self, have: Snapshot, path: Sequence[Certificate], codec: str, optimizer_for: OptimizerFor
+    ) -> OuterState:
+        """Raises PeersError, OSError or TimeoutError where what comes does not lead to what is certified."""
         await self.channel.send({"kind": "go"}, timeout_s=STALL_TIMEOUT_S)
         state = OuterState(have.header, have.anchor, have.momentum)
         # The values belong to the state that is here: commits write beside them.
@@ -126,52 +129,51 @@ class _Offer:
         with kept:
             committing: asyncio.Future[None] | None = None
             try:
-                for header in self.headers:
+                for certificate in path:
                     # The next average comes in while the one before is committed.
-                    average = torch.empty(have.header.sizes[header.fragment])
-                    await _receive_average(self.sock, header, average)
+                    average = torch.empty(have.header.sizes[certificate.plan.fragment])
+                    await _receive_average(self.sock, certificate, codec, average)
                     if committing is not None:
                         await asyncio.shield(committing)
                     committing = asyncio.ensure_future(
-                        asyncio.to_thread(_commit, state, header, average, optimizer_for)
+                        asyncio.to_thread(_commit, state, certificate, average, optimizer_for)
                     )
                 assert committing is not None
                 await asyncio.shield(committing)
             finally:
                 if committing is not None:
                     await asyncio.gather(committing, return_exceptions=True)
-        log.info("made %d commits that have come since the download began", len(self.headers))
+        log.info("made %d commits that have come since the download began", len(path))
         return state
 
 
-def _headers(value: object, have: Snapshot, lineage: str) -> list[CommitHeader]:
-    """A chain from the state that is here to the lineage that is wanted. Raises ProtocolError."""
-    if not isinstance(value, list) or not 0 < len(value) <= MAX_COMMITS:
-        raise ProtocolError(f"not a list of commits: {value!r:.80}")
-    if not all(isinstance(item, dict) for item in value):
-        raise ProtocolError(f"not headers of commits: {value!r:.80}")
-    headers = [CommitHeader.from_message(item, have.header.sizes) for item in value]
-    parents = [have.header.lineage, *(header.lineage for header in headers[:-1])]
-    if [header.parent for header in headers] != parents or headers[-1].lineage != lineage:
-        raise ProtocolError("commits that do not lead from the state here to the one that is wanted")
-    return headers
+def can_be_repeated(have: Snapshot, path: Sequence[Certificate]) -> bool:
+    """Whether these certificates lead on from the state that is here, one by one, by commits of its fragments."""
+    parents = [have.header.head, *(certificate.head for certificate in path[:-1])]
+    return (
+        0 < len(path) <= MAX_COMMITS
+        and bool(have.header.head)
+        and [certificate.plan.parent for certificate in path] == parents
+        and all(certificate.plan.fragment < len(have.header.sizes) for certificate in path)
+        and not any(certificate.is_genesis for certificate in path)
+    )
 
 
-async def _receive_average(sock: socket.socket, header: CommitHeader, average: torch.Tensor) -> None:
+async def _receive_average(
+    sock: socket.socket, certificate: Certificate, codec: str, average: torch.Tensor
+) -> None:
     values = average.numpy()
-    for part, num_bytes in header.parts():
+    for part, num_bytes in parts_of(certificate.plan, average.numel(), codec):
         payload = np.empty(num_bytes, np.uint8)
         await receive_all(sock, payload.data)
-        await asyncio.to_thread(decoded, header, part, payload, values)
+        await asyncio.to_thread(decoded, codec, part, payload, values)
 
 
 def _commit(
-    state: OuterState, header: CommitHeader, average: torch.Tensor, optimizer_for: OptimizerFor
+    state: OuterState, certificate: Certificate, average: torch.Tensor, optimizer_for: OptimizerFor
 ) -> None:
-    optimizer = optimizer_for(header.num_members)
-    optimizer.commit(state, header.fragment, average, tokens=header.tokens, data_width=header.data_width)
-    if state.lineage != header.lineage:
-        raise ProtocolError("sent a commit that does not lead to the lineage it names")
+    plan = certificate.plan
+    optimizer_for(len(plan.contributors)).commit(state, plan.fragment, average, certificate=certificate)
 
 
 async def serve_commits(
@@ -179,11 +181,10 @@ async def serve_commits(
 ) -> None:
     """The donor's side, after the request."""
     commits = commit_log.between(str(since), str(until))[:MAX_COMMITS]
-    if not commits or commits[-1].header.lineage != until:
-        await channel.send({"kind": "unavailable", "lineage": ""}, timeout_s=STALL_TIMEOUT_S)
+    if not commits or commits[-1].head != until:
+        await channel.send({"kind": "unavailable", "head": ""}, timeout_s=STALL_TIMEOUT_S)
         return
-    headers = [commit.header.to_message() for commit in commits]
-    await channel.send({"kind": "commits", "commits": headers}, timeout_s=STALL_TIMEOUT_S)
+    await channel.send({"kind": "commits", "count": len(commits)}, timeout_s=STALL_TIMEOUT_S)
     if (await channel.receive(timeout_s=COMMIT_TIMEOUT_S)).get("kind") != "go":
         raise ProtocolError("asked for commits, and then for something else")
     for commit in commits:

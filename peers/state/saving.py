@@ -25,7 +25,7 @@ class Written:
     """What is in the directory now."""
 
     files: dict[str, FileRecord]
-    lineage: str
+    head: str
 
 
 class Saving:
@@ -58,4 +58,4 @@ class Saving:
 
 def _write(held: HeldState, directory: Path) -> Written:
     with held:
-        return Written(held.write(directory), held.snapshot.header.lineage)
+        return Written(held.write(directory), held.snapshot.header.head)

@@ -97,11 +97,11 @@ class StateServer:
         self, request: Mapping[str, object], channel: Channel, sock: socket.socket
     ) -> None:
         snapshot = await self._snapshot()
-        if snapshot is None or request.get("lineage") != snapshot.header.lineage:
-            lineage = snapshot.header.lineage if snapshot else ""
+        if snapshot is None or request.get("head") != snapshot.header.head:
+            head = snapshot.header.head if snapshot else ""
             if snapshot is not None:
                 snapshot.close()
-            await channel.send({"kind": "unavailable", "lineage": lineage}, timeout_s=STALL_TIMEOUT_S)
+            await channel.send({"kind": "unavailable", "head": head}, timeout_s=STALL_TIMEOUT_S)
             return
         with snapshot:
             async with asyncio.timeout(download_timeout_s(snapshot.header.sizes)):
@@ -118,10 +118,9 @@ class StateServer:
 
 
 async def _serve_snapshot(snapshot: Snapshot, channel: Channel, sock: socket.socket) -> None:
-    message = snapshot.header.to_message()
-    digests = message.pop("anchor_chunks"), message.pop("momentum_chunks")
-    await channel.send({"kind": "state", **message}, timeout_s=STALL_TIMEOUT_S)
-    await send_all(sock, memoryview(b"".join(digests)))
+    header = snapshot.header
+    await channel.send({"kind": "state"}, timeout_s=STALL_TIMEOUT_S)
+    await send_all(sock, memoryview(header.anchor_chunks + header.momentum_chunks))
     chunks = list(chunks_of(snapshot.header.sizes))
     while True:
         wanted = await channel.receive(timeout_s=_IDLE_TIMEOUT_S)

@@ -1,14 +1,15 @@
 """How an outer state gets from those who hold it (peers/state/server.py) to one who needs it.
 
     joiner                             donor                     protocol diloco/<run_id>/state
-    state {lineage}              ->
-                                 <-    state {header} + digests of all chunks | unavailable {lineage}
+    state {head}                 ->
+                                 <-    state + digests of all chunks | unavailable {head}
     chunk {values, position}     ->
                                  <-    the chunk's bytes, whose number both know
 
-The joiner knows the lineage it wants. The header must lead to it and every chunk must be what the header says, so
-chunks may come from any donor, several at once, and one that a donor fails to deliver is asked of another. What a state
-that the joiner holds already has in common with it (fragments that have not been averaged since) is not asked for.
+The joiner has the certificate of the state it wants. The digests must be those that were signed, and every chunk must
+be what they say, so chunks may come from any donor, several at once, and one that a donor fails to deliver is asked of
+another. What a state that the joiner holds already has in common with it (fragments that have not been averaged since)
+is not asked for.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from peers.messages import Channel
 from peers.network import socket_io
 from peers.network.streams import StreamTransport
 from peers.outer_state import OuterState, Snapshot, hash_chunk
+from peers.protocol.certificates import Certificate
 from peers.state.header import DIGEST_BYTES, StateChunk, StateHeader, chunks_of
 
 log = logging.getLogger(__name__)
@@ -62,20 +64,20 @@ async def download_state(
     donors: Sequence[str],
     transport: StreamTransport,
     run_id: str,
-    lineage: str,
+    certificate: Certificate,
     sizes: Sequence[int],
     *,
     timeout_s: float,
     have: Snapshot | None = None,
     progress: Progress | None = None,
 ) -> OuterState:
-    """The state of this lineage from these peers, all at once. Every bit of it has been checked.
+    """The state of this commit from these peers, all at once. Every bit of it has been checked.
 
     `sizes` are the values in each of our fragments, `have` is a state of theirs that is here already. Raises
     StateUnavailable when no donor can hand it over, or not in time; repeating it is safe.
     """
     zeros = await asyncio.to_thread(_digests_of_zeros, sizes)
-    download = _Download(lineage, tuple(sizes), zeros, have, progress)
+    download = _Download(certificate, tuple(sizes), zeros, have, progress)
     tasks = {
         donor: asyncio.create_task(download.run(donor, transport, state_protocol(run_id))) for donor in donors
     }
@@ -95,7 +97,7 @@ async def download_state(
         await asyncio.gather(*tasks.values(), return_exceptions=True)
     if not download.is_complete:
         reasons = "; ".join(f"{donor}: {task.result()}" for donor, task in tasks.items() if task.result())
-        raise StateUnavailable(f"nobody hands over the state {lineage[:12]}: {reasons or 'no donors'}")
+        raise StateUnavailable(f"nobody hands over the state {certificate.head[:12]}: {reasons or 'no donors'}")
     return download.state()
 
 
@@ -111,13 +113,13 @@ class _Download:
 
     def __init__(
         self,
-        lineage: str,
+        certificate: Certificate,
         sizes: tuple[int, ...],
         zeros: Mapping[int, bytes],
         have: Snapshot | None,
         progress: Progress | None,
     ) -> None:
-        self._lineage, self._sizes, self._zeros, self._progress = lineage, sizes, zeros, progress
+        self._certificate, self._sizes, self._zeros, self._progress = certificate, sizes, zeros, progress
         self._have = have
         self._header: StateHeader | None = None
         self._values = {name: [_untouched_zeros(size) for size in sizes] for name in ("anchor", "momentum")}
@@ -152,17 +154,16 @@ class _Download:
         return ""
 
     async def _ask_for_state(self, channel: Channel, sock: socket.socket) -> None:
-        await channel.send({"kind": "state", "lineage": self._lineage}, timeout_s=STALL_TIMEOUT_S)
+        await channel.send({"kind": "state", "head": self._certificate.head}, timeout_s=STALL_TIMEOUT_S)
         message = await channel.receive(timeout_s=COMMIT_TIMEOUT_S)
         if message.get("kind") != "state":
-            raise StateUnavailable(f"it holds the state {str(message.get('lineage'))[:12]!r}")
+            raise StateUnavailable(f"it holds the state {str(message.get('head'))[:12]!r}")
         digests = bytearray(2 * DIGEST_BYTES * len(list(chunks_of(self._sizes))))
         await receive_all(sock, memoryview(digests))
         half = len(digests) // 2
-        chunks = {"anchor_chunks": bytes(digests[:half]), "momentum_chunks": bytes(digests[half:])}
-        header = StateHeader.from_message({**message, **chunks}, self._sizes)
-        if header.lineage != self._lineage:
-            raise ProtocolError("sent a header that does not lead to the lineage asked for")
+        header = StateHeader(
+            sizes=self._sizes, anchor_chunks=bytes(digests[:half]), momentum_chunks=bytes(digests[half:])
+        ).certified_by(self._certificate)
         async with self._beginning:
             if self._header is None:
                 self._wanted.extend(await asyncio.to_thread(self._parts_to_fetch, header))

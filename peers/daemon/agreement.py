@@ -67,7 +67,7 @@ class Agreement:
                 + "\nLeave them out to take over the swarm's, or begin another run with --run-id."
             )
         self.manifest = {**proposal, **theirs}
-        self.digest = joining.manifest_digest(self.manifest)
+        self.digest = joining.manifest_digest(theirs)
         presence.publish()
         return self.manifest
 

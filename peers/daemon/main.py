@@ -10,24 +10,32 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from peers import literature, membership
 from peers.access.service import AdmissionService, AdmissionSettings
-from peers.agreement import Agreement
-from peers.averaging import Averager, AveragingSettings
+from peers.core import events
+from peers.core.peer import Peer
+from peers.core.settings import Settings
+from peers.core.weights import Aggregation
+from peers.daemon.agreement import Agreement
+from peers.daemon.host import Standing, WorkerHost
+from peers.daemon.pledges import Pledges
+from peers.daemon.reductions import Reductions
+from peers.daemon.runtime import Runtime, RuntimeSettings
 from peers.dht import Dht
 from peers.errors import PeersError, ProtocolError, UserError
-from peers.host import Standing, WorkerHost
-from peers.identity import Identity, claim_slot
+from peers.identity import Identity, IdentityKeys, claim_slot, verify_signature
 from peers.joining import Scalar
 from peers.link import Accept, listen, refuse
+from peers.mesh import Mesh
 from peers.network.reachability import Reachability
 from peers.network.socket_directory import SocketDirectory
 from peers.network.streams import StreamPool
@@ -41,12 +49,10 @@ from peers.outer_state import OuterState
 from peers.paths import TransportMode
 from peers.presence import Presence
 from peers.priority import give_way
+from peers.protocol.messages import Message, decode, encode
 from peers.ranks.stand_in import StandIn
 from peers.records import Announcement
 from peers.reduce import OVERLAPPED_NICENESS
-from peers.round import messages as round_messages
-from peers.round.aggregation import Aggregation
-from peers.round.deadlines import Deadlines, Strategy
 from peers.schedule import Schedule
 from peers.state.server import StateServer
 from peers.supervisor import Supervisor, WorkerCommand
@@ -54,6 +60,8 @@ from peers.worker_session import serve_workers
 
 log = logging.getLogger(__name__)
 
+DEFAULT_MATCHMAKING_S = 15.0
+"""What a commit waits for its members under NO_WAIT, as OpenDiLoCo does."""
 WorkerFactory = Callable[[Mapping[str, Scalar], int, Path], WorkerCommand]
 """(manifest, world rank, link socket) -> the command that trains."""
 
@@ -73,7 +81,9 @@ class DaemonConfig:
     galaxy_size: int | None = None
     matchmaking_time: float | None = None
     averaging_timeout: float | None = None
-    all_reduce_strategy: Strategy = "WAIT_FOR_ALL"
+    all_reduce_strategy: Literal["WAIT_FOR_ALL", "NO_WAIT"] = "WAIT_FOR_ALL"
+    quorum: float = 0.5
+    grace: float | None = None
     timeout_waiting_for_peers: float = 600.0
     fail_rank_drop: bool = False
     swarm_secret_file: str | None = None
@@ -147,6 +157,28 @@ def optimizer_of(manifest: Mapping[str, Scalar], num_members: int) -> OuterOptim
     return OuterOptimizer(lr=float(lr), momentum=float(momentum))
 
 
+def _grace_of(config: DaemonConfig) -> float:
+    """How long a commit waits for those who are not ready, at most."""
+    if config.grace is not None:
+        return config.grace
+    if config.all_reduce_strategy == "NO_WAIT":
+        return DEFAULT_MATCHMAKING_S if config.matchmaking_time is None else config.matchmaking_time
+    return math.inf
+
+
+class MeshMessenger:
+    """Sends the core's messages over the mesh."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+
+    def send_to(self, peer_id: str, message: Message) -> None:
+        self._mesh.send_to(peer_id, {"kind": "core", "message": encode(message)})
+
+    def broadcast(self, message: Message) -> None:
+        self._mesh.broadcast({"kind": "core", "message": encode(message)})
+
+
 class Daemon:
     """One peer's parts, wired together."""
 
@@ -160,7 +192,8 @@ class Daemon:
         self._supervisor: Supervisor | None = None
         self._stand_in: StandIn | None = None
         self._tasks: list[asyncio.Task[Any]] = []
-        self._averager: Averager | None = None
+        self._runtime: Runtime | None = None
+        self._news = ("", "")
         self._trainers: frozenset[int] = frozenset()
         self._met: frozenset[str] = frozenset()
         self._network = Network(
@@ -188,6 +221,7 @@ class Daemon:
             describe=self._describe,
             on_change=self._view_changed,
             on_message=self._received,
+            on_lost=self._lost,
             gate=admission.gate,
         )
         self._agreement = Agreement(self._presence)
@@ -226,15 +260,15 @@ class Daemon:
             await self._host.refuse(error, wait=worker is None)
             raise
         log.info("agreed on the manifest %s", self._agreement.digest[:12])
-        self._averager = self._new_averager(manifest)
-        self._spawn(self._averager.run())
+        runtime = self._runtime = self._new_runtime(manifest)
+        self._spawn(runtime.run())
         server = StateServer(
-            self._network.paths, self._config.run_id, self._current_state, self._averager.commit_log
+            self._network.paths, self._config.run_id, self._current_state, runtime.commit_log
         )
         await server.start()
         gate = self._admission.gate
         gate.on_bans.append(lambda: server.drop(gate.bans.peer_ids))
-        self._host.ready.set_result(self._averager)
+        self._host.ready.set_result(runtime)
         return await self._until_done(link_path, worker)
 
     async def _enter(self) -> dict[str, Scalar]:
@@ -287,36 +321,70 @@ class Daemon:
             met=lambda: self._presence.mesh.peers,
             standing=lambda: self._host.standing_in_round,
             steps_per_epoch=lambda: self._host.steps_per_epoch,
-            link_bytes_per_s=lambda: self._averager.bandwidth if self._averager else 0.0,
+            link_bytes_per_s=lambda: self._runtime.bandwidth if self._runtime else 0.0,
             forwarded_bytes=lambda: self._network.forwarded_bytes,
         )
 
-    def _new_averager(self, manifest: Mapping[str, Scalar]) -> Averager:
-        config, schedule = self._config, Schedule.of(manifest)
-        if schedule.overlap_steps:
-            give_way(OVERLAPPED_NICENESS)
-        return Averager(
-            me=self._presence.world_rank,
-            incarnation=self._incarnation,
-            settings=AveragingSettings(
-                schedule=schedule,
-                codec=str(manifest.get("hv.compression") or "fp32"),
-                aggregation=Aggregation.of(manifest),
-                deadlines=Deadlines(
-                    strategy=config.all_reduce_strategy,
-                    matchmaking_s=config.matchmaking_time,
-                    averaging_timeout_s=config.averaging_timeout,
-                ),
+    def _new_runtime(self, manifest: Mapping[str, Scalar]) -> Runtime:
+        """The core with the manifest's settings, and what carries it out."""
+        config, schedule, identity = self._config, Schedule.of(manifest), self._identity
+        codec, aggregation = str(manifest.get("hv.compression") or "fp32"), Aggregation.of(manifest)
+        niceness = OVERLAPPED_NICENESS if schedule.overlap_steps else 0
+        if niceness:
+            give_way(niceness)
+        pledges = Pledges(identity.path.with_suffix(".pledges"))
+        core = Peer(
+            keys=IdentityKeys(identity),
+            verify=verify_signature,
+            settings=Settings(
+                manifest=self._agreement.digest,
+                steps_per_epoch=schedule.steps_per_epoch,
+                num_fragments=schedule.num_fragments,
+                aggregation=aggregation,
+                quorum=config.quorum,
+                grace_s=_grace_of(config),
+                attempt_timeout_s=config.averaging_timeout or math.inf,
+                galaxy_size=self._presence.galaxy_size,
+                founders_timeout_s=max(0.0, self._deadline - time.monotonic()),
             ),
-            mesh=self._presence.mesh,
+            incarnation=self._incarnation,
+            world_rank=self._presence.world_rank,
+            pledges=pledges.attempts,
+            now=time.monotonic(),
+        )
+        reductions = Reductions(
+            me=identity.peer_id,
+            codec=codec,
+            rule=aggregation.rule,
+            niceness=niceness,
             pool=self._pool,
             optimizer_for=lambda num_members: optimizer_of(manifest, num_members),
-            view=lambda: self._presence.view,
-            has_worker=lambda: self._host.has_worker,
-            download=self._host.download,
-            changed=self._presence.publish,
+            timing=core.timing,
+            is_live=core.swarm.is_live,
             forwarded_bytes=lambda: self._network.forwarded_bytes,
         )
+        return Runtime(
+            core,
+            settings=RuntimeSettings(
+                codec=codec,
+                local_steps=schedule.local_steps,
+                optimizer_for=lambda num_members: optimizer_of(manifest, num_members),
+            ),
+            messenger=MeshMessenger(self._presence.mesh),
+            reductions=reductions,
+            pledges=pledges,
+            download=self._host.download,
+            on_change=self._core_changed,
+            on_tell=lambda tell: self._host.journal.happened(time.time(), tell.text),
+        )
+
+    def _core_changed(self) -> None:
+        assert self._runtime is not None
+        news = self._runtime.core.head, self._runtime.core.phase
+        if news != self._news:
+            self._news = news
+            self._presence.publish()
+            self._reports.changed()
 
     async def _until_done(self, link_path: Path, worker: WorkerFactory | None) -> int:
         """Until the worker command is over, or (without one) its worker says it has finished or is gone."""
@@ -360,7 +428,7 @@ class Daemon:
             incarnation=self._incarnation,
             state=self._standing.state,
             epoch=state.epoch if state else 0,
-            lineage=state.lineage if state else "",
+            head=state.head if state else "",
             step=self._standing.step,
             local_step=self._standing.local_step(self._host.steps_per_epoch),
             step_s=self._standing.pace.step_s,
@@ -373,11 +441,10 @@ class Daemon:
             endpoints=self._network.endpoints(self._presence.maddrs),
             paths=self._network.paths_shown(),
             token=self._admission.token,
-            led_by=self._averager.led_by if self._averager is not None else -1,
         )
 
     def _current_state(self) -> OuterState | None:
-        return self._averager.state if self._averager is not None and self._averager.has_state else None
+        return self._runtime.state if self._runtime is not None else None
 
     def _view_changed(self) -> None:
         view = self._presence.view
@@ -391,7 +458,7 @@ class Daemon:
         lost = self._trainers - view.keys()
         self._trainers = trainers
         # A peer that leaves hangs up itself.
-        if lost and self._averager is not None and self._standing.state != "leaving":
+        if lost and self._runtime is not None and self._standing.state != "leaving":
             lost_ranks = ", ".join(map(str, sorted(lost)))
             log.warning("lost peer %s", lost_ranks)
             self._host.journal.happened(time.time(), f"lost peer {lost_ranks}")
@@ -400,21 +467,24 @@ class Daemon:
                     PeersError(f"lost peer {sorted(lost)}, and --hv.fail-rank-drop is set")
                 )
         self._reports.changed()
-        if self._averager is not None:
-            self._averager.view_changed()
 
     def _received(self, sender: Announcement, message: dict[str, Any]) -> None:
         """A message from a live peer. Raises ProtocolError, which costs it the channel."""
         if sender.world_rank == self._presence.world_rank:
             raise ProtocolError(f"claims this peer's own world rank {sender.world_rank}")
-        if round_messages.is_round_message(message):
-            parsed = round_messages.parse(message)
-            if self._averager is not None:
-                self._averager.received(sender.world_rank, parsed)
+        if message.get("kind") == "core":
+            blob = message.get("message")
+            parsed = decode(blob if isinstance(blob, bytes) else b"")
+            if self._runtime is not None:
+                self._runtime.post(events.Received(sender.peer_id, parsed))
         elif message.get("kind") in ("manifest", "manifest?"):
             self._agreement.received(sender, message)
         else:
             raise ProtocolError(f"unknown message {message.get('kind')!r:.40}")
+
+    def _lost(self, peer_id: str) -> None:
+        if self._runtime is not None:
+            self._runtime.post(events.Disconnected(peer_id))
 
     def _waited_out(self) -> bool:
         return time.monotonic() > self._deadline

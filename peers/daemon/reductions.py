@@ -1,0 +1,136 @@
+"""What an attempt moves between its members: streams, threads, and the outer step looked at in advance.
+
+When to reduce, and what its outcome means, is decided in peers/core/round.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+
+from peers.core.timing import Timing
+from peers.core.weights import Rule
+from peers.daemon.work import WorkInHand
+from peers.errors import RoundFailed
+from peers.network.streams import RoundStreams, StreamPool
+from peers.outer_optimizer import OuterOptimizer
+from peers.outer_state import OuterState
+from peers.protocol.certificates import Plan
+from peers.reduce import reduce_pseudo_gradients
+from peers.reduction.plan import ATTEMPT_BYTES, ReducePlan, ReduceReport
+from peers.reduction.residuals import Residuals
+from peers.reduction.shares import bounds_of
+from peers.state.header import StateHeader
+from peers.state.preview import Preview
+
+
+def reduce_plan_of(plan: Plan, me: str, numel: int, codec: str, rule: Rule) -> ReducePlan:
+    """How the members of a plan reduce: the same on all of them. Raises ProtocolError for a group that cannot."""
+    contributors = plan.contributors
+    return ReducePlan(
+        attempt=bytes.fromhex(plan.digest)[:ATTEMPT_BYTES],
+        members=tuple(contributor.world_rank for contributor in contributors),
+        me=[contributor.peer_id for contributor in contributors].index(me),
+        weights=tuple(contributor.weight for contributor in contributors),
+        norms=tuple(contributor.work.norm for contributor in contributors),
+        bounds=bounds_of([contributor.work.bandwidth for contributor in contributors], numel),
+        codec=codec,
+        rule=rule,
+    )
+
+
+class Reductions:
+    """One at a time. `niceness`: of a reduction's threads; `is_live`: whether the core hears a peer."""
+
+    def __init__(
+        self,
+        *,
+        me: str,
+        codec: str,
+        rule: Rule,
+        niceness: int,
+        pool: StreamPool,
+        optimizer_for: Callable[[int], OuterOptimizer],
+        timing: Timing,
+        is_live: Callable[[str], bool],
+        forwarded_bytes: Callable[[], int],
+    ) -> None:
+        self._me, self._codec, self._rule, self._niceness = me, codec, rule, niceness
+        self._pool, self._optimizer_for = pool, optimizer_for
+        self._timing, self._is_live, self._forwarded_bytes = timing, is_live, forwarded_bytes
+        self._cancelled = threading.Event()
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self._cancelled.is_set()
+
+    def begin(self) -> None:
+        """The one before has ended; what comes now is not cancelled."""
+        self._cancelled.clear()
+
+    def cancel(self) -> None:
+        """Whatever is under way ends soon, with RoundFailed. May be called from any thread, and repeated."""
+        self._cancelled.set()
+
+    async def reduce(
+        self, plan: Plan, work: WorkInHand, state: OuterState, residuals: Residuals, timeout_s: float
+    ) -> tuple[ReduceReport, StateHeader]:
+        """Connect to the members, reduce with them, and see what a commit would make of it. Raises RoundFailed.
+
+        The average is in the worker's *in* then, and `work.plan` is how it came about.
+        """
+        until = time.monotonic() + timeout_s
+        reduce_plan = reduce_plan_of(plan, self._me, work.local.numel(), self._codec, self._rule)
+        work.plan, optimizer = reduce_plan, self._optimizer_for(len(plan.contributors))
+        stall_s = self._timing.stall_s
+        connect_s = min(self._timing.connect_s, timeout_s / 2)
+        streams = await self._connect(plan, reduce_plan, connect_s)
+        work.clock.lap("connect_s")
+
+        def reduce() -> tuple[ReduceReport, StateHeader]:
+            with Preview(optimizer, state, work.fragment, work.result) as preview:
+                report = reduce_pseudo_gradients(
+                    reduce_plan,
+                    state.anchor[work.fragment],
+                    work.local,
+                    work.result,
+                    streams.send,
+                    streams.receive,
+                    stall_timeout_s=stall_s,
+                    timeout_s=max(0.0, until - time.monotonic()),
+                    connect_timeout_s=connect_s,
+                    cancelled=self._cancelled,
+                    residuals=residuals,
+                    settled=preview.settled,
+                    forwarded_bytes=self._forwarded_bytes,
+                    niceness=self._niceness,
+                    recording=work.recording,
+                )
+                work.clock.lap("reduce_s")
+                return report, preview.header()
+
+        try:
+            report, header = await asyncio.to_thread(reduce)
+        except BaseException as error:
+            # Nobody talks us out of a path to a third member.
+            if isinstance(error, RoundFailed):
+                self._pool.discard(streams, () if error.told_by else error.suspects, error.silent)
+            else:
+                self._pool.discard(streams)
+            raise
+        work.clock.lap("preview_s")
+        self._pool.give_back(streams, sent_bytes=report.sent_bytes, seconds=work.clock.parts["reduce_s"])
+        return report, header
+
+    async def _connect(self, plan: Plan, reduce_plan: ReducePlan, timeout_s: float) -> RoundStreams:
+        """Streams with all other members, which ask for them by the same id. Raises RoundFailed."""
+        peer_ids = {c.world_rank: c.peer_id for c in plan.contributors if c.peer_id != self._me}
+        return await self._pool.connect(
+            reduce_plan.attempt,
+            peer_ids,
+            timeout_s=timeout_s,
+            cancelled=self._cancelled,
+            quiet=lambda: [rank for rank, peer_id in peer_ids.items() if not self._is_live(peer_id)],
+        )
