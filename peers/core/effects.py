@@ -107,12 +107,20 @@ class Answer:
     """
 
     how: Literal["contributed", "rebase", "keep", "begin"]
-    epoch: int
-    """Outer steps done where the worker goes on."""
+    certificate: Certificate
+    """Of the state that the worker goes on from; with keep, of the one that is being fetched."""
     local_step: int
-    """Of that epoch, to go on from."""
-    data_base: int
-    """First data block of that epoch."""
+    """Of its epoch, to go on from."""
+
+    @property
+    def epoch(self) -> int:
+        """Outer steps done where the worker goes on."""
+        return self.certificate.plan.epoch
+
+    @property
+    def data_base(self) -> int:
+        """First data block of that epoch."""
+        return self.certificate.plan.data_base
 
 
 @dataclass(frozen=True)

@@ -318,7 +318,7 @@ class Peer:
         worker.is_in(plan.fragment, plan.epoch)
         worker.base = self.head
         worker.goes_on(self.epoch, local_step)
-        turn.do(Answer("contributed", self.epoch, local_step, self.chain.newest.plan.data_base))
+        turn.do(Answer("contributed", self.chain.newest, local_step))
         if is_last:
             self._is_leaving = True
 
@@ -399,7 +399,7 @@ class Peer:
             turn.do(Tell("lost_work", f"{work.tokens} tokens are lost with the worker that trained them"))
         step = self._entry_step(turn, towards.head)
         worker.goes_on(towards.plan.epoch, step)
-        turn.do(Answer(how, towards.plan.epoch, step, towards.plan.data_base))
+        turn.do(Answer(how, towards, step))
         return True
 
     def _entry_step(self, turn: Turn, head: str = "") -> int:
@@ -416,7 +416,7 @@ class Peer:
             return False
         step = self._entry_step(turn)
         self.worker.begins(self.head, self.epoch, step)
-        turn.do(Answer("begin", self.epoch, step, self.chain.newest.plan.data_base))
+        turn.do(Answer("begin", self.chain.newest, step))
         return True
 
     def _advance_round(self, turn: Turn) -> bool:

@@ -365,7 +365,6 @@ class Runtime:
         failures = self.core.last_failures
         work.settle(
             answer,
-            state,
             num_failures=len(failures),
             failures=list(failures),
             num_peers=self._num_peers,

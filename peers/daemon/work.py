@@ -81,7 +81,7 @@ class WorkInHand:
             case "contributed":
                 self.result.copy_(state.anchor[self.fragment])
 
-    def settle(self, answer: Answer, state: OuterState, **figures: Any) -> None:
+    def settle(self, answer: Answer, **figures: Any) -> None:
         """Answer the worker, which goes on from what is in *in*."""
         now, parts = time.monotonic(), self.clock.parts
         grouped_at = self.grouped_at or now
@@ -90,8 +90,8 @@ class WorkInHand:
             local_step=answer.local_step,
             data_base=answer.data_base,
             fragment=self.fragment,
-            head=state.head,
-            anchor_digest=state.anchor_digest,
+            head=answer.certificate.head,
+            anchor_digest=answer.certificate.body.anchor,
             shifted=self.others if self._has_shifted else [],
             last=self.last,
             contributors=self.contributors,
