@@ -59,7 +59,11 @@ class RoundFailed(PeersError):
 
 
 class StateUnavailable(PeersError):
-    """No donor could hand over the state that was asked for."""
+    """No donor could hand over the state that was asked for. `suspects`: peer ids of those who began to, and failed."""
+
+    def __init__(self, reason: str, suspects: Iterable[str] = ()) -> None:
+        super().__init__(reason)
+        self.suspects = frozenset(suspects)
 
 
 class LinkLost(PeersError):

@@ -10,9 +10,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from peers.core.chain import KEPT, Chain, Fork, acceptable_part, prefers_theirs
+from peers.core.chain import Chain, Fork, acceptable_part, prefers_theirs
 from peers.core.effects import CancelFetch, Fetch, Send, Tell
 from peers.core.health import Swarm
+from peers.core.plans import fault_of_successor
+from peers.core.settings import Settings
 from peers.core.timing import Timing
 from peers.core.turn import Turn
 from peers.protocol.certificates import Certificate
@@ -20,7 +22,10 @@ from peers.protocol.limits import MAX_CERTIFICATES
 from peers.protocol.messages import Ask, Certificates
 
 MAX_DONORS = 8
-MAX_UNKNOWN = 1024
+MAX_ASKED = 4096
+
+Heads = dict[str, list[str]]
+"""Announced heads, and the live peers that announce them."""
 
 
 @dataclass
@@ -28,6 +33,7 @@ class CatchUp:
     """Of one peer."""
 
     me: str
+    settings: Settings
     chain: Chain
     swarm: Swarm
     timing: Timing
@@ -36,8 +42,9 @@ class CatchUp:
     path: tuple[Certificate, ...] = ()
     """To it, from this peer's chain where that is known."""
     _asked: dict[tuple[str, str], float] = field(default_factory=dict)
-    _unknown: dict[str, None] = field(default_factory=dict)
-    """Heads whose past nobody could tell."""
+    """When this peer last asked whom for which head."""
+    _unknown: set[tuple[str, str]] = field(default_factory=set)
+    """Who has answered that it does not know which head."""
     _not_before: float = 0.0
     _since: float | None = None
 
@@ -45,24 +52,30 @@ class CatchUp:
         known = self.chain.leading_to(ask.head, ask.have, MAX_CERTIFICATES)
         turn.do(Send(sender, Certificates(head=ask.head, certificates=tuple(known))))
 
-    def on_unknown(self, head: str) -> None:
-        """A peer answered that it does not know what leads to this head."""
-        if self.chain.get(head) is None and len(self._unknown) < MAX_UNKNOWN:
-            self._unknown[head] = None
+    def has_asked(self, peer_id: str, head: str) -> bool:
+        return (peer_id, head) in self._asked
+
+    def on_unknown(self, peer_id: str, head: str) -> None:
+        """A peer that was asked does not know what leads to this head."""
+        if self.has_asked(peer_id, head):
+            self._unknown.add((peer_id, head))
 
     def advance(self, turn: Turn, *, can_fetch: bool, has_worker: bool) -> bool:
-        """Ask for what is missing, and fetch the state that counts. True if a fetch began or ended."""
+        """Ask for what is missing, and fetch the state that counts. True if a fetch began."""
         heads = self._announced()
         for head, holders in heads.items():
             self._ask_for_the_way(turn, head, holders)
         if not can_fetch or not turn.passed(self._not_before):
             return False
         path = self._best(turn, heads, has_worker)
-        if self.target is not None and (not path or path[-1].head == self.target.head):
+        if not path:
             return False
-        if not path or (self.target is not None and not self._is_past(path)):
+        if self.target is not None and (
+            path[-1].head == self.target.head or self.chain.follows(path[-1].head, self.target.head)
+        ):
+            # A target on the way to somewhere further is fetched first: commits are repeated after it.
             return False
-        self.fetch(turn, path, heads.get(path[-1].head, ()))
+        self.fetch(turn, path, self._donors(path[-1], heads))
         return True
 
     def fetch(self, turn: Turn, path: Sequence[Certificate], donors: Sequence[str]) -> None:
@@ -87,42 +100,44 @@ class CatchUp:
             turn.do(CancelFetch())
         self.target, self.path = None, ()
 
-    def _is_past(self, path: Sequence[Certificate]) -> bool:
-        """Where the target is on the way to somewhere further, it is fetched first: commits are repeated after it."""
-        assert self.target is not None
-        return self.target.head not in {certificate.head for certificate in path}
+    def head_moved(self) -> None:
+        self._asked.clear()
+        self._unknown.clear()
 
-    def _announced(self) -> dict[str, list[str]]:
-        """Heads that this peer is not past, and who holds their states."""
-        heads: dict[str, list[str]] = defaultdict(list)
+    def _announced(self) -> Heads:
+        """Heads that this peer is not past."""
+        heads: Heads = defaultdict(list)
         for peer_id, status in self.swarm.live():
             if status.head and not self.chain.has_passed(status.head):
                 heads[status.head].append(peer_id)
         return heads
 
+    def _donors(self, target: Certificate, heads: Heads) -> list[str]:
+        """Holders of the state: those who have spoilt least first, then those of its roster."""
+        roster = {member.peer_id for member in target.plan.roster}
+        holders = heads.get(target.head, [])
+        return sorted(holders, key=lambda p: (self.swarm.strikes(p), p not in roster, p))
+
     def _ask_for_the_way(self, turn: Turn, head: str, holders: Sequence[str]) -> None:
         path = self.chain.path_back(head)
-        if not path:
-            wanted = head
-        elif path[0].is_genesis or self.chain.has_passed(path[0].plan.parent):
+        wanted = path[0].plan.parent if path else head
+        if path and (path[0].is_genesis or self.chain.has_passed(wanted)):
             return
-        elif not self.chain.head and len(path) > 1:
+        if path and not self.chain.head:
             # A newcomer has no past in common with anybody.
             return
-        else:
-            wanted = path[0].plan.parent
-        if wanted in self._unknown and path:
-            return
         for peer_id in holders:
-            key = (peer_id, wanted)
+            key = peer_id, wanted
+            if key in self._unknown or len(self._asked) >= MAX_ASKED:
+                continue
             if turn.passed(self._asked.get(key, float("-inf")) + self.timing.reaction_s):
                 self._asked[key] = turn.now
                 turn.do(Send(peer_id, Ask(head=wanted, have=self.chain.head)))
                 turn.passed(turn.now + self.timing.reaction_s)
-        if len(self._asked) > 4 * MAX_UNKNOWN:
-            self._asked.clear()
 
-    def _best(self, turn: Turn, heads: dict[str, list[str]], has_worker: bool) -> tuple[Certificate, ...]:
+    # Which of them
+
+    def _best(self, turn: Turn, heads: Heads, has_worker: bool) -> tuple[Certificate, ...]:
         if not self.chain.head:
             return self._for_newcomer(turn, heads)
         best: tuple[Certificate, ...] = ()
@@ -133,65 +148,74 @@ class CatchUp:
         return best
 
     def _acceptable_way(
-        self, turn: Turn, head: str, heads: dict[str, list[str]], has_worker: bool
+        self, turn: Turn, head: str, heads: Heads, has_worker: bool
     ) -> tuple[Certificate, ...]:
         fork = self.chain.fork_to(head)
         if fork is None:
-            return self._way_of_the_lost(head, heads)
+            return self._way_of_the_lost(turn, head, heads)
+
+        def has_left(peer_id: str, at: str) -> bool:
+            return at == self.chain.head and self.swarm.has_gone_on(peer_id, turn)
+
         part = acceptable_part(
             fork,
             me=self.me if has_worker else None,
-            may_object=lambda peer_id, at: (
-                not (
-                    self.swarm.is_gone(peer_id)
-                    or self._is_past_head(peer_id, at)
-                    or (at == self.chain.head and self.swarm.has_gone_on(peer_id, turn))
-                )
-            ),
+            may_object=lambda peer_id, at: self._may_object(peer_id, at) and not has_left(peer_id, at),
+            has_gone_on=lambda peer_id, at: at != self.chain.head or has_left(peer_id, at),
+            is_sound=lambda certificate, before: not fault_of_successor(certificate, before, self.settings),
         )
         if not part or (fork.ours and not prefers_theirs(Fork(fork.ancestor, fork.ours, part))):
             return ()
         return part
 
-    def _is_past_head(self, peer_id: str, head: str) -> bool:
-        """Whether what this peer announces is known to follow on this head."""
+    def _may_object(self, peer_id: str, at: str) -> bool:
+        """It may be heard, does not spoil rounds, and has not gone on from this head by any known certificate."""
+        if self.swarm.is_gone(peer_id) or self.swarm.is_left_out(peer_id, self.chain.newest.plan.epoch):
+            return False
         status = self.swarm.status(peer_id)
-        at = status.head if status is not None else ""
-        for _ in range(KEPT):
-            certificate = self.chain.get(at)
-            if certificate is None or certificate.is_genesis:
-                return False
-            at = certificate.plan.parent
-            if at == head:
-                return True
-        return False
+        return status is None or not self.chain.follows(status.head, at)
 
-    def _way_of_the_lost(self, head: str, heads: dict[str, list[str]]) -> tuple[Certificate, ...]:
-        """A common past is not known any more: what more peers show counts, this one included."""
+    def _way_of_the_lost(self, turn: Turn, head: str, heads: Heads) -> tuple[Certificate, ...]:
+        """A common past is not known any more, to nobody who announces it. Then what the roster here shows counts, this
+        peer included; and where nobody of it is left, whatever others show, as for a newcomer."""
         path = self.chain.path_back(head)
-        if not path or not (path[0].is_genesis or path[0].plan.parent in self._unknown):
+        holders = {p for certificate in path for p in heads.get(certificate.head, ())}
+        if not path or not (path[0].is_genesis or self._is_unknown_to(holders, path[0].plan.parent)):
             return ()
-        theirs = {p for certificate in path for p in heads.get(certificate.head, ())}
-        ours = [p for p, status in self.swarm.live() if status.head and self.chain.has_passed(status.head)]
-        if len(theirs) < 1 + len(ours):
+        roster = {member.peer_id for member in self.chain.newest.plan.roster} - {self.me}
+        gone_over = roster & holders
+        objectors = {p for p in roster - holders if self._may_object(p, self.chain.head)}
+        if gone_over:
+            may_go = all(self.swarm.has_gone_on(p, turn) for p in gone_over)
+            return tuple(path[-1:]) if may_go and len(gone_over) >= 1 + len(objectors) else ()
+        if any(not self.swarm.is_gone(p) for p in roster) or len(holders) < 2:
             return ()
         return tuple(path[-1:])
 
-    def _for_newcomer(self, turn: Turn, heads: dict[str, list[str]]) -> tuple[Certificate, ...]:
-        """What most of those who answer show; among equals the later epoch, then the smaller hash."""
+    def _is_unknown_to(self, holders: set[str], head: str) -> bool:
+        return bool(holders) and all((p, head) in self._unknown for p in holders)
+
+    def _for_newcomer(self, turn: Turn, heads: Heads) -> tuple[Certificate, ...]:
+        """What most of those who answer show, once it is certified; of equals what more have signed."""
         if not heads:
             self._since = None
             return ()
         self._since = turn.now if self._since is None else self._since
         if not turn.passed(self._since + self.timing.reaction_s):
             return ()
-        ranked = []
-        for head in heads:
-            path = self.chain.path_back(head)
-            if path:
-                supporters = {p for certificate in path for p in heads.get(certificate.head, ())}
-                ranked.append((-len(supporters), -path[-1].plan.epoch, head, tuple(path[-1:])))
-        return min(ranked)[3] if ranked else ()
+
+        def rank(head: str) -> tuple[int, int, str]:
+            supporters = {p for other in heads if self._is_on(other, head) for p in heads[other]}
+            certificate = self.chain.get(head)
+            return -len(supporters), -len(certificate.plan.signers) if certificate else 0, head
+
+        best = min(heads, key=rank)
+        certificate = self.chain.get(best)
+        return (certificate,) if certificate is not None else ()
+
+    def _is_on(self, head: str, other: str) -> bool:
+        """Both are of one chain."""
+        return head == other or self.chain.follows(head, other) or self.chain.follows(other, head)
 
 
 def _counts_for_more(chain: Chain, path: Sequence[Certificate], other: Sequence[Certificate]) -> bool:

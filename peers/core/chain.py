@@ -11,11 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from peers.protocol.certificates import Certificate
+from peers.protocol.limits import MAX_CERTIFICATES_BYTES
 
 KEPT = 256
 """Certificates of its own chain that a peer keeps: who was away for longer is a newcomer."""
 MAX_OTHERS = 1024
-"""Certificates of other chains."""
+MAX_OTHERS_BYTES = 32 << 20
+"""Certificates of other chains, of which the oldest give way."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Chain:
     def __init__(self) -> None:
         self._own: dict[str, Certificate] = {}
         self._others: dict[str, Certificate] = {}
+        self._others_bytes = 0
         self.head = ""
 
     @property
@@ -52,8 +55,13 @@ class Chain:
         if head in self._own or head in self._others:
             return
         self._others[head] = certificate
-        while len(self._others) > MAX_OTHERS:
-            del self._others[next(iter(self._others))]
+        self._others_bytes += certificate.num_bytes
+        while len(self._others) > MAX_OTHERS or self._others_bytes > MAX_OTHERS_BYTES:
+            self._forget(next(iter(self._others)))
+
+    def _forget(self, head: str) -> None:
+        if (certificate := self._others.pop(head, None)) is not None:
+            self._others_bytes -= certificate.num_bytes
 
     def genesis_of(self, founder: str) -> Certificate | None:
         """One that this founder has signed, where this peer has not begun from any."""
@@ -81,26 +89,40 @@ class Chain:
     def leading_to(self, head: str, have: str, most: int) -> list[Certificate]:
         """Up to `most` certificates that end in `head`, oldest first, not back beyond `have`."""
         path: list[Certificate] = []
+        num_bytes = 0
         while len(path) < most and head != have and (certificate := self.get(head)) is not None:
+            num_bytes += certificate.num_bytes
+            if path and num_bytes > MAX_CERTIFICATES_BYTES:
+                break
             path.append(certificate)
             head = certificate.plan.parent
         return path[::-1]
 
+    def follows(self, head: str, earlier: str) -> bool:
+        """Whether this head is known to come after the earlier one, on whichever chain."""
+        for _ in range(KEPT):
+            certificate = self.get(head)
+            if certificate is None or certificate.is_genesis:
+                return False
+            head = certificate.plan.parent
+            if head == earlier:
+                return True
+        return False
+
     def move_to(self, path: Sequence[Certificate]) -> None:
         """Make the end of `path` the head. What of the own chain is not on the way becomes another chain's."""
-        parent = path[0].plan.parent
-        if parent in self._own:
-            while self.head != parent:
-                last = self._own.pop(self.head)
-                self._others[last.head] = last
-                self.head = last.plan.parent
-        else:
-            self._others |= self._own
-            self._own.clear()
+        parent, left = path[0].plan.parent, list[Certificate]()
+        is_linked = parent in self._own
+        while self._own and not (is_linked and self.head == parent):
+            last = self._own.pop(self.head if is_linked else next(reversed(self._own)))
+            left.append(last)
+            self.head = last.plan.parent
         for certificate in path:
-            self._others.pop(certificate.head, None)
+            self._forget(certificate.head)
             self._own[certificate.head] = certificate
         self.head = path[-1].head
+        for certificate in reversed(left):
+            self.add(certificate)
         while len(self._own) > KEPT:
             del self._own[next(iter(self._own))]
 
@@ -139,25 +161,27 @@ def acceptable_part(
     *,
     me: str | None,
     may_object: Callable[[str, str], bool],
+    has_gone_on: Callable[[str, str], bool],
+    is_sound: Callable[[Certificate, Certificate], bool],
 ) -> tuple[Certificate, ...]:
     """As much of their way, from its beginning, as may be adopted.
 
     A certificate must be signed by a majority of the roster before it. Fewer will do where no fewer have signed it than
-    could object (`may_object`, with the head before it): members that may be heard and have not gone on from that head,
-    by this certificate or another. `me`: this peer, if it has a worker, and so objects itself.
+    could object (`may_object`, with the head before it), and where its signers have not been on that head for so long
+    (`has_gone_on`) that this peer might go on without them itself. `me`: this peer, if it has a worker, and so objects
+    itself. `is_sound`: whether a certificate can follow another, whoever has signed it.
     """
     accepted: list[Certificate] = []
     before = fork.ancestor
     for certificate in fork.theirs:
         roster = {member.peer_id for member in before.plan.roster}
         signers = roster & set(certificate.plan.signers)
-        has_gone_on = bool(fork.ours) and before is fork.ancestor
-        objectors = {
-            peer_id for peer_id in roster - signers if peer_id != me and may_object(peer_id, before.head)
-        }
-        if me in roster - signers and not has_gone_on:
+        objectors = {p for p in roster - signers if p != me and may_object(p, before.head)}
+        if me in roster - signers and not (fork.ours and before is fork.ancestor):
             objectors.add(me)
-        if not signers or (2 * len(signers) <= len(roster) and len(signers) < len(objectors)):
+        is_majority = 2 * len(signers) > len(roster)
+        may_go_on = len(signers) >= len(objectors) and all(has_gone_on(p, before.head) for p in signers)
+        if not signers or not (is_majority or may_go_on) or not is_sound(certificate, before):
             break
         accepted.append(certificate)
         before = certificate

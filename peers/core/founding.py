@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from peers.core.effects import Pledge, Send
 from peers.core.health import Swarm
+from peers.core.plans import is_free, lowest_free
 from peers.core.settings import Settings
 from peers.core.timing import Timing
 from peers.core.turn import Turn
 from peers.protocol.certificates import Body, Certificate, Keys, Member, Plan, Signature, Verify
+from peers.protocol.limits import MAX_ATTEMPT, MAX_EPOCH
 from peers.protocol.messages import Found, Offer, Vote
 
 NO_HEAD = ""
@@ -36,8 +37,9 @@ class Founding:
     _body: Body | None = None
     """That this peer has proposed, and the signatures under it."""
     _signatures: dict[str, Signature] = field(default_factory=dict)
-    _signed_at: float = 0.0
     _could_at: float | None = None
+    _unwilling: set[str] = field(default_factory=set)
+    """Founders that did not sign what this peer has proposed."""
 
     def __post_init__(self) -> None:
         self.attempt = self.signed + 1
@@ -59,25 +61,42 @@ class Founding:
     def advance(self, turn: Turn, world_rank: int, offer: Offer) -> bool:
         """True if anything was due."""
         founders = self.founders(world_rank, offer)
-        if any(status.head for _, status in self.swarm.live()) or not self.is_complete(turn, len(founders)):
+        if not self.is_complete(turn, len(founders)):
             self._could_at = None
             return False
         self._could_at = turn.now if self._could_at is None else self._could_at
-        leader = self._leader(founders)
+        if self._follow_majority(turn, founders):
+            return True
         # Each attempt is given time for statuses to agree on who is there, and for an answer.
         if turn.passed(self._could_at + 2 * self.timing.reaction_s):
-            self.attempt, self._could_at, self._body = self.attempt + 1, turn.now, None
+            self._next(turn, self.attempt + 1)
             return True
-        if leader != self.keys.peer_id or self._body is not None or self.attempt <= self.signed:
+        chosen = self._chosen(turn, founders)
+        is_mine = _leader(self.settings.manifest, chosen, self.attempt) == self.keys.peer_id
+        if not is_mine or self._body is not None or self.attempt <= self.signed:
             return False
-        self._propose(turn, founders)
+        self._propose(turn, chosen)
         return True
 
-    def _leader(self, founders: Mapping[str, object]) -> str:
-        order = sorted(
-            founders, key=lambda p: hashlib.sha256(f"{self.settings.manifest} {p}".encode()).digest()
-        )
-        return order[self.attempt % len(order)]
+    def _follow_majority(self, turn: Turn, founders: Mapping[str, object]) -> bool:
+        statuses = [self.swarm.status(peer_id) for peer_id in founders if peer_id != self.keys.peer_id]
+        attempts = sorted([self.attempt, *(status.attempt for status in statuses if status is not None)])
+        most_reached = min(attempts[(len(attempts) - 1) // 2], self.attempt + 2 * len(attempts))
+        if most_reached <= self.attempt:
+            return False
+        self._next(turn, most_reached)
+        return True
+
+    def _next(self, turn: Turn, attempt: int) -> None:
+        if self._body is not None:
+            # They were there, and have not signed what this peer has proposed.
+            self._unwilling |= set(self._body.plan.signers) - self._signatures.keys()
+        self.attempt, self._could_at, self._body = min(attempt, MAX_ATTEMPT), turn.now, None
+
+    def _chosen(self, turn: Turn, founders: Mapping[str, tuple[int, Offer]]) -> dict[str, tuple[int, Offer]]:
+        """Without those who would not sign, where there are enough without them."""
+        willing = {p: founder for p, founder in founders.items() if p not in self._unwilling}
+        return willing if self.is_complete(turn, len(willing)) else dict(founders)
 
     def _propose(self, turn: Turn, founders: Mapping[str, tuple[int, Offer]]) -> None:
         body = self._body = genesis_of(self.settings, founders, self.attempt)
@@ -88,20 +107,21 @@ class Founding:
                 turn.do(Send(peer_id, Found(body=body)))
 
     def on_found(self, turn: Turn, sender: str, body: Body, world_rank: int, offer: Offer) -> None:
-        """Sign it, if it is what this peer would propose of these founders."""
+        """Sign it, if it is what this peer would propose of these founders, and it is the sender's turn."""
         founders = self.founders(world_rank, offer)
-        named = {member.peer_id for member in body.plan.roster}
-        if sender not in named or self.keys.peer_id not in named or not named <= founders.keys():
-            return
+        named = {p: founders[p] for p in (member.peer_id for member in body.plan.roster) if p in founders}
         attempt = body.plan.attempt
-        if attempt <= self.signed or attempt > self.attempt + len(founders):
+        if len(named) != len(body.plan.roster) or self.keys.peer_id not in named:
             return
-        if not self.is_complete(turn, len(named)):
+        if not self.signed < attempt or not self.attempt <= attempt <= self.attempt + 1:
             return
-        if body != genesis_of(self.settings, {p: founders[p] for p in named}, attempt):
+        if _leader(self.settings.manifest, named, attempt) != sender or not self.is_complete(
+            turn, len(named)
+        ):
             return
-        self.attempt, self._body, self._could_at = attempt, None, turn.now
-        self._sign(turn, body, sender)
+        if body == genesis_of(self.settings, named, attempt):
+            self._next(turn, attempt)
+            self._sign(turn, body, sender)
 
     def on_vote(self, sender: str, vote: Vote) -> None:
         body = self._body
@@ -135,18 +155,31 @@ class Founding:
             self.certificate = Certificate(body=body, signatures=signatures)
 
 
+def _leader(manifest: str, founders: Iterable[str], attempt: int) -> str:
+    order = sorted(founders, key=lambda peer_id: hashlib.sha256(f"{manifest} {peer_id}".encode()).digest())
+    return order[attempt % len(order)]
+
+
 def genesis_of(settings: Settings, founders: Mapping[str, tuple[int, Offer]], attempt: int) -> Body:
-    """The state that is furthest trained, of equals that which most offer, then the smaller digest."""
-    offers = Counter(offer for _, offer in founders.values())
-    best = min(
-        offers, key=lambda offer: (-offer.epoch, -offers[offer], offer.anchor, offer.momentum, offer.parent)
-    )
+    """What these founders begin from: a state that was trained before one that was not.
+
+    Of several the one that most of them offer or have signed, then the later epoch, then the smaller digest.
+    """
+    offers = {offer for _, offer in founders.values()}
+
+    def rank(offer: Offer) -> tuple[bool, int, int, str, str]:
+        known_to = {peer_id for peer_id, (_, other) in founders.items() if other == offer}
+        if offer.certificate is not None:
+            known_to |= founders.keys() & set(offer.certificate.plan.signers)
+        return offer.certificate is None, -len(known_to), -offer.epoch, offer.anchor, offer.momentum
+
+    best = min(offers, key=rank)
+    before = best.certificate.plan if best.certificate is not None else None
     ranks: dict[str, int] = {}
     for peer_id in sorted(founders, key=lambda p: (founders[p][0] < 0, founders[p][0], p)):
         claimed = founders[peer_id][0]
         taken = set(ranks.values())
-        free = next(rank for rank in range(len(taken) + 1) if rank not in taken)
-        ranks[peer_id] = claimed if claimed >= 0 and claimed not in taken else free
+        ranks[peer_id] = claimed if is_free(claimed, taken) else lowest_free(taken)
     roster = tuple(
         Member(peer_id=p, world_rank=rank) for p, rank in sorted(ranks.items(), key=lambda item: item[1])
     )
@@ -158,7 +191,16 @@ def genesis_of(settings: Settings, founders: Mapping[str, tuple[int, Offer]], at
         attempt=attempt,
         contributors=(),
         roster=roster,
-        data_base=best.data_base,
-        tokens=best.tokens,
+        data_base=before.data_base if before else 0,
+        tokens=before.tokens if before else 0,
     )
     return Body(plan=plan, anchor=best.anchor, momentum=best.momentum)
+
+
+def is_offer_sound(offer: Offer, verify: Verify) -> bool:
+    """A state that was trained before comes with the certificate of its last commit."""
+    certificate = offer.certificate
+    if certificate is None:
+        return True
+    is_its_own = (certificate.body.anchor, certificate.body.momentum) == (offer.anchor, offer.momentum)
+    return is_its_own and certificate.plan.epoch <= MAX_EPOCH and certificate.is_signed(verify)

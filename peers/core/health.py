@@ -142,6 +142,10 @@ class Swarm:
     def age_s(self, peer_id: str, now: float) -> float:
         return now - self._peers[peer_id].heard_at
 
+    def strikes(self, peer_id: str) -> float:
+        health = self._peers.get(peer_id)
+        return health.strikes if health else 0.0
+
     def strike(self, peer_id: str, epoch: int, weight: float = 1.0) -> bool:
         """It has spoilt something. True: it is left out from now on, for twice as long as the last time."""
         health = self._peers.get(peer_id)

@@ -30,7 +30,7 @@ from peers.core.effects import (
     Tell,
 )
 from peers.core.events import Event
-from peers.core.founding import NO_HEAD, Founding
+from peers.core.founding import NO_HEAD, Founding, is_offer_sound
 from peers.core.health import Swarm
 from peers.core.plans import Entry
 from peers.core.round import Parts, Round, Stage
@@ -80,7 +80,7 @@ class Peer:
         self.chain = Chain()
         self.worker = Worker()
         self.round: Round | None = None
-        self.catch_up = CatchUp(self.me, self.chain, self.swarm, self.timing)
+        self.catch_up = CatchUp(self.me, settings, self.chain, self.swarm, self.timing)
         self._parts = Parts(keys=keys, verify=verify, settings=settings, timing=self.timing, swarm=self.swarm)
         self._founding = Founding(
             keys=keys,
@@ -210,11 +210,16 @@ class Peer:
     def _receive(self, turn: Turn, peer_id: str, message: Message) -> None:
         if peer_id == self.me:
             return
+        if isinstance(message, Status) and message.offer is not None and not self.head:
+            said = self.swarm.status(peer_id)
+            is_known = said is not None and said.offer == message.offer
+            if not is_known and not is_offer_sound(message.offer, self._verify):
+                message = replace(message, offer=None)
         self.swarm.heard(peer_id, message if isinstance(message, Status) else None, turn.now)
         round_ = self.round
         match message:
             case Certificates():
-                self._take_certificates(turn, message)
+                self._take_certificates(peer_id, message)
             case Ask():
                 self.catch_up.on_ask(turn, peer_id, message)
             case Found(body) if not self.head and self._offer is not None:
@@ -230,14 +235,21 @@ class Peer:
             case Abort() if round_ is not None and message.head == self.head:
                 round_.on_abort(turn, peer_id, message)
 
-    def _take_certificates(self, turn: Turn, message: Certificates) -> None:
+    def _take_certificates(self, sender: str, message: Certificates) -> None:
+        """Those that were asked for, or that concern this peer; the first false one ends it."""
         if not message.certificates:
-            self.catch_up.on_unknown(message.head)
+            self.catch_up.on_unknown(sender, message.head)
+        is_wanted = self.catch_up.has_asked(sender, message.head)
         for certificate in message.certificates:
             if self.chain.get(certificate.head) is not None:
                 continue
-            if certificate.plan.manifest == self._settings.manifest and certificate.is_signed(self._verify):
-                self.chain.add(certificate)
+            follows = certificate.plan.parent == self.head or self.me in certificate.plan.signers
+            if not (is_wanted or follows) or certificate.plan.manifest != self._settings.manifest:
+                return
+            if not certificate.is_signed(self._verify):
+                self.swarm.strike(sender, self.epoch)
+                return
+            self.chain.add(certificate)
 
     # Rules
 
@@ -272,10 +284,20 @@ class Peer:
             turn.do(Broadcast(Certificates(head=genesis.head, certificates=(genesis,))))
             return self._begin_from(turn, genesis)
         if (genesis := self.chain.genesis_of(self.me)) is not None:
-            heads = {status.head for _, status in self.swarm.live()} - {NO_HEAD, genesis.head}
             # Of a run that has gone on since, this peer is a newcomer.
-            return not heads and self.catch_up.target is None and self._begin_from(turn, genesis)
+            return (
+                self._certified_heads <= {genesis.head}
+                and self.catch_up.target is None
+                and self._begin_from(turn, genesis)
+            )
+        if self._certified_heads:
+            return False
         return self._founding.advance(turn, self.world_rank, self._offer)
+
+    @property
+    def _certified_heads(self) -> set[str]:
+        """Heads that live peers announce, of which the certificates are here: a run that has begun."""
+        return {status.head for _, status in self.swarm.live() if status.head and self.chain.get(status.head)}
 
     def _begin_from(self, turn: Turn, genesis: Certificate) -> bool:
         """At once where the offered state is the one; others fetch it from those who announce it."""
@@ -447,6 +469,7 @@ class Peer:
         for peer_id in roster.keys() - {self.me}:
             self.swarm.expect(peer_id, turn.now)
         self.swarm.head_moved(turn.now)
+        self.catch_up.head_moved()
         self._head_since = turn.now
         self.round = Round(
             self._parts,

@@ -17,6 +17,9 @@ ABSENT_COMMITS = 3
 """A member that was lost, and absent from so many commits in a row, is taken off the roster by the next one."""
 SPARE_BLOCKS = 64
 """Data blocks that an epoch may hand out beyond what a member can see: for newcomers that it has not met."""
+MAX_CLAIMED_RANK = 1023
+"""A peer that claims a higher world rank is given another: an epoch hands out a data block for each up to the
+highest."""
 
 
 @dataclass(frozen=True)
@@ -74,13 +77,18 @@ def _ranks_of(roster: Sequence[Member], entries: Mapping[str, Entry]) -> dict[st
     taken = set(ranks.values())
     for peer_id in sorted(entries.keys() - ranks.keys()):
         claimed = entries[peer_id].claimed_rank
-        rank = claimed if claimed >= 0 and claimed not in taken else _lowest_free(taken)
+        rank = claimed if is_free(claimed, taken) else lowest_free(taken)
         ranks[peer_id] = rank
         taken.add(rank)
     return ranks
 
 
-def _lowest_free(taken: Collection[int]) -> int:
+def is_free(claimed: int, taken: Collection[int]) -> bool:
+    """Whether a peer may have the world rank that it claims."""
+    return 0 <= claimed <= MAX_CLAIMED_RANK and claimed not in taken
+
+
+def lowest_free(taken: Collection[int]) -> int:
     return next(rank for rank in range(len(taken) + 1) if rank not in taken)
 
 
@@ -110,6 +118,8 @@ def fault_in(
         )
         for contributor in plan.contributors
     }
+    if any(entry.work.based_on > parent.plan.epoch for entry in entries.values()):
+        return "work of an epoch that is yet to come"
     leaving = {peer_id for peer_id, entry in entries.items() if entry.work.last}
     off = (before | set(peer_ids)) - {member.peer_id for member in plan.roster} - leaving
     if not off <= set(off_allowed):
@@ -127,3 +137,19 @@ def is_quorum(present: Collection[str], parent: Certificate, quorum: float) -> b
     """Whether so many of the roster are more than the part of it that has to be in a commit."""
     roster = {member.peer_id for member in parent.plan.roster}
     return len(roster.intersection(present)) > quorum * len(roster)
+
+
+def fault_of_successor(certificate: Certificate, parent: Certificate, settings: Settings) -> str:
+    """Why a certificate cannot follow this one, whoever has signed it; empty: it can."""
+    plan, everybody = certificate.plan, {member.peer_id for member in parent.plan.roster}
+    everybody |= {contributor.peer_id for contributor in plan.contributors}
+    if plan.parent != parent.head or certificate.is_genesis:
+        return "does not follow it"
+    return fault_in(
+        plan,
+        parent,
+        claimed_ranks={},
+        off_allowed=everybody,
+        data_width=MAX_CLAIMED_RANK,
+        settings=settings,
+    )

@@ -22,11 +22,12 @@ from functools import cached_property
 from peers.core.effects import CancelReduce, Pledge, Reduce, Send
 from peers.core.events import ReduceFailed
 from peers.core.health import Swarm
-from peers.core.plans import ABSENT_COMMITS, Entry, fault_in, is_quorum, plan_of
+from peers.core.plans import ABSENT_COMMITS, MAX_CLAIMED_RANK, Entry, fault_in, is_quorum, plan_of
 from peers.core.settings import Settings
 from peers.core.timing import Timing
 from peers.core.turn import Turn
 from peers.protocol.certificates import Body, Certificate, Keys, Plan, Verify
+from peers.protocol.limits import MAX_ATTEMPT
 from peers.protocol.messages import Abort, Decline, OddVote, Propose, Vote
 
 REDUCE_SHARE = 0.75
@@ -151,7 +152,7 @@ class Round:
         if self._is_passed_over(leader):
             if not any(peer_id == self._me or self._can_lead(peer_id) for peer_id in self.roster):
                 return False
-            self.attempt += 1
+            self.attempt = min(MAX_ATTEMPT, self.attempt + 1)
             return True
         self._could_at = max(turn.now, self._not_before) if self._could_at is None else self._could_at
         if not turn.passed(self._could_at + self._timing.reaction_s):
@@ -197,10 +198,8 @@ class Round:
         return self._me not in others and all(self._can_do_without(turn, peer_id) for peer_id in others)
 
     def _can_do_without(self, turn: Turn, peer_id: str) -> bool:
-        """It is gone, or has gone on elsewhere; or spoils rounds, and everybody has tried to lead one with it."""
-        if self._swarm.is_gone(peer_id) or self._swarm.has_gone_on(peer_id, turn):
-            return True
-        return self.attempt >= len(self._order) and self._swarm.is_left_out(peer_id, self.parent.plan.epoch)
+        """It is gone, or has gone on elsewhere."""
+        return self._swarm.is_gone(peer_id) or self._swarm.has_gone_on(peer_id, turn)
 
     def _can_lead(self, peer_id: str) -> bool:
         status = self._swarm.status(peer_id)
@@ -248,8 +247,12 @@ class Round:
 
     def _data_width(self, entries: Mapping[str, Entry]) -> int:
         ranks = [member.world_rank for member in self.parent.plan.roster]
-        ranks += [status.world_rank for _, status in self._swarm.live() if status.head == self.head]
-        return 1 + max(*ranks, *(entry.claimed_rank for entry in entries.values()), 0)
+        ranks += [
+            min(status.world_rank, MAX_CLAIMED_RANK)
+            for _, status in self._swarm.live()
+            if status.head == self.head
+        ]
+        return 1 + max(*ranks, *(min(entry.claimed_rank, MAX_CLAIMED_RANK) for entry in entries.values()), 0)
 
     def on_vote(self, turn: Turn, sender: str, vote: Vote) -> None:
         lead = self._lead
@@ -507,7 +510,8 @@ class Round:
             if status.head == self.head and peer_id in self.roster
         ]
         attempts = sorted([*attempts, self.attempt])
-        most_reached = attempts[(len(attempts) - 1) // 2]
+        # Within reach: no number that anybody names ends this peer's counting.
+        most_reached = min(attempts[(len(attempts) - 1) // 2], self.attempt + 2 * len(self._order))
         if most_reached <= self.attempt:
             return False
         self._fail(turn, "most others are at a later one", attempt=most_reached)
@@ -525,7 +529,7 @@ class Round:
             turn.do(CancelReduce())
         self.failures.append(reason)
         self._suspects = frozenset(suspects)
-        self.attempt = max(self.attempt + 1, attempt)
+        self.attempt = min(MAX_ATTEMPT, max(self.attempt + 1, attempt))
         self.stage, self._lead, self._could_at = Stage.GATHER, None, None
         self._not_before = turn.now + self._timing.pause_s(len(self.failures))
         self._proposals = {a: plan for a, plan in self._proposals.items() if a >= self.attempt}

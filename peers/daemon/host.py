@@ -42,7 +42,6 @@ from peers.state.transfer import download_state
 log = logging.getLogger(__name__)
 
 _PROGRESS_S = 5.0
-_PAGE_BYTES = 4096
 _FLOAT_BYTES = 4
 REFUSAL_TIMEOUT_S = 30.0
 """How long a worker that has to be told why it cannot join may take to connect."""
@@ -134,26 +133,21 @@ class WorkerHost:
         """The state to begin from: the swarm's, a checkpoint's, or the worker's own initial weights."""
         runtime = await asyncio.shield(self.ready)
         self.has_worker = True
-        # The pages of new memory cost seconds, which pass while the state is fetched.
-        touched = asyncio.create_task(asyncio.to_thread(_touch, memories.inn))
         offered, residuals = await asyncio.to_thread(_offered_state, memories.out, offer.get("resume"))
         if runtime.state is None:
             self._show("waiting")
             log.info("waiting for %s", self.waits_for)
-        start = await runtime.begin_worker(offered, residuals)
-        await touched
-        state, keeps = runtime.state, False
-        assert state is not None
+        start = await runtime.begin_worker(memories.inn, offered, residuals)
         if offer.get("resume") and offer.get("is_own", True) and runtime.is_offered(offered):
-            start, keeps = replace(start, keep_local=True, local_step=int(offer["local_step"])), True
-        if not keeps:
-            for inn, anchor in zip(memories.inn, state.anchor, strict=True):
-                await asyncio.to_thread(inn.copy_, anchor)
+            start = replace(start, keep_local=True, local_step=int(offer["local_step"]))
         self._standing.step = start.epoch * self._schedule.steps_per_epoch + start.local_step
         self._standing.pace.entered(start.local_step, time.monotonic())
         self._show("training")
         log.info(
-            "training from epoch %d, step %d, anchor %s", start.epoch, start.local_step, start.anchor_digest[:12]
+            "training from epoch %d, step %d, anchor %s",
+            start.epoch,
+            start.local_step,
+            start.anchor_digest[:12],
         )
         return start
 
@@ -254,7 +248,7 @@ class WorkerHost:
     ) -> OuterState:
         """The state at the end of this path. Raises StateUnavailable, PeerUnreachable or ProtocolError."""
         assert self._layout is not None
-        runtime, sizes = self.ready.result(), self._layout.sizes
+        runtime, sizes, until = self.ready.result(), self._layout.sizes, time.monotonic() + timeout_s
         log.info("asking %d peers for the state of epoch %d", len(donors), path[-1].plan.epoch)
         with contextlib.ExitStack() as stack:
             have = runtime.state.snapshot() if runtime.state is not None else None
@@ -278,7 +272,7 @@ class WorkerHost:
                 self.run_id,
                 path[-1],
                 sizes,
-                timeout_s=timeout_s,
+                timeout_s=max(0.0, until - time.monotonic()),
                 have=have,
                 progress=ProgressLog(),
             )
@@ -299,12 +293,6 @@ class ProgressLog:
         if now - self._said_at > _PROGRESS_S and received < total:
             self._said_at = now
             log.info("%d of %d MB of the state are here", received >> 20, total >> 20)
-
-
-def _touch(fresh: Sequence[torch.Tensor]) -> None:
-    """Write to every page of memory that nobody has written to yet."""
-    for values in fresh:
-        values[:: _PAGE_BYTES // values.element_size()] = 0
 
 
 def _offered_state(

@@ -6,6 +6,7 @@ When to reduce, and what its outcome means, is decided in peers/core/round.py.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +25,8 @@ from peers.reduction.residuals import Residuals
 from peers.reduction.shares import bounds_of
 from peers.state.header import StateHeader
 from peers.state.preview import Preview
+
+log = logging.getLogger(__name__)
 
 
 def reduce_plan_of(plan: Plan, me: str, numel: int, codec: str, rule: Rule) -> ReducePlan:
@@ -88,6 +91,7 @@ class Reductions:
         connect_s = min(self._timing.connect_s, timeout_s / 2)
         streams = await self._connect(plan, reduce_plan, connect_s)
         work.clock.lap("connect_s")
+        log.debug("reducing with %s", list(reduce_plan.members))
 
         def reduce() -> tuple[ReduceReport, StateHeader]:
             with Preview(optimizer, state, work.fragment, work.result) as preview:

@@ -21,8 +21,8 @@ from peers.core.effects import Effect
 from peers.core.peer import Peer
 from peers.daemon.pledges import Pledges
 from peers.daemon.reductions import Reductions
-from peers.daemon.work import WorkInHand
-from peers.errors import PeersError, RoundFailed
+from peers.daemon.work import Beginning, WorkInHand
+from peers.errors import PeersError, RoundFailed, StateUnavailable
 from peers.handover import Memories, Outcome, Start
 from peers.literature import residual_decay_for
 from peers.outer_optimizer import OuterOptimizer, norm_of_pseudo_gradient
@@ -36,6 +36,8 @@ from peers.state.commit_log import CommitLog, Recording
 log = logging.getLogger(__name__)
 
 _LONGEST_WAIT_S = 3600.0
+_MOST_EVENTS = 4096
+"""That wait: beyond, messages are dropped."""
 _NEWCOMER_S = 60.0
 """For so long after a peer was first heard, its download may be about to begin: commits are recorded for it."""
 
@@ -89,7 +91,7 @@ class Runtime:
         self.commit_log = CommitLog()
         """For those who download the state meanwhile."""
         self._work: WorkInHand | None = None
-        self._begin: asyncio.Future[Start] | None = None
+        self._begin: Beginning | None = None
         self._reducing: asyncio.Task[None] | None = None
         self._fetching: asyncio.Task[None] | None = None
         self._bandwidth = Bandwidth()
@@ -109,16 +111,42 @@ class Runtime:
     # What happens
 
     def post(self, event: events.Event) -> None:
+        """What others say may be lost where there is too much of it, as on its way here."""
+        if isinstance(event, events.Received) and self._events.qsize() >= _MOST_EVENTS:
+            return
+
         async def as_it_is() -> events.Event:
             return event
 
         self._events.put_nowait(as_it_is)
 
-    async def begin_worker(self, offered: OuterState, residuals: Sequence[Residuals] | None = None) -> Start:
-        """A worker is here: where it begins, once the run has a state. `offered`: what it could begin from itself."""
-        begin = self._begin = asyncio.get_running_loop().create_future()
+    def _beside(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Do this beside the loop, which an error in it ends."""
+        task = asyncio.create_task(work)
+
+        def has_ended(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and task.exception() is not None:
+
+                async def fail() -> None:
+                    task.result()
+
+                self._events.put_nowait(fail)
+
+        task.add_done_callback(has_ended)
+        return task
+
+    async def begin_worker(
+        self, inn: Sequence[Tensor], offered: OuterState, residuals: Sequence[Residuals] | None = None
+    ) -> Start:
+        """A worker is here: where it begins, once the run has a state, whose anchor is in `inn` then.
+
+        `offered`: what it could begin from itself.
+        """
+        begin = Beginning(inn)
 
         async def arrive() -> events.Event:
+            # Not before: a worker before it may still be answered.
+            self._begin = begin
             if self._state is None and self._offered is None:
                 self._offered = offered
                 self.residuals = list(residuals) if residuals else _no_residuals(offered)
@@ -126,7 +154,7 @@ class Runtime:
             return events.WorkerWaits()
 
         self._events.put_nowait(arrive)
-        return await begin
+        return await begin.start
 
     def is_offered(self, state: OuterState) -> bool:
         """Whether the run began from this one, that the worker offered."""
@@ -150,7 +178,9 @@ class Runtime:
                 self.residuals[fragment].contribution,
             )
             if not math.isfinite(norm):
-                raise PeersError("this peer's weights are not finite any more; is the learning rate too high?")
+                raise PeersError(
+                    "this peer's weights are not finite any more; is the learning rate too high?"
+                )
             work.propose_s = time.monotonic() - work.since
             return events.WorkReady(
                 Work(tokens=tokens, norm=norm, step=step, based_on=0, last=last, bandwidth=self.bandwidth)
@@ -214,14 +244,14 @@ class Runtime:
             case effects.Reduce(plan, timeout_s):
                 await self._stop_reducing()
                 self._reductions.begin()
-                self._reducing = asyncio.create_task(self._reduce(plan, timeout_s))
+                self._reducing = self._beside(self._reduce(plan, timeout_s))
             case effects.CancelReduce():
                 self._reductions.cancel()
             case effects.Apply(certificate):
                 await self._apply(certificate)
             case effects.Fetch(path, donors, timeout_s):
                 self._stop_fetching()
-                self._fetching = asyncio.create_task(self._fetch(path, donors, timeout_s))
+                self._fetching = self._beside(self._fetch(path, donors, timeout_s))
             case effects.CancelFetch():
                 self._stop_fetching()
             case effects.Adopt(certificate):
@@ -274,8 +304,8 @@ class Runtime:
     async def _stop_reducing(self) -> None:
         if self._reducing is not None:
             self._reductions.cancel()
-            # Not cancelled as a task: its thread still writes into *in* until it sees the flag.
-            await self._reducing
+            # Not cancelled as a task: its thread writes into *in*, and reads the state, until it sees the flag.
+            await asyncio.wait({self._reducing})
             self._reducing = None
 
     async def _apply(self, certificate: Certificate) -> None:
@@ -300,7 +330,9 @@ class Runtime:
             previewed=work.previewed,
             into=work.result,
         )
-        self.commit_log.add(work.recording, parent=parent, head=certificate.head, state_numel=sum(state.sizes))
+        self.commit_log.add(
+            work.recording, parent=parent, head=certificate.head, state_numel=sum(state.sizes)
+        )
         work.contributors = [contributor.world_rank for contributor in plan.contributors]
         work.clock.lap("apply_s")
 
@@ -312,7 +344,8 @@ class Runtime:
             self._fetched = await self._download(path, donors, timeout_s)
         except (PeersError, OSError, TimeoutError) as error:
             log.info("no state of epoch %d yet: %s", path[-1].plan.epoch, error or type(error).__name__)
-            self.post(events.FetchFailed(head, str(error)[:300]))
+            suspects = error.suspects if isinstance(error, StateUnavailable) else frozenset()
+            self.post(events.FetchFailed(head, str(error)[:300], suspects))
         else:
             self.post(events.Fetched(head))
 
@@ -338,6 +371,7 @@ class Runtime:
         self.commit_log.clear()
 
     async def _rebase(self) -> None:
+        await self._stop_reducing()
         work, base, state = self._work, self._base, self._state
         if work is not None and base is not None and state is not None:
             await asyncio.to_thread(work.rebase, base, state.anchor)
@@ -348,12 +382,14 @@ class Runtime:
         assert state is not None
         if answer.how == "begin":
             self._base = None
-            if self._begin is not None and not self._begin.done():
-                self._begin.set_result(_start(answer, state, num_peers=self._num_peers))
+            begin, self._begin = self._begin, None
+            if begin is not None and not begin.start.done():
+                await begin.at(state.anchor)
+                begin.settle(_start(answer, state, num_peers=self._num_peers))
             return
+        await self._stop_reducing()
         work, self._work = self._work, None
-        if work is None:
-            return
+        assert work is not None
         if answer.how == "contributed" and self._base is not None:
             # Its commit was made by the others, and fetched.
             await asyncio.to_thread(work.shift_others, self._base, state.anchor)
@@ -392,15 +428,6 @@ def _start(answer: effects.Answer, state: OuterState, *, num_peers: int) -> Star
     )
 
 
-
-
 def _offer_of(state: OuterState) -> Offer:
     header = state.header
-    return Offer(
-        epoch=header.epoch,
-        anchor=header.anchor_digest,
-        momentum=header.momentum_digest,
-        parent=header.head,
-        data_base=header.data_base,
-        tokens=header.committed_tokens,
-    )
+    return Offer(anchor=header.anchor_digest, momentum=header.momentum_digest, certificate=header.certificate)

@@ -1,4 +1,4 @@
-"""One fragment that the worker has handed over, from its word to its answer."""
+"""What a worker asks of the daemon, from its word to its answer: where to begin, and what becomes of a fragment."""
 
 from __future__ import annotations
 
@@ -11,12 +11,41 @@ import torch
 from torch import Tensor
 
 from peers.core.effects import Answer
-from peers.handover import Memories, Outcome
+from peers.handover import Memories, Outcome, Start
 from peers.outer_optimizer import rebase
 from peers.outer_state import OuterState
 from peers.reduction.plan import ReducePlan
 from peers.state.commit_log import Recording
 from peers.state.header import StateHeader
+
+_PAGE_BYTES = 4096
+
+
+class Beginning:
+    """A worker that asks where to begin. Belongs to one event loop."""
+
+    def __init__(self, inn: Sequence[Tensor]) -> None:
+        self.start: asyncio.Future[Start] = asyncio.get_running_loop().create_future()
+        self._inn = inn
+        # The pages of new memory cost seconds, which pass while the state is fetched.
+        self._touched = asyncio.create_task(asyncio.to_thread(_touch, inn))
+
+    async def at(self, anchor: Sequence[Tensor]) -> None:
+        """Put into *in* what it begins from."""
+        await self._touched
+        for inn, values in zip(self._inn, anchor, strict=True):
+            await asyncio.to_thread(inn.copy_, values)
+
+    def settle(self, start: Start) -> None:
+        """A worker that has ended meanwhile is not told."""
+        if not self.start.done():
+            self.start.set_result(start)
+
+
+def _touch(fresh: Sequence[Tensor]) -> None:
+    """Write to every page of memory that nobody has written to yet."""
+    for values in fresh:
+        values[:: _PAGE_BYTES // values.element_size()] = 0
 
 
 class WorkInHand:

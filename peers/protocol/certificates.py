@@ -20,6 +20,7 @@ from peers.protocol.limits import (
     MAX_PEERS,
     AttemptNumber,
     Count,
+    Epoch,
     Hash,
     HashOrNone,
     KeyBytes,
@@ -80,7 +81,7 @@ class Plan(Struct, frozen=True):
     """Digest of the manifest; the whole chain has the same."""
     parent: HashOrNone
     """The head that this follows. Of a genesis: that of the checkpoint it starts from, or empty."""
-    epoch: Count
+    epoch: Epoch
     """Outer steps done after this one."""
     fragment: Count
     attempt: AttemptNumber
@@ -153,6 +154,11 @@ class Certificate(Struct, frozen=True):
     @property
     def plan(self) -> Plan:
         return self.body.plan
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its encoding, about."""
+        return 512 + 256 * len(self.plan.roster) + 512 * len(self.plan.contributors)
 
     @property
     def is_genesis(self) -> bool:

@@ -7,9 +7,11 @@ from typing import Annotated
 from msgspec import Meta
 
 MAX_MESSAGE_BYTES = 1 << 20
-MAX_PEERS = 4096
-"""In one roster or group."""
+MAX_PEERS = 1024
+"""In one roster or group: the messages of so many still fit."""
 MAX_WORLD_RANK = 1 << 20
+MAX_EPOCH = 1 << 40
+"""A state that is offered or certified; what follows it can still be counted."""
 MAX_TOKENS = 1 << 40
 """Of one peer in one epoch: far more than anybody trains."""
 MAX_COUNT = 1 << 62
@@ -17,12 +19,16 @@ MAX_NORM = 1e30
 """Of one pseudo-gradient: its square is far from the limit of a double."""
 MAX_REAL = 1e15
 MAX_CERTIFICATES = 32
-"""In one message."""
+"""In one message, and no more than MAX_CERTIFICATES_BYTES of them, of which one fits always."""
+MAX_CERTIFICATES_BYTES = 1 << 19
 MAX_SHORT_TEXT = 300
 
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 Tokens = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
-AttemptNumber = Annotated[int, Meta(ge=0, le=1 << 20)]
+MAX_ATTEMPT = 1 << 20
+AttemptNumber = Annotated[int, Meta(ge=0, le=MAX_ATTEMPT)]
+Epoch = Annotated[int, Meta(ge=0, le=2 * MAX_EPOCH)]
+OfferedEpoch = Annotated[int, Meta(ge=0, le=MAX_EPOCH)]
 WorldRank = Annotated[int, Meta(ge=0, le=MAX_WORLD_RANK)]
 ClaimedRank = Annotated[int, Meta(ge=-1, le=MAX_WORLD_RANK)]
 """-1: the peer has none yet."""
@@ -30,8 +36,8 @@ Norm = Annotated[float, Meta(ge=0, le=MAX_NORM)]
 Real = Annotated[float, Meta(ge=0, le=MAX_REAL)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 PeerId = Annotated[str, Meta(min_length=1, max_length=128)]
-Hash = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
-HashOrNone = Annotated[str, Meta(pattern="^([0-9a-f]{64})?$")]
+Hash = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
+HashOrNone = Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?\Z")]
 """Empty: there is none."""
 ShortText = Annotated[str, Meta(max_length=MAX_SHORT_TEXT)]
 KeyBytes = Annotated[bytes, Meta(max_length=1024)]

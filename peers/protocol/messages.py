@@ -26,6 +26,7 @@ from peers.protocol.limits import (
     AttemptNumber,
     ClaimedRank,
     Count,
+    Epoch,
     Hash,
     HashOrNone,
     PeerId,
@@ -40,13 +41,19 @@ Phase = Literal["waiting", "fetching", "training", "ready", "leaving"]
 class Offer(Struct, frozen=True):
     """A state that a founder could start the run from."""
 
-    epoch: Count
     anchor: Hash
     momentum: Hash
-    parent: HashOrNone = ""
-    """The head of the checkpoint that it comes from; empty: it has never been trained."""
-    data_base: Count = 0
-    tokens: Count = 0
+    certificate: Certificate | None = None
+    """Of the checkpoint that it comes from; none: it has never been trained."""
+
+    @property
+    def epoch(self) -> int:
+        return self.certificate.plan.epoch if self.certificate else 0
+
+    @property
+    def parent(self) -> str:
+        """The head of the checkpoint, or empty."""
+        return self.certificate.head if self.certificate else ""
 
 
 class Status(Struct, frozen=True, tag="status"):
@@ -59,7 +66,7 @@ class Status(Struct, frozen=True, tag="status"):
     phase: Phase
     genesis: HashOrNone = ""
     head: HashOrNone = ""
-    epoch: Count = 0
+    epoch: Epoch = 0
     attempt: AttemptNumber = 0
     work: Work | None = None
     """Handed over for the next commit on this head."""

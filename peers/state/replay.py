@@ -65,8 +65,7 @@ async def replay_commits(
     joiner will ask the others for instead may soon be gone.
     """
     offers = {
-        asyncio.create_task(_Offer.asked_for(donor, transport, run_id, path)): donor
-        for donor in donors
+        asyncio.create_task(_Offer.asked_for(donor, transport, run_id, path)): donor for donor in donors
     }
     pending, patience_s = set(offers), timeout_s
     try:
@@ -140,6 +139,7 @@ class _Offer:
                     )
                 assert committing is not None
                 await asyncio.shield(committing)
+                await asyncio.to_thread(_let_go, state, have)
             finally:
                 if committing is not None:
                     await asyncio.gather(committing, return_exceptions=True)
@@ -174,6 +174,14 @@ def _commit(
 ) -> None:
     plan = certificate.plan
     optimizer_for(len(plan.contributors)).commit(state, plan.fragment, average, certificate=certificate)
+
+
+def _let_go(state: OuterState, have: Snapshot) -> None:
+    """Fragments that no commit has changed become its own: who else holds the old state is not to see them change."""
+    for own, old in ((state.anchor, have.anchor), (state.momentum, have.momentum)):
+        for fragment, values in enumerate(old):
+            if own[fragment] is values:
+                own[fragment] = values.clone()
 
 
 async def serve_commits(

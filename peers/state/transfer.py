@@ -74,7 +74,8 @@ async def download_state(
     """The state of this commit from these peers, all at once. Every bit of it has been checked.
 
     `sizes` are the values in each of our fragments, `have` is a state of theirs that is here already. Raises
-    StateUnavailable when no donor can hand it over, or not in time; repeating it is safe.
+    StateUnavailable when no donor can hand it over, or not in time, with those who began to and broke off; repeating it
+    is safe.
     """
     zeros = await asyncio.to_thread(_digests_of_zeros, sizes)
     download = _Download(certificate, tuple(sizes), zeros, have, progress)
@@ -89,7 +90,8 @@ async def download_state(
                 _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
     except TimeoutError:
         raise StateUnavailable(
-            f"received {download.received_bytes} of {download.total_bytes} bytes in {timeout_s:g} s"
+            f"received {download.received_bytes} of {download.total_bytes} bytes in {timeout_s:g} s",
+            download.suspects,
         ) from None
     finally:
         for task in tasks.values():
@@ -97,7 +99,10 @@ async def download_state(
         await asyncio.gather(*tasks.values(), return_exceptions=True)
     if not download.is_complete:
         reasons = "; ".join(f"{donor}: {task.result()}" for donor, task in tasks.items() if task.result())
-        raise StateUnavailable(f"nobody hands over the state {certificate.head[:12]}: {reasons or 'no donors'}")
+        raise StateUnavailable(
+            f"nobody hands over the state {certificate.head[:12]}: {reasons or 'no donors'}",
+            download.suspects,
+        )
     return download.state()
 
 
@@ -129,6 +134,7 @@ class _Download:
         self._beginning, self._changed = asyncio.Lock(), asyncio.Condition()
         self.received_bytes = 0
         self.total_bytes = 0
+        self.suspects: set[str] = set()
 
     @property
     def is_complete(self) -> bool:
@@ -146,6 +152,12 @@ class _Download:
             try:
                 await self._ask_for_state(channel, sock)
                 await self._take_chunks(channel, sock)
+            except StateUnavailable:
+                # It has gone on, as it may.
+                raise
+            except (PeersError, OSError, TimeoutError):
+                self.suspects.add(donor)
+                raise
             finally:
                 channel.close()
         except (PeersError, OSError, TimeoutError) as error:
