@@ -39,6 +39,8 @@ class CatchUp:
     timing: Timing
     target: Certificate | None = None
     """Whose state is being fetched."""
+    genesis: str = ""
+    """Of the run that this peer is in."""
     path: tuple[Certificate, ...] = ()
     """To it, from this peer's chain where that is known."""
     _asked: dict[tuple[str, str], float] = field(default_factory=dict)
@@ -159,7 +161,8 @@ class CatchUp:
 
         part = acceptable_part(
             fork,
-            me=self.me if has_worker else None,
+            me=self.me,
+            has_worker=has_worker,
             may_object=lambda peer_id, at: self._may_object(peer_id, at) and not has_left(peer_id, at),
             has_gone_on=lambda peer_id, at: at != self.chain.head or has_left(peer_id, at),
             is_sound=lambda certificate, before: not fault_of_successor(certificate, before, self.settings),
@@ -188,9 +191,11 @@ class CatchUp:
         if gone_over:
             may_go = all(self.swarm.has_gone_on(p, turn) for p in gone_over)
             return tuple(path[-1:]) if may_go and len(gone_over) >= 1 + len(objectors) else ()
-        if any(not self.swarm.is_gone(p) for p in roster) or len(holders) < 2:
+        if any(not self.swarm.is_gone(p) for p in roster):
             return ()
-        return tuple(path[-1:])
+        # Two that have begun apart, and each alone: by the hash of what they began from.
+        theirs = path[0].head if path[0].is_genesis else min(map(self.swarm.genesis, holders))
+        return tuple(path[-1:]) if len(holders) > 1 or "" < theirs < self.genesis else ()
 
     def _is_unknown_to(self, holders: set[str], head: str) -> bool:
         return bool(holders) and all((p, head) in self._unknown for p in holders)

@@ -159,7 +159,8 @@ def _signed_last(side: Sequence[Certificate], peer_id: str) -> tuple[int, int]:
 def acceptable_part(
     fork: Fork,
     *,
-    me: str | None,
+    me: str,
+    has_worker: bool,
     may_object: Callable[[str, str], bool],
     has_gone_on: Callable[[str, str], bool],
     is_sound: Callable[[Certificate, Certificate], bool],
@@ -167,20 +168,21 @@ def acceptable_part(
     """As much of their way, from its beginning, as may be adopted.
 
     A certificate must be signed by a majority of the roster before it. Fewer will do where no fewer have signed it than
-    could object (`may_object`, with the head before it), and where its signers have not been on that head for so long
-    (`has_gone_on`) that this peer might go on without them itself. `me`: this peer, if it has a worker, and so objects
-    itself. `is_sound`: whether a certificate can follow another, whoever has signed it.
+    could object (`may_object`, with the head before it; this peer itself, if it has a worker), and where this peer has
+    signed it, or its signers have not been on that head for so long (`has_gone_on`) that this peer might go on without
+    them. `is_sound`: whether a certificate can follow another, whoever has signed it.
     """
     accepted: list[Certificate] = []
     before = fork.ancestor
     for certificate in fork.theirs:
         roster = {member.peer_id for member in before.plan.roster}
         signers = roster & set(certificate.plan.signers)
-        objectors = {p for p in roster - signers if p != me and may_object(p, before.head)}
-        if me in roster - signers and not (fork.ours and before is fork.ancestor):
+        objectors = {p for p in roster - signers - {me} if may_object(p, before.head)}
+        if has_worker and me in roster - signers and not (fork.ours and before is fork.ancestor):
             objectors.add(me)
         is_majority = 2 * len(signers) > len(roster)
-        may_go_on = len(signers) >= len(objectors) and all(has_gone_on(p, before.head) for p in signers)
+        is_due = me in signers or all(has_gone_on(p, before.head) for p in signers)
+        may_go_on = len(signers) >= len(objectors) and is_due
         if not signers or not (is_majority or may_go_on) or not is_sound(certificate, before):
             break
         accepted.append(certificate)

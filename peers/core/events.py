@@ -74,6 +74,8 @@ class ReduceFailed:
     """Peers that it was lost to."""
     told_by: frozenset[str] = frozenset()
     """Where they are suspected by the word of others alone, those others."""
+    offenders: frozenset[str] = frozenset()
+    """Peers that have sent what no honest peer sends, on streams of their own."""
 
 
 @dataclass(frozen=True)

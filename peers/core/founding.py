@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from peers.core.effects import Pledge, Send
@@ -68,7 +68,8 @@ class Founding:
         if self._follow_majority(turn, founders):
             return True
         # Each attempt is given time for statuses to agree on who is there, and for an answer.
-        if turn.passed(self._could_at + 2 * self.timing.reaction_s):
+        is_ahead = self.attempt > self._majority_attempt(founders)
+        if not is_ahead and turn.passed(self._could_at + 2 * self.timing.reaction_s):
             self._next(turn, self.attempt + 1)
             return True
         chosen = self._chosen(turn, founders)
@@ -78,10 +79,14 @@ class Founding:
         self._propose(turn, chosen)
         return True
 
-    def _follow_majority(self, turn: Turn, founders: Mapping[str, object]) -> bool:
+    def _majority_attempt(self, founders: Iterable[str]) -> int:
+        """That most of the founders have reached."""
         statuses = [self.swarm.status(peer_id) for peer_id in founders if peer_id != self.keys.peer_id]
         attempts = sorted([self.attempt, *(status.attempt for status in statuses if status is not None)])
-        most_reached = min(attempts[(len(attempts) - 1) // 2], self.attempt + 2 * len(attempts))
+        return attempts[(len(attempts) - 1) // 2]
+
+    def _follow_majority(self, turn: Turn, founders: Collection[str]) -> bool:
+        most_reached = min(self._majority_attempt(founders), self.attempt + 2 * len(founders))
         if most_reached <= self.attempt:
             return False
         self._next(turn, most_reached)

@@ -15,8 +15,13 @@ STRIKES = 3.0
 """A peer that has spoilt so many rounds is left out for a while."""
 FADE_EPOCHS = 4
 """One strike is forgotten in so many epochs."""
+FIRST_TERM_EPOCHS = 4
 MAX_OUT_EPOCHS = 256
+MOST_AT_ONCE = 0.5
+"""What is left to the next term of who has been left out."""
 MAX_PEERS_HEARD = 4096
+FOUNDERS = 64
+"""So many founders are believed to be there: strangers slow down nobody's heartbeat for long."""
 
 
 _UNHEARD = Status(incarnation=0, sequence=0, world_rank=-1, phase="waiting")
@@ -37,10 +42,12 @@ class Health:
     round_trip_s: float = 0.0
     """0: not measured."""
     strikes: float = 0.0
-    struck_at: int = 0
-    """Epoch of the last strike."""
+    fades_from: int = 0
+    """The epoch from which strikes fade."""
     out_until: int = 0
     """The epoch up to which it is left out."""
+    term: int = 0
+    """For how many epochs it was left out the last time; 0: that is forgotten."""
 
 
 class Swarm:
@@ -49,12 +56,14 @@ class Swarm:
     def __init__(self, timing: Timing) -> None:
         self._timing = timing
         self._peers: dict[str, Health] = {}
+        self.roster: frozenset[str] = frozenset()
+        """By whom waiting times are scaled; before there is one, by everybody."""
 
     def heard(self, peer_id: str, status: Status | None, now: float) -> bool:
         """Anything from this peer; False where the status is older than one that is here."""
         health = self._peers.get(peer_id)
         if health is None:
-            if status is None or len(self._peers) >= MAX_PEERS_HEARD:
+            if status is None or not self._make_room():
                 return False
             self._peers[peer_id] = Health(status, now, at_head_at=now)
             return True
@@ -65,6 +74,15 @@ class Swarm:
         if (status.incarnation, status.sequence) <= (old.incarnation, old.sequence):
             return False
         health.status = status
+        return True
+
+    def _make_room(self) -> bool:
+        """For one more; who is gone gives way."""
+        if len(self._peers) >= MAX_PEERS_HEARD:
+            gone = next((p for p in self._peers if self.is_gone(p) and p not in self.roster), None)
+            if gone is None:
+                return False
+            del self._peers[gone]
         return True
 
     def expect(self, peer_id: str, now: float) -> None:
@@ -91,7 +109,7 @@ class Swarm:
         """`head`: this peer's own."""
         silence_s, regain_s = self._timing.silence_s, self._timing.regain_s
         round_trips = []
-        for health in self._peers.values():
+        for peer_id, health in self._peers.items():
             if math.isinf(health.lost_at) and turn.passed(health.heard_at + silence_s):
                 health.lost_at = health.heard_at + silence_s
             is_there = math.isinf(health.lost_at)
@@ -99,9 +117,9 @@ class Swarm:
                 health.is_gone = True
             if is_there and health.status.head == head and health.status.phase in ("training", "ready"):
                 health.at_head_at = turn.now
-            if is_there and health.status.phase != "leaving":
+            if is_there and (peer_id in self.roster or not self.roster):
                 round_trips.append(health.round_trip_s)
-        self._timing.num_peers = 1 + len(round_trips)
+        self._timing.num_peers = len(self.roster) or min(FOUNDERS, 1 + len(round_trips))
         self._timing.round_trip_s = statistics.median(round_trips) if round_trips else 0.0
 
     def head_moved(self, now: float) -> None:
@@ -142,6 +160,11 @@ class Swarm:
     def age_s(self, peer_id: str, now: float) -> float:
         return now - self._peers[peer_id].heard_at
 
+    def genesis(self, peer_id: str) -> str:
+        """Of the run that it says to be in."""
+        health = self._peers.get(peer_id)
+        return health.status.genesis if health else ""
+
     def strikes(self, peer_id: str) -> float:
         health = self._peers.get(peer_id)
         return health.strikes if health else 0.0
@@ -149,16 +172,23 @@ class Swarm:
     def strike(self, peer_id: str, epoch: int, weight: float = 1.0) -> bool:
         """It has spoilt something. True: it is left out from now on, for twice as long as the last time."""
         health = self._peers.get(peer_id)
-        if health is None:
+        if health is None or self.is_left_out(peer_id, epoch):
             return False
-        faded = (epoch - health.struck_at) / FADE_EPOCHS if health.struck_at else 0.0
-        health.strikes = max(0.0, health.strikes - faded) + weight
-        health.struck_at = epoch
-        if health.strikes < STRIKES or self.is_left_out(peer_id, epoch):
+        health.strikes = max(0.0, health.strikes - max(0, epoch - health.fades_from) / FADE_EPOCHS)
+        health.term = health.term if health.strikes else 0
+        health.strikes, health.fades_from = health.strikes + weight, epoch
+        if health.strikes < STRIKES:
             return False
-        excess = health.strikes - STRIKES
-        health.out_until = epoch + min(MAX_OUT_EPOCHS, int(4 * 2.0 ** min(excess, 16)))
+        health.term = min(MAX_OUT_EPOCHS, 2 * health.term or FIRST_TERM_EPOCHS)
+        health.out_until = health.fades_from = epoch + health.term
+        # One more, soon after it is back, and it is out again.
+        health.strikes = STRIKES - MOST_AT_ONCE
         return True
+
+    def term(self, peer_id: str) -> int:
+        """For how many epochs it was left out the last time."""
+        health = self._peers.get(peer_id)
+        return health.term if health else 0
 
     def is_left_out(self, peer_id: str, epoch: int) -> bool:
         health = self._peers.get(peer_id)

@@ -95,7 +95,6 @@ class Peer:
         self._is_leaving = False
         self.last_failures: tuple[str, ...] = ()
         """Why attempts failed before the last commit."""
-        self._genesis = ""
         self._ranks: dict[str, int] = {}
         self._head_since = now
         self._last_handled = now
@@ -329,10 +328,10 @@ class Peer:
         return True
 
     def _learn_from(self, turn: Turn, round_: Round) -> None:
-        self.timing.committed(round_s=turn.now - round_.reducing_since, epoch_s=turn.now - self._head_since)
         if round_.gathered is not None:
             seconds, is_complete = round_.gathered
             self.timing.gathered(seconds, complete=is_complete)
+        self.timing.committed(round_s=turn.now - round_.reducing_since, epoch_s=turn.now - self._head_since)
 
     def _answer_contributor(self, turn: Turn, certificate: Certificate, local_step: int = 0) -> None:
         plan, worker = certificate.plan, self.worker
@@ -462,10 +461,14 @@ class Peer:
                 turn.do(CancelReduce())
         self.chain.move_to(path)
         if path[0].is_genesis:
-            self._genesis = path[0].head
+            self.catch_up.genesis = path[0].head
+        elif not self.catch_up.genesis:
+            donors = (status.genesis for _, status in self.swarm.live() if status.head == path[-1].head)
+            self.catch_up.genesis = next(donors, "")
         parent = self.chain.newest
         roster = self._ranks = {member.peer_id: member.world_rank for member in parent.plan.roster}
         self.world_rank = roster.get(self.me, self.world_rank)
+        self.swarm.roster = frozenset(roster)
         for peer_id in roster.keys() - {self.me}:
             self.swarm.expect(peer_id, turn.now)
         self.swarm.head_moved(turn.now)
@@ -500,7 +503,7 @@ class Peer:
             sequence=0,
             world_rank=self.world_rank,
             phase=phase,
-            genesis=self._genesis,
+            genesis=self.catch_up.genesis,
             head=self.head,
             epoch=self.epoch,
             attempt=self.round.attempt if self.round else self._founding.attempt,

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 
-from peers.core.effects import CancelReduce, Pledge, Reduce, Send
+from peers.core.effects import CancelReduce, Pledge, Reduce, Send, Tell
 from peers.core.events import ReduceFailed
 from peers.core.health import Swarm
 from peers.core.plans import ABSENT_COMMITS, MAX_CLAIMED_RANK, Entry, fault_in, is_quorum, plan_of
@@ -155,9 +155,14 @@ class Round:
             self.attempt = min(MAX_ATTEMPT, self.attempt + 1)
             return True
         self._could_at = max(turn.now, self._not_before) if self._could_at is None else self._could_at
+        if self.attempt > self._majority_attempt():
+            # The others have yet to come to it.
+            return False
         if not turn.passed(self._could_at + self._timing.reaction_s):
             return False
-        self._swarm.strike(leader, self.parent.plan.epoch)
+        if expected <= ready.keys():
+            # Otherwise its user may have asked for more patience than this one's.
+            self._strike(turn, leader, "it leads, and is silent")
         self._fail(turn, f"its leader {leader} is silent")
         return True
 
@@ -260,7 +265,7 @@ class Round:
             return
         body = Body(plan=lead.plan, anchor=vote.anchor, momentum=vote.momentum)
         if sender != self._me and not self._parts.verify(sender, body.signed_bytes, vote.signature):
-            self._swarm.strike(sender, self.parent.plan.epoch)
+            self._strike(turn, sender, "it sends votes that are not signed")
             self._abort(turn, f"a vote of {sender} is not signed by it", (sender,))
             return
         lead.votes[sender] = vote
@@ -294,7 +299,7 @@ class Round:
             accuser = min(decline.told_by, default=sender)
             lost = (self._one_of_a_pair(accuser, min(suspects)),)
         elif decline.attempt_here == self.attempt:
-            self._swarm.strike(sender, self.parent.plan.epoch, 0.5)
+            self._strike(turn, sender, decline.reason, 0.5)
             lost = (sender,)
         self._abort(turn, f"{sender} declines: {decline.reason}", lost)
 
@@ -316,6 +321,8 @@ class Round:
             return True
         if turn.passed(lead.until):
             self._timing.attempt_timed_out()
+            for peer_id in unheard:
+                self._strike(turn, peer_id, "it does not vote")
             self._abort(turn, f"no vote of {', '.join(unheard)} in time", unheard)
             return True
         return False
@@ -329,7 +336,7 @@ class Round:
         for peer_id in plan.signers:
             if peer_id != self._me:
                 turn.do(Send(peer_id, message))
-        self._judge(votes, plan)
+        self._judge(turn, votes, plan)
         self._fail(turn, reason, lost)
 
     # Taking part
@@ -356,7 +363,7 @@ class Round:
         present = {contributor.peer_id for contributor in plan.contributors}
         others = self.roster - present
         if fault := self._fault_in(plan):
-            self._swarm.strike(leader, self.parent.plan.epoch)
+            self._strike(turn, leader, f"it proposes {fault}")
         elif not is_quorum(present, self.parent, self._settings.quorum) and any(
             map(self._swarm.is_live, others)
         ):
@@ -416,9 +423,10 @@ class Round:
         plan = self._plan
         if self.stage is not Stage.REDUCE or plan is None or plan.digest != failed.plan:
             return
-        if not failed.told_by:
-            for suspect in failed.suspects:
-                self._swarm.strike(suspect, self.parent.plan.epoch, 0.5)
+        for peer_id in failed.suspects | failed.offenders:
+            if peer_id in failed.offenders or not failed.told_by:
+                weight = 1.0 if peer_id in failed.offenders else 0.5
+                self._strike(turn, peer_id, failed.reason, weight)
         self._give_up(turn, failed.reason, failed.suspects, failed.told_by)
 
     def _give_up(
@@ -452,10 +460,14 @@ class Round:
         if abort.attempt != self.attempt or sender != self.leader_of(abort.attempt) or sender == self._me:
             return
         if self._plan is not None and self._plan.attempt == abort.attempt:
-            self._judge(abort.votes, self._plan)
+            self._judge(turn, abort.votes, self._plan)
+        for peer_id in set(abort.lost) - {self._me, sender}:
+            # One leader's word is little: it fades before the same one leads again.
+            if self._swarm.is_live(peer_id):
+                self._strike(turn, peer_id, abort.reason, 0.5)
         self._fail(turn, f"its leader gave it up: {abort.reason}", set(abort.lost) - {self._me})
 
-    def _judge(self, votes: Sequence[OddVote], plan: Plan) -> None:
+    def _judge(self, turn: Turn, votes: Sequence[OddVote], plan: Plan) -> None:
         """Signed votes for different digests prove who is the odd one out, where there is a majority."""
         proven = [
             vote
@@ -478,7 +490,20 @@ class Round:
             if vote.peer_id == self._me:
                 self.is_odd = True
             elif has_majority:
-                self._swarm.strike(vote.peer_id, self.parent.plan.epoch)
+                self._strike(turn, vote.peer_id, "its digests are not the others'")
+
+    def _strike(self, turn: Turn, peer_id: str, why: str, weight: float = 1.0) -> None:
+        epoch = self.parent.plan.epoch
+        if self._swarm.strike(peer_id, epoch, weight):
+            status = self._swarm.status(peer_id)
+            rank, term = status.world_rank if status else -1, self._swarm.term(peer_id)
+            turn.do(
+                Tell(
+                    "left_out",
+                    f"peer {rank} ({peer_id}) is left out of the next {term} epochs, where there are enough without "
+                    f"it; the last time: {why}",
+                )
+            )
 
     # Between attempts
 
@@ -502,16 +527,20 @@ class Round:
             )
             turn.do(Send(leader, decline))
 
-    def _follow_majority(self, turn: Turn) -> bool:
-        """Most of those on this head are at a later attempt: this one leads nowhere."""
+    def _majority_attempt(self) -> int:
+        """That most of those on this head have reached."""
         attempts = [
             status.attempt
             for peer_id, status in self._swarm.live()
             if status.head == self.head and peer_id in self.roster
         ]
         attempts = sorted([*attempts, self.attempt])
+        return attempts[(len(attempts) - 1) // 2]
+
+    def _follow_majority(self, turn: Turn) -> bool:
+        """Most of those on this head are at a later attempt: this one leads nowhere."""
         # Within reach: no number that anybody names ends this peer's counting.
-        most_reached = min(attempts[(len(attempts) - 1) // 2], self.attempt + 2 * len(self._order))
+        most_reached = min(self._majority_attempt(), self.attempt + 2 * len(self._order))
         if most_reached <= self.attempt:
             return False
         self._fail(turn, "most others are at a later one", attempt=most_reached)

@@ -57,6 +57,7 @@ class Timing:
     fetch_timeout_s: float = FETCH_S
     num_peers: int = 1
     round_trip_s: float = 0.0
+    _waited_s: float = 0.0
     _rounds: deque[float] = field(default_factory=lambda: deque(maxlen=8))
     _epochs: deque[float] = field(default_factory=lambda: deque(maxlen=8))
     _gathers: deque[float] = field(default_factory=lambda: deque(maxlen=16))
@@ -128,12 +129,16 @@ class Timing:
         return min(self.silence_s, max(self.round_trip_s, 0.05) * 2.0 ** min(num_failures - 1, 16))
 
     def committed(self, *, round_s: float, epoch_s: float) -> None:
+        """An epoch is over. What it has waited for others, as was told to `gathered` just before, does not count as
+        the length of an epoch: else one that never comes would be waited for ever longer."""
         self._rounds.append(round_s)
-        self._epochs.append(epoch_s)
+        self._epochs.append(max(0.0, epoch_s - self._waited_s))
+        self._waited_s = 0.0
 
     def gathered(self, seconds: float, *, complete: bool) -> None:
         """From a quorum's readiness to the proposal."""
         if math.isfinite(seconds):
+            self._waited_s = seconds
             self._gathers.append(seconds if complete else LATER * seconds)
 
     def attempt_timed_out(self) -> None:

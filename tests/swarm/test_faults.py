@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from typing import Any
 
 import pytest
 
@@ -117,11 +118,18 @@ def test_a_straggler_is_left_behind_and_its_work_counts_next_time(swarm):
     light.extra = {"all_reduce_strategy": "NO_WAIT", "matchmaking_time": 0.3}
     light.galaxy_size = 3
     for rank in range(3):
-        light.start(rank, step_s=0.5 if rank == 2 else 0.05)
+        light.start(rank, step_s=0.4 if rank == 2 else 0.05)
     straggler = light.peers[2]
-    wait_until(lambda: straggler.epoch >= len(straggler.epochs) + 2, "epochs missed by the straggler")
-    wait_until(lambda: len(straggler.epochs) >= 3, "epochs with its work")
-    assert all(2 in record["contributors"] for record in straggler.epochs)
+
+    def epochs(*, with_it: bool) -> list[dict[str, Any]]:
+        return [record for record in straggler.epochs if (2 in record["contributors"]) == with_it]
+
+    wait_until(lambda: len(epochs(with_it=False)) >= 2, "epochs missed by the straggler")
+    wait_until(lambda: len(epochs(with_it=True)) >= 3, "epochs with its work")
+    # Nothing of what it trains is lost: tokens are counted until they are in.
+    handed_over = [record["tokens"] for record in straggler.records("ready")]
+    for tokens, record, following in zip(handed_over, straggler.epochs, handed_over[1:], strict=False):
+        assert following > tokens or 2 in record["contributors"]
     assert_none_is_missed(light.peers[0])
     light.check_digests()
 
@@ -165,20 +173,6 @@ def test_a_manifest_that_contradicts_the_swarm_is_refused_with_the_difference(sw
     second = light.start(1)
     second.process.join(30)
     assert "hv.local_steps: here 7, in the swarm 5" in second.error
-
-
-def test_a_leader_that_gives_everybody_the_same_false_sums_is_named_and_out_within_ten_epochs(swarm):
-    light = swarm(local_steps=4, max_steps=100000, step_s=0.05)
-    light.lies, light.manifest = {0: "false sums"}, {"hv.audit": 0.8}
-    honest = light.start_all(4)[1:]
-    for peer in honest:
-        wait_until(
-            lambda peer=peer: re.search(r"peer 0 .* left out of .* for false sums", peer.log), "its name"
-        )
-    before = min(peer.epoch for peer in honest)
-    assert before <= 10
-    wait_until(lambda: min(peer.epoch for peer in honest) >= before + 3, "three more epochs")
-    assert all(peer.epochs[-1]["contributors"] == [1, 2, 3] for peer in honest)
 
 
 @pytest.mark.parametrize("lie", ["not finite", "longer than announced"])
