@@ -47,6 +47,8 @@ class CatchUp:
     """When this peer last asked whom for which head."""
     _unknown: set[tuple[str, str]] = field(default_factory=set)
     """Who has answered that it does not know which head."""
+    _sound: dict[str, bool] = field(default_factory=dict)
+    """Whether a certificate can follow its parent."""
     _not_before: float = 0.0
     _since: float | None = None
 
@@ -156,27 +158,36 @@ class CatchUp:
         if fork is None:
             return self._way_of_the_lost(turn, head, heads)
 
-        def has_left(peer_id: str, at: str) -> bool:
-            return at == self.chain.head and self.swarm.has_gone_on(peer_id, turn)
-
         part = acceptable_part(
             fork,
             me=self.me,
             has_worker=has_worker,
-            may_object=lambda peer_id, at: self._may_object(peer_id, at) and not has_left(peer_id, at),
-            has_gone_on=lambda peer_id, at: at != self.chain.head or has_left(peer_id, at),
-            is_sound=lambda certificate, before: not fault_of_successor(certificate, before, self.settings),
+            may_object=lambda peer_id, at: self._may_object(turn, peer_id, at),
+            has_gone_on=lambda peer_id, at: at != self.chain.head or self.swarm.has_gone_on(peer_id, turn),
+            is_sound=self._is_sound,
         )
         if not part or (fork.ours and not prefers_theirs(Fork(fork.ancestor, fork.ours, part))):
             return ()
         return part
 
-    def _may_object(self, peer_id: str, at: str) -> bool:
-        """It may be heard, does not spoil rounds, and has not gone on from this head by any known certificate."""
-        if self.swarm.is_gone(peer_id) or self.swarm.is_left_out(peer_id, self.chain.newest.plan.epoch):
+    def _may_object(self, turn: Turn, peer_id: str, at: str) -> bool:
+        """It may be heard, spoils no rounds, and stands at this head: now, or where it is this peer's own, soon."""
+        swarm = self.swarm
+        if swarm.is_gone(peer_id) or swarm.is_left_out(peer_id, self.chain.newest.plan.epoch):
             return False
-        status = self.swarm.status(peer_id)
-        return status is None or not self.chain.follows(status.head, at)
+        status = swarm.status(peer_id)
+        head = status.head if status is not None else ""
+        if at != self.chain.head:
+            return head == at
+        return not self.chain.follows(head, at) and not swarm.has_gone_on(peer_id, turn)
+
+    def _is_sound(self, certificate: Certificate, before: Certificate) -> bool:
+        key = certificate.head
+        if key not in self._sound:
+            if len(self._sound) > MAX_ASKED:
+                self._sound.clear()
+            self._sound[key] = not fault_of_successor(certificate, before, self.settings)
+        return self._sound[key]
 
     def _way_of_the_lost(self, turn: Turn, head: str, heads: Heads) -> tuple[Certificate, ...]:
         """A common past is not known any more, to nobody who announces it. Then what the roster here shows counts, this
@@ -187,7 +198,7 @@ class CatchUp:
             return ()
         roster = {member.peer_id for member in self.chain.newest.plan.roster} - {self.me}
         gone_over = roster & holders
-        objectors = {p for p in roster - holders if self._may_object(p, self.chain.head)}
+        objectors = {p for p in roster - holders if self._may_object(turn, p, self.chain.head)}
         if gone_over:
             may_go = all(self.swarm.has_gone_on(p, turn) for p in gone_over)
             return tuple(path[-1:]) if may_go and len(gone_over) >= 1 + len(objectors) else ()

@@ -178,7 +178,7 @@ def acceptable_part(
         roster = {member.peer_id for member in before.plan.roster}
         signers = roster & set(certificate.plan.signers)
         objectors = {p for p in roster - signers - {me} if may_object(p, before.head)}
-        if has_worker and me in roster - signers and not (fork.ours and before is fork.ancestor):
+        if has_worker and me in roster - signers and before is fork.ancestor and not fork.ours:
             objectors.add(me)
         is_majority = 2 * len(signers) > len(roster)
         is_due = me in signers or all(has_gone_on(p, before.head) for p in signers)

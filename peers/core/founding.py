@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -32,6 +33,8 @@ class Founding:
     signed: int = -1
     """The last attempt that this peer has signed, in an earlier life too."""
     attempt: int = 0
+    not_before: float = -math.inf
+    """A run was heard of, and has this long to prove that it has begun."""
     certificate: Certificate | None = None
     """The genesis, if this peer led to it."""
     _body: Body | None = None
@@ -43,6 +46,11 @@ class Founding:
 
     def __post_init__(self) -> None:
         self.attempt = self.signed + 1
+
+    def heard_of_a_run(self, now: float) -> None:
+        """Once: who makes runs up is not to hold the founders up for ever."""
+        if math.isinf(self.not_before):
+            self.not_before = now + 4 * self.timing.reaction_s
 
     def founders(self, world_rank: int, offer: Offer) -> dict[str, tuple[int, Offer]]:
         """By peer id, with the world ranks that they claim."""

@@ -7,6 +7,8 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from peers.core.timing import Timing
 from peers.core.turn import Turn
 from peers.protocol.messages import Status
@@ -35,6 +37,8 @@ class Health:
     heard_at: float
     lost_at: float = math.inf
     """When its channel broke or its silence became too long; infinite: it is there."""
+    has_shown: bool = False
+    """The certificate of a head that it has announced is here: it is in a run that has begun."""
     is_gone: bool = False
     """It has been lost for longer than the time to regain it."""
     at_head_at: float = 0.0
@@ -76,6 +80,18 @@ class Swarm:
         health.status = status
         return True
 
+    def heard_again(self, peer_id: str, status: Status, now: float) -> bool:
+        """Whether this peer says no more than before, but for its progress; it is heard then."""
+        health = self._peers.get(peer_id)
+        if health is None or math.isfinite(health.lost_at):
+            return False
+        old = health.status
+        same = replace(old, sequence=status.sequence, local_step=status.local_step, step_s=status.step_s)
+        if status != same or status.sequence <= old.sequence:
+            return False
+        health.status, health.heard_at = status, now
+        return True
+
     def _make_room(self) -> bool:
         """For one more; who is gone gives way."""
         if len(self._peers) >= MAX_PEERS_HEARD:
@@ -84,6 +100,18 @@ class Swarm:
                 return False
             del self._peers[gone]
         return True
+
+    def has_shown(self, head: str) -> None:
+        """The certificate of this head is here."""
+        for health in self._peers.values():
+            health.has_shown = health.has_shown or health.status.head == head
+
+    def runs(self) -> bool:
+        """Whether anybody who is there is in a run that has begun."""
+        return any(
+            health.has_shown and health.status.head and math.isinf(health.lost_at)
+            for health in self._peers.values()
+        )
 
     def expect(self, peer_id: str, now: float) -> None:
         """A member of the roster, which has its time to be heard."""
@@ -123,9 +151,10 @@ class Swarm:
         self._timing.round_trip_s = statistics.median(round_trips) if round_trips else 0.0
 
     def head_moved(self, now: float) -> None:
-        """Everybody has its time to come to this peer's new head."""
+        """Who was on the one before has its time to come to this peer's new head."""
         for health in self._peers.values():
-            health.at_head_at = now
+            if now < health.at_head_at + self._timing.silence_s + self._timing.regain_s:
+                health.at_head_at = now
 
     def live(self) -> Iterator[tuple[str, Status]]:
         """Everybody who is there, and has not said that it leaves."""

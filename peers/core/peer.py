@@ -151,6 +151,8 @@ class Peer:
         """None: only time has passed."""
         turn = Turn(now)
         self._notice_own_freeze(now)
+        if now < self.deadline and self._is_no_news(event, now):
+            return []
         if event is not None:
             self._take_in(turn, event)
         for _ in range(_MAX_RULES):
@@ -165,6 +167,16 @@ class Peer:
             if isinstance(effect, Pledge):
                 self._pledges[effect.head] = effect.attempt
         return turn.effects
+
+    def _is_no_news(self, event: Event | None, now: float) -> bool:
+        """A heartbeat, or a worker's progress: nothing to decide on. Deadlines noted before stay right, or early."""
+        match event:
+            case events.Received(peer_id, Status() as status):
+                return peer_id != self.me and self.swarm.heard_again(peer_id, status, now)
+            case events.WorkerTrains(local_step, step_s):
+                self.worker.local_step, self.worker.step_s = local_step, step_s
+                return True
+        return False
 
     def _notice_own_freeze(self, now: float) -> None:
         late_s = now - max(self.deadline, self._last_handled)
@@ -215,6 +227,8 @@ class Peer:
             if not is_known and not is_offer_sound(message.offer, self._verify):
                 message = replace(message, offer=None)
         self.swarm.heard(peer_id, message if isinstance(message, Status) else None, turn.now)
+        if isinstance(message, Status) and message.head:
+            self._founding.heard_of_a_run(turn.now)
         round_ = self.round
         match message:
             case Certificates():
@@ -249,6 +263,7 @@ class Peer:
                 self.swarm.strike(sender, self.epoch)
                 return
             self.chain.add(certificate)
+            self.swarm.has_shown(certificate.head)
 
     # Rules
 
@@ -289,7 +304,7 @@ class Peer:
                 and self.catch_up.target is None
                 and self._begin_from(turn, genesis)
             )
-        if self._certified_heads:
+        if self.swarm.runs() or not turn.passed(self._founding.not_before):
             return False
         return self._founding.advance(turn, self.world_rank, self._offer)
 
@@ -398,11 +413,12 @@ class Peer:
             return False
         target = self.catch_up.target
         if target is not None and not self._is_checking:
-            if (
-                worker.epoch >= target.plan.epoch
-                or self._commit_with(worker.work, self.catch_up.path) is not None
-            ):
+            is_in_doubt = self.round is not None and self.round.stage is Stage.VOTE
+            is_in = self._commit_with(worker.work, self.catch_up.path) is not None
+            if worker.epoch >= target.plan.epoch or is_in or is_in_doubt:
                 return False
+            if self.round is not None:
+                self.round.give_up(turn, "it has to catch up")
             return self._answer_late(turn, "keep", target)
         if worker.base != self.head:
             # Its anchor has moved under it.

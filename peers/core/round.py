@@ -152,8 +152,8 @@ class Round:
         if self._is_passed_over(leader):
             if not any(peer_id == self._me or self._can_lead(peer_id) for peer_id in self.roster):
                 return False
-            self.attempt = min(MAX_ATTEMPT, self.attempt + 1)
-            return True
+            self.attempt += self.attempt < MAX_ATTEMPT
+            return self.attempt < MAX_ATTEMPT
         self._could_at = max(turn.now, self._not_before) if self._could_at is None else self._could_at
         if self.attempt > self._majority_attempt():
             # The others have yet to come to it.
@@ -182,6 +182,8 @@ class Round:
             if status.phase not in ("training", "ready"):
                 continue
             is_doubtful = peer_id in self._suspects or self._swarm.is_left_out(peer_id, epoch)
+            # Who is not in the roster yet has one attempt a head: anybody may say that it is ready.
+            is_doubtful = is_doubtful or (self.attempt > 0 and peer_id not in self.roster)
             is_here = status.head == self.head
             if is_here and status.work is not None and status.work.based_on <= epoch:
                 at = doubtful if is_doubtful else ready
@@ -282,6 +284,8 @@ class Round:
             signatures = tuple(lead.votes[peer_id].signature for peer_id in lead.plan.signers)
             self.certificate = Certificate(body=body, signatures=signatures)
             self._lead = None
+            # A leader that has no part in it comes to this head by the others; until then it leads to no other.
+            self._not_before = turn.now + self._timing.silence_s + self._timing.regain_s
             return
         votes = tuple(
             OddVote(peer_id=peer_id, anchor=vote.anchor, momentum=vote.momentum, signature=vote.signature)
@@ -296,10 +300,11 @@ class Round:
         suspects = set(decline.suspects) & set(lead.plan.signers) - {sender, self._me}
         lost: tuple[str, ...] = ()
         if suspects:
-            accuser = min(decline.told_by, default=sender)
-            lost = (self._one_of_a_pair(accuser, min(suspects)),)
+            accuser, suspect = min(decline.told_by, default=sender), min(suspects)
+            for peer_id in {accuser, suspect} & set(lead.plan.signers):
+                self._strike(turn, peer_id, decline.reason, 0.25)
+            lost = (self._one_of_a_pair(accuser, suspect),)
         elif decline.attempt_here == self.attempt:
-            self._strike(turn, sender, decline.reason, 0.5)
             lost = (sender,)
         self._abort(turn, f"{sender} declines: {decline.reason}", lost)
 
@@ -364,8 +369,8 @@ class Round:
         others = self.roster - present
         if fault := self._fault_in(plan):
             self._strike(turn, leader, f"it proposes {fault}")
-        elif not is_quorum(present, self.parent, self._settings.quorum) and any(
-            map(self._swarm.is_live, others)
+        elif not is_quorum(present, self.parent, self._settings.quorum) and not all(
+            self._can_do_without(turn, peer_id) for peer_id in others
         ):
             fault = f"a group of {len(present)} is no quorum, and others are there"
         if fault:
@@ -429,6 +434,11 @@ class Round:
                 self._strike(turn, peer_id, failed.reason, weight)
         self._give_up(turn, failed.reason, failed.suspects, failed.told_by)
 
+    def give_up(self, turn: Turn, reason: str) -> None:
+        """This peer cannot go on with the reduction that runs, if there is one."""
+        if self.stage is Stage.REDUCE:
+            self._give_up(turn, reason, frozenset())
+
     def _give_up(
         self, turn: Turn, reason: str, suspects: frozenset[str], told_by: frozenset[str] = frozenset()
     ) -> None:
@@ -479,18 +489,20 @@ class Round:
                 vote.signature,
             )
         ]
-        digests = Counter((vote.anchor, vote.momentum) for vote in proven)
-        if len(digests) < 2:
+        voters = {vote.peer_id: (vote.anchor, vote.momentum) for vote in proven}
+        digests = Counter(voters.values())
+        if len(voters) < len(plan.signers) or len(proven) > len(voters) or len(digests) < 2:
+            # Not all votes, each once: it proves nothing.
             return
         usual, count = digests.most_common(1)[0]
-        has_majority = 2 * count > len(plan.signers)
-        for vote in proven:
-            if has_majority and (vote.anchor, vote.momentum) == usual:
+        has_majority = 2 * count > len(voters)
+        for peer_id, voted in voters.items():
+            if has_majority and voted == usual:
                 continue
-            if vote.peer_id == self._me:
+            if peer_id == self._me:
                 self.is_odd = True
             elif has_majority:
-                self._strike(turn, vote.peer_id, "its digests are not the others'")
+                self._strike(turn, peer_id, "its digests are not the others'")
 
     def _strike(self, turn: Turn, peer_id: str, why: str, weight: float = 1.0) -> None:
         epoch = self.parent.plan.epoch
@@ -540,8 +552,8 @@ class Round:
     def _follow_majority(self, turn: Turn) -> bool:
         """Most of those on this head are at a later attempt: this one leads nowhere."""
         # Within reach: no number that anybody names ends this peer's counting.
-        most_reached = min(self._majority_attempt(), self.attempt + 2 * len(self._order))
-        if most_reached <= self.attempt:
+        most_reached = min(self._majority_attempt(), self.attempt + 2 * len(self._order), MAX_ATTEMPT)
+        if most_reached <= self.attempt or not turn.passed(self._not_before):
             return False
         self._fail(turn, "most others are at a later one", attempt=most_reached)
         return True
@@ -557,7 +569,7 @@ class Round:
         if self.stage is Stage.REDUCE:
             turn.do(CancelReduce())
         self.failures.append(reason)
-        self._suspects = frozenset(suspects)
+        self._suspects |= frozenset(suspects)
         self.attempt = min(MAX_ATTEMPT, max(self.attempt + 1, attempt))
         self.stage, self._lead, self._could_at = Stage.GATHER, None, None
         self._not_before = turn.now + self._timing.pause_s(len(self.failures))

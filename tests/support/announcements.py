@@ -16,7 +16,7 @@ def announced(peer_id: str, **fields: Any) -> Announcement:
         "incarnation": 1,
         "state": "training",
         "epoch": 0,
-        "lineage": "",
+        "head": "",
         "step": 0,
         "local_step": 0,
         "committed_tokens": 0,

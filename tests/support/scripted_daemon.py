@@ -25,7 +25,7 @@ The buffers are those of the message's fragment, else of fragment 0."""
 
 COMMITTED = {
     "local_step": 0,
-    "lineage": "l",
+    "head": "l",
     "anchor_digest": "d",
     "num_peers": 1,
     "contributors": [0],
@@ -39,7 +39,6 @@ COMMITTED = {
     "vote_s": 0.0,
     "apply_s": 0.0,
     "wait_s": 0.2,
-    "carried_tokens": 0,
     "propose_s": 0.0,
     "bandwidth": 1e6,
 }
@@ -59,11 +58,11 @@ def halving(message: dict[str, Any], out: np.ndarray, inn: np.ndarray) -> Answer
             own = {"epoch": epoch, "data_base": 3 * epoch}
             return "committed", {**COMMITTED, **own, "fragment": message["fragment"], "last": message["last"]}
         case "checkpoint":
-            return "checkpointed", {"files": {"outer.bin": written_state(message)}, "lineage": "l"}
+            return "checkpointed", {"files": {"outer.bin": written_state(message)}, "head": "l"}
         case "snapshot":
             return "snapped", {}
         case "written":
-            return "checkpointed", {"files": {"outer.bin": written_state(message)}, "lineage": "l"}
+            return "checkpointed", {"files": {"outer.bin": written_state(message)}, "head": "l"}
         case "finished":
             return "bye", {}
     return None

@@ -12,12 +12,13 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from peers.round.credit import Credit
+
 from peers import joining, membership
 from peers.records import Announcement
 from peers.round.actions import Action, Apply, Cancel, CatchUp, Inspect, Reduce, Send
 from peers.round.aggregation import Aggregation
 from peers.round.audit import demanded
-from peers.round.credit import Credit
 from peers.round.leader import Timing
 from peers.round.messages import Ask, Audit, Commit, Group, Join, Proposal, RoundMessage, Vote
 from peers.round.recent_commits import RecentCommits

@@ -10,12 +10,11 @@ import torch
 
 from peers.errors import PeerUnreachable
 from peers.messages import Channel
-from peers.outer_optimizer import OuterOptimizer
-from peers.outer_state import OuterState
 from peers.state import server as state_server
 from peers.state.header import STATE_CHUNK_NUMEL
 from peers.state.server import StateServer
 from peers.state.transfer import download_state, state_protocol
+from tests.support.certified import begun, commit
 
 SIZES = (3 * STATE_CHUNK_NUMEL + 1234, 10)
 RUN = "run"
@@ -56,7 +55,7 @@ class Endpoint:
 
 def committed_state(sizes=SIZES, commits=1):
     generator = torch.Generator().manual_seed(0)
-    state = OuterState.initial([torch.randn(size, generator=generator) for size in sizes])
+    state = begun([torch.randn(size, generator=generator) for size in sizes])
     for _ in range(commits):
         advance(state)
     return state
@@ -64,7 +63,7 @@ def committed_state(sizes=SIZES, commits=1):
 
 def advance(state):
     average = torch.full((state.sizes[0],), 0.25)
-    OuterOptimizer(lr=0.7, momentum=0.9).commit(state, 0, average, tokens=7, data_width=2)
+    return commit(state, average, tokens=7, data_width=2)
 
 
 def run(scenario, timeout_s=30):
@@ -90,8 +89,8 @@ async def serve(network, peer_id, state):
 
 def download(network, donors, state, **kwargs):
     options = {"timeout_s": 20, **kwargs}
-    lineage = options.pop("lineage", state.lineage)
-    return download_state(donors, network.transport("joiner"), RUN, lineage, state.sizes, **options)
+    certificate = options.pop("certificate", state.header.certificate)
+    return download_state(donors, network.transport("joiner"), RUN, certificate, state.sizes, **options)
 
 
 def assert_same(loaded, state):
@@ -105,9 +104,8 @@ def assert_same(loaded, state):
 async def answer_with_header(channel, sock, state):
     """What a donor says first to who asks for a state."""
     await channel.receive()
-    message = state.header.to_message()
-    digests = message.pop("anchor_chunks") + message.pop("momentum_chunks")
-    await channel.send({"kind": "state", **message})
+    await channel.send({"kind": "state"})
+    digests = state.header.anchor_chunks + state.header.momentum_chunks
     await asyncio.get_running_loop().sock_sendall(sock, digests)
 
 

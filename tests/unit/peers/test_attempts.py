@@ -3,11 +3,11 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from peers.round.attempts import ATTEMPT_SHARE, CHANNEL_S, Attempts
 
 from peers.errors import RoundFailed
 from peers.round import attempts as attempts_module
 from peers.round.aggregation import Aggregation
-from peers.round.attempts import ATTEMPT_SHARE, CHANNEL_S, Attempts
 from peers.round.leader import Timing
 from tests.support.announcements import announced
 

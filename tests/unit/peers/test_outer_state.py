@@ -8,17 +8,19 @@ import torch
 from peers.errors import ProtocolError, UserError
 from peers.outer_optimizer import OuterOptimizer, norm_of_pseudo_gradient, rebase
 from peers.outer_state import OuterState
+from peers.protocol.certificates import encode_certificate
 from peers.reduction.residuals import Residuals
 from peers.state import files as state_files
 from peers.state.header import STATE_CHUNK_NUMEL, StateHeader, chunks_of
-from peers.state.preview import Preview
+from tests.support import certified
+from tests.support.certified import begun
 
 SIZES = (STATE_CHUNK_NUMEL + 300_001, 0, 5)
 
 
 def some_state(seed=0, sizes=SIZES):
     generator = torch.Generator().manual_seed(seed)
-    return OuterState.initial([torch.randn(size, generator=generator) for size in sizes])
+    return begun([torch.randn(size, generator=generator) for size in sizes])
 
 
 def average(state, fragment=0, seed=1):
@@ -26,28 +28,23 @@ def average(state, fragment=0, seed=1):
 
 
 def commit(state, fragment=0, seed=1, tokens=100, data_width=3):
-    optimizer = OuterOptimizer(lr=0.7, momentum=0.9)
-    return optimizer.commit(
-        state, fragment, average(state, fragment, seed), tokens=tokens, data_width=data_width
+    return certified.commit(
+        state, average(state, fragment, seed), fragment=fragment, tokens=tokens, data_width=data_width
     )
 
 
 def test_the_initial_state_depends_on_the_weights_alone():
-    assert some_state().lineage == some_state().lineage
-    assert some_state().lineage != some_state(seed=1).lineage
-    state = some_state()
-    assert (state.epoch, state.committed_tokens, state.data_base, state.data_width) == (0, 0, 0, 0)
+    assert some_state().anchor_digest == some_state().anchor_digest
+    assert some_state().anchor_digest != some_state(seed=1).anchor_digest
+    state = OuterState.initial([torch.ones(3)])
+    assert (state.head, state.epoch, state.committed_tokens, state.data_base) == ("", 0, 0, 0)
     assert all(not momentum.any() for momentum in state.momentum)
 
 
 def test_a_commit_that_was_previewed_hashes_nothing_and_arrives_at_the_same():
     plain, state = some_state(), some_state()
-    commit(plain)
-    optimizer, average_of_all = OuterOptimizer(lr=0.7, momentum=0.9), average(state)
-    with Preview(optimizer, state, 0, average_of_all) as preview:
-        preview.settled(slice(0, SIZES[0]))
-        header = preview.header()
-    optimizer.commit(state, 0, average_of_all, tokens=100, data_width=3, previewed=header)
+    certificate = commit(state)
+    OuterOptimizer(lr=0.7, momentum=0.9).commit(plain, 0, average(plain), certificate=certificate)
     assert state.header == plain.header
     assert state.verify() == plain.verify()
 
@@ -56,43 +53,50 @@ def test_a_commit_can_leave_the_new_anchor_in_place_of_the_average():
     plain, state = some_state(), some_state()
     commit(plain)
     average_of_all = average(state)
-    optimizer = OuterOptimizer(lr=0.7, momentum=0.9)
-    optimizer.commit(state, 0, average_of_all, tokens=100, data_width=3, into=average_of_all)
+    certified.commit(state, average_of_all, tokens=100, into=average_of_all)
     assert state.header == plain.header
     assert torch.equal(average_of_all, state.anchor[0])
 
 
 def test_a_commit_moves_everything_together():
     state = some_state()
-    lineage = state.lineage
-    commit(state, tokens=100, data_width=3)
-    assert (state.epoch, state.committed_tokens, state.data_base, state.data_width) == (1, 100, 3, 3)
-    assert state.header.parent == lineage != state.lineage
-    commit(state, tokens=50, data_width=2)
-    assert (state.epoch, state.committed_tokens, state.data_base, state.data_width) == (2, 150, 5, 2)
+    commit(state, tokens=99, data_width=3)
+    assert (state.epoch, state.committed_tokens, state.data_base) == (1, 99, 3)
+    certificate = commit(state, tokens=51, data_width=2)
+    assert (state.epoch, state.committed_tokens, state.data_base) == (2, 150, 5)
+    assert state.head == certificate.head
+    assert state.anchor_digest == certificate.body.anchor == state.verify().anchor
 
 
-def test_two_peers_that_commit_the_same_share_a_lineage_and_others_do_not():
+def test_two_peers_that_commit_the_same_have_one_head_and_others_do_not():
     states = [some_state() for _ in range(4)]
     commit(states[0])
     commit(states[1])
     commit(states[2], seed=2)
-    commit(states[3], tokens=101)
-    assert len({state.lineage for state in states}) == 3
-    assert states[0].lineage == states[1].lineage
+    commit(states[3], tokens=102)
+    assert len({state.head for state in states}) == 3
+    assert states[0].head == states[1].head
+
+
+def test_a_commit_that_leads_elsewhere_than_its_certificate_says_leaves_nothing_to_serve():
+    state, other = some_state(), some_state()
+    certificate = commit(other, seed=2)
+    with pytest.raises(ProtocolError, match="not the one of the commit"):
+        OuterOptimizer(lr=0.7, momentum=0.9).commit(state, 0, average(state), certificate=certificate)
+    assert state.epoch == 0 and state.snapshot() is None
 
 
 def test_a_snapshot_does_not_change_when_the_state_does():
     state = some_state()
     with state.snapshot() as snapshot:
-        lineage, anchor, momentum = (
-            snapshot.header.lineage,
+        head, anchor, momentum = (
+            snapshot.header.head,
             snapshot.anchor[0].clone(),
             snapshot.momentum[0].clone(),
         )
         commit(state)
         commit(state)
-        assert snapshot.header.lineage == lineage != state.lineage
+        assert snapshot.header.head == head != state.head
         assert torch.equal(snapshot.anchor[0], anchor)
         assert torch.equal(snapshot.momentum[0], momentum)
         assert not torch.equal(state.anchor[0], anchor)
@@ -104,7 +108,7 @@ def test_a_snapshot_does_not_change_when_the_state_does():
 def test_a_commit_that_breaks_off_leaves_nothing_to_serve_or_save(tmp_path):
     state = some_state()
     with pytest.raises(ValueError, match="an average of 3 values"):
-        OuterOptimizer(lr=0.7, momentum=0.9).commit(state, 0, torch.zeros(3), tokens=1, data_width=1)
+        OuterOptimizer(lr=0.7, momentum=0.9).commit(state, 0, torch.zeros(3))
     assert state.epoch == 0
     assert state.snapshot() is None
     with pytest.raises(OSError, match="being changed"):
@@ -141,14 +145,14 @@ def test_a_saved_state_comes_back_bit_for_bit_and_goes_on_alike(tmp_path):
     state_files.save(state, tmp_path / "step")
     loaded = state_files.load(tmp_path / "step")
     assert loaded.header == state.header
-    assert loaded.lineage == state.lineage
+    assert loaded.head == state.head
     assert all(
         torch.equal(a, b)
         for a, b in zip((*loaded.anchor, *loaded.momentum), (*state.anchor, *state.momentum), strict=True)
     )
     commit(state, seed=3)
     commit(loaded, seed=3)
-    assert loaded.lineage == state.lineage
+    assert loaded.head == state.head
     assert state_files.load(tmp_path / "step").epoch == 1
     assert sorted(path.name for path in (tmp_path / "step").iterdir()) == ["outer.json", "outer.safetensors"]
 
@@ -156,7 +160,7 @@ def test_a_saved_state_comes_back_bit_for_bit_and_goes_on_alike(tmp_path):
 def test_where_the_disk_is_full_it_says_so_and_the_state_saved_before_stays(tmp_path):
     state = some_state()
     state_files.save(state, tmp_path)
-    before = state.lineage
+    before = state.head
     commit(state)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     # A quota of a file's size stands in for a full disk; Python ignores the signal that comes with it.
@@ -166,7 +170,7 @@ def test_where_the_disk_is_full_it_says_so_and_the_state_saved_before_stays(tmp_
             state_files.save(state, tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert state_files.load(tmp_path).lineage == before
+    assert state_files.load(tmp_path).head == before
 
 
 def test_what_lossy_codecs_have_kept_back_is_saved_with_its_state(tmp_path):
@@ -195,14 +199,18 @@ def cut(path):
     path.write_bytes(path.read_bytes()[:-100])
 
 
-def change_the_epoch(path):
-    path.write_text(json.dumps({**json.loads(path.read_text()), "epoch": 7}))
+def give_it_anothers_certificate(path):
+    other = some_state(seed=7).header.certificate
+    text = {**json.loads(path.read_text()), "certificate": encode_certificate(other).hex()}
+    path.write_text(json.dumps(text))
 
 
 @pytest.mark.parametrize("name", ["outer.safetensors", "outer.json"])
-@pytest.mark.parametrize("damage", [flip_a_byte, cut, lambda path: path.unlink(), change_the_epoch])
+@pytest.mark.parametrize(
+    "damage", [flip_a_byte, cut, lambda path: path.unlink(), give_it_anothers_certificate]
+)
 def test_a_damaged_checkpoint_is_refused_by_name(tmp_path, name, damage):
-    if damage is change_the_epoch and name != "outer.json":
+    if damage is give_it_anothers_certificate and name != "outer.json":
         damage = flip_a_byte
     state_files.save(some_state(), tmp_path)
     if damage is flip_a_byte and name == "outer.json":
@@ -231,13 +239,9 @@ def test_tensors_of_another_save_are_found_out(tmp_path):
 @pytest.mark.parametrize(
     "change",
     [
-        {"epoch": -1},
-        {"epoch": True},
-        {"parent": "x"},
-        {"committed_tokens": 2**63},
-        # The next commit would take it past what announcements may say.
-        {"committed_tokens": 2**62},
-        {"data_base": 1.5},
+        {"certificate": b"x"},
+        {"certificate": 5},
+        {"certificate": None},
         {"anchor_chunks": b""},
         {"momentum_chunks": bytes(32)},
         {"sizes": [5]},

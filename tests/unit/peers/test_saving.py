@@ -8,22 +8,23 @@ import threading
 import pytest
 import torch
 
-from peers.outer_optimizer import OuterOptimizer
 from peers.outer_state import OuterState
 from peers.reduction.residuals import Residuals
 from peers.state import files as state_files
 from peers.state.saving import Saving
 from peers.whole_files import problem_with
+from tests.support import certified
+from tests.support.certified import begun
 
 SIZE = 300
 
 
 def some_state() -> OuterState:
-    return OuterState.initial([torch.randn(SIZE, generator=torch.Generator().manual_seed(1))])
+    return begun([torch.randn(SIZE, generator=torch.Generator().manual_seed(1))])
 
 
 def commit(state: OuterState) -> None:
-    OuterOptimizer(lr=0.7, momentum=0.9).commit(state, 0, torch.ones(SIZE), tokens=10, data_width=1)
+    certified.commit(state, torch.ones(SIZE))
 
 
 def test_a_commit_while_it_is_written_waits_for_nothing_and_changes_nothing_of_it(tmp_path, monkeypatch):
@@ -35,7 +36,7 @@ def test_a_commit_while_it_is_written_waits_for_nothing_and_changes_nothing_of_i
 
     monkeypatch.setattr(state_files, "write_tensors", held_up)
     state, kept = some_state(), Residuals.from_tensors(SIZE, {"contribution": torch.ones(SIZE)})
-    lineage, anchor = state.lineage, state.anchor[0].clone()
+    head, anchor = state.head, state.anchor[0].clone()
 
     async def scenario():
         saving = Saving()
@@ -47,9 +48,9 @@ def test_a_commit_while_it_is_written_waits_for_nothing_and_changes_nothing_of_i
         return await asyncio.wait_for(saving.finish(tmp_path), 20)
 
     written = asyncio.run(scenario())
-    assert written.lineage == lineage != state.lineage
+    assert written.head == head != state.head
     loaded = state_files.load(tmp_path)
-    assert loaded.lineage == lineage and torch.equal(loaded.anchor[0], anchor)
+    assert loaded.head == head and torch.equal(loaded.anchor[0], anchor)
     assert state_files.load_residuals(tmp_path, loaded)[0].contribution.tolist() == [1.0] * SIZE
     assert set(written.files) == {"outer.json", "outer.safetensors", "residuals.safetensors"}
     assert all(problem_with(tmp_path / name, record) is None for name, record in written.files.items())

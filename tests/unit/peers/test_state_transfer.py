@@ -6,10 +6,10 @@ import torch
 
 from peers.errors import PeerUnreachable, StateUnavailable
 from peers.messages import Channel
-from peers.outer_state import OuterState
 from peers.state import transfer as state_transfer
 from peers.state.header import STATE_CHUNK_NUMEL
 from peers.state.transfer import state_protocol
+from tests.support.certified import begun
 from tests.support.state_network import (
     RUN,
     SIZES,
@@ -68,7 +68,7 @@ def test_of_a_state_only_what_has_changed_is_fetched_and_what_is_wrong_here(is_s
 
 @pytest.mark.parametrize("sizes", [(0,), (), (1,)])
 def test_the_smallest_states_arrive(sizes):
-    state = OuterState.initial([torch.ones(size) for size in sizes])
+    state = begun([torch.ones(size) for size in sizes])
 
     async def scenario(network):
         await serve(network, "a", state)
@@ -110,13 +110,14 @@ def test_a_commit_during_the_download_does_not_change_what_arrives():
     run(scenario)
 
 
-def test_a_donor_with_another_lineage_says_which():
+def test_a_donor_that_has_gone_on_says_where_it_is_and_is_no_suspect():
     state, later = committed_state(), committed_state(commits=2)
 
     async def scenario(network):
         await serve(network, "a", later)
-        with pytest.raises(StateUnavailable, match=f"a: it holds the state '{later.lineage[:8]}"):
+        with pytest.raises(StateUnavailable, match=f"a: it holds the state '{later.head[:8]}") as caught:
             await download(network, ["a"], state)
+        assert not caught.value.suspects
 
     run(scenario)
 
@@ -142,8 +143,9 @@ def test_chunks_that_a_bad_donor_does_not_deliver_come_from_a_good_one(answer):
         await serve_badly(network, "bad", state, answer)
         await serve(network, "good", state)
         assert_same(await download(network, ["bad", "good"], state), state)
-        with pytest.raises(StateUnavailable, match="bad: "):
+        with pytest.raises(StateUnavailable, match="bad: ") as caught:
             await download(network, ["bad"], state)
+        assert caught.value.suspects == {"bad"}
 
     run(scenario)
 
@@ -178,7 +180,7 @@ def test_a_header_of_another_state_is_refused_even_under_the_right_name():
 
     async def scenario(network):
         await serve_badly(network, "liar", other, lambda b: b)
-        with pytest.raises(StateUnavailable, match="does not lead to the lineage"):
+        with pytest.raises(StateUnavailable, match="not the one of the commit"):
             await download(network, ["liar"], state)
 
     run(scenario)
@@ -189,14 +191,14 @@ def test_a_state_of_other_sizes_is_refused():
 
     async def scenario(network):
         await serve(network, "a", other)
-        with pytest.raises(StateUnavailable, match="other fragments"):
-            await download(network, ["a"], state, lineage=other.lineage)
+        with pytest.raises(StateUnavailable, match="has other bytes than announced"):
+            await download(network, ["a"], state, certificate=other.header.certificate)
 
     run(scenario)
 
 
 def test_values_that_are_not_finite_are_refused():
-    state = OuterState.initial([torch.tensor([1.0, float("inf")])])
+    state = begun([torch.tensor([1.0, float("inf")])])
 
     async def scenario(network):
         await serve(network, "a", state)
@@ -216,7 +218,7 @@ def test_a_donor_hangs_up_on_requests_that_cannot_be(request_):
         await serve(network, "a", state)
         sock = await network.transport("joiner").open("a", state_protocol(RUN), timeout_s=1)
         channel = Channel(sock)
-        await channel.send({"kind": "state", "lineage": state.lineage})
+        await channel.send({"kind": "state", "head": state.head})
         await channel.receive(timeout_s=5)
         await asyncio.get_running_loop().sock_recv(sock, 64)
         await channel.send({"kind": "chunk", **request_})

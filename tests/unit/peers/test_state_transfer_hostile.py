@@ -9,11 +9,11 @@ import pytest
 
 from peers.errors import PeersError, PeerUnreachable
 from peers.messages import Channel
-from peers.outer_state import OuterState
 from peers.state import server as state_server
 from peers.state import transfer as state_transfer
 from peers.state.server import MAX_DOWNLOADS
 from peers.state.transfer import state_protocol
+from tests.support.certified import begun
 from tests.support.state_network import (
     RUN,
     answer_with_header,
@@ -27,11 +27,11 @@ from tests.support.state_network import (
 )
 
 
-async def ask(network, joiner, lineage):
+async def ask(network, joiner, head):
     """A joiner's stream after its first request: the channel and the socket under it."""
     sock = await network.transport(joiner).open("a", state_protocol(RUN), timeout_s=1)
     channel = Channel(sock)
-    await channel.send({"kind": "state", "lineage": lineage})
+    await channel.send({"kind": "state", "head": head})
     return channel, sock
 
 
@@ -103,7 +103,7 @@ def test_one_joiner_holds_one_download_however_many_it_begins():
         await serve(network, "a", state)
         greedy = []
         for _ in range(2 * MAX_DOWNLOADS):
-            greedy.append((await ask(network, "greedy", state.lineage))[0])
+            greedy.append((await ask(network, "greedy", state.head))[0])
             await greedy[-1].receive(timeout_s=5)
         assert len(state._snapshots) == 1
         started = time.monotonic()
@@ -122,7 +122,7 @@ def test_a_snapshot_is_held_for_no_longer_than_a_download_may_take(monkeypatch):
 
     async def scenario(network):
         await serve(network, "a", state)
-        channel, sock = await ask(network, "hoarder", state.lineage)
+        channel, sock = await ask(network, "hoarder", state.head)
         await channel.receive(timeout_s=5)
         await asyncio.get_running_loop().sock_recv(sock, 64)
         assert len(state._snapshots) == 1
@@ -148,7 +148,7 @@ def test_who_waits_for_a_free_place_does_so_in_vain_only_for_so_long(monkeypatch
         await serve(network, "a", state)
         channels = []
         for number in range(MAX_DOWNLOADS + 1):
-            channels.append((await ask(network, f"joiner {number}", state.lineage))[0])
+            channels.append((await ask(network, f"joiner {number}", state.head))[0])
         with pytest.raises(PeerUnreachable, match=r"closed|broke"):
             await channels[-1].receive(timeout_s=10)
         for channel in channels:
@@ -158,7 +158,7 @@ def test_who_waits_for_a_free_place_does_so_in_vain_only_for_so_long(monkeypatch
 
 
 def test_requests_that_are_there_already_let_others_run_between_them(monkeypatch):
-    state, num_served = OuterState.initial([committed_state((8,)).anchor[0]]), 0
+    state, num_served = begun([committed_state((8,)).anchor[0]]), 0
     original = state_server._wanted_values
 
     def counted(*arguments):
@@ -170,7 +170,7 @@ def test_requests_that_are_there_already_let_others_run_between_them(monkeypatch
 
     async def scenario(network):
         await serve(network, "a", state)
-        channel, sock = await ask(network, "pump", state.lineage)
+        channel, sock = await ask(network, "pump", state.head)
         await channel.receive(timeout_s=5)
         await asyncio.get_running_loop().sock_recv(sock, 64)
         sock.send(encoded({"kind": "chunk", "values": "anchor", "position": 0}) * 200)
@@ -191,9 +191,10 @@ def test_a_joiner_does_not_stand_still_while_it_finds_out_which_chunks_are_zero(
         hashed.append(threading.current_thread())
         return original(values)
 
+    weights = committed_state((1000,)).anchor[0]
     monkeypatch.setattr(state_transfer, "hash_chunk", counted)
     monkeypatch.setattr("peers.state.header.STATE_CHUNK_NUMEL", 10)
-    state = OuterState.initial([committed_state((1000,)).anchor[0]])
+    state = begun([weights])
 
     async def scenario(network):
         await serve(network, "a", state)

@@ -1,0 +1,110 @@
+"""Outer states whose every commit is certified, as rounds leave them. The signatures are nobody's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from peers.outer_optimizer import OuterOptimizer
+from peers.outer_state import OuterState
+from peers.protocol.certificates import Body, Certificate, Contributor, Member, Plan, Signature, Work
+from peers.state.preview import Preview
+
+MANIFEST = "f" * 64
+
+
+def begun(anchor: Sequence[Tensor], *, num_members: int = 3, epoch: int = 0) -> OuterState:
+    """A state that a run begins from."""
+    state = OuterState.initial(anchor)
+    plan = Plan(
+        manifest=MANIFEST,
+        parent="",
+        epoch=epoch,
+        fragment=0,
+        attempt=0,
+        contributors=(),
+        roster=_roster(num_members),
+        data_base=0,
+        tokens=0,
+    )
+    state.certify(_signed(Body(plan=plan, anchor=state.anchor_digest, momentum=state.momentum_digest)))
+    return state
+
+
+def commit(
+    state: OuterState,
+    average: Tensor,
+    *,
+    optimizer: OuterOptimizer | None = None,
+    fragment: int = 0,
+    tokens: int = 9,
+    num_members: int = 3,
+    data_width: int = 3,
+    bandwidth: float = 0.0,
+    into: Tensor | None = None,
+) -> Certificate:
+    """An outer step by so many members, with the certificate that says so."""
+    optimizer = optimizer or OuterOptimizer(lr=0.7, momentum=0.9)
+    with Preview(optimizer, state, fragment, average) as preview:
+        preview.settled(slice(0, average.numel()))
+        header = preview.header()
+    certificate = certificate_after(
+        state,
+        anchor=header.anchor_digest,
+        momentum=header.momentum_digest,
+        fragment=fragment,
+        tokens=tokens,
+        num_members=num_members,
+        data_width=data_width,
+        bandwidth=bandwidth,
+    )
+    optimizer.commit(state, fragment, average, certificate=certificate, previewed=header, into=into)
+    return certificate
+
+
+def certificate_after(
+    state: OuterState,
+    *,
+    anchor: str,
+    momentum: str,
+    fragment: int = 0,
+    tokens: int = 9,
+    num_members: int = 3,
+    data_width: int = 3,
+    bandwidth: float = 0.0,
+) -> Certificate:
+    """Of a commit that follows on this state, and leads to these digests."""
+    header = state.header
+    assert header.certificate is not None
+    plan = Plan(
+        manifest=MANIFEST,
+        parent=header.head,
+        epoch=header.epoch + 1,
+        fragment=fragment,
+        attempt=0,
+        contributors=tuple(
+            Contributor(
+                peer_id=member.peer_id,
+                world_rank=member.world_rank,
+                work=Work(
+                    tokens=tokens // num_members, norm=1.0, step=1, based_on=header.epoch, bandwidth=bandwidth
+                ),
+                weight=1 / num_members,
+            )
+            for member in _roster(num_members)
+        ),
+        roster=_roster(num_members),
+        data_base=header.data_base + data_width,
+        tokens=header.committed_tokens + tokens,
+    )
+    return _signed(Body(plan=plan, anchor=anchor, momentum=momentum))
+
+
+def _roster(num_members: int) -> tuple[Member, ...]:
+    return tuple(Member(peer_id=f"peer{rank}", world_rank=rank) for rank in range(num_members))
+
+
+def _signed(body: Body) -> Certificate:
+    nobodys = Signature(public_key=b"", signature=b"")
+    return Certificate(body=body, signatures=tuple(nobodys for _ in body.plan.signers))
