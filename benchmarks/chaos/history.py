@@ -38,9 +38,9 @@ class History:
             self.commits += _lines(path / "commits.jsonl")
             self.worker[rank] = _lines(path / "history.jsonl")
         self.commits.sort(key=lambda record: record["time"])
-        self._by_lineage: dict[str, list[Record]] = defaultdict(list)
+        self._by_head: dict[str, list[Record]] = defaultdict(list)
         for record in self.commits:
-            self._by_lineage[record["lineage"]].append(record)
+            self._by_head[record["head"]].append(record)
 
     # What must not be
 
@@ -49,49 +49,50 @@ class History:
         return [
             *self._unequal_digests(),
             *self._doubled_ranks(),
-            *self._epochs_that_go_back(),
+            *self._chains_that_are_left(),
             *self._tokens_that_do_not_add_up(),
             *self._broken_chains(),
         ]
 
     def _unequal_digests(self) -> Iterator[str]:
-        for lineage, records in self._by_lineage.items():
+        for head, records in self._by_head.items():
             if len({(r["anchor_digest"], r["momentum_digest"], r["committed_tokens"]) for r in records}) > 1:
-                yield f"lineage {lineage[:12]} of epoch {records[0]['epoch']} is not the same everywhere"
+                yield f"the state {head[:12]} of epoch {records[0]['epoch']} is not the same everywhere"
         shown = defaultdict(set)
         for record in self._worker_records("epoch"):
-            shown[record["lineage"]].add(record["anchor_digest"])
-        for lineage, digests in shown.items():
-            made = {record["anchor_digest"] for record in self._by_lineage.get(lineage, ())}
+            shown[record["head"]].add(record["anchor_digest"])
+        for head, digests in shown.items():
+            made = {record["anchor_digest"] for record in self._by_head.get(head, ())}
             if len(digests | made) > 1:
-                yield f"workers were told other anchors of {lineage[:12]} than daemons have: {digests | made}"
+                yield f"workers were told other anchors of {head[:12]} than daemons have: {digests | made}"
 
     def _doubled_ranks(self) -> Iterator[str]:
-        for lineage, records in self._by_lineage.items():
+        for head, records in self._by_head.items():
             if len({record["rank"] for record in records}) < len(records):
-                yield f"a rank has committed {lineage[:12]} twice, or two peers are of one rank"
+                yield f"a rank has committed {head[:12]} twice, or two peers are of one rank"
         for record in self._worker_records("epoch"):
             if len(set(record["contributors"])) < len(record["contributors"]):
                 yield f"epoch {record['epoch']} has the contributors {record['contributors']}"
 
-    def _epochs_that_go_back(self) -> Iterator[str]:
-        """A life only ever moves to a state with more tokens: the next epoch, or a better fork."""
+    def _chains_that_are_left(self) -> Iterator[str]:
+        """Whoever was on the chain that counts in the end goes on along it, or comes back to it at once."""
+        place = {record["head"]: number for number, record in enumerate(self.chain)}
         lives: dict[int, list[Record]] = defaultdict(list)
         for record in self.commits:
             lives[record["pid"]].append(record)
         for records in lives.values():
-            for before, after in pairwise(records):
-                if after["committed_tokens"] <= before["committed_tokens"]:
+            for before, after in pairwise(r for r in records if r["head"] in place):
+                if place[after["head"]] <= place[before["head"]]:
                     yield f"peer {after['rank']} went from {_named(before)} to {_named(after)}"
 
     def _tokens_that_do_not_add_up(self) -> Iterator[str]:
         """What a commit counts is what its contributors had handed over."""
-        for lineage, records in self._by_lineage.items():
-            members = self._contributors_of(lineage)
+        for head, records in self._by_head.items():
+            members = self._contributors_of(head)
             if members is None:
                 continue
             handed = [self._handed_over(rank, records[0]["time"]) for rank in members]
-            if sum(handed) + self._carried_to(lineage) != records[0]["tokens"]:
+            if sum(handed) != records[0]["tokens"]:
                 yield f"{_named(records[0])} counts {records[0]['tokens']} tokens, of {members} are {handed}"
 
     def _broken_chains(self) -> Iterator[str]:
@@ -106,30 +107,39 @@ class History:
 
     @property
     def chain(self) -> list[Record]:
-        """One record for each commit on the way to the best state, in order; at its first peer's time."""
-        best = max(self.commits, key=lambda record: record["committed_tokens"], default=None)
-        chain: list[Record] = []
-        while best is not None:
-            chain.append(best)
-            best = next(iter(self._by_lineage.get(best["parent"], ())), None)
-        return chain[::-1]
+        """One record for each commit on the way to the state that most peers came to, in order.
+
+        At its first peer's time.
+        """
+        last = {record["rank"]: record["head"] for record in self.commits}
+
+        def counts(way: list[Record]) -> tuple[int, int]:
+            # At the end a peer may be a commit behind the others: it is on their way then.
+            heads = {record["head"] for record in way}
+            return sum(head in heads for head in last.values()), len(way)
+
+        return max((self._way_to(head) for head in set(last.values())), key=counts, default=[])
+
+    def _way_to(self, head: str) -> list[Record]:
+        way: list[Record] = []
+        while made := self._by_head.get(head):
+            way.append(made[0])
+            head = made[0]["parent"]
+        return way[::-1]
 
     @property
     def num_forks(self) -> int:
         """States that two different commits went on from."""
         children = defaultdict(set)
-        for lineage, records in self._by_lineage.items():
-            children[records[0]["parent"]].add(lineage)
+        for head, records in self._by_head.items():
+            children[records[0]["parent"]].add(head)
         return sum(len(found) > 1 for found in children.values())
 
     @property
     def lost_tokens(self) -> int:
-        """In commits that are not in the final state, of the losing sides of forks, less those that came over."""
-        kept = {record["lineage"] for record in self.chain}
-        given_up = sum(
-            records[0]["tokens"] for lineage, records in self._by_lineage.items() if lineage not in kept
-        )
-        return given_up - sum(self._carried_to(lineage) for lineage in kept)
+        """In commits that are not in the final state: of the losing sides of forks."""
+        kept = {record["head"] for record in self.chain}
+        return sum(records[0]["tokens"] for head, records in self._by_head.items() if head not in kept)
 
     def tokens_per_live_second(self, *, from_training: bool = True) -> float:
         """Committed tokens of all peers by the seconds that each has lived, between the first commit and the last.
@@ -188,31 +198,14 @@ class History:
         for records in self.worker.values():
             yield from (record for record in records if record["kind"] == kind)
 
-    def _contributors_of(self, lineage: str) -> list[int] | None:
+    def _contributors_of(self, head: str) -> list[int] | None:
         """As those say that have made the commit; None where no worker lived to hear of it."""
-        made = {record["rank"] for record in self._by_lineage[lineage]}
+        made = {record["rank"] for record in self._by_head[head]}
         for rank in made:
             for record in self.worker[rank]:
-                if record["kind"] == "epoch" and record["lineage"] == lineage and record["contributors"]:
+                if record["kind"] == "epoch" and record["head"] == head and record["contributors"]:
                     return list(record["contributors"])
         return None
-
-    def _carried_to(self, lineage: str) -> int:
-        """Of the tokens of the commit that led there: those that its members had brought from another side."""
-        at = self._by_lineage[lineage][0]["time"]
-        return sum(self._carried(rank, at) for rank in self._contributors_of(lineage) or ())
-
-    def _carried(self, rank: int, before: float) -> int:
-        """Tokens that this rank's worker was told of, in answer to the last work that it had handed over by then."""
-        told = 0
-        for record in reversed(self.worker.get(rank, ())):
-            if record["kind"] == "epoch":
-                told = record.get("carried_tokens", 0)
-            elif record["kind"] == "ready":
-                if record["time"] <= before:
-                    return int(told)
-                told = 0
-        return 0
 
     def _handed_over(self, rank: int, before: float) -> int:
         """Tokens of the last work that this rank's worker had handed over by then."""
@@ -221,7 +214,7 @@ class History:
 
 
 def _named(record: Record) -> str:
-    return f"{record['lineage'][:12]} of epoch {record['epoch']}"
+    return f"{record['head'][:12]} of epoch {record['epoch']}"
 
 
 def _overlap(one: tuple[float, float], other: tuple[float, float]) -> float:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from peers.mesh import Mesh
+from peers.live_peer import LivePeer
 from peers.outer_state import OuterState
 from peers.state.header import StateHeader
 
@@ -70,8 +70,8 @@ def _note_commits(path: Path, rank: int) -> None:
             "pid": os.getpid(),
             "time": clock(),
             "epoch": header.epoch,
-            "parent": before.lineage,
-            "lineage": header.lineage,
+            "parent": before.head,
+            "head": header.head,
             "tokens": header.committed_tokens - before.committed_tokens,
             "committed_tokens": header.committed_tokens,
             "anchor_digest": header.anchor_digest,
@@ -91,16 +91,19 @@ def _let_clock_jump() -> None:
 
 
 def _let_messages_stray(chance: random.Random) -> None:
-    """Messages of the mesh go out twice, or late: past those that follow."""
-    really_send = Mesh.send
+    """What peers say goes out twice, or late: past those that follow."""
+    really_enqueue = LivePeer.enqueue
 
-    def send(self: Mesh, world_rank: int, message: dict[str, Any]) -> None:
+    def enqueue(self: LivePeer, message: dict[str, Any] | None) -> None:
+        if message is None or message["kind"] != "core":
+            really_enqueue(self, message)
+            return
         if chance.random() < _wrong["disorder"]:
-            really_send(self, world_rank, message)
+            really_enqueue(self, message)
         if chance.random() < _wrong["disorder"]:
             late_s = chance.uniform(0.0, LATE_S)
-            asyncio.get_running_loop().call_later(late_s, really_send, self, world_rank, message)
+            asyncio.get_running_loop().call_later(late_s, really_enqueue, self, message)
         else:
-            really_send(self, world_rank, message)
+            really_enqueue(self, message)
 
-    Mesh.send = send  # type: ignore[method-assign]
+    LivePeer.enqueue = enqueue  # type: ignore[method-assign]
