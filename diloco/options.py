@@ -130,13 +130,13 @@ class HvConfig:
     )
     """How pseudo-gradients become one: clip scales outliers down, the last two also withstand flipped signs."""
     max_weight: Annotated[float, Parameter(validator=(finite, at_least(1), up_to(1000)))] = field(
-        default=4.0, metadata=SHARED
+        default=2.0, metadata=SHARED
     )
-    """A peer counts for so many times the median peer's tokens at most, except under mean."""
-    audit: Annotated[float, Parameter(validator=(finite, at_least(0), up_to(1)))] = field(
-        default=0.0, metadata=SHARED
+    """Under clip, a peer counts for so many times the median peer's tokens at most."""
+    staleness_discount: Annotated[float, Parameter(validator=(finite, at_least(0.01), up_to(1)))] = field(
+        default=1.0, metadata=SHARED
     )
-    """How often, each round, a peer's part of the sums is added up again by all: 0.05 finds false ones in 20 rounds."""
+    """Work counts for so much less with each commit that it came too late for; 1: for as much."""
     host_maddrs: Annotated[tuple[str, ...], address_list("--host-maddrs")] = ("/ip4/0.0.0.0/tcp/0",)
     """Addresses to listen on."""
     announce_maddrs: Annotated[tuple[str, ...], address_list("--announce-maddrs")] = ()
@@ -161,6 +161,10 @@ class HvConfig:
     """File with the run's admission key: this peer can then admit others in the coordinator's stead."""
     allowlist_file: Annotated[str | None, Parameter(alias="--allowlist-file")] = None
     """With an admission key: file of the peer ids that are admitted, one a line; default: all that have the secret."""
+    quorum: Annotated[float, Parameter(validator=(finite, at_least(0.5), up_to(0.99)))] = 0.5
+    """A commit needs more than this part of the peers that the last one named; the others' work is in a later one."""
+    grace: Annotated[float | None, Parameter(converter=duration, metavar="SECONDS")] = None
+    """Time that a quorum waits for the others at most (30s, 2m); default: what they usually need, learned from rounds."""
     matchmaking_time: Seconds | None = None
     """Seconds a round waits for its members under NO_WAIT; default 15."""
     averaging_timeout: Seconds | None = None

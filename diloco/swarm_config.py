@@ -59,6 +59,8 @@ def daemon_config(
         "announce_data_maddrs": list(hv.announce_data_maddrs),
         "world_rank": hv.world_rank,
         "galaxy_size": hv.galaxy_size,
+        "quorum": hv.quorum,
+        "grace": hv.grace,
         "matchmaking_time": hv.matchmaking_time,
         "averaging_timeout": hv.averaging_timeout,
         "all_reduce_strategy": hv.all_reduce_strategy,

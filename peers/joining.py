@@ -56,7 +56,7 @@ def check_manifest(value: Any) -> dict[str, Scalar]:
     budget = value.get("hv.local_time")
     if not (budget is None or (type(budget) in (int, float) and 0 < budget <= MAX_LOCAL_TIME_S)):
         raise ValueError(f"hv.local_time is no time up to {MAX_LOCAL_TIME_S:g} s: {budget!r:.40}")
-    for key in ("hv.mixing", "hv.audit"):
+    for key in ("hv.mixing", "hv.staleness_discount"):
         part = value.get(key)
         if not (part is None or (type(part) in (int, float) and 0 <= part <= 1)):
             raise ValueError(f"{key} is no number from 0 to 1: {part!r:.40}")

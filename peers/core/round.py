@@ -13,6 +13,7 @@ when the leader should have acted.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -89,7 +90,10 @@ class Round:
         self._plan: Plan | None = None
         self._proposals: dict[int, Plan] = {}
         self._suspects: frozenset[str] = frozenset()
+        """Those whom attempts on this head were lost to."""
+        self._last_suspects: frozenset[str] = frozenset()
         self._until = self._not_before = 0.0
+        self._followed_at = -math.inf
         self._quorum_at: float | None = None
         self._could_at: float | None = None
 
@@ -112,7 +116,7 @@ class Round:
 
     def advance(self, turn: Turn, entry: Entry | None, *, is_training: bool) -> bool:
         """Whatever is due; True if anything was. `entry`: this peer's work, where it is handed over."""
-        if self._follow_majority(turn):
+        if self._follow_the_others(turn):
             return True
         if self._lead is not None and self._watch_group(turn, self._lead):
             return True
@@ -149,13 +153,13 @@ class Round:
                 return False
             self._begin_to_lead(turn, ready, is_complete=expected <= ready.keys())
             return True
-        if self._is_passed_over(leader):
+        if not self._can_lead(leader):
             if not any(peer_id == self._me or self._can_lead(peer_id) for peer_id in self.roster):
                 return False
             self.attempt += self.attempt < MAX_ATTEMPT
             return self.attempt < MAX_ATTEMPT
         self._could_at = max(turn.now, self._not_before) if self._could_at is None else self._could_at
-        if self.attempt > self._majority_attempt():
+        if self.attempt > self._usual_attempt():
             # The others have yet to come to it.
             return False
         if not turn.passed(self._could_at + self._timing.reaction_s):
@@ -171,29 +175,30 @@ class Round:
     ) -> tuple[dict[str, Entry], set[str]]:
         """Who is ready to commit on this head, and who is to be waited for.
 
-        Those who have spoilt attempts are left out of both, where there are enough without them.
+        Those who have spoilt attempts are left out of both, as many of them as there are enough without.
         """
         epoch = self.parent.plan.epoch
         ready = {} if entry is None else {self._me: entry}
         expected = {self._me} if is_training or entry is not None else set()
-        doubtful: dict[str, Entry] = {}
-        trouble: set[str] = set()
         for peer_id, status in self._swarm.live():
             if status.phase not in ("training", "ready"):
                 continue
-            is_doubtful = peer_id in self._suspects or self._swarm.is_left_out(peer_id, epoch)
-            # Who is not in the roster yet has one attempt a head: anybody may say that it is ready.
-            is_doubtful = is_doubtful or (self.attempt > 0 and peer_id not in self.roster)
             is_here = status.head == self.head
             if is_here and status.work is not None and status.work.based_on <= epoch:
-                at = doubtful if is_doubtful else ready
-                at[peer_id] = Entry(status.world_rank, status.work)
+                ready[peer_id] = Entry(status.world_rank, status.work)
             if is_here or (peer_id in self.roster and status.head == self.parent.plan.parent):
                 # The latter is about to hear of the last commit.
-                (trouble if is_doubtful else expected).add(peer_id)
-        if self._is_enough(turn, ready):
-            return ready, expected
-        return ready | doubtful, expected | trouble
+                expected.add(peer_id)
+        others = ready.keys() | expected
+        out = {peer_id for peer_id in others if self._swarm.is_left_out(peer_id, epoch)} - {self._me}
+        if self.attempt > 0:
+            # Who is not in the roster yet has one attempt a head: anybody may say that it is ready.
+            out |= others - self.roster - {self._me}
+        for left_out in (out | self._suspects, out, self._last_suspects):
+            left = {peer_id: ready[peer_id] for peer_id in ready.keys() - left_out}
+            if self._is_enough(turn, left):
+                return left, expected - left_out
+        return ready, expected
 
     def _is_enough(self, turn: Turn, ready: Mapping[str, Entry]) -> bool:
         """A quorum of the roster; or fewer, where this peer can do without all others of it."""
@@ -211,16 +216,6 @@ class Round:
     def _can_lead(self, peer_id: str) -> bool:
         status = self._swarm.status(peer_id)
         return status is not None and status.head == self.head and self._swarm.is_live(peer_id)
-
-    def _is_passed_over(self, leader: str) -> bool:
-        """It cannot lead; or it spoils rounds, and somebody else can."""
-        if not self._can_lead(leader):
-            return True
-        epoch = self.parent.plan.epoch
-        return self._swarm.is_left_out(leader, epoch) and any(
-            peer_id == self._me or (self._can_lead(peer_id) and not self._swarm.is_left_out(peer_id, epoch))
-            for peer_id in self.roster
-        )
 
     # Leading
 
@@ -539,38 +534,41 @@ class Round:
             )
             turn.do(Send(leader, decline))
 
-    def _majority_attempt(self) -> int:
-        """That most of those on this head have reached."""
+    def _usual_attempt(self) -> int:
+        """That half of those on this head have reached."""
         attempts = [
             status.attempt
             for peer_id, status in self._swarm.live()
             if status.head == self.head and peer_id in self.roster
         ]
         attempts = sorted([*attempts, self.attempt])
-        return attempts[(len(attempts) - 1) // 2]
+        return attempts[len(attempts) // 2]
 
-    def _follow_majority(self, turn: Turn) -> bool:
-        """Most of those on this head are at a later attempt: this one leads nowhere."""
-        # Within reach: no number that anybody names ends this peer's counting.
-        most_reached = min(self._majority_attempt(), self.attempt + 2 * len(self._order), MAX_ATTEMPT)
-        if most_reached <= self.attempt or not turn.passed(self._not_before):
+    def _follow_the_others(self, turn: Turn) -> bool:
+        """Half of those on this head are at a later attempt: this one leads nowhere."""
+        if turn.now <= self._followed_at:
             return False
-        self._fail(turn, "most others are at a later one", attempt=most_reached)
+        # Within reach: no number that anybody names ends this peer's counting.
+        most_reached = min(self._usual_attempt(), self.attempt + 2 * len(self._order), MAX_ATTEMPT)
+        if most_reached <= self.attempt:
+            return False
+        self._followed_at = turn.now
+        self._leave_attempt(turn, most_reached)
         return True
 
-    def _fail(
-        self,
-        turn: Turn,
-        reason: str,
-        suspects: Sequence[str] | set[str] | frozenset[str] = (),
-        attempt: int = 0,
-    ) -> None:
-        """This attempt has failed; on to the next."""
+    def _leave_attempt(self, turn: Turn, next_attempt: int) -> None:
         if self.stage is Stage.REDUCE:
             turn.do(CancelReduce())
-        self.failures.append(reason)
-        self._suspects |= frozenset(suspects)
-        self.attempt = min(MAX_ATTEMPT, max(self.attempt + 1, attempt))
+        self.attempt = min(MAX_ATTEMPT, next_attempt)
         self.stage, self._lead, self._could_at = Stage.GATHER, None, None
-        self._not_before = turn.now + self._timing.pause_s(len(self.failures))
         self._proposals = {a: plan for a, plan in self._proposals.items() if a >= self.attempt}
+
+    def _fail(
+        self, turn: Turn, reason: str, suspects: Sequence[str] | set[str] | frozenset[str] = ()
+    ) -> None:
+        """This attempt has failed; on to the next, after a pause."""
+        self.failures.append(reason)
+        self._last_suspects = frozenset(suspects) - {self._me}
+        self._suspects |= self._last_suspects
+        self._not_before = turn.now + self._timing.pause_s(len(self.failures))
+        self._leave_attempt(turn, self.attempt + 1)
