@@ -6,6 +6,7 @@ the state is fetched; nothing is adopted before its certificates are here.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,9 @@ from peers.protocol.limits import MAX_CERTIFICATES
 from peers.protocol.messages import Ask, Certificates
 
 MAX_DONORS = 8
-MAX_ASKED = 4096
+MAX_ASKED = 64
+"""Heads that one peer was asked for and whose answer is still awaited."""
+MAX_SOUND = 4096
 
 Heads = dict[str, list[str]]
 """Announced heads, and the live peers that announce them."""
@@ -43,8 +46,8 @@ class CatchUp:
     """Of the run that this peer is in."""
     path: tuple[Certificate, ...] = ()
     """To it, from this peer's chain where that is known."""
-    _asked: dict[tuple[str, str], float] = field(default_factory=dict)
-    """When this peer last asked whom for which head."""
+    _asked: dict[str, dict[str, float]] = field(default_factory=dict)
+    """By peer, when it was last asked for which heads."""
     _unknown: set[tuple[str, str]] = field(default_factory=set)
     """Who has answered that it does not know which head."""
     _sound: dict[str, bool] = field(default_factory=dict)
@@ -57,7 +60,7 @@ class CatchUp:
         turn.do(Send(sender, Certificates(head=ask.head, certificates=tuple(known))))
 
     def has_asked(self, peer_id: str, head: str) -> bool:
-        return (peer_id, head) in self._asked
+        return head in self._asked.get(peer_id, ())
 
     def on_unknown(self, peer_id: str, head: str) -> None:
         """A peer that was asked does not know what leads to this head."""
@@ -131,11 +134,14 @@ class CatchUp:
             # A newcomer has no past in common with anybody.
             return
         for peer_id in holders:
-            key = peer_id, wanted
-            if key in self._unknown or len(self._asked) >= MAX_ASKED:
+            asked = self._asked.setdefault(peer_id, {})
+            if (peer_id, wanted) in self._unknown:
                 continue
-            if turn.passed(self._asked.get(key, float("-inf")) + self.timing.reaction_s):
-                self._asked[key] = turn.now
+            if turn.passed(asked.get(wanted, -math.inf) + self.timing.reaction_s):
+                asked.pop(wanted, None)
+                asked[wanted] = turn.now
+                if len(asked) > MAX_ASKED:
+                    del asked[next(iter(asked))]
                 turn.do(Send(peer_id, Ask(head=wanted, have=self.chain.head)))
                 turn.passed(turn.now + self.timing.reaction_s)
 
@@ -184,7 +190,7 @@ class CatchUp:
     def _is_sound(self, certificate: Certificate, before: Certificate) -> bool:
         key = certificate.head
         if key not in self._sound:
-            if len(self._sound) > MAX_ASKED:
+            if len(self._sound) > MAX_SOUND:
                 self._sound.clear()
             self._sound[key] = not fault_of_successor(certificate, before, self.settings)
         return self._sound[key]

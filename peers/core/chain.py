@@ -57,15 +57,24 @@ class Chain:
         self._others[head] = certificate
         self._others_bytes += certificate.num_bytes
         while len(self._others) > MAX_OTHERS or self._others_bytes > MAX_OTHERS_BYTES:
-            self._forget(next(iter(self._others)))
+            self.forget(next(iter(self._others)))
 
-    def _forget(self, head: str) -> None:
+    def forget(self, head: str) -> None:
+        """A certificate of another chain."""
         if (certificate := self._others.pop(head, None)) is not None:
             self._others_bytes -= certificate.num_bytes
 
     def genesis_of(self, founder: str) -> Certificate | None:
         """One that this founder has signed, where this peer has not begun from any."""
         return next((c for c in self._others.values() if c.is_genesis and founder in c.plan.signers), None)
+
+    def knows_commits(self) -> bool:
+        """Whether any certificate of another chain is here but geneses."""
+        return any(not certificate.is_genesis for certificate in self._others.values())
+
+    def before(self, count: int) -> frozenset[str]:
+        """The last so many heads of the own chain before this one."""
+        return frozenset(list(self._own)[-1 - count : -1])
 
     def path_back(self, head: str) -> list[Certificate]:
         """What is known of the way to `head`, oldest first, down to where it meets the own chain (exclusive)."""
@@ -118,7 +127,7 @@ class Chain:
             left.append(last)
             self.head = last.plan.parent
         for certificate in path:
-            self._forget(certificate.head)
+            self.forget(certificate.head)
             self._own[certificate.head] = certificate
         self.head = path[-1].head
         for certificate in reversed(left):

@@ -13,9 +13,9 @@ from peers.core.timing import Timing
 from peers.core.turn import Turn
 from peers.protocol.messages import Status
 
-STRIKES = 3.0
+STRIKES = 2.0
 """A peer that has spoilt so many rounds is left out for a while."""
-FADE_EPOCHS = 4
+FADE_EPOCHS = 8
 """One strike is forgotten in so many epochs."""
 FIRST_TERM_EPOCHS = 4
 MAX_OUT_EPOCHS = 256

@@ -27,6 +27,7 @@ from peers.core.effects import (
     Effect,
     Pledge,
     Rebase,
+    Send,
     Tell,
 )
 from peers.core.events import Event
@@ -38,7 +39,7 @@ from peers.core.settings import Settings
 from peers.core.timing import Timing
 from peers.core.turn import Turn
 from peers.core.worker import Worker, entry_step
-from peers.protocol.certificates import Certificate, Keys, Verify, Work
+from peers.protocol.certificates import Certificate, Keys, Verify
 from peers.protocol.messages import (
     Abort,
     Ask,
@@ -53,6 +54,8 @@ from peers.protocol.messages import (
     Vote,
 )
 
+MAX_PLEDGES = 64
+"""A peer is never on a head again that so many others have followed."""
 _MAX_RULES = 10_000
 """Evaluations after one event: more is a bug."""
 
@@ -101,6 +104,7 @@ class Peer:
         self._sequence = 0
         self._said: Status | None = None
         self._said_at = -math.inf
+        self._genesis_heard_at = now
         self._is_checking = False
         """The state of the own head is being compared with the others'."""
         self.deadline = now
@@ -165,7 +169,10 @@ class Peer:
         self.deadline = turn.deadline
         for effect in turn.effects:
             if isinstance(effect, Pledge):
+                self._pledges.pop(effect.head, None)
                 self._pledges[effect.head] = effect.attempt
+                if len(self._pledges) > MAX_PLEDGES:
+                    del self._pledges[next(iter(self._pledges))]
         return turn.effects
 
     def _is_no_news(self, event: Event | None, now: float) -> bool:
@@ -204,8 +211,10 @@ class Peer:
             case events.WorkerGone():
                 worker.ends()
             case events.Reduced(plan, anchor, momentum):
-                if round_ is not None:
+                if round_ is not None and not self._is_leaving:
                     round_.on_reduced(turn, plan, anchor, momentum)
+                    if round_.held is not None:
+                        worker.voted.add(round_.held.head)
             case events.ReduceFailed():
                 if round_ is not None:
                     round_.on_reduce_failed(turn, event)
@@ -235,6 +244,9 @@ class Peer:
                 self._take_certificates(peer_id, message)
             case Ask():
                 self.catch_up.on_ask(turn, peer_id, message)
+            case Found() if (genesis := self.chain.genesis_of(peer_id)) is not None:
+                # It has come back, and does not know that its run was founded.
+                turn.do(Send(peer_id, Certificates(head=genesis.head, certificates=(genesis,))))
             case Found(body) if not self.head and self._offer is not None:
                 self._founding.on_found(turn, peer_id, body, self.world_rank, self._offer)
             case Vote() if not self.head:
@@ -299,14 +311,23 @@ class Peer:
             return self._begin_from(turn, genesis)
         if (genesis := self.chain.genesis_of(self.me)) is not None:
             # Of a run that has gone on since, this peer is a newcomer.
-            return (
-                self._certified_heads <= {genesis.head}
-                and self.catch_up.target is None
-                and self._begin_from(turn, genesis)
-            )
+            may_begin = not self.chain.knows_commits() and self._certified_heads <= {genesis.head}
+            if may_begin and self.catch_up.target is None and self._begin_from(turn, genesis):
+                return True
+            if not self._is_given_up(turn, genesis):
+                return False
         if self.swarm.runs() or not turn.passed(self._founding.not_before):
             return False
         return self._founding.advance(turn, self.world_rank, self._offer)
+
+    def _is_given_up(self, turn: Turn, genesis: Certificate) -> bool:
+        """Nobody has announced it for long: whoever could hand its state over is gone."""
+        if any(status.head for _, status in self.swarm.live()):
+            self._genesis_heard_at = turn.now
+        if not turn.passed(self._genesis_heard_at + self.timing.most_patience_s):
+            return False
+        self.chain.forget(genesis.head)
+        return True
 
     @property
     def _certified_heads(self) -> set[str]:
@@ -394,17 +415,13 @@ class Peer:
         self._move_to(turn, path)
         if worker.work is None:
             return
-        mine = self._commit_with(worker.work, path)
+        mine = self._commit_with(path)
         if mine is not None:
             self._answer_contributor(turn, mine, self._entry_step(turn))
 
-    def _commit_with(self, work: Work, path: tuple[Certificate, ...]) -> Certificate | None:
-        """The commit that has taken this work in."""
-        for certificate in path:
-            for contributor in certificate.plan.contributors:
-                if contributor.peer_id == self.me and contributor.work == work:
-                    return certificate
-        return None
+    def _commit_with(self, path: tuple[Certificate, ...]) -> Certificate | None:
+        """The commit that has taken the work in hand in: this peer has voted for it."""
+        return next((certificate for certificate in path if certificate.head in self.worker.voted), None)
 
     def _go_on_late(self, turn: Turn) -> bool:
         """Work that came too late for the commit it was meant for: train on at once, and bring it to the next."""
@@ -414,7 +431,7 @@ class Peer:
         target = self.catch_up.target
         if target is not None and not self._is_checking:
             is_in_doubt = self.round is not None and self.round.stage is Stage.VOTE
-            is_in = self._commit_with(worker.work, self.catch_up.path) is not None
+            is_in = self._commit_with(self.catch_up.path) is not None
             if worker.epoch >= target.plan.epoch or is_in or is_in_doubt:
                 return False
             if self.round is not None:
@@ -424,9 +441,10 @@ class Peer:
             # Its anchor has moved under it.
             turn.do(Rebase())
             worker.base = self.head
-            if worker.epoch < self.epoch:
-                return self._answer_late(turn, "rebase", self.chain.newest)
             return True
+        if worker.epoch != self.epoch:
+            # Of an epoch that is over; or of one that never came here.
+            return self._answer_late(turn, "rebase", self.chain.newest)
         return False
 
     def _answer_late(self, turn: Turn, how: Literal["rebase", "keep"], towards: Certificate) -> bool:
@@ -434,6 +452,9 @@ class Peer:
         assert work is not None
         if worker.has_lost_work:
             turn.do(Tell("lost_work", f"{work.tokens} tokens are lost with the worker that trained them"))
+        if self.round is not None:
+            # A commit that comes to light now would answer for the same work again.
+            self.round.held = None
         step = self._entry_step(turn, towards.head)
         worker.goes_on(towards.plan.epoch, step)
         turn.do(Answer(how, towards, step))
@@ -496,6 +517,7 @@ class Peer:
             now=turn.now,
             signed=self._pledges.get(parent.head, -1),
             absent={peer_id: self.chain.num_absent(peer_id) for peer_id in roster},
+            recent=self.chain.before(2),
         )
 
     # Status

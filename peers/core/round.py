@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -31,6 +31,8 @@ from peers.protocol.certificates import Body, Certificate, Keys, Plan, Verify
 from peers.protocol.limits import MAX_ATTEMPT
 from peers.protocol.messages import Abort, Decline, OddVote, Propose, Vote
 
+MAX_FAILURES = 64
+"""That are remembered of one head, for people and for pauses."""
 REDUCE_SHARE = 0.75
 """Of the time for an attempt, what its reduction may take: its failure has to be told before the leader gives up."""
 
@@ -64,16 +66,24 @@ class Parts:
 class Round:
     """`signed`: the last attempt on this head that this peer has signed, in an earlier life; -1: none.
 
-    `absent`: members of the roster that were not in the last commits, and how many.
+    `absent`: members of the roster that were not in the last commits, and how many. `recent`: the heads before this
+    one.
     """
 
     def __init__(
-        self, parts: Parts, parent: Certificate, *, now: float, signed: int, absent: Mapping[str, int]
+        self,
+        parts: Parts,
+        parent: Certificate,
+        *,
+        now: float,
+        signed: int,
+        absent: Mapping[str, int],
+        recent: Collection[str],
     ) -> None:
         self._parts, self.parent = parts, parent
         self._swarm, self._timing, self._settings = parts.swarm, parts.timing, parts.settings
         self._me = parts.keys.peer_id
-        self._absent, self._began_at = absent, now
+        self._absent, self._began_at, self._recent = absent, now, recent
         self.attempt, self._signed = signed + 1, signed
         self.stage = Stage.GATHER
         self.certificate: Certificate | None = None
@@ -164,9 +174,6 @@ class Round:
             return False
         if not turn.passed(self._could_at + self._timing.reaction_s):
             return False
-        if expected <= ready.keys():
-            # Otherwise its user may have asked for more patience than this one's.
-            self._strike(turn, leader, "it leads, and is silent")
         self._fail(turn, f"its leader {leader} is silent")
         return True
 
@@ -181,13 +188,13 @@ class Round:
         ready = {} if entry is None else {self._me: entry}
         expected = {self._me} if is_training or entry is not None else set()
         for peer_id, status in self._swarm.live():
-            if status.phase not in ("training", "ready"):
+            if status.phase not in ("training", "ready", "fetching"):
                 continue
             is_here = status.head == self.head
             if is_here and status.work is not None and status.work.based_on <= epoch:
                 ready[peer_id] = Entry(status.world_rank, status.work)
-            if is_here or (peer_id in self.roster and status.head == self.parent.plan.parent):
-                # The latter is about to hear of the last commit.
+            if is_here or status.head in self._recent:
+                # The latter is about to hear of the last commit, or repeats it.
                 expected.add(peer_id)
         others = ready.keys() | expected
         out = {peer_id for peer_id in others if self._swarm.is_left_out(peer_id, epoch)} - {self._me}
@@ -296,8 +303,8 @@ class Round:
         lost: tuple[str, ...] = ()
         if suspects:
             accuser, suspect = min(decline.told_by, default=sender), min(suspects)
-            for peer_id in {accuser, suspect} & set(lead.plan.signers):
-                self._strike(turn, peer_id, decline.reason, 0.25)
+            self._strike(turn, accuser, decline.reason, 0.5)
+            self._strike(turn, suspect, decline.reason, 0.25)
             lost = (self._one_of_a_pair(accuser, suspect),)
         elif decline.attempt_here == self.attempt:
             lost = (sender,)
@@ -567,7 +574,7 @@ class Round:
         self, turn: Turn, reason: str, suspects: Sequence[str] | set[str] | frozenset[str] = ()
     ) -> None:
         """This attempt has failed; on to the next, after a pause."""
-        self.failures.append(reason)
+        self.failures = [*self.failures[-MAX_FAILURES:], reason]
         self._last_suspects = frozenset(suspects) - {self._me}
         self._suspects |= self._last_suspects
         self._not_before = turn.now + self._timing.pause_s(len(self.failures))

@@ -86,6 +86,11 @@ class Timing:
         return self.silence_s
 
     @property
+    def most_patience_s(self) -> float:
+        """For what has to come from a peer that may be gone, and nobody else can do."""
+        return 10 * self.silence_s
+
+    @property
     def reaction_s(self) -> float:
         """What a peer that is well takes to do what it has to do next."""
         return max(2 * self.beat_s, ROUND_TRIPS * self.round_trip_s)

@@ -30,6 +30,8 @@ class Worker:
     """Handed over, and not yet answered."""
     local_step: int = 0
     step_s: float = 0.0
+    voted: set[str] = field(default_factory=set)
+    """Heads of the commits with the work in hand that this peer has voted for."""
     _is_gone: bool = False
     """The worker that has handed over the work has ended."""
     _next_waits: bool = False
@@ -65,6 +67,7 @@ class Worker:
         self.goes_on(epoch, local_step)
 
     def hands_over(self, work: Work, fragment: int) -> None:
+        self.voted.clear()
         self.work = replace(work, based_on=self._based_on.get(fragment, self._began))
         self.state = "ready"
 
@@ -75,6 +78,8 @@ class Worker:
     def gives_up_since(self, epoch: int) -> None:
         """Its commits after this epoch were of a fork that lost."""
         self._began = min(self._began, epoch)
+        if self.work is not None:
+            self.work = replace(self.work, based_on=min(self.work.based_on, epoch))
         self._based_on = {fragment: min(at, epoch) for fragment, at in self._based_on.items()}
 
     def goes_on(self, epoch: int, local_step: int) -> None:

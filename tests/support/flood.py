@@ -17,6 +17,7 @@ from peers.errors import PeersError
 from peers.network.greeting import Hello
 from peers.network.maddrs import Maddr, parse_maddr
 from peers.network.tls import Credentials
+from peers.protocol.messages import Ask, Status, encode
 from tests.support.hostile import Hostile
 
 PROTOCOLS = ("mesh", "data", "state", "relay", "relayed", "bans", "coordinator", "admission")
@@ -109,22 +110,20 @@ class Flood:
         return bytes(frame)
 
     def _messages(self) -> list[dict[str, object]]:
-        lineage = next(iter(self._hostile.honest.values())).lineage
+        head = next(iter(self._hostile.honest.values())).head
         return [
             {"kind": "status", "status": self._hostile.status()},
             {"kind": "bans", "bans": self._random.randbytes(300)},
             {"kind": "rank", "wanted": None, "token": self._hostile.claims.get("token", b"")},
             {"kind": "join"},
             {"kind": "proof", "proof": self._random.randbytes(32)},
-            {"kind": "ask", "fragment": 0, "lineage": lineage},
+            {"kind": "core", "message": self._random.randbytes(300)},
+            {"kind": "core", "message": encode(Ask(head=head or "f" * 64))},
             {
-                "kind": "join",
-                "fragment": 0,
-                "lineage": lineage,
-                "proposal": [1, 2, 3.0, 4, 5],
-                "in_doubt": "",
+                "kind": "core",
+                "message": encode(Status(incarnation=1, sequence=1, world_rank=1, phase="ready", head=head)),
             },
-            {"kind": "state", "lineage": lineage},
+            {"kind": "state", "head": head},
             {"kind": "manifest", "manifest": {"hv.local_steps": 5}},
             {"kind": "want", "to": self._hostile.identity.peer_id},
         ]

@@ -20,11 +20,14 @@ from peers.dht import Dht
 from peers.errors import PeersError, PeerUnreachable
 from peers.identity import load_or_create
 from peers.messages import Channel
+from peers.protocol.messages import Message, Status, decode, encode
 from peers.records import PEERS_KEY, Announcement
 
 T = TypeVar("T")
 
 OnMessage = Callable[["Hostile", Channel, dict[str, Any]], Coroutine[Any, Any, None]]
+OnSaid = Callable[["Hostile", str, Message], Coroutine[Any, Any, None]]
+"""(hostile, peer id, what this peer has said)"""
 
 
 class Hostile:
@@ -37,6 +40,10 @@ class Hostile:
         """Whether it claims to be where the honest peers are, and trains."""
         self.honest: dict[str, Announcement] = {}
         self.on_message: OnMessage | None = None
+        self.on_said: OnSaid | None = None
+        self.statuses: dict[str, Status] = {}
+        """Where each honest peer stands."""
+        self._sequence = 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -62,7 +69,7 @@ class Hostile:
     def status(self) -> bytes:
         model = max(self.honest.values(), key=lambda peer: (peer.epoch, peer.committed_tokens))
         claims = {
-            **({"state": "averaging"} if self.follows else {"lineage": "", "anchor_digest": ""}),
+            **({"state": "averaging"} if self.follows else {"head": "", "anchor_digest": ""}),
             **self.claims,
         }
         claims |= {"peer_id": self.identity.peer_id, "maddrs": (), "time": time.time()}
@@ -95,6 +102,17 @@ class Hostile:
         task = asyncio.ensure_future(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    async def say(self, peer_id: str, message: Message) -> None:
+        """What peers say to each other about the run; nothing where the channel is broken."""
+        with contextlib.suppress(PeersError, OSError, KeyError):
+            await self.channels[peer_id].send({"kind": "core", "message": encode(message)}, 5.0)
+
+    def standing(self, **fields: Any) -> Status:
+        """A status of its own, newer than all before."""
+        self._sequence += 1
+        usual = {"incarnation": 1, "sequence": self._sequence, "world_rank": self.claims["world_rank"]}
+        return Status(**{**usual, "phase": "ready", **fields})
 
     async def announce(self) -> None:
         """In the DHT, where newcomers find it."""
@@ -146,12 +164,18 @@ class Hostile:
         with contextlib.suppress(PeersError, OSError):
             while True:
                 message = await channel.receive(20.0)
-                before = self.honest[peer_id].lineage
+                before = self.honest[peer_id].head
                 self._hear(peer_id, message)
-                if message["kind"] != "status":
+                if message["kind"] == "core":
+                    said = decode(message["message"])
+                    if isinstance(said, Status):
+                        self.statuses[peer_id] = said
+                    if self.on_said:
+                        await self.on_said(self, peer_id, said)
+                elif message["kind"] != "status":
                     if self.on_message:
                         await self.on_message(self, channel, message)
-                elif self.follows and self.honest[peer_id].lineage != before:
+                elif self.follows and self.honest[peer_id].head != before:
                     await channel.send({"kind": "status", "status": self.status()}, 5.0)
 
     async def _talk(self, channel: Channel) -> None:

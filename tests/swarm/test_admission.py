@@ -131,7 +131,7 @@ def knock_everywhere(hostile: Hostile, run: Closed, secret: Any) -> dict[str, fl
             await at(f"direct port of peer {name}", refused_a_direct_stream(hostile, peer_id))
             await at(f"relay of peer {name}", refused_a_relay(hostile, peer_id))
             for protocol, message in {
-                "state": {"kind": "state", "lineage": hostile.honest[peer_id].lineage},
+                "state": {"kind": "state", "head": hostile.honest[peer_id].head},
                 "data": {"kind": "x" * 40},
                 "relayed": {"kind": "deliver", "from": peer_id},
             }.items():

@@ -10,14 +10,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
 
 from peers import joining
 from peers.errors import PeersError
+from peers.identity import IdentityKeys
 from peers.messages import Channel
+from peers.protocol.certificates import Body, Certificate, Plan, Signature, Work
+from peers.protocol.messages import Ask, Certificates, Message, Propose, Vote, encode
 from peers.reduction.frames import HEADER, Kind
-from peers.reduction.plan import equal_bounds
-from peers.round.messages import Ask, Commit, Group, Join, Proposal, parse, to_message
+from peers.reduction.plan import ATTEMPT_BYTES
+from peers.reduction.shares import bounds_of
 from tests.support.hostile import Hostile
 from tests.support.swarm import LightPeer, LightSwarm, wait_until
 
@@ -85,11 +89,20 @@ MALFORMED: list[dict[str, Any]] = [
     {"kind": {"a": 1}},
     {"kind": "status", "status": 3},
     {"kind": "status", "status": b"\xc1" * 100},
-    {"kind": "join", "fragment": 0, "lineage": "a", "proposal": [1, -1, math.nan, None, 3], "in_doubt": ""},
-    {"kind": "group", "members": [[1]] * 10_000},
-    {"kind": "vote", "shares": {"a": "b"}},
-    {"kind": "commit", "group": None, "anchor": 1, "momentum": []},
-    {"kind": "abort", "reason": "x" * 100_000},
+    {"kind": "join", "fragment": 0},
+    {"kind": "core"},
+    {"kind": "core", "message": [[1]] * 10_000},
+    {"kind": "core", "message": b"\xc1" * 1000},
+    {"kind": "core", "message": msgpack.packb({"type": "status", "incarnation": -1, "sequence": math.nan})},
+    {"kind": "core", "message": msgpack.packb({"type": "vote", "head": "a", "attempt": 1 << 62})},
+    {
+        "kind": "core",
+        "message": msgpack.packb({"type": "certificates", "head": "f" * 64, "certificates": [0] * 33}),
+    },
+    {
+        "kind": "core",
+        "message": msgpack.packb({"type": "abort", "head": "", "attempt": 0, "reason": "x" * 9999}),
+    },
     {"kind": "manifest", "manifest": {"hv.local_steps": [[]] * 1000}},
     {"kind": "manifest", "manifest": "x" * 500_000},
 ]
@@ -118,7 +131,7 @@ def test_a_flood_of_messages_slows_nobody_down(light, enemy):
     hostile = enemy()
 
     async def flood(channel: Channel) -> None:
-        message = to_message(Ask(0, "0" * 64))
+        message = {"kind": "core", "message": encode(Ask(head="0" * 64))}
         with contextlib.suppress(PeersError, OSError):
             while True:
                 await channel.send(message, 60.0)
@@ -132,11 +145,12 @@ def test_a_flood_of_messages_slows_nobody_down(light, enemy):
     goes_on(light, num_epochs=6, within_s=15)
 
 
-def test_a_peer_that_claims_to_be_far_ahead_and_hands_over_nothing_is_soon_ignored(light, enemy):
+def test_nobody_asks_a_peer_for_its_state_that_claims_to_be_far_ahead_and_shows_no_commits(light, enemy):
     hostile = enemy(
-        state="training", epoch=10**6, lineage="f" * 64, anchor_digest="f" * 64, committed_tokens=1 << 61
+        state="training", epoch=10**6, head="f" * 64, anchor_digest="f" * 64, committed_tokens=1 << 61
     )
     asked: list[str] = []
+    asked_for_commits: list[Ask] = []
 
     async def serve(peer_id: str, sock: Any) -> None:
         with sock:
@@ -146,80 +160,100 @@ def test_a_peer_that_claims_to_be_far_ahead_and_hands_over_nothing_is_soon_ignor
     async def attack() -> None:
         await hostile.dht.transport.serve(f"diloco/{RUN_ID}/state", serve)
         await hostile.meet_all()
+        hostile.spawn(boast())
 
+    async def boast() -> None:
+        while True:
+            for peer_id in list(hostile.channels):
+                await hostile.say(peer_id, hostile.standing(phase="training", head="f" * 64, epoch=10**6))
+            await asyncio.sleep(0.3)
+
+    async def heard(_: Hostile, peer_id: str, message: Message) -> None:
+        if isinstance(message, Ask):
+            asked_for_commits.append(message)
+            await hostile.say(peer_id, Certificates(head=message.head, certificates=()))
+
+    hostile.on_said = heard
     hostile.call(attack())
     goes_on(light, num_epochs=4, within_s=35)
-    assert asked
+    assert asked_for_commits and not asked
 
 
-def member_of_every_round(hostile: Hostile, in_group: Callable[[Group], Any]) -> None:
-    """Join whatever round runs, and do the worst once in the group."""
-    norm = 1.0
+def member_of_every_round(hostile: Hostile, in_group: Callable[[str, Plan], Any]) -> None:
+    """Be ready whenever the others are, and do the worst once in the group, of which its leader has told."""
 
-    async def heard(_: Hostile, channel: Channel, message: dict[str, Any]) -> None:
-        if message["kind"] == "group":
-            hostile.spawn(in_group(parse(message)))
+    async def heard(_: Hostile, leader: str, message: Message) -> None:
+        if isinstance(message, Propose):
+            hostile.spawn(in_group(leader, message.plan))
 
-    async def join_for_ever() -> None:
+    async def be_ready_for_ever() -> None:
         while True:
-            for peer_id, channel in hostile.channels.items():
-                rank = hostile.claims["world_rank"]
-                join = Join(0, hostile.honest[peer_id].lineage, Proposal(rank, 1 << 39, norm, 1, False), "")
-                with contextlib.suppress(PeersError, OSError):
-                    await channel.send(to_message(join), 5.0)
+            for peer_id, theirs in list(hostile.statuses.items()):
+                work = Work(tokens=1 << 39, norm=1.0, step=1, based_on=theirs.epoch)
+                status = hostile.standing(
+                    head=theirs.head, genesis=theirs.genesis, epoch=theirs.epoch, work=work
+                )
+                await hostile.say(peer_id, status)
             await asyncio.sleep(0.05)
 
     async def attack() -> None:
         await hostile.meet_all()
-        hostile.spawn(join_for_ever())
+        hostile.spawn(be_ready_for_ever())
 
-    hostile.follows, hostile.on_message = True, heard
+    hostile.follows, hostile.on_said = True, heard
     hostile.call(attack())
 
 
 def test_a_member_that_sends_values_that_are_no_numbers_is_left_out(light, enemy):
-    hostile, groups = enemy(world_rank=9), []
+    hostile, plans = enemy(world_rank=9), []
 
-    async def send_nan(group: Group) -> None:
-        groups.append(group)
-        bounds = equal_bounds(NUMEL, len(group.ranks))
-        for peer_id, peer in list(hostile.honest.items()):
-            index = group.ranks.index(peer.world_rank)
+    async def send_nan(_: str, plan: Plan) -> None:
+        plans.append(plan)
+        bounds = bounds_of([c.work.bandwidth for c in plan.contributors], NUMEL)
+        for index, contributor in enumerate(plan.contributors):
+            if contributor.peer_id == hostile.identity.peer_id:
+                continue
             nans = struct.pack("<f", math.nan) * (bounds[index + 1] - bounds[index])
-            sock = await hostile.stream(peer_id, f"diloco/{RUN_ID}/data")
-            frame = bytes.fromhex(group.attempt) + HEADER.pack(Kind.CONTRIBUTION, 0, len(nans)) + nans
+            sock = await hostile.stream(contributor.peer_id, f"diloco/{RUN_ID}/data")
+            frame = bytes.fromhex(plan.digest)[:ATTEMPT_BYTES]
+            frame += HEADER.pack(Kind.CONTRIBUTION, 0, len(nans)) + nans
             await asyncio.get_running_loop().sock_sendall(sock, frame)
 
     member_of_every_round(hostile, send_nan)
-    wait_until(lambda: groups, "a group with the hostile peer")
+    wait_until(lambda: plans, "a group with the hostile peer")
     goes_on(light)
     assert not any(9 in record["contributors"] for peer in light.peers.values() for record in peer.epochs)
 
 
 def test_a_member_that_fails_every_attempt_and_forges_commits_stops_nobody(light, enemy):
-    hostile, groups = enemy(world_rank=9), []
+    hostile, plans = enemy(world_rank=9), []
 
-    async def forge(group: Group) -> None:
-        groups.append(group)
-        vote = {
-            "kind": "vote",
-            "fragment": 0,
-            "lineage": group.lineage,
-            "attempt": group.attempt,
-            "shares": [],
-        }
-        for channel in hostile.channels.values():
-            await channel.send(to_message(Commit(group, "0" * 64, "0" * 64)), 5.0)
-            await channel.send({**vote, "anchor": "", "momentum": "", "suspects": []}, 5.0)
+    async def forge(leader: str, plan: Plan) -> None:
+        plans.append(plan)
+        body = Body(plan=plan, anchor="0" * 64, momentum="0" * 64)
+        forged = IdentityKeys(hostile.identity).sign(body.signed_bytes)
+        certificate = Certificate(body=body, signatures=tuple(forged for _ in plan.signers))
+        vote = Vote(
+            head=plan.parent,
+            attempt=plan.attempt,
+            plan=plan.digest,
+            anchor=body.anchor,
+            momentum=body.momentum,
+            signature=Signature(public_key=b"", signature=b"forged"),
+        )
+        for peer_id in list(hostile.channels):
+            await hostile.say(peer_id, Certificates(head=certificate.head, certificates=(certificate,)))
+            await hostile.say(peer_id, vote)
 
     member_of_every_round(hostile, forge)
-    wait_until(lambda: groups, "a group with the hostile peer")
+    wait_until(lambda: plans, "a group with the hostile peer")
     goes_on(light)
+    assert not any(9 in record["contributors"] for peer in light.peers.values() for record in peer.epochs)
 
 
 def test_a_claim_to_a_rank_that_is_taken_displaces_nobody(light, enemy):
     hostile = enemy(world_rank=1)
-    member_of_every_round(hostile, lambda group: asyncio.sleep(0))
+    member_of_every_round(hostile, lambda leader, plan: asyncio.sleep(0))
     goes_on(light, num_epochs=4)
     assert all(record["contributors"] == [1, 2] for record in light.peers[2].epochs[-3:])
 

@@ -22,7 +22,7 @@ def at(
     contributors: tuple[int, ...] = (0, 1),
     number: int = 5,
 ) -> Candidate:
-    """Rank 0's checkpoint of a step, on the lineage that the step's number says."""
+    """Rank 0's checkpoint of a step, on the head that the step's number says."""
     mark = Mark(
         position=Position(epoch=step),
         tokens=(0,),
@@ -30,7 +30,7 @@ def at(
         number=number,
         saved_at_ms=step if saved_at_ms is None else saved_at_ms,
         contributors=contributors,
-        lineage=f"lineage {step}",
+        head=f"head {step}",
         loss=loss,
     )
     return Candidate(name=f"model_step_{step}", part="diloco_rank_0", mark=mark)
@@ -46,7 +46,7 @@ def saved_by(**peers: tuple[int, ...]) -> dict[str, dict[int, str]]:
     for name, theirs in peers.items():
         for step in theirs:
             rank = int(name.removeprefix("rank"))
-            found.setdefault(f"model_step_{step}", {})[rank] = f"lineage {step}"
+            found.setdefault(f"model_step_{step}", {})[rank] = f"head {step}"
     return found
 
 
@@ -67,7 +67,7 @@ def test_who_saves_elsewhere_or_was_not_in_the_last_commit_is_not_waited_for():
 
 def test_a_step_of_another_history_is_not_the_same_step():
     others = saved_by(rank1=(4, 8, 12))
-    others["model_step_12"][1] = "another lineage"
+    others["model_step_12"][1] = "another head"
     assert to_resume(OWN, others, BOTH, 0) == at(8)
 
 

@@ -55,7 +55,7 @@ def checkpoint(path: Path, step: int) -> Path:
         files=records_below(directory),
         saved_at_ms=step,
         contributors=(3,),
-        lineage=state.lineage,
+        head=state.head,
     )
     write_mark(directory, mark)
     return directory
@@ -186,7 +186,7 @@ def test_a_mark_cannot_name_files_outside_of_its_checkpoint(name):
 
 
 def test_a_mark_comes_back_as_it_was():
-    mark = Mark(position=Position(epoch=3, local_step=1), tokens=(4, 5), num_ranks=2, loss=2.5, lineage="ab")
+    mark = Mark(position=Position(epoch=3, local_step=1), tokens=(4, 5), num_ranks=2, loss=2.5, head="ab")
     assert Mark.from_bytes(mark.to_bytes()) == mark
 
 
