@@ -16,6 +16,7 @@ from typing import Any
 
 import msgpack
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,26 +28,58 @@ from peers.messages import Channel
 from peers.network import greeting, relay_messages
 from peers.network.greeting import Hello
 from peers.network.tls import public_key_of
+from peers.protocol.certificates import decode_certificate, encode_certificate
+from peers.protocol.messages import (
+    Abort,
+    Ask,
+    Certificates,
+    Decline,
+    Found,
+    Message,
+    OddVote,
+    Offer,
+    Propose,
+    Status,
+    Vote,
+    encode,
+)
+from peers.protocol.messages import decode as decode_message
 from peers.ranks import request as rank_request
-from peers.round import messages as round_messages
-from peers.round.messages import Abort, Ask, Commit, Group, Join, Proposal, Vote, to_message
 from peers.state.header import StateHeader
+from tests.support import certified
+from tests.support.certified import begun
 from tests.support.keys import credentials
 
 MAX_DECODED_BYTES = 4 << 20
 """Far more than the garbage of these tests holds, far less than a number in it may ask for."""
-PROPOSAL = Proposal(0, 100, 1.5, 7, False, 2.5)
-GROUP = Group("ab" * 16, 0, 3, "cd" * 32, 0, (PROPOSAL,), (1.0,), 1)
-HEADER = StateHeader(
-    sizes=(5,),
-    epoch=1,
-    parent="ab" * 32,
-    committed_tokens=9,
-    data_base=0,
-    data_width=1,
-    anchor_chunks=b"a" * 32,
-    momentum_chunks=b"m" * 32,
-)
+STATE = begun([torch.zeros(5)])
+CERTIFICATE = certified.commit(STATE, torch.ones(5))
+PLAN, SIGNATURE = CERTIFICATE.plan, CERTIFICATE.signatures[0]
+DIGESTS = {"anchor": "ab" * 32, "momentum": "cd" * 32}
+HEADER = StateHeader(sizes=(5,), anchor_chunks=b"a" * 32, momentum_chunks=b"m" * 32)
+SAID: list[Message] = [
+    Status(
+        incarnation=1,
+        sequence=2,
+        world_rank=-1,
+        phase="ready",
+        head=PLAN.parent,
+        work=PLAN.contributors[0].work,
+    ),
+    Status(incarnation=1, sequence=2, world_rank=3, phase="waiting", offer=Offer(**DIGESTS)),
+    Propose(plan=PLAN),
+    Vote(head=PLAN.parent, attempt=0, plan=PLAN.digest, signature=SIGNATURE, **DIGESTS),
+    Decline(head=PLAN.parent, attempt=0, reason="because", suspects=("peer1",)),
+    Abort(
+        head=PLAN.parent,
+        attempt=0,
+        reason="because",
+        votes=(OddVote(peer_id="peer1", signature=SIGNATURE, **DIGESTS),),
+    ),
+    Certificates(head=CERTIFICATE.head, certificates=(CERTIFICATE,)),
+    Ask(head=CERTIFICATE.head),
+    Found(body=CERTIFICATE.body),
+]
 VALUES = st.recursive(
     st.none()
     | st.booleans()
@@ -58,22 +91,21 @@ VALUES = st.recursive(
     max_leaves=10,
 )
 DECODERS: dict[str, tuple[list[dict[str, Any]], Callable[[dict[str, Any]], object], type[Exception]]] = {
-    "a round message": (
-        [
-            to_message(message)
-            for message in (
-                Join(0, "cd" * 32, PROPOSAL, ""),
-                GROUP,
-                Vote(0, "cd" * 32, "ab" * 16, ("ef",), "12", "34", (1,)),
-                Commit(GROUP, "12", "34"),
-                Abort(0, "cd" * 32, "ab" * 16, (1,), False, "because"),
-                Ask(0, "cd" * 32),
-            )
-        ],
-        round_messages.parse,
+    "what peers say to each other": (
+        [msgpack.unpackb(encode(message)) for message in SAID],
+        lambda message: decode_message(msgpack.packb(message)),
         ProtocolError,
     ),
-    "the header of a state": ([HEADER.to_message()], StateHeader.from_message, ProtocolError),
+    "a certificate": (
+        [msgpack.unpackb(encode_certificate(CERTIFICATE))],
+        lambda message: decode_certificate(msgpack.packb(message)),
+        ProtocolError,
+    ),
+    "the header of a state": (
+        [HEADER.to_message(), STATE.header.to_message()],
+        StateHeader.from_message,
+        ProtocolError,
+    ),
     "a manifest": (
         [{"hv.local_steps": 5, "hv.outer_lr": 0.7, "hv.num_fragments": 1, "hv.mixing": 0.5, "model": "{}"}],
         joining.check_manifest,

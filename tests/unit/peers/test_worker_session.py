@@ -53,7 +53,7 @@ class SlowHost:
 
     async def written(self, directory: Path) -> Written:
         await self.go_on.wait()
-        return Written({"a": FileRecord(5, "digest")}, "lineage")
+        return Written({"a": FileRecord(5, "digest")}, "head")
 
     def progressed(self, progress: dict[str, Any]) -> None: ...
     def finished(self) -> None: ...
@@ -120,7 +120,7 @@ def test_a_worker_goes_on_while_its_daemon_writes_and_hears_of_it_on_another_con
         async with listen(tmp_path / "link") as accept, asyncio.timeout(20):
             serving = asyncio.create_task(serve_workers(accept, host))
             answer = await asyncio.to_thread(work, host, asyncio.get_running_loop())
-            assert (answer["files"], answer["lineage"]) == ({"a": [5, "digest"]}, "lineage")
+            assert (answer["files"], answer["head"]) == ({"a": [5, "digest"]}, "head")
             serving.cancel()
             await asyncio.gather(serving, return_exceptions=True)
 
