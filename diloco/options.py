@@ -164,7 +164,7 @@ class HvConfig:
     quorum: Annotated[float, Parameter(validator=(finite, at_least(0.5), up_to(0.99)))] = 0.5
     """A commit needs more than this part of the peers that the last one named; the others' work is in a later one."""
     grace: Annotated[float | None, Parameter(converter=duration, metavar="SECONDS")] = None
-    """Time that a quorum waits for the others at most (30s, 2m); default: what they usually need, learned from rounds."""
+    """Time that a quorum waits for the others at most (30s, 2m); default: what they usually need."""
     matchmaking_time: Seconds | None = None
     """Seconds a round waits for its members under NO_WAIT; default 15."""
     averaging_timeout: Seconds | None = None

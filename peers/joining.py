@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from peers.errors import UserError
 from peers.membership import View
-from peers.records import Announcement
 from peers.protocol.rules import RULES
+from peers.records import Announcement
 from peers.schedule import Schedule
 
 Scalar = str | int | float | bool | None

@@ -18,10 +18,10 @@ from blake3 import blake3
 from torch import Tensor
 
 from peers.outer_state import Digests, OuterState, num_threads
+from peers.protocol.certificates import Certificate
 from peers.reduction.kernels import energy, outer_step
 from peers.reduction.plan import CHUNK_NUMEL, slices
 from peers.reduction.residuals import contribution
-from peers.protocol.certificates import Certificate
 from peers.state.header import StateChunk, StateHeader
 
 _PART_NUMEL = 1 << 16

@@ -11,6 +11,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from peers.round.attempts import ATTEMPT_SHARE
+
 from diloco.simulation.board import NEWS
 from diloco.simulation.figures import EpochOfPeer
 from diloco.simulation.reduction import FP32_BYTES, Reduced, Reduction
@@ -21,7 +23,6 @@ from peers import membership
 from peers.codecs import codec_named
 from peers.reduction.bandwidth import WINDOW_S, Bandwidth
 from peers.round.actions import Action, Apply, Cancel, CatchUp, Reduce, Send
-from peers.round.attempts import ATTEMPT_SHARE
 from peers.round.deadlines import Deadlines
 from peers.round.leader import Timing, is_carried
 from peers.round.messages import Commit, Group, Proposal, Vote

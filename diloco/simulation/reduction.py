@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import pairwise
 
+from peers.round.attempts import CONNECT_EACH_S
+from peers.round.readiness import plan_of
+
 from diloco.simulation.clock import Clock, Timer
 from diloco.simulation.links import Resource
 from diloco.simulation.machine import Machine
@@ -21,9 +24,7 @@ from peers.codecs import Codec, codec_named, result_codec_named
 from peers.reduction.frames import HEADER
 from peers.reduction.plan import CHUNK_NUMEL, ReducePlan
 from peers.round.aggregation import Aggregation
-from peers.round.attempts import CONNECT_EACH_S
 from peers.round.messages import Group
-from peers.round.readiness import plan_of
 
 FP32_BYTES = 4
 

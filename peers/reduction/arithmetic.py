@@ -14,11 +14,11 @@ from torch import Tensor
 
 from peers.codecs import codec_named, result_codec_named
 from peers.errors import ProtocolError
+from peers.protocol.rules import holds_all
 from peers.reduction.kernels import Bytes, energy
 from peers.reduction.plan import CHUNK_NUMEL, ReducePlan
 from peers.reduction.residuals import Residuals, contribution
 from peers.reduction.robust_sums import combine, rows_for
-from peers.protocol.rules import holds_all
 from peers.state.commit_log import Recording
 
 _PIECE_NUMEL = 1 << 16

@@ -10,8 +10,8 @@ from functools import cached_property
 
 from peers.codecs import codec_named, result_codec_named
 from peers.errors import ProtocolError
-from peers.reduction.robust_sums import norm_bound
 from peers.protocol.rules import Rule, holds_all
+from peers.reduction.robust_sums import norm_bound
 
 CHUNK_NUMEL = 1 << 18
 """Values per frame, and at a time where no frames are sent: 1 MiB in fp32.
