@@ -80,7 +80,10 @@ class Runtime:
         self.core, self.settings, self._messenger = core, settings, messenger
         self._reductions, self._pledges, self._download = reductions, pledges, download
         self._on_change, self._on_tell = on_change, on_tell
-        self._events: asyncio.Queue[Callable[[], Coroutine[Any, Any, events.Event | None]]] = asyncio.Queue()
+        self._events: asyncio.Queue[events.Event | Callable[[], Coroutine[Any, Any, events.Event | None]]] = (
+            asyncio.Queue()
+        )
+        """Events, and what has to be done first to know one."""
         self._state: OuterState | None = None
         self._offered: OuterState | None = None
         self._fetched: OuterState | None = None
@@ -115,10 +118,7 @@ class Runtime:
         if isinstance(event, events.Received) and self._events.qsize() >= _MOST_EVENTS:
             return
 
-        async def as_it_is() -> events.Event:
-            return event
-
-        self._events.put_nowait(as_it_is)
+        self._events.put_nowait(event)
 
     def _beside(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Do this beside the loop, which an error in it ends."""
@@ -200,8 +200,11 @@ class Runtime:
             while True:
                 event = await self._next_event()
                 for effect in self.core.handle(event, time.monotonic()):
-                    await self._busy(self._perform(effect))
+                    if not self._perform_at_once(effect):
+                        await self._busy(self._perform(effect))
                 self._on_change()
+                # Taking an event that is there already does not let anybody else run.
+                await asyncio.sleep(0)
         finally:
             await self._stop_reducing()
             self._stop_fetching()
@@ -214,7 +217,7 @@ class Runtime:
                 event = await self._events.get()
         except TimeoutError:
             return None
-        return await self._busy(event())
+        return await self._busy(event()) if callable(event) else event
 
     async def _busy(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Do this, and let the others know all the while that this peer is there."""
@@ -231,7 +234,8 @@ class Runtime:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
 
-    async def _perform(self, effect: Effect) -> None:
+    def _perform_at_once(self, effect: Effect) -> bool:
+        """What takes no time; False: this does."""
         match effect:
             case effects.Send(peer_id, message):
                 self._messenger.send_to(peer_id, message)
@@ -239,30 +243,36 @@ class Runtime:
                 if isinstance(message, Status):
                     self._last_status = message
                 self._messenger.broadcast(message)
+            case effects.CancelReduce():
+                self._reductions.cancel()
+            case effects.CancelFetch():
+                self._stop_fetching()
+            case effects.Tell():
+                log.info("%s", effect.text)
+                self._on_tell(effect)
+            case _:
+                return False
+        return True
+
+    async def _perform(self, effect: Effect) -> None:
+        match effect:
             case effects.Pledge(head, attempt):
                 await asyncio.to_thread(self._pledges.add, head, attempt)
             case effects.Reduce(plan, timeout_s):
                 await self._stop_reducing()
                 self._reductions.begin()
                 self._reducing = self._beside(self._reduce(plan, timeout_s))
-            case effects.CancelReduce():
-                self._reductions.cancel()
             case effects.Apply(certificate):
                 await self._apply(certificate)
             case effects.Fetch(path, donors, timeout_s):
                 self._stop_fetching()
                 self._fetching = self._beside(self._fetch(path, donors, timeout_s))
-            case effects.CancelFetch():
-                self._stop_fetching()
             case effects.Adopt(certificate):
                 await self._adopt(certificate)
             case effects.Rebase():
                 await self._rebase()
             case effects.Answer():
                 await self._answer(effect)
-            case effects.Tell():
-                log.info("%s", effect.text)
-                self._on_tell(effect)
 
     # Reductions
 
