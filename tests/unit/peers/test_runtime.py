@@ -1,0 +1,286 @@
+"""One daemon's runtime with nobody else around: the worker is answered once, in order, and nothing outlives it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from peers.core import events
+from peers.core.peer import Peer
+from peers.core.settings import Settings
+from peers.daemon.pledges import Pledges
+from peers.daemon.reductions import Reductions
+from peers.daemon.runtime import Runtime, RuntimeSettings
+from peers.errors import PeersError, StateUnavailable
+from peers.handover import Memories
+from peers.identity import IdentityKeys, load_or_create, verify_signature
+from peers.network.streams import StreamPool
+from peers.outer_optimizer import OuterOptimizer
+from peers.outer_state import OuterState
+from peers.protocol.messages import Ask, Message, Status
+
+SIZE = 1000
+
+
+class NoTransport:
+    async def open(self, *_args: Any, **_kwargs: Any) -> Any:
+        raise AssertionError("nobody is there")
+
+    async def serve(self, *_args: Any) -> None:
+        raise AssertionError("nobody is there")
+
+
+class Told:
+    """What others would have been told."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+
+    def send_to(self, peer_id: str, message: Message) -> None:
+        self.messages.append(message)
+
+    def broadcast(self, message: Message) -> None:
+        self.messages.append(message)
+
+
+@contextlib.contextmanager
+def a_runtime(directory: Path, *, codec: str = "fp32", local_steps: int = 2):
+    identity = load_or_create(directory / "key")
+    pledges = Pledges(directory / "pledges")
+    core = Peer(
+        keys=IdentityKeys(identity),
+        verify=verify_signature,
+        settings=Settings(manifest="f" * 64, steps_per_epoch=local_steps),
+        incarnation=1,
+        world_rank=0,
+        pledges=pledges.attempts,
+        now=time.monotonic(),
+    )
+
+    def optimizer_for(num_members: int) -> OuterOptimizer:
+        return OuterOptimizer(lr=0.7, momentum=0.9)
+
+    async def download(*_: Any) -> OuterState:
+        raise StateUnavailable("nobody is there")
+
+    reductions = Reductions(
+        me=identity.peer_id,
+        codec=codec,
+        rule="clip",
+        niceness=0,
+        pool=StreamPool(NoTransport(), "t"),
+        optimizer_for=optimizer_for,
+        timing=core.timing,
+        is_live=core.swarm.is_live,
+        forwarded_bytes=lambda: 0,
+    )
+    try:
+        yield Runtime(
+            core,
+            settings=RuntimeSettings(codec=codec, local_steps=local_steps, optimizer_for=optimizer_for),
+            messenger=Told(),
+            reductions=reductions,
+            pledges=pledges,
+            download=download,
+            on_change=lambda: None,
+            on_tell=lambda _: None,
+        )
+    finally:
+        identity.release()
+
+
+@contextlib.asynccontextmanager
+async def running(runtime: Runtime) -> AsyncIterator[asyncio.Task[None]]:
+    task = asyncio.create_task(runtime.run())
+    try:
+        async with asyncio.timeout(30):
+            yield task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def memories(value: float = 1.0) -> Memories:
+    return Memories((torch.full((SIZE,), value),), (torch.full((SIZE,), 9.0),))
+
+
+def offered() -> OuterState:
+    return OuterState.initial([torch.zeros(SIZE)])
+
+
+def test_a_worker_begins_with_the_anchor_in_its_memory(tmp_path):
+    async def scenario(runtime: Runtime) -> None:
+        mine = memories()
+        async with running(runtime):
+            start = await runtime.begin_worker(mine.inn, offered())
+        assert (start.epoch, start.local_step, start.head) == (0, 0, runtime.core.head)
+        assert not mine.inn[0].any()
+
+    with a_runtime(tmp_path) as runtime:
+        asyncio.run(scenario(runtime))
+
+
+def test_the_parts_of_a_round_add_up_to_it_and_its_result_is_in_the_workers_memory(tmp_path):
+    async def scenario(runtime: Runtime) -> None:
+        mine = memories()
+        async with running(runtime):
+            await runtime.begin_worker(mine.inn, offered())
+            outcome = await runtime.average(mine, 0, tokens=1, step=2, last=False)
+        parts = (outcome.connect_s, outcome.reduce_s, outcome.preview_s, outcome.vote_s, outcome.apply_s)
+        assert all(part > 0 for part in parts)
+        assert 0 < outcome.propose_s <= outcome.wait_s
+        assert sum(parts) <= outcome.round_s < sum(parts) + 1
+        assert (outcome.epoch, outcome.contributors, outcome.head) == (1, [0], runtime.core.head)
+        assert runtime.state is not None and torch.equal(mine.inn[0], runtime.state.anchor[0])
+        assert runtime.state.verify().anchor == outcome.anchor_digest
+
+    with a_runtime(tmp_path) as runtime:
+        asyncio.run(scenario(runtime))
+
+
+def test_no_worker_begins_between_anothers_readiness_and_its_commit(tmp_path):
+    async def scenario(runtime: Runtime) -> None:
+        first, second = memories(), memories()
+        async with running(runtime):
+            await runtime.begin_worker(first.inn, offered())
+            averaging = asyncio.create_task(runtime.average(first, 0, tokens=1, step=2, last=False))
+            await asyncio.sleep(0)
+            # The worker has died, and its successor asks where to begin: not before this work is in.
+            runtime.post(events.WorkerGone())
+            start = await runtime.begin_worker(second.inn, offered())
+            assert start.epoch == 1 and (await averaging).contributors == [0]
+            assert runtime.state is not None and torch.equal(second.inn[0], runtime.state.anchor[0])
+
+    with a_runtime(tmp_path) as runtime:
+        asyncio.run(scenario(runtime))
+
+
+def test_weights_that_are_not_finite_end_the_daemon_with_that_reason(tmp_path):
+    async def scenario(runtime: Runtime) -> None:
+        mine = memories(float("nan"))
+        async with running(runtime) as task:
+            await runtime.begin_worker(mine.inn, offered())
+            averaging = asyncio.create_task(runtime.average(mine, 0, tokens=1, step=2, last=False))
+            with pytest.raises(PeersError, match="not finite"):
+                await task
+            averaging.cancel()
+
+    with a_runtime(tmp_path) as runtime:
+        asyncio.run(scenario(runtime))
+
+
+def test_what_goes_wrong_in_a_reduction_ends_the_daemon_with_that_reason(tmp_path, monkeypatch):
+    def broken(*_: Any, **__: Any) -> None:
+        raise MemoryError("no memory for it")
+
+    monkeypatch.setattr("peers.daemon.reductions.reduce_pseudo_gradients", broken)
+
+    async def scenario(runtime: Runtime) -> None:
+        mine = memories()
+        async with running(runtime) as task:
+            await runtime.begin_worker(mine.inn, offered())
+            averaging = asyncio.create_task(runtime.average(mine, 0, tokens=1, step=2, last=False))
+            with pytest.raises(MemoryError):
+                await task
+            averaging.cancel()
+
+    with a_runtime(tmp_path) as runtime:
+        asyncio.run(scenario(runtime))
+
+
+def test_while_an_effect_takes_long_the_last_status_is_repeated_and_cancelling_waits_for_threads(
+    tmp_path, monkeypatch
+):
+    began, may_end, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def slow(self: Pledges, head: str, attempt: int) -> None:
+        began.set()
+        assert may_end.wait(20)
+        ended.set()
+
+    monkeypatch.setattr("peers.core.timing.BEAT_S", 0.01)
+
+    async def scenario(runtime: Runtime) -> None:
+        mine = memories()
+        async with running(runtime):
+            await runtime.begin_worker(mine.inn, offered())
+            monkeypatch.setattr(Pledges, "add", slow)
+            averaging = asyncio.create_task(runtime.average(mine, 0, tokens=1, step=2, last=False))
+            await asyncio.to_thread(began.wait, 20)
+            told = runtime._messenger
+            assert isinstance(told, Told)
+            before = len(told.messages)
+            while len(told.messages) < before + 3:
+                await asyncio.sleep(0.01)
+            repeated = told.messages[before:]
+            assert all(isinstance(message, Status) and message == repeated[0] for message in repeated)
+            may_end.set()
+            await averaging
+
+    with a_runtime(tmp_path) as runtime:
+        asyncio.run(scenario(runtime))
+    assert ended.is_set()
+
+
+def test_a_reduction_is_over_before_the_runtime_is(tmp_path, monkeypatch):
+    began, over = threading.Event(), threading.Event()
+
+    def endless(*_: Any, cancelled: threading.Event, **__: Any) -> None:
+        began.set()
+        assert cancelled.wait(20)
+        over.set()
+        raise PeersError("cancelled")
+
+    monkeypatch.setattr("peers.daemon.reductions.reduce_pseudo_gradients", endless)
+
+    async def scenario(runtime: Runtime) -> None:
+        mine = memories()
+        async with running(runtime):
+            await runtime.begin_worker(mine.inn, offered())
+            averaging = asyncio.create_task(runtime.average(mine, 0, tokens=1, step=2, last=False))
+            await asyncio.to_thread(began.wait, 20)
+        assert over.is_set()
+        averaging.cancel()
+
+    with a_runtime(tmp_path) as runtime:
+        asyncio.run(scenario(runtime))
+
+
+def test_what_a_peer_says_while_nobody_listens_takes_bounded_memory(tmp_path):
+    async def scenario(runtime: Runtime) -> None:
+        for _ in range(100_000):
+            runtime.post(events.Received("talker", Ask(head="a" * 64)))
+        assert runtime._events.qsize() < 10_000
+        # What the daemon itself has to know is never lost.
+        mine = memories()
+        async with running(runtime):
+            await runtime.begin_worker(mine.inn, offered())
+
+    with a_runtime(tmp_path) as runtime:
+        asyncio.run(scenario(runtime))
+
+
+def test_what_top_k_holds_back_is_forgotten_by_the_step(tmp_path):
+    async def kept_after(runtime: Runtime, local_steps: int) -> torch.Tensor:
+        mine = memories(value=1.0)
+        async with running(runtime):
+            await runtime.begin_worker(mine.inn, offered())
+            await runtime.average(mine, 0, tokens=1, step=local_steps, last=False)
+        kept = runtime.residuals[0].contribution
+        assert kept is not None
+        return kept
+
+    for local_steps, decay in ((6, 0.95 ** (6 / 30)), (500, 0.95)):
+        (directory := tmp_path / str(local_steps)).mkdir()
+        with a_runtime(directory, codec="topk", local_steps=local_steps) as runtime:
+            kept = asyncio.run(kept_after(runtime, local_steps))
+        # Of equal values the first ones are sent, as they are.
+        assert float(kept[0]) == 0 and float(kept[-1]) == pytest.approx(-decay)
