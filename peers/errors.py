@@ -43,7 +43,8 @@ class RoundFailed(PeersError):
     """The reduction did not finish; `suspects` are the world ranks it was lost to.
 
     `told_by`: where it is hearsay, who says so; our own streams with the suspects have done nothing wrong. Whoever it
-    was lost to, nothing had come from those in `silent` for a while: what stands between us may carry nothing.
+    was lost to, nothing had come from those in `silent` for a while: what stands between us may carry nothing. Those in
+    `offenders` have sent us what no honest member sends.
     """
 
     def __init__(
@@ -53,9 +54,11 @@ class RoundFailed(PeersError):
         *,
         told_by: Iterable[int] = (),
         silent: Iterable[int] = (),
+        offenders: Iterable[int] = (),
     ) -> None:
         super().__init__(reason)
         self.suspects, self.silent, self.told_by = map(frozenset, (suspects, silent, told_by))
+        self.offenders = frozenset(offenders)
 
 
 class StateUnavailable(PeersError):

@@ -117,4 +117,3 @@ def manifest_source(
     if lowest and (me == 0 or len(view) >= galaxy_size or waited_out):
         return "own"
     return None
-

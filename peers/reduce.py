@@ -171,6 +171,7 @@ class _Reduction:
         self._received = dict.fromkeys(others, 0)
         self._heard_at: dict[int, float] = {}
         self._silent: set[int] = set()
+        self._offenders: set[int] = set()
 
     @property
     def sent_bytes(self) -> int:
@@ -219,7 +220,8 @@ class _Reduction:
         suspects = () if culprit is None else (self._plan.members[culprit],)
         silent = [self._plan.members[index] for index in self._silent]
         told_by = () if failure.told_by is None else (self._plan.members[failure.told_by],)
-        raise RoundFailed(failure.reason, suspects, told_by=told_by, silent=silent)
+        offenders = [self._plan.members[index] for index in self._offenders]
+        raise RoundFailed(failure.reason, suspects, told_by=told_by, silent=silent, offenders=offenders)
 
     def _carry_out(self, job: Callable[[int], None], other: int) -> None:
         # Flushing is a state of the thread, and a library loaded elsewhere may have changed what new threads inherit.
@@ -386,6 +388,7 @@ class _Reduction:
         elif isinstance(error, Closed):
             self._progress.fail(f"lost {self._name(other)}: {error}", other)
         else:
+            self._offenders.add(other)
             self._progress.fail(f"{self._name(other)} {error}", other)
 
     def _heed_abort(self, other: int, header: Header) -> None:

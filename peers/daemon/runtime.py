@@ -292,9 +292,11 @@ class Runtime:
             failure = error if isinstance(error, RoundFailed) else RoundFailed(str(error))
             if not self._reductions.is_cancelled:
                 log.info("attempt %d at epoch %d failed: %s", plan.attempt, plan.epoch, error)
-                suspects = frozenset(names[rank] for rank in failure.suspects if rank in names)
-                told_by = frozenset(names[rank] for rank in failure.told_by if rank in names)
-                self.post(events.ReduceFailed(digest, str(error)[:300], suspects, told_by))
+                suspects, told_by, offenders = (
+                    frozenset(names[rank] for rank in ranks if rank in names)
+                    for ranks in (failure.suspects, failure.told_by, failure.offenders)
+                )
+                self.post(events.ReduceFailed(digest, str(error)[:300], suspects, told_by, offenders))
             return
         self._bandwidth.saw(report.bandwidth)
         work.sent_bytes += report.sent_bytes

@@ -180,13 +180,13 @@ def test_a_peer_that_sends_what_it_must_not_is_named_and_out_within_ten_epochs(s
     light = swarm(local_steps=4, max_steps=100000, step_s=0.05)
     light.lies = {3: lie}
     honest = light.start_all(4)[:3]
-    named = wait_until(
-        lambda: re.search(r"peer 3 .* left out of the next \d+ epochs", honest[0].log), "its name"
+    # Each goes by what it has seen itself, and who sees it first ends the attempt for the others.
+    wait_until(
+        lambda: any(re.search(r"peer 3 .* left out of the next \d+ epochs", peer.log) for peer in honest),
+        "its name",
     )
-    assert honest[0].epoch <= 10
-    before = honest[0].epoch
+    before = max(peer.epoch for peer in honest)
+    assert before <= 10
     wait_until(lambda: min(peer.epoch for peer in honest) >= before + 3, "three more epochs")
     light.check_digests()
-    later = [record for record in honest[0].epochs if record["epoch"] > before]
-    assert all(record["contributors"] == [0, 1, 2] for record in later)
-    assert sum(record["num_failures"] for record in later[1:]) == 0, named
+    assert all(record["contributors"] == [0, 1, 2] for record in honest[0].epochs)
