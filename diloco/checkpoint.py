@@ -221,9 +221,7 @@ class Checkpoints:
 
     def _finish(self, save: _Save, files: Mapping[str, FileRecord]) -> None:
         self._saved_at_ms = max(self._saved_at_ms + 1, time.time_ns() // 1_000_000)
-        mark = replace(
-            save.mark, files=files, saved_at_ms=self._saved_at_ms, head=save.outer.wait().head
-        )
+        mark = replace(save.mark, files=files, saved_at_ms=self._saved_at_ms, head=save.outer.wait().head)
         write_mark(save.staging, mark)
         self._store.finish(save.staging, save.step, save.part)
         if self._world_rank is not None and not self._has_saved:

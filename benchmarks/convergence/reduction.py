@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from peers.core.weights import Aggregation
 from peers.outer_optimizer import norm_of_pseudo_gradient
+from peers.protocol.certificates import Work
 from peers.reduce import reduce_pseudo_gradients
 from peers.reduction.plan import ATTEMPT_BYTES, ReducePlan, ReduceReport, equal_bounds
 from peers.reduction.residuals import Residuals
-from peers.round.aggregation import Aggregation
-from peers.round.messages import Proposal
 
 # A process that shares its cores with many others may stand still for long.
 STALL_TIMEOUT_S = 300.0
@@ -62,9 +62,9 @@ def plans_of(
 ) -> list[ReducePlan]:
     """As the round's leader makes them, one for each member."""
     norms = [norm_of_pseudo_gradient(anchor, m.local, m.residuals.contribution) for m in members]
-    proposals = [
-        Proposal(rank=rank, tokens=member.tokens, norm=norm, step=0, last=False)
-        for rank, (member, norm) in enumerate(zip(members, norms, strict=True))
+    works = [
+        Work(tokens=member.tokens, norm=norm, step=0, based_on=0)
+        for member, norm in zip(members, norms, strict=True)
     ]
     attempt = secrets.token_bytes(ATTEMPT_BYTES)
     return [
@@ -72,7 +72,7 @@ def plans_of(
             attempt=attempt,
             members=tuple(range(len(members))),
             me=me,
-            weights=aggregation.weights_of(proposals),
+            weights=aggregation.weights_of(works, epoch=1, num_fragments=1),
             norms=tuple(norms),
             bounds=equal_bounds(anchor.numel(), len(members)),
             codec=codec,

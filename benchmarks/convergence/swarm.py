@@ -52,6 +52,7 @@ class LocalSwarm:
         self.state = OuterState.initial([values.clone() for values in self.replicas[0].out])
         self._optimizer = OuterOptimizer(lr=job.outer_lr, momentum=job.arm.outer_momentum)
         self.num_steps = 0
+        self._epoch = 0
         self.sent_bytes = 0
         """By each peer, in the mean, since the beginning."""
         self._left_at: int | None = None
@@ -61,10 +62,6 @@ class LocalSwarm:
     def at_rest(self) -> bool:
         """Whether nothing is under way, so that the state may be saved."""
         return self.num_steps % self.schedule.steps_per_epoch == 0
-
-    @property
-    def _epoch(self) -> int:
-        return self.state.epoch
 
     def step(self) -> float:
         """Train one inner step of every peer. Returns their mean loss."""
@@ -91,11 +88,16 @@ class LocalSwarm:
                 with kept.held() as tensors:
                     residuals.append({name: values.clone() for name, values in tensors.items()})
         tokens = [replica.tokens for replica in self.replicas]
-        return {"tokens": tokens, "residuals": residuals, "sent_bytes": self.sent_bytes}
+        return {
+            "epoch": self._epoch,
+            "tokens": tokens,
+            "residuals": residuals,
+            "sent_bytes": self.sent_bytes,
+        }
 
     def carry(self, carried: Mapping[str, Any]) -> None:
         """Remember it again."""
-        self.sent_bytes = carried["sent_bytes"]
+        self._epoch, self.sent_bytes = carried["epoch"], carried["sent_bytes"]
         saved = iter(carried["residuals"])
         for replica, tokens in zip(self.replicas, carried["tokens"], strict=True):
             replica.tokens = list(tokens)
@@ -140,10 +142,8 @@ class LocalSwarm:
         self.sent_bytes += average(
             self.state.anchor[fragment], members, codec=codec, decay=self._job.residual_decay
         )
-        tokens = sum(member.tokens for member in members)
-        self._optimizer.commit(
-            self.state, fragment, members[0].result, tokens=tokens, data_width=len(members)
-        )
+        self._optimizer.commit(self.state, fragment, members[0].result)
+        self._epoch += 1
         for replica in self.replicas:
             replica.tokens[fragment] = since
             if local_step > left_at:

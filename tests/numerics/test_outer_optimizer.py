@@ -30,7 +30,7 @@ def after_all_steps():
     state = OuterState.initial([HARD_TENSOR.clone()])
     optimizer = OuterOptimizer(lr=0.7, momentum=0.9)
     for average in AVERAGE_TENSORS:
-        optimizer.commit(state, 0, average, tokens=1, data_width=1)
+        optimizer.commit(state, 0, average)
     return state
 
 
@@ -63,14 +63,14 @@ def test_it_is_torchs_nesterov_sgd_to_rounding(lr, momentum):
         average = torch.randn(weights.numel(), generator=generator)
         reference.grad = average.clone()
         torchs.step()
-        ours.commit(state, 0, average, tokens=1, data_width=1)
+        ours.commit(state, 0, average)
     assert torch.allclose(state.anchor[0], reference.detach(), rtol=1e-6, atol=2e-6)
 
 
 def test_without_momentum_and_at_rate_one_the_anchor_becomes_the_mean_of_the_weights():
     anchor, local = torch.randn(1000), torch.randn(1000)
     state = OuterState.initial([anchor.clone()])
-    OuterOptimizer(lr=1.0, momentum=0.0).commit(state, 0, anchor - local, tokens=1, data_width=1)
+    OuterOptimizer(lr=1.0, momentum=0.0).commit(state, 0, anchor - local)
     assert torch.allclose(state.anchor[0], local, atol=1e-6)
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.convergence.reduction import Member, average
+from peers.core.weights import Aggregation
 from peers.outer_optimizer import OuterOptimizer
 from peers.outer_state import OuterState
 from peers.reduction.residuals import Residuals
-from peers.round.aggregation import Aggregation
 
 NUM_PEERS, EPOCHS, LOCAL_STEPS, TOKENS = 5, 15, 8, 100
 HOSTILE = NUM_PEERS - 1
@@ -50,7 +50,7 @@ def undisturbed() -> float:
 def test_one_hostile_peer_of_five_leaves_the_loss_where_it_would_be_without_it(
     undisturbed, rule, attack, tokens
 ):
-    loss = final_loss(NUM_PEERS, Aggregation(rule), ATTACKS[attack], tokens)
+    loss = final_loss(NUM_PEERS, Aggregation(rule=rule), ATTACKS[attack], tokens)
     assert loss < 1.01 * undisturbed
 
 
@@ -59,7 +59,7 @@ def test_one_hostile_peer_of_five_leaves_the_loss_where_it_would_be_without_it(
     [("mean", "flipped", 2**39), ("clip", "flipped", 2**39)],
 )
 def test_a_rule_that_does_not_stop_an_attack_is_not_said_to(undisturbed, rule, attack, tokens):
-    loss = final_loss(NUM_PEERS, Aggregation(rule), ATTACKS[attack], tokens)
+    loss = final_loss(NUM_PEERS, Aggregation(rule=rule), ATTACKS[attack], tokens)
     assert not loss < 1.01 * undisturbed
 
 
@@ -85,7 +85,7 @@ def final_loss(
             for rank, (local, kept) in enumerate(zip(weights, residuals, strict=True))
         ]
         average(anchor, members, codec="fp32", decay=1.0, aggregation=aggregation or Aggregation())
-        optimizer.commit(state, 0, members[0].result, tokens=TOKENS, data_width=num_peers)
+        optimizer.commit(state, 0, members[0].result)
     with torch.no_grad():
         return float(loss_of(loaded(state.anchor[0]), *samples(HELD_OUT, 8192)))
 

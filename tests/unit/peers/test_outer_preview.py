@@ -22,7 +22,7 @@ def state_and_average(fragment):
 def test_a_preview_stores_nothing_and_says_what_the_commit_arrives_at(fragment):
     state, average = state_and_average(fragment)
     optimizer = OuterOptimizer(lr=0.7, momentum=0.9)
-    optimizer.commit(state, 0, torch.ones(SIZES[0]), tokens=1, data_width=1)
+    optimizer.commit(state, 0, torch.ones(SIZES[0]))
     before, values = state.header, [t.clone() for t in (*state.anchor, *state.momentum, average)]
     with Preview(optimizer, state, fragment, average) as preview:
         preview.settled(slice(0, SIZES[fragment]))
@@ -31,7 +31,7 @@ def test_a_preview_stores_nothing_and_says_what_the_commit_arrives_at(fragment):
     assert all(
         torch.equal(a, b) for a, b in zip(values, (*state.anchor, *state.momentum, average), strict=True)
     )
-    committed = optimizer.commit(state, fragment, average, tokens=1, data_width=1)
+    committed = optimizer.commit(state, fragment, average)
     assert committed == Digests(header.anchor_digest, header.momentum_digest) == state.verify()
     assert (state.anchor_digest, state.momentum_digest) == (committed.anchor, committed.momentum)
 
@@ -53,7 +53,7 @@ def test_sums_may_settle_in_any_order_from_any_thread_while_the_rest_is_still_un
         with ThreadPoolExecutor(3) as threads:
             list(threads.map(arrive, parts))
         header = preview.header()
-    committed = optimizer.commit(state, 0, average, tokens=1, data_width=1)
+    committed = optimizer.commit(state, 0, average)
     assert committed == Digests(header.anchor_digest, header.momentum_digest)
 
 
