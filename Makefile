@@ -4,7 +4,7 @@ BIN := .venv/bin
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-kill test-grpo test-vllm test-gpu test-pods test-slurm test-ray test-dashboard check fast format docs clean
+.PHONY: demo test test-kill test-schedules test-grpo test-vllm test-gpu test-pods test-slurm test-ray test-dashboard check fast format docs clean
 
 # PYTHONWARNINGS: setuptools warns of every editable installation.
 .venv/.installed: pyproject.toml constraints.txt
@@ -26,6 +26,10 @@ test: .venv/.installed
 ## Every process of a swarm is killed at a random moment, twenty times; each resume equals the undisturbed run.
 test-kill: .venv/.installed
 	$(BIN)/python -m pytest -m kill -s tests/e2e/test_swarm_resume.py
+
+## A hundred thousand random schedules of faults and liars over the pure peer: hours.
+test-schedules: .venv/.installed
+	DILOCO_SCHEDULES=100000 $(BIN)/python -m pytest tests/unit/sim/test_random_schedules.py
 
 ## Two peers learn by reinforcement until it shows: minutes.
 test-grpo: .venv/.installed
@@ -53,10 +57,10 @@ check: .venv/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/unit
+	DILOCO_SCHEDULES=200 $(BIN)/python -m pytest -q tests/unit
 
 fast: .venv/.installed
-	$(BIN)/python -m pytest -q tests/unit
+	DILOCO_SCHEDULES=200 $(BIN)/python -m pytest -q tests/unit
 
 format: .venv/.installed
 	$(BIN)/ruff format .

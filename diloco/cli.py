@@ -142,6 +142,6 @@ def _verb_of(argv: Sequence[str]) -> str:
         "simulate",
         "status",
     }
-    known |= {"pods", "logs", "ssh", "ssh-key", "add", "cost", "extend", "down", "reconcile"}
+    known |= {"pods", "logs", "ssh", "ssh-key", "add", "cost", "extend", "down", "forget", "reconcile"}
     known |= {"provision", "experiments", "destroy", "launch", "grpo-sweep"}
     return "".join(f"{word} " for word in words if word in known)

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from diloco.config import Scalar, TrainConfig
@@ -67,12 +67,22 @@ class DaemonProcess:
         """What the swarm has agreed on, as soon as it has. Raises UserError where this peer cannot join."""
         link = self._connect()
         try:
-            link.send("adopt")
-            return dict(link.receive("manifest")["manifest"])
-        except LinkLost as error:
-            raise self._failure(f"the swarm's daemon hung up: {error}") from error
+            with self.explains():
+                link.send("adopt")
+                return dict(link.receive("manifest")["manifest"])
         finally:
             link.close()
+
+    @contextlib.contextmanager
+    def explains(self) -> Iterator[None]:
+        """A worker that loses its daemon in this block says what the daemon said last."""
+        try:
+            yield
+        except LinkLost as error:
+            # It hangs up before it has said why.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_TIMEOUT_S)
+            raise self._failure(f"the swarm's daemon hung up: {error}") from error
 
     def stop(self) -> None:
         """Wait for it to leave the swarm, by a deadline. Repeating it is safe."""

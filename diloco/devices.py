@@ -1,4 +1,4 @@
-"""How many GPUs and cores this machine lends us, without loading torch."""
+"""What this machine has for its peers: GPUs, cores, memory. Loads no torch."""
 
 from __future__ import annotations
 
@@ -6,10 +6,62 @@ import os
 import subprocess
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from diloco.errors import UserError
+from diloco.memory import available_memory_bytes
 
 _NVIDIA_SMI_TIMEOUT_S = 10.0
+_GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What a machine has for all its peers together."""
+
+    num_cores: int
+    memory_bytes: int | None = None
+    """Free host memory; none: nobody can tell."""
+    num_gpus: int = 0
+    gpu_bytes: int = 0
+    """Memory of the smallest GPU; 0: peers train on processors."""
+    num_peers: int = 1
+    """Peers that share it."""
+
+    @property
+    def cores_each(self) -> int:
+        return max(self.num_cores // self.num_peers, 1)
+
+    @property
+    def memory_bytes_each(self) -> int | None:
+        return None if self.memory_bytes is None else self.memory_bytes // self.num_peers
+
+    @property
+    def gpu_bytes_each(self) -> int:
+        """Of one GPU, which peers share where there are more of them."""
+        return self.gpu_bytes // -(-self.num_peers // max(self.num_gpus, 1))
+
+    def in_words(self) -> str:
+        what = f"{self.num_cores} core{'' if self.num_cores == 1 else 's'} without a GPU"
+        if self.gpu_bytes:
+            what = (
+                f"{self.num_gpus} GPU{'' if self.num_gpus == 1 else 's'} of {self.gpu_bytes / _GIB:.0f} GiB"
+            )
+        return what if self.num_peers == 1 else f"{what}, shared by {self.num_peers} peers"
+
+
+def this_machine(environment: Mapping[str, str], device: str, *, num_peers: int = 1) -> Machine:
+    """As it is now, for peers that train on this device."""
+    gpus = [] if device == "cpu" else visible_gpus(environment)
+    sizes = _told_by_nvidia_smi("memory.total", gpus) if gpus else []
+    mebibytes = [int(number) for size in sizes if (number := size.partition(" ")[0]).isdigit()]
+    return Machine(
+        num_cores=num_cores(),
+        memory_bytes=available_memory_bytes(),
+        num_gpus=len(gpus),
+        gpu_bytes=min(mebibytes, default=0) << 20,
+        num_peers=num_peers,
+    )
 
 
 def visible_gpus(environment: Mapping[str, str]) -> list[str]:

@@ -6,11 +6,13 @@ DilocoError
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 import textwrap
 
 _MAX_BOX_COLUMNS = 100
+_IS_FOR_TOML = re.compile(r'\w+ = ".*"')
 
 
 class DilocoError(Exception):
@@ -22,7 +24,12 @@ class UserError(DilocoError):
 
 
 def print_box(title: str, message: str) -> None:
-    """Print one box on stderr. Addresses and paths are never broken, so that they can be copied."""
+    """Print one box on stderr. Addresses and paths are never broken, so that they can be copied.
+
+    A line for a TOML file is to be pasted: it stands whole below the box.
+    """
+    to_paste = [line for line in message.splitlines() if _IS_FOR_TOML.fullmatch(line)]
+    message = "\n".join(line for line in message.splitlines() if line not in to_paste)
     width = min(shutil.get_terminal_size().columns, _MAX_BOX_COLUMNS) - 4
     lines = [
         line
@@ -34,5 +41,5 @@ def print_box(title: str, message: str) -> None:
     box += [f"│ {line:<{width}} │" for line in lines]
     box += [f"╰{'─' * (width + 2)}╯"]
     # One write, so that the boxes of several processes do not mix.
-    sys.stderr.write("\n".join(box) + "\n")
+    sys.stderr.write("\n".join([*box, *to_paste]) + "\n")
     sys.stderr.flush()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +51,7 @@ def run_on_pods(job: LaunchJob, wish: OnPods) -> int:
                 machine = await renter.machine(row.name)
                 path = f"{pod_directory(row.label)}/{CODE}/{_CONFIG}"
                 await put_private(machine, path, job.config.read_bytes())
-            cluster = RayCluster(renter, rows, _python(renter))
+            cluster = RayCluster(renter, rows, _python(ledger, renter))
             await cluster.start(cpus=wish.cpus_per_node)
             return await cluster.run(told)
 
@@ -86,7 +85,7 @@ def print_cluster_yaml(job: LaunchJob, wish: OnPods) -> int:
                     f"`ray up` has one user and one key for all machines, and {', '.join(users.values())} have others."
                 )
             ((user, key),) = users
-            python = _python(renter)
+            python = _python(ledger, renter)
             print(
                 cluster_yaml(
                     hosts, owner=ledger.owner, user=user, key=key, python=python, cpus=wish.cpus_per_node
@@ -99,11 +98,12 @@ def print_cluster_yaml(job: LaunchJob, wish: OnPods) -> int:
     return run(work())
 
 
-def _python(renter: Renter) -> str:
+def _python(ledger: Ledger, renter: Renter) -> str:
+    """That which the pods were set up with."""
+    from provisioning.day_two import PYTHON
     from provisioning.pod_paths import VENV
 
-    is_here = renter.provider.name == "local"
-    return sys.executable if is_here else renter.provider.python() or f"{VENV}/bin/python"
+    return ledger.recall(PYTHON) or renter.provider.python() or f"{VENV}/bin/python"
 
 
 def check_reachable(row: Row, pod: Pod, *, num_nodes: int) -> None:

@@ -17,9 +17,10 @@ from diloco.config import TrainConfig, to_toml
 from diloco.devices import num_cores, threads_per_rank, visible_gpus
 from diloco.errors import DilocoError, UserError
 from diloco.live import Shown
-from diloco.run_dir import last_words
+from diloco.run_dir import last_words, reason_in
 from peers.access.secrets import SECRET_ENV
-from peers.supervisor import USER_ERROR, RestartPolicy, Supervisor, WorkerCommand
+from peers.restarts import USER_ERROR, RestartPolicy, WorkerEnd
+from peers.supervisor import Supervisor, WorkerCommand
 
 ADDRESS_FLAG = "--initial-peers "
 _START_TIMEOUT_S = 60.0
@@ -90,11 +91,11 @@ class LocalSwarm:
             self.peers += [self._peer(rank, address) for rank in range(self.num_peers)]
             ends = {asyncio.create_task(peer.supervisor.run()): peer for peer in self.peers}
             tasks += ends
-            pending: set[asyncio.Task[int]] = set(ends)
+            pending: set[asyncio.Task[WorkerEnd]] = set(ends)
             while pending:
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 for end in done:
-                    _check_end(end.result(), ends[end].shown.name, self._log_of(ends[end]))
+                    _check_end(end.result().code, ends[end].shown.name, self._log_of(ends[end]))
                     ends[end].shown.state = "done"
                 late = {end for end in pending if ends[end].shown.state in ("starting", "restarting")}
                 await asyncio.gather(*(self._give_up(ends[end]) for end in late))
@@ -129,13 +130,15 @@ class LocalSwarm:
             env={**self._environment, **gpu_of_peer(rank, visible_gpus(os.environ))},
             cwd=Path.cwd(),
             log_path=shown.run_dir / "logs" / "peer.log",
+            reason_in=reason_in,
         )
 
-        def on_exit(code: int, restarts: bool) -> None:
+        def on_exit(end: WorkerEnd) -> None:
             shown.state = "ended"
-            if restarts:
+            if end.restarts:
                 shown.restarted(time.time())
-                self.say(f"{shown.name} ended with {code}; the same command starts it again")
+                why = f": {end.reason}" if end.reason and end.num_same == 1 else ""
+                self.say(f"{shown.name} ended with {end.code}; the same command starts it again{why}")
 
         return LocalPeer(rank, Supervisor(command, on_exit, _POLICY), shown)
 
@@ -154,7 +157,7 @@ def coordinator_command(
     )
 
 
-async def printed_address(coordinator: Supervisor, end: asyncio.Task[int], said_before: int = 0) -> str:
+async def printed_address(coordinator: Supervisor, end: asyncio.Task[WorkerEnd], said_before: int = 0) -> str:
     """The coordinator's address, once it has printed it behind so many bytes of its log.
 
     Raises UserError, DilocoError with its words.
@@ -163,7 +166,7 @@ async def printed_address(coordinator: Supervisor, end: asyncio.Task[int], said_
     deadline = asyncio.get_running_loop().time() + _START_TIMEOUT_S
     while asyncio.get_running_loop().time() < deadline:
         if end.done():
-            _check_end(end.result() or 1, "diloco dht start", log)
+            _check_end(end.result().code or 1, "diloco dht start", log)
         said = log.read_bytes()[said_before:] if log.exists() else b""
         lines = said.decode("utf-8", errors="replace").splitlines()
         found = [line.removeprefix(ADDRESS_FLAG) for line in lines if line.startswith(ADDRESS_FLAG)]

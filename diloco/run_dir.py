@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 from diloco.config import TrainConfig, to_toml
 from diloco.errors import UserError
+from peers.restarts import last_line
 
 METRICS = "metrics.jsonl"
 
@@ -41,8 +43,25 @@ def last_words(log_path: Path, *, max_lines: int = 15) -> str:
         lines = log_path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return ""
+    return "\n".join(_box_in(lines) or lines[-max_lines:])
+
+
+def reason_in(log: str) -> str:
+    """Why a process ended, in one line: the text of its last box, its last exception, or else its last line."""
+    lines = log.splitlines()
+    if box := _box_in(lines):
+        return " ".join(box)
+    raised = [
+        index for index, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")
+    ]
+    # Behind the frames, which are indented; a library may say more after that.
+    after = lines[raised[-1] + 1 :] if raised else []
+    error = next((line for line in after if line.strip() and not line[0].isspace()), "")
+    return error or last_line(log)
+
+
+def _box_in(lines: Sequence[str]) -> list[str]:
+    """The text of the last box, without its frame."""
     starts = [index for index, line in enumerate(lines) if line.startswith("╭─")]
-    if starts:
-        box = [line.removeprefix("│ ").removesuffix("│").rstrip() for line in lines[starts[-1] + 1 :]]
-        return "\n".join(line for line in box if not line.startswith("╰"))
-    return "\n".join(lines[-max_lines:])
+    box = lines[starts[-1] + 1 :] if starts else []
+    return [line.removeprefix("│ ").removesuffix("│").rstrip() for line in box if not line.startswith("╰")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,22 +20,12 @@ if TYPE_CHECKING:
 class ValueSource:
     """A cyclopts config source: fills what no flag set from `values`, or from the file that `--config` names.
 
-    Without either it takes `recipe`, another file, unless a flag named one of the fields in `unless`.
     After a parse, `named` holds the dotted names of the fields that a flag or a file set.
     """
 
-    def __init__(
-        self,
-        values: Mapping[str, Any] | None = None,
-        name: str = "",
-        *,
-        recipe: Path | None = None,
-        unless: Collection[str] = (),
-    ) -> None:
+    def __init__(self, values: Mapping[str, Any] | None = None, name: str = "") -> None:
         self._values = values
         self._name = name
-        self._recipe = recipe
-        self._unless = unless
         self.named: frozenset[str] = frozenset()
 
     def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
@@ -57,12 +47,9 @@ class ValueSource:
 
     def _values_of_file(self, arguments: ArgumentCollection) -> tuple[dict[str, Any], str]:
         tokens = [token for argument in arguments if argument.name == "--config" for token in argument.tokens]
-        if tokens:
-            path = Path(tokens[-1].value)
-        elif self._recipe and not _fields_with_tokens(arguments).intersection(self._unless):
-            path = self._recipe
-        else:
+        if not tokens:
             return {}, ""
+        path = Path(tokens[-1].value)
         try:
             return read_toml(path), str(path)
         except UserError as error:

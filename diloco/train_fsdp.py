@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
@@ -58,9 +59,10 @@ def run(argv: Sequence[str], clean_ups: CleanUps) -> None:
     device = world.device(config.device)
     with joined(world, device), cleaned_up_on_failure(clean_ups):
         assignment, daemon = assigned(config, named, world, clean_ups)
-        trainer = Trainer(assignment, world, device, clean_ups)
-        with trainer.metrics:
-            trainer.train()
+        with daemon.explains() if daemon is not None else contextlib.nullcontext():
+            trainer = Trainer(assignment, world, device, clean_ups)
+            with trainer.metrics:
+                trainer.train()
         if daemon is not None:
             daemon.stop()
 

@@ -72,9 +72,10 @@ def run(argv: Sequence[str], clean_ups: CleanUps) -> None:
     device = world.device(config.device)
     with joined(world, device), cleaned_up_on_failure(clean_ups):
         assignment, daemon = assigned(config, named, world, clean_ups)
-        training = Training(assignment, world, device, clean_ups, server_gpu=server_gpu)
-        with training.metrics:
-            training.train()
+        with daemon.explains() if daemon is not None else contextlib.nullcontext():
+            training = Training(assignment, world, device, clean_ups, server_gpu=server_gpu)
+            with training.metrics:
+                training.train()
         if daemon is not None:
             daemon.stop()
 

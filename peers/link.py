@@ -28,7 +28,8 @@ the worker has to go on from. `committed` also names fragments whose anchor has 
 commits): their *in* holds what to add to the weights.
 
 While a worker waits, the daemon sends `waiting {reason}` once a second, so that silence means death. `refused
-{message}` may answer anything: the user must mend something. Frames are msgpack behind a 4-byte length.
+{message}` may answer anything: the user must mend something; and so may `failed_for_good {message}`: this life of the
+worker is over, and that is why. Frames are msgpack behind a 4-byte length.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from typing import Any
 
 import msgpack
 
-from peers.errors import LinkLost, ProtocolError, UserError
+from peers.errors import LinkLost, PeersError, ProtocolError, UserError
 from peers.layout import Layout
 
 LINK_ENV = "DILOCO_LINK"
@@ -149,7 +150,8 @@ class WorkerLink:
     def receive(self, *kinds: str) -> dict[str, Any]:
         """The next message of one of these kinds, past any `waiting`.
 
-        Raises UserError for `refused`, LinkLost when the daemon closes or is silent for SILENCE_TIMEOUT_S.
+        Raises UserError for `refused`, PeersError for `failed_for_good`, LinkLost when the daemon closes or is
+        silent for SILENCE_TIMEOUT_S.
         """
         while True:
             message = self._receive([])
@@ -168,6 +170,8 @@ class WorkerLink:
         message = _unpack(self._read(length, descriptors))
         if message["kind"] == "refused":
             raise UserError(message["message"])
+        if message["kind"] == "failed_for_good":
+            raise PeersError(message["message"])
         return message
 
     def _read(self, length: int, descriptors: list[int]) -> bytes:

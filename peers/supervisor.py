@@ -10,19 +10,24 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-FINISHED = 0
-USER_ERROR = 2
-"""Exit code of a worker whose user must mend something: starting it again would change nothing."""
+from peers.restarts import (
+    FINISHED,
+    USER_ERROR,
+    RestartPolicy,
+    Restarts,
+    WorkerEnd,
+    last_line,
+    restart_delay_s,
+)
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 # How long after the first rank's death the others may still tell why (a UserError beats a broken connection).
 _LAST_WORDS_S = 1.0
-_FIRST_DELAY_S = 0.5
-_MAX_DELAY_S = 10.0
+_MAX_SAID_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,36 +40,28 @@ class WorkerCommand:
     log_path: Path
     """Where rank 0's output is appended; rank k's goes to the same name with `-rank<k>` before the suffix."""
     num_ranks: int = 1
+    reason_in: Callable[[str], str] = last_line
+    """What the end of rank 0's log says of why it ended, in one line."""
 
     def log_of(self, rank: int) -> Path:
         name = self.log_path
         return name if rank == 0 else name.with_name(f"{name.stem}-rank{rank}{name.suffix}")
 
 
-@dataclass(frozen=True)
-class RestartPolicy:
-    """When to give up on a worker, and how long its end may take."""
-
-    max_deaths: int = 5
-    """Deaths in a row without progress."""
-    stop_timeout_s: float = 3.0
-    """Between SIGTERM and SIGKILL."""
-
-
 @dataclass
 class Supervisor:
     """Runs a worker command until it finishes, fails for good, or is stopped. Used from one event loop.
 
-    `on_exit(code, restarts)` is called after every end of the worker; codes are a shell's (128 + signal).
+    `on_exit` is called after every end of the worker.
     """
 
     command: WorkerCommand
-    on_exit: Callable[[int, bool], None] | None = None
+    on_exit: Callable[[WorkerEnd], None] | None = None
     policy: RestartPolicy = field(default_factory=RestartPolicy)
 
     def __post_init__(self) -> None:
         self._stopping = asyncio.Event()
-        self._deaths = 0
+        self._restarts = Restarts(self.policy)
         self._ranks: list[asyncio.subprocess.Process] = []
 
     @property
@@ -72,24 +69,29 @@ class Supervisor:
         """The ranks that are running now."""
         return tuple(rank.pid for rank in self._ranks if rank.returncode is None)
 
-    async def run(self) -> int:
-        """The worker's last exit code: 0 finished, 2 the user's mistake, else it was given up or stopped.
+    async def run(self) -> WorkerEnd:
+        """The worker's last end: it has finished, its user must mend something, or it was given up or stopped.
 
         Whatever way this ends, cancellation included, no process of the worker is left.
         """
         while True:
+            said_before = _size_of(self.command.log_path)
             code = await self._run_once()
-            final = self._stopping.is_set() or code in (FINISHED, USER_ERROR)
-            self._deaths += 1
-            restarts = not final and self._deaths < self.policy.max_deaths
+            end = self._restarts.ended(code, self.command.reason_in(self._said(said_before)))
+            if self._stopping.is_set():
+                end = replace(end, restarts=False)
             if self.on_exit:
-                self.on_exit(code, restarts)
-            if not restarts or await self._stopped_within(restart_delay_s(self._deaths)):
-                return code
+                self.on_exit(end)
+            if not end.restarts or await self._stopped_within(restart_delay_s(end.num_deaths)):
+                return end
 
     def notify_progress(self) -> None:
-        """The worker got somewhere: earlier deaths no longer count against it."""
-        self._deaths = 0
+        """The worker trains: earlier deaths no longer count against it, unless it always ends for one reason."""
+        self._restarts.progressed()
+
+    def notify_commit(self) -> None:
+        """An epoch holds the worker's work: no earlier death counts against it."""
+        self._restarts.committed()
 
     async def stop(self) -> None:
         """SIGTERM, then SIGKILL after the policy's deadline. `run` then returns. Safe to repeat."""
@@ -138,15 +140,17 @@ class Supervisor:
         for rank in ranks:
             await rank.wait()
 
+    def _said(self, since: int) -> str:
+        """The end of what this life has written to rank 0's log."""
+        with contextlib.suppress(FileNotFoundError), self.command.log_path.open("rb") as log:
+            log.seek(max(since, _size_of(self.command.log_path) - _MAX_SAID_BYTES))
+            return log.read().decode("utf-8", errors="replace")
+        return ""
+
     async def _stopped_within(self, timeout_s: float) -> bool:
         with contextlib.suppress(TimeoutError):
             return await asyncio.wait_for(self._stopping.wait(), timeout_s)
         return False
-
-
-def restart_delay_s(deaths: int) -> float:
-    """Seconds before the next start after so many deaths in a row."""
-    return min(_FIRST_DELAY_S * 2 ** (deaths - 1), _MAX_DELAY_S)
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -190,6 +194,10 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def _size_of(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def _signal_group(pid: int, number: signal.Signals) -> None:

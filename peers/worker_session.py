@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from peers.errors import LinkLost, ProtocolError, UserError
+from peers.errors import LinkLost, PeersError, ProtocolError, UserError
 from peers.handover import Memories, Outcome, Start
 from peers.layout import Layout
 from peers.link import WAITING_INTERVAL_S, Accept, DaemonConnection, LinkMemory
@@ -107,6 +107,11 @@ class WorkerSession:
             log.debug("local rank hung up")
         except (TimeoutError, ProtocolError) as error:
             log.error("hung up on a worker: %s", error or "it said nothing")
+        except PeersError as error:
+            # What it handed over cannot be averaged. It tells its user; its next life may do better.
+            log.error("hung up on a worker: %s", error)
+            with contextlib.suppress(LinkLost):
+                await connection.send("failed_for_good", message=str(error))
         finally:
             connection.close()
             if connection is self._started:

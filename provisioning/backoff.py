@@ -25,13 +25,22 @@ def delay_s(attempt: int, retry_after_s: float | None, seed: float) -> float:
     return max(own, min(retry_after_s or 0.0, 60.0))
 
 
-async def repeated(request: Callable[[], Awaitable[T]], *, max_attempts: int = MAX_ATTEMPTS) -> T:
-    """The request's answer, asking again while the other side is unavailable. Raises the last Unavailable."""
+async def repeated(
+    request: Callable[[], Awaitable[T]],
+    *,
+    max_attempts: int = MAX_ATTEMPTS,
+    tell: Callable[[str], None] = lambda text: None,
+) -> T:
+    """The request's answer, asking again while the other side is unavailable, which `tell` is told once. Raises the
+    last Unavailable.
+    """
     for attempt in range(1, max_attempts + 1):
         try:
             return await request()
         except Unavailable as error:
             if attempt == max_attempts:
                 raise
+            if attempt == 1:
+                tell(f"{error}; asking again for up to a minute")
             await asyncio.sleep(delay_s(attempt, error.retry_after_s, random.random()))
     raise AssertionError("unreachable")

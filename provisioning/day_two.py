@@ -4,50 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from provisioning.errors import Busy, ProvisioningError, UserError
 from provisioning.ledger import Ledger, Row
 from provisioning.providers.registry import Access, open_provider
-from provisioning.renting import Patience, Renter, Say
+from provisioning.renting import Renter
+from provisioning.settling import Patience, Say
 from provisioning.states import State
-from provisioning.swarm import look_at_peer
 
-_LOOK_TIMEOUT_S = 20.0
-INVENTORY = "inventory"
-
-
-@dataclass(frozen=True)
-class Status:
-    """One pod, as far as it can be said now."""
-
-    row: Row
-    is_listed: bool | None
-    """None: its provider does not answer."""
-    peer: str
-    """What its peer does, in words."""
-    epoch: int | None = None
-    step: int | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "name": self.row.name,
-            "state": str(self.row.state),
-            "provider": self.row.provider,
-            "provider_id": self.row.provider_id,
-            "gpu_type": self.row.offer.gpu_type,
-            "gpu_count": self.row.offer.gpu_count,
-            "price_per_hour": self.row.offer.price_per_hour,
-            "ends_at": self.row.ends_at,
-            "is_listed": self.is_listed,
-            "peer": self.peer,
-            "epoch": self.epoch,
-            "step": self.step,
-        }
+INVENTORY, PYTHON = "inventory", "python"
+"""What is remembered of the last command that set pods up."""
 
 
 def access_of(ledger: Ledger, access: Access) -> Access:
@@ -58,65 +29,56 @@ def access_of(ledger: Ledger, access: Access) -> Access:
 
 def checked_names(ledger: Ledger, names: Sequence[str]) -> list[Row]:
     """The rows of these names, or all. Raises UserError for one that is not there."""
-    rows = {row.name: row for row in ledger.rows()}
+    rows = ledger.rows()
+    known = dict.fromkeys(row.name for row in rows)
     for name in names:
-        if name not in rows:
-            known = ", ".join(rows) or "none"
-            raise UserError(f"There is no pod {name} in {ledger.path}; there is {known}.")
-    return [rows[name] for name in names] if names else list(rows.values())
+        if name not in known:
+            raise UserError(
+                f"There is no pod {name} in {ledger.path}; there is {', '.join(known) or 'none'}."
+            )
+    return [row for row in rows if not names or row.name in names]
+
+
+class Renters(dict[str, Renter]):
+    """By the name of their provider. Asking for one that could not be opened raises what was wrong with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failures: dict[str, ProvisioningError] = {}
+
+    def __missing__(self, name: str) -> Renter:
+        raise self.failures[name]
 
 
 @contextlib.asynccontextmanager
 async def renters(
-    ledger: Ledger, access: Access, say: Say, patience: Patience | None = None, **more: Any
-) -> AsyncIterator[dict[str, Renter]]:
-    """One for each provider that has rows, by its name."""
-    found: dict[str, Renter] = {}
+    ledger: Ledger,
+    access: Access,
+    say: Say,
+    patience: Patience | None = None,
+    *,
+    also: Sequence[str] = (),
+    without: Sequence[str] = (),
+) -> AsyncIterator[Renters]:
+    """One for each provider that was ever used, and for those in `also`."""
+    found = Renters()
     try:
-        for name in dict.fromkeys(row.provider for row in ledger.rows()):
-            provider = open_provider(name, access_of(ledger, access))
+        for name in dict.fromkeys([*ledger.providers(), *also]):
+            if name in without:
+                continue
+            try:
+                provider = open_provider(name, access_of(ledger, access))
+            except ProvisioningError as error:
+                found.failures[name] = error
+                continue
             found[name] = Renter(
-                ledger=ledger,
-                provider=provider,
-                public_key="",
-                say=say,
-                patience=patience or Patience(),
-                **more,
+                ledger=ledger, provider=provider, public_key="", say=say, patience=patience or Patience()
             )
         yield found
     finally:
         for renter in found.values():
             await renter.close()
             await renter.provider.close()
-
-
-async def statuses(ledger: Ledger, access: Access) -> list[Status]:
-    """Of all pods; a provider or pod that does not answer hides no other."""
-
-    async def look(renter: Renter, row: Row) -> Status:
-        try:
-            listed = await asyncio.wait_for(renter.listed(), _LOOK_TIMEOUT_S)
-        except (ProvisioningError, TimeoutError) as error:
-            return Status(row, None, f"unknown: {str(error) or 'no answer in time'}")
-        if not any(row.is_pod(pod) for pod in listed):
-            return Status(row, False, "–" if row.state == State.PLANNED else "not listed by the provider")
-        if row.state not in (State.REACHABLE, State.SYNCED, State.RUNNING):
-            return Status(row, True, "–")
-        try:
-            machine = await asyncio.wait_for(renter.machine(row.name), _LOOK_TIMEOUT_S)
-            peer = await asyncio.wait_for(look_at_peer(machine, row.label), _LOOK_TIMEOUT_S)
-        except (ProvisioningError, TimeoutError) as error:
-            return Status(row, True, f"unknown: {str(error) or 'no answer in time'}")
-        if peer.job.is_running:
-            words = "trains" if peer.epoch or peer.step else "starts"
-        elif peer.job.code is not None:
-            words = "finished" if peer.has_finished else f"ended with {peer.job.code}: {peer.last_lines}"
-        else:
-            words = "does not run" if row.state == State.RUNNING else "–"
-        return Status(row, True, words, peer.epoch, peer.step)
-
-    async with renters(ledger, access, lambda name, text: None) as by_provider:
-        return list(await asyncio.gather(*(look(by_provider[row.provider], row) for row in ledger.rows())))
 
 
 async def extend(
@@ -140,23 +102,21 @@ async def extend(
             except ProvisioningError as error:
                 failures[row.name] = error
                 continue
-            ledger.advance(row.name, row.state, ends_at=ends_at)
+            ledger.advance(row, row.state, ends_at=ends_at)
             say(row.name, f"lives {hours:g} h longer")
     return failures
 
 
 async def down(
-    ledger: Ledger,
-    access: Access,
-    names: Sequence[str],
-    say: Say,
-    patience: Patience | None = None,
-    **more: Any,
+    ledger: Ledger, access: Access, names: Sequence[str], say: Say, patience: Patience | None = None
 ) -> dict[str, ProvisioningError]:
-    """Give pods back; what could not be, by pod."""
-    rows = checked_names(ledger, names)
+    """Give pods back, those that no row knows of included; what could not be, by pod."""
     failures: dict[str, ProvisioningError] = {}
-    async with renters(ledger, access, say, patience, **more) as by_provider:
+    async with renters(ledger, access, say, patience) as by_provider:
+        await asyncio.gather(*(_write_down_strays(renter, say) for renter in by_provider.values()))
+        rows = checked_names(ledger, names)
+        for name, error in by_provider.failures.items():
+            say(name, f"cannot be asked whether a pod of ours is there: {error}")
 
         async def one(row: Row) -> None:
             try:
@@ -168,40 +128,65 @@ async def down(
     return failures
 
 
+def forget(ledger: Ledger, rows: Sequence[Row]) -> None:
+    """Take the word of a person that these pods are gone."""
+    for row in rows:
+        if row.state != State.PLANNED:
+            row = ledger.advance(row, State.DELETING)
+        ledger.forget(row, now=time.time())
+
+
+async def _write_down_strays(renter: Renter, say: Say) -> None:
+    try:
+        await renter.write_down_strays()
+    except ProvisioningError as error:
+        # Known pods are given back by their ids all the same.
+        say(renter.provider.name, f"does not say what is there: {error}")
+
+
 async def reconcile(
-    ledger: Ledger, access: Access, providers: Sequence[str], say: Say, patience: Patience | None = None
+    ledger: Ledger,
+    access: Access,
+    providers: Sequence[str],
+    say: Say,
+    patience: Patience | None = None,
+    *,
+    without: Sequence[str] = (),
 ) -> dict[str, ProvisioningError]:
-    """Make the ledger true and end orphans, at these providers beside those that have rows; failures by provider."""
-    failures: dict[str, ProvisioningError] = {}
-    for name in dict.fromkeys([*(row.provider for row in ledger.rows()), *providers]):
-        provider = open_provider(name, access_of(ledger, access))
-        renter = Renter(
-            ledger=ledger, provider=provider, public_key="", say=say, patience=patience or Patience()
-        )
-        try:
-            # Without a check of what renting needs: giving back needs neither money there nor programs here.
-            await renter.settle()
-        except ProvisioningError as error:
-            failures[name] = error
-        finally:
-            await renter.close()
-            await provider.close()
+    """Make the ledger true and end orphans, at all providers that were ever used and at these; what was not done, by
+    pod, machine or provider.
+    """
+    async with renters(ledger, access, say, patience, also=providers, without=without) as by_provider:
+        failures = dict(by_provider.failures)
+        for name, renter in by_provider.items():
+            try:
+                # Without a check of what renting needs: giving back needs neither money there nor programs here.
+                failures |= await renter.settle()
+            except ProvisioningError as error:
+                failures[name] = error
     return failures
+
+
+def is_to_be_watched(ledger: Ledger) -> bool:
+    """Whether something has to be done about its pods at a time when nobody may type a command."""
+    return any(row.ends_at is not None or row.is_in_doubt for row in ledger.rows())
 
 
 async def watch(
     ledger: Ledger, access: Access, say: Say, *, interval_s: float, stop: Callable[[], bool] = lambda: False
 ) -> None:
-    """Give back pods whose time is over, until none has an end any more. Nobody is asked before a time is over."""
-    while not stop():
-        ends = [row.ends_at for row in ledger.rows() if row.ends_at is not None]
-        if not ends:
-            return
-        left_s = min(ends) - time.time()
-        if left_s > 0:
+    """Give back pods whose time is over, and those of orders in doubt, until there is nothing to be watched any more.
+
+    Nobody is asked before a time is over, unless an order is in doubt.
+    """
+    while not stop() and is_to_be_watched(ledger):
+        rows = ledger.rows()
+        in_doubt = any(row.is_in_doubt for row in rows)
+        left_s = min((row.ends_at for row in rows if row.ends_at is not None), default=math.inf) - time.time()
+        if left_s > 0 and not in_doubt:
             # In short waits: ends are put off, and pods are added.
             await asyncio.sleep(min(left_s, interval_s))
-        elif not await _settled(ledger, access, say):
+        elif not await _settled(ledger, access, say) or in_doubt:
             await asyncio.sleep(interval_s)
 
 

@@ -8,7 +8,7 @@ import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 from provisioning import jobs
 from provisioning.errors import MachineError, ProvisioningError
@@ -49,9 +49,7 @@ async def run(fleet: Fleet, found: ExperimentSet, trainer: Trainer) -> list[Resu
 
     async def on_pod(name: str) -> list[Result]:
         placed = [one for one in found.experiments if one.pod == name]
-        if name not in rows:
-            return [_failed(one, trainer, "its pod is not there, or not set up") for one in placed]
-        return [await _one(fleet, rows[name], one, trainer) for one in placed]
+        return [await _one(fleet, rows.get(name), one, trainer) for one in placed]
 
     by_pod = await asyncio.gather(*(on_pod(spec.name) for spec in found.pods))
     order = {one.config.name: index for index, one in enumerate(found.experiments)}
@@ -64,11 +62,22 @@ def recorded(ledger: Ledger, placed: Placed, trainer: Trainer) -> Result | None:
     return Result(**json.loads(text)) if text else None
 
 
-async def _one(fleet: Fleet, row: Row, placed: Placed, trainer: Trainer) -> Result:
+def unfinished_pods(ledger: Ledger, found: ExperimentSet, trainer: Trainer) -> set[str]:
+    """The names of the pods on which something is still to be run."""
+    return {one.pod for one in found.experiments if not _is_done(recorded(ledger, one, trainer))}
+
+
+def _is_done(known: Result | None) -> TypeGuard[Result]:
+    return known is not None and known.ok
+
+
+async def _one(fleet: Fleet, row: Row | None, placed: Placed, trainer: Trainer) -> Result:
     known = recorded(fleet.renter.ledger, placed, trainer)
-    if known is not None and known.ok:
-        fleet.renter.say(row.name, f"{placed.config.name} is done already")
+    if _is_done(known):
+        fleet.renter.say(placed.pod, f"{placed.config.name} is done already")
         return known
+    if row is None:
+        return _failed(placed, trainer, "its pod is not there, or not set up")
     try:
         result = await _trained(fleet, row, placed, trainer)
     except ProvisioningError as error:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from provisioning import jobs
 from provisioning.backoff import repeated
-from provisioning.day_two import INVENTORY, access_of
-from provisioning.errors import ProvisioningError, UserError
+from provisioning.day_two import INVENTORY, PYTHON, access_of, reconcile
+from provisioning.errors import ProviderError, ProvisioningError, UserError
 from provisioning.keys import public_key
 from provisioning.ledger import Ledger, Row
 from provisioning.plan import Plan, plan
 from provisioning.pod_paths import VENV
 from provisioning.pods import Offer, PodSpec
 from provisioning.providers.registry import Access, needs_key, open_provider
-from provisioning.renting import Patience, Renter, Say, gathered
+from provisioning.renting import Renter
+from provisioning.settling import Patience, Say, gathered
 from provisioning.setup import Progress, Setup, secrets_of, set_up, source_directory
 from provisioning.states import State
 from provisioning.swarm import Swarm, SwarmOptions
@@ -43,11 +44,17 @@ class Fleet:
     progress_of: Callable[[str], Progress] | None = None
     """Who is told how far the set-up of a pod is."""
 
+    settle_elsewhere: Callable[[], Awaitable[None]] | None = None
+    """Ends what orders at other providers may have made since."""
+
     async def planned(self, desired: Sequence[PodSpec]) -> tuple[Plan, list[Offer]]:
         """What is to be done, after making the ledger true. Buys nothing. Raises ProvisioningError."""
-        await repeated(self.renter.provider.check)
-        await self.renter.settle()
-        offers = await repeated(self.renter.provider.offers)
+        await repeated(self.renter.provider.check, tell=self.renter.tell)
+        if self.settle_elsewhere:
+            await self.settle_elsewhere()
+        for name, error in (await self.renter.settle()).items():
+            raise ProviderError(f"{name}: {error}. Nothing was rented.")
+        offers = await repeated(self.renter.provider.offers, tell=self.renter.tell)
         return plan(desired, self.renter.rows, offers), offers
 
     async def rent(self, agreed: Plan, offers: Sequence[Offer]) -> Outcome:
@@ -73,7 +80,7 @@ class Fleet:
                     with_environment=with_environment,
                     progress=self.progress_of(row.name) if self.progress_of else None,
                 )
-                self.renter.ledger.advance(row.name, State.SYNCED)
+                self.renter.ledger.advance(row, State.SYNCED)
                 self.renter.on_state(row.name, State.SYNCED)
             except ProvisioningError as error:
                 outcome.failures[row.name] = error
@@ -150,7 +157,13 @@ async def opened_fleet(
             setup = Setup(
                 source=checked_source, python=python or provider.python(), extras=extras, secrets=secrets
             )
-            yield Fleet(renter, setup)
+
+            async def settle_elsewhere() -> None:
+                for other, error in (await reconcile(ledger, access, (), say, without=[name])).items():
+                    say(other, f"it is not known whether a pod of ours is there: {error}")
+
+            ledger.remember(PYTHON, setup.python or "")
+            yield Fleet(renter, setup, settle_elsewhere=settle_elsewhere)
         finally:
             await renter.close()
     finally:

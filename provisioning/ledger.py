@@ -1,7 +1,7 @@
 """What this machine has rented or is about to: one SQLite file, written before every request that costs money.
 
-A row goes only when the provider no longer lists the pod; what it cost stays. Readers need no lock; whoever changes
-pods holds the lock of the file, one command at a time.
+There is one row for each order, known by its label. A row goes only when the provider has said that there is no such
+pod; what it cost stays. Readers need no lock; whoever changes pods holds the lock of the file, one command at a time.
 """
 
 from __future__ import annotations
@@ -13,52 +13,30 @@ import secrets
 import sqlite3
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
 from provisioning.errors import Busy, UserError
-from provisioning.pods import Offer, Order, Pod, PodSpec, label_prefix
+from provisioning.ledger_schema import brought_up_to_date
+from provisioning.pods import Offer, Order, Pod, PodSpec, label_prefix, name_in_label
 from provisioning.states import State, may_follow
 
 _BUSY_TIMEOUT_S = 10.0
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS pods (
-    name TEXT PRIMARY KEY,
-    label TEXT NOT NULL UNIQUE,
-    idempotency_key TEXT NOT NULL,
-    state TEXT NOT NULL,
-    provider TEXT NOT NULL,
-    provider_id TEXT,
-    spec TEXT NOT NULL,
-    offer TEXT NOT NULL,
-    asked_at REAL NOT NULL,
-    ends_at REAL,
-    host_key TEXT NOT NULL DEFAULT '',
-    trouble TEXT NOT NULL DEFAULT ''
-);
-CREATE TABLE IF NOT EXISTS bills (
-    label TEXT PRIMARY KEY,
-    name TEXT NOT NULL,
-    provider TEXT NOT NULL,
-    price_per_hour REAL NOT NULL,
-    began_at REAL NOT NULL,
-    ended_at REAL
-);
-"""
 _FIELDS = (
     "name, label, idempotency_key, state, provider, provider_id, spec, offer, asked_at, ends_at, "
-    "host_key, trouble"
+    "host_key, trouble, absent_since, num_absences"
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One pod that is wanted, rented, or being given back."""
+    """One order: a pod that is wanted, rented, or being given back."""
 
     name: str
+    """Of the pods of one name, one at most is not being given back."""
     label: str
+    """The order's own; no other row has it."""
     idempotency_key: str
     state: State
     provider: str
@@ -66,11 +44,20 @@ class Row:
     spec: PodSpec
     offer: Offer
     asked_at: float
-    """Unix time at which the order was written down, before it was sent."""
+    """Unix time at which the order was written down before it was sent, or was answered."""
     ends_at: float | None
     host_key: str
     trouble: str
     """What went wrong last; empty when nothing did."""
+    absent_since: float | None = None
+    """Unix time of the first list that lacked it; all lists since did."""
+    num_absences: int = 0
+    """How many lists that makes."""
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Its order may have been sent, and nobody knows whether it made a pod."""
+        return self.provider_id is None and self.state in (State.CREATING, State.DELETING)
 
     def order(self, public_key: str) -> Order:
         return Order(
@@ -83,7 +70,7 @@ class Row:
         )
 
     def is_pod(self, pod: Pod) -> bool:
-        return pod.id == self.provider_id or pod.label == self.label
+        return pod.id == self.provider_id if self.provider_id is not None else pod.label == self.label
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +101,7 @@ class Ledger:
             self._db = sqlite3.connect(path, timeout=_BUSY_TIMEOUT_S, isolation_level=None)
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=FULL")
-            self._db.executescript(_SCHEMA)
+            brought_up_to_date(self._db)
             self._db.execute("INSERT OR IGNORE INTO meta VALUES ('owner', ?)", (secrets.token_hex(4),))
         except (sqlite3.Error, OSError) as error:
             raise UserError(
@@ -155,63 +142,89 @@ class Ledger:
             yield
 
     def rows(self) -> list[Row]:
-        found = self._db.execute(f"SELECT {_FIELDS} FROM pods ORDER BY rowid").fetchall()
-        return [_row(values) for values in found]
+        return self._rows("ORDER BY rowid")
 
     def row(self, name: str) -> Row | None:
-        found = self._db.execute(f"SELECT {_FIELDS} FROM pods WHERE name = ?", (name,)).fetchone()
-        return _row(found) if found else None
+        """The pod of this name; one that is being given back only where there is no other."""
+        found = self._rows("WHERE name = ? ORDER BY state = ?, rowid DESC", name, State.DELETING)
+        return found[0] if found else None
+
+    def current(self, row: Row) -> Row | None:
+        """The same row as it is now."""
+        found = self._rows("WHERE label = ?", row.label)
+        return found[0] if found else None
+
+    def providers(self) -> list[str]:
+        """All that pods were ever to be ordered of: a pod of ours may turn up at each, also without a row."""
+        return [str(name) for (name,) in self._db.execute("SELECT name FROM providers ORDER BY rowid")]
 
     def plan(self, spec: PodSpec, offer: Offer, *, now: float, ends_at: float | None) -> Row:
         """Write down that this pod is wanted, with a label and a key that no other order has.
 
         Replaces a row that is planned still; any other row of that name is an error of the caller's.
         """
-        nonce = secrets.token_hex(4)
+        row = Row(
+            name=spec.name,
+            label=f"{label_prefix(self.owner)}{spec.name}-{secrets.token_hex(4)}",
+            idempotency_key=secrets.token_hex(16),
+            state=State.PLANNED,
+            provider=spec.provider,
+            provider_id=None,
+            spec=spec,
+            offer=offer,
+            asked_at=now,
+            ends_at=ends_at,
+            host_key="",
+            trouble="",
+        )
         with self._transaction():
             self._db.execute("DELETE FROM pods WHERE name = ? AND state = ?", (spec.name, State.PLANNED))
-            self._db.execute(
-                "INSERT INTO pods (name, label, idempotency_key, state, provider, spec, offer, asked_at, ends_at) "
-                "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                (
-                    spec.name,
-                    f"{label_prefix(self.owner)}{spec.name}-{nonce}",
-                    secrets.token_hex(16),
-                    State.PLANNED,
-                    spec.provider,
-                    spec.to_json(),
-                    offer.to_json(),
-                    now,
-                    ends_at,
-                ),
-            )
-        return self._known(spec.name)
+            self._insert(row)
+            self._db.execute("INSERT OR IGNORE INTO providers VALUES (?)", (spec.provider,))
+        return row
 
-    def advance(self, name: str, state: State, **changes: Any) -> Row:
+    def found(self, pod: Pod, provider: str, *, now: float) -> Row:
+        """Write down a pod of ours that no row knows of, before it is given back. May be repeated."""
+        with self._transaction():
+            for row in self._rows("WHERE provider = ? AND provider_id = ?", provider, pod.id):
+                return row
+            row = stray(pod, provider, self.owner, now)
+            if self.current(row):
+                # Made twice by one order, whose row has its label.
+                row = replace(row, label=f"{pod.label}/{pod.id}")
+            self._insert(row)
+            self._bill(row, row.offer.price_per_hour)
+            return row
+
+    def advance(self, row: Row, state: State, **changes: Any) -> Row:
         """Put a pod into another state, with what is known by then (columns of the row)."""
         with self._transaction():
-            return self._advance(name, state, changes)
+            return self._advance(row, state, changes)
 
-    def rented(self, name: str, provider_id: str, price_per_hour: float) -> Row:
-        """There is a pod of this order: it boots, and is paid for since the order. May be repeated."""
+    def rented(
+        self, row: Row, provider_id: str, price_per_hour: float, state: State = State.BOOTING, **more: Any
+    ) -> Row:
+        """There is a pod of this order: it is paid for since the order, at the provider's price. May be repeated."""
         with self._transaction():
-            row = self._advance(name, State.BOOTING, {"provider_id": provider_id, "trouble": ""})
+            offer = replace(row.offer, price_per_hour=price_per_hour)
+            changes = {"provider_id": provider_id, "offer": offer.to_json(), "trouble": "", **more}
+            row = self._advance(row, state, changes)
             self._bill(row, price_per_hour)
             return row
 
-    def bill(self, row: Row, price_per_hour: float) -> None:
-        """A pod of this order was found, and has cost money since. May be repeated: the newest price counts."""
-        with self._transaction():
-            self._bill(row, price_per_hour)
+    def missed(self, row: Row, *, now: float) -> None:
+        """One more list lacks the pod of this order."""
+        since = now if row.absent_since is None else row.absent_since
+        self.advance(row, row.state, absent_since=since, num_absences=row.num_absences + 1)
 
-    def forget(self, name: str, *, now: float) -> None:
-        """The provider no longer lists the pod: its row goes, and its bill ends. May be repeated."""
+    def forget(self, row: Row, *, now: float) -> None:
+        """There is no such pod: its row goes, and its bill ends. May be repeated."""
         with self._transaction():
-            row = self.row(name)
-            if row is None:
+            known = self.current(row)
+            if known is None:
                 return
-            assert may_follow(row.state, State.GONE), row.state
-            self._db.execute("DELETE FROM pods WHERE name = ?", (name,))
+            assert may_follow(known.state, State.GONE), known.state
+            self._db.execute("DELETE FROM pods WHERE label = ?", (row.label,))
             self._db.execute(
                 "UPDATE bills SET ended_at = ? WHERE label = ? AND ended_at IS NULL", (now, row.label)
             )
@@ -236,13 +249,26 @@ class Ledger:
     def _meta(self, key: str) -> str:
         return str(self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()[0])
 
-    def _advance(self, name: str, state: State, changes: Mapping[str, Any]) -> Row:
-        row = self._known(name)
-        assert may_follow(row.state, state) and state != State.GONE, f"{name}: {row.state} -> {state}"
+    def _rows(self, condition: str, *values: Any) -> list[Row]:
+        return [_row(found) for found in self._db.execute(f"SELECT {_FIELDS} FROM pods {condition}", values)]
+
+    def _insert(self, row: Row) -> None:
+        columns = _FIELDS.split(", ")
+        values = {**vars(row), "spec": row.spec.to_json(), "offer": row.offer.to_json()}
+        marks = ", ".join("?" for _ in columns)
+        self._db.execute(
+            f"INSERT INTO pods ({_FIELDS}) VALUES ({marks})", [values[column] for column in columns]
+        )
+
+    def _advance(self, row: Row, state: State, changes: Mapping[str, Any]) -> Row:
+        known = self.current(row)
+        assert known is not None, row.label
+        assert may_follow(known.state, state) and state != State.GONE, f"{row.name}: {known.state} -> {state}"
         columns = {"state": state, **changes}
         assignments = ", ".join(f"{column} = ?" for column in columns)
-        self._db.execute(f"UPDATE pods SET {assignments} WHERE name = ?", (*columns.values(), name))
-        return self._known(name)
+        self._db.execute(f"UPDATE pods SET {assignments} WHERE label = ?", (*columns.values(), row.label))
+        (changed,) = self._rows("WHERE label = ?", row.label)
+        return changed
 
     def _bill(self, row: Row, price_per_hour: float) -> None:
         self._db.execute(
@@ -250,11 +276,6 @@ class Ledger:
             "ON CONFLICT (label) DO UPDATE SET price_per_hour = excluded.price_per_hour",
             (row.label, row.name, row.provider, price_per_hour, row.asked_at),
         )
-
-    def _known(self, name: str) -> Row:
-        row = self.row(name)
-        assert row is not None, name
-        return row
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -272,6 +293,32 @@ class Ledger:
             raise UserError(
                 f"--state-file {self.path} cannot be written: {error}. Mend that, and the same command goes on."
             ) from error
+
+
+def stray(pod: Pod, provider: str, owner: str, now: float) -> Row:
+    """A pod of ours that no row knows of, as a row: it is to be given back."""
+    name = name_in_label(pod.label, owner)
+    offer = Offer(
+        id="",
+        provider=provider,
+        gpu_type="unknown",
+        gpu_count=pod.gpu_count or 0,
+        price_per_hour=pod.price_per_hour or 0.0,
+    )
+    return Row(
+        name=name,
+        label=pod.label,
+        idempotency_key="",
+        state=State.DELETING,
+        provider=provider,
+        provider_id=pod.id,
+        spec=PodSpec(name=name, provider=provider, gpu_type=None, gpu_count=None),
+        offer=offer,
+        asked_at=now,
+        ends_at=None,
+        host_key="",
+        trouble="",
+    )
 
 
 def _opened(path: Path) -> TextIO:

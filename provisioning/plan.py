@@ -61,6 +61,9 @@ def plan(desired: Sequence[PodSpec], rows: Sequence[Row], offers: Sequence[Offer
     keep, destroy = [], []
     for row in rows:
         spec = wanted.get(row.name)
+        if row.state == State.DELETING and row.is_in_doubt:
+            # There may be no pod of it; if one comes, settling gives it back.
+            continue
         if row.state == State.PLANNED:
             # Nothing was bought yet: the choice is made, and shown, anew.
             if spec is None:

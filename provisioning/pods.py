@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -119,6 +119,20 @@ class Pod:
     """OpenSSH public key of the machine, where the provider knows it."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Listing:
+    """The pods of an account, whosever they are. That one is missing proves nothing: lists are late, or cut short."""
+
+    pods: Sequence[Pod]
+    silent: Mapping[str, str] = field(default_factory=dict)
+    """Machines that did not answer, and why: the pods on them are missing here."""
+
+
 def label_prefix(owner: str) -> str:
     """How the labels of all pods of one state file begin."""
     return f"diloco-{owner}-"
+
+
+def name_in_label(label: str, owner: str) -> str:
+    """The name of the pod that an order with this label was for."""
+    return label.removeprefix(label_prefix(owner)).rpartition("-")[0] or label

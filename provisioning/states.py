@@ -19,16 +19,15 @@ class State(StrEnum):
     RUNNING = "running"
     """Its peer has been started."""
     DELETING = "deleting"
-    """It is to be gone; the provider may still list it."""
+    """It is to be gone, and may cost money until its provider has said that it is."""
     GONE = "gone"
-    """The provider no longer lists it: the row goes."""
+    """The provider has said that there is no such pod: the row goes."""
 
 
 _END = {State.DELETING, State.GONE}
 _NEXT = {
     State.PLANNED: {State.CREATING, State.GONE},
-    # Back, when the provider said no: the next offer is a new order.
-    State.CREATING: {State.PLANNED, State.BOOTING, *_END},
+    State.CREATING: {State.BOOTING, *_END},
     State.BOOTING: {State.REACHABLE, *_END},
     State.REACHABLE: {State.SYNCED, *_END},
     State.SYNCED: {State.RUNNING, *_END},

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shlex
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from provisioning import jobs
 from provisioning.errors import MachineError, ProvisioningError
 from provisioning.ledger import Ledger, Row
 from provisioning.machines import Machine
+from provisioning.peer_looks import PeerLook, PeerNews, end_of, look_at_peer
 from provisioning.pod_paths import JOBS, PEER_RUN, SWARM_SECRET, pod_directory
 from provisioning.private_files import write_private
-from provisioning.renting import Renter, Say
+from provisioning.renting import Renter
+from provisioning.settling import Say
 from provisioning.setup import put_private
 from provisioning.states import State
 from provisioning.swarm_commands import (
@@ -31,7 +31,6 @@ from provisioning.swarm_commands import (
 
 _DHT_TIMEOUT_S = 120.0
 _POLL_S = 1.0
-_LOG_LINES = 15
 _MAX_SILENT_LOOKS = 5
 _DHT_POD = "dht_pod"
 
@@ -45,20 +44,6 @@ class SwarmOptions:
     """For every peer."""
     epoch_timeout_s: float = 3600.0
     """How long it may take until all peers are in epoch 1."""
-
-
-@dataclass(frozen=True)
-class PeerLook:
-    """What a pod tells of its peer."""
-
-    job: jobs.JobState
-    epoch: int
-    step: int
-    last_lines: str
-
-    @property
-    def has_finished(self) -> bool:
-        return self.job.code == 0
 
 
 class Swarm:
@@ -102,7 +87,7 @@ class Swarm:
             await asyncio.gather(*(attempt(row, self._start_peer(row, len(wanted))) for row in missing))
         for row in rows:
             if row.name not in failures and row.state == State.SYNCED:
-                self._ledger.advance(row.name, State.RUNNING)
+                self._ledger.advance(row, State.RUNNING)
                 self._renter.on_state(row.name, State.RUNNING)
         waiting = [row for row in rows if row.name not in failures]
         return failures | await self._until_in_epoch_one(waiting)
@@ -162,7 +147,7 @@ class Swarm:
             state = await jobs.state(machine, row.label, DHT_JOB)
             text = (await machine.run(f"cat {shlex.quote(log)}")).stdout
             if not state.is_running:
-                raise MachineError(f"`diloco dht start` ended on {row.name} ({state.code}): {_end_of(text)}")
+                raise MachineError(f"`diloco dht start` ended on {row.name} ({state.code}): {end_of(text)}")
             if address := address_in(text):
                 return address
             await asyncio.sleep(_POLL_S / 4)
@@ -187,25 +172,34 @@ class Swarm:
             listens_on=provider.listens_on,
             address=self._dht_address,
             num_peers=num_peers,
+            num_peers_here=self._num_peers_with(row),
             flags=[*provider.swarm_flags(row.spec, row.offer), *self._options.flags],
         )
         if await jobs.start(machine, row.label, PEER_JOB, argv):
             self._say(row.name, "starting its peer")
 
+    def _num_peers_with(self, row: Row) -> int:
+        """Peers on the machine that this pod is on, where it is one that has several."""
+        host = row.offer.details.get("host")
+        return sum(host == other.offer.details.get("host") for other in self._renter.rows) if host else 1
+
     async def _until_in_epoch_one(self, rows: Sequence[Row]) -> dict[str, ProvisioningError]:
         """What went wrong, by pod. Once one peer has ended, those that may be waiting for it are left to it."""
         failures: dict[str, ProvisioningError] = {}
-        deadline = time.monotonic() + self._options.epoch_timeout_s
+        began_at = time.monotonic()
+        deadline = began_at + self._options.epoch_timeout_s
+        trainings: set[str] = set()
 
         async def watch(row: Row) -> None:
-            silent_looks = 0
+            silent_looks, news = 0, PeerNews(began_at, trainings)
             while True:
                 error: ProvisioningError | None = None
                 try:
                     look = await self.look(row)
                     silent_looks = 0
+                    for text in news.of(look, time.monotonic()):
+                        self._say(row.name, text)
                     if look.epoch >= 1 or look.has_finished:
-                        self._say(row.name, f"is in epoch {look.epoch}")
                         return
                     error = self._trouble(row, look, is_late=time.monotonic() > deadline)
                 except MachineError as lost:
@@ -235,40 +229,5 @@ class Swarm:
         return None
 
 
-async def look_at_peer(machine: Machine, label: str) -> PeerLook:
-    """Raises MachineError."""
-    job = await jobs.state(machine, label, PEER_JOB)
-    directory = shlex.quote(pod_directory(label))
-    script = f"""
-cd {directory} || exit 9
-grep -E '"kind": ?"(epoch|step)"' {PEER_RUN}/metrics.jsonl 2>/dev/null | tail -n 1
-grep -E '"kind": ?"epoch"' {PEER_RUN}/metrics.jsonl 2>/dev/null | tail -n 1
-echo ---
-tail -n {_LOG_LINES} {JOBS}/{PEER_JOB}/log 2>/dev/null; exit 0
-"""
-    figures, _, log = (await machine.run(script)).checked("looking at the peer").partition("---\n")
-    records = [_record(line) for line in figures.splitlines()]
-    epochs = [int(record.get("epoch", 0)) for record in records if record.get("kind") == "epoch"]
-    steps = [int(record.get("step", 0)) for record in records]
-    return PeerLook(job, max(epochs, default=0), max(steps, default=0), _end_of(log))
-
-
 def admission_key_path(state_file: Path, run_id: str) -> Path:
     return state_file.with_name(f"{state_file.name}.{run_id}.admission-key")
-
-
-def _record(line: str) -> dict[str, Any]:
-    try:
-        found = json.loads(line)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _end_of(log: str) -> str:
-    """The text of the last box, else the last lines."""
-    lines = log.strip().splitlines()
-    starts = [index for index, line in enumerate(lines) if line.startswith("╭─")]
-    if starts:
-        return " ".join(line.strip("│ ") for line in lines[starts[-1] + 1 :] if not line.startswith("╰"))
-    return "\n".join(lines[-_LOG_LINES:])

@@ -15,7 +15,7 @@ NUM_PORTS = 3
 """Of the first pod: one for the DHT, two for its peer. The others need the last two."""
 _OWN_FLAGS = (
     *("initial-peers", "galaxy-size", "run-id", "run-dir", "host-maddrs", "announce-maddrs", "data-port"),
-    *("announce-data-maddrs", "swarm-secret-file"),
+    *("announce-data-maddrs", "swarm-secret-file", "peers-here"),
 )
 
 
@@ -33,12 +33,14 @@ def peer_argv(
     listens_on: str,
     address: str,
     num_peers: int,
+    num_peers_here: int,
     flags: Sequence[str],
 ) -> list[str]:
-    """`flags`: the user's, for every peer the same."""
+    """`num_peers_here`: on the pod's machine; `flags`: the user's, for every peer the same."""
     (inside, outside), (data_inside, data_outside) = _ports(pod)[1:3]
     argv = [python, "-m", "diloco", "peer", "--initial-peers", address, "--run-id", run_id]
     argv += ["--galaxy-size", str(num_peers), "--swarm-secret-file", SWARM_SECRET, "--run-dir", PEER_RUN]
+    argv += ["--peers-here", str(num_peers_here)] if num_peers_here > 1 else []
     argv += _maddrs("--host-maddrs", "--announce-maddrs", listens_on, pod.host, inside, outside)
     argv += ["--hv.data-port", str(data_inside)]
     if pod.host != listens_on:

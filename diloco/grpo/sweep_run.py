@@ -21,7 +21,8 @@ from diloco.local_swarm import coordinator_command, free_port, printed_address
 from diloco.metrics_file import Record
 from diloco.model_files import directory_of, has_weights
 from diloco.run_dir import last_words
-from peers.supervisor import RestartPolicy, Supervisor, WorkerCommand
+from peers.restarts import RestartPolicy
+from peers.supervisor import Supervisor, WorkerCommand
 
 BETWEEN_SERVERS_S = 2.0
 BETWEEN_TRAINERS_S = 5.0
@@ -154,7 +155,7 @@ class Sweep:
     async def _until_ended(self, instance: Instance, supervisor: Supervisor) -> None:
         shown = self._shown[instance.number]
         shown.since = time.time()
-        code = await supervisor.run()
+        code = (await supervisor.run()).code
         self._codes[instance.number] = code
         shown.state = "done" if code == 0 else "failed"
         if code:

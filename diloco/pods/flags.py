@@ -77,16 +77,19 @@ def locked(ledger: Ledger, work: Callable[[], Coroutine[Any, Any, int]], *, for_
 
 
 def ensure_watcher(ledger: Ledger, tell: Callable[[str, str], None] = say) -> None:
-    """Where a pod has an end, a process of ours keeps it beside every command, and beside what its provider does."""
+    """Where a pod has an end, or an order is in doubt, a process of ours sees to it beside every command."""
     import os
 
     from provisioning import watcher
+    from provisioning.day_two import is_to_be_watched
 
-    if all(row.ends_at is None for row in ledger.rows()):
+    if not is_to_be_watched(ledger):
         return
     argv = [sys.executable, "-m", "diloco", "pods", "reconcile", "--watch", "--state-file", str(ledger.path)]
     # Found also where diloco is not installed but run from its source.
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     if watcher.start(ledger.path, argv, {**os.environ, "PYTHONPATH": path}):
-        tell("–", "a process in the background gives back pods whose time is over")
+        tell(
+            "–", "a process in the background gives back pods whose time is over, and pods of orders in doubt"
+        )

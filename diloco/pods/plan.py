@@ -42,8 +42,13 @@ def print_plan(agreed: Plan, *, to_stderr: bool) -> None:
 
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in _COLUMNS:
+        is_figure = column in _COLUMNS[4:]
+        # Figures are never cut; what is too wide for the terminal goes on in the next line.
         table.add_column(
-            column, no_wrap=column != "what", justify="right" if column in _COLUMNS[4:] else "left"
+            column,
+            overflow="fold",
+            min_width=8 if is_figure else None,
+            justify="right" if is_figure else "left",
         )
     for creation in agreed.create:
         offer, hours = creation.offer, creation.spec.ttl_hours
@@ -68,14 +73,18 @@ def print_plan(agreed: Plan, *, to_stderr: bool) -> None:
 
 async def agreed_to(agreed: Plan, *, yes: bool) -> None:
     """Raises UserError unless somebody says yes. What neither costs nor destroys anything needs no question."""
-    if yes or (not agreed.destroy and agreed.new_dollars_per_hour == 0):
+    free = not agreed.destroy and agreed.new_dollars_per_hour == 0
+    cost = f"rent {len(agreed.create)} pods for {agreed.new_dollars_per_hour:.2f} $/h"
+    await confirmed(f"Go on, {cost}, give back {len(agreed.destroy)}?", yes=yes or free)
+
+
+async def confirmed(question: str, *, yes: bool) -> None:
+    """Raises UserError unless somebody says yes."""
+    if yes:
         return
     if not sys.stdin.isatty():
-        raise UserError(
-            "Nothing was changed: nobody is there to be asked. Give --yes to go on with this plan."
-        )
-    cost = f"rent {len(agreed.create)} pods for {agreed.new_dollars_per_hour:.2f} $/h"
-    print(f"Go on, {cost}, give back {len(agreed.destroy)}? [y/N] ", end="", file=sys.stderr, flush=True)
+        raise UserError("Nothing was changed: nobody is there to be asked. Give --yes to go on.")
+    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
     if (await _typed_line()).strip().lower() not in ("y", "yes"):
         raise UserError("Nothing was changed.")
 

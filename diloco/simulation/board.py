@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from diloco.simulation.clock import Clock, Timer
+from diloco.sim.clock import Clock, Timer
 from peers import membership
 from peers.membership import View
 from peers.records import Announcement

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from diloco.simulation.clock import Clock
+from diloco.sim.clock import Clock
 from diloco.simulation.links import Resource
 from diloco.simulation.scenario import Scenario
 from diloco.simulation.state import State

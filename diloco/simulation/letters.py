@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 import msgpack
 
-from diloco.simulation.clock import Clock
+from diloco.sim.clock import Clock
 from diloco.simulation.links import Link
 from peers.round import messages as round_messages
 from peers.round.messages import Commit, Group, RoundMessage, Vote

@@ -16,7 +16,7 @@ from itertools import pairwise
 from peers.round.attempts import CONNECT_EACH_S
 from peers.round.readiness import plan_of
 
-from diloco.simulation.clock import Clock, Timer
+from diloco.sim.clock import Clock, Timer
 from diloco.simulation.links import Resource
 from diloco.simulation.machine import Machine
 from diloco.simulation.traffic import Activity, Traffic

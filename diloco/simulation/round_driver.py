@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from diloco.simulation.clock import Clock
+from diloco.sim.clock import Clock
 from peers.membership import View
 from peers.round.actions import Action, Send
 from peers.round.messages import Ask, Join, RoundMessage

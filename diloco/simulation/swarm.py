@@ -7,8 +7,8 @@ import random
 from collections.abc import Callable
 
 from diloco.errors import DilocoError
+from diloco.sim.clock import Clock
 from diloco.simulation.board import Board
-from diloco.simulation.clock import Clock
 from diloco.simulation.daemon import Daemon
 from diloco.simulation.downloads import Downloads
 from diloco.simulation.figures import EpochOfPeer, Figures, Losses, figures_of

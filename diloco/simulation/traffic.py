@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from diloco.simulation.clock import Clock, Timer
+from diloco.sim.clock import Clock, Timer
 from diloco.simulation.links import Resource, fair_rates
 
 _NOTHING_LEFT = 1e-9

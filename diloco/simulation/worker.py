@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from diloco.simulation.clock import Clock
+from diloco.sim.clock import Clock
 from diloco.simulation.machine import Machine
 from peers.schedule import Schedule
 

@@ -72,8 +72,8 @@ def run(
     """Rent the pods of a set of experiments, run them, and tell what came of each.
 
     Sequential on each pod, parallel across pods. The same command again goes on where it was: what is done stays
-    done, what runs is waited for. A value that did not reach its trainer makes an experiment fail. Exit code 0 only
-    if all of them succeeded.
+    done and rents no pod, what runs is waited for. A value that did not reach its trainer makes an experiment fail.
+    Exit code 0 only if all of them succeeded.
 
     Parameters
     ----------
@@ -198,7 +198,8 @@ class _Run:
         from provisioning import experiment_runs
 
         failures: dict[str, Exception] = {}
-        if not self._no_deploy:
+        self._unfinished = experiment_runs.unfinished_pods(self._ledger, self._found, self._trainer)
+        if not self._no_deploy and (self._unfinished or self._deploy_only):
             with self._ledger.locked():
                 failures.update((await self._deployed(fleet, board)).failures)
         if self._deploy_only:
@@ -212,7 +213,10 @@ class _Run:
         return max(shouted(failures), 0 if experiment_runs.all_good(results) else 1)
 
     async def _deployed(self, fleet: Fleet, board: Board) -> Outcome:
-        agreed, offers = await fleet.planned(self._found.pods)
+        # For what is done already nothing is rented; a pod that is there stays until somebody gives it back.
+        there = {row.name for row in self._ledger.rows()}
+        wanted = self._unfinished | there if self._unfinished else {spec.name for spec in self._found.pods}
+        agreed, offers = await fleet.planned([spec for spec in self._found.pods if spec.name in wanted])
         print_plan(agreed, to_stderr=self._as_json)
         await agreed_to(agreed, yes=self._yes)
         board.attach(fleet)

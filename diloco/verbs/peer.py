@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
+from diloco.checks import at_least, whole
 from diloco.config import (
     ConfigPath,
     Scalar,
@@ -26,10 +27,11 @@ from diloco.config import (
     settled,
     trainer_of,
 )
-from diloco.devices import num_cores, num_ranks, threads_per_rank, visible_gpus
+from diloco.devices import num_cores, num_ranks, this_machine, threads_per_rank
 from diloco.errors import UserError
 from diloco.grpo.gpus import gpus_for_ranks
-from diloco.run_dir import created_run_dir, last_words, written_config
+from diloco.machine_recipes import Choice, chosen
+from diloco.run_dir import created_run_dir, last_words, reason_in, written_config
 from diloco.sources import ValueSource
 
 if TYPE_CHECKING:
@@ -42,6 +44,9 @@ _TOLD = ("peers.daemon",)
 app = App(name="peer", usage="Usage: diloco peer [OPTIONS]", config=[_SOURCE])
 
 RanksFlag = Annotated[str, Parameter(name="--nproc-per-node", group="Training")]
+PeersHereFlag = Annotated[
+    int, Parameter(name="--peers-here", group="Swarm", converter=whole, validator=at_least(1))
+]
 WorkerFlag = Annotated[str | None, Parameter(name="--worker", group="Training", metavar="COMMAND")]
 
 
@@ -51,11 +56,13 @@ def peer(
     *,
     config: ConfigPath = None,
     nproc_per_node: RanksFlag = "auto",
+    peers_here: PeersHereFlag = 1,
     worker: WorkerFlag = None,
 ) -> int:
     """Join a swarm, train in it, leave it when the training is done.
 
-    Fields of the run that are not given here are taken over from the swarm, and so are the weights. The same
+    Fields of the run that are not given here are taken over from the swarm, and so are the weights. The first peer
+    chooses a model, batches and lengths that its machine trains well, unless --path-model names a model. The same
     command starts a peer, lets it join a running swarm, and brings it back after a crash.
 
     Parameters
@@ -64,6 +71,8 @@ def peer(
         A TOML file of these flags, with sections [hv] and [ckpt]; flags beat it.
     nproc_per_node: str
         Training processes of this peer: a number, or `auto` for one per GPU (one without GPUs).
+    peers_here: int
+        Peers on this machine, with this one: they share its cores and memory.
     worker: str
         Your own program with `Diloco(model)` in it, such as "python loop.py"; default: the trainer of diloco.
     """
@@ -73,15 +82,17 @@ def peer(
     from diloco.swarm_config import daemon_config
     from peers.network.maddrs import check_listenable
 
-    num_gpus = len(visible_gpus(os.environ))
-    ranks = num_ranks(nproc_per_node, train.device, gpus_for_ranks(train, num_gpus))
+    machine = this_machine(os.environ, train.device, num_peers=peers_here)
+    ranks = num_ranks(nproc_per_node, train.device, gpus_for_ranks(train, machine.num_gpus))
     for remark in remarks(train, _SOURCE.named):
         print(f"note: {remark}", file=sys.stderr, flush=True)
-    train = settled(for_mode(train, _SOURCE.named), _SOURCE.named, num_ranks=ranks)
-    program = program_of(worker)
+    program, train = program_of(worker), for_mode(train, _SOURCE.named)
+    # A program of the user's own has its own model.
+    choice = Choice(config=train) if program else chosen(train, _SOURCE.named, machine, num_ranks=ranks)
+    train = settled(choice.config, _SOURCE.named, num_ranks=ranks)
     if program and (unread := unread_by_a_program(_SOURCE.named)):
         print(f"note: {unread}", file=sys.stderr, flush=True)
-    check_peers_fit(train.path_model, on_gpu=train.device != "cpu" and num_gpus > 0)
+    check_peers_fit(train.path_model, on_gpu=machine.num_gpus > 0)
     # What is not named comes from the swarm.
     if not program and "dataset_name_or_path" in _SOURCE.named:
         check_data(train)
@@ -94,7 +105,9 @@ def peer(
     from peers.dht import load_hivemind
 
     load_hivemind()
-    return run_interruptible(_live(Workplace(train, _SOURCE.named, run_dir, ranks, program), fields))
+    choice = replace(choice, config=train)
+    workplace = Workplace(choice, _SOURCE.named, run_dir, ranks, program, num_peers=peers_here)
+    return run_interruptible(_live(workplace, fields))
 
 
 def program_of(worker: str | None) -> tuple[str, ...]:
@@ -129,12 +142,14 @@ def _path_with_this_python() -> str:
 class Workplace:
     """What the workers of this peer are started with."""
 
-    config: TrainConfig
+    choice: Choice
     named: frozenset[str]
     run_dir: Path
     num_ranks: int
     program: tuple[str, ...] = ()
     """What the user trains with instead of the trainer."""
+    num_peers: int = 1
+    """Peers on this machine."""
 
     @property
     def worker_log(self) -> Path:
@@ -146,10 +161,14 @@ class Workplace:
         from peers.access.secrets import SECRET_ENV
         from peers.supervisor import WorkerCommand
 
-        config = adopted(self.config, manifest, self.named, run_dir=self.run_dir, num_ranks=self.num_ranks)
+        config = adopted(
+            self.choice.config, manifest, self.named, run_dir=self.run_dir, num_ranks=self.num_ranks
+        )
+        if not self.program:
+            print(self.choice.in_words(config), flush=True)
         config = replace(config, run_dir=str(self.run_dir), hv=replace(config.hv, world_rank=world_rank))
         path = written_config(config, self.run_dir)
-        threads = os.environ.get("OMP_NUM_THREADS") or str(threads_per_rank(num_cores(), self.num_ranks))
+        threads = threads_per_rank(num_cores(), self.num_ranks * self.num_peers)
         return WorkerCommand(
             argv=self.program or (sys.executable, "-m", trainer_of(config), "--config", str(path)),
             env={
@@ -158,11 +177,12 @@ class Workplace:
                 # "python" in --worker is the one that runs this.
                 "PATH": _path_with_this_python(),
                 _LINK_ENV: str(link_path),
-                "OMP_NUM_THREADS": threads,
+                "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(threads),
                 "PYTHONUNBUFFERED": "1",
             },
             cwd=Path.cwd(),
             log_path=self.worker_log,
+            reason_in=reason_in,
             num_ranks=self.num_ranks,
         )
 
@@ -190,17 +210,8 @@ async def _live(workplace: Workplace, fields: Mapping[str, Any]) -> int:
             await view
     if code == 2:
         raise UserError(last_words(workplace.worker_log) or f"See {workplace.worker_log}.")
-    return _told(code, workplace)
-
-
-def _told(code: int, workplace: Workplace) -> int:
-    """The exit code of the command for that of its workers, after saying how it ended."""
-    if code == 0:
-        print(f"training is done; everything is in {workplace.run_dir}", flush=True)
-        return 0
-    words = last_words(workplace.worker_log)
-    print(f"the workers ended with {code}; the end of {workplace.worker_log}:\n{words}", file=sys.stderr)
-    return 1
+    print(f"training is done; everything is in {workplace.run_dir}", flush=True)
+    return 0
 
 
 def _log_to(path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -26,7 +27,7 @@ from diloco.pods.flags import (
     run,
     say,
 )
-from diloco.pods.plan import shouted
+from diloco.pods.plan import confirmed, shouted
 
 if TYPE_CHECKING:
     from provisioning.ledger import Ledger
@@ -42,14 +43,17 @@ Hours = Annotated[float, Parameter(validator=(at_least(0.01), finite))]
 @app.command
 def status(*, as_json: AsJson = False, state_file: StateFile = None, inventory: Inventory = None) -> int:
     """Show the pods of a state file, and what their peers do."""
-    from provisioning.day_two import statuses
+    from provisioning.pod_status import overview
 
     ledger = opened_existing(state_file)
     # This machine may have been off since it was started.
     ensure_watcher(ledger)
 
     async def look() -> int:
-        found = await statuses(ledger, access(inventory))
+        seen = await overview(ledger, access(inventory))
+        found = seen.pods
+        for name, why in seen.silent.items():
+            print(f"!!! {name} does not say what is there: {why}", file=sys.stderr, flush=True)
         if as_json:
             print(json.dumps([one.to_json() for one in found]), flush=True)
             return 0
@@ -58,7 +62,9 @@ def status(*, as_json: AsJson = False, state_file: StateFile = None, inventory: 
 
         table = Table(box=None, padding=(0, 2, 0, 0))
         for column in ("pod", "state", "machine", "$/h", "ends in", "epoch", "step", "peer"):
-            table.add_column(column, overflow="fold")
+            # Figures are never cut; what is too wide for the terminal goes on in the next line.
+            width = 8 if column in ("$/h", "ends in") else None
+            table.add_column(column, overflow="fold", min_width=width)
         for one in found:
             row = one.row
             table.add_row(
@@ -72,6 +78,9 @@ def status(*, as_json: AsJson = False, state_file: StateFile = None, inventory: 
                 one.peer,
             )
         Console().print(table if found else "there are no pods")
+        if found:
+            rate = sum(one.row.offer.price_per_hour for one in found if one.may_cost)
+            print(f"{sum(one.may_cost for one in found)} pods may cost {rate:.2f} $/h", flush=True)
         return 0
 
     return run(look())
@@ -81,7 +90,7 @@ def status(*, as_json: AsJson = False, state_file: StateFile = None, inventory: 
 def logs(
     *names: str,
     follow: Annotated[bool, Parameter(alias="-f", negative="")] = False,
-    job: str = "peer",
+    job: str | None = None,
     lines: int = 50,
     save: Path | None = None,
     state_file: StateFile = None,
@@ -96,7 +105,7 @@ def logs(
     follow: bool
         Go on printing what is written.
     job: str
-        peer, or dht.
+        peer, dht, or the name of an experiment's job; default: the peer's, and of a pod without one those of all jobs.
     lines: int
         How many lines to begin with.
     save: Path
@@ -138,7 +147,7 @@ def ssh(
     ledger = opened_existing(state_file)
 
     async def shell() -> int:
-        (row,) = checked_names(ledger, [name])
+        row = checked_names(ledger, [name])[-1]
         async with renters(ledger, access(inventory), say) as by_provider:
             machine = await by_provider[row.provider].machine(name)
             process = await asyncio.create_subprocess_exec(
@@ -211,13 +220,20 @@ def extend(*names: str, hours: Hours, state_file: StateFile = None, inventory: I
 
 
 @app.command
-def down(*names: str, state_file: StateFile = None, inventory: Inventory = None) -> int:
-    """Give pods back, and all that was made on them.
+def down(
+    *names: str,
+    yes: Annotated[bool, Parameter(alias="-y", negative="")] = False,
+    state_file: StateFile = None,
+    inventory: Inventory = None,
+) -> int:
+    """Give pods back, and all that was made on them. Asks nothing.
 
     Parameters
     ----------
     names: str
         Pods; default: all.
+    yes: bool
+        As for the commands that ask; it changes nothing here.
     """
     from provisioning import day_two, watcher
 
@@ -227,7 +243,41 @@ def down(*names: str, state_file: StateFile = None, inventory: Inventory = None)
         failures = await day_two.down(ledger, access(inventory), names, say)
         if not ledger.rows():
             watcher.stop(ledger.path)
+        ensure_watcher(ledger)
         return shouted(failures)
+
+    return locked(ledger, work)
+
+
+@app.command
+def forget(
+    *names: str,
+    yes: Annotated[bool, Parameter(alias="-y", negative="")] = False,
+    state_file: StateFile = None,
+) -> int:
+    """Take pods out of the state file without giving them back: those that you have ended yourself.
+
+    Nobody looks for them any more, unless their provider lists them. Provisioning no longer waits for them.
+
+    Parameters
+    ----------
+    names: str
+        Pods.
+    yes: bool
+        Do not ask.
+    """
+    from provisioning import day_two
+
+    if not names:
+        raise UserError("Say which: `diloco pods forget NAME`; `diloco pods status` lists them.")
+    ledger = opened_existing(state_file)
+
+    async def work() -> int:
+        rows = day_two.checked_names(ledger, names)
+        rate = sum(row.offer.price_per_hour for row in rows)
+        await confirmed(f"Forget {', '.join(names)}, {rate:.2f} $/h if still there?", yes=yes)
+        day_two.forget(ledger, rows)
+        return 0
 
     return locked(ledger, work)
 
@@ -248,9 +298,9 @@ def reconcile(
     Parameters
     ----------
     provider: tuple
-        Providers to look at beside those of the pods there are.
+        Providers to look at beside those that this state file has ever ordered of.
     watch: bool
-        Again and again, until no pod has an end any more.
+        Again and again, until no pod has an end any more and no order is in doubt.
     interval: float
         Seconds between two looks.
     """

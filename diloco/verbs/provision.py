@@ -14,7 +14,7 @@ from diloco.checks import at_least, finite, whole
 from diloco.errors import UserError
 from diloco.options import HvConfig, Name, Seconds
 from diloco.pods.board import Board
-from diloco.pods.flags import AsJson, Inventory, StateFile, access, ensure_watcher, locked, opened, run
+from diloco.pods.flags import AsJson, Inventory, StateFile, access, ensure_watcher, locked, opened, run, say
 from diloco.pods.plan import agreed_to, interruption_told, plan_json, print_plan, shouted
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Wish:
     provider: str = "local"
     """local (pods on this machine), ssh (machines you own), lium, or lambda."""
     gpu_type: Words = ()
-    """GPU types that the pods take in turn: A100,H100,4090; default A100, for local pods cpu-1,cpu-2,cpu-4."""
+    """GPU types that the pods take in turn: A100,H100,4090; default A100, for local pods cpu-1."""
     gpu_count: Number = None
     """GPUs of each pod; default 8, for local pods and machines you own whatever they have."""
     country: str | None = None
@@ -87,7 +87,8 @@ def provision(
     """Rent pods, put the code on them, start a DHT and a peer on each, and wait until all are in epoch 1.
 
     Shows what it would rent and give back, with prices, and asks before it does. The same command again changes
-    nothing, and goes on where it was interrupted, whatever interrupted it. Flags behind `--` go to every peer.
+    nothing, and goes on where it was interrupted, whatever interrupted it. Flags behind `--` go to every peer; unless
+    they name a model, one is trained that the pods train well.
 
     Parameters
     ----------
@@ -151,16 +152,11 @@ def _specs(wish: Wish) -> list[PodSpec]:
     } | {"spot": wish.spot or None}
     if wish.file is not None:
         return from_file(wish.file, **common)
-    specs = wanted(wish.pods or 0, gpu_types or _usual_types(wish.provider), **common)
+    if wish.provider == "local":
+        # They share the cores of this machine: one process each.
+        gpu_types = gpu_types or ["cpu-1"]
+    specs = wanted(wish.pods or 0, gpu_types, **common)
     return checked([_any_machine(spec, wish) for spec in specs], "--pods")
-
-
-def _usual_types(provider: str) -> list[str]:
-    if provider != "local":
-        return []
-    from provisioning.providers.local import SIZES
-
-    return [f"cpu-{size}" for size in SIZES]
 
 
 def _any_machine(spec: PodSpec, wish: Wish) -> PodSpec:
@@ -201,11 +197,10 @@ async def _offers(wish: Wish, where: Any, as_json: bool) -> int:
     provider = open_provider(wish.provider, where)
     try:
         # Without the check before renting: looking needs no SSH key, and no money.
-        found = [
-            one for one in await repeated(provider.offers) if any(not objections(spec, one) for spec in specs)
-        ]
+        there = await repeated(provider.offers, tell=lambda text: say(wish.provider, text))
     finally:
         await provider.close()
+    found = [one for one in there if any(not objections(spec, one) for spec in specs)]
     found.sort(key=lambda one: (one.price_per_hour, one.id))
     if as_json:
         print(
@@ -224,8 +219,13 @@ def _print_offers(found: Sequence[Offer]) -> None:
 
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("$/h", "GPUs", "type", "up Mbit/s", "down Mbit/s", "place", "free", "offer"):
+        is_text = column in ("type", "place", "offer")
+        # Figures are never cut; what is too wide for the terminal goes on in the next line.
         table.add_column(
-            column, no_wrap=True, justify="left" if column in ("type", "place", "offer") else "right"
+            column,
+            overflow="fold",
+            min_width=None if is_text else max(len(column), 6),
+            justify="left" if is_text else "right",
         )
     for one in found:
         place = ", ".join(filter(None, (one.city, one.country))) or "–"

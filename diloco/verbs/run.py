@@ -14,7 +14,7 @@ from cyclopts import App, Parameter
 
 from diloco.checks import at_least, whole
 from diloco.config import ConfigPath, TrainConfig, TrainFlags, for_mode, remarks, settled
-from diloco.devices import visible_gpus
+from diloco.devices import this_machine
 from diloco.errors import UserError
 from diloco.metrics_file import Record
 from diloco.run_dir import METRICS, created_run_dir
@@ -24,10 +24,7 @@ if TYPE_CHECKING:
     from diloco.live import Shown
     from diloco.local_swarm import LocalSwarm
 
-_SOURCE = ValueSource(
-    recipe=Path(__file__).parents[1] / "recipes" / "laptop.toml",
-    unless=("path_model", "dataset_name_or_path", "fake_data"),
-)
+_SOURCE = ValueSource()
 
 app = App(name="run", usage="Usage: diloco run [OPTIONS]", config=[_SOURCE])
 
@@ -45,8 +42,9 @@ def run(
 ) -> int:
     """Train one model with several peers on this machine.
 
-    Without --config, a model or data it follows the built-in recipe `laptop`: a small byte-level model on the
-    sources of Python's standard library. Ends with a report; exit code 1 if the peers' weights ever differed.
+    Without --path-model it chooses a model, batches and lengths that this machine trains well, and says which; without
+    a dataset it reads the sources of Python's standard library. Ends with a report; exit code 1 if the peers' weights
+    ever differed.
 
     Parameters
     ----------
@@ -59,22 +57,26 @@ def run(
     """
     from diloco.data import check_data
     from diloco.interrupts import run_interruptible
+    from diloco.machine_recipes import chosen
     from diloco.preflight import check_peers_fit
 
     if lose_peer is not None and lose_peer >= peers:
         raise UserError(f"--lose-peer {lose_peer}: with --peers {peers} the last one is {peers - 1}.")
     for remark in remarks(train, _SOURCE.named):
         print(f"note: {remark}", file=sys.stderr, flush=True)
-    train = settled(for_mode(train, _SOURCE.named), _SOURCE.named)
-    on_gpu = train.device != "cpu" and bool(visible_gpus(os.environ))
-    check_peers_fit(train.path_model, num_peers=peers, on_gpu=on_gpu)
+    machine = this_machine(os.environ, train.device, num_peers=peers)
+    choice = chosen(for_mode(train, _SOURCE.named), _SOURCE.named, machine)
+    train = settled(choice.config, _SOURCE.named)
+    check_peers_fit(train.path_model, num_peers=peers, on_gpu=machine.num_gpus > 0)
     if "dataset_name_or_path" in _SOURCE.named:
         check_data(train)
     run_dir = created_run_dir(train)
     if any(run_dir.glob(f"peer-*/{METRICS}")) and train.ckpt.resume is None:
         raise UserError(f"--run-dir {run_dir} already holds a run; name another, or remove it.")
-    named = _SOURCE.named | {"per_device_train_batch_size"}
-    return run_interruptible(_Run(train, named, run_dir, peers, lose_peer).until_reported())
+    named = _SOURCE.named | choice.fields | {"per_device_train_batch_size"}
+    return run_interruptible(
+        _Run(train, named, run_dir, peers, lose_peer, choice.in_words(choice.config)).until_reported()
+    )
 
 
 @dataclass
@@ -84,6 +86,8 @@ class _Run:
     run_dir: Path
     num_peers: int
     lose_peer: int | None
+    trained: str
+    """What, in one line."""
     records: dict[str, list[Record]] = field(default_factory=dict)
 
     @property
@@ -99,6 +103,7 @@ class _Run:
         from diloco.local_swarm import LocalSwarm
 
         print(f"run directory: {self.run_dir}", flush=True)
+        _say(self.trained)
         _say(f"starting a coordinator and {self.num_peers} peers, which takes a few seconds")
         swarm = LocalSwarm(self.config, self.named, self.run_dir, self.num_peers, _say)
         self.records = {peer.name: [] for peer in swarm.shown}

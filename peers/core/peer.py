@@ -413,6 +413,8 @@ class Peer:
             turn.do(Tell("fork", f"gave up {len(fork.ours)} commits of this side", {"commits": lost}))
             worker.gives_up_since(fork.ancestor.plan.epoch)
         self._move_to(turn, path)
+        # Also where no common past is known: no work is based on an epoch that is yet to come.
+        worker.gives_up_since(self.epoch)
         if worker.work is None:
             return
         mine = self._commit_with(path)
@@ -506,7 +508,7 @@ class Peer:
         roster = self._ranks = {member.peer_id: member.world_rank for member in parent.plan.roster}
         self.world_rank = roster.get(self.me, self.world_rank)
         self.swarm.roster = frozenset(roster)
-        for peer_id in roster.keys() - {self.me}:
+        for peer_id in sorted(roster.keys() - {self.me}):
             self.swarm.expect(peer_id, turn.now)
         self.swarm.head_moved(turn.now)
         self.catch_up.head_moved()

@@ -172,7 +172,9 @@ class Round:
         if self.attempt > self._usual_attempt():
             # The others have yet to come to it.
             return False
-        if not turn.passed(self._could_at + self._timing.reaction_s):
+        # After a failure the leader pauses, for as long as it has seen attempts fail.
+        pause_s = self._timing.silence_s if self.attempt > 0 else 0.0
+        if not turn.passed(self._could_at + pause_s + self._timing.reaction_s):
             return False
         self._fail(turn, f"its leader {leader} is silent")
         return True
@@ -202,7 +204,7 @@ class Round:
             # Who is not in the roster yet has one attempt a head: anybody may say that it is ready.
             out |= others - self.roster - {self._me}
         for left_out in (out | self._suspects, out, self._last_suspects):
-            left = {peer_id: ready[peer_id] for peer_id in ready.keys() - left_out}
+            left = {peer_id: mine for peer_id, mine in ready.items() if peer_id not in left_out}
             if self._is_enough(turn, left):
                 return left, expected - left_out
         return ready, expected
@@ -430,7 +432,7 @@ class Round:
         plan = self._plan
         if self.stage is not Stage.REDUCE or plan is None or plan.digest != failed.plan:
             return
-        for peer_id in failed.suspects | failed.offenders:
+        for peer_id in sorted(failed.suspects | failed.offenders):
             if peer_id in failed.offenders or not failed.told_by:
                 weight = 1.0 if peer_id in failed.offenders else 0.5
                 self._strike(turn, peer_id, failed.reason, weight)
@@ -473,7 +475,7 @@ class Round:
             return
         if self._plan is not None and self._plan.attempt == abort.attempt:
             self._judge(turn, abort.votes, self._plan)
-        for peer_id in set(abort.lost) - {self._me, sender}:
+        for peer_id in sorted(set(abort.lost) - {self._me, sender}):
             # One leader's word is little: it fades before the same one leads again.
             if self._swarm.is_live(peer_id):
                 self._strike(turn, peer_id, abort.reason, 0.5)

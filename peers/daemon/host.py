@@ -80,6 +80,8 @@ class WorkerHost:
         self.ready: asyncio.Future[Runtime] = asyncio.get_running_loop().create_future()
         self.finished_at = asyncio.Event()
         self.on_progress: Callable[[], None] = lambda: None
+        self.on_commit: Callable[[], None] = lambda: None
+        """An epoch holds this worker's work."""
         self.journal = Journal()
         self._presence, self._agreement, self._standing = presence, agreement, standing
         self._transport, self._waited_out = transport, waited_out
@@ -163,6 +165,8 @@ class WorkerHost:
         outcome = await runtime.average(memories, fragment, tokens=tokens, step=step, last=last)
         self._standing.pace.entered(outcome.local_step, time.monotonic())
         self.journal.committed(entry_of(outcome))
+        if self.world_rank in outcome.contributors:
+            self.on_commit()
         self._advise(runtime, outcome)
         self._show("leaving" if last else "training" if self.has_worker else "joining")
         return outcome

@@ -53,6 +53,7 @@ from peers.protocol.messages import Message, decode, encode
 from peers.ranks.stand_in import StandIn
 from peers.records import Announcement
 from peers.reduce import OVERLAPPED_NICENESS
+from peers.restarts import USER_ERROR, WorkerEnd
 from peers.schedule import Schedule
 from peers.state.server import StateServer
 from peers.supervisor import Supervisor, WorkerCommand
@@ -101,10 +102,10 @@ class DaemonConfig:
 
 
 async def run_daemon(config: DaemonConfig, *, worker: WorkerFactory | None) -> int:
-    """Be a peer until the training is done. Returns the exit code of the worker command, 0 without one.
+    """Be a peer until the training is done. Returns 0, or USER_ERROR where the worker has said what is to be mended.
 
     With `worker` the daemon starts and restarts the training itself; without, a worker has to find the link.
-    Raises UserError for what the user can mend; cancel to leave at once.
+    Raises UserError for what the user can mend, PeersError where it gave up on the worker; cancel to leave at once.
     """
     # Reductions and outer steps bring threads of their own; an OpenMP pool in each would only get in the workers' way.
     torch.set_num_threads(1)
@@ -392,9 +393,10 @@ class Daemon:
             done: asyncio.Task[Any] = asyncio.create_task(self._host.finished_at.wait())
         else:
             self._supervisor = Supervisor(
-                worker(self._agreement.manifest, self._presence.world_rank, link_path)
+                worker(self._agreement.manifest, self._presence.world_rank, link_path), _tell_of_restart
             )
             self._host.on_progress = self._supervisor.notify_progress
+            self._host.on_commit = self._supervisor.notify_commit
             done = asyncio.create_task(self._supervisor.run())
         try:
             await asyncio.wait({done, self._failed, *self._tasks}, return_when=asyncio.FIRST_COMPLETED)
@@ -402,7 +404,7 @@ class Daemon:
                 if task.done():
                     task.result()
                     raise PeersError(f"a part of the daemon ended early: {task}")
-            return 0 if worker is None else int(done.result())
+            return 0 if self._supervisor is None else _code_of(self._supervisor, done.result())
         finally:
             done.cancel()
             if self._supervisor is not None:
@@ -488,3 +490,15 @@ class Daemon:
 
     def _waited_out(self) -> bool:
         return time.monotonic() > self._deadline
+
+
+def _tell_of_restart(end: WorkerEnd) -> None:
+    if end.restarts:
+        log.warning("%s", end.in_words())
+
+
+def _code_of(supervisor: Supervisor, end: WorkerEnd) -> int:
+    """0 or USER_ERROR. Raises PeersError where the worker was given up on."""
+    if end.is_failure:
+        raise PeersError(f"{end.given_up(supervisor.policy)}\nIts log: {supervisor.command.log_path}")
+    return USER_ERROR if end.code else 0

@@ -10,14 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from provisioning.errors import MachineError, NoCapacity, ProviderError
+from provisioning.errors import MachineError, NoCapacity, ProviderError, ProvisioningError, UserError
 from provisioning.jobs import sweep_script
 from provisioning.machines import Machine
 from provisioning.pod_paths import PODS, pod_directory, temporary_directory
-from provisioning.pods import Offer, Order, Pod, PodSpec
+from provisioning.pods import Listing, Offer, Order, Pod, PodSpec
 
 _FULL = 8
 _DESTROY_TIMEOUT_S = 90.0
+_ANSWER_TIMEOUT_S = 12.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,7 @@ class HostsProvider(ABC):
     name: str
     repeatable = True
     settle_s = 0.0
+    doubt_s = 0.0
     keeps_time = False
 
     @property
@@ -71,15 +73,22 @@ class HostsProvider(ABC):
         answer.checked(f"making a pod on {host.name}")
         return f"{host.name}/{order.label}"
 
-    async def pods(self) -> list[Pod]:
-        found = await asyncio.gather(*(self._pods_on(host) for host in self.hosts), return_exceptions=True)
-        for host, result in zip(self.hosts, found, strict=True):
-            # A list that is not whole would make us forget pods.
-            if isinstance(result, MachineError):
-                raise ProviderError(f"{host.name} does not answer, so what is on it is unknown: {result}")
-            if isinstance(result, BaseException):
-                raise result
-        return [pod for result in found if not isinstance(result, BaseException) for pod in result]
+    async def pods(self) -> Listing:
+        found: list[Pod] = []
+        silent: dict[str, str] = {}
+
+        async def ask(host: Host) -> None:
+            try:
+                found.extend(await self._asked(host))
+            except ProvisioningError as error:
+                silent[host.name] = str(error)
+
+        await asyncio.gather(*(ask(host) for host in self.hosts))
+        return Listing(pods=found, silent=silent)
+
+    async def find(self, pod_id: str) -> Pod | None:
+        there = await self._asked(self._host(pod_id.partition("/")[0]))
+        return next((pod for pod in there if pod.id == pod_id), None)
 
     async def destroy(self, pod_id: str) -> None:
         name, _, label = pod_id.partition("/")
@@ -91,8 +100,9 @@ rm -rf {directory}.new {shlex.quote(temporary_directory(label))}; [ -d {director
 find {directory} -mindepth 1 -maxdepth 1 ! -name pod.json -exec rm -rf {{}} + && rm -rf {directory} || exit 9
 rmdir {PODS} 2>/dev/null; exit 0
 """
-        machine = await self.connect(self._host(name))
+        host = self._host(name)
         try:
+            machine = await self.connect(host)
             answer = await machine.run(script, timeout_s=_DESTROY_TIMEOUT_S)
             answer.checked(f"ending the processes of {label} and removing its files")
         except MachineError as error:
@@ -114,7 +124,18 @@ rmdir {PODS} 2>/dev/null; exit 0
         for host in self.hosts:
             if host.name == name:
                 return host
-        raise ProviderError(f"{self.name} knows no machine {name} any more; is it missing in the inventory?")
+        raise UserError(
+            f"{self.name} knows no machine {name} any more, so its pod cannot be ended: put it back into the "
+            "inventory, or, once you have ended what runs there yourself, `diloco pods forget`."
+        )
+
+    async def _asked(self, host: Host) -> Sequence[Pod]:
+        """Its pods. Raises ProviderError where it does not answer, and soon: the others are not to wait for it."""
+        try:
+            return await asyncio.wait_for(self._pods_on(host), _ANSWER_TIMEOUT_S)
+        except (MachineError, TimeoutError) as error:
+            why = str(error) or f"nothing within {_ANSWER_TIMEOUT_S:g} s"
+            raise ProviderError(f"{host.name} does not answer, so what is on it is unknown: {why}") from error
 
     async def _pods_on(self, host: Host) -> Sequence[Pod]:
         machine = await self.connect(host)

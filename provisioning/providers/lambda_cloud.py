@@ -11,9 +11,10 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 from provisioning.errors import NoCapacity, OutcomeUnknown, ProviderError, Unavailable, UserError
-from provisioning.pods import Offer, Order, Pod
+from provisioning.pods import Listing, Offer, Order, Pod
 from provisioning.providers.rented import RentedPods, api_key
 
 T = TypeVar("T")
@@ -33,6 +34,7 @@ class LambdaProvider(RentedPods):
     name = "lambda"
     repeatable = False
     settle_s = 60.0
+    doubt_s = 600.0
     keeps_time = False
 
     def __init__(
@@ -73,12 +75,17 @@ class LambdaProvider(RentedPods):
         answer = await self._request("POST", "/instance-operations/launch", body, is_order=True)
         return _understood(lambda data: str(data["instance_ids"][0]), answer, is_order=True)
 
-    async def pods(self) -> list[Pod]:
+    async def pods(self) -> Listing:
         answer = await self._request("GET", "/instances")
-        return _understood(
-            lambda data: [_pod(found, self._user) for found in data if found.get("status") not in _GONE],
-            answer,
-        )
+        found = _understood(lambda data: [_pod(one, self._user) for one in data if not _is_gone(one)], answer)
+        return Listing(pods=found)
+
+    async def find(self, pod_id: str) -> Pod | None:
+        try:
+            answer = await self._request("GET", f"/instances/{quote(pod_id, safe='')}")
+        except _NotThere:
+            return None
+        return _understood(lambda data: None if _is_gone(data) else _pod(data, self._user), answer)
 
     async def destroy(self, pod_id: str) -> None:
         try:
@@ -217,6 +224,10 @@ def _offers(data: Mapping[str, Any]) -> list[Offer]:
         for name, found in data.items()
         for region in found.get("regions_with_capacity_available", ())
     ]
+
+
+def _is_gone(found: Mapping[str, Any]) -> bool:
+    return found.get("status") in _GONE
 
 
 def _pod(found: Mapping[str, Any], user: str) -> Pod:

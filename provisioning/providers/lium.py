@@ -8,12 +8,13 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from provisioning.errors import NoCapacity, OutcomeUnknown, ProviderError, Unavailable, UserError
-from provisioning.pods import Offer, Order, Pod
+from provisioning.pods import Listing, Offer, Order, Pod
 from provisioning.providers.rented import RentedPods, api_key
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ KEY_ENV = "LIUM_API_KEY"
 _NUM_PORTS = 4
 _SSH_PORT = 22
 _MAX_HOURS = 720
+_GONE = {"DELETED", "TERMINATED"}
 _FAILED = {"FAILED", "STOPPED", "DELETED", "TERMINATED", "ERROR", "BROKEN"}
 
 
@@ -32,6 +34,7 @@ class LiumProvider(RentedPods):
     name = "lium"
     repeatable = True
     settle_s = 30.0
+    doubt_s = 600.0
     keeps_time = True
 
     def __init__(self, environment: Mapping[str, str], ssh_key: Path) -> None:
@@ -86,14 +89,19 @@ class LiumProvider(RentedPods):
         )
         return str(created["id"] if isinstance(created, dict) else created.id)
 
-    async def pods(self) -> list[Pod]:
-        return await self._call(lambda: [_pod(info) for info in self._client.ps()])
+    async def pods(self) -> Listing:
+        return Listing(pods=await self._call(lambda: [_pod(info) for info in self._client.ps()]))
+
+    async def find(self, pod_id: str) -> Pod | None:
+        try:
+            return await self._call(lambda: _found(self._client.pod(pod_id)))
+        except _Gone:
+            return None
 
     async def destroy(self, pod_id: str) -> None:
-        for info in await self._call(self._client.ps):
-            if info.id == pod_id:
-                with contextlib.suppress(_Gone):
-                    await self._call(lambda found=info: self._client.rm(found))  # type: ignore[misc]
+        # Its client takes a pod, and looks at nothing but its id.
+        with contextlib.suppress(_Gone):
+            await self._call(lambda: self._client.rm(_info({"id": pod_id})))
 
     async def set_end(self, pod_id: str, ends_at: float) -> None:
         moment = datetime.fromtimestamp(ends_at, UTC).isoformat().replace("+00:00", "Z")
@@ -131,6 +139,13 @@ def _translated(request: Callable[[], T], is_order: bool) -> T:
     except lium_errors.LiumRateLimitError as error:
         # Answered in the place of being done, also where it is an order.
         raise Unavailable(f"Lium: {error}", error.retry_after) from error
+    except (requests.ConnectionError, requests.Timeout) as error:
+        # Its own text is the innards of an HTTP library.
+        where = str(error.request.url) if error.request is not None else "its API"
+        why = "no answer in time" if isinstance(error, requests.Timeout) else "no connection"
+        raise (OutcomeUnknown if is_order else Unavailable)(
+            f"Lium: {where} cannot be reached: {why}"
+        ) from error
     except (lium_errors.LiumServerError, requests.RequestException) as error:
         raise (OutcomeUnknown if is_order else Unavailable)(f"Lium: {error}") from error
     except lium_errors.LiumNotFoundError as error:
@@ -176,6 +191,37 @@ def _offers_of(executor: Any) -> list[Offer]:
         )
         for count in sorted(counts)
     ]
+
+
+def _found(answer: dict[str, Any]) -> Pod | None:
+    """What it answers about one pod, which is as in the list; one that it keeps in its books only is none."""
+    if str(answer.get("status")).upper() in _GONE:
+        return None
+    price = answer.get("price")
+    return replace(_pod(_info(answer)), price_per_hour=None if price is None else float(price))
+
+
+def _info(answer: Mapping[str, Any]) -> Any:
+    """Its client's own form of that."""
+    from lium.sdk.models import PodInfo
+
+    count = answer.get("gpu_count")
+    return PodInfo(
+        id=answer["id"],
+        name=answer.get("pod_name", ""),
+        status=answer.get("status", "unknown"),
+        huid="",
+        ssh_cmd=answer.get("ssh_connect_cmd"),
+        ports=answer.get("ports_mapping") or {},
+        created_at="",
+        updated_at="",
+        executor=None,
+        template={},
+        removal_scheduled_at=answer.get("removal_scheduled_at"),
+        jupyter_installation_status=None,
+        jupyter_url=None,
+        gpu_count=None if count is None else int(count),
+    )
 
 
 def _pod(info: Any) -> Pod:

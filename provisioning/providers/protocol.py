@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from provisioning.machines import Machine
-from provisioning.pods import Offer, Order, Pod, PodSpec
+from provisioning.pods import Listing, Offer, Order, Pod, PodSpec
 
 
 class Provider(Protocol):
@@ -13,7 +13,9 @@ class Provider(Protocol):
     repeatable: bool
     """An order sent twice under one key makes one pod."""
     settle_s: float
-    """How long after an order its pod may be missing from the list."""
+    """How long after an order was answered its pod may be unknown, by list and by id."""
+    doubt_s: float
+    """How long lists have to agree that an order whose answer was lost made no pod."""
     keeps_time: bool
     """It takes a pod back by itself when its time is over."""
 
@@ -38,12 +40,16 @@ class Provider(Protocol):
         """
         ...
 
-    async def pods(self) -> list[Pod]:
+    async def pods(self) -> Listing:
         """All pods of the account, whosever they are."""
         ...
 
+    async def find(self, pod_id: str) -> Pod | None:
+        """The pod of this id; None only where the provider itself says of this id that there is no such pod."""
+        ...
+
     async def destroy(self, pod_id: str) -> None:
-        """Give a pod back. Destroying what is gone succeeds."""
+        """Ask for the deletion of this id, whatever lists say. Destroying what is gone succeeds."""
         ...
 
     async def set_end(self, pod_id: str, ends_at: float) -> None:

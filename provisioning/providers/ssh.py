@@ -111,7 +111,8 @@ class SshProvider(HostsProvider):
     def __init__(self, inventory: Path | None) -> None:
         self._entries = {entry.name: entry for entry in read_inventory(inventory)}
         self._machines: dict[str, SshMachine] = {}
-        self._connecting = asyncio.Lock()
+        # Each its own, so that nobody waits for one that does not answer.
+        self._connecting = {name: asyncio.Lock() for name in self._entries}
 
     @property
     def hosts(self) -> Sequence[Host]:
@@ -166,7 +167,7 @@ class SshProvider(HostsProvider):
 
     async def connect(self, host: Host) -> Machine:
         entry = self._entries[host.name]
-        async with self._connecting:
+        async with self._connecting[host.name]:
             if host.name not in self._machines:
                 address = Address(
                     host=entry.host,
@@ -217,8 +218,8 @@ async def _pinned(entry: Entry) -> str:
     except MachineError as error:
         raise UserError(f"{entry.name}: {error}.") from error
     raise HostKeyChanged(
-        f'The host key of {entry.name} is not known. It shows\nhost_key = "{shown}"\nIf that is right, put this '
-        "line into its [[machines]] entry."
+        f"The host key of {entry.name} is not known. If the one that it shows is right, put this line into its "
+        f'[[machines]] entry:\nhost_key = "{shown}"'
     )
 
 

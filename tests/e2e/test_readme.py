@@ -83,6 +83,8 @@ IN_CONTRIBUTING = {
     ".venv/bin/python -m pytest tests/swarm",
     ".venv/bin/python -m benchmarks.inner_loop --quick",
     ".venv/bin/diloco run --peers 3 --max-steps 100",
+    ".venv/bin/python -m diloco.sim.replay 17",
+    "DILOCO_POD_SCHEDULES=10000 .venv/bin/python -m pytest tests/unit/provisioning/test_no_pod_is_lost.py",
 }
 
 KEYS = {
@@ -243,8 +245,11 @@ def test_the_make_targets_of_the_documents_exist(target):
 def test_the_commands_of_contributing_find_what_they_name():
     for command in IN_CONTRIBUTING:
         if "pytest" in command:
-            words = shlex.split(command)[1:]
+            words = shlex.split(command)
+            words = words[words.index("-m") :]
             assert "::test_" in output_of(sys.executable, *words, "--collect-only", "-q")
+        elif ".sim." in command:
+            assert output_of(sys.executable, *shlex.split(command)[1:]).startswith("seed 17")
         elif "benchmarks" in command:
             help_text = output_of(sys.executable, *shlex.split(command)[1:-1], "--help")
             assert flags_of(command) <= flags_of(help_text)

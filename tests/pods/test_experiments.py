@@ -45,8 +45,20 @@ def test_four_experiments_on_two_pods_have_four_learning_rates_in_four_results(t
         assert failing.code == 1 and [result["ok"] for result in found] == [False] * 4
         assert "--precision" in found[0]["trouble"]
 
+        logs = run(
+            *argv_of(
+                "diloco pods logs", "--state-file", tmp_path / "here/state/diloco/experiments/lr_sweep.sqlite"
+            )
+        )
+        assert logs.code == 0 and "lr-sweep-0/lr-1e-06" in logs.stdout, logs.stderr
+
         gone = run(*argv_of("diloco experiments destroy lr_sweep"))
         assert gone.code == 0, gone.stderr
+        # What is done needs no pod any more, and stays done.
+        for more in ((), ("--no-deploy",)):
+            finished = run(*sweep[: -len(MORE) - 1], *more, "--", *MORE)
+            assert finished.code == 0, finished.stderr
+            assert [one["ok"] for one in json.loads(finished.stdout)["experiments"]] == [True] * 4
         # The process that watches over their time has ended with them, too.
         check_gone(first)
         assert not (tmp_path / "here/state/diloco/local" / PODS).exists()

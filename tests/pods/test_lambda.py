@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import getpass
 import stat
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from provisioning import day_two
 from provisioning.errors import ProviderError, UserError
 from provisioning.keys import public_key
+from provisioning.ledger import Ledger
+from provisioning.pod_status import overview
 from provisioning.pods import PodSpec
 from provisioning.providers.lambda_cloud import LambdaProvider
-from provisioning.renting import Patience
-from tests.support.commands import Command, text_of_boxes
+from provisioning.providers.registry import Access
+from provisioning.settling import Patience
+from tests.support.commands import Command, text_of_boxes, wait_until
 from tests.support.fleets import TestFleet
 from tests.support.http_api import Fault
 from tests.support.lambda_api import LambdaApi
@@ -95,15 +101,53 @@ def test_an_order_whose_answer_is_lost_is_found_by_its_name_and_never_sent_twice
     assert api.count(LAUNCH) == api.num_launched == 1
 
 
-def test_an_order_that_was_lost_on_its_way_is_a_new_order_once_that_is_certain(fleet, api):
+def test_an_order_that_was_lost_is_looked_for_and_then_another_is_made_while_it_stays_in_doubt(fleet, api):
     api.faults.append(Fault(LAUNCH, 502))
     outcome = fleet.up([one()], trains=False)
     # The same offer would have done; it is not tried twice in one command.
-    assert "did not get through" in str(outcome.failures["pod-0"])
-    assert fleet.states == {} and api.num_launched == 0
+    assert "no list shows a pod of it" in str(outcome.failures["pod-0"])
+    assert fleet.rows == [("pod-0", "deleting")] and api.num_launched == 0
     assert fleet.up([one()], trains=False).is_good
+    assert fleet.rows == [("pod-0", "deleting"), ("pod-0", "synced")]
     labels = {request.body["name"] for request in api.requests if request.path.endswith("/launch")}
     assert (len(labels), api.num_launched) == (2, 1)
+
+
+def test_an_instance_that_appears_long_after_its_order_failed_is_shown_and_given_back_by_every_look(
+    fleet, api, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(LambdaProvider, "settle_s", 0.5)
+    monkeypatch.setattr("provisioning.providers.lambda_cloud._INTERVAL_S", 0.0)
+    api.late_s = 2.5
+    api.faults.append(Fault(LAUNCH, 500, carried_out=True))
+    assert "no list shows a pod of it" in str(fleet.up([one()], trains=False).failures["pod-0"])
+    ledger, access = Ledger(fleet.ledger_path), Access(state_dir=tmp_path, environment=api.environment)
+    (shown,) = asyncio.run(overview(ledger, access)).pods
+    assert (shown.row.name, shown.is_there, shown.may_cost) == ("pod-0", None, True)
+    # As if it had come after even the doubt about it was over.
+    (row,) = ledger.rows()
+    ledger.forget(row, now=time.time())
+    wait_until(lambda: asyncio.run(overview(ledger, access)).pods, "the instance in the list")
+    (shown,) = asyncio.run(overview(ledger, access)).pods
+    assert (shown.row.name, shown.is_there) == ("pod-0", True) and ledger.rows() == []
+    assert asyncio.run(day_two.down(ledger, access, (), lambda name, text: None, fleet.patience)) == {}
+    assert all(found["_ended"] for found in api.instances.values())
+    ledger.close()
+
+
+def test_a_provider_that_cannot_be_asked_any_more_is_said_and_hides_no_pod(fleet, api, tmp_path):
+    assert fleet.up([one()], trains=False).is_good
+    ledger = Ledger(fleet.ledger_path)
+    asked = asyncio.run(overview(ledger, Access(state_dir=tmp_path, environment={})))
+    (shown,) = asked.pods
+    assert shown.may_cost and "LAMBDALABS_API_KEY is not set" in asked.silent["lambda"]
+    failures = asyncio.run(
+        day_two.down(
+            ledger, Access(state_dir=tmp_path, environment={}), (), lambda name, text: None, fleet.patience
+        )
+    )
+    assert "LAMBDALABS_API_KEY is not set" in str(failures["pod-0"]) and len(ledger.rows()) == 1
+    ledger.close()
 
 
 @pytest.mark.pods

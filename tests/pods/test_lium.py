@@ -15,14 +15,15 @@ from provisioning.errors import ProvisioningError, UserError
 from provisioning.keys import public_key
 from provisioning.ledger import Ledger
 from provisioning.pod_paths import PODS
+from provisioning.pod_status import overview
 from provisioning.pods import PodSpec
 from provisioning.providers.lium import LiumProvider
 from provisioning.providers.registry import Access
-from provisioning.renting import Patience
+from provisioning.settling import Patience
 from tests.support.fleets import TestFleet
 from tests.support.http_api import Fault
 from tests.support.lium_api import LiumApi, executor
-from tests.support.ssh_machines import needs_rsync, ssh_host
+from tests.support.ssh_machines import free_ports, needs_rsync, ssh_host
 
 pytest.importorskip("lium", reason="the package lium.io is not installed")
 pytestmark = pytest.mark.skipif(bool(needs_rsync()), reason=needs_rsync())
@@ -175,6 +176,21 @@ def test_where_capacity_is_missing_the_next_offer_is_taken_and_the_reason_shown(
     assert pod["price"] == 1.5
 
 
+def test_a_price_that_rose_after_it_was_agreed_to_is_not_paid_and_one_within_the_limit_is_said(fleet, api):
+    api.dearer = 1.3
+    outcome = fleet.up([one()], trains=False)
+    assert "for 1.56 $/h in place of 1.20" in str(outcome.failures["pod-0"])
+    assert (api.rented, fleet.states) == ({}, {})
+    assert fleet.up([one(max_price=2.0)], trains=False).is_good
+    assert any("costs 1.56 $/h now, and not 1.20 as was offered" in text for text in fleet.said)
+    ledger = Ledger(fleet.ledger_path)
+    assert (ledger.rows()[0].offer.price_per_hour, total(fleet)[1]) == (
+        pytest.approx(1.56),
+        pytest.approx(2 * 1.56),
+    )
+    ledger.close()
+
+
 @pytest.mark.pods
 def test_a_next_offer_that_costs_far_more_than_was_agreed_is_not_taken(fleet, api):
     api.executors.append(executor(A100, 1, 9.0))
@@ -206,6 +222,31 @@ def test_a_pod_that_vanished_is_rented_anew_and_the_others_stay(fleet, api):
     assert total(fleet)[0] == 3
 
 
+def test_lists_that_lack_a_pod_neither_lose_it_nor_rent_a_second_one(fleet, api):
+    """The whole day of a pod whose provider lists nothing: looked for, kept, and deleted by its id."""
+    assert fleet.up([one()], trains=False).is_good
+    api.num_empty_lists = 1000
+    fleet.settle()
+    assert fleet.up([one()], trains=False).is_good, fleet.said
+    assert (fleet.states, api.num_rented, len(api.rented)) == ({"pod-0": "synced"}, 1, 1)
+    assert total(fleet) == (1, pytest.approx(1.2), False)
+    assert fleet.down().is_good
+    assert (api.rented, fleet.states, api.count("DELETE /pods/")) == ({}, {}, 1)
+
+
+def test_a_pod_of_which_nothing_is_known_stays_in_the_ledger_and_nothing_is_rented(fleet, api, monkeypatch):
+    monkeypatch.setattr("provisioning.backoff.MAX_DELAY_S", 0.0)
+    assert fleet.up([one()], trains=False).is_good
+    api.num_empty_lists = 1000
+    api.faults.append(Fault("GET /pods/", 400, times=1000))
+    with pytest.raises(
+        ProvisioningError, match=r"pod-0: it is not known whether it is still there, so it may cost"
+    ):
+        fleet.up([one()], trains=False)
+    assert "IS NOT KNOWN TO BE GONE AND MAY COST MONEY" in str(fleet.down().failures["pod-0"])
+    assert (fleet.states, api.num_rented) == ({"pod-0": "deleting"}, 1)
+
+
 @pytest.mark.pods
 def test_it_ends_by_itself_at_the_time_that_was_asked_for(fleet, api):
     began = time.time()
@@ -229,12 +270,42 @@ def test_an_end_that_the_provider_does_not_confirm_is_said(fleet, api):
     assert any("does not confirm when it ends" in text for text in fleet.said)
 
 
+def test_an_end_that_is_confirmed_late_is_no_alarm(fleet, api):
+    api.end_shown_after_s = 0.5
+    assert fleet.up([one(ttl_hours=1.5)], trains=False).is_good
+    assert not any("does not confirm" in text for text in fleet.said)
+
+
+def test_a_pod_that_has_died_is_not_called_new(fleet, api, tmp_path):
+    assert fleet.up([one()], trains=False).is_good
+    (pod,) = api.rented.values()
+    pod["status"] = "FAILED"
+    ledger = Ledger(fleet.ledger_path)
+    access = Access(state_dir=tmp_path, environment=api.environment)
+    (shown,) = asyncio.run(overview(ledger, access)).pods
+    assert shown.peer == "unknown: pod-0 has died: Lium says that it is FAILED"
+    ledger.close()
+
+
+def test_a_provider_that_cannot_be_reached_is_said_in_plain_words(tmp_path, monkeypatch):
+    monkeypatch.setattr("provisioning.backoff.MAX_DELAY_S", 0.0)
+    line = public_key(tmp_path / "ssh/id_ed25519")
+    environment = {"LIUM_API_KEY": "k", "LIUM_BASE_URL": f"http://127.0.0.1:{free_ports(1)[0]}/api"}
+    away = TestFleet(
+        tmp_path, lambda: LiumProvider(environment, tmp_path / "ssh/id_ed25519"), public_key=line
+    )
+    said = r"^Lium: http://127\.0\.0\.1:\d+/api/\S+ cannot be reached: no connection$"
+    with pytest.raises(ProvisioningError, match=said):
+        away.settle()
+    assert any("asking again" in text for text in away.said)
+
+
 def test_a_pod_that_cannot_be_given_back_is_shouted_of_and_stays_in_the_ledger(fleet, api):
     assert fleet.up([one()], trains=False).is_good
     api.faults.append(Fault("DELETE /pods/", 400, times=1000))
     outcome = fleet.down()
-    assert "IS STILL THERE AND MAY COST MONEY" in str(outcome.failures["pod-0"])
-    assert any("could not be given back yet" in text for text in fleet.said)
+    assert "IS NOT KNOWN TO BE GONE AND MAY COST MONEY" in str(outcome.failures["pod-0"])
+    assert any("not given back yet" in text for text in fleet.said)
     assert fleet.states == {"pod-0": "deleting"} and len(api.rented) == 1
     api.faults.clear()
     assert fleet.down().is_good
@@ -292,7 +363,7 @@ def test_without_money_pods_are_given_back_all_the_same_and_an_extension_that_fa
     assert extended() == {}
     assert ledger.rows()[0].ends_at == before.ends_at + 2 * 3600
 
-    ledger.advance("pod-0", before.state, ends_at=time.time() - 1)
+    ledger.advance(before, before.state, ends_at=time.time() - 1)
     failures = asyncio.run(day_two.reconcile(ledger, access, (), lambda name, text: None, fleet.patience))
     assert (failures, ledger.rows(), api.rented) == ({}, [], {})
     ledger.close()

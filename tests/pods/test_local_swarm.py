@@ -1,4 +1,4 @@
-"""The README's pods, as typed: from nothing to three unlike peers that train together, and back to nothing."""
+"""The README's pods, as typed, and three unlike peers that train together: from nothing, and back to nothing."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from diloco.devices import num_cores
 from diloco.metrics_file import Tail
 from provisioning.pod_paths import PODS
 from tests.support.commands import Command, check_gone, model_directory
@@ -35,9 +36,24 @@ def run(tmp_path: Path) -> Iterator[object]:
         command.close()
 
 
+def test_without_a_flag_three_pods_train_what_this_machine_trains_well(run, tmp_path):
+    up = run(argv_of(PROVISION))
+    assert up.code == 0, up.stderr
+    chosen = f"; chosen for {num_cores()} core"
+    assert up.stderr.count(" trains ") == up.stderr.count(chosen) == 1
+    assert (
+        len(re.findall(r"epoch 1 averaged by 3 peers, loss \d\.\d+, \d+ s after the start", up.stderr)) == 3
+    )
+    logs = [path.read_text() for path in (tmp_path / "here/state").rglob("jobs/peer/log")]
+    assert all("shared by 3 peers (--path-model names another model)" in log for log in logs)
+    down = run(argv_of(DOWN))
+    assert down.code == 0, down.stderr
+    check_gone(up)
+
+
 def test_three_unlike_peers_train_together_and_leave_nothing(run, tmp_path):
     flags = tiny_training(model_directory(tmp_path / "model"))
-    provision = argv_of(PROVISION.partition(" -- ")[0], "--", *flags)
+    provision = argv_of(PROVISION, "--gpu-type", "cpu-1,cpu-2,cpu-4", "--", *flags)
     up = run(provision)
     assert up.code == 0, up.stderr
     assert up.stdout.splitlines()[-3:] == ["pod-0: running", "pod-1: running", "pod-2: running"]

@@ -7,14 +7,21 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from provisioning import day_two
 from provisioning.errors import HostKeyChanged, MachineError, UserError
+from provisioning.ledger import Ledger
+from provisioning.pod_logs import collect
 from provisioning.pod_paths import PODS
+from provisioning.pod_status import overview
 from provisioning.pods import PodSpec
+from provisioning.providers.registry import Access
 from provisioning.providers.ssh import SshProvider
+from provisioning.settling import Patience
 from provisioning.setup import Setup, set_up
 from provisioning.ssh_machine import Address, SshMachine
 from tests.support.fleets import TestFleet
@@ -111,6 +118,39 @@ def test_a_host_key_that_nobody_pinned_is_shown_and_not_trusted(tmp_path, hosts,
     fleet = TestFleet(tmp_path, lambda: SshProvider(path))
     assert fleet.up(SPECS, trains=False).is_good
     assert fleet.down().is_good
+
+
+def test_a_machine_that_does_not_answer_hides_no_other(fleet, hosts, key, tmp_path):
+    """And what is on it is not called given back, also when it is no longer in the inventory."""
+    assert fleet.up(SPECS, trains=False).is_good, fleet.said
+    pods = [next((host.home / PODS).iterdir()) for host in hosts]
+    dead = replace(hosts[1], port=free_ports(1)[0])
+    path = inventory(tmp_path / "machines.toml", [hosts[0], dead], key)
+    ledger, access = Ledger(fleet.ledger_path), Access(state_dir=tmp_path, environment={}, inventory=path)
+    patience = Patience(poll_s=0.1, destroy_s=0.5)
+    quiet = lambda name, text: None  # noqa: E731
+
+    seen = asyncio.run(overview(ledger, access))
+    by_name = {one.row.name: one for one in seen.pods}
+    assert (by_name["pod-0"].is_there, by_name["pod-1"].is_there) == (True, None)
+    assert "cannot be reached" in by_name["pod-1"].peer and list(seen.silent) == ["machine1"]
+    failures = asyncio.run(day_two.reconcile(ledger, access, (), quiet, patience))
+    assert sorted(failures) == ["machine1", "pod-1"]
+    assert list(asyncio.run(collect(ledger, access, (), tmp_path / "logs"))) == ["pod-1"]
+    failures = asyncio.run(day_two.down(ledger, access, (), quiet, patience))
+    assert list(failures) == ["pod-1"] and "MAY COST MONEY: machine1 does not answer" in str(
+        failures["pod-1"]
+    )
+    assert not pods[0].exists() and pods[1].exists()
+
+    inventory(path, hosts[:1], key)
+    (shown,) = asyncio.run(overview(ledger, access)).pods
+    assert (shown.row.name, shown.may_cost) == ("pod-1", True)
+    failures = asyncio.run(day_two.down(ledger, access, (), quiet, Patience()))
+    assert "ssh knows no machine machine1 any more" in str(failures["pod-1"])
+    day_two.forget(ledger, ledger.rows())
+    assert ledger.rows() == [] and pods[1].exists()
+    ledger.close()
 
 
 def test_a_key_that_others_can_read_is_not_used(fleet, key):

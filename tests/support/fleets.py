@@ -12,7 +12,8 @@ from provisioning.fleet import Fleet, Outcome
 from provisioning.ledger import Ledger
 from provisioning.pods import PodSpec
 from provisioning.providers.protocol import Provider
-from provisioning.renting import Patience, Renter
+from provisioning.renting import Renter
+from provisioning.settling import Patience
 from provisioning.setup import Setup
 from provisioning.swarm import SwarmOptions
 from tests.support.pods_driver import STAND_IN, source_of
@@ -55,8 +56,7 @@ class TestFleet:
 
     def settle(self) -> None:
         async def work(fleet: Fleet) -> Outcome:
-            await fleet.renter.settle()
-            return Outcome()
+            return Outcome(await fleet.renter.settle())
 
         self.run(work)
 
@@ -83,9 +83,14 @@ class TestFleet:
         return asyncio.run(main())
 
     @property
-    def states(self) -> dict[str, str]:
+    def rows(self) -> list[tuple[str, str]]:
+        """Names and states; a pod that is being given back may have a successor of the same name."""
         ledger = Ledger(self.ledger_path)
         try:
-            return {row.name: str(row.state) for row in ledger.rows()}
+            return [(row.name, str(row.state)) for row in ledger.rows()]
         finally:
             ledger.close()
+
+    @property
+    def states(self) -> dict[str, str]:
+        return dict(self.rows)

@@ -45,6 +45,8 @@ class LambdaApi(HttpApi):
         self.refuses_launch_of: set[str] = set()
         """Instance types that are listed, and then not to be had."""
         self.num_launched = 0
+        self.late_s = 0.0
+        """How long nobody is told of a new instance."""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -53,6 +55,7 @@ class LambdaApi(HttpApi):
     def answer(self, request: Request) -> Any:
         if request.headers.get("Authorization") != f"Bearer {KEY}":
             raise Refusal(401, "global/invalid-api-key", "API key was invalid, expired, or deleted.")
+        self._forget_terminated()
         match request.method, request.path:
             case "GET", "/instance-types":
                 data: Any = {
@@ -60,8 +63,12 @@ class LambdaApi(HttpApi):
                     for name, kind in TYPES.items()
                 }
             case "GET", "/instances":
-                self._forget_terminated()
-                data = [self._shown(one) for one in self.instances.values()]
+                now = time.time()
+                data = [
+                    self._shown(one) for one in self.instances.values() if now - one["_began"] >= self.late_s
+                ]
+            case "GET", path if path.removeprefix("/instances/") in self.instances:
+                data = self._shown(self.instances[path.removeprefix("/instances/")])
             case "GET", "/ssh-keys":
                 data = self.keys
             case "POST", "/ssh-keys":

@@ -78,6 +78,11 @@ class LiumApi(HttpApi):
         self.never_ready: set[str] = set()
         """Executors whose pods never come up."""
         self.num_rented = 0
+        self.dearer = 1.0
+        """How much more a pod costs than its node was offered for."""
+        self.end_shown_after_s = 0.0
+        self.num_empty_lists = 0
+        """How many of the next lists of pods lack them all."""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -116,14 +121,20 @@ class LiumApi(HttpApi):
                 return {"id": str(uuid.uuid4()), "created_at": now_text(), **request.body}
             case "POST", ["executors", executor_id, "rent"]:
                 return self._rent(executor_id, request)
+            case "GET", ["pods"] if self.num_empty_lists > 0:
+                self.num_empty_lists -= 1
+                return []
             case "GET", ["pods"]:
                 return [self._shown(pod) for pod in self.rented.values()]
+            case "GET", ["pods", pod_id] if pod_id in self.rented:
+                return self._shown(self.rented[pod_id])
             case "DELETE", ["pods", pod_id] if pod_id in self.rented:
                 self._release(pod_id)
                 return {"success": True}
             case "POST", ["pods", pod_id, "schedule-removal"] if pod_id in self.rented:
                 if not self.ignores_end:
-                    self.rented[pod_id]["removal_scheduled_at"] = request.body["removal_scheduled_at"]
+                    self.rented[pod_id]["_end"] = request.body["removal_scheduled_at"]
+                    self.rented[pod_id]["_end_set_at"] = time.time()
                 return {"success": True}
         raise Refusal(404, "NOT_FOUND", request.path)
 
@@ -155,7 +166,7 @@ class LiumApi(HttpApi):
             "updated_at": now_text(),
             "executor": node,
             "template": _TEMPLATE,
-            "price": node["price_per_gpu"] * count,
+            "price": node["price_per_gpu"] * count * self.dearer,
             "gpu_count": str(count),
             "removal_scheduled_at": ends.isoformat() if ends else None,
             "api_key_id": "k1",
@@ -173,9 +184,11 @@ class LiumApi(HttpApi):
     def _shown(self, pod: dict[str, Any]) -> dict[str, Any]:
         is_up = time.time() - pod["_began"] > self.boot_s and pod["executor"]["id"] not in self.never_ready
         host: SshHost = pod["_host"]
+        if "_end" in pod and time.time() - pod["_end_set_at"] >= self.end_shown_after_s:
+            pod["removal_scheduled_at"] = pod["_end"]
         shown = {name: value for name, value in pod.items() if not name.startswith("_")}
         return {
             **shown,
-            "status": "RUNNING" if is_up else "PENDING",
+            "status": pod.get("status") or ("RUNNING" if is_up else "PENDING"),
             "ssh_connect_cmd": f"ssh {host.user}@127.0.0.1 -p {host.port}" if is_up else None,
         }

@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.support.commands import DILOCO, training_flags
 
-PROVISION = "diloco provision --pods 3 -- --path-model demo --seq-length 256 --total-batch-size 16 --hv.local-steps 20"
+PROVISION = "diloco provision --pods 3"
 STATUS, LOGS, DOWN = "diloco pods status", "diloco pods logs", "diloco pods down"
 _LONG = {"hv.local-steps": 5, "max-steps": 1_000_000, "per-device-train-batch-size": None}
 ALL = frozenset({PROVISION, STATUS, LOGS, DOWN})

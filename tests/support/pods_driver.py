@@ -21,7 +21,8 @@ from provisioning.fleet import Fleet
 from provisioning.ledger import Ledger
 from provisioning.pods import PodSpec
 from provisioning.providers.local import LocalProvider
-from provisioning.renting import Patience, Renter
+from provisioning.renting import Renter
+from provisioning.settling import Patience
 from provisioning.setup import Setup
 from provisioning.swarm import SwarmOptions
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.devices import hardware_in_words, num_cores
+from diloco.devices import hardware_in_words, num_cores, this_machine
 
 ON_CPU = f"CPU, {num_cores()} cores"
 
@@ -16,6 +16,8 @@ def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program.write_text(
         "#!/bin/sh\n"
         'case "$*" in\n'
+        '  *memory.total*) printf "81559 MiB\\n81559 MiB\\n23034 MiB\\n";;\n'
+        '  *query-gpu=index*) printf "0\\n1\\n2\\n";;\n'
         '  *"-i 0"*) echo "NVIDIA H100";;\n'
         '  *"-i 7"*) echo "No devices were found"; exit 6;;\n'
         '  *query-gpu=name*) printf "NVIDIA H100\\nNVIDIA H100\\nNVIDIA L4\\n";;\n'
@@ -39,3 +41,16 @@ def test_gpus_that_are_not_used_or_cannot_be_asked_are_not_told(nvidia_smi):
 def test_a_machine_without_gpus_says_so(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     assert hardware_in_words({}, "auto") == ON_CPU
+
+
+def test_peers_on_gpus_share_the_memory_of_the_smallest(nvidia_smi):
+    machine = this_machine({}, "auto", num_peers=6)
+    assert (machine.num_gpus, machine.gpu_bytes) == (3, 23034 << 20)
+    assert machine.gpu_bytes_each == 23034 << 19
+    assert machine.in_words() == "3 GPUs of 22 GiB, shared by 6 peers"
+
+
+def test_peers_on_processors_share_cores_and_memory(nvidia_smi):
+    machine = this_machine({}, "cpu", num_peers=2)
+    assert (machine.num_gpus, machine.gpu_bytes) == (0, 0)
+    assert machine.cores_each == max(num_cores() // 2, 1)

@@ -9,6 +9,7 @@ import pytest
 
 from diloco.config import TrainConfig
 from diloco.errors import UserError
+from diloco.machine_recipes import Choice
 from diloco.verbs.peer import Workplace, program_of, unread_by_a_program
 
 
@@ -30,7 +31,7 @@ def test_flags_that_a_program_is_not_told_are_named():
 
 
 def test_a_program_runs_by_the_python_of_its_peer_and_finds_its_daemon(tmp_path):
-    workplace = Workplace(TrainConfig(), frozenset(), tmp_path, 1, ("python", "loop.py"))
+    workplace = Workplace(Choice(config=TrainConfig()), frozenset(), tmp_path, 1, ("python", "loop.py"))
     command = workplace.command({}, 3, tmp_path / "link.sock")
     assert command.argv == ("python", "loop.py")
     assert command.env["DILOCO_LINK"] == str(tmp_path / "link.sock")
@@ -38,14 +39,14 @@ def test_a_program_runs_by_the_python_of_its_peer_and_finds_its_daemon(tmp_path)
 
 
 def test_without_one_the_trainer_reads_what_the_swarm_agreed_on(tmp_path):
-    workplace = Workplace(TrainConfig(), frozenset(), tmp_path, 1)
+    workplace = Workplace(Choice(config=TrainConfig()), frozenset(), tmp_path, 1)
     command = workplace.command({"seq_length": 77}, 3, tmp_path / "link.sock")
     assert command.argv[1:] == ("-m", "diloco.train_fsdp", "--config", str(tmp_path / "config.toml"))
     assert "seq_length = 77" in (tmp_path / "config.toml").read_text()
 
 
 def test_a_peer_that_joins_a_run_of_reinforcement_starts_that_trainer(tmp_path):
-    workplace = Workplace(TrainConfig(), frozenset(), tmp_path, 1)
+    workplace = Workplace(Choice(config=TrainConfig()), frozenset(), tmp_path, 1)
     command = workplace.command({"mode": "grpo", "grpo.dataset": "gsm8k"}, 3, tmp_path / "link.sock")
     assert command.argv[1:] == ("-m", "diloco.train_grpo", "--config", str(tmp_path / "config.toml"))
     assert 'dataset = "gsm8k"' in (tmp_path / "config.toml").read_text()

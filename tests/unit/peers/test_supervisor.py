@@ -8,9 +8,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-from peers.supervisor import RestartPolicy, Supervisor, WorkerCommand, restart_delay_s
+from peers.restarts import RestartPolicy, WorkerEnd
+from peers.supervisor import Supervisor, WorkerCommand
 
 
 def command(tmp_path: Path, script: str, num_ranks: int = 1) -> WorkerCommand:
@@ -21,6 +23,10 @@ def command(tmp_path: Path, script: str, num_ranks: int = 1) -> WorkerCommand:
         log_path=tmp_path / "logs" / "worker.log",
         num_ranks=num_ranks,
     )
+
+
+def recorder(exits: list[tuple[int, bool]]) -> Callable[[WorkerEnd], None]:
+    return lambda end: exits.append((end.code, end.restarts))
 
 
 def is_alive(pid: int) -> bool:
@@ -44,7 +50,7 @@ async def until(condition, timeout_s: float = 10.0) -> None:
 
 def test_a_worker_that_finishes_ends_the_run_with_0_and_its_output_is_in_the_log(tmp_path):
     async def scenario() -> int:
-        return await Supervisor(command(tmp_path, "print('hello')")).run()
+        return (await Supervisor(command(tmp_path, "print('hello')")).run()).code
 
     assert asyncio.run(scenario()) == 0
     assert (tmp_path / "logs" / "worker.log").read_text() == "hello\n"
@@ -54,9 +60,8 @@ def test_a_users_mistake_is_not_tried_again(tmp_path):
     exits: list[tuple[int, bool]] = []
 
     async def scenario() -> int:
-        return await Supervisor(
-            command(tmp_path, "raise SystemExit(2)"), lambda *end: exits.append(end)
-        ).run()
+        script = "raise SystemExit(2)"
+        return (await Supervisor(command(tmp_path, script), recorder(exits)).run()).code
 
     assert asyncio.run(scenario()) == 2
     assert exits == [(2, False)]
@@ -70,7 +75,7 @@ def test_a_worker_that_died_once_is_started_again(tmp_path):
     exits: list[tuple[int, bool]] = []
 
     async def scenario() -> int:
-        return await Supervisor(command(tmp_path, script), lambda *end: exits.append(end)).run()
+        return (await Supervisor(command(tmp_path, script), recorder(exits)).run()).code
 
     assert asyncio.run(scenario()) == 0
     assert exits == [(7, True), (0, False)]
@@ -82,7 +87,7 @@ def test_it_gives_up_after_deaths_in_a_row_and_returns_the_last_code(tmp_path):
     async def scenario() -> int:
         policy = RestartPolicy(max_deaths=2)
         script = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
-        return await Supervisor(command(tmp_path, script), lambda *end: exits.append(end), policy).run()
+        return (await Supervisor(command(tmp_path, script), recorder(exits), policy).run()).code
 
     assert asyncio.run(scenario()) == 128 + signal.SIGKILL
     assert exits == [(137, True), (137, False)]
@@ -94,23 +99,44 @@ def test_progress_makes_earlier_deaths_not_count(tmp_path):
     async def scenario() -> int:
         supervisor: Supervisor
 
-        def on_exit(code: int, restarts: bool) -> None:
-            exits.append(code)
+        def on_exit(end: WorkerEnd) -> None:
+            exits.append(end.code)
             if len(exits) == 1:
                 supervisor.notify_progress()
 
         supervisor = Supervisor(
             command(tmp_path, "raise SystemExit(3)"), on_exit, RestartPolicy(max_deaths=2)
         )
-        return await supervisor.run()
+        return (await supervisor.run()).code
 
     assert asyncio.run(scenario()) == 3
     # The first death is decided before the callback; two more follow the progress.
     assert exits == [3, 3, 3]
 
 
-def test_delays_grow_up_to_a_bound():
-    assert [restart_delay_s(deaths) for deaths in (1, 2, 3, 20)] == [0.5, 1.0, 2.0, 10.0]
+def test_it_gives_up_on_the_third_end_for_the_same_reason_of_this_life(tmp_path):
+    """However far the worker says that it has come; another reason in between begins the count anew."""
+    script = (
+        "import pathlib, sys\nlives = pathlib.Path('lives')\n"
+        "life = len(lives.read_text()) if lives.exists() else 0\nlives.write_text('x' * (life + 1))\n"
+        "sys.exit('too hot' if life != 1 else 'too cold')"
+    )
+    ends: list[WorkerEnd] = []
+
+    async def scenario() -> WorkerEnd:
+        supervisor: Supervisor
+
+        def on_exit(end: WorkerEnd) -> None:
+            ends.append(end)
+            supervisor.notify_progress()
+
+        supervisor = Supervisor(command(tmp_path, script), on_exit)
+        return await supervisor.run()
+
+    last = asyncio.run(scenario())
+    assert [end.reason for end in ends] == ["too hot", "too cold", "too hot", "too hot", "too hot"]
+    assert [end.restarts for end in ends] == [True, True, True, True, False]
+    assert last == ends[-1] and (last.code, last.num_same) == (1, 3)
 
 
 def test_stop_kills_a_worker_that_ignores_sigterm_and_its_children(tmp_path):
@@ -127,7 +153,7 @@ def test_stop_kills_a_worker_that_ignores_sigterm_and_its_children(tmp_path):
         run = asyncio.create_task(supervisor.run())
         await until((tmp_path / "child").exists)
         await supervisor.stop()
-        return await run, int((tmp_path / "child").read_text())
+        return (await run).code, int((tmp_path / "child").read_text())
 
     code, child = asyncio.run(scenario())
     assert code == 128 + signal.SIGKILL
@@ -155,7 +181,7 @@ def test_ranks_get_torchruns_environment_and_a_failure_of_one_ends_all(tmp_path)
     )
 
     async def scenario() -> int:
-        return await Supervisor(command(tmp_path, script, num_ranks=2)).run()
+        return (await Supervisor(command(tmp_path, script, num_ranks=2)).run()).code
 
     assert asyncio.run(scenario()) == 2
     assert (tmp_path / "logs" / "worker.log").read_text() == "0 2 127.0.0.1\n"

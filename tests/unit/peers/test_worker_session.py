@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
-from peers.errors import UserError
+from peers.errors import PeersError, UserError
 from peers.handover import Memories, Outcome, Start
 from peers.layout import Layout, ParameterSlot
 from peers.link import WorkerLink, listen
@@ -94,6 +95,33 @@ def test_the_next_life_of_a_worker_does_not_write_into_what_is_still_averaged(tm
             first.close()
             second.close()
         assert host.averaged == [1.0]
+
+    asyncio.run(scenario())
+
+
+class FailingHost(SlowHost):
+    async def average(self, memories: Memories, ready: dict[str, Any]) -> Outcome:
+        raise PeersError("its weights are not finite any more")
+
+
+def test_a_worker_is_told_why_its_work_cannot_be_averaged(tmp_path):
+    def work() -> None:
+        link = connect(tmp_path / "link", 1.0)
+        link.send("ready", fragment=0, tokens=1, step=1, last=False)
+        link.send("collect")
+        try:
+            with pytest.raises(PeersError, match="not finite any more") as failure:
+                link.receive("committed")
+        finally:
+            link.close()
+        assert type(failure.value) is PeersError
+
+    async def scenario() -> None:
+        async with listen(tmp_path / "link") as accept, asyncio.timeout(20):
+            serving = asyncio.create_task(serve_workers(accept, FailingHost()))
+            await asyncio.to_thread(work)
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
 
     asyncio.run(scenario())
 

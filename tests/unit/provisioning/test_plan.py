@@ -67,6 +67,12 @@ def test_what_is_half_given_back_goes_before_it_is_rented_anew():
     assert len(found.create) == len(found.destroy) == 1
 
 
+def test_an_order_in_doubt_stands_in_nobodys_way():
+    in_doubt = replace(row(SPECS[0], State.DELETING), provider_id=None)
+    found = plan(SPECS[:1], [in_doubt], OFFERS)
+    assert (len(found.create), found.destroy) == (1, ())
+
+
 def test_what_was_only_planned_is_chosen_anew():
     found = plan(SPECS[:1], [row(SPECS[0], State.PLANNED)], OFFERS)
     assert (len(found.create), found.keep, found.destroy) == (1, (), ())

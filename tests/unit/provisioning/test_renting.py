@@ -9,8 +9,9 @@ from pathlib import Path
 from provisioning.errors import NoCapacity
 from provisioning.ledger import Ledger
 from provisioning.plan import plan
-from provisioning.pods import Offer, Order, Pod, PodSpec
-from provisioning.renting import Patience, Renter
+from provisioning.pods import Listing, Offer, Order, Pod, PodSpec
+from provisioning.renting import Renter
+from provisioning.settling import Patience
 from provisioning.states import State
 
 
@@ -23,12 +24,15 @@ class ListProvider:
     refuses: bool = False
     name = "list"
     repeatable = False
-    settle_s = 0.05
+    settle_s = doubt_s = 0.05
     keeps_time = False
 
-    async def pods(self) -> list[Pod]:
+    async def pods(self) -> Listing:
         await asyncio.sleep(0.001)
-        return list(self.there)
+        return Listing(pods=list(self.there))
+
+    async def find(self, pod_id: str) -> Pod | None:
+        return next((pod for pod in self.there if pod.id == pod_id), None)
 
     async def create(self, order: Order) -> str:
         self.orders.append(order)
@@ -68,12 +72,12 @@ def test_several_pods_of_which_nobody_knows_whether_they_were_rented_are_given_b
         row = one.ledger.plan(
             PodSpec(name=f"pod-{index}", provider="list"), OFFERS[0], now=one.clock(), ends_at=None
         )
-        one.ledger.advance(row.name, State.CREATING, asked_at=one.clock())
+        row = one.ledger.advance(row, State.CREATING, asked_at=one.clock())
         if index < 2:
             # These two got through; the second is known.
             provider.there.append(Pod(id=f"id-{index}", label=row.label, is_ready=True))
             if index:
-                one.ledger.rented(row.name, f"id-{index}", 1.0)
+                one.ledger.rented(row, f"id-{index}", 1.0)
 
     async def down() -> None:
         await asyncio.gather(*(one.give_back(row) for row in one.rows))
@@ -87,8 +91,8 @@ def test_a_condition_holds_also_for_what_is_ordered_anew_after_a_crash(tmp_path)
     provider = ListProvider(refuses=True)
     one = renter(tmp_path, provider)
     spec = PodSpec(name="pod-0", provider="list", where=lambda offer: offer.city == "Paris")
-    one.ledger.plan(spec, OFFERS[0], now=one.clock(), ends_at=None)
-    one.ledger.advance("pod-0", State.CREATING, asked_at=one.clock())
+    row = one.ledger.plan(spec, OFFERS[0], now=one.clock(), ends_at=None)
+    one.ledger.advance(row, State.CREATING, asked_at=one.clock())
     agreed = plan([spec], one.rows, OFFERS)
     failures = asyncio.run(one.apply(agreed, OFFERS))
     assert "no other offer fits" in str(failures["pod-0"])

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from diloco.simulation.clock import Clock
+from diloco.sim.clock import Clock
 from diloco.simulation.links import Link, fair_rates
 from diloco.simulation.traffic import Activity, Traffic
 

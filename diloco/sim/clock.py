@@ -49,3 +49,8 @@ class Clock:
                 event, timer.event = timer.event, None
                 event()
         return True
+
+    def advance(self, until: float) -> None:
+        """Everything that happens up to this moment, which is now."""
+        self.run(lambda: False, until=until)
+        self.now = max(self.now, until)

@@ -1,0 +1,80 @@
+"""How a state comes from its donors: it takes a while, and needs one that has it and is heard until the end."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from diloco.sim.clock import Clock, Timer
+from diloco.sim.network import Network
+from diloco.sim.values import State
+from peers.protocol.certificates import Body
+
+QUICK_S = (0.05, 0.5)
+"""After which somebody without a donor knows it."""
+
+
+class Donor(Protocol):
+    @property
+    def peer_id(self) -> str: ...
+
+    @property
+    def is_frozen(self) -> bool: ...
+
+    def state_of(self, head: str) -> State | None:
+        """What it hands over as the state of this head."""
+
+
+class Fetcher(Donor, Protocol):
+    def fetched(self, state: State) -> None: ...
+
+    def fetch_failed(self, head: str, reason: str, suspects: frozenset[str]) -> None: ...
+
+
+class Downloads:
+    """A peer has one at a time. `donors`: all live peers, by id; `fetch_s`: least and most that one takes."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        rng: random.Random,
+        network: Network,
+        donors: Mapping[str, Donor],
+        fetch_s: tuple[float, float],
+    ) -> None:
+        self.fetch_s = fetch_s
+        self._clock, self._rng, self._network, self._donors = clock, rng, network, donors
+        self._timers: dict[str, Timer] = {}
+
+    def begin(self, fetcher: Fetcher, wanted: Body, donors: Sequence[str], timeout_s: float) -> None:
+        """Answered by `fetched` or `fetch_failed`, unless it is ended before."""
+        self.end(fetcher.peer_id)
+        asked = [p for p in donors if self._deliver(fetcher, p, wanted) is not None]
+        takes_s = min(timeout_s, self._rng.uniform(*(self.fetch_s if asked else QUICK_S)))
+
+        def end() -> None:
+            del self._timers[fetcher.peer_id]
+            states = [state for p in asked if (state := self._deliver(fetcher, p, wanted)) is not None]
+            if states and takes_s < timeout_s:
+                fetcher.fetched(states[0])
+                return
+            suspects = frozenset(p for p in donors if self._deliver(fetcher, p, wanted) is None)
+            fetcher.fetch_failed(wanted.head, "no donor delivered", suspects)
+
+        self._timers[fetcher.peer_id] = self._clock.after(takes_s, end)
+
+    def end(self, peer_id: str) -> None:
+        """Nothing comes of it any more. Repeating it is safe."""
+        if (timer := self._timers.pop(peer_id, None)) is not None:
+            timer.cancel()
+
+    def _deliver(self, fetcher: Fetcher, peer_id: str, wanted: Body) -> State | None:
+        """The state, if this donor can be heard and what it has matches the digests."""
+        donor = self._donors.get(peer_id)
+        if donor is None or donor.is_frozen or not self._network.is_linked(fetcher.peer_id, peer_id):
+            return None
+        state = donor.state_of(wanted.head)
+        if state is None or (state.anchor, state.momentum) != (wanted.anchor, wanted.momentum):
+            return None
+        return state

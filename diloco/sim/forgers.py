@@ -1,0 +1,179 @@
+"""Members that make plans and certificates which no honest peer would: leaders of wrong groups, and made-up commits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from msgspec.structs import replace
+
+from diloco.sim.liars import Liar
+from diloco.sim.runtime import VirtualPeer
+from diloco.sim.swarm import MakeMachine, VirtualSwarm
+from diloco.sim.values import State, digest
+from peers.core import effects, events
+from peers.core.effects import Broadcast, Effect, Send
+from peers.core.events import Event
+from peers.protocol.certificates import Body, Certificate, Contributor, Member, Plan, Signature, Work
+from peers.protocol.messages import Certificates, Propose, Status, Vote
+
+LONG_CHAIN = 8
+MANY_TOKENS = 1 << 61
+
+Twist = Callable[[str, Plan], Plan]
+"""(liar, plan) -> what it proposes instead."""
+
+
+class RogueLeader(Liar):
+    """Proposes other plans than the rules lead to, reduces them with who takes part, and shows the certificate."""
+
+    def __init__(self, twist: Twist, swarm: VirtualSwarm, peer: VirtualPeer, incarnation: int) -> None:
+        super().__init__(swarm, peer, incarnation)
+        self._twist = twist
+        self._plans: dict[str, Plan] = {}
+        """By the digest of the plan that its Peer has made."""
+        self._signatures: dict[tuple[str, str, str], dict[str, Signature]] = {}
+
+    def say(self, effect: Effect) -> Iterable[Effect]:
+        match effect:
+            case Send(peer_id, Propose(plan)):
+                twisted = self._plans.setdefault(plan.digest, self._twist(self.me, plan))
+                return (Send(peer_id, Propose(plan=twisted)),) if peer_id in twisted.signers else ()
+            case effects.Reduce(plan, timeout_s) if plan.digest in self._plans:
+                return (effects.Reduce(self._plans[plan.digest], timeout_s),)
+        return (effect,)
+
+    def answer(self, event: Event | None) -> Iterable[Effect]:
+        match event:
+            case events.Received(sender, Vote() as vote):
+                return self._count(vote.plan, vote.anchor, vote.momentum, sender, vote.signature)
+            case events.Reduced(plan_digest, anchor, momentum):
+                plan = self._plan_of(plan_digest)
+                if plan is not None:
+                    body = Body(plan=plan, anchor=anchor, momentum=momentum)
+                    return self._count(
+                        plan_digest, anchor, momentum, self.me, self.keys.sign(body.signed_bytes)
+                    )
+        return ()
+
+    def _plan_of(self, plan_digest: str) -> Plan | None:
+        return next((plan for plan in self._plans.values() if plan.digest == plan_digest), None)
+
+    def _count(
+        self, plan_digest: str, anchor: str, momentum: str, signer: str, signature: Signature
+    ) -> Iterable[Effect]:
+        signatures = self._signatures.setdefault((plan_digest, anchor, momentum), {})
+        signatures[signer] = signature
+        plan = self._plan_of(plan_digest)
+        if plan is None or not set(plan.signers) <= signatures.keys():
+            return ()
+        body = Body(plan=plan, anchor=anchor, momentum=momentum)
+        certificate = Certificate(body=body, signatures=tuple(signatures[p] for p in plan.signers))
+        return (Broadcast(Certificates(head=certificate.head, certificates=(certificate,))),)
+
+
+def _pair(me: str, plan: Plan) -> Plan:
+    """A group of two."""
+    other = next((c for c in plan.contributors if c.peer_id != me), None)
+    group = tuple(c for c in plan.contributors if c.peer_id == me or c is other)
+    total = sum(c.work.tokens for c in group) or 1
+    return replace(plan, contributors=tuple(replace(c, weight=c.work.tokens / total) for c in group))
+
+
+def _own_weight(me: str, plan: Plan) -> Plan:
+    """Only its own work counts."""
+    group = tuple(replace(c, weight=1.0 if c.peer_id == me else 0.0) for c in plan.contributors)
+    return replace(plan, contributors=group)
+
+
+def _sybils(me: str, plan: Plan) -> Plan:
+    """The next commit can be signed by peers of its own making."""
+    ranks = {member.world_rank for member in plan.roster}
+    free = [rank for rank in range(64) if rank not in ranks]
+    sybils = tuple(Member(peer_id=f"sybil{rank}", world_rank=rank) for rank in free[:16])
+    return replace(plan, roster=tuple(sorted(plan.roster + sybils, key=lambda member: member.world_rank)))
+
+
+def _alone(me: str, plan: Plan) -> Plan:
+    """Nobody else may sign the next commit."""
+    roster = tuple(member for member in plan.roster if member.peer_id == me)
+    return replace(plan, roster=roster or (Member(peer_id=me, world_rank=99),))
+
+
+class Forger(Liar):
+    """Shows certificates that it alone has signed, announces their head, and hands over a state of it."""
+
+    def __init__(self, length: int, swarm: VirtualSwarm, peer: VirtualPeer, incarnation: int) -> None:
+        super().__init__(swarm, peer, incarnation)
+        self._length = length
+        self._shown: Certificate | None = None
+
+    def say(self, effect: Effect) -> Iterable[Effect]:
+        if isinstance(effect, Broadcast) and isinstance(effect.message, Status) and self._shown is not None:
+            head, epoch = self._shown.head, self._shown.plan.epoch
+            return (Broadcast(replace(effect.message, head=head, epoch=epoch, work=None)),)
+        return (effect,)
+
+    def answer(self, event: Event | None) -> Iterable[Effect]:
+        return ()
+
+    def invent(self) -> Iterable[Effect]:
+        if self.certificate is None or self.rng.random() < 0.5:
+            # For a while it is as honest as the others.
+            self._shown = None
+            return ()
+        chain = self._forge(self._where_to_part())
+        self._shown = chain[-1]
+        return (Broadcast(Certificates(head=self._shown.head, certificates=tuple(chain))),)
+
+    def _where_to_part(self) -> Certificate:
+        """The head, or a commit before it."""
+        certificate = self.certificate
+        assert certificate is not None
+        for _ in range(self.rng.randint(0, 2)):
+            certificate = self.inner.chain.get(certificate.plan.parent) or certificate
+        return certificate
+
+    def _forge(self, ancestor: Certificate) -> Sequence[Certificate]:
+        chain = [ancestor]
+        for _ in range(self._length):
+            body = Body(
+                plan=self._plan_on(chain[-1]),
+                anchor=digest("forged", self.rng.random()),
+                momentum=digest("forged", self.rng.random()),
+            )
+            chain.append(Certificate(body=body, signatures=(self.keys.sign(body.signed_bytes),)))
+            self.peer.made_up[body.head] = State(body.head, body.plan.epoch, body.anchor, body.momentum)
+        return chain[1:]
+
+    def _plan_on(self, parent: Certificate) -> Plan:
+        before = parent.plan
+        rank = next((m.world_rank for m in before.roster if m.peer_id == self.me), 0)
+        alone = (Member(peer_id=self.me, world_rank=rank),)
+        work = Work(tokens=1 << 40, norm=1.0, step=0, based_on=before.epoch)
+        return replace(
+            before,
+            parent=parent.head,
+            epoch=before.epoch + 1,
+            attempt=self.rng.randint(0, 1000),
+            contributors=(Contributor(peer_id=self.me, world_rank=rank, work=work, weight=1.0),),
+            roster=self.rng.choice((alone, before.roster)),
+            tokens=MANY_TOKENS,
+        )
+
+
+def _rogue(twist: Twist) -> MakeMachine:
+    return lambda swarm, peer, incarnation: RogueLeader(twist, swarm, peer, incarnation)
+
+
+def _forger(length: int) -> MakeMachine:
+    return lambda swarm, peer, incarnation: Forger(length, swarm, peer, incarnation)
+
+
+FORGERS: dict[str, MakeMachine] = {
+    "leads groups of two": _rogue(_pair),
+    "gives itself all weight": _rogue(_own_weight),
+    "brings sybils": _rogue(_sybils),
+    "puts everybody off the roster": _rogue(_alone),
+    "forges a commit": _forger(1),
+    "forges a long chain": _forger(LONG_CHAIN),
+}

@@ -1,0 +1,220 @@
+"""What has to hold at every moment, whatever goes wrong; the first violation ends the run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from diloco.sim.clock import Clock
+from diloco.sim.truth import Truth, split_between
+from diloco.sim.values import Pieces, State
+from peers.core.effects import Answer
+from peers.protocol.certificates import Certificate, Plan, Verify
+from peers.protocol.messages import Certificates, Message, Vote
+
+if TYPE_CHECKING:
+    from diloco.sim.runtime import VirtualPeer
+
+LEAST_OUTAGE_S = 2.0
+"""A peer that could not be heard for so long may have been taken for lost."""
+SLACK_S = 3.0
+"""An outage that ended so shortly before still shows: channels are opened anew, statuses come at heartbeats."""
+TELL_S = 1.0
+"""In which a peer has told the others that it has come to a head."""
+GENESIS = ""
+
+
+class InvariantViolated(AssertionError):
+    pass
+
+
+class Invariants:
+    """`liars` may do what they like."""
+
+    def __init__(self, clock: Clock, truth: Truth, verify: Verify, liars: Collection[str]) -> None:
+        self._clock, self._truth, self._verify, self._liars = clock, truth, verify, frozenset(liars)
+        self._signed: dict[tuple[str, str, int], tuple[str, str, str]] = {}
+        self._began_to_reduce: dict[str, float] = {}
+        """By peer id: when its last group was formed."""
+        self._seen: set[tuple[str, str]] = set()
+
+    def violated(self, text: str) -> None:
+        raise InvariantViolated(f"at {self._clock.now:.3f} s: {text}")
+
+    # No honest peer signs twice
+
+    def sends(self, peer: VirtualPeer, message: Message) -> None:
+        if isinstance(message, Vote):
+            digests = (message.plan, message.anchor, message.momentum)
+            self._signs(peer, message.head, message.attempt, digests)
+            if peer.disk.pledges.get(message.head, -1) < message.attempt:
+                self.violated(f"{peer.peer_id} votes without having pledged")
+        elif isinstance(message, Certificates):
+            self._truth.knows(message.certificates)
+            for certificate in message.certificates:
+                if (
+                    peer.peer_id in certificate.plan.signers
+                    and (peer.peer_id, certificate.head) not in self._seen
+                ):
+                    self._seen.add((peer.peer_id, certificate.head))
+                    plan, body = certificate.plan, certificate.body
+                    head = GENESIS if certificate.is_genesis else plan.parent
+                    self._signs(peer, head, plan.attempt, (plan.digest, body.anchor, body.momentum))
+
+    def _signs(self, peer: VirtualPeer, head: str, attempt: int, digests: tuple[str, str, str]) -> None:
+        if self._signed.setdefault((peer.peer_id, head, attempt), digests) != digests:
+            self.violated(f"{peer.peer_id} signs twice at attempt {attempt} on {head[:6]}")
+
+    # Epoch, state and head move together
+
+    def after_event(self, peer: VirtualPeer) -> None:
+        if not peer.is_honest:
+            return
+        machine, state = peer.machine, peer.state
+        told = (machine.head, machine.epoch, machine.certificate.head if machine.certificate else "")
+        held = (state.head, state.epoch, state.head) if state is not None else ("", 0, "")
+        if told != held:
+            self.violated(f"{peer.peer_id} holds {held} and says {told}")
+        if self._truth.contradictions:
+            self.violated(f"two peers have different values of head {self._truth.contradictions[0][:6]}")
+
+    # What is reduced, committed and told to workers
+
+    def begins_to_reduce(self, peer: VirtualPeer, plan: Plan) -> None:
+        if not peer.is_honest:
+            return
+        self._began_to_reduce[peer.peer_id] = self._clock.now
+        head = peer.state.head if peer.state is not None else ""
+        if plan.parent != head:
+            self.violated(f"{peer.peer_id} at {head[:6]} reduces on {plan.parent[:6]}")
+        if peer.in_hand is None:
+            self.violated(f"{peer.peer_id} has nothing to reduce")
+        elif peer.in_hand.base != head:
+            self.violated(f"{peer.peer_id} reduces work based on {peer.in_hand.base[:6]} at {head[:6]}")
+
+    def applies(self, peer: VirtualPeer, certificate: Certificate) -> None:
+        self._truth.knows((certificate,))
+        if not peer.is_honest:
+            return
+        outcome, body, me = peer.outcome, certificate.body, peer.peer_id
+        if outcome is None or outcome.plan != body.plan:
+            self.violated(f"{me} applies {certificate.head[:6]} without its result")
+        elif (outcome.anchor, outcome.momentum) != (body.anchor, body.momentum):
+            self.violated(f"{me} applies {certificate.head[:6]} with other digests")
+        elif peer.state is None or peer.state.head != body.plan.parent:
+            self.violated(f"{me} applies {certificate.head[:6]} to another state")
+        elif outcome.doubled:
+            self.violated(f"{me} commits pieces {sorted(outcome.doubled)} that are in the state twice")
+        self._check_signatures(me, certificate)
+        if not self._has_majority(certificate) and (others := self._who_takes_part(me, certificate)):
+            self.violated(f"{me} commits {certificate.head[:6]} by a minority, though it hears {others}")
+
+    def rebases(self, peer: VirtualPeer) -> None:
+        self._check_work_is_not_in(peer, "rebases")
+
+    def answers(self, peer: VirtualPeer, answer: Answer) -> None:
+        if not peer.is_honest:
+            return
+        state, handed, me = peer.state, peer.in_hand, peer.peer_id
+        if answer.how != "keep" and (state is None or state.epoch != answer.epoch):
+            self.violated(f"{me} answers {answer.how} for epoch {answer.epoch}, and is elsewhere")
+        if answer.how != "begin" and handed is None:
+            self.violated(f"{me} answers {answer.how}, and nobody has handed over anything")
+        if answer.how == "rebase":
+            self._check_work_is_not_in(peer, "answers that it is to be rebased")
+        if answer.how == "contributed" and handed is not None and state is not None:
+            self._check_work_is_in(me, handed.pieces, state)
+
+    def _check_work_is_in(self, me: str, pieces: Pieces, state: State) -> None:
+        if missing := sorted(pieces - state.pieces):
+            self.violated(f"{me} tells its worker that its work is in {state.head[:6]}: {missing} are not")
+
+    def _check_work_is_not_in(self, peer: VirtualPeer, what: str) -> None:
+        if not peer.is_honest or peer.in_hand is None or peer.state is None:
+            return
+        if twice := sorted(peer.in_hand.pieces & peer.state.pieces):
+            self.violated(f"{peer.peer_id} {what}: {twice} are in {peer.state.head[:6]} already")
+
+    # Whose state is adopted
+
+    def adopts(self, peer: VirtualPeer, certificate: Certificate) -> None:
+        self._truth.knows((certificate,))
+        if not peer.is_honest:
+            return
+        me, state = peer.peer_id, peer.fetched_state
+        self._check_signatures(me, certificate)
+        if state is None or state.head != certificate.head:
+            return
+        split = split_between(peer.state, state) if peer.state is not None else None
+        if split is None or split.ancestor is None:
+            self._check_is_known(peer, certificate.head)
+        elif not (split.ours and self._truth.counts_for_more(split)):
+            for theirs in split.theirs:
+                self._check_support(peer, self._truth.certificates[theirs.head])
+
+    def _check_is_known(self, peer: VirtualPeer, head: str) -> None:
+        """A newcomer takes what honest peers have, as long as it hears more of them than liars."""
+        if head in self._truth.held_by_honest:
+            return
+        me, peers = peer.peer_id, peer.world.peers
+        others = [p for p, other in peers.items() if p != me and other.is_honest and other.state is not None]
+        heard = [p for p in others if not self._is_excused(me, p)]
+        if len(heard) > len(self._liars):
+            self.violated(
+                f"{peer.peer_id} adopts {head[:6]}, which no honest peer has held, though it hears {heard}"
+            )
+
+    def _check_support(self, peer: VirtualPeer, certificate: Certificate) -> None:
+        """Signed by a majority of the roster before it, or by no fewer than could object."""
+        me, before = peer.peer_id, certificate.plan.parent
+        if self._has_majority(certificate):
+            return
+        objectors = [
+            p
+            for p in self._reachable(me, certificate)
+            if self._truth.was_on_head(p, before, self._clock.now - LEAST_OUTAGE_S, self._clock.now)
+        ]
+        signers = self._truth.roster_after(before).intersection(certificate.plan.signers)
+        if len(signers) < len(objectors):
+            self.violated(
+                f"{me} adopts {certificate.head[:6]}, signed by {sorted(signers)}, though it hears {objectors}"
+            )
+
+    def _has_majority(self, certificate: Certificate) -> bool:
+        if certificate.is_genesis:
+            return True
+        roster = self._truth.roster_after(certificate.plan.parent)
+        return 2 * len(roster.intersection(certificate.plan.signers)) > len(roster)
+
+    def _who_takes_part(self, me: str, certificate: Certificate) -> list[str]:
+        """Honest members of the roster that have not signed, and that this peer could have waited for.
+
+        Not those who are elsewhere, or have no worker; nor, once everybody has led in vain, those who may be to blame.
+        """
+        plan = certificate.plan
+        if plan.attempt >= len(self._truth.roster_after(plan.parent)):
+            return []
+        formed_at = self._began_to_reduce[me]
+        had_worker_since = self._truth.held_since.get(me, 0.0) - SLACK_S
+        return [
+            p
+            for p in self._reachable(me, certificate)
+            if self._truth.was_on_head(p, plan.parent, formed_at - LEAST_OUTAGE_S, formed_at - TELL_S)
+            and self._truth.idle_until.get(p, -math.inf) < had_worker_since
+        ]
+
+    def _reachable(self, me: str, certificate: Certificate) -> list[str]:
+        """Honest members of the roster that have not signed, and that this peer could hear all the time."""
+        absent = self._truth.roster_after(certificate.plan.parent) - {me, *certificate.plan.signers}
+        return [p for p in sorted(absent - self._liars) if not self._is_excused(me, p)]
+
+    def _is_excused(self, me: str, other: str) -> bool:
+        since = self._truth.held_since.get(me, 0.0) - SLACK_S
+        if self._truth.left_until.get(other, -math.inf) >= since:
+            return True
+        return self._truth.outages.longest_s(me, other, since, self._clock.now) >= LEAST_OUTAGE_S
+
+    def _check_signatures(self, me: str, certificate: Certificate) -> None:
+        if not certificate.is_signed(self._verify):
+            self.violated(f"{me} goes to {certificate.head[:6]}, which not all of its members have signed")

@@ -1,0 +1,41 @@
+"""Signatures of virtual peers: keyed hashes. Only the owner's keys and the ring's `verify` hold its secret."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from dataclasses import dataclass, field
+
+from peers.protocol.certificates import Signature
+
+
+def _mac(secret: bytes, payload: bytes) -> bytes:
+    return hashlib.blake2b(payload, key=secret, digest_size=16).digest()
+
+
+@dataclass(frozen=True)
+class VirtualKeys:
+    """The identity key of one peer (peers.protocol.certificates.Keys)."""
+
+    peer_id: str
+    _secret: bytes = field(repr=False)
+
+    def sign(self, payload: bytes) -> Signature:
+        return Signature(public_key=self.peer_id.encode(), signature=_mac(self._secret, payload))
+
+
+class KeyRing:
+    """All keys of one simulation."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._secrets: dict[str, bytes] = {}
+
+    def keys_of(self, peer_id: str) -> VirtualKeys:
+        """The same at every call: a peer keeps its key when it restarts."""
+        secret = self._secrets.setdefault(peer_id, _mac(b"ring", f"{self._seed} {peer_id}".encode()))
+        return VirtualKeys(peer_id, secret)
+
+    def verify(self, peer_id: str, payload: bytes, signature: Signature) -> bool:
+        secret = self._secrets.get(peer_id)
+        return secret is not None and hmac.compare_digest(_mac(secret, payload), signature.signature)

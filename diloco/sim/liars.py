@@ -1,0 +1,206 @@
+"""Members that lie: a Peer whose words are altered on their way out, or that invents some. Each signs with its own key
+only, and nothing else about it is special: it has a worker, a disk, and links."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from msgspec.structs import replace
+
+from diloco.sim.runtime import VirtualPeer
+from diloco.sim.swarm import MakeMachine, VirtualSwarm
+from diloco.sim.values import digest
+from peers.core import effects, events
+from peers.core.effects import Broadcast, Effect, Send
+from peers.core.events import Event
+from peers.protocol.certificates import Body, Certificate, Plan
+from peers.protocol.limits import MAX_TOKENS
+from peers.protocol.messages import Abort, Certificates, Decline, Message, Propose, Status, Vote
+
+LIE_EVERY_S = 2.0
+
+
+class Liar:
+    """Says and hears what its Peer does; kinds of liars change that."""
+
+    def __init__(self, swarm: VirtualSwarm, peer: VirtualPeer, incarnation: int) -> None:
+        self.rng, self.peer = swarm.world.rng, peer
+        self.keys = swarm.world.ring.keys_of(peer.peer_id)
+        self.inner = swarm.honest_machine(peer, incarnation)
+        self.now = self.lies_at = swarm.now
+
+    @property
+    def me(self) -> str:
+        return self.peer.peer_id
+
+    @property
+    def deadline(self) -> float:
+        return min(self.inner.deadline, self.lies_at)
+
+    @property
+    def head(self) -> str:
+        return self.inner.head
+
+    @property
+    def epoch(self) -> int:
+        return self.inner.epoch
+
+    @property
+    def certificate(self) -> Certificate | None:
+        return self.inner.certificate
+
+    @property
+    def phase(self) -> str:
+        return self.inner.phase
+
+    def handle(self, event: Event | None, now: float) -> list[Effect]:
+        self.now = now
+        said = [said for effect in self.inner.handle(self.hear(event), now) for said in self.say(effect)]
+        said += self.answer(event)
+        if now >= self.lies_at:
+            self.lies_at = now + LIE_EVERY_S
+            said += self.invent()
+        return said
+
+    def hear(self, event: Event | None) -> Event | None:
+        return event
+
+    def say(self, effect: Effect) -> Iterable[Effect]:
+        return (effect,)
+
+    def answer(self, event: Event | None) -> Iterable[Effect]:
+        return ()
+
+    def invent(self) -> Iterable[Effect]:
+        """Every now and then."""
+        return ()
+
+    def others(self) -> list[str]:
+        certificate = self.certificate
+        members = certificate.plan.roster if certificate is not None else ()
+        return [member.peer_id for member in members if member.peer_id != self.me]
+
+
+class OtherDigests(Liar):
+    """Votes for other digests each time."""
+
+    def __init__(self, swarm: VirtualSwarm, peer: VirtualPeer, incarnation: int) -> None:
+        super().__init__(swarm, peer, incarnation)
+        self._plans: dict[str, Plan] = {}
+
+    def say(self, effect: Effect) -> Iterable[Effect]:
+        if isinstance(effect, effects.Reduce):
+            self._plans[effect.plan.digest] = effect.plan
+        if isinstance(effect, Send) and isinstance(effect.message, Vote):
+            vote = effect.message
+            if (plan := self._plans.get(vote.plan)) is not None:
+                body = Body(plan=plan, anchor=digest(self.rng.random()), momentum=vote.momentum)
+                signature = self.keys.sign(body.signed_bytes)
+                return (Send(effect.peer_id, replace(vote, anchor=body.anchor, signature=signature)),)
+        return (effect,)
+
+
+class ClaimsTokens(Liar):
+    """Says that it has trained more than anybody can."""
+
+    def hear(self, event: Event | None) -> Event | None:
+        if isinstance(event, events.WorkReady):
+            return events.WorkReady(replace(event.work, tokens=MAX_TOKENS))
+        return event
+
+
+class SilentLeader(Liar):
+    """Never proposes anything, nor says that an attempt has failed."""
+
+    def say(self, effect: Effect) -> Iterable[Effect]:
+        is_silent = isinstance(effect, Send) and isinstance(effect.message, Propose | Abort)
+        return () if is_silent else (effect,)
+
+
+class AbortingLeader(Liar):
+    """Proposes, and says that it has failed."""
+
+    def say(self, effect: Effect) -> Iterable[Effect]:
+        if isinstance(effect, Send) and isinstance(effect.message, Propose):
+            plan = effect.message.plan
+            lost = (self.rng.choice(self.others()),) if self.others() else ()
+            return effect, Send(
+                effect.peer_id, Abort(head=plan.parent, attempt=plan.attempt, reason="so I say", lost=lost)
+            )
+        return (effect,)
+
+
+class Staller(Liar):
+    """Says that it takes part, and does not reduce."""
+
+    def say(self, effect: Effect) -> Iterable[Effect]:
+        return () if isinstance(effect, effects.Reduce) else (effect,)
+
+
+class Accuser(Liar):
+    """Declines what it is asked to take part in, and blames another each time."""
+
+    def say(self, effect: Effect) -> Iterable[Effect]:
+        return () if isinstance(effect, effects.Reduce) else (effect,)
+
+    def answer(self, event: Event | None) -> Iterable[Effect]:
+        match event:
+            case events.Received(leader, Propose(plan)):
+                others = [p for p in plan.signers if p not in (self.me, leader)] or [leader]
+                return (Send(leader, self._decline(plan, self.rng.choice(others))),)
+        return ()
+
+    def _decline(self, plan: Plan, suspect: str) -> Decline:
+        return Decline(
+            head=plan.parent,
+            attempt=plan.attempt,
+            reason="lost it",
+            suspects=(suspect,),
+            attempt_here=plan.attempt,
+        )
+
+
+class Withholder(Liar):
+    """Tells half of the others nothing of commits."""
+
+    def say(self, effect: Effect) -> Iterable[Effect]:
+        match effect:
+            case Broadcast(Certificates() as message):
+                others = self.others()
+                return [Send(p, message) for p in self.rng.sample(others, k=len(others) // 2)]
+            case Send(_, Certificates(head, _)):
+                return (Send(effect.peer_id, Certificates(head=head, certificates=())),)
+        return (effect,)
+
+
+class Replayer(Liar):
+    """Says again what it has said long ago, and what others have."""
+
+    def __init__(self, swarm: VirtualSwarm, peer: VirtualPeer, incarnation: int) -> None:
+        super().__init__(swarm, peer, incarnation)
+        self._old: list[Message] = []
+
+    def say(self, effect: Effect) -> Iterable[Effect]:
+        if isinstance(effect, Send | Broadcast) and len(self._old) < 1000:
+            self._old.append(effect.message)
+        return (effect,)
+
+    def answer(self, event: Event | None) -> Iterable[Effect]:
+        if isinstance(event, events.Received) and not isinstance(event.message, Status):
+            self._old.append(event.message)
+        return ()
+
+    def invent(self) -> Iterable[Effect]:
+        return [Broadcast(message) for message in self.rng.sample(self._old, k=min(5, len(self._old)))]
+
+
+LIARS: dict[str, MakeMachine] = {
+    "votes for other digests": OtherDigests,
+    "claims tokens": ClaimsTokens,
+    "is silent as a leader": SilentLeader,
+    "aborts what it leads": AbortingLeader,
+    "does not reduce": Staller,
+    "accuses": Accuser,
+    "withholds commits": Withholder,
+    "replays": Replayer,
+}

@@ -1,0 +1,232 @@
+"""How the reduction of an attempt ends, at each member: all have it, none has it, or some have it and others do not.
+
+It runs once all members of the plan have begun and hear each other, and each member has its result at a moment of its
+own. A member that dies or gives up, or a link that is cut, breaks it for those who have not finished, but for those
+who were about to; each of them suspects what it sees. Where nothing is heard (a frozen member, a link cut one way), a
+member gives up after a while. Those who gave up break it for the rest.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from diloco.sim.clock import Clock
+from diloco.sim.network import Network
+from diloco.sim.values import Pieces
+from peers.protocol.certificates import Plan
+
+OPEN_S = 10.0
+"""In which all members have to begin."""
+STALL_S = 5.0
+"""Without a byte from a member."""
+NOTICE_S = (0.0, 0.5)
+"""How long others take to see that a member has given up."""
+LAST_MOMENT_S = 0.05
+"""A member that is so close to its end has all bytes."""
+SPREAD = 0.3
+"""Members end at up to so much more than the time that the reduction takes."""
+LOOK_AGAIN_S = 0.2
+
+Suspects = frozenset[str]
+
+
+class Member(Protocol):
+    """One life of a peer, as a reduction sees it."""
+
+    @property
+    def peer_id(self) -> str: ...
+
+    @property
+    def is_frozen(self) -> bool: ...
+
+    @property
+    def slowness(self) -> float:
+        """How many times as long as usual its part takes."""
+
+    def reduced(self, plan: Plan, parts: dict[str, Pieces]) -> None: ...
+
+    def reduce_failed(self, plan: Plan, reason: str, suspects: Suspects) -> None: ...
+
+
+@dataclass
+class Part:
+    """One member's."""
+
+    member: Member
+    pieces: Pieces
+    gives_up_at: float
+    state: Literal["running", "done", "over"] = "running"
+    ends_at: float = math.inf
+
+
+@dataclass
+class Attempt:
+    plan: Plan
+    parts: dict[str, Part] = field(default_factory=dict)
+    is_flowing: bool = False
+
+    def running(self) -> list[Part]:
+        return [part for part in self.parts.values() if part.state == "running"]
+
+
+class Reductions:
+    """Of all attempts; a member takes part in one at a time. `reduce_s`: least and most that one takes."""
+
+    def __init__(
+        self, clock: Clock, rng: random.Random, network: Network, reduce_s: tuple[float, float]
+    ) -> None:
+        self.reduce_s = reduce_s
+        self._clock, self._rng, self._network = clock, rng, network
+        self._attempts: dict[str, Attempt] = {}
+        self._of_member: dict[str, Attempt] = {}
+
+    def begin(self, member: Member, plan: Plan, pieces: Pieces, timeout_s: float) -> None:
+        """Answered by `reduced` or `reduce_failed` of this member, unless it ends it before."""
+        self.end(member.peer_id, "began another")
+        attempt = self._attempts.setdefault(plan.digest, Attempt(plan))
+        part = Part(member, pieces, self._clock.now + timeout_s)
+        attempt.parts[member.peer_id] = part
+        self._of_member[member.peer_id] = attempt
+        self._after(min(OPEN_S, timeout_s), lambda: self._give_up_opening(attempt, part))
+        self._after(timeout_s, lambda: self._fail(attempt, part, "too slow", self._unheard_by(attempt, part)))
+        if gone := frozenset(
+            p for p in plan.signers if p in attempt.parts and attempt.parts[p].state == "over"
+        ):
+            self._fail_soon(attempt, part, gone)
+        self._try_to_flow(attempt)
+
+    def end(self, peer_id: str, why: str = "cancelled") -> None:
+        """This member takes part no more: it has died, or wants something else."""
+        attempt = self._of_member.pop(peer_id, None)
+        if attempt is not None and (part := attempt.parts[peer_id]).state == "running":
+            part.state = "over"
+            self._break_for_others(attempt, peer_id)
+
+    def links_changed(self) -> None:
+        """Links were cut, or healed."""
+        for attempt in list(self._of_member.values()):
+            if not attempt.is_flowing:
+                self._try_to_flow(attempt)
+                continue
+            for part in attempt.running():
+                if broken := self._unlinked_to(attempt, part):
+                    self._stall(attempt, part, broken)
+
+    def frozen(self, peer_id: str) -> None:
+        """Nothing more comes from this member, until it goes on."""
+        attempt = self._of_member.get(peer_id)
+        if attempt is None or not attempt.is_flowing:
+            return
+        frozen = attempt.parts[peer_id]
+
+        def look() -> None:
+            if frozen.member.is_frozen and frozen.state == "running":
+                for part in attempt.running():
+                    if part is not frozen:
+                        self._fail(attempt, part, "stalled", frozenset({peer_id}))
+
+        self._after(STALL_S, look)
+
+    # How it goes on
+
+    def _try_to_flow(self, attempt: Attempt) -> None:
+        signers = attempt.plan.signers
+        if attempt.is_flowing or any(p not in attempt.parts for p in signers):
+            return
+        if any(attempt.parts[p].state != "running" for p in signers):
+            return
+        if any(self._unlinked_to(attempt, part) for part in attempt.parts.values()):
+            return
+        attempt.is_flowing = True
+        slowest = max(part.member.slowness for part in attempt.parts.values())
+        takes_s = self._rng.uniform(*self.reduce_s) * slowest
+        for part in attempt.parts.values():
+            part.ends_at = self._clock.now + takes_s * self._rng.uniform(1.0, 1.0 + SPREAD)
+            self._finish_at(attempt, part)
+
+    def _finish_at(self, attempt: Attempt, part: Part) -> None:
+        def finish() -> None:
+            if part.state != "running" or math.isinf(part.ends_at):
+                return
+            if any(other.member.is_frozen for other in attempt.running()):
+                part.ends_at = max(part.ends_at, self._clock.now + LOOK_AGAIN_S)
+            if part.ends_at > self._clock.now:
+                self._finish_at(attempt, part)
+                return
+            part.state = "done"
+            self._forget(attempt, part)
+            pieces = {peer_id: other.pieces for peer_id, other in attempt.parts.items()}
+            part.member.reduced(attempt.plan, pieces)
+
+        self._clock.at(part.ends_at, finish)
+
+    def _break_for_others(self, attempt: Attempt, gone: str, told: Suspects = frozenset()) -> None:
+        """Those who have not finished see it soon; whom they suspect is whom they saw go, or whom that one named."""
+        for part in attempt.running():
+            if part.ends_at > self._clock.now + LAST_MOMENT_S:
+                named = told - {part.member.peer_id}
+                self._fail_soon(
+                    attempt, part, named if named and self._rng.random() < 0.5 else frozenset({gone})
+                )
+
+    def _stall(self, attempt: Attempt, part: Part, broken: Suspects) -> None:
+        """A link both ways breaks its streams at once; one way, bytes just do not come."""
+        if part.ends_at <= self._clock.now + LAST_MOMENT_S:
+            return
+        me = part.member.peer_id
+        is_silent = all(self._network.carries(me, p) or self._network.carries(p, me) for p in broken)
+
+        def look() -> None:
+            if self._unlinked_to(attempt, part) & broken:
+                self._fail(attempt, part, "stalled", broken)
+
+        if is_silent:
+            part.ends_at = max(part.ends_at, self._clock.now + STALL_S + LOOK_AGAIN_S)
+            self._after(STALL_S, look)
+        else:
+            self._fail_soon(attempt, part, broken)
+
+    def _give_up_opening(self, attempt: Attempt, part: Part) -> None:
+        if not attempt.is_flowing:
+            self._fail(attempt, part, "not all began in time", self._unheard_by(attempt, part))
+
+    def _fail_soon(self, attempt: Attempt, part: Part, suspects: Suspects) -> None:
+        after_s = self._rng.uniform(*NOTICE_S)
+        # Broken now: what was scheduled as its end does not come before it.
+        part.ends_at = math.inf
+        self._after(after_s, lambda: self._fail(attempt, part, "a stream broke", suspects))
+
+    def _fail(self, attempt: Attempt, part: Part, reason: str, suspects: Suspects) -> None:
+        peer_id = part.member.peer_id
+        if part.state != "running" or attempt.parts.get(peer_id) is not part:
+            return
+        part.state = "over"
+        self._forget(attempt, part)
+        part.member.reduce_failed(attempt.plan, reason, suspects)
+        self._break_for_others(attempt, peer_id, suspects)
+
+    def _forget(self, attempt: Attempt, part: Part) -> None:
+        if self._of_member.get(part.member.peer_id) is attempt:
+            del self._of_member[part.member.peer_id]
+
+    # Who is to blame, as one member sees it
+
+    def _unlinked_to(self, attempt: Attempt, part: Part) -> Suspects:
+        me = part.member.peer_id
+        return frozenset(p for p in attempt.plan.signers if p != me and not self._network.is_linked(me, p))
+
+    def _unheard_by(self, attempt: Attempt, part: Part) -> Suspects:
+        """Who has not begun, or is not linked, or frozen; else somebody whom another cannot reach."""
+        missing = frozenset(p for p in attempt.plan.signers if p not in attempt.parts)
+        frozen = frozenset(p for p, other in attempt.parts.items() if other.member.is_frozen)
+        if own := (missing | frozen | self._unlinked_to(attempt, part)) - {part.member.peer_id}:
+            return own
+        cut = sorted({p for other in attempt.parts.values() for p in self._unlinked_to(attempt, other)})
+        return frozenset({self._rng.choice(cut)}) if cut else frozenset()
+
+    def _after(self, seconds: float, event: Callable[[], None]) -> None:
+        self._clock.after(seconds, event)

@@ -1,0 +1,223 @@
+"""One life of one peer: carries out the effects of its machine, in order, each before the next event is handled."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from diloco.sim import values
+from diloco.sim.effect_runner import carry_out
+from diloco.sim.tracing import describe
+from diloco.sim.values import Outcome, Pieces, State
+from diloco.sim.worker import Handed, VirtualWorker
+from diloco.sim.world import Disk, Machine, World
+from peers.core import events
+from peers.core.effects import Effect
+from peers.core.events import Event
+from peers.core.timing import BEAT_S
+from peers.protocol.certificates import Plan
+from peers.protocol.messages import Message, Status
+
+NUM_KEPT = 3
+"""States that a peer hands over: its own and those before it."""
+LOOK_AGAIN_S = 0.1
+MAX_TICKS = 100
+"""At one moment: a machine that wants more does not let time pass."""
+
+
+class VirtualPeer:
+    """`machine` is given by `start`. `is_honest`: what it does has to keep the invariants."""
+
+    def __init__(
+        self, world: World, peer_id: str, disk: Disk, offered: State, *, is_honest: bool = True
+    ) -> None:
+        self.world, self.disk, self.offered, self.is_honest = world, disk, offered, is_honest
+        self._peer_id = peer_id
+        self.machine: Machine
+        self.is_running = True
+        self.is_frozen = False
+        self.slowness = 1.0
+        self.before: dict[type, Callable[[], object]] = {}
+        """By kind of effect: what happens, once, just before the next such effect is carried out."""
+        self.garbles = False
+        """Its next reduction comes to other bits than everybody else's."""
+        self.saves = False
+        """It writes a checkpoint at every commit."""
+        self.state: State | None = None
+        self.made_up: dict[str, State] = {}
+        """What a liar hands over beside its states."""
+        self.in_hand: Handed | None = None
+        self.worker: VirtualWorker | None = None
+        self.outcome: Outcome | None = None
+        """Of its last reduction."""
+        self.fetched_state: State | None = None
+        self.said: Status | None = None
+        self.kept: deque[State] = deque(maxlen=NUM_KEPT)
+        self._has_offered = False
+        self._inbox: deque[tuple[Event, Handed | None]] = deque()
+        self._effects: deque[Effect] = deque()
+        self._is_busy = self._is_pumping = False
+        self._tick_at = float("inf")
+
+    @property
+    def peer_id(self) -> str:
+        return self._peer_id
+
+    def start(self, machine: Machine) -> None:
+        self.machine = machine
+        self.start_worker()
+        self._pump()
+
+    def kill(self) -> None:
+        """Everything that is not on the disk is gone. Its network ends elsewhere."""
+        self.is_running = False
+        if self.worker is not None:
+            self.worker.crash()
+        self.world.reductions.end(self.peer_id, "died")
+        self.world.downloads.end(self.peer_id)
+
+    def freeze(self) -> None:
+        """Nothing is handled until it thaws; what comes waits."""
+        self.is_frozen = True
+        self.world.reductions.frozen(self.peer_id)
+
+    def thaw(self) -> None:
+        self.is_frozen = False
+        self._pump()
+
+    # The worker
+
+    def start_worker(self) -> None:
+        world = self.world
+        self.worker = VirtualWorker(
+            self,
+            world.clock,
+            world.rng,
+            world.new_piece,
+            steps_per_epoch=world.settings.steps_per_epoch,
+            step_s=world.durations.step_s * self.slowness,
+        )
+        self.worker.start(world.between(world.durations.load_s))
+
+    def crash_worker(self) -> None:
+        if self.worker is not None:
+            self.worker.crash()
+            self._post(events.WorkerGone())
+            self.worker = None
+
+    def told(self, worker: VirtualWorker, event: Event, handed: Handed | None = None) -> None:
+        """By the worker."""
+        if isinstance(event, events.StateOffered):
+            if self._has_offered:
+                return
+            self._has_offered = True
+        self._post(event, handed)
+
+    # Events
+
+    def received(self, sender: str, message: Message) -> None:
+        self._post(events.Received(sender, message))
+
+    def disconnected(self, peer_id: str) -> None:
+        self._post(events.Disconnected(peer_id))
+
+    def reduced(self, plan: Plan, parts: dict[str, Pieces]) -> None:
+        assert self.state is not None
+        outcome = values.reduce_parts(self.state, plan, parts)
+        if self.garbles:
+            self.garbles = False
+            garbled = values.digest("garbled", outcome.anchor)
+            outcome = Outcome(plan, outcome.pieces, outcome.doubled, garbled, outcome.momentum)
+        self.outcome = outcome
+        self._post(events.Reduced(plan.digest, outcome.anchor, outcome.momentum))
+
+    def reduce_failed(self, plan: Plan, reason: str, suspects: frozenset[str]) -> None:
+        self._post(events.ReduceFailed(plan.digest, reason, suspects))
+
+    def fetched(self, state: State) -> None:
+        self.fetched_state = state
+        self._post(events.Fetched(state.head))
+
+    def fetch_failed(self, head: str, reason: str, suspects: frozenset[str]) -> None:
+        self._post(events.FetchFailed(head, reason, suspects))
+
+    def state_of(self, head: str) -> State | None:
+        """What it hands over as the state of this head."""
+        return next((state for state in self.kept if state.head == head), self.made_up.get(head))
+
+    def _post(self, event: Event, handed: Handed | None = None) -> None:
+        if self.is_running:
+            self._inbox.append((event, handed))
+            self._pump()
+
+    def leave(self) -> None:
+        """It is asked to end."""
+        self._post(events.Leave())
+
+    def _pump(self) -> None:
+        if self._is_pumping:
+            return
+        self._is_pumping = True
+        num_ticks = 0
+        while self.is_running and not self.is_frozen and not self._is_busy:
+            if self._effects:
+                carry_out(self, self._effects.popleft())
+                if not self._effects and not self._is_busy and self.is_running:
+                    self.world.invariants.after_event(self)
+            elif self._inbox:
+                event, handed = self._inbox.popleft()
+                self.in_hand = handed or self.in_hand
+                self._handle(event)
+            elif self.machine.deadline <= self.world.clock.now and num_ticks < MAX_TICKS:
+                num_ticks += 1
+                self._handle(None)
+            else:
+                break
+        self._is_pumping = False
+        if num_ticks >= MAX_TICKS:
+            self.world.invariants.violated(f"{self.peer_id} is always due at {self.world.clock.now}")
+        self._set_tick()
+
+    def busy(self, seconds: float, then: Callable[[], None]) -> None:
+        """Nothing else is done until then; its last status is repeated meanwhile."""
+        self._is_busy = True
+        for beat in range(1, int(seconds / BEAT_S) + 1):
+            self.world.clock.after(beat * BEAT_S, self._repeat_status)
+
+        def end() -> None:
+            if not self.is_running:
+                return
+            if self.is_frozen:
+                self.world.clock.after(LOOK_AGAIN_S, end)
+                return
+            self._is_busy = False
+            then()
+            if not self._effects:
+                self.world.invariants.after_event(self)
+            self._pump()
+
+        self.world.clock.after(seconds, end)
+
+    def _repeat_status(self) -> None:
+        if self.is_running and not self.is_frozen and self.said is not None:
+            self.world.network.broadcast(self.peer_id, self.said)
+
+    def _handle(self, event: Event | None) -> None:
+        if self.world.trace.is_on and (text := describe(event)):
+            self.world.trace.add(self.peer_id, f"<- {text}")
+        self._effects.extend(self.machine.handle(event, self.world.clock.now))
+        if not self._effects:
+            self.world.invariants.after_event(self)
+
+    def _set_tick(self) -> None:
+        deadline = self.machine.deadline
+        if deadline >= self._tick_at or not self.is_running or self.is_frozen or self._is_busy:
+            return
+        self._tick_at = deadline
+
+        def tick() -> None:
+            if self._tick_at == deadline:
+                self._tick_at = float("inf")
+                self._pump()
+
+        self.world.clock.at(deadline, tick)

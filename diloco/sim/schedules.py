@@ -1,0 +1,200 @@
+"""One seed, from its beginning to its verdict: a swarm, its faults, its liar, and what must have become of it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from diloco.sim import faults as injected
+from diloco.sim.faults import Fault, draw_faults
+from diloco.sim.forgers import FORGERS
+from diloco.sim.invariants import InvariantViolated
+from diloco.sim.liars import LIARS
+from diloco.sim.network import Quality
+from diloco.sim.swarm import VirtualSwarm, peer_id_of, settings_for
+from diloco.sim.values import State, initial_state
+
+ALL_LIARS = LIARS | FORGERS
+FAULTS_S = 40.0
+LOOK_S = 2.0
+COMMITS = 2
+"""Further ones, that all honest peers have in common."""
+SETTLE_S = 100.0
+"""After the last fault, in which those have to come.
+
+10 s until everybody is back, heard and trusted again, one attempt or download that hangs (30 s), two epochs, in each
+of which a quorum may wait a grace of 30 s for a slow peer.
+"""
+LIAR_S = 100.0
+"""Longer, where a member lies: it leads every fourth or fifth attempt, and three that hang (30 s) leave it out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Everything that the seed decides before the swarm begins."""
+
+    seed: int
+    num_peers: int
+    starts: dict[int, float]
+    """By rank."""
+    faults: tuple[Fault, ...]
+    liar: tuple[int, str] | None
+    """Its rank, and how it lies."""
+    saves: bool
+    """Peers write checkpoints, and offer them when they come back."""
+    offers_differ: bool
+    grace_s: float
+    delay_s: tuple[float, float]
+
+    def __str__(self) -> str:
+        lines = [f"seed {self.seed}: {self.num_peers} peers, grace {self.grace_s:g} s, saves: {self.saves}"]
+        if self.offers_differ:
+            lines.append("  everybody offers another state")
+        if self.liar is not None:
+            lines.append(f"  peer {self.liar[0]} lies: {self.liar[1]}")
+        late = [f"{rank} at {at:.1f} s" for rank, at in self.starts.items() if at > 1]
+        if late:
+            lines.append(f"  late: {', '.join(late)}")
+        return "\n".join(lines + [f"  {fault}" for fault in self.faults])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    schedule: Schedule
+    fault: str
+    """Empty: everything held."""
+    settled_after_s: float = 0.0
+    num_commits: int = 0
+    trace: list[str] = field(default_factory=list)
+
+
+def draw(seed: int) -> Schedule:
+    rng = random.Random(seed)
+    num_peers = rng.choice((2, 3, 3, 4, 5, 5))
+    starts = {
+        rank: rng.uniform(5.0, 20.0) if rng.random() < 0.1 else rng.uniform(0.0, 1.0)
+        for rank in range(num_peers)
+    }
+    has_liar = num_peers >= 4 and rng.random() < 0.4
+    liar = (rng.randrange(num_peers), rng.choice(list(ALL_LIARS))) if has_liar else None
+    is_calm = has_liar and rng.random() < 0.5
+    return Schedule(
+        seed=seed,
+        num_peers=num_peers,
+        starts=starts,
+        faults=() if is_calm else tuple(draw_faults(rng, num_peers, FAULTS_S)),
+        liar=liar,
+        saves=rng.random() < 0.3,
+        offers_differ=rng.random() < 0.1,
+        grace_s=rng.choice((2.0, 5.0, 30.0)),
+        delay_s=rng.choice(((0.001, 0.02), (0.01, 0.2))),
+    )
+
+
+def swarm_of(schedule: Schedule, *, traced: bool = False) -> VirtualSwarm:
+    liar = schedule.liar
+    swarm = VirtualSwarm(
+        schedule.num_peers,
+        schedule.seed,
+        starts=False,
+        settings=settings_for(schedule.num_peers, grace_s=schedule.grace_s),
+        quality=Quality(delay_s=schedule.delay_s),
+        liars={liar[0]: ALL_LIARS[liar[1]]} if liar else None,
+        saves=schedule.saves,
+        traced=traced,
+    )
+    if schedule.offers_differ:
+        swarm.offers = {peer_id_of(rank): initial_state(f"of {rank}") for rank in range(schedule.num_peers)}
+    for rank, at in schedule.starts.items():
+        swarm.at(at, lambda rank=rank: swarm.start(rank))  # type: ignore[misc]
+    injected.inject(swarm, list(schedule.faults))
+    return swarm
+
+
+def run(seed: int, *, traced: bool = False) -> Verdict:
+    schedule = draw(seed)
+    swarm = swarm_of(schedule, traced=traced)
+    fault, settled_s = "", 0.0
+    try:
+        swarm.run(FAULTS_S)
+        while why_unsettled(swarm):
+            if settled_s >= SETTLE_S + (LIAR_S if schedule.liar else 0.0):
+                if has_lying_roster(swarm):
+                    break
+                raise InvariantViolated(f"{settled_s:.0f} s after the last fault {why_unsettled(swarm)}")
+            swarm.run(LOOK_S)
+            settled_s += LOOK_S
+        if lost := lost_pieces(swarm):
+            raise InvariantViolated(lost)
+    except (
+        InvariantViolated,
+        AssertionError,
+        KeyError,
+        ValueError,
+        IndexError,
+        AttributeError,
+        TypeError,
+    ) as error:
+        fault = f"{type(error).__name__}: {error}" if not isinstance(error, InvariantViolated) else str(error)
+    num_commits = max((peer.machine.epoch for peer in swarm.honest), default=0)
+    return Verdict(
+        schedule=schedule, fault=fault, settled_after_s=settled_s, num_commits=num_commits, trace=swarm.trace
+    )
+
+
+def why_unsettled(swarm: VirtualSwarm) -> str:
+    """Empty: all honest peers live, on one chain, and have made further commits on it since the last fault."""
+    if not injected.is_over(swarm):
+        return "faults last"
+    states = [peer.state for peer in swarm.honest]
+    if any(state is None for state in states):
+        return f"{sum(state is None for state in states)} honest peers have no state"
+    by_genesis: dict[str, list[State]] = {}
+    for state in states:
+        if state is not None:
+            by_genesis.setdefault(state.genesis, []).append(state)
+    # Runs that were founded apart, while a partition stood, stay apart: nobody of either may be overruled.
+    return next(filter(None, map(_why_apart, by_genesis.values())), "")
+
+
+def has_lying_roster(swarm: VirtualSwarm) -> bool:
+    """Whether honest members are no majority of a roster that honest peers hold: then no further commit is promised.
+
+    So it is where the liar founded the run alone, or with one other, before most peers had come.
+    """
+    rosters = [
+        swarm.world.truth.roster_after(peer.machine.head) for peer in swarm.honest if peer.machine.head
+    ]
+    return any(2 * len(roster - swarm.liars) <= len(roster) for roster in rosters)
+
+
+def _why_apart(held: list[State]) -> str:
+    least = min(held, key=lambda state: state.epoch)
+    if not all(least.leads_to(state) for state in held):
+        return "honest peers are on different chains"
+    common: State | None = least
+    for _ in range(COMMITS):
+        if common is None or common.made_at <= FAULTS_S:
+            return f"honest peers have not made {COMMITS} further commits in common"
+        common = common.parent
+    return ""
+
+
+def lost_pieces(swarm: VirtualSwarm) -> str:
+    """Pieces that live workers of honest peers have trained, and that are nowhere.
+
+    They may be in a state, also that of a chain that lost, or on their way to one.
+    """
+    everywhere = {piece for state in swarm.world.truth.states.values() for piece in state.pieces}
+    for peer in swarm.honest:
+        worker = peer.worker
+        assert worker is not None
+        if lost := sorted(worker.trained - worker.pending - everywhere):
+            return f"{peer.peer_id} has lost pieces {lost}"
+    return ""
+
+
+def report(seed: int) -> str:
+    """The schedule of this seed, what happened in it, and the verdict."""
+    verdict = run(seed, traced=True)
+    return "\n".join([str(verdict.schedule), *verdict.trace, verdict.fault or "everything held"])

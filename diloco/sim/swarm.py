@@ -1,0 +1,323 @@
+"""A virtual swarm: peers that start, die, freeze and lose each other on a virtual clock, by one seed."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterable, Sequence
+from itertools import permutations
+
+from diloco.sim.clock import Clock
+from diloco.sim.download import Downloads
+from diloco.sim.invariants import Invariants
+from diloco.sim.keys import KeyRing
+from diloco.sim.network import NOTICE_S, Network, Quality
+from diloco.sim.reduction import Reductions
+from diloco.sim.runtime import VirtualPeer
+from diloco.sim.truth import Pair, Truth
+from diloco.sim.values import State, digest, initial_state
+from diloco.sim.world import Disk, Durations, Machine, Trace, World
+from peers.core.peer import Peer
+from peers.core.settings import Settings
+
+MANIFEST = digest("manifest")
+START_NANOSECONDS = 1_700_000_000_000_000_000
+VANISHED_S = (5.0, 30.0)
+"""In which others are told that the machine of a peer is gone."""
+
+MakeMachine = Callable[["VirtualSwarm", VirtualPeer, int], Machine]
+"""(swarm, peer, incarnation)"""
+
+
+def peer_id_of(rank: int) -> str:
+    return f"p{rank}"
+
+
+def settings_for(num_founders: int, **changes: object) -> Settings:
+    """Short epochs, and a grace that does not hide what else is wrong."""
+    known: dict[str, object] = {
+        "manifest": MANIFEST,
+        "steps_per_epoch": 6,
+        "galaxy_size": num_founders,
+        "founders_timeout_s": 15.0,
+        "grace_s": 5.0,
+    }
+    return Settings(**(known | changes))  # type: ignore[arg-type]
+
+
+class VirtualSwarm:
+    """Ranks 0 to num_peers - 1 exist from the beginning; `starts` them at once unless told otherwise.
+
+    `liars`: by rank, what makes its machine. Raises InvariantViolated out of whatever lets time pass.
+    """
+
+    def __init__(
+        self,
+        num_peers: int,
+        seed: int = 0,
+        *,
+        starts: bool = True,
+        settings: Settings | None = None,
+        durations: Durations | None = None,
+        quality: Quality | None = None,
+        liars: dict[int, MakeMachine] | None = None,
+        saves: bool = False,
+        traced: bool = False,
+        encodes: bool = True,
+    ) -> None:
+        self.seed, self.num_peers, self.saves = seed, num_peers, saves
+        self.machines = {peer_id_of(rank): make for rank, make in (liars or {}).items()}
+        """By peer id: what makes the machine of those that are not simply a Peer."""
+        self.liars = frozenset(self.machines)
+        self.disks = {peer_id_of(rank): Disk() for rank in range(num_peers)}
+        self.offers: dict[str, State] = {}
+        """What peers offer where it is not the same for all."""
+        self.slowness: dict[str, float] = {}
+        self.world = self._make_world(
+            settings or settings_for(num_peers),
+            durations or Durations(),
+            quality,
+            traced=traced,
+            encodes=encodes,
+        )
+        self._incarnations = 0
+        self._cuts: dict[Pair, int] = {}
+        """How many causes keep a direction (sender, receiver) cut."""
+        self.world.truth.outages.begin(permutations(self.disks, 2), 0.0)
+        self.world.network.on_channel = self._on_channel
+        if starts:
+            for rank in range(num_peers):
+                self.start(rank)
+
+    def _make_world(
+        self,
+        settings: Settings,
+        durations: Durations,
+        quality: Quality | None,
+        *,
+        traced: bool,
+        encodes: bool,
+    ) -> World:
+        clock, rng, ring, truth = Clock(), random.Random(self.seed), KeyRing(self.seed), Truth()
+        network = Network(clock, rng, quality, encodes=encodes)
+        peers: dict[str, VirtualPeer] = {}
+        return World(
+            clock=clock,
+            rng=rng,
+            settings=settings,
+            durations=durations,
+            ring=ring,
+            network=network,
+            reductions=Reductions(clock, rng, network, durations.reduce_s),
+            downloads=Downloads(clock, rng, network, peers, durations.fetch_s),
+            truth=truth,
+            invariants=Invariants(clock, truth, ring.verify, self.liars),
+            trace=Trace(clock, is_on=traced),
+            peers=peers,
+        )
+
+    # Time
+
+    @property
+    def now(self) -> float:
+        return self.world.clock.now
+
+    def run(self, seconds: float) -> None:
+        self.world.clock.advance(self.now + seconds)
+
+    def run_until(self, is_over: Callable[[], bool], within_s: float) -> bool:
+        """Whether it came to that."""
+        return self.world.clock.run(is_over, until=self.now + within_s)
+
+    def at(self, when: float, event: Callable[[], object]) -> None:
+        self.world.clock.at(when, event)
+
+    # Processes
+
+    def start(self, rank: int) -> None:
+        """A new life of this peer; nothing happens where it lives."""
+        peer_id = peer_id_of(rank)
+        if peer_id in self.world.peers:
+            return
+        self._incarnations += 1
+        disk = self.disks[peer_id]
+        offered = disk.checkpoint or self.offers.get(peer_id) or initial_state("seed")
+        peer = VirtualPeer(self.world, peer_id, disk, offered, is_honest=peer_id not in self.liars)
+        peer.slowness = self.slowness.get(peer_id, 1.0)
+        peer.saves = self.saves
+        self._note(peer_id, "starts")
+        self.world.peers[peer_id] = peer
+        self.world.truth.held_since[peer_id] = self.now
+        for until in (self.world.truth.left_until, self.world.truth.idle_until):
+            if peer_id in until:
+                until[peer_id] = self.now
+        self.world.network.open(peer)
+        make = self.machines.get(peer_id, VirtualSwarm.honest_machine)
+        peer.start(make(self, peer, START_NANOSECONDS + self._incarnations))
+
+    def honest_machine(self, peer: VirtualPeer, incarnation: int) -> Peer:
+        world = self.world
+        return Peer(
+            keys=world.ring.keys_of(peer.peer_id),
+            verify=world.ring.verify,
+            settings=world.settings,
+            incarnation=incarnation,
+            world_rank=int(peer.peer_id.removeprefix("p")),
+            pledges=peer.disk.pledges,
+            now=self.now,
+        )
+
+    def kill(self, rank: int, *, vanishes: bool = False) -> None:
+        """The daemon and the worker of this peer end at once; `vanishes`: with their machine, so that the others only
+        hear nothing any more. Repeating it is safe."""
+        peer_id, notice_s = peer_id_of(rank), VANISHED_S if vanishes else NOTICE_S
+        peer = self.world.peers.pop(peer_id, None)
+        if peer is None:
+            return
+        self._note(peer_id, "is killed")
+        self.world.network.close(peer_id, notice_s=notice_s)
+        peer.kill()
+        self.world.truth.drops(peer_id, self.now)
+
+    def freeze(self, rank: int, seconds: float) -> None:
+        """Its daemon is stopped for so long; its worker goes on."""
+        peer_id = peer_id_of(rank)
+        peer = self.world.peers.get(peer_id)
+        if peer is None or peer.is_frozen:
+            return
+        self._note(peer_id, f"freezes for {seconds:.1f} s")
+        outages, others = self.world.truth.outages, self._pairs_of(peer_id)
+        outages.begin(others, self.now)
+        peer.freeze()
+
+        def thaw() -> None:
+            outages.end(others, self.now)
+            if peer.is_running:
+                self._note(peer_id, "thaws")
+                peer.thaw()
+
+        self.world.clock.after(seconds, thaw)
+
+    def slow_down(self, rank: int, factor: float) -> None:
+        """It trains, reduces and writes its state so many times as slowly; 1: as usual."""
+        peer_id = peer_id_of(rank)
+        self.slowness[peer_id] = factor
+        if (peer := self.world.peers.get(peer_id)) is not None:
+            peer.slowness = factor
+            if peer.worker is not None:
+                peer.worker.step_s = self.world.durations.step_s * factor
+            self._note(peer_id, f"takes {factor:.1f} times as long from now on")
+
+    def leave(self, rank: int, ends_after_s: float = 1.0) -> None:
+        """It is asked to end, says so, and ends."""
+        if (peer := self.world.peers.get(peer_id_of(rank))) is not None:
+            self._note(peer.peer_id, "leaves")
+            self.world.truth.left_until[peer.peer_id] = math.inf
+            peer.leave()
+            self.world.clock.after(ends_after_s, lambda: self.kill(rank) if peer.is_running else None)
+
+    def finish(self, rank: int) -> None:
+        """Its worker trains to the end of its epoch, and no further: the peer leaves with the commit of that."""
+        if (peer := self.world.peers.get(peer_id_of(rank))) is not None and peer.worker is not None:
+            self._note(peer.peer_id, "is to end with its next commit")
+            self.world.truth.left_until[peer.peer_id] = math.inf
+            peer.worker.ends_after_this = True
+
+    def crash_worker(self, rank: int, back_after_s: float) -> None:
+        peer = self.world.peers.get(peer_id_of(rank))
+        if peer is None or peer.worker is None:
+            return
+        self._note(peer.peer_id, "loses its worker")
+        self.world.truth.idle_until[peer.peer_id] = math.inf
+        peer.crash_worker()
+        self.world.clock.after(back_after_s, lambda: self._bring_worker_back(peer))
+
+    def _bring_worker_back(self, peer: VirtualPeer) -> None:
+        if peer.is_running and peer.worker is None:
+            self._note(peer.peer_id, "gets a worker again")
+            self.world.truth.idle_until[peer.peer_id] = self.now
+            peer.start_worker()
+
+    # Links
+
+    def cut(self, one: int, other: int, *, one_way: bool = False) -> None:
+        """Nothing gets from the one to the other, nor back unless it is one way."""
+        for sender, receiver in self._directions(one, other, one_way):
+            self._cuts[sender, receiver] = self._cuts.get((sender, receiver), 0) + 1
+            self.world.truth.outages.begin([(receiver, sender)], self.now)
+            self.world.network.cut(sender, receiver)
+        self._note(peer_id_of(one), f"is cut off from {peer_id_of(other)}{', one way' if one_way else ''}")
+        self.world.reductions.links_changed()
+
+    def heal(self, one: int, other: int, *, one_way: bool = False) -> None:
+        """Ends one cut."""
+        for sender, receiver in self._directions(one, other, one_way):
+            self._cuts[sender, receiver] -= 1
+            self.world.truth.outages.end([(receiver, sender)], self.now)
+            if not self._cuts[sender, receiver]:
+                self.world.network.heal(sender, receiver)
+        self._note(peer_id_of(one), f"is linked to {peer_id_of(other)} again")
+        self.world.reductions.links_changed()
+
+    def partition(self, *sides: Iterable[int]) -> None:
+        for one, other in _across(sides):
+            self.cut(one, other)
+
+    def heal_partition(self, *sides: Iterable[int]) -> None:
+        for one, other in _across(sides):
+            self.heal(one, other)
+
+    # What came of it
+
+    @property
+    def peers(self) -> dict[int, VirtualPeer]:
+        """The live ones, by rank."""
+        return {int(peer_id[1:]): peer for peer_id, peer in sorted(self.world.peers.items())}
+
+    @property
+    def honest(self) -> list[VirtualPeer]:
+        return [peer for peer in self.peers.values() if peer.is_honest]
+
+    def state(self, rank: int) -> State:
+        state = self.peers[rank].state
+        assert state is not None, f"peer {rank} has no state"
+        return state
+
+    def epochs(self) -> dict[int, int]:
+        return {rank: peer.machine.epoch for rank, peer in self.peers.items()}
+
+    def heads(self) -> set[str]:
+        return {peer.machine.head for peer in self.peers.values()}
+
+    def contributors(self, head: str) -> set[int]:
+        plan = self.world.truth.certificates[head].plan
+        return {int(contributor.peer_id[1:]) for contributor in plan.contributors}
+
+    def roster(self, head: str) -> set[int]:
+        return {int(peer_id[1:]) for peer_id in self.world.truth.roster_after(head)}
+
+    @property
+    def trace(self) -> list[str]:
+        return self.world.trace.lines
+
+    def _directions(self, one: int, other: int, one_way: bool) -> Sequence[Pair]:
+        there = (peer_id_of(one), peer_id_of(other))
+        return [there] if one_way else [there, there[::-1]]
+
+    def _pairs_of(self, peer_id: str) -> list[Pair]:
+        others = [other for other in self.disks if other != peer_id]
+        return [(other, peer_id) for other in others] + [(peer_id, other) for other in others]
+
+    def _on_channel(self, one: str, other: str, is_open: bool) -> None:
+        outages, both = self.world.truth.outages, [(one, other), (other, one)]
+        (outages.end if is_open else outages.begin)(both, self.now)
+
+    def _note(self, peer_id: str, text: str) -> None:
+        if self.world.trace.is_on:
+            self.world.trace.add(peer_id, f"** {text}")
+
+
+def _across(sides: Sequence[Iterable[int]]) -> list[tuple[int, int]]:
+    """Pairs of ranks on different sides, each once."""
+    known = [tuple(side) for side in sides]
+    return [(a, b) for one, other in permutations(known, 2) for a in one for b in other if a < b]

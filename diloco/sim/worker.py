@@ -1,0 +1,128 @@
+"""A virtual worker: trains steps, each of which makes a piece, hands over, waits for its answer, and goes on."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from diloco.sim.clock import Clock
+from diloco.sim.values import Pieces
+from peers.core.effects import Answer
+from peers.core.events import Event, StateOffered, WorkerTrains, WorkerWaits, WorkReady
+from peers.protocol.certificates import Work
+
+if TYPE_CHECKING:
+    from diloco.sim.values import State
+
+STEP_JITTER = 0.2
+
+
+@dataclass(frozen=True)
+class Handed:
+    """The weights that a worker has handed over: what is in them beyond the anchor of `base`, a head."""
+
+    worker: VirtualWorker
+    pieces: Pieces
+    base: str
+
+    def on(self, head: str) -> Handed:
+        """Rebased."""
+        return Handed(self.worker, self.pieces, head)
+
+
+class Daemon(Protocol):
+    """The worker's end of the link to its daemon."""
+
+    @property
+    def offered(self) -> State: ...
+
+    def told(self, worker: VirtualWorker, event: Event, handed: Handed | None = None) -> None: ...
+
+
+class VirtualWorker:
+    """One life. `new_piece` numbers the pieces of all workers."""
+
+    def __init__(
+        self,
+        daemon: Daemon,
+        clock: Clock,
+        rng: random.Random,
+        new_piece: Callable[[], int],
+        *,
+        steps_per_epoch: int,
+        step_s: float,
+    ) -> None:
+        self.is_running = True
+        self.step_s = step_s
+        self.trained: set[int] = set()
+        """All pieces that it has ever made."""
+        self.pending: set[int] = set()
+        """Those that are in its weights, and in no commit that it has been told of."""
+        self.ends_after_this = False
+        """Its next work is its last: it ends once that is in."""
+        self._daemon, self._clock, self._rng, self._new_piece = daemon, clock, rng, new_piece
+        self._steps_per_epoch = steps_per_epoch
+        self._base, self._epoch, self._local_step = "", 0, 0
+        self._handed: Pieces | None = None
+        self._is_last = False
+        """What it has handed over is its last."""
+
+    def start(self, after_s: float) -> None:
+        """It loads its model, offers it and asks where to begin."""
+        self._after(after_s, self._arrive)
+
+    def crash(self) -> None:
+        self.is_running = False
+
+    def begin(self, head: str, answer: Answer) -> None:
+        self.pending.clear()
+        self._base, self._handed = head, None
+        self._go_on(answer)
+
+    def answered(self, head: str, answer: Answer) -> None:
+        """To what it has handed over; the weights that come with the answer are those of this head."""
+        if answer.how == "contributed":
+            self.pending -= self._handed or set()
+        if answer.how != "keep":
+            self._base = head
+        self._handed = None
+        if self._is_last and answer.how == "contributed":
+            self.is_running = False
+        else:
+            self._go_on(answer)
+
+    def _arrive(self) -> None:
+        self._daemon.told(self, StateOffered(self._daemon.offered.offer))
+        self._daemon.told(self, WorkerWaits())
+
+    def _go_on(self, answer: Answer) -> None:
+        self._epoch, self._local_step = answer.epoch, answer.local_step
+        self._step_or_hand_over()
+
+    def _step_or_hand_over(self) -> None:
+        if self._local_step < self._steps_per_epoch:
+            self._after(self.step_s * self._rng.uniform(1 - STEP_JITTER, 1 + STEP_JITTER), self._step)
+            return
+        self._handed, self._is_last = frozenset(self.pending), self.ends_after_this
+        work = Work(
+            tokens=len(self._handed),
+            norm=1.0,
+            step=self._epoch * self._steps_per_epoch + self._local_step,
+            based_on=0,
+            last=self.ends_after_this,
+        )
+        self._daemon.told(self, WorkReady(work), Handed(self, self._handed, self._base))
+
+    def _step(self) -> None:
+        piece = self._new_piece()
+        self.trained.add(piece)
+        self.pending.add(piece)
+        self._local_step += 1
+        if self._local_step < self._steps_per_epoch:
+            self._daemon.told(self, WorkerTrains(self._local_step, self.step_s))
+        self._step_or_hand_over()
+
+    def _after(self, seconds: float, event: Callable[[], None]) -> None:
+        self._clock.after(seconds, lambda: event() if self.is_running else None)

@@ -1,0 +1,105 @@
+"""What all virtual peers of one simulation share."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from diloco.sim.clock import Clock
+from diloco.sim.download import Downloads
+from diloco.sim.keys import KeyRing
+from diloco.sim.network import Network
+from diloco.sim.reduction import Reductions
+from diloco.sim.values import State
+from peers.core.effects import Effect
+from peers.core.events import Event
+from peers.core.settings import Settings
+from peers.protocol.certificates import Certificate
+
+if TYPE_CHECKING:
+    from diloco.sim.invariants import Invariants
+    from diloco.sim.runtime import VirtualPeer
+    from diloco.sim.truth import Truth
+
+Span = tuple[float, float]
+"""Least and most seconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Durations:
+    """What things take."""
+
+    load_s: Span = (0.2, 1.5)
+    """A worker, to load its model."""
+    step_s: float = 0.5
+    reduce_s: Span = (0.1, 0.8)
+    fetch_s: Span = (0.1, 2.0)
+    apply_s: Span = (0.001, 0.1)
+    """Apply, Adopt, Rebase and Answer."""
+
+
+class Trace:
+    """What happened, for people; empty unless it is switched on."""
+
+    def __init__(self, clock: Clock, *, is_on: bool) -> None:
+        self.is_on = is_on
+        self.lines: list[str] = []
+        self._clock = clock
+
+    def add(self, who: str, text: str) -> None:
+        self.lines.append(f"{self._clock.now:9.3f}  {who:<6} {text}")
+
+
+class Machine(Protocol):
+    """A peers.core Peer, or one that lies."""
+
+    @property
+    def deadline(self) -> float: ...
+
+    @property
+    def head(self) -> str: ...
+
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def certificate(self) -> Certificate | None: ...
+
+    @property
+    def phase(self) -> str: ...
+
+    def handle(self, event: Event | None, now: float) -> list[Effect]: ...
+
+
+@dataclass(kw_only=True)
+class World:
+    clock: Clock
+    rng: random.Random
+    settings: Settings
+    durations: Durations
+    ring: KeyRing
+    network: Network
+    reductions: Reductions
+    downloads: Downloads
+    truth: Truth
+    invariants: Invariants
+    trace: Trace
+    peers: dict[str, VirtualPeer] = field(default_factory=dict)
+    """The live ones, by peer id."""
+    num_pieces: int = 0
+
+    def new_piece(self) -> int:
+        self.num_pieces += 1
+        return self.num_pieces
+
+    def between(self, span: Span) -> float:
+        return self.rng.uniform(*span)
+
+
+@dataclass
+class Disk:
+    """What survives the death of a peer's processes."""
+
+    pledges: dict[str, int] = field(default_factory=dict)
+    checkpoint: State | None = None

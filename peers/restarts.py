@@ -1,0 +1,106 @@
+"""Whether a worker that has ended is started again. A pure decision; supervisor.py carries it out.
+
+A worker is given up on after so many ends in a row without progress, and sooner where all are for one and the same
+reason. Steps are no progress there: weights that are not finite at the end of an epoch were trained for a whole one.
+Only an epoch that holds this peer's work is. Ends by a signal have no reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FINISHED = 0
+USER_ERROR = 2
+"""Exit code of a worker whose user must mend something: starting it again would change nothing."""
+GAVE_UP = "the worker failed"
+"""How the message of a peer begins that has given up on its worker; starting that peer again changes nothing either."""
+
+_FIRST_SIGNAL = 128
+_FIRST_DELAY_S = 0.5
+_MAX_DELAY_S = 10.0
+
+
+@dataclass(frozen=True)
+class RestartPolicy:
+    """When to give up on a worker, and how long its end may take."""
+
+    max_deaths: int = 5
+    """Deaths in a row without progress."""
+    max_same: int = 3
+    """Deaths in a row for the same reason, without an epoch between them."""
+    stop_timeout_s: float = 3.0
+    """Between SIGTERM and SIGKILL."""
+
+
+@dataclass(frozen=True)
+class WorkerEnd:
+    """How a life of the worker ended, and what follows."""
+
+    code: int
+    """A shell's: 128 + signal."""
+    reason: str
+    """What it said last, in one line; empty after a signal."""
+    num_same: int
+    """Ends in a row for this reason, this one included."""
+    num_deaths: int
+    """Ends in a row without progress, this one included."""
+    restarts: bool
+
+    @property
+    def is_failure(self) -> bool:
+        return self.code not in (FINISHED, USER_ERROR)
+
+    def in_words(self) -> str:
+        """Of one that is started again."""
+        if self.num_same > 1:
+            return f"the worker ended with {self.code} again, for the same reason, and is started again"
+        why = f": {self.reason}" if self.reason else ""
+        return f"the worker ended with {self.code} and is started again{why}"
+
+    def given_up(self, policy: RestartPolicy) -> str:
+        """Of one that is not."""
+        if self.reason and self.num_same >= policy.max_same:
+            return f"the worker failed {self.num_same} times in a row for the same reason: {self.reason}"
+        why = self.reason or f"it ended with {self.code}"
+        return f"{GAVE_UP} {self.num_deaths} times in a row without progress, the last time: {why}"
+
+
+class Restarts:
+    """The ends of one worker so far."""
+
+    def __init__(self, policy: RestartPolicy) -> None:
+        self._policy = policy
+        self._num_deaths, self._num_same, self._reason = 0, 0, ""
+
+    def progressed(self) -> None:
+        """The worker trains."""
+        self._num_deaths = 0
+
+    def committed(self) -> None:
+        """An epoch holds its work."""
+        self._num_deaths, self._num_same = 0, 0
+
+    def ended(self, code: int, said: str) -> WorkerEnd:
+        reason = said if FINISHED < code < _FIRST_SIGNAL else ""
+        self._num_same = self._num_same + 1 if reason and reason == self._reason else 1
+        self._reason = reason
+        self._num_deaths += 1
+        is_final = code in (FINISHED, USER_ERROR) or reason.startswith(GAVE_UP)
+        is_hopeless = bool(reason) and self._num_same >= self._policy.max_same
+        return WorkerEnd(
+            code=code,
+            reason=reason,
+            num_same=self._num_same,
+            num_deaths=self._num_deaths,
+            restarts=not is_final and not is_hopeless and self._num_deaths < self._policy.max_deaths,
+        )
+
+
+def restart_delay_s(deaths: int) -> float:
+    """Seconds before the next start after so many deaths in a row."""
+    return min(_FIRST_DELAY_S * 2 ** (deaths - 1), _MAX_DELAY_S)
+
+
+def last_line(log: str) -> str:
+    """The last line that says something."""
+    return next((line.strip() for line in reversed(log.splitlines()) if line.strip()), "")

@@ -1,0 +1,155 @@
+"""One real Peer, and others who only say what a test has them say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from peers.core import effects, events
+from peers.core.settings import Settings
+from peers.protocol.certificates import Body, Certificate, Plan, Work
+from peers.protocol.messages import Ask, Certificates, Message, Vote, decode, encode
+from tests.unit.core.made import OFFER, SETTINGS, Keys, a_peer, digest, status, work
+
+BEAT_S = 0.4
+Peers = Iterable[str]
+
+
+class Driven:
+    """The peer `me`, with a worker, and the effects that it has asked for.
+
+    `others` repeat their statuses for as long as time goes on; `answers`: whether they hand over certificates that they
+    are asked for, of those in `known`.
+    """
+
+    def __init__(
+        self,
+        me: str = "a",
+        *,
+        settings: Settings = SETTINGS,
+        pledges: Mapping[str, int] | None = None,
+        has_worker: bool = True,
+    ) -> None:
+        self.now, self.me = 0.0, me
+        self.peer = a_peer(me, settings=settings, pledges=pledges)
+        self.effects: list[effects.Effect] = []
+        self.others: dict[str, dict] = {}
+        self.known: dict[str, Certificate] = {}
+        self.mute: set[str] = set()
+        """They are asked in vain."""
+        self._sequence = 0
+        if has_worker:
+            self.feed(events.StateOffered(OFFER))
+            self.feed(events.WorkerWaits())
+
+    @classmethod
+    def at(cls, genesis: Certificate, others: Peers = "", me: str = "a", **kwargs) -> Driven:
+        """It has begun from this genesis, and the others are there too."""
+        driven = cls(me, **kwargs)
+        driven.feed(
+            events.Received(
+                others[0] if others else "z", Certificates(head=genesis.head, certificates=(genesis,))
+            )
+        )
+        driven.announce(genesis, others)
+        assert driven.peer.head == genesis.head
+        return driven
+
+    def feed(self, event: events.Event | None) -> list[effects.Effect]:
+        made = self.peer.handle(event, self.now)
+        self.effects += made
+        return made
+
+    def say(self, sender: str, message: Message) -> list[effects.Effect]:
+        return self.feed(events.Received(sender, decode(encode(message))))
+
+    def announce(
+        self, certificate: Certificate | None, names: Peers, phase: str = "training", **others
+    ) -> None:
+        """These peers stand there from now on."""
+        if certificate is not None:
+            self.known[certificate.head] = certificate
+        for name in names:
+            self.others[name] = {"certificate": certificate, "phase": phase, **others}
+            self._beat(name)
+
+    def hush(self, names: Peers) -> None:
+        """They say nothing any more."""
+        for name in names:
+            self.others.pop(name, None)
+
+    def know(self, certificates: Iterable[Certificate]) -> None:
+        self.known |= {certificate.head: certificate for certificate in certificates}
+
+    def run(self, seconds: float) -> list[effects.Effect]:
+        """What it has asked for meanwhile."""
+        before, end = len(self.effects), self.now + seconds
+        while self.now < end:
+            moment = min(self.now + BEAT_S, end)
+            while self.now < self.peer.deadline < moment:
+                self.now = self.peer.deadline
+                self._answer(self.feed(None))
+            self.now = moment
+            for name in list(self.others):
+                self._beat(name)
+            self._answer(self.feed(None))
+        return self.effects[before:]
+
+    def ready(self, handed: Work | None = None) -> list[effects.Effect]:
+        return self.feed(events.WorkReady(handed or work()))
+
+    def fetched(self) -> list[effects.Effect]:
+        assert self.peer.catch_up.target is not None
+        return self.feed(events.Fetched(self.peer.catch_up.target.head))
+
+    def come_to(self, path: Sequence[Certificate], holders: Peers) -> None:
+        """Take over these commits, from those who hold the last of them."""
+        self.know(path)
+        self.announce(path[-1], holders)
+        for _ in range(30):
+            if self.peer.catch_up.target is None:
+                self.run(1)
+        self.fetched()
+        assert self.peer.head == path[-1].head
+
+    def vote(self, sender: str, plan: Plan, *, anchor: str = "", momentum: str = "") -> Vote:
+        body = Body(plan=plan, anchor=anchor or digest("anchor"), momentum=momentum or digest("momentum"))
+        return Vote(
+            head=plan.parent,
+            attempt=plan.attempt,
+            plan=plan.digest,
+            anchor=body.anchor,
+            momentum=body.momentum,
+            signature=Keys(sender).sign(body.signed_bytes),
+        )
+
+    def of(self, kind: type, made: Sequence[effects.Effect] | None = None) -> list:
+        """The effects of this kind, or the messages that were sent."""
+        made = self.effects if made is None else made
+        if issubclass(kind, (effects.Send, effects.Broadcast)) or kind.__module__ == effects.__name__:
+            return [effect for effect in made if isinstance(effect, kind)]
+        return [
+            effect.message
+            for effect in made
+            if isinstance(effect, (effects.Send, effects.Broadcast)) and isinstance(effect.message, kind)
+        ]
+
+    def _beat(self, name: str) -> None:
+        if name not in self.others:
+            return
+        self._sequence += 1
+        stands = dict(self.others[name])
+        said = status(stands.pop("certificate"), stands.pop("phase"), sequence=self._sequence, **stands)
+        self._answer(self.say(name, said))
+
+    def _answer(self, made: Sequence[effects.Effect]) -> None:
+        for effect in made:
+            if not isinstance(effect, effects.Send) or not isinstance(effect.message, Ask):
+                continue
+            if effect.peer_id in self.mute or effect.peer_id not in self.others:
+                continue
+            found, head = [], effect.message.head
+            while len(found) < 32 and head != effect.message.have and head in self.known:
+                found.append(self.known[head])
+                head = self.known[head].plan.parent
+            answer = Certificates(head=effect.message.head, certificates=tuple(found[::-1]))
+            self._answer(self.say(effect.peer_id, answer))

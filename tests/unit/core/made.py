@@ -1,0 +1,135 @@
+"""Certificates, statuses and keys as tests need them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from peers.core.peer import Peer
+from peers.core.plans import Entry, plan_of
+from peers.core.settings import Settings
+from peers.protocol.certificates import Body, Certificate, Member, Plan, Signature, Work
+from peers.protocol.messages import Offer, Status
+
+MANIFEST = "f" * 64
+SETTINGS = Settings(manifest=MANIFEST, steps_per_epoch=10, galaxy_size=3)
+
+
+def digest(*parts: object) -> str:
+    return hashlib.sha256(" ".join(map(str, parts)).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Signs by naming itself and what is signed: nobody forges in these tests unless a test says so."""
+
+    peer_id: str
+
+    def sign(self, payload: bytes) -> Signature:
+        return Signature(
+            public_key=self.peer_id.encode(),
+            signature=hashlib.sha256(self.peer_id.encode() + payload).digest(),
+        )
+
+
+def verify(peer_id: str, payload: bytes, signature: Signature) -> bool:
+    return signature == Keys(peer_id).sign(payload)
+
+
+def work(
+    tokens: int = 100, *, norm: float = 1.0, step: int = 10, based_on: int = 0, last: bool = False
+) -> Work:
+    return Work(tokens=tokens, norm=norm, step=step, based_on=based_on, last=last)
+
+
+def members(names: Iterable[str] | Mapping[str, int]) -> tuple[Member, ...]:
+    ranks = names if isinstance(names, Mapping) else {name: rank for rank, name in enumerate(names)}
+    return tuple(Member(peer_id=name, world_rank=rank) for name, rank in ranks.items())
+
+
+def signed(body: Body) -> Certificate:
+    return Certificate(
+        body=body,
+        signatures=tuple(Keys(signer).sign(body.signed_bytes) for signer in body.plan.signers),
+    )
+
+
+def genesis(names: Sequence[str] | Mapping[str, int], *, epoch: int = 0, **others) -> Certificate:
+    plan = {
+        "manifest": MANIFEST,
+        "parent": "",
+        "epoch": epoch,
+        "fragment": 0,
+        "attempt": 0,
+        "contributors": (),
+        "roster": members(names),
+        "data_base": 0,
+        "tokens": 0,
+        **others,
+    }
+    return signed(Body(plan=Plan(**plan), anchor=digest("anchor"), momentum=digest("momentum")))
+
+
+def commit(
+    before: Certificate,
+    signers: Iterable[str],
+    *,
+    attempt: int = 0,
+    off: Collection[str] = (),
+    works: Mapping[str, Work] | None = None,
+    salt: object = "",
+    **others,
+) -> Certificate:
+    """What these peers have signed: the plan that they should, with `others` changed in it."""
+    entries = {name: Entry(-1, (works or {}).get(name, work(based_on=before.plan.epoch))) for name in signers}
+    plan = plan_of(before, attempt, entries, off=off, data_width=1, settings=SETTINGS)
+    name = before.head, sorted(entries), attempt, salt
+    body = Body(
+        plan=replace(plan, **others), anchor=digest("anchor", *name), momentum=digest("momentum", *name)
+    )
+    return signed(body)
+
+
+def chain_of(before: Certificate, signers: Iterable[str], length: int, **others) -> list[Certificate]:
+    made: list[Certificate] = []
+    for _ in range(length):
+        made.append(commit(made[-1] if made else before, signers, **others))
+    return made
+
+
+OFFER = Offer(anchor=digest("anchor"), momentum=digest("momentum"))
+
+
+def status(
+    certificate: Certificate | None = None,
+    phase: str = "training",
+    *,
+    sequence: int = 1,
+    world_rank: int = -1,
+    **others,
+) -> Status:
+    """Of a peer that stands at this certificate."""
+    if certificate is not None:
+        others = {"head": certificate.head, "epoch": certificate.plan.epoch, **others}
+    return Status(incarnation=1, sequence=sequence, world_rank=world_rank, phase=phase, **others)
+
+
+def a_peer(
+    name: str = "a",
+    *,
+    settings: Settings = SETTINGS,
+    pledges: Mapping[str, int] | None = None,
+    rank: int = -1,
+) -> Peer:
+    return Peer(
+        keys=Keys(name),
+        verify=verify,
+        settings=settings,
+        incarnation=1,
+        world_rank=rank,
+        pledges=pledges or {},
+        now=0.0,
+    )

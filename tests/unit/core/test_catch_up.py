@@ -1,0 +1,360 @@
+"""Whose state a peer takes: never one that no majority it can hear has signed, and always one in the end."""
+
+from __future__ import annotations
+
+import pytest
+
+from peers.core import effects, events
+from peers.core.catch_up import MAX_ASKED
+from peers.core.chain import KEPT
+from peers.core.timing import FETCH_S
+from peers.protocol.messages import Ask, Certificates, decode, encode
+from tests.unit.core.driven import Driven
+from tests.unit.core.made import chain_of, commit, digest, genesis, status
+
+GENESIS = genesis("abc")
+
+
+def fetched_heads(driven: Driven) -> list[str]:
+    return [fetch.path[-1].head for fetch in driven.of(effects.Fetch)]
+
+
+def test_a_peer_takes_over_the_commit_that_a_majority_has_signed():
+    a = Driven.at(GENESIS, "bc")
+    newer = commit(GENESIS, "bc")
+    a.announce(newer, "bc")
+    a.run(2)
+    (fetch,) = a.of(effects.Fetch)
+    assert fetch.path == (newer,)
+    assert fetch.donors and set(fetch.donors) <= {"b", "c"}
+    assert fetch.timeout_s == pytest.approx(FETCH_S)
+    assert a.peer.phase == "fetching"
+    (adopt,) = a.of(effects.Adopt, a.fetched())
+    assert adopt.certificate == a.peer.certificate == newer
+    assert a.peer.epoch == 1
+
+
+def test_it_asks_back_to_where_it_stands_and_fetches_by_the_whole_way():
+    a = Driven.at(GENESIS, "bc")
+    way = chain_of(GENESIS, "bc", 70)
+    a.know(way)
+    a.announce(way[-1], "bc")
+    a.run(8)
+    assert {ask.have for ask in a.of(Ask)} == {GENESIS.head}
+    (fetch,) = a.of(effects.Fetch)
+    assert fetch.path == tuple(way)
+
+
+def test_nothing_is_adopted_before_its_certificates_are_here():
+    a = Driven.at(GENESIS, "bc")
+    a.mute = {"b", "c"}
+    a.announce(commit(GENESIS, "bc"), "bc")
+    a.run(10)
+    assert a.of(effects.Fetch) == []
+    # It goes on asking, and not more often than they may need to answer.
+    assert 8 <= len(a.of(Ask)) <= 24
+
+
+@pytest.mark.parametrize(
+    "certificate",
+    [
+        commit(GENESIS, "bc", manifest=digest("another")),
+        commit(GENESIS, "z"),
+        commit(GENESIS, "xyz"),
+        commit(GENESIS, "xyz", epoch=1 << 40),
+    ],
+    ids=["another manifest", "a stranger", "strangers", "strangers of a late epoch"],
+)
+def test_what_no_majority_has_signed_is_not_taken(certificate):
+    a = Driven.at(GENESIS, "bc")
+    a.announce(certificate, ["z", "x", "y", "v", "w"])
+    a.run(20)
+    assert a.of(effects.Fetch) == []
+
+
+def test_a_certificate_with_a_forged_signature_is_not_taken():
+    a = Driven.at(GENESIS, "bc")
+    honest = commit(GENESIS, "bc")
+    forged = type(honest)(body=honest.body, signatures=honest.signatures[::-1])
+    a.mute = {"b", "c"}
+    a.announce(honest, "bc")
+    a.known[honest.head], a.mute = forged, set()
+    a.run(10)
+    assert a.of(effects.Fetch) == []
+
+
+def test_one_of_three_that_commits_alone_is_not_followed_while_the_third_is_there():
+    a = Driven.at(GENESIS, "bc")
+    a.announce(commit(GENESIS, "b"), "b")
+    a.run(30)
+    assert a.of(effects.Fetch) == []
+    assert a.peer.head == GENESIS.head
+
+
+def test_one_of_two_cannot_decide_alone_for_the_other_that_is_there():
+    pair = genesis("ab")
+    a = Driven.at(pair, "b")
+    a.run(3)
+    a.announce(commit(pair, "b", salt="evil"), "b")
+    a.run(5)
+    assert a.of(effects.Fetch) == []
+
+
+def test_two_of_four_cannot_decide_for_the_others_that_are_there():
+    four = genesis("abcd")
+    a = Driven.at(four, "bcd")
+    a.run(3)
+    a.announce(commit(four, "cd"), "cd")
+    a.run(5)
+    assert a.of(effects.Fetch) == []
+
+
+def test_one_of_two_is_followed_by_the_other_that_was_away():
+    pair = genesis("ab")
+    a = Driven.at(pair, "b")
+    a.hush("b")
+    a.run(30)
+    newer = commit(pair, "b")
+    a.announce(newer, "b")
+    a.run(5)
+    assert fetched_heads(a) == [newer.head]
+
+
+def test_one_of_three_is_followed_once_the_third_is_gone():
+    a = Driven.at(GENESIS, "bc")
+    a.hush("bc")
+    a.run(30)
+    newer = commit(GENESIS, "b")
+    a.announce(newer, "b")
+    a.run(20)
+    assert fetched_heads(a) == [newer.head]
+
+
+def test_a_minority_is_not_followed_because_the_third_has_just_lost_its_connection():
+    a = Driven.at(GENESIS, "bc")
+    a.hush("b")
+    a.run(20)
+    a.announce(commit(GENESIS, "b"), "b")
+    a.run(1)
+    a.feed(events.Disconnected("c"))
+    a.hush("c")
+    a.run(0.5)
+    assert a.of(effects.Fetch) == []
+
+
+def test_strangers_that_nobody_of_the_roster_has_signed_for_cannot_give_it_a_state():
+    a = Driven.at(GENESIS, "bc")
+    nowhere = commit(genesis(["s1"]), ["s1"], parent=digest("nowhere"), epoch=10**6)
+    a.announce(nowhere, [f"s{n}" for n in range(9)])
+    a.run(20)
+    assert a.of(effects.Fetch) == []
+    assert a.peer.head == GENESIS.head
+
+
+def test_a_genesis_that_strangers_have_signed_cannot_replace_its_state():
+    a = Driven.at(GENESIS, "bc")
+    a.announce(genesis(["s1"], epoch=10**6), [f"s{n}" for n in range(9)])
+    a.run(20)
+    assert a.of(effects.Fetch) == []
+
+
+def test_what_one_peer_does_not_know_may_be_known_to_another():
+    a = Driven.at(GENESIS, "bc")
+    way = chain_of(GENESIS, "bc", 70)
+    a.others["z"] = {"certificate": None, "phase": "waiting"}
+    for certificate in way:
+        a.say("z", Certificates(head=certificate.head, certificates=()))
+    a.know(way)
+    a.announce(way[-1], "bc")
+    a.run(10)
+    assert fetched_heads(a) == [way[-1].head]
+
+
+def test_what_strangers_do_not_know_is_not_kept_for_ever():
+    """Else who is behind by more than others keep never learns that it is."""
+    a = Driven.at(GENESIS, "bc")
+    for n in range(2000):
+        a.say("z", Certificates(head=digest("made up", n), certificates=()))
+    way = chain_of(GENESIS, "bc", KEPT + 50)
+    a.know(way[-KEPT:])
+    a.announce(way[-1], "bc")
+    a.run(30)
+    assert fetched_heads(a) == [way[-1].head]
+
+
+def test_who_is_behind_by_more_than_others_keep_takes_what_its_roster_shows():
+    a = Driven.at(GENESIS, "bc")
+    way = chain_of(GENESIS, "bc", KEPT + 50)
+    a.know(way[-KEPT:])
+    a.announce(way[-1], "bc")
+    a.run(30)
+    assert fetched_heads(a) == [way[-1].head]
+
+
+def test_two_runs_that_were_founded_apart_become_one_and_do_not_change_places():
+    mine, theirs = genesis("a"), genesis("b", epoch=1)
+    a, b = Driven.at(mine, me="a"), Driven.at(theirs, me="b")
+    a.announce(theirs, "b")
+    b.announce(mine, "a")
+    a.run(30)
+    b.run(30)
+    assert sorted([len(fetched_heads(a)) > 0, len(fetched_heads(b)) > 0]) == [False, True]
+
+
+def test_both_sides_of_a_broken_link_agree_whose_state_counts():
+    four = genesis("abcd")
+    one, other = commit(four, "ab"), commit(four, "cd")
+    a, c = Driven.at(four, "bcd", me="a"), Driven.at(four, "abd", me="c")
+    for driven, lost, own, mate in ((a, "cd", one, "b"), (c, "ab", other, "d")):
+        driven.hush(lost)
+        driven.run(20)
+        driven.come_to([own], mate)
+    a.announce(other, "cd")
+    c.announce(one, "ab")
+    a.run(20)
+    c.run(20)
+    winner = min(one, other, key=lambda certificate: certificate.head)
+    assert [a.peer.catch_up.target, c.peer.catch_up.target] == (
+        [None, winner] if winner is one else [winner, None]
+    )
+
+
+def test_a_newcomer_takes_what_most_of_those_who_answer_show():
+    n = Driven("n")
+    newest = commit(GENESIS, "abc")
+    n.announce(newest, "abc")
+    n.announce(commit(GENESIS, "x", epoch=1 << 40), "x")
+    n.run(10)
+    assert fetched_heads(n) == [newest.head]
+
+
+def test_a_newcomer_does_not_take_the_first_answer_where_most_show_something_else():
+    n = Driven("n")
+    n.mute = {"a", "b", "c"}
+    n.announce(genesis("x", epoch=99), "x")
+    newest = commit(GENESIS, "abc")
+    n.announce(newest, "abc")
+    n.run(5)
+    assert n.of(effects.Fetch) == []
+    n.mute = set()
+    n.run(10)
+    assert fetched_heads(n) == [newest.head]
+
+
+def test_a_newcomer_does_not_believe_a_late_epoch_that_one_has_signed_against_three_who_signed_another():
+    n = Driven("n")
+    newest = commit(GENESIS, "abc")
+    n.announce(newest, "a")
+    n.announce(commit(genesis("x"), "x", epoch=1 << 40), "x")
+    n.run(10)
+    assert fetched_heads(n) == [newest.head]
+
+
+def test_a_newcomer_finishes_its_download_while_commits_go_on():
+    n = Driven("n")
+    n.announce(GENESIS, "abc")
+    n.run(5)
+    assert fetched_heads(n) == [GENESIS.head]
+    for certificate in chain_of(GENESIS, "abc", 10):
+        n.announce(certificate, "abc")
+        n.run(1.5)
+    assert fetched_heads(n) == [GENESIS.head]
+    n.fetched()
+    n.run(3)
+    assert len(n.of(effects.Fetch)[-1].path) == 10
+
+
+def test_a_peer_that_is_behind_finishes_its_download_while_commits_go_on():
+    a = Driven.at(GENESIS, "bc")
+    way = chain_of(GENESIS, "bc", 10)
+    for certificate in way:
+        a.announce(certificate, "bc")
+        a.run(1.5)
+    assert fetched_heads(a) == [way[0].head]
+    a.fetched()
+    a.run(3)
+    assert a.of(effects.Fetch)[-1].path == tuple(way[1:])
+
+
+def test_donors_that_never_deliver_do_not_keep_a_newcomer_out():
+    n = Driven("n")
+    sybils = [f"s{k}" for k in range(12)]
+    n.announce(GENESIS, sybils)
+    n.announce(GENESIS, "abc")
+    n.run(3)
+    asked = set()
+    for _ in range(12):
+        if n.peer.catch_up.target is None:
+            n.run(3)
+            continue
+        donors = n.of(effects.Fetch)[-1].donors
+        asked |= set(donors)
+        n.feed(events.FetchFailed(GENESIS.head, "nothing came", frozenset(donors) & set(sybils)))
+        n.run(3)
+    assert asked & set("abc")
+
+
+def test_a_fetch_that_failed_is_tried_again_after_a_moment():
+    a = Driven.at(GENESIS, "bc")
+    newer = commit(GENESIS, "bc")
+    a.announce(newer, "bc")
+    a.run(2)
+    made = a.feed(events.FetchFailed(newer.head, "cut", frozenset("b")))
+    assert a.of(effects.Fetch, made) == []
+    assert a.peer.phase == "training"
+    (again,) = a.of(effects.Fetch, a.run(3))
+    assert again.path == (newer,)
+
+
+def test_an_outcome_of_another_fetch_says_nothing():
+    a = Driven.at(GENESIS, "bc")
+    newer = commit(GENESIS, "bc")
+    a.announce(newer, "bc")
+    a.run(2)
+    a.feed(events.Fetched(digest("another")))
+    a.feed(events.FetchFailed(digest("another"), "cut"))
+    assert a.peer.phase == "fetching"
+    assert a.peer.head == GENESIS.head
+
+
+def test_certificates_are_handed_to_whoever_asks_for_them():
+    a = Driven.at(GENESIS, "bc")
+    way = chain_of(GENESIS, "bc", 3)
+    a.come_to(way, "bc")
+    (answer,) = a.of(Certificates, a.say("z", Ask(head=way[2].head, have=GENESIS.head)))
+    assert answer.certificates == tuple(way)
+    (answer,) = a.of(Certificates, a.say("z", Ask(head=digest("nowhere"))))
+    assert (answer.head, answer.certificates) == (digest("nowhere"), ())
+
+
+def test_an_answer_always_fits_into_a_message():
+    names = [f"12D3KooW{n:044d}" for n in range(150)]
+    large = genesis(["a", *names])
+    a = Driven.at(large, names[:3])
+    way = chain_of(large, names, 24)
+    for certificate in way:
+        a.come_to([certificate], names[:3])
+    (answer,) = a.of(Certificates, a.say("z", Ask(head=way[-1].head, have=large.head)))
+    assert answer.certificates[-1] == way[-1]
+    assert 1 <= len(answer.certificates) <= 24
+    assert decode(encode(answer)) == answer
+
+
+def test_a_certificate_must_follow_its_parent():
+    """Its signers may be a majority; a peer that takes it over has to be able to go on from it."""
+    for wrong in ({"epoch": 7}, {"epoch": 0}, {"fragment": 3}, {"data_base": 0}):
+        parent = genesis("abc", data_base=5)
+        a = Driven.at(parent, "bc")
+        a.announce(commit(parent, "bc", **wrong), "bc")
+        a.run(5)
+    assert a.of(effects.Fetch) == [], wrong
+
+
+def test_heads_that_a_stranger_makes_up_do_not_keep_it_from_asking_for_others():
+    a = Driven.at(GENESIS, "bc")
+    for n in range(MAX_ASKED + 10):
+        a.say("z", status(None, head=digest("made up", n), sequence=n + 2))
+    newer = commit(GENESIS, "bc")
+    a.announce(newer, "bc")
+    a.run(5)
+    assert fetched_heads(a) == [newer.head]

@@ -1,0 +1,200 @@
+"""Which of two chains counts, and what a peer keeps of them."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from peers.core.chain import KEPT, Chain, Fork, prefers_theirs
+from tests.unit.core.made import chain_of, commit, genesis, members
+
+GENESIS = genesis("abcde")
+
+
+def chain(*certificates) -> Chain:
+    made = Chain()
+    for certificate in certificates:
+        made.move_to([certificate])
+    return made
+
+
+def fork(ours, theirs, ancestor=GENESIS) -> Fork:
+    return Fork(ancestor, tuple(ours), tuple(theirs))
+
+
+def smaller_first(*certificates):
+    return sorted(certificates, key=lambda certificate: certificate.head)
+
+
+def test_the_side_that_more_of_the_shared_roster_have_signed_wins():
+    ours, theirs = [commit(GENESIS, "ab")], [commit(GENESIS, "cde")]
+    assert prefers_theirs(fork(ours, theirs))
+    assert not prefers_theirs(fork(theirs, ours))
+
+
+def test_a_long_chain_of_few_loses_against_a_short_one_of_many():
+    long, short = chain_of(GENESIS, "ab", 50), [commit(GENESIS, "cde")]
+    assert prefers_theirs(fork(long, short))
+    assert not prefers_theirs(fork(short, long))
+
+
+def test_a_long_chain_whose_roster_is_full_of_sybils_loses():
+    sybils = [f"s{n}" for n in range(20)]
+    first = commit(GENESIS, "a", roster=members(["a", *sybils]))
+    lying = [first, *chain_of(first, ["a", *sybils], 30)]
+    assert prefers_theirs(fork(lying, [commit(GENESIS, "bc")]))
+    assert not prefers_theirs(fork([commit(GENESIS, "bc")], lying))
+
+
+def test_a_member_counts_for_the_side_on_which_it_signed_last():
+    # All five signed attempt 0, which its leader kept for itself; four of them have gone on by attempt 1.
+    withheld, gone_on = commit(GENESIS, "abcde"), commit(GENESIS, "bcde", attempt=1)
+    assert prefers_theirs(fork([withheld], [gone_on]))
+    assert not prefers_theirs(fork([gone_on], [withheld]))
+    # And where the one that kept it goes on alone, only it counts for that.
+    alone = [withheld, *chain_of(withheld, "a", 9)]
+    assert prefers_theirs(fork(alone, [gone_on]))
+    assert not prefers_theirs(fork([gone_on], alone))
+
+
+def test_a_later_epoch_is_later_whatever_the_attempt():
+    early = commit(GENESIS, "abc", attempt=9)
+    late = chain_of(GENESIS, "abc", 2)
+    assert prefers_theirs(fork([early], late))
+    assert not prefers_theirs(fork(late, [early]))
+
+
+def test_who_has_signed_two_certificates_of_one_head_and_attempt_counts_for_none():
+    # a signed both: without it one is left on each side, and two against one with f there.
+    ours, theirs = commit(GENESIS, "ab", salt=1), commit(GENESIS, "acd", salt=2)
+    assert prefers_theirs(fork([ours], [theirs]))
+    both = smaller_first(commit(GENESIS, "ab", salt=1), commit(GENESIS, "ac", salt=2))
+    assert not prefers_theirs(fork([both[0]], [both[1]]))
+    assert prefers_theirs(fork([both[1]], [both[0]]))
+
+
+def test_strangers_that_have_signed_do_not_count():
+    ours, theirs = [commit(GENESIS, "ab")], [commit(GENESIS, ["c", "x", "y", "z"])]
+    assert not prefers_theirs(fork(ours, theirs))
+    assert prefers_theirs(fork(theirs, ours))
+
+
+@pytest.mark.parametrize("length", [0, 1, 7])
+def test_a_tie_goes_to_the_smaller_hash_after_the_split_and_stays_so_as_the_chains_grow(length):
+    small, large = smaller_first(commit(GENESIS, "ab"), commit(GENESIS, "cd"))
+    names = {certificate.head: certificate.plan.signers for certificate in (small, large)}
+    for grow_small, grow_large in itertools.product([0, length], repeat=2):
+        one = [small, *chain_of(small, names[small.head], grow_small)]
+        other = [large, *chain_of(large, names[large.head], grow_large)]
+        assert prefers_theirs(fork(other, one))
+        assert not prefers_theirs(fork(one, other))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_of_two_sides_exactly_one_is_preferred_by_both(seed):
+    """Else both would go over to the other, or both stay."""
+    rosters = ["".join(sorted(set("abcde"[(seed * k + k) % 5] for k in range(1, 4)))), "abcde"[seed % 5 :]]
+    one = chain_of(GENESIS, rosters[0], 1 + seed % 3, attempt=seed % 2)
+    other = chain_of(GENESIS, rosters[1], 1 + seed % 2, attempt=seed % 3, salt="other")
+    assert prefers_theirs(fork(one, other)) is not prefers_theirs(fork(other, one))
+
+
+def test_of_three_sides_the_rule_names_one_that_no_other_beats():
+    sides = [chain_of(GENESIS, names, 2, salt=names) for names in ("ab", "cd", "e")]
+    unbeaten = [
+        side
+        for side in sides
+        if not any(prefers_theirs(fork(side, other)) for other in sides if other is not side)
+    ]
+    assert len(unbeaten) == 1
+    assert unbeaten[0] is not sides[2]
+
+
+def test_a_peer_that_has_not_moved_since_the_split_prefers_whatever_somebody_has_signed():
+    assert prefers_theirs(fork([], [commit(GENESIS, "ab")]))
+
+
+def test_a_chain_keeps_its_newest_certificates_and_forgets_what_came_before():
+    certificates = [GENESIS, *chain_of(GENESIS, "abc", KEPT + 5)]
+    kept = chain(*certificates)
+    assert kept.head == kept.newest.head == certificates[-1].head
+    assert kept.has_passed(certificates[-KEPT].head)
+    assert not kept.has_passed(certificates[-KEPT - 1].head)
+    assert kept.get(certificates[0].head) is None
+
+
+def test_a_way_that_parts_from_a_forgotten_certificate_has_no_known_past_in_common():
+    certificates = [GENESIS, *chain_of(GENESIS, "abc", KEPT + 5)]
+    kept = chain(*certificates)
+    old, recent = commit(certificates[2], "de"), commit(certificates[-3], "de")
+    kept.add(old)
+    kept.add(recent)
+    assert kept.fork_to(old.head) is None
+    found = kept.fork_to(recent.head)
+    assert found is not None
+    assert found.ancestor == certificates[-3]
+    assert found.ours == tuple(certificates[-2:])
+    assert found.theirs == (recent,)
+
+
+def test_where_a_piece_of_the_way_is_missing_the_fork_is_not_known():
+    way = chain_of(GENESIS, "abc", 3)
+    kept = chain(GENESIS)
+    kept.add(way[0])
+    kept.add(way[2])
+    assert kept.fork_to(way[2].head) is None
+    assert kept.path_back(way[2].head) == [way[2]]
+    kept.add(way[1])
+    found = kept.fork_to(way[2].head)
+    assert found is not None
+    assert (found.ours, found.theirs) == ((), tuple(way))
+
+
+def test_who_goes_over_to_another_side_still_knows_the_one_that_it_came_from():
+    ours, theirs = chain_of(GENESIS, "ab", 3), chain_of(GENESIS, "cde", 2)
+    kept = chain(GENESIS, *ours)
+    kept.move_to(theirs)
+    assert kept.head == theirs[-1].head
+    assert not kept.has_passed(ours[0].head)
+    back = kept.fork_to(ours[-1].head)
+    assert back is not None
+    assert (back.ours, back.theirs) == (tuple(theirs), tuple(ours))
+    kept.move_to(ours)
+    assert kept.head == ours[-1].head
+
+
+def test_an_answer_leads_from_what_the_other_has_to_what_it_wants():
+    way = [GENESIS, *chain_of(GENESIS, "abc", 40)]
+    kept = chain(*way)
+    assert kept.leading_to(way[5].head, way[2].head, 32) == way[3:6]
+    assert kept.leading_to(way[40].head, "", 32) == way[9:41]
+    assert kept.leading_to(way[3].head, "", 32) == way[:4]
+    assert kept.leading_to("0" * 64, "", 32) == []
+
+
+def test_commits_that_a_member_is_not_in_are_counted_back_to_its_last():
+    way = [GENESIS, *chain_of(GENESIS, "abcde", 2)]
+    way += chain_of(way[-1], "abc", 3)
+    kept = chain(*way)
+    assert {name: kept.num_absent(name) for name in "abde"} == {"a": 0, "b": 0, "d": 3, "e": 3}
+
+
+def test_what_is_added_twice_is_kept_once_and_what_others_send_is_bounded():
+    kept = chain(GENESIS)
+    kept.add(GENESIS)
+    many = [commit(GENESIS, "x", salt=n, roster=members("x")) for n in range(1100)]
+    for certificate in many:
+        kept.add(certificate)
+    assert sum(kept.get(certificate.head) is not None for certificate in many) <= 1024
+    assert kept.newest == GENESIS
+
+
+def test_what_strangers_send_takes_a_few_tens_of_megabytes_at_most():
+    huge = members(f"{n:0128d}" for n in range(4000))
+    kept = chain(GENESIS)
+    sent = [commit(GENESIS, "x", salt=n, roster=huge) for n in range(90)]
+    for certificate in sent:
+        kept.add(certificate)
+    held = [certificate for certificate in sent if kept.get(certificate.head) is not None]
+    assert sum(len(certificate.body.signed_bytes) for certificate in held) < 50e6

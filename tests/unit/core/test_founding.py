@@ -1,0 +1,304 @@
+"""How a run begins, whoever of the founders dies, lies or keeps silent."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from peers.core import effects, events
+from peers.core.founding import NO_HEAD, genesis_of
+from peers.core.timing import BEAT_S
+from peers.protocol.certificates import Body, Certificate
+from peers.protocol.messages import Certificates, Found, Message, Offer, Vote
+from tests.unit.core.driven import Driven
+from tests.unit.core.made import OFFER, SETTINGS, Keys, chain_of, digest, genesis, status, verify
+from tests.unit.core.pump import Pump, with_settings
+
+
+def founders(names: str, galaxy_size: int = 0, **settings) -> Pump:
+    return Pump(names, settings=with_settings(galaxy_size=galaxy_size or len(names), **settings))
+
+
+def begun(pump: Pump, names: str) -> bool:
+    """All of them are on one genesis."""
+    return len({pump[name].peer.head for name in names}) == 1 and pump[names[0]].peer.head != ""
+
+
+@pytest.mark.parametrize("num", [1, 2, 3, 8])
+def test_founders_sign_one_genesis_and_begin_together_at_step_0(num):
+    names = "abcdefgh"[:num]
+    pump = founders(names)
+    assert pump.run(5, lambda: begun(pump, names))
+    certificate = pump["a"].peer.certificate
+    assert certificate is not None
+    assert certificate.is_genesis
+    assert certificate.is_signed(verify)
+    assert sorted(certificate.plan.signers) == list(names)
+    assert sorted(member.world_rank for member in certificate.plan.roster) == list(range(num))
+    assert (certificate.plan.epoch, certificate.plan.tokens) == (0, 0)
+    for node in pump.up:
+        (begin,) = node.effects(effects.Answer)
+        assert (begin.how, begin.epoch, begin.local_step) == ("begin", 0, 0)
+
+
+def test_nobody_begins_before_as_many_are_there_as_the_galaxy_is_large():
+    pump = founders("ab", galaxy_size=3)
+    pump.run(100)
+    assert pump.heads() == {""}
+    pump.start("c")
+    assert pump.run(5, lambda: begun(pump, "abc"))
+
+
+def test_fewer_begin_when_the_time_for_founders_has_passed():
+    pump = founders("ab", galaxy_size=3, founders_timeout_s=60.0)
+    pump.run(59)
+    assert pump.heads() == {""}
+    assert pump.run(10, lambda: begun(pump, "ab"))
+    assert pump["a"].peer.certificate.plan.signers == ("a", "b")
+
+
+def test_a_founder_that_comes_later_than_the_genesis_is_a_newcomer():
+    pump = founders("ab")
+    pump.run(3)
+    pump.start("c")
+    assert pump.reach(2, 60)
+    assert {member.peer_id for member in pump["a"].peer.certificate.plan.roster} == set("abc")
+
+
+@pytest.mark.parametrize("victim", "abc")
+@pytest.mark.parametrize("at", [0.02, 0.5, 1.0])
+def test_whichever_founder_dies_the_others_begin_without_it(victim, at):
+    pump = founders("abc", galaxy_size=2)
+    pump.run(at)
+    pump.kill(victim)
+    rest = "abc".replace(victim, "")
+    assert pump.run(30, lambda: begun(pump, rest))
+    assert pump.signed_twice() == {}
+
+
+@pytest.mark.parametrize("silent", "abc")
+def test_a_leader_that_proposes_nothing_costs_an_attempt(silent):
+    pump = founders("abc")
+    pump.tamper = lambda sender, to, message: (
+        None if sender == silent and isinstance(message, Found) else message
+    )
+    assert pump.run(20, lambda: begun(pump, "abc"))
+    assert pump["a"].peer.certificate.plan.attempt <= 2
+
+
+def test_a_leader_that_keeps_the_genesis_to_itself_costs_an_attempt_and_nobody_signs_twice():
+    pump = founders("abcd", galaxy_size=3)
+
+    def keeps(sender: str, to: str, message: Message) -> Message | None:
+        return None if sender == "a" and isinstance(message, Certificates) else message
+
+    pump.tamper = keeps
+    assert pump.run(60, lambda: begun(pump, "bcd"))
+    assert pump.signed_twice() == {}
+
+
+def test_a_founder_that_never_signs_does_not_keep_the_others_from_beginning():
+    pump = founders("abcd", galaxy_size=3)
+    pump.tamper = lambda sender, to, message: (
+        None if sender == "d" and isinstance(message, Vote | Found) else message
+    )
+    assert pump.run(120, lambda: begun(pump, "abc"))
+
+
+def test_a_founder_that_shows_each_another_state_does_not_keep_the_others_from_beginning():
+    pump = founders("abcd", galaxy_size=3)
+
+    def shows(sender: str, to: str, message: Message) -> Message:
+        if sender == "d" and getattr(message, "offer", None) is not None:
+            return replace(message, offer=replace(OFFER, anchor=digest("for", to)))
+        return message
+
+    pump.tamper = shows
+    assert pump.run(120, lambda: begun(pump, "abc"))
+
+
+def test_a_founder_out_of_turn_cannot_use_up_the_attempts_of_the_others():
+    pump = founders("abc", galaxy_size=3)
+    beats = iter(range(2, 10**6))
+
+    def pushes() -> None:
+        for name in "abc":
+            pump.say("d", name, status(None, "waiting", sequence=next(beats), offer=OFFER))
+            ahead = pump[name].peer._founding.signed + 4
+            body = genesis_of(pump.settings, {p: (-1, OFFER) for p in "abcd"}, ahead)
+            pump.say("d", name, Found(body=body))
+        pump.after(0.2, pushes)
+
+    pushes()
+    assert pump.run(120, lambda: begun(pump, "abc"))
+
+
+def test_a_head_without_a_certificate_does_not_keep_a_run_from_being_founded():
+    pump = founders("abc")
+    beats = iter(range(2, 10**6))
+
+    def announces() -> None:
+        for name in "abc":
+            pump.say("z", name, status(None, head=digest("made up"), sequence=next(beats)))
+        pump.after(BEAT_S, announces)
+
+    announces()
+    assert pump.run(60, lambda: begun(pump, "abc"))
+
+
+# One founder, and what it signs
+
+
+def founder(me: str = "a", others: str = "bc", **kwargs) -> Driven:
+    driven = Driven(me, settings=with_settings(galaxy_size=3), **kwargs)
+    driven.announce(None, others, "waiting", offer=OFFER)
+    return driven
+
+
+def proposal(names: str = "abc", attempt: int = 0, **changes) -> Body:
+    body = genesis_of(SETTINGS, {name: (-1, OFFER) for name in names}, attempt)
+    return replace(body, plan=replace(body.plan, **changes)) if changes else body
+
+
+def votes_for(driven: Driven, body: Body, *senders: str) -> list[Vote]:
+    """Whoever may lead it."""
+    before = len(driven.effects)
+    for sender in senders or ("b", "c"):
+        driven.say(sender, Found(body=body))
+    return driven.of(Vote, driven.effects[before:])
+
+
+def first_proposal(driven: Driven) -> Body:
+    """One at an attempt which another leads."""
+    return proposal(attempt=driven.peer._founding.signed + 1)
+
+
+def test_a_founder_signs_what_it_would_propose_itself_and_writes_that_down_first():
+    a = founder()
+    body = first_proposal(a)
+    (vote,) = votes_for(a, body)[:1]
+    assert verify("a", body.signed_bytes, vote.signature)
+    kinds = [type(effect) for effect in a.effects if not isinstance(effect, effects.Broadcast)]
+    assert kinds.index(effects.Pledge) < kinds.index(effects.Send)
+    assert effects.Pledge(NO_HEAD, body.plan.attempt) in a.effects
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"roster": genesis("abz").plan.roster},
+        {"roster": genesis("bc").plan.roster},
+        {"roster": genesis("ab").plan.roster},
+        {"roster": genesis({"a": 0, "b": 1, "c": 9}).plan.roster},
+        {"epoch": 1},
+        {"tokens": 1},
+        {"data_base": 1},
+        {"parent": digest("another")},
+        {"manifest": digest("another")},
+        {"fragment": 1},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_founder_does_not_sign_anything_else(changes):
+    a = founder()
+    assert votes_for(a, proposal(attempt=first_proposal(a).plan.attempt, **changes)) == []
+
+
+@pytest.mark.parametrize("field", ["anchor", "momentum"])
+def test_a_founder_does_not_sign_another_state(field):
+    a = founder()
+    assert votes_for(a, replace(first_proposal(a), **{field: digest("evil")})) == []
+
+
+def test_a_founder_never_signs_twice_at_an_attempt():
+    a = founder()
+    body = first_proposal(a)
+    assert votes_for(a, body)
+    a.announce(None, "d", "waiting", offer=OFFER)
+    assert votes_for(a, proposal("abcd", attempt=body.plan.attempt), "b", "c", "d") == []
+    assert votes_for(a, body) == []
+
+
+def test_a_founder_that_comes_back_does_not_sign_again_what_it_has_pledged():
+    a = founder(pledges={NO_HEAD: 6})
+    for attempt in range(7):
+        assert votes_for(a, proposal(attempt=attempt)) == []
+    assert votes_for(a, proposal(attempt=7)) + votes_for(a, proposal(attempt=8))
+
+
+def test_founders_of_whom_one_comes_back_with_pledges_still_begin():
+    pump = Pump("bc", settings=with_settings(galaxy_size=3))
+    pump.start("a")
+    pump["a"].pledges[NO_HEAD] = 5
+    pump.start("a")
+    assert pump.run(60, lambda: begun(pump, "abc"))
+    assert pump["a"].peer.certificate.plan.attempt > 5
+
+
+def test_a_vote_that_is_not_signed_by_its_sender_does_not_count():
+    a = founder("a", "b", pledges=None)
+    a = Driven("a", settings=with_settings(galaxy_size=2))
+    a.announce(None, "b", "waiting", offer=OFFER)
+    a.run(10)
+    body = a.of(Found)[-1].body
+    good = a.vote("b", body.plan)
+    forged = replace(good, signature=Keys("c").sign(body.signed_bytes))
+    a.say("b", forged)
+    a.say("z", good)
+    assert a.peer.head == ""
+    a.say("b", replace(good, head=""))
+    assert a.peer.head == body.head
+
+
+# What the genesis says
+
+
+def test_the_state_that_most_founders_offer_is_the_one():
+    other = replace(OFFER, anchor=digest("another"))
+    body = genesis_of(SETTINGS, {"a": (-1, OFFER), "b": (-1, other), "c": (-1, OFFER)}, 0)
+    assert body.anchor == OFFER.anchor
+
+
+def test_of_states_that_equally_many_offer_all_founders_choose_the_same():
+    other = replace(OFFER, anchor=digest("another"))
+    one = genesis_of(SETTINGS, {"a": (-1, OFFER), "b": (-1, other)}, 0)
+    again = genesis_of(SETTINGS, {"b": (-1, other), "a": (-1, OFFER)}, 0)
+    assert one == again
+    assert one.anchor == min(OFFER.anchor, other.anchor)
+
+
+CHECKPOINT = chain_of(genesis("abc"), "abc", 7)[-1]
+
+
+def offer_of(certificate: Certificate) -> Offer:
+    body = certificate.body
+    return Offer(anchor=body.anchor, momentum=body.momentum, certificate=certificate)
+
+
+def test_founders_that_come_from_a_checkpoint_go_on_from_it():
+    trained = offer_of(CHECKPOINT)
+    body = genesis_of(SETTINGS, {"a": (-1, trained), "b": (-1, trained), "c": (-1, OFFER)}, 0)
+    plan = body.plan
+    assert (plan.epoch, plan.parent) == (7, CHECKPOINT.head)
+    assert (plan.data_base, plan.tokens) == (CHECKPOINT.plan.data_base, CHECKPOINT.plan.tokens)
+    assert (body.anchor, body.momentum) == (CHECKPOINT.body.anchor, CHECKPOINT.body.momentum)
+
+
+def test_founders_keep_the_ranks_they_claim_and_the_others_take_the_lowest_free():
+    claimed = {"a": (-1, OFFER), "b": (4, OFFER), "c": (0, OFFER), "d": (4, OFFER), "e": (-1, OFFER)}
+    body = genesis_of(SETTINGS, claimed, 0)
+    ranks = {member.peer_id: member.world_rank for member in body.plan.roster}
+    assert ranks == {"c": 0, "b": 4, "d": 1, "a": 2, "e": 3}
+    assert list(ranks.values()) == sorted(ranks.values()) or list(ranks) == ["c", "d", "a", "e", "b"]
+
+
+def test_a_founder_with_another_state_than_the_genesis_fetches_it_from_the_others():
+    c = Driven("c", settings=with_settings(galaxy_size=3), has_worker=False)
+    c.feed(events.StateOffered(replace(OFFER, anchor=digest("own"))))
+    c.feed(events.WorkerWaits())
+    c.announce(genesis("abc"), "ab")
+    c.run(5)
+    (fetch,) = c.of(effects.Fetch)
+    assert fetch.path[-1] == genesis("abc")
+    made = c.fetched()
+    assert [answer.how for answer in c.of(effects.Answer, made)] == ["begin"]

@@ -1,0 +1,198 @@
+"""Who is there, and who is well, by one peer's own evidence."""
+
+from __future__ import annotations
+
+import pytest
+
+from peers.core.health import FADE_EPOCHS, STRIKES, Swarm
+from peers.core.timing import BEAT_S, SILENT_BEATS, Timing
+from peers.core.turn import Turn
+from tests.unit.core.made import SETTINGS, genesis, status
+
+SILENCE_S = SILENT_BEATS * BEAT_S
+HEAD = genesis("ab")
+
+
+def a_swarm(*names: str) -> Swarm:
+    swarm = Swarm(Timing.of(SETTINGS))
+    for name in names:
+        swarm.heard(name, status(HEAD), 0.0)
+    return swarm
+
+
+def look(swarm: Swarm, now: float) -> float:
+    """When it wants to look again."""
+    turn = Turn(now)
+    swarm.notice_silence(turn, HEAD.head)
+    return turn.deadline
+
+
+def test_a_peer_is_there_until_it_has_been_silent_for_some_heartbeats():
+    swarm = a_swarm("b")
+    assert look(swarm, 0.1) == pytest.approx(SILENCE_S)
+    look(swarm, SILENCE_S - 0.1)
+    assert swarm.is_live("b")
+    look(swarm, SILENCE_S)
+    assert not swarm.is_live("b")
+    assert [name for name, _ in swarm.live()] == []
+
+
+def test_a_silent_peer_is_gone_only_after_it_has_had_its_time_to_come_back():
+    swarm = a_swarm("b")
+    look(swarm, SILENCE_S)
+    assert not swarm.is_gone("b")
+    look(swarm, 2 * SILENCE_S - 0.1)
+    assert not swarm.is_gone("b")
+    look(swarm, 2 * SILENCE_S)
+    assert swarm.is_gone("b")
+
+
+def test_anything_that_a_peer_says_brings_it_back():
+    swarm = a_swarm("b")
+    look(swarm, 10 * SILENCE_S)
+    swarm.heard("b", None, 10 * SILENCE_S)
+    look(swarm, 10 * SILENCE_S)
+    assert swarm.is_live("b")
+    assert not swarm.is_gone("b")
+
+
+def test_a_broken_channel_is_a_loss_at_once_and_does_not_make_it_gone():
+    swarm = a_swarm("b")
+    swarm.disconnected("b", 1.0)
+    look(swarm, 1.1)
+    assert not swarm.is_live("b")
+    assert not swarm.is_gone("b")
+    look(swarm, 1.0 + SILENCE_S)
+    assert swarm.is_gone("b")
+
+
+def test_who_says_that_it_leaves_is_neither_there_nor_waited_for():
+    swarm = a_swarm("b", "c")
+    swarm.heard("b", status(HEAD, "leaving", sequence=2), 1.0)
+    assert not swarm.is_live("b")
+    assert swarm.is_gone("b")
+    assert swarm.has_left("b")
+    assert not swarm.has_left("c")
+
+
+def test_a_member_that_was_never_heard_has_its_time_and_is_gone_after_it():
+    swarm = a_swarm()
+    swarm.expect("b", 5.0)
+    look(swarm, 5.0)
+    assert not swarm.is_gone("b")
+    look(swarm, 5.0 + SILENCE_S)
+    look(swarm, 5.0 + 2 * SILENCE_S)
+    assert swarm.is_gone("b")
+    assert not swarm.is_gone("a stranger")
+
+
+def test_an_older_status_that_comes_late_changes_nothing():
+    swarm = a_swarm("b")
+    assert swarm.heard("b", status(HEAD, "ready", sequence=5), 1.0)
+    assert not swarm.heard("b", status(HEAD, "training", sequence=4), 1.1)
+    assert not swarm.heard("b", status(HEAD, "training", sequence=5), 1.1)
+    assert swarm.status("b").phase == "ready"
+
+
+def test_a_restarted_peer_counts_anew_and_its_former_self_is_heard_no_more():
+    swarm = a_swarm("b")
+    swarm.heard("b", status(HEAD, sequence=90), 1.0)
+    again = status(HEAD, "waiting")
+    again = type(again)(incarnation=7, sequence=1, world_rank=-1, phase="waiting")
+    assert swarm.heard("b", again, 2.0)
+    assert not swarm.heard("b", status(HEAD, sequence=91), 2.1)
+    assert swarm.status("b") == again
+
+
+def test_nobody_has_been_silent_while_this_peer_itself_was_frozen():
+    swarm = a_swarm("b")
+    swarm.overslept(100.0)
+    look(swarm, 100.0 + SILENCE_S / 2)
+    assert swarm.is_live("b")
+    look(swarm, 100.0 + SILENCE_S)
+    assert not swarm.is_live("b")
+
+
+def test_who_was_lost_before_a_freeze_is_no_more_lost_after_it():
+    swarm = a_swarm("b")
+    swarm.disconnected("b", 1.0)
+    swarm.overslept(100.0)
+    look(swarm, 101.1)
+    assert not swarm.is_gone("b")
+
+
+def test_a_peer_that_spoils_rounds_is_left_out_for_a_while():
+    swarm = a_swarm("b")
+    for _ in range(int(STRIKES) - 1):
+        assert not swarm.strike("b", 10)
+    assert not swarm.is_left_out("b", 10)
+    assert swarm.strike("b", 10)
+    assert swarm.is_left_out("b", 10)
+    assert swarm.is_left_out("b", 13)
+    assert not swarm.is_left_out("b", 14)
+
+
+def test_strikes_fade_also_those_of_the_first_epoch():
+    for first in (0, 10):
+        swarm = a_swarm("b")
+        for _ in range(2):
+            swarm.strike("b", first)
+        assert not swarm.strike("b", first + 2 * FADE_EPOCHS)
+        assert not swarm.is_left_out("b", first + 2 * FADE_EPOCHS)
+
+
+def test_one_strike_now_and_then_leaves_nobody_out():
+    swarm = a_swarm("b")
+    for epoch in range(0, 40 * FADE_EPOCHS, FADE_EPOCHS):
+        assert not swarm.strike("b", epoch)
+
+
+def test_who_spoils_the_next_round_whenever_it_is_back_is_left_out_for_longer_each_time():
+    swarm, epoch, lengths = a_swarm("b"), 10, []
+    for _ in range(3):
+        swarm.strike("b", epoch)
+    for _ in range(4):
+        back = next(at for at in range(epoch, epoch + 10_000) if not swarm.is_left_out("b", at))
+        lengths.append(back - epoch)
+        epoch = back
+        swarm.strike("b", epoch)
+    assert lengths == sorted(set(lengths))
+
+
+def test_strikes_do_not_grow_when_a_fork_is_lost_and_the_epoch_goes_back():
+    swarm = a_swarm("b")
+    swarm.strike("b", 100, STRIKES / 3)
+    swarm.strike("b", 60, STRIKES / 3)
+    assert not swarm.is_left_out("b", 60)
+
+
+def test_nobody_is_struck_who_was_never_heard():
+    swarm = a_swarm()
+    assert not swarm.strike("b", 1, 100.0)
+    assert not swarm.is_left_out("b", 1)
+
+
+def test_a_newcomer_is_heard_though_thousands_have_come_and_gone():
+    swarm = a_swarm()
+    for n in range(4100):
+        swarm.heard(f"gone {n}", status(HEAD), 0.0)
+    look(swarm, 5.0)
+    look(swarm, 1e4)
+    swarm.heard("n", status(HEAD), 1e4)
+    assert swarm.is_live("n")
+    assert len(swarm._peers) <= 4096
+
+
+def test_strangers_slow_down_nobodys_heartbeat():
+    """A peer that beats more slowly than others expect is lost to them again and again."""
+    timing = Timing.of(SETTINGS)
+    swarm = Swarm(timing)
+    swarm.roster = frozenset("ab")
+    swarm.heard("b", status(HEAD), 0.0)
+    look(swarm, 0.1)
+    before = timing.beat_s, timing.silence_s
+    for n in range(200):
+        swarm.heard(f"stranger {n}", status(None, "waiting"), 0.2)
+        swarm.measured(f"stranger {n}", 900.0)
+    look(swarm, 0.3)
+    assert (timing.beat_s, timing.silence_s) == before

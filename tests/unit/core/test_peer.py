@@ -1,0 +1,334 @@
+"""What a peer tells its worker, at every stage of a round, and what becomes of its work."""
+
+from __future__ import annotations
+
+import pytest
+
+from peers.core import effects, events
+from peers.core.round import Stage
+from peers.protocol.certificates import Body, Certificate
+from peers.protocol.messages import Abort, Ask, Certificates, Propose, Status, Vote
+from tests.unit.core.driven import Driven
+from tests.unit.core.made import Keys, commit, digest, genesis, work
+from tests.unit.core.pump import Pump, with_settings
+from tests.unit.core.test_round_hostile import led_by_another, plan_at, reduced
+from tests.unit.core.test_rounds import founded
+
+GENESIS = genesis("abc")
+
+
+def answers(driven: Driven) -> list[str]:
+    return [answer.how for answer in driven.of(effects.Answer)]
+
+
+def certify(plan, anchor: str = "anchor") -> Certificate:
+    body = Body(plan=plan, anchor=digest(anchor), momentum=digest("momentum"))
+    return Certificate(body=body, signatures=tuple(Keys(n).sign(body.signed_bytes) for n in plan.signers))
+
+
+def hand_out(driven: Driven, certificate: Certificate, sender: str = "b") -> list[effects.Effect]:
+    return driven.say(sender, Certificates(head=certificate.head, certificates=(certificate,)))
+
+
+def voted() -> tuple[Driven, str, Certificate]:
+    """`a` has voted; the certificate that would come of it."""
+    a, leader = led_by_another()
+    plan = plan_at(a)
+    a.say(leader, Propose(plan=plan))
+    reduced(a, plan)
+    assert a.peer.round.stage is Stage.VOTE
+    return a, leader, certify(plan)
+
+
+def test_a_worker_begins_where_its_peer_stands():
+    a = Driven.at(GENESIS, "bc")
+    (begin,) = a.of(effects.Answer)
+    assert (begin.how, begin.epoch, begin.local_step, begin.data_base) == ("begin", 0, 0, 0)
+    assert a.peer.phase == "training"
+
+
+def test_a_worker_that_comes_late_enters_the_epoch_where_the_others_are():
+    n = Driven("n")
+    n.announce(GENESIS, "abc", local_step=6, step_s=1000.0)
+    n.run(3)
+    n.fetched()
+    (begin,) = n.of(effects.Answer)
+    assert begin.local_step == 6
+
+
+def test_a_worker_without_a_state_waits_for_one():
+    a = Driven("a")
+    a.run(5)
+    assert answers(a) == []
+    assert a.peer.phase == "waiting"
+
+
+def test_a_peer_without_a_worker_fetches_nothing_as_a_newcomer():
+    a = Driven("a", has_worker=False)
+    a.announce(GENESIS, "bc")
+    a.run(5)
+    assert a.of(effects.Fetch) == []
+
+
+def test_a_worker_that_has_contributed_goes_on_from_the_new_anchor():
+    a, _, certificate = voted()
+    made = hand_out(a, certificate)
+    kinds = [type(effect) for effect in made if isinstance(effect, effects.Apply | effects.Answer)]
+    assert kinds == [effects.Apply, effects.Answer]
+    assert answers(a) == ["begin", "contributed"]
+    assert a.peer.epoch == 1
+    hand_out(a, certificate)
+    a.run(3)
+    assert answers(a) == ["begin", "contributed"]
+
+
+def test_a_held_result_is_applied_also_after_the_attempt_was_given_up():
+    a, leader, certificate = voted()
+    a.say(leader, Abort(head=certificate.plan.parent, attempt=0, reason="no"))
+    assert a.peer.round.attempt >= 1
+    assert a.of(effects.Apply, hand_out(a, certificate))
+    assert answers(a) == ["begin", "contributed"]
+
+
+def test_a_result_that_is_no_longer_held_is_fetched_and_the_work_is_in_it():
+    a, leader, certificate = voted()
+    a.say(leader, Abort(head=certificate.plan.parent, attempt=0, reason="no"))
+    attempt = a.peer.round.attempt
+    while (second := a.peer.round.leader_of(attempt)) == "a":
+        attempt += 1
+    plan = plan_at(a, attempt=attempt)
+    a.say(second, Propose(plan=plan))
+    while a.peer.round.attempt < attempt:
+        a.run(1)
+    if a.peer.round.stage is not Stage.REDUCE:
+        a.say(second, Propose(plan=plan))
+    assert a.peer.round.stage is Stage.REDUCE
+    a.announce(certificate, "bcde")
+    a.run(3)
+    assert a.of(effects.Apply) == []
+    assert [fetch.path[-1].head for fetch in a.of(effects.Fetch)] == [certificate.head]
+    assert answers(a) == ["begin"]
+    a.fetched()
+    assert answers(a) == ["begin", "contributed"]
+    assert effects.CancelReduce() in a.effects
+
+
+def test_work_that_missed_the_commit_is_kept_while_the_new_state_comes_and_rebased_once_it_is_here():
+    a = Driven.at(GENESIS, "bc")
+    a.ready(work(40))
+    newer = commit(GENESIS, "bc")
+    a.announce(newer, "bc")
+    a.run(3)
+    assert answers(a) == ["begin", "keep"]
+    keep = a.of(effects.Answer)[-1]
+    assert (keep.epoch, keep.data_base) == (1, newer.plan.data_base)
+    a.fetched()
+    assert answers(a) == ["begin", "keep"]
+    made = a.ready(work(90))
+    assert effects.Rebase() in made
+    said = a.of(Status, made)[-1]
+    assert said.phase == "ready"
+    assert (said.work.tokens, said.work.based_on) == (90, 0)
+
+
+def test_work_that_is_handed_over_on_an_anchor_that_has_gone_is_rebased_and_the_worker_goes_on():
+    a = Driven.at(GENESIS, "bc")
+    a.come_to([commit(GENESIS, "bc")], "bc")
+    made = a.ready(work(40))
+    assert effects.Rebase() in made
+    assert answers(a) == ["begin", "rebase"]
+    assert a.of(effects.Answer)[-1].epoch == 1
+
+
+def test_late_work_says_since_when_it_is_in_no_commit_until_it_is_in_one():
+    pump = founded("abc")
+    pump.run(1)
+    pump["c"].trains = False
+    pump.run(100)
+    pump["c"].trains = True
+    epoch = pump["c"].peer.worker.epoch
+    pump.feed("c", events.WorkReady(work(10)))
+    assert pump["c"].answers[-1] in ("rebase", "keep")
+    pump.run(60)
+    first = next(
+        apply.certificate
+        for apply in pump["c"].effects(effects.Apply)
+        if apply.certificate.plan.epoch > epoch + 1 and "c" in apply.certificate.plan.signers
+    )
+    based_on = {c.peer_id: c.work.based_on for c in first.plan.contributors}
+    assert based_on["c"] == epoch
+    assert based_on["a"] == first.plan.epoch - 1
+    newest = pump["c"].peer.certificate
+    assert {c.work.based_on for c in newest.plan.contributors} == {newest.plan.epoch - 1}
+
+
+def test_a_commit_that_comes_after_the_work_was_answered_otherwise_is_not_answered_again():
+    """The worker has gone on with that work in its weights: it must neither be told again nor be counted twice."""
+    a, leader, certificate = voted()
+    a.say(leader, Abort(head=certificate.plan.parent, attempt=0, reason="no"))
+    others = commit(a.peer.certificate, "bcde", attempt=1)
+    a.announce(others, "bcde")
+    a.run(3)
+    assert answers(a) == ["begin", "keep"]
+    a.feed(events.FetchFailed(others.head, "cut"))
+    hand_out(a, certificate)
+    assert answers(a) == ["begin", "keep"]
+
+
+# A worker that ends, and one that comes after it
+
+
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_work_of_a_worker_that_ended_while_it_was_reduced_is_still_committed(comes_back):
+    a, leader = led_by_another()
+    plan = plan_at(a)
+    a.say(leader, Propose(plan=plan))
+    a.feed(events.WorkerGone())
+    if comes_back:
+        a.feed(events.WorkerWaits())
+    reduced(a, plan)
+    hand_out(a, certify(plan))
+    assert a.peer.epoch == 1
+    assert answers(a) == ["begin", "contributed", *["begin"] * comes_back]
+    assert a.peer.phase == ("training" if comes_back else "waiting")
+
+
+@pytest.mark.parametrize("stage", ["training", "ready", "reducing", "voted", "keeping"])
+@pytest.mark.parametrize("comes", [events.WorkerGone(), events.WorkerWaits()])
+def test_at_every_stage_the_worker_may_end_and_another_is_begun(stage, comes):
+    a, leader = led_by_another()
+    plan = plan_at(a)
+    if stage == "training":
+        a = Driven.at(GENESIS, "bc")
+    if stage in ("reducing", "voted"):
+        a.say(leader, Propose(plan=plan))
+    if stage == "voted":
+        reduced(a, plan)
+    if stage == "keeping":
+        a.announce(commit(a.peer.certificate, "bcde"), "bcde")
+    a.feed(comes)
+    a.feed(events.WorkerWaits())
+    certificate = {"reducing": certify(plan), "voted": certify(plan)}.get(stage)
+    if stage == "reducing":
+        reduced(a, plan)
+    if certificate is not None:
+        hand_out(a, certificate)
+    elif stage == "ready":
+        newer = commit(a.peer.certificate, "bcde")
+        a.announce(newer, "bcde")
+        a.run(3)
+        a.fetched()
+    elif stage == "keeping":
+        a.run(3)
+        a.fetched()
+    a.run(1)
+    assert answers(a)[-1] == "begin"
+    assert a.peer.phase == "training"
+    assert answers(a).count("contributed") == (stage in ("reducing", "voted"))
+
+
+def test_work_whose_worker_is_gone_is_told_as_lost_where_nobody_can_bring_it():
+    a = Driven.at(GENESIS, "bc")
+    a.ready(work(40))
+    a.feed(events.WorkerGone())
+    a.announce(commit(GENESIS, "bc"), "bc")
+    a.run(3)
+    assert [tell.kind for tell in a.of(effects.Tell)].count("lost_work") == 1
+    assert "40 tokens" in next(tell.text for tell in a.of(effects.Tell) if tell.kind == "lost_work")
+
+
+# The last step, leaving
+
+
+def test_who_has_committed_its_last_work_leaves():
+    a = Driven.at(genesis("a"))
+    a.ready(work(last=True))
+    plan = a.of(effects.Reduce)[-1].plan
+    made = a.feed(events.Reduced(plan.digest, digest("x"), digest("y")))
+    assert answers(a)[-1] == "contributed"
+    assert a.of(Status, made)[-1].phase == "leaving"
+    assert a.peer.epoch == 1
+
+
+def test_who_leaves_begins_nothing_and_still_hands_over_certificates():
+    a = Driven.at(GENESIS, "bc")
+    made = a.feed(events.Leave())
+    assert a.of(Status, made)[-1].phase == "leaving"
+    a.announce(GENESIS, "bc", "ready", work=work())
+    a.ready()
+    a.run(30)
+    assert a.of(Propose) == []
+    assert a.of(Certificates, a.say("b", Ask(head=GENESIS.head)))[0].certificates == (GENESIS,)
+
+
+def test_who_is_leaving_signs_nothing_any_more():
+    a, leader = led_by_another()
+    plan = plan_at(a)
+    a.say(leader, Propose(plan=plan))
+    a.feed(events.Leave())
+    assert a.of(Vote, reduced(a, plan)) == []
+
+
+# Status
+
+
+def test_a_status_is_said_at_every_change_and_heartbeat_and_each_has_a_new_number():
+    a = Driven.at(GENESIS, "bc")
+    a.run(10)
+    statuses = a.of(Status)
+    numbers = [status.sequence for status in statuses]
+    assert numbers == sorted(set(numbers))
+    assert 15 <= len(statuses) <= 40
+    made = a.ready()
+    assert a.of(Status, made)[-1].phase == "ready"
+
+
+def test_progress_alone_waits_for_the_next_heartbeat():
+    a = Driven.at(GENESIS, "bc")
+    a.run(1)
+    for step in range(1, 9):
+        assert a.of(Status, a.feed(events.WorkerTrains(step, 0.01))) == []
+    assert a.of(Status, a.run(1))[-1].local_step == 8
+
+
+def test_there_is_always_a_next_moment_and_it_is_not_now():
+    a = Driven.at(GENESIS, "bc")
+    for _ in range(40):
+        a.run(0.3)
+        assert a.now < a.peer.deadline < a.now + 10
+
+
+# Forks
+
+
+def test_who_loses_a_fork_keeps_the_work_in_hand_and_says_what_is_lost():
+    pump = Pump("abcde", settings=with_settings(galaxy_size=5))
+    assert pump.reach(2, 60)
+    pump.disconnect("ad", "ae", "bd", "be", "cd", "ce")
+    pump.run(40)
+    pump.mend()
+    assert pump.run(60, lambda: len(pump.heads()) == 1)
+    losers = [node for node in pump.up if any(t.kind == "fork" for t in node.effects(effects.Tell))]
+    assert {node.name for node in losers} <= {"d", "e"}
+    for node in losers:
+        (tell,) = [t for t in node.effects(effects.Tell) if t.kind == "fork"]
+        assert tell.fields["commits"] >= 1
+    assert pump.run(60, lambda: all(node.answers[-1] == "contributed" for node in pump.up))
+
+
+def test_a_fragment_that_is_not_the_one_to_be_averaged_is_not_brought_to_a_commit():
+    """The worker has gone on to the next epoch's fragment, and the state that it was told of has not come."""
+    a = Driven.at(GENESIS, "bc", settings=with_settings(num_fragments=2))
+    a.ready(work(40))
+    newer = commit(GENESIS, "bc", fragment=0, tokens=100)
+    a.announce(newer, "bc")
+    a.run(3)
+    assert answers(a)[-1] == "keep"
+    a.hush("bc")
+    a.run(20)
+    a.feed(events.FetchFailed(newer.head, "cut", frozenset("bc")))
+    a.announce(GENESIS, "bc", "ready", work=work())
+    assert a.peer.phase == "training"
+    a.ready(work(80))
+    a.run(2)
+    assert all(status.work is None or status.work.tokens != 80 for status in a.of(Status))

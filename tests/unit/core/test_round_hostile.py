@@ -1,0 +1,551 @@
+"""One peer in a round whose others send whatever they like."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from peers.core import effects, events
+from peers.core.plans import Entry, plan_of
+from peers.core.round import Stage
+from peers.core.weights import Aggregation
+from peers.protocol.certificates import Body, Certificate, Plan
+from peers.protocol.limits import MAX_ATTEMPT
+from peers.protocol.messages import (
+    Abort,
+    Ask,
+    Certificates,
+    Decline,
+    Found,
+    Message,
+    OddVote,
+    Propose,
+    Status,
+    Vote,
+    decode,
+    encode,
+)
+from tests.unit.core.driven import Driven
+from tests.unit.core.made import OFFER, SETTINGS, Keys, digest, genesis, members, work
+from tests.unit.core.pump import Pump, with_settings
+from tests.unit.core.test_rounds import commits, founded
+
+NAMES = "abcde"
+
+
+def led_by_another(names: str = NAMES, **kwargs) -> tuple[Driven, str]:
+    """Everybody is ready; the leader of attempt 0 is not `a`."""
+    for salt in range(50):
+        certificate = genesis(names, tokens=salt)
+        driven = Driven.at(certificate, names[1:], **kwargs)
+        leader = driven.peer.round.leader_of(0)
+        if leader != "a":
+            driven.announce(certificate, names[1:], "ready", work=work())
+            driven.ready()
+            return driven, leader
+    raise AssertionError
+
+
+def led_by_me(names: str = NAMES, **kwargs) -> Driven:
+    """Everybody is ready, and `a` has proposed."""
+    for salt in range(50):
+        certificate = genesis(names, tokens=salt)
+        driven = Driven.at(certificate, names[1:], **kwargs)
+        if driven.peer.round.leader_of(0) == "a":
+            driven.announce(certificate, names[1:], "ready", work=work())
+            driven.ready()
+            assert driven.of(Propose)
+            return driven
+    raise AssertionError
+
+
+def plan_at(driven: Driven, names: str = NAMES, attempt: int = 0, **changes) -> Plan:
+    entries = {name: Entry(-1, work()) for name in names}
+    plan = plan_of(
+        driven.peer.certificate, attempt, entries, off=(), data_width=len(names), settings=SETTINGS
+    )
+    return replace(plan, **changes)
+
+
+def reduced(driven: Driven, plan: Plan, anchor: str = "anchor") -> list[effects.Effect]:
+    return driven.feed(events.Reduced(plan.digest, digest(anchor), digest("momentum")))
+
+
+def odd(driven: Driven, plan: Plan, sender: str, anchor: str) -> OddVote:
+    vote = driven.vote(sender, plan, anchor=digest(anchor))
+    return OddVote(peer_id=sender, anchor=vote.anchor, momentum=vote.momentum, signature=vote.signature)
+
+
+def abort_with(driven: Driven, plan: Plan, votes: list[OddVote]) -> Abort:
+    return Abort(head=plan.parent, attempt=plan.attempt, reason="digests differ", votes=tuple(votes))
+
+
+def test_a_member_reduces_and_signs_what_its_leader_proposes():
+    a, leader = led_by_another()
+    plan = plan_at(a)
+    (reduce,) = a.of(effects.Reduce, a.say(leader, Propose(plan=plan)))
+    assert reduce.plan == plan
+    made = reduced(a, plan)
+    (vote,) = a.of(Vote, made)
+    body = Body(plan=plan, anchor=digest("anchor"), momentum=digest("momentum"))
+    assert vote.signature == Keys("a").sign(body.signed_bytes)
+    assert effects.Pledge(plan.parent, 0) in made
+    certificate = Certificate(body=body, signatures=tuple(Keys(n).sign(body.signed_bytes) for n in NAMES))
+    made = a.say("e", Certificates(head=body.head, certificates=(certificate,)))
+    assert [effect.certificate for effect in a.of(effects.Apply, made)] == [certificate]
+    assert a.peer.head == body.head
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"roster": members("xyz")},
+        {"roster": members("abcdexyzuvw")},
+        {"roster": members("b")},
+        {"data_base": 10**6},
+        {"tokens": 0},
+        {"epoch": 5},
+        {"fragment": 1},
+        {"manifest": digest("another")},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_member_declines_a_plan_that_it_would_not_have_made(changes):
+    a, leader = led_by_another()
+    made = a.say(leader, Propose(plan=plan_at(a, **changes)))
+    assert a.of(effects.Reduce, made) == []
+    (decline,) = a.of(Decline, made)
+    assert decline.attempt == 0
+    assert a.peer.round.attempt == 1
+
+
+@pytest.mark.parametrize("sender", ["b", "c", "d", "e", "z"])
+def test_nobody_but_the_leader_of_an_attempt_is_followed(sender):
+    a, leader = led_by_another()
+    if sender != leader:
+        made = a.say(sender, Propose(plan=plan_at(a)))
+        assert a.of(effects.Reduce, made) == []
+
+
+def test_a_group_of_two_out_of_five_is_declined_while_the_others_are_there():
+    a, leader = led_by_another()
+    made = a.say(leader, Propose(plan=plan_at(a, "a" + leader)))
+    assert a.of(effects.Reduce, made) == []
+    assert "no quorum" in a.of(Decline, made)[0].reason
+
+
+def test_a_group_of_two_is_declined_also_when_the_others_have_been_lost_a_moment_ago():
+    a, leader = led_by_another()
+    for other in set("bcde") - {leader}:
+        a.feed(events.Disconnected(other))
+        a.hush(other)
+    made = a.say(leader, Propose(plan=plan_at(a, "a" + leader)))
+    assert a.of(effects.Reduce, made) == []
+
+
+def test_a_group_of_two_is_taken_once_the_others_are_gone():
+    a, leader = led_by_another()
+    for other in set("bcde") - {leader}:
+        a.hush(other)
+    a.run(9)
+    attempt = a.peer.round.attempt
+    while a.peer.round.leader_of(attempt) != leader:
+        attempt += 1
+    a.run(0.1)
+    made = a.say(leader, Propose(plan=plan_at(a, "a" + leader, attempt)))
+    proposals = a.of(effects.Reduce, made) or a.of(effects.Reduce)
+    assert [reduce.plan.signers for reduce in proposals][:1] == [tuple(sorted("a" + leader))]
+
+
+def test_a_leader_that_changes_what_a_member_has_handed_over_is_declined():
+    a, leader = led_by_another()
+    plan = plan_at(a)
+    mine = plan.contributors[0]
+    for changed in (
+        replace(mine, work=work(1)),
+        replace(mine, work=work(norm=2.0)),
+        replace(mine, work=work(based_on=1)),
+    ):
+        b, leader = led_by_another()
+        made = b.say(leader, Propose(plan=replace(plan, contributors=(changed, *plan.contributors[1:]))))
+        assert b.of(effects.Reduce, made) == []
+        assert b.of(Decline, made)
+
+
+def test_a_second_plan_at_the_same_attempt_is_declined():
+    a, leader = led_by_another()
+    plan = plan_at(a)
+    a.say(leader, Propose(plan=plan))
+    other = plan_at(a, "".join(n for n in NAMES if n != "e" or leader == "e"), tokens=400)
+    other = plan_at(a, "abcd" if leader != "e" else "abce")
+    made = a.say(leader, Propose(plan=other))
+    assert a.of(effects.Reduce, made) == []
+    assert a.of(Decline, made)
+    assert a.of(Vote, a.feed(events.Reduced(other.digest, digest("x"), digest("y")))) == []
+
+
+def test_a_member_signs_once_at_an_attempt_whatever_comes():
+    a, leader = led_by_another()
+    plan = plan_at(a)
+    a.say(leader, Propose(plan=plan))
+    reduced(a, plan)
+    assert a.of(Vote, reduced(a, plan, "another")) == []
+    a.say(leader, Propose(plan=plan))
+    assert a.of(Vote, reduced(a, plan, "another")) == []
+    a.say(leader, abort_with(a, plan, []))
+    a.say(leader, Propose(plan=plan))
+    assert a.of(Vote, reduced(a, plan, "another")) == []
+
+
+def test_a_peer_that_comes_back_does_not_sign_at_an_attempt_that_it_has_pledged():
+    for salt in range(50):
+        certificate = genesis(NAMES, tokens=salt)
+        a = Driven.at(certificate, "bcde", pledges={certificate.head: 3})
+        assert a.peer.round.attempt >= 4
+        a.announce(certificate, "bcde", "ready", work=work())
+        a.ready()
+        for attempt in range(4):
+            leader = a.peer.round.leader_of(attempt)
+            if leader != "a":
+                made = a.say(leader, Propose(plan=plan_at(a, attempt=attempt)))
+                assert a.of(effects.Reduce, made) == []
+        if salt > 3:
+            return
+
+
+# Votes and their leader
+
+
+def test_a_leader_counts_the_votes_and_tells_everybody():
+    a = led_by_me()
+    plan = a.of(Propose)[0].plan
+    assert {send.peer_id for send in a.of(effects.Send) if isinstance(send.message, Propose)} == set("bcde")
+    reduced(a, plan)
+    for name in "bcd":
+        assert a.of(Certificates, a.say(name, a.vote(name, plan))) == []
+    made = a.say("e", a.vote("e", plan))
+    (certificate,) = a.of(Certificates, made)[0].certificates
+    assert certificate.plan == plan
+    assert a.peer.head == certificate.head
+    assert [answer.how for answer in a.of(effects.Answer, made)] == ["contributed"]
+
+
+def test_votes_of_strangers_and_for_other_plans_do_not_count():
+    a = led_by_me()
+    plan = a.of(Propose)[0].plan
+    reduced(a, plan)
+    for name in "bcd":
+        a.say(name, a.vote(name, plan))
+    a.say("z", a.vote("z", plan))
+    a.say("e", replace(a.vote("e", plan), plan=digest("another")))
+    a.say("e", replace(a.vote("e", plan), head=digest("another")))
+    assert a.peer.epoch == 0
+    a.say("e", a.vote("e", plan))
+    assert a.peer.epoch == 1
+
+
+def test_a_vote_with_a_signature_of_somebody_else_ends_the_attempt_without_its_sender():
+    a = led_by_me()
+    plan = a.of(Propose)[0].plan
+    reduced(a, plan)
+    made = a.say("b", replace(a.vote("b", plan), signature=a.vote("c", plan).signature))
+    assert a.of(Abort, made)[0].lost == ("b",)
+    assert a.peer.round.attempt >= 1
+
+
+def test_a_member_that_votes_differently_each_time_ends_in_one_vote():
+    a = led_by_me()
+    plan = a.of(Propose)[0].plan
+    reduced(a, plan)
+    for n in range(50):
+        a.say("b", a.vote("b", plan, anchor=digest("another", n)))
+    assert a.peer.epoch == 0
+    for name in "bcde":
+        a.say(name, a.vote(name, plan))
+    assert a.peer.epoch == 1
+
+
+def test_a_leader_that_shows_its_own_false_vote_many_times_convicts_nobody_else():
+    a, leader = led_by_another()
+    plan = plan_at(a)
+    a.say(leader, Propose(plan=plan))
+    reduced(a, plan)
+    honest = [odd(a, plan, name, "anchor") for name in NAMES if name != leader]
+    false = odd(a, plan, leader, "evil")
+    a.say(leader, abort_with(a, plan, [*honest, *[false] * 9]))
+    a.run(3)
+    assert a.of(effects.Fetch) == []
+    assert all(a.peer.swarm._peers[name].strikes == 0 for name in set("bcde") - {leader})
+
+
+def test_a_leader_that_shows_only_some_votes_does_not_make_a_member_doubt_its_state():
+    a, leader = led_by_another()
+    plan = plan_at(a)
+    a.say(leader, Propose(plan=plan))
+    reduced(a, plan)
+    votes = [odd(a, plan, "a", "anchor"), odd(a, plan, leader, "evil")]
+    a.say(leader, abort_with(a, plan, votes))
+    a.run(3)
+    assert a.of(effects.Fetch) == []
+
+
+def test_a_forged_vote_convicts_nobody():
+    a, leader = led_by_another()
+    plan = plan_at(a)
+    a.say(leader, Propose(plan=plan))
+    reduced(a, plan)
+    forged = [
+        replace(odd(a, plan, name, "evil"), signature=Keys(leader).sign(b"anything")) for name in "bcde"
+    ]
+    a.say(leader, abort_with(a, plan, [odd(a, plan, "a", "anchor"), *forged]))
+    a.run(3)
+    assert a.of(effects.Fetch) == []
+
+
+def test_the_one_whose_digests_all_others_contradict_compares_its_state():
+    a, leader = led_by_another()
+    plan = plan_at(a)
+    a.say(leader, Propose(plan=plan))
+    reduced(a, plan, "spoilt")
+    votes = [odd(a, plan, name, "spoilt" if name == "a" else "anchor") for name in NAMES]
+    a.say(leader, abort_with(a, plan, votes))
+    a.run(1)
+    assert [fetch.path[-1].head for fetch in a.of(effects.Fetch)] == [a.peer.head]
+    made = a.fetched()
+    assert [adopt.certificate for adopt in a.of(effects.Adopt, made)] == [a.peer.certificate]
+    assert a.peer.phase == "ready"
+
+
+def test_an_abort_counts_from_its_leader_and_for_its_attempt_only():
+    a, leader = led_by_another()
+    plan = plan_at(a)
+    a.say(leader, Propose(plan=plan))
+    other = next(name for name in "bcde" if name != leader)
+    a.say(other, abort_with(a, plan, []))
+    a.say(leader, replace(abort_with(a, plan, []), attempt=7))
+    a.say(leader, replace(abort_with(a, plan, []), head=digest("another")))
+    assert a.peer.round.stage is Stage.REDUCE
+    a.say(leader, abort_with(a, plan, []))
+    assert a.peer.round.attempt >= 1
+    assert effects.CancelReduce() in a.effects
+
+
+def test_a_decline_of_a_stranger_or_of_another_attempt_does_not_end_an_attempt():
+    a = led_by_me()
+    for sender, attempt in (("z", 0), ("b", 3)):
+        a.say(sender, Decline(head=a.peer.head, attempt=attempt, reason="no", attempt_here=attempt))
+    assert a.peer.round.attempt == 0
+    made = a.say("b", Decline(head=a.peer.head, attempt=0, reason="no"))
+    assert a.of(Abort, made)[0].lost == ("b",)
+
+
+def test_a_member_cannot_have_the_leader_itself_or_strangers_left_out():
+    a = led_by_me()
+    made = a.say("b", Decline(head=a.peer.head, attempt=0, reason="no", suspects=("a", "z")))
+    assert set(a.of(Abort, made)[0].lost) <= {"b"}
+
+
+def test_an_attempt_is_never_more_than_can_be_read_back():
+    a, _ = led_by_another("abc")
+    for name in "bc":
+        a.others[name]["attempt"] = MAX_ATTEMPT
+    a.run(60)
+    assert all(decode(encode(status)) == status for status in a.of(Status))
+
+
+def test_one_liar_of_three_does_not_move_the_attempt():
+    a, _ = led_by_another("abc")
+    a.others["b"]["attempt"] = 500
+    a.run(1)
+    assert a.peer.round.attempt < 10
+
+
+def test_proposals_of_the_far_future_are_not_kept():
+    a, leader = led_by_another()
+    for attempt in range(0, 5000, 5):
+        a.say(leader, Propose(plan=plan_at(a, attempt=attempt)))
+    assert len(a.peer.round._proposals) <= len(NAMES)
+
+
+# Over many epochs, on the pump
+
+EPOCHS = 24
+"""A liar costs fewer attempts than that, by half: it is left out for longer than it is let in."""
+
+
+def attempts_lost(pump: Pump, name: str, since: int) -> int:
+    return sum(attempt for epoch, attempt, _ in commits(pump[name]) if epoch > since)
+
+
+@pytest.mark.parametrize("names", ["abcde"])
+def test_a_member_that_never_votes_does_not_cost_an_attempt_in_every_epoch(names):
+    pump, liar = founded(names), names[-1]
+    pump.tamper = lambda sender, to, message: (
+        None if sender == liar and isinstance(message, Vote) else message
+    )
+    assert pump.run(400, lambda: pump["a"].peer.epoch >= 2 + EPOCHS)
+    assert attempts_lost(pump, "a", 2) <= 3 * EPOCHS // 4
+
+
+@pytest.mark.parametrize("names", ["abcde"])
+def test_a_member_that_accuses_another_each_time_does_not_cost_an_attempt_in_every_epoch(names):
+    pump, liar = founded(names), names[-1]
+
+    def accuses(sender: str, to: str, message: Message) -> Message:
+        if sender == liar and isinstance(message, Vote):
+            others = sorted(set(names) - {liar, to})
+            return Decline(
+                head=message.head,
+                attempt=message.attempt,
+                reason="it sends nothing",
+                suspects=(others[message.attempt % len(others)],),
+                attempt_here=message.attempt,
+            )
+        return message
+
+    pump.tamper = accuses
+    assert pump.run(400, lambda: pump["a"].peer.epoch >= 2 + EPOCHS)
+    assert attempts_lost(pump, "a", 2) <= 3 * EPOCHS // 4
+
+
+def test_a_stranger_that_says_it_is_ready_and_does_nothing_does_not_cost_an_attempt_in_every_epoch():
+    pump = founded("abcd")
+    sequence = iter(range(2, 10**6))
+
+    def beats() -> None:
+        for name in "abcd":
+            at = pump[name].peer
+            pump.say(
+                "z",
+                name,
+                Status(
+                    incarnation=1,
+                    sequence=next(sequence),
+                    world_rank=-1,
+                    phase="ready",
+                    head=at.head,
+                    epoch=at.epoch,
+                    work=work(based_on=at.epoch),
+                ),
+            )
+        pump.after(0.4, beats)
+
+    beats()
+    assert pump.run(400, lambda: pump["a"].peer.epoch >= 2 + EPOCHS)
+    assert attempts_lost(pump, "a", 2) <= 3 * EPOCHS // 4
+
+
+# Anything at any time
+
+GENESIS = genesis("abc")
+PLANS = [
+    plan_of(
+        GENESIS,
+        attempt,
+        {name: Entry(-1, work()) for name in names},
+        off=off,
+        data_width=3,
+        settings=SETTINGS,
+    )
+    for attempt in range(4)
+    for names, off in (("abc", ""), ("ab", ""), ("bc", ""), ("ab", "c"), ("a", ""), ("abcz", ""))
+]
+BODIES = [Body(plan=plan, anchor=digest("r"), momentum=digest("m")) for plan in PLANS]
+SIGNED = [
+    Certificate(body=body, signatures=tuple(Keys(n).sign(body.signed_bytes) for n in body.plan.signers))
+    for body in BODIES
+]
+FIXED: list[Message] = [
+    *(Propose(plan=plan) for plan in PLANS),
+    *(Certificates(head=certificate.head, certificates=(certificate,)) for certificate in SIGNED),
+    *(
+        Vote(
+            head=body.plan.parent,
+            attempt=body.plan.attempt,
+            plan=body.plan.digest,
+            anchor=body.anchor,
+            momentum=body.momentum,
+            signature=Keys(signer).sign(body.signed_bytes),
+        )
+        for body in BODIES[::4]
+        for signer in "bcz"
+    ),
+    *(
+        Decline(head=GENESIS.head, attempt=n, reason="", suspects=("a", "b"), attempt_here=n)
+        for n in range(4)
+    ),
+    *(Abort(head=GENESIS.head, attempt=n, reason="", lost=("a", "c")) for n in range(4)),
+    Ask(head=GENESIS.head),
+    Ask(head=digest("x")),
+    Certificates(head=digest("x"), certificates=()),
+    Found(body=GENESIS.body),
+]
+STATUSES = st.builds(
+    Status,
+    incarnation=st.integers(0, 2),
+    sequence=st.integers(0, 50),
+    world_rank=st.integers(-1, 9),
+    phase=st.sampled_from(["waiting", "fetching", "training", "ready", "leaving"]),
+    head=st.sampled_from([GENESIS.head, SIGNED[0].head, SIGNED[2].head, digest("x"), ""]),
+    epoch=st.integers(0, 3),
+    attempt=st.integers(0, 9),
+    work=st.sampled_from([None, work(), work(based_on=1)]),
+    offer=st.sampled_from([None, OFFER]),
+)
+SENDERS = st.sampled_from("abcz")
+
+
+EVENTS = st.one_of(
+    st.builds(events.Received, SENDERS, st.sampled_from(FIXED)),
+    st.builds(events.Received, SENDERS, STATUSES),
+    st.builds(events.Disconnected, SENDERS),
+    st.builds(events.RoundTrip, SENDERS, st.sampled_from([0.0, 0.1, 50.0])),
+    st.sampled_from(
+        [
+            events.WorkerWaits(),
+            events.WorkReady(work()),
+            events.WorkReady(work(5, last=True)),
+            events.WorkerGone(),
+            events.WorkerTrains(3, 0.5),
+            events.ReduceFailed(digest("x"), "cut", frozenset("b")),
+            events.StateOffered(OFFER),
+        ]
+    ),
+)
+
+
+@settings(max_examples=50)
+@given(st.lists(st.tuples(EVENTS, st.sampled_from([0.0, 0.1, 1.0, 7.0, 100.0])), max_size=25), st.booleans())
+def test_whatever_happens_a_peer_ends_its_rules_says_what_can_be_read_and_signs_once(happens, finishes):
+    a = Driven.at(GENESIS, "bc")
+    signed: dict[tuple[str, int], str] = {}
+    for event, pause in happens:
+        a.now += pause
+        made = a.feed(event)
+        if finishes:
+            for reduce in a.of(effects.Reduce, made):
+                made += a.feed(events.Reduced(reduce.plan.digest, digest("r"), digest("m")))
+            for fetch in a.of(effects.Fetch, made):
+                made += a.feed(events.Fetched(fetch.path[-1].head))
+        for vote in a.of(Vote, made):
+            assert signed.setdefault((vote.head, vote.attempt), vote.plan) == vote.plan
+        for effect in made:
+            if isinstance(effect, effects.Send | effects.Broadcast):
+                assert decode(encode(effect.message)) == effect.message
+        assert a.peer.deadline > a.now
+
+
+def test_a_robust_group_of_two_is_not_formed():
+    for rule in ("trimmed-mean", "centered-clip"):
+        a = Driven.at(
+            genesis("ab"),
+            "b",
+            settings=with_settings(aggregation=Aggregation(rule=rule)),
+        )
+        a.announce(genesis("ab"), "b", "ready", work=work())
+        a.ready()
+        a.run(30)
+        assert a.of(Propose) == []
+        assert a.of(effects.Reduce) == []

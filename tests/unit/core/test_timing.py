@@ -1,0 +1,151 @@
+"""Every waiting time follows from what has been measured, and none is without a bound."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from peers.core.timing import (
+    BEAT_PEERS,
+    BEAT_S,
+    CONNECT_S,
+    ENOUGH_ROUNDS,
+    FETCH_S,
+    FIRST_GRACE_S,
+    LEAST_ROUND_S,
+    ROUND_TRIPS,
+    SILENT_BEATS,
+    SLOWEST_LINK,
+    SLOWEST_PEER,
+    Timing,
+)
+from tests.unit.core.pump import with_settings
+
+
+def a_timing(**settings) -> Timing:
+    return Timing.of(with_settings(**settings))
+
+
+def learned(epochs: float = 60.0, gathers: float = 2.0, rounds: float = 3.0, **settings) -> Timing:
+    timing = a_timing(**settings)
+    for _ in range(16):
+        timing.gathered(gathers, complete=True)
+        timing.committed(round_s=rounds, epoch_s=epochs + gathers)
+    return timing
+
+
+def test_before_anything_is_known_waiting_times_are_those_of_few_peers_nearby():
+    timing = a_timing()
+    assert timing.beat_s == BEAT_S
+    assert timing.silence_s == SILENT_BEATS * BEAT_S
+    assert timing.regain_s == timing.silence_s
+    assert timing.reaction_s == 2 * BEAT_S
+    assert timing.attempt_s == LEAST_ROUND_S
+    assert timing.fetch_timeout_s == FETCH_S
+
+
+def test_many_peers_beat_more_rarely_and_are_given_as_many_beats():
+    timing = a_timing()
+    timing.num_peers = 10 * BEAT_PEERS
+    assert timing.beat_s == 10 * BEAT_S
+    assert timing.silence_s == SILENT_BEATS * 10 * BEAT_S
+
+
+def test_far_peers_are_given_round_trips():
+    timing = a_timing()
+    timing.round_trip_s = 2.0
+    assert timing.silence_s == timing.reaction_s == ROUND_TRIPS * 2.0
+
+
+def test_the_first_round_and_a_fetch_are_given_time_for_their_bytes():
+    timing = a_timing()
+    timing.is_to_move(fragment_bytes=10**9, state_bytes=4 * 10**9)
+    assert timing.attempt_s == pytest.approx(2 * 10**9 / SLOWEST_LINK)
+    assert timing.fetch_timeout_s == pytest.approx(FETCH_S + 4 * 10**9 / SLOWEST_LINK)
+
+
+def test_an_attempt_takes_a_few_usual_rounds_beside_what_connections_take():
+    timing = learned(rounds=10.0)
+    assert CONNECT_S + 4 * 10.0 < timing.attempt_s < CONNECT_S + 4 * 10.0 + 3 * timing.silence_s
+    assert learned(rounds=10.0, attempt_timeout_s=7.0).attempt_s == 7.0
+
+
+def test_an_attempt_that_timed_out_makes_the_next_one_longer_up_to_the_first():
+    timing = learned(rounds=1.0)
+    lengths = [timing.attempt_s]
+    for _ in range(8):
+        timing.attempt_timed_out()
+        lengths.append(timing.attempt_s)
+    assert lengths == sorted(lengths)
+    assert lengths[1] > lengths[0]
+    assert timing.usual_round_s == LEAST_ROUND_S
+
+
+def test_one_slow_round_among_many_changes_nothing():
+    timing = learned(rounds=1.0)
+    before = timing.attempt_s
+    timing.committed(round_s=500.0, epoch_s=60.0)
+    assert timing.attempt_s == before
+
+
+def test_the_first_commits_wait_for_those_whose_models_still_compile():
+    assert a_timing().grace_s(5.0) == FIRST_GRACE_S
+    assert a_timing().grace_s(300.0) == 300.0
+    assert a_timing(grace_s=4.0).grace_s(300.0) == 4.0
+
+
+def test_the_grace_is_learned_from_how_far_apart_the_peers_are():
+    assert learned(gathers=2.0, epochs=60.0).grace_s(60.0) == pytest.approx(6.0)
+    assert learned(gathers=20.0, epochs=60.0).grace_s(60.0) == pytest.approx(20.0)
+    assert learned(gathers=0.0, epochs=5.0).grace_s(5.0) == pytest.approx(2 * BEAT_S)
+    few = a_timing()
+    for _ in range(ENOUGH_ROUNDS - 1):
+        few.gathered(0.1, complete=True)
+    assert few.grace_s(1.0) == FIRST_GRACE_S
+
+
+@pytest.mark.parametrize("most", [0.0, 1.5, 5.0])
+def test_the_users_bound_on_the_grace_holds_whatever_was_learned(most):
+    assert learned(gathers=20.0, grace_s=most).grace_s(60.0) == most
+
+
+def test_a_peer_that_takes_many_times_as_long_as_the_others_is_not_waited_for():
+    assert learned(gathers=10_000.0, epochs=10.0).grace_s(10.0) == pytest.approx(SLOWEST_PEER * 10.0)
+
+
+def test_a_member_that_is_never_ready_does_not_make_the_others_wait_ever_longer():
+    """Epochs contain the waiting, so what is learned from them must not feed itself."""
+    timing, waits = a_timing(), []
+    for _ in range(300):
+        wait = timing.grace_s(60.0)
+        timing.gathered(wait, complete=False)
+        timing.committed(round_s=1.0, epoch_s=60.0 + wait)
+        waits.append(wait)
+    assert max(waits) <= SLOWEST_PEER * 60.0
+
+
+def test_who_was_left_out_by_little_is_waited_for_a_little_longer_next_time():
+    timing = learned(gathers=10.0, epochs=20.0)
+    before = timing.grace_s(20.0)
+    for _ in range(16):
+        timing.gathered(before, complete=False)
+    assert before < timing.grace_s(20.0) <= 2 * before
+
+
+def test_pauses_between_failures_double_up_to_the_time_of_silence():
+    timing = a_timing()
+    pauses = [timing.pause_s(failures) for failures in range(12)]
+    assert pauses[0] == 0.0
+    assert pauses == sorted(pauses)
+    assert pauses[2] == 2 * pauses[1]
+    assert pauses[-1] == timing.silence_s
+    assert timing.pause_s(10**9) == timing.silence_s
+
+
+def test_no_waiting_time_is_ever_infinite_or_negative():
+    timing = learned()
+    for seconds in (0.0, math.inf, 1e15):
+        timing.gathered(seconds, complete=False)
+    times = (timing.grace_s(10.0), timing.attempt_s, timing.silence_s, timing.reaction_s, timing.beat_s)
+    assert all(0 < seconds < math.inf for seconds in times)

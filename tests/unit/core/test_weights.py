@@ -1,0 +1,140 @@
+"""What each contribution weighs."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from peers.core.weights import CLIP_FACTOR, RULES, Aggregation
+from peers.protocol.limits import MAX_COUNT, MAX_NORM, MAX_TOKENS
+from tests.unit.core.made import work
+
+ROBUST = ("trimmed-mean", "centered-clip")
+
+
+def weights(
+    rule: str, tokens, norms=None, *, based_on=None, epoch: int = 1, num_fragments: int = 1, **others
+):
+    norms, based_on = norms or [1.0] * len(tokens), based_on or [0] * len(tokens)
+    works = [
+        work(count, norm=norm, based_on=since)
+        for count, norm, since in zip(tokens, norms, based_on, strict=True)
+    ]
+    return Aggregation(rule=rule, **others).weights_of(works, epoch, num_fragments)
+
+
+@pytest.mark.parametrize("rule", ROBUST)
+def test_all_weigh_alike_under_a_robust_rule_whatever_they_claim(rule):
+    assert weights(rule, [1, 100, MAX_TOKENS], [0.0, 1.0, MAX_NORM], based_on=[0, 5, 9], epoch=10) == (
+        pytest.approx((1 / 3, 1 / 3, 1 / 3))
+    )
+    assert weights(rule, [0, 5, 7, 2, 1]) == pytest.approx((0.2,) * 5)
+
+
+def test_a_robust_rule_needs_three_members_and_the_others_one():
+    assert {rule: Aggregation(rule=rule).least_group for rule in RULES} == {
+        "mean": 1,
+        "clip": 1,
+        "trimmed-mean": 3,
+        "centered-clip": 3,
+    }
+
+
+def test_mean_goes_by_the_tokens_as_claimed():
+    assert weights("mean", [100, 300]) == pytest.approx((0.25, 0.75))
+    assert weights("mean", [1, MAX_TOKENS])[1] > 0.999999
+    # Norms say nothing, nor does the manifest's bound.
+    assert weights("mean", [100, 300], [1.0, 1e9], max_tokens_per_epoch=1) == pytest.approx((0.25, 0.75))
+
+
+@pytest.mark.parametrize(
+    ("num_members", "most"),
+    [(2, 2 / 3), (3, 2 / 4), (4, 2 / 5), (5, 2 / 6)],
+)
+def test_one_that_claims_any_number_of_tokens_counts_for_twice_the_median_at_most(num_members, most):
+    found = weights("clip", [100] * (num_members - 1) + [MAX_TOKENS])
+    assert found[-1] == pytest.approx(most)
+    assert found[:-1] == pytest.approx(((1 - most) / (num_members - 1),) * (num_members - 1))
+
+
+def test_two_of_four_that_claim_any_number_count_for_twice_the_others_each():
+    assert weights("clip", [100, 100, MAX_TOKENS, MAX_TOKENS]) == pytest.approx((1 / 6, 1 / 6, 1 / 3, 1 / 3))
+
+
+def test_a_claim_of_hardly_any_tokens_does_not_raise_the_weight_of_the_one_that_makes_it():
+    assert weights("clip", [1, 1000])[0] == pytest.approx(1 / 3)
+    assert weights("clip", [1, 1000, 1000])[0] == pytest.approx(1 / 2001)
+
+
+def test_nobody_counts_for_more_than_the_manifest_lets_it_train_since_its_work_was_last_in():
+    # Of the second, one epoch; of the third, three of them.
+    found = weights(
+        "clip",
+        [100, 10_000, 10_000],
+        based_on=[9, 9, 7],
+        epoch=10,
+        max_tokens_per_epoch=100,
+        max_weight=100.0,
+    )
+    assert found == pytest.approx((0.2, 0.2, 0.6))
+
+
+def test_a_multiple_of_the_median_that_was_asked_for_is_used():
+    assert weights("clip", [100, 100, 100, MAX_TOKENS], max_weight=4.0)[3] == pytest.approx(4 / 7)
+
+
+def test_a_long_pseudo_gradient_is_scaled_down_to_a_few_times_the_median_of_three_or_more():
+    assert weights("clip", [1, 1, 1], [1.0, 1.0, 1000.0])[2] == pytest.approx(CLIP_FACTOR / 1000 / 3)
+    assert weights("clip", [1, 1, 1], [1.0, 1.0, CLIP_FACTOR])[2] == pytest.approx(1 / 3)
+    assert weights("clip", [1, 1], [1.0, 1000.0]) == pytest.approx((0.5, 0.5))
+
+
+def test_every_commit_that_a_contribution_has_missed_discounts_it():
+    kwargs = {"based_on": [9, 9, 6], "epoch": 10, "staleness_discount": 0.5}
+    assert weights("mean", [100, 100, 100], **kwargs) == pytest.approx((8 / 17, 8 / 17, 1 / 17))
+    assert weights("clip", [100, 100, 100], **kwargs) == pytest.approx((8 / 17, 8 / 17, 1 / 17))
+    # With four fragments each is averaged every fourth epoch.
+    assert weights(
+        "mean", [100, 100], based_on=[6, 5], epoch=10, num_fragments=4, staleness_discount=0.5
+    ) == (pytest.approx((2 / 3, 1 / 3)))
+    # Work of the distant past weighs nothing, and is no error.
+    assert weights(
+        "mean", [100, 100], based_on=[MAX_COUNT - 1, 0], epoch=MAX_COUNT, staleness_discount=0.5
+    ) == (pytest.approx((1.0, 0.0)))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_members_that_have_trained_nothing_weigh_alike(rule):
+    assert weights(rule, [0, 0, 0]) == pytest.approx((1 / 3,) * 3)
+
+
+@settings(max_examples=40)
+@given(
+    st.sampled_from(RULES),
+    st.lists(
+        st.tuples(
+            st.integers(0, MAX_TOKENS), st.floats(0, MAX_NORM, allow_nan=False), st.integers(0, MAX_COUNT)
+        ),
+        min_size=1,
+        max_size=20,
+    ),
+    st.integers(0, MAX_COUNT),
+    st.sampled_from([0, 1, 10**6]),
+    st.sampled_from([1.0, 0.5, 1e-9]),
+)
+def test_weights_are_shares_that_never_sum_to_more_than_one(rule, claims, epoch, bound, discount):
+    tokens, norms, based_on = map(list, zip(*claims, strict=True))
+    found = weights(
+        rule,
+        tokens,
+        norms,
+        based_on=based_on,
+        epoch=epoch,
+        max_tokens_per_epoch=bound,
+        staleness_discount=discount,
+    )
+    assert all(0 <= share <= 1 for share in found)
+    assert sum(found) <= 1 + 1e-9
+    if rule != "clip":
+        assert sum(found) == pytest.approx(1.0)

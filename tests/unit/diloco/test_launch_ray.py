@@ -1,0 +1,16 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from diloco.launch_ray import _python
+from provisioning.day_two import PYTHON
+from provisioning.ledger import Ledger
+
+
+def test_ray_runs_the_python_that_the_pods_were_set_up_with(tmp_path):
+    ledger = Ledger(tmp_path / "pods.sqlite")
+    renter = SimpleNamespace(provider=SimpleNamespace(python=lambda: None))
+    assert _python(ledger, renter) == "venv/bin/python"
+    ledger.remember(PYTHON, "/opt/env/bin/python")
+    assert _python(ledger, renter) == "/opt/env/bin/python"
+    ledger.close()

@@ -1,0 +1,116 @@
+"""Which model a verb trains where nobody names one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from diloco.config import TrainConfig, flat_values, parse_train_config
+from diloco.devices import Machine
+from diloco.machine_recipes import RECIPES, chosen, recipe_for
+from diloco.memory import check_memory, memory_needed_bytes
+from diloco.model import num_parameters
+from diloco.model_files import load_model_config
+
+GIB = 2**30
+
+
+def machine(cores: int, memory_gib: float | None = 1000.0, **more: int) -> Machine:
+    return Machine(
+        num_cores=cores, memory_bytes=None if memory_gib is None else int(memory_gib * GIB), **more
+    )
+
+
+def gpus(number: int, gib: float, num_peers: int = 1) -> Machine:
+    return machine(4, 4.0, num_gpus=number, gpu_bytes=int(gib * GIB), num_peers=num_peers)
+
+
+@pytest.mark.parametrize(
+    ("on", "model"),
+    [
+        (machine(1, 1.0), "demo"),
+        (machine(2), "demo"),
+        (machine(8), "2m"),
+        (machine(8, None), "2m"),
+        (machine(8, 3.0), "demo"),
+        (machine(15, num_peers=2), "demo"),
+        (machine(16, num_peers=2), "2m"),
+        (machine(32), "15m"),
+        (machine(32, 8.0, num_peers=2), "2m"),
+        (machine(256), "15m"),
+        (gpus(1, 0.5), "demo"),
+        (gpus(1, 8), "15m"),
+        (gpus(1, 24), "150m"),
+        (gpus(1, 24, num_peers=2), "15m"),
+        (gpus(2, 24, num_peers=2), "150m"),
+        (gpus(2, 24, num_peers=3), "15m"),
+    ],
+)
+def test_the_heaviest_model_is_chosen_that_a_peers_share_of_the_machine_is_enough_for(on, model):
+    assert recipe_for(on).values["path_model"] == model
+
+
+@pytest.mark.parametrize("recipe", RECIPES[1:], ids=lambda recipe: recipe.values["path_model"])
+def test_a_recipe_fits_the_least_machine_that_it_is_chosen_for(recipe):
+    """With room for what the estimate of its activations leaves out."""
+    config = chosen(TrainConfig(), (), gpus(1, recipe.gpu_gib)).config
+    model = load_model_config(config.path_model)
+    samples = min(int(config.per_device_train_batch_size), config.total_batch_size)
+    need = memory_needed_bytes(
+        num_parameters(model),
+        activation_tokens=2 * samples * config.seq_length,
+        config=model,
+        on_gpu=True,
+    )
+    check_memory(
+        need,
+        path_model=config.path_model,
+        available=int(recipe.memory_gib * GIB),
+        device_available=int(recipe.gpu_gib * GIB),
+    )
+
+
+def test_recipes_name_fields_that_there_are_and_go_from_light_to_heavy():
+    known = flat_values(TrainConfig()).keys()
+    assert all(recipe.values.keys() <= known for recipe in RECIPES)
+    needs = [(recipe.cores, recipe.memory_gib, recipe.gpu_gib) for recipe in RECIPES]
+    assert needs == sorted(needs)
+
+
+def test_what_the_user_names_is_kept_and_the_rest_is_chosen():
+    config = replace(TrainConfig(), total_batch_size=24, lr=0.5)
+    choice = chosen(config, {"total_batch_size", "lr"}, machine(2))
+    values = flat_values(choice.config)
+    assert (values["total_batch_size"], values["lr"]) == (24, 0.5)
+    assert (values["path_model"], values["seq_length"], values["hv.local_steps"]) == ("demo", 128, 50)
+    assert "lr" not in choice.fields and "hv.local_steps" in choice.fields
+
+
+def test_who_names_a_model_or_learns_by_reinforcement_is_given_nothing():
+    for config, named in ((TrainConfig(), {"path_model"}), (TrainConfig(mode="grpo"), set[str]())):
+        choice = chosen(config, named, machine(2))
+        assert (choice.config, choice.fields, choice.why) == (config, frozenset(), "")
+
+
+def test_a_chosen_batch_divides_by_the_ranks_of_the_peer():
+    assert chosen(TrainConfig(), (), machine(2), num_ranks=3).config.total_batch_size == 9
+
+
+def test_one_line_says_what_is_trained_and_why():
+    choice = chosen(TrainConfig(), (), machine(2, num_peers=3))
+    what = "trains demo on stdlib: 1200 steps of 8 samples of 128 tokens, averaged every 50"
+    why = "chosen for 2 cores without a GPU, shared by 3 peers (--path-model names another model)"
+    assert choice.in_words(choice.config) == f"{what}; {why}"
+    assert choice.in_words(replace(choice.config, lr=1.0)) == f"{what}; as the swarm does"
+    named = chosen(TrainConfig(path_model="demo"), {"path_model"}, machine(2))
+    assert named.in_words(named.config).endswith("averaged every 500")
+    on_gpus = chosen(TrainConfig(), (), gpus(1, 24))
+    assert "chosen for 1 GPU of 24 GiB (" in on_gpus.in_words(on_gpus.config)
+
+
+def test_the_trainers_keep_the_defaults_of_opendiloco():
+    config, named = parse_train_config(["--fake-data"])
+    assert named == {"fake_data"}
+    assert (config.path_model, config.seq_length, config.total_batch_size) == ("2m", 1024, 512)
+    assert (config.total_steps, config.hv.local_steps) == (88_000, 500)

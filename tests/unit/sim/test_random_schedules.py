@@ -1,0 +1,52 @@
+"""Random schedules of faults, and of members that lie. `python -m diloco.sim.replay SEED` shows one of them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+
+import pytest
+
+from diloco.sim import schedules
+
+NUM_SCHEDULES = int(os.environ.get("DILOCO_SCHEDULES", "2000"))
+NUM_PARTS = 20
+SHOWN_LINES = 200
+
+
+def failures_among(seeds: Iterable[int]) -> list[int]:
+    return [seed for seed in seeds if schedules.run(seed).fault]
+
+
+@pytest.mark.parametrize("part", range(NUM_PARTS))
+def test_everything_holds_in_random_schedules(part):
+    failed = failures_among(range(part, NUM_SCHEDULES, NUM_PARTS))
+    if failed:
+        lines = schedules.report(failed[0]).splitlines()
+        shown = (
+            lines if len(lines) <= SHOWN_LINES else [*lines[: SHOWN_LINES // 4], "...", *lines[-SHOWN_LINES:]]
+        )
+        pytest.fail("\n".join([f"seeds {failed} fail; the first:", *shown]), pytrace=False)
+
+
+def test_a_seed_gives_the_same_run_in_every_process():
+    script = (
+        "import hashlib\n"
+        "from diloco.sim import schedules\n"
+        "for seed in range(5): print(hashlib.sha256(schedules.report(seed).encode()).hexdigest())"
+    )
+    said = {
+        subprocess.run(
+            [sys.executable, "-c", script],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for hash_seed in ("1", "2")
+    }
+    here = [hashlib.sha256(schedules.report(seed).encode()).hexdigest() for seed in range(5)]
+    assert said == {"\n".join(here) + "\n"}

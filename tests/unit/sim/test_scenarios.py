@@ -1,0 +1,246 @@
+"""Named faults, with real peers in the virtual runtime. Every invariant is checked after every event of a peer."""
+
+from __future__ import annotations
+
+import pytest
+
+from diloco.sim.faults import MOMENTS
+from diloco.sim.schedules import lost_pieces
+from diloco.sim.swarm import VirtualSwarm, peer_id_of, settings_for
+from diloco.sim.values import initial_state
+from peers.core.effects import Apply, Broadcast, Reduce
+
+EPOCH_S = 4.0
+"""What an undisturbed one takes at most."""
+
+
+def together(swarm: VirtualSwarm, within_s: float = 60.0, commits: int = 2) -> None:
+    """Until all live peers have made further commits in common, and nothing is lost."""
+    before = swarm.now
+
+    def are_together() -> bool:
+        states = [peer.state for peer in swarm.peers.values()]
+        if any(state is None for state in states):
+            return False
+        least = min(states, key=lambda state: state.epoch)
+        if not all(least.leads_to(state) for state in states):
+            return False
+        for _ in range(commits):
+            if least is None or least.made_at <= before:
+                return False
+            least = least.parent
+        return True
+
+    assert swarm.run_until(are_together, within_s), f"{swarm.epochs()} after {within_s} s"
+    assert lost_pieces(swarm) == ""
+
+
+def in_epoch(swarm: VirtualSwarm, epoch: int) -> None:
+    """Until everybody trains in it."""
+    assert swarm.run_until(lambda: set(swarm.epochs().values()) == {epoch}, 60.0), swarm.epochs()
+
+
+def leader_of(swarm: VirtualSwarm, attempt: int = 0) -> int:
+    peer = next(iter(swarm.peers.values()))
+    return int(peer.machine.round.leader_of(attempt)[1:])
+
+
+@pytest.mark.parametrize("num_peers", [1, 2, 5])
+def test_peers_that_start_together_train_together(num_peers):
+    swarm = VirtualSwarm(num_peers)
+    swarm.run(10 * EPOCH_S)
+    together(swarm, within_s=3 * EPOCH_S)
+    assert min(swarm.epochs().values()) >= 10
+    head = min(swarm.heads(), key=lambda head: swarm.world.truth.states[head].epoch)
+    assert swarm.contributors(head) == swarm.roster(head) == set(range(num_peers))
+
+
+def test_founders_that_offer_different_states_begin_from_one_of_them():
+    swarm = VirtualSwarm(3, starts=False)
+    for rank in range(3):
+        swarm.offers[peer_id_of(rank)] = initial_state(f"of {rank}")
+        swarm.start(rank)
+    together(swarm)
+
+
+def test_who_comes_while_founders_still_wait_is_one_of_them_and_the_others_begin_without_whom_never_comes():
+    swarm = VirtualSwarm(3, settings=settings_for(4))
+    swarm.run(10.0)
+    assert swarm.heads() == {""}
+    together(swarm, within_s=30.0)
+
+
+def test_a_late_joiner_gets_the_state_and_is_in_the_next_commits():
+    swarm = VirtualSwarm(3, settings=settings_for(2), starts=False)
+    swarm.start(0)
+    swarm.start(1)
+    in_epoch(swarm, 3)
+    swarm.start(2)
+    together(swarm, within_s=4 * EPOCH_S)
+    head = swarm.state(2).head
+    assert swarm.contributors(head) == swarm.roster(head) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_leader_that_dies_costs_one_attempt(moment):
+    swarm = VirtualSwarm(4)
+    in_epoch(swarm, 3)
+    leader = leader_of(swarm)
+    swarm.peers[leader].before[MOMENTS[moment]] = lambda: swarm.kill(leader)
+    assert swarm.run_until(lambda: leader not in swarm.peers or min(swarm.epochs().values()) > 4, 3 * EPOCH_S)
+    swarm.kill(leader)
+    together(swarm, within_s=6 * EPOCH_S)
+
+
+def test_a_member_that_dies_while_it_reduces_costs_the_others_nothing_they_have_trained():
+    swarm = VirtualSwarm(4, seed=2)
+    in_epoch(swarm, 3)
+    member = leader_of(swarm, attempt=1)
+    swarm.peers[member].before[Reduce] = lambda: swarm.at(swarm.now + 0.1, lambda: swarm.kill(member))
+    assert swarm.run_until(lambda: member not in swarm.peers, 2 * EPOCH_S)
+    together(swarm, within_s=6 * EPOCH_S)
+    swarm.start(member)
+    together(swarm, within_s=6 * EPOCH_S)
+
+
+def test_the_smaller_side_of_a_partition_comes_over_to_the_larger_one():
+    swarm = VirtualSwarm(5)
+    in_epoch(swarm, 3)
+    swarm.partition({0, 1, 2}, {3, 4})
+    swarm.run(5 * EPOCH_S)
+    larger = swarm.state(0).head
+    assert swarm.state(3).epoch < swarm.state(0).epoch or not swarm.state(0).leads_to(swarm.state(3))
+    swarm.heal_partition({0, 1, 2}, {3, 4})
+    together(swarm)
+    assert swarm.world.truth.states[larger].leads_to(swarm.state(3))
+
+
+def test_of_two_peers_one_dies_and_the_other_goes_on():
+    swarm = VirtualSwarm(2)
+    in_epoch(swarm, 3)
+    swarm.kill(1)
+    together(swarm, within_s=6 * EPOCH_S)
+    assert swarm.contributors(swarm.state(0).head) == {0}
+    swarm.start(1)
+    together(swarm, within_s=6 * EPOCH_S)
+    assert swarm.contributors(swarm.state(0).head) == {0, 1}
+
+
+def test_both_sides_of_a_broken_link_go_on_and_come_together():
+    swarm = VirtualSwarm(2)
+    in_epoch(swarm, 3)
+    swarm.cut(0, 1)
+    swarm.run(5 * EPOCH_S)
+    assert min(swarm.epochs().values()) > 4 and len(swarm.heads()) == 2
+    swarm.heal(0, 1)
+    together(swarm)
+
+
+def test_two_of_four_that_lose_each_other_go_on_with_a_third():
+    swarm = VirtualSwarm(4)
+    in_epoch(swarm, 3)
+    swarm.cut(0, 1)
+    swarm.run(8 * EPOCH_S)
+    assert max(swarm.epochs().values()) > 5
+    swarm.heal(0, 1)
+    together(swarm)
+
+
+def test_the_work_of_a_slow_peer_comes_into_later_commits():
+    swarm = VirtualSwarm(3, settings=settings_for(3, grace_s=1.0))
+    in_epoch(swarm, 3)
+    swarm.slow_down(2, 4.0)
+    swarm.run(10 * EPOCH_S)
+    worker = swarm.peers[2].worker
+    assert worker is not None
+    late = worker.trained - worker.pending
+    assert len(late) > 15 and late <= swarm.state(2).pieces
+    assert min(swarm.epochs().values()) > 8
+
+
+def test_who_was_frozen_over_some_commits_brings_its_work_to_the_next():
+    swarm = VirtualSwarm(3)
+    in_epoch(swarm, 3)
+    swarm.freeze(2, 3 * EPOCH_S)
+    swarm.run(3 * EPOCH_S - 0.1)
+    work = set(swarm.peers[2].worker.pending)
+    assert work
+    together(swarm)
+    assert work <= swarm.state(0).pieces
+
+
+def test_a_worker_that_crashes_takes_only_what_it_has_not_handed_over():
+    swarm = VirtualSwarm(3)
+    in_epoch(swarm, 3)
+    peer = swarm.peers[1]
+    peer.before[Reduce] = lambda: swarm.crash_worker(1, back_after_s=1.0)
+    assert swarm.run_until(lambda: peer.worker is None, 2 * EPOCH_S)
+    handed = peer.in_hand.pieces
+    together(swarm)
+    assert handed <= swarm.state(1).pieces
+
+
+def test_wrong_digests_of_one_member_are_found_and_not_adopted():
+    swarm = VirtualSwarm(4)
+    in_epoch(swarm, 3)
+    swarm.peers[2].garbles = True
+    together(swarm, within_s=8 * EPOCH_S)
+
+
+def test_a_withheld_certificate_is_asked_for():
+    swarm = VirtualSwarm(3)
+    in_epoch(swarm, 3)
+    leader = leader_of(swarm)
+    peer = swarm.peers[leader]
+    # The leader applies what it has told nobody, and dies; the others hold the result of an attempt without a name.
+    peer.before[Apply] = lambda: swarm.kill(leader)
+    peer.before[Broadcast] = lambda: None
+    assert swarm.run_until(lambda: leader not in swarm.peers, 2 * EPOCH_S)
+    together(swarm)
+    swarm.start(leader)
+    together(swarm)
+
+
+def test_all_die_and_go_on_from_their_checkpoints():
+    swarm = VirtualSwarm(3, saves=True)
+    in_epoch(swarm, 4)
+    for rank in range(3):
+        swarm.kill(rank)
+    saved = max((disk.checkpoint for disk in swarm.disks.values()), key=lambda state: state.epoch)
+    swarm.run(5.0)
+    for rank in range(3):
+        swarm.start(rank)
+    together(swarm)
+    assert saved.epoch >= 3 and all(saved.leads_to(peer.state) for peer in swarm.peers.values())
+
+
+def test_who_has_finished_brings_its_last_work_and_is_taken_off_the_roster():
+    swarm = VirtualSwarm(3)
+    in_epoch(swarm, 3)
+    worker = swarm.peers[2].worker
+    swarm.finish(2)
+    assert swarm.run_until(lambda: swarm.peers[2].machine.phase == "leaving", 3 * EPOCH_S)
+    swarm.kill(2)
+    together(swarm, within_s=4 * EPOCH_S)
+    assert not worker.is_running and worker.trained <= swarm.state(0).pieces
+    assert swarm.roster(swarm.state(0).head) == {0, 1}
+
+
+def test_who_was_away_for_longer_than_certificates_are_kept_takes_what_the_others_show(monkeypatch):
+    monkeypatch.setattr("peers.core.chain.KEPT", 6)
+    swarm = VirtualSwarm(3)
+    in_epoch(swarm, 3)
+    swarm.freeze(2, 12 * EPOCH_S)
+    swarm.run(12 * EPOCH_S)
+    assert swarm.state(0).epoch - swarm.state(2).epoch > 6
+    together(swarm)
+    together(swarm)
+    assert swarm.contributors(swarm.state(0).head) == {0, 1, 2}
+
+
+def test_who_leaves_is_taken_off_the_roster():
+    swarm = VirtualSwarm(3)
+    in_epoch(swarm, 3)
+    swarm.leave(2)
+    together(swarm)
+    assert swarm.roster(swarm.state(0).head) == {0, 1}
