@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 from msgspec.structs import replace
 
-from diloco.sim.liars import Liar
-from diloco.sim.runtime import VirtualPeer
-from diloco.sim.swarm import MakeMachine, VirtualSwarm
+from diloco.sim.liars import Liar, MakeLiar
 from diloco.sim.values import State, digest
 from peers.core import effects, events
 from peers.core.effects import Broadcast, Effect, Send
@@ -23,20 +23,19 @@ Twist = Callable[[str, Plan], Plan]
 """(liar, plan) -> what it proposes instead."""
 
 
+@dataclass(kw_only=True)
 class RogueLeader(Liar):
     """Proposes other plans than the rules lead to, reduces them with who takes part, and shows the certificate."""
 
-    def __init__(self, twist: Twist, swarm: VirtualSwarm, peer: VirtualPeer, incarnation: int) -> None:
-        super().__init__(swarm, peer, incarnation)
-        self._twist = twist
-        self._plans: dict[str, Plan] = {}
-        """By the digest of the plan that its Peer has made."""
-        self._signatures: dict[tuple[str, str, str], dict[str, Signature]] = {}
+    twist: Twist
+    _plans: dict[str, Plan] = field(default_factory=dict)
+    """By the digest of the plan that its Peer has made."""
+    _signatures: dict[tuple[str, str, str], dict[str, Signature]] = field(default_factory=dict)
 
     def say(self, effect: Effect) -> Iterable[Effect]:
         match effect:
             case Send(peer_id, Propose(plan)):
-                twisted = self._plans.setdefault(plan.digest, self._twist(self.me, plan))
+                twisted = self._plans.setdefault(plan.digest, self.twist(self.me, plan))
                 return (Send(peer_id, Propose(plan=twisted)),) if peer_id in twisted.signers else ()
             case effects.Reduce(plan, timeout_s) if plan.digest in self._plans:
                 return (effects.Reduce(self._plans[plan.digest], timeout_s),)
@@ -99,13 +98,12 @@ def _alone(me: str, plan: Plan) -> Plan:
     return replace(plan, roster=roster or (Member(peer_id=me, world_rank=99),))
 
 
+@dataclass(kw_only=True)
 class Forger(Liar):
     """Shows certificates that it alone has signed, announces their head, and hands over a state of it."""
 
-    def __init__(self, length: int, swarm: VirtualSwarm, peer: VirtualPeer, incarnation: int) -> None:
-        super().__init__(swarm, peer, incarnation)
-        self._length = length
-        self._shown: Certificate | None = None
+    length: int
+    _shown: Certificate | None = None
 
     def say(self, effect: Effect) -> Iterable[Effect]:
         if isinstance(effect, Broadcast) and isinstance(effect.message, Status) and self._shown is not None:
@@ -117,7 +115,7 @@ class Forger(Liar):
         return ()
 
     def invent(self) -> Iterable[Effect]:
-        if self.certificate is None or self.rng.random() < 0.5:
+        if self.inner.certificate is None or self.rng.random() < 0.5:
             # For a while it is as honest as the others.
             self._shown = None
             return ()
@@ -127,7 +125,7 @@ class Forger(Liar):
 
     def _where_to_part(self) -> Certificate:
         """The head, or a commit before it."""
-        certificate = self.certificate
+        certificate = self.inner.certificate
         assert certificate is not None
         for _ in range(self.rng.randint(0, 2)):
             certificate = self.inner.chain.get(certificate.plan.parent) or certificate
@@ -135,14 +133,14 @@ class Forger(Liar):
 
     def _forge(self, ancestor: Certificate) -> Sequence[Certificate]:
         chain = [ancestor]
-        for _ in range(self._length):
+        for _ in range(self.length):
             body = Body(
                 plan=self._plan_on(chain[-1]),
                 anchor=digest("forged", self.rng.random()),
                 momentum=digest("forged", self.rng.random()),
             )
             chain.append(Certificate(body=body, signatures=(self.keys.sign(body.signed_bytes),)))
-            self.peer.made_up[body.head] = State(body.head, body.plan.epoch, body.anchor, body.momentum)
+            self.made_up[body.head] = State(body.head, body.plan.epoch, body.anchor, body.momentum)
         return chain[1:]
 
     def _plan_on(self, parent: Certificate) -> Plan:
@@ -161,19 +159,11 @@ class Forger(Liar):
         )
 
 
-def _rogue(twist: Twist) -> MakeMachine:
-    return lambda swarm, peer, incarnation: RogueLeader(twist, swarm, peer, incarnation)
-
-
-def _forger(length: int) -> MakeMachine:
-    return lambda swarm, peer, incarnation: Forger(length, swarm, peer, incarnation)
-
-
-FORGERS: dict[str, MakeMachine] = {
-    "leads groups of two": _rogue(_pair),
-    "gives itself all weight": _rogue(_own_weight),
-    "brings sybils": _rogue(_sybils),
-    "puts everybody off the roster": _rogue(_alone),
-    "forges a commit": _forger(1),
-    "forges a long chain": _forger(LONG_CHAIN),
+FORGERS: dict[str, MakeLiar] = {
+    "leads groups of two": partial(RogueLeader, twist=_pair),
+    "gives itself all weight": partial(RogueLeader, twist=_own_weight),
+    "brings sybils": partial(RogueLeader, twist=_sybils),
+    "puts everybody off the roster": partial(RogueLeader, twist=_alone),
+    "forges a commit": partial(Forger, length=1),
+    "forges a long chain": partial(Forger, length=LONG_CHAIN),
 }

@@ -3,55 +3,49 @@ only, and nothing else about it is special: it has a worker, a disk, and links."
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
 
 from msgspec.structs import replace
 
-from diloco.sim.runtime import VirtualPeer
-from diloco.sim.swarm import MakeMachine, VirtualSwarm
-from diloco.sim.values import digest
+from diloco.sim.values import State, digest
 from peers.core import effects, events
 from peers.core.effects import Broadcast, Effect, Send
 from peers.core.events import Event
-from peers.protocol.certificates import Body, Certificate, Plan
+from peers.core.peer import Peer
+from peers.protocol.certificates import Body, Keys, Plan
 from peers.protocol.limits import MAX_TOKENS
 from peers.protocol.messages import Abort, Certificates, Decline, Message, Propose, Status, Vote
 
 LIE_EVERY_S = 2.0
 
 
+@dataclass(kw_only=True)
 class Liar:
-    """Says and hears what its Peer does; kinds of liars change that."""
+    """Says and hears what its Peer does; kinds of liars change that. Stands in for a Peer in either runtime."""
 
-    def __init__(self, swarm: VirtualSwarm, peer: VirtualPeer, incarnation: int) -> None:
-        self.rng, self.peer = swarm.world.rng, peer
-        self.keys = swarm.world.ring.keys_of(peer.peer_id)
-        self.inner = swarm.honest_machine(peer, incarnation)
-        self.now = self.lies_at = swarm.now
+    inner: Peer
+    keys: Keys
+    rng: random.Random
+    now: float
+    made_up: dict[str, State] = field(default_factory=dict)
+    """States that it hands over though no run has led to them, by head."""
+    lies_at: float = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
 
     @property
     def me(self) -> str:
-        return self.peer.peer_id
+        return self.keys.peer_id
 
     @property
     def deadline(self) -> float:
         return min(self.inner.deadline, self.lies_at)
-
-    @property
-    def head(self) -> str:
-        return self.inner.head
-
-    @property
-    def epoch(self) -> int:
-        return self.inner.epoch
-
-    @property
-    def certificate(self) -> Certificate | None:
-        return self.inner.certificate
-
-    @property
-    def phase(self) -> str:
-        return self.inner.phase
 
     def handle(self, event: Event | None, now: float) -> list[Effect]:
         self.now = now
@@ -76,17 +70,16 @@ class Liar:
         return ()
 
     def others(self) -> list[str]:
-        certificate = self.certificate
+        certificate = self.inner.certificate
         members = certificate.plan.roster if certificate is not None else ()
         return [member.peer_id for member in members if member.peer_id != self.me]
 
 
+@dataclass(kw_only=True)
 class OtherDigests(Liar):
     """Votes for other digests each time."""
 
-    def __init__(self, swarm: VirtualSwarm, peer: VirtualPeer, incarnation: int) -> None:
-        super().__init__(swarm, peer, incarnation)
-        self._plans: dict[str, Plan] = {}
+    _plans: dict[str, Plan] = field(default_factory=dict)
 
     def say(self, effect: Effect) -> Iterable[Effect]:
         if isinstance(effect, effects.Reduce):
@@ -173,12 +166,11 @@ class Withholder(Liar):
         return (effect,)
 
 
+@dataclass(kw_only=True)
 class Replayer(Liar):
     """Says again what it has said long ago, and what others have."""
 
-    def __init__(self, swarm: VirtualSwarm, peer: VirtualPeer, incarnation: int) -> None:
-        super().__init__(swarm, peer, incarnation)
-        self._old: list[Message] = []
+    _old: list[Message] = field(default_factory=list)
 
     def say(self, effect: Effect) -> Iterable[Effect]:
         if isinstance(effect, Send | Broadcast) and len(self._old) < 1000:
@@ -194,7 +186,10 @@ class Replayer(Liar):
         return [Broadcast(message) for message in self.rng.sample(self._old, k=min(5, len(self._old)))]
 
 
-LIARS: dict[str, MakeMachine] = {
+MakeLiar = Callable[..., Liar]
+"""Takes the fields of a Liar."""
+
+LIARS: dict[str, MakeLiar] = {
     "votes for other digests": OtherDigests,
     "claims tokens": ClaimsTokens,
     "is silent as a leader": SilentLeader,

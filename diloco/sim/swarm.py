@@ -11,6 +11,7 @@ from diloco.sim.clock import Clock
 from diloco.sim.download import Downloads
 from diloco.sim.invariants import Invariants
 from diloco.sim.keys import KeyRing
+from diloco.sim.liars import MakeLiar
 from diloco.sim.network import NOTICE_S, Network, Quality
 from diloco.sim.reduction import Reductions
 from diloco.sim.runtime import VirtualPeer
@@ -24,9 +25,6 @@ MANIFEST = digest("manifest")
 START_NANOSECONDS = 1_700_000_000_000_000_000
 VANISHED_S = (5.0, 30.0)
 """In which others are told that the machine of a peer is gone."""
-
-MakeMachine = Callable[["VirtualSwarm", VirtualPeer, int], Machine]
-"""(swarm, peer, incarnation)"""
 
 
 def peer_id_of(rank: int) -> str:
@@ -60,7 +58,7 @@ class VirtualSwarm:
         settings: Settings | None = None,
         durations: Durations | None = None,
         quality: Quality | None = None,
-        liars: dict[int, MakeMachine] | None = None,
+        liars: dict[int, MakeLiar] | None = None,
         saves: bool = False,
         traced: bool = False,
         encodes: bool = True,
@@ -152,8 +150,17 @@ class VirtualSwarm:
             if peer_id in until:
                 until[peer_id] = self.now
         self.world.network.open(peer)
-        make = self.machines.get(peer_id, VirtualSwarm.honest_machine)
-        peer.start(make(self, peer, START_NANOSECONDS + self._incarnations))
+        peer.start(self._machine_of(peer, START_NANOSECONDS + self._incarnations))
+
+    def _machine_of(self, peer: VirtualPeer, incarnation: int) -> Machine:
+        inner = self.honest_machine(peer, incarnation)
+        if (make := self.machines.get(peer.peer_id)) is None:
+            return inner
+        world = self.world
+        keys = world.ring.keys_of(peer.peer_id)
+        return make(
+            inner=inner, keys=keys, rng=world.rng, now=self.now, lies_at=self.now, made_up=peer.made_up
+        )
 
     def honest_machine(self, peer: VirtualPeer, incarnation: int) -> Peer:
         world = self.world

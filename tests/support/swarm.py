@@ -10,6 +10,7 @@ from typing import Any
 from benchmarks import light_swarm
 from benchmarks.light_swarm import DEADLINE_S, LightPeer, children_of, wait_until
 from tests.support.light_edges import edges
+from tests.support.lying_core import lie
 from tests.support.poison import Lie, poison
 
 __all__ = ["DEADLINE_S", "LightPeer", "LightSwarm", "children_of", "wait_until"]
@@ -23,13 +24,17 @@ class LightSwarm(light_swarm.LightSwarm):
         self.no_path: set[frozenset[int]] = set()
         """Pairs of ranks between which libp2p gets nothing through."""
         self.lies: dict[int, Lie] = {}
-        """What hostile peers do, by rank."""
+        """What hostile peers do to what they contribute, by rank."""
+        self.liars: dict[int, str] = {}
+        """How they lie in what they say, by rank: names of lying_core.ALL_LIARS."""
 
     def preparation_of(self, rank: int) -> Callable[[], object] | None:
         others = [other for pair in self.no_path if rank in pair for other in pair - {rank}]
         namespace = self.namespaces.get(rank, "")
         if rank in self.lies:
             return partial(poison, self.lies[rank])
+        if rank in self.liars:
+            return partial(lie, self.liars[rank])
         if not others and not namespace:
             return None
         return partial(edges, namespace=namespace, cut_off_from=[self.peer_id(other) for other in others])

@@ -1,0 +1,44 @@
+"""One member that lies among three honest ones, real daemons all: they go on, agree on every bit, and let newcomers in.
+
+The liars are those of the random schedules (`diloco/sim/liars.py`, `forgers.py`).
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.lying_core import ALL_LIARS, LIES
+from tests.support.swarm import LightSwarm, wait_until
+
+LIAR, HONEST, NEWCOMER = 1, (0, 2, 3), 4
+EPOCHS, WITHIN_S = 8, 60.0
+
+
+def least_epoch(light: LightSwarm) -> int:
+    return min(light.peers[rank].epoch for rank in HONEST)
+
+
+@pytest.mark.parametrize("name", ALL_LIARS)
+def test_honest_members_go_on_beside_one_that(name, swarm):
+    light = swarm(step_s=0.02, max_steps=10**9)
+    light.liars[LIAR] = name
+    light.start_all(4)
+    wait_until(lambda: least_epoch(light) >= 1, "the first epoch")
+    before = least_epoch(light)
+    wait_until(lambda: least_epoch(light) >= before + EPOCHS, f"{EPOCHS} more epochs", WITHIN_S)
+    light.start(NEWCOMER)
+    wait_until(lambda: light.peers[NEWCOMER].epochs, "an epoch of the newcomer", WITHIN_S)
+    assert LIES in light.peers[LIAR].log
+    honest = [light.peers[rank] for rank in (*HONEST, NEWCOMER)]
+    digests: dict[int, set[str]] = {}
+    for peer in honest:
+        assert peer.process.is_alive() and not peer.error
+        assert "Traceback" not in peer.log, peer.log[-3000:]
+        for record in peer.epochs:
+            digests.setdefault(record["epoch"], set()).add(record["anchor_digest"])
+    assert all(len(found) == 1 for found in digests.values()), digests
+    # Nobody was led back, or away from the others.
+    assert all(
+        [record["epoch"] for record in peer.epochs] == sorted({record["epoch"] for record in peer.epochs})
+        for peer in honest
+    )
