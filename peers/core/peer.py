@@ -444,8 +444,9 @@ class Peer:
             turn.do(Rebase())
             worker.base = self.head
             return True
-        if worker.epoch != self.epoch:
-            # Of an epoch that is over; or of one that never came here.
+        fragment_of = self._settings.fragment_of
+        if worker.epoch < self.epoch or fragment_of(worker.epoch) != fragment_of(self.epoch):
+            # Of an epoch that is over; or not what this one averages, of one that never came here.
             return self._answer_late(turn, "rebase", self.chain.newest)
         return False
 

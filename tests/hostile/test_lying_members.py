@@ -38,7 +38,5 @@ def test_honest_members_go_on_beside_one_that(name, swarm):
             digests.setdefault(record["epoch"], set()).add(record["anchor_digest"])
     assert all(len(found) == 1 for found in digests.values()), digests
     # Nobody was led back, or away from the others.
-    assert all(
-        [record["epoch"] for record in peer.epochs] == sorted({record["epoch"] for record in peer.epochs})
-        for peer in honest
-    )
+    epochs = [[record["epoch"] for record in peer.epochs] for peer in honest]
+    assert all(of_one == sorted(of_one) for of_one in epochs), epochs
