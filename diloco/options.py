@@ -128,7 +128,7 @@ class HvConfig:
     aggregation: Literal["mean", "clip", "trimmed-mean", "centered-clip"] = field(
         default="clip", metadata=SHARED
     )
-    """How pseudo-gradients become one: clip scales outliers down, the last two also withstand flipped signs."""
+    """How pseudo-gradients become one: clip scales outliers down; the last two weigh three peers or more alike."""
     max_weight: Annotated[float, Parameter(validator=(finite, at_least(1), up_to(1000)))] = field(
         default=2.0, metadata=SHARED
     )

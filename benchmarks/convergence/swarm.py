@@ -52,7 +52,10 @@ class LocalSwarm:
         self.state = OuterState.initial([values.clone() for values in self.replicas[0].out])
         self._optimizer = OuterOptimizer(lr=job.outer_lr, momentum=job.arm.outer_momentum)
         self.num_steps = 0
-        self._epoch = 0
+        self.epoch = 0
+        """Outer steps done."""
+        self.committed_tokens = 0
+        """Averaged so far, each once for every fragment."""
         self.sent_bytes = 0
         """By each peer, in the mean, since the beginning."""
         self._left_at: int | None = None
@@ -89,15 +92,17 @@ class LocalSwarm:
                     residuals.append({name: values.clone() for name, values in tensors.items()})
         tokens = [replica.tokens for replica in self.replicas]
         return {
-            "epoch": self._epoch,
+            "epoch": self.epoch,
             "tokens": tokens,
+            "committed_tokens": self.committed_tokens,
             "residuals": residuals,
             "sent_bytes": self.sent_bytes,
         }
 
     def carry(self, carried: Mapping[str, Any]) -> None:
         """Remember it again."""
-        self._epoch, self.sent_bytes = carried["epoch"], carried["sent_bytes"]
+        self.epoch, self.sent_bytes = carried["epoch"], carried["sent_bytes"]
+        self.committed_tokens = carried["committed_tokens"]
         saved = iter(carried["residuals"])
         for replica, tokens in zip(self.replicas, carried["tokens"], strict=True):
             replica.tokens = list(tokens)
@@ -106,11 +111,11 @@ class LocalSwarm:
     def _average_if_due(self) -> None:
         """As diloco.outer.Diloco does after a step."""
         end, schedule = self._job.scale.total_steps, self.schedule
-        local_step = self.num_steps - self._epoch * schedule.steps_per_epoch
+        local_step = self.num_steps - self.epoch * schedule.steps_per_epoch
         if self.num_steps >= end:
             self._average_all(local_step)
             return
-        if self._left_at is None and local_step >= schedule.leaves_at(self._epoch, end):
+        if self._left_at is None and local_step >= schedule.leaves_at(self.epoch, end):
             self._leave(local_step)
         if local_step >= schedule.steps_per_epoch:
             self._collect(local_step)
@@ -119,19 +124,19 @@ class LocalSwarm:
         """The run's end: every fragment as it stands, blocking."""
         if self._left_at is not None:
             self._collect(local_step)
-        while self._epoch < self.schedule.final_epoch(self._job.scale.total_steps):
+        while self.epoch < self.schedule.final_epoch(self._job.scale.total_steps):
             self._leave(local_step)
             self._collect(local_step)
 
     def _leave(self, local_step: int) -> None:
-        fragment = self.schedule.fragment_of(self._epoch)
+        fragment = self.schedule.fragment_of(self.epoch)
         for replica in self.replicas:
             copy_out(replica.of(fragment), replica.out)
         self._left_at = local_step
 
     def _collect(self, local_step: int) -> None:
         """Average what has left, advance the outer state, and give every peer its new weights."""
-        fragment, left_at = self.schedule.fragment_of(self._epoch), self._left_at
+        fragment, left_at = self.schedule.fragment_of(self.epoch), self._left_at
         assert left_at is not None
         since = (local_step - left_at) * self._job.scale.peer_batch_size * self._job.scale.seq_length
         members = [
@@ -143,7 +148,8 @@ class LocalSwarm:
             self.state.anchor[fragment], members, codec=codec, decay=self._job.residual_decay
         )
         self._optimizer.commit(self.state, fragment, members[0].result)
-        self._epoch += 1
+        self.epoch += 1
+        self.committed_tokens += sum(member.tokens for member in members)
         for replica in self.replicas:
             replica.tokens[fragment] = since
             if local_step > left_at:

@@ -149,6 +149,12 @@ class Peer:
         missing = self.round.missing(self._entry, self._last_handled, is_training=self.worker.is_training)
         return tuple(sorted(rank for peer_id in missing if (rank := self.rank_of(peer_id)) is not None))
 
+    @property
+    def num_lacking(self) -> int:
+        """Peers that have to come before any commit is possible: robust rules need a group of several."""
+        num_here = 1 + sum(1 for _ in self.swarm.live())
+        return max(0, self._settings.aggregation.least_group - num_here)
+
     # Events
 
     def handle(self, event: Event | None, now: float) -> list[Effect]:

@@ -21,6 +21,7 @@ from peers.daemon.runtime import Runtime
 from peers.daemon.standing import standing_of
 from peers.errors import StateUnavailable, UserError
 from peers.handover import Memories, Outcome, Start
+from peers.identity import verify_signature
 from peers.joining import Scalar
 from peers.layout import Layout
 from peers.network.streams import StreamTransport
@@ -299,6 +300,23 @@ class ProgressLog:
             log.info("%d of %d MB of the state are here", received >> 20, total >> 20)
 
 
+def check_certificate(state: OuterState, resume: str) -> None:
+    """Raises UserError where the checkpoint is not proved to be of a run: that its values fit is known already."""
+    certificate = state.header.certificate
+    if certificate is None:
+        raise UserError(
+            f"the checkpoint {resume} has no certificate: a version of diloco from before certificates saved it, and "
+            "training cannot go on from it. Take its model out with `diloco export`, and begin a run with it by "
+            "--path-model"
+        )
+    if not certificate.is_signed(verify_signature):
+        raise UserError(
+            f"the certificate of the checkpoint {resume} is not signed by all of those whose work it says is in it: it "
+            "has been altered, or put together from parts of several. Resume from another one, of a place that only "
+            "you can write to"
+        )
+
+
 def _offered_state(
     out: Sequence[torch.Tensor], resume: str | None
 ) -> tuple[OuterState, list[Residuals] | None]:
@@ -306,6 +324,7 @@ def _offered_state(
     if not resume:
         return OuterState.initial([weights.clone() for weights in out]), None
     state = state_files.load(Path(resume))
+    check_certificate(state, resume)
     sizes = tuple(weights.numel() for weights in out)
     if state.sizes != sizes:
         raise UserError(

@@ -324,6 +324,7 @@ class Daemon:
             steps_per_epoch=lambda: self._host.steps_per_epoch,
             link_bytes_per_s=lambda: self._runtime.bandwidth if self._runtime else 0.0,
             forwarded_bytes=lambda: self._network.forwarded_bytes,
+            certificate=lambda: state.header.certificate if (state := self._current_state()) else None,
         )
 
     def _new_runtime(self, manifest: Mapping[str, Scalar]) -> Runtime:

@@ -163,10 +163,13 @@ class Runtime:
     async def average(
         self, memories: Memories, fragment: int, *, tokens: int, step: int, last: bool
     ) -> Outcome:
-        """What becomes of the fragment in *out*; what the worker goes on from is in *in* then. *Out* is only read."""
+        """What becomes of the fragment in *out*; what the worker goes on from is in *in* then. *Out* is only read.
+
+        Raises PeersError where it cannot be averaged.
+        """
         work = WorkInHand(memories, fragment, last=last)
 
-        async def hand_over() -> events.Event:
+        async def hand_over() -> events.Event | None:
             assert self._state is not None
             self._work = work
             if self._base is not None:
@@ -178,9 +181,11 @@ class Runtime:
                 self.residuals[fragment].contribution,
             )
             if not math.isfinite(norm):
-                raise PeersError(
-                    "this peer's weights are not finite any more; is the learning rate too high?"
-                )
+                # The end of this worker's life, not of the daemon: its next one begins from the anchor.
+                self._work = None
+                reason = "this peer's weights are not finite any more; is the learning rate too high?"
+                work.fail(PeersError(reason))
+                return None
             work.propose_s = time.monotonic() - work.since
             return events.WorkReady(
                 Work(tokens=tokens, norm=norm, step=step, based_on=0, last=last, bandwidth=self.bandwidth)

@@ -21,6 +21,8 @@ def standing_of(core: Peer) -> Standing:
         return Standing(step="idle")
     leader, missing = core.rank_of(round_.leader_of(round_.attempt)), core.missing_ranks
     waits_for = _WAITS.get(round_.stage, "")
-    if round_.stage is Stage.GATHER:
+    if round_.stage is Stage.GATHER and core.num_lacking:
+        waits_for = f"{core.num_lacking} more peers, without which its rule averages nothing"
+    elif round_.stage is Stage.GATHER:
         waits_for = f"peers {', '.join(map(str, missing))}" if missing else "the next attempt"
     return Standing(step=_STEPS[round_.stage], leader=leader, missing=missing, waits_for=waits_for)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from peers.core.effects import Answer
+from peers.errors import PeersError
 from peers.handover import Memories, Outcome, Start
 from peers.outer_optimizer import rebase
 from peers.outer_state import OuterState
@@ -138,6 +139,11 @@ class WorkInHand:
         )
         if not self.answer.done():
             self.answer.set_result(outcome)
+
+    def fail(self, error: PeersError) -> None:
+        """Whoever awaits the answer is told why there is none."""
+        if not self.answer.done():
+            self.answer.set_exception(error)
 
 
 class Stopwatch:

@@ -9,9 +9,17 @@ from typing import Any
 from peers.handover import Outcome
 from peers.identity import Identity
 from peers.onlookers.journal import PARTS, Journal, RoundEntry, printable, shown_failures, shown_ranks
-from peers.onlookers.reports import MAX_HARDWARE_CHARACTERS, MAX_SEEN, Figures, Report
+from peers.onlookers.reports import (
+    MAX_CERTIFICATE_BYTES,
+    MAX_HARDWARE_CHARACTERS,
+    MAX_SEEN,
+    Certified,
+    Figures,
+    Report,
+)
 from peers.onlookers.sightings import Sightings
 from peers.onlookers.summary import summary_of
+from peers.protocol.certificates import Certificate
 from peers.records import Announcement
 from peers.round.standing import Standing
 
@@ -33,13 +41,15 @@ class Reporting:
         steps_per_epoch: Callable[[], int],
         link_bytes_per_s: Callable[[], float],
         forwarded_bytes: Callable[[], int],
+        certificate: Callable[[], Certificate | None],
     ) -> None:
         self._journal = journal
         self._hardware = printable(hardware)[:MAX_HARDWARE_CHARACTERS]
         self._identity, self._describe = identity, describe
         self._met, self._standing = met, standing
         self._steps_per_epoch, self._link_bytes_per_s = steps_per_epoch, link_bytes_per_s
-        self._forwarded_bytes = forwarded_bytes
+        self._forwarded_bytes, self._certificate = forwarded_bytes, certificate
+        self._certified: Certified | None = None
 
     def figures(self) -> Figures:
         """As they are now."""
@@ -61,7 +71,7 @@ class Reporting:
 
     def report(self, since: float) -> Report:
         """With what has come after `since` (Unix time)."""
-        journal = self._journal
+        journal, certified = self._journal, self._newest_certified()
         return Report(
             status=self._describe().encode(self._identity),
             figures=self.figures(),
@@ -70,7 +80,16 @@ class Reporting:
             points=tuple(journal.curve.since(since)),
             rounds=tuple(entry for entry in journal.rounds if entry.time > since),
             incidents=tuple(incident for incident in journal.incidents if incident.time > since),
+            certified=certified if certified is not None and certified.time > since else None,
         )
+
+    def _newest_certified(self) -> Certified | None:
+        certificate, known = self._certificate(), self._certified
+        if certificate is None or certificate.num_bytes > MAX_CERTIFICATE_BYTES:
+            return None
+        if known is None or known.certificate.head != certificate.head:
+            self._certified = Certified(time.time(), certificate)
+        return self._certified
 
     def as_swarm(self) -> dict[str, Any]:
         """The swarm as this peer sees it, in the form of peers/onlookers/summary.py; figures it has only of itself."""

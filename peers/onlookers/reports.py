@@ -16,10 +16,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from peers import checked_values as checked
 from peers.errors import ProtocolError
+from peers.identity import verify_signature
 from peers.onlookers.journal import (
     MAX_FAILURES,
     MAX_INCIDENTS,
@@ -32,6 +34,7 @@ from peers.onlookers.journal import (
     Point,
     RoundEntry,
 )
+from peers.protocol.certificates import Certificate, decode_certificate, encode_certificate
 from peers.records import MAX_RECORD_BYTES
 from peers.round.standing import STEPS, Standing
 
@@ -40,6 +43,8 @@ MAX_SEEN = 512
 """Peers that one peer tells of; a larger swarm is shown by what several tell."""
 REPORT_INTERVAL_S = 1.0
 MAX_HARDWARE_CHARACTERS = 64
+MAX_CERTIFICATE_BYTES = 256 << 10
+"""Of some three hundred members; a larger one is not shown."""
 _MAX_PEER_ID_CHARACTERS = 100
 _MAX_DIGEST_CHARACTERS = 128
 
@@ -79,6 +84,15 @@ class Report:
     points: tuple[Point, ...] = ()
     rounds: tuple[RoundEntry, ...] = ()
     incidents: tuple[Incident, ...] = ()
+    certified: Certified | None = None
+
+
+@dataclass(frozen=True)
+class Certified:
+    """The certificate of a peer's state, and since when it has had it (Unix time)."""
+
+    time: float
+    certificate: Certificate
 
 
 def to_message(report: Report) -> dict[str, Any]:
@@ -92,6 +106,9 @@ def to_message(report: Report) -> dict[str, Any]:
         "points": [[point.time, point.step, point.loss, point.tokens_per_s] for point in report.points],
         "rounds": [dataclasses.asdict(entry) for entry in report.rounds],
         "incidents": [[incident.time, incident.text] for incident in report.incidents],
+        "certified": [report.certified.time, encode_certificate(report.certified.certificate)]
+        if report.certified
+        else [],
     }
 
 
@@ -119,9 +136,31 @@ def parse(message: Mapping[str, Any]) -> Report:
                 Incident(time=checked.amount(at), text=checked.text(text, MAX_TEXT))
                 for at, text in checked.items(message["incidents"], MAX_INCIDENTS, width=2)
             ),
+            certified=_certified(message.get("certified", [])),
         )
     except KeyError as error:
         raise ProtocolError(f"a report without {error}") from error
+
+
+def _certified(value: Any) -> Certified | None:
+    """Raises ProtocolError also for one that its signers have not signed: an observer shows what is proved."""
+    if value == []:
+        return None
+    if not isinstance(value, list) or len(value) != 2 or not isinstance(value[1], bytes):
+        raise ProtocolError("a report whose certificate is none")
+    at, blob = checked.amount(value[0]), value[1]
+    if len(blob) > MAX_CERTIFICATE_BYTES:
+        raise ProtocolError(f"a certificate of {len(blob)} bytes in a report")
+    return Certified(at, _proved(blob))
+
+
+@lru_cache(maxsize=64)
+def _proved(blob: bytes) -> Certificate:
+    """All peers show the same one; it is checked once."""
+    certificate = decode_certificate(blob)
+    if not certificate.is_signed(verify_signature):
+        raise ProtocolError("a certificate that its signers have not signed")
+    return certificate
 
 
 def _figures(m: Mapping[str, Any]) -> Figures:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from peers.onlookers.journal import MAX_INCIDENTS, MAX_ROUNDS, Curve, Incident, RoundEntry
 from peers.onlookers.reports import Report
+from peers.protocol.certificates import Certificate
 from peers.records import Announcement
 
 QUIET_AFTER_S = 4.0
@@ -53,6 +54,15 @@ class Sighting:
     curve: Curve = field(default_factory=Curve)
     rounds: deque[RoundEntry] = field(default_factory=lambda: deque(maxlen=MAX_ROUNDS))
     incidents: deque[Incident] = field(default_factory=lambda: deque(maxlen=MAX_INCIDENTS))
+    certificate: Certificate | None = None
+    """The newest that it has shown."""
+
+    @property
+    def certified_state(self) -> Certificate | None:
+        """Of the state that it says it has."""
+        said, shown = self.announcement, self.certificate
+        is_its_own = shown is not None and (shown.head, shown.body.anchor) == (said.head, said.anchor_digest)
+        return shown if is_its_own else None
 
     def answers(self, now: float) -> bool:
         return not self.is_failing and self.heard_at is not None and now - self.heard_at <= QUIET_AFTER_S
@@ -96,6 +106,8 @@ class Sightings:
         if known is None:
             return
         known.report, known.heard_at, known.is_failing, known.was_told_of = report, now, False, True
+        if report.certified is not None:
+            known.certificate = report.certified.certificate
         # By its own clock none of it is yet to come: a lie about that could not even be shown as a time of day.
         latest = announcement.time
         last = known.rounds[-1].time if known.rounds else 0.0

@@ -65,6 +65,7 @@ def _peer(peer_id: str, peer: Sighting, state: str, now: float, unix_now: float)
     said, report = peer.announcement, peer.report
     figures = report.figures if report else None
     standing = report.standing if report else None
+    certificate = peer.certified_state
     return {
         "peer_id": peer_id,
         "world_rank": said.world_rank,
@@ -75,6 +76,12 @@ def _peer(peer_id: str, peer: Sighting, state: str, now: float, unix_now: float)
         "local_step": said.local_step,
         "anchor_digest": said.anchor_digest,
         "head": said.head,
+        # Of the certificate with that hash, which the observer has checked; empty where the peer has not shown it.
+        "signers": list(certificate.plan.signers) if certificate else [],
+        "roster": [
+            {"peer_id": member.peer_id, "world_rank": member.world_rank}
+            for member in (certificate.plan.roster if certificate else ())
+        ],
         "committed_tokens": said.committed_tokens,
         "tokens_per_s": 0.0 if state in (LOST, SILENT) else said.tokens_per_s,
         "last_seen_s": max(0.0, unix_now - said.time),

@@ -70,6 +70,6 @@ def digests_of_simulation(job: Job) -> dict[int, str]:
     digests = {}
     while swarm.num_steps < job.scale.total_steps:
         swarm.step()
-        if swarm.state.epoch:
-            digests[swarm.state.epoch] = swarm.state.anchor_digest
+        if swarm.epoch:
+            digests[swarm.epoch] = swarm.state.anchor_digest
     return digests

@@ -295,7 +295,9 @@ def test_status_is_as_programs_may_rely_on(pair):
     assert (status["run_id"], status["epoch"]) == ("diloco", 0)
     (peer,) = status["peers"]
     assert peer.keys() >= STATUS_KEYS
-    assert (peer["world_rank"], peer["step"], len(peer["anchor_digest"]) > 0) == (0, 0, True)
+    # It waits for the other one: there is no run yet, and so no anchor of it.
+    assert (peer["world_rank"], peer["step"], peer["head"], peer["anchor_digest"]) == (0, 0, "", "")
+    assert (peer["signers"], peer["roster"]) == ([], [])
     assert "waiting" in pair[3] and "run diloco: epoch 0, 1 peer" in pair[3]
 
 
@@ -359,14 +361,18 @@ def test_on_slow_links_fragments_travel_while_training_goes_on(pair, run, maddr,
 
 
 def test_a_time_budget_ends_epochs_before_their_steps_are_done(run, maddr, model):
-    """Two seconds in place of two minutes, on steps of which a thousand would take longer."""
+    """Two seconds in place of two minutes, on steps of which a thousand would take longer. By the trimmed mean, which
+    is one of three peers or more."""
     short = ("--fake-data", "--seq-length", 64, "--total-batch-size", 64, "--eval-tokens", 64)
-    more = ("--hv.local-steps", 1000, "--max-steps", 2000, "--run-id", "uneven", "--world-rank", 0, *short)
-    peer = run(typed(UNEVEN, *more, maddr=maddr, path_model=model, hv__local_time="2s"), "uneven")
-    assert peer.wait() == 0, peer.stderr
-    run_dir = run_dir_of(peer)
-    assert [record["step"] for record in records_of(run_dir, "epoch")] == [1000, 2000]
-    assert len(records_of(run_dir, "step")) < 1000
+    more = ("--hv.local-steps", 1000, "--max-steps", 2000, "--run-id", "uneven", "--galaxy-size", 3, *short)
+    typed_by_all = typed(UNEVEN, *more, maddr=maddr, path_model=model, hv__local_time="2s")
+    peers = [run([*typed_by_all, "--world-rank", str(rank)], f"uneven{rank}") for rank in range(3)]
+    for peer in peers:
+        assert peer.wait() == 0, peer.stderr
+        run_dir = run_dir_of(peer)
+        epochs = records_of(run_dir, "epoch")
+        assert [(e["step"], e["contributors"]) for e in epochs] == [(1000, [0, 1, 2]), (2000, [0, 1, 2])]
+        assert len(records_of(run_dir, "step")) < 1000
 
 
 def test_a_pod_announces_the_ports_it_is_reached_by(run, maddr, model):

@@ -71,8 +71,8 @@ def test_peers_end_on_the_anchor_and_every_fragment_counts_every_token(scale):
         swarm = trained(job_of(scale, name))
         fragments = swarm.schedule.num_fragments
         # The last epoch averages a fragment, and the end each of the others once more.
-        assert swarm.state.epoch == scale.total_steps * fragments // scale.local_steps + fragments - 1
-        assert swarm.state.committed_tokens == fragments * scale.tokens
+        assert swarm.epoch == scale.total_steps * fragments // scale.local_steps + fragments - 1
+        assert swarm.committed_tokens == fragments * scale.tokens
         for replica in swarm.replicas:
             for piece in replica.pieces:
                 there = swarm.state.anchor[piece.fragment][piece.start : piece.start + piece.local.numel()]

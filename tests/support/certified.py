@@ -1,11 +1,13 @@
-"""Outer states whose every commit is certified, as rounds leave them. The signatures are nobody's."""
+"""Outer states with certificates, as rounds leave them. Nobody has signed them, but for `signed_genesis`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from torch import Tensor
 
+from peers.identity import IdentityKeys, claim_slot
 from peers.outer_optimizer import OuterOptimizer
 from peers.outer_state import OuterState
 from peers.protocol.certificates import Body, Certificate, Contributor, Member, Plan, Signature, Work
@@ -61,6 +63,30 @@ def commit(
     )
     optimizer.commit(state, fragment, average, certificate=certificate, previewed=header, into=into)
     return certificate
+
+
+def signed_genesis(
+    directory: Path, anchor: str = "a" * 64, momentum: str = "0" * 64, *, num_members: int = 2
+) -> Certificate:
+    """By identities that are made in `directory`: everybody may check it."""
+    identities = [claim_slot(directory, f"member{rank}", None) for rank in range(num_members)]
+    roster = tuple(Member(peer_id=one.peer_id, world_rank=rank) for rank, one in enumerate(identities))
+    plan = Plan(
+        manifest=MANIFEST,
+        parent="",
+        epoch=0,
+        fragment=0,
+        attempt=0,
+        contributors=(),
+        roster=roster,
+        data_base=0,
+        tokens=0,
+    )
+    body = Body(plan=plan, anchor=anchor, momentum=momentum)
+    signatures = tuple(IdentityKeys(one).sign(body.signed_bytes) for one in identities)
+    for identity in identities:
+        identity.release()
+    return Certificate(body=body, signatures=signatures)
 
 
 def certificate_after(

@@ -8,6 +8,7 @@ import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from peers.errors import ProtocolError
 from peers.messages import MAX_MESSAGE_BYTES
@@ -22,8 +23,9 @@ from peers.onlookers.journal import (
     Point,
     shown_failures,
 )
-from peers.onlookers.reports import MAX_SEEN, parse, to_message
+from peers.onlookers.reports import MAX_CERTIFICATE_BYTES, MAX_SEEN, Certified, parse, to_message
 from peers.records import MAX_RECORD_BYTES
+from tests.support.certified import signed_genesis
 from tests.support.sighted import entry, full_report
 
 
@@ -34,6 +36,28 @@ def travelled(message: dict[str, Any]) -> dict[str, Any]:
 def test_a_report_arrives_as_it_was_sent():
     report = full_report()
     assert parse(travelled(to_message(report))) == report
+
+
+def test_a_certificate_is_shown_only_if_its_signers_have_signed_it(tmp_path):
+    certificate = signed_genesis(tmp_path)
+    report = full_report(certified=Certified(5.0, certificate))
+    assert parse(travelled(to_message(report))) == report
+    forged = dataclasses.replace(
+        report,
+        certified=Certified(5.0, replace(certificate, body=replace(certificate.body, anchor="b" * 64))),
+    )
+    with pytest.raises(ProtocolError, match="have not signed"):
+        parse(travelled(to_message(forged)))
+    for nonsense in (
+        [5.0],
+        [5.0, "text"],
+        [-1.0, b""],
+        [5.0, b"x"],
+        [5.0, b"x" * (MAX_CERTIFICATE_BYTES + 1)],
+        None,
+    ):
+        with pytest.raises(ProtocolError):
+            parse({**travelled(to_message(report)), "certified": nonsense})
 
 
 def test_what_a_later_version_adds_is_passed_over():

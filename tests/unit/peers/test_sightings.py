@@ -3,7 +3,7 @@ from __future__ import annotations
 import time
 
 from peers.onlookers.journal import Incident, Point
-from peers.onlookers.reports import Figures
+from peers.onlookers.reports import Certified, Figures
 from peers.onlookers.sightings import (
     COMING_BACK_S,
     FORGET_AFTER_S,
@@ -16,6 +16,7 @@ from peers.onlookers.stragglers import stragglers_of
 from peers.onlookers.summary import holders_of, path_in_a_word, summary_of
 from peers.round.standing import Standing
 from tests.support.announcements import announced
+from tests.support.certified import signed_genesis
 from tests.support.sighted import entry, reported
 
 
@@ -287,6 +288,20 @@ def test_the_summary_is_what_programs_rely_on():
         (3, 1, ["lost peer 7"], True),
     ]
     assert [peer["world_rank"] for peer in summary["rounds"][1]["peers"]] == [0, 1]
+
+
+def test_signers_and_roster_are_those_of_the_certificate_of_the_state_that_a_peer_is_at(tmp_path):
+    certificate, sightings = signed_genesis(tmp_path), three()
+    shown = {"certified": Certified(900.0, certificate), "head": certificate.head}
+    reported(sightings, "A", 0.6, world_rank=0, anchor_digest=certificate.body.anchor, **shown)
+    # Another anchor than that of the certificate, and another head: nothing proves where they are.
+    reported(sightings, "B", 0.6, world_rank=1, anchor_digest="b" * 64, **shown)
+    reported(sightings, "C", 0.6, world_rank=2, **{**shown, "head": "c" * 64})
+    a, b, c = summary_of("run", sightings, now=1.0, unix_now=1000.0)["peers"]
+    members = [member.peer_id for member in certificate.plan.roster]
+    assert (a["head"], a["signers"]) == (certificate.head, members)
+    assert a["roster"] == [{"peer_id": p, "world_rank": rank} for rank, p in enumerate(members)]
+    assert [(p["signers"], p["roster"]) for p in (b, c)] == [([], [])] * 2
 
 
 def test_anchors_that_differ_are_said_to():
