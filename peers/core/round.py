@@ -459,11 +459,6 @@ class Round:
         if leader != self._me and not self._swarm.is_live(leader):
             self._fail(turn, f"lost its leader {leader}", (leader,))
             return True
-        if self.stage is Stage.REDUCE:
-            others = (c.peer_id for c in self._plan.contributors if c.peer_id != self._me)
-            if lost := frozenset(peer_id for peer_id in others if not self._swarm.is_live(peer_id)):
-                self._give_up(turn, f"lost {', '.join(sorted(lost))}", lost)
-                return True
         if leader != self._me and turn.passed(self._until):
             self._timing.attempt_timed_out()
             self._fail(turn, "it took too long")
