@@ -10,26 +10,31 @@ from peers.onlookers.sightings import LOST, SILENT, Sighting
 
 @dataclass(frozen=True)
 class Straggler:
-    """A peer that the leader of a round waits for."""
+    """A peer that a round waits for."""
 
     world_rank: int
     leader: int
+    """Who waits for it: the leader of the attempt, or where that is the one who is late, somebody who is ready."""
     reason: str
     """For people."""
 
 
 def stragglers_of(peers: Mapping[int, Sighting], states: Mapping[int, str]) -> list[Straggler]:
     """By world rank. `states` are the peers' states as shown, LOST and SILENT among them."""
-    found = {}
-    for leader, peer in sorted(peers.items()):
-        standing = peer.report.standing if peer.report and states[leader] not in (LOST, SILENT) else None
-        if standing is None or standing.leader != leader:
+    found: dict[int, Straggler] = {}
+    tellers = [rank for rank in sorted(peers) if states[rank] not in (LOST, SILENT)]
+    for teller in tellers:
+        report = peers[teller].report
+        if report is None:
+            continue
+        standing = report.standing
+        # Leadership goes round, also to those who are late, and who then cannot tell.
+        if standing.leader != teller and standing.leader not in standing.missing:
             continue
         for rank in standing.missing:
-            if rank != leader:
-                found[rank] = Straggler(
-                    rank, leader, _reason(peers.get(rank), states.get(rank, LOST), standing.step)
-                )
+            if rank != teller and (rank not in found or standing.leader == teller):
+                reason = _reason(peers.get(rank), states.get(rank, LOST), standing.step)
+                found[rank] = Straggler(rank, teller, reason)
     return [found[rank] for rank in sorted(found)]
 
 

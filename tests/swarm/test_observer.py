@@ -48,6 +48,14 @@ def has_all(swarm: dict[str, Any], *ranks: int) -> bool:
     return shown.keys() >= set(ranks) and all(shown[rank]["answers"] for rank in ranks)
 
 
+def check_certificates(peers: list[dict[str, Any]]) -> None:
+    """All have signed what all are at, and may sign what follows."""
+    members = [{"peer_id": peer["peer_id"], "world_rank": peer["world_rank"]} for peer in peers]
+    for peer in peers:
+        assert len(peer["head"]) == 64 and peer["roster"] == members
+        assert peer["signers"] == [member["peer_id"] for member in members]
+
+
 def test_a_peers_death_and_its_return_are_seen_within_two_seconds(swarm):
     light = swarm(local_steps=4, max_steps=100000, step_s=0.05, tells_loss=True)
     light.start_all(3)
@@ -57,7 +65,8 @@ def test_a_peers_death_and_its_return_are_seen_within_two_seconds(swarm):
         async with observing(light.run_id, light.initial_peers, timeout_s=20) as observer:
             await observer.settled(20)
             await until(observer, lambda seen: has_all(seen, 0, 1, 2))
-            # The leader of the rounds, of all peers.
+            await until(observer, lambda seen: all(peer["signers"] for peer in seen["peers"]))
+            check_certificates(observer.swarm()["peers"])
             await asyncio.to_thread(light.peers[0].kill)
             died_at = light.peers[0].killed[-1]
             seen_at = await until(observer, lambda seen: state_of(seen, 0) == "lost")

@@ -337,8 +337,10 @@ def test_under_a_robust_rule_two_of_three_wait_for_the_third(rule):
     pump.kill("c")
     pump.run(60)
     assert pump.epochs() == {epoch}
+    assert {pump[name].peer.num_lacking for name in "ab"} == {1}
     pump.start("c")
     assert pump.reach(epoch + 2, 60)
+    assert {pump[name].peer.num_lacking for name in "abc"} == {0}
 
 
 def test_at_the_last_step_all_contribute_and_leave():

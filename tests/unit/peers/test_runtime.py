@@ -163,15 +163,21 @@ def test_no_worker_begins_between_anothers_readiness_and_its_commit(tmp_path):
         asyncio.run(scenario(runtime))
 
 
-def test_weights_that_are_not_finite_end_the_daemon_with_that_reason(tmp_path):
+def test_weights_that_are_not_finite_are_the_end_of_their_worker_and_its_next_life_begins_from_the_anchor(
+    tmp_path,
+):
     async def scenario(runtime: Runtime) -> None:
-        mine = memories(float("nan"))
+        spoilt, mine = memories(float("nan")), memories()
         async with running(runtime) as task:
-            await runtime.begin_worker(mine.inn, offered())
-            averaging = asyncio.create_task(runtime.average(mine, 0, tokens=1, step=2, last=False))
+            await runtime.begin_worker(spoilt.inn, offered())
             with pytest.raises(PeersError, match="not finite"):
-                await task
-            averaging.cancel()
+                await runtime.average(spoilt, 0, tokens=1, step=2, last=False)
+            runtime.post(events.WorkerGone())
+            start = await runtime.begin_worker(mine.inn, offered())
+            assert (start.epoch, start.head) == (0, runtime.core.head)
+            outcome = await runtime.average(mine, 0, tokens=1, step=2, last=False)
+            assert (outcome.epoch, outcome.contributors) == (1, [0]) and not task.done()
+            assert torch.isfinite(mine.inn[0]).all()
 
     with a_runtime(tmp_path) as runtime:
         asyncio.run(scenario(runtime))

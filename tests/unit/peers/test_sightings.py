@@ -266,6 +266,19 @@ def test_who_keeps_an_attempt_waiting_is_named():
     assert reasons(sightings) == {2: "it has not voted yet"}
 
 
+def test_a_straggler_whose_turn_it_is_to_lead_is_named_by_those_who_are_ready():
+    sightings = three()
+    standing = Standing(step="seeking", leader=1, missing=(1,), waits_for="peers 1")
+    reported(sightings, "A", 0.5, sees=("B", "C"), world_rank=0, standing=standing, state="averaging")
+    assert reasons(sightings) == {1: "it still trains, at step 0 of its epoch"}
+    # C waits for A, as it thinks; its leader B does not say so.
+    reported(
+        sightings, "C", 0.5, world_rank=2, standing=Standing(step="seeking", leader=1, missing=(0,)),
+        time=time.time() + 1,
+    )  # fmt: skip
+    assert reasons(sightings).keys() == {1}
+
+
 def test_nobody_is_late_where_nobody_waits():
     assert reasons(three()) == {}
 
