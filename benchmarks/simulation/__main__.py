@@ -13,7 +13,7 @@ from benchmarks.lab import unavailable
 from benchmarks.progress import Progress
 from benchmarks.record import Result, merged, parser, record, report
 from benchmarks.simulation import lab, published
-from diloco.simulation.swarm import simulate
+from diloco.sim.cost.swarm import simulate
 
 _PARTS = ("published", "scale", "lab")
 

@@ -26,10 +26,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.record import Result
-from diloco.simulation.links import Link
-from diloco.simulation.machine import IDEAL
-from diloco.simulation.scenario import Scenario, SimulatedPeer
-from diloco.simulation.swarm import simulate
+from diloco.sim.cost.links import Link
+from diloco.sim.cost.machine import IDEAL
+from diloco.sim.cost.scenario import Scenario, SimulatedPeer
+from diloco.sim.cost.swarm import simulate
 from peers.schedule import Schedule
 
 GRID = tuple(10 ** (-1 + 4 * index / 49) for index in range(50))

@@ -180,6 +180,14 @@ class Peer:
         match event:
             case events.Received(peer_id, Status() as status):
                 return peer_id != self.me and self.swarm.heard_again(peer_id, status, now)
+            case events.StatusesReceived(statuses):
+                # All of them, so that those that are no news are noted either way.
+                news = [
+                    (peer_id, status)
+                    for peer_id, status in statuses
+                    if peer_id != self.me and not self.swarm.heard_again(peer_id, status, now)
+                ]
+                return not news
             case events.WorkerTrains(local_step, step_s):
                 self.worker.local_step, self.worker.step_s = local_step, step_s
                 return True
@@ -196,6 +204,9 @@ class Peer:
         match event:
             case events.Received(peer_id, message):
                 self._receive(turn, peer_id, message)
+            case events.StatusesReceived(statuses):
+                for peer_id, status in statuses:
+                    self._receive(turn, peer_id, status)
             case events.Disconnected(peer_id):
                 self.swarm.disconnected(peer_id, turn.now)
             case events.RoundTrip(peer_id, seconds):

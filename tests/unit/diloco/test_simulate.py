@@ -13,12 +13,12 @@ import pytest
 
 from diloco.cli import exit_code
 from diloco.errors import UserError
-from diloco.simulation.given_peers import PeerWish, from_lists, from_offers, from_toml, read_offers
-from diloco.simulation.gpus import peak_flops
-from diloco.simulation.links import Link
-from diloco.simulation.machine import IDEAL
-from diloco.simulation.scenario import Scenario, SimulatedPeer
-from diloco.simulation.values import bits_per_s, count, seconds
+from diloco.sim.command.given_peers import PeerWish, from_lists, from_offers, from_toml, read_offers
+from diloco.sim.command.gpus import peak_flops
+from diloco.sim.command.values import bits_per_s, count, seconds
+from diloco.sim.cost.links import Link
+from diloco.sim.cost.machine import IDEAL
+from diloco.sim.cost.scenario import Scenario, SimulatedPeer
 from diloco.verbs.simulate import _enough_epochs
 from peers.schedule import Schedule
 from provisioning.pods import Offer

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from diloco.errors import UserError
-from diloco.simulation.scenario import Scenario
-from diloco.simulation.swarm import simulate
+from diloco.sim.cost.scenario import Scenario
+from diloco.sim.cost.swarm import simulate
 from peers.schedule import Schedule
 
 FACTORS = tuple(2.0 ** (exponent / 2) for exponent in range(-10, 11))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from diloco.sim.clock import Clock, Timer
-from diloco.simulation.links import Resource, fair_rates
+from diloco.sim.cost.links import Resource, fair_rates
 
 _NOTHING_LEFT = 1e-9
 """Of an activity's size."""

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diloco.errors import UserError
-from diloco.simulation.gpus import PEAK_FLOPS, peak_flops
-from diloco.simulation.values import bits_per_s, count, seconds
+from diloco.sim.command.gpus import PEAK_FLOPS, peak_flops
+from diloco.sim.command.values import bits_per_s, count, seconds
 
 if TYPE_CHECKING:
     from provisioning.pods import Offer

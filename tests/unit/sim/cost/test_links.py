@@ -7,8 +7,8 @@ import itertools
 import pytest
 
 from diloco.sim.clock import Clock
-from diloco.simulation.links import Link, fair_rates
-from diloco.simulation.traffic import Activity, Traffic
+from diloco.sim.cost.links import Link, fair_rates
+from diloco.sim.cost.traffic import Activity, Traffic
 
 INFINITY = float("inf")
 

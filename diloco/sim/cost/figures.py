@@ -15,8 +15,8 @@ ASSUMPTIONS = (
     "A peer's paces do not change with what else its processors do: training is not slowed by a round.",
     "All streams of a reduction progress alike, and all members are done with it at the same time.",
     "A peer that is lost falls silent, as a machine does that is taken away; others notice by their timeouts.",
-    "Where all peers are away at once, the first to return goes on from a checkpoint of the last commit.",
-    "Heartbeats, the DHT, checkpoints and evaluation cost nothing.",
+    "All peers are there at the beginning; one that returns has a checkpoint of its last state.",
+    "Statuses and heartbeats, signatures, the DHT, checkpoints and evaluation cost nothing.",
 )
 
 
@@ -48,8 +48,7 @@ class EpochOfPeer:
     """Of the work that this commit took in."""
     steps: int
     sent_bytes: int
-    attempt: str
-    lineage: str
+    head: str
     """That it led to."""
     parts: Parts
 

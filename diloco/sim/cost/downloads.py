@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from diloco.sim.clock import Clock
-from diloco.simulation.links import Resource
-from diloco.simulation.scenario import Scenario
-from diloco.simulation.state import State
-from diloco.simulation.traffic import Activity, Traffic
+from diloco.sim.cost.links import Resource
+from diloco.sim.cost.scenario import Scenario
+from diloco.sim.cost.traffic import Activity, Traffic
 from peers.codecs import result_codec_named
+from peers.protocol.certificates import Certificate
 from peers.state.commit_log import KEPT_FOR_S
 
 
 class Downloads:
-    """All of a swarm's."""
+    """All of a swarm's, by world rank."""
 
     def __init__(self, clock: Clock, traffic: Traffic, scenario: Scenario) -> None:
         self._clock, self._traffic, self._scenario = clock, traffic, scenario
@@ -27,25 +27,23 @@ class Downloads:
         """Of all that were begun."""
         self._under_way: dict[int, Activity] = {}
         self._wanted_until = 0.0
-        self._recorded: dict[str, str] = {}
+        self._recorded: set[str] = set()
 
-    def committed(self, before: str, after: str, begun_at: float) -> None:
-        """A commit led from one lineage to the other; its reduction began then."""
+    def committed(self, head: str, begun_at: float) -> None:
+        """A commit led to this head; its reduction began then."""
         if self._under_way or begun_at < self._wanted_until:
-            self._recorded[before] = after
+            self._recorded.add(head)
 
-    def size_of_way(self, have: State | None, wanted: State) -> float:
-        """How many bytes lead from one state to the other."""
+    def size_of(self, path: Sequence[Certificate], have: Certificate | None) -> float:
+        """How many bytes lead to the state at the end of `path`, which follows what is here where that is known."""
         scenario, count = self._scenario, self._scenario.schedule.num_fragments
-        if have is None:
+        follows = have is not None and path[0].plan.parent == have.head
+        if have is None or (not follows and path[-1].head != have.head):
             return scenario.state_bytes
-        lineage, size, codec = have.lineage, 0, result_codec_named(scenario.codec)
-        for epoch in range(have.epoch, wanted.epoch):
-            lineage = self._recorded.get(lineage, "")
-            size += codec.encoded_bytes(scenario.fragment_sizes[scenario.schedule.fragment_of(epoch)])
-        if lineage == wanted.lineage:
-            return size
-        return scenario.state_bytes * min(max(1, wanted.epoch - have.epoch), count) / count
+        if all(certificate.head in self._recorded for certificate in path):
+            codec = result_codec_named(scenario.codec)
+            return sum(codec.encoded_bytes(scenario.fragment_sizes[c.plan.fragment]) for c in path)
+        return scenario.state_bytes * min(len(path), count) / count
 
     def begin(self, joiner: int, donors: Sequence[int], num_bytes: float, then: Callable[[], object]) -> None:
         """Each donor sends an equal part. Who dies meanwhile is made up for by the others, at no cost."""

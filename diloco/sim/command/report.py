@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from diloco.metrics_file import figure, size
-from diloco.simulation.figures import Figures
-from diloco.simulation.scenario import Scenario
+from diloco.sim.cost.figures import Figures
+from diloco.sim.cost.scenario import Scenario
 
 
 def text_of(scenario: Scenario, figures: Figures, notes: Sequence[str]) -> str:

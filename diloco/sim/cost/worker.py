@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from diloco.sim.clock import Clock
-from diloco.simulation.machine import Machine
+from diloco.sim.cost.machine import Machine
 from peers.schedule import Schedule
 
 _LEAST_PACE = 0.1
@@ -30,7 +30,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Continuation:
     """What became of a fragment that was handed over."""
 
     epoch: int
@@ -70,7 +70,7 @@ class Worker:
         self._trains_since: float | None = None
         self._still_since: float | None = None
         self._blocked_s = 0.0
-        self._answer: Answer | None = None
+        self._answer: Continuation | None = None
 
     def stop(self) -> None:
         """It is dead."""
@@ -97,7 +97,7 @@ class Worker:
         leaves_at = max(self._schedule.leaves_at(epoch, None), local_step + 1)
         self._after((leaves_at - local_step) * self._pace, lambda: self._leave(leaves_at, local_step))
 
-    def answer(self, answer: Answer) -> None:
+    def answer(self, answer: Continuation) -> None:
         """The round is over."""
         self._answer = answer
         if answer.counts:

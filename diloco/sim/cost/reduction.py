@@ -13,18 +13,16 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import pairwise
 
-from peers.round.attempts import CONNECT_EACH_S
-from peers.round.readiness import plan_of
-
 from diloco.sim.clock import Clock, Timer
-from diloco.simulation.links import Resource
-from diloco.simulation.machine import Machine
-from diloco.simulation.traffic import Activity, Traffic
+from diloco.sim.cost.links import Resource
+from diloco.sim.cost.machine import Machine
+from diloco.sim.cost.traffic import Activity, Traffic
 from peers.codecs import Codec, codec_named, result_codec_named
+from peers.protocol.certificates import Plan
+from peers.protocol.rules import Rule
 from peers.reduction.frames import HEADER
 from peers.reduction.plan import CHUNK_NUMEL, ReducePlan
-from peers.round.aggregation import Aggregation
-from peers.round.messages import Group
+from peers.reduction.shares import reduce_plan_of
 
 FP32_BYTES = 4
 
@@ -110,9 +108,10 @@ class _Part:
 class Reduction:
     """Of one attempt. Members join it by `begin`; it is over, for good, when it has ended for one of them."""
 
-    group: Group
+    plan: Plan
     numel: int
     codec: str
+    rule: Rule
     clock: Clock
     traffic: Traffic
     delay_s: Mapping[int, float]
@@ -133,12 +132,11 @@ class Reduction:
         stall_s: float,
         connect_s: float,
     ) -> None:
-        patience_s = max(connect_s, CONNECT_EACH_S * (len(self.group.members) - 1))
-        timer = self.clock.after(patience_s, self._give_up_connecting)
+        timer = self.clock.after(connect_s, self._give_up_connecting)
         self._parts[rank] = _Part(self.clock.now, on_reduced, on_failed, timer, stall_s)
         if self._is_over:
             self._tell_failure(rank, frozenset(), self._worst_delay_s)
-        elif len(self._parts) == len(self.group.members):
+        elif len(self._parts) == len(self.ranks):
             self.clock.after(self._connect_s, self._start)
 
     def leave(self, rank: int) -> None:
@@ -156,9 +154,14 @@ class Reduction:
         self._fail(frozenset(), 0.0)
 
     @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """World ranks of the members."""
+        return tuple(contributor.world_rank for contributor in self.plan.contributors)
+
+    @cached_property
     def _worst_delay_s(self) -> float:
         """One way, of the two members that are farthest from each other."""
-        delays = sorted(self.delay_s[rank] for rank in self.group.ranks)
+        delays = sorted(self.delay_s[rank] for rank in self.ranks)
         return sum(delays[-2:])
 
     @property
@@ -166,17 +169,18 @@ class Reduction:
         """The attempt's name goes one way on streams that stand; to open one takes a round trip for TCP, another for
         TLS 1.3, and one for our own greeting."""
         # Streams are opened at the same time, so one new pair costs as much as all.
-        return self._worst_delay_s * (1 if self.streams.stand_between(self.group.ranks) else 7)
+        return self._worst_delay_s * (1 if self.streams.stand_between(self.ranks) else 7)
 
     def _start(self) -> None:
         if self._is_over:
             return
         for part in self._parts.values():
             part.timer.cancel()
-        # The same for all members; who leads need not be one.
-        plan = plan_of(self.group, self.group.ranks[0], self.numel, self.codec, Aggregation())
-        volumes = dict(zip(self.group.ranks, volumes_of(plan), strict=True))
-        started_at, count = self.clock.now, len(self.group.members)
+        # The same for all members, but for who looks at it.
+        first = self.plan.contributors[0].peer_id
+        plan = reduce_plan_of(self.plan, first, self.numel, self.codec, self.rule)
+        volumes = dict(zip(self.ranks, volumes_of(plan), strict=True))
+        started_at, count = self.clock.now, len(self.ranks)
         if count == 1:
             ((rank, volume),) = volumes.items()
             seconds = volume.reduced_bytes / self.machines[rank].reduce
@@ -202,13 +206,13 @@ class Reduction:
         if self._is_over:
             return
         self._is_over, parts = True, dict(self._parts)
-        self.streams.keep(self.group.ranks)
+        self.streams.keep(self.ranks)
         for rank, part in parts.items():
             reduced = Reduced(started_at - part.begun_at, self.clock.now - started_at, volumes[rank])
             part.on_reduced(reduced)
 
     def _give_up_connecting(self) -> None:
-        self._fail(frozenset(self.group.ranks) - self._parts.keys(), 0.0)
+        self._fail(frozenset(self.ranks) - self._parts.keys(), 0.0)
 
     def _fail(self, suspects: frozenset[int], notice_s: float) -> None:
         """For everybody who takes part, after so long."""

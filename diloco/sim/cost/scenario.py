@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from diloco.simulation.links import Link
-from diloco.simulation.machine import Machine
+from diloco.sim.cost.links import Link
+from diloco.sim.cost.machine import Machine
 from peers.schedule import Schedule
 
 FLOP_PER_TOKEN_AND_WEIGHT = 6.0
