@@ -61,11 +61,15 @@ class Process(ABC):
     def repeat_status(self) -> None:
         """Say again where this peer stands."""
 
-    def on_event(self, event: Event | None) -> None:
+    def on_event(self, event: Event | None) -> None:  # noqa: B027
         """Called before the machine handles it."""
 
-    def on_settled(self) -> None:
+    def on_settled(self) -> None:  # noqa: B027
         """Called when all effects of an event are carried out."""
+
+    def may_sleep(self) -> bool:
+        """Whether its deadline may pass, until the next event: the machine takes that for a freeze of its own."""
+        return False
 
     def on_always_due(self) -> None:
         """The machine wants to be called again and again, and no time passes."""
@@ -146,6 +150,7 @@ class Process(ABC):
         def tick() -> None:
             if self._tick_at == deadline:
                 self._tick_at = math.inf
-                self.pump()
+                if not self.may_sleep():
+                    self.pump()
 
         self._clock.at(deadline, tick)

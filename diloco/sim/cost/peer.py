@@ -18,6 +18,7 @@ from peers.core import effects, events
 from peers.core.effects import Effect
 from peers.core.events import Event
 from peers.core.peer import Peer
+from peers.core.round import Stage
 from peers.protocol import certificates
 from peers.protocol.certificates import Certificate, Plan
 from peers.protocol.messages import Offer, Status
@@ -100,6 +101,18 @@ class CostPeer(Process):
     def repeat_status(self) -> None:
         if self._said is not None:
             self.swarm.messages.broadcast(self.peer_id, self._said)
+
+    @property
+    def is_idle(self) -> bool:
+        """It trains or reduces, and nothing else is under way."""
+        core, round_ = self.machine, self.machine.round
+        if round_ is None or core.catch_up.target is not None:
+            return False
+        is_training = core.phase == "training" and round_.stage is Stage.GATHER
+        return is_training or round_.stage is Stage.REDUCE
+
+    def may_sleep(self) -> bool:
+        return self.is_idle and self.swarm.is_quiet
 
     def due_event(self) -> Event | None:
         """The worker's progress, where it is still in the epoch that the core has told it to train in."""

@@ -27,6 +27,8 @@ from peers.protocol.messages import Certificates, Offer
 
 _LONGEST_EPOCH = 100.0
 """Times what it takes to train: a run that is slower than that has come to a stop."""
+_SETTLES_IN = 4.0
+"""Silences after which everybody counts a lost peer as gone."""
 _PEER_ID = "peer{:048d}"
 """As long as the product's."""
 _UNTRAINED = Offer(anchor=digest("initial anchor"), momentum=digest("no momentum"))
@@ -75,6 +77,7 @@ class CostSwarm:
         self._parents: dict[str, str] = {}
         self._certificates: dict[str, Certificate] = {}
         self._outcomes: dict[str, tuple[str, str]] = {}
+        self._settles_at = 0.0
         self._streams = Streams()
         self._reductions: dict[str, Reduction] = {}
         self._num_attempts = 0
@@ -138,6 +141,23 @@ class CostSwarm:
         self._plan_loss(peer)
         peer.start(core)
         return peer
+
+    # Quiet times
+
+    @property
+    def is_quiet(self) -> bool:
+        """All train on one head, and nobody was lost lately: their heartbeats change nothing, and are left out."""
+        if self.clock.now < self._settles_at:
+            return False
+        head = self.newest.head
+        return all(peer.is_idle and peer.machine.head == head for peer in self.living.values())
+
+    def _wake(self) -> None:
+        """Somebody is about to be lost, or to come back: the others say where they stand, and listen."""
+        for peer in list(self.living.values()):
+            peer.pump()
+        silences = [peer.machine.timing.silence_s for peer in self.living.values()]
+        self._settles_at = self.clock.now + _SETTLES_IN * max(silences, default=0.0)
 
     # What peers share
 
@@ -213,6 +233,7 @@ class CostSwarm:
     def _lose(self, peer: CostPeer) -> None:
         if not peer.is_running:
             return
+        self._wake()
         peer.stop()
         del self.living[peer.peer_id]
         self._streams.lose(peer.rank)
@@ -227,6 +248,7 @@ class CostSwarm:
         if held is not None and not held.is_genesis:
             offer = Offer(anchor=held.body.anchor, momentum=held.body.momentum, certificate=held)
         self.losses.returns += 1
+        self._wake()
         self._start(before.rank, before.incarnation + 1, offer)
 
     # What came of it
