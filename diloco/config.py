@@ -12,7 +12,6 @@ from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 from diloco.errors import UserError
 from diloco.options import GRPO_DEFAULTS, SHARED, CkptConfig, GrpoConfig, HvConfig, TrainConfig
 from diloco.sources import ValueSource
-from peers.round.aggregation import Aggregation
 from peers.schedule import Schedule
 
 __all__ = [
@@ -82,7 +81,6 @@ def settled(config: TrainConfig, named: Collection[str], *, num_ranks: int = 1) 
     where nothing fits.
     """
     Schedule.of(shared_values(config))
-    Aggregation.of(shared_values(config))
     total, device = config.total_batch_size, config.per_device_train_batch_size
     if total % num_ranks:
         raise UserError(f"--total-batch-size {total} does not divide by the {num_ranks} ranks of this peer.")

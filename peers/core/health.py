@@ -86,6 +86,8 @@ class Swarm:
         if health is None or math.isfinite(health.lost_at):
             return False
         old = health.status
+        if (status.phase, status.head, status.attempt) != (old.phase, old.head, old.attempt):
+            return False
         same = replace(old, sequence=status.sequence, local_step=status.local_step, step_s=status.step_s)
         if status != same or status.sequence <= old.sequence:
             return False

@@ -11,9 +11,9 @@ from peers.identity import Identity
 from peers.onlookers.journal import PARTS, Journal, RoundEntry, printable, shown_failures, shown_ranks
 from peers.onlookers.reports import MAX_HARDWARE_CHARACTERS, MAX_SEEN, Figures, Report
 from peers.onlookers.sightings import Sightings
+from peers.onlookers.standing import Standing
 from peers.onlookers.summary import summary_of
 from peers.records import Announcement
-from peers.round.standing import Standing
 
 
 class Reporting:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Step = Literal["joining", "idle", "seeking", "reducing", "voted", "auditing", "over"]
+Step = Literal["joining", "idle", "seeking", "reducing", "voted"]
 STEPS = frozenset(get_args(Step))
 
 
@@ -14,7 +14,7 @@ class Standing:
     """What one peer waits for, and for whom."""
 
     step: str = "joining"
-    """One of STEPS: of the round (peers/rounds.py), or `joining` before there is one."""
+    """One of STEPS: of the round (peers/core/round.py), or `joining` before there is one."""
     leader: int | None = None
     """World rank of whom it has told that it is ready; None while its worker trains."""
     missing: tuple[int, ...] = ()

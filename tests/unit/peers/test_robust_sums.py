@@ -6,18 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peers.reduction.robust_sums import combine, norm_bound
-from peers.round.aggregation import CLIP_FACTOR, RULES, Aggregation
-from peers.round.messages import Proposal
 
 HONEST = np.random.default_rng(0).normal(1.0, 0.1, (4, 1000)).astype(np.float32)
-
-
-def proposals(tokens, norms=None):
-    norms = norms or [1.0] * len(tokens)
-    return [
-        Proposal(rank, count, norm, 0, False)
-        for rank, (count, norm) in enumerate(zip(tokens, norms, strict=True))
-    ]
 
 
 def combined(rule, rows, weights=None):
@@ -26,29 +16,6 @@ def combined(rule, rows, weights=None):
     total = np.full(rows.shape[1], np.nan, np.float32)
     combine(rule, rows, weights, total)
     return total
-
-
-def test_a_member_counts_for_a_few_times_the_median_of_tokens_at_most():
-    weights = Aggregation("clip", max_weight=4.0).weights_of(proposals([100, 100, 100, 2**39]))
-    assert weights == pytest.approx((1 / 7, 1 / 7, 1 / 7, 4 / 7))
-    assert Aggregation("mean").weights_of(proposals([100, 100, 200]))[2] == pytest.approx(0.5)
-
-
-def test_only_clip_scales_long_pseudo_gradients_down():
-    members = proposals([1, 1, 1], [1.0, 1.0, 1000.0])
-    assert Aggregation("clip").weights_of(members)[2] == pytest.approx(CLIP_FACTOR / 1000 / 3)
-    for rule in set(RULES) - {"clip"}:
-        assert sum(Aggregation(rule).weights_of(members)) == pytest.approx(1.0)
-
-
-def test_members_that_have_trained_nothing_are_averaged_alike():
-    for rule in RULES:
-        assert Aggregation(rule).weights_of(proposals([0, 0, 0])) == pytest.approx((1 / 3, 1 / 3, 1 / 3))
-
-
-def test_two_members_are_averaged_by_their_tokens_whatever_the_rule():
-    for rule in RULES:
-        assert Aggregation(rule).weights_of(proposals([1, 9], [1.0, 99.0])) == pytest.approx((0.1, 0.9))
 
 
 @pytest.mark.parametrize("rule", ["trimmed-mean", "centered-clip"])
