@@ -246,9 +246,12 @@ class Peer:
             is_known = said is not None and said.offer == message.offer
             if not is_known and not is_offer_sound(message.offer, self._verify):
                 message = replace(message, offer=None)
-        self.swarm.heard(peer_id, message if isinstance(message, Status) else None, turn.now)
-        if isinstance(message, Status) and message.head:
-            self._founding.heard_of_a_run(turn.now)
+        if isinstance(message, Status):
+            self.swarm.heard(peer_id, message, turn.now)
+            if message.head:
+                self._founding.heard_of_a_run(turn.now)
+            return
+        self.swarm.heard(peer_id, None, turn.now)
         round_ = self.round
         match message:
             case Certificates():

@@ -199,7 +199,7 @@ class Round:
                 # The latter is about to hear of the last commit, or repeats it.
                 expected.add(peer_id)
         others = ready.keys() | expected
-        out = {peer_id for peer_id in others if self._swarm.is_left_out(peer_id, epoch)} - {self._me}
+        out = self._swarm.left_out(epoch) & others - {self._me}
         if self.attempt > 0:
             # Who is not in the roster yet has one attempt a head: anybody may say that it is ready.
             out |= others - self.roster - {self._me}
