@@ -31,8 +31,8 @@ app = App(name="simulate")
 _TOLD_EVERY_S = 2.0
 _ENOUGH_LOSSES = 30
 _LEAST_EPOCHS, _USUAL_EPOCHS, _MOST_EPOCHS = 4, 20, 300
-_PEER_EPOCHS, _MOST_PEER_EPOCHS = 4000, 15_000
-"""Times that a peer makes a commit; of a thousand peers the second takes about a minute. At most, where failures have
+_PEER_EPOCHS, _MOST_PEER_EPOCHS = 1000, 4500
+"""Times that a peer makes a commit; of two hundred peers the second takes about a minute. At most, where failures have
 to be counted."""
 
 Switch = Annotated[bool, Parameter(negative="")]

@@ -17,7 +17,8 @@ from diloco.sim.command.values import bits_per_s, count, seconds
 if TYPE_CHECKING:
     from provisioning.pods import Offer
 
-MAX_PEERS = 4096
+MAX_PEERS = 512
+"""Every peer's core looks at every other: an epoch of so many takes about a quarter of a minute to compute."""
 LEAST_CORES = 0.1
 LEAST_FLOPS = 1e6
 
