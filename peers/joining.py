@@ -12,9 +12,8 @@ from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 from peers.errors import UserError
-from peers.membership import View
 from peers.protocol.rules import RULES
-from peers.records import Announcement
+from peers.records import Announcement, View
 from peers.schedule import Schedule
 
 Scalar = str | int | float | bool | None

@@ -17,11 +17,10 @@ from peers.access.gate import Gate
 from peers.dht import Dht
 from peers.errors import PeersError, ProtocolError, UserError
 from peers.identity import Identity
-from peers.membership import View
 from peers.mesh import Mesh, StreamOpener
 from peers.ranks.ledger import Grant
 from peers.ranks.request import request_rank
-from peers.records import MAX_MADDRS, PEERS_KEY, Announcement
+from peers.records import MAX_MADDRS, PEERS_KEY, Announcement, View
 
 log = logging.getLogger(__name__)
 

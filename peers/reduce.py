@@ -134,8 +134,6 @@ def reduce_pseudo_gradients(
         reduction.received_bytes,
         arithmetic.share_digests(),
         reduction.bandwidth(),
-        arithmetic.sent_digests(),
-        arithmetic.received_digests(),
     )
 
 

@@ -7,5 +7,5 @@ lab         4 peers of the product behind links of three bandwidths, rounds that
             take is measured beforehand, behind faster links; the runs that are predicted have no part in it. As root.
 published   What others have reported, predicted from what they say of their models, peers and links, with what is
             assumed beside it (published.py). No figure of theirs goes in but where that is said.
-scale       What 1000 simulated peers take of this machine's processor.
+scale       What 256 simulated peers take of this machine's processor.
 """

@@ -18,11 +18,11 @@ from benchmarks.record import Result
 from benchmarks.swarm_harness import Job, Swarm
 from benchmarks.wan.cases import link
 from benchmarks.wan.rounds import COORDINATOR, START_S, seat
-from diloco.simulation.figures import Figures
-from diloco.simulation.links import Link
-from diloco.simulation.machine import Machine
-from diloco.simulation.scenario import Scenario, SimulatedPeer
-from diloco.simulation.swarm import simulate
+from diloco.sim.cost.figures import Figures
+from diloco.sim.cost.links import Link
+from diloco.sim.cost.machine import Machine
+from diloco.sim.cost.scenario import Scenario, SimulatedPeer
+from diloco.sim.cost.swarm import simulate
 from peers.schedule import Schedule
 
 NUM_PEERS = 4

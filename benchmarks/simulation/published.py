@@ -26,10 +26,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.record import Result
-from diloco.simulation.links import Link
-from diloco.simulation.machine import IDEAL
-from diloco.simulation.scenario import Scenario, SimulatedPeer
-from diloco.simulation.swarm import simulate
+from diloco.sim.cost.links import Link
+from diloco.sim.cost.machine import IDEAL
+from diloco.sim.cost.scenario import Scenario, SimulatedPeer
+from diloco.sim.cost.swarm import simulate
 from peers.schedule import Schedule
 
 GRID = tuple(10 ** (-1 + 4 * index / 49) for index in range(50))
@@ -71,6 +71,8 @@ STREAMING_DILOCO: dict[tuple[str, str], tuple[float, ...]] = {
 INTELLECT_1 = {"USA": 103.0, "USA and Europe": 382.0, "global": 469.0}
 """Seconds of an all-reduce, median, as published."""
 _INTELLECT_LINKS = {"USA": (4e9, 0.06), "USA and Europe": (500e6, 0.12), "global": (500e6, 0.25)}
+NUM_MANY = 256
+"""Peers whose simulation is timed."""
 _INTELLECT_PEERS, _INTELLECT_STEP_S = 14, 38 * 60 / 100
 
 
@@ -188,10 +190,10 @@ def all_reduce_s(bits_per_s: float, round_trip_s: float) -> float:
     return simulate(scenario).parts.reduce_s
 
 
-def thousand_peers() -> Scenario:
+def many_peers() -> Scenario:
     """Of unlike links, with failures."""
     peers = []
-    for rank in range(1000):
+    for rank in range(NUM_MANY):
         bits_per_s = 100e6 * 2 ** (rank % 7)
         link = Link(up_bits_per_s=bits_per_s, down_bits_per_s=2 * bits_per_s, delay_s=0.005 * (1 + rank % 5))
         peers.append(SimulatedPeer(link=link, machine=replace(IDEAL, hop_s=0.001), step_s=1.0))

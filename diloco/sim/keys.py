@@ -39,3 +39,21 @@ class KeyRing:
     def verify(self, peer_id: str, payload: bytes, signature: Signature) -> bool:
         secret = self._secrets.get(peer_id)
         return secret is not None and hmac.compare_digest(_mac(secret, payload), signature.signature)
+
+
+@dataclass(frozen=True)
+class BelievedKeys:
+    """The keys of a peer where nobody lies: signatures as long as real ones, which cost nothing."""
+
+    peer_id: str
+
+    def sign(self, payload: bytes) -> Signature:
+        return _BELIEVED
+
+
+def believe(peer_id: str, payload: bytes, signature: Signature) -> bool:
+    """Nobody lies."""
+    return True
+
+
+_BELIEVED = Signature(public_key=bytes(36), signature=bytes(64))

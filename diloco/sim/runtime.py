@@ -7,35 +7,30 @@ from collections.abc import Callable
 
 from diloco.sim import values
 from diloco.sim.effect_runner import carry_out
+from diloco.sim.process import Machine, Process
 from diloco.sim.tracing import describe
 from diloco.sim.values import Outcome, Pieces, State
 from diloco.sim.worker import Handed, VirtualWorker
-from diloco.sim.world import Disk, Machine, World
+from diloco.sim.world import Disk, World
 from peers.core import events
 from peers.core.effects import Effect
 from peers.core.events import Event
-from peers.core.timing import BEAT_S
 from peers.protocol.certificates import Plan
 from peers.protocol.messages import Message, Status
 
 NUM_KEPT = 3
 """States that a peer hands over: its own and those before it."""
-LOOK_AGAIN_S = 0.1
-MAX_TICKS = 100
-"""At one moment: a machine that wants more does not let time pass."""
 
 
-class VirtualPeer:
+class VirtualPeer(Process):
     """`machine` is given by `start`. `is_honest`: what it does has to keep the invariants."""
 
     def __init__(
         self, world: World, peer_id: str, disk: Disk, offered: State, *, is_honest: bool = True
     ) -> None:
+        super().__init__(world.clock)
         self.world, self.disk, self.offered, self.is_honest = world, disk, offered, is_honest
         self._peer_id = peer_id
-        self.machine: Machine
-        self.is_running = True
-        self.is_frozen = False
         self.slowness = 1.0
         self.before: dict[type, Callable[[], object]] = {}
         """By kind of effect: what happens, once, just before the next such effect is carried out."""
@@ -54,10 +49,6 @@ class VirtualPeer:
         self.said: Status | None = None
         self.kept: deque[State] = deque(maxlen=NUM_KEPT)
         self._has_offered = False
-        self._inbox: deque[tuple[Event, Handed | None]] = deque()
-        self._effects: deque[Effect] = deque()
-        self._is_busy = self._is_pumping = False
-        self._tick_at = float("inf")
 
     @property
     def peer_id(self) -> str:
@@ -66,7 +57,7 @@ class VirtualPeer:
     def start(self, machine: Machine) -> None:
         self.machine = machine
         self.start_worker()
-        self._pump()
+        self.pump()
 
     def kill(self) -> None:
         """Everything that is not on the disk is gone. Its network ends elsewhere."""
@@ -83,7 +74,7 @@ class VirtualPeer:
 
     def thaw(self) -> None:
         self.is_frozen = False
-        self._pump()
+        self.pump()
 
     # The worker
 
@@ -146,78 +137,30 @@ class VirtualPeer:
         return next((state for state in self.kept if state.head == head), self.made_up.get(head))
 
     def _post(self, event: Event, handed: Handed | None = None) -> None:
-        if self.is_running:
-            self._inbox.append((event, handed))
-            self._pump()
+        def take() -> None:
+            self.in_hand = handed or self.in_hand
+
+        self.post(event, take)
 
     def leave(self) -> None:
         """It is asked to end."""
         self._post(events.Leave())
 
-    def _pump(self) -> None:
-        if self._is_pumping:
-            return
-        self._is_pumping = True
-        num_ticks = 0
-        while self.is_running and not self.is_frozen and not self._is_busy:
-            if self._effects:
-                carry_out(self, self._effects.popleft())
-                if not self._effects and not self._is_busy and self.is_running:
-                    self.world.invariants.after_event(self)
-            elif self._inbox:
-                event, handed = self._inbox.popleft()
-                self.in_hand = handed or self.in_hand
-                self._handle(event)
-            elif self.machine.deadline <= self.world.clock.now and num_ticks < MAX_TICKS:
-                num_ticks += 1
-                self._handle(None)
-            else:
-                break
-        self._is_pumping = False
-        if num_ticks >= MAX_TICKS:
-            self.world.invariants.violated(f"{self.peer_id} is always due at {self.world.clock.now}")
-        self._set_tick()
+    # As a process
 
-    def busy(self, seconds: float, then: Callable[[], None]) -> None:
-        """Nothing else is done until then; its last status is repeated meanwhile."""
-        self._is_busy = True
-        for beat in range(1, int(seconds / BEAT_S) + 1):
-            self.world.clock.after(beat * BEAT_S, self._repeat_status)
+    def carry_out(self, effect: Effect) -> None:
+        carry_out(self, effect)
 
-        def end() -> None:
-            if not self.is_running:
-                return
-            if self.is_frozen:
-                self.world.clock.after(LOOK_AGAIN_S, end)
-                return
-            self._is_busy = False
-            then()
-            if not self._effects:
-                self.world.invariants.after_event(self)
-            self._pump()
-
-        self.world.clock.after(seconds, end)
-
-    def _repeat_status(self) -> None:
-        if self.is_running and not self.is_frozen and self.said is not None:
+    def repeat_status(self) -> None:
+        if self.said is not None:
             self.world.network.broadcast(self.peer_id, self.said)
 
-    def _handle(self, event: Event | None) -> None:
+    def on_event(self, event: Event | None) -> None:
         if self.world.trace.is_on and (text := describe(event)):
             self.world.trace.add(self.peer_id, f"<- {text}")
-        self._effects.extend(self.machine.handle(event, self.world.clock.now))
-        if not self._effects:
-            self.world.invariants.after_event(self)
 
-    def _set_tick(self) -> None:
-        deadline = self.machine.deadline
-        if deadline >= self._tick_at or not self.is_running or self.is_frozen or self._is_busy:
-            return
-        self._tick_at = deadline
+    def on_settled(self) -> None:
+        self.world.invariants.after_event(self)
 
-        def tick() -> None:
-            if self._tick_at == deadline:
-                self._tick_at = float("inf")
-                self._pump()
-
-        self.world.clock.at(deadline, tick)
+    def on_always_due(self) -> None:
+        self.world.invariants.violated(f"{self.peer_id} is always due at {self.world.clock.now}")

@@ -13,11 +13,12 @@ from diloco.sim.invariants import Invariants
 from diloco.sim.keys import KeyRing
 from diloco.sim.liars import MakeLiar
 from diloco.sim.network import NOTICE_S, Network, Quality
+from diloco.sim.process import Machine
 from diloco.sim.reduction import Reductions
 from diloco.sim.runtime import VirtualPeer
 from diloco.sim.truth import Pair, Truth
 from diloco.sim.values import State, digest, initial_state
-from diloco.sim.world import Disk, Durations, Machine, Trace, World
+from diloco.sim.world import Disk, Durations, Trace, World
 from peers.core.peer import Peer
 from peers.core.settings import Settings
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from diloco.sim.clock import Clock
 from diloco.sim.download import Downloads
@@ -12,10 +12,7 @@ from diloco.sim.keys import KeyRing
 from diloco.sim.network import Network
 from diloco.sim.reduction import Reductions
 from diloco.sim.values import State
-from peers.core.effects import Effect
-from peers.core.events import Event
 from peers.core.settings import Settings
-from peers.protocol.certificates import Certificate
 
 if TYPE_CHECKING:
     from diloco.sim.invariants import Invariants
@@ -49,27 +46,6 @@ class Trace:
 
     def add(self, who: str, text: str) -> None:
         self.lines.append(f"{self._clock.now:9.3f}  {who:<6} {text}")
-
-
-class Machine(Protocol):
-    """A peers.core Peer, or one that lies."""
-
-    @property
-    def deadline(self) -> float: ...
-
-    @property
-    def head(self) -> str: ...
-
-    @property
-    def epoch(self) -> int: ...
-
-    @property
-    def certificate(self) -> Certificate | None: ...
-
-    @property
-    def phase(self) -> str: ...
-
-    def handle(self, event: Event | None, now: float) -> list[Effect]: ...
 
 
 @dataclass(kw_only=True)

@@ -15,15 +15,15 @@ from cyclopts import App, Parameter
 
 from diloco.checks import at_least, finite, up_to, whole
 from diloco.errors import UserError
-from diloco.simulation.given_peers import LEAST_CORES, LEAST_FLOPS, MAX_PEERS
-from diloco.simulation.values import bits_per_s, count, long_seconds, one, seconds, several
+from diloco.sim.command.given_peers import LEAST_CORES, LEAST_FLOPS, MAX_PEERS
+from diloco.sim.command.values import bits_per_s, count, long_seconds, one, seconds, several
 
 if TYPE_CHECKING:
-    from diloco.simulation.figures import Figures
-    from diloco.simulation.given_peers import PeerWish
-    from diloco.simulation.plot import Curve
-    from diloco.simulation.scenario import Scenario
-    from diloco.simulation.swarm import Progress
+    from diloco.sim.command.given_peers import PeerWish
+    from diloco.sim.command.plot import Curve
+    from diloco.sim.cost.figures import Figures
+    from diloco.sim.cost.scenario import Scenario
+    from diloco.sim.cost.swarm import Progress
     from provisioning.pods import Offer
 
 app = App(name="simulate")
@@ -31,8 +31,8 @@ app = App(name="simulate")
 _TOLD_EVERY_S = 2.0
 _ENOUGH_LOSSES = 30
 _LEAST_EPOCHS, _USUAL_EPOCHS, _MOST_EPOCHS = 4, 20, 300
-_PEER_EPOCHS, _MOST_PEER_EPOCHS = 4000, 15_000
-"""Times that a peer makes a commit; of a thousand peers the second takes about a minute. At most, where failures have
+_PEER_EPOCHS, _MOST_PEER_EPOCHS = 1000, 4500
+"""Times that a peer makes a commit; of two hundred peers the second takes about a minute. At most, where failures have
 to be counted."""
 
 Switch = Annotated[bool, Parameter(negative="")]
@@ -155,7 +155,7 @@ def simulate(
         One JSON object on stdout.
     """
     if plot is not None:
-        from diloco.simulation.plot import check_drawable
+        from diloco.sim.command.plot import check_drawable
 
         check_drawable(plot)
     wishes, notes = _wishes(pods)
@@ -165,12 +165,12 @@ def simulate(
             f"{training.local_steps} local steps are {scenario.schedule.local_steps} here, the next multiple of "
             f"{training.fragments} fragments"
         )
-    from diloco.simulation.swarm import simulate as run
+    from diloco.sim.cost.swarm import simulate as run
 
     figures = run(scenario, _told(scenario.num_epochs))
     curves = _curves(scenario, wishes, plot) if plot is not None else None
-    from diloco.simulation.figures import ASSUMPTIONS
-    from diloco.simulation.report import text_of
+    from diloco.sim.command.report import text_of
+    from diloco.sim.cost.figures import ASSUMPTIONS
 
     if as_json:
         plain = _plain(scenario, figures, notes, curves)
@@ -186,7 +186,7 @@ def simulate(
 
 def _wishes(pods: Pods) -> tuple[list[PeerWish], list[str]]:
     """What each peer is to have, and what had to be assumed."""
-    from diloco.simulation import given_peers as simulate_peers
+    from diloco.sim.command import given_peers as simulate_peers
 
     sources = {"--peers-file": pods.peers_file, "--from-offers": pods.from_offers}
     given = [flag for flag, value in sources.items() if value is not None]
@@ -223,7 +223,7 @@ def _wishes(pods: Pods) -> tuple[list[PeerWish], list[str]]:
 
 def _offers(source: str) -> list[Offer]:
     """Of a file, or of the provider with this name."""
-    from diloco.simulation.given_peers import read_offers
+    from diloco.sim.command.given_peers import read_offers
 
     if Path(source).exists():
         return read_offers(Path(source))
@@ -250,9 +250,9 @@ def _offers(source: str) -> list[Offer]:
 def _scenario(
     training: Training, pods: Pods, chances: Chances, wishes: Sequence[PeerWish], epochs: int | None
 ) -> Scenario:
-    from diloco.simulation.links import Link
-    from diloco.simulation.machine import machine_of
-    from diloco.simulation.scenario import Scenario, SimulatedPeer, step_seconds
+    from diloco.sim.cost.links import Link
+    from diloco.sim.cost.machine import machine_of
+    from diloco.sim.cost.scenario import Scenario, SimulatedPeer, step_seconds
     from peers.schedule import Schedule
 
     if training.fragments > training.params:
@@ -311,8 +311,8 @@ def _told(num_epochs: int) -> Progress:
 
 def _curves(scenario: Scenario, wishes: Sequence[PeerWish], path: Path) -> dict[str, Curve]:
     from diloco.metrics_file import figure
-    from diloco.simulation.machine import machine_of
-    from diloco.simulation.plot import curves_of, draw, here_mbps
+    from diloco.sim.command.plot import curves_of, draw, here_mbps
+    from diloco.sim.cost.machine import machine_of
 
     def with_codec(codec: str) -> Scenario:
         peers = tuple(

@@ -114,8 +114,9 @@ class CatchUp:
     def _announced(self) -> Heads:
         """Heads that this peer is not past."""
         heads: Heads = defaultdict(list)
+        own = self.chain.head
         for peer_id, status in self.swarm.live():
-            if status.head and not self.chain.has_passed(status.head):
+            if status.head and status.head != own and not self.chain.has_passed(status.head):
                 heads[status.head].append(peer_id)
         return heads
 

@@ -139,7 +139,7 @@ class Chain:
         """Commits in a row, up to the head, that this peer is not in."""
         count = 0
         for certificate in reversed(self._own.values()):
-            if certificate.is_genesis or peer_id in certificate.plan.signers:
+            if certificate.is_genesis or peer_id in certificate.plan.signer_set:
                 break
             count += 1
         return count

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from peers.protocol.certificates import Work
-from peers.protocol.messages import Message, Offer
+from peers.protocol.messages import Message, Offer, Status
 
 
 @dataclass(frozen=True)
@@ -14,6 +14,13 @@ class Received:
 
     peer_id: str
     message: Message
+
+
+@dataclass(frozen=True)
+class StatusesReceived:
+    """Where several peers stand, by peer id; handled together."""
+
+    statuses: tuple[tuple[str, Status], ...]
 
 
 @dataclass(frozen=True)
@@ -108,6 +115,7 @@ class RoundTrip:
 
 Event = (
     Received
+    | StatusesReceived
     | Disconnected
     | StateOffered
     | WorkerWaits

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -60,6 +60,8 @@ class Swarm:
     def __init__(self, timing: Timing) -> None:
         self._timing = timing
         self._peers: dict[str, Health] = {}
+        self._live: list[tuple[str, Status]] | None = None
+        """What `live` says; None: something has changed since."""
         self.roster: frozenset[str] = frozenset()
         """By whom waiting times are scaled; before there is one, by everybody."""
 
@@ -70,14 +72,17 @@ class Swarm:
             if status is None or not self._make_room():
                 return False
             self._peers[peer_id] = Health(status, now, at_head_at=now)
+            self._live = None
             return True
+        if health.lost_at != math.inf:
+            self._live = None
         health.heard_at, health.lost_at, health.is_gone = now, math.inf, False
         if status is None:
             return True
         old = health.status
         if (status.incarnation, status.sequence) <= (old.incarnation, old.sequence):
             return False
-        health.status = status
+        health.status, self._live = status, None
         return True
 
     def heard_again(self, peer_id: str, status: Status, now: float) -> bool:
@@ -86,10 +91,12 @@ class Swarm:
         if health is None or math.isfinite(health.lost_at):
             return False
         old = health.status
+        if (status.phase, status.head, status.attempt) != (old.phase, old.head, old.attempt):
+            return False
         same = replace(old, sequence=status.sequence, local_step=status.local_step, step_s=status.step_s)
         if status != same or status.sequence <= old.sequence:
             return False
-        health.status, health.heard_at = status, now
+        health.status, health.heard_at, self._live = status, now, None
         return True
 
     def _make_room(self) -> bool:
@@ -99,6 +106,7 @@ class Swarm:
             if gone is None:
                 return False
             del self._peers[gone]
+            self._live = None
         return True
 
     def has_shown(self, head: str) -> None:
@@ -117,6 +125,7 @@ class Swarm:
         """A member of the roster, which has its time to be heard."""
         if peer_id not in self._peers:
             self._peers[peer_id] = Health(_UNHEARD, now, at_head_at=now)
+            self._live = None
 
     def measured(self, peer_id: str, round_trip_s: float) -> None:
         if (health := self._peers.get(peer_id)) is not None:
@@ -124,7 +133,7 @@ class Swarm:
 
     def disconnected(self, peer_id: str, now: float) -> None:
         if (health := self._peers.get(peer_id)) is not None and math.isinf(health.lost_at):
-            health.lost_at = now
+            health.lost_at, self._live = now, None
 
     def overslept(self, seconds: float) -> None:
         """This peer itself was frozen for so long: nobody else has been silent meanwhile."""
@@ -135,32 +144,44 @@ class Swarm:
 
     def notice_silence(self, turn: Turn, head: str) -> None:
         """`head`: this peer's own."""
-        silence_s, regain_s = self._timing.silence_s, self._timing.regain_s
-        round_trips = []
+        now, silence_s, regain_s = turn.now, self._timing.silence_s, self._timing.regain_s
+        roster, round_trips, first_silent_at = self.roster, list[float](), math.inf
         for peer_id, health in self._peers.items():
-            if math.isinf(health.lost_at) and turn.passed(health.heard_at + silence_s):
-                health.lost_at = health.heard_at + silence_s
-            is_there = math.isinf(health.lost_at)
-            if not is_there and turn.passed(health.lost_at + regain_s):
-                health.is_gone = True
-            if is_there and health.status.head == head and health.status.phase in ("training", "ready"):
-                health.at_head_at = turn.now
-            if is_there and (peer_id in self.roster or not self.roster):
+            if health.lost_at == math.inf:
+                silent_at = health.heard_at + silence_s
+                if now >= silent_at:
+                    health.lost_at, self._live = silent_at, None
+                elif silent_at < first_silent_at:
+                    first_silent_at = silent_at
+            if health.lost_at < math.inf:
+                if turn.passed(health.lost_at + regain_s):
+                    health.is_gone = True
+                continue
+            status = health.status
+            if status.head == head and status.phase in ("training", "ready"):
+                health.at_head_at = now
+            if not roster or peer_id in roster:
                 round_trips.append(health.round_trip_s)
+        turn.passed(first_silent_at)
         self._timing.num_peers = len(self.roster) or min(FOUNDERS, 1 + len(round_trips))
         self._timing.round_trip_s = statistics.median(round_trips) if round_trips else 0.0
 
     def head_moved(self, now: float) -> None:
         """Who was on the one before has its time to come to this peer's new head."""
+        its_time_s = self._timing.silence_s + self._timing.regain_s
         for health in self._peers.values():
-            if now < health.at_head_at + self._timing.silence_s + self._timing.regain_s:
+            if now < health.at_head_at + its_time_s:
                 health.at_head_at = now
 
-    def live(self) -> Iterator[tuple[str, Status]]:
+    def live(self) -> Sequence[tuple[str, Status]]:
         """Everybody who is there, and has not said that it leaves."""
-        for peer_id, health in self._peers.items():
-            if math.isinf(health.lost_at) and health.status.phase != "leaving":
-                yield peer_id, health.status
+        if self._live is None:
+            self._live = [
+                (peer_id, health.status)
+                for peer_id, health in self._peers.items()
+                if health.lost_at == math.inf and health.status.phase != "leaving"
+            ]
+        return self._live
 
     def is_live(self, peer_id: str) -> bool:
         health = self._peers.get(peer_id)
@@ -222,3 +243,7 @@ class Swarm:
     def is_left_out(self, peer_id: str, epoch: int) -> bool:
         health = self._peers.get(peer_id)
         return health is not None and epoch < health.out_until
+
+    def left_out(self, epoch: int) -> set[str]:
+        """All of them."""
+        return {peer_id for peer_id, health in self._peers.items() if epoch < health.out_until}

@@ -186,6 +186,14 @@ class Peer:
         match event:
             case events.Received(peer_id, Status() as status):
                 return peer_id != self.me and self.swarm.heard_again(peer_id, status, now)
+            case events.StatusesReceived(statuses):
+                # All of them, so that those that are no news are noted either way.
+                news = [
+                    (peer_id, status)
+                    for peer_id, status in statuses
+                    if peer_id != self.me and not self.swarm.heard_again(peer_id, status, now)
+                ]
+                return not news
             case events.WorkerTrains(local_step, step_s):
                 self.worker.local_step, self.worker.step_s = local_step, step_s
                 return True
@@ -202,6 +210,9 @@ class Peer:
         match event:
             case events.Received(peer_id, message):
                 self._receive(turn, peer_id, message)
+            case events.StatusesReceived(statuses):
+                for peer_id, status in statuses:
+                    self._receive(turn, peer_id, status)
             case events.Disconnected(peer_id):
                 self.swarm.disconnected(peer_id, turn.now)
             case events.RoundTrip(peer_id, seconds):
@@ -241,9 +252,12 @@ class Peer:
             is_known = said is not None and said.offer == message.offer
             if not is_known and not is_offer_sound(message.offer, self._verify):
                 message = replace(message, offer=None)
-        self.swarm.heard(peer_id, message if isinstance(message, Status) else None, turn.now)
-        if isinstance(message, Status) and message.head:
-            self._founding.heard_of_a_run(turn.now)
+        if isinstance(message, Status):
+            self.swarm.heard(peer_id, message, turn.now)
+            if message.head:
+                self._founding.heard_of_a_run(turn.now)
+            return
+        self.swarm.heard(peer_id, None, turn.now)
         round_ = self.round
         match message:
             case Certificates():

@@ -186,20 +186,20 @@ class Round:
 
         Those who have spoilt attempts are left out of both, as many of them as there are enough without.
         """
-        epoch = self.parent.plan.epoch
+        head, epoch = self.head, self.parent.plan.epoch
         ready = {} if entry is None else {self._me: entry}
         expected = {self._me} if is_training or entry is not None else set()
         for peer_id, status in self._swarm.live():
             if status.phase not in ("training", "ready", "fetching"):
                 continue
-            is_here = status.head == self.head
+            is_here = status.head == head
             if is_here and status.work is not None and status.work.based_on <= epoch:
                 ready[peer_id] = Entry(status.world_rank, status.work)
             if is_here or status.head in self._recent:
                 # The latter is about to hear of the last commit, or repeats it.
                 expected.add(peer_id)
         others = ready.keys() | expected
-        out = {peer_id for peer_id in others if self._swarm.is_left_out(peer_id, epoch)} - {self._me}
+        out = self._swarm.left_out(epoch) & others - {self._me}
         if self.attempt > 0:
             # Who is not in the roster yet has one attempt a head: anybody may say that it is ready.
             out |= others - self.roster - {self._me}
@@ -267,7 +267,7 @@ class Round:
 
     def on_vote(self, turn: Turn, sender: str, vote: Vote) -> None:
         lead = self._lead
-        if lead is None or vote.plan != lead.plan.digest or sender not in lead.plan.signers:
+        if lead is None or vote.plan != lead.plan.digest or sender not in lead.plan.signer_set:
             return
         body = Body(plan=lead.plan, anchor=vote.anchor, momentum=vote.momentum)
         if sender != self._me and not self._parts.verify(sender, body.signed_bytes, vote.signature):
@@ -299,7 +299,7 @@ class Round:
 
     def on_decline(self, turn: Turn, sender: str, decline: Decline) -> None:
         lead = self._lead
-        if lead is None or decline.attempt != self.attempt or sender not in lead.plan.signers:
+        if lead is None or decline.attempt != self.attempt or sender not in lead.plan.signer_set:
             return
         suspects = set(decline.suspects) & set(lead.plan.signers) - {sender, self._me}
         lost: tuple[str, ...] = ()
@@ -540,10 +540,11 @@ class Round:
 
     def _usual_attempt(self) -> int:
         """That half of those on this head have reached."""
+        head, roster = self.head, self.roster
         attempts = [
             status.attempt
             for peer_id, status in self._swarm.live()
-            if status.head == self.head and peer_id in self.roster
+            if status.head == head and peer_id in roster
         ]
         attempts = sorted([*attempts, self.attempt])
         return attempts[len(attempts) // 2]

@@ -17,6 +17,7 @@ import torch
 from peers.advice import Advice, advice_on, num_layers_of
 from peers.core import events
 from peers.daemon.agreement import Agreement
+from peers.daemon.pace import Pace
 from peers.daemon.runtime import Runtime
 from peers.daemon.standing import standing_of
 from peers.errors import StateUnavailable, UserError
@@ -27,13 +28,12 @@ from peers.layout import Layout
 from peers.network.streams import StreamTransport
 from peers.onlookers.journal import Journal, Point
 from peers.onlookers.reporting import entry_of
+from peers.onlookers.standing import Standing as RoundStanding
 from peers.outer_state import OuterState
-from peers.pace import Pace
 from peers.presence import Presence
 from peers.protocol.certificates import Certificate
 from peers.records import State
 from peers.reduction.residuals import Residuals
-from peers.round.standing import Standing as RoundStanding
 from peers.schedule import Schedule
 from peers.state import files as state_files
 from peers.state.replay import can_be_repeated, replay_commits

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import torch
 
-from peers import literature, membership
+from peers import literature
 from peers.access.service import AdmissionService, AdmissionSettings
 from peers.core import events
 from peers.core.peer import Peer
@@ -51,7 +51,7 @@ from peers.presence import Presence
 from peers.priority import give_way
 from peers.protocol.messages import Message, decode, encode
 from peers.ranks.stand_in import StandIn
-from peers.records import Announcement
+from peers.records import TRAINING_STATES, Announcement
 from peers.reduce import OVERLAPPED_NICENESS
 from peers.restarts import USER_ERROR, WorkerEnd
 from peers.schedule import Schedule
@@ -457,7 +457,7 @@ class Daemon:
         self._met = met
         if self._stand_in is not None:
             self._stand_in.view_changed()
-        trainers = frozenset(r for r, peer in view.items() if peer.state in membership.TRAINING_STATES)
+        trainers = frozenset(r for r, peer in view.items() if peer.state in TRAINING_STATES)
         lost = self._trainers - view.keys()
         self._trainers = trainers
         # A peer that leaves hangs up itself.

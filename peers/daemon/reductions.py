@@ -20,28 +20,13 @@ from peers.outer_optimizer import OuterOptimizer
 from peers.outer_state import OuterState
 from peers.protocol.certificates import Plan
 from peers.reduce import reduce_pseudo_gradients
-from peers.reduction.plan import ATTEMPT_BYTES, ReducePlan, ReduceReport
+from peers.reduction.plan import ReducePlan, ReduceReport
 from peers.reduction.residuals import Residuals
-from peers.reduction.shares import bounds_of
+from peers.reduction.shares import reduce_plan_of
 from peers.state.header import StateHeader
 from peers.state.preview import Preview
 
 log = logging.getLogger(__name__)
-
-
-def reduce_plan_of(plan: Plan, me: str, numel: int, codec: str, rule: Rule) -> ReducePlan:
-    """How the members of a plan reduce: the same on all of them. Raises ProtocolError for a group that cannot."""
-    contributors = plan.contributors
-    return ReducePlan(
-        attempt=bytes.fromhex(plan.digest)[:ATTEMPT_BYTES],
-        members=tuple(contributor.world_rank for contributor in contributors),
-        me=[contributor.peer_id for contributor in contributors].index(me),
-        weights=tuple(contributor.weight for contributor in contributors),
-        norms=tuple(contributor.work.norm for contributor in contributors),
-        bounds=bounds_of([contributor.work.bandwidth for contributor in contributors], numel),
-        codec=codec,
-        rule=rule,
-    )
 
 
 class Reductions:

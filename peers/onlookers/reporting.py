@@ -18,10 +18,10 @@ from peers.onlookers.reports import (
     Report,
 )
 from peers.onlookers.sightings import Sightings
+from peers.onlookers.standing import Standing
 from peers.onlookers.summary import summary_of
 from peers.protocol.certificates import Certificate
 from peers.records import Announcement
-from peers.round.standing import Standing
 
 
 class Reporting:

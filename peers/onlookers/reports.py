@@ -34,9 +34,9 @@ from peers.onlookers.journal import (
     Point,
     RoundEntry,
 )
+from peers.onlookers.standing import STEPS, Standing
 from peers.protocol.certificates import Certificate, decode_certificate, encode_certificate
 from peers.records import MAX_RECORD_BYTES
-from peers.round.standing import STEPS, Standing
 
 VERSION = 1
 MAX_SEEN = 512

@@ -43,7 +43,7 @@ def _reason(peer: Sighting | None, state: str, step: str) -> str:
         return "it is lost"
     if state == SILENT:
         return "it does not answer"
-    if step in ("voted", "auditing", "reducing"):
+    if step in ("voted", "reducing"):
         return "it has not voted yet" + _doing(peer)
     if state == "training":
         return _trains(peer)

@@ -74,7 +74,7 @@ class Contributor(Struct, frozen=True):
     weight: Share
 
 
-class Plan(Struct, frozen=True):
+class Plan(Struct, frozen=True, dict=True):
     """Everything about a commit that is known before it is reduced. The leader proposes it, every member checks it."""
 
     manifest: Hash
@@ -94,15 +94,19 @@ class Plan(Struct, frozen=True):
     tokens: Count
     """Averaged into the anchor so far, over all epochs and peers. For people: it decides nothing."""
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """Names the plan in votes."""
         return hashlib.sha256(_encode(self)).hexdigest()
 
-    @property
+    @cached_property
     def signers(self) -> tuple[str, ...]:
         """Who has to sign."""
         return tuple(member.peer_id for member in self.contributors or self.roster)
+
+    @cached_property
+    def signer_set(self) -> frozenset[str]:
+        return frozenset(self.signers)
 
 
 class Body(Struct, frozen=True, dict=True):

@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 from peers.access.service import AdmissionService
 from peers.dht import Dht
 from peers.identity import Identity
-from peers.membership import View
 from peers.ranks.ledger import Ledger, of_stand_in
 from peers.ranks.registrar import ANNOUNCE_INTERVAL_S, Registrar, announce, announcements
 from peers.ranks.request import HOLDER_TIMEOUT_S, coordinators, protocol_of
+from peers.records import View
 
 log = logging.getLogger(__name__)
 

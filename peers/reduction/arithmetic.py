@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import blake3
 import numpy as np
 import xxhash
 from torch import Tensor
@@ -67,9 +66,6 @@ class Arithmetic:
         self._energy_left = [plan.contribution_bound(index) for index in range(len(plan.members))]
         self._result_energy_left = [plan.result_bound()] * len(plan.members)
         self._digests = [xxhash.xxh3_128() for _ in plan.members]
-        # What this peer has contributed to each share, and each member to its own; where sums are audited.
-        self._sent = [blake3.blake3() for _ in plan.members] if plan.audited else []
-        self._received = [blake3.blake3() for _ in plan.members] if plan.audited else []
         self._unhoused: dict[int, Bytes] = {}
         share = plan.bounds[plan.me + 1] - plan.bounds[plan.me]
         count = len(plan.members)
@@ -104,8 +100,6 @@ class Arithmetic:
         The caller keeps the order: for each chunk members ascending, for each member chunks ascending.
         """
         part = self._plan.chunk(self._plan.me, index)
-        if self._received:
-            self._received[member].update(payload.data)
         if self._rows is not None:
             row = self._rows[member, self._within_share(part)]
             row[:] = self._codec.decode(payload, scratch.values[: row.size])
@@ -175,8 +169,6 @@ class Arithmetic:
     def _encoded(self, owner: int, part: slice, scratch: Scratch) -> Bytes:
         values = self._contribution.of(part)
         payload = self._codec.encode_contribution(values, scratch.values, scratch.payload)
-        if self._sent:
-            self._sent[owner].update(payload.data)
         return payload
 
     def _within_share(self, part: slice) -> slice:
@@ -185,12 +177,6 @@ class Arithmetic:
 
     def share_digests(self) -> tuple[str, ...]:
         return _digests_of(self._digests)
-
-    def sent_digests(self) -> tuple[str, ...]:
-        return _digests_of(self._sent)
-
-    def received_digests(self) -> tuple[str, ...]:
-        return _digests_of(self._received)
 
 
 def reduce_alone(plan: ReducePlan, arithmetic: Arithmetic, cancelled: threading.Event) -> None:

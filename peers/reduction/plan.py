@@ -22,8 +22,6 @@ plain fp32 within one machine took 2 to 8 % more time, int8 as long or 2 % less.
 """
 
 ATTEMPT_BYTES = 16
-AUDITED_REACH = 0.25
-"""Where sums are audited: of an average's norm, the most that an owner adds of what it lost before."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +42,6 @@ class ReducePlan:
     codec: str
     rule: Rule = "clip"
     """How the members' values become one."""
-    audited: bool = False
-    """Members keep digests of what they send each other, by which an audit holds them to it."""
 
     def __post_init__(self) -> None:
         count = len(self.members)
@@ -98,12 +94,6 @@ class ReducePlan:
         """The largest L2 norm of what an owner may add to its share of the average: the losses of earlier rounds."""
         return result_codec_named(self.codec).residual_reach * self.average_bound()
 
-    def owner_may_differ_by(self, norm: float, numel: int) -> float:
-        """How far an owner's decoded result of a chunk may be from the true average, of this L2 norm, where sums are
-        audited: by what it carries over from earlier rounds, and by what the codec loses now."""
-        most = AUDITED_REACH * norm
-        return most + math.sqrt(result_codec_named(self.codec).energy_bound(norm + most, numel)) - norm - most
-
     def result_bound(self) -> float:
         """The most energy that the decoded result of one share may have."""
         norm = self.average_bound() + self.result_residual_bound()
@@ -124,10 +114,6 @@ class ReduceReport:
     """xxh3_128 (hex) over each share's encoded result, in member order."""
     bandwidth: float = 0.0
     """Bytes/s that this peer's link was seen to carry, the lesser of both directions; 0: too short to tell."""
-    sent_digests: tuple[str, ...] = ()
-    """Where sums are audited: BLAKE3 (hex) of this peer's contribution to each share, in member order."""
-    received_digests: tuple[str, ...] = ()
-    """The same of every member's contribution to this peer's share."""
 
 
 def equal_bounds(numel: int, num_members: int) -> tuple[int, ...]:

@@ -29,8 +29,8 @@ from torch import Tensor
 
 from peers.codecs import PseudoGradient, codec_named
 from peers.outer_state import num_threads
-from peers.reduction.kernels import Floats, energy
-from peers.reduction.plan import AUDITED_REACH, CHUNK_NUMEL, ReducePlan, slices
+from peers.reduction.kernels import Floats
+from peers.reduction.plan import CHUNK_NUMEL, ReducePlan, slices
 
 
 def contribution(anchor: Tensor, local: Tensor, residual: Tensor | None) -> PseudoGradient:
@@ -80,15 +80,8 @@ class AttemptResiduals:
             return
         if (found := self._result.of(part)) is not None:
             where, values = found
-            scale = self._scale * self._audited_scale(values.numpy(), average)
-            lost = np.multiply(values.numpy(), np.float32(scale), out=scratch[: values.numel()])
+            lost = np.multiply(values.numpy(), np.float32(self._scale), out=scratch[: values.numel()])
             np.add(average[where], lost, out=average[where])
-
-    def _audited_scale(self, values: Floats, average: Floats) -> float:
-        """Whoever reduces this share again allows for so much of what it does not know."""
-        if not self.plan.audited or not (norm := math.sqrt(energy(values))):
-            return 1.0
-        return min(1.0, 0.99 * AUDITED_REACH * math.sqrt(energy(average)) / norm)
 
     def before_coding(self, part: slice, result: Floats) -> None:
         """Of each chunk of the share once, with what is to be sent."""

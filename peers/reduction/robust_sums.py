@@ -1,4 +1,4 @@
-"""The rules of peers/round/aggregation.py that hold all members' values at once, by compiled loops."""
+"""The rules (peers/protocol/rules.py) that hold all members' values at once, by compiled loops."""
 
 from __future__ import annotations
 

@@ -18,7 +18,9 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from peers.reduction.plan import equal_bounds
+from peers.protocol.certificates import Plan
+from peers.protocol.rules import Rule
+from peers.reduction.plan import ATTEMPT_BYTES, ReducePlan, equal_bounds
 
 MAX_ADVANTAGE = 3.0
 """No member owns more than so many equal shares. What links carry is the members' own word; with this, one that boasts
@@ -33,6 +35,21 @@ _MAX_RATIO = 64.0
 # error feedback holds of a share is lost where the share moves on.
 _STEP, _HALF_STEP = 1.189207115002721, 1.0905077326652577
 _NUM_HALVINGS = 100
+
+
+def reduce_plan_of(plan: Plan, me: str, numel: int, codec: str, rule: Rule) -> ReducePlan:
+    """How the members of a plan reduce: the same on all of them. Raises ProtocolError for a group that cannot."""
+    contributors = plan.contributors
+    return ReducePlan(
+        attempt=bytes.fromhex(plan.digest)[:ATTEMPT_BYTES],
+        members=tuple(contributor.world_rank for contributor in contributors),
+        me=[contributor.peer_id for contributor in contributors].index(me),
+        weights=tuple(contributor.weight for contributor in contributors),
+        norms=tuple(contributor.work.norm for contributor in contributors),
+        bounds=bounds_of([contributor.work.bandwidth for contributor in contributors], numel),
+        codec=codec,
+        rule=rule,
+    )
 
 
 def bounds_of(bandwidths: Sequence[float], numel: int) -> tuple[int, ...]:

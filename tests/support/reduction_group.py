@@ -27,9 +27,8 @@ class ReductionGroup:
         bounds=None,
         seed=0,
         rule="clip",
-        audited=False,
     ):
-        self.rule, self.audited = rule, audited
+        self.rule = rule
         generator = torch.Generator().manual_seed(seed)
         self.anchor = torch.randn(numel, generator=generator)
         self.locals = [
@@ -60,7 +59,6 @@ class ReductionGroup:
             bounds=self.bounds,
             codec=self.codec,
             rule=self.rule,
-            audited=self.audited,
         )
 
     def sockets(self, me):

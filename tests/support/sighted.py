@@ -7,7 +7,7 @@ from typing import Any
 from peers.onlookers.journal import Incident, Point, RoundEntry
 from peers.onlookers.reports import Figures, Report
 from peers.onlookers.sightings import Sightings
-from peers.round.standing import Standing
+from peers.onlookers.standing import Standing
 from tests.support.announcements import announced
 
 PARTS = {

@@ -10,7 +10,7 @@ from benchmarks.record import Result
 from benchmarks.simulation import lab, published
 from benchmarks.table import RESULTS
 from benchmarks.wan.cases import link
-from diloco.simulation.machine import IDEAL
+from diloco.sim.cost.machine import IDEAL
 
 ONE_POINT = 1.01 * published.GRID[1] / published.GRID[0]
 """Of the grid of bandwidths."""

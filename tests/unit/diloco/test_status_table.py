@@ -8,8 +8,8 @@ from rich.console import Console
 from diloco.status_table import picture_of
 from peers.onlookers.reports import Figures
 from peers.onlookers.sightings import Sightings
+from peers.onlookers.standing import Standing
 from peers.onlookers.summary import summary_of
-from peers.round.standing import Standing
 from tests.support.announcements import announced
 from tests.support.sighted import entry, reported
 

@@ -12,9 +12,9 @@ from peers.onlookers.sightings import (
     QUIET_AFTER_S,
     Sightings,
 )
+from peers.onlookers.standing import Standing
 from peers.onlookers.stragglers import stragglers_of
 from peers.onlookers.summary import holders_of, path_in_a_word, summary_of
-from peers.round.standing import Standing
 from tests.support.announcements import announced
 from tests.support.certified import signed_genesis
 from tests.support.sighted import entry, reported

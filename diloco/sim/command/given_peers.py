@@ -1,0 +1,209 @@
+"""The peers of a simulation: from flags, from a TOML file, or from what a provider offers."""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from diloco.errors import UserError
+from diloco.sim.command.gpus import PEAK_FLOPS, peak_flops
+from diloco.sim.command.values import bits_per_s, count, seconds
+
+if TYPE_CHECKING:
+    from provisioning.pods import Offer
+
+MAX_PEERS = 512
+"""Every peer's core looks at every other: an epoch of so many takes about a quarter of a minute to compute."""
+LEAST_CORES = 0.1
+LEAST_FLOPS = 1e6
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerWish:
+    """What one peer is to have; rates in bits per second."""
+
+    up: float
+    down: float
+    rtt_s: float
+    """To another peer with the same link."""
+    gpu: str
+    gpus: int
+    flops: float | None = None
+    """At their peak, of all its GPUs; none: by their name."""
+    cores: float = 8.0
+    price: float = 0.0
+    """Dollars per hour."""
+    step_s: float | None = None
+    """What an inner step takes; none: by the model, the tokens and the FLOP/s."""
+
+    @property
+    def peak(self) -> float:
+        """Raises UserError for a GPU that nobody knows."""
+        if self.flops is not None:
+            return self.flops
+        each = peak_flops(self.gpu)
+        if each is None:
+            known = ", ".join(PEAK_FLOPS)
+            raise UserError(f"how fast a {self.gpu} is, is not known here; say --flops, or one of {known}")
+        return each * self.gpus
+
+
+def from_lists(
+    usual: PeerWish, num_peers: int, ups: Sequence[float], downs: Sequence[float]
+) -> list[PeerWish]:
+    """So many like the usual one, with the bandwidths of these lists: of length one, or one for each peer."""
+    for flag, values in (("--bandwidth", ups), ("--download", downs)):
+        if len(values) not in (0, 1, num_peers):
+            raise UserError(
+                f"{flag} has {len(values)} values for {num_peers} peers; give one, or one for each"
+            )
+    up = _spread(ups, num_peers) or [usual.up] * num_peers
+    down = _spread(downs, num_peers) or up
+    return [replace(usual, up=u, down=d) for u, d in zip(up, down, strict=True)]
+
+
+def _spread(values: Sequence[float], num: int) -> list[float]:
+    return list(values) * num if len(values) == 1 else list(values)
+
+
+def from_toml(path: Path, usual: PeerWish) -> list[PeerWish]:
+    """[[peers]] tables with bandwidth, download, rtt, gpu, gpus, flops, cores, price, step_time, and count."""
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8")).get("peers", [])
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UserError(f"{path} is no TOML file: {error}") from error
+    if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
+        raise UserError(
+            f'{path} has no [[peers]]; write, for example:\n[[peers]]\nbandwidth = "500mbit"\ncount = 4'
+        )
+    return [peer for index, table in enumerate(tables) for peer in _from_table(path, index, table, usual)]
+
+
+def _from_table(path: Path, index: int, table: Mapping[str, Any], usual: PeerWish) -> list[PeerWish]:
+    values: dict[str, Any] = {}
+    copies = table.get("count", 1)
+    for key, value in table.items():
+        if key == "count":
+            continue
+        if key not in _TABLE:
+            raise UserError(
+                f"{path}, peer {index}: unknown field {key}; there are {', '.join(_TABLE)}, count"
+            )
+        name, parse = _TABLE[key]
+        try:
+            values[name] = parse(str(value))
+        except ValueError as error:
+            raise UserError(f"{path}, peer {index}, {key}: {error}") from error
+    values.setdefault("down", values.get("up", usual.down))
+    if type(copies) is not int or not 1 <= copies <= MAX_PEERS:
+        raise UserError(f"{path}, peer {index}: count is a number from 1 to {MAX_PEERS}, not {copies!r}")
+    return [replace(usual, **values)] * copies
+
+
+def _from(low: float, parse: Callable[[str], float]) -> Callable[[str], float]:
+    """A parser that refuses what is less, and what is no number."""
+
+    def parsed(text: str) -> float:
+        try:
+            value = parse(text)
+        except ValueError:
+            raise ValueError(f"{text!r:.40} is not a {'whole ' if parse is int else ''}number") from None
+        if not low <= value < math.inf:
+            raise ValueError(f"it must be {low:g} or more, and is {text}")
+        return value
+
+    return parsed
+
+
+_TABLE: dict[str, tuple[str, Any]] = {
+    "bandwidth": ("up", bits_per_s),
+    "download": ("down", bits_per_s),
+    "rtt": ("rtt_s", seconds),
+    "gpu": ("gpu", str),
+    "gpus": ("gpus", _from(1, int)),
+    "flops": ("flops", _from(LEAST_FLOPS, count)),
+    "cores": ("cores", _from(LEAST_CORES, float)),
+    "price": ("price", _from(0, float)),
+    "step_time": ("step_s", seconds),
+}
+
+
+def from_offers(offers: Sequence[Offer], usual: PeerWish, num_peers: int) -> tuple[list[PeerWish], list[str]]:
+    """The cheapest that there are so many of, and what had to be assumed of them. Raises UserError."""
+    found: list[PeerWish] = []
+    assumed: dict[str, str] = {}
+    for offer in sorted(offers, key=lambda offer: (offer.price_per_hour, offer.id)):
+        if (
+            offer.is_cpu
+            or not offer.gpu_count
+            or (usual.flops is None and peak_flops(offer.gpu_type) is None)
+        ):
+            continue
+        up, down = offer.upload_mbps, offer.download_mbps
+        if not up or not down:
+            assumed[offer.id] = f"{offer.id} does not say its bandwidth: {usual.up / 1e6:g} Mbit/s is assumed"
+        peer = replace(
+            usual,
+            up=up * 1e6 if up else usual.up,
+            down=down * 1e6 if down else usual.down,
+            gpu=offer.gpu_type,
+            gpus=offer.gpu_count,
+            price=offer.price_per_hour,
+        )
+        found += [peer] * min(offer.num_available, num_peers - len(found))
+        if len(found) == num_peers:
+            return found, list(assumed.values())
+    raise UserError(
+        f"only {len(found)} pods with GPUs whose speed is known are offered, not {num_peers}; "
+        "ask for fewer --peers, or say --flops"
+    )
+
+
+def read_offers(path: Path) -> list[Offer]:
+    """What `diloco provision --offers --json` has printed. Raises UserError."""
+    try:
+        return [_offer_of(table) for table in json.loads(path.read_text(encoding="utf-8"))]
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{path} does not hold offers as `diloco provision --offers --json` prints them: {error}"
+        ) from error
+
+
+def _offer_of(table: Mapping[str, Any]) -> Offer:
+    """Raises ValueError, TypeError and AttributeError for what is none."""
+    from provisioning.pods import Offer
+
+    names = {item.name for item in fields(Offer)}
+    offer = Offer(**{key: value for key, value in table.items() if key in names})
+    for name, is_right in _OF_AN_OFFER.items():
+        if not is_right(value := getattr(offer, name)):
+            raise ValueError(f"{name} cannot be {value!r:.80}")
+    return offer
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_amount(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value < math.inf
+
+
+_OF_AN_OFFER: dict[str, Callable[[Any], bool]] = {
+    "id": lambda value: isinstance(value, str),
+    "gpu_type": lambda value: isinstance(value, str),
+    "gpu_count": _is_count,
+    "num_available": _is_count,
+    "price_per_hour": _is_amount,
+    "upload_mbps": lambda value: value is None or _is_amount(value),
+    "download_mbps": lambda value: value is None or _is_amount(value),
+}

@@ -1,0 +1,118 @@
+"""The same run on faster and slower links, as a plot."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from diloco.errors import UserError
+from diloco.sim.cost.scenario import Scenario
+from diloco.sim.cost.swarm import simulate
+from peers.schedule import Schedule
+
+FACTORS = tuple(2.0 ** (exponent / 2) for exponent in range(-10, 11))
+"""Times the links that were given."""
+_CODECS = ("fp32", "int8", "int4")
+_EPOCHS = 4
+_PLOT_INCHES = (8.0, 4.5)
+_PLOT_DPI = 120
+
+Curve = Sequence[tuple[float, float]]
+"""(median uplink in Mbit/s, utilisation)"""
+
+
+def curves_of(
+    scenario: Scenario, machine_with: Callable[[str], Scenario], tell: Callable[[str], object]
+) -> dict[str, Curve]:
+    """By what differs: the codec, and whether rounds block. `machine_with` gives the scenario with another codec."""
+    variants = {scenario.codec: scenario}
+    variants |= {codec: machine_with(codec) for codec in _CODECS if codec != scenario.codec}
+    schedule = scenario.schedule
+    if schedule.overlap_steps or schedule.num_fragments > 1:
+        plain = Schedule(local_steps=schedule.local_steps)
+        variants[f"{scenario.codec}, one fragment, blocking"] = replace(scenario, schedule=plain)
+    curves: dict[str, Curve] = {}
+    for name, variant in variants.items():
+        tell(name)
+        points = []
+        for factor in FACTORS:
+            faster = on_links(variant, factor)
+            points.append((_usual_mbps(faster), simulate(faster).utilisation))
+        curves[name] = points
+    return curves
+
+
+def on_links(scenario: Scenario, factor: float) -> Scenario:
+    """With links so many times as fast, for a few epochs; failures aside, which would only scatter."""
+    peers = tuple(
+        replace(
+            peer,
+            link=replace(
+                peer.link,
+                up_bits_per_s=factor * peer.link.up_bits_per_s,
+                down_bits_per_s=factor * peer.link.down_bits_per_s,
+            ),
+        )
+        for peer in scenario.peers
+    )
+    return replace(scenario, peers=peers, num_epochs=_EPOCHS, mtbf_s=float("inf"))
+
+
+def check_drawable(path: Path) -> None:
+    """Raises UserError where `draw` could not write, before all that is to be drawn is computed."""
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if (kind := _kind_of(path)) not in kinds:
+        raise UserError(f"--plot {path}: {kind} is none of the formats {', '.join(sorted(kinds))}")
+    if not path.parent.is_dir():
+        raise UserError(f"--plot {path}: there is no directory {path.parent}")
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise UserError(f"--plot {path}: no file can be written there; name another")
+
+
+def draw(curves: Mapping[str, Curve], here_mbps: float, title: str, path: Path) -> None:
+    """Write it, in the format of the path's suffix. Raises UserError where that is none, or cannot be written."""
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import PercentFormatter
+
+    picture = Figure(figsize=_PLOT_INCHES, dpi=_PLOT_DPI, layout="constrained")
+    FigureCanvasAgg(picture)
+    axes = picture.add_subplot()
+    for name, points in curves.items():
+        axes.plot([x for x, _ in points], [y for _, y in points], label=name, marker=".", linewidth=1.2)
+    axes.axvline(here_mbps, color="gray", linestyle=":", linewidth=1.2, label="as given")
+    axes.set(title=title, xlabel="bandwidth of a peer (Mbit/s)", ylabel="utilisation")
+    axes.set_xscale("log")
+    axes.set_ylim(0, 1.02)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    partial = path.with_name(f"{path.name}.partial")
+    kind = _kind_of(path)
+    try:
+        # Texts stay texts and ids stay the same: small files, and no difference where nothing has changed.
+        with rc_context({"svg.fonttype": "none", "svg.hashsalt": "diloco"}):
+            picture.savefig(partial, format=kind, metadata={"Date": None} if kind == "svg" else None)
+        partial.replace(path)
+    except (OSError, ValueError) as error:
+        partial.unlink(missing_ok=True)
+        raise UserError(f"--plot {path} cannot be written: {error}") from error
+
+
+def _kind_of(path: Path) -> str:
+    return path.suffix.lstrip(".").lower() or "png"
+
+
+def _usual_mbps(scenario: Scenario) -> float:
+    ups = sorted(peer.link.up_bits_per_s for peer in scenario.peers)
+    return ups[len(ups) // 2] / 1e6
+
+
+def here_mbps(scenario: Scenario) -> float:
+    """The median uplink."""
+    return _usual_mbps(scenario)

@@ -1,0 +1,70 @@
+"""How a state comes to who needs it: from several donors at once, over links that others use too.
+
+Whoever holds an older state makes the commits after it, where they were recorded: that is a round's bytes for each, and
+not the whole state. As in the product, they are recorded while somebody downloads, and for a while after
+(peers/state/commit_log.py). Otherwise the fragments come that have changed since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from diloco.sim.clock import Clock
+from diloco.sim.cost.links import Resource
+from diloco.sim.cost.scenario import Scenario
+from diloco.sim.cost.traffic import Activity, Traffic
+from peers.codecs import result_codec_named
+from peers.protocol.certificates import Certificate
+from peers.state.commit_log import KEPT_FOR_S
+
+
+class Downloads:
+    """All of a swarm's, by world rank."""
+
+    def __init__(self, clock: Clock, traffic: Traffic, scenario: Scenario) -> None:
+        self._clock, self._traffic, self._scenario = clock, traffic, scenario
+        self.num_bytes = 0.0
+        """Of all that were begun."""
+        self._under_way: dict[int, Activity] = {}
+        self._wanted_until = 0.0
+        self._recorded: set[str] = set()
+
+    def committed(self, head: str, begun_at: float) -> None:
+        """A commit led to this head; its reduction began then."""
+        if self._under_way or begun_at < self._wanted_until:
+            self._recorded.add(head)
+
+    def size_of(self, path: Sequence[Certificate], have: Certificate | None) -> float:
+        """How many bytes lead to the state at the end of `path`, which follows what is here where that is known."""
+        scenario, count = self._scenario, self._scenario.schedule.num_fragments
+        follows = have is not None and path[0].plan.parent == have.head
+        if have is None or (not follows and path[-1].head != have.head):
+            return scenario.state_bytes
+        if all(certificate.head in self._recorded for certificate in path):
+            codec = result_codec_named(scenario.codec)
+            return sum(codec.encoded_bytes(scenario.fragment_sizes[c.plan.fragment]) for c in path)
+        return scenario.state_bytes * min(len(path), count) / count
+
+    def begin(self, joiner: int, donors: Sequence[int], num_bytes: float, then: Callable[[], object]) -> None:
+        """Each donor sends an equal part. Who dies meanwhile is made up for by the others, at no cost."""
+        usage: dict[Resource, float] = {(joiner, "down"): 1.0}
+        usage |= {(donor, "up"): 1.0 / len(donors) for donor in donors}
+
+        def done() -> None:
+            self._end(joiner)
+            then()
+
+        self.stop(joiner)
+        self.num_bytes += num_bytes
+        activity = self._under_way[joiner] = Activity(usage, num_bytes, done)
+        self._traffic.start(activity)
+
+    def stop(self, joiner: int) -> None:
+        """Break it off, if there is one."""
+        if (activity := self._under_way.get(joiner)) is not None:
+            self._traffic.stop(activity)
+            self._end(joiner)
+
+    def _end(self, joiner: int) -> None:
+        del self._under_way[joiner]
+        self._wanted_until = self._clock.now + KEPT_FOR_S

@@ -1,0 +1,303 @@
+"""One life of one peer: what its core decides (peers.core) takes time here, by the links and processors that it has.
+
+The reduction takes what links and processors give it, the rest what the machine's paces say. While a commit is applied
+other events wait, as they do in the daemon.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from diloco.sim.cost.figures import EpochOfPeer, Parts
+from diloco.sim.cost.reduction import FP32_BYTES, Reduced, Reduction
+from diloco.sim.cost.worker import Continuation, Work, Worker
+from diloco.sim.process import Process
+from peers.core import effects, events
+from peers.core.effects import Effect
+from peers.core.events import Event
+from peers.core.peer import Peer
+from peers.core.round import Stage
+from peers.protocol import certificates
+from peers.protocol.certificates import Certificate, Plan
+from peers.protocol.messages import Offer, Status
+from peers.reduction.bandwidth import WINDOW_S, Bandwidth
+from peers.state.header import STATE_CHUNK_NUMEL
+
+if TYPE_CHECKING:
+    from diloco.sim.cost.swarm import CostSwarm
+
+_NO_DONOR_S = 0.5
+"""After which a peer without a donor knows it."""
+
+
+@dataclass
+class Piece:
+    """A fragment that the worker has handed over, and how its round goes."""
+
+    work: Work
+    fragment: int
+    since: float
+    grouped_at: float | None = None
+    voted_at: float = 0.0
+    parts: Parts = field(default_factory=Parts)
+    sent_bytes: int = 0
+
+
+class CostPeer(Process):
+    """`machine` is its core; `is_running` ends with this life."""
+
+    machine: Peer
+
+    def __init__(self, swarm: CostSwarm, rank: int, incarnation: int, offer: Offer) -> None:
+        super().__init__(swarm.clock)
+        scenario = swarm.scenario
+        self.swarm, self.rank, self.peer_id = swarm, rank, swarm.peer_ids[rank]
+        self.incarnation, self._offer = incarnation, offer
+        self._means = scenario.peers[rank]
+        self._paces = self._means.machine
+        self.since = self._clock.now
+        """When this life began."""
+        self.certificate: Certificate | None = None
+        """Of the state that is here."""
+        self.worker = Worker(
+            clock=self._clock,
+            schedule=scenario.schedule,
+            step_s=self._means.step_s,
+            jitter=scenario.jitter,
+            machine=self._paces,
+            chance=swarm.chance_of(rank, incarnation),
+            fragment_bytes=lambda epoch: FP32_BYTES * self._numel_of(scenario.schedule.fragment_of(epoch)),
+            hand_over=self._handed_over,
+            merged=self._merged,
+        )
+        self._piece: Piece | None = None
+        self._reduction: Reduction | None = None
+        self._bandwidth = Bandwidth()
+        self._ended: EpochOfPeer | None = None
+        self._said: Status | None = None
+
+    # Life
+
+    def start(self, machine: Peer) -> None:
+        """Its worker is there at once."""
+        self.machine = machine
+        self.swarm.messages.open(self.peer_id, self)
+        self.post(events.StateOffered(self._offer))
+        self.post(events.WorkerWaits())
+
+    def stop(self) -> None:
+        """The machine is lost."""
+        self.is_running = False
+        self.worker.stop()
+        self.swarm.messages.close(self.peer_id)
+        self.swarm.downloads.stop(self.rank)
+        if self._reduction is not None:
+            self._reduction.lose(self.rank)
+
+    # As a process
+
+    def repeat_status(self) -> None:
+        if self._said is not None:
+            self.swarm.messages.broadcast(self.peer_id, self._said)
+
+    @property
+    def is_idle(self) -> bool:
+        """It trains or reduces, and nothing else is under way."""
+        core, round_ = self.machine, self.machine.round
+        if round_ is None or core.catch_up.target is not None:
+            return False
+        is_training = core.phase == "training" and round_.stage is Stage.GATHER
+        return is_training or round_.stage is Stage.REDUCE
+
+    def may_sleep(self) -> bool:
+        return self.is_idle and self.swarm.is_quiet
+
+    def due_event(self) -> Event | None:
+        """The worker's progress, where it is still in the epoch that the core has told it to train in."""
+        is_there = self.certificate is not None and self.worker.epoch == self.machine.epoch
+        trains = is_there and self.machine.phase == "training"
+        return events.WorkerTrains(self.worker.local_step, self._means.step_s) if trains else None
+
+    def carry_out(self, effect: Effect) -> None:
+        match effect:
+            case effects.Send(peer_id, message):
+                self.swarm.messages.send(self.peer_id, peer_id, message)
+            case effects.Broadcast(message):
+                self._said = message if isinstance(message, Status) else self._said
+                self.swarm.messages.broadcast(self.peer_id, message)
+            case effects.Pledge(head, attempt):
+                self.swarm.pledges[self.rank][head] = attempt
+            case effects.Reduce(plan, timeout_s):
+                self._stop_reducing()
+                self._reduce(plan, timeout_s)
+            case effects.CancelReduce():
+                self._stop_reducing()
+            case effects.Apply(certificate):
+                self._apply(certificate)
+            case effects.Fetch():
+                self._fetch(effect)
+            case effects.CancelFetch():
+                self.swarm.downloads.stop(self.rank)
+            case effects.Adopt(certificate):
+                self._adopt(certificate)
+            case effects.Rebase():
+                self.busy(self._bytes / self._paces.take, lambda: None)
+            case effects.Answer():
+                self._answer(effect)
+            case effects.Tell():
+                pass
+
+    # The worker's side
+
+    def _handed_over(self, work: Work) -> None:
+        assert self.certificate is not None
+        epoch, scenario = self.worker.epoch, self.swarm.scenario
+        self._piece = Piece(work, scenario.schedule.fragment_of(epoch), self._clock.now)
+        handed = certificates.Work(
+            tokens=work.steps * scenario.tokens_per_step,
+            norm=1.0,
+            step=scenario.schedule.nominal_step(epoch, self.worker.local_step, None),
+            based_on=0,
+            bandwidth=self._bandwidth.bytes_per_s,
+        )
+        parts, took_s = self._piece.parts, self._bytes / self._paces.propose + 2 * self._paces.hop_s
+        parts.propose_s = took_s
+        self._later(took_s, lambda: self.post(events.WorkReady(handed)))
+
+    def _merged(self, at: float, blocked_s: float) -> None:
+        if self._ended is not None:
+            self._ended.at, self._ended.parts.blocked_s = at, blocked_s
+            self._ended = None
+        self._clock.at(at, self.swarm.look_for_the_end)
+
+    def _answer(self, answer: effects.Answer) -> None:
+        if answer.how == "begin":
+            self._later(self._paces.hop_s, lambda: self.worker.begin(answer.epoch, answer.local_step))
+            self.swarm.began(self)
+            return
+        self._stop_reducing()
+        self._piece = None
+        onward = Continuation(answer.epoch, answer.local_step, counts=answer.how == "contributed")
+        self._later(self._paces.hop_s, lambda: self.worker.answer(onward))
+
+    # Reductions
+
+    def _stop_reducing(self) -> None:
+        reduction, self._reduction = self._reduction, None
+        if reduction is not None:
+            reduction.leave(self.rank)
+
+    def _reduce(self, plan: Plan, timeout_s: float) -> None:
+        piece, timing = self._piece, self.machine.timing
+        assert piece is not None
+        piece.grouped_at = self._clock.now if piece.grouped_at is None else piece.grouped_at
+        reduction = self._reduction = self.swarm.reduction(plan)
+        reduction.begin(
+            self.rank,
+            on_reduced=lambda reduced: self._reduced(reduction, reduced),
+            on_failed=lambda suspects: self._reduce_failed(reduction, suspects),
+            stall_s=timing.stall_s,
+            connect_s=min(timing.connect_s, timeout_s / 2),
+        )
+        self._later(timeout_s, lambda: reduction.time_out() if self._reduction is reduction else None)
+
+    def _reduced(self, reduction: Reduction, reduced: Reduced) -> None:
+        piece = self._piece
+        if self._reduction is not reduction or piece is None or self.certificate is None:
+            return
+        self._reduction = None
+        paces, parts, link = self._paces, piece.parts, self._means.link
+        parts.connect_s, parts.reduce_s = reduced.connect_s, reduced.reduce_s
+        piece.sent_bytes += reduced.volume.sent_bytes
+        if reduced.reduce_s >= WINDOW_S:
+            self._bandwidth.saw(min(link.up_bytes_per_s, link.down_bytes_per_s))
+        parts.preview_s = paces.hop_s + paces.left_to_preview_s(
+            self._bytes, reduced.reduce_s, FP32_BYTES * STATE_CHUNK_NUMEL
+        )
+        anchor, momentum = self.swarm.outcome_of(reduction.plan)
+
+        def vote() -> None:
+            piece.voted_at = self._clock.now
+            self.post(events.Reduced(reduction.plan.digest, anchor, momentum))
+
+        self._later(parts.preview_s, vote)
+
+    def _reduce_failed(self, reduction: Reduction, suspects: frozenset[int]) -> None:
+        if self._reduction is not reduction:
+            return
+        self._reduction = None
+        named = frozenset(self.swarm.peer_ids[rank] for rank in suspects if rank != self.rank)
+        self.post(events.ReduceFailed(reduction.plan.digest, "a stream broke or stalled", named))
+
+    # States
+
+    def _apply(self, certificate: Certificate) -> None:
+        piece = self._piece
+        assert piece is not None
+        piece.parts.vote_s = self._clock.now - piece.voted_at
+        piece.parts.apply_s = self._bytes / self._paces.apply + self._paces.hop_s
+
+        def applied() -> None:
+            assert piece.grouped_at is not None
+            now, plan = self._clock.now, certificate.plan
+            self.certificate = certificate
+            piece.parts.round_s, piece.parts.wait_s = now - piece.grouped_at, piece.grouped_at - piece.since
+            self._ended = EpochOfPeer(
+                epoch=plan.epoch,
+                rank=self.rank,
+                at=now,
+                num_members=len(plan.contributors),
+                train_s=piece.work.seconds,
+                steps=piece.work.steps,
+                sent_bytes=piece.sent_bytes,
+                head=certificate.head,
+                parts=piece.parts,
+            )
+            self.swarm.committed(certificate, self._ended)
+
+        self.busy(piece.parts.apply_s, applied)
+
+    def _fetch(self, fetch: effects.Fetch) -> None:
+        """From those donors that are still there; a state that they hold no more comes by the commits after it."""
+        head = fetch.path[-1].head
+        donors = [peer.rank for p in fetch.donors if (peer := self.swarm.living.get(p)) is not None]
+        if not donors:
+            failed = events.FetchFailed(head, "no donor is there", frozenset(fetch.donors))
+            self._later(_NO_DONOR_S, lambda: self.post(failed))
+            return
+        num_bytes = self.swarm.downloads.size_of(fetch.path, self.certificate)
+        self.swarm.downloads.begin(self.rank, donors, num_bytes, lambda: self.post(events.Fetched(head)))
+
+        def time_out() -> None:
+            target = self.machine.catch_up.target
+            if target is not None and target.head == head:
+                self.swarm.downloads.stop(self.rank)
+                self.post(events.FetchFailed(head, "it took too long"))
+
+        self._later(fetch.timeout_s, time_out)
+
+    def _adopt(self, certificate: Certificate) -> None:
+        if self.certificate is not None and self.certificate.head != certificate.head:
+            self.swarm.losses.caught_up += 1
+        self.certificate = certificate
+        self.swarm.adopted(certificate)
+        for other, peer_id in enumerate(self.swarm.peer_ids):
+            if other != self.rank:
+                round_trip_s = 2 * self.swarm.messages.delay_s(self.peer_id, peer_id)
+                self.machine.swarm.measured(peer_id, round_trip_s)
+
+    # Figures
+
+    def _numel_of(self, fragment: int) -> int:
+        return self.swarm.scenario.fragment_sizes[fragment]
+
+    @property
+    def _bytes(self) -> float:
+        """Of the fragment that is being averaged, fp32."""
+        assert self._piece is not None
+        return FP32_BYTES * self._numel_of(self._piece.fragment)
+
+    def _later(self, seconds: float, event: Callable[[], object]) -> None:
+        self._clock.after(seconds, lambda: event() if self.is_running else None)

@@ -1,0 +1,282 @@
+"""All peers of a simulated run, what they share, and how they are lost and come back."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+
+from diloco.errors import DilocoError
+from diloco.sim.clock import Clock
+from diloco.sim.cost.downloads import Downloads
+from diloco.sim.cost.figures import EpochOfPeer, Figures, Losses, figures_of
+from diloco.sim.cost.links import Resource
+from diloco.sim.cost.messages import Messages
+from diloco.sim.cost.peer import CostPeer
+from diloco.sim.cost.reduction import FP32_BYTES, Reduction, Streams
+from diloco.sim.cost.scenario import Scenario
+from diloco.sim.cost.traffic import Traffic
+from diloco.sim.keys import BelievedKeys, believe
+from diloco.sim.values import digest
+from peers.core import events
+from peers.core.founding import genesis_of
+from peers.core.peer import Peer
+from peers.core.settings import Settings
+from peers.protocol.certificates import Certificate, Plan
+from peers.protocol.messages import Certificates, Offer
+
+_LONGEST_EPOCH = 100.0
+"""Times what it takes to train: a run that is slower than that has come to a stop."""
+_SETTLES_IN = 4.0
+"""Silences after which everybody counts a lost peer as gone."""
+_PEER_ID = "peer{:048d}"
+"""As long as the product's."""
+_UNTRAINED = Offer(anchor=digest("initial anchor"), momentum=digest("no momentum"))
+
+Progress = Callable[[int, float], object]
+"""Hears of each epoch that has been committed, and when."""
+
+
+class CostSwarm:
+    """Runs once."""
+
+    def __init__(self, scenario: Scenario, progress: Progress = lambda epoch, at: None) -> None:
+        self.scenario, self._progress = scenario, progress
+        self.clock = Clock()
+        self.peer_ids = [_PEER_ID.format(rank) for rank in range(len(scenario.peers))]
+        """By world rank."""
+        links = {p: peer.link for p, peer in zip(self.peer_ids, scenario.peers, strict=True)}
+        hops = {p: peer.machine.hop_s for p, peer in zip(self.peer_ids, scenario.peers, strict=True)}
+        capacity: dict[Resource, float] = {}
+        for rank, peer in enumerate(scenario.peers):
+            capacity[rank, "up"] = peer.link.up_bytes_per_s
+            capacity[rank, "down"] = peer.link.down_bytes_per_s
+            capacity[rank, "processors"] = peer.machine.reduce
+        self.traffic = Traffic(self.clock, capacity)
+        self.downloads = Downloads(self.clock, self.traffic, scenario)
+        self.messages = Messages(self.clock, links, hops)
+        self.settings = Settings(
+            manifest=digest("manifest"),
+            steps_per_epoch=scenario.schedule.steps_per_epoch,
+            num_fragments=scenario.schedule.num_fragments,
+            attempt_timeout_s=scenario.averaging_timeout_s or float("inf"),
+            founders_timeout_s=scenario.restart_s,
+            galaxy_size=len(scenario.peers),
+        )
+        self.newest: Certificate
+        """The furthest commit."""
+        self.records: list[EpochOfPeer] = []
+        self.losses = Losses()
+        self.pledges: list[dict[str, int]] = [{} for _ in scenario.peers]
+        """By world rank: what is written down, and survives the peer."""
+        self.living: dict[str, CostPeer] = {}
+        """By peer id."""
+        self._lives: dict[int, CostPeer] = {}
+        self._last_epoch, self._is_over = 1 + scenario.num_epochs, False
+        self._last_members: frozenset[int] = frozenset()
+        self._parents: dict[str, str] = {}
+        self._certificates: dict[str, Certificate] = {}
+        self._outcomes: dict[str, tuple[str, str]] = {}
+        self._settles_at = 0.0
+        self._streams = Streams()
+        self._reductions: dict[str, Reduction] = {}
+        self._num_attempts = 0
+
+    def run(self) -> Figures:
+        """Raises DilocoError where no epoch ends any more."""
+        scenario = self.scenario
+        self.newest = genesis = self._genesis()
+        for rank in range(len(scenario.peers)):
+            self._start(rank, 1, _UNTRAINED)
+        for peer in list(self.living.values()):
+            founded = Certificates(head=genesis.head, certificates=(genesis,))
+            peer.post(events.Received(self.peer_ids[0 if peer.rank else -1], founded))
+        trained_s = max(peer.step_s for peer in scenario.peers)
+        most_s = _LONGEST_EPOCH * (1.0 + trained_s * scenario.schedule.steps_per_epoch + self._slowest_s)
+        if not self.clock.run(lambda: self._is_over, until=most_s * self._last_epoch):
+            raise DilocoError(
+                f"the simulated run stops at epoch {self.newest.plan.epoch}: its rounds fail one after the other. "
+                "Peers are lost faster than they finish a round: raise --mtbf, or --bandwidth, or use a smaller --codec"
+            )
+        return self._figures()
+
+    def look_for_the_end(self) -> None:
+        """It is over when all members of the last commit train on it, those that are lost meanwhile aside."""
+        last = self._last_epoch
+        self._is_over = self.newest.plan.epoch >= last and all(
+            self._lives[rank].worker.epoch >= last
+            for rank in self._last_members
+            if self._lives[rank].is_running and self._lives[rank].certificate is not None
+        )
+
+    @property
+    def _slowest_s(self) -> float:
+        """The whole model over the slowest link."""
+        slowest = min(min(p.link.up_bytes_per_s, p.link.down_bytes_per_s) for p in self.scenario.peers)
+        return 8 * self.scenario.num_params / slowest
+
+    def _genesis(self) -> Certificate:
+        """All peers are there at the beginning, and have founded the run."""
+        founders = {peer_id: (rank, _UNTRAINED) for rank, peer_id in enumerate(self.peer_ids)}
+        body = genesis_of(self.settings, founders, 0)
+        signature = BelievedKeys(self.peer_ids[0]).sign(b"")
+        return Certificate(body=body, signatures=(signature,) * len(founders))
+
+    def _start(self, rank: int, incarnation: int, offer: Offer) -> CostPeer:
+        peer = self._lives[rank] = CostPeer(self, rank, incarnation, offer)
+        self.living[peer.peer_id] = peer
+        core = Peer(
+            keys=BelievedKeys(peer.peer_id),
+            verify=believe,
+            settings=self.settings,
+            incarnation=incarnation,
+            world_rank=rank,
+            pledges=self.pledges[rank],
+            now=self.clock.now,
+        )
+        core.timing.is_to_move(
+            fragment_bytes=FP32_BYTES * max(self.scenario.fragment_sizes),
+            state_bytes=self.scenario.state_bytes,
+        )
+        self._plan_loss(peer)
+        peer.start(core)
+        return peer
+
+    # Quiet times
+
+    @property
+    def is_quiet(self) -> bool:
+        """All train on one head, and nobody was lost lately: their heartbeats change nothing, and are left out."""
+        if self.clock.now < self._settles_at:
+            return False
+        head = self.newest.head
+        return all(peer.is_idle and peer.machine.head == head for peer in self.living.values())
+
+    def _wake(self) -> None:
+        """Somebody is about to be lost, or to come back: the others say where they stand, and listen."""
+        for peer in list(self.living.values()):
+            peer.pump()
+        silences = [peer.machine.timing.silence_s for peer in self.living.values()]
+        self._settles_at = self.clock.now + _SETTLES_IN * max(silences, default=0.0)
+
+    # What peers share
+
+    def chance_of(self, rank: int, incarnation: int) -> random.Random:
+        """A source of its own for each life, so that one peer's fate changes nothing of another's luck."""
+        return random.Random(f"{self.scenario.seed} {rank} {incarnation}")
+
+    def outcome_of(self, plan: Plan) -> tuple[str, str]:
+        """Digests of the anchor and momentum that a commit of this plan leads to."""
+        name = plan.digest
+        if name not in self._outcomes:
+            self._outcomes[name] = digest("anchor", name), digest("momentum", name)
+        return self._outcomes[name]
+
+    def reduction(self, plan: Plan) -> Reduction:
+        """That of this attempt."""
+        if (reduction := self._reductions.get(plan.digest)) is None:
+            peers = self.scenario.peers
+            ranks = [contributor.world_rank for contributor in plan.contributors]
+            reduction = Reduction(
+                plan=plan,
+                numel=self.scenario.fragment_sizes[plan.fragment],
+                codec=self.scenario.codec,
+                rule=self.settings.aggregation.rule,
+                clock=self.clock,
+                traffic=self.traffic,
+                delay_s={rank: peers[rank].link.delay_s for rank in ranks},
+                machines={rank: peers[rank].machine for rank in ranks},
+                window_bytes=self.scenario.window_bytes,
+                streams=self._streams,
+            )
+            # Of earlier attempts nobody speaks any more.
+            self._reductions = {
+                name: old for name, old in self._reductions.items() if old.plan.epoch >= plan.epoch
+            }
+            self._reductions[plan.digest] = reduction
+            self._num_attempts += 1
+        return reduction
+
+    def began(self, peer: CostPeer) -> None:
+        """Its worker has been told where to begin."""
+        if peer.incarnation > 1:
+            self.losses.join_s.append(self.clock.now - peer.since)
+
+    def adopted(self, certificate: Certificate) -> None:
+        """A peer holds this state, which another one has made, or with which the run began."""
+        self._parents[certificate.head] = certificate.plan.parent
+
+    def committed(self, certificate: Certificate, record: EpochOfPeer) -> None:
+        """A peer has made a commit."""
+        self.records.append(record)
+        plan = certificate.plan
+        self._parents[certificate.head] = plan.parent
+        if plan.epoch > self.newest.plan.epoch:
+            if self.newest.plan.epoch < self._last_epoch:
+                self._last_members = frozenset(contributor.world_rank for contributor in plan.contributors)
+            self.downloads.committed(certificate.head, record.at - record.parts.round_s)
+            self.newest = certificate
+            self._progress(plan.epoch, self.clock.now)
+
+    # Losses and returns
+
+    def _plan_loss(self, peer: CostPeer) -> None:
+        if self.scenario.mtbf_s < float("inf"):
+            chance = random.Random(f"{self.scenario.seed} loss {peer.rank} {peer.incarnation}")
+            after_s = chance.expovariate(1 / self.scenario.mtbf_s)
+            self.clock.after(after_s, lambda: self._lose(peer))
+
+    def lose(self, rank: int) -> None:
+        """The peer's machine is gone; it comes back after the scenario's time."""
+        self._lose(self._lives[rank])
+
+    def _lose(self, peer: CostPeer) -> None:
+        if not peer.is_running:
+            return
+        self._wake()
+        peer.stop()
+        del self.living[peer.peer_id]
+        self._streams.lose(peer.rank)
+        self.losses.peers_lost += 1
+        self.losses.lost_train_s += peer.worker.uncommitted_s
+        self.clock.after(self.scenario.restart_s, lambda: self._return(peer))
+
+    def _return(self, before: CostPeer) -> None:
+        """With the checkpoint of its last state, from which the run goes on if nobody else is there."""
+        held = before.certificate
+        offer = _UNTRAINED
+        if held is not None and not held.is_genesis:
+            offer = Offer(anchor=held.body.anchor, momentum=held.body.momentum, certificate=held)
+        self.losses.returns += 1
+        self._wake()
+        self._start(before.rank, before.incarnation + 1, offer)
+
+    # What came of it
+
+    def _kept_records(self) -> list[EpochOfPeer]:
+        """Of the commits that led to where most peers stand: what the losing side of a fork has done is gone."""
+        held = (peer.certificate for peer in self.living.values())
+        ends = Counter(c.head for c in held if c is not None and c.plan.epoch >= self._last_epoch)
+        head = max(ends, key=lambda end: (ends[end], end), default=self.newest.head)
+        kept = set()
+        while head in self._parents:
+            kept.add(head)
+            head = self._parents[head]
+        return [record for record in self.records if record.head in kept]
+
+    def _figures(self) -> Figures:
+        peers = self.scenario.peers
+        self.losses.downloaded_bytes = self.downloads.num_bytes
+        self.losses.failed_attempts = self._num_attempts - len({record.head for record in self.records})
+        return figures_of(
+            self._kept_records(),
+            self.losses,
+            num_peers=len(peers),
+            tokens_per_step=self.scenario.tokens_per_step,
+            price_per_hour=sum(peer.price_per_hour for peer in peers),
+        )
+
+
+def simulate(scenario: Scenario, progress: Progress = lambda epoch, at: None) -> Figures:
+    """Run it. Raises DilocoError where its rounds never end."""
+    return CostSwarm(scenario, progress).run()

@@ -1,0 +1,156 @@
+"""Hands events to one machine, in order, and has its effects carried out, each before the next event is handled."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from diloco.sim.clock import Clock
+from peers.core.effects import Effect
+from peers.core.events import Event
+from peers.core.timing import BEAT_S
+from peers.protocol.certificates import Certificate
+
+LOOK_AGAIN_S = 0.1
+MAX_TICKS = 100
+"""At one moment: a machine that wants more does not let time pass."""
+
+
+class Machine(Protocol):
+    """A peers.core Peer, or one that lies."""
+
+    @property
+    def deadline(self) -> float: ...
+
+    @property
+    def head(self) -> str: ...
+
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def certificate(self) -> Certificate | None: ...
+
+    @property
+    def phase(self) -> str: ...
+
+    def handle(self, event: Event | None, now: float) -> list[Effect]: ...
+
+
+class Process(ABC):
+    """One life of one peer's daemon. `machine` is given before the first event."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.machine: Machine
+        self.is_running = True
+        self.is_frozen = False
+        self._clock = clock
+        self._inbox: deque[tuple[Event, Callable[[], object] | None]] = deque()
+        self._effects: deque[Effect] = deque()
+        self._is_busy = self._is_pumping = False
+        self._tick_at = math.inf
+
+    @abstractmethod
+    def carry_out(self, effect: Effect) -> None:
+        """What takes time calls `busy`."""
+
+    @abstractmethod
+    def repeat_status(self) -> None:
+        """Say again where this peer stands."""
+
+    def on_event(self, event: Event | None) -> None:  # noqa: B027
+        """Called before the machine handles it."""
+
+    def on_settled(self) -> None:  # noqa: B027
+        """Called when all effects of an event are carried out."""
+
+    def may_sleep(self) -> bool:
+        """Whether its deadline may pass, until the next event: the machine takes that for a freeze of its own."""
+        return False
+
+    def on_always_due(self) -> None:
+        """The machine wants to be called again and again, and no time passes."""
+        raise AssertionError(f"always due at {self._clock.now}")
+
+    def due_event(self) -> Event | None:
+        """What to tell the machine when its deadline has come."""
+        return None
+
+    def post(self, event: Event, before: Callable[[], object] | None = None) -> None:
+        """`before`: called just before the machine is told."""
+        if self.is_running:
+            self._inbox.append((event, before))
+            self.pump()
+
+    def pump(self) -> None:
+        """Go on, as far as this moment lets it."""
+        if self._is_pumping:
+            return
+        self._is_pumping = True
+        num_ticks = 0
+        while self.is_running and not self.is_frozen and not self._is_busy:
+            if self._effects:
+                self.carry_out(self._effects.popleft())
+                if not self._effects and not self._is_busy and self.is_running:
+                    self.on_settled()
+            elif self._inbox:
+                event, before = self._inbox.popleft()
+                if before is not None:
+                    before()
+                self._handle(event)
+            elif self.machine.deadline <= self._clock.now and num_ticks < MAX_TICKS:
+                num_ticks += 1
+                self._handle(self.due_event())
+            else:
+                break
+        self._is_pumping = False
+        if num_ticks >= MAX_TICKS:
+            self.on_always_due()
+        self._set_tick()
+
+    def busy(self, seconds: float, then: Callable[[], None]) -> None:
+        """Nothing else is done until then; its last status is repeated meanwhile."""
+        self._is_busy = True
+        for beat in range(1, int(seconds / BEAT_S) + 1):
+            self._clock.after(beat * BEAT_S, self._beat)
+
+        def end() -> None:
+            if not self.is_running:
+                return
+            if self.is_frozen:
+                self._clock.after(LOOK_AGAIN_S, end)
+                return
+            self._is_busy = False
+            then()
+            if not self._effects:
+                self.on_settled()
+            self.pump()
+
+        self._clock.after(seconds, end)
+
+    def _beat(self) -> None:
+        if self.is_running and not self.is_frozen:
+            self.repeat_status()
+
+    def _handle(self, event: Event | None) -> None:
+        self.on_event(event)
+        self._effects.extend(self.machine.handle(event, self._clock.now))
+        if not self._effects:
+            self.on_settled()
+
+    def _set_tick(self) -> None:
+        deadline = self.machine.deadline
+        if deadline >= self._tick_at or not self.is_running or self.is_frozen or self._is_busy:
+            return
+        self._tick_at = deadline
+
+        def tick() -> None:
+            if self._tick_at == deadline:
+                self._tick_at = math.inf
+                if not self.may_sleep():
+                    self.pump()
+
+        self._clock.at(deadline, tick)
