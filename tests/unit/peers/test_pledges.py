@@ -2,36 +2,58 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
 
-from peers.daemon.pledges import MAX_HEADS, Pledges
+from peers.daemon.pledges import FILE_BYTES, NUM_PLACES, Pledges
+from peers.errors import UserError
+
+A, B, C = (letter * 64 for letter in "abc")
 
 
 def test_what_was_signed_is_known_after_a_restart(tmp_path: Path):
     pledges = Pledges(tmp_path / "pledges")
     assert not pledges.attempts
-    for head, attempt in (("a", 0), ("b", 2), ("a", 5)):
+    for head, attempt in ((A, 0), (B, 2), ("", 1), (A, 5)):
         pledges.add(head, attempt)
-    assert Pledges(tmp_path / "pledges").attempts == {"a": 5, "b": 2}
+    assert Pledges(tmp_path / "pledges").attempts == {A: 5, B: 2, "": 1}
 
 
-@pytest.mark.parametrize("rest", [b'["c", ', b"\xff\xfe", b"[]", b'"c"', b'["c", null]'])
-def test_a_line_that_was_cut_off_costs_no_other(tmp_path: Path, rest: bytes):
-    Pledges(tmp_path / "pledges").add("a", 1)
-    with (tmp_path / "pledges").open("ab") as file:
-        file.write(rest)
-    again = Pledges(tmp_path / "pledges")
-    assert again.attempts == {"a": 1}
-    again.add("b", 0)
-    assert Pledges(tmp_path / "pledges").attempts == {"a": 1, "b": 0}
+@pytest.mark.parametrize("at", [0, 8, 45, 51])
+def test_a_pledge_that_was_cut_off_costs_no_other(tmp_path: Path, at: int):
+    path = tmp_path / "pledges"
+    pledges = Pledges(path)
+    pledges.add(A, 1)
+    pledges.add(C, 1)
+    contents = bytearray(path.read_bytes())
+    contents[2 * (FILE_BYTES // NUM_PLACES) + at] ^= 0xFF
+    path.write_bytes(contents)
+    again = Pledges(path)
+    assert again.attempts == {A: 1}
+    again.add(B, 0)
+    assert Pledges(path).attempts == {A: 1, B: 0}
 
 
-def test_heads_long_passed_are_forgotten_and_the_file_stays_small(tmp_path: Path):
-    pledges = Pledges(tmp_path / "pledges")
-    for number in range(40 * MAX_HEADS):
-        pledges.add(f"{number:064x}", 0)
-    assert len(pledges.attempts) == MAX_HEADS
-    assert f"{40 * MAX_HEADS - 1:064x}" in Pledges(tmp_path / "pledges").attempts
-    assert (tmp_path / "pledges").stat().st_size < 100 * 20 * MAX_HEADS
+def test_the_oldest_pledges_give_way_and_the_file_stays_as_large(tmp_path: Path):
+    path = tmp_path / "pledges"
+    pledges = Pledges(path)
+    for number in range(NUM_PLACES + 10):
+        pledges.add(f"{number + 1:064x}", 0)
+    assert list(Pledges(path).attempts) == [f"{number + 11:064x}" for number in range(NUM_PLACES)]
+    assert path.stat().st_size == FILE_BYTES
+
+
+def test_a_full_disk_keeps_nobody_from_signing(tmp_path: Path):
+    path = tmp_path / "pledges"
+    pledges = Pledges(path)
+    _, hard = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        pledges.add(A, 3)
+        with pytest.raises(UserError, match="cannot keep"):
+            Pledges(tmp_path / "other")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert Pledges(path).attempts == {A: 3}
