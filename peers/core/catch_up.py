@@ -171,6 +171,7 @@ class CatchUp:
             has_worker=has_worker,
             may_object=lambda peer_id, at: self._may_object(turn, peer_id, at),
             has_gone_on=lambda peer_id, at: at != self.chain.head or self.swarm.has_gone_on(peer_id, turn),
+            is_gone=self.swarm.is_gone,
             is_sound=self._is_sound,
         )
         if not part or (fork.ours and not prefers_theirs(Fork(fork.ancestor, fork.ours, part))):

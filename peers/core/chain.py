@@ -172,6 +172,7 @@ def acceptable_part(
     has_worker: bool,
     may_object: Callable[[str, str], bool],
     has_gone_on: Callable[[str, str], bool],
+    is_gone: Callable[[str], bool],
     is_sound: Callable[[Certificate, Certificate], bool],
 ) -> tuple[Certificate, ...]:
     """As much of their way, from its beginning, as may be adopted.
@@ -179,20 +180,22 @@ def acceptable_part(
     A certificate must be signed by a majority of the roster before it. Fewer will do where no fewer have signed it than
     could object (`may_object`, with the head before it; this peer itself, if it has a worker), and where this peer has
     signed it, or its signers have not been on that head for so long (`has_gone_on`) that this peer might go on without
-    them. `is_sound`: whether a certificate can follow another, whoever has signed it.
+    them. Where all of that roster `is_gone`, those who held its state may have gone on. `is_sound`: whether a certificate can follow another, whoever has signed it.
     """
     accepted: list[Certificate] = []
     before = fork.ancestor
     for certificate in fork.theirs:
         roster = {member.peer_id for member in before.plan.roster}
-        signers = roster & set(certificate.plan.signers)
+        plan_signers = set(certificate.plan.signers)
+        signers = roster & plan_signers
         objectors = {p for p in roster - signers - {me} if may_object(p, before.head)}
         if has_worker and me in roster - signers and before is fork.ancestor and not fork.ours:
             objectors.add(me)
         is_majority = 2 * len(signers) > len(roster)
-        is_due = me in signers or all(has_gone_on(p, before.head) for p in signers)
+        is_due = me in plan_signers or all(has_gone_on(p, before.head) for p in signers or plan_signers)
         may_go_on = len(signers) >= len(objectors) and is_due
-        if not signers or not (is_majority or may_go_on) or not is_sound(certificate, before):
+        is_heirs = before is fork.ancestor and me not in roster and all(map(is_gone, roster))
+        if not (is_majority or (may_go_on and (signers or is_heirs))) or not is_sound(certificate, before):
             break
         accepted.append(certificate)
         before = certificate

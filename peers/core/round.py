@@ -3,7 +3,8 @@
     gather -> reduce -> vote -> certificate | next attempt
 
 Leader rule (`leader_of`): the roster, ordered by the hash of head and peer id, leads in turn, one attempt each. Whoever
-is not there, or not on this head, is passed over. So nobody chooses to lead, and a bad leader costs one attempt.
+is not there, or not on this head, is passed over. So nobody chooses to lead, and a bad leader costs one attempt. Where
+all of the roster is gone, those who hold its state take its place.
 
 Group rule (`_gather`): a group is formed when everybody who trains on this head is ready, or when a quorum of the
 roster is and the grace has passed. Every peer evaluates this for itself from the statuses that it hears, so it knows
@@ -106,6 +107,7 @@ class Round:
         self._followed_at = -math.inf
         self._quorum_at: float | None = None
         self._could_at: float | None = None
+        self._order = self._ordered(self.roster)
 
     @property
     def head(self) -> str:
@@ -115,10 +117,9 @@ class Round:
     def roster(self) -> frozenset[str]:
         return frozenset(member.peer_id for member in self.parent.plan.roster)
 
-    @cached_property
-    def _order(self) -> Sequence[str]:
+    def _ordered(self, leaders: Collection[str]) -> Sequence[str]:
         return sorted(
-            self.roster, key=lambda peer_id: hashlib.sha256(f"{self.head} {peer_id}".encode()).digest()
+            leaders, key=lambda peer_id: hashlib.sha256(f"{self.head} {peer_id}".encode()).digest()
         )
 
     def leader_of(self, attempt: int) -> str:
@@ -164,8 +165,12 @@ class Round:
             self._begin_to_lead(turn, ready, is_complete=expected <= ready.keys())
             return True
         if not self._can_lead(leader):
-            if not any(peer_id == self._me or self._can_lead(peer_id) for peer_id in self.roster):
-                return False
+            if not any(peer_id == self._me or self._can_lead(peer_id) for peer_id in self._order):
+                if self._me in self._order:
+                    return False
+                # All of the roster is gone: those who have its state go on.
+                self._order = self._ordered(ready)
+                return True
             self.attempt += self.attempt < MAX_ATTEMPT
             return self.attempt < MAX_ATTEMPT
         self._could_at = max(turn.now, self._not_before) if self._could_at is None else self._could_at

@@ -447,3 +447,22 @@ def test_a_leader_that_alters_the_work_of_a_member_costs_an_attempt():
     assert pump.reach(epoch + 1, 30)
     assert last(pump, "a").plan.attempt <= 2
     assert all(c.work.tokens == 100 for c in last(pump, "a").plan.contributors)
+
+
+@pytest.mark.parametrize("newcomers", ["b", "bc"])
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_newcomers_that_hold_the_state_go_on_where_all_of_the_roster_is_gone(newcomers, comes_back):
+    pump = founded("a")
+    for name in newcomers:
+        # Too late for a commit with the only member that there is.
+        pump.start(name, train_s=6.0)
+    assert pump.run(20, lambda: all(pump[name].peer.head == pump["a"].peer.head for name in newcomers))
+    assert [member.peer_id for member in last(pump, "a").plan.roster] == ["a"]
+    epoch = max(pump.epochs())
+    pump.kill("a")
+    assert pump.reach(epoch + 3, 60)
+    if comes_back:
+        pump.start("a")
+    assert pump.run(60, lambda: len(pump.heads()) == 1 and min(pump.epochs()) > epoch + 3)
+    assert {member.peer_id for member in last(pump, "b").plan.roster} >= set(newcomers)
+    assert pump.signed_twice() == {}
