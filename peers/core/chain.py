@@ -180,7 +180,8 @@ def acceptable_part(
     A certificate must be signed by a majority of the roster before it. Fewer will do where no fewer have signed it than
     could object (`may_object`, with the head before it; this peer itself, if it has a worker), and where this peer has
     signed it, or its signers have not been on that head for so long (`has_gone_on`) that this peer might go on without
-    them. Where all of that roster `is_gone`, those who held its state may have gone on. `is_sound`: whether a certificate can follow another, whoever has signed it.
+    them. Where all of that roster `is_gone`, those who held its state may have gone on. `is_sound`: whether a
+    certificate can follow another, whoever has signed it.
     """
     accepted: list[Certificate] = []
     before = fork.ancestor

@@ -166,11 +166,11 @@ class Swarm:
         self._timing.num_peers = len(self.roster) or min(FOUNDERS, 1 + len(round_trips))
         self._timing.round_trip_s = statistics.median(round_trips) if round_trips else 0.0
 
-    def head_moved(self, now: float) -> None:
-        """Who was on the one before has its time to come to this peer's new head."""
+    def head_moved(self, now: float, *, is_first: bool) -> None:
+        """Who was on the one before has its time to come to this peer's new head; where it is the first, everybody."""
         its_time_s = self._timing.silence_s + self._timing.regain_s
         for health in self._peers.values():
-            if now < health.at_head_at + its_time_s:
+            if is_first or now < health.at_head_at + its_time_s:
                 health.at_head_at = now
 
     def live(self) -> Sequence[tuple[str, Status]]:

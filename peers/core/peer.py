@@ -519,6 +519,7 @@ class Peer:
             self.last_failures = tuple(self.round.failures)
             if self.round.stage is Stage.REDUCE:
                 turn.do(CancelReduce())
+        is_first = not self.chain.head
         self.chain.move_to(path)
         if path[0].is_genesis:
             self.catch_up.genesis = path[0].head
@@ -531,7 +532,7 @@ class Peer:
         self.swarm.roster = frozenset(roster)
         for peer_id in sorted(roster.keys() - {self.me}):
             self.swarm.expect(peer_id, turn.now)
-        self.swarm.head_moved(turn.now)
+        self.swarm.head_moved(turn.now, is_first=is_first)
         self.catch_up.head_moved()
         self._head_since = turn.now
         self.round = Round(

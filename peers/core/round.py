@@ -118,9 +118,7 @@ class Round:
         return frozenset(member.peer_id for member in self.parent.plan.roster)
 
     def _ordered(self, leaders: Collection[str]) -> Sequence[str]:
-        return sorted(
-            leaders, key=lambda peer_id: hashlib.sha256(f"{self.head} {peer_id}".encode()).digest()
-        )
+        return sorted(leaders, key=lambda peer_id: hashlib.sha256(f"{self.head} {peer_id}".encode()).digest())
 
     def leader_of(self, attempt: int) -> str:
         return self._order[attempt % len(self._order)]
@@ -195,6 +193,9 @@ class Round:
         ready = {} if entry is None else {self._me: entry}
         expected = {self._me} if is_training or entry is not None else set()
         for peer_id, status in self._swarm.live():
+            if self.parent.is_genesis and not status.head and peer_id in self.roster:
+                # A founder that is about to begin.
+                expected.add(peer_id)
             if status.phase not in ("training", "ready", "fetching"):
                 continue
             is_here = status.head == head

@@ -302,3 +302,12 @@ def test_a_founder_with_another_state_than_the_genesis_fetches_it_from_the_other
     assert fetch.path[-1] == genesis("abc")
     made = c.fetched()
     assert [answer.how for answer in c.of(effects.Answer, made)] == ["begin"]
+
+
+def test_founders_that_have_waited_long_for_the_last_one_still_wait_for_each_other():
+    # An epoch is over before the others have said that they train.
+    pump = Pump("ab", settings=with_settings(galaxy_size=3), train_s=0.001)
+    pump.run(60)
+    pump.start("c")
+    assert pump.reach(1, 20)
+    assert sorted(pump["a"].peer.certificate.plan.signers) == ["a", "b", "c"]
