@@ -78,10 +78,6 @@ def _fetch(peer: VirtualPeer, effect: effects.Fetch) -> None:
     peer.world.downloads.begin(peer, effect.path[-1].body, effect.donors, effect.timeout_s)
 
 
-def _cancel_fetch(peer: VirtualPeer, effect: effects.CancelFetch) -> None:
-    peer.world.downloads.end(peer.peer_id)
-
-
 def _apply(peer: VirtualPeer, effect: effects.Apply) -> None:
     def end() -> None:
         world, certificate = peer.world, effect.certificate
@@ -156,7 +152,6 @@ _RUNNERS: dict[type, Callable[[VirtualPeer, Any], None]] = {
     effects.Reduce: _reduce,
     effects.CancelReduce: _cancel_reduce,
     effects.Fetch: _fetch,
-    effects.CancelFetch: _cancel_fetch,
     effects.Apply: _apply,
     effects.Adopt: _adopt,
     effects.Rebase: _rebase,

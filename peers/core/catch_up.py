@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from peers.core.chain import Chain, Fork, acceptable_part, prefers_theirs
-from peers.core.effects import CancelFetch, Fetch, Send, Tell
+from peers.core.effects import Fetch, Send, Tell
 from peers.core.health import Swarm
 from peers.core.plans import fault_of_successor
 from peers.core.settings import Settings
@@ -102,9 +102,8 @@ class CatchUp:
         self.target, self.path = None, ()
         self._not_before = turn.now + self.timing.reaction_s
 
-    def end(self, turn: Turn, *, cancel: bool) -> None:
-        if cancel and self.target is not None:
-            turn.do(CancelFetch())
+    def end(self) -> None:
+        """The fetch that ran has brought its state."""
         self.target, self.path = None, ()
 
     def head_moved(self) -> None:

@@ -77,11 +77,6 @@ class Fetch:
 
 
 @dataclass(frozen=True)
-class CancelFetch:
-    """End the fetch that runs."""
-
-
-@dataclass(frozen=True)
 class Adopt:
     """Make the state that has been fetched (or, of a founder, offered) this peer's state.
 
@@ -132,17 +127,4 @@ class Tell:
     fields: Mapping[str, object] = field(default_factory=dict)
 
 
-Effect = (
-    Send
-    | Broadcast
-    | Pledge
-    | Reduce
-    | CancelReduce
-    | Apply
-    | Fetch
-    | CancelFetch
-    | Adopt
-    | Rebase
-    | Answer
-    | Tell
-)
+Effect = Send | Broadcast | Pledge | Reduce | CancelReduce | Apply | Fetch | Adopt | Rebase | Answer | Tell

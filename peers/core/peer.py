@@ -152,8 +152,7 @@ class Peer:
     @property
     def num_lacking(self) -> int:
         """Peers that have to come before any commit is possible: robust rules need a group of several."""
-        num_here = 1 + sum(1 for _ in self.swarm.live())
-        return max(0, self._settings.aggregation.least_group - num_here)
+        return max(0, self._settings.aggregation.least_group - 1 - len(self.swarm.live()))
 
     # Events
 
@@ -416,7 +415,7 @@ class Peer:
         target, path = self.catch_up.target, self.catch_up.path
         if target is None or target.head != head:
             return
-        self.catch_up.end(turn, cancel=False)
+        self.catch_up.end()
         if head == self.head:
             self._is_checking = False
             turn.do(Adopt(target))

@@ -250,8 +250,6 @@ class Runtime:
                 self._messenger.broadcast(message)
             case effects.CancelReduce():
                 self._reductions.cancel()
-            case effects.CancelFetch():
-                self._stop_fetching()
             case effects.Tell():
                 log.info("%s", effect.text)
                 self._on_tell(effect)

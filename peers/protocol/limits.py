@@ -28,7 +28,6 @@ Tokens = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 MAX_ATTEMPT = 1 << 20
 AttemptNumber = Annotated[int, Meta(ge=0, le=MAX_ATTEMPT)]
 Epoch = Annotated[int, Meta(ge=0, le=2 * MAX_EPOCH)]
-OfferedEpoch = Annotated[int, Meta(ge=0, le=MAX_EPOCH)]
 WorldRank = Annotated[int, Meta(ge=0, le=MAX_WORLD_RANK)]
 ClaimedRank = Annotated[int, Meta(ge=-1, le=MAX_WORLD_RANK)]
 """-1: the peer has none yet."""

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.lying_core import ALL_LIARS, LIES
+from diloco.sim.schedules import ALL_LIARS
+from tests.support.lying_core import LIES
 from tests.support.swarm import LightSwarm, wait_until
 
 LIAR, HONEST, NEWCOMER = 1, (0, 2, 3), 4

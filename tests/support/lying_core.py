@@ -7,10 +7,9 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from diloco.sim.forgers import FORGERS
-from diloco.sim.liars import LIARS, Liar
+from diloco.sim.liars import Liar
+from diloco.sim.schedules import ALL_LIARS
 
-ALL_LIARS = LIARS | FORGERS
 LIES = "this peer has lied"
 """In the log of one that has."""
 

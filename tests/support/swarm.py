@@ -26,7 +26,7 @@ class LightSwarm(light_swarm.LightSwarm):
         self.lies: dict[int, Lie] = {}
         """What hostile peers do to what they contribute, by rank."""
         self.liars: dict[int, str] = {}
-        """How they lie in what they say, by rank: names of lying_core.ALL_LIARS."""
+        """How they lie in what they say, by rank: names of diloco.sim.schedules.ALL_LIARS."""
 
     def preparation_of(self, rank: int) -> Callable[[], object] | None:
         others = [other for pair in self.no_path if rank in pair for other in pair - {rank}]

@@ -138,8 +138,6 @@ class CostPeer(Process):
                 self._apply(certificate)
             case effects.Fetch():
                 self._fetch(effect)
-            case effects.CancelFetch():
-                self.swarm.downloads.stop(self.rank)
             case effects.Adopt(certificate):
                 self._adopt(certificate)
             case effects.Rebase():
