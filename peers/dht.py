@@ -10,8 +10,10 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
+
+import msgpack
 
 from peers.errors import PeerUnreachable, UserError
 from peers.identity import Identity
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from hivemind.p2p import P2P
 
     from peers.network.dht_records import Check, KeptRecords
+    from peers.network.initial_records import Found, InitialRecords
     from peers.transport import Transport
 
 __all__ = ["MAX_VALUE_BYTES", "Dht", "load_hivemind", "validate_maddr"]
@@ -64,6 +67,7 @@ class Dht:
         self._node, self._kept = node, kept
         self._expiry: dict[tuple[str, str], float] = {}
         self._contacts = Contacts(_by_peer(initial_peers))
+        self._initial = _initial_records(transport, node, kept, _by_peer(initial_peers))
         self._keeper = asyncio.create_task(self._keep_contacts())
 
     @classmethod
@@ -132,7 +136,11 @@ class Dht:
         # Nodes compare wall-clock times, and refuse what expires no later than the value they have.
         expiry = max(time.time() + ttl_s, self._expiry.get((key, subkey), 0.0) + _CLOCK_TICK_S)
         self._expiry[key, subkey] = expiry
-        return bool(await self._node.store(key, value, expiry, subkey=subkey))
+        stored = await asyncio.gather(
+            self._node.store(key, value, expiry, subkey=subkey),
+            self._initial.store(key, subkey, msgpack.packb(value), expiry),
+        )
+        return any(stored)
 
     def keep(self, key: str, check: Check) -> None:
         """From now on this node stores for others under `key` only what `check` lets through."""
@@ -140,8 +148,18 @@ class Dht:
 
     async def get(self, key: str) -> dict[str, bytes]:
         """The live values under `key` by subkey: whatever anybody wrote, for the caller to check."""
-        found = await self._node.get(key, latest=True)
-        return _checked_values(found.value if found is not None else None)
+        found, of_initial = await asyncio.gather(self._node.get(key, latest=True), self._initial.find(key))
+        return _checked_values(found.value if found is not None else None, of_initial)
+
+    @property
+    def silent_initial_peers(self) -> frozenset[str]:
+        """Those that are connected, and did not answer the last look-up: what they know is not known here."""
+        return self._initial.silent
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether any initial peer has answered a look-up; True where there are none."""
+        return self._initial.is_answered
 
     def remember(self, peer_id: str, maddrs: Sequence[str]) -> None:
         """This peer is one of the DHT's: where it is lost, it is looked for there."""
@@ -268,13 +286,30 @@ async def _create_node(
         ) from error
 
 
-def _checked_values(found: Any) -> dict[str, bytes]:
-    """What of a DHT's answer has the shape of our records; the rest is dropped."""
-    if not hasattr(found, "items"):
-        return {}
-    values: dict[str, bytes] = {}
-    for subkey, item in list(found.items())[:_MAX_VALUES]:
-        value = getattr(item, "value", None)
-        if isinstance(subkey, str) and isinstance(value, bytes) and len(value) <= MAX_VALUE_BYTES:
-            values[subkey] = value
-    return values
+def _initial_records(
+    transport: Transport, node: DHTNode, kept: KeptRecords, peer_ids: Collection[str]
+) -> InitialRecords:
+    from peers.network.initial_records import InitialRecords
+
+    return InitialRecords(transport, node.protocol, kept, peer_ids)
+
+
+def _checked_values(found: Any, of_initial: Found) -> dict[str, bytes]:
+    """What has the shape of our records, the newest of each subkey; the rest is dropped."""
+    newest = {subkey: (_unpacked(packed), expiry) for subkey, (packed, expiry) in of_initial.items()}
+    for subkey, item in list(found.items())[:_MAX_VALUES] if hasattr(found, "items") else ():
+        value, expiry = getattr(item, "value", None), getattr(item, "expiration_time", 0.0)
+        if isinstance(subkey, str) and expiry >= newest.get(subkey, (None, 0.0))[1]:
+            newest[subkey] = value, expiry
+    return {
+        subkey: value
+        for subkey, (value, _) in newest.items()
+        if isinstance(value, bytes) and len(value) <= MAX_VALUE_BYTES
+    }
+
+
+def _unpacked(packed: bytes) -> Any:
+    try:
+        return msgpack.unpackb(packed)
+    except (ValueError, TypeError, msgpack.UnpackException):
+        return None

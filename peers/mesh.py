@@ -12,7 +12,7 @@ import logging
 import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from peers.access import bans
 from peers.access.allowance import Allowance
@@ -22,6 +22,7 @@ from peers.access.tokens import Refused, Why
 from peers.errors import PeersError, PeerSilent, PeerUnreachable, ProtocolError
 from peers.live_peer import LivePeer, heartbeat_s, silence_s
 from peers.messages import Channel
+from peers.network.bootstrap import is_nobody_there
 from peers.records import Announcement
 
 log = logging.getLogger(__name__)
@@ -44,6 +45,10 @@ MAX_DIALLED = 32
 
 def mesh_protocol(run_id: str) -> str:
     return f"diloco/{run_id}/mesh"
+
+
+Reached = Literal["here", "gone", "silent"]
+"""Gone: nobody listens at its addresses, or it has turned this peer away."""
 
 
 class TurnedAway(PeerUnreachable):
@@ -96,6 +101,8 @@ class Mesh:
         self._answering: set[str] = set()
         # By peer id, those whose channel broke in the last REGAIN_S.
         self._lost: dict[str, Announcement] = {}
+        # Whose last call came to nothing for certain.
+        self._gone: set[str] = set()
         self._dials = asyncio.Semaphore(MAX_DIALLED)
         self._first_heard_of: dict[str, float] = {}
         self._allowances: dict[str, Allowance] = {}
@@ -154,14 +161,16 @@ class Mesh:
         if self._peer_id < peer_id or now - heard > LET_THE_OTHER_DIAL_S:
             self._dialling[peer_id] = self._spawn(self._dial(record))
 
-    async def reach(self, record: Announcement) -> bool:
-        """Whether this peer answers at all; a channel to it is kept."""
+    async def reach(self, record: Announcement) -> Reached:
+        """Whether this peer answers; a channel to it is kept."""
         peer_id = record.peer_id
         if peer_id not in self._peers and peer_id not in self._dialling:
             self._dialling[peer_id] = self._spawn(self._dial(record))
         if task := self._dialling.get(peer_id):
             await asyncio.wait({task}, timeout=DIAL_TIMEOUT_S + 1)
-        return peer_id in self._peers
+        if peer_id in self._peers:
+            return "here"
+        return "gone" if peer_id in self._gone else "silent"
 
     def send(self, world_rank: int, message: dict[str, Any]) -> None:
         """Queue a message; one to a peer that is gone is dropped, as a broken channel would drop it."""
@@ -205,14 +214,18 @@ class Mesh:
 
     async def _dial(self, record: Announcement) -> None:
         peer_id = record.peer_id
+        self._gone.discard(peer_id)
         try:
             async with self._dials:
                 channel, status = await self._introduced(record)
         except TurnedAway as error:
             self._turned_away = error.why
+            self._gone.add(peer_id)
             return
         except (PeerUnreachable, ProtocolError) as error:
             log.debug("cannot reach %s: %s", peer_id, error)
+            if is_nobody_there(str(error)):
+                self._gone.add(peer_id)
             if isinstance(error, PeerSilent):
                 self._transport.missed(peer_id)
             return

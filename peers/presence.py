@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from peers.access.gate import Gate
@@ -93,22 +93,52 @@ class Presence:
         """
         self.world_rank = await self._obtain_rank(wanted_rank)
         self.maddrs = tuple((await self._dht.maddrs())[:MAX_MADDRS])
-        log.info("listening on %s", " ".join(self.maddrs))
         await self.mesh.start()
         records = await self._records()
         await self._dht.store(
             PEERS_KEY(self._run_id), self._identity.peer_id, self._blob(), ttl_s=RECORD_TTL_S
         )
-        others = [r for peer_id, r in records.items() if peer_id != self._identity.peer_id]
-        await asyncio.gather(*(self.mesh.reach(record) for record in others))
-        if (why := self.mesh.turned_away) is not None:
-            raise UserError(why.advice(self._identity.peer_id))
+        # Now whoever has read this line finds this peer.
+        log.info("listening on %s", " ".join(self.maddrs))
+        await self._meet(records)
         for peer in self.mesh.peers:
             if peer.world_rank == self.world_rank:
                 raise UserError(
                     f"world rank {self.world_rank} is taken by the live peer {peer.peer_id}. Choose another "
                     "--world-rank, or leave it out where a coordinator runs"
                 )
+
+    async def _meet(self, records: Mapping[str, Announcement]) -> None:
+        """Call everybody who is announced. While nobody is reached, and somebody may yet answer, look again: who has
+        only not heard of the others would begin a run of its own. Raises UserError."""
+        deadline, gone = time.monotonic() + RECORD_TTL_S, {self._identity.peer_id}
+        while True:
+            others = [record for peer_id, record in records.items() if peer_id not in gone]
+            reached = await asyncio.gather(*(self.mesh.reach(record) for record in others))
+            gone |= {record.peer_id for record, how in zip(others, reached, strict=True) if how == "gone"}
+            silent = [record for record, how in zip(others, reached, strict=True) if how == "silent"]
+            if (why := self.mesh.turned_away) is not None:
+                raise UserError(why.advice(self._identity.peer_id))
+            if self.mesh.peers or not (silent or self._dht.silent_initial_peers):
+                return
+            if time.monotonic() > deadline:
+                break
+            await asyncio.sleep(EARLY_INTERVAL_S)
+            records = await self._records()
+        # Of one that has died since, the record is not renewed.
+        renewed = [record for record in silent if record.time > time.time() - RECORD_TTL_S / 2]
+        if renewed:
+            names = ", ".join(f"{record.peer_id} at {' '.join(record.maddrs)}" for record in renewed[:3])
+            raise UserError(
+                f"{len(renewed)} peers of the run are announced, and none of them answers this machine: {names}. Is "
+                "this machine's way to them open (firewall, VPN, --hv.announce-maddrs)?"
+            )
+        if not self._dht.is_answered:
+            names = ", ".join(sorted(self._dht.silent_initial_peers))
+            raise UserError(
+                f"the initial peers {names} are connected, and did not say within {RECORD_TTL_S:g} s whom they know. "
+                "Are they running well? Otherwise give other --initial-peers"
+            )
 
     async def announce_forever(self) -> None:
         """Keep this peer findable, and find others."""

@@ -43,6 +43,15 @@ async def _connect(transport: Transport, maddr: str, timeout_s: float) -> str | 
         return plain_reason(str(error))
 
 
+def is_nobody_there(error: str) -> bool:
+    """Whether libp2p's account of a failed dial says that no process listens there, and not that it was slow."""
+    return "connection refused" in error and not _is_slow(error)
+
+
+def _is_slow(error: str) -> bool:
+    return any(text in error for text in ("deadline exceeded", "i/o timeout", "no answer within"))
+
+
 def plain_reason(error: str) -> str:
     """What libp2p's account of a failed dial means to a person."""
     if "peer id mismatch" in error:
@@ -50,7 +59,7 @@ def plain_reason(error: str) -> str:
     for text in _PLAIN_REASONS:
         if text in error:
             return text
-    if "deadline exceeded" in error or "i/o timeout" in error or "no answer within" in error:
+    if _is_slow(error):
         return "no answer in time"
     return " ".join(error.split())[-200:]
 

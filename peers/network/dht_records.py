@@ -50,6 +50,10 @@ class KeptRecords(RecordValidatorBase):
         """From now on, keep under `key` only what this check lets through."""
         self._checks[DHTID.generate(source=key).to_bytes()] = check
 
+    def guards(self, key: bytes) -> bool:
+        """Whether it is known what belongs under this key (its DHT id)."""
+        return key in self._checks
+
     def guard(self, protocol: DHTProtocol) -> None:
         """Pass over the values that other nodes have and this one would not keep, each by itself.
 

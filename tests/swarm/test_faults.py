@@ -153,6 +153,20 @@ def test_without_the_bootstrap_node_training_goes_on_and_newcomers_join_through_
     light.check_digests()
 
 
+def test_who_is_slow_to_answer_a_newcomer_is_waited_for_and_no_second_run_begins(swarm):
+    light = swarm(local_steps=5, max_steps=100000, step_s=0.05)
+    first = light.start_all(1)[0]
+    wait_until(lambda: first.epoch >= 1, "epoch 1")
+    first.freeze()
+    newcomer = light.start(1)
+    wait_until(lambda: "cannot reach" in newcomer.log, "a call that was not answered")
+    first.thaw()
+    wait_until(
+        lambda: newcomer.epochs and newcomer.epochs[-1]["contributors"] == [0, 1], "an epoch of both peers"
+    )
+    light.check_digests()
+
+
 def test_a_taken_world_rank_is_refused(swarm):
     light = swarm(local_steps=5, max_steps=100000, step_s=0.05)
     first = light.start_all(1)[0]

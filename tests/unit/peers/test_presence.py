@@ -1,4 +1,24 @@
-from peers.presence import ANNOUNCE_INTERVAL_S, EARLY_INTERVAL_S, RECORD_TTL_S, announce_interval_s, rest_s
+import asyncio
+import dataclasses
+import time
+
+import pytest
+
+from peers import presence
+from peers.access.gate import Gate
+from peers.errors import UserError
+from peers.identity import load_or_create
+from peers.presence import (
+    ANNOUNCE_INTERVAL_S,
+    EARLY_INTERVAL_S,
+    RECORD_TTL_S,
+    Presence,
+    announce_interval_s,
+    rest_s,
+)
+from peers.records import Announcement
+
+RUN_ID = "meeting"
 
 
 def test_few_peers_announce_news_at_once_and_many_in_turn():
@@ -13,3 +33,92 @@ def test_a_record_is_renewed_long_before_it_expires_however_many_there_are():
     for num_peers in (1, 50, 1000, 10**6):
         renewed_after_s = rest_s(num_peers) + announce_interval_s(num_peers, is_early=False)
         assert renewed_after_s <= RECORD_TTL_S / 2
+
+
+class SilentDht:
+    """One initial peer, which is connected; what it answers is `records`, or None."""
+
+    def __init__(self, records=None):
+        self.records = records
+
+    @property
+    def silent_initial_peers(self):
+        return frozenset({"initial"}) if self.records is None else frozenset()
+
+    @property
+    def is_answered(self):
+        return self.records is not None
+
+    async def get(self, key):
+        """Renewed each time."""
+        now = time.time()
+        return {
+            other.peer_id: dataclasses.replace(record, time=now).encode(other)
+            for other, record in self.records or ()
+        }
+
+
+def met(tmp_path, monkeypatch, dht, how):
+    """Has a peer look for the others for a tenth of a second, while each of its calls ends like this."""
+    monkeypatch.setattr(presence, "RECORD_TTL_S", 0.1)
+    monkeypatch.setattr(presence, "EARLY_INTERVAL_S", 0.02)
+    identity = load_or_create(tmp_path / "key")
+
+    async def reach(record):
+        return how
+
+    async def scenario():
+        mine = Presence(
+            run_id=RUN_ID,
+            identity=identity,
+            dht=dht,
+            transport=None,
+            galaxy_size=1,
+            describe=lambda: None,
+            on_change=lambda: None,
+            on_message=lambda sender, message: None,
+            on_lost=lambda peer_id: None,
+            gate=Gate.open(RUN_ID),
+        )
+        monkeypatch.setattr(mine.mesh, "reach", reach)
+        await mine._meet(await mine._records())
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        identity.release()
+
+
+def test_who_is_announced_and_answers_nobody_is_named(tmp_path, monkeypatch):
+    other = load_or_create(tmp_path / "other")
+    record = Announcement(
+        peer_id=other.peer_id,
+        run_id=RUN_ID,
+        world_rank=0,
+        incarnation=1,
+        state="training",
+        epoch=0,
+        head="",
+        step=0,
+        local_step=0,
+        committed_tokens=0,
+        tokens_per_s=0.0,
+        anchor_digest="",
+        manifest_digest="",
+        maddrs=("/ip4/192.0.2.1/tcp/4000",),
+        time=time.time(),
+    )
+    other.release()
+    dht = SilentDht([(other, record)])
+    with pytest.raises(UserError, match=f"none of them answers.*{other.peer_id} at /ip4/192.0.2.1"):
+        met(tmp_path, monkeypatch, dht, "silent")
+    met(tmp_path, monkeypatch, dht, "gone")
+
+
+def test_initial_peers_that_do_not_say_whom_they_know_are_named(tmp_path, monkeypatch):
+    with pytest.raises(UserError, match="the initial peers initial are connected"):
+        met(tmp_path, monkeypatch, SilentDht(), "gone")
+
+
+def test_the_first_peer_of_a_run_waits_for_nobody(tmp_path, monkeypatch):
+    met(tmp_path, monkeypatch, SilentDht([]), "silent")
