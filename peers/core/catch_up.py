@@ -54,6 +54,7 @@ class CatchUp:
     """Whether a certificate can follow its parent."""
     _not_before: float = 0.0
     _since: float | None = None
+    """When the first of the heads was heard that are announced now."""
 
     def on_ask(self, turn: Turn, sender: str, ask: Ask) -> None:
         known = self.chain.leading_to(ask.head, ask.have, MAX_CERTIFICATES)
@@ -72,6 +73,10 @@ class CatchUp:
         heads = self._announced()
         for head, holders in heads.items():
             self._ask_for_the_way(turn, head, holders)
+        if not heads:
+            self._since = None
+        elif self._since is None:
+            self._since = turn.now
         if not can_fetch or not turn.passed(self._not_before):
             return False
         path = self._best(turn, heads, has_worker)
@@ -220,11 +225,7 @@ class CatchUp:
 
     def _for_newcomer(self, turn: Turn, heads: Heads) -> tuple[Certificate, ...]:
         """What most of those who answer show, once it is certified; of equals what more have signed."""
-        if not heads:
-            self._since = None
-            return ()
-        self._since = turn.now if self._since is None else self._since
-        if not turn.passed(self._since + self.timing.reaction_s):
+        if self._since is None or not turn.passed(self._since + self.timing.reaction_s):
             return ()
 
         def rank(head: str) -> tuple[int, int, str]:
