@@ -133,6 +133,10 @@ class HvConfig:
         default=2.0, metadata=SHARED
     )
     """Under clip, a peer counts for so many times the median peer's tokens at most."""
+    trim: Annotated[float, Parameter(validator=(finite, at_least(0.01), up_to(0.5)))] = field(
+        default=0.2, metadata=SHARED
+    )
+    """Under trimmed-mean, the part of the peers left out on either side of each value: withstands that many liars."""
     staleness_discount: Annotated[float, Parameter(validator=(finite, at_least(0.01), up_to(1)))] = field(
         default=1.0, metadata=SHARED
     )

@@ -52,6 +52,9 @@ def check_manifest(value: Any) -> dict[str, Scalar]:
         raise ValueError(f"hv.aggregation is none of {', '.join(RULES)}: {rule!r:.40}")
     if not (weight is None or (type(weight) in (int, float) and 1 <= weight <= MAX_OUTER_REAL)):
         raise ValueError(f"hv.max_weight is no number from 1 to {MAX_OUTER_REAL:g}: {weight!r:.40}")
+    trim = value.get("hv.trim")
+    if not (trim is None or (type(trim) in (int, float) and 0 < trim <= 0.5)):
+        raise ValueError(f"hv.trim is no part of the peers up to half of them: {trim!r:.40}")
     budget = value.get("hv.local_time")
     if not (budget is None or (type(budget) in (int, float) and 0 < budget <= MAX_LOCAL_TIME_S)):
         raise ValueError(f"hv.local_time is no time up to {MAX_LOCAL_TIME_S:g} s: {budget!r:.40}")

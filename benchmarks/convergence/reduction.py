@@ -77,6 +77,7 @@ def plans_of(
             bounds=equal_bounds(anchor.numel(), len(members)),
             codec=codec,
             rule=aggregation.rule,
+            trim=aggregation.trim,
         )
         for me in range(len(members))
     ]

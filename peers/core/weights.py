@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from peers.protocol.certificates import Work
-from peers.protocol.rules import LEAST_ROBUST_GROUP, ROBUST_RULES, RULES, Rule
+from peers.protocol.rules import DEFAULT_TRIM, LEAST_ROBUST_GROUP, ROBUST_RULES, RULES, Rule
 
 CLIP_FACTOR = 4.0
 """A pseudo-gradient longer than this many times the group's median norm is scaled down to it."""
@@ -27,6 +27,8 @@ class Aggregation:
     """Under clip, a member counts for this many times the median of the group's tokens at most."""
     max_tokens_per_epoch: int = 0
     """What the manifest lets one peer train in one epoch; 0: the manifest does not say."""
+    trim: float = DEFAULT_TRIM
+    """Under trimmed-mean, the part of the members that is left out on either side."""
     staleness_discount: float = 1.0
     """Each commit that a contribution has missed multiplies its weight by this (arXiv 2401.09135 has such decays)."""
 
@@ -41,6 +43,7 @@ class Aggregation:
             rule=next((known for known in RULES if known == rule), cls.rule),
             max_weight=float(most) if most else DEFAULT_MAX_WEIGHT,
             max_tokens_per_epoch=tokens,
+            trim=float(manifest.get("hv.trim") or DEFAULT_TRIM),
             staleness_discount=float(manifest.get("hv.staleness_discount") or 1.0),
         )
 

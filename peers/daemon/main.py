@@ -357,7 +357,7 @@ class Daemon:
         reductions = Reductions(
             me=identity.peer_id,
             codec=codec,
-            rule=aggregation.rule,
+            aggregation=aggregation,
             niceness=niceness,
             pool=self._pool,
             optimizer_for=lambda num_members: optimizer_of(manifest, num_members),

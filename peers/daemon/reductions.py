@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from peers.core.timing import Timing
-from peers.core.weights import Rule
+from peers.core.weights import Aggregation
 from peers.daemon.work import WorkInHand
 from peers.errors import RoundFailed
 from peers.network.streams import RoundStreams, StreamPool
@@ -37,7 +37,7 @@ class Reductions:
         *,
         me: str,
         codec: str,
-        rule: Rule,
+        aggregation: Aggregation,
         niceness: int,
         pool: StreamPool,
         optimizer_for: Callable[[int], OuterOptimizer],
@@ -45,7 +45,7 @@ class Reductions:
         is_live: Callable[[str], bool],
         forwarded_bytes: Callable[[], int],
     ) -> None:
-        self._me, self._codec, self._rule, self._niceness = me, codec, rule, niceness
+        self._me, self._codec, self._aggregation, self._niceness = me, codec, aggregation, niceness
         self._pool, self._optimizer_for = pool, optimizer_for
         self._timing, self._is_live, self._forwarded_bytes = timing, is_live, forwarded_bytes
         self._cancelled = threading.Event()
@@ -70,7 +70,9 @@ class Reductions:
         The average is in the worker's *in* then, and `work.plan` is how it came about.
         """
         until = time.monotonic() + timeout_s
-        reduce_plan = reduce_plan_of(plan, self._me, work.local.numel(), self._codec, self._rule)
+        reduce_plan = reduce_plan_of(
+            plan, self._me, work.local.numel(), self._codec, self._aggregation.rule, self._aggregation.trim
+        )
         work.plan, optimizer = reduce_plan, self._optimizer_for(len(plan.contributors))
         stall_s = self._timing.stall_s
         connect_s = min(self._timing.connect_s, timeout_s / 2)

@@ -19,6 +19,16 @@ Rule = Literal["mean", "clip", "trimmed-mean", "centered-clip"]
 RULES: tuple[Rule, ...] = get_args(Rule)
 ROBUST_RULES = frozenset({"trimmed-mean", "centered-clip"})
 LEAST_ROBUST_GROUP = 3
+DEFAULT_TRIM = 0.2
+"""Of the members, what trimmed-mean leaves out on either side."""
+
+
+def num_trimmed(trim: float, num_members: int) -> int:
+    """How many trimmed-mean leaves out on either side: one at least, and never all.
+
+    So many liars, wherever they pull to, leave every value of the mean within those of the honest members.
+    """
+    return min(max(1, int(trim * num_members)), (num_members - 1) // 2)
 
 
 def holds_all(rule: str, num_members: int) -> bool:

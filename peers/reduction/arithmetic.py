@@ -116,7 +116,13 @@ class Arithmetic:
         part = self._plan.chunk(self._plan.me, index)
         total = self._result[part]
         if self._rows is not None:
-            combine(self._plan.rule, self._rows[:, self._within_share(part)], np.array(self._weights), total)
+            combine(
+                self._plan.rule,
+                self._plan.trim,
+                self._rows[:, self._within_share(part)],
+                np.array(self._weights),
+                total,
+            )
         if self._kept is not None:
             self._kept.add_to_average(part, total, scratch.values)
             self._kept.before_coding(part, total)

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from peers.codecs import codec_named, result_codec_named
 from peers.errors import ProtocolError
-from peers.protocol.rules import Rule, holds_all
+from peers.protocol.rules import DEFAULT_TRIM, Rule, holds_all
 from peers.reduction.robust_sums import norm_bound
 
 CHUNK_NUMEL = 1 << 18
@@ -42,6 +42,8 @@ class ReducePlan:
     codec: str
     rule: Rule = "clip"
     """How the members' values become one."""
+    trim: float = DEFAULT_TRIM
+    """Under trimmed-mean, the part of the members that is left out on either side."""
 
     def __post_init__(self) -> None:
         count = len(self.members)
@@ -87,7 +89,7 @@ class ReducePlan:
         """The largest L2 norm that the average may have: weighted norms add up at worst."""
         norms = [math.sqrt(self.contribution_bound(index)) for index in range(len(self.members))]
         if holds_all(self.rule, len(self.members)):
-            return norm_bound(self.rule, norms)
+            return norm_bound(self.rule, self.trim, norms)
         return sum(weight * norm for weight, norm in zip(self.weights, norms, strict=True))
 
     def result_residual_bound(self) -> float:

@@ -6,22 +6,21 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from peers.protocol.rules import num_trimmed
 from peers.reduction.kernels import Floats, centered_clip, trimmed_mean
 
-TRIM_SHARE = 0.2
-"""Of the members, what is left out on either side; one at least."""
 CLIP_ITERATIONS = 3
 
 
-def combine(rule: str, rows: Floats, weights: Floats, total: Floats) -> None:
+def combine(rule: str, trim: float, rows: Floats, weights: Floats, total: Floats) -> None:
     """What these members' values come to, in `total`: fp32 [n], `rows` [members, n], `weights` [members]."""
     if rule == "trimmed-mean":
-        trimmed_mean(rows, weights, _trim(len(rows)), total)
+        trimmed_mean(rows, weights, num_trimmed(trim, len(rows)), total)
     else:
         centered_clip(rows, weights, CLIP_ITERATIONS, total)
 
 
-def norm_bound(rule: str, norms: Sequence[float]) -> float:
+def norm_bound(rule: str, trim: float, norms: Sequence[float]) -> float:
     """The largest L2 norm of what `combine` makes of values of these norms at most; the longest have no say in it.
 
     What k members' values are cut off at either side of lies, for every value, within what all but any k bring. So the
@@ -31,13 +30,9 @@ def norm_bound(rule: str, norms: Sequence[float]) -> float:
     """
     count, ascending = len(norms), sorted(norms)
     if rule == "trimmed-mean":
-        return sum(ascending[: count - _trim(count)])
+        return sum(ascending[: count - num_trimmed(trim, count)])
     median = sum(ascending[: count - (count - 1) // 2])
     return min(sum(ascending), (2 ** (CLIP_ITERATIONS + 1) - 1) * median)
-
-
-def _trim(num_members: int) -> int:
-    return max(1, int(TRIM_SHARE * num_members))
 
 
 def rows_for(num_members: int, numel: int) -> Floats:

@@ -37,7 +37,7 @@ _STEP, _HALF_STEP = 1.189207115002721, 1.0905077326652577
 _NUM_HALVINGS = 100
 
 
-def reduce_plan_of(plan: Plan, me: str, numel: int, codec: str, rule: Rule) -> ReducePlan:
+def reduce_plan_of(plan: Plan, me: str, numel: int, codec: str, rule: Rule, trim: float) -> ReducePlan:
     """How the members of a plan reduce: the same on all of them. Raises ProtocolError for a group that cannot."""
     contributors = plan.contributors
     return ReducePlan(
@@ -49,6 +49,7 @@ def reduce_plan_of(plan: Plan, me: str, numel: int, codec: str, rule: Rule) -> R
         bounds=bounds_of([contributor.work.bandwidth for contributor in contributors], numel),
         codec=codec,
         rule=rule,
+        trim=trim,
     )
 
 

@@ -21,6 +21,7 @@ FORBIDDEN = {
 HIVEMIND_FILES = {
     "dht.py",
     "dht_records.py",
+    "initial_records.py",
     "transport.py",
     "identity.py",
     "p2pd.py",

@@ -112,6 +112,7 @@ class Reduction:
     numel: int
     codec: str
     rule: Rule
+    trim: float
     clock: Clock
     traffic: Traffic
     delay_s: Mapping[int, float]
@@ -178,7 +179,7 @@ class Reduction:
             part.timer.cancel()
         # The same for all members, but for who looks at it.
         first = self.plan.contributors[0].peer_id
-        plan = reduce_plan_of(self.plan, first, self.numel, self.codec, self.rule)
+        plan = reduce_plan_of(self.plan, first, self.numel, self.codec, self.rule, self.trim)
         volumes = dict(zip(self.ranks, volumes_of(plan), strict=True))
         started_at, count = self.clock.now, len(self.ranks)
         if count == 1:

@@ -182,6 +182,7 @@ class CostSwarm:
                 numel=self.scenario.fragment_sizes[plan.fragment],
                 codec=self.scenario.codec,
                 rule=self.settings.aggregation.rule,
+                trim=self.settings.aggregation.trim,
                 clock=self.clock,
                 traffic=self.traffic,
                 delay_s={rank: peers[rank].link.delay_s for rank in ranks},

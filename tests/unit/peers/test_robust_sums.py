@@ -5,16 +5,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from peers.protocol.rules import DEFAULT_TRIM, num_trimmed
 from peers.reduction.robust_sums import combine, norm_bound
 
 HONEST = np.random.default_rng(0).normal(1.0, 0.1, (4, 1000)).astype(np.float32)
 
 
-def combined(rule, rows, weights=None):
+def combined(rule, rows, weights=None, trim=DEFAULT_TRIM):
     rows = np.asarray(rows, np.float32)
     weights = np.asarray(weights or [1 / len(rows)] * len(rows), np.float32)
     total = np.full(rows.shape[1], np.nan, np.float32)
-    combine(rule, rows, weights, total)
+    combine(rule, trim, rows, weights, total)
     return total
 
 
@@ -37,17 +38,38 @@ def test_one_hostile_member_of_five_hardly_moves_a_robust_rule(rule, attack):
 
 @pytest.mark.parametrize("rule", ["trimmed-mean", "centered-clip"])
 @pytest.mark.parametrize("num_members", [3, 4, 5, 10, 11])
-def test_what_a_robust_rule_makes_is_no_longer_than_a_bound_in_which_liars_have_no_say(rule, num_members):
+@pytest.mark.parametrize("trim", [DEFAULT_TRIM, 0.5])
+def test_what_a_robust_rule_makes_is_no_longer_than_a_bound_in_which_liars_have_no_say(
+    rule, num_members, trim
+):
     random = np.random.default_rng(num_members)
-    most = max(1, num_members // 5) if rule == "trimmed-mean" else (num_members - 1) // 2
+    most = (num_members - 1) // 2
+    if rule == "trimmed-mean" and trim == DEFAULT_TRIM:
+        most = max(1, num_members // 5)
     for liars in range(most + 1):
         rows = random.standard_normal((num_members, 64)).astype(np.float32)
         rows[:liars] *= random.choice([1e3, -1e6])
         norms = [float(np.linalg.norm(row.astype(np.float64))) for row in rows]
-        bound = norm_bound(rule, norms)
-        found = combined(rule, rows, list(random.random(num_members)))
+        bound = norm_bound(rule, trim, norms)
+        found = combined(rule, rows, list(random.random(num_members)), trim)
         assert np.linalg.norm(found) <= bound * (1 + 1e-3)
-        assert bound == norm_bound(rule, [np.inf] * liars + norms[liars:])
+        assert bound == norm_bound(rule, trim, [np.inf] * liars + norms[liars:])
+
+
+def test_trimming_takes_as_many_as_asked_and_never_all():
+    assert [num_trimmed(0.2, count) for count in (3, 4, 5, 9, 10, 11)] == [1, 1, 1, 1, 2, 2]
+    assert [num_trimmed(0.5, count) for count in (3, 4, 5, 9, 10, 11)] == [1, 1, 2, 4, 4, 5]
+
+
+@pytest.mark.parametrize("num_members", [3, 5, 8, 11])
+def test_a_trimmed_mean_lies_among_the_honest_whatever_as_many_liars_as_are_trimmed_bring(num_members):
+    random, liars = np.random.default_rng(num_members), num_trimmed(0.5, num_members)
+    rows = random.standard_normal((num_members, 500)).astype(np.float32)
+    honest = rows[liars:]
+    for attack in (1e6, -1e6, rows[liars:].max(axis=0) + 0.1, -5 * honest.mean(axis=0)):
+        rows[:liars] = attack
+        found = combined("trimmed-mean", rows, trim=0.5)
+        assert (honest.min(axis=0) - 1e-5 <= found).all() and (found <= honest.max(axis=0) + 1e-5).all()
 
 
 @pytest.mark.parametrize("rule", ["trimmed-mean", "centered-clip"])

@@ -16,6 +16,7 @@ import torch
 from peers.core import events
 from peers.core.peer import Peer
 from peers.core.settings import Settings
+from peers.core.weights import Aggregation
 from peers.daemon.pledges import Pledges
 from peers.daemon.reductions import Reductions
 from peers.daemon.runtime import Runtime, RuntimeSettings
@@ -74,7 +75,7 @@ def a_runtime(directory: Path, *, codec: str = "fp32", local_steps: int = 2):
     reductions = Reductions(
         me=identity.peer_id,
         codec=codec,
-        rule="clip",
+        aggregation=Aggregation(),
         niceness=0,
         pool=StreamPool(NoTransport(), "t"),
         optimizer_for=optimizer_for,
