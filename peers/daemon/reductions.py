@@ -58,6 +58,10 @@ class Reductions:
         """The one before has ended; what comes now is not cancelled."""
         self._cancelled.clear()
 
+    def expect(self, peer_id: str) -> None:
+        """This peer is likely to be in the next one."""
+        self._pool.open_ahead(peer_id)
+
     def cancel(self) -> None:
         """Whatever is under way ends soon, with RoundFailed. May be called from any thread, and repeated."""
         self._cancelled.set()

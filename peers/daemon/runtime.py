@@ -99,6 +99,8 @@ class Runtime:
         self._fetching: asyncio.Task[None] | None = None
         self._bandwidth = Bandwidth()
         self._last_status: Status | None = None
+        self._expected: tuple[str, set[str]] = "", set()
+        """A head, and the peers on it that streams were opened to ahead of its round."""
         self.num_failures = 0
 
     @property
@@ -207,12 +209,25 @@ class Runtime:
                 for effect in self.core.handle(event, time.monotonic()):
                     if not self._perform_at_once(effect):
                         await self._busy(self._perform(effect))
+                self._expect_others()
                 self._on_change()
                 # Taking an event that is there already does not let anybody else run.
                 await asyncio.sleep(0)
         finally:
             await self._stop_reducing()
             self._stop_fetching()
+
+    def _expect_others(self) -> None:
+        """Streams to those who are new on this head: a connection takes round trips, for which a round would wait."""
+        core = self.core
+        if core.phase != "training":
+            return
+        if self._expected[0] != core.head:
+            self._expected = core.head, set()
+        for peer_id, status in core.swarm.live():
+            if status.head == core.head and peer_id not in self._expected[1]:
+                self._expected[1].add(peer_id)
+                self._reductions.expect(peer_id)
 
     async def _next_event(self) -> events.Event | None:
         wait_s = min(max(0.0, self.core.deadline - time.monotonic()), _LONGEST_WAIT_S)

@@ -32,6 +32,7 @@ MAX_IDLE_PEERS = 256
 UNCLAIMED_S = 60.0
 """How long a stream that names an attempt waits for somebody here to take part in it."""
 _NAME_TIMEOUT_S = 10.0
+_AHEAD_TIMEOUT_S = 10.0
 _DETOUR_S = 1.0
 """Streams that are on their way have so long to come, by whatever detour, before a member's silence ends an attempt:
 the two ends of a link that has fallen silent notice it up to a heartbeat apart, the later one in the next attempt."""
@@ -85,6 +86,7 @@ class StreamPool:
         self._outgoing: dict[str, socket.socket] = {}
         self._better: dict[str, socket.socket] = {}
         self._improving: dict[str, asyncio.Task[None]] = {}
+        self._opening: dict[str, asyncio.Task[None]] = {}
         self._idle: defaultdict[str, dict[socket.socket, asyncio.Task[bytes]]] = defaultdict(dict)
         self._named: dict[tuple[bytes, str], socket.socket] = {}
         self._awaited: dict[tuple[bytes, str], asyncio.Future[socket.socket]] = {}
@@ -93,6 +95,24 @@ class StreamPool:
     async def start(self) -> None:
         """Accept streams from now on."""
         await self._transport.serve(self._protocol, self._accepted)
+
+    def open_ahead(self, peer_id: str) -> None:
+        """This peer is likely to be in the next round: have a stream to it by then. Nothing if there is one."""
+
+        async def open_one() -> None:
+            try:
+                sock = await self._transport.open(peer_id, self._protocol, timeout_s=_AHEAD_TIMEOUT_S)
+            except PeersError as error:
+                log.debug("no stream to %s ahead of a round: %s", peer_id, error)
+                return
+            if peer_id in self._outgoing:
+                sock.close()
+            else:
+                self._outgoing[peer_id] = sock
+
+        if not any(peer_id in kept for kept in (self._outgoing, self._better, self._opening)):
+            task = self._opening[peer_id] = asyncio.create_task(open_one())
+            task.add_done_callback(lambda _: self._opening.pop(peer_id, None))
 
     async def connect(
         self,
@@ -174,18 +194,19 @@ class StreamPool:
         for kept in (self._outgoing, self._better):
             if (outgoing := kept.pop(peer_id, None)) is not None:
                 outgoing.close()
-        if (improving := self._improving.get(peer_id)) is not None:
-            improving.cancel()
-        for task in self._idle.pop(peer_id, {}).values():
-            task.cancel()
+        for under_way in (self._improving, self._opening):
+            if (task := under_way.get(peer_id)) is not None:
+                task.cancel()
+        for reading in self._idle.pop(peer_id, {}).values():
+            reading.cancel()
 
     async def close(self) -> None:
         """Close every stream that is not in a round."""
         tasks: list[asyncio.Task[Any]] = [
             task for watched in self._idle.values() for task in watched.values()
         ]
-        tasks += self._improving.values()
-        for peer in {*self._outgoing, *self._better, *self._improving, *self._idle}:
+        tasks += [*self._improving.values(), *self._opening.values()]
+        for peer in {*self._outgoing, *self._better, *self._improving, *self._opening, *self._idle}:
             self.drop(peer)
         for handle in self._expiries:
             handle.cancel()

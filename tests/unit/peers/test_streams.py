@@ -97,6 +97,25 @@ def test_streams_are_joined_blocking_and_kept_across_rounds():
     run(scenario())
 
 
+def test_streams_that_were_opened_ahead_are_those_of_the_next_round():
+    async def scenario():
+        async with pools("a", "b") as (network, (a, b)):
+            for _ in range(3):
+                a.open_ahead("b")
+                b.open_ahead("a")
+                a.open_ahead("nobody")
+            await until(lambda: network.num_opened == 2 and not (a._opening or b._opening))
+            for _ in range(2):
+                streams = await connect_both(a, b, os.urandom(16))
+                assert_joined(*streams)
+                a.give_back(streams[0])
+                b.give_back(streams[1])
+                a.open_ahead("b")
+            assert network.num_opened == 2
+
+    run(scenario())
+
+
 def test_a_discarded_round_is_followed_by_one_on_new_streams():
     async def scenario():
         async with pools("a", "b") as (network, (a, b)):
