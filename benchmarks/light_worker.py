@@ -54,7 +54,7 @@ def main(settings: dict[str, Any]) -> None:
     tokens = 0
     while True:
         time.sleep(settings.get("step_s", 0.0))
-        weights = train_step(weights, target)
+        weights = train_step(weights, target) + np.float32(settings.get("push", 0.0))
         local_step, tokens = local_step + 1, tokens + settings.get("tokens_per_step", 10)
         nominal = epoch * local_steps + local_step
         loss = float(np.square(weights - target).mean()) if settings.get("tells_loss") else None
@@ -72,7 +72,7 @@ def main(settings: dict[str, Any]) -> None:
         weights, epoch, local_step = inn.copy(), answer["epoch"], answer["local_step"]
         if rank in answer["contributors"]:
             tokens = 0
-        record("epoch", **answer)
+        record("epoch", **answer, **({"anchor": weights.tolist()} if settings.get("tells_anchor") else {}))
         if last:
             break
         if settings.get("checkpoints"):

@@ -65,6 +65,8 @@ class Dht:
         self._p2pd = p2pd
         self._p2p = p2p
         self._node, self._kept = node, kept
+        self.initial_peers = frozenset(_by_peer(initial_peers))
+        """Their ids: whom this peer's user has named."""
         self._expiry: dict[tuple[str, str], float] = {}
         self._contacts = Contacts(_by_peer(initial_peers))
         self._initial = _initial_records(transport, node, kept, _by_peer(initial_peers))

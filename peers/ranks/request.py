@@ -48,7 +48,8 @@ async def request_rank(
     """Ask the run's coordinator for a world rank; None when no coordinator answers within `timeout_s`.
 
     `gate` tells whom to take for a coordinator (default: whoever says so), `token` is shown to it. Raises UserError
-    when another live peer holds the wanted rank, or the coordinator refuses this one. Asking again gives the same rank.
+    when another live peer holds the wanted rank, or the coordinator refuses this one, and nobody else who says to be a
+    coordinator grants one: strangers may say so. Asking again gives the same rank.
     """
     gate = gate or Gate.open(run_id)
     deadline = time.monotonic() + timeout_s
@@ -56,15 +57,20 @@ async def request_rank(
     search_until = deadline if wanted is None else time.monotonic() + min(timeout_s, _BRIEF_SEARCH_S)
     while time.monotonic() < deadline:
         records = await coordinators(dht, run_id, gate)
+        refused: UserError | None = None
         for record in records:
             try:
                 # One that has died is in the DHT for a while.
                 left_s = min(_ASK_TIMEOUT_S, deadline - time.monotonic())
                 return await _ask(dht, record, wanted, token, timeout_s=left_s)
             except Refused as error:
-                raise UserError(error.why.advice(dht.peer_id)) from error
+                refused = refused or UserError(error.why.advice(dht.peer_id))
+            except UserError as error:
+                refused = refused or error
             except (PeerUnreachable, ProtocolError) as error:
                 logger.info("coordinator %s gave no rank: %s", record.peer_id, error)
+        if refused is not None:
+            raise refused
         if not records and time.monotonic() > search_until:
             break
         await asyncio.sleep(_RETRY_INTERVAL_S)
@@ -76,7 +82,8 @@ def protocol_of(run_id: str) -> str:
 
 
 async def coordinators(dht: Dht, run_id: str, gate: Gate) -> list[CoordinatorRecord]:
-    """Everyone who says to be the run's coordinator, or in its place, and may be; who said so last first."""
+    """Everyone who says to be the run's coordinator, or in its place, and may be: initial peers before those that
+    the user has not named, then who said so last."""
     found = []
     for peer_id, blob in (await dht.get(COORDINATOR_KEY(run_id))).items():
         try:
@@ -85,7 +92,7 @@ async def coordinators(dht: Dht, run_id: str, gate: Gate) -> list[CoordinatorRec
             found.append(record)
         except ProtocolError as error:
             logger.debug("ignored: %s", error)
-    return sorted(found, key=lambda record: -record.time)
+    return sorted(found, key=lambda record: (record.peer_id not in dht.initial_peers, -record.time))
 
 
 async def _ask(
@@ -130,7 +137,7 @@ def to_message(answer: Grant | Taken | NoneLeft) -> dict[str, Any]:
 def parse_answer(message: dict[str, Any], wanted: int | None) -> Grant:
     """Raises UserError for a taken rank, Refused where that is the answer, ProtocolError for what is none."""
     raise_refusal(message)
-    if message.get("kind") == "taken":
+    if message.get("kind") == "taken" and wanted is not None:
         raise UserError(
             f"world rank {wanted} is taken by the live peer {message.get('holder')!s:.64}; give another --world-rank, "
             "or none and the coordinator assigns one"

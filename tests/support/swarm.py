@@ -27,10 +27,14 @@ class LightSwarm(light_swarm.LightSwarm):
         """What hostile peers do to what they contribute, by rank."""
         self.liars: dict[int, str] = {}
         """How they lie in what they say, by rank: names of diloco.sim.schedules.ALL_LIARS."""
+        self.preparations: dict[int, Callable[[], object]] = {}
+        """What else a process does before it becomes a peer, by rank."""
 
     def preparation_of(self, rank: int) -> Callable[[], object] | None:
         others = [other for pair in self.no_path if rank in pair for other in pair - {rank}]
         namespace = self.namespaces.get(rank, "")
+        if rank in self.preparations:
+            return self.preparations[rank]
         if rank in self.lies:
             return partial(poison, self.lies[rank])
         if rank in self.liars:

@@ -26,6 +26,7 @@ from peers.network.tls import Credentials
 from peers.onlookers.observer import read_swarm
 from peers.ranks.request import request_rank
 from tests.support.closed_swarm import Closed, closed_run
+from tests.support.false_coordinator import GRANT, FalseCoordinator
 from tests.support.flood import Flood
 from tests.support.hostile import Hostile
 from tests.support.swarm import LightPeer, LightSwarm, wait_until
@@ -268,3 +269,28 @@ def test_a_peer_that_is_banned_while_it_trains_is_dropped_at_once_and_told_why(r
     wait_until(lambda: len(back.epochs) > num_epochs, "an epoch of the peer that was let back in")
     back.kill()
     del light.peers[2]
+
+
+@pytest.mark.parametrize("kind", ["without a token", "with a token that it signed itself"])
+def test_a_stranger_that_says_to_be_the_coordinator_is_asked_by_nobody(run, light, tmp_path, kind):
+    """Not even by a newcomer whose user has named it."""
+    why, token_of = STRANGERS[kind]
+    with Hostile(tmp_path, light.initial_peers, RUN_ID) as hostile:
+        hostile.claims["token"] = token_of(run, hostile)
+        stranger = FalseCoordinator(hostile, GRANT)
+        hostile.call(stranger.begin())
+        usual, light.extra = (
+            light.extra,
+            {**light.extra, "initial_peers": [stranger.address, run.address], "world_rank": None},
+        )
+        # Under a name of its own: each is another identity.
+        newcomer = light.start(10 + light.num_started)
+        light.extra = usual
+        wait_until(lambda: newcomer.epochs or newcomer.error, "an epoch of the newcomer")
+        assert newcomer.epochs, newcomer.error
+        assert f"refused {stranger.peer_id} at the DHT: {why}" in newcomer.log
+        assert not stranger.asked
+    newcomer.process.terminate()
+    newcomer.process.join()
+    del light.peers[newcomer.rank]
+    goes_on(light)

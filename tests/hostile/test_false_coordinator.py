@@ -1,0 +1,100 @@
+"""A stranger in an open swarm says to be its coordinator, a newer one than the real, and answers newcomers falsely."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from peers.access.tokens import Why
+from tests.support.closed_swarm import Closed, closed_run
+from tests.support.false_coordinator import GRANT, Answer, FalseCoordinator
+from tests.support.hostile import Hostile
+from tests.support.swarm import LightPeer, LightSwarm, wait_until
+
+RUN_ID = "falsecoordinator"
+FOUNDERS = 2
+JOINS_WITHIN_S = 30.0
+
+ANSWERS: dict[str, Answer] = {
+    "a rank of another": GRANT | {"world_rank": 0},
+    "a million peers to wait for": GRANT | {"galaxy_size": 1_000_000},
+    "the rank is taken": {"kind": "taken", "holder": "somebody"},
+    "no rank is left": {"kind": "none left"},
+    "it is banned": {"kind": "refused", "why": Why.BANNED.value},
+    "garbage": b"\xc1" * 1000,
+    "nothing": None,
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Closed]:
+    with closed_run(tmp_path_factory.mktemp("coordinator"), RUN_ID, admission=False) as coordinated:
+        yield coordinated
+
+
+@pytest.fixture(scope="module")
+def light(run: Closed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LightSwarm]:
+    """Two honest peers, which train through this file. Nobody brings a rank; `start` counts directories."""
+    directory = tmp_path_factory.mktemp("honest")
+    light = LightSwarm(directory, [run.address], RUN_ID, local_steps=5, max_steps=10**9, step_s=0.04)
+    light.extra = {"world_rank": None, "galaxy_size": FOUNDERS}
+    try:
+        for name in range(FOUNDERS):
+            light.start(name)
+        wait_until(lambda: all(peer.epoch >= 1 for peer in light.peers.values()), "the first epoch")
+        # From here on it is the coordinator's to say.
+        light.extra = {"world_rank": None, "galaxy_size": None}
+        yield light
+    finally:
+        light.close()
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_a_newcomer_that_knows_the_coordinator_does_not_ask_another(light, tmp_path, answer):
+    with Hostile(tmp_path, light.initial_peers, RUN_ID) as hostile:
+        liar = FalseCoordinator(hostile, ANSWERS[answer])
+        hostile.call(liar.begin())
+        wait_until(lambda: hostile.call(liar.is_the_newest()), "both records in the DHT")
+        join_and_leave(light)
+        assert not liar.asked
+
+
+@pytest.mark.parametrize("answer", ["it is banned", "the rank is taken", "no rank is left", "garbage"])
+def test_a_newcomer_that_knows_only_a_member_goes_on_to_the_coordinator(light, tmp_path, answer):
+    with Hostile(tmp_path, light.initial_peers, RUN_ID) as hostile:
+        liar = FalseCoordinator(hostile, ANSWERS[answer])
+        hostile.call(liar.begin())
+        wait_until(lambda: hostile.call(liar.is_the_newest()), "both records in the DHT")
+        join_and_leave(light, initial_peers=[light.peers[0].address])
+        assert liar.asked
+
+
+def join_and_leave(light: LightSwarm, **config: Any) -> None:
+    """A newcomer gets a rank that nobody else has, and trains with the others, who go on throughout."""
+    before = {name: peer.epoch for name, peer in light.peers.items()}
+    ranks = {peer.records("start")[-1]["world_rank"] for peer in light.peers.values()}
+    usual, light.extra = light.extra, {**light.extra, **config}
+    newcomer = light.start(light.num_started)
+    light.extra = usual
+    try:
+        wait_until(
+            lambda: newcomer.epochs or not newcomer.process.is_alive(), "an epoch of it", JOINS_WITHIN_S
+        )
+        assert newcomer.epochs, newcomer.error
+        assert newcomer.records("start")[-1]["world_rank"] not in ranks
+        honest = [light.peers[name] for name in before]
+        wait_until(lambda: all(peer.epoch >= before[peer.rank] + 2 for peer in honest), "two more epochs")
+        light.check_digests()
+        for peer in honest:
+            assert peer.process.is_alive() and not peer.error
+            assert "Traceback" not in peer.log, peer.log[-3000:]
+    finally:
+        leave(light, newcomer)
+
+
+def leave(light: LightSwarm, peer: LightPeer) -> None:
+    peer.process.terminate()
+    peer.process.join()
+    del light.peers[peer.rank]
