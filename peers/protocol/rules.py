@@ -1,8 +1,9 @@
 """The rules by which members' pseudo-gradients become one; which one a run has is in its manifest.
 
 mean           weighted by trained tokens; anybody can do anything to it
-clip           weights capped, outliers scaled down to a multiple of the group's median norm: nobody drowns the others,
-               but a minority that pulls one way (flipped signs, say) is followed as far as its weights go
+clip           weights capped, outliers scaled down to 4 times the group's median norm: among six peers or more nobody
+               drowns the others, among fewer one that pulls without end outweighs them; and a minority that pulls one
+               way (flipped signs, say) is followed as far as its weights go
 trimmed-mean   for every value, the members that are farthest out on either side are left out (arXiv 1803.01498)
 centered-clip  for every chunk, members are pulled to within the median distance of a robust centre
                (arXiv 2012.10333; on shares of the vector as in BTARD, arXiv 2106.11257)
