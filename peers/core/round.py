@@ -6,9 +6,9 @@ Leader rule (`leader_of`): the roster, ordered by the hash of head and peer id, 
 is not there, or not on this head, is passed over. So nobody chooses to lead, and a bad leader costs one attempt. Where
 all of the roster is gone, those who hold its state take its place.
 
-Group rule (`_gather`): a group is formed when everybody who trains on this head is ready, or when a quorum of the
-roster is and the grace has passed. Every peer evaluates this for itself from the statuses that it hears, so it knows
-when the leader should have acted.
+Group rule (group.py, `_gather`): a group is formed when everybody who trains on this head is ready, or when a quorum
+of the roster is and the grace has passed. Every peer evaluates this for itself from the statuses that it hears, so it
+knows when the leader should have acted.
 """
 
 from __future__ import annotations
@@ -19,16 +19,13 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cached_property
 
 from peers.core.effects import CancelReduce, Pledge, Reduce, Send, Tell
 from peers.core.events import ReduceFailed
-from peers.core.health import Swarm
-from peers.core.plans import ABSENT_COMMITS, MAX_CLAIMED_RANK, Entry, fault_in, is_quorum, plan_of
-from peers.core.settings import Settings
-from peers.core.timing import Timing
+from peers.core.group import Group, Parts
+from peers.core.plans import Entry
 from peers.core.turn import Turn
-from peers.protocol.certificates import Body, Certificate, Keys, Plan, Verify
+from peers.protocol.certificates import Body, Certificate, Plan
 from peers.protocol.limits import MAX_ATTEMPT
 from peers.protocol.messages import Abort, Decline, OddVote, Propose, Vote
 
@@ -53,17 +50,6 @@ class Lead:
     votes: dict[str, Vote] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Parts:
-    """What rounds of one peer share."""
-
-    keys: Keys
-    verify: Verify
-    settings: Settings
-    timing: Timing
-    swarm: Swarm
-
-
 class Round:
     """`signed`: the last attempt on this head that this peer has signed, in an earlier life; -1: none.
 
@@ -82,9 +68,10 @@ class Round:
         recent: Collection[str],
     ) -> None:
         self._parts, self.parent = parts, parent
-        self._swarm, self._timing, self._settings = parts.swarm, parts.timing, parts.settings
+        self._swarm, self._timing = parts.swarm, parts.timing
         self._me = parts.keys.peer_id
-        self._absent, self._began_at, self._recent = absent, now, recent
+        self._began_at = now
+        self._group = Group(parts, parent, absent=absent, recent=recent)
         self.attempt, self._signed = signed + 1, signed
         self.stage = Stage.GATHER
         self.certificate: Certificate | None = None
@@ -107,15 +94,11 @@ class Round:
         self._followed_at = -math.inf
         self._quorum_at: float | None = None
         self._could_at: float | None = None
-        self._order = self._ordered(self.roster)
+        self._order = self._ordered(self._group.roster)
 
     @property
     def head(self) -> str:
         return self.parent.head
-
-    @cached_property
-    def roster(self) -> frozenset[str]:
-        return frozenset(member.peer_id for member in self.parent.plan.roster)
 
     def _ordered(self, leaders: Collection[str]) -> Sequence[str]:
         return sorted(leaders, key=lambda peer_id: hashlib.sha256(f"{self.head} {peer_id}".encode()).digest())
@@ -140,14 +123,14 @@ class Round:
 
     def missing(self, entry: Entry | None, now: float, *, is_training: bool) -> set[str]:
         """Whom a commit on this head waits for."""
-        ready, expected = self._ready_and_expected(Turn(now), entry, is_training)
+        ready, expected = self._ready_and_expected(Turn(now), entry, is_training=is_training)
         return expected - ready.keys()
 
     # Gathering
 
     def _gather(self, turn: Turn, entry: Entry | None, is_training: bool) -> bool:
-        ready, expected = self._ready_and_expected(turn, entry, is_training)
-        if not self._is_enough(turn, ready):
+        ready, expected = self._ready_and_expected(turn, entry, is_training=is_training)
+        if not self._group.is_enough(turn, ready):
             self._quorum_at = self._could_at = None
             return False
         self._quorum_at = turn.now if self._quorum_at is None else self._quorum_at
@@ -183,50 +166,16 @@ class Round:
         return True
 
     def _ready_and_expected(
-        self, turn: Turn, entry: Entry | None, is_training: bool
+        self, turn: Turn, entry: Entry | None, *, is_training: bool
     ) -> tuple[dict[str, Entry], set[str]]:
-        """Who is ready to commit on this head, and who is to be waited for.
-
-        Those who have spoilt attempts are left out of both, as many of them as there are enough without.
-        """
-        head, epoch = self.head, self.parent.plan.epoch
-        ready = {} if entry is None else {self._me: entry}
-        expected = {self._me} if is_training or entry is not None else set()
-        for peer_id, status in self._swarm.live():
-            if self.parent.is_genesis and not status.head and peer_id in self.roster:
-                # A founder that is about to begin.
-                expected.add(peer_id)
-            if status.phase not in ("training", "ready", "fetching"):
-                continue
-            is_here = status.head == head
-            if is_here and status.work is not None and status.work.based_on <= epoch:
-                ready[peer_id] = Entry(status.world_rank, status.work)
-            if is_here or status.head in self._recent:
-                # The latter is about to hear of the last commit, or repeats it.
-                expected.add(peer_id)
-        others = ready.keys() | expected
-        out = self._swarm.left_out(epoch) & others - {self._me}
-        if self.attempt > 0:
-            # Who is not in the roster yet has one attempt a head: anybody may say that it is ready.
-            out |= others - self.roster - {self._me}
-        for left_out in (out | self._suspects, out, self._last_suspects):
-            left = {peer_id: mine for peer_id, mine in ready.items() if peer_id not in left_out}
-            if self._is_enough(turn, left):
-                return left, expected - left_out
-        return ready, expected
-
-    def _is_enough(self, turn: Turn, ready: Mapping[str, Entry]) -> bool:
-        """A quorum of the roster; or fewer, where this peer can do without all others of it."""
-        if not ready or len(ready) < self._settings.aggregation.least_group:
-            return False
-        if is_quorum(ready, self.parent, self._settings.quorum):
-            return True
-        others = self.roster - ready.keys()
-        return self._me not in others and all(self._can_do_without(turn, peer_id) for peer_id in others)
-
-    def _can_do_without(self, turn: Turn, peer_id: str) -> bool:
-        """It is gone, or has gone on elsewhere."""
-        return self._swarm.is_gone(peer_id) or self._swarm.has_gone_on(peer_id, turn)
+        return self._group.ready_and_expected(
+            turn,
+            entry,
+            is_training=is_training,
+            attempt=self.attempt,
+            suspects=self._suspects,
+            last_suspects=self._last_suspects,
+        )
 
     def _can_lead(self, peer_id: str) -> bool:
         status = self._swarm.status(peer_id)
@@ -236,15 +185,7 @@ class Round:
 
     def _begin_to_lead(self, turn: Turn, ready: Mapping[str, Entry], *, is_complete: bool) -> None:
         assert self._quorum_at is not None
-        plan = plan_of(
-            self.parent,
-            self.attempt,
-            ready,
-            # Members may disagree who is gone: then they go on with all of them.
-            off=self._off(ready) if self.attempt == 0 else (),
-            data_width=self._data_width(ready),
-            settings=self._settings,
-        )
+        plan = self._group.plan_of(self.attempt, ready)
         self.gathered = turn.now - self._quorum_at, is_complete
         self._lead = Lead(plan, turn.now + self._timing.attempt_s)
         for peer_id in ready:
@@ -252,24 +193,6 @@ class Round:
                 turn.do(Send(peer_id, Propose(plan=plan)))
         if self._me in ready:
             self._accept(turn, plan)
-
-    def _off(self, entries: Mapping[str, Entry]) -> set[str]:
-        """Members that left, or are gone and were not in the last commits."""
-        return {
-            peer_id
-            for peer_id in self.roster - entries.keys() - {self._me}
-            if self._swarm.has_left(peer_id)
-            or (self._swarm.is_gone(peer_id) and self._absent.get(peer_id, 0) + 1 >= ABSENT_COMMITS)
-        }
-
-    def _data_width(self, entries: Mapping[str, Entry]) -> int:
-        ranks = [member.world_rank for member in self.parent.plan.roster]
-        ranks += [
-            min(status.world_rank, MAX_CLAIMED_RANK)
-            for _, status in self._swarm.live()
-            if status.head == self.head
-        ]
-        return 1 + max(*ranks, *(min(entry.claimed_rank, MAX_CLAIMED_RANK) for entry in entries.values()), 0)
 
     def on_vote(self, turn: Turn, sender: str, vote: Vote) -> None:
         lead = self._lead
@@ -376,36 +299,19 @@ class Round:
             self._fail(turn, "the group was formed with other work than is here")
             return
         present = {contributor.peer_id for contributor in plan.contributors}
-        others = self.roster - present
-        if fault := self._fault_in(plan):
+        others = self._group.roster - present
+        if fault := self._group.fault_in(plan):
             self._strike(turn, leader, f"it proposes {fault}")
-        elif not is_quorum(present, self.parent, self._settings.quorum) and not all(
-            self._can_do_without(turn, peer_id) for peer_id in others
-        ):
+        elif not self._group.is_quorum(present) and not self._group.can_do_without(turn, others):
             fault = f"a group of {len(present)} is no quorum, and others are there"
         if fault:
             self._decline(turn, leader, plan.attempt, fault)
             self._fail(turn, f"its leader {leader} proposes {fault}")
             return
         if self._quorum_at is not None:
-            _, expected = self._ready_and_expected(turn, entry, True)
+            _, expected = self._ready_and_expected(turn, entry, is_training=True)
             self.gathered = turn.now - self._quorum_at, expected <= present
         self._accept(turn, plan)
-
-    def _fault_in(self, plan: Plan) -> str:
-        statuses = {c.peer_id: self._swarm.status(c.peer_id) for c in plan.contributors}
-        entries = {c.peer_id: Entry(c.world_rank, c.work) for c in plan.contributors}
-        return fault_in(
-            plan,
-            self.parent,
-            claimed_ranks={
-                peer_id: status.world_rank for peer_id, status in statuses.items() if status is not None
-            }
-            | {self._me: entries[self._me].claimed_rank},
-            off_allowed=self._off(entries),
-            data_width=self._data_width(entries),
-            settings=self._settings,
-        )
 
     def _accept(self, turn: Turn, plan: Plan) -> None:
         self._plan, self.stage, self.held = plan, Stage.REDUCE, None
@@ -546,7 +452,7 @@ class Round:
 
     def _usual_attempt(self) -> int:
         """That half of those on this head have reached."""
-        head, roster = self.head, self.roster
+        head, roster = self.head, self._group.roster
         attempts = [
             status.attempt
             for peer_id, status in self._swarm.live()

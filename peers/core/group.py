@@ -1,0 +1,155 @@
+"""The group rule: who is in the next commit on a head, whom it waits for, and when those who are ready are enough.
+
+Everybody who trains on the head is waited for, within the grace (round.py); a quorum of the roster is enough; and fewer
+are, where this peer can do without all others. Every member evaluates this for itself, and checks the leader's plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from peers.core.health import Swarm
+from peers.core.plans import ABSENT_COMMITS, MAX_CLAIMED_RANK, Entry, fault_in, is_quorum, plan_of
+from peers.core.settings import Settings
+from peers.core.timing import Timing
+from peers.core.turn import Turn
+from peers.protocol.certificates import Certificate, Keys, Plan, Verify
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What rounds of one peer share."""
+
+    keys: Keys
+    verify: Verify
+    settings: Settings
+    timing: Timing
+    swarm: Swarm
+
+
+class Group:
+    """Of the commit that follows `parent`, as this peer sees it.
+
+    `absent`: members of the roster that were not in the last commits, and how many. `recent`: the heads before this
+    one.
+    """
+
+    def __init__(
+        self, parts: Parts, parent: Certificate, *, absent: Mapping[str, int], recent: Collection[str]
+    ) -> None:
+        self._parent, self._absent, self._recent = parent, absent, recent
+        self._swarm, self._settings = parts.swarm, parts.settings
+        self._me = parts.keys.peer_id
+
+    @cached_property
+    def roster(self) -> frozenset[str]:
+        return frozenset(member.peer_id for member in self._parent.plan.roster)
+
+    def ready_and_expected(
+        self,
+        turn: Turn,
+        entry: Entry | None,
+        *,
+        is_training: bool,
+        attempt: int,
+        suspects: frozenset[str],
+        last_suspects: frozenset[str],
+    ) -> tuple[dict[str, Entry], set[str]]:
+        """Who is ready to commit on this head, and who is to be waited for. `entry`: this peer's own work.
+
+        Those who have spoilt attempts are left out of both, as many of them as there are enough without: first all
+        `suspects` of attempts on this head, else those of the last one.
+        """
+        head, epoch = self._parent.head, self._parent.plan.epoch
+        ready = {} if entry is None else {self._me: entry}
+        expected = {self._me} if is_training or entry is not None else set()
+        for peer_id, status in self._swarm.live():
+            if self._parent.is_genesis and not status.head and peer_id in self.roster:
+                # A founder that is about to begin.
+                expected.add(peer_id)
+            if status.phase not in ("training", "ready", "fetching"):
+                continue
+            is_here = status.head == head
+            if is_here and status.work is not None and status.work.based_on <= epoch:
+                ready[peer_id] = Entry(status.world_rank, status.work)
+            if is_here or status.head in self._recent:
+                # The latter is about to hear of the last commit, or repeats it.
+                expected.add(peer_id)
+        others = ready.keys() | expected
+        out = self._swarm.left_out(epoch) & others - {self._me}
+        if attempt > 0:
+            # Who is not in the roster yet has one attempt a head: anybody may say that it is ready.
+            out |= others - self.roster - {self._me}
+        for left_out in (out | suspects, out, last_suspects):
+            left = {peer_id: mine for peer_id, mine in ready.items() if peer_id not in left_out}
+            if self.is_enough(turn, left):
+                return left, expected - left_out
+        return ready, expected
+
+    def is_enough(self, turn: Turn, ready: Collection[str]) -> bool:
+        """Whether these may commit."""
+        if not ready or len(ready) < self._settings.aggregation.least_group:
+            return False
+        if self.is_quorum(ready):
+            return True
+        others = self.roster.difference(ready)
+        return self._me not in others and self.can_do_without(turn, others)
+
+    def is_quorum(self, present: Collection[str]) -> bool:
+        return is_quorum(present, self._parent, self._settings.quorum)
+
+    def can_do_without(self, turn: Turn, others: Collection[str]) -> bool:
+        """Each of them is gone, or has gone on elsewhere."""
+        return all(
+            self._swarm.is_gone(peer_id) or self._swarm.has_gone_on(peer_id, turn) for peer_id in others
+        )
+
+    # Plans
+
+    def plan_of(self, attempt: int, ready: Mapping[str, Entry]) -> Plan:
+        """What this peer proposes as the leader of this attempt."""
+        return plan_of(
+            self._parent,
+            attempt,
+            ready,
+            # Members may disagree who is gone: then they go on with all of them.
+            off=self._off(ready) if attempt == 0 else (),
+            data_width=self._data_width(ready),
+            settings=self._settings,
+        )
+
+    def fault_in(self, plan: Plan) -> str:
+        """Why this peer does not take part in another one's plan; empty: nothing is wrong with it."""
+        statuses = {c.peer_id: self._swarm.status(c.peer_id) for c in plan.contributors}
+        entries = {c.peer_id: Entry(c.world_rank, c.work) for c in plan.contributors}
+        return fault_in(
+            plan,
+            self._parent,
+            claimed_ranks={
+                peer_id: status.world_rank for peer_id, status in statuses.items() if status is not None
+            }
+            | {self._me: entries[self._me].claimed_rank},
+            off_allowed=self._off(entries),
+            data_width=self._data_width(entries),
+            settings=self._settings,
+        )
+
+    def _off(self, entries: Mapping[str, Entry]) -> set[str]:
+        """Members that left, or are gone and were not in the last commits."""
+        return {
+            peer_id
+            for peer_id in self.roster - entries.keys() - {self._me}
+            if self._swarm.has_left(peer_id)
+            or (self._swarm.is_gone(peer_id) and self._absent.get(peer_id, 0) + 1 >= ABSENT_COMMITS)
+        }
+
+    def _data_width(self, entries: Mapping[str, Entry]) -> int:
+        ranks = [member.world_rank for member in self._parent.plan.roster]
+        ranks += [
+            min(status.world_rank, MAX_CLAIMED_RANK)
+            for _, status in self._swarm.live()
+            if status.head == self._parent.head
+        ]
+        return 1 + max(*ranks, *(min(entry.claimed_rank, MAX_CLAIMED_RANK) for entry in entries.values()), 0)
