@@ -95,7 +95,9 @@ class VirtualWorker:
 
     def _arrive(self) -> None:
         self._daemon.told(self, StateOffered(self._daemon.offered.offer))
-        self._daemon.told(self, WorkerWaits())
+        if self.is_running:
+            # What came of that offer may have been its end.
+            self._daemon.told(self, WorkerWaits())
 
     def _go_on(self, answer: Answer) -> None:
         self._epoch, self._local_step = answer.epoch, answer.local_step
