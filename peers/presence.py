@@ -58,6 +58,7 @@ class Presence:
         gate: Gate,
     ) -> None:
         self._gate = gate
+        self.me = identity.peer_id
         self._run_id, self._identity, self._dht = run_id, identity, dht
         self._describe, self._on_change = describe, on_change
         self._galaxy_size = galaxy_size
@@ -83,8 +84,8 @@ class Presence:
 
     @property
     def view(self) -> View:
-        """Every live peer by world rank, this one included."""
-        return {**self.mesh.view, self.world_rank: self._describe()}
+        """Every live peer by peer id, this one included."""
+        return {peer.peer_id: peer for peer in (*self.mesh.peers, self._describe())}
 
     async def enter(self, wanted_rank: int | None) -> None:
         """Obtain the world rank, and meet everybody who is there before anything is decided on who is not.

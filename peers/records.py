@@ -216,8 +216,8 @@ def _are_paths(value: Any) -> bool:
 TRAINING_STATES = frozenset({"training", "averaging"})
 """States of a peer that counts for what the swarm has reached."""
 
-View = Mapping[int, Announcement]
-"""World rank -> newest announcement, of live peers only, this peer itself included."""
+View = Mapping[str, Announcement]
+"""Peer id -> newest announcement, of live peers only, this peer itself included."""
 
 Checks = Mapping[str, Callable[[Any], bool]]
 

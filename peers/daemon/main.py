@@ -195,7 +195,8 @@ class Daemon:
         self._tasks: list[asyncio.Task[Any]] = []
         self._runtime: Runtime | None = None
         self._news = ("", "")
-        self._trainers: frozenset[int] = frozenset()
+        self._trainers: dict[str, int] = {}
+        """World ranks, by peer id."""
         self._met: frozenset[str] = frozenset()
         self._network = Network(
             run_id=config.run_id,
@@ -290,7 +291,7 @@ class Daemon:
             identity=self._identity,
             dht=self._dht,
             admission=self._admission,
-            view=lambda: self._presence.view,
+            view=lambda: {peer.world_rank: peer for peer in self._presence.view.values()},
         )
         self._spawn(self._stand_in.run())
         await self._pool.start()
@@ -451,30 +452,27 @@ class Daemon:
 
     def _view_changed(self) -> None:
         view = self._presence.view
-        met = frozenset(peer.peer_id for peer in self._presence.mesh.peers)
+        met = frozenset(view) - {self._identity.peer_id}
         for peer_id in self._met - met:
             self._pool.drop(peer_id)
         self._met = met
         if self._stand_in is not None:
             self._stand_in.view_changed()
-        trainers = frozenset(r for r, peer in view.items() if peer.state in TRAINING_STATES)
-        lost = self._trainers - view.keys()
-        self._trainers = trainers
+        lost = sorted(rank for peer_id, rank in self._trainers.items() if peer_id not in view)
+        self._trainers = {p: peer.world_rank for p, peer in view.items() if peer.state in TRAINING_STATES}
         # A peer that leaves hangs up itself.
         if lost and self._runtime is not None and self._standing.state != "leaving":
-            lost_ranks = ", ".join(map(str, sorted(lost)))
+            lost_ranks = ", ".join(map(str, lost))
             log.warning("lost peer %s", lost_ranks)
             self._host.journal.happened(time.time(), f"lost peer {lost_ranks}")
             if self._config.fail_rank_drop and not self._failed.done():
                 self._failed.set_exception(
-                    PeersError(f"lost peer {sorted(lost)}, and --hv.fail-rank-drop is set")
+                    PeersError(f"lost peer {lost_ranks}, and --hv.fail-rank-drop is set")
                 )
         self._reports.changed()
 
     def _received(self, sender: Announcement, message: dict[str, Any]) -> None:
         """A message from a live peer. Raises ProtocolError, which costs it the channel."""
-        if sender.world_rank == self._presence.world_rank:
-            raise ProtocolError(f"claims this peer's own world rank {sender.world_rank}")
         if message.get("kind") == "core":
             blob = message.get("message")
             parsed = decode(blob if isinstance(blob, bytes) else b"")

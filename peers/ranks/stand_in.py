@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from peers.access.service import AdmissionService
 from peers.dht import Dht
@@ -19,7 +19,7 @@ from peers.identity import Identity
 from peers.ranks.ledger import Ledger, of_stand_in
 from peers.ranks.registrar import ANNOUNCE_INTERVAL_S, Registrar, announce, announcements
 from peers.ranks.request import HOLDER_TIMEOUT_S, coordinators, protocol_of
-from peers.records import View
+from peers.records import Announcement
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class StandIn:
         identity: Identity,
         dht: Dht,
         admission: AdmissionService,
-        view: Callable[[], View],
+        view: Callable[[], Mapping[int, Announcement]],
     ) -> None:
         self._run_id, self._world_rank, self._identity = run_id, world_rank, identity
         self._dht, self._admission, self._view = dht, admission, view
@@ -103,7 +103,7 @@ class StandIn:
     def _is_lowest(self) -> bool:
         return self._is_lowest_of(self._view())
 
-    def _is_lowest_of(self, view: View) -> bool:
+    def _is_lowest_of(self, view: Mapping[int, Announcement]) -> bool:
         present = (rank for rank, peer in view.items() if peer.state != "leaving")
         return self._world_rank == min(present, default=-1)
 
