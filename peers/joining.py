@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from peers.errors import UserError
 from peers.protocol.rules import RULES
-from peers.records import Announcement, View
+from peers.records import NO_RANK, Announcement, View
 from peers.schedule import Schedule
 
 Scalar = str | int | float | bool | None
@@ -103,9 +103,10 @@ def manifest_source(
 ) -> Announcement | Literal["own"] | None:
     """Whose manifest to adopt. None: wait on. The view includes this peer.
 
-    Of a run that has begun, the one that most of its peers have; before that the lowest rank's.
+    Of a run that has begun, the one that most of its peers have; before that the lowest rank's, and of peers that have
+    none yet the smallest peer id's.
     """
-    order = sorted(view.values(), key=lambda peer: (peer.world_rank, peer.peer_id))
+    order = sorted(view.values(), key=lambda p: (p.world_rank == NO_RANK, p.world_rank, p.peer_id))
     holders = [peer for peer in order if peer.peer_id != me and peer.manifest_digest]
     if running := [peer for peer in holders if peer.head]:
         counts = Counter(peer.manifest_digest for peer in running)

@@ -59,6 +59,14 @@ def test_before_a_run_has_begun_the_manifest_of_the_lowest_world_rank_counts():
     assert source(a, me="a", waited_out=True) == source(replace(a, world_rank=0), me="a") == "own"
 
 
+def test_of_peers_that_have_no_world_rank_yet_the_smallest_peer_id_counts():
+    a, b, c = (announced(p, world_rank=-1) for p in "abc")
+    assert [source(a, b, c, me=p) for p in "abc"] == ["own", None, None]
+    assert source(replace(c, world_rank=7), a, b, me="c") == "own"
+    assert source(a, me="a", galaxy_size=1) == "own"
+    assert source(a, me="a") is None
+
+
 def test_of_a_run_that_has_begun_the_manifest_counts_that_most_have():
     a = announced("a", world_rank=0, head="", manifest_digest="aa")
     b = announced("b", world_rank=1, head="h", manifest_digest="bb")
