@@ -70,7 +70,7 @@ def main(settings: dict[str, Any]) -> None:
         link.send("collect")
         answer = link.receive("committed")
         weights, epoch, local_step = inn.copy(), answer["epoch"], answer["local_step"]
-        if rank in answer["contributors"]:
+        if answer["world_rank"] in answer["contributors"]:
             tokens = 0
         record("epoch", **answer, **({"anchor": weights.tolist()} if settings.get("tells_anchor") else {}))
         if last:

@@ -71,15 +71,15 @@ class Checkpoints:
         self._making = threading.Lock()
         """Held while a directory is made and noted, and by whoever has discarded it: none is made after that."""
         self._fetched = contextlib.ExitStack()
-        self._world_rank: int | None = None
-        self._is_restored = self._has_saved = False
+        self._registered: int | None = None
+        """The world rank of which others know that it has saved."""
+        self._is_restored = False
         self._skipped: list[str] = []
         """What was wrong with checkpoints that were passed over."""
         self._num_told = 0
 
     def restore(self, world_rank: int | None) -> Restored | None:
         """Load the checkpoint that the configuration names into model and optimizer. Raises UserError."""
-        self._world_rank = world_rank
         if self._config.interval is not None:
             self._saved_at_ms = on_rank_zero(lambda: registered(self._store, self._config.path, world_rank))
         found = fetched(
@@ -151,7 +151,7 @@ class Checkpoints:
         )
         self._loss = None
         self._number += 1
-        save = _Save(step, part, staging, copies, metadata, mark, outer_files)
+        save = _Save(step, outer.world_rank, part, staging, copies, metadata, mark, outer_files)
         self._saver.begin(step, lambda: self._write(save), blocked_s=time.monotonic() - began_at)
 
     def events(self) -> list[dict[str, Any]]:
@@ -224,11 +224,11 @@ class Checkpoints:
         mark = replace(save.mark, files=files, saved_at_ms=self._saved_at_ms, head=save.outer.wait().head)
         write_mark(save.staging, mark)
         self._store.finish(save.staging, save.step, save.part)
-        if self._world_rank is not None and not self._has_saved:
+        if save.world_rank not in (None, self._registered):
             # Else with the next one: this one is whole.
             with contextlib.suppress(OSError):
-                self._store.register(self._world_rank, has_saved=True)
-                self._has_saved = True
+                self._store.register(save.world_rank, has_saved=True)
+                self._registered = save.world_rank
 
     def _agreed(self, action: Callable[[], T]) -> list[T]:
         """What the action returned on every rank. Raises OSError on all where it raised on one."""
@@ -264,6 +264,7 @@ class _Save:
     """One rank's part of a save."""
 
     step: int
+    world_rank: int | None
     part: str
     staging: Path
     tensors: Mapping[str, Tensor]

@@ -101,7 +101,7 @@ class HvConfig:
     galaxy_size: Annotated[Count | None, Parameter(alias="--galaxy-size")] = None
     """Peers to wait for before step 1; default: those the coordinator knows, else 1."""
     world_rank: Annotated[Whole | None, Parameter(alias="--world-rank")] = None
-    """This peer's number in the swarm, from 0; default: the coordinator assigns one."""
+    """This peer's number in the swarm, from 0; default: the coordinator's choice, without one the lowest free."""
     local_steps: Count = field(default=500, metadata=SHARED)
     """Inner steps between two averagings of the same weights (H)."""
     local_time: Annotated[float | None, Parameter(converter=duration, metavar="SECONDS")] = field(

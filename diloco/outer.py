@@ -234,6 +234,7 @@ class Diloco:
             epoch=self.epoch,
             local_step=self.local_step,
         )
+        self.world_rank = int(start["world_rank"])
         if not start["keep_local"]:
             exchange.take()
             self.tokens = [0] * len(self.tokens)
@@ -289,6 +290,7 @@ class Diloco:
         assert flight is not None
         started_at = time.monotonic()
         answer = exchange.ask("collect", "committed")
+        self.world_rank = int(answer["world_rank"])
         if self.local_step > flight.local_step:
             exchange.merge(flight.fragment, mixing=self._scheduled.mixing)
         else:

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco.metrics_file import figure, size
+from peers.records import shown_rank
 
 Peer = Mapping[str, Any]
 
@@ -50,7 +51,7 @@ def _title(swarm: Mapping[str, Any]) -> Text:
 
 
 _COLUMNS: Sequence[tuple[str, str, Callable[[Peer], str]]] = (
-    ("rank", "right", lambda peer: str(peer["world_rank"])),
+    ("rank", "right", lambda peer: shown_rank(peer["world_rank"])),
     ("state", "left", lambda peer: peer["state"]),
     ("epoch", "right", lambda peer: str(peer["epoch"])),
     ("step", "right", lambda peer: str(peer["step"])),
@@ -123,7 +124,9 @@ def _failures(entry: Mapping[str, Any]) -> str:
 def _event(event: Mapping[str, Any]) -> Text:
     clock = time.strftime("%H:%M:%S", time.localtime(event["time"]))
     said = event["said_by"] is not None
-    return Text(f"{clock} peer {event['world_rank']}{':' if said else ''} {event['what']}", style="dim")
+    return Text(
+        f"{clock} peer {shown_rank(event['world_rank'])}{':' if said else ''} {event['what']}", style="dim"
+    )
 
 
 def _decimals(value: object, digits: int) -> str:

@@ -39,8 +39,8 @@ def daemon_config(
     hv = config.hv
     if hv.world_rank is None and not hv.initial_peers:
         raise UserError(
-            "--initial-peers is missing: the address that `diloco dht start` printed. Without a coordinator, choose "
-            "this peer's number with --world-rank."
+            "--initial-peers is missing: the address that `diloco dht start` printed. To begin a run without "
+            "a coordinator, give its first peer --world-rank 0."
         )
     # Only to see whether they can be read: the daemon reads them itself, so that no secret is among its arguments.
     AdmissionSettings(

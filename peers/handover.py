@@ -11,6 +11,8 @@ import torch
 class Start:
     """Where a worker begins; what `start` says. The weights are in *in*, unless it keeps its own."""
 
+    world_rank: int
+    """By which data is dealt out: what it was told before was a claim, which the certificate may not have met."""
     epoch: int
     local_step: int
     data_base: int
@@ -67,6 +69,7 @@ class EpochFigures:
 class Outcome(EpochFigures):
     """What the worker's `committed` says: the figures, and where it goes on from."""
 
+    world_rank: int
     local_step: int
     data_base: int
     shifted: list[int]

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from peers.errors import UserError
 from peers.protocol.rules import RULES
-from peers.records import Announcement, View
+from peers.records import NO_RANK, Announcement, View
 from peers.schedule import Schedule
 
 Scalar = str | int | float | bool | None
@@ -102,20 +102,22 @@ def _short(value: Scalar) -> str:
 
 
 def manifest_source(
-    view: View, *, me: int, galaxy_size: int, waited_out: bool
+    view: View, *, me: str, galaxy_size: int, waited_out: bool
 ) -> Announcement | Literal["own"] | None:
     """Whose manifest to adopt. None: wait on. The view includes this peer.
 
-    Of a run that has begun, the one that most of its peers have; before that the lowest rank's.
+    Of a run that has begun, the one that most of its peers have; before that the lowest rank's, and of peers that have
+    none yet the smallest peer id's.
     """
-    holders = [peer for rank, peer in sorted(view.items()) if rank != me and peer.manifest_digest]
+    order = sorted(view.values(), key=lambda p: (p.world_rank == NO_RANK, p.world_rank, p.peer_id))
+    holders = [peer for peer in order if peer.peer_id != me and peer.manifest_digest]
     if running := [peer for peer in holders if peer.head]:
         counts = Counter(peer.manifest_digest for peer in running)
         most = max(counts.values())
         return next(peer for peer in running if counts[peer.manifest_digest] == most)
     if holders:
         return holders[0]
-    lowest = me == min(view)
-    if lowest and (me == 0 or len(view) >= galaxy_size or waited_out):
+    is_lowest = order[0].peer_id == me
+    if is_lowest and (order[0].world_rank == 0 or len(view) >= galaxy_size or waited_out):
         return "own"
     return None

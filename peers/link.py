@@ -9,7 +9,7 @@ talks; what it says stands for all ranks of the peer, which agree among themselv
     hello {layout, local_rank, ...}     ->
                                         <-   welcome {run_id, world_rank} + 2 file descriptors a fragment
     offer {resume}                      ->   (*out* holds the worker's initial weights)
-                                        <-   start {epoch, local_step, ...}       (*in* holds the weights to start from)
+                                        <-   start {world_rank, epoch, ...}       (*in* holds the weights to start from)
     ready {fragment, epoch, tokens, ..} ->   (*out* holds the fragment; it is not to be written to until the answer)
     progress {step, loss, ...}          ->   (at any time)
     collect {}                          ->   (at once, or when the worker has trained on meanwhile)

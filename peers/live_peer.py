@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -33,7 +32,7 @@ class LivePeer:
     """The other end of a channel: its newest status, what it is yet to be sent, how long it has not answered."""
 
     def __init__(self, channel: Channel, status: Announcement) -> None:
-        self.channel, self.status, self.status_at = channel, status, time.monotonic()
+        self.channel, self.status = channel, status
         self._num_unanswered, self._quiet_at = 0, QUIET_BEATS
         self._queue: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue(_MAX_QUEUED)
 
@@ -45,10 +44,9 @@ class LivePeer:
     def is_doubted(self) -> bool:
         return self._num_unanswered >= DOUBT_BEATS
 
-    def heard(self) -> bool:
-        """It has said something. True: after it was quiet."""
-        was_quiet, self._num_unanswered = self.is_quiet, 0
-        return was_quiet
+    def heard(self) -> None:
+        """It has said something."""
+        self._num_unanswered = 0
 
     def enqueue(self, message: dict[str, Any] | None) -> None:
         """None ends the channel, once all before it is sent."""
@@ -64,7 +62,6 @@ class LivePeer:
         interval_s: Callable[[], float],
         *,
         on_doubt: Callable[[], None],
-        on_quiet: Callable[[], None],
     ) -> None:
         clock = asyncio.get_running_loop().time
         beat_at = clock() + interval_s()
@@ -76,14 +73,12 @@ class LivePeer:
                         message = await self._queue.get()
                 except TimeoutError:
                     message = {"kind": "status", "status": status()}
-                    was_quiet, interval = self.is_quiet, interval_s()
+                    interval = interval_s()
                     beat_at = clock() + interval
                     self._num_unanswered += 1
                     self._quiet_at = max(QUIET_BEATS, math.ceil(QUIET_S / interval))
                     if self._num_unanswered == DOUBT_BEATS:
                         on_doubt()
-                    if self.is_quiet and not was_quiet:
-                        on_quiet()
                 if message is None:
                     self.channel.break_off()
                     return

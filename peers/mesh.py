@@ -37,8 +37,6 @@ REDIAL_AFTER_S = 1.0
 LET_THE_OTHER_DIAL_S, LET_THE_OTHER_REDIAL_S = 3.0, 0.5
 LET_OURS_BE_ANSWERED_S = 1.0
 """For so long a call is not answered that has crossed our own."""
-REGAIN_S = 3.0
-"""For so long a peer whose channel broke may be back: death and a cut connection look alike at first."""
 MAX_DIALLED = 32
 """Peers that are dialled at once: anybody can put records of peers into the DHT that do not exist."""
 
@@ -74,7 +72,7 @@ class StreamOpener(Protocol):
 
 
 class Mesh:
-    """Used from one event loop. `view` holds the newest status of every live peer by world rank, without this one."""
+    """Used from one event loop. `peers` holds the newest status of every live peer but this one."""
 
     def __init__(
         self,
@@ -99,8 +97,6 @@ class Mesh:
         # Who has our status and owes its own; whose status has come and who gets ours.
         self._introducing: set[str] = set()
         self._answering: set[str] = set()
-        # By peer id, those whose channel broke in the last REGAIN_S.
-        self._lost: dict[str, Announcement] = {}
         # Whose last call came to nothing for certain.
         self._gone: set[str] = set()
         self._dials = asyncio.Semaphore(MAX_DIALLED)
@@ -117,29 +113,8 @@ class Mesh:
         return None if self._peers else self._turned_away
 
     @property
-    def view(self) -> Mapping[int, Announcement]:
-        return {rank: peer.status for rank, peer in self._holders().items()}
-
-    @property
-    def quiet(self) -> frozenset[int]:
-        """World ranks of those that have said nothing for a while, and may yet."""
-        return frozenset(rank for rank, peer in self._holders().items() if peer.is_quiet)
-
-    @property
-    def lost(self) -> Mapping[int, Announcement]:
-        """Last statuses of those whose channel broke a moment ago, by world rank: they may be back at once."""
-        view = self.view
-        return {peer.world_rank: peer for peer in self._lost.values() if peer.world_rank not in view}
-
-    @property
-    def ages(self) -> Mapping[int, float]:
-        """Seconds since each of the statuses in `view` came."""
-        now = time.monotonic()
-        return {rank: now - peer.status_at for rank, peer in self._holders().items()}
-
-    @property
     def peers(self) -> list[Announcement]:
-        """The newest status of every live peer; here even two that claim one rank both appear."""
+        """The newest status of every live peer, also of several that claim one world rank."""
         return [peer.status for peer in self._peers.values()]
 
     async def start(self) -> None:
@@ -172,13 +147,8 @@ class Mesh:
             return "here"
         return "gone" if peer_id in self._gone else "silent"
 
-    def send(self, world_rank: int, message: dict[str, Any]) -> None:
-        """Queue a message; one to a peer that is gone is dropped, as a broken channel would drop it."""
-        if (peer := self._holders().get(world_rank)) is not None:
-            peer.enqueue(message)
-
     def send_to(self, peer_id: str, message: dict[str, Any]) -> None:
-        """The same, by peer id."""
+        """Queue a message; one to a peer that is gone is dropped, as a broken channel would drop it."""
         if (peer := self._peers.get(peer_id)) is not None:
             peer.enqueue(message)
 
@@ -197,14 +167,6 @@ class Mesh:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._lost.clear()
-
-    def _holders(self) -> dict[int, LivePeer]:
-        """By world rank: of several that claim one, whoever has been here longest."""
-        holders: dict[int, LivePeer] = {}
-        for peer in self._peers.values():
-            holders.setdefault(peer.status.world_rank, peer)
-        return holders
 
     def _spawn(self, coroutine: Any) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.create_task(coroutine)
@@ -337,7 +299,6 @@ class Mesh:
             peer.enqueue(message)
         for peer_id in banned:
             log.warning("peer %d (%s) is banned", self._peers[peer_id].status.world_rank, peer_id)
-            self._lost.pop(peer_id, None)
             self._peers.pop(peer_id).enqueue(None)
         if banned:
             self._on_change()
@@ -346,7 +307,6 @@ class Mesh:
         """From now on this is the channel to the peer; a newer one replaces an older one."""
         if (older := self._peers.get(peer_id)) is not None:
             older.channel.break_off()
-        self._lost.pop(peer_id, None)
         peer = self._peers[peer_id] = LivePeer(channel, status)
         if self._gate.bans_blob:
             peer.enqueue(bans.to_message(self._gate.bans_blob))
@@ -366,7 +326,6 @@ class Mesh:
                 self._recent_status,
                 lambda: heartbeat_s(len(self._peers)),
                 on_doubt=doubt,
-                on_quiet=self._on_change,
             )
         )
         # It outlives the channel: a flood is not to begin anew with every new one.
@@ -376,8 +335,7 @@ class Mesh:
         try:
             while True:
                 message = await peer.channel.receive(timeout_s=silence_s(len(self._peers)))
-                if peer.heard():
-                    self._on_change()
+                peer.heard()
                 size, read_bytes = peer.channel.received_bytes - read_bytes, peer.channel.received_bytes
                 allowance.spend(size, time.monotonic())
                 self._received(peer, peer_id, message)
@@ -398,8 +356,6 @@ class Mesh:
                     and peer.status.state != "leaving"
                     and time.monotonic() > stood_since + REDIAL_AFTER_S
                 )
-                if may_be_back:
-                    self._note_lost(peer_id, peer.status)
                 self._on_lost(peer_id)
                 self._on_change()
                 if isinstance(broken_by, PeerSilent) and peer.is_quiet:
@@ -408,31 +364,16 @@ class Mesh:
                 if may_be_back:
                     self._spawn(self._redial(peer.status))
 
-    def _note_lost(self, peer_id: str, status: Announcement) -> None:
-        def forget() -> None:
-            if self._lost.get(peer_id) is status:
-                del self._lost[peer_id]
-                self._on_change()
-
-        self._lost[peer_id] = status
-        asyncio.get_running_loop().call_later(REGAIN_S, forget)
-
     def _received(self, peer: LivePeer, peer_id: str, message: dict[str, Any]) -> None:
         if message.get("kind") == "bans":
             self._gate.learn(bans.parse(message))
             return
         if message.get("kind") != "status":
-            # Nobody speaks for a rank that another one holds.
-            if self._holders().get(peer.status.world_rank) is peer:
-                self._on_message(peer.status, message)
+            self._on_message(peer.status, message)
             return
         status = self._decode(peer_id, message.get("status"))
-        if status.world_rank != peer.status.world_rank:
-            raise ProtocolError(
-                f"changed its world rank from {peer.status.world_rank} to {status.world_rank}"
-            )
         changed = _essence(status) != _essence(peer.status)
-        peer.status, peer.status_at = status, time.monotonic()
+        peer.status = status
         if changed:
             self._on_change()
 

@@ -18,9 +18,8 @@ from peers.dht import Dht
 from peers.errors import PeersError, ProtocolError, UserError
 from peers.identity import Identity
 from peers.mesh import Mesh, StreamOpener
-from peers.ranks.ledger import Grant
 from peers.ranks.request import request_rank
-from peers.records import MAX_MADDRS, PEERS_KEY, Announcement, View
+from peers.records import MAX_MADDRS, NO_RANK, PEERS_KEY, Announcement, View
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +33,6 @@ LEAVE_TIMEOUT_S = 2.0
 """How long saying goodbye may take: somebody may be waiting for this process to end."""
 COORDINATOR_TIMEOUT_S = 5.0
 """How long to look for a coordinator by a peer that needs a rank from it."""
-STAND_IN_TIMEOUT_S = 30.0
-"""How long to wait for a peer that takes the coordinator's place: it has to find that nobody answers there."""
 COORDINATOR_GLANCE_S = 2.0
 """The same by a peer that has brought its rank: the ledger should know of it, but need not."""
 
@@ -58,12 +55,14 @@ class Presence:
         gate: Gate,
     ) -> None:
         self._gate = gate
+        self.me = identity.peer_id
         self._run_id, self._identity, self._dht = run_id, identity, dht
         self._describe, self._on_change = describe, on_change
         self._galaxy_size = galaxy_size
         self._changed = asyncio.Event()
         self._announce_now = asyncio.Event()
-        self.world_rank = -1
+        self.world_rank = NO_RANK
+        """What the user or the coordinator said; NO_RANK where this peer is to claim one."""
         self.maddrs: tuple[str, ...] = ()
         self.mesh = Mesh(
             run_id=run_id,
@@ -83,13 +82,13 @@ class Presence:
 
     @property
     def view(self) -> View:
-        """Every live peer by world rank, this one included."""
-        return {**self.mesh.view, self.world_rank: self._describe()}
+        """Every live peer by peer id, this one included."""
+        return {peer.peer_id: peer for peer in (*self.mesh.peers, self._describe())}
 
     async def enter(self, wanted_rank: int | None) -> None:
         """Obtain the world rank, and meet everybody who is there before anything is decided on who is not.
 
-        Raises UserError when the rank is taken, or nobody assigns one.
+        Raises UserError when the rank is taken, or there is nobody to join.
         """
         self.world_rank = await self._obtain_rank(wanted_rank)
         self.maddrs = tuple((await self._dht.maddrs())[:MAX_MADDRS])
@@ -102,10 +101,10 @@ class Presence:
         log.info("listening on %s", " ".join(self.maddrs))
         await self._meet(records)
         for peer in self.mesh.peers:
-            if peer.world_rank == self.world_rank:
+            if peer.world_rank == self.world_rank != NO_RANK:
                 raise UserError(
                     f"world rank {self.world_rank} is taken by the live peer {peer.peer_id}. Choose another "
-                    "--world-rank, or leave it out where a coordinator runs"
+                    "--world-rank, or leave it out"
                 )
 
     async def _meet(self, records: Mapping[str, Announcement]) -> None:
@@ -152,7 +151,8 @@ class Presence:
             for peer in self.mesh.peers:
                 self._dht.remember(peer.peer_id, peer.maddrs)
             num_peers = len(self.view)
-            is_early = num_peers < self.galaxy_size
+            # Others that claim a world rank just now have to hear of this peer before they do.
+            is_early = num_peers < self.galaxy_size or self._describe().world_rank == NO_RANK
             self._announce_now.clear()
             await asyncio.sleep(rest_s(num_peers))
             with contextlib.suppress(TimeoutError):
@@ -184,31 +184,25 @@ class Presence:
         await self.mesh.close()
 
     async def _obtain_rank(self, wanted: int | None) -> int:
-        grant = await self._request_rank(
-            wanted, COORDINATOR_TIMEOUT_S if wanted is None else COORDINATOR_GLANCE_S
-        )
-        if grant is None and wanted is None and await self._records():
-            log.info("no coordinator answers; waiting for one of the peers to take its place")
-            grant = await self._request_rank(None, STAND_IN_TIMEOUT_S)
-        if grant is not None:
-            self._galaxy_size = self._galaxy_size or grant.galaxy_size
-            return grant.world_rank
-        if wanted is None:
-            raise UserError(
-                "no coordinator answers, so nobody assigns world ranks. Start one with `diloco dht start` and give "
-                "its address to --initial-peers, or choose a number with --world-rank"
-            )
-        return wanted
-
-    async def _request_rank(self, wanted: int | None, timeout_s: float) -> Grant | None:
-        return await request_rank(
+        grant = await request_rank(
             self._dht,
             self._run_id,
             wanted,
-            timeout_s=timeout_s,
+            timeout_s=COORDINATOR_TIMEOUT_S if wanted is None else COORDINATOR_GLANCE_S,
             gate=self._gate,
             token=self._describe().token,
         )
+        if grant is not None:
+            self._galaxy_size = self._galaxy_size or grant.galaxy_size
+            return grant.world_rank
+        # Who mistyped the run's name is not to train alone.
+        if wanted is None and self.galaxy_size == 1 and not (await self._records()).keys() - {self.me}:
+            raise UserError(
+                f"no coordinator answers, and no peer of the run {self._run_id} is found: is that its name? Start a "
+                "coordinator with `diloco dht start` and give its address to --initial-peers, or begin the run with "
+                "--world-rank 0"
+            )
+        return NO_RANK if wanted is None else wanted
 
     async def _records(self) -> dict[str, Announcement]:
         """Fresh, well-signed announcements of this run in the DHT, by peer id."""

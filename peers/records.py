@@ -26,6 +26,8 @@ MAX_AGE_S = 120.0
 """An older announcement is nobody's present, whatever its expiry says."""
 
 MAX_WORLD_RANKS = 1 << 20
+NO_RANK = -1
+"""The world rank of a peer that has none yet."""
 MAX_MADDRS = 8
 MAX_ENDPOINTS = 4
 MAX_PATHS = 32
@@ -107,8 +109,6 @@ class CoordinatorRecord:
     time: float
     token: bytes = b""
     """As in an Announcement."""
-    stands_in: bool = False
-    """It is a peer that gives ranks while the coordinator is away."""
 
     def encode(self, identity: Identity) -> bytes:
         """The record for the DHT, under `identity.peer_id` as its subkey."""
@@ -118,8 +118,13 @@ class CoordinatorRecord:
     def decode(cls, peer_id: str, blob: bytes, now: float, *, run_id: str | None = None) -> CoordinatorRecord:
         """Raises ProtocolError."""
         fields = unseal(peer_id, blob)
-        _check(fields, _COORDINATOR_CHECKS, peer_id=peer_id, run_id=run_id, now=now)
+        _check(fields, _COMMON_CHECKS, peer_id=peer_id, run_id=run_id, now=now)
         return cls(**{**fields, "maddrs": tuple(fields["maddrs"])})
+
+
+def shown_rank(world_rank: int) -> str:
+    """For people."""
+    return "–" if world_rank == NO_RANK else str(world_rank)
 
 
 def seal(fields: dict[str, Any], identity: Identity) -> bytes:
@@ -216,8 +221,8 @@ def _are_paths(value: Any) -> bool:
 TRAINING_STATES = frozenset({"training", "averaging"})
 """States of a peer that counts for what the swarm has reached."""
 
-View = Mapping[int, Announcement]
-"""World rank -> newest announcement, of live peers only, this peer itself included."""
+View = Mapping[str, Announcement]
+"""Peer id -> newest announcement, of live peers only, this peer itself included."""
 
 Checks = Mapping[str, Callable[[Any], bool]]
 
@@ -228,10 +233,9 @@ _COMMON_CHECKS: Checks = {
     "time": _is_real,
     "token": lambda value: isinstance(value, bytes) and len(value) <= MAX_TOKEN_BYTES,
 }
-_COORDINATOR_CHECKS: Checks = {**_COMMON_CHECKS, "stands_in": lambda value: type(value) is bool}
 _ANNOUNCEMENT_CHECKS: Checks = {
     **_COMMON_CHECKS,
-    "world_rank": lambda value: _is_count(value) and value < MAX_WORLD_RANKS,
+    "world_rank": lambda value: type(value) is int and NO_RANK <= value < MAX_WORLD_RANKS,
     "incarnation": _is_count,
     "state": lambda value: isinstance(value, str) and value in STATES,
     "epoch": _is_count,

@@ -145,7 +145,7 @@ class WorkerSession:
             case "offer":
                 self._started = connection
                 start = await self._answer(connection, self._host.start(self._tensors(), message))
-                await connection.send("start", world_rank=self._host.world_rank, **asdict(start))
+                await connection.send("start", **asdict(start))
             case "ready":
                 self._begin_averaging(message)
             case "collect":

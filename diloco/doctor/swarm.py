@@ -21,7 +21,7 @@ from peers.errors import PeersError, ProtocolError, UserError
 from peers.identity import Identity
 from peers.network.bootstrap import ClockOff
 from peers.network.maddrs import parse_maddr
-from peers.records import PEERS_KEY, CoordinatorRecord
+from peers.records import PEERS_KEY, CoordinatorRecord, shown_rank
 
 ADMISSION_TIMEOUT_S = 4.0
 MAX_ASKED = 8
@@ -102,7 +102,9 @@ async def members_of(dht: Dht, run_id: str, secret: SwarmSecret | None, *, witho
     values = (await dht.get(PEERS_KEY(run_id))).items()
     peers = valid_announcements(values, run_id=run_id, now=time.time(), gate=gate)
     found = {
-        peer.peer_id: Member(peer.peer_id, f"peer {peer.world_rank} (…{peer.peer_id[-6:]})", peer.maddrs)
+        peer.peer_id: Member(
+            peer.peer_id, f"peer {shown_rank(peer.world_rank)} (…{peer.peer_id[-6:]})", peer.maddrs
+        )
         for peer in sorted(peers, key=lambda peer: peer.world_rank)
         if peer.state != "leaving" and peer.peer_id != without
     }

@@ -52,7 +52,8 @@ class KeepCheckpoints(TrainerCallback):
         self._scratch, self._store = scratch, open_store(config.path, scratch)
         self._number = self._saved_at_ms = 0
         self._contributors: tuple[int, ...] = ()
-        self._has_saved = False
+        self._registered: int | None = None
+        """The world rank of which others know that it has saved."""
         self._loss: float | None = None
 
     def restore(self, stack: contextlib.ExitStack, on_skipped: Callable[[str], None]) -> Found | None:
@@ -95,7 +96,8 @@ class KeepCheckpoints(TrainerCallback):
 
     def _keep(self, written: Path, step: int) -> int:
         """Returns its bytes. Raises OSError."""
-        outer, store, part = self._outer(), self._store, own_part(self._world_rank)
+        outer, store = self._outer(), self._store
+        part = own_part(outer.world_rank)
         if (written / COMPLETE).is_file():
             mark = read_mark(written)
         elif outer.active or not written.is_dir():
@@ -115,11 +117,11 @@ class KeepCheckpoints(TrainerCallback):
         write_mark(written, mark)
         store.send(written, mark.files, step, part)
         store.finish(written, step, part)
-        if self._world_rank is not None and not self._has_saved:
+        if outer.world_rank not in (None, self._registered):
             # Else with the next one: this one is whole.
             with contextlib.suppress(OSError):
-                store.register(self._world_rank, has_saved=True)
-                self._has_saved = True
+                store.register(outer.world_rank, has_saved=True)
+                self._registered = outer.world_rank
         self._number, self._loss = self._number + 1, None
         kept = candidates_in(store, part)
         for old in to_delete(kept, topk=self._config.topk, keep=self._config.keep):

@@ -164,13 +164,14 @@ class VirtualSwarm:
         )
 
     def honest_machine(self, peer: VirtualPeer, incarnation: int) -> Peer:
-        world = self.world
+        world, rank = self.world, int(peer.peer_id.removeprefix("p"))
         return Peer(
             keys=world.ring.keys_of(peer.peer_id),
             verify=world.ring.verify,
             settings=world.settings,
             incarnation=incarnation,
-            world_rank=int(peer.peer_id.removeprefix("p")),
+            # Every other one brings none, and claims one.
+            world_rank=-1 if rank % 2 else rank,
             pledges=peer.disk.pledges,
             now=self.now,
         )

@@ -223,6 +223,11 @@ class CatchUp:
     def _is_unknown_to(self, holders: set[str], head: str) -> bool:
         return bool(holders) and all((p, head) in self._unknown for p in holders)
 
+    def run_of_most(self, turn: Turn) -> Certificate | None:
+        """For a newcomer: the newest of the run that most of those who are here show, once it is certified."""
+        path = self._for_newcomer(turn, self._announced())
+        return path[-1] if path else None
+
     def _for_newcomer(self, turn: Turn, heads: Heads) -> tuple[Certificate, ...]:
         """What most of those who answer show, once it is certified; of equals what more have signed."""
         if self._since is None or not turn.passed(self._since + self.timing.reaction_s):

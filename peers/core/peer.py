@@ -33,13 +33,13 @@ from peers.core.effects import (
 from peers.core.events import Event
 from peers.core.founding import NO_HEAD, Founding, is_offer_sound
 from peers.core.health import Swarm
-from peers.core.plans import Entry
+from peers.core.plans import Entry, claim_of
 from peers.core.round import Parts, Round, Stage
 from peers.core.settings import Settings
 from peers.core.timing import Timing
 from peers.core.turn import Turn
 from peers.core.worker import Worker, entry_step
-from peers.protocol.certificates import Certificate, Keys, Verify
+from peers.protocol.certificates import Certificate, Keys, Plan, Verify
 from peers.protocol.messages import (
     Abort,
     Ask,
@@ -61,8 +61,8 @@ _MAX_RULES = 10_000
 
 
 class Peer:
-    """`world_rank`: -1 where the next certificate is to give one. `pledges`: by head, the attempt that was written down
-    last for an effect Pledge, in earlier lives of this peer."""
+    """`world_rank`: -1 where nobody has given one. `pledges`: by head, the attempt that was written down last for an
+    effect Pledge, in earlier lives of this peer."""
 
     def __init__(
         self,
@@ -304,7 +304,8 @@ class Peer:
         if self._is_leaving:
             return False
         return (
-            self._found(turn)
+            self._claim_rank(turn)
+            or self._found(turn)
             or self._commit(turn)
             or self.catch_up.advance(
                 turn, can_fetch=self._can_fetch, has_worker=self.worker.state in ("trains", "ready")
@@ -319,6 +320,23 @@ class Peer:
     def _can_fetch(self) -> bool:
         """A newcomer needs a worker first, which says how large the state is."""
         return bool(self.head) or self._offer is not None
+
+    def _claim_rank(self, turn: Turn) -> bool:
+        """Where nobody has given this peer a world rank: the one that the roster has for it, else one that is free.
+
+        Its worker needs one before a certificate can say which: data is dealt out by it.
+        """
+        if self.world_rank >= 0 or self.head:
+            return False
+        newest = self.catch_up.run_of_most(turn)
+        if newest is None and not turn.passed(self._founding.not_before):
+            return False
+        roster = {member.peer_id: member.world_rank for member in newest.plan.roster} if newest else {}
+        # By then everybody has been heard who is there.
+        if self.me not in roster and not turn.passed(self._founding.began_at + self.timing.silence_s):
+            return False
+        self.world_rank = roster.get(self.me, claim_of(self.me, roster, self.swarm.live()))
+        return True
 
     def _found(self, turn: Turn) -> bool:
         if self.head or self._offer is None:
@@ -527,7 +545,7 @@ class Peer:
             self.catch_up.genesis = next(donors, "")
         parent = self.chain.newest
         roster = self._ranks = {member.peer_id: member.world_rank for member in parent.plan.roster}
-        self.world_rank = roster.get(self.me, self.world_rank)
+        self._take_rank(turn, parent.plan)
         self.swarm.roster = frozenset(roster)
         for peer_id in sorted(roster.keys() - {self.me}):
             self.swarm.expect(peer_id, turn.now)
@@ -542,6 +560,19 @@ class Peer:
             absent={peer_id: self.chain.num_absent(peer_id) for peer_id in roster},
             recent=self.chain.before(2),
         )
+
+    def _take_rank(self, turn: Turn, plan: Plan) -> None:
+        """The world rank that the certificate gives; instead of one that it gives to another, one that is free."""
+        # After its last commit it is not in the roster any more.
+        given = {c.peer_id: c.world_rank for c in plan.contributors}.get(self.me, self._ranks.get(self.me))
+        if given is None and self.world_rank in self._ranks.values():
+            given = claim_of(self.me, self._ranks, self.swarm.live())
+        if given is None or given == self.world_rank:
+            return
+        if self.world_rank >= 0:
+            text = f"world rank {self.world_rank} is another peer's: this one has {given} from now on"
+            turn.do(Tell("world_rank", text))
+        self.world_rank = given
 
     # Status
 

@@ -6,12 +6,14 @@ free one. Taken off are those whose last commit this is, and those who left or w
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from peers.core.settings import Settings
 from peers.protocol.certificates import Certificate, Contributor, Member, Plan, Work
 from peers.protocol.limits import MAX_COUNT
+from peers.protocol.messages import Status
 
 ABSENT_COMMITS = 3
 """A member that was lost, and absent from so many commits in a row, is taken off the roster by the next one."""
@@ -90,6 +92,18 @@ def is_free(claimed: int, taken: Collection[int]) -> bool:
 
 def lowest_free(taken: Collection[int]) -> int:
     return next(rank for rank in range(len(taken) + 1) if rank not in taken)
+
+
+def claim_of(me: str, roster: Mapping[str, int], live: Iterable[tuple[str, Status]]) -> int:
+    """What a peer claims that nobody has given a world rank: one that is free, as far as it sees.
+
+    Others that have none yet are about to claim one, too: they have them in the order of their peer ids.
+    """
+    claimed = {peer_id: status.world_rank for peer_id, status in live if peer_id not in roster}
+    place = sum(rank < 0 and peer_id < me for peer_id, rank in claimed.items())
+    taken = {*roster.values(), *claimed.values()}
+    free = (rank for rank in range(MAX_CLAIMED_RANK) if rank not in taken)
+    return next(islice(free, place, None), MAX_CLAIMED_RANK)
 
 
 def fault_in(

@@ -42,8 +42,8 @@ class Agreement:
         presence, theirs = self._presence, None
         while theirs is None:
             source = joining.manifest_source(
-                {r: peer for r, peer in presence.view.items() if self._failures[peer.peer_id] < MAX_FAILURES},
-                me=presence.world_rank,
+                {p: peer for p, peer in presence.view.items() if self._failures[p] < MAX_FAILURES},
+                me=presence.me,
                 galaxy_size=presence.galaxy_size,
                 waited_out=waited_out(),
             )
@@ -75,7 +75,7 @@ class Agreement:
         """Answer a request for the manifest, or take one. Raises ProtocolError."""
         if message["kind"] == "manifest?":
             if self.manifest:
-                self._presence.mesh.send(sender.world_rank, {"kind": "manifest", "manifest": self.manifest})
+                self._presence.mesh.send_to(sender.peer_id, {"kind": "manifest", "manifest": self.manifest})
             return
         try:
             manifest = joining.check_manifest(message.get("manifest"))
@@ -89,7 +89,7 @@ class Agreement:
     async def _fetch(self, peer: Announcement) -> dict[str, Scalar] | None:
         """From the peer that announces it; None if it does not come, for then the view will change."""
         awaited = self._awaited[peer.manifest_digest] = asyncio.get_running_loop().create_future()
-        self._presence.mesh.send(peer.world_rank, {"kind": "manifest?"})
+        self._presence.mesh.send_to(peer.peer_id, {"kind": "manifest?"})
         try:
             async with asyncio.timeout(FETCH_TIMEOUT_S):
                 return await awaited

@@ -93,7 +93,7 @@ class WorkerHost:
 
     @property
     def world_rank(self) -> int:
-        return self._presence.world_rank
+        return self.ready.result().core.world_rank
 
     @property
     def _schedule(self) -> Schedule:
@@ -166,7 +166,7 @@ class WorkerHost:
         outcome = await runtime.average(memories, fragment, tokens=tokens, step=step, last=last)
         self._standing.pace.entered(outcome.local_step, time.monotonic())
         self.journal.committed(entry_of(outcome))
-        if self.world_rank in outcome.contributors:
+        if outcome.world_rank in outcome.contributors:
             self.on_commit()
         self._advise(runtime, outcome)
         self._show("leaving" if last else "training" if self.has_worker else "joining")

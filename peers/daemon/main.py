@@ -50,8 +50,7 @@ from peers.paths import TransportMode
 from peers.presence import Presence
 from peers.priority import give_way
 from peers.protocol.messages import Message, decode, encode
-from peers.ranks.stand_in import StandIn
-from peers.records import TRAINING_STATES, Announcement
+from peers.records import NO_RANK, TRAINING_STATES, Announcement
 from peers.reduce import OVERLAPPED_NICENESS
 from peers.restarts import USER_ERROR, WorkerEnd
 from peers.schedule import Schedule
@@ -191,11 +190,11 @@ class Daemon:
         self._standing = Standing()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._supervisor: Supervisor | None = None
-        self._stand_in: StandIn | None = None
         self._tasks: list[asyncio.Task[Any]] = []
         self._runtime: Runtime | None = None
-        self._news = ("", "")
-        self._trainers: frozenset[int] = frozenset()
+        self._news: tuple[str, str, int] | None = None
+        self._trainers: dict[str, int] = {}
+        """World ranks, by peer id."""
         self._met: frozenset[str] = frozenset()
         self._network = Network(
             run_id=config.run_id,
@@ -269,30 +268,16 @@ class Daemon:
         await server.start()
         gate = self._admission.gate
         gate.on_bans.append(lambda: server.drop(gate.bans.peer_ids))
-        self._host.ready.set_result(runtime)
-        return await self._until_done(link_path, worker)
+        return await self._until_done(runtime, link_path, worker)
 
     async def _enter(self) -> dict[str, Scalar]:
         """Take this peer's place in the swarm, and agree with it. Raises UserError."""
         await self._network.start()
         await self._reachability.start()
         await self._presence.enter(self._config.world_rank)
-        log.info(
-            "in the swarm as world rank %d, %d others are here",
-            self._presence.world_rank,
-            len(self._presence.view) - 1,
-        )
+        log.info("in the swarm, %d others are here", len(self._presence.view) - 1)
         self._spawn(self._presence.announce_forever())
         await self._reports.start()
-        self._stand_in = StandIn(
-            run_id=self._config.run_id,
-            world_rank=self._presence.world_rank,
-            identity=self._identity,
-            dht=self._dht,
-            admission=self._admission,
-            view=lambda: self._presence.view,
-        )
-        self._spawn(self._stand_in.run())
         await self._pool.start()
         return await self._agreement.reach(
             self._config.manifest, self._config.named, waited_out=self._waited_out
@@ -303,7 +288,7 @@ class Daemon:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._presence.world_rank >= 0:
+        if self._presence.maddrs:
             log.info("leaving the swarm")
             self._standing.state = "leaving"
             self._reports.changed()
@@ -382,34 +367,43 @@ class Daemon:
 
     def _core_changed(self) -> None:
         assert self._runtime is not None
-        news = self._runtime.core.head, self._runtime.core.phase
+        core = self._runtime.core
+        news = core.head, core.phase, core.world_rank
         if news != self._news:
             self._news = news
             self._presence.publish()
             self._reports.changed()
 
-    async def _until_done(self, link_path: Path, worker: WorkerFactory | None) -> int:
+    async def _until_done(self, runtime: Runtime, link_path: Path, worker: WorkerFactory | None) -> int:
         """Until the worker command is over, or (without one) its worker says it has finished or is gone."""
-        if worker is None:
-            done: asyncio.Task[Any] = asyncio.create_task(self._host.finished_at.wait())
-        else:
-            self._supervisor = Supervisor(
-                worker(self._agreement.manifest, self._presence.world_rank, link_path), _tell_of_restart
-            )
-            self._host.on_progress = self._supervisor.notify_progress
-            self._host.on_commit = self._supervisor.notify_commit
-            done = asyncio.create_task(self._supervisor.run())
+        done: asyncio.Task[Any] = asyncio.create_task(self._train(runtime, link_path, worker))
         try:
             await asyncio.wait({done, self._failed, *self._tasks}, return_when=asyncio.FIRST_COMPLETED)
             for task in (self._failed, *self._tasks):
                 if task.done():
                     task.result()
                     raise PeersError(f"a part of the daemon ended early: {task}")
-            return 0 if self._supervisor is None else _code_of(self._supervisor, done.result())
+            return int(done.result())
         finally:
             done.cancel()
             if self._supervisor is not None:
                 await self._supervisor.stop()
+
+    async def _train(self, runtime: Runtime, link_path: Path, worker: WorkerFactory | None) -> int:
+        """As soon as this peer has a world rank. Raises PeersError where the worker was given up on."""
+        core = runtime.core
+        while core.world_rank == NO_RANK:
+            await self._presence.wait_for_change()
+        log.info("training as world rank %d", core.world_rank)
+        self._host.ready.set_result(runtime)
+        if worker is None:
+            await self._host.finished_at.wait()
+            return 0
+        command = worker(self._agreement.manifest, core.world_rank, link_path)
+        supervisor = self._supervisor = Supervisor(command, _tell_of_restart)
+        self._host.on_progress = supervisor.notify_progress
+        self._host.on_commit = supervisor.notify_commit
+        return _code_of(supervisor, await supervisor.run())
 
     def _spawn(self, coroutine: Any) -> None:
         self._tasks.append(asyncio.create_task(coroutine))
@@ -426,7 +420,7 @@ class Daemon:
         state = self._current_state()
         return Announcement(
             peer_id=self._identity.peer_id,
-            world_rank=max(self._presence.world_rank, 0),
+            world_rank=self._runtime.core.world_rank if self._runtime else self._presence.world_rank,
             run_id=self._config.run_id,
             incarnation=self._incarnation,
             state=self._standing.state,
@@ -451,30 +445,25 @@ class Daemon:
 
     def _view_changed(self) -> None:
         view = self._presence.view
-        met = frozenset(peer.peer_id for peer in self._presence.mesh.peers)
+        met = frozenset(view) - {self._identity.peer_id}
         for peer_id in self._met - met:
             self._pool.drop(peer_id)
         self._met = met
-        if self._stand_in is not None:
-            self._stand_in.view_changed()
-        trainers = frozenset(r for r, peer in view.items() if peer.state in TRAINING_STATES)
-        lost = self._trainers - view.keys()
-        self._trainers = trainers
+        lost = sorted(rank for peer_id, rank in self._trainers.items() if peer_id not in view)
+        self._trainers = {p: peer.world_rank for p, peer in view.items() if peer.state in TRAINING_STATES}
         # A peer that leaves hangs up itself.
         if lost and self._runtime is not None and self._standing.state != "leaving":
-            lost_ranks = ", ".join(map(str, sorted(lost)))
+            lost_ranks = ", ".join(map(str, lost))
             log.warning("lost peer %s", lost_ranks)
             self._host.journal.happened(time.time(), f"lost peer {lost_ranks}")
             if self._config.fail_rank_drop and not self._failed.done():
                 self._failed.set_exception(
-                    PeersError(f"lost peer {sorted(lost)}, and --hv.fail-rank-drop is set")
+                    PeersError(f"lost peer {lost_ranks}, and --hv.fail-rank-drop is set")
                 )
         self._reports.changed()
 
     def _received(self, sender: Announcement, message: dict[str, Any]) -> None:
         """A message from a live peer. Raises ProtocolError, which costs it the channel."""
-        if sender.world_rank == self._presence.world_rank:
-            raise ProtocolError(f"claims this peer's own world rank {sender.world_rank}")
         if message.get("kind") == "core":
             blob = message.get("message")
             parsed = decode(blob if isinstance(blob, bytes) else b"")

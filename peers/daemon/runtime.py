@@ -415,7 +415,7 @@ class Runtime:
             begin, self._begin = self._begin, None
             if begin is not None and not begin.start.done():
                 await begin.at(state.anchor)
-                begin.settle(_start(answer, state, num_peers=self._num_peers))
+                begin.settle(self._start(answer, state))
             return
         await self._stop_reducing()
         work, self._work = self._work, None
@@ -431,10 +431,23 @@ class Runtime:
         failures = self.core.last_failures
         work.settle(
             answer,
+            world_rank=self.core.world_rank,
             num_failures=len(failures),
             failures=list(failures),
             num_peers=self._num_peers,
             bandwidth=self.bandwidth,
+        )
+
+    def _start(self, answer: effects.Answer, state: OuterState) -> Start:
+        return Start(
+            world_rank=self.core.world_rank,
+            epoch=answer.epoch,
+            local_step=answer.local_step,
+            data_base=answer.data_base,
+            anchor_digest=state.anchor_digest,
+            head=state.head,
+            num_peers=self._num_peers,
+            keep_local=False,
         )
 
     @property
@@ -444,18 +457,6 @@ class Runtime:
 
 def _no_residuals(state: OuterState) -> list[Residuals]:
     return [Residuals(size) for size in state.sizes]
-
-
-def _start(answer: effects.Answer, state: OuterState, *, num_peers: int) -> Start:
-    return Start(
-        epoch=answer.epoch,
-        local_step=answer.local_step,
-        data_base=answer.data_base,
-        anchor_digest=state.anchor_digest,
-        head=state.head,
-        num_peers=num_peers,
-        keep_local=False,
-    )
 
 
 def _offer_of(state: OuterState) -> Offer:

@@ -18,7 +18,7 @@ from peers.network.relay import Relay
 from peers.network.relay_service import RelayService
 from peers.network.tls import Credentials
 from peers.paths import Paths, TransportMode
-from peers.records import MAX_ENDPOINTS, MAX_PATHS, Announcement
+from peers.records import MAX_ENDPOINTS, MAX_PATHS, NO_RANK, Announcement
 from peers.state.transfer import state_protocol
 
 
@@ -108,6 +108,7 @@ class Network:
         """World rank and path of every peer that this one has opened streams to, as far as a record has room."""
         in_use = self.paths.in_use
         shown: dict[int, Any] = {peer.world_rank: in_use.get(peer.peer_id) for peer in self._peers()}
+        shown.pop(NO_RANK, None)
         return tuple((rank, str(path)) for rank, path in sorted(shown.items()) if path)[:MAX_PATHS]
 
     def _may_call(self, peer_id: str) -> bool:

@@ -98,7 +98,7 @@ def swarm_metrics(swarm: Mapping[str, Any], *, only_rank: int | None = None) -> 
     shown: dict[int, Mapping[str, Any]] = {}
     for peer in swarm["peers"]:
         is_wanted = only_rank in (None, peer["world_rank"])
-        if is_wanted and peer["world_rank"] < MAX_RANK and len(shown) < MAX_PEERS:
+        if is_wanted and 0 <= peer["world_rank"] < MAX_RANK and len(shown) < MAX_PEERS:
             shown.setdefault(peer["world_rank"], peer)
     last_round = {entry["world_rank"]: entry for round_ in swarm["rounds"] for entry in round_["peers"]}
     for rank, peer in shown.items():

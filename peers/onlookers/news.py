@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from peers.records import Announcement
+from peers.records import Announcement, shown_rank
 
 LOST_AFTER_S = 15.0
 """A peer whose announcement has not been renewed for so long counts as lost."""
@@ -89,4 +89,4 @@ class Watcher:
 
 
 def _name(announcement: Announcement) -> str:
-    return f"peer {announcement.world_rank} (…{announcement.peer_id[-6:]})"
+    return f"peer {shown_rank(announcement.world_rank)} (…{announcement.peer_id[-6:]})"

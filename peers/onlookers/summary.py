@@ -11,6 +11,7 @@ from peers.onlookers.journal import RoundEntry
 from peers.onlookers.reports import Figures
 from peers.onlookers.sightings import LOST, SILENT, Event, Sighting, Sightings
 from peers.onlookers.stragglers import stragglers_of
+from peers.records import NO_RANK
 
 MAX_SHOWN_ROUNDS = 20
 
@@ -58,6 +59,7 @@ def _holders(in_order: Iterable[str], shown: Mapping[str, Sighting]) -> dict[int
     holders: dict[int, str] = {}
     for peer_id in in_order:
         holders.setdefault(shown[peer_id].announcement.world_rank, peer_id)
+    holders.pop(NO_RANK, None)
     return holders
 
 

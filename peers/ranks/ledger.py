@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import itertools
 import sqlite3
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from peers.errors import UserError
 
-RESERVED = range(32, 64)
-"""Ranks that only peers in the coordinator's place give, so that two sides of a partition never give the same one."""
-STAND_INS = 4
-"""Peers whose ranks differ by less than this give unlike ones."""
 _BUSY_TIMEOUT_S = 5.0
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS ranks (
@@ -44,30 +40,11 @@ class Taken:
     holder: str
 
 
-@dataclass(frozen=True)
-class NoneLeft:
-    """Whoever was asked has given all the ranks that it may."""
-
-
-def of_coordinator() -> Iterator[int]:
-    """The ranks that a coordinator gives."""
-    return (rank for rank in itertools.count() if rank not in RESERVED)
-
-
-def of_stand_in(world_rank: int) -> Iterator[int]:
-    """The ranks that the peer of this rank gives in the coordinator's place."""
-    return (rank for rank in RESERVED if rank % STAND_INS == world_rank % STAND_INS)
-
-
 class Ledger:
     """One run's ranks: one rank an identity, one identity a rank. A change is on disk when the call ends."""
 
-    def __init__(self, path: Path, numbers: Callable[[], Iterator[int]] = of_coordinator) -> None:
-        """Open the ledger at `path`, or make it; `numbers` are the ranks to give, in their order.
-
-        Raises UserError when it cannot be read or written.
-        """
-        self._path, self._numbers = path, numbers
+    def __init__(self, path: Path) -> None:
+        """Open the ledger at `path`, or make it. Raises UserError when it cannot be read or written."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._db = sqlite3.connect(path, timeout=_BUSY_TIMEOUT_S, isolation_level=None)
@@ -87,7 +64,7 @@ class Ledger:
         *,
         evict: str | None = None,
         avoid: Collection[int] = (),
-    ) -> Grant | Taken | NoneLeft:
+    ) -> Grant | Taken:
         """Give this identity a rank: the wanted one, else the one it has, else the lowest free one.
 
         Repeating it gives the same rank with a higher fencing number. A wanted rank of another identity is
@@ -98,8 +75,6 @@ class Ledger:
             rank = wanted if wanted is not None else self._rank_of(peer_id)
             if rank is None or (wanted is None and rank in avoid):
                 rank = self._lowest_free(avoid)
-                if rank is None:
-                    return NoneLeft()
             holder = self.holder(rank)
             if holder is not None and holder not in (peer_id, evict):
                 return Taken(holder)
@@ -141,6 +116,6 @@ class Ledger:
         row = self._db.execute("SELECT world_rank FROM ranks WHERE peer_id = ?", (peer_id,)).fetchone()
         return row[0] if row else None
 
-    def _lowest_free(self, avoid: Collection[int]) -> int | None:
+    def _lowest_free(self, avoid: Collection[int]) -> int:
         taken = {row[0] for row in self._db.execute("SELECT world_rank FROM ranks")} | set(avoid)
-        return next((rank for rank in self._numbers() if rank not in taken), None)
+        return next(rank for rank in itertools.count() if rank not in taken)

@@ -1,4 +1,4 @@
-"""Who gives world ranks to peers, be it the coordinator or a peer in its place: its answers, and its record in the DHT.
+"""How the coordinator gives world ranks to peers: its answers, and its record in the DHT.
 
 What it is asked, and answers, is in peers/ranks/request.py.
 """
@@ -9,7 +9,7 @@ import dataclasses
 import logging
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from peers.access.gate import Gate
 from peers.access.request import refusal
@@ -19,7 +19,7 @@ from peers.dht import Dht
 from peers.errors import ProtocolError
 from peers.identity import Identity
 from peers.messages import Channel
-from peers.ranks.ledger import Grant, Ledger, NoneLeft, Taken
+from peers.ranks.ledger import Grant, Ledger, Taken
 from peers.ranks.request import HOLDER_TIMEOUT_S, MAX_REQUEST_BYTES, parse_request, to_message
 from peers.records import COORDINATOR_KEY, MAX_MADDRS, PEERS_KEY, Announcement, CoordinatorRecord
 
@@ -32,24 +32,11 @@ _REQUEST_TIMEOUT_S = 10.0
 logger = logging.getLogger(__name__)
 
 
-async def _always() -> bool:
-    return True
-
-
 class Registrar:
     """Answers requests for ranks."""
 
-    def __init__(
-        self,
-        run_id: str,
-        ledger: Ledger,
-        dht: Dht,
-        gate: Gate,
-        *,
-        is_on_duty: Callable[[], Awaitable[bool]] = _always,
-    ) -> None:
+    def __init__(self, run_id: str, ledger: Ledger, dht: Dht, gate: Gate) -> None:
         self._run_id, self._ledger, self._dht, self._gate = run_id, ledger, dht, gate
-        self._is_on_duty = is_on_duty
         self._granted_at: dict[str, float] = {}
 
     async def handle(self, peer_id: str, sock: socket.socket) -> None:
@@ -63,30 +50,29 @@ class Registrar:
                 except Refused as error:
                     await channel.send(refusal(error.why), _REQUEST_TIMEOUT_S)
                     return
-                if not await self._is_on_duty():
-                    return
                 await channel.send(to_message(await self.assign(peer_id, wanted)), _REQUEST_TIMEOUT_S)
         finally:
             channel.close()
 
-    async def assign(self, peer_id: str, wanted: int | None) -> Grant | Taken | NoneLeft:
+    async def assign(self, peer_id: str, wanted: int | None) -> Grant | Taken:
         """As Ledger.assign, but a holder that does not answer loses the rank to one that asks for it.
 
         Peers that came with ranks of their own while no coordinator was there hold them, too.
         """
-        others = {
-            record.world_rank: record
+        others = [
+            record
             for record in (await announcements(self._dht, self._run_id, self._gate)).values()
             if record.peer_id != peer_id and record.state != "leaving"
-        }
-        if wanted in others and await self._is_there(others[wanted].peer_id, others[wanted].maddrs):
-            return Taken(others[wanted].peer_id)
-        answer = self._ledger.assign(peer_id, wanted, avoid=frozenset(others))
+        ]
+        held = {record.world_rank: record for record in others}
+        if wanted in held and await self._is_there(held[wanted].peer_id, held[wanted].maddrs):
+            return Taken(held[wanted].peer_id)
+        answer = self._ledger.assign(peer_id, wanted, avoid=frozenset(held))
         if isinstance(answer, Taken) and not await self._is_there(answer.holder):
             answer = self._ledger.assign(peer_id, wanted, evict=answer.holder)
         if not isinstance(answer, Grant):
             return answer
-        return dataclasses.replace(answer, galaxy_size=self._num_around(peer_id, others.values()))
+        return dataclasses.replace(answer, galaxy_size=self._num_around(peer_id, others))
 
     def _num_around(self, peer_id: str, others: Iterable[Announcement]) -> int:
         """The peers that are there or on their way, the asking one included; the ledger knows the dead, too."""
@@ -99,9 +85,7 @@ class Registrar:
         return await self._dht.ping(peer_id, timeout_s=HOLDER_TIMEOUT_S, maddrs=maddrs)
 
 
-async def announce(
-    dht: Dht, identity: Identity, run_id: str, admission: AdmissionService, *, stands_in: bool = False
-) -> None:
+async def announce(dht: Dht, identity: Identity, run_id: str, admission: AdmissionService) -> None:
     """Say in the DHT that ranks are to be had here."""
     maddrs = await dht.maddrs()
     record = CoordinatorRecord(
@@ -110,7 +94,6 @@ async def announce(
         maddrs=tuple(maddrs[:MAX_MADDRS]),
         time=time.time(),
         token=admission.token,
-        stands_in=stands_in,
     )
     await dht.store(COORDINATOR_KEY(run_id), dht.peer_id, record.encode(identity), RECORD_TTL_S)
 

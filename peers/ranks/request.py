@@ -5,7 +5,6 @@ peer                                       coordinator   (protocol diloco/<run_i
  token: bytes}
                                       <-   {kind: "grant", world_rank, fencing, galaxy_size}
                                       <-   {kind: "taken", holder}
-                                      <-   {kind: "none left"}
                                       <-   {kind: "refused", why}
 """
 
@@ -22,7 +21,7 @@ from peers.access.tokens import Refused
 from peers.dht import Dht
 from peers.errors import PeerUnreachable, ProtocolError, UserError
 from peers.messages import Channel
-from peers.ranks.ledger import Grant, NoneLeft, Taken
+from peers.ranks.ledger import Grant, Taken
 from peers.records import COORDINATOR_KEY, MAX_WORLD_RANKS, CoordinatorRecord
 
 HOLDER_TIMEOUT_S = 3.0
@@ -82,8 +81,8 @@ def protocol_of(run_id: str) -> str:
 
 
 async def coordinators(dht: Dht, run_id: str, gate: Gate) -> list[CoordinatorRecord]:
-    """Everyone who says to be the run's coordinator, or in its place, and may be: initial peers before those that
-    the user has not named, then who said so last."""
+    """Everyone who says to be the run's coordinator, and may be: initial peers before those that the user has not
+    named, then who said so last."""
     found = []
     for peer_id, blob in (await dht.get(COORDINATOR_KEY(run_id))).items():
         try:
@@ -121,11 +120,9 @@ def parse_request(message: dict[str, Any]) -> tuple[int | None, bytes]:
     return wanted, token
 
 
-def to_message(answer: Grant | Taken | NoneLeft) -> dict[str, Any]:
+def to_message(answer: Grant | Taken) -> dict[str, Any]:
     if isinstance(answer, Taken):
         return {"kind": "taken", "holder": answer.holder}
-    if isinstance(answer, NoneLeft):
-        return {"kind": "none left"}
     return {
         "kind": "grant",
         "world_rank": answer.world_rank,
@@ -141,11 +138,6 @@ def parse_answer(message: dict[str, Any], wanted: int | None) -> Grant:
         raise UserError(
             f"world rank {wanted} is taken by the live peer {message.get('holder')!s:.64}; give another --world-rank, "
             "or none and the coordinator assigns one"
-        )
-    if message.get("kind") == "none left":
-        raise UserError(
-            "the coordinator is away, and the peer in its place has no world rank left to give; start the coordinator "
-            "again, or choose a number with --world-rank"
         )
     rank, fencing, galaxy_size = (message.get(name) for name in ("world_rank", "fencing", "galaxy_size"))
     named = message.get("kind") == "grant" and wanted in (None, rank)

@@ -21,7 +21,6 @@ ANSWERS: dict[str, Answer] = {
     "a rank of another": GRANT | {"world_rank": 0},
     "a million peers to wait for": GRANT | {"galaxy_size": 1_000_000},
     "the rank is taken": {"kind": "taken", "holder": "somebody"},
-    "no rank is left": {"kind": "none left"},
     "it is banned": {"kind": "refused", "why": Why.BANNED.value},
     "garbage": b"\xc1" * 1000,
     "nothing": None,
@@ -61,7 +60,7 @@ def test_a_newcomer_that_knows_the_coordinator_does_not_ask_another(light, tmp_p
         assert not liar.asked
 
 
-@pytest.mark.parametrize("answer", ["it is banned", "the rank is taken", "no rank is left", "garbage"])
+@pytest.mark.parametrize("answer", ["it is banned", "the rank is taken", "garbage"])
 def test_a_newcomer_that_knows_only_a_member_goes_on_to_the_coordinator(light, tmp_path, answer):
     with Hostile(tmp_path, light.initial_peers, RUN_ID) as hostile:
         liar = FalseCoordinator(hostile, ANSWERS[answer])

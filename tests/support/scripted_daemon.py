@@ -167,6 +167,8 @@ class ScriptedDaemon:
                 if message["kind"] == "ready":
                     answer, outcome = None, answer
                 if answer:
-                    await connection.send(answer[0], **answer[1])
+                    await connection.send(
+                        answer[0], **{"world_rank": self._welcome["world_rank"], **answer[1]}
+                    )
         except LinkLost:
             connection.close()

@@ -1,12 +1,12 @@
 // The page: what the server sends, shown.
 
 import { Chart } from "./charts.js";
-import { clock, colour, decimals, element, figure, size, span } from "./format.js";
+import { clock, colour, decimals, element, figure, shownRank, size, span } from "./format.js";
 import { drawKey, drawRounds } from "./rounds.js";
 
 const GONE = new Set(["lost", "silent"]);
 const COLUMNS = [
-  ["rank", (peer) => String(peer.world_rank), "number"],
+  ["rank", (peer) => shownRank(peer.world_rank), "number"],
   ["state", (peer) => peer.state, "state"],
   ["epoch", (peer) => String(peer.epoch), "number"],
   ["step", (peer) => String(peer.step), "number"],
@@ -61,7 +61,7 @@ function eventOf(event) {
   const isFault = /lost|fail|ended|differ|answer/.test(event.what);
   const item = element("li", "", isFault ? "fault" : "");
   const said = event.said_by === null ? "" : " says:";
-  item.append(element("time", clock(event.time)), ` peer ${event.world_rank}${said} ${event.what}`);
+  item.append(element("time", clock(event.time)), ` peer ${shownRank(event.world_rank)}${said} ${event.what}`);
   return item;
 }
 

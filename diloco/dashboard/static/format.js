@@ -40,5 +40,8 @@ export function shape(tag, attributes = {}, text = "") {
   return made;
 }
 
+/** A world rank; -1 is that of a peer that has none yet. */
+export const shownRank = (rank) => rank < 0 ? "–" : String(rank);
+
 /** The colour class of a world rank, and the dashes that tell it from the eighth after it. */
 export const colour = (rank) => `rank c${rank % 8} d${Math.floor(rank / 8) % 3}`;

@@ -324,3 +324,19 @@ def test_a_checkpoint_with_other_fragments_is_refused(model, path, tmp_path):
 
     with ScriptedDaemon(path), pytest.raises(DilocoUserError, match="num-fragments 2"):
         Diloco(model, restore=restore)
+
+
+def test_a_claim_that_the_certificate_did_not_meet_is_given_up(model, path):
+    def rule(message, out, inn):
+        answer = halving(message, out, inn)
+        if message["kind"] != "ready":
+            return answer
+        return "committed", {**answer[1], "world_rank": 7, "contributors": [5, 7]}
+
+    with ScriptedDaemon(path, rule, world_rank=5, local_steps=1) as daemon:
+        outer = Diloco(model)
+        assert outer.world_rank == 5
+        outer.step(num_tokens=3)
+        assert (outer.world_rank, outer.evaluates) == (7, False)
+        outer.step(num_tokens=4)
+    assert [m["tokens"] for m in daemon.messages if m["kind"] == "ready"] == [3, 4]

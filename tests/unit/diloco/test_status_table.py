@@ -78,3 +78,13 @@ def test_what_peers_say_is_no_markup():
 
 def test_an_empty_swarm_is_one_line():
     assert shown(Sightings()) == "run run: epoch 0, 0 peers\n"
+
+
+def test_a_peer_that_has_no_world_rank_yet_is_shown_without_one():
+    sightings, now = swarm(), time.time()
+    for name in ("Qmthree3", "Qmfour04"):
+        reported(sightings, name, 0.5, world_rank=-1, state="joining", rounds=(entry(7, now - 5),))
+    sightings.note(1.0, now)
+    lines = shown(sightings).splitlines()
+    assert len([line for line in lines if line.strip().startswith("–")]) == 2
+    assert any("peer – joined" in line for line in lines) and not any("-1" in line for line in lines)

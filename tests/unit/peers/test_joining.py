@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from peers import joining
+from tests.support.announcements import announced
 
 
 @pytest.mark.parametrize(
@@ -39,3 +42,33 @@ def test_a_manifest_of_other_types_than_ours_does_not_fit():
         "lr",
         "steps",
     ]
+
+
+def source(*peers, me, galaxy_size=2, waited_out=False):
+    view = {peer.peer_id: peer for peer in peers}
+    found = joining.manifest_source(view, me=me, galaxy_size=galaxy_size, waited_out=waited_out)
+    return found if found in (None, "own") else found.peer_id
+
+
+def test_before_a_run_has_begun_the_manifest_of_the_lowest_world_rank_counts():
+    a, b = announced("a", world_rank=2), announced("b", world_rank=1)
+    assert (source(a, b, me="b"), source(a, b, me="a")) == ("own", None)
+    b = replace(b, manifest_digest="bb")
+    assert source(a, b, me="a") == "b"
+    assert source(a, me="a") is None
+    assert source(a, me="a", waited_out=True) == source(replace(a, world_rank=0), me="a") == "own"
+
+
+def test_of_peers_that_have_no_world_rank_yet_the_smallest_peer_id_counts():
+    a, b, c = (announced(p, world_rank=-1) for p in "abc")
+    assert [source(a, b, c, me=p) for p in "abc"] == ["own", None, None]
+    assert source(replace(c, world_rank=7), a, b, me="c") == "own"
+    assert source(a, me="a", galaxy_size=1) == "own"
+    assert source(a, me="a") is None
+
+
+def test_of_a_run_that_has_begun_the_manifest_counts_that_most_have():
+    a = announced("a", world_rank=0, head="", manifest_digest="aa")
+    b = announced("b", world_rank=1, head="h", manifest_digest="bb")
+    c, d = (announced(p, world_rank=rank, head="h", manifest_digest="cc") for rank, p in ((2, "c"), (3, "d")))
+    assert source(a, b, c, d, announced("e", world_rank=-1), me="e") == "c"

@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-import contextlib
 import sqlite3
 import tempfile
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from peers.errors import UserError
-from peers.ranks.ledger import RESERVED, STAND_INS, Grant, Ledger, NoneLeft, Taken, of_stand_in
+from peers.ranks.ledger import Grant, Ledger, Taken
 
 PEERS = [f"peer-{index}" for index in range(5)]
 
@@ -48,18 +46,6 @@ def test_ranks_in_use_elsewhere_are_avoided_unless_asked_for(ledger):
     assert ledger.assign("a", avoid={0, 1}).world_rank == 2
     assert ledger.assign("a", avoid={2}).world_rank == 0
     assert ledger.assign("b", 1, avoid={1}).world_rank == 1
-
-
-def test_stand_ins_give_ranks_that_neither_the_coordinator_nor_another_of_them_gives(tmp_path, ledger):
-    given = {ledger.assign(f"c{number}").world_rank for number in range(40)}
-    for rank in range(STAND_INS):
-        with contextlib.closing(Ledger(tmp_path / f"{rank}.sqlite", partial(of_stand_in, rank))) as other:
-            answers = [other.assign(f"s{number}") for number in range(len(RESERVED) // STAND_INS + 1)]
-        assert answers.pop() == NoneLeft()
-        mine = {answer.world_rank for answer in answers}
-        assert len(mine) == len(answers) and mine <= set(RESERVED) and not mine & given
-        given |= mine
-    assert given == set(range(40 + len(RESERVED)))
 
 
 def test_a_file_that_is_no_ledger_is_named(tmp_path):

@@ -145,38 +145,6 @@ def test_who_was_frozen_itself_does_not_take_all_others_for_silent(monkeypatch):
     run(scenario())
 
 
-@pytest.mark.parametrize(
-    ("state", "stood_s", "is_lost"), [("training", 0, True), ("leaving", 0, False), ("training", 60, False)]
-)
-def test_whose_channel_broke_a_moment_ago_is_known_for_a_while_or_until_it_is_back(
-    monkeypatch, state, stood_s, is_lost
-):
-    monkeypatch.setattr(mesh_module, "REDIAL_AFTER_S", stood_s)
-
-    async def scenario():
-        mesh = mesh_over(Transport())
-
-        async def meets_and_loses():
-            ours, theirs = socket.socketpair()
-            with ours, theirs:
-                mesh._keep("b", Channel(ours), announced("b", state=state))
-                assert not mesh.lost
-                theirs.close()
-                while mesh.peers:
-                    await asyncio.sleep(0.001)
-
-        for _ in range(2):
-            await meets_and_loses()
-            assert set(mesh.lost) == ({1} if is_lost else set())
-        monkeypatch.setattr(mesh_module, "REGAIN_S", 0.01)
-        await meets_and_loses()
-        while mesh.lost:
-            await asyncio.sleep(0.001)
-        await mesh.close()
-
-    run(scenario())
-
-
 class Wire:
     """Connects meshes: a call reaches the other's handler after a while."""
 
@@ -209,7 +177,7 @@ def test_of_two_calls_that_cross_one_stands_and_nobody_is_lost(tmp_path, monkeyp
     delays_s = dict(zip((identity.peer_id for identity in by_id), delays_s.values(), strict=True))
 
     async def scenario():
-        wire, meshes = Wire(delays_s), []
+        wire, meshes, lost = Wire(delays_s), [], []
         for rank, identity in enumerate(by_id):
             status = announced(identity.peer_id, world_rank=rank)
             mesh = Mesh(
@@ -219,6 +187,7 @@ def test_of_two_calls_that_cross_one_stands_and_nobody_is_lost(tmp_path, monkeyp
                 status=lambda status=status, identity=identity: status.encode(identity),
                 on_change=lambda: None,
                 on_message=lambda *_: None,
+                on_lost=lost.append,
             )
             await mesh.start()
             meshes.append(mesh)
@@ -232,7 +201,7 @@ def test_of_two_calls_that_cross_one_stands_and_nobody_is_lost(tmp_path, monkeyp
         found = await asyncio.gather(call(small, records[1], 0.0), call(large, records[0], lag_s))
         assert found == ["here", "here"]
         await asyncio.wait(wire.tasks)
-        assert [len(mesh.peers) for mesh in meshes] == [1, 1] and not small.lost and not large.lost
+        assert [len(mesh.peers) for mesh in meshes] == [1, 1] and not lost
         for mesh in meshes:
             await mesh.close()
 

@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 
 from peers.errors import ProtocolError
 from peers.identity import Identity, claim_slot
-from peers.records import MAX_AGE_S, MAX_RECORD_BYTES, Announcement, CoordinatorRecord, seal, unseal
+from peers.records import (
+    MAX_AGE_S,
+    MAX_RECORD_BYTES,
+    NO_RANK,
+    Announcement,
+    CoordinatorRecord,
+    seal,
+    unseal,
+)
 
 NOW = 1_800_000_000.0
 LISTS = ("maddrs", "endpoints", "paths")
@@ -45,6 +53,11 @@ def test_an_announcement_arrives_as_it_was_sent(peer):
     assert Announcement.decode(peer.peer_id, sent.encode(peer), NOW, run_id="run") == sent
 
 
+def test_a_peer_that_has_no_world_rank_yet_may_say_so(peer):
+    sent = dataclasses.replace(announcement(peer), world_rank=NO_RANK)
+    assert Announcement.decode(peer.peer_id, sent.encode(peer), NOW) == sent
+
+
 def test_a_coordinator_record_arrives_as_it_was_sent(peer):
     sent = CoordinatorRecord(peer_id=peer.peer_id, run_id="run", maddrs=("/ip4/127.0.0.1/tcp/1",), time=NOW)
     assert CoordinatorRecord.decode(peer.peer_id, sent.encode(peer), NOW, run_id="run") == sent
@@ -56,7 +69,7 @@ def test_a_coordinator_record_arrives_as_it_was_sent(peer):
         ("peer_id", "12D3KooWsomebodyelse"),
         ("run_id", "another"),
         ("run_id", 5),
-        ("world_rank", -1),
+        ("world_rank", -2),
         ("world_rank", True),
         ("world_rank", 1 << 40),
         ("incarnation", 1.5),
