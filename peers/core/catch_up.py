@@ -230,7 +230,7 @@ class CatchUp:
 
     def _for_newcomer(self, turn: Turn, heads: Heads) -> tuple[Certificate, ...]:
         """What most of those who answer show, once it is certified; of equals what more have signed."""
-        if self._since is None or not turn.passed(self._since + self.timing.reaction_s):
+        if not heads or self._since is None or not turn.passed(self._since + self.timing.reaction_s):
             return ()
 
         def rank(head: str) -> tuple[int, int, str]:
