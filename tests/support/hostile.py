@@ -150,6 +150,11 @@ class Hostile:
         for channel in self.channels.values():
             channel.close()
         await self.dht.close()
+        # Hivemind leaves some of its own behind.
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
 
     def _stop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
