@@ -132,7 +132,8 @@ def _answer(peer: VirtualPeer, effect: effects.Answer) -> None:
         handed, peer.in_hand = peer.in_hand, None
         # The worker may have ended since, or another one come.
         if handed is not None and handed.worker is peer.worker:
-            handed.worker.answered(head, effect)
+            # Work that has been rebased stays on its new base, also where the state is yet to come.
+            handed.worker.answered(handed.base if effect.how == "keep" else head, effect)
 
     _take_time(peer, end)
 

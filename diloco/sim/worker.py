@@ -85,9 +85,7 @@ class VirtualWorker:
         """To what it has handed over; the weights that come with the answer are those of this head."""
         if answer.how == "contributed":
             self.pending -= self._handed or set()
-        if answer.how != "keep":
-            self._base = head
-        self._handed = None
+        self._base, self._handed = head, None
         if self._is_last and answer.how == "contributed":
             self.is_running = False
         else:

@@ -104,10 +104,8 @@ class WorkInHand:
     def put_back(self, how: Literal["contributed", "rebase", "keep"], state: OuterState) -> None:
         """What the worker goes on from, to *in*."""
         match how:
-            case "rebase":
+            case "rebase" | "keep":
                 self.result.copy_(self.local)
-            case "keep":
-                self.result.copy_(self.memories.out[self.fragment])
             case "contributed":
                 self.result.copy_(state.anchor[self.fragment])
 
