@@ -173,7 +173,7 @@ class CatchUp:
             fork,
             me=self.me,
             has_worker=has_worker,
-            may_object=lambda peer_id, at: self._may_object(turn, peer_id, at),
+            may_object=lambda peer_id, certificate: self._may_object(turn, peer_id, certificate),
             has_gone_on=lambda peer_id, at: at != self.chain.head or self.swarm.has_gone_on(peer_id, turn),
             is_gone=self.swarm.is_gone,
             is_sound=self._is_sound,
@@ -182,16 +182,29 @@ class CatchUp:
             return ()
         return part
 
-    def _may_object(self, turn: Turn, peer_id: str, at: str) -> bool:
-        """It may be heard, spoils no rounds, and stands at this head: now, or where it is this peer's own, soon."""
-        swarm = self.swarm
-        if swarm.is_gone(peer_id) or swarm.is_left_out(peer_id, self.chain.newest.plan.epoch):
-            return False
-        status = swarm.status(peer_id)
-        head = status.head if status is not None else ""
-        if at != self.chain.head:
-            return head == at
-        return not self.chain.follows(head, at) and not swarm.has_gone_on(peer_id, turn)
+    def _may_object(self, turn: Turn, peer_id: str, certificate: Certificate) -> bool:
+        """It may be heard, spoils no rounds, and stands at the head before this certificate, or has gone on from there
+        another way."""
+        at, head = certificate.plan.parent, self._head_of(peer_id)
+        if at == self.chain.head:
+            return self._stands_here(turn, peer_id) and not self._leads_to(head, certificate.head)
+        return head == at and self._may_be_heard(peer_id)
+
+    def _stands_here(self, turn: Turn, peer_id: str) -> bool:
+        """On this peer's chain, at its head or beyond it: now, or soon."""
+        is_beyond = self.chain.follows(self._head_of(peer_id), self.chain.head)
+        return self._may_be_heard(peer_id) and (is_beyond or not self.swarm.has_gone_on(peer_id, turn))
+
+    def _may_be_heard(self, peer_id: str) -> bool:
+        is_left_out = self.swarm.is_left_out(peer_id, self.chain.newest.plan.epoch)
+        return not (is_left_out or self.swarm.is_gone(peer_id))
+
+    def _head_of(self, peer_id: str) -> str:
+        status = self.swarm.status(peer_id)
+        return status.head if status is not None else ""
+
+    def _leads_to(self, head: str, earlier: str) -> bool:
+        return head == earlier or self.chain.follows(head, earlier)
 
     def _is_sound(self, certificate: Certificate, before: Certificate) -> bool:
         key = certificate.head
@@ -210,7 +223,7 @@ class CatchUp:
             return ()
         roster = {member.peer_id for member in self.chain.newest.plan.roster} - {self.me}
         gone_over = roster & holders
-        objectors = {p for p in roster - holders if self._may_object(turn, p, self.chain.head)}
+        objectors = {p for p in roster - holders if self._stands_here(turn, p)}
         if gone_over:
             may_go = all(self.swarm.has_gone_on(p, turn) for p in gone_over)
             return tuple(path[-1:]) if may_go and len(gone_over) >= 1 + len(objectors) else ()
@@ -244,7 +257,7 @@ class CatchUp:
 
     def _is_on(self, head: str, other: str) -> bool:
         """Both are of one chain."""
-        return head == other or self.chain.follows(head, other) or self.chain.follows(other, head)
+        return self._leads_to(head, other) or self._leads_to(other, head)
 
 
 def _counts_for_more(chain: Chain, path: Sequence[Certificate], other: Sequence[Certificate]) -> bool:

@@ -170,7 +170,7 @@ def acceptable_part(
     *,
     me: str,
     has_worker: bool,
-    may_object: Callable[[str, str], bool],
+    may_object: Callable[[str, Certificate], bool],
     has_gone_on: Callable[[str, str], bool],
     is_gone: Callable[[str], bool],
     is_sound: Callable[[Certificate, Certificate], bool],
@@ -178,7 +178,7 @@ def acceptable_part(
     """As much of their way, from its beginning, as may be adopted.
 
     A certificate must be signed by a majority of the roster before it. Fewer will do where no fewer have signed it than
-    could object (`may_object`, with the head before it; this peer itself, if it has a worker), and where this peer has
+    could object to it (`may_object`; this peer itself, if it has a worker), and where this peer has
     signed it, or its signers have not been on that head for so long (`has_gone_on`) that this peer might go on without
     them. Where all of that roster `is_gone`, those who held its state may have gone on. `is_sound`: whether a
     certificate can follow another, whoever has signed it.
@@ -189,7 +189,7 @@ def acceptable_part(
         roster = {member.peer_id for member in before.plan.roster}
         plan_signers = set(certificate.plan.signers)
         signers = roster & plan_signers
-        objectors = {p for p in roster - signers - {me} if may_object(p, before.head)}
+        objectors = {p for p in roster - signers - {me} if may_object(p, certificate)}
         if has_worker and me in roster - signers and before is fork.ancestor and not fork.ours:
             objectors.add(me)
         is_majority = 2 * len(signers) > len(roster)

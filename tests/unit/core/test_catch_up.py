@@ -130,6 +130,19 @@ def test_one_of_three_is_followed_once_the_third_is_gone():
     assert fetched_heads(a) == [newer.head]
 
 
+def test_one_that_was_away_is_not_followed_against_those_who_have_gone_on_together():
+    four = genesis("abcd")
+    a = Driven.at(four, "bcd")
+    a.feed(events.WorkerGone())
+    a.hush("b")
+    a.run(30)
+    together = commit(four, "cd")
+    a.announce(commit(four, "b", salt="alone"), "b")
+    a.announce(together, "cd")
+    a.run(30)
+    assert fetched_heads(a) == [together.head]
+
+
 def test_a_minority_is_not_followed_because_the_third_has_just_lost_its_connection():
     a = Driven.at(GENESIS, "bc")
     a.hush("b")
