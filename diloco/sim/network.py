@@ -42,6 +42,8 @@ class Port(Protocol):
 
     def received(self, sender: str, message: Message) -> None: ...
 
+    def connected(self, peer_id: str) -> None: ...
+
     def disconnected(self, peer_id: str) -> None: ...
 
 
@@ -159,6 +161,9 @@ class Network:
         if self.is_linked(one, other) and (one, other) not in self._channels:
             self._channels |= {(one, other), (other, one)}
             self.on_channel(one, other, True)
+            for end, far in ((one, other), (other, one)):
+                if (port := self._ports.get(end)) is not None:
+                    port.connected(far)
 
     def _break(self, one: str, other: str, notice_s: tuple[float, float]) -> None:
         if (one, other) not in self._channels:

@@ -109,6 +109,9 @@ class VirtualPeer(Process):
     def received(self, sender: str, message: Message) -> None:
         self._post(events.Received(sender, message))
 
+    def connected(self, peer_id: str) -> None:
+        self._post(events.Connected(peer_id))
+
     def disconnected(self, peer_id: str) -> None:
         self._post(events.Disconnected(peer_id))
 

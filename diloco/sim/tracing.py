@@ -31,6 +31,8 @@ def describe(event: Event | None) -> str:
             )
         case events.Fetched(head):
             return f"fetched {short(head)}"
+        case events.Connected(peer_id):
+            return f"connected with {peer_id}"
         case events.Disconnected(peer_id):
             return f"disconnected from {peer_id}"
         case events.WorkReady(work):

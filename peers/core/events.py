@@ -24,6 +24,13 @@ class StatusesReceived:
 
 
 @dataclass(frozen=True)
+class Connected:
+    """There is a channel to a peer: it has yet to say where it stands."""
+
+    peer_id: str
+
+
+@dataclass(frozen=True)
 class Disconnected:
     """The channel to a peer broke."""
 
@@ -115,6 +122,7 @@ class RoundTrip:
 
 Event = (
     Received
+    | Connected
     | StatusesReceived
     | Disconnected
     | StateOffered

@@ -127,6 +127,20 @@ class Swarm:
             self._peers[peer_id] = Health(_UNHEARD, now, at_head_at=now)
             self._live = None
 
+    def connected(self, peer_id: str, now: float) -> None:
+        """A peer to which there is a channel, and that may have said nothing yet: it has its time to, once."""
+        if peer_id not in self._peers and self._make_room():
+            self.expect(peer_id, now)
+        elif not self._is_unheard(peer_id):
+            self.heard(peer_id, None, now)
+
+    def has_unheard(self) -> bool:
+        """Whether anybody is there who has yet to say where it stands."""
+        return any(self._is_unheard(peer_id) for peer_id, _ in self.live())
+
+    def _is_unheard(self, peer_id: str) -> bool:
+        return self._peers[peer_id].status is _UNHEARD if peer_id in self._peers else True
+
     def measured(self, peer_id: str, round_trip_s: float) -> None:
         if (health := self._peers.get(peer_id)) is not None:
             health.round_trip_s = round_trip_s

@@ -212,6 +212,11 @@ class Peer:
             case events.StatusesReceived(statuses):
                 for peer_id, status in statuses:
                     self._receive(turn, peer_id, status)
+            case events.Connected(peer_id):
+                self.swarm.connected(peer_id, turn.now)
+                if self._said is not None:
+                    # Not at the next heartbeat only: it may be about to found a run of its own.
+                    turn.do(Send(peer_id, replace(self._said, sequence=self._sequence)))
             case events.Disconnected(peer_id):
                 self.swarm.disconnected(peer_id, turn.now)
             case events.RoundTrip(peer_id, seconds):
@@ -353,7 +358,7 @@ class Peer:
                 return True
             if not self._is_given_up(turn, genesis):
                 return False
-        if self.swarm.runs() or not turn.passed(self._founding.not_before):
+        if self.swarm.runs() or self.swarm.has_unheard() or not turn.passed(self._founding.not_before):
             return False
         return self._founding.advance(turn, self.world_rank, self._offer)
 

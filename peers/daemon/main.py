@@ -261,6 +261,8 @@ class Daemon:
             raise
         log.info("agreed on the manifest %s", self._agreement.digest[:12])
         runtime = self._runtime = self._new_runtime(manifest)
+        for peer_id in self._met:
+            runtime.post(events.Connected(peer_id))
         self._spawn(runtime.run())
         server = StateServer(
             self._network.paths, self._config.run_id, self._current_state, runtime.commit_log
@@ -448,6 +450,9 @@ class Daemon:
         met = frozenset(view) - {self._identity.peer_id}
         for peer_id in self._met - met:
             self._pool.drop(peer_id)
+        if self._runtime is not None:
+            for peer_id in met - self._met:
+                self._runtime.post(events.Connected(peer_id))
         self._met = met
         lost = sorted(rank for peer_id, rank in self._trainers.items() if peer_id not in view)
         self._trainers = {p: peer.world_rank for p, peer in view.items() if peer.state in TRAINING_STATES}

@@ -57,6 +57,37 @@ def test_fewer_begin_when_the_time_for_founders_has_passed():
     assert pump["a"].peer.certificate.plan.signers == ("a", "b")
 
 
+def test_nobody_founds_a_run_beside_one_that_it_is_connected_with_and_has_not_heard_of_yet():
+    a = Driven(settings=with_settings(galaxy_size=1), has_worker=False)
+    a.feed(events.Connected("b"))
+    a.feed(events.StateOffered(OFFER))
+    a.feed(events.WorkerWaits())
+    a.run(1)
+    assert a.peer.head == ""
+    newer = chain_of(genesis("bc"), "bc", 3)[-1]
+    a.announce(newer, "bc")
+    a.run(5)
+    assert [fetch.path[-1] for fetch in a.of(effects.Fetch)] == [newer]
+
+
+def test_who_is_connected_and_says_nothing_is_waited_for_once_and_briefly():
+    a = Driven(settings=with_settings(galaxy_size=1), has_worker=False)
+    a.feed(events.Connected("b"))
+    a.feed(events.StateOffered(OFFER))
+    a.run(2)
+    a.feed(events.Disconnected("b"))
+    a.feed(events.Connected("b"))
+    a.run(2)
+    assert a.peer.certificate is not None
+    assert a.peer.certificate.is_genesis
+
+
+def test_who_is_connected_is_told_at_once_where_this_peer_stands():
+    a = Driven.at(genesis("ab"), "b")
+    (told,) = a.of(effects.Send, a.feed(events.Connected("c")))
+    assert (told.peer_id, told.message.head) == ("c", a.peer.head)
+
+
 def test_a_founder_that_comes_later_than_the_genesis_is_a_newcomer():
     pump = founders("ab")
     pump.run(3)

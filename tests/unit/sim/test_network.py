@@ -26,6 +26,9 @@ class Port:
     def received(self, sender: str, message: Message) -> None:
         self.heard.append((sender, message))
 
+    def connected(self, peer_id):
+        pass
+
     def disconnected(self, peer_id: str) -> None:
         self.lost.append(peer_id)
 
