@@ -11,8 +11,8 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any, Literal, Protocol, TypeVar
 
 from peers.access import bans
 from peers.access.allowance import Allowance
@@ -45,6 +45,7 @@ def mesh_protocol(run_id: str) -> str:
     return f"diloco/{run_id}/mesh"
 
 
+T = TypeVar("T")
 Reached = Literal["here", "gone", "silent"]
 """Gone: nobody listens at its addresses, or it has turned this peer away."""
 
@@ -93,16 +94,14 @@ class Mesh:
         self._on_lost = on_lost
         self._signed, self._signed_at = b"", float("-inf")
         self._peers: dict[str, LivePeer] = {}
-        self._dialling: dict[str, asyncio.Task[None]] = {}
+        self._dialling: dict[str, asyncio.Task[Reached]] = {}
         # Who has our status and owes its own; whose status has come and who gets ours.
         self._introducing: set[str] = set()
         self._answering: set[str] = set()
-        # Whose last call came to nothing for certain.
-        self._gone: set[str] = set()
         self._dials = asyncio.Semaphore(MAX_DIALLED)
         self._first_heard_of: dict[str, float] = {}
         self._allowances: dict[str, Allowance] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._gate = gate or Gate.open(run_id)
         self._gate.on_bans.append(self._spread_bans)
         self._turned_away: Why | None = None
@@ -141,11 +140,12 @@ class Mesh:
         peer_id = record.peer_id
         if peer_id not in self._peers and peer_id not in self._dialling:
             self._dialling[peer_id] = self._spawn(self._dial(record))
-        if task := self._dialling.get(peer_id):
+        task = self._dialling.get(peer_id)
+        if task is not None:
             await asyncio.wait({task}, timeout=DIAL_TIMEOUT_S + 1)
         if peer_id in self._peers:
             return "here"
-        return "gone" if peer_id in self._gone else "silent"
+        return task.result() if task is not None and task.done() and not task.cancelled() else "silent"
 
     def send_to(self, peer_id: str, message: dict[str, Any]) -> None:
         """Queue a message; one to a peer that is gone is dropped, as a broken channel would drop it."""
@@ -168,32 +168,29 @@ class Mesh:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _spawn(self, coroutine: Any) -> asyncio.Task[None]:
-        task: asyncio.Task[None] = asyncio.create_task(coroutine)
+    def _spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _dial(self, record: Announcement) -> None:
+    async def _dial(self, record: Announcement) -> Reached:
         peer_id = record.peer_id
-        self._gone.discard(peer_id)
         try:
             async with self._dials:
                 channel, status = await self._introduced(record)
         except TurnedAway as error:
             self._turned_away = error.why
-            self._gone.add(peer_id)
-            return
+            return "gone"
         except (PeerUnreachable, ProtocolError) as error:
             log.debug("cannot reach %s: %s", peer_id, error)
-            if is_nobody_there(str(error)):
-                self._gone.add(peer_id)
             if isinstance(error, PeerSilent):
                 self._transport.missed(peer_id)
-            return
+            return "gone" if is_nobody_there(str(error)) else "silent"
         finally:
             self._dialling.pop(peer_id, None)
         self._keep(peer_id, channel, status)
+        return "here"
 
     async def _redial(self, record: Announcement) -> None:
         """Perhaps only the connection is gone. The larger peer id waits a little, and tries where the other cannot."""
