@@ -52,7 +52,8 @@ class CatchUp:
     """Who has answered that it does not know which head."""
     _sound: dict[str, bool] = field(default_factory=dict)
     """Whether a certificate can follow its parent."""
-    _not_before: float = 0.0
+    _failed: tuple[str, float] = "", 0.0
+    """The head that was fetched in vain last, and until when it is not fetched again."""
     _since: float | None = None
     """When the first of the heads was heard that are announced now."""
 
@@ -77,10 +78,11 @@ class CatchUp:
             self._since = None
         elif self._since is None:
             self._since = turn.now
-        if not can_fetch or not turn.passed(self._not_before):
+        if not can_fetch:
             return False
         path = self._best(turn, heads, has_worker)
-        if not path:
+        # Donors that had gone on say so by announcing the next head, which is fetched at once.
+        if not path or (path[-1].head == self._failed[0] and not turn.passed(self._failed[1])):
             return False
         if self.target is not None and (
             path[-1].head == self.target.head or self.chain.follows(path[-1].head, self.target.head)
@@ -104,8 +106,8 @@ class CatchUp:
         for peer_id in suspects:
             if self.swarm.is_live(peer_id):
                 self.swarm.strike(peer_id, self.target.plan.epoch, 0.5)
+        self._failed = self.target.head, turn.now + self.timing.reaction_s
         self.target, self.path = None, ()
-        self._not_before = turn.now + self.timing.reaction_s
 
     def end(self) -> None:
         """The fetch that ran has brought its state."""
