@@ -5,13 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peers.reduction.shares import (
-    ALIGNMENT,
-    MAX_ADVANTAGE,
-    bounds_of,
-    optimal_seconds,
-    round_seconds,
-)
+from peers.reduction.shares import ALIGNMENT, MAX_ADVANTAGE, bounds_of
+from tests.support.optimal_shares import optimal_seconds, round_seconds
 
 NUMEL = 1 << 26
 speeds = st.floats(min_value=1e4, max_value=1e10)

@@ -12,8 +12,8 @@ from diloco.sim.cost.machine import IDEAL, Machine
 from diloco.sim.cost.scenario import Scenario, SimulatedPeer, step_seconds
 from diloco.sim.cost.swarm import CostSwarm, simulate
 from peers.codecs import codec_named
-from peers.reduction.shares import optimal_seconds
 from peers.schedule import Schedule
+from tests.support.optimal_shares import optimal_seconds
 
 NUMEL = 1 << 22
 ONE_WAY_S = 0.02
