@@ -7,6 +7,7 @@ killed by its pid. The daemons come out of a fork server that has imported torch
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import multiprocessing
@@ -19,6 +20,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from diloco.metrics_file import Tail
 from peers.identity import load, load_or_create
@@ -107,14 +110,15 @@ class LightPeer:
 
 
 def children_of(pid: int) -> Iterator[tuple[int, list[str]]]:
-    """Direct children, with their command lines."""
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in (task / "children").read_text().split():
-            try:
-                argv = Path(f"/proc/{child}/cmdline").read_text().split("\0")
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            yield int(child), argv
+    """Direct children, with their command lines. Raises ProcessLookupError where there is no such process."""
+    try:
+        children = psutil.Process(pid).children()
+    except psutil.NoSuchProcess:
+        raise ProcessLookupError(f"no process {pid}") from None
+    for child in children:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if argv := child.cmdline():
+                yield child.pid, argv
 
 
 class LightSwarm:

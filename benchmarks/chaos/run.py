@@ -181,7 +181,7 @@ def _kill_worker(swarm: ChaosSwarm, rank: int) -> None:
     # It may be between two lives.
     try:
         swarm.peers[rank].kill_worker()
-    except (StopIteration, FileNotFoundError, ProcessLookupError):
+    except (StopIteration, ProcessLookupError):
         return
 
 

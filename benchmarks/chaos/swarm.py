@@ -186,7 +186,7 @@ class ChaosSwarm(LightSwarm):
                 self._seen[pid] = began, rank
 
     def _tree_of(self, pid: int) -> list[int]:
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError):
             return [pid, *(below for child, _ in children_of(pid) for below in self._tree_of(child))]
         return []
 
