@@ -319,6 +319,18 @@ def test_a_fetch_that_failed_is_tried_again_after_a_moment():
     assert again.path == (newer,)
 
 
+def test_donors_that_have_gone_on_are_asked_for_the_next_head_at_once():
+    a = Driven.at(GENESIS, "bc")
+    newer, newest = way = chain_of(GENESIS, "bc", 2)
+    a.announce(newer, "bc")
+    a.run(2)
+    assert a.of(effects.Fetch, a.feed(events.FetchFailed(newer.head, "it holds another", frozenset()))) == []
+    failed_at, a.effects = a.now, []
+    a.come_to(way, "bc")
+    assert a.now == failed_at
+    assert [fetch.path[-1] for fetch in a.of(effects.Fetch)] == [newest]
+
+
 def test_an_outcome_of_another_fetch_says_nothing():
     a = Driven.at(GENESIS, "bc")
     newer = commit(GENESIS, "bc")
