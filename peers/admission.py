@@ -7,8 +7,9 @@ an admission key a run is open: everybody may be in it.
 
 from __future__ import annotations
 
-from peers.access.tokens import BanList, Refused, Token, Why
+from peers.access.tokens import BanList, Token
 from peers.errors import ProtocolError
+from peers.protocol.refusal import Refused, Why
 
 CLOCK_TOLERANCE_S = 10.0
 """How far ahead of ours the clock of whoever issued a token may be."""

@@ -6,9 +6,9 @@ PeersError
 ├── PeerUnreachable   skip this peer, or try it again later
 │   ├── PeerSilent    try another way: the stream stands, and may carry nothing
 │   ├── TurnedAway    it says that this peer may not be there (mesh.py)
-│   └── NoIssuer      there is nobody who issues tokens (admission_request.py)
+│   └── NoIssuer      there is nobody who issues tokens (access/request.py)
 ├── ProtocolError     drop this peer's stream: it sent what no honest peer sends
-│   └── Refused       drop it, and tell it why: it may not be here (tokens.py)
+│   └── Refused       drop it, and tell it why: it may not be here (protocol/refusal.py)
 ├── RoundFailed       try the round again, without the suspects it names
 ├── StateUnavailable  ask other donors, or wait for one
 └── LinkLost          the other end of the daemon <-> worker link is gone

@@ -18,11 +18,11 @@ from peers.access import bans
 from peers.access.allowance import Allowance
 from peers.access.gate import Gate
 from peers.access.request import raise_refusal, refusal
-from peers.access.tokens import Refused, Why
 from peers.errors import PeersError, PeerSilent, PeerUnreachable, ProtocolError
 from peers.live_peer import LivePeer, heartbeat_s, silence_s
 from peers.messages import Channel
 from peers.network.bootstrap import is_nobody_there
+from peers.protocol.refusal import Refused, Why
 from peers.records import Announcement
 
 log = logging.getLogger(__name__)

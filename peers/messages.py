@@ -1,4 +1,4 @@
-"""Small messages between peers: msgpack maps behind a 4-byte length, on a stream of the transport."""
+"""Small messages between peers: structs of peers/protocol behind a 4-byte length, on a stream of the transport."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import asyncio
 import contextlib
 import socket
 import struct
-from typing import Any
+from typing import Any, TypeVar
 
 import msgpack
+from msgspec.msgpack import Decoder
 
 from peers.errors import PeerSilent, PeerUnreachable, ProtocolError
 from peers.network import socket_io
+from peers.protocol.wire import Struct, decode, encode
 
 MAX_MESSAGE_BYTES = 1 << 20
+T = TypeVar("T")
 
 _LENGTH = struct.Struct("<I")
 
@@ -30,9 +33,9 @@ class Channel:
         self.received_bytes = 0
         """In whole messages."""
 
-    async def send(self, message: dict[str, Any], timeout_s: float | None = None) -> None:
+    async def send(self, message: dict[str, Any] | Struct, timeout_s: float | None = None) -> None:
         """Raises PeerUnreachable when the stream is broken, or full for longer than `timeout_s`."""
-        body = msgpack.packb(message)
+        body = encode(message)
         if len(body) > self._max_message_bytes:
             raise ProtocolError(f"refusing to send a message of {len(body)} bytes")
         try:
@@ -46,11 +49,17 @@ class Channel:
             raise PeerUnreachable(f"the stream broke: {error}") from error
 
     async def receive(self, timeout_s: float | None = None) -> dict[str, Any]:
-        """The next message; a receive that was cancelled or timed out loses nothing.
+        return _unpack(await self._receive_bytes(timeout_s))
 
-        Raises PeerUnreachable at the end of the stream, PeerSilent after `timeout_s`, ProtocolError for
-        what is no message.
+    async def read(self, wanted: Decoder[T], timeout_s: float | None = None) -> T:
+        """The next message, one of those wanted; a read that was cancelled or timed out loses nothing.
+
+        Raises PeerUnreachable at the end of the stream, PeerSilent after `timeout_s`, ProtocolError for any other
+        message.
         """
+        return decode(wanted, await self._receive_bytes(timeout_s), self._max_message_bytes)
+
+    async def _receive_bytes(self, timeout_s: float | None) -> bytes:
         try:
             async with asyncio.timeout(timeout_s):
                 await self._fill(_LENGTH.size)
@@ -67,7 +76,7 @@ class Channel:
         body = bytes(self._received[_LENGTH.size : _LENGTH.size + length])
         del self._received[: _LENGTH.size + length]
         self.received_bytes += _LENGTH.size + length
-        return _unpack(body)
+        return body
 
     def break_off(self) -> None:
         """End the stream under whoever sends or receives on it right now; its owner still has to close it."""

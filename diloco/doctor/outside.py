@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from diloco.doctor.findings import Finding, passed, warned
 from diloco.doctor.nat import Port, Seen, judged_announcement, judged_nat, judged_port
 from diloco.options import HvConfig
-from peers.access.tokens import Refused
 from peers.errors import PeersError
 from peers.identity import Identity
 from peers.network.direct import Direct
@@ -20,6 +19,7 @@ from peers.network.reachability_request import DIALLED_PROTOCOL, Asked, Busy, as
 from peers.network.reception import Reception
 from peers.network.tls import Credentials
 from peers.network.ways import data_hosts
+from peers.protocol.refusal import Refused
 
 if TYPE_CHECKING:
     from peers.transport import Transport

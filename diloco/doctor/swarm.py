@@ -14,13 +14,13 @@ from diloco.options import HvConfig
 from peers.access.gate import Gate
 from peers.access.request import ISSUERS_KEY, Applicant, NoIssuer, request_token
 from peers.access.secrets import SwarmSecret, load_secret
-from peers.access.tokens import Refused, Why
 from peers.admission import Admission
 from peers.dht import Dht
 from peers.errors import PeersError, ProtocolError, UserError
 from peers.identity import Identity
 from peers.network.bootstrap import ClockOff
 from peers.network.maddrs import parse_maddr
+from peers.protocol.refusal import Refused, Why
 from peers.records import PEERS_KEY, CoordinatorRecord, shown_rank
 
 ADMISSION_TIMEOUT_S = 4.0

@@ -14,7 +14,8 @@ from typing import Protocol
 
 from diloco.sim.clock import Clock
 from peers.errors import ProtocolError
-from peers.protocol.messages import Message, decode, encode
+from peers.protocol.messages import Message, decode_message
+from peers.protocol.wire import encode
 
 CONNECT_S = (0.05, 0.8)
 NOTICE_S = (0.0, 0.5)
@@ -120,7 +121,7 @@ class Network:
         if not self._encodes:
             return message
         try:
-            return decode(encode(message))
+            return decode_message(encode(message))
         except ProtocolError:
             self.num_refused += 1
             return None

@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable
 
 from peers.access.refusals import Refusals
-from peers.access.tokens import BanList, Refused
+from peers.access.tokens import BanList
 from peers.admission import Admission
 from peers.errors import ProtocolError
+from peers.protocol.refusal import Refused
 
 log = logging.getLogger(__name__)
 

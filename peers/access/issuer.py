@@ -16,10 +16,11 @@ from typing import Generic, TypeVar
 
 from peers.access.request import MAX_MESSAGE_BYTES, parse_join, parse_proof, refusal
 from peers.access.secrets import NONCE_BYTES, AdmissionKey, load_key
-from peers.access.tokens import BanList, Refused, Token, Why
+from peers.access.tokens import BanList, Token
 from peers.errors import ProtocolError, UserError
 from peers.messages import Channel
 from peers.network.maddrs import is_peer_id
+from peers.protocol.refusal import Refused, Why
 
 DEFAULT_LIFETIME_DAYS = 30.0
 """Far longer than a coordinator is missed for: nobody is to be shut out of a swarm that goes on without it."""

@@ -20,10 +20,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from peers.access.secrets import NONCE_BYTES, PROOF_BYTES, SwarmSecret
-from peers.access.tokens import MAX_TOKEN_BYTES, Refused, Token, Why
+from peers.access.tokens import MAX_TOKEN_BYTES, Token
 from peers.dht import Dht
 from peers.errors import PeerUnreachable, ProtocolError
 from peers.messages import Channel
+from peers.protocol.refusal import Refused, Why
 from peers.records import COORDINATOR_KEY, CoordinatorRecord
 
 MAX_MESSAGE_BYTES = 1024

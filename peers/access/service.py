@@ -24,13 +24,14 @@ from peers.access.request import (
     request_token,
 )
 from peers.access.secrets import SwarmSecret, load_key, load_secret
-from peers.access.tokens import Refused, Token, Why
+from peers.access.tokens import Token
 from peers.admission import Admission
 from peers.dht import Dht
 from peers.errors import PeersError, PeerUnreachable, UserError
 from peers.identity import Identity
 from peers.network.storage_checks import guard_storage
 from peers.private_files import write_private
+from peers.protocol.refusal import Refused, Why
 from peers.records import MAX_MADDRS, CoordinatorRecord
 
 REQUEST_TIMEOUT_S = 10.0

@@ -1,10 +1,9 @@
-"""What the admission key of a run signs: tokens and ban lists; and why a peer may be refused."""
+"""What the admission key of a run signs: tokens and ban lists."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 import msgpack
@@ -13,6 +12,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from peers.errors import ProtocolError
 from peers.network.libp2p_keys import base58_decode, base58_encode
+from peers.protocol.refusal import Refused, Why
 
 MAX_TOKEN_BYTES = 512
 MAX_BANS_BYTES = 4000
@@ -24,51 +24,6 @@ _MAX_TIME_S = 1e12
 _MAX_ID_CHARACTERS = 128
 # So that no signature of the admission key can be taken for one on something else.
 _TOKEN, _BANS = b"diloco token\0", b"diloco bans\0"
-
-
-class Why(StrEnum):
-    """Why a peer is refused, as it is told and as the log has it."""
-
-    NO_TOKEN = "it has shown no token"
-    FORGED = "its token is not of this run"
-    ANOTHERS = "its token is another peer's"
-    EARLY = "its token is not valid yet"
-    EXPIRED = "its token has expired"
-    BANNED = "it is banned"
-    WRONG_SECRET = "it does not have the swarm secret"
-    NOT_LISTED = "it is not on the allowlist"
-
-    def advice(self, peer_id: str) -> str:
-        """What this means to the user of the refused peer, and the next move."""
-        return _ADVICE[self].format(peer_id=peer_id)
-
-
-_ADVICE = {
-    Why.NO_TOKEN: "this swarm admits only peers that have its secret. Copy the file that `diloco dht start` names on "
-    "the coordinator's machine to this one, and give it by --swarm-secret-file, or its content in DILOCO_SWARM_SECRET",
-    Why.FORGED: "the others hold another swarm secret than this peer. Copy the coordinator's file to this machine "
-    "anew, and check --run-id",
-    Why.ANOTHERS: "this peer's token was issued to another identity. Remove the .token file beside its key and start "
-    "it again: a new one is issued",
-    Why.EARLY: "this peer's token is not valid yet by the others' clocks. Is the clock of this machine, and the "
-    "coordinator's, right?",
-    Why.EXPIRED: "this peer's token has expired, and nobody renewed it. Start the coordinator again, or a peer with "
-    "--admission-key-file, then this peer",
-    Why.BANNED: "this peer, {peer_id}, is banned from the run. Whoever holds the admission key can lift that by "
-    "`diloco peers unban {peer_id}`",
-    Why.WRONG_SECRET: "the swarm secret that this peer has is not the run's, or not any more. Copy the coordinator's "
-    "file to this machine anew",
-    Why.NOT_LISTED: "the run's allowlist does not name this peer. Have {peer_id} added to it on the coordinator's "
-    "machine, then start this peer again",
-}
-
-
-class Refused(ProtocolError):
-    """A peer that may not be here."""
-
-    def __init__(self, why: Why) -> None:
-        super().__init__(f"refused: {why}")
-        self.why = why
 
 
 @dataclass(frozen=True, kw_only=True)

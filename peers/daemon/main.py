@@ -49,7 +49,8 @@ from peers.outer_state import OuterState
 from peers.paths import TransportMode
 from peers.presence import Presence
 from peers.priority import give_way
-from peers.protocol.messages import Message, decode, encode
+from peers.protocol.messages import Message, decode_message
+from peers.protocol.wire import encode
 from peers.records import NO_RANK, TRAINING_STATES, Announcement
 from peers.reduce import OVERLAPPED_NICENESS
 from peers.restarts import USER_ERROR, WorkerEnd
@@ -471,7 +472,7 @@ class Daemon:
         """A message from a live peer. Raises ProtocolError, which costs it the channel."""
         if message.get("kind") == "core":
             blob = message.get("message")
-            parsed = decode(blob if isinstance(blob, bytes) else b"")
+            parsed = decode_message(blob if isinstance(blob, bytes) else b"")
             if self._runtime is not None:
                 self._runtime.post(events.Received(sender.peer_id, parsed))
         elif message.get("kind") in ("manifest", "manifest?"):

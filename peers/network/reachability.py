@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from peers.access.gate import Gate
 from peers.access.request import refusal
-from peers.access.tokens import Refused
 from peers.errors import PeerUnreachable, ProtocolError, UserError
 from peers.identity import Identity
 from peers.messages import Channel
@@ -32,6 +31,7 @@ from peers.network.reachability_request import (
 )
 from peers.network.reception import Reception
 from peers.network.tls import Credentials
+from peers.protocol.refusal import Refused
 
 if TYPE_CHECKING:
     from peers.transport import Transport

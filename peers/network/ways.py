@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from peers.access.gate import Gate
-from peers.access.tokens import Refused
 from peers.identity import Identity
 from peers.mesh import mesh_protocol
 from peers.network.direct import Direct
@@ -18,6 +17,7 @@ from peers.network.relay import Relay
 from peers.network.relay_service import RelayService
 from peers.network.tls import Credentials
 from peers.paths import Paths, TransportMode
+from peers.protocol.refusal import Refused
 from peers.records import MAX_ENDPOINTS, MAX_PATHS, NO_RANK, Announcement
 from peers.state.transfer import state_protocol
 

@@ -16,10 +16,10 @@ from typing import Any, Protocol
 
 from peers.access.request import parse_proof, refusal
 from peers.access.secrets import NONCE_BYTES, SwarmSecret
-from peers.access.tokens import Why
 from peers.errors import PeersError, ProtocolError
 from peers.messages import Channel
 from peers.onlookers.reports import REPORT_INTERVAL_S, Report, to_message
+from peers.protocol.refusal import Why
 
 MAX_OBSERVERS = 16
 LEAST_INTERVAL_S = 0.2

@@ -35,7 +35,8 @@ from peers.onlookers.journal import (
     RoundEntry,
 )
 from peers.onlookers.standing import STEPS, Standing
-from peers.protocol.certificates import Certificate, decode_certificate, encode_certificate
+from peers.protocol.certificates import Certificate, decode_certificate
+from peers.protocol.wire import encode
 from peers.records import MAX_RECORD_BYTES
 
 VERSION = 1
@@ -106,7 +107,7 @@ def to_message(report: Report) -> dict[str, Any]:
         "points": [[point.time, point.step, point.loss, point.tokens_per_s] for point in report.points],
         "rounds": [dataclasses.asdict(entry) for entry in report.rounds],
         "incidents": [[incident.time, incident.text] for incident in report.incidents],
-        "certified": [report.certified.time, encode_certificate(report.certified.certificate)]
+        "certified": [report.certified.time, encode(report.certified.certificate)]
         if report.certified
         else [],
     }

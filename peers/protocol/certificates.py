@@ -12,11 +12,11 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Annotated, Protocol
 
-import msgspec
 from msgspec import Meta
+from msgspec.msgpack import Decoder
 
-from peers.errors import ProtocolError
 from peers.protocol.limits import (
+    MAX_MESSAGE_BYTES,
     MAX_PEERS,
     AttemptNumber,
     Count,
@@ -32,13 +32,9 @@ from peers.protocol.limits import (
     Tokens,
     WorldRank,
 )
+from peers.protocol.wire import Struct, decode, encode
 
-_encode = msgspec.msgpack.Encoder().encode
 _SIGNED_AS = b"diloco commit v2\0"
-
-
-class Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Immutable; a message with a field that is not ours is refused."""
 
 
 class Member(Struct, frozen=True):
@@ -97,7 +93,7 @@ class Plan(Struct, frozen=True, dict=True):
     @cached_property
     def digest(self) -> str:
         """Names the plan in votes."""
-        return hashlib.sha256(_encode(self)).hexdigest()
+        return hashlib.sha256(encode(self)).hexdigest()
 
     @cached_property
     def signers(self) -> tuple[str, ...]:
@@ -118,7 +114,7 @@ class Body(Struct, frozen=True, dict=True):
 
     @cached_property
     def signed_bytes(self) -> bytes:
-        return _SIGNED_AS + _encode(self)
+        return _SIGNED_AS + encode(self)
 
     @cached_property
     def head(self) -> str:
@@ -177,17 +173,9 @@ class Certificate(Struct, frozen=True):
         return all(map(verify, signers, [payload] * len(signers), self.signatures))
 
 
-_certificates = msgspec.msgpack.Decoder(Certificate)
-
-
-def encode_certificate(certificate: Certificate) -> bytes:
-    """For files, and for the header of a state."""
-    return _encode(certificate)
+_decoder = Decoder(Certificate)
 
 
 def decode_certificate(blob: bytes) -> Certificate:
     """Raises ProtocolError for what is none."""
-    try:
-        return _certificates.decode(blob)
-    except (msgspec.DecodeError, ValueError) as error:
-        raise ProtocolError(f"not a certificate: {error!s:.200}") from error
+    return decode(_decoder, blob, MAX_MESSAGE_BYTES, what="certificate")

@@ -14,11 +14,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-import msgspec
 from msgspec import Meta
+from msgspec.msgpack import Decoder
 
-from peers.errors import ProtocolError
-from peers.protocol.certificates import Body, Certificate, Plan, Signature, Struct, Work
+from peers.protocol.certificates import Body, Certificate, Plan, Signature, Work
 from peers.protocol.limits import (
     MAX_CERTIFICATES,
     MAX_MESSAGE_BYTES,
@@ -33,6 +32,7 @@ from peers.protocol.limits import (
     Real,
     ShortText,
 )
+from peers.protocol.wire import Struct, decode
 
 Phase = Literal["waiting", "fetching", "training", "ready", "leaving"]
 """waiting: has no state of the run, or no worker; ready: the worker has handed over its weights."""
@@ -143,19 +143,9 @@ class Found(Struct, frozen=True, tag="found"):
 
 Message = Status | Propose | Vote | Decline | Abort | Certificates | Ask | Found
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Message)
+_decoder: Decoder[Message] = Decoder(Message)
 
 
-def encode(message: Message) -> bytes:
-    return _encoder.encode(message)
-
-
-def decode(blob: bytes) -> Message:
+def decode_message(blob: bytes) -> Message:
     """Raises ProtocolError for anything outside the limits of the types."""
-    if len(blob) > MAX_MESSAGE_BYTES:
-        raise ProtocolError(f"a message of {len(blob)} bytes; at most {MAX_MESSAGE_BYTES} are allowed")
-    try:
-        return _decoder.decode(blob)
-    except (msgspec.DecodeError, ValueError) as error:
-        raise ProtocolError(f"not a message of the swarm: {error!s:.200}") from error
+    return decode(_decoder, blob, MAX_MESSAGE_BYTES)

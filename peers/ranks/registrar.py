@@ -14,11 +14,11 @@ from collections.abc import Iterable, Sequence
 from peers.access.gate import Gate
 from peers.access.request import refusal
 from peers.access.service import AdmissionService
-from peers.access.tokens import Refused
 from peers.dht import Dht
 from peers.errors import ProtocolError
 from peers.identity import Identity
 from peers.messages import Channel
+from peers.protocol.refusal import Refused
 from peers.ranks.ledger import Grant, Ledger, Taken
 from peers.ranks.request import HOLDER_TIMEOUT_S, MAX_REQUEST_BYTES, parse_request, to_message
 from peers.records import COORDINATOR_KEY, MAX_MADDRS, PEERS_KEY, Announcement, CoordinatorRecord

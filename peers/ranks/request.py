@@ -17,10 +17,10 @@ from typing import Any, TypeGuard
 
 from peers.access.gate import Gate
 from peers.access.request import raise_refusal
-from peers.access.tokens import Refused
 from peers.dht import Dht
 from peers.errors import PeerUnreachable, ProtocolError, UserError
 from peers.messages import Channel
+from peers.protocol.refusal import Refused
 from peers.ranks.ledger import Grant, Taken
 from peers.records import COORDINATOR_KEY, MAX_WORLD_RANKS, CoordinatorRecord
 

@@ -13,7 +13,8 @@ from functools import cached_property
 from typing import Any
 
 from peers.errors import ProtocolError
-from peers.protocol.certificates import Certificate, decode_certificate, encode_certificate
+from peers.protocol.certificates import Certificate, decode_certificate
+from peers.protocol.wire import encode
 
 HEADER_FILE = "outer.json"
 """Where a state that is kept on a disk has its header."""
@@ -107,7 +108,7 @@ class StateHeader:
             "sizes": list(self.sizes),
             "anchor_chunks": self.anchor_chunks,
             "momentum_chunks": self.momentum_chunks,
-            "certificate": encode_certificate(self.certificate) if self.certificate else b"",
+            "certificate": encode(self.certificate) if self.certificate else b"",
         }
 
     @classmethod

@@ -13,7 +13,8 @@ import msgspec
 
 from diloco.checkpoints.mark import read_mark, write_mark
 from peers.identity import verify_signature
-from peers.protocol.certificates import Certificate, decode_certificate, encode_certificate
+from peers.protocol.certificates import Certificate, decode_certificate
+from peers.protocol.wire import encode
 from peers.state.header import HEADER_FILE
 from peers.whole_files import record_of
 from tests.support.commands import DILOCO, check_gone, text_of_boxes, training_flags
@@ -63,7 +64,7 @@ def certificate_in(header: Header) -> Certificate:
 
 
 def put(header: Header, certificate: Certificate) -> None:
-    header["certificate"] = encode_certificate(certificate).hex()
+    header["certificate"] = encode(certificate).hex()
 
 
 def by_another_key(header: Header) -> None:

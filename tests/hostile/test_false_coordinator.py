@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from peers.access.tokens import Why
+from peers.protocol.refusal import Why
 from tests.support.closed_swarm import Closed, closed_run
 from tests.support.false_coordinator import GRANT, Answer, FalseCoordinator
 from tests.support.hostile import Hostile

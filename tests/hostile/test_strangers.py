@@ -18,7 +18,8 @@ from peers.errors import PeersError
 from peers.identity import IdentityKeys
 from peers.messages import Channel
 from peers.protocol.certificates import Body, Certificate, Plan, Signature, Work
-from peers.protocol.messages import Ask, Certificates, Message, Propose, Vote, encode
+from peers.protocol.messages import Ask, Certificates, Message, Propose, Vote
+from peers.protocol.wire import encode
 from peers.reduction.frames import HEADER, Kind
 from peers.reduction.plan import ATTEMPT_BYTES
 from peers.reduction.shares import bounds_of

@@ -17,7 +17,8 @@ from peers.errors import PeersError
 from peers.network.greeting import Hello
 from peers.network.maddrs import Maddr, parse_maddr
 from peers.network.tls import Credentials
-from peers.protocol.messages import Ask, Status, encode
+from peers.protocol.messages import Ask, Status
+from peers.protocol.wire import encode
 from tests.support.hostile import Hostile
 
 PROTOCOLS = ("mesh", "data", "state", "relay", "relayed", "bans", "coordinator", "admission")

@@ -20,7 +20,8 @@ from peers.dht import Dht
 from peers.errors import PeersError, PeerUnreachable
 from peers.identity import load_or_create
 from peers.messages import Channel
-from peers.protocol.messages import Message, Status, decode, encode
+from peers.protocol.messages import Message, Status, decode_message
+from peers.protocol.wire import encode
 from peers.records import PEERS_KEY, Announcement
 
 T = TypeVar("T")
@@ -172,7 +173,7 @@ class Hostile:
                 before = self.honest[peer_id].head
                 self._hear(peer_id, message)
                 if message["kind"] == "core":
-                    said = decode(message["message"])
+                    said = decode_message(message["message"])
                     if isinstance(said, Status):
                         self.statuses[peer_id] = said
                     if self.on_said:

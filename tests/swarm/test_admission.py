@@ -17,13 +17,13 @@ import pytest
 from diloco.cli import exit_code
 from peers.access.request import Applicant, request_token
 from peers.access.secrets import AdmissionKey, SwarmSecret
-from peers.access.tokens import Refused, Why
 from peers.errors import PeersError, PeerUnreachable, UserError
 from peers.messages import Channel
 from peers.network import greeting
 from peers.network.maddrs import parse_maddr
 from peers.network.tls import Credentials
 from peers.onlookers.observer import read_swarm
+from peers.protocol.refusal import Refused, Why
 from peers.ranks.request import request_rank
 from tests.support.closed_swarm import Closed, closed_run
 from tests.support.false_coordinator import GRANT, FalseCoordinator

@@ -14,7 +14,6 @@ import pytest
 
 from peers.access.gate import Gate
 from peers.access.secrets import AdmissionKey
-from peers.access.tokens import Refused, Why
 from peers.admission import Admission
 from peers.dht import Dht
 from peers.errors import PeerUnreachable, ProtocolError
@@ -33,6 +32,7 @@ from peers.network.reachability_request import (
 )
 from peers.network.reception import Reception
 from peers.network.tls import Credentials
+from peers.protocol.refusal import Refused, Why
 from tests.support.members import joined
 
 RUN = "reach"

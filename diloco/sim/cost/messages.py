@@ -17,7 +17,8 @@ from diloco.sim.clock import Clock
 from diloco.sim.cost.links import Link
 from peers.core import events
 from peers.core.events import Event
-from peers.protocol.messages import Certificates, Message, Propose, Status, encode
+from peers.protocol.messages import Certificates, Message, Propose, Status
+from peers.protocol.wire import encode
 
 _FRAME_BYTES = 60
 """Of the mesh's own header and of TLS and TCP, about."""

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from peers.core import effects, events
 from peers.core.settings import Settings
 from peers.protocol.certificates import Body, Certificate, Plan, Work
-from peers.protocol.messages import Ask, Certificates, Message, Vote, decode, encode
+from peers.protocol.messages import Ask, Certificates, Message, Vote, decode_message
+from peers.protocol.wire import encode
 from tests.unit.core.made import OFFER, SETTINGS, Keys, a_peer, digest, status, work
 
 BEAT_S = 0.4
@@ -60,7 +61,7 @@ class Driven:
         return made
 
     def say(self, sender: str, message: Message) -> list[effects.Effect]:
-        return self.feed(events.Received(sender, decode(encode(message))))
+        return self.feed(events.Received(sender, decode_message(encode(message))))
 
     def announce(
         self, certificate: Certificate | None, names: Peers, phase: str = "training", **others

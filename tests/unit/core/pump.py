@@ -17,6 +17,7 @@ from peers.core.settings import Settings
 from peers.protocol import messages
 from peers.protocol.certificates import Certificate, Plan
 from peers.protocol.messages import Message
+from peers.protocol.wire import encode
 from tests.unit.core.made import OFFER, SETTINGS, Keys, digest, verify, work
 
 DELAY_S = 0.01
@@ -223,7 +224,7 @@ class Pump:
         tampered = self.tamper(node.name, to, message)
         if tampered is None or to not in self.nodes or frozenset((node.name, to)) in self.cut:
             return
-        decoded = messages.decode(messages.encode(tampered))
+        decoded = messages.decode_message(encode(tampered))
         self.after(DELAY_S, lambda: self.feed(to, events.Received(node.name, decoded)))
 
     def _perhaps_reduced(self, plan: Plan) -> None:

@@ -8,7 +8,8 @@ from peers.core import effects, events
 from peers.core.catch_up import MAX_ASKED
 from peers.core.chain import KEPT
 from peers.core.timing import FETCH_S
-from peers.protocol.messages import Ask, Certificates, decode, encode
+from peers.protocol.messages import Ask, Certificates, decode_message
+from peers.protocol.wire import encode
 from tests.unit.core.driven import Driven
 from tests.unit.core.made import chain_of, commit, digest, genesis, status
 
@@ -362,7 +363,7 @@ def test_an_answer_always_fits_into_a_message():
     (answer,) = a.of(Certificates, a.say("z", Ask(head=way[-1].head, have=large.head)))
     assert answer.certificates[-1] == way[-1]
     assert 1 <= len(answer.certificates) <= 24
-    assert decode(encode(answer)) == answer
+    assert decode_message(encode(answer)) == answer
 
 
 def test_a_certificate_must_follow_its_parent():

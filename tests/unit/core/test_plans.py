@@ -10,7 +10,8 @@ from peers.core.weights import Aggregation
 from peers.errors import ProtocolError
 from peers.protocol.certificates import Certificate, Member, Plan
 from peers.protocol.limits import MAX_COUNT
-from peers.protocol.messages import Found, Propose, decode, encode
+from peers.protocol.messages import Found, Propose, decode_message
+from peers.protocol.wire import encode
 from tests.unit.core.made import SETTINGS, commit, digest, genesis, work
 from tests.unit.core.pump import with_settings
 
@@ -116,7 +117,7 @@ def test_counts_stay_where_they_can_be_read_back():
     plan = made("ab", parent=parent)
     assert (plan.data_base, plan.tokens) == (MAX_COUNT, MAX_COUNT)
     assert fault(plan, parent=parent) == ""
-    assert decode(encode(Propose(plan=plan))).plan == plan
+    assert decode_message(encode(Propose(plan=plan))).plan == plan
     further = commit(parent, "ab", data_base=MAX_COUNT, tokens=MAX_COUNT)
     plan = made("ab", parent=further)
     assert (plan.data_base, plan.tokens) == (MAX_COUNT, MAX_COUNT)
@@ -127,11 +128,11 @@ def test_counts_stay_where_they_can_be_read_back():
 def test_whatever_epoch_can_be_read_the_next_one_can_be_read_too(epoch):
     parent = genesis("ab", epoch=epoch)
     try:
-        decode(encode(Found(body=parent.body)))
+        decode_message(encode(Found(body=parent.body)))
     except ProtocolError:
         return
     plan = made("ab", parent=parent)
-    assert decode(encode(Propose(plan=plan))).plan == plan
+    assert decode_message(encode(Propose(plan=plan))).plan == plan
 
 
 def sybils(plan: Plan) -> tuple[Member, ...]:

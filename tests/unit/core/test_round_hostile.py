@@ -24,9 +24,9 @@ from peers.protocol.messages import (
     Propose,
     Status,
     Vote,
-    decode,
-    encode,
+    decode_message,
 )
+from peers.protocol.wire import encode
 from tests.unit.core.driven import Driven
 from tests.unit.core.made import OFFER, SETTINGS, Keys, digest, genesis, members, work
 from tests.unit.core.pump import Pump, with_settings
@@ -352,7 +352,7 @@ def test_an_attempt_is_never_more_than_can_be_read_back():
     for name in "bc":
         a.others[name]["attempt"] = MAX_ATTEMPT
     a.run(60)
-    assert all(decode(encode(status)) == status for status in a.of(Status))
+    assert all(decode_message(encode(status)) == status for status in a.of(Status))
 
 
 def test_one_liar_of_three_does_not_move_the_attempt():
@@ -533,7 +533,7 @@ def test_whatever_happens_a_peer_ends_its_rules_says_what_can_be_read_and_signs_
             assert signed.setdefault((vote.head, vote.attempt), vote.plan) == vote.plan
         for effect in made:
             if isinstance(effect, effects.Send | effects.Broadcast):
-                assert decode(encode(effect.message)) == effect.message
+                assert decode_message(encode(effect.message)) == effect.message
         assert a.peer.deadline > a.now
 
 

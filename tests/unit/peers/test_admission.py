@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from peers import admission
 from peers.access import tokens
 from peers.access.secrets import AdmissionKey
-from peers.access.tokens import MAX_BANNED, MAX_BANS_BYTES, BanList, Refused, Token, Why, banned_more
+from peers.access.tokens import MAX_BANNED, MAX_BANS_BYTES, BanList, Token, banned_more
 from peers.admission import Admission
 from peers.errors import ProtocolError
 from peers.network import libp2p_keys
+from peers.protocol.refusal import Refused, Why
 
 NOW = 1_800_000_000.0
 KEY, OTHER_KEY = AdmissionKey.new(), AdmissionKey.new()

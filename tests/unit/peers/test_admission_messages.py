@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from peers.access import bans
 from peers.access.request import parse_join, parse_nonce, parse_proof, parse_token, refusal
-from peers.access.tokens import MAX_TOKEN_BYTES, Refused, Why
+from peers.access.tokens import MAX_TOKEN_BYTES
 from peers.errors import ProtocolError
+from peers.protocol.refusal import Refused, Why
 
 PARSERS = [parse_join, parse_nonce, parse_proof, parse_token, bans.parse]
 VALUES = (

@@ -28,7 +28,7 @@ from peers.messages import Channel
 from peers.network import greeting, relay_messages
 from peers.network.greeting import Hello
 from peers.network.tls import public_key_of
-from peers.protocol.certificates import decode_certificate, encode_certificate
+from peers.protocol.certificates import decode_certificate
 from peers.protocol.messages import (
     Abort,
     Ask,
@@ -41,9 +41,9 @@ from peers.protocol.messages import (
     Propose,
     Status,
     Vote,
-    encode,
+    decode_message,
 )
-from peers.protocol.messages import decode as decode_message
+from peers.protocol.wire import encode
 from peers.ranks import request as rank_request
 from peers.state.header import StateHeader
 from tests.support import certified
@@ -97,7 +97,7 @@ DECODERS: dict[str, tuple[list[dict[str, Any]], Callable[[dict[str, Any]], objec
         ProtocolError,
     ),
     "a certificate": (
-        [msgpack.unpackb(encode_certificate(CERTIFICATE))],
+        [msgpack.unpackb(encode(CERTIFICATE))],
         lambda message: decode_certificate(msgpack.packb(message)),
         ProtocolError,
     ),

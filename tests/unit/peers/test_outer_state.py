@@ -8,7 +8,7 @@ import torch
 from peers.errors import ProtocolError, UserError
 from peers.outer_optimizer import OuterOptimizer, norm_of_pseudo_gradient, rebase
 from peers.outer_state import OuterState
-from peers.protocol.certificates import encode_certificate
+from peers.protocol.wire import encode
 from peers.reduction.residuals import Residuals
 from peers.state import files as state_files
 from peers.state.header import STATE_CHUNK_NUMEL, StateHeader, chunks_of
@@ -201,7 +201,7 @@ def cut(path):
 
 def give_it_anothers_certificate(path):
     other = some_state(seed=7).header.certificate
-    text = {**json.loads(path.read_text()), "certificate": encode_certificate(other).hex()}
+    text = {**json.loads(path.read_text()), "certificate": encode(other).hex()}
     path.write_text(json.dumps(text))
 
 

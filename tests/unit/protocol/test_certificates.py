@@ -9,7 +9,8 @@ from msgspec.structs import replace
 
 from peers.network import libp2p_keys
 from peers.protocol.certificates import Body, Certificate, Contributor, Member, Plan, Signature, Work
-from peers.protocol.messages import Certificates, decode, encode
+from peers.protocol.messages import Certificates, decode_message
+from peers.protocol.wire import encode
 
 A, B, C = "a" * 64, "b" * 64, "c" * 64
 
@@ -68,7 +69,7 @@ def test_a_certificate_that_all_contributors_have_signed_is_signed():
 
 
 def test_it_is_still_signed_after_it_has_crossed_the_network():
-    message = decode(encode(Certificates(head=CERTIFICATE.head, certificates=(CERTIFICATE,))))
+    message = decode_message(encode(Certificates(head=CERTIFICATE.head, certificates=(CERTIFICATE,))))
     assert message.certificates[0].head == CERTIFICATE.head
     assert message.certificates[0].is_signed(verify)
 

@@ -20,7 +20,6 @@ from peers.protocol.certificates import (
     Signature,
     Work,
     decode_certificate,
-    encode_certificate,
 )
 from peers.protocol.messages import (
     Abort,
@@ -33,9 +32,9 @@ from peers.protocol.messages import (
     Propose,
     Status,
     Vote,
-    decode,
-    encode,
+    decode_message,
 )
+from peers.protocol.wire import encode
 
 A, B, C = "a" * 64, "b" * 64, "c" * 64
 WORK = Work(tokens=7, norm=1.5, step=3, based_on=1, last=True, bandwidth=2.5)
@@ -101,13 +100,13 @@ def changed(message, path: str, value: object) -> bytes:
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_every_message_is_read_back_as_it_was_written(message):
-    assert decode(encode(message)) == message
+    assert decode_message(encode(message)) == message
 
 
 def test_a_certificate_in_a_file_is_read_back_as_it_was_written():
-    assert decode_certificate(encode_certificate(CERTIFICATE)) == CERTIFICATE
+    assert decode_certificate(encode(CERTIFICATE)) == CERTIFICATE
     with pytest.raises(ProtocolError, match="not a certificate"):
-        decode_certificate(encode_certificate(CERTIFICATE)[:-1])
+        decode_certificate(encode(CERTIFICATE)[:-1])
     with pytest.raises(ProtocolError, match="not a certificate"):
         decode_certificate(encode(STATUS))
 
@@ -166,7 +165,7 @@ def test_a_certificate_in_a_file_is_read_back_as_it_was_written():
 )
 def test_a_value_outside_its_limits_is_refused(message, path, value):
     with pytest.raises(ProtocolError, match="not a message of the swarm"):
-        decode(changed(message, path, value))
+        decode_message(changed(message, path, value))
 
 
 @pytest.mark.parametrize(
@@ -183,23 +182,23 @@ def test_a_message_without_a_field_that_it_needs_is_refused(message, name):
     fields = raw(message)
     del fields[name]
     with pytest.raises(ProtocolError, match="not a message of the swarm"):
-        decode(msgspec.msgpack.encode(fields))
+        decode_message(msgspec.msgpack.encode(fields))
 
 
 def test_more_certificates_than_one_message_may_carry_are_refused():
     many = Certificates(head=A, certificates=(CERTIFICATE,) * (limits.MAX_CERTIFICATES + 1))
     with pytest.raises(ProtocolError, match="length"):
-        decode(encode(many))
+        decode_message(encode(many))
 
 
 def test_a_message_longer_than_the_limit_is_refused_before_it_is_read():
     with pytest.raises(ProtocolError, match=str(limits.MAX_MESSAGE_BYTES)):
-        decode(b"\xc0" * (limits.MAX_MESSAGE_BYTES + 1))
+        decode_message(b"\xc0" * (limits.MAX_MESSAGE_BYTES + 1))
 
 
 def test_bytes_after_a_message_are_refused():
     with pytest.raises(ProtocolError):
-        decode(encode(STATUS) + b"\0")
+        decode_message(encode(STATUS) + b"\0")
 
 
 def test_every_counter_at_its_maximum_can_be_read_back():
@@ -222,7 +221,7 @@ def test_every_counter_at_its_maximum_can_be_read_back():
         local_step=most,
         step_s=limits.MAX_REAL,
     )
-    assert decode(encode(status)) == status
+    assert decode_message(encode(status)) == status
 
 
 def test_a_plan_of_as_many_peers_as_a_roster_may_have_fits_into_a_message():
@@ -241,22 +240,22 @@ def test_a_plan_of_as_many_peers_as_a_roster_may_have_fits_into_a_message():
         data_base=1 << 40,
         tokens=1 << 40,
     )
-    assert decode(encode(Propose(plan=plan))) == Propose(plan=plan)
+    assert decode_message(encode(Propose(plan=plan))) == Propose(plan=plan)
     signature = Signature(public_key=b"k" * 36, signature=b"s" * 64)
     certificate = Certificate(
         body=Body(plan=plan, anchor=A, momentum=B), signatures=(signature,) * limits.MAX_PEERS
     )
     answer = Certificates(head=certificate.head, certificates=(certificate,))
-    assert decode(encode(answer)) == answer
+    assert decode_message(encode(answer)) == answer
     odd = tuple(OddVote(peer_id=name, anchor=A, momentum=B, signature=signature) for name in names)
     abort = Abort(head=A, attempt=0, reason="differ", lost=tuple(names), votes=odd)
-    assert decode(encode(abort)) == abort
+    assert decode_message(encode(abort)) == abort
 
 
 @given(st.binary(max_size=300))
 def test_garbage_is_refused_as_such(blob):
     with pytest.raises(ProtocolError):
-        decode(blob)
+        decode_message(blob)
 
 
 json = st.recursive(
@@ -277,10 +276,10 @@ def test_a_message_with_any_value_in_any_field_is_read_or_refused(message, data)
     fields = raw(message)
     fields[data.draw(st.sampled_from(sorted(fields)))] = data.draw(json)
     try:
-        decoded = decode(msgspec.msgpack.encode(fields))
+        decoded = decode_message(msgspec.msgpack.encode(fields))
     except ProtocolError:
         return
-    assert decode(encode(decoded)) == decoded
+    assert decode_message(encode(decoded)) == decoded
 
 
 @given(st.sampled_from(MESSAGES), st.integers(0, 400), st.integers(0, 255))
@@ -288,7 +287,7 @@ def test_a_message_with_one_byte_changed_is_read_or_refused(message, at, byte):
     blob = bytearray(encode(message))
     blob[at % len(blob)] = byte
     try:
-        decoded = decode(bytes(blob))
+        decoded = decode_message(bytes(blob))
     except ProtocolError:
         return
-    assert decode(encode(decoded)) == decoded
+    assert decode_message(encode(decoded)) == decoded
