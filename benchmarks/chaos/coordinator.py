@@ -21,8 +21,9 @@ class Coordinator:
         self._process: Any = None
 
     @property
-    def pid(self) -> int:
-        return int(self._process.pid)
+    def pid(self) -> int | None:
+        """None: it was never started."""
+        return int(self._process.pid) if self._process is not None else None
 
     def start(self) -> str:
         """Returns its address, once it serves."""

@@ -12,13 +12,13 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from benchmarks.chaos.processes import Ports, owners_of_connections
+
 _CHUNK_BYTES = 1 << 16
-_ESTABLISHED = "01"
 SLOW_BYTES_PER_S = 50_000.0
 SLOW_DELAY_S = 0.1
 Pair = frozenset[int]
@@ -46,8 +46,10 @@ class Link:
 class Doors:
     """In a thread of its own; a context manager. `pids_of` gives the processes of every peer by rank."""
 
-    def __init__(self, pids_of: Callable[[], dict[int, list[int]]]) -> None:
+    def __init__(self, pids_of: Callable[[], Mapping[int, Collection[int]]]) -> None:
         self._pids_of = pids_of
+        self._looking = asyncio.Lock()
+        self._next_look: asyncio.Task[dict[Ports, int]] | None = None
         self._links: dict[Pair, Link] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="doors")
@@ -120,9 +122,8 @@ class Doors:
     async def _pass(
         self, rank: int, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        caller = owner_of(
-            writer.get_extra_info("peername")[1], writer.get_extra_info("sockname")[1], self._pids_of()
-        )
+        ports = writer.get_extra_info("peername")[1], writer.get_extra_info("sockname")[1]
+        caller = (await self._owners()).get(ports)
         # Whoever else calls, as the coordinator does, has a link that nothing happens to.
         link = Link() if caller is None else self._link(frozenset((caller, rank)))
         if link.is_cut:
@@ -135,6 +136,18 @@ class Doors:
             finally:
                 link.writers -= {writer, there[1]}
                 there[1].transport.abort()
+
+    async def _owners(self) -> dict[Ports, int]:
+        """Of all connections there are by now: one look, which takes a while, serves all who knock meanwhile."""
+
+        async def look() -> dict[Ports, int]:
+            async with self._looking:
+                self._next_look = None
+                return await asyncio.to_thread(lambda: owners_of_connections(self._pids_of()))
+
+        if self._next_look is None:
+            self._next_look = asyncio.create_task(look())
+        return await asyncio.shield(self._next_look)
 
     async def _close(self) -> None:
         for server in self._servers:
@@ -167,28 +180,6 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, link
             data = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
         writer.write(data)
         await writer.drain()
-
-
-def owner_of(local_port: int, remote_port: int, pids_of: dict[int, list[int]]) -> int | None:
-    """Whose connection it is between these ports of this machine."""
-    inode = _inode_of(local_port, remote_port)
-    for rank, pids in pids_of.items() if inode else ():
-        for pid in pids:
-            with contextlib.suppress(OSError):
-                if any(f"socket:[{inode}]" == str(fd.readlink()) for fd in Path(f"/proc/{pid}/fd").iterdir()):
-                    return rank
-    return None
-
-
-def _inode_of(local_port: int, remote_port: int) -> str:
-    for table in ("tcp", "tcp6"):
-        with contextlib.suppress(OSError):
-            for line in Path(f"/proc/net/{table}").read_text(encoding="ascii").splitlines()[1:]:
-                fields = line.split()
-                ports = [int(fields[index].rpartition(":")[2], 16) for index in (1, 2)]
-                if ports == [local_port, remote_port] and fields[3] == _ESTABLISHED:
-                    return fields[9]
-    return ""
 
 
 def free_port() -> int:

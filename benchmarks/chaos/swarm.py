@@ -13,14 +13,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmarks.chaos import inside
 from benchmarks.chaos.coordinator import Coordinator
 from benchmarks.chaos.links import Doors, free_port
+from benchmarks.chaos.processes import Processes, is_running
 from benchmarks.light_swarm import LightPeer, LightSwarm, children_of, wait_until
 
 RUN_ID = "chaos"
 COORDINATOR = -1
 GONE_WITHIN_S = 10.0
+LOOK_S = 1.0
+"""Between two looks at which processes the peers have."""
 
 
 @dataclass
@@ -45,8 +50,9 @@ class ChaosSwarm(LightSwarm):
         self.galaxy_size = num_peers
         self.doors = Doors(self._pids_of)
         self.lives: list[Life] = []
-        self._seen: dict[int, tuple[str, int]] = {}
-        """When each process began that a life has had, and whose it was, by its id."""
+        self._looked_at = 0.0
+        self._seen: dict[psutil.Process, int] = {}
+        """Processes that lives have had, and whose."""
         self._ports = {rank: (free_port(), free_port()) for rank in range(num_peers)}
         self._doors: dict[int, tuple[int, int]] = {}
         self._coordinator = Coordinator(directory / "coordinator", RUN_ID, free_port())
@@ -74,10 +80,9 @@ class ChaosSwarm(LightSwarm):
 
     def start_coordinator(self) -> None:
         self.initial_peers = [self._coordinator.start()]
-        self._see(self._coordinator.pid, COORDINATOR)
 
     def kill_coordinator(self) -> None:
-        self._see(self._coordinator.pid, COORDINATOR)
+        self._look()
         self._coordinator.kill()
 
     # Peers
@@ -87,7 +92,6 @@ class ChaosSwarm(LightSwarm):
         wait_until(lambda: not self.left_over(rank), f"the end of peer {rank}'s processes", GONE_WITHIN_S)
         peer = super().start(rank, **overrides)
         self.lives.append(Life(rank, time.time(), peer.process.pid))
-        self._see(peer.process.pid, rank)
         return peer
 
     def config_of(self, rank: int, directory: Path, worker: dict[str, Any]) -> dict[str, Any]:
@@ -118,7 +122,7 @@ class ChaosSwarm(LightSwarm):
         life = self.life_of(rank)
         if life is None:
             return
-        self._see(life.pid, rank)
+        self._look()
         life.ended_at, life.ended_by = time.time(), kind
         with contextlib.suppress(ProcessLookupError, StopIteration):
             match kind:
@@ -156,12 +160,12 @@ class ChaosSwarm(LightSwarm):
     def notice_ends(self) -> list[Life]:
         """Lives that have ended though nothing was done to them, since the last call."""
         ended = []
+        if time.monotonic() > self._looked_at + LOOK_S:
+            self._look()
         for life in self.lives:
-            if life.ended_at is None:
-                self._see(life.pid, life.rank)
-                if not self.peers[life.rank].process.is_alive():
-                    life.ended_at = time.time()
-                    ended.append(life)
+            if life.ended_at is None and not self.peers[life.rank].process.is_alive():
+                life.ended_at = time.time()
+                ended.append(life)
         return ended
 
     def leave_all(self) -> None:
@@ -173,39 +177,29 @@ class ChaosSwarm(LightSwarm):
 
     def left_over(self, rank: int | None = None) -> list[int]:
         """Processes of lives (of this rank) that have ended which are there still."""
-        lasting = {pid for life in self.lives if life.ended_at is None for pid in self._tree_of(life.pid)}
+        lasting = {process for processes in self._look().values() for process in processes}
         return [
-            pid
-            for pid, (began, owner) in self._seen.items()
-            if rank in (None, owner) and _began(pid) == began and pid not in lasting
+            process.pid
+            for process, owner in list(self._seen.items())
+            if rank in (None, owner) and process not in lasting and is_running(process)
         ]
 
-    def _see(self, root: int, rank: int) -> None:
-        for pid in self._tree_of(root):
-            if (began := _began(pid)) and self._seen.get(pid, ("", 0))[0] != began:
-                self._seen[pid] = began, rank
-
-    def _tree_of(self, pid: int) -> list[int]:
-        with contextlib.suppress(ProcessLookupError):
-            return [pid, *(below for child, _ in children_of(pid) for below in self._tree_of(child))]
-        return []
+    def _look(self) -> dict[int, list[psutil.Process]]:
+        """The processes of the coordinator and of every life that lasts, by rank. They are remembered: of those that
+        outlive their parent nobody could tell whose they are."""
+        self._looked_at = time.monotonic()
+        roots = {life.rank: life.pid for life in list(self.lives) if life.ended_at is None}
+        if self._coordinator.pid is not None:
+            roots[COORDINATOR] = self._coordinator.pid
+        processes = Processes()
+        found = {rank: list(processes.tree(pid)) for rank, pid in roots.items()}
+        self._seen |= {process: rank for rank, tree in found.items() for process in tree}
+        return found
 
     def _signal(self, life: Life, number: signal.Signals) -> None:
-        for pid in self._tree_of(life.pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+        for process in Processes().tree(life.pid):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
 
     def _pids_of(self) -> dict[int, list[int]]:
-        lives = [life for life in list(self.lives) if life.ended_at is None]
-        return {life.rank: self._tree_of(life.pid) for life in lives}
-
-
-def _began(pid: int) -> str:
-    """When this process began, in the kernel's ticks; empty where it runs no more."""
-    try:
-        fields = (
-            Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rsplit(")", 1)[1].split()
-        )
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
-    return "" if fields[0] == "Z" else fields[19]
+        return {rank: [process.pid for process in tree] for rank, tree in self._look().items()}
