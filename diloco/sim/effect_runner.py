@@ -126,7 +126,8 @@ def _answer(peer: VirtualPeer, effect: effects.Answer) -> None:
         peer.world.invariants.answers(peer, effect)
         head = peer.state.head if peer.state is not None else ""
         if effect.how == "begin":
-            if peer.worker is not None:
+            # Another one may have come since, which has yet to ask.
+            if peer.worker is not None and peer.worker is peer.asking:
                 peer.worker.begin(head, effect)
             return
         handed, peer.in_hand = peer.in_hand, None

@@ -43,6 +43,8 @@ class VirtualPeer(Process):
         """What a liar hands over beside its states."""
         self.in_hand: Handed | None = None
         self.worker: VirtualWorker | None = None
+        self.asking: VirtualWorker | None = None
+        """Who has asked last where to begin."""
         self.outcome: Outcome | None = None
         """Of its last reduction."""
         self.fetched_state: State | None = None
@@ -102,7 +104,8 @@ class VirtualPeer(Process):
             if self._has_offered:
                 return
             self._has_offered = True
-        self._post(event, handed)
+        asking = worker if isinstance(event, events.WorkerWaits) else None
+        self._post(event, handed, asking)
 
     # Events
 
@@ -139,9 +142,10 @@ class VirtualPeer(Process):
         """What it hands over as the state of this head."""
         return next((state for state in self.kept if state.head == head), self.made_up.get(head))
 
-    def _post(self, event: Event, handed: Handed | None = None) -> None:
+    def _post(self, event: Event, handed: Handed | None = None, asking: VirtualWorker | None = None) -> None:
         def take() -> None:
             self.in_hand = handed or self.in_hand
+            self.asking = asking or self.asking
 
         self.post(event, take)
 

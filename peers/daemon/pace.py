@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import statistics
+from collections import deque
+from dataclasses import dataclass, field
 
-_WEIGHT = 0.5
-"""Of the newest measurement."""
+_KEPT = 5
+"""Measurements, of which the middle one counts: one pause, or a machine that was asleep, says nothing about the rest."""
 
 
 @dataclass
@@ -13,9 +15,13 @@ class Pace:
     """Of one peer. Times in seconds of any one clock."""
 
     local_step: int = 0
-    step_s: float = 0.0
-    """0: not known."""
     _at: float = 0.0
+    _measured: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
+
+    @property
+    def step_s(self) -> float:
+        """0: not known."""
+        return statistics.median_low(self._measured) if self._measured else 0.0
 
     def entered(self, local_step: int, now: float) -> None:
         """An epoch goes on from here, after a pause."""
@@ -23,8 +29,7 @@ class Pace:
 
     def reached(self, local_step: int, now: float) -> None:
         if local_step > self.local_step:
-            measured = (now - self._at) / (local_step - self.local_step)
-            self.step_s += (_WEIGHT if self.step_s else 1.0) * (measured - self.step_s)
+            self._measured.append((now - self._at) / (local_step - self.local_step))
         self.local_step, self._at = local_step, now
 
     def local_step_at(self, now: float, steps_per_epoch: int) -> int:
