@@ -18,6 +18,7 @@ from peers.network.greeting import Hello
 from peers.network.maddrs import Maddr, parse_maddr
 from peers.network.tls import Credentials
 from peers.protocol.messages import Ask, Status
+from peers.protocol.relays import Want
 from peers.protocol.wire import encode
 from tests.support.hostile import Hostile
 
@@ -102,7 +103,7 @@ class Flood:
             return Hello.of(Credentials.of(self._hostile.identity), plain=False).encode()[
                 : some.randrange(1, 200)
             ]
-        message = msgpack.packb(some.choice(self._messages()))
+        message = encode(some.choice(self._messages()))
         frame = bytearray(struct.pack("<I", len(message)) + message)
         if kind == 4:
             return bytes(frame[: some.randrange(1, len(frame))])
@@ -110,7 +111,7 @@ class Flood:
             frame[some.randrange(4, len(frame))] ^= 1 << some.randrange(8)
         return bytes(frame)
 
-    def _messages(self) -> list[dict[str, object]]:
+    def _messages(self) -> list[object]:
         head = next(iter(self._hostile.honest.values())).head
         return [
             {"kind": "status", "status": self._hostile.status()},
@@ -126,5 +127,5 @@ class Flood:
             },
             {"kind": "state", "head": head},
             {"kind": "manifest", "manifest": {"hv.local_steps": 5}},
-            {"kind": "want", "to": self._hostile.identity.peer_id},
+            Want(to=self._hostile.identity.peer_id),
         ]
