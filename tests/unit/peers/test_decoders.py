@@ -26,12 +26,14 @@ from msgspec.msgpack import Decoder
 from peers import joining
 from peers.access import bans
 from peers.access.request import parse_nonce, parse_proof, parse_token
+from peers.access.secrets import NONCE_BYTES, PROOF_BYTES
 from peers.errors import PeersError, PeerUnreachable, ProtocolError
 from peers.messages import MAX_MESSAGE_BYTES, Channel
 from peers.network import greeting
 from peers.network.greeting import Hello
 from peers.network.tls import public_key_of
-from peers.protocol import reach, relays
+from peers.protocol import reach, relays, reports
+from peers.protocol.admission import Nonce, Proof
 from peers.protocol.certificates import decode_certificate
 from peers.protocol.messages import (
     Abort,
@@ -53,6 +55,7 @@ from peers.state.header import StateHeader
 from tests.support import certified
 from tests.support.certified import begun
 from tests.support.keys import credentials
+from tests.support.sighted import full_report
 
 MAX_DECODED_BYTES = 4 << 20
 """Far more than the garbage of these tests holds, far less than a number in it may ask for."""
@@ -128,6 +131,13 @@ WORDS: dict[str, list[Any]] = {
         relays.Go(),
         relays.Ready(),
         relays.Deliver(caller="peer1"),
+    ],
+    "to those who look on": [
+        reports.Hello(version=1),
+        Nonce(nonce=b"n" * NONCE_BYTES),
+        Proof(proof=b"p" * PROOF_BYTES),
+        reports.Busy(),
+        full_report(certified=reports.Certified(time=5.0, certificate=CERTIFICATE)),
     ],
 }
 DECODERS: dict[str, tuple[list[dict[str, Any]], Callable[[dict[str, Any]], object], type[Exception]]] = {
