@@ -19,6 +19,7 @@ from peers.network.maddrs import Maddr, parse_maddr
 from peers.network.tls import Credentials
 from peers.protocol.messages import Ask, Status
 from peers.protocol.relays import Want
+from peers.protocol.states import WantState
 from peers.protocol.wire import encode
 from tests.support.hostile import Hostile
 
@@ -125,7 +126,7 @@ class Flood:
                 "kind": "core",
                 "message": encode(Status(incarnation=1, sequence=1, world_rank=1, phase="ready", head=head)),
             },
-            {"kind": "state", "head": head},
+            WantState(head=head or "f" * 64),
             {"kind": "manifest", "manifest": {"hv.local_steps": 5}},
             Want(to=self._hostile.identity.peer_id),
         ]

@@ -24,7 +24,7 @@ from peers.network import greeting
 from peers.network.maddrs import parse_maddr
 from peers.network.tls import Credentials
 from peers.onlookers.observer import read_swarm
-from peers.protocol import relays
+from peers.protocol import relays, states
 from peers.protocol.refusal import Refused, Why
 from peers.ranks.request import request_rank
 from tests.support.closed_swarm import Closed, closed_run
@@ -134,7 +134,7 @@ def knock_everywhere(hostile: Hostile, run: Closed, secret: Any) -> dict[str, fl
             await at(f"direct port of peer {name}", refused_a_direct_stream(hostile, peer_id))
             await at(f"relay of peer {name}", refused_a_relay(hostile, peer_id))
             for protocol, message in {
-                "state": {"kind": "state", "head": hostile.honest[peer_id].head},
+                "state": states.WantState(head=hostile.honest[peer_id].head),
                 "data": {"kind": "x" * 40},
                 "relayed": relays.Deliver(caller=peer_id),
             }.items():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import math
 import operator
 import socket
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -32,7 +34,7 @@ from peers.messages import MAX_MESSAGE_BYTES, Channel
 from peers.network import greeting
 from peers.network.greeting import Hello
 from peers.network.tls import public_key_of
-from peers.protocol import reach, relays, reports
+from peers.protocol import reach, relays, reports, states
 from peers.protocol.admission import Nonce, Proof
 from peers.protocol.certificates import decode_certificate
 from peers.protocol.messages import (
@@ -51,6 +53,7 @@ from peers.protocol.messages import (
 )
 from peers.protocol.wire import decode, encode
 from peers.ranks import request as rank_request
+from peers.state import files
 from peers.state.header import StateHeader
 from tests.support import certified
 from tests.support.certified import begun
@@ -64,6 +67,7 @@ CERTIFICATE = certified.commit(STATE, torch.ones(5))
 PLAN, SIGNATURE = CERTIFICATE.plan, CERTIFICATE.signatures[0]
 DIGESTS = {"anchor": "ab" * 32, "momentum": "cd" * 32}
 HEADER = StateHeader(sizes=(5,), anchor_chunks=b"a" * 32, momentum_chunks=b"m" * 32)
+NO_HEADER = (ValueError, msgspec.DecodeError, ProtocolError)
 SAID: list[Message] = [
     Status(
         incarnation=1,
@@ -132,6 +136,15 @@ WORDS: dict[str, list[Any]] = {
         relays.Ready(),
         relays.Deliver(caller="peer1"),
     ],
+    "about a state": [
+        states.WantState(head="a" * 64),
+        states.State(),
+        states.WantChunk(values="anchor", position=7),
+        states.WantCommits(since="a" * 64, until="b" * 64),
+        states.Commits(count=3),
+        states.Go(),
+        states.Unavailable(head="c" * 64),
+    ],
     "to those who look on": [
         reports.Hello(version=1),
         Nonce(nonce=b"n" * NONCE_BYTES),
@@ -140,7 +153,8 @@ WORDS: dict[str, list[Any]] = {
         full_report(certified=reports.Certified(time=5.0, certificate=CERTIFICATE)),
     ],
 }
-DECODERS: dict[str, tuple[list[dict[str, Any]], Callable[[dict[str, Any]], object], type[Exception]]] = {
+Errors = type[Exception] | tuple[type[Exception], ...]
+DECODERS: dict[str, tuple[list[dict[str, Any]], Callable[[dict[str, Any]], object], Errors]] = {
     **{name: of_structs(messages) for name, messages in WORDS.items()},
     "what peers say to each other": (
         [msgpack.unpackb(encode(message)) for message in SAID],
@@ -153,9 +167,9 @@ DECODERS: dict[str, tuple[list[dict[str, Any]], Callable[[dict[str, Any]], objec
         ProtocolError,
     ),
     "the header of a state": (
-        [HEADER.to_message(), STATE.header.to_message()],
-        StateHeader.from_message,
-        ProtocolError,
+        [json.loads(files._header_bytes(header)) for header in (HEADER, STATE.header)],
+        lambda message: files._header_in(msgspec.json.encode(message)),
+        NO_HEADER,
     ),
     "a manifest": (
         [{"hv.local_steps": 5, "hv.outer_lr": 0.7, "hv.num_fragments": 1, "hv.mixing": 0.5, "model": "{}"}],
@@ -179,7 +193,7 @@ DECODERS: dict[str, tuple[list[dict[str, Any]], Callable[[dict[str, Any]], objec
 }
 
 
-def decoded(decode: Callable[[Any], object], garbage: Any, error: type[Exception]) -> None:
+def decoded(decode: Callable[[Any], object], garbage: Any, error: Errors) -> None:
     """What it says, or its error, for little memory."""
     tracemalloc.start()
     try:
