@@ -90,7 +90,7 @@ async def hung_up_on(hostile: Hostile, peer_id: str, protocol: str, message: Any
     channel = Channel(await hostile.stream(peer_id, f"diloco/{RUN_ID}/{protocol}"))
     with contextlib.closing(channel), pytest.raises(PeerUnreachable):
         await channel.send(message, 5.0)
-        await channel.receive(5.0)
+        await channel.read(Decoder(), 5.0)
 
 
 async def refused_a_relay(hostile: Hostile, peer_id: str) -> None:
