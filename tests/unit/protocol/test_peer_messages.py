@@ -42,3 +42,12 @@ def test_a_value_outside_its_limits_is_refused_as_is_a_missing_one(message, chan
     for name in change.keys() & set(message.__struct_fields__):
         with pytest.raises(ProtocolError):
             decode(decoder, encode({other: fields[other] for other in fields if other != name}), 1024)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"type": "\x1b[2J"}, {"type": "go", "\x1b[2J": 1}, {"type": "go", "a\u202eb": 1}]
+)
+def test_what_is_said_of_a_message_that_is_none_holds_nothing_that_a_terminal_obeys(fields):
+    with pytest.raises(ProtocolError) as caught:
+        decode(Decoder(relays.Go | relays.Ready), encode(fields), 1024)
+    assert str(caught.value).isprintable()
