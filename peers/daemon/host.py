@@ -26,12 +26,13 @@ from peers.identity import verify_signature
 from peers.joining import Scalar
 from peers.layout import Layout
 from peers.network.streams import StreamTransport
-from peers.onlookers.journal import Journal, Point
+from peers.onlookers.journal import Journal
 from peers.onlookers.reporting import entry_of
-from peers.onlookers.standing import Standing as RoundStanding
 from peers.outer_state import OuterState
 from peers.presence import Presence
 from peers.protocol.certificates import Certificate
+from peers.protocol.reports import Point
+from peers.protocol.reports import Standing as RoundStanding
 from peers.records import State
 from peers.reduction.residuals import Residuals
 from peers.schedule import Schedule

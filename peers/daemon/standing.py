@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from peers.core.peer import Peer
 from peers.core.round import Stage
-from peers.onlookers.standing import Standing
+from peers.protocol.reports import Standing
 
 _STEPS = {Stage.GATHER: "seeking", Stage.REDUCE: "reducing", Stage.VOTE: "voted"}
 _WAITS = {Stage.REDUCE: "the sums", Stage.VOTE: "the votes"}

@@ -1,4 +1,4 @@
-"""Answers machines that ask whether they are reached; what is said is in peers/network/reachability_request.py.
+"""Answers machines that ask whether they are reached; the messages are those of peers/protocol/reach.py.
 
 To dial on somebody's word is to be a reflector. So nobody names an address: only the host that the caller's connection
 comes from is dialled, which for TCP nobody can feign. And only so often, for those only whom the gate lets in.
@@ -13,8 +13,9 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from msgspec.msgpack import Decoder
+
 from peers.access.gate import Gate
-from peers.access.request import refusal
 from peers.errors import PeerUnreachable, ProtocolError, UserError
 from peers.identity import Identity
 from peers.messages import Channel
@@ -24,14 +25,13 @@ from peers.network.reachability_request import (
     ANSWER_TIMEOUT_S,
     DIAL_TIMEOUT_S,
     DIALLED_PROTOCOL,
-    MAX_MESSAGE_BYTES,
-    reach_protocol,
     receive_bytes,
     send_bytes,
 )
 from peers.network.reception import Reception
 from peers.network.tls import Credentials
-from peers.protocol.refusal import Refused
+from peers.protocol import reach
+from peers.protocol.refusal import Refusal, Refused
 
 if TYPE_CHECKING:
     from peers.transport import Transport
@@ -43,6 +43,8 @@ CONVERSATION_S = 60.0
 _SAVED = 8
 _REFILL_S = 15.0
 _MAX_SOURCES = 1024
+_HELLO = Decoder(reach.Hello)
+_QUESTION: Decoder[reach.Dial | reach.Speed] = Decoder(reach.Dial | reach.Speed)
 
 log = logging.getLogger(__name__)
 
@@ -74,30 +76,30 @@ class Reachability:
         self._is_measuring = False
 
     async def start(self) -> None:
-        await self._transport.serve(reach_protocol(self._run_id), self._asked)
+        await self._transport.serve(reach.reach_protocol(self._run_id), self._asked)
 
     def close(self) -> None:
         """May be repeated."""
         self._reception.close()
 
     async def _asked(self, peer_id: str, sock: socket.socket) -> None:
-        channel = Channel(sock, max_message_bytes=MAX_MESSAGE_BYTES)
+        channel = Channel(sock, max_message_bytes=reach.MAX_MESSAGE_BYTES)
         self._num_asking += 1
         try:
             async with asyncio.timeout(CONVERSATION_S):
-                token = _token_of(await channel.receive(ANSWER_TIMEOUT_S))
+                hello = await channel.read(_HELLO, ANSWER_TIMEOUT_S)
                 try:
-                    self._gate.check(peer_id, token, "door for questions")
+                    self._gate.check(peer_id, hello.token, "door for questions")
                 except Refused as error:
-                    await channel.send(refusal(error.why), ANSWER_TIMEOUT_S)
+                    await channel.send(Refusal(why=error.why), ANSWER_TIMEOUT_S)
                     return
                 caller = caller_of(await self._transport.addresses_of(peer_id))
                 source = source_of(caller.host) if caller else "a third peer"
                 if self._num_asking > MAX_AT_ONCE or not self._budget.spend(source, time.monotonic()):
-                    await channel.send({"kind": "busy"}, ANSWER_TIMEOUT_S)
+                    await channel.send(reach.Busy(), ANSWER_TIMEOUT_S)
                     return
                 host = caller.host if caller else ""
-                await channel.send({"kind": "here", "host": host, "time": time.time()}, ANSWER_TIMEOUT_S)
+                await channel.send(reach.Here(host=host, time=time.time()), ANSWER_TIMEOUT_S)
                 await self._answer(channel, peer_id, caller)
         finally:
             self._num_asking -= 1
@@ -108,18 +110,18 @@ class Reachability:
         num_dials, has_measured = 0, False
         while True:
             try:
-                message = await channel.receive(CONVERSATION_S)
+                question = await channel.read(_QUESTION, CONVERSATION_S)
             except PeerUnreachable:
                 return
-            if message.get("kind") == "dial" and num_dials < MAX_DIALS:
+            if isinstance(question, reach.Dial) and num_dials < MAX_DIALS:
                 num_dials += 1
-                error = await self._dial(peer_id, caller, _port_of(message))
-                await channel.send({"kind": "dialled", "error": error}, ANSWER_TIMEOUT_S)
-            elif message == {"kind": "speed"} and not has_measured:
+                error = await self._dial(peer_id, caller, question.port)
+                await channel.send(reach.Dialled(error=error), ANSWER_TIMEOUT_S)
+            elif isinstance(question, reach.Speed) and not has_measured:
                 has_measured = True
                 await self._measure(channel)
             else:
-                raise ProtocolError(f"not a question: {message!r:.80}")
+                raise ProtocolError(f"one question too many: {question!r:.80}")
 
     async def _dial(self, peer_id: str, caller: Maddr | None, port: int) -> str:
         """Why nobody with the caller's key answers there; nothing: it does."""
@@ -136,7 +138,7 @@ class Reachability:
 
     async def _measure(self, channel: Channel) -> None:
         if self._is_measuring:
-            await channel.send({"kind": "busy"}, ANSWER_TIMEOUT_S)
+            await channel.send(reach.Busy(), ANSWER_TIMEOUT_S)
             return
         self._is_measuring = True
         try:
@@ -144,7 +146,7 @@ class Reachability:
             num_bytes, seconds = await receive_bytes(channel)
         finally:
             self._is_measuring = False
-        await channel.send({"kind": "took", "num_bytes": num_bytes, "seconds": seconds}, ANSWER_TIMEOUT_S)
+        await channel.send(reach.Took(num_bytes=num_bytes, seconds=seconds), ANSWER_TIMEOUT_S)
 
 
 def caller_of(addresses: Iterable[str]) -> Maddr | None:
@@ -160,20 +162,6 @@ def caller_of(addresses: Iterable[str]) -> Maddr | None:
         if maddr.kind in ("ip4", "ip6"):
             return maddr
     return None
-
-
-def _token_of(message: dict[str, object]) -> bytes:
-    token = message.get("token")
-    if message.get("kind") != "hello" or set(message) != {"kind", "token"} or not isinstance(token, bytes):
-        raise ProtocolError(f"not a greeting: {message!r:.80}")
-    return token
-
-
-def _port_of(message: dict[str, object]) -> int:
-    port = message.get("port")
-    if set(message) != {"kind", "port"} or type(port) is not int or not 0 < port < 65536:
-        raise ProtocolError(f"not a port to dial: {message!r:.80}")
-    return port
 
 
 def _plain(error: str) -> str:

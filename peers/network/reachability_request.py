@@ -1,19 +1,4 @@
-"""Asking a member of the swarm what a machine cannot see of itself, and what both sides may say.
-
-    caller                                 asked      (protocol diloco/<run_id>/reach)
-    {kind: "hello", token}        ->
-                                  <-       {kind: "here", host, time} | {kind: "refused", why} | {kind: "busy"}
-    {kind: "dial", port}          ->
-                                  <-       {kind: "dialled", error}
-    {kind: "speed"}               ->
-                                  <-       {kind: "bytes", data}... {kind: "mark"}     | {kind: "busy"}
-    {kind: "got"}                 ->                            again, twice as many, or {kind: "end"}
-    the same the other way round
-                                  <-       {kind: "took", num_bytes, seconds}
-
-No request holds an address: what is dialled is the host that the caller's own connection comes from. On the port it has
-to answer with the caller's key (peers/network/greeting.py), so "reached" means that this machine was.
-"""
+"""Asks a member of the swarm what a machine cannot see of itself; the messages are those of peers/protocol/reach.py."""
 
 from __future__ import annotations
 
@@ -22,12 +7,14 @@ import ipaddress
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING
 
-from peers import checked_values as checked
-from peers.access.request import raise_refusal
+from msgspec.msgpack import Decoder
+
 from peers.errors import PeerUnreachable, ProtocolError
 from peers.messages import Channel
+from peers.protocol import reach
+from peers.protocol.refusal import Refusal, unless_refused
 
 if TYPE_CHECKING:
     from peers.transport import Transport
@@ -36,15 +23,20 @@ ANSWER_TIMEOUT_S = 5.0
 DIAL_TIMEOUT_S = 4.0
 SPEED_S = 1.0
 """A measurement of speed ends with the first burst that took longer, in each direction."""
-CHUNK_BYTES = 32 << 10
 BURSTS = tuple(4 << power for power in range(6))
 """In chunks, each when the one before has arrived: a slow link is not given more than it carries in a few seconds."""
-SPEED_BYTES = sum(BURSTS) * CHUNK_BYTES
+SPEED_BYTES = sum(BURSTS) * reach.CHUNK_BYTES
 BURST_TIMEOUT_S = 15.0
-MAX_MESSAGE_BYTES = CHUNK_BYTES + 1024
 DIALLED_PROTOCOL = "diloco/reached"
 """What the asked peer asks for when it calls back."""
-_MAX_TEXT_CHARACTERS = 200
+
+_HERE: Decoder[reach.Here | reach.Busy | Refusal] = Decoder(reach.Here | reach.Busy | Refusal)
+_DIALLED = Decoder(reach.Dialled)
+_BURST: Decoder[reach.Chunk | reach.Mark | reach.End | reach.Busy] = Decoder(
+    reach.Chunk | reach.Mark | reach.End | reach.Busy
+)
+_GOT = Decoder(reach.Got)
+_TOOK = Decoder(reach.Took)
 
 
 class Busy(PeerUnreachable):
@@ -78,23 +70,16 @@ class Asked:
 
     async def dial(self, port: int) -> str:
         """Have this machine called at a port: why that failed, or nothing."""
-        await self._channel.send({"kind": "dial", "port": port}, ANSWER_TIMEOUT_S)
-        answer = await self._channel.receive(ANSWER_TIMEOUT_S + DIAL_TIMEOUT_S)
-        return _text_of(answer, "dialled", "error")
+        await self._channel.send(reach.Dial(port=port), ANSWER_TIMEOUT_S)
+        return (await self._channel.read(_DIALLED, ANSWER_TIMEOUT_S + DIAL_TIMEOUT_S)).error
 
     async def speed(self) -> Speed:
         """Move some megabytes both ways."""
-        await self._channel.send({"kind": "speed"}, ANSWER_TIMEOUT_S)
+        await self._channel.send(reach.Speed(), ANSWER_TIMEOUT_S)
         num_bytes, seconds = await receive_bytes(self._channel)
         await send_bytes(self._channel)
-        took = await self._channel.receive(ANSWER_TIMEOUT_S)
-        if (
-            took.get("kind") != "took"
-            or not _is_real(took.get("num_bytes"))
-            or not _is_real(took.get("seconds"))
-        ):
-            raise ProtocolError(f"not what it took: {took!r:.80}")
-        return Speed(rate(took["num_bytes"], took["seconds"]), rate(num_bytes, seconds))
+        took = await self._channel.read(_TOOK, ANSWER_TIMEOUT_S)
+        return Speed(rate(took.num_bytes, took.seconds), rate(num_bytes, seconds))
 
 
 @contextlib.asynccontextmanager
@@ -109,62 +94,58 @@ async def asking(
     clock: Callable[[], float] = time.time,
 ) -> AsyncIterator[Asked]:
     """Begin to ask a member. Raises PeerUnreachable where it does not answer, Refused where it does not want to."""
-    sock = await transport.open(peer_id, reach_protocol(run_id), timeout_s=timeout_s, maddrs=maddrs)
-    channel = Channel(sock, max_message_bytes=MAX_MESSAGE_BYTES)
+    protocol = reach.reach_protocol(run_id)
+    sock = await transport.open(peer_id, protocol, timeout_s=timeout_s, maddrs=maddrs)
+    channel = Channel(sock, max_message_bytes=reach.MAX_MESSAGE_BYTES)
     try:
         began, before = time.monotonic(), clock()
-        await channel.send({"kind": "hello", "token": token}, timeout_s)
-        answer = await channel.receive(timeout_s)
+        await channel.send(reach.Hello(token=token), timeout_s)
+        answer = await channel.read(_HERE, timeout_s)
         round_trip_s = time.monotonic() - began
-        host, peer_time = _host_of(answer), answer.get("time")
-        if not _is_real(peer_time):
-            raise ProtocolError("it does not say what time it is")
-        yield Asked(channel, Here(host, before + round_trip_s / 2 - peer_time, round_trip_s))
+        if isinstance(answer, reach.Busy):
+            raise Busy("it has answered many such questions lately; ask again in a minute")
+        here = unless_refused(answer)
+        ahead_s = before + round_trip_s / 2 - here.time
+        yield Asked(channel, Here(_address(here.host), ahead_s, round_trip_s))
     finally:
         channel.close()
 
 
-def reach_protocol(run_id: str) -> str:
-    return f"diloco/{run_id}/reach"
-
-
 async def send_bytes(channel: Channel) -> None:
     """Larger and larger bursts, until one takes long."""
-    chunk = {"kind": "bytes", "data": bytes(CHUNK_BYTES)}
+    chunk = reach.Chunk(data=bytes(reach.CHUNK_BYTES))
     for num_chunks in BURSTS:
         began = time.monotonic()
         for _ in range(num_chunks):
             await channel.send(chunk, BURST_TIMEOUT_S)
-        await channel.send({"kind": "mark"}, BURST_TIMEOUT_S)
-        if await channel.receive(BURST_TIMEOUT_S) != {"kind": "got"}:
-            raise ProtocolError("the bytes were not acknowledged")
+        await channel.send(reach.Mark(), BURST_TIMEOUT_S)
+        await channel.read(_GOT, BURST_TIMEOUT_S)
         if time.monotonic() - began > SPEED_S:
             break
-    await channel.send({"kind": "end"}, ANSWER_TIMEOUT_S)
+    await channel.send(reach.End(), ANSWER_TIMEOUT_S)
 
 
 async def receive_bytes(channel: Channel) -> tuple[int, float]:
     """Of the last burst, how many came after its first chunk, and how long they took."""
     measured = 0, 0.0
     arrivals: list[float] = []
-    total_bytes = 0
+    num_chunks = 0
     while True:
-        message = await channel.receive(BURST_TIMEOUT_S)
-        kind, data = message.get("kind"), message.get("data")
-        if kind == "end":
+        message = await channel.read(_BURST, BURST_TIMEOUT_S)
+        if isinstance(message, reach.End):
             return measured
-        if kind == "busy":
+        if isinstance(message, reach.Busy):
             raise Busy("it measures another link just now")
-        if kind == "mark" and arrivals:
-            measured = (len(arrivals) - 1) * CHUNK_BYTES, arrivals[-1] - arrivals[0]
-            arrivals = []
-            await channel.send({"kind": "got"}, ANSWER_TIMEOUT_S)
-        elif kind == "bytes" and isinstance(data, bytes) and len(data) == CHUNK_BYTES:
+        if isinstance(message, reach.Chunk):
             arrivals.append(time.monotonic())
-            total_bytes += len(data)
+            num_chunks += 1
+        elif arrivals:
+            measured = (len(arrivals) - 1) * reach.CHUNK_BYTES, arrivals[-1] - arrivals[0]
+            arrivals = []
+            await channel.send(reach.Got(), ANSWER_TIMEOUT_S)
         else:
-            raise ProtocolError(f"expected bytes, got {kind!r:.40}")
-        if total_bytes > SPEED_BYTES:
+            raise ProtocolError("the end of a burst without bytes")
+        if num_chunks > sum(BURSTS):
             raise ProtocolError(f"more than {SPEED_BYTES} bytes")
 
 
@@ -173,23 +154,9 @@ def rate(num_bytes: float, seconds: float) -> float:
     return num_bytes / seconds if seconds > 0 else 0.0
 
 
-def _text_of(message: dict[str, Any], kind: str, name: str) -> str:
-    raise_refusal(message)
-    if message.get("kind") == "busy":
-        raise Busy("it has answered many such questions lately; ask again in a minute")
-    if message.get("kind") != kind:
-        raise ProtocolError(f"expected {kind}, got {message.get('kind')!r:.40}")
-    return checked.text(message.get(name), _MAX_TEXT_CHARACTERS)
-
-
-def _host_of(message: dict[str, Any]) -> str:
-    """An IP address, or nothing: no name that would be looked up."""
-    host = _text_of(message, "here", "host")
+def _address(host: str) -> str:
+    """An IP address, or nothing."""
     try:
         return str(ipaddress.ip_address(host)) if host else ""
     except ValueError as error:
-        raise ProtocolError(f"no IP address: {host!r:.80}") from error
-
-
-def _is_real(value: Any) -> TypeGuard[float]:
-    return type(value) in (int, float) and 0 <= value < 1e15
+        raise ProtocolError(f"no IP address: {host}") from error

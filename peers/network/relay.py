@@ -1,16 +1,4 @@
-"""Streams through a third peer, for two that reach it but not each other.
-
-    caller                     relay                      called
-    want {to}            ->                                        protocol diloco/<run_id>/relay
-                         <-    offer {rate, load} | no {reason}
-    go                   ->
-                               deliver {from}      ->              protocol diloco/<run_id>/relayed
-                         <-    ready
-    <---- the greeting, TLS 1.3 from end to end, the stream ----->
-
-The relay (peers/network/relay_service.py) sees ciphertext; the ends are sure of each other by the same greeting as on a
-direct connection.
-"""
+"""Has others forward streams to a peer that is not reached; the messages are those of peers/protocol/relays.py."""
 
 from __future__ import annotations
 
@@ -23,12 +11,14 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
-from peers.errors import PeersError, PeerUnreachable, ProtocolError
+from msgspec.msgpack import Decoder
+
+from peers.errors import PeersError, PeerUnreachable
 from peers.messages import Channel
 from peers.network.libp2p_streams import Libp2p
 from peers.network.path_choice import BackOff
 from peers.network.reception import Reception
-from peers.network.relay_messages import ANSWER_TIMEOUT_S, MAX_MESSAGE_BYTES, asking, expect
+from peers.protocol.relays import ANSWER_TIMEOUT_S, MAX_MESSAGE_BYTES, Go, No, Offer, Ready, Want, asking
 
 log = logging.getLogger(__name__)
 
@@ -39,18 +29,16 @@ GRACE_S = 0.5
 _MAX_OPENING = 3
 """Streams that one peer asks for at once: libp2p's side works on a few per caller only."""
 _MAX_BLAMED = 256
-_MAX_RATE = 1e15
+_ANSWER: Decoder[Offer | No] = Decoder(Offer | No)
+_READY = Decoder(Ready)
 
 
 @dataclass
-class _Offer:
+class _Offered:
     relay: str
     channel: Channel
     sock: socket.socket
-    rate: float
-    """Bytes/s that rounds have moved from it to the called; 0: not known."""
-    load: int
-    """Streams it forwards already."""
+    offer: Offer
 
 
 class Relay:
@@ -87,7 +75,7 @@ class Relay:
     async def _open(self, peer_id: str, protocol: str, deadline: float) -> socket.socket:
         candidates = await self._candidates(peer_id)
         offers, failures = await self._ask_all(candidates, peer_id)
-        offers.sort(key=lambda offer: self._merit(offer, peer_id))
+        offers.sort(key=lambda offered: self._merit(offered, peer_id))
         try:
             while offers:
                 offer, left_s = offers.pop(), deadline - time.monotonic()
@@ -123,7 +111,7 @@ class Relay:
         by_merit = sorted(live, key=lambda r: (self._is_blamed(r, peer_id), -self._rate_to(r), r))
         return by_merit[:MAX_ASKED]
 
-    async def _ask_all(self, relays: Sequence[str], peer_id: str) -> tuple[list[_Offer], list[str]]:
+    async def _ask_all(self, relays: Sequence[str], peer_id: str) -> tuple[list[_Offered], list[str]]:
         """Those who offer, and why others do not. One that says nothing holds up no offer for long."""
         asked = {asyncio.create_task(self._ask(relay, peer_id)): relay for relay in relays}
         pending, patience_s = set(asked), ANSWER_TIMEOUT_S * 2
@@ -136,7 +124,7 @@ class Relay:
                 if not done:
                     break
                 patience_s -= time.monotonic() - before
-                if any(isinstance(task.result(), _Offer) for task in done):
+                if any(isinstance(task.result(), _Offered) for task in done):
                     patience_s = min(patience_s, GRACE_S)
         except BaseException:
             await _withdraw(asked)
@@ -145,37 +133,36 @@ class Relay:
         answers = [
             f"{relay}: no answer" if task in pending else task.result() for task, relay in asked.items()
         ]
-        offers = [answer for answer in answers if isinstance(answer, _Offer)]
+        offers = [answer for answer in answers if isinstance(answer, _Offered)]
         return offers, [answer for answer in answers if isinstance(answer, str)]
 
-    async def _ask(self, relay: str, peer_id: str) -> _Offer | str:
+    async def _ask(self, relay: str, peer_id: str) -> _Offered | str:
         """The offer, or why there is none."""
         try:
             sock = await self._libp2p.open(relay, self._protocol, timeout_s=ANSWER_TIMEOUT_S)
             channel = Channel(sock, max_message_bytes=MAX_MESSAGE_BYTES)
             try:
-                await channel.send({"kind": "want", "to": peer_id}, ANSWER_TIMEOUT_S)
-                answer = await expect(channel, "offer")
-                rate, load = answer.get("rate"), answer.get("load")
-                if type(rate) is not float or not 0 <= rate <= _MAX_RATE or type(load) is not int:
-                    raise ProtocolError("an offer without figures")
+                await channel.send(Want(to=peer_id), ANSWER_TIMEOUT_S)
+                answer = await channel.read(_ANSWER, ANSWER_TIMEOUT_S)
+                if isinstance(answer, No):
+                    raise PeerUnreachable(f"it says no: {answer.reason}")
             except BaseException:
                 channel.close()
                 raise
         except PeersError as error:
             return f"{relay}: {error}"
-        return _Offer(relay, channel, sock, rate, load)
+        return _Offered(relay, channel, sock, answer)
 
-    def _merit(self, offer: _Offer, peer_id: str) -> tuple[bool, float, int, str]:
+    def _merit(self, offered: _Offered, peer_id: str) -> tuple[bool, float, int, str]:
         """By bandwidth, shared with what it forwards already; legs that nobody has measured count as fast."""
-        slower_leg = min(rate or math.inf for rate in (offer.rate, self._rate_to(offer.relay)))
-        shared = slower_leg / (1 + max(offer.load, 0))
-        return not self._is_blamed(offer.relay, peer_id), shared, -offer.load, offer.relay
+        relay, offer = offered.relay, offered.offer
+        slower_leg = min(rate or math.inf for rate in (offer.rate, self._rate_to(relay)))
+        return not self._is_blamed(relay, peer_id), slower_leg / (1 + offer.load), -offer.load, relay
 
-    async def _accept(self, offer: _Offer, peer_id: str, protocol: str, timeout_s: float) -> socket.socket:
+    async def _accept(self, offer: _Offered, peer_id: str, protocol: str, timeout_s: float) -> socket.socket:
         try:
-            await offer.channel.send({"kind": "go"}, ANSWER_TIMEOUT_S)
-            await expect(offer.channel, "ready", timeout_s=2 * ANSWER_TIMEOUT_S)
+            await offer.channel.send(Go(), ANSWER_TIMEOUT_S)
+            await offer.channel.read(_READY, 2 * ANSWER_TIMEOUT_S)
         except BaseException:
             offer.channel.close()
             raise
@@ -187,10 +174,10 @@ class Relay:
         return stream
 
 
-async def _withdraw(asked: Iterable[asyncio.Task[_Offer | str]]) -> None:
+async def _withdraw(asked: Iterable[asyncio.Task[_Offered | str]]) -> None:
     """Ask no further, and turn down what has been offered."""
     for task in (tasks := list(asked)):
         task.cancel()
     for answer in await asyncio.gather(*tasks, return_exceptions=True):
-        if isinstance(answer, _Offer):
+        if isinstance(answer, _Offered):
             answer.channel.close()

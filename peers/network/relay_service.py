@@ -1,7 +1,7 @@
 """Forwards streams between peers that do not reach each other, and takes those that are forwarded to here.
 
-The protocol is that of peers/network/relay.py. Only between live peers of the run that libp2p is connected with here,
-so never through another relay, and only within bounds.
+The messages are those of peers/protocol/relays.py. Only between live peers of the run that libp2p is connected with
+here, so never through another relay, and only within bounds.
 """
 
 from __future__ import annotations
@@ -12,13 +12,25 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Collection
 
+from msgspec.msgpack import Decoder
+
 from peers.errors import ProtocolError
 from peers.messages import Channel
 from peers.network.forwarding import Forwarder
 from peers.network.libp2p_streams import Libp2p
-from peers.network.maddrs import is_peer_id
 from peers.network.reception import Reception
-from peers.network.relay_messages import ANSWER_TIMEOUT_S, MAX_MESSAGE_BYTES, asking, delivering, expect
+from peers.protocol.relays import (
+    ANSWER_TIMEOUT_S,
+    MAX_MESSAGE_BYTES,
+    Deliver,
+    Go,
+    No,
+    Offer,
+    Ready,
+    Want,
+    asking,
+    delivering,
+)
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +40,7 @@ MAX_FORWARDED_PER_CALLER = MAX_FORWARDED // 2
 """No caller takes the place of all others."""
 MAX_FORWARDED_PER_PAIR = 8
 """A pair needs one for control, two for data and a few for the state."""
+_WANT, _GO, _DELIVER = Decoder(Want), Decoder(Go), Decoder(Deliver)
 
 
 class RelayService:
@@ -72,26 +85,22 @@ class RelayService:
 
     async def _asked(self, caller: str, sock: socket.socket) -> None:
         channel = Channel(sock, max_message_bytes=MAX_MESSAGE_BYTES)
-        wanted = await expect(channel, "want")
-        to = wanted.get("to")
-        if not isinstance(to, str) or not is_peer_id(to):
-            raise ProtocolError("wants a stream to nobody")
+        to = (await channel.read(_WANT, ANSWER_TIMEOUT_S)).to
         if reason := await self._why_not(caller, to):
-            await channel.send({"kind": "no", "reason": reason}, ANSWER_TIMEOUT_S)
+            await channel.send(No(reason=reason), ANSWER_TIMEOUT_S)
             channel.close()
             return
         pair = caller, to
         self._forwarded[pair] += 1
         try:
-            load = self._forwarded.total() - 1
-            offer = {"kind": "offer", "rate": float(self._rate_to(to)), "load": load}
+            offer = Offer(rate=self._rate_to(to), load=self._forwarded.total() - 1)
             await channel.send(offer, ANSWER_TIMEOUT_S)
-            await expect(channel, "go", timeout_s=2 * ANSWER_TIMEOUT_S)
+            await channel.read(_GO, 2 * ANSWER_TIMEOUT_S)
             leg = await self._libp2p.open(to, delivering(self._run_id), timeout_s=ANSWER_TIMEOUT_S)
             try:
                 onward = Channel(leg, max_message_bytes=MAX_MESSAGE_BYTES)
-                await onward.send({"kind": "deliver", "from": caller}, ANSWER_TIMEOUT_S)
-                await channel.send({"kind": "ready"}, ANSWER_TIMEOUT_S)
+                await onward.send(Deliver(caller=caller), ANSWER_TIMEOUT_S)
+                await channel.send(Ready(), ANSWER_TIMEOUT_S)
                 loop = asyncio.get_running_loop()
                 self._forwarder.forward(sock, leg, lambda: loop.call_soon_threadsafe(self._released, pair))
             except BaseException:
@@ -127,10 +136,8 @@ class RelayService:
     async def _delivered(self, relay: str, sock: socket.socket) -> None:
         if relay not in self._peers():
             raise ProtocolError(f"{relay} is no peer of this run, so it relays nothing to here")
-        message = await expect(Channel(sock, max_message_bytes=MAX_MESSAGE_BYTES), "deliver")
-        caller = message.get("from")
-        if not isinstance(caller, str):
-            raise ProtocolError("relays from nobody")
+        channel = Channel(sock, max_message_bytes=MAX_MESSAGE_BYTES)
+        caller = (await channel.read(_DELIVER, ANSWER_TIMEOUT_S)).caller
         # Not awaited: a stream that lasts is none of the few that libp2p's side works on at once.
         greeting = asyncio.create_task(
             self._reception.receive(

@@ -18,8 +18,8 @@ from peers.network.relay_service import RelayService
 from peers.network.tls import Credentials
 from peers.paths import Paths, TransportMode
 from peers.protocol.refusal import Refused
+from peers.protocol.states import state_protocol
 from peers.records import MAX_ENDPOINTS, MAX_PATHS, NO_RANK, Announcement
-from peers.state.transfer import state_protocol
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,61 +5,21 @@ Bounded, however long it trains, and pure: times are arguments, in Unix seconds.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-MAX_POINTS = 256
-MAX_ROUNDS = 32
-MAX_INCIDENTS = 32
-MAX_SHOWN_RANKS = 256
-"""Of a larger round, the lowest world ranks are shown."""
-MAX_FAILURES = 8
-MAX_TEXT = 160
-PARTS = ("wait_s", "connect_s", "reduce_s", "preview_s", "vote_s", "apply_s")
-"""Of an epoch, in the order in which they come: peers/handover.py says what each is."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Point:
-    """How the training went at one moment."""
-
-    time: float
-    step: int
-    """Nominal."""
-    loss: float | None
-    """None where the worker does not say."""
-    tokens_per_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class RoundEntry:
-    """How one epoch ended on one peer."""
-
-    time: float
-    """When its worker had the answer."""
-    epoch: int
-    """Outer steps done, this one included."""
-    fragment: int
-    anchor_digest: str
-    contributors: tuple[int, ...]
-    sent_bytes: int
-    received_bytes: int
-    num_failures: int
-    failures: tuple[str, ...]
-    """Why attempts failed, as far as this peer has been told."""
-    parts: dict[str, float]
-    """Seconds by name, of PARTS: of the last attempt, and of what came before it."""
-    round_s: float = 0.0
-    """From the group to the commit, failed attempts included."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Incident:
-    """Something that people would want to know of."""
-
-    time: float
-    text: str
+from peers.protocol.reports import (
+    MAX_FAILURES,
+    MAX_INCIDENTS,
+    MAX_POINTS,
+    MAX_ROUNDS,
+    MAX_SHOWN_RANKS,
+    MAX_TEXT,
+    Incident,
+    Point,
+    RoundEntry,
+)
 
 
 class Curve:
@@ -96,8 +56,6 @@ class Journal:
     num_worker_losses: int = 0
     sent_bytes: int = 0
     received_bytes: int = 0
-    part_totals: Counter[str] = field(default_factory=Counter)
-    """Seconds by part, over all rounds."""
 
     def progressed(self, point: Point) -> None:
         """The worker has told how it goes."""
@@ -111,7 +69,6 @@ class Journal:
         self.num_failures += entry.num_failures
         self.sent_bytes += entry.sent_bytes
         self.received_bytes += entry.received_bytes
-        self.part_totals.update(entry.parts)
 
     def happened(self, now: float, text: str) -> None:
         """One line for people. No peer's own words: they would be shown as this one's."""
@@ -145,6 +102,6 @@ def printable(text: str) -> str:
 
 def _rate(rounds: Iterable[RoundEntry], num_bytes: Callable[[RoundEntry], int]) -> float:
     for entry in reversed(tuple(rounds)):
-        if num_bytes(entry) and (seconds := entry.parts.get("reduce_s", 0.0)) > 0:
+        if num_bytes(entry) and (seconds := entry.parts.reduce_s) > 0:
             return num_bytes(entry) / seconds
     return 0.0

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from peers.onlookers.journal import PARTS
 from peers.onlookers.sightings import LOST, SILENT
+from peers.protocol.reports import PARTS
 from peers.records import STATES
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -117,9 +117,7 @@ def _of_peer(
     if last_round is not None:
         samples.append(Sample("diloco_round_seconds", labels, last_round["round_s"]))
         samples += [
-            Sample(
-                "diloco_round_part_seconds", {**labels, "part": part.removesuffix("_s")}, last_round.get(part)
-            )
+            Sample("diloco_round_part_seconds", {**labels, "part": part.removesuffix("_s")}, last_round[part])
             for part in PARTS
         ]
     return samples

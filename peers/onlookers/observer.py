@@ -1,6 +1,6 @@
 """A look at a swarm from outside, without joining it: what its peers announce, and what they answer.
 
-The observer finds peers in the DHT, keeps a stream to each on which it reports (peers/onlookers/reports.py), and asks
+The observer finds peers in the DHT, keeps a stream to each on which it reports (peers/protocol/reports.py), and asks
 again where one breaks. What follows from all that is decided in peers/onlookers/sightings.py.
 """
 
@@ -11,22 +11,28 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
+from functools import lru_cache
 from typing import Any
+
+from msgspec.msgpack import Decoder
 
 from peers.access import bans
 from peers.access.gate import Gate
-from peers.access.request import parse_nonce, raise_refusal
 from peers.access.secrets import SwarmSecret
 from peers.admission import Admission
 from peers.dht import Dht
 from peers.errors import PeersError, PeerUnreachable, ProtocolError, UserError
-from peers.identity import load_or_create
+from peers.identity import load_or_create, verify_signature
 from peers.messages import Channel
 from peers.network.socket_directory import SocketDirectory
-from peers.onlookers import reports
-from peers.onlookers.report_service import proof_of, report_protocol
+from peers.onlookers.report_service import proof_of
 from peers.onlookers.sightings import LOST, SILENT, Sightings
 from peers.onlookers.summary import MAX_SHOWN_ROUNDS, holders_of, summary_of
+from peers.protocol import reports
+from peers.protocol.admission import Nonce, Proof
+from peers.protocol.certificates import Certificate
+from peers.protocol.refusal import Refusal, unless_refused
+from peers.protocol.reports import Report
 from peers.records import PEERS_KEY, Announcement
 
 LOOK_INTERVAL_S = 2.0
@@ -44,6 +50,8 @@ ENOUGH_MISSES = 2
 MAX_STREAMS = 256
 """Peers that are asked; of a larger swarm, the others are shown as they announce themselves."""
 MAX_DIALLED = 32
+_FIRST: Decoder[Nonce | Report | reports.Busy] = Decoder(Nonce | Report | reports.Busy)
+_REPORT: Decoder[Report | Refusal] = Decoder(Report | Refusal)
 
 log = logging.getLogger(__name__)
 
@@ -227,30 +235,32 @@ class Observer:
         maddrs = peer.announcement.maddrs
         async with self._dials:
             sock = await self._dht.transport.open(
-                peer_id, report_protocol(self._run_id), timeout_s=DIAL_TIMEOUT_S, maddrs=maddrs
+                peer_id, reports.report_protocol(self._run_id), timeout_s=DIAL_TIMEOUT_S, maddrs=maddrs
             )
         channel = Channel(sock)
         try:
-            await channel.send({"kind": "hello", "version": reports.VERSION}, DIAL_TIMEOUT_S)
-            message = await channel.receive(DIAL_TIMEOUT_S)
-            if message.get("kind") == "nonce":
-                if self._secret is None:
-                    raise ProtocolError("it answers only who has the swarm secret")
-                proof = proof_of(self._secret, self._run_id, self._dht.peer_id, peer_id, parse_nonce(message))
-                await channel.send({"kind": "proof", "proof": proof}, DIAL_TIMEOUT_S)
-                message = await channel.receive(DIAL_TIMEOUT_S)
+            await channel.send(reports.Hello(version=reports.VERSION), DIAL_TIMEOUT_S)
+            said = await channel.read(_FIRST, DIAL_TIMEOUT_S)
+            if isinstance(said, reports.Busy):
+                raise PeerUnreachable("it has as many observers as it answers")
+            report = await self._admitted(peer_id, said.nonce, channel) if isinstance(said, Nonce) else said
             while True:
-                self._heard(peer_id, message)
-                message = await channel.receive(SILENCE_S)
+                self._heard(peer_id, report)
+                report = unless_refused(await channel.read(_REPORT, SILENCE_S))
         finally:
             channel.close()
 
-    def _heard(self, peer_id: str, message: dict[str, Any]) -> None:
-        """Raises PeersError for what is no report."""
-        raise_refusal(message)
-        if message.get("kind") == "busy":
-            raise PeerUnreachable("it has as many observers as it answers")
-        report = reports.parse(message)
+    async def _admitted(self, peer_id: str, nonce: bytes, channel: Channel) -> Report:
+        """The first report, for the proof that this observer has the swarm secret."""
+        if self._secret is None:
+            raise ProtocolError("it answers only who has the swarm secret")
+        proof = proof_of(self._secret, self._run_id, self._dht.peer_id, peer_id, nonce)
+        await channel.send(Proof(proof=proof), DIAL_TIMEOUT_S)
+        return unless_refused(await channel.read(_REPORT, DIAL_TIMEOUT_S))
+
+    def _heard(self, peer_id: str, report: Report) -> None:
+        """Raises ProtocolError for a report that is not of a peer of the run, or shows what is not proved."""
+        check_certified(report)
         status = Announcement.decode(peer_id, report.status, run_id=self._run_id, now=time.time())
         if not self._gate.is_admitted(peer_id, status.token):
             raise ProtocolError("its token is not good any more")
@@ -260,6 +270,23 @@ class Observer:
     def _told_of(self, peer_id: str) -> None:
         self._unasked.discard(peer_id)
         self._news.set()
+
+
+def check_certified(report: Report) -> None:
+    """Raises ProtocolError for a certificate that its signers have not signed: an observer shows what is proved."""
+    if report.certified is None:
+        return
+    certificate = report.certified.certificate
+    if certificate.num_bytes > reports.MAX_CERTIFICATE_BYTES:
+        raise ProtocolError(f"a certificate of {certificate.num_bytes} bytes in a report")
+    if not _is_signed(certificate):
+        raise ProtocolError("a certificate that its signers have not signed")
+
+
+@lru_cache(maxsize=64)
+def _is_signed(certificate: Certificate) -> bool:
+    """All peers show the same one; it is checked once."""
+    return certificate.is_signed(verify_signature)
 
 
 def valid_announcements(

@@ -14,18 +14,22 @@ import socket
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
-from peers.access.request import parse_proof, refusal
+from msgspec.msgpack import Decoder
+
 from peers.access.secrets import NONCE_BYTES, SwarmSecret
-from peers.errors import PeersError, ProtocolError
+from peers.errors import PeersError
 from peers.messages import Channel
-from peers.onlookers.reports import REPORT_INTERVAL_S, Report, to_message
-from peers.protocol.refusal import Why
+from peers.protocol.admission import Nonce, Proof
+from peers.protocol.refusal import Refusal, Why
+from peers.protocol.reports import Busy, Hello, Report, report_protocol
 
 MAX_OBSERVERS = 16
+REPORT_INTERVAL_S = 1.0
 LEAST_INTERVAL_S = 0.2
 """Between two reports on one stream, whatever happens."""
 HELLO_TIMEOUT_S = 5.0
 SEND_TIMEOUT_S = 5.0
+_HELLO, _PROOF = Decoder(Hello), Decoder(Proof)
 
 log = logging.getLogger(__name__)
 
@@ -36,10 +40,6 @@ class StreamServer(Protocol):
     async def serve(
         self, protocol: str, handler: Callable[[str, socket.socket], Awaitable[None]]
     ) -> None: ...
-
-
-def report_protocol(run_id: str) -> str:
-    return f"diloco/{run_id}/report"
 
 
 def proof_of(secret: SwarmSecret, run_id: str, observer_id: str, peer_id: str, nonce: bytes) -> bytes:
@@ -84,33 +84,32 @@ class ReportService:
             channel.close()
 
     async def _is_admitted(self, observer_id: str, channel: Channel) -> bool:
-        hello = await channel.receive(HELLO_TIMEOUT_S)
-        if hello.get("kind") != "hello" or type(hello.get("version")) is not int:
-            raise ProtocolError("an observer says hello first")
+        await channel.read(_HELLO, HELLO_TIMEOUT_S)
         if len(self._observers) >= MAX_OBSERVERS:
-            await channel.send({"kind": "busy"}, SEND_TIMEOUT_S)
+            await channel.send(Busy(), SEND_TIMEOUT_S)
             return False
         if self._secret is None:
             return True
         nonce = secrets.token_bytes(NONCE_BYTES)
-        await channel.send({"kind": "nonce", "nonce": nonce}, SEND_TIMEOUT_S)
-        proof = parse_proof(await channel.receive(HELLO_TIMEOUT_S))
+        await channel.send(Nonce(nonce=nonce), SEND_TIMEOUT_S)
+        proof = (await channel.read(_PROOF, HELLO_TIMEOUT_S)).proof
         expected = proof_of(self._secret, self._run_id, observer_id, self._peer_id, nonce)
         if secrets.compare_digest(proof, expected) and not self._is_banned(observer_id):
             return True
-        await channel.send(refusal(Why.WRONG_SECRET), SEND_TIMEOUT_S)
+        await channel.send(Refusal(why=Why.WRONG_SECRET), SEND_TIMEOUT_S)
         return False
 
     async def _tell(self, channel: Channel) -> None:
         news, since = asyncio.Event(), 0.0
         self._observers.add(news)
-        hung_up = asyncio.ensure_future(channel.receive())
+        # Nothing more is to come: whatever does ends the reports, as does the end of the stream.
+        hung_up = asyncio.ensure_future(channel.read(_HELLO))
         try:
             while not hung_up.done():
                 news.clear()
                 report = self._report(since)
                 since = newest_of(report, since)
-                await channel.send(to_message(report), SEND_TIMEOUT_S)
+                await channel.send(report, SEND_TIMEOUT_S)
                 await asyncio.sleep(LEAST_INTERVAL_S)
                 await _first_of(hung_up, news, REPORT_INTERVAL_S - LEAST_INTERVAL_S)
         finally:

@@ -8,19 +8,22 @@ from typing import Any
 
 from peers.handover import Outcome
 from peers.identity import Identity
-from peers.onlookers.journal import PARTS, Journal, RoundEntry, printable, shown_failures, shown_ranks
-from peers.onlookers.reports import (
+from peers.onlookers.journal import Journal, printable, shown_failures, shown_ranks
+from peers.onlookers.sightings import Sightings
+from peers.onlookers.summary import summary_of
+from peers.protocol.certificates import Certificate
+from peers.protocol.reports import (
     MAX_CERTIFICATE_BYTES,
     MAX_HARDWARE_CHARACTERS,
     MAX_SEEN,
+    PARTS,
     Certified,
     Figures,
+    Parts,
     Report,
+    RoundEntry,
+    Standing,
 )
-from peers.onlookers.sightings import Sightings
-from peers.onlookers.standing import Standing
-from peers.onlookers.summary import summary_of
-from peers.protocol.certificates import Certificate
 from peers.records import Announcement
 
 
@@ -88,7 +91,7 @@ class Reporting:
         if certificate is None or certificate.num_bytes > MAX_CERTIFICATE_BYTES:
             return None
         if known is None or known.certificate.head != certificate.head:
-            self._certified = Certified(time.time(), certificate)
+            self._certified = Certified(time=time.time(), certificate=certificate)
         return self._certified
 
     def as_swarm(self) -> dict[str, Any]:
@@ -112,6 +115,6 @@ def entry_of(outcome: Outcome) -> RoundEntry:
         received_bytes=outcome.received_bytes,
         num_failures=outcome.num_failures,
         failures=shown_failures(outcome.failures),
-        parts={part: getattr(outcome, part) for part in PARTS},
+        parts=Parts(**{part: getattr(outcome, part) for part in PARTS}),
         round_s=outcome.round_s,
     )

@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from peers.onlookers.journal import MAX_INCIDENTS, MAX_ROUNDS, Curve, Incident, RoundEntry
-from peers.onlookers.reports import Report
+from peers.onlookers.journal import Curve
 from peers.protocol.certificates import Certificate
+from peers.protocol.reports import MAX_INCIDENTS, MAX_ROUNDS, Incident, Report, RoundEntry
 from peers.records import Announcement
 
 QUIET_AFTER_S = 4.0

@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from peers.onlookers.journal import RoundEntry
-from peers.onlookers.reports import Figures
+import msgspec
+
 from peers.onlookers.sightings import LOST, SILENT, Event, Sighting, Sightings
 from peers.onlookers.stragglers import stragglers_of
+from peers.protocol.reports import Figures, RoundEntry
 from peers.records import NO_RANK
 
 MAX_SHOWN_ROUNDS = 20
@@ -93,11 +94,8 @@ def _peer(peer_id: str, peer: Sighting, state: str, now: float, unix_now: float)
         "paths": {str(rank): path for rank, path in said.paths},
         "path": path_in_a_word(path for _, path in said.paths),
         # None where the peer has not answered: the announcement does not have them.
-        **{
-            field.name: getattr(figures, field.name) if figures else None
-            for field in dataclasses.fields(Figures)
-        },
-        "standing": standing.step if standing else None,
+        **{name: getattr(figures, name) if figures else None for name in Figures.__struct_fields__},
+        "standing": standing.known_step if standing else None,
         "leader": standing.leader if standing else None,
         "missing": list(standing.missing) if standing else [],
         "waits_for": standing.waits_for if standing else None,
@@ -140,7 +138,7 @@ def _round(epoch: int, entries: Mapping[int, RoundEntry]) -> dict[str, Any]:
                 "received_bytes": entry.received_bytes,
                 "num_failures": entry.num_failures,
                 "round_s": entry.round_s,
-                **entry.parts,
+                **msgspec.structs.asdict(entry.parts),
             }
             for rank, entry in entries.items()
         ],

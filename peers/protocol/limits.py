@@ -39,5 +39,16 @@ Hash = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 HashOrNone = Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?\Z")]
 """Empty: there is none."""
 ShortText = Annotated[str, Meta(max_length=MAX_SHORT_TEXT)]
+ShownText = Annotated[
+    str,
+    Meta(
+        pattern=r"^[^\x00-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f"
+        r"\ufeff\ufff9-\ufffb\U000e0000-\U000e007f]*\Z"
+    ),
+]
+"""Shown to people: without control characters, which a terminal would obey, line and paragraph separators, and
+characters that turn the direction of writing or have no width. Its length is bounded by each user of the type.
+"""
+Port = Annotated[int, Meta(ge=1, le=65535)]
 KeyBytes = Annotated[bytes, Meta(max_length=1024)]
 SignatureBytes = Annotated[bytes, Meta(max_length=1024)]

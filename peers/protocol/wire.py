@@ -31,5 +31,6 @@ def decode(
     try:
         return decoder.decode(blob)
     except (msgspec.DecodeError, ValueError) as error:
-        # ValidationError, of a DecodeError, names the field; ValueError is for text that is no UTF-8.
-        raise ProtocolError(f"not a {what}: {error!s:.200}") from error
+        # ValidationError, of a DecodeError, names the field; ValueError is for text that is no UTF-8. The names of
+        # unknown fields are the peer's own words: repr() leaves nothing in them that a terminal obeys.
+        raise ProtocolError(f"not a {what}: {str(error)!r:.200}") from error

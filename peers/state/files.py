@@ -6,19 +6,22 @@ Where a lossy codec has kept something back, `residuals.safetensors` lies beside
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from peers.errors import ProtocolError, UserError
 from peers.outer_state import Digests, OuterState
+from peers.protocol.certificates import decode_certificate
+from peers.protocol.limits import Count
+from peers.protocol.wire import encode
 from peers.reduction.residuals import Residuals
-from peers.state.header import HEADER_FILE, StateHeader
+from peers.state.header import DIGEST_BYTES, HEADER_FILE, STATE_CHUNK_NUMEL, StateHeader
 from peers.whole_files import FileRecord, write_bytes, write_tensors
 
 TENSORS_FILE = "outer.safetensors"
@@ -61,7 +64,7 @@ class HeldState:
         tensors = {f"anchor.{index}": values for index, values in enumerate(self.snapshot.anchor)}
         tensors |= {f"momentum.{index}": values for index, values in enumerate(self.snapshot.momentum)}
         written[TENSORS_FILE] = write_tensors(directory / TENSORS_FILE, tensors, metadata)
-        written[HEADER_FILE] = write_bytes(directory / HEADER_FILE, _header_text(header).encode())
+        written[HEADER_FILE] = write_bytes(directory / HEADER_FILE, _header_bytes(header))
         return written
 
     def close(self) -> None:
@@ -130,32 +133,57 @@ def load_residuals(directory: Path, state: OuterState) -> list[Residuals]:
         raise UserError(f"{path} is not a complete checkpoint: {error}. Resume from an older one.") from error
 
 
-def _header_text(header: StateHeader) -> str:
-    message = header.to_message()
-    return json.dumps(
-        {key: value.hex() if isinstance(value, bytes) else value for key, value in message.items()}
-        | {
-            "head": header.head,
-            "epoch": header.epoch,
-            "anchor_digest": header.anchor_digest,
-            "momentum_digest": header.momentum_digest,
-        },
-        indent=1,
+class _HeaderFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A StateHeader as it is saved, bytes in hex. `head` and what follows it are for whoever reads the file."""
+
+    sizes: tuple[Count, ...]
+    anchor_chunks: str
+    momentum_chunks: str
+    certificate: str = ""
+    """A version without certificates wrote none: its model can be exported, and training cannot go on from it."""
+    head: str = ""
+    epoch: int = 0
+    anchor_digest: str = ""
+    momentum_digest: str = ""
+
+
+def _header_bytes(header: StateHeader) -> bytes:
+    saved = _HeaderFile(
+        sizes=header.sizes,
+        anchor_chunks=header.anchor_chunks.hex(),
+        momentum_chunks=header.momentum_chunks.hex(),
+        certificate=encode(header.certificate).hex() if header.certificate else "",
+        head=header.head,
+        epoch=header.epoch,
+        anchor_digest=header.anchor_digest,
+        momentum_digest=header.momentum_digest,
     )
+    return msgspec.json.format(msgspec.json.encode(saved), indent=1)
 
 
 def _load_header(path: Path) -> StateHeader:
     try:
-        message = json.loads(path.read_text())
-        # A version without certificates: its model can be exported, and training cannot go on from it.
-        message.setdefault("certificate", "")
-        for key in ("anchor_chunks", "momentum_chunks", "certificate"):
-            message[key] = bytes.fromhex(message[key])
-        return StateHeader.from_message(message)
-    except (OSError, ValueError, TypeError, KeyError, ProtocolError) as error:
+        return _header_in(path.read_bytes())
+    except (OSError, ValueError, msgspec.DecodeError, ProtocolError) as error:
         raise UserError(
             f"{path} is not the header of a checkpoint: {error}. Resume from an older one."
         ) from error
+
+
+def _header_in(text: bytes) -> StateHeader:
+    """Raises ValueError, DecodeError or ProtocolError."""
+    saved = msgspec.json.decode(text, type=_HeaderFile)
+    header = StateHeader(
+        sizes=saved.sizes,
+        anchor_chunks=bytes.fromhex(saved.anchor_chunks),
+        momentum_chunks=bytes.fromhex(saved.momentum_chunks),
+    )
+    num_bytes = DIGEST_BYTES * sum(-(-size // STATE_CHUNK_NUMEL) for size in header.sizes)
+    if not len(header.anchor_chunks) == len(header.momentum_chunks) == num_bytes:
+        raise ValueError(f"a state of sizes {header.sizes!s:.100} has {num_bytes} bytes of digests")
+    if not saved.certificate:
+        return header
+    return header.certified_by(decode_certificate(bytes.fromhex(saved.certificate)))
 
 
 def _checked(values: Tensor, size: int) -> Tensor:

@@ -7,21 +7,18 @@ the certificate can check a header, and one who holds the header can check every
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 from peers.errors import ProtocolError
-from peers.protocol.certificates import Certificate, decode_certificate
-from peers.protocol.wire import encode
+from peers.protocol.certificates import Certificate
 
 HEADER_FILE = "outer.json"
 """Where a state that is kept on a disk has its header."""
 STATE_CHUNK_NUMEL = 1 << 20
 """Values per hashed chunk: 4 MiB."""
 DIGEST_BYTES = 32
-_MAX_COUNT = 1 << 61
 
 
 @dataclass(frozen=True)
@@ -102,36 +99,6 @@ class StateHeader:
             momentum_chunks=_spliced(self.momentum_chunks, chunks, [momentum for _, momentum in digests]),
         )
 
-    def to_message(self) -> dict[str, Any]:
-        """A map that msgpack takes."""
-        return {
-            "sizes": list(self.sizes),
-            "anchor_chunks": self.anchor_chunks,
-            "momentum_chunks": self.momentum_chunks,
-            "certificate": encode(self.certificate) if self.certificate else b"",
-        }
-
-    @classmethod
-    def from_message(cls, message: Mapping[str, Any], sizes: Sequence[int] | None = None) -> StateHeader:
-        """Raises ProtocolError unless it is a header of a state of these sizes (None: of any)."""
-        try:
-            header = cls(
-                sizes=tuple(_count(size) for size in message["sizes"]),
-                anchor_chunks=_digests(message["anchor_chunks"]),
-                momentum_chunks=_digests(message["momentum_chunks"]),
-            )
-            blob = _digests(message["certificate"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise ProtocolError(f"not the header of a state: {error!r:.200}") from error
-        if sizes is not None and header.sizes != tuple(sizes):
-            raise ProtocolError(
-                f"a state of other fragments: {header.sizes!s:.100}, not {tuple(sizes)!s:.100}"
-            )
-        num_bytes = DIGEST_BYTES * sum(-(-size // STATE_CHUNK_NUMEL) for size in header.sizes)
-        if not len(header.anchor_chunks) == len(header.momentum_chunks) == num_bytes:
-            raise ProtocolError(f"a state of sizes {header.sizes!s:.100} has {num_bytes} bytes of digests")
-        return header.certified_by(decode_certificate(blob)) if blob else header
-
 
 def _spliced(digests: bytes, chunks: Sequence[StateChunk], replacements: Sequence[bytes]) -> bytes:
     if not chunks:
@@ -139,16 +106,3 @@ def _spliced(digests: bytes, chunks: Sequence[StateChunk], replacements: Sequenc
     start = chunks[0].position * DIGEST_BYTES
     new = b"".join(replacements)
     return digests[:start] + new + digests[start + len(new) :]
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or not 0 <= value <= _MAX_COUNT:
-        raise ValueError(f"not a count: {value!r:.40}")
-    return value
-
-
-def _digests(value: Any) -> bytes:
-    # bytes() of a number would be as many zeros as a stranger asks for.
-    if not isinstance(value, bytes | bytearray):
-        raise ValueError(f"not digests: {value!r:.40}")
-    return bytes(value)

@@ -1,14 +1,9 @@
 """A joiner that holds a state repeats the commits that have come since, as their members made them.
 
-    joiner                                donor                  protocol diloco/<run_id>/state
-    commits {since, until}           ->
-                                     <-   commits {count} | unavailable
-    go                               ->
-                                     <-   all their payloads
-
-The joiner has the certificates of these commits, so it knows what every payload must be. The averages come as they went
-on the wire, so the outer steps give the same bits, and each certificate's digests show that they do. A donor that sends
-anything else is found out there, and costs nothing but the time.
+The messages are those of peers/protocol/states.py. The joiner has the certificates of these commits, so it knows what
+every payload must be. The averages come as they went on the wire, so the outer steps give the same bits, and each
+certificate's digests show that they do. A donor that sends anything else is found out there, and costs nothing but the
+time.
 """
 
 from __future__ import annotations
@@ -22,27 +17,31 @@ from typing import Self
 
 import numpy as np
 import torch
+from msgspec.msgpack import Decoder
 
-from peers.errors import PeersError, ProtocolError, StateUnavailable
+from peers.errors import PeersError, StateUnavailable
 from peers.messages import Channel
 from peers.network.streams import StreamTransport
 from peers.outer_optimizer import OuterOptimizer
 from peers.outer_state import OuterState, Snapshot
 from peers.protocol.certificates import Certificate
-from peers.state.commit_log import CommitLog, decoded, parts_of
-from peers.state.transfer import (
-    COMMIT_TIMEOUT_S,
+from peers.protocol.states import (
     MAX_MESSAGE_BYTES,
-    STALL_TIMEOUT_S,
-    receive_all,
-    send_all,
+    Commits,
+    Go,
+    Unavailable,
+    WantCommits,
     state_protocol,
 )
+from peers.state.commit_log import CommitLog, decoded, parts_of
+from peers.state.transfer import COMMIT_TIMEOUT_S, STALL_TIMEOUT_S, receive_all, send_all
 
 log = logging.getLogger(__name__)
 
 MAX_COMMITS = 64
 _GRACE_S = 0.25
+_ANSWER: Decoder[Commits | Unavailable] = Decoder(Commits | Unavailable)
+_GO = Decoder(Go)
 
 OptimizerFor = Callable[[int], OuterOptimizer]
 """By the number of members."""
@@ -106,10 +105,10 @@ class _Offer:
         sock = await transport.open(donor, state_protocol(run_id), timeout_s=STALL_TIMEOUT_S)
         channel = Channel(sock, max_message_bytes=MAX_MESSAGE_BYTES)
         try:
-            request = {"kind": "commits", "since": path[0].plan.parent, "until": path[-1].head}
-            await channel.send(request, timeout_s=STALL_TIMEOUT_S)
-            message = await channel.receive(timeout_s=COMMIT_TIMEOUT_S)
-            if message.get("kind") != "commits" or message.get("count") != len(path):
+            request = WantCommits(since=path[0].plan.parent, until=path[-1].head)
+            await channel.send(request, STALL_TIMEOUT_S)
+            answer = await channel.read(_ANSWER, COMMIT_TIMEOUT_S)
+            if isinstance(answer, Unavailable) or answer.count != len(path):
                 raise StateUnavailable("it has not recorded them")
             return cls(channel, sock)
         except BaseException:
@@ -120,7 +119,7 @@ class _Offer:
         self, have: Snapshot, path: Sequence[Certificate], codec: str, optimizer_for: OptimizerFor
     ) -> OuterState:
         """Raises PeersError, OSError or TimeoutError where what comes does not lead to what is certified."""
-        await self.channel.send({"kind": "go"}, timeout_s=STALL_TIMEOUT_S)
+        await self.channel.send(Go(), STALL_TIMEOUT_S)
         state = OuterState(have.header, have.anchor, have.momentum)
         # The values belong to the state that is here: commits write beside them.
         kept = state.snapshot()
@@ -185,16 +184,15 @@ def _let_go(state: OuterState, have: Snapshot) -> None:
 
 
 async def serve_commits(
-    commit_log: CommitLog, since: object, until: object, channel: Channel, sock: socket.socket
+    commit_log: CommitLog, wanted: WantCommits, channel: Channel, sock: socket.socket
 ) -> None:
     """The donor's side, after the request."""
-    commits = commit_log.between(str(since), str(until))[:MAX_COMMITS]
-    if not commits or commits[-1].head != until:
-        await channel.send({"kind": "unavailable", "head": ""}, timeout_s=STALL_TIMEOUT_S)
+    commits = commit_log.between(wanted.since, wanted.until)[:MAX_COMMITS]
+    if not commits or commits[-1].head != wanted.until:
+        await channel.send(Unavailable(), STALL_TIMEOUT_S)
         return
-    await channel.send({"kind": "commits", "count": len(commits)}, timeout_s=STALL_TIMEOUT_S)
-    if (await channel.receive(timeout_s=COMMIT_TIMEOUT_S)).get("kind") != "go":
-        raise ProtocolError("asked for commits, and then for something else")
+    await channel.send(Commits(count=len(commits)), STALL_TIMEOUT_S)
+    await channel.read(_GO, COMMIT_TIMEOUT_S)
     for commit in commits:
         for payload in commit.payloads:
             await send_all(sock, payload.data)

@@ -1,4 +1,4 @@
-"""Hands the outer state to those who need it; the protocol is that of peers/state/transfer.py.
+"""Hands the outer state to those who need it; the messages are those of peers/protocol/states.py.
 
 A donor holds one snapshot per stream: commits that come meanwhile change nothing about what it serves. It serves each
 joiner on one stream at a time, and for no longer than a download may take: a snapshot may cost as much memory as the
@@ -10,25 +10,33 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 
+from msgspec.msgpack import Decoder
 from torch import Tensor
 
 from peers.errors import PeersError, ProtocolError
 from peers.messages import Channel
 from peers.network.streams import StreamTransport
 from peers.outer_state import OuterState, Snapshot
+from peers.protocol.states import (
+    MAX_MESSAGE_BYTES,
+    State,
+    Unavailable,
+    WantChunk,
+    WantCommits,
+    WantState,
+    state_protocol,
+)
 from peers.state.commit_log import CommitLog
 from peers.state.header import StateChunk, chunks_of
 from peers.state.replay import serve_commits
 from peers.state.transfer import (
     COMMIT_TIMEOUT_S,
-    MAX_MESSAGE_BYTES,
     STALL_TIMEOUT_S,
     bytes_of,
     download_timeout_s,
     send_all,
-    state_protocol,
 )
 
 log = logging.getLogger(__name__)
@@ -37,6 +45,8 @@ MAX_DOWNLOADS = 8
 """Streams a donor serves at once, of as many joiners; further ones wait."""
 _IDLE_TIMEOUT_S = 60.0
 _POLL_S = 0.02
+_REQUEST: Decoder[WantState | WantCommits] = Decoder(WantState | WantCommits)
+_CHUNK = Decoder(WantChunk)
 
 
 class StateServer:
@@ -85,23 +95,20 @@ class StateServer:
 
     async def _serve(self, channel: Channel, sock: socket.socket) -> None:
         """One joiner, until it closes the stream. Raises PeersError, OSError, TimeoutError."""
-        request = await channel.receive(timeout_s=STALL_TIMEOUT_S)
+        request = await channel.read(_REQUEST, STALL_TIMEOUT_S)
         with self._commit_log.held():
-            if request.get("kind") == "commits":
-                since, until = request.get("since"), request.get("until")
-                await serve_commits(self._commit_log, since, until, channel, sock)
+            if isinstance(request, WantCommits):
+                await serve_commits(self._commit_log, request, channel, sock)
             else:
-                await self._serve_state(request, channel, sock)
+                await self._serve_state(request.head, channel, sock)
 
-    async def _serve_state(
-        self, request: Mapping[str, object], channel: Channel, sock: socket.socket
-    ) -> None:
+    async def _serve_state(self, wanted_head: str, channel: Channel, sock: socket.socket) -> None:
         snapshot = await self._snapshot()
-        if snapshot is None or request.get("head") != snapshot.header.head:
+        if snapshot is None or wanted_head != snapshot.header.head:
             head = snapshot.header.head if snapshot else ""
             if snapshot is not None:
                 snapshot.close()
-            await channel.send({"kind": "unavailable", "head": head}, timeout_s=STALL_TIMEOUT_S)
+            await channel.send(Unavailable(head=head), STALL_TIMEOUT_S)
             return
         with snapshot:
             async with asyncio.timeout(download_timeout_s(snapshot.header.sizes)):
@@ -119,21 +126,19 @@ class StateServer:
 
 async def _serve_snapshot(snapshot: Snapshot, channel: Channel, sock: socket.socket) -> None:
     header = snapshot.header
-    await channel.send({"kind": "state"}, timeout_s=STALL_TIMEOUT_S)
+    await channel.send(State(), STALL_TIMEOUT_S)
     await send_all(sock, memoryview(header.anchor_chunks + header.momentum_chunks))
     chunks = list(chunks_of(snapshot.header.sizes))
     while True:
-        wanted = await channel.receive(timeout_s=_IDLE_TIMEOUT_S)
+        wanted = await channel.read(_CHUNK, _IDLE_TIMEOUT_S)
         await send_all(sock, bytes_of(_wanted_values(snapshot, chunks, wanted)))
         # Neither waits where requests are there already and small answers find room: let others run.
         await asyncio.sleep(0)
 
 
-def _wanted_values(snapshot: Snapshot, chunks: Sequence[StateChunk], request: dict[str, object]) -> Tensor:
-    position, values = request.get("position"), request.get("values")
-    if type(position) is not int or not 0 <= position < len(chunks) or values not in ("anchor", "momentum"):
-        raise ProtocolError(f"no such chunk: {values!r:.40} {position!r:.40}")
-    chunk = chunks[position]
-    return (snapshot.anchor if values == "anchor" else snapshot.momentum)[chunk.fragment][
-        chunk.start : chunk.stop
-    ]
+def _wanted_values(snapshot: Snapshot, chunks: Sequence[StateChunk], wanted: WantChunk) -> Tensor:
+    if wanted.position >= len(chunks):
+        raise ProtocolError(f"there is no chunk {wanted.position}")
+    chunk = chunks[wanted.position]
+    fragments = snapshot.anchor if wanted.values == "anchor" else snapshot.momentum
+    return fragments[chunk.fragment][chunk.start : chunk.stop]

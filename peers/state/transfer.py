@@ -1,15 +1,7 @@
-"""How an outer state gets from those who hold it (peers/state/server.py) to one who needs it.
+"""Downloads an outer state from those who hold it; the messages are those of peers/protocol/states.py.
 
-    joiner                             donor                     protocol diloco/<run_id>/state
-    state {head}                 ->
-                                 <-    state + digests of all chunks | unavailable {head}
-    chunk {values, position}     ->
-                                 <-    the chunk's bytes, whose number both know
-
-The joiner has the certificate of the state it wants. The digests must be those that were signed, and every chunk must
-be what they say, so chunks may come from any donor, several at once, and one that a donor fails to deliver is asked of
-another. What a state that the joiner holds already has in common with it (fragments that have not been averaged since)
-is not asked for.
+Several donors deliver at once, and what one fails to deliver is asked of another. What a state that the joiner holds
+already has in common with it (fragments that have not been averaged since) is not asked for.
 """
 
 from __future__ import annotations
@@ -24,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
+from msgspec.msgpack import Decoder
 from torch import Tensor
 
 from peers.errors import PeersError, PeerUnreachable, ProtocolError, StateUnavailable
@@ -32,6 +25,15 @@ from peers.network import socket_io
 from peers.network.streams import StreamTransport
 from peers.outer_state import OuterState, Snapshot, hash_chunk
 from peers.protocol.certificates import Certificate
+from peers.protocol.states import (
+    MAX_MESSAGE_BYTES,
+    State,
+    Unavailable,
+    Values,
+    WantChunk,
+    WantState,
+    state_protocol,
+)
 from peers.state.header import DIGEST_BYTES, StateChunk, StateHeader, chunks_of
 
 log = logging.getLogger(__name__)
@@ -39,20 +41,17 @@ log = logging.getLogger(__name__)
 _OVERHEAD_S = 30.0
 _SLOWEST_BYTES_PER_S = 2e6
 """A state that comes more slowly is no use."""
-MAX_MESSAGE_BYTES = 64 << 10
 STALL_TIMEOUT_S = 15.0
 COMMIT_TIMEOUT_S = 60.0
 _PATIENCE_S = 5.0
 """What one part may take while other donors have nothing to do."""
 _WINDOW = 2
 _FLOAT_BYTES = 4
+_NAMES: tuple[Values, ...] = ("anchor", "momentum")
+_ANSWER: Decoder[State | Unavailable] = Decoder(State | Unavailable)
 
 Progress = Callable[[int, int], None]
 """Called with the bytes received so far and the bytes there are to receive."""
-
-
-def state_protocol(run_id: str) -> str:
-    return f"diloco/{run_id}/state"
 
 
 def download_timeout_s(sizes: Sequence[int]) -> float:
@@ -109,7 +108,7 @@ async def download_state(
 class _Part:
     """One chunk of anchor or momentum that is still wanted, and the memory it belongs to."""
 
-    def __init__(self, values: str, chunk: StateChunk, target: Tensor, digest: bytes) -> None:
+    def __init__(self, values: Values, chunk: StateChunk, target: Tensor, digest: bytes) -> None:
         self.values, self.chunk, self.target, self.digest = values, chunk, target, digest
 
 
@@ -127,7 +126,7 @@ class _Download:
         self._certificate, self._sizes, self._zeros, self._progress = certificate, sizes, zeros, progress
         self._have = have
         self._header: StateHeader | None = None
-        self._values = {name: [_untouched_zeros(size) for size in sizes] for name in ("anchor", "momentum")}
+        self._values = {name: [_untouched_zeros(size) for size in sizes] for name in _NAMES}
         self._wanted: deque[_Part] = deque()
         self._num_open = 0
         self._num_idle = 0
@@ -166,10 +165,10 @@ class _Download:
         return ""
 
     async def _ask_for_state(self, channel: Channel, sock: socket.socket) -> None:
-        await channel.send({"kind": "state", "head": self._certificate.head}, timeout_s=STALL_TIMEOUT_S)
-        message = await channel.receive(timeout_s=COMMIT_TIMEOUT_S)
-        if message.get("kind") != "state":
-            raise StateUnavailable(f"it holds the state {str(message.get('head'))[:12]!r}")
+        await channel.send(WantState(head=self._certificate.head), STALL_TIMEOUT_S)
+        answer = await channel.read(_ANSWER, COMMIT_TIMEOUT_S)
+        if isinstance(answer, Unavailable):
+            raise StateUnavailable(f"it holds the state {answer.head[:12]!r}")
         digests = bytearray(2 * DIGEST_BYTES * len(list(chunks_of(self._sizes))))
         await receive_all(sock, memoryview(digests))
         half = len(digests) // 2
@@ -186,7 +185,7 @@ class _Download:
     def _parts_to_fetch(self, header: StateHeader) -> list[_Part]:
         """Chunks that are neither zero nor here already; the latter are put in place."""
         missing = []
-        for name in ("anchor", "momentum"):
+        for name in _NAMES:
             digests = _digests_of(header, name)
             for chunk in chunks_of(self._sizes):
                 digest = digests[chunk.position * DIGEST_BYTES :][:DIGEST_BYTES]
@@ -218,8 +217,8 @@ class _Download:
             while True:
                 while len(asked) < _WINDOW and (part := await self._next_part(wait=not asked)) is not None:
                     asked.append(part)
-                    request = {"kind": "chunk", "values": part.values, "position": part.chunk.position}
-                    await channel.send(request, timeout_s=STALL_TIMEOUT_S)
+                    request = WantChunk(values=part.values, position=part.chunk.position)
+                    await channel.send(request, STALL_TIMEOUT_S)
                 if not asked:
                     return
                 await self._take(asked[0], sock)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ def ignore_bans() -> None:
     from peers.access.service import AdmissionService
     from peers.state.server import StateServer
 
-    async def stall(server: StateServer, request: Mapping[str, object], channel: Channel, sock: Any) -> None:
+    async def stall(server: StateServer, head: str, channel: Channel, sock: Any) -> None:
         asking = next(peer_id for peer_id, newest in server._newest.items() if newest is channel)
         log.info("%s %s", STALLS, asking)
         await asyncio.sleep(60.0)

@@ -18,6 +18,8 @@ from peers.network.greeting import Hello
 from peers.network.maddrs import Maddr, parse_maddr
 from peers.network.tls import Credentials
 from peers.protocol.messages import Ask, Status
+from peers.protocol.relays import Want
+from peers.protocol.states import WantState
 from peers.protocol.wire import encode
 from tests.support.hostile import Hostile
 
@@ -102,7 +104,7 @@ class Flood:
             return Hello.of(Credentials.of(self._hostile.identity), plain=False).encode()[
                 : some.randrange(1, 200)
             ]
-        message = msgpack.packb(some.choice(self._messages()))
+        message = encode(some.choice(self._messages()))
         frame = bytearray(struct.pack("<I", len(message)) + message)
         if kind == 4:
             return bytes(frame[: some.randrange(1, len(frame))])
@@ -110,7 +112,7 @@ class Flood:
             frame[some.randrange(4, len(frame))] ^= 1 << some.randrange(8)
         return bytes(frame)
 
-    def _messages(self) -> list[dict[str, object]]:
+    def _messages(self) -> list[object]:
         head = next(iter(self._hostile.honest.values())).head
         return [
             {"kind": "status", "status": self._hostile.status()},
@@ -124,7 +126,7 @@ class Flood:
                 "kind": "core",
                 "message": encode(Status(incarnation=1, sequence=1, world_rank=1, phase="ready", head=head)),
             },
-            {"kind": "state", "head": head},
+            WantState(head=head or "f" * 64),
             {"kind": "manifest", "manifest": {"hv.local_steps": 5}},
-            {"kind": "want", "to": self._hostile.identity.peer_id},
+            Want(to=self._hostile.identity.peer_id),
         ]

@@ -4,20 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from peers.onlookers.journal import Incident, Point, RoundEntry
-from peers.onlookers.reports import Figures, Report
 from peers.onlookers.sightings import Sightings
-from peers.onlookers.standing import Standing
+from peers.protocol.reports import Figures, Incident, Parts, Point, Report, RoundEntry, Standing
 from tests.support.announcements import announced
 
-PARTS = {
-    "wait_s": 1.0,
-    "connect_s": 0.01,
-    "reduce_s": 0.5,
-    "preview_s": 0.02,
-    "vote_s": 0.03,
-    "apply_s": 0.04,
-}
+PARTS = Parts(wait_s=1.0, connect_s=0.01, reduce_s=0.5, preview_s=0.02, vote_s=0.03, apply_s=0.04)
 
 
 def entry(epoch: int, at: float, **fields: Any) -> RoundEntry:
@@ -39,16 +30,22 @@ def reported(
     sightings: Sightings, peer_id: str, now: float, *, sees: tuple[str, ...] = (), **fields: Any
 ) -> None:
     """This peer has answered. `fields` are a Report's or an announcement's."""
-    own = {name: fields.pop(name) for name in list(fields) if name in Report.__dataclass_fields__}
-    report = Report(status=b"", sees=dict.fromkeys(sees, 1.0), **own)
-    sightings.reported(announced(peer_id, **fields), report, now)
+    own = {name: fields.pop(name) for name in list(fields) if name in Report.__struct_fields__}
+    nothing = {"standing": Standing(), "points": (), "rounds": (), "incidents": ()}
+    said = {"status": b"", "figures": figures_of(), "sees": dict.fromkeys(sees, 1.0), **nothing, **own}
+    sightings.reported(announced(peer_id, **fields), Report(**said), now)
+
+
+def figures_of(**told: Any) -> Figures:
+    """Of a peer that has not told much."""
+    return Figures(**{**dict.fromkeys(Figures.__struct_fields__, 0), "loss": None, "hardware": "", **told})
 
 
 def full_report(**fields: Any) -> Report:
     """With something in every place."""
     usual: dict[str, Any] = {
         "status": b"s",
-        "figures": Figures(
+        "figures": figures_of(
             loss=2.5,
             hardware="CPU, 2 cores",
             steps_per_epoch=100,

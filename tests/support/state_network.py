@@ -5,15 +5,17 @@ import contextlib
 import socket
 import struct
 
-import msgpack
 import torch
+from msgspec.msgpack import Decoder
 
 from peers.errors import PeerUnreachable
 from peers.messages import Channel
+from peers.protocol.states import State, WantChunk, WantState, state_protocol
+from peers.protocol.wire import encode
 from peers.state import server as state_server
 from peers.state.header import STATE_CHUNK_NUMEL
 from peers.state.server import StateServer
-from peers.state.transfer import download_state, state_protocol
+from peers.state.transfer import download_state
 from tests.support.certified import begun, commit
 
 SIZES = (3 * STATE_CHUNK_NUMEL + 1234, 10)
@@ -79,7 +81,7 @@ def run(scenario, timeout_s=30):
 
 def encoded(message):
     """As a Channel puts it on the wire."""
-    body = msgpack.packb(message)
+    body = encode(message)
     return struct.pack("<I", len(body)) + body
 
 
@@ -103,8 +105,8 @@ def assert_same(loaded, state):
 
 async def answer_with_header(channel, sock, state):
     """What a donor says first to who asks for a state."""
-    await channel.receive()
-    await channel.send({"kind": "state"})
+    await channel.read(Decoder(WantState))
+    await channel.send(State())
     digests = state.header.anchor_chunks + state.header.momentum_chunks
     await asyncio.get_running_loop().sock_sendall(sock, digests)
 
@@ -118,7 +120,7 @@ async def serve_badly(network, peer_id, state, answer):
         with contextlib.suppress(PeerUnreachable, OSError):
             await answer_with_header(channel, sock, state)
             while True:
-                request = await channel.receive()
+                request = await channel.read(Decoder(WantChunk))
                 chunks = list(state_server.chunks_of(state.sizes))
                 values = state_server._wanted_values(state, chunks, request)
                 payload = answer(bytes(values.view(torch.uint8).numpy()))

@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+from msgspec.msgpack import Decoder
 
 from diloco.cli import exit_code
 from peers.access.request import Applicant, request_token
@@ -23,6 +24,7 @@ from peers.network import greeting
 from peers.network.maddrs import parse_maddr
 from peers.network.tls import Credentials
 from peers.onlookers.observer import read_swarm
+from peers.protocol import relays, states
 from peers.protocol.refusal import Refused, Why
 from peers.ranks.request import request_rank
 from tests.support.closed_swarm import Closed, closed_run
@@ -83,19 +85,19 @@ async def refused_a_token(hostile: Hostile, run: Closed, secret: Any) -> Why:
     return caught.value.why
 
 
-async def hung_up_on(hostile: Hostile, peer_id: str, protocol: str, message: dict[str, Any]) -> None:
+async def hung_up_on(hostile: Hostile, peer_id: str, protocol: str, message: Any) -> None:
     """A stream that is closed without a word."""
     channel = Channel(await hostile.stream(peer_id, f"diloco/{RUN_ID}/{protocol}"))
     with contextlib.closing(channel), pytest.raises(PeerUnreachable):
         await channel.send(message, 5.0)
-        await channel.receive(5.0)
+        await channel.read(Decoder(), 5.0)
 
 
 async def refused_a_relay(hostile: Hostile, peer_id: str) -> None:
     channel = Channel(await hostile.stream(peer_id, f"diloco/{RUN_ID}/relay"))
     with contextlib.closing(channel):
-        await channel.send({"kind": "want", "to": peer_id}, 5.0)
-        assert (await channel.receive(5.0))["kind"] == "no"
+        await channel.send(relays.Want(to=peer_id), 5.0)
+        assert (await channel.read(Decoder(relays.No), 5.0)).reason
 
 
 async def refused_a_direct_stream(hostile: Hostile, peer_id: str) -> None:
@@ -132,9 +134,9 @@ def knock_everywhere(hostile: Hostile, run: Closed, secret: Any) -> dict[str, fl
             await at(f"direct port of peer {name}", refused_a_direct_stream(hostile, peer_id))
             await at(f"relay of peer {name}", refused_a_relay(hostile, peer_id))
             for protocol, message in {
-                "state": {"kind": "state", "head": hostile.honest[peer_id].head},
+                "state": states.WantState(head=hostile.honest[peer_id].head),
                 "data": {"kind": "x" * 40},
-                "relayed": {"kind": "deliver", "from": peer_id},
+                "relayed": relays.Deliver(caller=peer_id),
             }.items():
                 await at(f"{protocol} of peer {name}", hung_up_on(hostile, peer_id, protocol, message))
         await at("coordinator", refused_by_the_coordinator(hostile))

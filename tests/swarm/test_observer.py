@@ -12,6 +12,7 @@ from typing import Any
 
 import msgpack
 import pytest
+from msgspec.msgpack import Decoder
 
 from peers.access.secrets import AdmissionKey
 from peers.dht import Dht
@@ -19,13 +20,18 @@ from peers.errors import PeerUnreachable, ProtocolError
 from peers.identity import load_or_create
 from peers.messages import Channel
 from peers.onlookers.observer import Observer, observing, read_swarm
-from peers.onlookers.report_service import ReportService, proof_of, report_protocol
+from peers.onlookers.report_service import ReportService, proof_of
+from peers.protocol.admission import Nonce, Proof
+from peers.protocol.refusal import Refusal, Why
+from peers.protocol.reports import VERSION, Busy, Hello, Report, report_protocol
 from tests.support.members import free_port, joined
 from tests.support.sighted import full_report
 from tests.support.swarm import wait_until
 from tests.unit.peers.test_metrics_text import get, values
 
 SEEN_WITHIN_S = 2.0
+_HELLO, _NONCE = Decoder(Hello), Decoder(Nonce)
+_ANSWER = Decoder(Report | Busy | Refusal)
 
 
 async def until(
@@ -176,7 +182,7 @@ def test_a_leaving_peer_is_not_taken_for_lost(swarm):
 async def hello(dht: Dht, run_id: str, peer_id: str, maddrs: list[str]) -> Channel:
     sock = await dht.transport.open(peer_id, report_protocol(run_id), timeout_s=5.0, maddrs=maddrs)
     channel = Channel(sock)
-    await channel.send({"kind": "hello", "version": 1}, 5.0)
+    await channel.send(Hello(version=VERSION), 5.0)
     return channel
 
 
@@ -190,20 +196,21 @@ def test_only_who_has_the_swarm_secret_is_told_where_there_is_one(tmp_path):
         ):
             service = ReportService("r", peer.peer_id, peer.transport, lambda _: full_report(), secret=secret)
             await service.start()
-            for proof, kind in (
-                (proof_of(secret, "r", looker.peer_id, peer.peer_id, b""), "refused"),
-                (b"\0" * 32, "refused"),
-                (None, "refused"),
-                ("right", "report"),
+            refusal = Refusal(why=Why.WRONG_SECRET)
+            for proof, answer in (
+                (proof_of(secret, "r", looker.peer_id, peer.peer_id, b""), refusal),
+                (b"\0" * 32, refusal),
+                (None, refusal),
+                ("right", full_report()),
             ):
                 channel = await hello(looker, "r", peer.peer_id, await peer.maddrs())
-                nonce = (await channel.receive(5.0))["nonce"]
+                nonce = (await channel.read(_NONCE, 5.0)).nonce
                 if proof == "right":
                     proof = proof_of(secret, "r", looker.peer_id, peer.peer_id, nonce)
                 elif proof is None:
                     proof = proof_of(other, "r", looker.peer_id, peer.peer_id, nonce)
-                await channel.send({"kind": "proof", "proof": proof}, 5.0)
-                assert (await channel.receive(5.0))["kind"] == kind
+                await channel.send(Proof(proof=proof), 5.0)
+                assert await channel.read(_ANSWER, 5.0) == answer
                 channel.close()
 
     asyncio.run(main())
@@ -220,19 +227,19 @@ def test_observers_are_so_many_at_most_and_make_room_when_they_go(tmp_path, monk
             service = ReportService("r", peer.peer_id, peer.transport, lambda _: full_report())
             await service.start()
 
-            async def first_word() -> tuple[Channel, str]:
+            async def first_word() -> tuple[Channel, Any]:
                 channel = await hello(looker, "r", peer.peer_id, await peer.maddrs())
-                return channel, (await channel.receive(5.0))["kind"]
+                return channel, await channel.read(_ANSWER, 5.0)
 
             (one, first), (two, second), (three, third) = [await first_word() for _ in range(3)]
-            assert (first, second, third) == ("report", "report", "busy")
+            assert (first, second, third) == (full_report(), full_report(), Busy())
             one.close()
-            deadline, kind = time.monotonic() + 10, "busy"
-            while kind == "busy":
+            deadline, word = time.monotonic() + 10, third
+            while word == Busy():
                 assert time.monotonic() < deadline, "nobody made room"
-                late, kind = await first_word()
+                late, word = await first_word()
                 late.close()
-            assert kind == "report"
+            assert word == full_report()
             two.close()
             three.close()
 
@@ -240,7 +247,7 @@ def test_observers_are_so_many_at_most_and_make_room_when_they_go(tmp_path, monk
 
 
 @pytest.mark.parametrize(
-    "words", [b"\xc1" * 50, msgpack.packb({"kind": "hello"}), msgpack.packb({"kind": "rank"})]
+    "words", [b"\xc1" * 50, msgpack.packb({"type": "hello"}), msgpack.packb({"type": "rank"})]
 )
 def test_who_says_anything_else_is_hung_up_on(tmp_path, words):
     async def main() -> None:
@@ -257,7 +264,7 @@ def test_who_says_anything_else_is_hung_up_on(tmp_path, words):
             channel = Channel(sock)
             await asyncio.get_running_loop().sock_sendall(sock, len(words).to_bytes(4, "little") + words)
             with pytest.raises((PeerUnreachable, ProtocolError)):
-                await channel.receive(5.0)
+                await channel.read(_ANSWER, 5.0)
             channel.close()
 
     asyncio.run(main())
@@ -294,8 +301,8 @@ def test_a_peer_that_reports_nonsense_is_shown_as_it_announces_itself(swarm, tmp
 
             async def lie(_peer_id: str, sock: Any) -> None:
                 channel = Channel(sock)
-                await channel.receive(5.0)
-                await channel.send({"kind": "report", "status": b"", "figures": {"loss": "<script>"}}, 5.0)
+                await channel.read(_HELLO, 5.0)
+                await channel.send({"type": "report", "status": b"", "figures": {"loss": "<script>"}}, 5.0)
                 channel.close()
 
             await liar.transport.serve(report_protocol(light.run_id), lie)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.msgpack import Decoder
 
 from peers.access.gate import Gate
 from peers.access.secrets import AdmissionKey
@@ -22,20 +23,15 @@ from peers.messages import Channel
 from peers.network import reachability
 from peers.network.direct import Direct
 from peers.network.reachability import Reachability
-from peers.network.reachability_request import (
-    CHUNK_BYTES,
-    DIALLED_PROTOCOL,
-    SPEED_BYTES,
-    Busy,
-    asking,
-    reach_protocol,
-)
+from peers.network.reachability_request import BURSTS, DIALLED_PROTOCOL, Busy, asking
 from peers.network.reception import Reception
 from peers.network.tls import Credentials
+from peers.protocol import reach
 from peers.protocol.refusal import Refused, Why
 from tests.support.members import joined
 
 RUN = "reach"
+_SAID = Decoder(reach.Here | reach.Busy | reach.Dialled | reach.Chunk | reach.Mark | reach.End)
 
 
 @dataclass
@@ -49,17 +45,15 @@ class Asker:
     def asking(self, **options: Any) -> Any:
         return asking(self.dht.transport, self.answering, RUN, **options)
 
-    async def conversation(self, *messages: dict[str, Any]) -> list[dict[str, Any]]:
-        """What is answered to whatever one may say."""
-        channel = Channel(await self.dht.transport.open(self.answering, reach_protocol(RUN), timeout_s=10))
-        answers = []
-        try:
-            for message in messages:
-                await channel.send(message, 10)
-                answers.append(await channel.receive(10))
-        finally:
-            channel.close()
-        return answers
+    async def conversation(self, *messages: Any) -> Channel:
+        """A stream on which all of this has been said, and all but the last of it answered."""
+        protocol = reach.reach_protocol(RUN)
+        channel = Channel(await self.dht.transport.open(self.answering, protocol, timeout_s=10))
+        for message in messages[:-1]:
+            await channel.send(message, 10)
+            await channel.read(_SAID, 10)
+        await channel.send(messages[-1], 10)
+        return channel
 
 
 @contextlib.asynccontextmanager
@@ -150,19 +144,14 @@ def test_bytes_go_both_ways_and_not_more_than_a_few(tmp_path, bootstrap):
                     await asked.speed()
 
             # Who sends without end is cut off.
-            channel = Channel(
-                await ours.dht.transport.open(ours.answering, reach_protocol(RUN), timeout_s=10)
-            )
-            await channel.send({"kind": "hello", "token": b""}, 10)
-            await channel.receive(10)
-            await channel.send({"kind": "speed"}, 10)
-            while (answer := await channel.receive(10)).get("kind") != "end":
-                if answer == {"kind": "mark"}:
-                    await channel.send({"kind": "got"}, 10)
+            channel = await ours.conversation(reach.Hello(token=b""), reach.Speed())
+            while not isinstance(answer := await channel.read(_SAID, 10), reach.End):
+                if isinstance(answer, reach.Mark):
+                    await channel.send(reach.Got(), 10)
             with pytest.raises(PeerUnreachable):
-                for _ in range(4 * SPEED_BYTES // CHUNK_BYTES):
-                    await channel.send({"kind": "bytes", "data": bytes(CHUNK_BYTES)}, 10)
-                await channel.receive(10)
+                for _ in range(4 * sum(BURSTS)):
+                    await channel.send(reach.Chunk(data=bytes(reach.CHUNK_BYTES)), 10)
+                await channel.read(_SAID, 10)
             channel.close()
 
     run(scenario())
@@ -171,10 +160,10 @@ def test_bytes_go_both_ways_and_not_more_than_a_few(tmp_path, bootstrap):
 @pytest.mark.parametrize(
     "question",
     [
-        {"kind": "dial", "port": 22, "host": "203.0.113.7"},
-        {"kind": "dial", "port": 0},
-        {"kind": "bytes", "data": b""},
-        {"kind": "run", "command": "reboot"},
+        {"type": "dial", "port": 22, "host": "203.0.113.7"},
+        {"type": "dial", "port": 0},
+        {"type": "chunk", "data": b""},
+        {"type": "run", "command": "reboot"},
     ],
 )
 def test_a_question_that_is_none_ends_the_conversation(question, tmp_path, bootstrap, monkeypatch):
@@ -184,8 +173,10 @@ def test_a_question_that_is_none_ends_the_conversation(question, tmp_path, boots
     async def scenario():
         async with asker(tmp_path, bootstrap) as ours:
             monkeypatch.setattr(Direct, "open", never)
+            channel = await ours.conversation(reach.Hello(token=b""), question)
             with pytest.raises(PeerUnreachable):
-                await ours.conversation({"kind": "hello", "token": b""}, question)
+                await channel.read(_SAID, 10)
+            channel.close()
 
     run(scenario())
 

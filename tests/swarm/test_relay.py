@@ -147,7 +147,7 @@ def test_a_relay_that_lies_about_the_caller_gets_nothing_through(tmp_path, boots
             a, r, b = m["a"], m["r"], m["b"]
             for claimed in (a.me.peer_id, "nobody", 7):
                 leg = await r.libp2p.open(b.me.peer_id, "diloco/run/relayed", timeout_s=10)
-                await Channel(leg).send({"kind": "deliver", "from": claimed}, 10)
+                await Channel(leg).send({"type": "deliver", "caller": claimed}, 10)
                 with pytest.raises(PeersError):
                     await r.reception.call(leg, b.me.peer_id, PROTOCOL, timeout_s=10)
             assert b.streams.empty() and not b.reception._of

@@ -8,16 +8,22 @@ import threading
 from pathlib import Path
 
 import pytest
+from msgspec.msgpack import Decoder
 
 from peers.errors import PeerUnreachable, UserError
 from peers.identity import load_or_create
 from peers.messages import Channel
 from peers.network.p2pd import P2pd
+from peers.protocol.wire import Struct
 from tests.support.members import joined
 from tests.support.swarm import wait_until
 
 PROTOCOL = "test/stream"
 NOBODY = "12D3KooWD3eckifWpRn9wQpMG9R9hX3sD158z7EqHWmweQAJU5SA"
+
+
+class Word(Struct, frozen=True):
+    word: bytes
 
 
 class Accepted:
@@ -42,13 +48,12 @@ def test_a_stream_carries_messages_both_ways_and_names_its_caller(tmp_path, boot
             caller, sock = await accepted.next()
             theirs = Channel(sock)
             assert caller == a.peer_id
-            await mine.send({"kind": "question"})
-            assert await theirs.receive(10) == {"kind": "question"}
-            await theirs.send({"kind": "answer", "blob": b"\0" * 100_000})
-            assert len((await mine.receive(10))["blob"]) == 100_000
+            for sender, receiver, word in ((mine, theirs, b"question"), (theirs, mine, b"\0" * 100_000)):
+                await sender.send(Word(word=word))
+                assert await receiver.read(Decoder(Word), 10) == Word(word=word)
             mine.close()
             with pytest.raises(PeerUnreachable):
-                await theirs.receive(10)
+                await theirs.read(Decoder(Word), 10)
             theirs.close()
 
     asyncio.run(scenario())

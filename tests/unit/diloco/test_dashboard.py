@@ -15,9 +15,9 @@ from diloco.dashboard import feed as feeds
 from diloco.dashboard.feed import Feed, Sent
 from diloco.dashboard.verb import address_of, listening, token_from
 from diloco.errors import UserError
-from peers.onlookers.journal import Point
 from peers.onlookers.sightings import Sightings
 from peers.onlookers.summary import summary_of
+from peers.protocol.reports import Point
 from tests.support.sighted import entry, reported
 
 pytest.importorskip("starlette", reason="needs the extra `dashboard`: pip install -e '.[dev]'")

@@ -6,12 +6,11 @@ import time
 from rich.console import Console
 
 from diloco.status_table import picture_of
-from peers.onlookers.reports import Figures
 from peers.onlookers.sightings import Sightings
-from peers.onlookers.standing import Standing
 from peers.onlookers.summary import summary_of
+from peers.protocol.reports import Standing
 from tests.support.announcements import announced
-from tests.support.sighted import entry, reported
+from tests.support.sighted import entry, figures_of, reported
 
 
 def shown(sightings: Sightings, *, width: int = 160, height: int | None = None) -> str:
@@ -25,7 +24,7 @@ def shown(sightings: Sightings, *, width: int = 160, height: int | None = None) 
 def swarm() -> Sightings:
     sightings, now = Sightings(), time.time()
     standing = Standing(step="seeking", leader=0, missing=(1,), waits_for="peers 1")
-    figures = Figures(loss=2.345, hardware="2 × NVIDIA H100", upload_bytes_per_s=5e6, steps_per_epoch=100)
+    figures = figures_of(loss=2.345, hardware="2 × NVIDIA H100", upload_bytes_per_s=5e6, steps_per_epoch=100)
     reported(
         sightings, "Qmzero00", 0.5, world_rank=0, state="averaging", epoch=7, step=700, tokens_per_s=1234.0,
         sees=("Qmone001",), figures=figures, standing=standing, anchor_digest="ab" * 32, paths=((1, "direct"),),
@@ -70,7 +69,7 @@ def test_a_low_terminal_keeps_the_peers():
 
 def test_what_peers_say_is_no_markup():
     sightings = Sightings()
-    figures = Figures(hardware="[red]a[/red] [link=http://x]b")
+    figures = figures_of(hardware="[red]a[/red] [link=http://x]b")
     standing = Standing(step="seeking", leader=0, missing=(1,))
     reported(sightings, "A" * 8, 0.5, world_rank=0, figures=figures, standing=standing)
     assert "[red]a[/red] [link=http://x]b" in shown(sightings)

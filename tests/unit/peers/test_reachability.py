@@ -1,10 +1,20 @@
 from __future__ import annotations
 
-import pytest
+import math
 
+import pytest
+from msgspec.msgpack import encode
+
+from peers.access.tokens import MAX_TOKEN_BYTES
 from peers.errors import ProtocolError
-from peers.network.reachability import Budget, _port_of, _token_of, caller_of
-from peers.network.reachability_request import _host_of, _text_of
+from peers.network import reachability, reachability_request
+from peers.network.reachability import Budget, caller_of
+from peers.protocol import reach
+from peers.protocol.wire import decode
+
+
+def read(decoder, message):
+    return decode(decoder, encode(message), reach.MAX_MESSAGE_BYTES)
 
 
 def test_a_host_may_ask_a_few_times_at_once_and_then_now_and_then():
@@ -40,37 +50,81 @@ def test_only_an_address_that_a_connection_really_comes_from_is_ever_dialled():
 
 
 @pytest.mark.parametrize(
-    "message",
+    "question",
     [
-        {"kind": "dial", "port": 0},
-        {"kind": "dial", "port": 65536},
-        {"kind": "dial", "port": "22"},
-        {"kind": "dial", "port": True},
-        {"kind": "dial", "port": 22, "host": "203.0.113.7"},
-        {"kind": "dial"},
+        {"type": "dial", "port": 0},
+        {"type": "dial", "port": 65536},
+        {"type": "dial", "port": "22"},
+        {"type": "dial", "port": True},
+        {"type": "dial", "port": 22, "host": "203.0.113.7"},
+        {"type": "dial"},
+        {"port": 22},
+        {"type": "speed", "port": 22},
+        {"type": "run", "command": "reboot"},
     ],
 )
-def test_what_is_no_port_of_the_caller_is_not_dialled(message):
+def test_what_is_no_port_of_the_caller_is_not_dialled(question):
     with pytest.raises(ProtocolError):
-        _port_of(message)
+        read(reachability._QUESTION, question)
 
 
 @pytest.mark.parametrize(
-    "message", [{"kind": "hello"}, {"kind": "hello", "token": ""}, {"kind": "dial", "port": 1}]
+    "message",
+    [
+        {"type": "hello"},
+        {"type": "hello", "token": ""},
+        {"type": "hello", "token": b"t" * (MAX_TOKEN_BYTES + 1)},
+        {"type": "dial", "port": 1},
+    ],
 )
 def test_a_conversation_begins_with_a_token_be_it_an_empty_one(message):
+    assert read(reachability._HELLO, {"type": "hello", "token": b""}).token == b""
     with pytest.raises(ProtocolError):
-        _token_of(message)
+        read(reachability._HELLO, message)
 
 
 @pytest.mark.parametrize("error", ["\x1b[2J\x1b[Hall is well", "no\nanswer", "x" * 201, None, b"refused"])
 def test_what_a_member_says_of_a_call_reaches_no_terminal_unless_it_is_plain_and_short(error):
     with pytest.raises(ProtocolError):
-        _text_of({"kind": "dialled", "error": error}, "dialled", "error")
+        read(reachability_request._DIALLED, {"type": "dialled", "error": error})
 
 
-def test_a_member_sees_a_machine_at_an_address_and_at_no_name_to_be_looked_up():
-    assert _host_of({"kind": "here", "host": "203.0.113.7"}) == "203.0.113.7"
-    assert _host_of({"kind": "here", "host": ""}) == ""
+@pytest.mark.parametrize("host", ["tracking.example", "::::", "203.0.113", "fe80::1%eth0", "1" * 46, None, 7])
+def test_a_member_sees_a_machine_at_an_address_and_at_no_name_to_be_looked_up(host):
+    for known in ("203.0.113.7", "2001:db8::1", ""):
+        here = read(reachability_request._HERE, {"type": "here", "host": known, "time": 5.0})
+        assert reachability_request._address(here.host) == known
     with pytest.raises(ProtocolError):
-        _host_of({"kind": "here", "host": "tracking.example"})
+        reachability_request._address(
+            read(reachability_request._HERE, {"type": "here", "host": host, "time": 5.0}).host
+        )
+
+
+@pytest.mark.parametrize("time", [math.nan, math.inf, -1.0, 1e16, True, "now", None])
+def test_a_member_says_what_time_it_is(time):
+    with pytest.raises(ProtocolError):
+        read(reachability_request._HERE, {"type": "here", "host": "", "time": time})
+    with pytest.raises(ProtocolError):
+        read(reachability_request._HERE, {"type": "here", "host": ""})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"num_bytes": value} for value in (-1, 1.5, 1 << 63, None, True)),
+        *({"seconds": value} for value in (-1.0, math.nan, math.inf, 1e16, "1", True)),
+    ],
+)
+def test_how_long_bytes_took_is_a_finite_amount(change):
+    took = {"type": "took", "num_bytes": 5, "seconds": 1.0}
+    assert read(reachability_request._TOOK, took) == reach.Took(num_bytes=5, seconds=1.0)
+    with pytest.raises(ProtocolError):
+        read(reachability_request._TOOK, {**took, **change})
+    with pytest.raises(ProtocolError):
+        read(reachability_request._TOOK, {name: took[name] for name in took if name not in change})
+
+
+@pytest.mark.parametrize("data", [b"", bytes(reach.CHUNK_BYTES - 1), bytes(reach.CHUNK_BYTES + 1), "x", None])
+def test_the_chunks_of_a_burst_are_all_of_one_size(data):
+    with pytest.raises(ProtocolError):
+        read(reachability_request._BURST, {"type": "chunk", "data": data})

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from msgspec.msgpack import Decoder
 
 from peers.errors import PeersError, PeerUnreachable
 from peers.messages import Channel
@@ -15,8 +16,8 @@ from peers.network import relay_service
 from peers.network.forwarding import Forwarder
 from peers.network.reception import Reception
 from peers.network.relay import Relay
-from peers.network.relay_messages import asking, delivering
 from peers.network.relay_service import RelayService
+from peers.protocol.relays import Deliver, Go, Offer, Ready, Want, asking, delivering
 from tests.support.keys import credentials
 
 PROTOCOL = "test/through"
@@ -128,10 +129,10 @@ async def hang(_peer_id, sock):
 async def promise(_peer_id, sock):
     """A relay that offers the most, says that it is ready, and forwards nothing."""
     channel = Channel(sock)
-    await channel.receive(5)
-    await channel.send({"kind": "offer", "rate": 1e12, "load": 0})
-    await channel.receive(5)
-    await channel.send({"kind": "ready"})
+    await channel.read(Decoder(Want), 5)
+    await channel.send(Offer(rate=1e12, load=0))
+    await channel.read(Decoder(Go), 5)
+    await channel.send(Ready())
     await asyncio.sleep(60)
 
 
@@ -250,7 +251,7 @@ def test_a_relays_word_alone_changes_no_choice_of_path(tmp_path):
     async def scenario():
         async with members(tmp_path, "arb") as (_, m):
             leg = await m["r"].libp2p.open(m["b"].peer_id, delivering("run"), timeout_s=5)
-            await Channel(leg).send({"kind": "deliver", "from": m["a"].peer_id})
+            await Channel(leg).send(Deliver(caller=m["a"].peer_id))
             with pytest.raises(PeersError):
                 await m["r"].reception.call(leg, m["b"].peer_id, PROTOCOL, timeout_s=5, plain=False)
             assert not m["b"].heard

@@ -1,121 +1,228 @@
 from __future__ import annotations
 
-import dataclasses
 import itertools
+import math
 from typing import Any
 
 import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.msgpack import Decoder
 from msgspec.structs import replace
 
 from peers.errors import ProtocolError
 from peers.messages import MAX_MESSAGE_BYTES
-from peers.onlookers.journal import (
+from peers.onlookers.journal import Curve, Journal, shown_failures
+from peers.onlookers.observer import check_certified
+from peers.protocol.limits import MAX_COUNT, MAX_REAL, MAX_WORLD_RANK
+from peers.protocol.reports import (
+    MAX_CERTIFICATE_BYTES,
+    MAX_FAILURES,
     MAX_INCIDENTS,
     MAX_POINTS,
     MAX_ROUNDS,
+    MAX_SEEN,
     MAX_SHOWN_RANKS,
-    Curve,
+    Certified,
+    Hello,
     Incident,
-    Journal,
+    Parts,
     Point,
-    shown_failures,
+    Report,
 )
-from peers.onlookers.reports import MAX_CERTIFICATE_BYTES, MAX_SEEN, Certified, parse, to_message
+from peers.protocol.wire import decode, encode
 from peers.records import MAX_RECORD_BYTES
 from tests.support.certified import signed_genesis
 from tests.support.sighted import entry, full_report
 
 
-def travelled(message: dict[str, Any]) -> dict[str, Any]:
-    return msgpack.unpackb(msgpack.packb(message))
+def fields_of(report: Report) -> dict[str, Any]:
+    """As they travel."""
+    return msgpack.unpackb(encode(report))
+
+
+def read(message: Any) -> Report:
+    report = decode(Decoder(Report), msgpack.packb(message), MAX_MESSAGE_BYTES)
+    check_certified(report)
+    return report
+
+
+def changed(path: tuple[str | int, ...], value: Any) -> dict[str, Any]:
+    """A full report, with this in one place."""
+    message = fields_of(full_report())
+    place: Any = message
+    for step in path[:-1]:
+        place = place[step]
+    place[path[-1]] = value
+    return message
 
 
 def test_a_report_arrives_as_it_was_sent():
     report = full_report()
-    assert parse(travelled(to_message(report))) == report
+    assert read(fields_of(report)) == report
 
 
 def test_a_certificate_is_shown_only_if_its_signers_have_signed_it(tmp_path):
     certificate = signed_genesis(tmp_path)
-    report = full_report(certified=Certified(5.0, certificate))
-    assert parse(travelled(to_message(report))) == report
-    forged = dataclasses.replace(
-        report,
-        certified=Certified(5.0, replace(certificate, body=replace(certificate.body, anchor="b" * 64))),
-    )
+    report = full_report(certified=Certified(time=5.0, certificate=certificate))
+    message = fields_of(report)
+    assert read(message) == report
+    forged = replace(certificate, body=replace(certificate.body, anchor="b" * 64))
     with pytest.raises(ProtocolError, match="have not signed"):
-        parse(travelled(to_message(forged)))
+        read(fields_of(full_report(certified=Certified(time=5.0, certificate=forged))))
     for nonsense in (
-        [5.0],
-        [5.0, "text"],
-        [-1.0, b""],
-        [5.0, b"x"],
-        [5.0, b"x" * (MAX_CERTIFICATE_BYTES + 1)],
-        None,
+        {"time": 5.0},
+        {"time": 5.0, "certificate": "text"},
+        {"time": 5.0, "certificate": b"x"},
+        {"time": 5.0, "certificate": {}},
+        {**message["certified"], "time": -1.0},
+        {**message["certified"], "time": math.nan},
+        {"certificate": message["certified"]["certificate"]},
+        [5.0, encode(certificate)],
+        [],
     ):
         with pytest.raises(ProtocolError):
-            parse({**travelled(to_message(report)), "certified": nonsense})
+            read({**message, "certified": nonsense})
+
+
+def test_a_certificate_of_a_great_many_members_is_not_shown(tmp_path):
+    certificate = signed_genesis(tmp_path)
+    plan = certificate.plan
+    many = replace(plan, roster=plan.roster * (MAX_CERTIFICATE_BYTES // 512))
+    large = replace(certificate, body=replace(certificate.body, plan=many))
+    with pytest.raises(ProtocolError, match="bytes in a report"):
+        read(fields_of(full_report(certified=Certified(time=5.0, certificate=large))))
 
 
 def test_what_a_later_version_adds_is_passed_over():
-    message = travelled(to_message(full_report()))
+    message = fields_of(full_report())
     message["weather"] = "fine"
     message["figures"]["temperature"] = 20
     message["rounds"][0]["colour"] = "blue"
+    message["rounds"][0]["parts"]["rest_s"] = 1.0
     message["standing"]["step"] = "dreaming"
-    assert parse(message).standing.step == "idle"
-    assert dataclasses.replace(parse(message), standing=full_report().standing) == full_report()
+    assert read(message).standing.known_step == "idle"
+    assert replace(read(message), standing=full_report().standing) == full_report()
 
 
 @pytest.mark.parametrize(
     ("path", "value"),
     [
-        (("kind",), "status"),
+        (("type",), "status"),
         (("status",), "text"),
         (("status",), b"x" * (MAX_RECORD_BYTES + 1)),
         (("figures",), []),
-        (("figures", "loss"), float("nan")),
+        (("figures", "loss"), math.nan),
+        (("figures", "loss"), -math.inf),
+        (("figures", "loss"), 1.1 * MAX_REAL),
         (("figures", "loss"), "low"),
         (("figures", "hardware"), "x" * 65),
         (("figures", "hardware"), "\x1b[2J"),
+        (("figures", "hardware"), "a\u202eb"),
+        (("figures", "hardware"), b"CPU"),
         (("figures", "sent_bytes"), -1),
+        (("figures", "sent_bytes"), MAX_COUNT + 1),
         (("figures", "num_rounds"), True),
-        (("figures", "link_bytes_per_s"), float("inf")),
-        (("standing", "missing"), [1 << 20]),
+        (("figures", "num_rounds"), 1.5),
+        (("figures", "link_bytes_per_s"), math.inf),
+        (("figures", "link_bytes_per_s"), math.nan),
+        (("figures", "link_bytes_per_s"), -1.0),
+        (("standing",), None),
+        (("standing", "step"), "x" * 161),
+        (("standing", "step"), "\x1b[2J"),
+        (("standing", "leader"), -1),
+        (("standing", "leader"), MAX_WORLD_RANK + 1),
+        (("standing", "missing"), [MAX_WORLD_RANK + 1]),
+        (("standing", "missing"), list(range(MAX_SHOWN_RANKS + 1))),
         (("standing", "waits_for"), "a\nb"),
-        (("sees",), [["A", 1.0]] * (MAX_SEEN + 1)),
-        (("sees",), [["A"]]),
-        (("points",), [[1.0, 2, 3.0]]),
-        (("points",), [[1.0, 2, 3.0, 4.0]] * (MAX_POINTS + 2)),
+        (("sees",), {f"peer{index}": 1.0 for index in range(MAX_SEEN + 1)}),
+        (("sees",), [["A", 1.0]]),
+        (("sees",), {"A": None}),
+        (("sees",), {"A": math.nan}),
+        (("sees",), {"A" * 101: 1.0}),
+        (("sees",), {"A\x07": 1.0}),
+        (("points",), [[1.0, 2, 3.0, 4.0]]),
+        (("points",), [{"time": 1.0, "step": 2, "loss": 3.0}]),
+        (("points",), fields_of(full_report())["points"] * (MAX_POINTS + 2)),
+        (("points", 0, "time"), math.nan),
+        (("points", 0, "step"), -1),
+        (("points", 0, "loss"), math.nan),
+        (("points", 0, "tokens_per_s"), math.inf),
         (("rounds",), [{}]),
+        (("rounds",), fields_of(full_report())["rounds"] * (MAX_ROUNDS + 1)),
+        (("rounds", 0, "time"), -1.0),
+        (("rounds", 0, "epoch"), MAX_COUNT + 1),
+        (("rounds", 0, "anchor_digest"), "a" * 63),
+        (("rounds", 0, "anchor_digest"), "A" * 64),
         (("rounds", 0, "contributors"), list(range(MAX_SHOWN_RANKS + 1))),
+        (("rounds", 0, "parts"), [1.0]),
         (("rounds", 0, "parts", "reduce_s"), -1.0),
+        (("rounds", 0, "parts", "reduce_s"), math.nan),
         (("rounds", 0, "failures"), ["x" * 161]),
-        (("incidents",), [[1.0, "lost\x07"]]),
+        (("rounds", 0, "failures"), ["x"] * (MAX_FAILURES + 1)),
+        (("rounds", 0, "round_s"), math.nan),
+        (("incidents",), [[3.0, "lost"]]),
+        (("incidents",), fields_of(full_report())["incidents"] * (MAX_INCIDENTS + 1)),
+        (("incidents", 0, "text"), "lost\x07"),
+        (("incidents", 0, "time"), math.inf),
     ],
 )
 def test_a_report_that_is_not_in_order_is_refused(path, value):
-    message = travelled(to_message(full_report()))
+    with pytest.raises(ProtocolError):
+        read(changed(path, value))
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *((name,) for name in ("status", "figures", "standing", "sees", "points", "rounds", "incidents")),
+        *(("figures", name) for name in fields_of(full_report())["figures"]),
+        *(("points", 0, name) for name in fields_of(full_report())["points"][0]),
+        *(("rounds", 0, name) for name in fields_of(full_report())["rounds"][0]),
+        *(("incidents", 0, name) for name in ("time", "text")),
+    ],
+)
+def test_a_report_without_something_that_every_version_tells_is_refused(path):
+    message = fields_of(full_report())
     place: Any = message
     for step in path[:-1]:
         place = place[step]
-    place[path[-1]] = value
+    del place[path[-1]]
     with pytest.raises(ProtocolError):
-        parse(message)
+        read(message)
 
 
-@given(st.recursive(st.none() | st.integers() | st.text() | st.binary(), lambda s: st.lists(s), max_leaves=8))
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"type": "hello"},
+        {"type": "hello", "version": "1"},
+        {"type": "hello", "version": True},
+        {"version": -1},
+    ],
+)
+def test_an_observer_says_which_version_it_is_of(message):
+    with pytest.raises(ProtocolError):
+        decode(Decoder(Hello), msgpack.packb(message), MAX_MESSAGE_BYTES)
+
+
+@given(
+    st.recursive(
+        st.none() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+        max_leaves=8,
+    )
+)
 def test_whatever_a_field_holds_it_is_refused_in_our_own_words(value):
-    for name in ("figures", "standing", "sees", "points", "rounds", "incidents", "status"):
-        message = {**travelled(to_message(full_report())), name: value}
+    for name in ("figures", "standing", "sees", "points", "rounds", "incidents", "status", "certified"):
+        message = {**fields_of(full_report()), name: value}
         try:
-            report = parse(message)
+            report = read(message)
         except ProtocolError:
             continue
-        assert travelled(to_message(report))[name] == value, "taken for what it is"
+        told = fields_of(report)[name]
+        assert told == value or (name == "standing" and isinstance(value, dict)), "taken for what it is"
 
 
 def test_the_longest_report_fits_into_a_message():
@@ -132,9 +239,8 @@ def test_the_longest_report_fits_into_a_message():
         ),
         incidents=tuple(Incident(time=1.7e9, text="x" * 160) for _ in range(MAX_INCIDENTS)),
     )
-    message = to_message(longest)
-    assert parse(travelled(message)) == longest
-    assert len(msgpack.packb(message)) < MAX_MESSAGE_BYTES / 4
+    assert read(fields_of(longest)) == longest
+    assert len(encode(longest)) < MAX_MESSAGE_BYTES / 4
 
 
 def test_a_curve_keeps_its_whole_length_however_long_it_gets():
@@ -168,7 +274,7 @@ def test_a_journal_counts_everything_and_remembers_the_last():
 def test_an_epoch_without_a_reduction_leaves_the_measured_speeds_as_they_are():
     journal = Journal()
     journal.committed(entry(1, 1.0))
-    journal.committed(entry(2, 2.0, sent_bytes=0, received_bytes=0, parts={}))
+    journal.committed(entry(2, 2.0, sent_bytes=0, received_bytes=0, parts=Parts()))
     assert (journal.upload_bytes_per_s, journal.download_bytes_per_s) == (2000.0, 4000.0)
 
 

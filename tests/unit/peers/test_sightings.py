@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import time
 
-from peers.onlookers.journal import Incident, Point
-from peers.onlookers.reports import Certified, Figures
 from peers.onlookers.sightings import (
     COMING_BACK_S,
     FORGET_AFTER_S,
@@ -12,12 +10,12 @@ from peers.onlookers.sightings import (
     QUIET_AFTER_S,
     Sightings,
 )
-from peers.onlookers.standing import Standing
 from peers.onlookers.stragglers import stragglers_of
 from peers.onlookers.summary import holders_of, path_in_a_word, summary_of
+from peers.protocol.reports import Certified, Incident, Point, Standing
 from tests.support.announcements import announced
 from tests.support.certified import signed_genesis
-from tests.support.sighted import entry, reported
+from tests.support.sighted import entry, figures_of, reported
 
 
 def three(now: float = 0.0) -> Sightings:
@@ -230,7 +228,7 @@ def reasons(sightings: Sightings, now: float = 1.0) -> dict[int, str]:
 def test_a_straggler_that_still_trains_is_named_with_the_steps_and_the_time_it_has_left():
     sightings = three()
     points = tuple(Point(time=float(t), step=10 * t, loss=None, tokens_per_s=1.0) for t in range(1, 5))
-    figures = Figures(steps_per_epoch=100)
+    figures = figures_of(steps_per_epoch=100)
     reported(
         sightings, "B", 0.5, sees=("A",), world_rank=1, local_step=40, points=points, figures=figures,
         time=time.time() + 1,
@@ -303,9 +301,17 @@ def test_the_summary_is_what_programs_rely_on():
     assert [peer["world_rank"] for peer in summary["rounds"][1]["peers"]] == [0, 1]
 
 
+def test_a_step_that_a_later_version_names_is_shown_as_idle():
+    sightings = three()
+    for step in ("voted", "dreaming"):
+        reported(sightings, "A", 0.6, world_rank=0, standing=Standing(step=step))
+        shown = summary_of("run", sightings, now=1.0, unix_now=1000.0)["peers"][0]["standing"]
+        assert shown == ("idle" if step == "dreaming" else step)
+
+
 def test_signers_and_roster_are_those_of_the_certificate_of_the_state_that_a_peer_is_at(tmp_path):
     certificate, sightings = signed_genesis(tmp_path), three()
-    shown = {"certified": Certified(900.0, certificate), "head": certificate.head}
+    shown = {"certified": Certified(time=900.0, certificate=certificate), "head": certificate.head}
     reported(sightings, "A", 0.6, world_rank=0, anchor_digest=certificate.body.anchor, **shown)
     # Another anchor than that of the certificate, and another head: nothing proves where they are.
     reported(sightings, "B", 0.6, world_rank=1, anchor_digest="b" * 64, **shown)

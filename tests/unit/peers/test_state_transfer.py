@@ -3,12 +3,13 @@ import time
 
 import pytest
 import torch
+from msgspec.msgpack import Decoder
 
 from peers.errors import PeerUnreachable, StateUnavailable
 from peers.messages import Channel
+from peers.protocol.states import State, WantState, state_protocol
 from peers.state import transfer as state_transfer
 from peers.state.header import STATE_CHUNK_NUMEL
-from peers.state.transfer import state_protocol
 from tests.support.certified import begun
 from tests.support.state_network import (
     RUN,
@@ -209,7 +210,21 @@ def test_values_that_are_not_finite_are_refused():
 
 
 @pytest.mark.parametrize(
-    "request_", [{"values": "weights", "position": 0}, {"values": "anchor", "position": 99}, {}]
+    "request_",
+    [
+        *(
+            {"type": "want chunk", "values": values, "position": 0}
+            for values in ("weights", None, ["anchor"])
+        ),
+        *(
+            {"type": "want chunk", "values": "anchor", "position": n}
+            for n in (1, 99, -1, True, 0.5, "0", None)
+        ),
+        {"type": "want chunk"},
+        {"type": "want chunk", "values": "anchor", "position": 0, "more": 1},
+        {"type": "go", "values": "anchor", "position": 0},
+        {"type": "want state", "head": "a" * 64},
+    ],
 )
 def test_a_donor_hangs_up_on_requests_that_cannot_be(request_):
     state = committed_state((8,))
@@ -218,13 +233,76 @@ def test_a_donor_hangs_up_on_requests_that_cannot_be(request_):
         await serve(network, "a", state)
         sock = await network.transport("joiner").open("a", state_protocol(RUN), timeout_s=1)
         channel = Channel(sock)
-        await channel.send({"kind": "state", "head": state.head})
-        await channel.receive(timeout_s=5)
+        await channel.send(WantState(head=state.head))
+        await channel.read(Decoder(State), 5)
         await asyncio.get_running_loop().sock_recv(sock, 64)
-        await channel.send({"kind": "chunk", **request_})
+        await channel.send(request_)
         with pytest.raises(PeerUnreachable):
-            await channel.receive(timeout_s=5)
+            await channel.read(Decoder(State), 5)
         channel.close()
         assert state._snapshots == []
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        *(
+            {"type": "want state", "head": head}
+            for head in ("", "a" * 63, "A" * 64, "a" * 64 + "\n", None, 7)
+        ),
+        {"type": "want state"},
+        {"head": "a" * 64},
+        {"type": "want commits", "since": "a" * 64},
+        *(
+            {"type": "want commits", "since": since, "until": "a" * 64}
+            for since in ("", "x", None, ["a" * 64])
+        ),
+        *({"type": "want commits", "since": "a" * 64, "until": until} for until in ("", "x", None, {"a": 1})),
+        {"type": "want chunk", "values": "anchor", "position": 0},
+    ],
+)
+def test_a_donor_hangs_up_on_who_asks_for_what_is_no_state(request_):
+    state = committed_state((8,))
+
+    async def scenario(network):
+        await serve(network, "a", state)
+        sock = await network.transport("joiner").open("a", state_protocol(RUN), timeout_s=1)
+        channel = Channel(sock)
+        await channel.send(request_)
+        with pytest.raises(PeerUnreachable):
+            await channel.read(Decoder(State), 5)
+        channel.close()
+        assert state._snapshots == []
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"type": "unavailable", "head": "\x1b[2J"},
+        {"type": "unavailable", "head": "x" * 65},
+        {"type": "unavailable", "head": None},
+        {"type": "state", "digests": b""},
+        {"type": "commits", "count": 1},
+        {},
+    ],
+)
+def test_a_donor_that_answers_something_else_is_a_suspect(answer):
+    state = committed_state((8,))
+
+    async def scenario(network):
+        async def handler(_peer, sock):
+            channel = Channel(sock)
+            await channel.read(Decoder(WantState))
+            await channel.send(answer)
+            channel.close()
+
+        await network.transport("a").serve(state_protocol(RUN), handler)
+        with pytest.raises(StateUnavailable, match="not a message of the swarm") as caught:
+            await download(network, ["a"], state)
+        assert caught.value.suspects == {"a"}
 
     run(scenario)

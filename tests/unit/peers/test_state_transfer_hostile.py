@@ -6,13 +6,14 @@ import threading
 import time
 
 import pytest
+from msgspec.msgpack import Decoder
 
 from peers.errors import PeersError, PeerUnreachable
 from peers.messages import Channel
+from peers.protocol.states import State, WantChunk, WantState, state_protocol
 from peers.state import server as state_server
 from peers.state import transfer as state_transfer
 from peers.state.server import MAX_DOWNLOADS
-from peers.state.transfer import state_protocol
 from tests.support.certified import begun
 from tests.support.state_network import (
     RUN,
@@ -26,12 +27,14 @@ from tests.support.state_network import (
     serve_badly,
 )
 
+_STATE = Decoder(State)
+
 
 async def ask(network, joiner, head):
     """A joiner's stream after its first request: the channel and the socket under it."""
     sock = await network.transport(joiner).open("a", state_protocol(RUN), timeout_s=1)
     channel = Channel(sock)
-    await channel.send({"kind": "state", "head": head})
+    await channel.send(WantState(head=head))
     return channel, sock
 
 
@@ -104,7 +107,7 @@ def test_one_joiner_holds_one_download_however_many_it_begins():
         greedy = []
         for _ in range(2 * MAX_DOWNLOADS):
             greedy.append((await ask(network, "greedy", state.head))[0])
-            await greedy[-1].receive(timeout_s=5)
+            await greedy[-1].read(_STATE, 5)
         assert len(state._snapshots) == 1
         started = time.monotonic()
         assert_same(await download(network, ["a"], state), state)
@@ -123,16 +126,16 @@ def test_a_snapshot_is_held_for_no_longer_than_a_download_may_take(monkeypatch):
     async def scenario(network):
         await serve(network, "a", state)
         channel, sock = await ask(network, "hoarder", state.head)
-        await channel.receive(timeout_s=5)
+        await channel.read(_STATE, 5)
         await asyncio.get_running_loop().sock_recv(sock, 64)
         assert len(state._snapshots) == 1
         # A request that was not read any more resets the stream.
         with pytest.raises((PeersError, ConnectionResetError)):
             while True:
-                await channel.send({"kind": "chunk", "values": "anchor", "position": 0}, timeout_s=5)
+                await channel.send(WantChunk(values="anchor", position=0), 5)
                 assert len(
                     await asyncio.wait_for(asyncio.get_running_loop().sock_recv(sock, 32), 5)
-                ) == 32 or (await channel.receive(timeout_s=5))
+                ) == 32 or (await channel.read(_STATE, 5))
                 await asyncio.sleep(0.02)
         assert not state._snapshots
         channel.close()
@@ -150,7 +153,7 @@ def test_who_waits_for_a_free_place_does_so_in_vain_only_for_so_long(monkeypatch
         for number in range(MAX_DOWNLOADS + 1):
             channels.append((await ask(network, f"joiner {number}", state.head))[0])
         with pytest.raises(PeerUnreachable, match=r"closed|broke"):
-            await channels[-1].receive(timeout_s=10)
+            await channels[-1].read(_STATE, 10)
         for channel in channels:
             channel.close()
 
@@ -171,9 +174,9 @@ def test_requests_that_are_there_already_let_others_run_between_them(monkeypatch
     async def scenario(network):
         await serve(network, "a", state)
         channel, sock = await ask(network, "pump", state.head)
-        await channel.receive(timeout_s=5)
+        await channel.read(_STATE, 5)
         await asyncio.get_running_loop().sock_recv(sock, 64)
-        sock.send(encoded({"kind": "chunk", "values": "anchor", "position": 0}) * 200)
+        sock.send(encoded(WantChunk(values="anchor", position=0)) * 200)
         while num_served < 200:
             before = num_served
             await asyncio.sleep(0)

@@ -1,0 +1,87 @@
+"""What a machine asks a member of the swarm about itself: how it is seen, whether it is reached, how fast bytes go.
+
+    caller                     asked                          protocol diloco/<run_id>/reach
+    Hello                ->
+                         <-    Here | Busy | Refusal
+    Dial                 ->
+                         <-    Dialled
+    Speed                ->
+                         <-    Chunk... Mark | Busy           a burst
+    Got                  ->                                   another one, twice as long, or End
+    the same the other way round
+                         <-    Took
+
+No request holds an address: what is dialled is the host that the caller's own connection comes from. On the port it has
+to answer with the caller's key (peers/network/greeting.py), so "reached" means that this machine was.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from peers.access.tokens import MAX_TOKEN_BYTES
+from peers.protocol.limits import Count, Port, Real, ShownText
+from peers.protocol.wire import Struct
+
+CHUNK_BYTES = 32 << 10
+MAX_MESSAGE_BYTES = CHUNK_BYTES + 1024
+
+
+def reach_protocol(run_id: str) -> str:
+    return f"diloco/{run_id}/reach"
+
+
+class Hello(Struct, frozen=True, tag="hello"):
+    token: Annotated[bytes, Meta(max_length=MAX_TOKEN_BYTES)]
+    """Empty in an open swarm."""
+
+
+class Here(Struct, frozen=True, tag="here"):
+    host: Annotated[str, Meta(pattern=r"^[0-9a-fA-F:.]{0,45}\Z")]
+    """The IP address that the caller's connection comes from; empty where a third peer forwards it."""
+    time: Real
+    """Unix seconds, by the clock of the asked peer."""
+
+
+class Busy(Struct, frozen=True, tag="busy"):
+    """The asked peer has done as much of this as it does in a while."""
+
+
+class Dial(Struct, frozen=True, tag="dial"):
+    """Call the caller back."""
+
+    port: Port
+
+
+class Dialled(Struct, frozen=True, tag="dialled"):
+    error: Annotated[ShownText, Meta(max_length=200)]
+    """Empty: who answers there has the caller's key."""
+
+
+class Speed(Struct, frozen=True, tag="speed"):
+    """Measure how fast bytes go in either direction; once in a conversation."""
+
+
+class Chunk(Struct, frozen=True, tag="chunk"):
+    data: Annotated[bytes, Meta(min_length=CHUNK_BYTES, max_length=CHUNK_BYTES)]
+
+
+class Mark(Struct, frozen=True, tag="mark"):
+    """The end of a burst."""
+
+
+class Got(Struct, frozen=True, tag="got"):
+    """A burst has arrived."""
+
+
+class End(Struct, frozen=True, tag="end"):
+    """There is no further burst."""
+
+
+class Took(Struct, frozen=True, tag="took"):
+    """How the last burst from the caller arrived."""
+
+    num_bytes: Count
+    seconds: Real

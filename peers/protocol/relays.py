@@ -1,0 +1,62 @@
+"""How a stream through a third peer begins, for two that reach it but not each other.
+
+    caller               relay                called
+    Want           ->                                       protocol diloco/<run_id>/relay
+                   <-    Offer | No
+    Go             ->
+                         Deliver        ->                  protocol diloco/<run_id>/relayed
+                   <-    Ready
+    <---- the greeting, TLS 1.3 from end to end, the stream ----->
+
+The relay (peers/network/relay_service.py) sees ciphertext; the ends are sure of each other by the same greeting as on a
+direct connection.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from peers.protocol.limits import MAX_SHORT_TEXT, Count, PeerId, Real, ShownText
+from peers.protocol.wire import Struct
+
+MAX_MESSAGE_BYTES = 1024
+ANSWER_TIMEOUT_S = 3.0
+
+
+def asking(run_id: str) -> str:
+    """The protocol on which a relay is asked."""
+    return f"diloco/{run_id}/relay"
+
+
+def delivering(run_id: str) -> str:
+    """The protocol on which a relay brings a stream."""
+    return f"diloco/{run_id}/relayed"
+
+
+class Want(Struct, frozen=True, tag="want"):
+    to: PeerId
+
+
+class No(Struct, frozen=True, tag="no"):
+    reason: Annotated[ShownText, Meta(max_length=MAX_SHORT_TEXT)]
+
+
+class Offer(Struct, frozen=True, tag="offer"):
+    rate: Real
+    """Bytes/s that rounds have moved from the relay to the called; 0: not known."""
+    load: Count
+    """Streams it forwards already."""
+
+
+class Go(Struct, frozen=True, tag="go"):
+    """The offer is taken."""
+
+
+class Ready(Struct, frozen=True, tag="ready"):
+    """What follows goes to the called and comes from it."""
+
+
+class Deliver(Struct, frozen=True, tag="deliver"):
+    caller: PeerId
