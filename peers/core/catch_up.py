@@ -57,6 +57,11 @@ class CatchUp:
     _since: float | None = None
     """When the first of the heads was heard that are announced now."""
 
+    @property
+    def is_checking(self) -> bool:
+        """What is fetched is the state of this peer's own head, to compare it with the others'."""
+        return self.target is not None and self.target.head == self.chain.head
+
     def on_ask(self, turn: Turn, sender: str, ask: Ask) -> None:
         known = self.chain.leading_to(ask.head, ask.have, MAX_CERTIFICATES)
         turn.do(Send(sender, Certificates(head=ask.head, certificates=tuple(known))))

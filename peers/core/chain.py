@@ -43,6 +43,10 @@ class Chain:
         """That of the head."""
         return self._own[self.head]
 
+    @property
+    def epoch(self) -> int:
+        return self.newest.plan.epoch if self.head else 0
+
     def get(self, head: str) -> Certificate | None:
         return self._own.get(head) or self._others.get(head)
 

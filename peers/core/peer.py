@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Literal
 
 from msgspec.structs import replace
 
@@ -26,19 +25,19 @@ from peers.core.effects import (
     CancelReduce,
     Effect,
     Pledge,
-    Rebase,
     Send,
     Tell,
 )
 from peers.core.events import Event
 from peers.core.founding import NO_HEAD, Founding, is_offer_sound
 from peers.core.health import Swarm
+from peers.core.late_work import LateWork
 from peers.core.plans import Entry, claim_of
 from peers.core.round import Parts, Round, Stage
 from peers.core.settings import Settings
 from peers.core.timing import Timing
 from peers.core.turn import Turn
-from peers.core.worker import Worker, entry_step
+from peers.core.worker import Worker
 from peers.protocol.certificates import Certificate, Keys, Plan, Verify
 from peers.protocol.messages import (
     Abort,
@@ -84,6 +83,7 @@ class Peer:
         self.worker = Worker()
         self.round: Round | None = None
         self.catch_up = CatchUp(self.me, settings, self.chain, self.swarm, self.timing)
+        self._late_work = LateWork(self.worker, self.chain, self.swarm, self.catch_up, settings)
         self._parts = Parts(keys=keys, verify=verify, settings=settings, timing=self.timing, swarm=self.swarm)
         self._founding = Founding(
             keys=keys,
@@ -105,8 +105,6 @@ class Peer:
         self._said: Status | None = None
         self._said_at = -math.inf
         self._genesis_heard_at = now
-        self._is_checking = False
-        """The state of the own head is being compared with the others'."""
         self.deadline = now
 
     # What others may read
@@ -121,7 +119,7 @@ class Peer:
 
     @property
     def epoch(self) -> int:
-        return self.chain.newest.plan.epoch if self.chain.head else 0
+        return self.chain.epoch
 
     @property
     def phase(self) -> Phase:
@@ -244,7 +242,6 @@ class Peer:
             case events.FetchFailed(head, _, suspects):
                 if self.catch_up.target is not None and self.catch_up.target.head == head:
                     self.catch_up.on_failed(turn, suspects)
-                    self._is_checking = False
             case events.Leave():
                 self._is_leaving = True
 
@@ -316,7 +313,7 @@ class Peer:
                 turn, can_fetch=self._can_fetch, has_worker=self.worker.state in ("trains", "ready")
             )
             or self._check_own_state(turn)
-            or self._go_on_late(turn)
+            or self._late_work.go_on(turn, self.round)
             or self._begin_worker(turn)
             or self._advance_round(turn)
         )
@@ -430,7 +427,6 @@ class Peer:
         donors = [p for p, status in self.swarm.live() if status.head == self.head]
         if not donors:
             return False
-        self._is_checking = True
         self.catch_up.fetch(turn, (round_.parent,), donors)
         return True
 
@@ -440,7 +436,6 @@ class Peer:
             return
         self.catch_up.end()
         if head == self.head:
-            self._is_checking = False
             turn.do(Adopt(target))
             return
         self._adopt(turn, path)
@@ -459,65 +454,14 @@ class Peer:
         worker.gives_up_since(self.epoch)
         if worker.work is None:
             return
-        mine = self._commit_with(path)
+        mine = self._late_work.commit_in(path)
         if mine is not None:
-            self._answer_contributor(turn, mine, self._entry_step(turn))
-
-    def _commit_with(self, path: tuple[Certificate, ...]) -> Certificate | None:
-        """The commit that has taken the work in hand in: this peer has voted for it."""
-        return next((certificate for certificate in path if certificate.head in self.worker.voted), None)
-
-    def _go_on_late(self, turn: Turn) -> bool:
-        """Work that came too late for the commit it was meant for: train on at once, and bring it to the next."""
-        worker = self.worker
-        if worker.work is None:
-            return False
-        target = self.catch_up.target
-        if target is not None and not self._is_checking:
-            is_in_doubt = self.round is not None and self.round.stage is Stage.VOTE
-            is_in = self._commit_with(self.catch_up.path) is not None
-            if worker.epoch >= target.plan.epoch or is_in or is_in_doubt:
-                return False
-            if self.round is not None:
-                self.round.give_up(turn, "it has to catch up")
-            return self._answer_late(turn, "keep", target)
-        if worker.base != self.head:
-            # Its anchor has moved under it.
-            turn.do(Rebase())
-            worker.base = self.head
-            return True
-        fragment_of = self._settings.fragment_of
-        if worker.epoch < self.epoch or fragment_of(worker.epoch) != fragment_of(self.epoch):
-            # Of an epoch that is over; or not what this one averages, of one that never came here.
-            return self._answer_late(turn, "rebase", self.chain.newest)
-        return False
-
-    def _answer_late(self, turn: Turn, how: Literal["rebase", "keep"], towards: Certificate) -> bool:
-        worker, work = self.worker, self.worker.work
-        assert work is not None
-        if worker.has_lost_work:
-            turn.do(Tell("lost_work", f"{work.tokens} tokens are lost with the worker that trained them"))
-        if self.round is not None:
-            # A commit that comes to light now would answer for the same work again.
-            self.round.held = None
-        step = self._entry_step(turn, towards.head)
-        worker.goes_on(towards.plan.epoch, step)
-        turn.do(Answer(how, towards, step))
-        return True
-
-    def _entry_step(self, turn: Turn, head: str = "") -> int:
-        head = head or self.head
-        others = [
-            (status, self.swarm.age_s(peer_id, turn.now))
-            for peer_id, status in self.swarm.live()
-            if status.head == head and status.phase in ("training", "ready")
-        ]
-        return entry_step(others, self._settings.steps_per_epoch, self.worker.step_s)
+            self._answer_contributor(turn, mine, self._late_work.entry_step(turn))
 
     def _begin_worker(self, turn: Turn) -> bool:
         if self.worker.state != "waits" or not self.head or self.catch_up.target is not None:
             return False
-        step = self._entry_step(turn)
+        step = self._late_work.entry_step(turn)
         self.worker.begins(self.head, self.epoch, step)
         turn.do(Answer("begin", self.chain.newest, step))
         return True

@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 _KEPT = 5
-"""Measurements, of which the middle one counts: one pause, or a machine that was asleep, says nothing about the rest."""
+"""Measurements, of which the middle one counts: one pause, or a machine that slept, says nothing about the rest."""
 
 
 @dataclass
