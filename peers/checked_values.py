@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from peers.errors import ProtocolError
-from peers.records import MAX_WORLD_RANKS
+from peers.protocol.limits import MAX_WORLD_RANK
 
 _MAX_COUNT = 1 << 62
 _MAX_REAL = 1e18
@@ -22,7 +22,7 @@ def count(value: Any, most: int = _MAX_COUNT) -> int:
 
 def rank(value: Any) -> int:
     """A world rank."""
-    return count(value, MAX_WORLD_RANKS - 1)
+    return count(value, MAX_WORLD_RANK - 1)
 
 
 def real(value: Any) -> float:

@@ -12,8 +12,8 @@ from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 from peers.errors import UserError
+from peers.protocol.records import NO_RANK, Announcement, View
 from peers.protocol.rules import RULES
-from peers.records import NO_RANK, Announcement, View
 from peers.schedule import Schedule
 
 Scalar = str | int | float | bool | None

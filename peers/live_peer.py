@@ -9,7 +9,7 @@ from typing import Any
 
 from peers.errors import PeerUnreachable
 from peers.messages import Channel
-from peers.records import Announcement
+from peers.protocol.records import Announcement
 
 HEARTBEAT_S = 0.5
 """Whatever else is said meanwhile: who waits for a peer says a lot to it, and has to notice its silence."""

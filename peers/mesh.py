@@ -22,8 +22,8 @@ from peers.errors import PeersError, PeerSilent, PeerUnreachable, ProtocolError
 from peers.live_peer import LivePeer, heartbeat_s, silence_s
 from peers.messages import Channel
 from peers.network.bootstrap import is_nobody_there
+from peers.protocol.records import Announcement
 from peers.protocol.refusal import Refused, Why
-from peers.records import Announcement
 
 log = logging.getLogger(__name__)
 

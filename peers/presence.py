@@ -18,8 +18,8 @@ from peers.dht import Dht
 from peers.errors import PeersError, ProtocolError, UserError
 from peers.identity import Identity
 from peers.mesh import Mesh, StreamOpener
+from peers.protocol.records import MAX_MADDRS, NO_RANK, PEERS_KEY, Announcement, View
 from peers.ranks.request import request_rank
-from peers.records import MAX_MADDRS, NO_RANK, PEERS_KEY, Announcement, View
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from peers.errors import ProtocolError, UserError
 from peers.identity import load_or_create
 from peers.network.maddrs import is_peer_id
 from peers.network.socket_directory import SocketDirectory
-from peers.records import PEERS_KEY, Announcement, CoordinatorRecord
+from peers.protocol.records import PEERS_KEY, Announcement, CoordinatorRecord
 
 MAX_TOLD = 256
 """Peers that are told of a new list directly; the others hear of it from these, and from the DHT."""

@@ -20,12 +20,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from peers.access.secrets import NONCE_BYTES, PROOF_BYTES, SwarmSecret
-from peers.access.tokens import MAX_TOKEN_BYTES, Token
+from peers.access.tokens import Token
 from peers.dht import Dht
 from peers.errors import PeerUnreachable, ProtocolError
 from peers.messages import Channel
+from peers.protocol.limits import MAX_TOKEN_BYTES
+from peers.protocol.records import COORDINATOR_KEY, CoordinatorRecord
 from peers.protocol.refusal import Refused, Why
-from peers.records import COORDINATOR_KEY, CoordinatorRecord
 
 MAX_MESSAGE_BYTES = 1024
 ANSWER_TIMEOUT_S = 5.0

@@ -31,8 +31,8 @@ from peers.errors import PeersError, PeerUnreachable, UserError
 from peers.identity import Identity
 from peers.network.storage_checks import guard_storage
 from peers.private_files import write_private
+from peers.protocol.records import MAX_MADDRS, CoordinatorRecord
 from peers.protocol.refusal import Refused, Why
-from peers.records import MAX_MADDRS, CoordinatorRecord
 
 REQUEST_TIMEOUT_S = 10.0
 """How long to look for somebody who issues tokens before this peer cannot join."""

@@ -12,9 +12,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from peers.errors import ProtocolError
 from peers.network.libp2p_keys import base58_decode, base58_encode
+from peers.protocol.limits import MAX_TOKEN_BYTES
 from peers.protocol.refusal import Refused, Why
 
-MAX_TOKEN_BYTES = 512
 MAX_BANS_BYTES = 4000
 """A ban list fits into one record of the DHT."""
 MAX_BANNED = 90

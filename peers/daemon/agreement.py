@@ -13,7 +13,7 @@ from peers.codecs import codec_named
 from peers.errors import ProtocolError, UserError
 from peers.joining import Scalar
 from peers.presence import Presence
-from peers.records import Announcement
+from peers.protocol.records import Announcement
 
 log = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ from peers.onlookers.standing import Standing as RoundStanding
 from peers.outer_state import OuterState
 from peers.presence import Presence
 from peers.protocol.certificates import Certificate
-from peers.records import State
+from peers.protocol.records import State
 from peers.reduction.residuals import Residuals
 from peers.schedule import Schedule
 from peers.state import files as state_files

@@ -32,7 +32,7 @@ from peers.daemon.reductions import Reductions
 from peers.daemon.runtime import Runtime, RuntimeSettings
 from peers.dht import Dht
 from peers.errors import PeersError, ProtocolError, UserError
-from peers.identity import Identity, IdentityKeys, claim_slot, verify_signature
+from peers.identity import Identity, claim_slot, verify_signature
 from peers.joining import Scalar
 from peers.link import Accept, listen, refuse
 from peers.mesh import Mesh
@@ -50,8 +50,8 @@ from peers.paths import TransportMode
 from peers.presence import Presence
 from peers.priority import give_way
 from peers.protocol.messages import Message, decode_message
+from peers.protocol.records import NO_RANK, TRAINING_STATES, Announcement
 from peers.protocol.wire import encode
-from peers.records import NO_RANK, TRAINING_STATES, Announcement
 from peers.reduce import OVERLAPPED_NICENESS
 from peers.restarts import USER_ERROR, WorkerEnd
 from peers.schedule import Schedule
@@ -324,7 +324,7 @@ class Daemon:
             give_way(niceness)
         pledges = Pledges(identity.path.with_suffix(".pledges"))
         core = Peer(
-            keys=IdentityKeys(identity),
+            keys=identity,
             verify=verify_signature,
             settings=Settings(
                 manifest=self._agreement.digest,

@@ -13,7 +13,7 @@ from peers.access.gate import Gate
 from peers.access.request import ISSUERS_KEY
 from peers.dht import Dht
 from peers.errors import ProtocolError
-from peers.records import COORDINATOR_KEY, PEERS_KEY, Announcement, CoordinatorRecord
+from peers.protocol.records import COORDINATOR_KEY, PEERS_KEY, Announcement, CoordinatorRecord
 
 MAX_TTL_S = 40.0
 """The longest of ours is 30 s. What somebody else stores again, to last longer, would shut out its successor."""

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from peers.onlookers.journal import PARTS
 from peers.onlookers.sightings import LOST, SILENT
-from peers.records import STATES
+from peers.protocol.records import STATES
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MAX_RANK = 4096

@@ -27,7 +27,7 @@ from peers.onlookers import reports
 from peers.onlookers.report_service import proof_of, report_protocol
 from peers.onlookers.sightings import LOST, SILENT, Sightings
 from peers.onlookers.summary import MAX_SHOWN_ROUNDS, holders_of, summary_of
-from peers.records import PEERS_KEY, Announcement
+from peers.protocol.records import PEERS_KEY, Announcement
 
 LOOK_INTERVAL_S = 2.0
 """Between two looks into the DHT."""

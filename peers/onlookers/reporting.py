@@ -21,7 +21,7 @@ from peers.onlookers.sightings import Sightings
 from peers.onlookers.standing import Standing
 from peers.onlookers.summary import summary_of
 from peers.protocol.certificates import Certificate
-from peers.records import Announcement
+from peers.protocol.records import Announcement
 
 
 class Reporting:

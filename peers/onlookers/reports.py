@@ -36,8 +36,8 @@ from peers.onlookers.journal import (
 )
 from peers.onlookers.standing import STEPS, Standing
 from peers.protocol.certificates import Certificate, decode_certificate
+from peers.protocol.records import MAX_RECORD_BYTES
 from peers.protocol.wire import encode
-from peers.records import MAX_RECORD_BYTES
 
 VERSION = 1
 MAX_SEEN = 512

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from peers.onlookers.journal import MAX_INCIDENTS, MAX_ROUNDS, Curve, Incident, RoundEntry
 from peers.onlookers.reports import Report
 from peers.protocol.certificates import Certificate
-from peers.records import Announcement
+from peers.protocol.records import Announcement
 
 QUIET_AFTER_S = 4.0
 """A peer that has told nothing for so long, though several reports were due, does not count as one that answers."""

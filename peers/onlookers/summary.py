@@ -11,7 +11,7 @@ from peers.onlookers.journal import RoundEntry
 from peers.onlookers.reports import Figures
 from peers.onlookers.sightings import LOST, SILENT, Event, Sighting, Sightings
 from peers.onlookers.stragglers import stragglers_of
-from peers.records import NO_RANK
+from peers.protocol.records import NO_RANK
 
 MAX_SHOWN_ROUNDS = 20
 

@@ -34,6 +34,8 @@ ClaimedRank = Annotated[int, Meta(ge=-1, le=MAX_WORLD_RANK)]
 Norm = Annotated[float, Meta(ge=0, le=MAX_NORM)]
 Real = Annotated[float, Meta(ge=0, le=MAX_REAL)]
 Share = Annotated[float, Meta(ge=0, le=1)]
+RunId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
+"""As peers/identity.py takes it from a user."""
 PeerId = Annotated[str, Meta(min_length=1, max_length=128)]
 Hash = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 HashOrNone = Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?\Z")]
@@ -41,3 +43,6 @@ HashOrNone = Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?\Z")]
 ShortText = Annotated[str, Meta(max_length=MAX_SHORT_TEXT)]
 KeyBytes = Annotated[bytes, Meta(max_length=1024)]
 SignatureBytes = Annotated[bytes, Meta(max_length=1024)]
+MAX_TOKEN_BYTES = 512
+TokenBytes = Annotated[bytes, Meta(max_length=MAX_TOKEN_BYTES)]
+"""Empty: the peer has none, as in an open swarm."""

@@ -18,10 +18,10 @@ from peers.dht import Dht
 from peers.errors import ProtocolError
 from peers.identity import Identity
 from peers.messages import Channel
+from peers.protocol.records import COORDINATOR_KEY, MAX_MADDRS, PEERS_KEY, Announcement, CoordinatorRecord
 from peers.protocol.refusal import Refused
 from peers.ranks.ledger import Grant, Ledger, Taken
 from peers.ranks.request import HOLDER_TIMEOUT_S, MAX_REQUEST_BYTES, parse_request, to_message
-from peers.records import COORDINATOR_KEY, MAX_MADDRS, PEERS_KEY, Announcement, CoordinatorRecord
 
 ANNOUNCE_INTERVAL_S = 5.0
 RECORD_TTL_S = 30.0

@@ -20,9 +20,10 @@ from peers.access.request import raise_refusal
 from peers.dht import Dht
 from peers.errors import PeerUnreachable, ProtocolError, UserError
 from peers.messages import Channel
+from peers.protocol.limits import MAX_WORLD_RANK
+from peers.protocol.records import COORDINATOR_KEY, CoordinatorRecord
 from peers.protocol.refusal import Refused
 from peers.ranks.ledger import Grant, Taken
-from peers.records import COORDINATOR_KEY, MAX_WORLD_RANKS, CoordinatorRecord
 
 HOLDER_TIMEOUT_S = 3.0
 """How long the holder of a rank that another identity wants has to answer before it loses the rank."""
@@ -147,4 +148,4 @@ def parse_answer(message: dict[str, Any], wanted: int | None) -> Grant:
 
 
 def _is_rank(value: Any) -> TypeGuard[int]:
-    return type(value) is int and 0 <= value < MAX_WORLD_RANKS
+    return type(value) is int and 0 <= value <= MAX_WORLD_RANK

@@ -15,7 +15,6 @@ import pytest
 
 from peers import joining
 from peers.errors import PeersError
-from peers.identity import IdentityKeys
 from peers.messages import Channel
 from peers.protocol.certificates import Body, Certificate, Plan, Signature, Work
 from peers.protocol.messages import Ask, Certificates, Message, Propose, Vote
@@ -232,7 +231,7 @@ def test_a_member_that_fails_every_attempt_and_forges_commits_stops_nobody(light
     async def forge(leader: str, plan: Plan) -> None:
         plans.append(plan)
         body = Body(plan=plan, anchor="0" * 64, momentum="0" * 64)
-        forged = IdentityKeys(hostile.identity).sign(body.signed_bytes)
+        forged = hostile.identity.sign(body.signed_bytes)
         certificate = Certificate(body=body, signatures=tuple(forged for _ in plan.signers))
         vote = Vote(
             head=plan.parent,

@@ -8,8 +8,8 @@ from typing import Any
 
 from peers.access.gate import Gate
 from peers.messages import Channel
+from peers.protocol.records import COORDINATOR_KEY, CoordinatorRecord
 from peers.ranks.request import coordinators, protocol_of
-from peers.records import COORDINATOR_KEY, CoordinatorRecord
 from tests.support.hostile import Hostile
 
 Answer = dict[str, Any] | bytes | None

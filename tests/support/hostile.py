@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import random
 import socket
 import threading
@@ -16,13 +15,15 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
+from msgspec.structs import replace
+
 from peers.dht import Dht
 from peers.errors import PeersError, PeerUnreachable
 from peers.identity import load_or_create
 from peers.messages import Channel
 from peers.protocol.messages import Message, Status, decode_message
+from peers.protocol.records import PEERS_KEY, Announcement
 from peers.protocol.wire import encode
-from peers.records import PEERS_KEY, Announcement
 
 T = TypeVar("T")
 
@@ -74,7 +75,7 @@ class Hostile:
             **self.claims,
         }
         claims |= {"peer_id": self.identity.peer_id, "maddrs": (), "time": time.time()}
-        return dataclasses.replace(model, **claims).encode(self.identity)
+        return replace(model, **claims).encode(self.identity)
 
     async def stream(self, peer_id: str, protocol: str) -> socket.socket:
         maddrs = self.honest[peer_id].maddrs
@@ -117,7 +118,7 @@ class Hostile:
 
     async def announce(self) -> None:
         """In the DHT, where newcomers find it."""
-        blob = dataclasses.replace(
+        blob = replace(
             Announcement.decode(self.identity.peer_id, self.status(), time.time()),
             maddrs=tuple(await self.dht.maddrs()),
         ).encode(self.identity)

@@ -24,7 +24,7 @@ from peers.onlookers.journal import (
     shown_failures,
 )
 from peers.onlookers.reports import MAX_CERTIFICATE_BYTES, MAX_SEEN, Certified, parse, to_message
-from peers.records import MAX_RECORD_BYTES
+from peers.protocol.records import MAX_RECORD_BYTES
 from tests.support.certified import signed_genesis
 from tests.support.sighted import entry, full_report
 
