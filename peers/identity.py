@@ -16,6 +16,7 @@ from peers.errors import UserError
 from peers.network import libp2p_keys
 from peers.private_files import write_private
 from peers.protocol.certificates import Signature
+from peers.protocol.limits import RUN_ID
 
 __all__ = [
     "Identity",
@@ -27,7 +28,6 @@ __all__ = [
 ]
 
 _MAX_SLOTS = 10_000
-_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class _Lock:
@@ -140,7 +140,7 @@ def load(path: Path, lock: _Lock | None = None) -> Identity:
 
 def check_run_id(run_id: str) -> str:
     """The run id, if it can name a directory. Raises UserError."""
-    if not _RUN_ID.fullmatch(run_id):
+    if not re.fullmatch(RUN_ID, run_id):
         raise UserError(
             f"{run_id!r} cannot name a run: use 1 to 64 letters, digits, '.', '_' and '-', first a letter "
             "or digit"

@@ -23,7 +23,6 @@ from peers.daemon.standing import standing_of
 from peers.errors import StateUnavailable, UserError
 from peers.handover import Memories, Outcome, Start
 from peers.identity import verify_signature
-from peers.joining import Scalar
 from peers.layout import Layout
 from peers.network.streams import StreamTransport
 from peers.onlookers.journal import Journal, Point
@@ -32,6 +31,7 @@ from peers.onlookers.standing import Standing as RoundStanding
 from peers.outer_state import OuterState
 from peers.presence import Presence
 from peers.protocol.certificates import Certificate
+from peers.protocol.mesh import Scalar
 from peers.protocol.records import State
 from peers.reduction.residuals import Residuals
 from peers.schedule import Schedule

@@ -77,7 +77,7 @@ async def observing(
                 )
                 stack.push_async_callback(dht.close)
                 if not gate.is_open:
-                    await bans.exchange_with_dht(dht, run_id, gate)
+                    await bans.exchange(dht, run_id, gate, await bans.admitted(dht, run_id, gate))
                 observer = Observer(run_id, dht, gate, secret)
                 stack.push_async_callback(observer.close)
                 await observer.start()

@@ -15,10 +15,11 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 from peers.access.request import parse_proof, refusal
-from peers.access.secrets import NONCE_BYTES, SwarmSecret
+from peers.access.secrets import SwarmSecret
 from peers.errors import PeersError, ProtocolError
 from peers.messages import Channel
 from peers.onlookers.reports import REPORT_INTERVAL_S, Report, to_message
+from peers.protocol.admission import NONCE_BYTES
 from peers.protocol.refusal import Why
 
 MAX_OBSERVERS = 16
