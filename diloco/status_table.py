@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco.metrics_file import figure, size
-from peers.records import shown_rank
+from peers.protocol.records import shown_rank
 
 Peer = Mapping[str, Any]
 

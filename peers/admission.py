@@ -7,9 +7,9 @@ an admission key a run is open: everybody may be in it.
 
 from __future__ import annotations
 
-from peers.access.tokens import BanList, Token
 from peers.errors import ProtocolError
 from peers.protocol.refusal import Refused, Why
+from peers.protocol.tokens import BanList, Token
 
 CLOCK_TOLERANCE_S = 10.0
 """How far ahead of ours the clock of whoever issued a token may be."""
@@ -58,22 +58,17 @@ class Admission:
         shown = self._shown.get(peer_id)
         self.check(peer_id, shown[0] if shown else b"", now)
 
-    def ban_list(self, blob: bytes) -> BanList:
-        """What this says, if it was signed for the run. Raises ProtocolError."""
-        if self._public_key is None:
-            raise ProtocolError("an open run has no ban list")
+    def learn(self, blob: bytes) -> bool:
+        """Take over a ban list if it is newer than the one held: whether it is. Empty: there is none.
+
+        Raises ProtocolError.
+        """
+        if self._public_key is None or blob in (b"", self.bans_blob):
+            return False
         bans = BanList.decode(blob, self._public_key)
         if bans.run_id != self.run_id:
             raise ProtocolError(f"a ban list of another run, {bans.run_id!r:.80}")
-        return bans
-
-    def learn(self, blob: bytes) -> bool:
-        """Take over a ban list if it is newer than the one held: whether it is. Raises ProtocolError."""
-        if self._public_key is None or blob == self.bans_blob:
-            return False
-        bans = self.ban_list(blob)
-        # Two holders of the key may each have made the next version: everybody has to take the same one.
-        if (bans.version, blob) <= (self.bans.version, self.bans_blob):
+        if bans.order <= self.bans.order:
             return False
         self.bans, self.bans_blob = bans, blob
         return True

@@ -1,6 +1,6 @@
 """The coordinator of a run: bootstrap node of its DHT and keeper of its world ranks. Training survives its death.
 
-What it is asked, and answers, is in peers/ranks/request.py and peers/access/request.py.
+What it is asked, and answers, is in peers/protocol/ranks.py and peers/protocol/admission.py.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from peers.identity import Identity, check_run_id, load_or_create
 from peers.network.maddrs import parse_maddr
 from peers.network.reachability import Reachability
 from peers.onlookers.news import Watcher
-from peers.ranks.ledger import Grant, Ledger
+from peers.ranks.ledger import Ledger
 from peers.ranks.registrar import ANNOUNCE_INTERVAL_S, Registrar, announce, announcements
 from peers.ranks.request import protocol_of, request_rank
 
-__all__ = ["CoordinatorConfig", "Grant", "request_rank", "serve"]
+__all__ = ["CoordinatorConfig", "request_rank", "serve"]
 
 _POLL_INTERVAL_S = 1.0
 

@@ -14,23 +14,20 @@ from pathlib import Path
 
 from peers.errors import UserError
 from peers.network import libp2p_keys
-from peers.network.libp2p_keys import verify
 from peers.private_files import write_private
 from peers.protocol.certificates import Signature
+from peers.protocol.limits import RUN_ID
 
 __all__ = [
     "Identity",
-    "IdentityKeys",
     "check_run_id",
     "claim_slot",
     "load",
     "load_or_create",
-    "verify",
     "verify_signature",
 ]
 
 _MAX_SLOTS = 10_000
-_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class _Lock:
@@ -75,8 +72,8 @@ class Identity:
         """For TLS, which has to sign by itself."""
         return self._key
 
-    def sign(self, payload: bytes) -> bytes:
-        return libp2p_keys.sign(self._key, payload)
+    def sign(self, payload: bytes) -> Signature:
+        return Signature(public_key=self.public_key, signature=libp2p_keys.sign(self._key, payload))
 
     def release(self) -> None:
         """Let another process of this machine take the identity. May be repeated."""
@@ -143,7 +140,7 @@ def load(path: Path, lock: _Lock | None = None) -> Identity:
 
 def check_run_id(run_id: str) -> str:
     """The run id, if it can name a directory. Raises UserError."""
-    if not _RUN_ID.fullmatch(run_id):
+    if not re.fullmatch(RUN_ID, run_id):
         raise UserError(
             f"{run_id!r} cannot name a run: use 1 to 64 letters, digits, '.', '_' and '-', first a letter "
             "or digit"
@@ -158,20 +155,6 @@ def _make_directory(directory: Path) -> None:
         raise UserError(f"cannot make the directory {directory} for identities: {error.strerror}") from error
 
 
-class IdentityKeys:
-    """Signs for the core with this peer's identity."""
-
-    def __init__(self, identity: Identity) -> None:
-        self._identity = identity
-
-    @property
-    def peer_id(self) -> str:
-        return self._identity.peer_id
-
-    def sign(self, payload: bytes) -> Signature:
-        return Signature(public_key=self._identity.public_key, signature=self._identity.sign(payload))
-
-
 def verify_signature(peer_id: str, payload: bytes, signature: Signature) -> bool:
     """Whether this peer has signed this."""
-    return verify(peer_id, signature.public_key, payload, signature.signature)
+    return libp2p_keys.verify(peer_id, signature.public_key, payload, signature.signature)

@@ -9,19 +9,42 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Collection, Mapping
-from typing import Any, Literal
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
 
 from peers.errors import UserError
-from peers.protocol.rules import RULES
-from peers.records import NO_RANK, Announcement, View
+from peers.protocol.limits import Share
+from peers.protocol.mesh import Scalar
+from peers.protocol.records import NO_RANK, Announcement, View
+from peers.protocol.rules import Rule
 from peers.schedule import Schedule
 
-Scalar = str | int | float | bool | None
 MAX_FRAGMENTS = 4096
 MAX_MANIFEST_BYTES = 256 << 10
 MAX_LOCAL_STEPS = 1 << 30
 MAX_OUTER_REAL = 1000.0
 MAX_LOCAL_TIME_S = 1e9
+
+_OuterReal = Annotated[float, Meta(ge=0, le=MAX_OUTER_REAL)]
+
+
+class _Outer(msgspec.Struct, frozen=True, rename=lambda name: f"hv.{name}"):
+    """The fields of a manifest that outer steps follow; what is not there follows the literature."""
+
+    local_steps: Annotated[int, Meta(ge=1, le=MAX_LOCAL_STEPS)] | None = None
+    local_time: Annotated[float, Meta(gt=0, le=MAX_LOCAL_TIME_S)] | None = None
+    outer_lr: _OuterReal | None = None
+    outer_momentum: _OuterReal | None = None
+    num_fragments: Annotated[int, Meta(ge=0, le=MAX_FRAGMENTS)] | None = None
+    overlap_steps: Annotated[int, Meta(ge=0, le=MAX_LOCAL_STEPS)] | None = None
+    aggregation: Rule | None = None
+    max_weight: Annotated[float, Meta(ge=1, le=MAX_OUTER_REAL)] | None = None
+    trim: Annotated[float, Meta(gt=0, le=0.5)] | None = None
+    """Of the peers."""
+    mixing: Share | None = None
+    staleness_discount: Share | None = None
 
 
 def manifest_digest(manifest: Mapping[str, Scalar]) -> str:
@@ -29,46 +52,15 @@ def manifest_digest(manifest: Mapping[str, Scalar]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-def check_manifest(value: Any) -> dict[str, Scalar]:
-    """A manifest from a peer, if that is what it is; raises ValueError."""
-    if not isinstance(value, dict) or len(value) > 256:
-        raise ValueError("a manifest is a map of at most 256 fields")
-    for key, item in value.items():
-        if not isinstance(key, str) or not isinstance(item, (str, int, float, bool, type(None))):
-            raise ValueError(f"a manifest holds scalars by name, not {key!r:.40}: {item!r:.40}")
-    steps = value.get("hv.local_steps")
-    if not (steps is None or (type(steps) is int and 0 < steps <= MAX_LOCAL_STEPS)):
-        raise ValueError(f"not a number of local steps: {steps!r:.40}")
-    for key in ("hv.outer_lr", "hv.outer_momentum"):
-        real = value.get(key)
-        if not (real is None or (type(real) in (int, float) and 0 <= real <= MAX_OUTER_REAL)):
-            raise ValueError(f"{key} is no number between 0 and {MAX_OUTER_REAL:g}: {real!r:.40}")
-    for key, most in (("hv.num_fragments", MAX_FRAGMENTS), ("hv.overlap_steps", MAX_LOCAL_STEPS)):
-        count = value.get(key)
-        if not (count is None or (type(count) is int and 0 <= count <= most)):
-            raise ValueError(f"{key} is no whole number up to {most}: {count!r:.40}")
-    rule, weight = value.get("hv.aggregation"), value.get("hv.max_weight")
-    if not (rule is None or rule in RULES):
-        raise ValueError(f"hv.aggregation is none of {', '.join(RULES)}: {rule!r:.40}")
-    if not (weight is None or (type(weight) in (int, float) and 1 <= weight <= MAX_OUTER_REAL)):
-        raise ValueError(f"hv.max_weight is no number from 1 to {MAX_OUTER_REAL:g}: {weight!r:.40}")
-    trim = value.get("hv.trim")
-    if not (trim is None or (type(trim) in (int, float) and 0 < trim <= 0.5)):
-        raise ValueError(f"hv.trim is no part of the peers up to half of them: {trim!r:.40}")
-    budget = value.get("hv.local_time")
-    if not (budget is None or (type(budget) in (int, float) and 0 < budget <= MAX_LOCAL_TIME_S)):
-        raise ValueError(f"hv.local_time is no time up to {MAX_LOCAL_TIME_S:g} s: {budget!r:.40}")
-    for key in ("hv.mixing", "hv.staleness_discount"):
-        part = value.get(key)
-        if not (part is None or (type(part) in (int, float) and 0 <= part <= 1)):
-            raise ValueError(f"{key} is no number from 0 to 1: {part!r:.40}")
+def check_manifest(manifest: Mapping[str, Scalar]) -> None:
+    """Raises ValueError unless a peer can reckon with this manifest of another."""
     try:
-        Schedule.of(value)
-    except UserError as error:
-        raise ValueError(str(error)) from error
-    if len(json.dumps(value)) > MAX_MANIFEST_BYTES:
+        msgspec.convert(manifest, _Outer)
+        Schedule.of(manifest)
+    except (msgspec.ValidationError, UserError) as error:
+        raise ValueError(f"not a manifest: {error!s:.300}") from error
+    if len(json.dumps(manifest)) > MAX_MANIFEST_BYTES:
         raise ValueError(f"a manifest has at most {MAX_MANIFEST_BYTES} bytes")
-    return value
 
 
 def misfits(proposal: Mapping[str, Scalar], theirs: Mapping[str, Scalar]) -> list[str]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
-from typing import Any
 
 from peers.errors import PeerUnreachable
 from peers.messages import Channel
-from peers.records import Announcement
+from peers.protocol.mesh import Announced, Said
+from peers.protocol.records import Announcement
 
 HEARTBEAT_S = 0.5
 """Whatever else is said meanwhile: who waits for a peer says a lot to it, and has to notice its silence."""
@@ -34,7 +34,7 @@ class LivePeer:
     def __init__(self, channel: Channel, status: Announcement) -> None:
         self.channel, self.status = channel, status
         self._num_unanswered, self._quiet_at = 0, QUIET_BEATS
-        self._queue: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue(_MAX_QUEUED)
+        self._queue: asyncio.Queue[Said | None] = asyncio.Queue(_MAX_QUEUED)
 
     @property
     def is_quiet(self) -> bool:
@@ -48,7 +48,7 @@ class LivePeer:
         """It has said something."""
         self._num_unanswered = 0
 
-    def enqueue(self, message: dict[str, Any] | None) -> None:
+    def enqueue(self, message: Said | None) -> None:
         """None ends the channel, once all before it is sent."""
         try:
             self._queue.put_nowait(message)
@@ -72,7 +72,7 @@ class LivePeer:
                     async with asyncio.timeout_at(beat_at):
                         message = await self._queue.get()
                 except TimeoutError:
-                    message = {"kind": "status", "status": status()}
+                    message = Announced(record=status())
                     interval = interval_s()
                     beat_at = clock() + interval
                     self._num_unanswered += 1

@@ -14,16 +14,18 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeVar
 
-from peers.access import bans
+from msgspec.msgpack import Decoder
+
 from peers.access.allowance import Allowance
 from peers.access.gate import Gate
-from peers.access.request import raise_refusal, refusal
 from peers.errors import PeersError, PeerSilent, PeerUnreachable, ProtocolError
 from peers.live_peer import LivePeer, heartbeat_s, silence_s
 from peers.messages import Channel
 from peers.network.bootstrap import is_nobody_there
-from peers.protocol.refusal import Refused, Why
-from peers.records import Announcement
+from peers.protocol.admission import Bans
+from peers.protocol.mesh import Announced, Carried, Introduction, Said
+from peers.protocol.records import Announcement
+from peers.protocol.refusal import Refusal, Refused, Why
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +48,8 @@ def mesh_protocol(run_id: str) -> str:
 
 
 T = TypeVar("T")
+_INTRODUCTION: Decoder[Introduction] = Decoder(Introduction)
+_SAID: Decoder[Said] = Decoder(Said)
 Reached = Literal["here", "gone", "silent"]
 """Gone: nobody listens at its addresses, or it has turned this peer away."""
 
@@ -83,7 +87,7 @@ class Mesh:
         transport: StreamOpener,
         status: Callable[[], bytes],
         on_change: Callable[[], None],
-        on_message: Callable[[Announcement, dict[str, Any]], None],
+        on_message: Callable[[Announcement, Carried], None],
         on_lost: Callable[[str], None] = lambda peer_id: None,
         gate: Gate | None = None,
     ) -> None:
@@ -147,20 +151,19 @@ class Mesh:
             return "here"
         return task.result() if task is not None and task.done() and not task.cancelled() else "silent"
 
-    def send_to(self, peer_id: str, message: dict[str, Any]) -> None:
+    def send_to(self, peer_id: str, message: Carried) -> None:
         """Queue a message; one to a peer that is gone is dropped, as a broken channel would drop it."""
         if (peer := self._peers.get(peer_id)) is not None:
             peer.enqueue(message)
 
-    def broadcast(self, message: dict[str, Any]) -> None:
+    def broadcast(self, message: Carried) -> None:
         for peer in self._peers.values():
             peer.enqueue(message)
 
     def broadcast_status(self) -> None:
         self._signed, self._signed_at = self._status(), time.monotonic()
-        message = {"kind": "status", "status": self._signed}
         for peer in self._peers.values():
-            peer.enqueue(message)
+            peer.enqueue(Announced(record=self._signed))
 
     async def close(self) -> None:
         tasks = list(self._tasks)
@@ -178,7 +181,7 @@ class Mesh:
         peer_id = record.peer_id
         try:
             async with self._dials:
-                channel, status = await self._introduced(record)
+                introduced = await self._introduced(record)
         except TurnedAway as error:
             self._turned_away = error.why
             return "gone"
@@ -189,7 +192,7 @@ class Mesh:
             return "gone" if is_nobody_there(str(error)) else "silent"
         finally:
             self._dialling.pop(peer_id, None)
-        self._keep(peer_id, channel, status)
+        self._keep(peer_id, *introduced)
         return "here"
 
     async def _redial(self, record: Announcement) -> None:
@@ -198,7 +201,8 @@ class Mesh:
             await asyncio.sleep(LET_THE_OTHER_REDIAL_S)
         await self.reach(record)
 
-    async def _introduced(self, record: Announcement) -> tuple[Channel, Announcement]:
+    async def _introduced(self, record: Announcement) -> tuple[Channel, Announcement, bytes]:
+        """The channel, how the other stands, and the ban list that it has heard."""
         sock = await self._transport.open(
             record.peer_id, self._protocol, timeout_s=DIAL_TIMEOUT_S, maddrs=record.maddrs
         )
@@ -207,8 +211,8 @@ class Mesh:
             if record.peer_id in self._answering or record.peer_id in self._peers:
                 raise PeerUnreachable("it has called meanwhile")
             self._introducing.add(record.peer_id)
-            await channel.send({"kind": "status", "status": self._status()}, timeout_s=DIAL_TIMEOUT_S)
-            return channel, await self._receive_status(channel, record.peer_id)
+            told = await self._introduce(channel)
+            return channel, await self._hear_introduction(channel, record.peer_id), told
         except BaseException:
             channel.close()
             raise
@@ -218,12 +222,12 @@ class Mesh:
     async def _accepted(self, peer_id: str, sock: socket.socket) -> None:
         channel = Channel(sock)
         try:
-            status = await self._receive_status(channel, peer_id)
+            status = await self._hear_introduction(channel, peer_id)
             if await self._has_called(peer_id):
                 channel.close()
                 return
             self._answering.add(peer_id)
-            await channel.send({"kind": "status", "status": self._status()}, timeout_s=DIAL_TIMEOUT_S)
+            told = await self._introduce(channel)
         except Refused as error:
             await self._turn_away(channel, error.why)
             return
@@ -233,7 +237,7 @@ class Mesh:
             return
         finally:
             self._answering.discard(peer_id)
-        self._keep(peer_id, channel, status)
+        self._keep(peer_id, channel, status, told)
         if self._peer_id > peer_id and (task := self._dialling.get(peer_id)) is not None:
             # Theirs stands; ours is not to come after it.
             task.cancel()
@@ -247,15 +251,27 @@ class Mesh:
         await asyncio.wait({task}, timeout=LET_OURS_BE_ANSWERED_S)
         return peer_id in self._peers
 
+    async def _introduce(self, channel: Channel) -> bytes:
+        """Say who is here, after the ban list, which is returned."""
+        bans = await self._tell_bans(channel)
+        await channel.send(Announced(record=self._status()), timeout_s=DIAL_TIMEOUT_S)
+        return bans
+
     async def _turn_away(self, channel: Channel, why: Why) -> None:
         """Say why, and to a banned peer by whose word."""
         try:
-            await channel.send({**refusal(why), "bans": self._gate.bans_blob}, timeout_s=DIAL_TIMEOUT_S)
+            await self._tell_bans(channel)
+            await channel.send(Refusal(why=why), timeout_s=DIAL_TIMEOUT_S)
             await channel.let_the_other_close(_LAST_WORD_S)
         except PeerUnreachable as error:
             log.debug("a refused peer did not hear why: %s", error)
         finally:
             channel.close()
+
+    async def _tell_bans(self, channel: Channel) -> bytes:
+        if bans := self._gate.bans_blob:
+            await channel.send(Bans(signed=bans), timeout_s=DIAL_TIMEOUT_S)
+        return bans
 
     def _recent_status(self) -> bytes:
         """Never older than the last that was broadcast."""
@@ -264,33 +280,27 @@ class Mesh:
             self._signed, self._signed_at = self._status(), now
         return self._signed
 
-    async def _receive_status(self, channel: Channel, peer_id: str) -> Announcement:
-        message = await channel.receive(timeout_s=DIAL_TIMEOUT_S)
-        if message.get("kind") == "refused":
-            self._hear_refusal(message)
-        if message.get("kind") != "status":
-            raise ProtocolError(f"expected a status, got {message.get('kind')!r:.40}")
-        return self._decode(peer_id, message.get("status"))
+    async def _hear_introduction(self, channel: Channel, peer_id: str) -> Announcement:
+        """How the other end stands. Raises Refused, TurnedAway, PeerUnreachable, ProtocolError."""
+        said = await channel.read(_INTRODUCTION, timeout_s=DIAL_TIMEOUT_S)
+        if isinstance(said, Bans):
+            self._gate.learn(said.signed)
+            said = await channel.read(_INTRODUCTION, timeout_s=DIAL_TIMEOUT_S)
+        match said:
+            case Announced(record):
+                return self._decode(peer_id, record)
+            case Refusal(why):
+                raise TurnedAway(why)
+        raise ProtocolError("two ban lists in one introduction")
 
-    def _decode(self, peer_id: str, blob: Any) -> Announcement:
-        if not isinstance(blob, bytes):
-            raise ProtocolError("a status is bytes")
-        status = Announcement.decode(peer_id, blob, run_id=self._run_id, now=time.time())
+    def _decode(self, peer_id: str, record: bytes) -> Announcement:
+        status = Announcement.decode(peer_id, record, run_id=self._run_id, now=time.time())
         self._gate.check(peer_id, status.token, "mesh")
         return status
 
-    def _hear_refusal(self, message: dict[str, Any]) -> None:
-        """Raises TurnedAway, ProtocolError."""
-        if blob := message.get("bans"):
-            self._gate.learn(bans.parse(bans.to_message(blob)))
-        try:
-            raise_refusal(message)
-        except Refused as error:
-            raise TurnedAway(error.why) from error
-
     def _spread_bans(self) -> None:
         """Pass the new list on to everybody, then have nothing to do any more with those on it."""
-        message = bans.to_message(self._gate.bans_blob)
+        message = Bans(signed=self._gate.bans_blob)
         banned = self._gate.bans.peer_ids & self._peers.keys()
         for peer in self._peers.values():
             peer.enqueue(message)
@@ -300,13 +310,14 @@ class Mesh:
         if banned:
             self._on_change()
 
-    def _keep(self, peer_id: str, channel: Channel, status: Announcement) -> None:
-        """From now on this is the channel to the peer; a newer one replaces an older one."""
+    def _keep(self, peer_id: str, channel: Channel, status: Announcement, told: bytes) -> None:
+        """From now on this is the channel to the peer; a newer one replaces an older one. `told`: the ban list that it
+        has heard of from here."""
         if (older := self._peers.get(peer_id)) is not None:
             older.channel.break_off()
         peer = self._peers[peer_id] = LivePeer(channel, status)
-        if self._gate.bans_blob:
-            peer.enqueue(bans.to_message(self._gate.bans_blob))
+        if self._gate.bans_blob != told:
+            peer.enqueue(Bans(signed=self._gate.bans_blob))
         self._on_change()
         self._spawn(self._listen(peer, peer_id))
 
@@ -331,7 +342,7 @@ class Mesh:
         broken_by: PeersError | None = None
         try:
             while True:
-                message = await peer.channel.receive(timeout_s=silence_s(len(self._peers)))
+                message = await peer.channel.read(_SAID, timeout_s=silence_s(len(self._peers)))
                 peer.heard()
                 size, read_bytes = peer.channel.received_bytes - read_bytes, peer.channel.received_bytes
                 allowance.spend(size, time.monotonic())
@@ -361,18 +372,16 @@ class Mesh:
                 if may_be_back:
                     self._spawn(self._redial(peer.status))
 
-    def _received(self, peer: LivePeer, peer_id: str, message: dict[str, Any]) -> None:
-        if message.get("kind") == "bans":
-            self._gate.learn(bans.parse(message))
-            return
-        if message.get("kind") != "status":
-            self._on_message(peer.status, message)
-            return
-        status = self._decode(peer_id, message.get("status"))
-        changed = _essence(status) != _essence(peer.status)
-        peer.status = status
-        if changed:
-            self._on_change()
+    def _received(self, peer: LivePeer, peer_id: str, message: Said) -> None:
+        match message:
+            case Announced(record):
+                before, peer.status = peer.status, self._decode(peer_id, record)
+                if _essence(peer.status) != _essence(before):
+                    self._on_change()
+            case Bans(signed):
+                self._gate.learn(signed)
+            case _:
+                self._on_message(peer.status, message)
 
 
 def _essence(status: Announcement) -> tuple[Any, ...]:

@@ -6,9 +6,8 @@ import asyncio
 import contextlib
 import socket
 import struct
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import msgpack
 from msgspec.msgpack import Decoder
 
 from peers.errors import PeerSilent, PeerUnreachable, ProtocolError
@@ -33,7 +32,7 @@ class Channel:
         self.received_bytes = 0
         """In whole messages."""
 
-    async def send(self, message: dict[str, Any] | Struct, timeout_s: float | None = None) -> None:
+    async def send(self, message: Struct, timeout_s: float | None = None) -> None:
         """Raises PeerUnreachable when the stream is broken, or full for longer than `timeout_s`."""
         body = encode(message)
         if len(body) > self._max_message_bytes:
@@ -48,18 +47,15 @@ class Channel:
         except OSError as error:
             raise PeerUnreachable(f"the stream broke: {error}") from error
 
-    async def receive(self, timeout_s: float | None = None) -> dict[str, Any]:
-        return _unpack(await self._receive_bytes(timeout_s))
-
     async def read(self, wanted: Decoder[T], timeout_s: float | None = None) -> T:
         """The next message, one of those wanted; a read that was cancelled or timed out loses nothing.
 
         Raises PeerUnreachable at the end of the stream, PeerSilent after `timeout_s`, ProtocolError for any other
         message.
         """
-        return decode(wanted, await self._receive_bytes(timeout_s), self._max_message_bytes)
+        return decode(wanted, await self._whole_message(timeout_s), self._max_message_bytes)
 
-    async def _receive_bytes(self, timeout_s: float | None) -> bytes:
+    async def _whole_message(self, timeout_s: float | None) -> bytes:
         try:
             async with asyncio.timeout(timeout_s):
                 await self._fill(_LENGTH.size)
@@ -89,7 +85,7 @@ class Channel:
         Where p2pd sees this end close first, it may reset the stream before the other has read what was sent last.
         """
         with contextlib.suppress(PeerUnreachable, ProtocolError):
-            await self.receive(timeout_s)
+            await self._whole_message(timeout_s)
 
     def close(self) -> None:
         """May be repeated."""
@@ -101,13 +97,3 @@ class Channel:
             if not piece:
                 raise PeerUnreachable("the peer closed the stream")
             self._received += piece
-
-
-def _unpack(body: bytes) -> dict[str, Any]:
-    try:
-        message = msgpack.unpackb(body, strict_map_key=True)
-    except (ValueError, TypeError, msgpack.UnpackException) as error:
-        raise ProtocolError(f"not a message: {error!r}") from error
-    if not isinstance(message, dict) or not all(isinstance(key, str) for key in message):
-        raise ProtocolError(f"a message is a map with text keys, not {type(message).__name__}")
-    return message

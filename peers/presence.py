@@ -11,15 +11,15 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from peers.access.gate import Gate
 from peers.dht import Dht
 from peers.errors import PeersError, ProtocolError, UserError
 from peers.identity import Identity
 from peers.mesh import Mesh, StreamOpener
+from peers.protocol.mesh import Carried
+from peers.protocol.records import MAX_MADDRS, NO_RANK, PEERS_KEY, Announcement, View
 from peers.ranks.request import request_rank
-from peers.records import MAX_MADDRS, NO_RANK, PEERS_KEY, Announcement, View
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Presence:
         galaxy_size: int | None,
         describe: Callable[[], Announcement],
         on_change: Callable[[], None],
-        on_message: Callable[[Announcement, dict[str, Any]], None],
+        on_message: Callable[[Announcement, Carried], None],
         on_lost: Callable[[str], None],
         gate: Gate,
     ) -> None:

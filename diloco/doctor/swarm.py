@@ -20,8 +20,8 @@ from peers.errors import PeersError, ProtocolError, UserError
 from peers.identity import Identity
 from peers.network.bootstrap import ClockOff
 from peers.network.maddrs import parse_maddr
+from peers.protocol.records import PEERS_KEY, CoordinatorRecord, shown_rank
 from peers.protocol.refusal import Refused, Why
-from peers.records import PEERS_KEY, CoordinatorRecord, shown_rank
 
 ADMISSION_TIMEOUT_S = 4.0
 MAX_ASKED = 8

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from peers.access import bans
 from peers.access.gate import Gate
-from peers.access.request import ISSUERS_KEY
 from peers.access.secrets import AdmissionKey
-from peers.access.tokens import MAX_BANNED, BanList, banned_more
 from peers.admission import Admission
 from peers.dht import Dht
-from peers.errors import ProtocolError, UserError
+from peers.errors import UserError
 from peers.identity import load_or_create
 from peers.network.maddrs import is_peer_id
 from peers.network.socket_directory import SocketDirectory
-from peers.records import PEERS_KEY, Announcement, CoordinatorRecord
+from peers.protocol.tokens import MAX_BANNED, BanList, banned_more
 
-MAX_TOLD = 256
-"""Peers that are told of a new list directly; the others hear of it from these, and from the DHT."""
 MIN_ENDING_CHARACTERS = 6
 
 
@@ -79,8 +74,9 @@ async def _change(
     ban: Collection[str],
     unban: Collection[str],
 ) -> Outcome:
-    await bans.exchange_with_dht(dht, run_id, gate)
-    there = await _admitted(dht, run_id, gate)
+    there = await bans.admitted(dht, run_id, gate)
+    # What follows has to be newer than any list that the swarm has.
+    await bans.exchange(dht, run_id, gate, there)
     new = frozenset(resolved(text, there) for text in ban) - gate.bans.peer_ids
     back = frozenset(resolved(text, gate.bans.peer_ids) for text in unban) & gate.bans.peer_ids
     if new or back:
@@ -94,25 +90,8 @@ async def _change(
     bans.keep(gate, kept_at)
     if not gate.bans_blob:
         return Outcome(gate.bans, 0, 0, frozenset())
-    await bans.exchange_with_dht(dht, run_id, gate)
-    asked = list(there.items())[:MAX_TOLD]
-    told = await bans.push(dht, run_id, gate, asked)
-    return Outcome(gate.bans, len(told), len(asked), new | back)
-
-
-async def _admitted(dht: Dht, run_id: str, gate: Gate) -> dict[str, Sequence[str]]:
-    """The addresses of all admitted peers and issuers, by peer id."""
-    found: dict[str, Sequence[str]] = {}
-    now = time.time()
-    for key, kind in ((ISSUERS_KEY(run_id), CoordinatorRecord), (PEERS_KEY(run_id), Announcement)):
-        for peer_id, blob in (await dht.get(key)).items():
-            try:
-                record: CoordinatorRecord | Announcement = kind.decode(peer_id, blob, now, run_id=run_id)
-            except ProtocolError:
-                continue
-            if gate.is_admitted(peer_id, record.token):
-                found[peer_id] = record.maddrs
-    return found
+    num_told = await bans.exchange(dht, run_id, gate, there)
+    return Outcome(gate.bans, num_told, min(len(there), bans.MAX_ASKED), new | back)
 
 
 def resolved(text: str, known: Collection[str]) -> str:

@@ -1,35 +1,35 @@
-"""How a ban list gets about: kept in the DHT, passed on over the mesh, and told directly by whoever has made it.
+"""The ban list of a run outside the mesh: its file, and the exchange of lists with peers and coordinators.
 
-    anybody                           peer or coordinator    (protocol diloco/<run_id>/bans)
-    {kind: "bans", bans}      ->
-                              <-      {kind: "heard", version}
-
-The list is believed for its signature, so it matters nothing who brings it.
+The messages are in peers/protocol/admission.py. Within the mesh the list comes with every introduction.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import socket
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import Any
+
+from msgspec.msgpack import Decoder
 
 from peers.access.gate import Gate
-from peers.access.tokens import MAX_BANS_BYTES
+from peers.access.request import ISSUERS_KEY
 from peers.dht import Dht
 from peers.errors import PeersError, ProtocolError
 from peers.messages import Channel
 from peers.private_files import write_private
+from peers.protocol.admission import Bans
+from peers.protocol.limits import MAX_BANS_BYTES
+from peers.protocol.records import PEERS_KEY, Announcement, CoordinatorRecord
 
-TTL_S = 600.0
-"""In the DHT; whoever misses the list there puts it back."""
-MAX_LOOKED_AT = 64
-"""Values under the key in the DHT that are looked at: anybody can put more there."""
+MAX_ASKED = 256
+"""Peers that lists are exchanged with directly; the others hear of a newer one from these."""
 _MAX_MESSAGE_BYTES = MAX_BANS_BYTES + 100
 _ANSWER_TIMEOUT_S = 3.0
+_BANS = Decoder(Bans)
 
 log = logging.getLogger(__name__)
 
@@ -38,27 +38,10 @@ def bans_protocol(run_id: str) -> str:
     return f"diloco/{run_id}/bans"
 
 
-def BANS_KEY(run_id: str) -> str:
-    """The DHT key of a run's ban lists; the subkeys are versions."""
-    return f"diloco/{run_id}/bans"
-
-
-def to_message(blob: bytes) -> dict[str, Any]:
-    return {"kind": "bans", "bans": blob}
-
-
-def parse(message: dict[str, Any]) -> bytes:
-    """The signed list, unchecked. Raises ProtocolError."""
-    blob = message.get("bans")
-    if message.get("kind") != "bans" or not isinstance(blob, bytes) or len(blob) > MAX_BANS_BYTES:
-        raise ProtocolError(f"expected a ban list, got {message.get('kind')!r:.40}")
-    return blob
-
-
 def load_into(gate: Gate, path: Path) -> None:
     """Start from the list that was kept at `path`, if that is one."""
     try:
-        gate.learn(path.read_bytes()[:_MAX_MESSAGE_BYTES])
+        gate.learn(path.read_bytes()[: MAX_BANS_BYTES + 1])
     except FileNotFoundError:
         return
     except (OSError, ProtocolError) as error:
@@ -74,55 +57,55 @@ def keep(gate: Gate, path: Path) -> None:
         log.warning("cannot keep the ban list at %s: %s", path, error.strerror)
 
 
-async def exchange_with_dht(dht: Dht, run_id: str, gate: Gate) -> None:
-    """Learn of newer lists, and put ours back where it is not to be found any more."""
-    values = await dht.get(BANS_KEY(run_id))
-    newer = [blob for subkey, blob in values.items() if _version(subkey) >= gate.bans.version]
-    for blob in random.sample(newer, min(len(newer), MAX_LOOKED_AT)):
-        try:
-            gate.learn(blob)
-        except ProtocolError as error:
-            log.debug("ignored: %s", error)
-    if gate.bans_blob and gate.bans_blob not in values.values():
-        await dht.store(BANS_KEY(run_id), str(gate.bans.version), gate.bans_blob, TTL_S)
+async def admitted(dht: Dht, run_id: str, gate: Gate) -> dict[str, Sequence[str]]:
+    """The addresses of all admitted peers and issuers, by peer id."""
+    found: dict[str, Sequence[str]] = {}
+    now = time.time()
+    for key, kind in ((ISSUERS_KEY(run_id), CoordinatorRecord), (PEERS_KEY(run_id), Announcement)):
+        for peer_id, blob in (await dht.get(key)).items():
+            try:
+                record: CoordinatorRecord | Announcement = kind.decode(peer_id, blob, now, run_id=run_id)
+            except ProtocolError:
+                continue
+            if gate.is_admitted(peer_id, record.token):
+                found[peer_id] = record.maddrs
+    return found
 
 
-async def push(dht: Dht, run_id: str, gate: Gate, peers: Collection[tuple[str, Sequence[str]]]) -> list[str]:
-    """Tell the list to these peers (id, addresses) directly. Returns the ids of those that have it now."""
+async def exchange(dht: Dht, run_id: str, gate: Gate, peers: Mapping[str, Sequence[str]]) -> int:
+    """Tell these peers (id -> addresses) the list, and hear theirs. Returns how many have the newest of all now."""
 
-    async def tell(peer_id: str, maddrs: Sequence[str]) -> bool:
+    async def exchange_with(peer_id: str, maddrs: Sequence[str]) -> bytes | None:
         try:
             sock = await dht.transport.open(
                 peer_id, bans_protocol(run_id), timeout_s=_ANSWER_TIMEOUT_S, maddrs=maddrs
             )
             channel = Channel(sock, max_message_bytes=_MAX_MESSAGE_BYTES)
             try:
-                await channel.send(to_message(gate.bans_blob), _ANSWER_TIMEOUT_S)
-                answer = await channel.receive(_ANSWER_TIMEOUT_S)
+                await channel.send(Bans(signed=gate.bans_blob), _ANSWER_TIMEOUT_S)
+                theirs = await channel.read(_BANS, _ANSWER_TIMEOUT_S)
             finally:
                 channel.close()
+            gate.learn(theirs.signed)
         except PeersError as error:
-            log.debug("could not tell %s of the ban list: %s", peer_id, error)
-            return False
-        return answer.get("version") == gate.bans.version
+            log.debug("exchanged no ban list with %s: %s", peer_id, error)
+            return None
+        return theirs.signed
 
-    told = await asyncio.gather(*(tell(peer_id, maddrs) for peer_id, maddrs in peers))
-    return [peer_id for (peer_id, _), heard in zip(peers, told, strict=True) if heard]
+    asked = islice(peers.items(), MAX_ASKED)
+    heard = await asyncio.gather(*(exchange_with(peer_id, maddrs) for peer_id, maddrs in asked))
+    return heard.count(gate.bans_blob)
 
 
 async def serve(dht: Dht, run_id: str, gate: Gate) -> None:
-    """Take lists from now on, from anybody."""
+    """Exchange lists from now on, with anybody."""
 
     async def handle(_peer_id: str, sock: socket.socket) -> None:
         channel = Channel(sock, max_message_bytes=_MAX_MESSAGE_BYTES)
         try:
-            gate.learn(parse(await channel.receive(_ANSWER_TIMEOUT_S)))
-            await channel.send({"kind": "heard", "version": gate.bans.version}, _ANSWER_TIMEOUT_S)
+            gate.learn((await channel.read(_BANS, _ANSWER_TIMEOUT_S)).signed)
+            await channel.send(Bans(signed=gate.bans_blob), _ANSWER_TIMEOUT_S)
         finally:
             channel.close()
 
     await dht.transport.serve(bans_protocol(run_id), handle)
-
-
-def _version(subkey: str) -> int:
-    return int(subkey) if subkey.isascii() and subkey.isdigit() and len(subkey) < 20 else -1

@@ -7,10 +7,9 @@ import time
 from collections.abc import Callable
 
 from peers.access.refusals import Refusals
-from peers.access.tokens import BanList
 from peers.admission import Admission
-from peers.errors import ProtocolError
 from peers.protocol.refusal import Refused
+from peers.protocol.tokens import BanList
 
 log = logging.getLogger(__name__)
 
@@ -62,14 +61,6 @@ class Gate:
         try:
             self._admission.check(peer_id, token, time.time())
         except Refused:
-            return False
-        return True
-
-    def is_ban_list(self, blob: bytes) -> bool:
-        """Whether this was signed for the run, old or new."""
-        try:
-            self._admission.ban_list(blob)
-        except ProtocolError:
             return False
         return True
 

@@ -1,4 +1,4 @@
-"""Issues tokens to those who prove the swarm secret; the protocol is that of peers/access/request.py.
+"""Issues tokens to those who prove the swarm secret; the messages are in peers/protocol/admission.py.
 
 Runs beside the coordinator, and in any peer that was given the admission key.
 """
@@ -14,13 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from peers.access.request import MAX_MESSAGE_BYTES, parse_join, parse_proof, refusal
-from peers.access.secrets import NONCE_BYTES, AdmissionKey, load_key
-from peers.access.tokens import BanList, Token
+from msgspec.msgpack import Decoder
+
+from peers.access.request import MAX_MESSAGE_BYTES
+from peers.access.secrets import AdmissionKey, load_key
 from peers.errors import ProtocolError, UserError
 from peers.messages import Channel
 from peers.network.maddrs import is_peer_id
-from peers.protocol.refusal import Refused, Why
+from peers.protocol.admission import NONCE_BYTES, Issued, Join, Nonce, Proof
+from peers.protocol.refusal import Refusal, Refused, Why
+from peers.protocol.tokens import BanList, Token
 
 DEFAULT_LIFETIME_DAYS = 30.0
 """Far longer than a coordinator is missed for: nobody is to be shut out of a swarm that goes on without it."""
@@ -28,6 +31,8 @@ MAX_ASKING = 64
 """Peers that are asked for their proof at once; further ones are turned away, and ask again."""
 _ANSWER_TIMEOUT_S = 3.0
 _MAX_LIST_BYTES = 1 << 20
+
+_JOIN, _PROOF = Decoder(Join), Decoder(Proof)
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -89,21 +94,23 @@ class Issuer:
             raise ProtocolError(f"{MAX_ASKING} peers are asking for tokens already")
         self._num_asking += 1
         try:
-            parse_join(await channel.receive(_ANSWER_TIMEOUT_S))
+            await channel.read(_JOIN, _ANSWER_TIMEOUT_S)
             nonce = secrets.token_bytes(NONCE_BYTES)
-            await channel.send({"kind": "nonce", "nonce": nonce}, _ANSWER_TIMEOUT_S)
-            proof = parse_proof(await channel.receive(_ANSWER_TIMEOUT_S))
-            try:
-                if not self.key.secret.is_proved_by(proof, self._run_id, peer_id, self._peer_id, nonce):
-                    raise Refused(Why.WRONG_SECRET)
-                answer = {"kind": "token", "token": self.issue(peer_id, time.time())}
-            except Refused as error:
-                self._tell(peer_id, error)
-                answer = refusal(error.why)
-            await channel.send(answer, _ANSWER_TIMEOUT_S)
+            await channel.send(Nonce(nonce=nonce), _ANSWER_TIMEOUT_S)
+            said = await channel.read(_PROOF, _ANSWER_TIMEOUT_S)
+            await channel.send(self._answer(peer_id, nonce, said.proof), _ANSWER_TIMEOUT_S)
         finally:
             self._num_asking -= 1
             channel.close()
+
+    def _answer(self, peer_id: str, nonce: bytes, proof: bytes) -> Issued | Refusal:
+        try:
+            if not self.key.secret.is_proved_by(proof, self._run_id, peer_id, self._peer_id, nonce):
+                raise Refused(Why.WRONG_SECRET)
+            return Issued(token=self.issue(peer_id, time.time()))
+        except Refused as error:
+            self._tell(peer_id, error)
+            return Refusal(why=error.why)
 
 
 def read_allowlist(path: Path) -> frozenset[str]:

@@ -1,14 +1,4 @@
-"""How a peer is given its token, and what both sides may say.
-
-    peer                               issuer    (protocol diloco/<run_id>/admission)
-    {kind: "join"}            ->
-                              <-       {kind: "nonce", nonce}
-    {kind: "proof", proof}    ->
-                              <-       {kind: "token", token} | {kind: "refused", why}
-
-libp2p proves both identities; the proof is an HMAC by the swarm secret over them, the run and the nonce, so the secret
-never travels and a proof is good for nothing else. Issuers announce themselves in the DHT, with tokens of their own.
-"""
+"""How a peer asks for its token; the messages are in peers/protocol/admission.py."""
 
 from __future__ import annotations
 
@@ -17,19 +7,23 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from peers.access.secrets import NONCE_BYTES, PROOF_BYTES, SwarmSecret
-from peers.access.tokens import MAX_TOKEN_BYTES, Token
+from msgspec.msgpack import Decoder
+
+from peers.access.secrets import SwarmSecret
 from peers.dht import Dht
 from peers.errors import PeerUnreachable, ProtocolError
 from peers.messages import Channel
-from peers.protocol.refusal import Refused, Why
-from peers.records import COORDINATOR_KEY, CoordinatorRecord
+from peers.protocol.admission import Issued, Join, Nonce, Proof
+from peers.protocol.records import COORDINATOR_KEY, CoordinatorRecord
+from peers.protocol.refusal import Refusal, Refused, unless_refused
+from peers.protocol.tokens import Token
 
 MAX_MESSAGE_BYTES = 1024
 ANSWER_TIMEOUT_S = 5.0
 _RETRY_INTERVAL_S = 0.3
+_NONCE = Decoder(Nonce)
+_ANSWER: Decoder[Issued | Refusal] = Decoder(Issued | Refusal)
 
 log = logging.getLogger(__name__)
 
@@ -122,59 +116,14 @@ async def _ask(dht: Dht, record: CoordinatorRecord, applicant: Applicant, timeou
     sock = await dht.transport.open(record.peer_id, protocol, timeout_s=limit_s, maddrs=record.maddrs)
     channel = Channel(sock, max_message_bytes=MAX_MESSAGE_BYTES)
     try:
-        await channel.send({"kind": "join"}, limit_s)
-        nonce = parse_nonce(await channel.receive(limit_s))
+        await channel.send(Join(), limit_s)
+        nonce = (await channel.read(_NONCE, limit_s)).nonce
         proof = applicant.secret.proof(applicant.run_id, applicant.peer_id, record.peer_id, nonce)
-        await channel.send({"kind": "proof", "proof": proof}, limit_s)
-        blob = parse_token(await channel.receive(limit_s))
+        await channel.send(Proof(proof=proof), limit_s)
+        blob = unless_refused(await channel.read(_ANSWER, limit_s)).token
     finally:
         channel.close()
     token = Token.decode(blob, applicant.secret.public_key)
     if (token.run_id, token.peer_id) != (applicant.run_id, applicant.peer_id):
         raise ProtocolError("it issued a token for another peer or run")
     return blob
-
-
-def parse_join(message: dict[str, Any]) -> None:
-    """Raises ProtocolError unless this asks for a token."""
-    if message != {"kind": "join"}:
-        raise ProtocolError(f"not a request for a token: {message!r:.80}")
-
-
-def parse_nonce(message: dict[str, Any]) -> bytes:
-    """Raises ProtocolError."""
-    return _bytes_of(message, "nonce", NONCE_BYTES, NONCE_BYTES)
-
-
-def parse_proof(message: dict[str, Any]) -> bytes:
-    """Raises ProtocolError."""
-    return _bytes_of(message, "proof", PROOF_BYTES, PROOF_BYTES)
-
-
-def parse_token(message: dict[str, Any]) -> bytes:
-    """The token, unchecked. Raises Refused, ProtocolError."""
-    raise_refusal(message)
-    return _bytes_of(message, "token", 1, MAX_TOKEN_BYTES)
-
-
-def refusal(why: Why) -> dict[str, Any]:
-    """What a refused peer is told at any door."""
-    return {"kind": "refused", "why": why.value}
-
-
-def raise_refusal(message: dict[str, Any]) -> None:
-    """Raises Refused if that is what the message says, ProtocolError if it says so for no reason of ours."""
-    if message.get("kind") != "refused":
-        return
-    try:
-        why = Why(str(message.get("why")))
-    except ValueError as error:
-        raise ProtocolError("refused, for no reason that is known here") from error
-    raise Refused(why)
-
-
-def _bytes_of(message: dict[str, Any], kind: str, least: int, most: int) -> bytes:
-    value = message.get(kind)
-    if message.get("kind") != kind or not isinstance(value, bytes) or not least <= len(value) <= most:
-        raise ProtocolError(f"expected a {kind}, got {message.get('kind')!r:.40}")
-    return value

@@ -25,7 +25,6 @@ from peers.errors import UserError
 from peers.private_files import write_private
 
 SECRET_ENV = "DILOCO_SWARM_SECRET"
-NONCE_BYTES = PROOF_BYTES = 32
 _PART_BYTES = 32
 _MAX_FILE_BYTES = 4096
 _SECRET, _KEY = "diloco1", "diloco-admission1"

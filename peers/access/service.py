@@ -24,15 +24,15 @@ from peers.access.request import (
     request_token,
 )
 from peers.access.secrets import SwarmSecret, load_key, load_secret
-from peers.access.tokens import Token
 from peers.admission import Admission
 from peers.dht import Dht
 from peers.errors import PeersError, PeerUnreachable, UserError
 from peers.identity import Identity
 from peers.network.storage_checks import guard_storage
 from peers.private_files import write_private
+from peers.protocol.records import MAX_MADDRS, CoordinatorRecord
 from peers.protocol.refusal import Refused, Why
-from peers.records import MAX_MADDRS, CoordinatorRecord
+from peers.protocol.tokens import Token
 
 REQUEST_TIMEOUT_S = 10.0
 """How long to look for somebody who issues tokens before this peer cannot join."""
@@ -108,12 +108,8 @@ class AdmissionService:
         """Have a token, before anything is asked of others. Raises UserError."""
         if self._applicant is None:
             return
-        bans.load_into(self.gate, self._bans_path)
+        self._load_bans(self._applicant)
         self.gate.on_bans.append(self._heard_bans)
-        # The list of a former life may be out of date, and this peer let back in since.
-        await bans.exchange_with_dht(self._dht, self._run_id, self.gate)
-        if self._is_banned:
-            raise UserError(Why.BANNED.advice(self._identity.peer_id))
         await self._obtain(self._applicant)
         await bans.serve(self._dht, self._run_id, self.gate)
         if self._issuer is not None:
@@ -121,13 +117,12 @@ class AdmissionService:
             await self._announce()
 
     async def run(self) -> None:
-        """Keep the token valid and the ban list known. Raises PeersError once this peer is banned or its token over."""
+        """Keep the token valid. Raises PeersError once this peer is banned or its token over."""
         if self._applicant is None:
             await asyncio.Future()
             return
         while True:
             self._woken.clear()
-            await bans.exchange_with_dht(self._dht, self._run_id, self.gate)
             if self._is_banned:
                 raise PeersError(Why.BANNED.advice(self._identity.peer_id))
             if self._issuer is not None:
@@ -145,6 +140,14 @@ class AdmissionService:
     @property
     def _is_banned(self) -> bool:
         return self._identity.peer_id in self.gate.bans.peer_ids
+
+    def _load_bans(self, applicant: Applicant) -> None:
+        """Start from the list of a former life, unless it bans this peer, which may have been let back in since: the
+        first peer that it meets has the newest."""
+        kept = Gate(Admission(applicant.run_id, applicant.secret.public_key))
+        bans.load_into(kept, self._bans_path)
+        if applicant.peer_id not in kept.bans.peer_ids:
+            self.gate.learn(kept.bans_blob)
 
     def _heard_bans(self) -> None:
         bans.keep(self.gate, self._bans_path)

@@ -6,14 +6,13 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
 
 from peers import joining
 from peers.codecs import codec_named
 from peers.errors import ProtocolError, UserError
-from peers.joining import Scalar
 from peers.presence import Presence
-from peers.records import Announcement
+from peers.protocol.mesh import Manifest, Scalar, WantManifest
+from peers.protocol.records import Announcement
 
 log = logging.getLogger(__name__)
 
@@ -71,14 +70,15 @@ class Agreement:
         presence.publish()
         return self.manifest
 
-    def received(self, sender: Announcement, message: dict[str, Any]) -> None:
+    def received(self, sender: Announcement, message: Manifest | WantManifest) -> None:
         """Answer a request for the manifest, or take one. Raises ProtocolError."""
-        if message["kind"] == "manifest?":
+        if isinstance(message, WantManifest):
             if self.manifest:
-                self._presence.mesh.send_to(sender.peer_id, {"kind": "manifest", "manifest": self.manifest})
+                self._presence.mesh.send_to(sender.peer_id, Manifest(fields=self.manifest))
             return
+        manifest = message.fields
         try:
-            manifest = joining.check_manifest(message.get("manifest"))
+            joining.check_manifest(manifest)
             codec_named(str(manifest.get("hv.compression") or "fp32"))
         except ValueError as error:
             raise ProtocolError(str(error)) from error
@@ -89,7 +89,7 @@ class Agreement:
     async def _fetch(self, peer: Announcement) -> dict[str, Scalar] | None:
         """From the peer that announces it; None if it does not come, for then the view will change."""
         awaited = self._awaited[peer.manifest_digest] = asyncio.get_running_loop().create_future()
-        self._presence.mesh.send_to(peer.peer_id, {"kind": "manifest?"})
+        self._presence.mesh.send_to(peer.peer_id, WantManifest())
         try:
             async with asyncio.timeout(FETCH_TIMEOUT_S):
                 return await awaited

@@ -23,7 +23,6 @@ from peers.daemon.standing import standing_of
 from peers.errors import StateUnavailable, UserError
 from peers.handover import Memories, Outcome, Start
 from peers.identity import verify_signature
-from peers.joining import Scalar
 from peers.layout import Layout
 from peers.network.streams import StreamTransport
 from peers.onlookers.journal import Journal
@@ -31,9 +30,10 @@ from peers.onlookers.reporting import entry_of
 from peers.outer_state import OuterState
 from peers.presence import Presence
 from peers.protocol.certificates import Certificate
+from peers.protocol.mesh import Scalar
+from peers.protocol.records import State
 from peers.protocol.reports import Point
 from peers.protocol.reports import Standing as RoundStanding
-from peers.records import State
 from peers.reduction.residuals import Residuals
 from peers.schedule import Schedule
 from peers.state import files as state_files

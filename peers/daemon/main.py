@@ -31,11 +31,9 @@ from peers.daemon.pledges import Pledges
 from peers.daemon.reductions import Reductions
 from peers.daemon.runtime import Runtime, RuntimeSettings
 from peers.dht import Dht
-from peers.errors import PeersError, ProtocolError, UserError
-from peers.identity import Identity, IdentityKeys, claim_slot, verify_signature
-from peers.joining import Scalar
+from peers.errors import PeersError, UserError
+from peers.identity import Identity, claim_slot, verify_signature
 from peers.link import Accept, listen, refuse
-from peers.mesh import Mesh
 from peers.network.reachability import Reachability
 from peers.network.socket_directory import SocketDirectory
 from peers.network.streams import StreamPool
@@ -49,9 +47,8 @@ from peers.outer_state import OuterState
 from peers.paths import TransportMode
 from peers.presence import Presence
 from peers.priority import give_way
-from peers.protocol.messages import Message, decode_message
-from peers.protocol.wire import encode
-from peers.records import NO_RANK, TRAINING_STATES, Announcement
+from peers.protocol.mesh import Carried, Manifest, Scalar, WantManifest
+from peers.protocol.records import NO_RANK, TRAINING_STATES, Announcement
 from peers.reduce import OVERLAPPED_NICENESS
 from peers.restarts import USER_ERROR, WorkerEnd
 from peers.schedule import Schedule
@@ -165,19 +162,6 @@ def _grace_of(config: DaemonConfig) -> float:
     if config.all_reduce_strategy == "NO_WAIT":
         return DEFAULT_MATCHMAKING_S if config.matchmaking_time is None else config.matchmaking_time
     return math.inf
-
-
-class MeshMessenger:
-    """Sends the core's messages over the mesh."""
-
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
-
-    def send_to(self, peer_id: str, message: Message) -> None:
-        self._mesh.send_to(peer_id, {"kind": "core", "message": encode(message)})
-
-    def broadcast(self, message: Message) -> None:
-        self._mesh.broadcast({"kind": "core", "message": encode(message)})
 
 
 class Daemon:
@@ -324,7 +308,7 @@ class Daemon:
             give_way(niceness)
         pledges = Pledges(identity.path.with_suffix(".pledges"))
         core = Peer(
-            keys=IdentityKeys(identity),
+            keys=identity,
             verify=verify_signature,
             settings=Settings(
                 manifest=self._agreement.digest,
@@ -360,7 +344,7 @@ class Daemon:
                 local_steps=schedule.local_steps,
                 optimizer_for=lambda num_members: optimizer_of(manifest, num_members),
             ),
-            messenger=MeshMessenger(self._presence.mesh),
+            messenger=self._presence.mesh,
             reductions=reductions,
             pledges=pledges,
             download=self._host.download,
@@ -468,17 +452,12 @@ class Daemon:
                 )
         self._reports.changed()
 
-    def _received(self, sender: Announcement, message: dict[str, Any]) -> None:
+    def _received(self, sender: Announcement, message: Carried) -> None:
         """A message from a live peer. Raises ProtocolError, which costs it the channel."""
-        if message.get("kind") == "core":
-            blob = message.get("message")
-            parsed = decode_message(blob if isinstance(blob, bytes) else b"")
-            if self._runtime is not None:
-                self._runtime.post(events.Received(sender.peer_id, parsed))
-        elif message.get("kind") in ("manifest", "manifest?"):
+        if isinstance(message, Manifest | WantManifest):
             self._agreement.received(sender, message)
-        else:
-            raise ProtocolError(f"unknown message {message.get('kind')!r:.40}")
+        elif self._runtime is not None:
+            self._runtime.post(events.Received(sender.peer_id, message))
 
     def _lost(self, peer_id: str) -> None:
         if self._runtime is not None:

@@ -20,7 +20,7 @@ from typing import Any
 from peers.errors import PeersError, PeerUnreachable, UserError
 from peers.network.maddrs import Maddr, parse_maddr
 from peers.network.reception import Handler, Reception
-from peers.records import MAX_ENDPOINTS
+from peers.protocol.records import MAX_ENDPOINTS
 
 log = logging.getLogger(__name__)
 

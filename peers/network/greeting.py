@@ -166,7 +166,7 @@ class _Proof:
     protocol: str
 
     def sign(self, role: bytes) -> bytes:
-        return self.credentials.identity.sign(self._signed(role))
+        return self.credentials.identity.sign(self._signed(role)).signature
 
     def is_signed(self, by: Hello, role: bytes, signature: bytes) -> bool:
         return verify(by.peer_id, public_key_of(by.certificate), self._signed(role), signature)

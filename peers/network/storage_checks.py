@@ -1,4 +1,4 @@
-"""What this node stores of a run for others: announcements of admitted peers, by themselves, and true ban lists.
+"""What this node stores of a run for others: announcements of admitted peers, by themselves.
 
 Of what it finds at others, only what is of its owner.
 """
@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import time
 
-from peers.access.bans import BANS_KEY
-from peers.access.bans import TTL_S as BANS_TTL_S
 from peers.access.gate import Gate
 from peers.access.request import ISSUERS_KEY
 from peers.dht import Dht
 from peers.errors import ProtocolError
-from peers.records import COORDINATOR_KEY, PEERS_KEY, Announcement, CoordinatorRecord
+from peers.protocol.records import COORDINATOR_KEY, PEERS_KEY, Announcement, CoordinatorRecord
 
 MAX_TTL_S = 40.0
 """The longest of ours is 30 s. What somebody else stores again, to last longer, would shut out its successor."""
 MAX_FOUND = 1024
 """Records that are known to be in order."""
-_SLACK_S = 10.0
 
 
 def guard_storage(dht: Dht, run_id: str, gate: Gate) -> None:
@@ -29,7 +26,7 @@ def guard_storage(dht: Dht, run_id: str, gate: Gate) -> None:
         found: dict[tuple[str, bytes], None] = {}
 
         def check(subkey: str, value: bytes, *, expiry: float, is_found: bool) -> bool:
-            if not _ends_within(expiry, MAX_TTL_S):
+            if expiry > time.time() + MAX_TTL_S:
                 return False
             # Every node that has it hands it over, and every few seconds.
             if is_found and (subkey, value) in found:
@@ -48,14 +45,6 @@ def guard_storage(dht: Dht, run_id: str, gate: Gate) -> None:
 
         dht.keep(key, check)
 
-    def is_ban_list(subkey: str, value: bytes, *, expiry: float, is_found: bool) -> bool:
-        return _ends_within(expiry, BANS_TTL_S + _SLACK_S) and gate.is_ban_list(value)
-
     keep_records(PEERS_KEY(run_id), Announcement)
     keep_records(COORDINATOR_KEY(run_id), CoordinatorRecord)
     keep_records(ISSUERS_KEY(run_id), CoordinatorRecord)
-    dht.keep(BANS_KEY(run_id), is_ban_list)
-
-
-def _ends_within(expiry: float, seconds: float) -> bool:
-    return expiry <= time.time() + seconds

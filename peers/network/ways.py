@@ -12,14 +12,15 @@ from peers.mesh import mesh_protocol
 from peers.network.direct import Direct
 from peers.network.libp2p_streams import Libp2p
 from peers.network.maddrs import Maddr, is_loopback, parse_maddr
+from peers.network.path_choice import Path
 from peers.network.reception import Reception
 from peers.network.relay import Relay
 from peers.network.relay_service import RelayService
 from peers.network.tls import Credentials
 from peers.paths import Paths, TransportMode
+from peers.protocol.records import MAX_ENDPOINTS, MAX_PATHS, NO_RANK, Announcement
 from peers.protocol.refusal import Refused
 from peers.protocol.states import state_protocol
-from peers.records import MAX_ENDPOINTS, MAX_PATHS, NO_RANK, Announcement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,12 +105,12 @@ class Network:
         """Where others can call this peer directly; `maddrs` are the addresses that libp2p is seen by."""
         return announced_endpoints(self._settings, self._direct.port, maddrs) if self._direct else ()
 
-    def paths_shown(self) -> tuple[tuple[int, str], ...]:
+    def paths_shown(self) -> tuple[tuple[int, Path], ...]:
         """World rank and path of every peer that this one has opened streams to, as far as a record has room."""
         in_use = self.paths.in_use
         shown: dict[int, Any] = {peer.world_rank: in_use.get(peer.peer_id) for peer in self._peers()}
         shown.pop(NO_RANK, None)
-        return tuple((rank, str(path)) for rank, path in sorted(shown.items()) if path)[:MAX_PATHS]
+        return tuple((rank, path) for rank, path in sorted(shown.items()) if path)[:MAX_PATHS]
 
     def _may_call(self, peer_id: str) -> bool:
         """Whether to greet who claims to be this peer and calls directly."""

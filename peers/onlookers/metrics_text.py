@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from peers.onlookers.sightings import LOST, SILENT
+from peers.protocol.records import STATES
 from peers.protocol.reports import PARTS
-from peers.records import STATES
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MAX_RANK = 4096

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from peers.records import Announcement, shown_rank
+from peers.protocol.records import Announcement, shown_rank
 
 LOST_AFTER_S = 15.0
 """A peer whose announcement has not been renewed for so long counts as lost."""

@@ -31,9 +31,9 @@ from peers.onlookers.summary import MAX_SHOWN_ROUNDS, holders_of, summary_of
 from peers.protocol import reports
 from peers.protocol.admission import Nonce, Proof
 from peers.protocol.certificates import Certificate
+from peers.protocol.records import PEERS_KEY, Announcement
 from peers.protocol.refusal import Refusal, unless_refused
 from peers.protocol.reports import Report
-from peers.records import PEERS_KEY, Announcement
 
 LOOK_INTERVAL_S = 2.0
 """Between two looks into the DHT."""
@@ -85,7 +85,7 @@ async def observing(
                 )
                 stack.push_async_callback(dht.close)
                 if not gate.is_open:
-                    await bans.exchange_with_dht(dht, run_id, gate)
+                    await bans.exchange(dht, run_id, gate, await bans.admitted(dht, run_id, gate))
                 observer = Observer(run_id, dht, gate, secret)
                 stack.push_async_callback(observer.close)
                 await observer.start()

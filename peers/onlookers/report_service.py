@@ -16,10 +16,10 @@ from typing import Any, Protocol
 
 from msgspec.msgpack import Decoder
 
-from peers.access.secrets import NONCE_BYTES, SwarmSecret
+from peers.access.secrets import SwarmSecret
 from peers.errors import PeersError
 from peers.messages import Channel
-from peers.protocol.admission import Nonce, Proof
+from peers.protocol.admission import NONCE_BYTES, Nonce, Proof
 from peers.protocol.refusal import Refusal, Why
 from peers.protocol.reports import Busy, Hello, Report, report_protocol
 

@@ -12,6 +12,7 @@ from peers.onlookers.journal import Journal, printable, shown_failures, shown_ra
 from peers.onlookers.sightings import Sightings
 from peers.onlookers.summary import summary_of
 from peers.protocol.certificates import Certificate
+from peers.protocol.records import Announcement
 from peers.protocol.reports import (
     MAX_CERTIFICATE_BYTES,
     MAX_HARDWARE_CHARACTERS,
@@ -24,7 +25,6 @@ from peers.protocol.reports import (
     RoundEntry,
     Standing,
 )
-from peers.records import Announcement
 
 
 class Reporting:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 from peers.onlookers.journal import Curve
 from peers.protocol.certificates import Certificate
+from peers.protocol.records import Announcement
 from peers.protocol.reports import MAX_INCIDENTS, MAX_ROUNDS, Incident, Report, RoundEntry
-from peers.records import Announcement
 
 QUIET_AFTER_S = 4.0
 """A peer that has told nothing for so long, though several reports were due, does not count as one that answers."""

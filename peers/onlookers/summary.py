@@ -11,8 +11,8 @@ import msgspec
 
 from peers.onlookers.sightings import LOST, SILENT, Event, Sighting, Sightings
 from peers.onlookers.stragglers import stragglers_of
+from peers.protocol.records import NO_RANK
 from peers.protocol.reports import Figures, RoundEntry
-from peers.records import NO_RANK
 
 MAX_SHOWN_ROUNDS = 20
 

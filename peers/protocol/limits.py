@@ -34,6 +34,8 @@ ClaimedRank = Annotated[int, Meta(ge=-1, le=MAX_WORLD_RANK)]
 Norm = Annotated[float, Meta(ge=0, le=MAX_NORM)]
 Real = Annotated[float, Meta(ge=0, le=MAX_REAL)]
 Share = Annotated[float, Meta(ge=0, le=1)]
+RUN_ID = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
+RunId = Annotated[str, Meta(pattern=rf"^{RUN_ID}\Z")]
 PeerId = Annotated[str, Meta(min_length=1, max_length=128)]
 Hash = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 HashOrNone = Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?\Z")]
@@ -52,3 +54,7 @@ characters that turn the direction of writing or have no width. Its length is bo
 Port = Annotated[int, Meta(ge=1, le=65535)]
 KeyBytes = Annotated[bytes, Meta(max_length=1024)]
 SignatureBytes = Annotated[bytes, Meta(max_length=1024)]
+MAX_TOKEN_BYTES = 512
+TokenBytes = Annotated[bytes, Meta(max_length=MAX_TOKEN_BYTES)]
+"""Empty: the peer has none, as in an open swarm."""
+MAX_BANS_BYTES = 1 << 15

@@ -1,4 +1,4 @@
-"""What peers say to each other about the run, and the one decoder for all of it.
+"""What peers say to each other about the run.
 
 everybody -> everybody  Status        where I stand, what my worker has handed over; at every change and heartbeat
 leader    -> member     Propose       who averages, with which weights, and what the roster is after it

@@ -21,8 +21,8 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from peers.access.tokens import MAX_TOKEN_BYTES
 from peers.protocol.limits import Count, Port, Real, ShownText
+from peers.protocol.tokens import MAX_TOKEN_BYTES
 from peers.protocol.wire import Struct
 
 CHUNK_BYTES = 32 << 10

@@ -18,8 +18,8 @@ from msgspec import Meta
 
 from peers.protocol.certificates import Certificate
 from peers.protocol.limits import MAX_REAL, Count, HashOrNone, Real, ShownText, WorldRank
+from peers.protocol.records import MAX_RECORD_BYTES
 from peers.protocol.wire import Struct
-from peers.records import MAX_RECORD_BYTES
 
 VERSION = 1
 MAX_POINTS = 256

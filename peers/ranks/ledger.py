@@ -6,10 +6,10 @@ import itertools
 import sqlite3
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from peers.errors import UserError
+from peers.protocol.ranks import Grant, Taken
 
 _BUSY_TIMEOUT_S = 5.0
 _SCHEMA = """
@@ -21,23 +21,6 @@ CREATE TABLE IF NOT EXISTS ranks (
 CREATE TABLE IF NOT EXISTS fencing (last INTEGER NOT NULL);
 INSERT INTO fencing SELECT 0 WHERE NOT EXISTS (SELECT * FROM fencing);
 """
-
-
-@dataclass(frozen=True)
-class Grant:
-    """A world rank. Of two claims to one rank the higher `fencing` number is the later, and holds."""
-
-    world_rank: int
-    fencing: int
-    galaxy_size: int
-    """How many peers the ledger knows, this one included."""
-
-
-@dataclass(frozen=True)
-class Taken:
-    """The rank that was asked for belongs to another identity."""
-
-    holder: str
 
 
 class Ledger:
@@ -77,12 +60,12 @@ class Ledger:
                 rank = self._lowest_free(avoid)
             holder = self.holder(rank)
             if holder is not None and holder not in (peer_id, evict):
-                return Taken(holder)
+                return Taken(holder=holder)
             self._db.execute("UPDATE fencing SET last = last + 1")
             self._db.execute("DELETE FROM ranks WHERE world_rank = ? OR peer_id = ?", (rank, peer_id))
             self._db.execute("INSERT INTO ranks SELECT ?, ?, last FROM fencing", (rank, peer_id))
             (fencing,) = self._db.execute("SELECT last FROM fencing").fetchone()
-            return Grant(rank, fencing, self.known())
+            return Grant(world_rank=rank, fencing=fencing, galaxy_size=self.known())
 
     def release(self, peer_id: str) -> None:
         """Forget this identity; its rank is free. May be repeated."""

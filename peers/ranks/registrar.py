@@ -1,33 +1,36 @@
 """How the coordinator gives world ranks to peers: its answers, and its record in the DHT.
 
-What it is asked, and answers, is in peers/ranks/request.py.
+What it is asked, and answers, is in peers/protocol/ranks.py.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import socket
 import time
 from collections.abc import Iterable, Sequence
 
+from msgspec.msgpack import Decoder
+from msgspec.structs import replace
+
 from peers.access.gate import Gate
-from peers.access.request import refusal
 from peers.access.service import AdmissionService
 from peers.dht import Dht
 from peers.errors import ProtocolError
 from peers.identity import Identity
 from peers.messages import Channel
-from peers.protocol.refusal import Refused
-from peers.ranks.ledger import Grant, Ledger, Taken
-from peers.ranks.request import HOLDER_TIMEOUT_S, MAX_REQUEST_BYTES, parse_request, to_message
-from peers.records import COORDINATOR_KEY, MAX_MADDRS, PEERS_KEY, Announcement, CoordinatorRecord
+from peers.protocol.ranks import AskRank, Grant, Taken
+from peers.protocol.records import COORDINATOR_KEY, MAX_MADDRS, PEERS_KEY, Announcement, CoordinatorRecord
+from peers.protocol.refusal import Refusal, Refused
+from peers.ranks.ledger import Ledger
+from peers.ranks.request import HOLDER_TIMEOUT_S, MAX_REQUEST_BYTES
 
 ANNOUNCE_INTERVAL_S = 5.0
 RECORD_TTL_S = 30.0
 ARRIVAL_S = 30.0
 """A peer that was given a rank so recently counts as present, announced or not."""
 _REQUEST_TIMEOUT_S = 10.0
+_ASKED = Decoder(AskRank)
 
 logger = logging.getLogger(__name__)
 
@@ -44,13 +47,13 @@ class Registrar:
         channel = Channel(sock, max_message_bytes=MAX_REQUEST_BYTES)
         try:
             while True:
-                wanted, token = parse_request(await channel.receive(_REQUEST_TIMEOUT_S))
+                asked = await channel.read(_ASKED, _REQUEST_TIMEOUT_S)
                 try:
-                    self._gate.check(peer_id, token, "coordinator")
+                    self._gate.check(peer_id, asked.token, "coordinator")
                 except Refused as error:
-                    await channel.send(refusal(error.why), _REQUEST_TIMEOUT_S)
+                    await channel.send(Refusal(why=error.why), _REQUEST_TIMEOUT_S)
                     return
-                await channel.send(to_message(await self.assign(peer_id, wanted)), _REQUEST_TIMEOUT_S)
+                await channel.send(await self.assign(peer_id, asked.wanted), _REQUEST_TIMEOUT_S)
         finally:
             channel.close()
 
@@ -72,7 +75,7 @@ class Registrar:
             answer = self._ledger.assign(peer_id, wanted, evict=answer.holder)
         if not isinstance(answer, Grant):
             return answer
-        return dataclasses.replace(answer, galaxy_size=self._num_around(peer_id, others))
+        return replace(answer, galaxy_size=self._num_around(peer_id, others))
 
     def _num_around(self, peer_id: str, others: Iterable[Announcement]) -> int:
         """The peers that are there or on their way, the asking one included; the ledger knows the dead, too."""

@@ -1,28 +1,20 @@
-"""How a peer asks the coordinator of its run for a world rank, and what both may say.
-
-peer                                       coordinator   (protocol diloco/<run_id>/coordinator)
-{kind: "rank", wanted: int | None,    ->
- token: bytes}
-                                      <-   {kind: "grant", world_rank, fencing, galaxy_size}
-                                      <-   {kind: "taken", holder}
-                                      <-   {kind: "refused", why}
-"""
+"""How a peer asks the coordinator of its run for a world rank; the messages are in peers/protocol/ranks.py."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from typing import Any, TypeGuard
+
+from msgspec.msgpack import Decoder
 
 from peers.access.gate import Gate
-from peers.access.request import raise_refusal
 from peers.dht import Dht
 from peers.errors import PeerUnreachable, ProtocolError, UserError
 from peers.messages import Channel
-from peers.protocol.refusal import Refused
-from peers.ranks.ledger import Grant, Taken
-from peers.records import COORDINATOR_KEY, MAX_WORLD_RANKS, CoordinatorRecord
+from peers.protocol.ranks import AskRank, Grant, Taken
+from peers.protocol.records import COORDINATOR_KEY, CoordinatorRecord
+from peers.protocol.refusal import Refusal, Refused
 
 HOLDER_TIMEOUT_S = 3.0
 """How long the holder of a rank that another identity wants has to answer before it loses the rank."""
@@ -31,6 +23,7 @@ MAX_REQUEST_BYTES = 1024
 _RETRY_INTERVAL_S = 0.3
 _ASK_TIMEOUT_S = 5.0
 _BRIEF_SEARCH_S = 1.0
+_ANSWER: Decoder[Grant | Taken | Refusal] = Decoder(Grant | Taken | Refusal)
 
 logger = logging.getLogger(__name__)
 
@@ -102,49 +95,24 @@ async def _ask(
     )
     channel = Channel(sock, max_message_bytes=MAX_REQUEST_BYTES)
     try:
-        await channel.send({"kind": "rank", "wanted": wanted, "token": token}, timeout_s)
+        await channel.send(AskRank(wanted=wanted, token=token), timeout_s)
         # It may have to ask the holder of the rank first.
-        answer = await channel.receive(timeout_s + HOLDER_TIMEOUT_S)
+        answer = await channel.read(_ANSWER, timeout_s + HOLDER_TIMEOUT_S)
     finally:
         channel.close()
-    return parse_answer(answer, wanted)
+    return granted(answer, wanted)
 
 
-def parse_request(message: dict[str, Any]) -> tuple[int | None, bytes]:
-    """The wanted rank, and the token, unchecked. Raises ProtocolError."""
-    wanted, token = message.get("wanted"), message.get("token")
-    if message.get("kind") != "rank" or not (wanted is None or _is_rank(wanted)):
-        raise ProtocolError(f"not a request for a rank: {message!r:.200}")
-    if not isinstance(token, bytes):
-        raise ProtocolError("a request for a rank without a token, not even an empty one")
-    return wanted, token
-
-
-def to_message(answer: Grant | Taken) -> dict[str, Any]:
-    if isinstance(answer, Taken):
-        return {"kind": "taken", "holder": answer.holder}
-    return {
-        "kind": "grant",
-        "world_rank": answer.world_rank,
-        "fencing": answer.fencing,
-        "galaxy_size": answer.galaxy_size,
-    }
-
-
-def parse_answer(message: dict[str, Any], wanted: int | None) -> Grant:
-    """Raises UserError for a taken rank, Refused where that is the answer, ProtocolError for what is none."""
-    raise_refusal(message)
-    if message.get("kind") == "taken" and wanted is not None:
-        raise UserError(
-            f"world rank {wanted} is taken by the live peer {message.get('holder')!s:.64}; give another --world-rank, "
-            "or none and the coordinator assigns one"
-        )
-    rank, fencing, galaxy_size = (message.get(name) for name in ("world_rank", "fencing", "galaxy_size"))
-    named = message.get("kind") == "grant" and wanted in (None, rank)
-    if named and _is_rank(rank) and type(fencing) is int and _is_rank(galaxy_size) and galaxy_size > 0:
-        return Grant(rank, fencing, galaxy_size)
-    raise ProtocolError(f"not an answer to a request for a rank: {message!r:.200}")
-
-
-def _is_rank(value: Any) -> TypeGuard[int]:
-    return type(value) is int and 0 <= value < MAX_WORLD_RANKS
+def granted(answer: Grant | Taken | Refusal, wanted: int | None) -> Grant:
+    """Raises UserError for a taken rank, Refused where that is the answer, ProtocolError for a rank of another."""
+    match answer:
+        case Grant(world_rank) if wanted in (None, world_rank):
+            return answer
+        case Taken(holder) if wanted is not None:
+            raise UserError(
+                f"world rank {wanted} is taken by the live peer {holder:.64}; give another --world-rank, or none and "
+                "the coordinator assigns one"
+            )
+        case Refusal(why):
+            raise Refused(why)
+    raise ProtocolError(f"not an answer to a request for world rank {wanted}: {answer!r:.200}")

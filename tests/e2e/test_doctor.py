@@ -23,8 +23,8 @@ import pytest
 from diloco.config import parse_train_config
 from diloco.verbs.doctor import of_network
 from peers.access.secrets import AdmissionKey
-from peers.access.tokens import Token
 from peers.identity import load_or_create
+from peers.protocol.tokens import Token
 from tests.e2e.test_readme import DOCTOR, DOCTOR_HERE
 from tests.support.closed_swarm import closed_run
 from tests.support.commands import DILOCO, ROOT, Command, model_directory, wait_until

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from peers.records import COORDINATOR_KEY, PEERS_KEY
+from peers.protocol.records import COORDINATOR_KEY, PEERS_KEY
 from tests.support.eclipse import eclipse
 from tests.support.swarm import LightSwarm, wait_until
 

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from peers.protocol.refusal import Why
+from peers.protocol.ranks import Taken
+from peers.protocol.refusal import Refusal, Why
 from tests.support.closed_swarm import Closed, closed_run
 from tests.support.false_coordinator import GRANT, Answer, FalseCoordinator
 from tests.support.hostile import Hostile
@@ -18,10 +20,10 @@ FOUNDERS = 2
 JOINS_WITHIN_S = 30.0
 
 ANSWERS: dict[str, Answer] = {
-    "a rank of another": GRANT | {"world_rank": 0},
-    "a million peers to wait for": GRANT | {"galaxy_size": 1_000_000},
-    "the rank is taken": {"kind": "taken", "holder": "somebody"},
-    "it is banned": {"kind": "refused", "why": Why.BANNED.value},
+    "a rank of another": replace(GRANT, world_rank=0),
+    "a million peers to wait for": replace(GRANT, galaxy_size=1_000_000),
+    "the rank is taken": Taken(holder="somebody"),
+    "it is banned": Refusal(why=Why.BANNED),
     "garbage": b"\xc1" * 1000,
     "nothing": None,
 }

@@ -10,20 +10,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import pytest
 
 from peers import joining
 from peers.errors import PeersError
-from peers.identity import IdentityKeys
 from peers.messages import Channel
 from peers.protocol.certificates import Body, Certificate, Plan, Signature, Work
+from peers.protocol.mesh import Carried, Manifest, WantManifest
 from peers.protocol.messages import Ask, Certificates, Message, Propose, Vote
-from peers.protocol.wire import encode
+from peers.protocol.refusal import Why
 from peers.reduction.frames import HEADER, Kind
 from peers.reduction.plan import ATTEMPT_BYTES
 from peers.reduction.shares import bounds_of
-from tests.support.hostile import Hostile
+from tests.support.hostile import INTRODUCTION, Hostile
 from tests.support.swarm import LightPeer, LightSwarm, wait_until
 
 NUMEL = 1000
@@ -86,26 +85,25 @@ def test_random_bytes_on_every_protocol_disturb_nobody(light, enemy):
 
 
 MALFORMED: list[dict[str, Any]] = [
-    {"kind": ["list"]},
-    {"kind": {"a": 1}},
-    {"kind": "status", "status": 3},
-    {"kind": "status", "status": b"\xc1" * 100},
-    {"kind": "join", "fragment": 0},
-    {"kind": "core"},
-    {"kind": "core", "message": [[1]] * 10_000},
-    {"kind": "core", "message": b"\xc1" * 1000},
-    {"kind": "core", "message": msgpack.packb({"type": "status", "incarnation": -1, "sequence": math.nan})},
-    {"kind": "core", "message": msgpack.packb({"type": "vote", "head": "a", "attempt": 1 << 62})},
-    {
-        "kind": "core",
-        "message": msgpack.packb({"type": "certificates", "head": "f" * 64, "certificates": [0] * 33}),
-    },
-    {
-        "kind": "core",
-        "message": msgpack.packb({"type": "abort", "head": "", "attempt": 0, "reason": "x" * 9999}),
-    },
-    {"kind": "manifest", "manifest": {"hv.local_steps": [[]] * 1000}},
-    {"kind": "manifest", "manifest": "x" * 500_000},
+    {},
+    {"type": ["list"]},
+    {"type": {"a": 1}},
+    {"type": "refused", "why": Why.BANNED},
+    {"type": "announced", "record": 3},
+    {"type": "announced", "record": b"\xc1" * 100},
+    {"type": "announced", "record": b"\xc1" * 100_000},
+    {"type": "join", "fragment": 0},
+    {"type": "propose"},
+    {"type": "propose", "plan": [[1]] * 10_000},
+    {"type": "propose", "plan": b"\xc1" * 1000},
+    {"type": "status", "incarnation": -1, "sequence": math.nan},
+    {"type": "vote", "head": "a", "attempt": 1 << 62},
+    {"type": "certificates", "head": "f" * 64, "certificates": [0] * 33},
+    {"type": "abort", "head": "", "attempt": 0, "reason": "x" * 9999},
+    {"type": "bans", "signed": b"x" * 100_000},
+    {"type": "manifest", "fields": {"hv.local_steps": [[]] * 1000}},
+    {"type": "manifest", "fields": {"hv.outer_lr": math.nan}},
+    {"type": "manifest", "fields": "x" * 500_000},
 ]
 
 
@@ -132,7 +130,7 @@ def test_a_flood_of_messages_slows_nobody_down(light, enemy):
     hostile = enemy()
 
     async def flood(channel: Channel) -> None:
-        message = {"kind": "core", "message": encode(Ask(head="0" * 64))}
+        message = Ask(head="0" * 64)
         with contextlib.suppress(PeersError, OSError):
             while True:
                 await channel.send(message, 60.0)
@@ -232,7 +230,7 @@ def test_a_member_that_fails_every_attempt_and_forges_commits_stops_nobody(light
     async def forge(leader: str, plan: Plan) -> None:
         plans.append(plan)
         body = Body(plan=plan, anchor="0" * 64, momentum="0" * 64)
-        forged = IdentityKeys(hostile.identity).sign(body.signed_bytes)
+        forged = hostile.identity.sign(body.signed_bytes)
         certificate = Certificate(body=body, signatures=tuple(forged for _ in plan.signers))
         vote = Vote(
             head=plan.parent,
@@ -264,9 +262,9 @@ def test_a_newcomer_takes_the_manifest_of_an_honest_peer(light, enemy, manifest)
     digest = joining.manifest_digest(manifest) if manifest else "ab" * 32
     hostile = enemy(world_rank=0, manifest_digest=digest)
 
-    async def answer(_: Hostile, channel: Channel, message: dict[str, Any]) -> None:
-        if message["kind"] == "manifest?" and manifest:
-            await channel.send({"kind": "manifest", "manifest": manifest}, 5.0)
+    async def answer(_: Hostile, channel: Channel, message: Carried) -> None:
+        if isinstance(message, WantManifest) and manifest:
+            await channel.send(Manifest(fields=manifest), 5.0)
 
     async def announce() -> None:
         await hostile.meet_all()
@@ -275,8 +273,8 @@ def test_a_newcomer_takes_the_manifest_of_an_honest_peer(light, enemy, manifest)
 
     async def welcome(peer_id: str, sock: Any) -> None:
         channel = Channel(sock)
-        hostile._hear(peer_id, await channel.receive(5.0))
-        await channel.send({"kind": "status", "status": hostile.status()}, 5.0)
+        hostile._hear(peer_id, await channel.read(INTRODUCTION, 5.0))
+        await channel.send(hostile.announced(), 5.0)
         hostile.spawn(hostile._talk(channel))
         await hostile._listen(peer_id, channel)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from peers.records import Announcement
+from peers.protocol.records import Announcement
 
 
 def announced(peer_id: str, **fields: Any) -> Announcement:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from peers.identity import IdentityKeys, claim_slot
+from peers.identity import claim_slot
 from peers.outer_optimizer import OuterOptimizer
 from peers.outer_state import OuterState
 from peers.protocol.certificates import Body, Certificate, Contributor, Member, Plan, Signature, Work
@@ -83,7 +83,7 @@ def signed_genesis(
         tokens=0,
     )
     body = Body(plan=plan, anchor=anchor, momentum=momentum)
-    signatures = tuple(IdentityKeys(one).sign(body.signed_bytes) for one in identities)
+    signatures = tuple(one.sign(body.signed_bytes) for one in identities)
     for identity in identities:
         identity.release()
     return Certificate(body=body, signatures=signatures)

@@ -13,8 +13,8 @@ from typing import Any
 
 from peers.access.ban_change import Outcome, change_bans
 from peers.access.secrets import AdmissionKey, load_key
-from peers.access.tokens import Token
 from peers.coordinator import CoordinatorConfig, serve
+from peers.protocol.tokens import Token
 from tests.support.swarm import LightSwarm
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)

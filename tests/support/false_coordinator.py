@@ -6,16 +6,21 @@ import asyncio
 import time
 from typing import Any
 
+from msgspec.msgpack import Decoder
+
 from peers.access.gate import Gate
 from peers.messages import Channel
+from peers.protocol.ranks import AskRank, Grant
+from peers.protocol.records import COORDINATOR_KEY, CoordinatorRecord
+from peers.protocol.wire import Struct
 from peers.ranks.request import coordinators, protocol_of
-from peers.records import COORDINATOR_KEY, CoordinatorRecord
 from tests.support.hostile import Hostile
 
-Answer = dict[str, Any] | bytes | None
+Answer = Struct | bytes | None
 """A message, bytes that are none, or nothing for as long as the other waits."""
 
-GRANT = {"kind": "grant", "world_rank": 7, "fencing": 1, "galaxy_size": 1}
+GRANT = Grant(world_rank=7, fencing=1, galaxy_size=1)
+_ASKED = Decoder(AskRank)
 
 
 class FalseCoordinator:
@@ -64,7 +69,7 @@ class FalseCoordinator:
                 await asyncio.get_running_loop().sock_sendall(sock, self._answer)
                 return
             channel = Channel(sock)
-            await channel.receive(5.0)
+            await channel.read(_ASKED, 5.0)
             if self._answer is not None:
                 await channel.send(self._answer, 5.0)
             await asyncio.sleep(60.0)

@@ -11,16 +11,17 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 
-import msgpack
-
 from peers.errors import PeersError
 from peers.network.greeting import Hello
 from peers.network.maddrs import Maddr, parse_maddr
 from peers.network.tls import Credentials
+from peers.protocol.admission import Bans, Join, Proof
+from peers.protocol.mesh import Announced, Manifest, WantManifest
 from peers.protocol.messages import Ask, Status
+from peers.protocol.ranks import AskRank
 from peers.protocol.relays import Want
 from peers.protocol.states import WantState
-from peers.protocol.wire import encode
+from peers.protocol.wire import Struct, encode
 from tests.support.hostile import Hostile
 
 PROTOCOLS = ("mesh", "data", "state", "relay", "relayed", "bans", "coordinator", "admission")
@@ -73,7 +74,7 @@ class Flood:
             sock = await hostile.stream(self._random.choice(peers), name)
         with sock:
             if protocol == "mesh":
-                status = msgpack.packb({"kind": "status", "status": hostile.status()})
+                status = encode(hostile.announced())
                 await self._send(sock, struct.pack("<I", len(status)) + status)
             await self._send(sock, self._garbage())
 
@@ -112,21 +113,19 @@ class Flood:
             frame[some.randrange(4, len(frame))] ^= 1 << some.randrange(8)
         return bytes(frame)
 
-    def _messages(self) -> list[object]:
+    def _messages(self) -> list[Struct]:
         head = next(iter(self._hostile.honest.values())).head
         return [
-            {"kind": "status", "status": self._hostile.status()},
-            {"kind": "bans", "bans": self._random.randbytes(300)},
-            {"kind": "rank", "wanted": None, "token": self._hostile.claims.get("token", b"")},
-            {"kind": "join"},
-            {"kind": "proof", "proof": self._random.randbytes(32)},
-            {"kind": "core", "message": self._random.randbytes(300)},
-            {"kind": "core", "message": encode(Ask(head=head or "f" * 64))},
-            {
-                "kind": "core",
-                "message": encode(Status(incarnation=1, sequence=1, world_rank=1, phase="ready", head=head)),
-            },
+            self._hostile.announced(),
+            Announced(record=self._random.randbytes(300)),
+            Bans(signed=self._random.randbytes(300)),
+            AskRank(wanted=None, token=self._hostile.claims.get("token", b"")),
+            Join(),
+            Proof(proof=self._random.randbytes(32)),
+            Ask(head=head or "f" * 64),
+            Status(incarnation=1, sequence=1, world_rank=1, phase="ready", head=head),
+            WantManifest(),
+            Manifest(fields={"hv.local_steps": 5}),
             WantState(head=head or "f" * 64),
-            {"kind": "manifest", "manifest": {"hv.local_steps": 5}},
             Want(to=self._hostile.identity.peer_id),
         ]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import random
 import socket
 import threading
@@ -16,17 +15,23 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
+from msgspec.msgpack import Decoder
+from msgspec.structs import replace
+
 from peers.dht import Dht
 from peers.errors import PeersError, PeerUnreachable
 from peers.identity import load_or_create
 from peers.messages import Channel
-from peers.protocol.messages import Message, Status, decode_message
-from peers.protocol.wire import encode
-from peers.records import PEERS_KEY, Announcement
+from peers.protocol.admission import Bans
+from peers.protocol.mesh import Announced, Carried, Introduction, Manifest, Said, WantManifest
+from peers.protocol.messages import Message, Status
+from peers.protocol.records import PEERS_KEY, Announcement
 
 T = TypeVar("T")
+INTRODUCTION: Decoder[Introduction] = Decoder(Introduction)
+SAID: Decoder[Said] = Decoder(Said)
 
-OnMessage = Callable[["Hostile", Channel, dict[str, Any]], Coroutine[Any, Any, None]]
+OnMessage = Callable[["Hostile", Channel, Carried], Coroutine[Any, Any, None]]
 OnSaid = Callable[["Hostile", str, Message], Coroutine[Any, Any, None]]
 """(hostile, peer id, what this peer has said)"""
 
@@ -74,7 +79,10 @@ class Hostile:
             **self.claims,
         }
         claims |= {"peer_id": self.identity.peer_id, "maddrs": (), "time": time.time()}
-        return dataclasses.replace(model, **claims).encode(self.identity)
+        return replace(model, **claims).encode(self.identity)
+
+    def announced(self) -> Announced:
+        return Announced(record=self.status())
 
     async def stream(self, peer_id: str, protocol: str) -> socket.socket:
         maddrs = self.honest[peer_id].maddrs
@@ -83,8 +91,8 @@ class Hostile:
     async def meet(self, peer_id: str) -> Channel:
         """A channel of the mesh, kept alive with statuses."""
         channel = Channel(await self.stream(peer_id, f"diloco/{self.run_id}/mesh"))
-        await channel.send({"kind": "status", "status": self.status()}, 10.0)
-        self._hear(peer_id, await channel.receive(10.0))
+        await channel.send(self.announced(), 10.0)
+        self._hear(peer_id, await channel.read(INTRODUCTION, 10.0))
         self.channels[peer_id] = channel
         self.spawn(self._listen(peer_id, channel))
         self.spawn(self._talk(channel))
@@ -107,7 +115,7 @@ class Hostile:
     async def say(self, peer_id: str, message: Message) -> None:
         """What peers say to each other about the run; nothing where the channel is broken."""
         with contextlib.suppress(PeersError, OSError, KeyError):
-            await self.channels[peer_id].send({"kind": "core", "message": encode(message)}, 5.0)
+            await self.channels[peer_id].send(message, 5.0)
 
     def standing(self, **fields: Any) -> Status:
         """A status of its own, newer than all before."""
@@ -117,7 +125,7 @@ class Hostile:
 
     async def announce(self) -> None:
         """In the DHT, where newcomers find it."""
-        blob = dataclasses.replace(
+        blob = replace(
             Announcement.decode(self.identity.peer_id, self.status(), time.time()),
             maddrs=tuple(await self.dht.maddrs()),
         ).encode(self.identity)
@@ -162,30 +170,33 @@ class Hostile:
         self._thread.join(10)
         self._loop.close()
 
-    def _hear(self, peer_id: str, message: dict[str, Any]) -> None:
-        if message["kind"] == "status":
-            self.honest[peer_id] = Announcement.decode(peer_id, message["status"], time.time())
+    def _hear(self, peer_id: str, message: Introduction | Said) -> None:
+        if isinstance(message, Announced):
+            self.honest[peer_id] = Announcement.decode(peer_id, message.record, time.time())
 
     async def _listen(self, peer_id: str, channel: Channel) -> None:
         with contextlib.suppress(PeersError, OSError):
             while True:
-                message = await channel.receive(20.0)
+                message = await channel.read(SAID, 20.0)
                 before = self.honest[peer_id].head
                 self._hear(peer_id, message)
-                if message["kind"] == "core":
-                    said = decode_message(message["message"])
-                    if isinstance(said, Status):
-                        self.statuses[peer_id] = said
-                    if self.on_said:
-                        await self.on_said(self, peer_id, said)
-                elif message["kind"] != "status":
-                    if self.on_message:
-                        await self.on_message(self, channel, message)
-                elif self.follows and self.honest[peer_id].head != before:
-                    await channel.send({"kind": "status", "status": self.status()}, 5.0)
+                match message:
+                    case Announced():
+                        if self.follows and self.honest[peer_id].head != before:
+                            await channel.send(self.announced(), 5.0)
+                    case Manifest() | WantManifest():
+                        if self.on_message:
+                            await self.on_message(self, channel, message)
+                    case Bans():
+                        pass
+                    case _:
+                        if isinstance(message, Status):
+                            self.statuses[peer_id] = message
+                        if self.on_said:
+                            await self.on_said(self, peer_id, message)
 
     async def _talk(self, channel: Channel) -> None:
         with contextlib.suppress(PeersError, OSError):
             while True:
-                await channel.send({"kind": "status", "status": self.status()}, 5.0)
+                await channel.send(self.announced(), 5.0)
                 await asyncio.sleep(0.3)

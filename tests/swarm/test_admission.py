@@ -25,12 +25,13 @@ from peers.network.maddrs import parse_maddr
 from peers.network.tls import Credentials
 from peers.onlookers.observer import read_swarm
 from peers.protocol import relays, states
-from peers.protocol.refusal import Refused, Why
+from peers.protocol.admission import Bans
+from peers.protocol.refusal import Refusal, Refused, Why
 from peers.ranks.request import request_rank
 from tests.support.closed_swarm import Closed, closed_run
 from tests.support.false_coordinator import GRANT, FalseCoordinator
 from tests.support.flood import Flood
-from tests.support.hostile import Hostile
+from tests.support.hostile import INTRODUCTION, Hostile
 from tests.support.swarm import LightPeer, LightSwarm, wait_until
 
 RUN_ID = "closed"
@@ -64,12 +65,14 @@ def refused_at_the_mesh(hostile: Hostile, peer_id: str) -> Any:
     async def knock() -> Why:
         channel = Channel(await hostile.stream(peer_id, f"diloco/{RUN_ID}/mesh"))
         with contextlib.closing(channel):
-            await channel.send({"kind": "status", "status": hostile.status()}, 5.0)
-            answer = await channel.receive(5.0)
-            assert answer["kind"] == "refused"
+            await channel.send(hostile.announced(), 5.0)
+            answer = await channel.read(INTRODUCTION, 5.0)
+            if isinstance(answer, Bans):
+                answer = await channel.read(INTRODUCTION, 5.0)
+            assert isinstance(answer, Refusal)
             with pytest.raises(PeerUnreachable):
-                await channel.receive(5.0)
-        return Why(answer["why"])
+                await channel.read(INTRODUCTION, 5.0)
+        return answer.why
 
     return knock()
 

@@ -4,16 +4,16 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from peers.coordinator import CoordinatorConfig, request_rank, serve
 from peers.dht import Dht
 from peers.errors import UserError
 from peers.identity import Identity, load
-from peers.records import PEERS_KEY, Announcement
+from peers.protocol.records import PEERS_KEY, Announcement
 from tests.support.announcements import announced
 from tests.support.members import LOOPBACK, eventually, joined
 

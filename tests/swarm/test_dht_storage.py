@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+from msgspec.structs import replace
 
 import peers
 from peers.access.gate import Gate
 from peers.admission import Admission
 from peers.identity import load
 from peers.network.storage_checks import guard_storage
-from peers.records import PEERS_KEY, Announcement
+from peers.protocol.records import PEERS_KEY, Announcement
 from tests.support.announcements import announced
 from tests.support.members import eventually, joined
 
@@ -36,7 +37,7 @@ def test_nobody_replaces_or_hides_the_record_of_another(tmp_path):
                 mine = record.encode(load(tmp_path / "b.key"))
                 assert await b.store(key, b.peer_id, mine, 20)
                 await eventually(lambda: a.get(key))
-                own = dataclasses.replace(record, peer_id=stranger.peer_id)
+                own = replace(record, peer_id=stranger.peer_id)
                 forged = own.encode(load(tmp_path / "stranger.key"))
                 for subkey, value, ttl_s in (
                     (b.peer_id, mine, 500.0),
@@ -48,7 +49,7 @@ def test_nobody_replaces_or_hides_the_record_of_another(tmp_path):
                 # A value without subkeys would take the place of all that have them.
                 await stranger._node.store(key, b"junk", time.time() + 60)
                 assert (await a.get(key)) == {b.peer_id: mine}
-                again = dataclasses.replace(record, epoch=1).encode(load(tmp_path / "b.key"))
+                again = replace(record, epoch=1).encode(load(tmp_path / "b.key"))
                 # Whether it was taken is the last node's word: here perhaps that of the stranger, which keeps its own.
                 await b.store(key, b.peer_id, again, 20)
                 assert (await a.get(key))[b.peer_id] == again

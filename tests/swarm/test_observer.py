@@ -277,7 +277,7 @@ def test_a_peer_that_reports_nonsense_is_shown_as_it_announces_itself(swarm, tmp
     wait_until(lambda: light.peers[0].epoch >= 1, "epoch 1")
 
     async def main() -> None:
-        from peers.records import PEERS_KEY
+        from peers.protocol.records import PEERS_KEY
         from tests.support.announcements import announced
 
         identity = load_or_create(tmp_path / "liar.key")

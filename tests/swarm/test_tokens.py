@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 
+from peers.access import bans
 from peers.access import service as admission_service
 from peers.access.secrets import load_or_create_key, replace_secret
 from peers.access.service import AdmissionService, AdmissionSettings
-from peers.access.tokens import Token
 from peers.coordinator import CoordinatorConfig, serve
 from peers.errors import PeersError, UserError
 from peers.identity import Identity, load, load_or_create
+from peers.protocol.tokens import BanList, Token
 from tests.support.members import LOOPBACK, eventually, joined
 
 SECOND_S = 1 / 86_400
@@ -138,6 +139,37 @@ def test_a_token_is_renewed_in_time_and_without_an_issuer_ends_with_an_error(tmp
 
     async def _is_new(peer, first):
         return peer.token != first
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("lets_it_back_in", [False, True])
+def test_a_peer_that_its_own_file_bans_goes_on_until_another_shows_it_the_newest_list(
+    tmp_path, key_file, member, lets_it_back_in
+):
+    peer_id, run_id = member("peer").identity.peer_id, member("peer").run_id
+    key = load_or_create_key(key_file, tmp_path / "secret").private_key
+    old = BanList(run_id=run_id, version=1, peer_ids=frozenset({peer_id}))
+    newest = BanList(run_id=run_id, version=2) if lets_it_back_in else old
+
+    async def scenario():
+        async with member("issuer").admitted(admission_key_file=str(key_file)) as issuer:
+            (tmp_path / "peer.bans").write_bytes(old.encode(key))
+            async with member("peer").admitted(swarm_secret_file=str(tmp_path / "secret")) as peer:
+                running = asyncio.create_task(peer.run())
+                await asyncio.sleep(0.2)
+                assert peer.token and not running.done()
+                issuer.gate.learn(newest.encode(key))
+                others = {peer_id: await peer._dht.maddrs()}
+                assert await bans.exchange(issuer._dht, run_id, issuer.gate, others) == 1
+                assert peer.gate.bans == newest
+                if not lets_it_back_in:
+                    with pytest.raises(PeersError, match="is banned from the run"):
+                        await running
+                await asyncio.sleep(0.2)
+                assert running.done() is not lets_it_back_in
+                running.cancel()
+                await asyncio.gather(running, return_exceptions=True)
 
     asyncio.run(scenario())
 

@@ -9,9 +9,9 @@ from peers.access.ban_change import resolved
 from peers.access.gate import Gate
 from peers.access.issuer import Issuer, IssuerSettings
 from peers.access.secrets import AdmissionKey, load_or_create_key
-from peers.access.tokens import BanList
 from peers.admission import Admission
 from peers.errors import UserError
+from peers.protocol.tokens import BanList
 from tests.unit.peers.test_admission import new_peer_id
 
 KEY = AdmissionKey.new()

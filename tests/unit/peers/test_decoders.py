@@ -26,33 +26,31 @@ from hypothesis import strategies as st
 from msgspec.msgpack import Decoder
 
 from peers import joining
-from peers.access import bans
-from peers.access.request import parse_nonce, parse_proof, parse_token
-from peers.access.secrets import NONCE_BYTES, PROOF_BYTES
-from peers.errors import PeersError, PeerUnreachable, ProtocolError
-from peers.messages import MAX_MESSAGE_BYTES, Channel
+from peers.errors import PeerUnreachable, ProtocolError
+from peers.messages import Channel
 from peers.network import greeting
 from peers.network.greeting import Hello
 from peers.network.tls import public_key_of
 from peers.protocol import reach, relays, reports, states
-from peers.protocol.admission import Nonce, Proof
+from peers.protocol.admission import NONCE_BYTES, PROOF_BYTES, Bans, Issued, Join, Nonce, Proof
 from peers.protocol.certificates import decode_certificate
+from peers.protocol.limits import MAX_MESSAGE_BYTES
+from peers.protocol.mesh import Announced, Introduction, Manifest, Said, WantManifest
 from peers.protocol.messages import (
     Abort,
     Ask,
     Certificates,
     Decline,
     Found,
-    Message,
     OddVote,
     Offer,
     Propose,
     Status,
     Vote,
-    decode_message,
 )
-from peers.protocol.wire import decode, encode
-from peers.ranks import request as rank_request
+from peers.protocol.ranks import AskRank, Grant, Taken
+from peers.protocol.refusal import Refusal, Why
+from peers.protocol.wire import Struct, decode, encode
 from peers.state import files
 from peers.state.header import StateHeader
 from tests.support import certified
@@ -68,7 +66,22 @@ PLAN, SIGNATURE = CERTIFICATE.plan, CERTIFICATE.signatures[0]
 DIGESTS = {"anchor": "ab" * 32, "momentum": "cd" * 32}
 HEADER = StateHeader(sizes=(5,), anchor_chunks=b"a" * 32, momentum_chunks=b"m" * 32)
 NO_HEADER = (ValueError, msgspec.DecodeError, ProtocolError)
-SAID: list[Message] = [
+MANIFEST = {
+    "hv.local_steps": 5,
+    "hv.outer_lr": 0.7,
+    "hv.num_fragments": 1,
+    "hv.aggregation": "clip",
+    "hv.trim": 0.2,
+    "hv.mixing": 0.5,
+    "model": "{}",
+}
+SAID_DECODER, INTRODUCTION = Decoder(Said), Decoder(Introduction)
+INTRODUCTIONS: list[Introduction] = [Announced(record=b"r"), Bans(signed=b"b"), Refusal(why=Why.BANNED)]
+SAID: list[Said] = [
+    Announced(record=b"r"),
+    Bans(signed=b"b"),
+    WantManifest(),
+    Manifest(fields=MANIFEST),
     Status(
         incarnation=1,
         sequence=2,
@@ -145,6 +158,18 @@ WORDS: dict[str, list[Any]] = {
         states.Go(),
         states.Unavailable(head="c" * 64),
     ],
+    "about a world rank": [
+        AskRank(wanted=1, token=b"t"),
+        Grant(world_rank=1, fencing=2, galaxy_size=3),
+        Taken(holder="p"),
+    ],
+    "about admission": [
+        Join(),
+        Nonce(nonce=b"n" * NONCE_BYTES),
+        Proof(proof=b"p" * PROOF_BYTES),
+        Issued(token=b"t"),
+    ],
+    "about the deny list": [Bans(signed=b"b")],
     "to those who look on": [
         reports.Hello(version=1),
         Nonce(nonce=b"n" * NONCE_BYTES),
@@ -156,9 +181,14 @@ WORDS: dict[str, list[Any]] = {
 Errors = type[Exception] | tuple[type[Exception], ...]
 DECODERS: dict[str, tuple[list[dict[str, Any]], Callable[[dict[str, Any]], object], Errors]] = {
     **{name: of_structs(messages) for name, messages in WORDS.items()},
-    "what peers say to each other": (
+    "what peers say over the mesh": (
         [msgpack.unpackb(encode(message)) for message in SAID],
-        lambda message: decode_message(msgpack.packb(message)),
+        lambda message: decode(SAID_DECODER, msgpack.packb(message), MAX_MESSAGE_BYTES),
+        ProtocolError,
+    ),
+    "an introduction": (
+        [msgpack.unpackb(encode(message)) for message in INTRODUCTIONS],
+        lambda message: decode(INTRODUCTION, msgpack.packb(message), MAX_MESSAGE_BYTES),
         ProtocolError,
     ),
     "a certificate": (
@@ -172,32 +202,20 @@ DECODERS: dict[str, tuple[list[dict[str, Any]], Callable[[dict[str, Any]], objec
         NO_HEADER,
     ),
     "a manifest": (
-        [{"hv.local_steps": 5, "hv.outer_lr": 0.7, "hv.num_fragments": 1, "hv.mixing": 0.5, "model": "{}"}],
-        joining.check_manifest,
-        ValueError,
+        [msgpack.unpackb(encode(Manifest(fields=MANIFEST)))],
+        lambda message: joining.check_manifest(
+            decode(Decoder(Manifest), msgpack.packb(message), MAX_MESSAGE_BYTES).fields
+        ),
+        (ProtocolError, ValueError),
     ),
-    "a request for a rank": (
-        [{"kind": "rank", "wanted": 1, "token": b"t"}],
-        rank_request.parse_request,
-        ProtocolError,
-    ),
-    "a rank": (
-        [{"kind": "grant", "world_rank": 1, "fencing": 2, "galaxy_size": 3}],
-        lambda message: rank_request.parse_answer(message, None),
-        PeersError,
-    ),
-    "a nonce": ([{"kind": "nonce", "nonce": b"n" * 32}], parse_nonce, ProtocolError),
-    "a proof": ([{"kind": "proof", "proof": b"p" * 32}], parse_proof, ProtocolError),
-    "a token": ([{"kind": "token", "token": b"t"}], parse_token, ProtocolError),
-    "bans": ([{"kind": "bans", "bans": b"b"}], bans.parse, ProtocolError),
 }
 
 
-def decoded(decode: Callable[[Any], object], garbage: Any, error: Errors) -> None:
+def decoded(read: Callable[[Any], object], garbage: Any, error: Errors) -> None:
     """What it says, or its error, for little memory."""
     tracemalloc.start()
     try:
-        decode(garbage)
+        read(garbage)
     except error:
         pass
     finally:
@@ -208,9 +226,9 @@ def decoded(decode: Callable[[Any], object], garbage: Any, error: Errors) -> Non
 
 @pytest.mark.parametrize("name", DECODERS)
 def test_true_messages_are_taken(name):
-    messages, decode, _ = DECODERS[name]
+    messages, read, _ = DECODERS[name]
     for message in messages:
-        decode(msgpack.unpackb(msgpack.packb(message), strict_map_key=True))
+        read(msgpack.unpackb(msgpack.packb(message), strict_map_key=True))
 
 
 NASTY: list[Any] = [
@@ -221,34 +239,34 @@ NASTY: list[Any] = [
 
 @pytest.mark.parametrize("name", DECODERS)
 def test_a_nasty_value_in_any_place_is_taken_or_its_error(name):
-    messages, decode, error = DECODERS[name]
+    messages, read, error = DECODERS[name]
     for message in messages:
         for field in message:
             for value in NASTY:
-                decoded(decode, {**message, field: value}, error)
+                decoded(read, {**message, field: value}, error)
                 if isinstance(message[field], dict):
                     for inner in message[field]:
-                        decoded(decode, {**message, field: {**message[field], inner: value}}, error)
+                        decoded(read, {**message, field: {**message[field], inner: value}}, error)
 
 
 @settings(deadline=None)
 @pytest.mark.parametrize("name", DECODERS)
 @given(data=st.data())
 def test_any_value_in_any_place_of_a_message_is_taken_or_its_error(name, data):
-    messages, decode, error = DECODERS[name]
+    messages, read, error = DECODERS[name]
     message = dict(data.draw(st.sampled_from(messages)))
     for field in data.draw(st.lists(st.sampled_from([*message, "another"]), max_size=3)):
         message[field] = data.draw(VALUES)
     for field in data.draw(st.lists(st.sampled_from(sorted(message)), max_size=1)):
         del message[field]
-    decoded(decode, message, error)
+    decoded(read, message, error)
 
 
 @settings(deadline=None)
 @pytest.mark.parametrize("name", DECODERS)
 @given(data=st.data())
 def test_flipped_bits_in_a_message_are_taken_or_its_error(name, data):
-    messages, decode, error = DECODERS[name]
+    messages, read, error = DECODERS[name]
     packed = bytearray(msgpack.packb(data.draw(st.sampled_from(messages))))
     for bit in data.draw(st.lists(st.integers(0, 8 * len(packed) - 1), min_size=1, max_size=5)):
         packed[bit // 8] ^= 1 << bit % 8
@@ -257,7 +275,7 @@ def test_flipped_bits_in_a_message_are_taken_or_its_error(name, data):
     except (ValueError, TypeError, msgpack.UnpackException):
         return
     if isinstance(message, dict):
-        decoded(decode, message, error)
+        decoded(read, message, error)
 
 
 BODIES = st.binary(max_size=200) | VALUES.map(msgpack.packb)
@@ -273,7 +291,7 @@ def test_any_bytes_on_a_channel_are_a_message_or_an_error(body, length, cut):
     async def receive() -> None:
         channel = Channel(ours, max_message_bytes=1024)
         try:
-            assert await channel.read(Decoder(dict[str, Any]), 5.0) is not None
+            assert isinstance(await channel.read(SAID_DECODER, 5.0), Struct)
         except (ProtocolError, PeerUnreachable):
             pass
         finally:

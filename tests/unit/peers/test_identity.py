@@ -12,11 +12,13 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from peers import identity
 from peers.errors import UserError
-from peers.identity import claim_slot, load, verify
+from peers.identity import claim_slot, load, verify_signature
 from peers.network import libp2p_keys
+from peers.protocol.certificates import Signature
 
 # Test vectors of https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md
 SPEC_ED25519_PRIVATE_KEY = bytes.fromhex(
@@ -46,23 +48,25 @@ def test_rsa_keys_sign_and_verify_too(tmp_path):
     peer = load(path)
     assert peer.peer_id.startswith("Qm")
     signature = peer.sign(b"payload")
-    assert verify(peer.peer_id, peer.public_key, b"payload", signature)
-    assert not verify(peer.peer_id, peer.public_key, b"another", signature)
+    assert verify_signature(peer.peer_id, b"payload", signature)
+    assert not verify_signature(peer.peer_id, b"another", signature)
 
 
 def test_a_signature_holds_for_its_payload_and_its_peer_only(tmp_path):
     one, other = claim_slot(tmp_path, "run", 0), claim_slot(tmp_path, "run", 1)
     signature = one.sign(b"payload")
-    assert verify(one.peer_id, one.public_key, b"payload", signature)
-    assert not verify(one.peer_id, one.public_key, b"payload!", signature)
-    assert not verify(other.peer_id, one.public_key, b"payload", signature)
-    assert not verify(other.peer_id, other.public_key, b"payload", signature)
+    assert verify_signature(one.peer_id, b"payload", signature)
+    assert not verify_signature(one.peer_id, b"payload!", signature)
+    assert not verify_signature(other.peer_id, b"payload", signature)
+    with_another_key = replace(signature, public_key=other.public_key)
+    assert not verify_signature(other.peer_id, b"payload", with_another_key)
 
 
 @given(st.binary(max_size=100), st.binary(max_size=100), st.binary(max_size=100), st.booleans())
 def test_verify_refuses_garbage_without_an_error(public_key, payload, signature, names_its_id):
     peer_id = libp2p_keys.peer_id_of(public_key) if names_its_id else "12D3KooW"
-    assert verify(peer_id, public_key, payload, signature) is False
+    claimed = Signature(public_key=public_key, signature=signature)
+    assert verify_signature(peer_id, payload, claimed) is False
 
 
 @given(st.binary(max_size=60))

@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.msgpack import Decoder
+from msgspec.structs import replace
 
 from peers import joining
+from peers.errors import ProtocolError
+from peers.protocol.mesh import Manifest
+from peers.protocol.wire import decode, encode
 from tests.support.announcements import announced
+
+
+def received(fields):
+    """What comes of a manifest that another peer sends."""
+    joining.check_manifest(
+        decode(Decoder(Manifest), encode({"type": "manifest", "fields": fields}), 1 << 20).fields
+    )
+
+
+def test_a_manifest_in_order_is_taken_and_so_is_one_that_leaves_all_to_the_literature():
+    received({})
+    received(dict.fromkeys(("hv.local_steps", "hv.outer_lr", "hv.aggregation", "hv.trim", "hv.local_time")))
+    received(
+        {"hv.local_steps": 500, "hv.outer_lr": 1, "hv.aggregation": "clip", "hv.max_weight": 2, "more": "x"}
+    )
 
 
 @pytest.mark.parametrize(
@@ -17,6 +35,8 @@ from tests.support.announcements import announced
         [],
         {"a": [1]},
         {1: "a"},
+        {"a" * 301: 1},
+        {str(number): number for number in range(257)},
         {"a": "x" * joining.MAX_MANIFEST_BYTES},
         {"hv.local_steps": "many"},
         {"hv.local_steps": 0},
@@ -25,11 +45,29 @@ from tests.support.announcements import announced
         {"hv.outer_lr": float("nan")},
         {"hv.outer_momentum": float("inf")},
         {"hv.outer_momentum": -1},
+        {"hv.outer_momentum": 1001},
+        {"hv.num_fragments": 4097},
+        {"hv.num_fragments": 2.0},
+        {"hv.local_steps": 500, "hv.num_fragments": 3},
+        {"hv.overlap_steps": -1},
+        {"hv.overlap_steps": 500},
+        {"hv.aggregation": "median"},
+        {"hv.aggregation": 1},
+        {"hv.max_weight": 0.5},
+        {"hv.max_weight": float("nan")},
+        {"hv.trim": 0},
+        {"hv.trim": 0.6},
+        {"hv.trim": "0.2"},
+        {"hv.local_time": 0},
+        {"hv.local_time": float("inf")},
+        {"hv.mixing": 1.5},
+        {"hv.mixing": True},
+        {"hv.staleness_discount": float("nan")},
     ],
 )
 def test_what_is_no_manifest_is_refused(manifest):
-    with pytest.raises(ValueError):
-        joining.check_manifest(manifest)
+    with pytest.raises((ProtocolError, ValueError)):
+        received(manifest)
 
 
 def test_a_manifest_of_other_types_than_ours_does_not_fit():

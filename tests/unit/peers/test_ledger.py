@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from peers.errors import UserError
-from peers.ranks.ledger import Grant, Ledger, Taken
+from peers.protocol.ranks import Grant, Taken
+from peers.ranks.ledger import Ledger
 
 PEERS = [f"peer-{index}" for index in range(5)]
 
@@ -29,10 +30,10 @@ def test_ranks_are_given_from_zero_and_the_same_identity_gets_its_own_again(ledg
 
 def test_a_wanted_rank_of_another_identity_is_taken_until_it_is_evicted(ledger):
     ledger.assign("holder", 7)
-    assert ledger.assign("claimant", 7) == Taken("holder")
-    assert ledger.assign("claimant", 7, evict="somebody else") == Taken("holder")
-    assert ledger.assign("claimant", 7, evict="holder") == Grant(7, 2, 1)
-    assert ledger.assign("holder", 7) == Taken("claimant")
+    assert ledger.assign("claimant", 7) == Taken(holder="holder")
+    assert ledger.assign("claimant", 7, evict="somebody else") == Taken(holder="holder")
+    assert ledger.assign("claimant", 7, evict="holder") == Grant(world_rank=7, fencing=2, galaxy_size=1)
+    assert ledger.assign("holder", 7) == Taken(holder="claimant")
 
 
 def test_an_identity_that_asks_for_another_rank_gives_up_its_own(ledger):
@@ -78,7 +79,7 @@ class LedgerAgainstADictionary(RuleBasedStateMachine):
         holder = next((p for p, rank in self.ranks.items() if rank == wanted), None)
         answer = self.ledger.assign(peer, wanted, evict=holder if evicts else None)
         if holder not in (None, peer) and not evicts:
-            assert answer == Taken(holder)
+            assert answer == Taken(holder=holder)
             return
         if holder is not None:
             del self.ranks[holder]

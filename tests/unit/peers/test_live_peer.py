@@ -4,6 +4,7 @@ import socket
 from peers import live_peer
 from peers.live_peer import HEARTBEAT_S, LONGEST_SILENCE_S, SILENCE_S, LivePeer, heartbeat_s, silence_s
 from peers.messages import Channel
+from peers.protocol.mesh import WantManifest
 from tests.support.announcements import announced
 
 
@@ -45,7 +46,7 @@ def test_what_is_said_to_a_silent_peer_holds_up_no_heartbeat(monkeypatch):
             sending = asyncio.create_task(peer.send_forever(lambda: b"", lambda: 0.01, on_doubt=lambda: None))
             while not peer.is_quiet:
                 # Far oftener than the heart beats.
-                peer.enqueue({"kind": "join"})
+                peer.enqueue(WantManifest())
                 await asyncio.sleep(0.001)
             sending.cancel()
 

@@ -1,14 +1,20 @@
 import asyncio
 import socket
+import time
 
 import pytest
 
 from peers import live_peer
 from peers import mesh as mesh_module
+from peers.access.gate import Gate
+from peers.access.secrets import AdmissionKey
+from peers.admission import Admission
 from peers.errors import PeerUnreachable
 from peers.identity import claim_slot
 from peers.mesh import MAX_DIALLED, Mesh
 from peers.messages import Channel
+from peers.protocol.refusal import Refusal, Why
+from peers.protocol.tokens import BanList, Token
 from tests.support.announcements import announced
 
 
@@ -116,7 +122,7 @@ def test_a_channel_that_breaks_is_made_anew_at_once_and_another_way_where_it_fel
         mesh = mesh_over(transport)
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            mesh._keep("b", Channel(ours), announced("b", state=state))
+            mesh._keep("b", Channel(ours), announced("b", state=state), b"")
             if speaks:
                 theirs.close()
             while mesh.peers or mesh._dialling:
@@ -136,7 +142,7 @@ def test_who_was_frozen_itself_does_not_take_all_others_for_silent(monkeypatch):
         ours, theirs = socket.socketpair()
         with ours, theirs:
             # The time is over, and not one heartbeat has been sent.
-            mesh._keep("b", Channel(ours), announced("b", state="training"))
+            mesh._keep("b", Channel(ours), announced("b", state="training"), b"")
             while mesh.peers:
                 await asyncio.sleep(0.001)
             assert not transport.unanswered
@@ -204,5 +210,122 @@ def test_of_two_calls_that_cross_one_stands_and_nobody_is_lost(tmp_path, monkeyp
         assert [len(mesh.peers) for mesh in meshes] == [1, 1] and not lost
         for mesh in meshes:
             await mesh.close()
+
+    run(scenario())
+
+
+class Ends:
+    """Two meshes of a closed run, over a wire. Each has the lists that it is given, by peer id."""
+
+    def __init__(self, directory, lists):
+        self.key = AdmissionKey.new()
+        self.identities = sorted(
+            (claim_slot(directory, "run", rank) for rank in range(2)), key=lambda i: i.peer_id
+        )
+        self.wire = Wire({identity.peer_id: 0.0 for identity in self.identities})
+        self.gates = [Gate(Admission("run", self.key.secret.public_key)) for _ in self.identities]
+        for gate, banned in zip(self.gates, lists, strict=True):
+            if banned is not None:
+                gate.learn(self.signed(banned))
+        self.meshes = [self.mesh(rank) for rank in range(2)]
+
+    def signed(self, banned, version=1):
+        peer_ids = frozenset(self.identities[rank].peer_id for rank in banned)
+        return BanList(run_id="run", version=version, peer_ids=peer_ids).encode(self.key.private_key)
+
+    def record(self, rank):
+        now, peer_id = time.time(), self.identities[rank].peer_id
+        token = Token(run_id="run", peer_id=peer_id, not_before=now - 1, expires=now + 60, serial=1)
+        return announced(peer_id, world_rank=rank, token=token.encode(self.key.private_key))
+
+    def mesh(self, rank):
+        identity = self.identities[rank]
+        return Mesh(
+            run_id="run",
+            peer_id=identity.peer_id,
+            transport=self.wire.transport(identity.peer_id),
+            status=lambda: self.record(rank).encode(identity),
+            on_change=lambda: None,
+            on_message=lambda *_: None,
+            gate=self.gates[rank],
+        )
+
+    async def introduced(self, caller):
+        """What comes of a call of one to the other."""
+        for mesh in self.meshes:
+            await mesh.start()
+        reached = await self.meshes[caller].reach(self.record(1 - caller))
+        await asyncio.wait(self.wire.tasks)
+        return reached
+
+    async def close(self):
+        for mesh in self.meshes:
+            await mesh.close()
+
+
+@pytest.mark.parametrize("caller", [0, 1])
+@pytest.mark.parametrize("knows", [0, 1])
+def test_whoever_knows_no_ban_list_has_it_when_the_first_introduction_is_over(tmp_path, caller, knows):
+    async def scenario():
+        ends = Ends(tmp_path, [() if rank == knows else None for rank in range(2)])
+        assert await ends.introduced(caller) == "here"
+        assert [gate.bans.version for gate in ends.gates] == [1, 1]
+        assert [len(mesh.peers) for mesh in ends.meshes] == [1, 1]
+        await ends.close()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("caller", [0, 1])
+@pytest.mark.parametrize("knows", [0, 1])
+@pytest.mark.parametrize("banned", [0, 1])
+def test_of_a_banned_peer_and_another_neither_lets_the_other_in_whoever_has_the_list(
+    tmp_path, caller, knows, banned
+):
+    async def scenario():
+        ends = Ends(tmp_path, [(banned,) if rank == knows else None for rank in range(2)])
+        assert await ends.introduced(caller) != "here"
+        assert ends.gates[banned].bans.peer_ids == {ends.identities[banned].peer_id}
+        assert not ends.meshes[1 - banned].peers
+        while ends.meshes[banned].peers:
+            await asyncio.sleep(0.001)
+        if caller == banned:
+            assert ends.meshes[banned].turned_away is Why.BANNED
+        await ends.close()
+
+    run(scenario())
+
+
+def test_a_list_that_comes_while_two_are_introduced_is_passed_on(tmp_path):
+    async def scenario():
+        ends = Ends(tmp_path, [None, None])
+        usual = ends.meshes[1]._introduce
+
+        async def introduce(channel):
+            told = await usual(channel)
+            ends.gates[1].learn(ends.signed((), version=7))
+            return told
+
+        ends.meshes[1]._introduce = introduce
+        assert await ends.introduced(0) == "here"
+        while ends.gates[0].bans.version != 7:
+            await asyncio.sleep(0.001)
+        await ends.close()
+
+    run(scenario())
+
+
+def test_after_the_introduction_a_refusal_and_what_is_no_message_end_the_channel(tmp_path):
+    async def scenario():
+        for wrong in (Refusal(why=Why.BANNED), {"type": "announced", "record": b""}, {"type": "letter"}):
+            ends = Ends(tmp_path, [None, None])
+            assert await ends.introduced(0) == "here"
+            (peer,) = ends.meshes[0]._peers.values()
+            await peer.channel.send(wrong)
+            while ends.meshes[1].peers:
+                await asyncio.sleep(0.001)
+            await ends.close()
+            for identity in ends.identities:
+                identity.release()
 
     run(scenario())

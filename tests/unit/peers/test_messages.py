@@ -6,9 +6,22 @@ import struct
 
 import msgpack
 import pytest
+from msgspec.msgpack import Decoder
 
 from peers.errors import PeerUnreachable, ProtocolError
 from peers.messages import Channel
+from peers.protocol.wire import Struct, encode
+
+
+class A(Struct, frozen=True, tag="a"):
+    pass
+
+
+class B(Struct, frozen=True, tag="b"):
+    n: int
+
+
+EITHER: Decoder[A | B] = Decoder(A | B)
 
 
 def pair(**options) -> tuple[Channel, socket.socket]:
@@ -19,16 +32,13 @@ def pair(**options) -> tuple[Channel, socket.socket]:
 def test_messages_arrive_in_order_however_they_are_cut():
     async def scenario():
         receiver, sender = pair()
-        frames = b"".join(
-            struct.pack("<I", len(body)) + body
-            for body in map(msgpack.packb, [{"kind": "a"}, {"kind": "b", "n": 1}])
-        )
-        task = asyncio.create_task(receiver.receive(5))
+        frames = b"".join(struct.pack("<I", len(body)) + body for body in map(encode, [A(), B(n=1)]))
+        task = asyncio.create_task(receiver.read(EITHER, 5))
         for byte in frames:
             sender.send(bytes([byte]))
             await asyncio.sleep(0)
-        assert await task == {"kind": "a"}
-        assert await receiver.receive(5) == {"kind": "b", "n": 1}
+        assert await task == A()
+        assert await receiver.read(EITHER, 5) == B(n=1)
         receiver.close()
         sender.close()
 
@@ -38,12 +48,12 @@ def test_messages_arrive_in_order_however_they_are_cut():
 def test_a_receive_that_times_out_loses_nothing():
     async def scenario():
         ours, theirs = socket.socketpair()
-        receiver, body = Channel(ours), msgpack.packb({"kind": "late"})
+        receiver, body = Channel(ours), encode(A())
         theirs.sendall(struct.pack("<I", len(body)) + body[:2])
         with pytest.raises(PeerUnreachable, match="no message within"):
-            await receiver.receive(0.01)
+            await receiver.read(EITHER, 0.01)
         theirs.sendall(body[2:])
-        assert await receiver.receive(5) == {"kind": "late"}
+        assert await receiver.read(EITHER, 5) == A()
         receiver.close()
         theirs.close()
 
@@ -58,15 +68,18 @@ def test_a_receive_that_times_out_loses_nothing():
         struct.pack("<I", 2) + b"\x81\xa1",
         struct.pack("<I", 3) + msgpack.packb({1: 2}),
         struct.pack("<I", 1) + msgpack.packb([]),
+        struct.pack("<I", 8) + msgpack.packb({"type": "c"}),
+        struct.pack("<I", 11) + msgpack.packb({"type": "a", "n": 1}),
+        struct.pack("<I", 8) + msgpack.packb({"type": "b"}),
     ],
-    ids=["too long", "not msgpack", "cut", "number as key", "list"],
+    ids=["too long", "not msgpack", "cut", "number as key", "list", "not wanted", "more", "less"],
 )
 def test_what_is_no_message_is_a_protocol_error(frame):
     async def scenario():
         receiver, sender = pair(max_message_bytes=100)
         sender.sendall(frame)
         with pytest.raises(ProtocolError):
-            await receiver.receive(5)
+            await receiver.read(EITHER, 5)
         receiver.close()
         sender.close()
 
@@ -79,7 +92,7 @@ def test_the_end_of_the_stream_is_an_unreachable_peer():
         sender.sendall(b"\x05\0")
         sender.close()
         with pytest.raises(PeerUnreachable, match="closed"):
-            await receiver.receive(5)
+            await receiver.read(EITHER, 5)
         with pytest.raises(PeerUnreachable):
             for _ in range(100):
                 await receiver.send({"x": b"y" * 10_000}, 5)
@@ -103,13 +116,13 @@ def test_the_last_word_is_out_before_this_end_closes_and_nobody_holds_that_up(do
     async def scenario():
         ours, theirs = socket.socketpair()
         channel, other = Channel(ours), Channel(theirs)
-        await channel.send({"kind": "refused"})
+        await channel.send(A())
         waiting = asyncio.create_task(channel.let_the_other_close(0.05 if does == "says nothing" else 20.0))
-        assert (await other.receive())["kind"] == "refused"
+        assert await other.read(EITHER) == A()
         if does == "closes":
             other.close()
         elif does == "says something":
-            await other.send({"kind": "status"})
+            await other.send(B(n=1))
         async with asyncio.timeout(5):
             await waiting
         channel.close()

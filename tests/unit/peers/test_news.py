@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from peers.onlookers.news import LOST_AFTER_S, QUIET_AFTER_S, Watcher
-from peers.records import Announcement
+from peers.protocol.records import Announcement
 from tests.support.announcements import announced
 
 

@@ -1,8 +1,8 @@
 import asyncio
-import dataclasses
 import time
 
 import pytest
+from msgspec.structs import replace
 
 from peers import presence
 from peers.access.gate import Gate
@@ -16,7 +16,7 @@ from peers.presence import (
     announce_interval_s,
     rest_s,
 )
-from peers.records import Announcement
+from peers.protocol.records import Announcement
 
 RUN_ID = "meeting"
 
@@ -53,8 +53,7 @@ class SilentDht:
         """Renewed each time."""
         now = time.time()
         return {
-            other.peer_id: dataclasses.replace(record, time=now).encode(other)
-            for other, record in self.records or ()
+            other.peer_id: replace(record, time=now).encode(other) for other, record in self.records or ()
         }
 
 

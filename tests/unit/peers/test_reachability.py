@@ -5,11 +5,11 @@ import math
 import pytest
 from msgspec.msgpack import encode
 
-from peers.access.tokens import MAX_TOKEN_BYTES
 from peers.errors import ProtocolError
 from peers.network import reachability, reachability_request
 from peers.network.reachability import Budget, caller_of
 from peers.protocol import reach
+from peers.protocol.tokens import MAX_TOKEN_BYTES
 from peers.protocol.wire import decode
 
 

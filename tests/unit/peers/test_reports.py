@@ -16,6 +16,7 @@ from peers.messages import MAX_MESSAGE_BYTES
 from peers.onlookers.journal import Curve, Journal, shown_failures
 from peers.onlookers.observer import check_certified
 from peers.protocol.limits import MAX_COUNT, MAX_REAL, MAX_WORLD_RANK
+from peers.protocol.records import MAX_RECORD_BYTES
 from peers.protocol.reports import (
     MAX_CERTIFICATE_BYTES,
     MAX_FAILURES,
@@ -32,7 +33,6 @@ from peers.protocol.reports import (
     Report,
 )
 from peers.protocol.wire import decode, encode
-from peers.records import MAX_RECORD_BYTES
 from tests.support.certified import signed_genesis
 from tests.support.sighted import entry, full_report
 

@@ -22,7 +22,7 @@ from peers.daemon.reductions import Reductions
 from peers.daemon.runtime import Runtime, RuntimeSettings
 from peers.errors import PeersError, StateUnavailable
 from peers.handover import Memories
-from peers.identity import IdentityKeys, load_or_create, verify_signature
+from peers.identity import load_or_create, verify_signature
 from peers.network.streams import StreamPool
 from peers.outer_optimizer import OuterOptimizer
 from peers.outer_state import OuterState
@@ -57,7 +57,7 @@ def a_runtime(directory: Path, *, codec: str = "fp32", local_steps: int = 2):
     identity = load_or_create(directory / "key")
     pledges = Pledges(directory / "pledges")
     core = Peer(
-        keys=IdentityKeys(identity),
+        keys=identity,
         verify=verify_signature,
         settings=Settings(manifest="f" * 64, steps_per_epoch=local_steps),
         incarnation=1,

@@ -1,0 +1,50 @@
+"""What peers say to each other over the mesh (protocol diloco/<run_id>/mesh).
+
+A channel begins with an introduction of both ends, each of which knows the other's ban list before it decides:
+
+    caller  -> called    Bans, if it has any; Announced
+    called  -> caller    Bans, if it has any; Announced, or Refusal and the end
+
+Then both say, whenever they like:
+
+    Announced      how I stand: on every change and at every heartbeat
+    Bans           a newer list
+    WantManifest   which is answered by
+    Manifest       the settings of the run
+    Message        about the run itself (messages.py)
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from peers.protocol.admission import Bans
+from peers.protocol.limits import ShortText
+from peers.protocol.messages import Message
+from peers.protocol.records import MAX_RECORD_BYTES
+from peers.protocol.refusal import Refusal
+from peers.protocol.wire import Struct
+
+MAX_MANIFEST_FIELDS = 256
+Scalar = str | int | float | bool | None
+
+
+class Announced(Struct, frozen=True, tag="announced"):
+    record: Annotated[bytes, Meta(max_length=MAX_RECORD_BYTES)]
+    """A signed Announcement."""
+
+
+class WantManifest(Struct, frozen=True, tag="manifest?"):
+    pass
+
+
+class Manifest(Struct, frozen=True, tag="manifest"):
+    fields: Annotated[dict[ShortText, Scalar], Meta(max_length=MAX_MANIFEST_FIELDS)]
+
+
+Introduction = Bans | Announced | Refusal
+Carried = Message | WantManifest | Manifest
+"""What is for others than the mesh itself."""
+Said = Carried | Announced | Bans

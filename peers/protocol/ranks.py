@@ -1,0 +1,35 @@
+"""How a peer asks the coordinator of its run for a world rank (protocol diloco/<run_id>/coordinator).
+
+peer        -> coordinator   AskRank   again and again on one stream, if it likes
+coordinator -> peer          Grant, Taken or Refusal
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from peers.protocol.limits import MAX_WORLD_RANK, Count, PeerId, TokenBytes, WorldRank
+from peers.protocol.wire import Struct
+
+
+class AskRank(Struct, frozen=True, tag="rank"):
+    wanted: WorldRank | None
+    """None: whichever is free."""
+    token: TokenBytes
+
+
+class Grant(Struct, frozen=True, tag="grant"):
+    """A world rank. Of two claims to one rank the higher `fencing` number is the later, and holds."""
+
+    world_rank: WorldRank
+    fencing: Count
+    galaxy_size: Annotated[int, Meta(ge=1, le=MAX_WORLD_RANK)]
+    """How many peers the ledger knows, this one included."""
+
+
+class Taken(Struct, frozen=True, tag="taken"):
+    """The rank that was asked for belongs to another identity."""
+
+    holder: PeerId

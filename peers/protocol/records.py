@@ -1,0 +1,172 @@
+"""What peers tell each other through the DHT: signed, bounded, and soon out of date."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache, lru_cache
+from typing import Annotated, Literal, Self, TypeVar, get_args
+
+from msgspec import Meta
+from msgspec.msgpack import Decoder
+
+from peers.errors import ProtocolError, UserError
+from peers.identity import verify_signature
+from peers.network.maddrs import parse_maddr
+from peers.network.path_choice import Path
+from peers.protocol.certificates import Keys, Signature
+from peers.protocol.limits import (
+    ClaimedRank,
+    Count,
+    HashOrNone,
+    PeerId,
+    Real,
+    RunId,
+    ShortText,
+    TokenBytes,
+    WorldRank,
+)
+from peers.protocol.wire import Struct, decode, encode
+
+MAX_RECORD_BYTES = 4096
+State = Literal["joining", "waiting", "training", "averaging", "leaving"]
+STATES = frozenset(get_args(State))
+TRAINING_STATES = frozenset({"training", "averaging"})
+"""States of a peer that counts for what the swarm has reached."""
+CLOCK_TOLERANCE_S = 10.0
+"""How far in the future another machine's clock may put a record."""
+MAX_AGE_S = 120.0
+"""An older announcement is nobody's present, whatever its expiry says."""
+
+NO_RANK = -1
+"""The world rank of a peer that has none yet."""
+MAX_MADDRS = 8
+MAX_ENDPOINTS = 4
+MAX_PATHS = 32
+"""A larger swarm is shown in part."""
+
+T = TypeVar("T")
+
+
+def PEERS_KEY(run_id: str) -> str:
+    """The DHT key of a run's announcements; the subkeys are peer ids."""
+    return f"diloco/{run_id}/peers"
+
+
+def COORDINATOR_KEY(run_id: str) -> str:
+    """The DHT key under which a run's coordinator announces itself; the subkeys are peer ids."""
+    return f"diloco/{run_id}/coordinator"
+
+
+class Record(Struct, frozen=True, kw_only=True):
+    """What a peer says of itself at `time` (Unix seconds)."""
+
+    peer_id: PeerId
+    run_id: RunId
+    maddrs: Annotated[tuple[ShortText, ...], Meta(max_length=MAX_MADDRS)]
+    time: Real
+    token: TokenBytes = b""
+    """Its right to be here (peers/admission.py), for the reader to check; empty in an open swarm."""
+
+    def encode(self, keys: Keys) -> bytes:
+        """The record for the DHT, under `peer_id` as its subkey. Raises ValueError where it is too long."""
+        return seal(encode(self), keys)
+
+    @classmethod
+    def decode(cls, peer_id: str, blob: bytes, now: float, *, run_id: str | None = None) -> Self:
+        """What this peer has signed. Raises ProtocolError unless all of it is in order, and of `run_id`."""
+        record = decode(_decoder(cls), unseal(peer_id, blob), MAX_RECORD_BYTES, what=f"record of {peer_id}")
+        if record.peer_id != peer_id or run_id not in (None, record.run_id):
+            raise ProtocolError(
+                f"a record of {peer_id} that belongs to {record.peer_id!r}, run {record.run_id!r}"
+            )
+        if not now - MAX_AGE_S <= record.time <= now + CLOCK_TOLERANCE_S:
+            raise ProtocolError(f"a record of {peer_id} that is {now - record.time:.0f} s old")
+        try:
+            record.check_addresses()
+        except UserError as error:
+            raise ProtocolError(f"a record of {peer_id}: {error!s:.200}") from error
+        return record
+
+    def check_addresses(self) -> None:
+        """Raises UserError."""
+        for text in self.maddrs:
+            parse_maddr(text)
+
+
+class Announcement(Record, frozen=True, kw_only=True):
+    """How one peer stands."""
+
+    world_rank: ClaimedRank
+    incarnation: Count
+    """Start of the process, Unix nanoseconds: tells a restarted peer from its former self."""
+    state: State
+    epoch: Count
+    head: HashOrNone
+    """Hash of the certificate of its state; empty before it has one of the run."""
+    step: Count
+    """Nominal: epoch times local steps plus local step."""
+    local_step: Count
+    committed_tokens: Count
+    """Tokens averaged into the anchor, over all epochs and peers: for people, it decides nothing."""
+    tokens_per_s: Real
+    anchor_digest: HashOrNone
+    """Empty before the peer has any anchor."""
+    manifest_digest: HashOrNone
+    """Empty before the peer has agreed on a manifest."""
+    step_s: Real = 0.0
+    """Seconds that a local step takes; 0: not known."""
+    endpoints: Annotated[tuple[ShortText, ...], Meta(max_length=MAX_ENDPOINTS)] = ()
+    """Where this peer takes calls for data over TCP of its own (/ip4/…/tcp/…)."""
+    paths: Annotated[tuple[tuple[WorldRank, Path], ...], Meta(max_length=MAX_PATHS)] = ()
+    """By which path its streams go, by world rank: for people to see."""
+
+    def check_addresses(self) -> None:
+        Record.check_addresses(self)
+        for maddr in map(parse_maddr, self.endpoints):
+            if not maddr.port or maddr.peer_id:
+                raise UserError(f"{maddr} is no endpoint: it needs a port, and names no peer")
+
+
+class CoordinatorRecord(Record, frozen=True):
+    """Where the coordinator of a run, or whoever issues its tokens, is to be found."""
+
+
+View = Mapping[str, Announcement]
+"""Peer id -> newest announcement, of live peers only, this peer itself included."""
+
+
+class Sealed(Struct, frozen=True):
+    """An encoded record and the signature of its peer."""
+
+    payload: bytes
+    signature: Signature
+
+
+def seal(payload: bytes, keys: Keys) -> bytes:
+    """Raises ValueError if it would exceed MAX_RECORD_BYTES."""
+    blob = encode(Sealed(payload=payload, signature=keys.sign(payload)))
+    if len(blob) > MAX_RECORD_BYTES:
+        raise ValueError(f"a record of {len(blob)} bytes; at most {MAX_RECORD_BYTES} are read")
+    return blob
+
+
+def unseal(peer_id: str, blob: bytes) -> bytes:
+    """The payload, if this peer has signed it. Raises ProtocolError."""
+    sealed = decode(_decoder(Sealed), blob, MAX_RECORD_BYTES, what="record")
+    if not _is_signed(peer_id, sealed.payload, sealed.signature):
+        raise ProtocolError(f"a record of {peer_id} is not signed by it")
+    return sealed.payload
+
+
+def shown_rank(world_rank: int) -> str:
+    """For people."""
+    return "–" if world_rank == NO_RANK else str(world_rank)
+
+
+# The same record is found at several DHT nodes, and by its reader once more.
+_is_signed = lru_cache(maxsize=1024)(verify_signature)
+
+
+@cache
+def _decoder(kind: type[T]) -> Decoder[T]:
+    return Decoder(kind)
