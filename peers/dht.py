@@ -13,9 +13,9 @@ import time
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
-import msgpack
+from msgspec.msgpack import Decoder
 
-from peers.errors import PeerUnreachable, UserError
+from peers.errors import PeerUnreachable, ProtocolError, UserError
 from peers.identity import Identity
 from peers.network.bootstrap import connect_any, not_taken
 from peers.network.contacts import Contacts
@@ -23,6 +23,7 @@ from peers.network.descriptors import raise_limit
 from peers.network.maddrs import by_reach, check_listenable, is_maddr, parse_maddr, validate_maddr
 from peers.network.p2pd import P2pd
 from peers.network.ping import ping, serve_ping
+from peers.protocol.wire import decode, encode
 
 if TYPE_CHECKING:
     from hivemind.dht.node import DHTNode
@@ -36,6 +37,8 @@ __all__ = ["MAX_VALUE_BYTES", "Dht", "load_hivemind", "validate_maddr"]
 
 MAX_VALUE_BYTES = 4096
 """Larger values are neither stored nor returned."""
+_HEAD_BYTES = 8
+_VALUE = Decoder(bytes)
 
 _MAX_VALUES = 4096
 _RPC_TIMEOUT_S = 3.0
@@ -140,7 +143,7 @@ class Dht:
         self._expiry[key, subkey] = expiry
         stored = await asyncio.gather(
             self._node.store(key, value, expiry, subkey=subkey),
-            self._initial.store(key, subkey, msgpack.packb(value), expiry),
+            self._initial.store(key, subkey, encode(value), expiry),
         )
         return any(stored)
 
@@ -298,7 +301,7 @@ def _initial_records(
 
 def _checked_values(found: Any, of_initial: Found) -> dict[str, bytes]:
     """What has the shape of our records, the newest of each subkey; the rest is dropped."""
-    newest = {subkey: (_unpacked(packed), expiry) for subkey, (packed, expiry) in of_initial.items()}
+    newest = {subkey: (value_in(packed), expiry) for subkey, (packed, expiry) in of_initial.items()}
     for subkey, item in list(found.items())[:_MAX_VALUES] if hasattr(found, "items") else ():
         value, expiry = getattr(item, "value", None), getattr(item, "expiration_time", 0.0)
         if isinstance(subkey, str) and expiry >= newest.get(subkey, (None, 0.0))[1]:
@@ -310,8 +313,9 @@ def _checked_values(found: Any, of_initial: Found) -> dict[str, bytes]:
     }
 
 
-def _unpacked(packed: bytes) -> Any:
+def value_in(packed: Any) -> bytes | None:
+    """Of one of our records, as Hivemind keeps it; None: it is none of them."""
     try:
-        return msgpack.unpackb(packed)
-    except (ValueError, TypeError, msgpack.UnpackException):
+        return decode(_VALUE, packed, MAX_VALUE_BYTES + _HEAD_BYTES)
+    except (ProtocolError, TypeError):
         return None

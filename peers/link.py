@@ -45,7 +45,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgpack
+import msgspec
 
 from peers.errors import LinkLost, PeersError, ProtocolError, UserError
 from peers.layout import Layout
@@ -84,12 +84,12 @@ class LinkMemory:
 
 
 def _pack(kind: str, fields: dict[str, Any]) -> bytes:
-    body = msgpack.packb({"kind": kind, **fields})
+    body = msgspec.msgpack.encode({"kind": kind, **fields})
     return _LENGTH.pack(len(body)) + body
 
 
 def _unpack(body: bytes) -> dict[str, Any]:
-    message = msgpack.unpackb(body)
+    message = msgspec.msgpack.decode(body)
     if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
         raise ProtocolError("a link message is a map with a kind")
     return message

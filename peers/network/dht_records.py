@@ -12,10 +12,14 @@ from collections.abc import Collection
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Protocol
 
-import msgpack
 from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+from msgspec.msgpack import Decoder
+
+from peers.dht import value_in
+from peers.errors import ProtocolError
+from peers.protocol.wire import decode
 
 if TYPE_CHECKING:
     from hivemind.dht.protocol import DHTProtocol
@@ -33,6 +37,7 @@ MAX_OTHER_TTL_S = 45.0
 MAX_OTHER_BYTES = 4200
 """Of values under keys that this node knows nothing of: in all, that bounds the memory they take, to some 80 MB."""
 _MAX_SUBKEY_BYTES = 256
+_SUBKEY = Decoder(str)
 
 _is_finding: ContextVar[bool] = ContextVar("is_finding", default=False)
 
@@ -77,8 +82,8 @@ class KeptRecords(RecordValidatorBase):
         if (check := self._checks.get(record.key)) is None:
             return self._has_room(record)
         try:
-            subkey = msgpack.unpackb(record.subkey)
-        except (ValueError, TypeError, msgpack.UnpackException):
+            subkey = decode(_SUBKEY, record.subkey, _MAX_SUBKEY_BYTES)
+        except ProtocolError:
             return False
         return _passes(check, subkey, record.value, record.expiration_time, is_found=False)
 
@@ -111,11 +116,8 @@ class KeptRecords(RecordValidatorBase):
 
 
 def _passes(check: Check, subkey: Any, packed: Any, expiry: float, *, is_found: bool) -> bool:
-    try:
-        value = msgpack.unpackb(packed)
-    except (ValueError, TypeError, msgpack.UnpackException):
-        return False
-    if not isinstance(subkey, str) or not isinstance(value, bytes):
+    value = value_in(packed)
+    if value is None or not isinstance(subkey, str):
         return False
     is_kept = check(subkey, value, expiry=expiry, is_found=is_found)
     if not is_kept:
