@@ -130,26 +130,33 @@ class Staller(Liar):
         return () if isinstance(effect, effects.Reduce) else (effect,)
 
 
-class Accuser(Liar):
-    """Declines what it is asked to take part in, and blames another each time."""
+class Decliner(Liar):
+    """Declines what it is asked to take part in, and proposes nothing itself."""
 
     def say(self, effect: Effect) -> Iterable[Effect]:
-        return () if isinstance(effect, effects.Reduce) else (effect,)
+        is_proposal = isinstance(effect, Send) and isinstance(effect.message, Propose)
+        return () if is_proposal or isinstance(effect, effects.Reduce) else (effect,)
 
     def answer(self, event: Event | None) -> Iterable[Effect]:
         match event:
             case events.Received(leader, Propose(plan)):
-                others = [p for p in plan.signers if p not in (self.me, leader)] or [leader]
-                return (Send(leader, self._decline(plan, self.rng.choice(others))),)
+                return (Send(leader, self._decline(plan, leader)),)
         return ()
 
-    def _decline(self, plan: Plan, suspect: str) -> Decline:
+    def _decline(self, plan: Plan, leader: str) -> Decline:
+        return Decline(head=plan.parent, attempt=plan.attempt, reason="no")
+
+
+class Accuser(Decliner):
+    """Blames another each time; its own proposals are honest."""
+
+    def say(self, effect: Effect) -> Iterable[Effect]:
+        return () if isinstance(effect, effects.Reduce) else (effect,)
+
+    def _decline(self, plan: Plan, leader: str) -> Decline:
+        others = [p for p in plan.signers if p not in (self.me, leader)] or [leader]
         return Decline(
-            head=plan.parent,
-            attempt=plan.attempt,
-            reason="lost it",
-            suspects=(suspect,),
-            attempt_here=plan.attempt,
+            head=plan.parent, attempt=plan.attempt, reason="lost it", suspects=(self.rng.choice(others),)
         )
 
 
@@ -195,6 +202,7 @@ LIARS: dict[str, MakeLiar] = {
     "is silent as a leader": SilentLeader,
     "aborts what it leads": AbortingLeader,
     "does not reduce": Staller,
+    "declines": Decliner,
     "accuses": Accuser,
     "withholds commits": Withholder,
     "replays": Replayer,

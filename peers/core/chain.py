@@ -184,8 +184,9 @@ def acceptable_part(
     A certificate must be signed by a majority of the roster before it. Fewer will do where no fewer have signed it than
     could object to it (`may_object`; this peer itself, if it has a worker), and where this peer has
     signed it, or its signers have not been on that head for so long (`has_gone_on`) that this peer might go on without
-    them. Where all of that roster `is_gone`, those who held its state may have gone on. `is_sound`: whether a
-    certificate can follow another, whoever has signed it.
+    them. Where all of that roster `is_gone`, those who held its state may have gone on; so may they where this peer did
+    so itself, and nobody of that roster stands there any more. `is_sound`: whether a certificate can follow another,
+    whoever has signed it.
     """
     accepted: list[Certificate] = []
     before = fork.ancestor
@@ -199,7 +200,9 @@ def acceptable_part(
         is_majority = 2 * len(signers) > len(roster)
         is_due = me in plan_signers or all(has_gone_on(p, before.head) for p in signers or plan_signers)
         may_go_on = len(signers) >= len(objectors) and is_due
-        is_heirs = before is fork.ancestor and me not in roster and all(map(is_gone, roster))
+        # Those who held its state may go on without all of its roster; of two who did so apart, one gives way.
+        are_all_gone = all(map(is_gone, roster)) or (bool(fork.ours) and not objectors)
+        is_heirs = before is fork.ancestor and me not in roster and are_all_gone
         if not (is_majority or (may_go_on and (signers or is_heirs))) or not is_sound(certificate, before):
             break
         accepted.append(certificate)

@@ -101,9 +101,13 @@ class Group:
         return is_quorum(present, self._parent, self._settings.quorum)
 
     def can_do_without(self, turn: Turn, others: Collection[str]) -> bool:
-        """Each of them is gone, or has gone on elsewhere."""
+        """Each of them is gone, has gone on elsewhere, or has spoilt so much that it is left out."""
+        epoch = self._parent.plan.epoch
         return all(
-            self._swarm.is_gone(peer_id) or self._swarm.has_gone_on(peer_id, turn) for peer_id in others
+            self._swarm.is_gone(peer_id)
+            or self._swarm.is_left_out(peer_id, epoch)
+            or self._swarm.has_gone_on(peer_id, turn)
+            for peer_id in others
         )
 
     # Plans

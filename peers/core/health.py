@@ -53,6 +53,10 @@ class Health:
     term: int = 0
     """For how many epochs it was left out the last time; 0: that is forgotten."""
 
+    def trains_at(self, head: str) -> bool:
+        """As far as it has said."""
+        return self.status.head == head and self.status.phase in ("training", "ready")
+
 
 class Swarm:
     """All peers that this one has heard, itself aside."""
@@ -171,8 +175,7 @@ class Swarm:
                 if turn.passed(health.lost_at + regain_s):
                     health.is_gone = True
                 continue
-            status = health.status
-            if status.head == head and status.phase in ("training", "ready"):
+            if health.trains_at(head):
                 health.at_head_at = now
             if not roster or peer_id in roster:
                 round_trips.append(health.round_trip_s)
@@ -180,11 +183,13 @@ class Swarm:
         self._timing.num_peers = len(self.roster) or min(FOUNDERS, 1 + len(round_trips))
         self._timing.round_trip_s = statistics.median(round_trips) if round_trips else 0.0
 
-    def head_moved(self, now: float, *, is_first: bool) -> None:
-        """Who was on the one before has its time to come to this peer's new head; where it is the first, everybody."""
+    def head_moved(self, now: float, head: str, *, is_first: bool) -> None:
+        """Who was on the one before has its time to come to this peer's new head; where it is the first, everybody.
+
+        Who was there already when it was lost has not gone on: it may be back."""
         its_time_s = self._timing.silence_s + self._timing.regain_s
         for health in self._peers.values():
-            if is_first or now < health.at_head_at + its_time_s:
+            if is_first or now < health.at_head_at + its_time_s or health.trains_at(head):
                 health.at_head_at = now
 
     def live(self) -> Sequence[tuple[str, Status]]:

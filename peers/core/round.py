@@ -231,15 +231,14 @@ class Round:
         if lead is None or decline.attempt != self.attempt or sender not in lead.plan.signer_set:
             return
         suspects = set(decline.suspects) & set(lead.plan.signers) - {sender, self._me}
-        lost: tuple[str, ...] = ()
+        # Whoever declines has cost this attempt, for whatever reason.
+        lost = sender
         if suspects:
             accuser, suspect = min(decline.told_by, default=sender), min(suspects)
             self._strike(turn, accuser, decline.reason, 0.5)
             self._strike(turn, suspect, decline.reason, 0.25)
-            lost = (self._one_of_a_pair(accuser, suspect),)
-        elif decline.attempt_here == self.attempt:
-            lost = (sender,)
-        self._abort(turn, f"{sender} declines: {decline.reason}", lost)
+            lost = self._one_of_a_pair(accuser, suspect)
+        self._abort(turn, f"{sender} declines: {decline.reason}", (lost,))
 
     def _one_of_a_pair(self, accuser: str, suspect: str) -> str:
         """Either may be at fault, or the link between them. Nobody has it always decided for him."""
@@ -446,7 +445,6 @@ class Round:
                 reason=reason[:300],
                 suspects=tuple(sorted(suspects)),
                 told_by=tuple(sorted(told_by)),
-                attempt_here=self.attempt,
             )
             turn.do(Send(leader, decline))
 

@@ -100,8 +100,6 @@ class Decline(Struct, frozen=True, tag="decline"):
     """Where the reduction failed: the members it was lost to."""
     told_by: Annotated[tuple[PeerId, ...], Meta(max_length=MAX_PEERS)] = ()
     """Where those are suspected by the word of other members alone, these."""
-    attempt_here: AttemptNumber = 0
-    """The attempt that this member is at."""
 
 
 class OddVote(Struct, frozen=True):

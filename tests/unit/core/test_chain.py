@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from peers.core.chain import KEPT, Chain, Fork, prefers_theirs
+from peers.core.chain import KEPT, Chain, Fork, acceptable_part, prefers_theirs
 from tests.unit.core.made import chain_of, commit, genesis, members
 
 GENESIS = genesis("abcde")
@@ -198,3 +198,27 @@ def test_what_strangers_send_takes_a_few_tens_of_megabytes_at_most():
         kept.add(certificate)
     held = [certificate for certificate in sent if kept.get(certificate.head) is not None]
     assert sum(len(certificate.body.signed_bytes) for certificate in held) < 50e6
+
+
+def part_of(way: Fork, *, me: str, gone: str = "", stands: str = "") -> int:
+    """How many certificates of it may be adopted by a peer that sees these gone, and these where the two part."""
+    part = acceptable_part(
+        way,
+        me=me,
+        has_worker=True,
+        may_object=lambda peer_id, certificate: peer_id in stands,
+        has_gone_on=lambda peer_id, head: True,
+        is_gone=gone.__contains__,
+        is_sound=lambda certificate, before: True,
+    )
+    return len(part)
+
+
+def test_of_two_that_went_on_apart_without_any_of_the_roster_one_gives_way_though_the_roster_is_back():
+    alone = commit(GENESIS, "ab", off="bcde")
+    ours, theirs = (chain_of(alone, name, 3) for name in "xy")
+    assert part_of(fork([], theirs, alone), me="x", gone="a") == 3
+    assert part_of(fork([], theirs, alone), me="x") == 0
+    # While the one that is back stands where the two part, it has its say; elsewhere it has none any more.
+    assert part_of(fork(ours, theirs, alone), me="x", stands="a") == 0
+    assert part_of(fork(ours, theirs, alone), me="x") == 3

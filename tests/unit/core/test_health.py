@@ -7,7 +7,7 @@ import pytest
 from peers.core.health import FADE_EPOCHS, STRIKES, Swarm
 from peers.core.timing import BEAT_S, SILENT_BEATS, Timing
 from peers.core.turn import Turn
-from tests.unit.core.made import SETTINGS, genesis, status
+from tests.unit.core.made import SETTINGS, commit, genesis, status
 
 SILENCE_S = SILENT_BEATS * BEAT_S
 HEAD = genesis("ab")
@@ -196,3 +196,18 @@ def test_strangers_slow_down_nobodys_heartbeat():
         swarm.measured(f"stranger {n}", 900.0)
     look(swarm, 0.3)
     assert (timing.beat_s, timing.silence_s) == before
+
+
+def test_a_peer_that_was_lost_where_this_one_comes_to_has_its_time_to_be_back():
+    swarm, ahead = a_swarm("b"), commit(HEAD, "b")
+    look(swarm, 1.0)
+    # For long it trains ahead of this peer; then it is lost, and this peer comes to where it stood.
+    swarm.heard("b", status(ahead, sequence=2), 1.5)
+    for now in range(2, 31):
+        swarm.heard("b", None, float(now))
+        look(swarm, float(now))
+    assert swarm.has_gone_on("b", Turn(30.0))
+    swarm.disconnected("b", 30.0)
+    swarm.head_moved(31.0, ahead.head, is_first=False)
+    assert not swarm.has_gone_on("b", Turn(31.0))
+    assert not swarm.is_gone("b")

@@ -335,7 +335,7 @@ def test_an_abort_counts_from_its_leader_and_for_its_attempt_only():
 def test_a_decline_of_a_stranger_or_of_another_attempt_does_not_end_an_attempt():
     a = led_by_me()
     for sender, attempt in (("z", 0), ("b", 3)):
-        a.say(sender, Decline(head=a.peer.head, attempt=attempt, reason="no", attempt_here=attempt))
+        a.say(sender, Decline(head=a.peer.head, attempt=attempt, reason="no"))
     assert a.peer.round.attempt == 0
     made = a.say("b", Decline(head=a.peer.head, attempt=0, reason="no"))
     assert a.of(Abort, made)[0].lost == ("b",)
@@ -401,7 +401,6 @@ def test_a_member_that_accuses_another_each_time_does_not_cost_an_attempt_in_eve
                 attempt=message.attempt,
                 reason="it sends nothing",
                 suspects=(others[message.attempt % len(others)],),
-                attempt_here=message.attempt,
             )
         return message
 
@@ -472,10 +471,7 @@ FIXED: list[Message] = [
         for body in BODIES[::4]
         for signer in "bcz"
     ),
-    *(
-        Decline(head=GENESIS.head, attempt=n, reason="", suspects=("a", "b"), attempt_here=n)
-        for n in range(4)
-    ),
+    *(Decline(head=GENESIS.head, attempt=n, reason="", suspects=("a", "b")) for n in range(4)),
     *(Abort(head=GENESIS.head, attempt=n, reason="", lost=("a", "c")) for n in range(4)),
     Ask(head=GENESIS.head),
     Ask(head=digest("x")),

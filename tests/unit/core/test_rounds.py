@@ -371,14 +371,15 @@ def test_a_peer_that_leaves_is_taken_off_and_not_waited_for():
     assert {member.peer_id for member in last(pump, "a").plan.roster} == set("ab")
 
 
-def test_a_member_that_declines_each_time_is_left_out_of_the_next_attempt():
+@pytest.mark.parametrize("proposes", [True, False])
+def test_a_member_that_declines_each_time_is_left_out_of_the_next_attempt(proposes):
     pump = founded("abcd")
 
-    def declines(sender: str, to: str, message: Message) -> Message:
+    def declines(sender: str, to: str, message: Message) -> Message | None:
+        if sender == "d" and isinstance(message, Propose) and not proposes:
+            return None
         if sender == "d" and isinstance(message, Vote):
-            return Decline(
-                head=message.head, attempt=message.attempt, reason="no", attempt_here=message.attempt
-            )
+            return Decline(head=message.head, attempt=message.attempt, reason="no")
         return message
 
     pump.tamper = declines

@@ -74,7 +74,7 @@ MESSAGES = [
     Propose(plan=PLAN),
     Vote(head=A, attempt=1, plan=B, anchor=A, momentum=C, signature=SIGNATURE),
     Vote(head="", attempt=0, plan=B, anchor=A, momentum=C, signature=SIGNATURE),
-    Decline(head=A, attempt=1, reason="busy", suspects=("q",), attempt_here=2),
+    Decline(head=A, attempt=1, reason="busy", suspects=("q",)),
     Abort(head=A, attempt=1, reason="lost q", lost=("q",), votes=(ODD,)),
     Certificates(head=A, certificates=(CERTIFICATE, CERTIFICATE)),
     Certificates(head=A, certificates=()),
