@@ -18,6 +18,8 @@ from typing import Any
 
 from peers.live_peer import LivePeer
 from peers.outer_state import OuterState
+from peers.protocol.mesh import Said
+from peers.protocol.messages import Message
 from peers.state.header import StateHeader
 
 LATE_S = 0.3
@@ -94,8 +96,9 @@ def _let_messages_stray(chance: random.Random) -> None:
     """What peers say goes out twice, or late: past those that follow."""
     really_enqueue = LivePeer.enqueue
 
-    def enqueue(self: LivePeer, message: dict[str, Any] | None) -> None:
-        if message is None or message["kind"] != "core":
+    def enqueue(self: LivePeer, message: Said | None) -> None:
+        # How the peer stands for people, and lists and manifests, go in order.
+        if not isinstance(message, Message):
             really_enqueue(self, message)
             return
         if chance.random() < _wrong["disorder"]:

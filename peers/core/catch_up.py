@@ -115,8 +115,16 @@ class CatchUp:
         self.target, self.path = None, ()
 
     def end(self) -> None:
-        """The fetch that ran has brought its state."""
+        """The fetch that ran, if there was one, has brought its state, or is not needed any more."""
         self.target, self.path = None, ()
+
+    def counts_for_more_than(self, certificate: Certificate) -> bool:
+        """Whether what is being fetched, if anything is, does not come after this commit on the own head, and counts
+        for more by rule 3."""
+        if self.target is None or any(certificate.head == other.head for other in self.path):
+            return False
+        parts_here = self.path[0].plan.parent == self.chain.head
+        return not parts_here or prefers_theirs(Fork(self.chain.newest, (certificate,), self.path))
 
     def head_moved(self) -> None:
         self._asked.clear()

@@ -11,7 +11,15 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from peers.core.health import Swarm
-from peers.core.plans import ABSENT_COMMITS, MAX_CLAIMED_RANK, Entry, fault_in, is_quorum, plan_of
+from peers.core.plans import (
+    ABSENT_COMMITS,
+    MAX_CLAIMED_RANK,
+    SPARE_BLOCKS,
+    Entry,
+    fault_in,
+    is_quorum,
+    plan_of,
+)
 from peers.core.settings import Settings
 from peers.core.timing import Timing
 from peers.core.turn import Turn
@@ -88,6 +96,12 @@ class Group:
                 return left, expected - left_out
         return ready, expected
 
+    def counts_on(self, peer_ids: Collection[str]) -> bool:
+        """Whether any of these was in the last commits. Who only says that it trains may say so for ever."""
+        return any(
+            peer_id in self.roster and self._absent.get(peer_id, 0) < ABSENT_COMMITS for peer_id in peer_ids
+        )
+
     def is_enough(self, turn: Turn, ready: Collection[str]) -> bool:
         """Whether these may commit."""
         if not ready or len(ready) < self._settings.aggregation.least_group:
@@ -101,13 +115,9 @@ class Group:
         return is_quorum(present, self._parent, self._settings.quorum)
 
     def can_do_without(self, turn: Turn, others: Collection[str]) -> bool:
-        """Each of them is gone, has gone on elsewhere, or has spoilt so much that it is left out."""
-        epoch = self._parent.plan.epoch
+        """Each of them is gone, or has gone on elsewhere."""
         return all(
-            self._swarm.is_gone(peer_id)
-            or self._swarm.is_left_out(peer_id, epoch)
-            or self._swarm.has_gone_on(peer_id, turn)
-            for peer_id in others
+            self._swarm.is_gone(peer_id) or self._swarm.has_gone_on(peer_id, turn) for peer_id in others
         )
 
     # Plans
@@ -126,15 +136,10 @@ class Group:
 
     def fault_in(self, plan: Plan) -> str:
         """Why this peer does not take part in another one's plan; empty: nothing is wrong with it."""
-        statuses = {c.peer_id: self._swarm.status(c.peer_id) for c in plan.contributors}
         entries = {c.peer_id: Entry(c.world_rank, c.work) for c in plan.contributors}
         return fault_in(
             plan,
             self._parent,
-            claimed_ranks={
-                peer_id: status.world_rank for peer_id, status in statuses.items() if status is not None
-            }
-            | {self._me: entries[self._me].claimed_rank},
             off_allowed=self._off(entries),
             data_width=self._data_width(entries),
             settings=self._settings,
@@ -150,10 +155,12 @@ class Group:
         }
 
     def _data_width(self, entries: Mapping[str, Entry]) -> int:
+        """One block for each rank of the roster and of these, and one for each newcomer that trains here, whatever rank
+        it claims: that is the next free one where it is honest."""
         ranks = [member.world_rank for member in self._parent.plan.roster]
-        ranks += [
-            min(status.world_rank, MAX_CLAIMED_RANK)
-            for _, status in self._swarm.live()
-            if status.head == self._parent.head
-        ]
-        return 1 + max(*ranks, *(min(entry.claimed_rank, MAX_CLAIMED_RANK) for entry in entries.values()), 0)
+        ranks += [min(entry.claimed_rank, MAX_CLAIMED_RANK) for entry in entries.values()]
+        num_newcomers = sum(
+            status.head == self._parent.head and peer_id not in self.roster and peer_id not in entries
+            for peer_id, status in self._swarm.live()
+        )
+        return 1 + max(ranks) + min(num_newcomers, SPARE_BLOCKS // 2)

@@ -32,7 +32,7 @@ from peers.core.events import Event
 from peers.core.founding import NO_HEAD, Founding, is_offer_sound
 from peers.core.health import Swarm
 from peers.core.late_work import LateWork
-from peers.core.plans import Entry, claim_of
+from peers.core.plans import Entry, claim_of, is_quorum
 from peers.core.round import Parts, Round, Stage
 from peers.core.settings import Settings
 from peers.core.timing import Timing
@@ -289,14 +289,24 @@ class Peer:
         for certificate in message.certificates:
             if self.chain.get(certificate.head) is not None:
                 continue
-            follows = certificate.plan.parent == self.head or self.me in certificate.plan.signers
-            if not (is_wanted or follows) or certificate.plan.manifest != self._settings.manifest:
+            if not (is_wanted or self._concerns_me(certificate.plan)):
                 return
-            if not certificate.is_signed(self._verify):
+            if certificate.plan.manifest != self._settings.manifest:
+                return
+            # The roster's first: whoever lets strangers sign has signatures without number.
+            if not certificate.is_signed(self._verify, first=self._ranks.keys()):
                 self.swarm.strike(sender, self.epoch)
                 return
             self.chain.add(certificate)
             self.swarm.has_shown(certificate.head)
+
+    def _concerns_me(self, plan: Plan) -> bool:
+        """A majority of the roster is said to have signed what follows this peer's head, or this peer itself."""
+        if self.me in plan.signer_set:
+            return True
+        return (
+            bool(self.head) and plan.parent == self.head and is_quorum(plan.signers, self.chain.newest, 0.5)
+        )
 
     # Rules
 
@@ -385,7 +395,7 @@ class Peer:
     def _commit(self, turn: Turn) -> bool:
         """What this peer has led to, or voted for and holds the result of."""
         round_ = self.round
-        if round_ is None or self.catch_up.target is not None:
+        if round_ is None or self.catch_up.is_checking:
             return False
         if (certificate := round_.certificate) is not None:
             round_.certificate = None
@@ -396,6 +406,10 @@ class Peer:
             return False
         certificate = self.chain.get(round_.held.head)
         assert certificate is not None
+        if self.catch_up.counts_for_more_than(certificate):
+            return False
+        # What is being fetched may be held back; the commit that is here waits for nobody.
+        self.catch_up.end()
         turn.do(Apply(certificate))
         self._learn_from(turn, round_)
         self._move_to(turn, (certificate,))
@@ -406,7 +420,7 @@ class Peer:
         if round_.gathered is not None:
             seconds, is_complete = round_.gathered
             self.timing.gathered(seconds, complete=is_complete)
-        self.timing.committed(round_s=turn.now - round_.reducing_since, epoch_s=turn.now - self._head_since)
+        self.timing.committed(round_s=round_.reduced_s, epoch_s=turn.now - self._head_since)
 
     def _answer_contributor(self, turn: Turn, certificate: Certificate, local_step: int = 0) -> None:
         plan, worker = certificate.plan, self.worker

@@ -110,15 +110,14 @@ def fault_in(
     plan: Plan,
     parent: Certificate,
     *,
-    claimed_ranks: Mapping[str, int],
     off_allowed: Collection[str],
     data_width: int,
     settings: Settings,
 ) -> str:
     """Why a member does not take part in this plan; empty: nothing is wrong with it.
 
-    `claimed_ranks`: of newcomers, as this member has heard; `off_allowed`: whom it would take off itself;
-    `data_width`: what it would hand out itself.
+    `off_allowed`: whom it would take off itself; `data_width`: what it would hand out itself. The world rank of a
+    newcomer may be any that is free: what it claims it may tell each member differently.
     """
     before = {member.peer_id for member in parent.plan.roster}
     peer_ids = [contributor.peer_id for contributor in plan.contributors]
@@ -126,12 +125,7 @@ def fault_in(
         return "a group without members, or with one of them twice"
     if len(peer_ids) < settings.aggregation.least_group:
         return f"a group of {len(peer_ids)}; {settings.aggregation.rule} needs {settings.aggregation.least_group}"
-    entries = {
-        contributor.peer_id: Entry(
-            claimed_ranks.get(contributor.peer_id, contributor.world_rank), contributor.work
-        )
-        for contributor in plan.contributors
-    }
+    entries = {c.peer_id: Entry(c.world_rank, c.work) for c in plan.contributors}
     if any(entry.work.based_on > parent.plan.epoch for entry in entries.values()):
         return "work of an epoch that is yet to come"
     leaving = {peer_id for peer_id, entry in entries.items() if entry.work.last}
@@ -162,7 +156,6 @@ def fault_of_successor(certificate: Certificate, parent: Certificate, settings: 
     return fault_in(
         plan,
         parent,
-        claimed_ranks={},
         off_allowed=everybody,
         data_width=MAX_CLAIMED_RANK,
         settings=settings,

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -48,6 +48,11 @@ class Lead:
     plan: Plan
     until: float
     votes: dict[str, Vote] = field(default_factory=dict)
+
+    @property
+    def has_majority(self) -> bool:
+        """Most have voted."""
+        return 2 * len(self.votes) > len(self.plan.signers)
 
 
 class Round:
@@ -83,7 +88,9 @@ class Round:
         self.failures: list[str] = []
         self.gathered: tuple[float, bool] | None = None
         """Of the last group: seconds from the quorum to it, and whether everybody was in it."""
-        self.reducing_since = 0.0
+        self.reduced_s = 0.0
+        """What the last reduction took: waiting for votes is not in it, which one member can prolong."""
+        self._accepted_at = 0.0
         self._lead: Lead | None = None
         self._plan: Plan | None = None
         self._proposals: dict[int, Plan] = {}
@@ -134,16 +141,15 @@ class Round:
             self._quorum_at = self._could_at = None
             return False
         self._quorum_at = turn.now if self._quorum_at is None else self._quorum_at
-        if not expected <= ready.keys() and not turn.passed(
-            self._quorum_at + self._timing.grace_s(self._quorum_at - self._began_at)
-        ):
+        late = expected - ready.keys()
+        if late and not turn.passed(self._quorum_at + self._grace_s(late)):
             self._could_at = None
             return False
         leader = self.leader_of(self.attempt)
         if leader == self._me:
             if not turn.passed(self._not_before):
                 return False
-            self._begin_to_lead(turn, ready, is_complete=expected <= ready.keys())
+            self._begin_to_lead(turn, ready, is_complete=not self._group.counts_on(late))
             return True
         if not self._can_lead(leader):
             if not any(peer_id == self._me or self._can_lead(peer_id) for peer_id in self._order):
@@ -164,6 +170,13 @@ class Round:
             return False
         self._fail(turn, f"its leader {leader} is silent")
         return True
+
+    def _grace_s(self, late: set[str]) -> float:
+        """How long a quorum that is ready waits for these."""
+        assert self._quorum_at is not None
+        if self._group.counts_on(late):
+            return self._timing.grace_s(self._quorum_at - self._began_at)
+        return self._timing.least_grace_s
 
     def _ready_and_expected(
         self, turn: Turn, entry: Entry | None, *, is_training: bool
@@ -204,7 +217,8 @@ class Round:
             self._abort(turn, f"a vote of {sender} is not signed by it", (sender,))
             return
         lead.votes[sender] = vote
-        lead.until = min(lead.until, turn.now + self._timing.silence_s + 2 * self._timing.usual_round_s)
+        if lead.has_majority:
+            lead.until = min(lead.until, turn.now + self._timing.silence_s + 2 * self._timing.usual_round_s)
         if len(lead.votes) == len(lead.plan.signers):
             self._count(turn, lead)
 
@@ -224,29 +238,28 @@ class Round:
             OddVote(peer_id=peer_id, anchor=vote.anchor, momentum=vote.momentum, signature=vote.signature)
             for peer_id, vote in sorted(lead.votes.items())
         )
-        self._abort(turn, "the digests of its members differ", (), votes)
+        # No majority shows who is the odd one: then it is anybody's turn to be left out of the next attempt.
+        most = max(Counter((vote.anchor, vote.momentum) for vote in votes).values())
+        lost = () if 2 * most > len(votes) else (self._one_of(lead.votes.keys() - {self._me}),)
+        self._abort(turn, "the digests of its members differ", lost, votes)
 
     def on_decline(self, turn: Turn, sender: str, decline: Decline) -> None:
         lead = self._lead
         if lead is None or decline.attempt != self.attempt or sender not in lead.plan.signer_set:
             return
-        suspects = set(decline.suspects) & set(lead.plan.signers) - {sender, self._me}
-        # Whoever declines has cost this attempt, for whatever reason.
-        lost = sender
-        if suspects:
-            accuser, suspect = min(decline.told_by, default=sender), min(suspects)
-            self._strike(turn, accuser, decline.reason, 0.5)
-            self._strike(turn, suspect, decline.reason, 0.25)
-            lost = self._one_of_a_pair(accuser, suspect)
+        # Whoever declines has cost this attempt: the fault is its own, or of one that it names, or of a link between.
+        named = sorted({*decline.suspects, *decline.told_by} & lead.plan.signer_set - {sender, self._me})
+        self._strike(turn, sender, decline.reason, 0.5)
+        for peer_id in named:
+            self._strike(turn, peer_id, decline.reason, 0.5 / len(named))
+        gone = [peer_id for peer_id in named if not self._swarm.is_live(peer_id)]
+        lost = gone[0] if gone else self._one_of([sender, *named])
         self._abort(turn, f"{sender} declines: {decline.reason}", (lost,))
 
-    def _one_of_a_pair(self, accuser: str, suspect: str) -> str:
-        """Either may be at fault, or the link between them. Nobody has it always decided for him."""
-        if not self._swarm.is_live(suspect):
-            return suspect
+    def _one_of(self, peer_ids: Iterable[str]) -> str:
+        """Any of them may be at fault. Nobody has it always decided for him."""
         return min(
-            (accuser, suspect),
-            key=lambda p: hashlib.sha256(f"{self.head} {self.attempt} {p}".encode()).digest(),
+            peer_ids, key=lambda p: hashlib.sha256(f"{self.head} {self.attempt} {p}".encode()).digest()
         )
 
     def _watch_group(self, turn: Turn, lead: Lead) -> bool:
@@ -254,13 +267,17 @@ class Round:
             peer_id for peer_id in lead.plan.signers if peer_id not in lead.votes and peer_id != self._me
         ]
         if lost := [peer_id for peer_id in unheard if not self._swarm.is_live(peer_id)]:
+            for peer_id in lost:
+                self._strike(turn, peer_id, "it was lost in the middle of a round", 0.5)
             self._abort(turn, f"lost {', '.join(lost)}", lost)
             return True
         if turn.passed(lead.until):
             self._timing.attempt_timed_out()
-            for peer_id in unheard:
+            # Where most have not voted, it is hardly their fault.
+            late = unheard if lead.has_majority else []
+            for peer_id in late:
                 self._strike(turn, peer_id, "it does not vote")
-            self._abort(turn, f"no vote of {', '.join(unheard)} in time", unheard)
+            self._abort(turn, f"no vote of {', '.join(unheard)} in time", late)
             return True
         return False
 
@@ -309,19 +326,22 @@ class Round:
             return
         if self._quorum_at is not None:
             _, expected = self._ready_and_expected(turn, entry, is_training=True)
-            self.gathered = turn.now - self._quorum_at, expected <= present
+            self.gathered = turn.now - self._quorum_at, not self._group.counts_on(expected - present)
         self._accept(turn, plan)
 
     def _accept(self, turn: Turn, plan: Plan) -> None:
         self._plan, self.stage, self.held = plan, Stage.REDUCE, None
-        self._until, self.reducing_since = turn.now + self._timing.attempt_s, turn.now
+        self._until, self._accepted_at = turn.now + self._timing.attempt_s, turn.now
         turn.do(Reduce(plan, REDUCE_SHARE * self._timing.attempt_s))
 
     def on_reduced(self, turn: Turn, plan_digest: str, anchor: str, momentum: str) -> None:
         plan = self._plan
         if self.stage is not Stage.REDUCE or plan is None or plan.digest != plan_digest:
             return
-        self.held = Body(plan=plan, anchor=anchor, momentum=momentum)
+        self.held, self.reduced_s = (
+            Body(plan=plan, anchor=anchor, momentum=momentum),
+            turn.now - self._accepted_at,
+        )
         self.stage, self._signed = Stage.VOTE, plan.attempt
         self._until = turn.now + self._timing.attempt_s
         turn.do(Pledge(self.head, plan.attempt))

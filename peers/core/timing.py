@@ -117,6 +117,13 @@ class Timing:
         usual = self.connect_s + self.stall_s + ROUNDS * self.usual_round_s
         return min(self.most_attempt_s, usual)
 
+    @property
+    def least_grace_s(self) -> float:
+        """What steps vary by, and what everybody takes to say that it is ready."""
+        return min(
+            self.most_grace_s, max(self.reaction_s, LEAST_GRACE_SHARE * max(self._epochs, default=0.0))
+        )
+
     def grace_s(self, epoch_s: float) -> float:
         """How long a quorum that is ready, so long after the epoch began, waits for the others."""
         slowest = max(self._epochs, default=epoch_s)
@@ -124,7 +131,7 @@ class Timing:
             return min(self.most_grace_s, max(FIRST_GRACE_S, slowest))
         median = statistics.median(self._gathers)
         deviation = _NORMAL_MAD * statistics.median(abs(seconds - median) for seconds in self._gathers)
-        learned = max(self.reaction_s, LEAST_GRACE_SHARE * slowest, median + DEVIATIONS * deviation)
+        learned = max(self.least_grace_s, median + DEVIATIONS * deviation)
         return min(self.most_grace_s, learned, SLOWEST_PEER * max(slowest, self.reaction_s))
 
     def pause_s(self, num_failures: int) -> float:
@@ -136,7 +143,7 @@ class Timing:
     def committed(self, *, round_s: float, epoch_s: float) -> None:
         """An epoch is over. What it has waited for others, as was told to `gathered` just before, does not count as
         the length of an epoch: else one that never comes would be waited for ever longer."""
-        self._rounds.append(round_s)
+        self._rounds.append(min(round_s, self.first_round_s))
         self._epochs.append(max(0.0, epoch_s - self._waited_s))
         self._waited_s = 0.0
 

@@ -340,6 +340,8 @@ class Runtime:
 
     async def _apply(self, certificate: Certificate) -> None:
         """Anchor, momentum and certificate advance together, here and in `_adopt`, and nowhere else."""
+        # A state that was being fetched is not wanted any more.
+        self._stop_fetching()
         work, state, plan = self._work, self._state, certificate.plan
         assert work is not None and state is not None and work.plan is not None
         work.clock.lap("vote_s")

@@ -8,7 +8,7 @@ signs.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cached_property
 from typing import Annotated, Protocol
 
@@ -164,13 +164,14 @@ class Certificate(Struct, frozen=True):
     def is_genesis(self) -> bool:
         return not self.plan.contributors
 
-    def is_signed(self, verify: Verify) -> bool:
-        """Whether every one of its signers has signed it, each of them once."""
+    def is_signed(self, verify: Verify, *, first: Collection[str] = ()) -> bool:
+        """Whether every one of its signers has signed it, each of them once. `first`: whose to check first."""
         signers = self.plan.signers
         if len(signers) != len(self.signatures) or len(set(signers)) != len(signers):
             return False
         payload = self.body.signed_bytes
-        return all(map(verify, signers, [payload] * len(signers), self.signatures))
+        pairs = sorted(zip(signers, self.signatures, strict=True), key=lambda pair: pair[0] not in first)
+        return all(verify(signer, payload, signature) for signer, signature in pairs)
 
 
 _decoder = Decoder(Certificate)

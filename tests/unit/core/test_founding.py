@@ -93,7 +93,7 @@ def test_a_founder_that_comes_later_than_the_genesis_is_a_newcomer():
     pump.run(3)
     pump.start("c")
     assert pump.reach(2, 60)
-    assert {member.peer_id for member in pump["a"].peer.certificate.plan.roster} == set("abc")
+    assert pump.run(60, lambda: {m.peer_id for m in pump["a"].peer.certificate.plan.roster} == set("abc"))
 
 
 @pytest.mark.parametrize("victim", "abc")

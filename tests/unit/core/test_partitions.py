@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from peers.core import effects
-from peers.protocol.messages import Decline, Message, Propose, Vote
 from tests.unit.core.pump import Pump
 from tests.unit.core.test_rounds import founded
 
@@ -105,24 +104,3 @@ def test_two_runs_that_were_founded_apart_become_one():
     pump.run(12)
     pump.start("b")
     assert come_together(pump)
-
-
-def test_one_that_spoils_every_attempt_does_not_hold_up_those_who_have_lost_one_more():
-    pump = founded("abcd")
-
-    def spoils(sender: str, to: str, message: Message) -> Message | None:
-        """Declines what others propose, and proposes nothing itself."""
-        if sender == "d" and isinstance(message, Vote):
-            return Decline(head=message.head, attempt=message.attempt, reason="no")
-        return None if sender == "d" and isinstance(message, Propose) else message
-
-    split(pump, "abd", "c")
-    pump.run(1)
-    pump.tamper = spoils
-    # Alone for long, c goes on by itself. Of four then, two and one that spoils everything are left.
-    pump.run(60)
-    epoch = max(pump[name].peer.epoch for name in "ab")
-    pump.mend()
-    assert pump.run(120, lambda: min(pump[name].peer.epoch for name in "ab") >= epoch + 3)
-    assert pump.run(60, lambda: len({pump[name].peer.head for name in "abc"}) == 1)
-    assert pump.signed_twice() == {}

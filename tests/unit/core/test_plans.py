@@ -34,13 +34,10 @@ def made(
     return plan_of(parent, attempt, own, off=off, data_width=data_width, settings=settings)
 
 
-def fault(
-    plan: Plan, *, parent: Certificate = PARENT, claims=None, off=(), data_width: int = 4, settings=SETTINGS
-):
+def fault(plan: Plan, *, parent: Certificate = PARENT, off=(), data_width: int = 4, settings=SETTINGS):
     return fault_in(
         plan,
         parent,
-        claimed_ranks=claims or {},
         off_allowed=off,
         data_width=data_width,
         settings=settings,
@@ -74,7 +71,7 @@ def test_the_fragment_is_that_of_the_epoch_which_ends():
 def test_a_joiner_gets_the_rank_that_it_claims_where_it_is_free():
     plan = made([*ROSTER, "n"], claims={"n": 9})
     assert ranks(plan)["n"] == 9
-    assert fault(plan, claims={"n": 9}) == ""
+    assert fault(plan) == ""
     assert plan.contributors[-1].peer_id == "n"
 
 
@@ -83,7 +80,7 @@ def test_joiners_get_the_lowest_free_ranks_where_theirs_are_taken_or_none():
     plan = made(["a", "b", "c", "x", "y", "z"], parent=parent, claims={"x": 2, "y": -1, "z": 1})
     # In order of their names: x takes the lowest free one, which z claims as well.
     assert ranks(plan) == {"a": 0, "x": 1, "b": 2, "y": 3, "z": 4, "c": 5}
-    assert fault(plan, parent=parent, claims={"x": 2, "y": -1, "z": 1}, data_width=6) == ""
+    assert fault(plan, parent=parent, data_width=6) == ""
 
 
 def test_contributors_and_roster_are_in_order_of_world_rank():
@@ -201,9 +198,13 @@ def test_a_few_more_blocks_than_this_member_sees_newcomers_for_are_no_fault():
     assert fault(replace(HONEST, data_base=4 + 4 + SPARE_BLOCKS)) == ""
 
 
-def test_a_joiner_with_another_rank_than_it_claims_is_a_fault():
+def test_a_joiner_may_have_any_rank_that_is_free_and_no_other_for_it_may_claim_another_to_each_member():
     plan = made([*ROSTER, "n"], claims={"n": 9})
-    assert fault(plan, claims={"n": 7}) != ""
+    assert fault(plan) == ""
+    joined = next(contributor for contributor in plan.contributors if contributor.peer_id == "n")
+    for taken in (0, 1 << 20):
+        others = tuple(replace(joined, world_rank=taken) if c == joined else c for c in plan.contributors)
+        assert fault(replace(plan, contributors=others)) != ""
 
 
 def test_a_work_of_an_epoch_to_come_is_a_fault():

@@ -1,0 +1,280 @@
+"""One member that lies, or a stranger with no more than a channel, costs the others time and nothing else.
+
+Each of these once stopped a swarm for good, split it, or slowed it without bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from itertools import count
+
+import pytest
+from msgspec.structs import replace
+
+from peers.core import effects, events
+from peers.protocol.certificates import Body, Certificate, Plan
+from peers.protocol.messages import Abort, Certificates, Decline, Message, Propose, Status, Vote
+from tests.unit.core.made import Keys, commit, digest, work
+from tests.unit.core.pump import Node, Pump, with_settings
+from tests.unit.core.test_round_hostile import led_by_another, plan_at, reduced
+from tests.unit.core.test_rounds import commits, founded
+
+Tamper = Callable[[str, str, Message], Message | None]
+
+
+def assert_they_go_on(pump: Pump, honest: str, *, epochs: int, seconds: float) -> None:
+    """So many in so long, all of them on one chain, and none of their commits is lost."""
+    before = min(pump[name].peer.epoch for name in honest)
+    pump.run(seconds)
+    reached = [pump[name].peer.epoch for name in honest]
+    assert min(reached) >= before + epochs
+    assert max(reached) - min(reached) <= 1
+    forks = [tell.text for name in honest for tell in pump[name].effects(effects.Tell) if tell.kind == "fork"]
+    assert forks == []
+    assert pump.signed_twice() == {}
+
+
+def say_for_ever(pump: Pump, sender: str, status_for: Callable[[Node], Status]) -> None:
+    """A stranger's statuses, to each of those who are there now."""
+    sequence = count(1)
+
+    def beat() -> None:
+        for node in pump.up:
+            if node.peer.round is not None:
+                pump.say(sender, node.name, replace(status_for(node), sequence=next(sequence)))
+        pump.after(0.2, beat)
+
+    beat()
+
+
+@pytest.mark.parametrize("names", ["abcd", "abcde", "abcdef"])
+def test_one_that_declines_and_names_others_each_time(names):
+    pump, liar, turn = founded(names), names[-1], count()
+
+    def tamper(sender: str, to: str, message: Message) -> Message | None:
+        if sender == liar and isinstance(message, Vote):
+            others = [name for name in names if name not in (liar, to)]
+            n = next(turn)
+            suspect, accuser = others[n % len(others)], others[(n + 1) % len(others)]
+            return Decline(
+                head=message.head,
+                attempt=message.attempt,
+                reason="lost it",
+                suspects=(suspect,),
+                told_by=(accuser,),
+            )
+        return None if sender == liar and isinstance(message, Propose) else message
+
+    pump.tamper = tamper
+    assert_they_go_on(pump, names[:-1], epochs=25, seconds=300)
+
+
+@pytest.mark.parametrize("names", ["abcd", "abcde"])
+@pytest.mark.parametrize("declines", [False, True])
+def test_a_leader_that_says_it_has_lost_everybody_else(names, declines):
+    pump, liar, honest = founded(names), names[-1], names[:-1]
+
+    def tamper(sender: str, to: str, message: Message) -> Message | None:
+        if sender == liar and isinstance(message, Propose):
+            plan = message.plan
+            lost = tuple(name for name in honest if name != to)
+            abort = Abort(head=plan.parent, attempt=plan.attempt, reason="lost them", lost=lost)
+            pump.after(0.05, lambda: pump.say(liar, to, abort))
+        if declines and sender == liar and isinstance(message, Vote):
+            return Decline(head=message.head, attempt=message.attempt, reason="no")
+        return message
+
+    pump.tamper = tamper
+    assert_they_go_on(pump, honest, epochs=55, seconds=600)
+
+
+@pytest.mark.parametrize("phase", ["waiting", "ready"])
+def test_a_stranger_that_tells_each_member_another_world_rank(phase):
+    pump = founded("abcd")
+
+    def status_for(node: Node) -> Status:
+        peer, round_ = node.peer, node.peer.round
+        leads = round_.leader_of(round_.attempt) == node.name
+        mine = work(based_on=peer.epoch) if phase == "ready" else None
+        return Status(
+            incarnation=1,
+            sequence=0,
+            world_rank=1023 if leads else 41,
+            phase=phase,
+            head=peer.head,
+            epoch=peer.epoch,
+            work=mine,
+        )
+
+    say_for_ever(pump, "z", status_for)
+    pump.run(30)
+    pump.start("n")
+    # The stranger's first attempt on each head fails where it says that it is ready.
+    assert_they_go_on(pump, "abcd", epochs=20, seconds=300)
+    taken_in = ["n" in c.plan.signers for c in committed(pump["a"])]
+    assert sum(taken_in) >= 10
+
+
+@pytest.mark.parametrize("names", ["abcd", "abcde"])
+def test_one_that_votes_at_once_and_then_slows_everybody_down(names):
+    liar = names[-1]
+
+    class Slowed(Pump):
+        def _perhaps_reduced(self, plan: Plan) -> None:
+            self.reduce_s = 15.0 if self.is_slow and liar in plan.signers else 1.0
+            super()._perhaps_reduced(plan)
+
+        def _reduce_failed(self, node: Node, plan: Plan) -> None:
+            if node.reducing == plan:
+                node.reducing = None
+                suspects = frozenset({liar}) & plan.signer_set - {node.name}
+                self.feed(node.name, events.ReduceFailed(plan.digest, "too slow", suspects))
+
+        is_slow = False
+
+    pump = Slowed(names, settings=with_settings(galaxy_size=len(names)))
+    assert pump.reach(2, 100)
+
+    def tamper(sender: str, to: str, message: Message) -> Message:
+        if to == liar and isinstance(message, Propose):
+            plan = message.plan
+            body = Body(plan=plan, anchor=digest("made"), momentum=digest("up"))
+            vote = Vote(
+                head=plan.parent,
+                attempt=plan.attempt,
+                plan=plan.digest,
+                anchor=body.anchor,
+                momentum=body.momentum,
+                signature=Keys(liar).sign(body.signed_bytes),
+            )
+            pump.after(0.02, lambda: pump.say(liar, sender, vote))
+        return message
+
+    pump.tamper, pump.is_slow = tamper, True
+    assert_they_go_on(pump, names[:-1], epochs=18, seconds=300)
+
+
+@pytest.mark.parametrize("names", ["abcd", "abcde", "abcdef"])
+def test_an_owner_of_a_share_that_sends_other_bits_to_just_as_many_as_make_a_tie(names):
+    pump, liar = founded(names), names[-1]
+
+    def digests(name: str, plan: Plan) -> tuple[str, str]:
+        victims = [signer for signer in plan.signers if signer != liar][: max(1, len(plan.signers) // 2 - 1)]
+        is_odd = liar in plan.signers and name in (*victims, liar)
+        return digest("odd" if is_odd else "anchor", plan.digest), digest("momentum", plan.digest)
+
+    pump.digests = digests
+    assert_they_go_on(pump, names[:-1], epochs=8, seconds=300)
+
+
+def test_one_that_votes_as_late_as_it_may_does_so_no_later_each_time():
+    pump, liar = founded("abcde"), "e"
+
+    def tamper(sender: str, to: str, message: Message) -> Message | None:
+        if sender != liar or not isinstance(message, Vote):
+            return message
+
+        def later() -> None:
+            lead = pump[to].peer.round._lead
+            if lead is None or lead.plan.digest != message.plan:
+                return
+            if len(lead.votes) < len(lead.plan.signers) - 1 or pump.now < lead.until - 0.6:
+                pump.after(0.1, later)
+            else:
+                pump.say(liar, to, message)
+
+        pump.after(0.2, later)
+        return None
+
+    pump.tamper = tamper
+    assert_they_go_on(pump, "abcd", epochs=30, seconds=300)
+    assert_they_go_on(pump, "abcd", epochs=30, seconds=300)
+
+
+@pytest.mark.parametrize("who", ["a stranger", "a member"])
+def test_one_that_says_it_trains_and_is_never_ready_is_not_waited_for_longer_and_longer(who):
+    pump = founded("abcde")
+    usual = epochs_in(pump, 300)
+    if who == "a stranger":
+        say_for_ever(
+            pump,
+            "z",
+            lambda node: Status(
+                incarnation=1,
+                sequence=0,
+                world_rank=-1,
+                phase="training",
+                head=node.peer.head,
+                epoch=node.peer.epoch,
+            ),
+        )
+    else:
+
+        def tamper(sender: str, to: str, message: Message) -> Message | None:
+            if sender == "e" and isinstance(message, Status) and message.phase == "ready":
+                return replace(message, phase="training", work=None)
+            return None if sender == "e" and isinstance(message, Propose) else message
+
+        pump.tamper = tamper
+    pump.run(300)
+    assert epochs_in(pump, 300) >= 0.75 * usual
+
+
+@pytest.mark.parametrize("is_preferred", [True, False])
+def test_a_commit_that_is_here_waits_for_no_state_that_is_held_back(is_preferred):
+    """Another certificate on the same head comes to light meanwhile, and nobody hands its state over."""
+    a, leader = led_by_another()
+    plan = plan_at(a)
+    liar = next(name for name in "bcde" if name != leader)
+    a.say(leader, Propose(plan=plan))
+    reduced(a, plan)
+    body = a.peer.round.held
+    rivals = (commit(a.peer.certificate, "abcde", salt=salt) for salt in range(100))
+    # As many have signed the one as the other: the smaller hash counts for more.
+    rival = next(rival for rival in rivals if (body.head < rival.head) == is_preferred)
+    a.say(liar, Certificates(head=rival.head, certificates=(rival,)))
+    a.announce(rival, [liar])
+    a.run(2)
+    assert a.peer.catch_up.target == rival
+    certificate = Certificate(body=body, signatures=tuple(Keys(n).sign(body.signed_bytes) for n in "abcde"))
+    made = a.say(leader, Certificates(head=certificate.head, certificates=(certificate,)))
+    assert bool(a.of(effects.Apply, made)) == is_preferred
+    assert (a.peer.catch_up.target is None) == is_preferred
+
+
+def test_what_strangers_have_signed_on_this_peers_head_is_not_even_checked():
+    checked: list[str] = []
+    pump = founded("abc")
+    verify = pump["a"].peer._verify
+
+    def counted(peer_id: str, payload: bytes, signature: object) -> bool:
+        checked.append(peer_id)
+        return verify(peer_id, payload, signature)
+
+    pump["a"].peer._verify = counted
+    head = pump["a"].peer.certificate
+    sybils = [f"z{n}" for n in range(200)]
+    for signers in (sybils, [*sybils, "b"]):
+        crowd = commit(head, signers)
+        pump.say("z", "a", Certificates(head=crowd.head, certificates=(crowd,)))
+    assert checked == []
+    # One that names a majority falsely is found out by their signatures, before the crowd's are looked at.
+    crowd = commit(head, [*sybils, "a", "b"])
+    forged = tuple(Keys("z").sign(b"") if p in "ab" else s for p, s in signatures(crowd))
+    crowd = Certificate(body=crowd.body, signatures=forged)
+    pump.say("z", "a", Certificates(head=crowd.head, certificates=(crowd,)))
+    assert len(checked) == 1
+
+
+def signatures(certificate: Certificate) -> Collection[tuple[str, object]]:
+    return list(zip(certificate.plan.signers, certificate.signatures, strict=True))
+
+
+def committed(node: Node) -> list[Certificate]:
+    return [apply.certificate for apply in node.effects(effects.Apply)]
+
+
+def epochs_in(pump: Pump, seconds: float) -> int:
+    before = len(commits(pump["a"]))
+    pump.run(seconds)
+    return len(commits(pump["a"])) - before
