@@ -24,6 +24,7 @@ from peers.messages import Channel
 from peers.network.bootstrap import is_nobody_there
 from peers.protocol.admission import Bans
 from peers.protocol.mesh import Announced, Carried, Introduction, Said
+from peers.protocol.messages import Ask
 from peers.protocol.records import Announcement
 from peers.protocol.refusal import Refusal, Refused, Why
 
@@ -39,6 +40,8 @@ REDIAL_AFTER_S = 1.0
 LET_THE_OTHER_DIAL_S, LET_THE_OTHER_REDIAL_S = 3.0, 0.5
 LET_OURS_BE_ANSWERED_S = 1.0
 """For so long a call is not answered that has crossed our own."""
+ANSWER_BYTES = 256 << 10
+"""What a question counts for beside its own bytes: the answer is about as long, and who asks pays for it."""
 MAX_DIALLED = 32
 """Peers that are dialled at once: anybody can put records of peers into the DHT that do not exist."""
 
@@ -345,7 +348,7 @@ class Mesh:
                 message = await peer.channel.read(_SAID, timeout_s=silence_s(len(self._peers)))
                 peer.heard()
                 size, read_bytes = peer.channel.received_bytes - read_bytes, peer.channel.received_bytes
-                allowance.spend(size, time.monotonic())
+                allowance.spend(size + (ANSWER_BYTES if isinstance(message, Ask) else 0), time.monotonic())
                 self._received(peer, peer_id, message)
                 # Reading what is there already does not let anybody else run.
                 await asyncio.sleep(0)

@@ -39,6 +39,7 @@ from peers.core.timing import Timing
 from peers.core.turn import Turn
 from peers.core.worker import Worker
 from peers.protocol.certificates import Certificate, Keys, Plan, Verify
+from peers.protocol.limits import MAX_EPOCH
 from peers.protocol.messages import (
     Abort,
     Ask,
@@ -291,7 +292,10 @@ class Peer:
                 continue
             if not (is_wanted or self._concerns_me(certificate.plan)):
                 return
-            if certificate.plan.manifest != self._settings.manifest:
+            plan = certificate.plan
+            if plan.manifest != self._settings.manifest or (
+                certificate.is_genesis and plan.epoch > MAX_EPOCH
+            ):
                 return
             # The roster's first: whoever lets strangers sign has signatures without number.
             if not certificate.is_signed(self._verify, first=self._ranks.keys()):

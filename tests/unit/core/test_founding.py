@@ -9,6 +9,7 @@ from peers.core import effects, events
 from peers.core.founding import NO_HEAD, genesis_of
 from peers.core.timing import BEAT_S
 from peers.protocol.certificates import Body, Certificate
+from peers.protocol.limits import MAX_EPOCH
 from peers.protocol.messages import Certificates, Found, Message, Offer, Vote
 from tests.unit.core.driven import Driven
 from tests.unit.core.made import OFFER, SETTINGS, Keys, chain_of, digest, genesis, status, verify
@@ -175,6 +176,14 @@ def test_a_head_without_a_certificate_does_not_keep_a_run_from_being_founded():
 
     announces()
     assert pump.run(60, lambda: begun(pump, "abc"))
+
+
+def test_a_genesis_of_an_epoch_that_nobody_can_count_on_from_is_no_beginning():
+    a = Driven("a")
+    late = genesis("z", epoch=MAX_EPOCH + 1)
+    a.announce(late, "z")
+    a.run(10)
+    assert a.of(effects.Fetch) == []
 
 
 # One founder, and what it signs

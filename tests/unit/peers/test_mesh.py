@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import socket
 import time
 
@@ -13,6 +14,7 @@ from peers.errors import PeerUnreachable
 from peers.identity import claim_slot
 from peers.mesh import MAX_DIALLED, Mesh
 from peers.messages import Channel
+from peers.protocol.messages import Ask
 from peers.protocol.refusal import Refusal, Why
 from peers.protocol.tokens import BanList, Token
 from tests.support.announcements import announced
@@ -46,14 +48,14 @@ class Transport:
         self.unanswered.append(peer_id)
 
 
-def mesh_over(transport, status=lambda: b""):
+def mesh_over(transport, status=lambda: b"", on_message=lambda *_: None):
     return Mesh(
         run_id="run",
         peer_id="a",
         transport=transport,
         status=status,
         on_change=lambda: None,
-        on_message=lambda *_: None,
+        on_message=on_message,
     )
 
 
@@ -128,6 +130,27 @@ def test_a_channel_that_breaks_is_made_anew_at_once_and_another_way_where_it_fel
             while mesh.peers or mesh._dialling:
                 await asyncio.sleep(0.001)
             assert (transport.dialled, sorted(set(transport.unanswered))) == (dialled, unanswered)
+            await mesh.close()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(("num_asks", "is_kept"), [(20, True), (200, False)])
+def test_who_asks_pays_for_the_answers(num_asks, is_kept):
+    async def scenario():
+        heard = []
+        mesh = mesh_over(Transport(), on_message=lambda _, message: heard.append(message))
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            mesh._keep("b", Channel(ours), announced("b"), b"")
+            asking = Channel(theirs)
+            with contextlib.suppress(PeerUnreachable):
+                for _ in range(num_asks):
+                    await asking.send(Ask(head="a" * 64), 5.0)
+            while mesh.peers and len(heard) < num_asks:
+                await asyncio.sleep(0.001)
+            assert bool(mesh.peers) == is_kept
+            assert (len(heard) == num_asks) == is_kept
             await mesh.close()
 
     run(scenario())
