@@ -238,9 +238,9 @@ class Round:
             OddVote(peer_id=peer_id, anchor=vote.anchor, momentum=vote.momentum, signature=vote.signature)
             for peer_id, vote in sorted(lead.votes.items())
         )
-        # No majority shows who is the odd one: then it is anybody's turn to be left out of the next attempt.
-        most = max(Counter((vote.anchor, vote.momentum) for vote in votes).values())
-        lost = () if 2 * most > len(votes) else (self._one_of(lead.votes.keys() - {self._me}),)
+        odd, _ = _odd_ones({peer_id: (vote.anchor, vote.momentum) for peer_id, vote in lead.votes.items()})
+        others = odd - {self._me}
+        lost = (self._one_of(others),) if others else ()
         self._abort(turn, "the digests of its members differ", lost, votes)
 
     def on_decline(self, turn: Turn, sender: str, decline: Decline) -> None:
@@ -408,7 +408,7 @@ class Round:
         self._fail(turn, f"its leader gave it up: {abort.reason}", set(abort.lost) - {self._me})
 
     def _judge(self, turn: Turn, votes: Sequence[OddVote], plan: Plan) -> None:
-        """Signed votes for different digests prove who is the odd one out, where there is a majority."""
+        """Signed votes for different digests show who is odd."""
         proven = [
             vote
             for vote in votes
@@ -419,20 +419,16 @@ class Round:
                 vote.signature,
             )
         ]
-        voters = {vote.peer_id: (vote.anchor, vote.momentum) for vote in proven}
-        digests = Counter(voters.values())
-        if len(voters) < len(plan.signers) or len(proven) > len(voters) or len(digests) < 2:
+        voted = {vote.peer_id: (vote.anchor, vote.momentum) for vote in proven}
+        if len(voted) < len(plan.signers) or len(proven) > len(voted) or len(set(voted.values())) < 2:
             # Not all votes, each once: it proves nothing.
             return
-        usual, count = digests.most_common(1)[0]
-        has_majority = 2 * count > len(voters)
-        for peer_id, voted in voters.items():
-            if has_majority and voted == usual:
-                continue
-            if peer_id == self._me:
-                self.is_odd = True
-            elif has_majority:
-                self._strike(turn, peer_id, "its digests are not the others'")
+        odd, has_majority = _odd_ones(voted)
+        self.is_odd = self.is_odd or self._me in odd
+        # One alone has only itself to blame. Of several, one may have sent the others wrong sums.
+        weight = 1.0 if has_majority and len(odd) == 1 else 0.5 / len(odd)
+        for peer_id in sorted(odd - {self._me}):
+            self._strike(turn, peer_id, "its digests are not the others'", weight)
 
     def _strike(self, turn: Turn, peer_id: str, why: str, weight: float = 1.0) -> None:
         epoch = self.parent.plan.epoch
@@ -507,3 +503,12 @@ class Round:
         self._suspects |= self._last_suspects
         self._not_before = turn.now + self._timing.pause_s(len(self.failures))
         self._leave_attempt(turn, self.attempt + 1)
+
+
+def _odd_ones(voted: Mapping[str, tuple[str, str]]) -> tuple[set[str], bool]:
+    """Who did not vote for what most have, and whether there is such a majority; where there is none, everybody."""
+    usual, count = Counter(voted.values()).most_common(1)[0]
+    has_majority = 2 * count > len(voted)
+    return {
+        peer_id for peer_id, digests in voted.items() if not (has_majority and digests == usual)
+    }, has_majority
