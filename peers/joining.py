@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from peers.core.weights import Aggregation
 from peers.errors import UserError
 from peers.protocol.limits import Share
 from peers.protocol.mesh import Scalar
@@ -57,7 +58,8 @@ def check_manifest(manifest: Mapping[str, Scalar]) -> None:
     try:
         msgspec.convert(manifest, _Outer)
         Schedule.of(manifest)
-    except (msgspec.ValidationError, UserError) as error:
+        Aggregation.of(manifest)
+    except (msgspec.ValidationError, UserError, ValueError, TypeError, OverflowError) as error:
         raise ValueError(f"not a manifest: {error!s:.300}") from error
     if len(json.dumps(manifest)) > MAX_MANIFEST_BYTES:
         raise ValueError(f"a manifest has at most {MAX_MANIFEST_BYTES} bytes")

@@ -100,12 +100,20 @@ class Presence:
         # Now whoever has read this line finds this peer.
         log.info("listening on %s", " ".join(self.maddrs))
         await self._meet(records)
-        for peer in self.mesh.peers:
-            if peer.world_rank == self.world_rank != NO_RANK:
-                raise UserError(
-                    f"world rank {self.world_rank} is taken by the live peer {peer.peer_id}. Choose another "
-                    "--world-rank, or leave it out"
-                )
+        self._settle_rank(wanted_rank)
+
+    def _settle_rank(self, wanted_rank: int | None) -> None:
+        """Another peer may have the same. Raises UserError where the user insists on it."""
+        other = next((peer for peer in self.mesh.peers if peer.world_rank == self.world_rank), None)
+        if other is None or self.world_rank == NO_RANK:
+            return
+        if wanted_rank is not None:
+            raise UserError(
+                f"world rank {self.world_rank} is taken by the live peer {other.peer_id}. Choose another "
+                "--world-rank, or leave it out"
+            )
+        # The coordinator's word against that of a peer, which may say what it likes: the roster decides.
+        self.world_rank = NO_RANK
 
     async def _meet(self, records: Mapping[str, Announcement]) -> None:
         """Call everybody who is announced. While nobody is reached, and somebody may yet answer, look again: who has

@@ -257,14 +257,17 @@ class CatchUp:
         return path[-1] if path else None
 
     def _for_newcomer(self, turn: Turn, heads: Heads) -> tuple[Certificate, ...]:
-        """What most of those who answer show, once it is certified; of equals what more have signed."""
+        """The chain that most of those who answer are on, once it is certified, and on it the head that most are at; of
+        equals what more have signed, then the newest. So no single peer leads a newcomer back to an old head."""
         if not heads or self._since is None or not turn.passed(self._since + self.timing.reaction_s):
             return ()
 
-        def rank(head: str) -> tuple[int, int, str]:
+        def rank(head: str) -> tuple[int, int, int, int, str]:
             supporters = {p for other in heads if self._is_on(other, head) for p in heads[other]}
             certificate = self.chain.get(head)
-            return -len(supporters), -len(certificate.plan.signers) if certificate else 0, head
+            plan = certificate.plan if certificate else None
+            num_signers, epoch = (len(plan.signers), plan.epoch) if plan else (0, 0)
+            return -len(supporters), -len(heads[head]), -num_signers, -epoch, head
 
         best = min(heads, key=rank)
         certificate = self.chain.get(best)

@@ -270,7 +270,8 @@ class WorkerHost:
                         path,
                         runtime.settings.codec,
                         runtime.settings.optimizer_for,
-                        timeout_s=timeout_s,
+                        # Whoever hands commits over slowly is not to cost the state as well.
+                        timeout_s=timeout_s / 2,
                     )
             return await download_state(
                 donors,

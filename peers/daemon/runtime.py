@@ -323,11 +323,12 @@ class Runtime:
         self.post(events.Reduced(digest, header.anchor_digest, header.momentum_digest))
 
     def _is_somebody_joining(self) -> bool:
-        since_ns = time.time_ns() - int(_NEWCOMER_S * 1e9)
+        now_ns, lately_ns = time.time_ns(), int(_NEWCOMER_S * 1e9)
+        # Either way: who is of a time to come would be a newcomer for ever.
         newcomers = (
             status
             for _, status in self.core.swarm.live()
-            if status.phase in ("waiting", "fetching") and status.incarnation > since_ns
+            if status.phase in ("waiting", "fetching") and abs(now_ns - status.incarnation) < lately_ns
         )
         return self.commit_log.is_wanted or any(newcomers)
 

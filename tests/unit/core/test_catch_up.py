@@ -384,3 +384,16 @@ def test_heads_that_a_stranger_makes_up_do_not_keep_it_from_asking_for_others():
     a.announce(newer, "bc")
     a.run(5)
     assert fetched_heads(a) == [newer.head]
+
+
+def test_a_newcomer_is_led_to_no_old_head_by_one_that_stays_there():
+    way = chain_of(GENESIS, "bc", 25)
+    newest = way[-1]
+    # Of one chain all heads have as many behind them: the smallest hash is the liar's best choice.
+    old = min(way[:-1], key=lambda certificate: certificate.head)
+    a = Driven("a")
+    a.know(way)
+    a.announce(old, "z")
+    a.announce(newest, "bc")
+    a.run(5)
+    assert fetched_heads(a) == [newest.head]

@@ -1,5 +1,6 @@
 import asyncio
 import time
+from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
@@ -17,6 +18,7 @@ from peers.presence import (
     rest_s,
 )
 from peers.protocol.records import Announcement
+from tests.support.announcements import announced
 
 RUN_ID = "meeting"
 
@@ -57,6 +59,21 @@ class SilentDht:
         }
 
 
+def a_presence(identity, dht=None):
+    return Presence(
+        run_id=RUN_ID,
+        identity=identity,
+        dht=dht,
+        transport=None,
+        galaxy_size=1,
+        describe=lambda: None,
+        on_change=lambda: None,
+        on_message=lambda sender, message: None,
+        on_lost=lambda peer_id: None,
+        gate=Gate.open(RUN_ID),
+    )
+
+
 def met(tmp_path, monkeypatch, dht, how):
     """Has a peer look for the others for a tenth of a second, while each of its calls ends like this."""
     monkeypatch.setattr(presence, "RECORD_TTL_S", 0.1)
@@ -67,18 +84,7 @@ def met(tmp_path, monkeypatch, dht, how):
         return how
 
     async def scenario():
-        mine = Presence(
-            run_id=RUN_ID,
-            identity=identity,
-            dht=dht,
-            transport=None,
-            galaxy_size=1,
-            describe=lambda: None,
-            on_change=lambda: None,
-            on_message=lambda sender, message: None,
-            on_lost=lambda peer_id: None,
-            gate=Gate.open(RUN_ID),
-        )
+        mine = a_presence(identity, dht)
         monkeypatch.setattr(mine.mesh, "reach", reach)
         await mine._meet(await mine._records())
 
@@ -121,3 +127,28 @@ def test_initial_peers_that_do_not_say_whom_they_know_are_named(tmp_path, monkey
 
 def test_the_first_peer_of_a_run_waits_for_nobody(tmp_path, monkeypatch):
     met(tmp_path, monkeypatch, SilentDht([]), "silent")
+
+
+@pytest.mark.parametrize(("wanted", "kept"), [(None, presence.NO_RANK), (7, None)])
+def test_a_peer_that_says_it_has_the_same_rank_ends_only_whose_user_insists_on_it(tmp_path, wanted, kept):
+    identity = load_or_create(tmp_path / "key")
+
+    async def scenario():
+        mine = a_presence(identity)
+        mine.mesh._peers = {"b": SimpleNamespace(status=announced("b", world_rank=7))}
+        for rank in (presence.NO_RANK, 3):
+            mine.world_rank = rank
+            mine._settle_rank(wanted)
+            assert mine.world_rank == rank
+        mine.world_rank = 7
+        mine._settle_rank(wanted)
+        assert mine.world_rank == kept
+
+    try:
+        if kept is None:
+            with pytest.raises(UserError, match="world rank 7 is taken"):
+                asyncio.run(scenario())
+        else:
+            asyncio.run(scenario())
+    finally:
+        identity.release()
