@@ -14,7 +14,7 @@ from peers.core.catch_up import CatchUp
 from peers.core.chain import Chain
 from peers.core.effects import Answer, Rebase, Tell
 from peers.core.health import Swarm
-from peers.core.round import Round, Stage
+from peers.core.round import Round
 from peers.core.settings import Settings
 from peers.core.turn import Turn
 from peers.core.worker import Worker, entry_step
@@ -38,7 +38,8 @@ class LateWork:
             return False
         target = self.catch_up.target
         if target is not None and not self.catch_up.is_checking:
-            is_in_doubt = round_ is not None and round_.stage is Stage.VOTE
+            # What this peer has voted for may have been committed: then the work is in it.
+            is_in_doubt = bool(worker.voted)
             is_in = self.commit_in(self.catch_up.path) is not None
             if worker.epoch >= target.plan.epoch or is_in or is_in_doubt:
                 return False

@@ -162,17 +162,25 @@ def test_late_work_says_since_when_it_is_in_no_commit_until_it_is_in_one():
     assert {c.work.based_on for c in newest.plan.contributors} == {newest.plan.epoch - 1}
 
 
-def test_a_commit_that_comes_after_the_work_was_answered_otherwise_is_not_answered_again():
-    """The worker has gone on with that work in its weights: it must neither be told again nor be counted twice."""
+def test_work_that_was_voted_for_waits_to_know_whether_it_is_in_a_commit():
+    """A worker that went on with it in its weights would bring it a second time, should the commit come to light."""
     a, leader, certificate = voted()
     a.say(leader, Abort(head=certificate.plan.parent, attempt=0, reason="no"))
     others = commit(a.peer.certificate, "bcde", attempt=1)
     a.announce(others, "bcde")
     a.run(3)
-    assert answers(a) == ["begin", "keep"]
+    assert a.peer.catch_up.target == others
+    assert answers(a) == ["begin"]
     a.feed(events.FetchFailed(others.head, "cut"))
     hand_out(a, certificate)
-    assert answers(a) == ["begin", "keep"]
+    assert answers(a) == ["begin", "contributed"]
+
+
+def test_work_that_was_voted_for_in_vain_is_brought_to_the_next_commit_once_that_is_known():
+    a, leader, certificate = voted()
+    a.say(leader, Abort(head=certificate.plan.parent, attempt=0, reason="no"))
+    a.come_to([commit(a.peer.certificate, "bcde", attempt=1)], "bcde")
+    assert answers(a) == ["begin", "rebase"]
 
 
 # A worker that ends, and one that comes after it
