@@ -13,10 +13,11 @@ on the receiver of a smaller member. So the receiver of the smallest other membe
 and by induction those of all others do. Finished chunks lie in `result`, encoded once by the receiver of the last
 member, until every sender has come to them: they take no buffer that could run out.
 
-Blame. Each stream carries, as its last words, whom the sender gives the round up for, so that a member that stops
-because of another is not taken for the culprit. A member that has sent its contributions and waits for a third one says
-that it is alive. A sender is twice as patient as a receiver: who does not read may be waiting for a stalled one, and is
-then the first to know.
+Blame. Each stream carries, as its last words, whom the sender gives the round up for, and who was the first to say so:
+a member that stops because of another is not taken for the culprit, and nobody's hearsay becomes somebody else's
+evidence. Whoever hears that it is to blame itself blames the one who said so. A member that has sent its contributions
+and waits for a third one says that it is alive. A sender is twice as patient as a receiver: who does not read may be
+waiting for a stalled one, and is then the first to know.
 """
 
 from __future__ import annotations
@@ -217,7 +218,7 @@ class _Reduction:
         culprit = None if cancelled.is_set() else failure.culprit
         suspects = () if culprit is None else (self._plan.members[culprit],)
         silent = [self._plan.members[index] for index in self._silent]
-        told_by = () if failure.told_by is None else (self._plan.members[failure.told_by],)
+        told_by = [self._plan.members[index] for index in failure.told_by]
         offenders = [self._plan.members[index] for index in self._offenders]
         raise RoundFailed(failure.reason, suspects, told_by=told_by, silent=silent, offenders=offenders)
 
@@ -257,8 +258,9 @@ class _Reduction:
                     pieces = self._arithmetic.contribution(other, index, scratch)
                     self._send_frame(other, kind, index, size, pieces)
             if progress.failure is not None:
-                culprit = progress.failure.culprit
-                self._send_frame(other, Kind.ABORT, NOBODY if culprit is None else culprit)
+                culprit, told_by = progress.failure.culprit, progress.failure.told_by
+                first = 1 + told_by[0] if told_by else 0
+                self._send_frame(other, Kind.ABORT, NOBODY if culprit is None else culprit, first)
         except Closed:
             if progress.lost_while_sending(other):
                 self._hear_last_words(other)
@@ -287,7 +289,7 @@ class _Reduction:
             lambda: self._progress.must_stop_sending(other),
             partial(_count, self._moved_out, other),
         )
-        if payload_bytes:
+        if kind <= Kind.RESULT:
             self._sent[other] += HEADER.size + payload_bytes
 
     # Receiving
@@ -390,15 +392,17 @@ class _Reduction:
             self._progress.fail(f"{self._name(other)} {error}", other)
 
     def _heed_abort(self, other: int, header: Header) -> None:
-        """`other` has given up. Whom it blames is hearsay, for the leader to weigh; if that is us, we blame it."""
+        """`other` has given up. Whom it blames, and by whose word, is hearsay, for the leader to weigh; if that is us,
+        we blame whose word it is."""
+        num_members, me = len(self._plan.members), self._plan.me
         # Who gives up and blames nobody has left the group, or could not stay in it.
-        culprit = header.chunk if header.chunk < len(self._plan.members) else other
-        is_about_us = culprit == self._plan.me
-        self._progress.fail(
-            f"{self._name(other)} gave up",
-            other if is_about_us else culprit,
-            told_by=None if is_about_us else other,
-        )
+        culprit = header.chunk if header.chunk < num_members else other
+        first = header.payload_bytes - 1
+        first = first if 0 <= first < num_members and first != me else other
+        told_by: tuple[int, ...] = (first,) if first == other else (first, other)
+        if culprit == me:
+            culprit, told_by = first, told_by[1:]
+        self._progress.fail(f"{self._name(other)} gave up", culprit, told_by=told_by)
 
     def _hear_last_words(self, other: int) -> None:
         """Skip whatever `other` still sends until it says why it takes nothing any more, or is found dead."""

@@ -41,7 +41,8 @@ class Kind(IntEnum):
     ALIVE = 2
     """The sender waits for a third member."""
     ABORT = 3
-    """The sender has given up; `chunk` is the index of the member it blames, or NOBODY. The last frame of a stream."""
+    """The sender has given up; `chunk` is the index of the member it blames, or NOBODY. In place of a length: one more
+    than the index of the member that said so first, 0 where the sender does. The last frame of a stream."""
 
 
 class Header(NamedTuple):

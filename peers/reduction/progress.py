@@ -18,8 +18,8 @@ class Failure(NamedTuple):
     reason: str
     culprit: int | None
     """Index of the member it was lost to."""
-    told_by: int | None
-    """Where it is another member that says so: its index."""
+    told_by: tuple[int, ...]
+    """Where it is others that say so: the one who did so first, and from whom it was heard."""
 
 
 class Departed(Exception):
@@ -79,9 +79,13 @@ class Progress:
             return min(senders) == index + 1
 
     def must_stop_sending(self, other: int) -> bool:
-        """A frame that was begun is finished first, for the last words to be understood; the culprit needs none."""
+        """A frame that was begun is finished first, for the last words to be understood. The culprit needs none, unless
+        it is one by hearsay."""
         failure = self.failure
-        return failure is not None and (failure.culprit == other or time.monotonic() >= self._stop_sending_at)
+        if failure is None:
+            return False
+        is_culprit = failure.culprit == other and not failure.told_by
+        return is_culprit or time.monotonic() >= self._stop_sending_at
 
     def lost_while_sending(self, other: int) -> bool:
         """`other` takes nothing any more. True: its receiver has ended, so the caller must hear its last words."""
@@ -144,7 +148,7 @@ class Progress:
         culprit: int | None,
         *,
         last_words_s: float = LAST_WORDS_S,
-        told_by: int | None = None,
+        told_by: tuple[int, ...] = (),
     ) -> None:
         with self._lock:
             if self.failure is None:

@@ -286,6 +286,24 @@ def test_what_a_member_says_of_a_third_is_told_from_what_was_seen_here(swarm, bl
         assert not thread.is_alive()
 
 
+def test_who_says_falsely_that_another_is_to_blame_is_named_by_all_who_hear_of_it(swarm):
+    group = swarm(4, 4 * SEVERAL_CHUNKS)
+    liar, (listener, blamed, bystander) = 3, range(3)
+    threads = send_after_reading(group, liar, b"")
+    group.send[liar][listener].sendall(HEADER.pack(Kind.ABORT, blamed, 0))
+    failures = outcomes(group, range(3))
+    said = {me: (failure.suspects, failure.told_by) for me, failure in failures.items()}
+    assert said[listener] == ({RANKS[blamed]}, {RANKS[liar]})
+    # Whom it blames knows better, and the third one hears whose word it is.
+    assert RANKS[liar] in said[blamed][0]
+    assert RANKS[liar] in said[bystander][0] | said[bystander][1]
+    for sock in group.send[liar].values():
+        sock.shutdown(socket.SHUT_RDWR)
+    for thread in threads:
+        thread.join(timeout=5)
+        assert not thread.is_alive()
+
+
 @pytest.mark.parametrize("rule", ["trimmed-mean", "centered-clip"])
 @pytest.mark.parametrize("codec", ["fp32", "int8"])
 def test_robust_rules_leave_every_member_with_the_same_bits_and_an_outlier_without_effect(swarm, rule, codec):
