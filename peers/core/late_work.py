@@ -40,8 +40,7 @@ class LateWork:
         if target is not None and not self.catch_up.is_checking:
             # What this peer has voted for may have been committed: then the work is in it.
             is_in_doubt = bool(worker.voted)
-            is_in = self.commit_in(self.catch_up.path) is not None
-            if worker.epoch >= target.plan.epoch or is_in or is_in_doubt:
+            if worker.epoch >= target.plan.epoch or is_in_doubt:
                 return False
             if round_ is not None:
                 round_.give_up(turn, "it has to catch up")

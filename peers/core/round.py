@@ -338,10 +338,8 @@ class Round:
         plan = self._plan
         if self.stage is not Stage.REDUCE or plan is None or plan.digest != plan_digest:
             return
-        self.held, self.reduced_s = (
-            Body(plan=plan, anchor=anchor, momentum=momentum),
-            turn.now - self._accepted_at,
-        )
+        self.held = Body(plan=plan, anchor=anchor, momentum=momentum)
+        self.reduced_s = turn.now - self._accepted_at
         self.stage, self._signed = Stage.VOTE, plan.attempt
         self._until = turn.now + self._timing.attempt_s
         turn.do(Pledge(self.head, plan.attempt))
@@ -508,7 +506,6 @@ class Round:
 def _odd_ones(voted: Mapping[str, tuple[str, str]]) -> tuple[set[str], bool]:
     """Who did not vote for what most have, and whether there is such a majority; where there is none, everybody."""
     usual, count = Counter(voted.values()).most_common(1)[0]
-    has_majority = 2 * count > len(voted)
-    return {
-        peer_id for peer_id, digests in voted.items() if not (has_majority and digests == usual)
-    }, has_majority
+    if 2 * count <= len(voted):
+        return set(voted), False
+    return {peer_id for peer_id, digests in voted.items() if digests != usual}, True

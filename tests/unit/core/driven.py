@@ -9,7 +9,7 @@ from peers.core.settings import Settings
 from peers.protocol.certificates import Body, Certificate, Plan, Work
 from peers.protocol.messages import Ask, Certificates, Message, Vote, decode_message
 from peers.protocol.wire import encode
-from tests.unit.core.made import OFFER, SETTINGS, Keys, a_peer, digest, status, work
+from tests.unit.core.made import OFFER, SETTINGS, a_peer, digest, status, vote_of, work
 
 BEAT_S = 0.4
 Peers = Iterable[str]
@@ -114,14 +114,7 @@ class Driven:
 
     def vote(self, sender: str, plan: Plan, *, anchor: str = "", momentum: str = "") -> Vote:
         body = Body(plan=plan, anchor=anchor or digest("anchor"), momentum=momentum or digest("momentum"))
-        return Vote(
-            head=plan.parent,
-            attempt=plan.attempt,
-            plan=plan.digest,
-            anchor=body.anchor,
-            momentum=body.momentum,
-            signature=Keys(sender).sign(body.signed_bytes),
-        )
+        return vote_of(sender, body)
 
     def of(self, kind: type, made: Sequence[effects.Effect] | None = None) -> list:
         """The effects of this kind, or the messages that were sent."""

@@ -12,7 +12,7 @@ from peers.core.peer import Peer
 from peers.core.plans import Entry, plan_of
 from peers.core.settings import Settings
 from peers.protocol.certificates import Body, Certificate, Member, Plan, Signature, Work
-from peers.protocol.messages import Offer, Status
+from peers.protocol.messages import Offer, Status, Vote
 
 MANIFEST = "f" * 64
 SETTINGS = Settings(manifest=MANIFEST, steps_per_epoch=10, galaxy_size=3)
@@ -132,4 +132,17 @@ def a_peer(
         world_rank=rank,
         pledges=pledges or {},
         now=0.0,
+    )
+
+
+def vote_of(sender: str, body: Body) -> Vote:
+    """Its signature under this."""
+    plan = body.plan
+    return Vote(
+        head=plan.parent,
+        attempt=plan.attempt,
+        plan=plan.digest,
+        anchor=body.anchor,
+        momentum=body.momentum,
+        signature=Keys(sender).sign(body.signed_bytes),
     )

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from peers.core import effects, events
 from peers.protocol.certificates import Body, Certificate, Plan
 from peers.protocol.messages import Abort, Certificates, Decline, Message, Propose, Status, Vote
-from tests.unit.core.made import Keys, commit, digest, work
+from tests.unit.core.made import Keys, commit, digest, vote_of, work
 from tests.unit.core.pump import Node, Pump, with_settings
 from tests.unit.core.test_round_hostile import led_by_another, plan_at, reduced
 from tests.unit.core.test_rounds import commits, founded
@@ -120,6 +120,8 @@ def test_one_that_votes_at_once_and_then_slows_everybody_down(names):
     liar = names[-1]
 
     class Slowed(Pump):
+        is_slow = False
+
         def _perhaps_reduced(self, plan: Plan) -> None:
             self.reduce_s = 15.0 if self.is_slow and liar in plan.signers else 1.0
             super()._perhaps_reduced(plan)
@@ -130,23 +132,12 @@ def test_one_that_votes_at_once_and_then_slows_everybody_down(names):
                 suspects = frozenset({liar}) & plan.signer_set - {node.name}
                 self.feed(node.name, events.ReduceFailed(plan.digest, "too slow", suspects))
 
-        is_slow = False
-
     pump = Slowed(names, settings=with_settings(galaxy_size=len(names)))
     assert pump.reach(2, 100)
 
     def tamper(sender: str, to: str, message: Message) -> Message:
         if to == liar and isinstance(message, Propose):
-            plan = message.plan
-            body = Body(plan=plan, anchor=digest("made"), momentum=digest("up"))
-            vote = Vote(
-                head=plan.parent,
-                attempt=plan.attempt,
-                plan=plan.digest,
-                anchor=body.anchor,
-                momentum=body.momentum,
-                signature=Keys(liar).sign(body.signed_bytes),
-            )
+            vote = vote_of(liar, Body(plan=message.plan, anchor=digest("made"), momentum=digest("up")))
             pump.after(0.02, lambda: pump.say(liar, sender, vote))
         return message
 

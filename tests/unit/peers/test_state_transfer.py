@@ -227,15 +227,27 @@ def test_values_that_are_not_finite_are_refused():
     ],
 )
 def test_a_donor_hangs_up_on_requests_that_cannot_be(request_):
+    async def ask_for_the_state_first(channel, sock, state):
+        await channel.send(WantState(head=state.head))
+        await channel.read(Decoder(State), 5)
+        await asyncio.get_running_loop().sock_recv(sock, 64)
+
+    assert_hangs_up(request_, ask_for_the_state_first)
+
+
+async def nothing_first(channel, sock, state):
+    pass
+
+
+def assert_hangs_up(request_, first=nothing_first):
+    """A donor, on whoever sends it this; and it keeps no snapshot for it."""
     state = committed_state((8,))
 
     async def scenario(network):
         await serve(network, "a", state)
         sock = await network.transport("joiner").open("a", state_protocol(RUN), timeout_s=1)
         channel = Channel(sock)
-        await channel.send(WantState(head=state.head))
-        await channel.read(Decoder(State), 5)
-        await asyncio.get_running_loop().sock_recv(sock, 64)
+        await first(channel, sock, state)
         await channel.send(request_)
         with pytest.raises(PeerUnreachable):
             await channel.read(Decoder(State), 5)
@@ -264,19 +276,7 @@ def test_a_donor_hangs_up_on_requests_that_cannot_be(request_):
     ],
 )
 def test_a_donor_hangs_up_on_who_asks_for_what_is_no_state(request_):
-    state = committed_state((8,))
-
-    async def scenario(network):
-        await serve(network, "a", state)
-        sock = await network.transport("joiner").open("a", state_protocol(RUN), timeout_s=1)
-        channel = Channel(sock)
-        await channel.send(request_)
-        with pytest.raises(PeerUnreachable):
-            await channel.read(Decoder(State), 5)
-        channel.close()
-        assert state._snapshots == []
-
-    run(scenario)
+    assert_hangs_up(request_)
 
 
 @pytest.mark.parametrize(
