@@ -16,8 +16,9 @@ member, until every sender has come to them: they take no buffer that could run 
 Blame. Each stream carries, as its last words, whom the sender gives the round up for, and who was the first to say so:
 a member that stops because of another is not taken for the culprit, and nobody's hearsay becomes somebody else's
 evidence. Whoever hears that it is to blame itself blames the one who said so. A member that has sent its contributions
-and waits for a third one says that it is alive. A sender is twice as patient as a receiver: who does not read may be
-waiting for a stalled one, and is then the first to know.
+and waits for a third one says so, and for whom: where it keeps others waiting, they blame that one, by its word.
+Whoever does not read may be waiting for the frame of another, which must have come in a time that is set; a sender is
+patient for longer than that, so that who waits for the culprit itself is the first to know.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ from peers.reduction.frames import (
     slice_s,
 )
 from peers.reduction.kernels import Bytes
-from peers.reduction.plan import ReducePlan, ReduceReport
+from peers.reduction.plan import CHUNK_NUMEL, ReducePlan, ReduceReport
 from peers.reduction.progress import LAST_WORDS_S, Departed, Progress
 from peers.reduction.residuals import Residuals
 from peers.state.commit_log import Recording
@@ -66,6 +67,9 @@ Sockets = Mapping[int, socket.socket]
 OVERLAPPED_NICENESS = 5
 """Of the threads of a reduction that training need not wait for: it goes first, and hashing (peers/state/preview.py)
 comes last."""
+
+CHUNK_BYTES = 4 * CHUNK_NUMEL
+"""At most, under any codec."""
 
 Settled = Callable[[slice], None]
 """Called from the threads that reduce, which it must not hold up."""
@@ -83,6 +87,7 @@ def reduce_pseudo_gradients(
     cancelled: threading.Event,
     timeout_s: float = math.inf,
     connect_timeout_s: float = 0.0,
+    slowest_link: float = math.inf,
     residuals: Residuals | None = None,
     settled: Settled = lambda part: None,
     forwarded_bytes: Callable[[], int] = lambda: 0,
@@ -92,11 +97,11 @@ def reduce_pseudo_gradients(
     """Write the weighted average of all members' `anchor - local` to `result`: the same bits on each of them.
 
     The tensors are flat, fp32, contiguous, on the CPU and of one size; the sockets are blocking, by
-    world rank, one for each direction, and no byte is in them. `stall_timeout_s` must exceed the time that the slowest
-    link takes for one chunk; `timeout_s` is for all of it; for `connect_timeout_s` another member may still wait for
-    streams with a third one, and not have begun. Raises RoundFailed, within a stall timeout of the fault, or
-    a slice (0.05 s; longer in groups above six) of `cancelled`; then all sockets are shut down and `result` is
-    undefined. Afterwards no thread is left in any case.
+    world rank, one for each direction, and no byte is in them. A frame that is waited for must have come within
+    `stall_timeout_s`, and what a link of `slowest_link` bytes/s needs for one from each member; `timeout_s` is for all
+    of it; for `connect_timeout_s` another member may still wait for streams with a third one, and not have begun.
+    Raises RoundFailed, within such a time of the fault, or a slice (0.05 s; longer in groups above six) of
+    `cancelled`; then all sockets are shut down and `result` is undefined. Afterwards no thread is left in any case.
 
     `settled` hears of every part of `result` once nothing will change it any more, if all goes well.
 
@@ -119,6 +124,7 @@ def reduce_pseudo_gradients(
         receive,
         stall_timeout_s,
         connect_timeout_s,
+        slowest_link,
         settled,
         forwarded_bytes,
         niceness,
@@ -149,6 +155,7 @@ class _Reduction:
         receive: Sockets,
         stall_timeout_s: float,
         connect_timeout_s: float,
+        slowest_link: float,
         settled: Settled,
         forwarded_bytes: Callable[[], int],
         niceness: int,
@@ -162,6 +169,7 @@ class _Reduction:
         for sock in (*self._send.values(), *self._receive.values()):
             prepare(sock, len(others))
         self._stall_timeout_s, self._connect_timeout_s = stall_timeout_s, connect_timeout_s
+        self._slowest_stream = slowest_link / max(1, len(others))
         self._progress = Progress(plan)
         self._sampled_at = 0.0
         self._meter = LinkMeter(self._send.values(), self._receive.values())
@@ -203,7 +211,7 @@ class _Reduction:
                 if cancelled.is_set():
                     self._progress.fail("cancelled", None, last_words_s=0)
                 if time.monotonic() > deadline:
-                    self._progress.fail(f"took longer than {timeout_s:g} s", self._progress.slowest())
+                    self._progress.fail(f"took longer than {timeout_s:g} s", *self._progress.slowest())
                 if any(future.exception() for future in done):
                     self._progress.fail("internal error", None)
         if cancelled.is_set():
@@ -246,7 +254,7 @@ class _Reduction:
             while (frame := progress.next_frame(other, self._stall_timeout_s / 4)) is not None:
                 kind, index = frame
                 if kind is Kind.ALIVE:
-                    self._send_frame(other, kind, 0)
+                    self._send_frame(other, kind, index)
                 elif kind is Kind.RESULT:
                     finished = self._arithmetic.finished(index)
                     self._send_frame(other, kind, index, finished.size, (finished.data,))
@@ -265,7 +273,7 @@ class _Reduction:
             if progress.lost_while_sending(other):
                 self._hear_last_words(other)
         except Stalled:
-            progress.fail(f"{self._name(other)} took nothing in time", other)
+            progress.fail(f"{self._name(other)} took nothing in time", *progress.on_waiting_for(other))
         except Stopped:
             return
 
@@ -277,7 +285,7 @@ class _Reduction:
         payload_bytes: int = 0,
         pieces: Iterable[memoryview] = (memoryview(b""),),
     ) -> None:
-        patience_s = 2 * self._stall_timeout_s
+        patience_s = self._stall_timeout_s + self._frame_timeout_s(CHUNK_BYTES)
         if other not in self._heard_at:
             # It reads nothing before it has begun.
             patience_s += self._connect_timeout_s
@@ -318,12 +326,17 @@ class _Reduction:
         buffer = np.empty_like(scratch.payload)
         patience_s = self._stall_timeout_s + self._connect_timeout_s
         while taken != expected:
+            waits_since = time.monotonic()
             header = receive_header(self._receive[other], patience_s, self._progress.has_failed)
-            patience_s, self._heard_at[other] = self._stall_timeout_s, time.monotonic()
+            if other not in self._heard_at:
+                # Before it had begun, it may have waited for streams of its own.
+                waits_since, patience_s = time.monotonic(), self._stall_timeout_s
+            self._heard_at[other] = time.monotonic()
             kind = header.kind
             if kind == Kind.ABORT:
                 return self._heed_abort(other, header)
             if kind == Kind.ALIVE and taken[Kind.CONTRIBUTION] == expected[Kind.CONTRIBUTION]:
+                self._progress.says_it_waits(other, header.chunk)
                 continue
             if kind > Kind.RESULT or taken[kind] == expected[kind]:
                 raise ProtocolError(f"sent a frame out of turn: {header}")
@@ -339,17 +352,22 @@ class _Reduction:
             receive_into(
                 self._receive[other],
                 payload.data,
-                self._stall_timeout_s,
+                waits_since + self._frame_timeout_s(size) - time.monotonic(),
                 self._progress.has_failed,
                 partial(self._hear, other),
             )
             self._received[other] += HEADER.size + size
             if is_result:
+                self._progress.says_it_waits(other, NOBODY)
                 self._arithmetic.take_result(other, index, payload)
                 self._settled(self._plan.chunk(other, index))
             else:
                 self._add_in_turn(other, index, payload, scratch)
             taken[kind] += 1
+
+    def _frame_timeout_s(self, num_bytes: int) -> float:
+        """From when its receiver waits for a frame to its end."""
+        return self._stall_timeout_s + num_bytes / self._slowest_stream
 
     def _hear(self, other: int, num_bytes: int) -> None:
         self._moved_in[other] += num_bytes
@@ -383,7 +401,8 @@ class _Reduction:
 
     def _blame(self, other: int, error: Closed | Stalled | ProtocolError) -> None:
         if isinstance(error, Stalled):
-            self._silent.add(other)
+            if other not in self._heard_at:
+                self._silent.add(other)
             self._progress.fail(f"{self._name(other)} sent nothing in time", other)
         elif isinstance(error, Closed):
             self._progress.fail(f"lost {self._name(other)}: {error}", other)
@@ -402,7 +421,7 @@ class _Reduction:
         told_by: tuple[int, ...] = (first,) if first == other else (first, other)
         if culprit == me:
             culprit, told_by = first, told_by[1:]
-        self._progress.fail(f"{self._name(other)} gave up", culprit, told_by=told_by)
+        self._progress.fail(f"{self._name(other)} gave up", culprit, told_by)
 
     def _hear_last_words(self, other: int) -> None:
         """Skip whatever `other` still sends until it says why it takes nothing any more, or is found dead."""
@@ -414,6 +433,7 @@ class _Reduction:
 
         try:
             while (header := receive_header(self._receive[other], LAST_WORDS_S, stop)).kind != Kind.ABORT:
+                self._heard_at[other] = time.monotonic()
                 if header.payload_bytes > len(skipped):
                     raise ProtocolError(f"sent a frame that is too long: {header}")
                 receive_into(self._receive[other], skipped[: header.payload_bytes], LAST_WORDS_S, stop)

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from peers.core.timing import Timing
+from peers.core.timing import SLOWEST_LINK, Timing
 from peers.core.weights import Aggregation
 from peers.daemon.work import WorkInHand
 from peers.errors import RoundFailed
@@ -96,6 +96,7 @@ class Reductions:
                     stall_timeout_s=stall_s,
                     timeout_s=max(0.0, until - time.monotonic()),
                     connect_timeout_s=connect_s,
+                    slowest_link=SLOWEST_LINK,
                     cancelled=self._cancelled,
                     residuals=residuals,
                     settled=preview.settled,

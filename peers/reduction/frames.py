@@ -39,7 +39,8 @@ class Kind(IntEnum):
     RESULT = 1
     """This chunk of the sender's share, averaged."""
     ALIVE = 2
-    """The sender waits for a third member."""
+    """The sender has no more to contribute, and waits; `chunk` is the index of the member that it waits for, or
+    NOBODY."""
     ABORT = 3
     """The sender has given up; `chunk` is the index of the member it blames, or NOBODY. In place of a length: one more
     than the index of the member that said so first, 0 where the sender does. The last frame of a stream."""
@@ -48,7 +49,7 @@ class Kind(IntEnum):
 class Header(NamedTuple):
     kind: int
     chunk: int
-    """The chunk, or whom an abort blames."""
+    """The chunk, or whom an abort blames or a sign of life names."""
     payload_bytes: int
 
 
@@ -61,7 +62,7 @@ class Stopped(Exception):
 
 
 class Stalled(Exception):
-    """Nothing moved on a socket for as long as the deadline allows."""
+    """What a socket was to take or to give has not moved in time."""
 
 
 class Closed(Exception):
@@ -100,7 +101,8 @@ def send_frame(
     stop: Callable[[], bool],
     moved: Callable[[int], None] = _ignore,
 ) -> None:
-    """Send a whole frame. The deadline counts from the last byte that moved. Raises Stopped, Stalled, Closed.
+    """Send a whole frame. The deadline counts from the last byte that moved: the other end may have to wait between two
+    of them. Raises Stopped, Stalled, Closed.
 
     The payload comes in one piece or more, each of which may be overwritten when the next is asked for. `moved` hears
     of bytes as they leave.
@@ -119,20 +121,25 @@ def send_frame(
 def receive_into(
     sock: socket.socket,
     buffer: memoryview,
-    stall_timeout_s: float,
+    timeout_s: float,
     stop: Callable[[], bool],
     moved: Callable[[int], None] = _ignore,
 ) -> None:
-    """Fill the buffer. The deadline counts from the last byte that moved. Raises Stopped, Stalled, Closed."""
+    """Fill the buffer, all of it in this time. Raises Stopped, Stalled, Closed."""
     flags = 0 if isinstance(sock, ssl.SSLSocket) else socket.MSG_WAITALL
     _until_done(
-        len(buffer), lambda done: sock.recv_into(buffer[done:], 0, flags), stall_timeout_s, stop, moved
+        len(buffer),
+        lambda done: sock.recv_into(buffer[done:], 0, flags),
+        timeout_s,
+        stop,
+        moved,
+        counts_from_last_byte=False,
     )
 
 
-def receive_header(sock: socket.socket, stall_timeout_s: float, stop: Callable[[], bool]) -> Header:
+def receive_header(sock: socket.socket, timeout_s: float, stop: Callable[[], bool]) -> Header:
     buffer = bytearray(HEADER.size)
-    receive_into(sock, memoryview(buffer), stall_timeout_s, stop)
+    receive_into(sock, memoryview(buffer), timeout_s, stop)
     return Header(*HEADER.unpack(buffer))
 
 
@@ -149,19 +156,21 @@ def _send_rest(sock: socket.socket, part: memoryview, done: int) -> int:
 def _until_done(
     size: int,
     move: Callable[[int], int],
-    stall_timeout_s: float,
+    timeout_s: float,
     stop: Callable[[], bool],
     moved: Callable[[int], None],
+    *,
+    counts_from_last_byte: bool = True,
 ) -> None:
-    done, last_moved_at = 0, time.monotonic()
+    done, until = 0, time.monotonic() + timeout_s
     while done < size:
         if stop():
             raise Stopped
+        if time.monotonic() > until:
+            raise Stalled
         try:
             count = move(done)
         except _SLICE_IS_OVER:
-            if time.monotonic() - last_moved_at > stall_timeout_s:
-                raise Stalled from None
             continue
         except OSError as error:
             raise Closed(str(error)) from error
@@ -169,4 +178,5 @@ def _until_done(
             raise Closed("it closed the stream")
         done += count
         moved(count)
-        last_moved_at = time.monotonic()
+        if counts_from_last_byte:
+            until = time.monotonic() + timeout_s

@@ -7,19 +7,25 @@ import time
 from itertools import pairwise
 from typing import NamedTuple
 
-from peers.reduction.frames import Kind, Stopped, slice_s
+from peers.reduction.frames import NOBODY, Kind, Stopped, slice_s
 from peers.reduction.plan import ReducePlan
 
 LAST_WORDS_S = 2.0
 """How long a failed reduction takes at most to tell the others whom it blames."""
 
 
+class Blame(NamedTuple):
+    culprit: int | None
+    """Index of the member it was lost to."""
+    told_by: tuple[int, ...] = ()
+    """Where it is others that say so: the one who did so first, and from whom it was heard."""
+
+
 class Failure(NamedTuple):
     reason: str
     culprit: int | None
-    """Index of the member it was lost to."""
     told_by: tuple[int, ...]
-    """Where it is others that say so: the one who did so first, and from whom it was heard."""
+    """As in Blame."""
 
 
 class Departed(Exception):
@@ -45,6 +51,8 @@ class Progress:
         self._num_finished = 0
         self._num_sent_contributions = dict.fromkeys(others, 0)
         self._num_sent_results = dict.fromkeys(others, 0)
+        self._waits_for: dict[int, int] = {}
+        """Members, and for whom each says that it waits."""
         self._received_all: set[int] = set()
         self._departed: set[int] = set()
         self._stop_sending_at = float("inf")
@@ -54,7 +62,7 @@ class Progress:
     # Senders
 
     def next_frame(self, other: int, idle_timeout_s: float) -> tuple[Kind, int] | None:
-        """What to send next, results first; waits for it, but says now and then that we live.
+        """What to send next, results first; waits for it, but says now and then that we live, and for whom we wait.
 
         None: there is nothing any more, or the reduction has failed.
         """
@@ -68,7 +76,8 @@ class Progress:
                 if result == self._num_mine:
                     return None
                 if not self._result_finished.wait(idle_timeout_s):
-                    return Kind.ALIVE, 0
+                    culprit = self._slowest().culprit
+                    return Kind.ALIVE, NOBODY if culprit is None else culprit
         return None
 
     def result_sent(self, other: int, index: int) -> bool:
@@ -122,22 +131,44 @@ class Progress:
             if other in self._departed:
                 raise Departed
 
+    def says_it_waits(self, other: int, third: int) -> None:
+        """`other` owes results, since it waits for a third member. NOBODY, or who is none: it no longer does."""
+        with self._lock:
+            if third in self._num_added and third != other:
+                self._waits_for[other] = third
+            else:
+                self._waits_for.pop(other, None)
+
     # All
 
-    def slowest(self) -> int | None:
-        """Who keeps this peer waiting: the first of those that have contributed least, else who alone owes results.
+    def slowest(self) -> Blame:
+        """Who keeps this peer waiting: the first of those that have contributed least, else who alone owes results, or
+        keeps all those waiting who do.
 
-        Where nobody owes any, who alone has not taken them. None where that cannot be told from here: several may owe
-        them because of one.
+        Where nobody owes any, who alone has not taken them. None where that cannot be told from here.
         """
         with self._lock:
-            added, other = min(((added, other) for other, added in self._num_added.items()), default=(0, 0))
-            if self._num_added and added < self._num_mine:
-                return other
-            waited_for = self._num_added.keys() - self._received_all
-            if not waited_for:
-                waited_for = {o for o, sent in self._num_sent_results.items() if sent < self._num_mine}
-            return waited_for.pop() if len(waited_for) == 1 else None
+            return self._slowest()
+
+    def _slowest(self) -> Blame:
+        added, other = min(((added, other) for other, added in self._num_added.items()), default=(0, 0))
+        if self._num_added and added < self._num_mine:
+            return Blame(other)
+        if owing := self._num_added.keys() - self._received_all:
+            blamed = {self._for_waiting_on(other) for other in owing}
+            culprits = {blame.culprit for blame in blamed}
+            return min(blamed, key=lambda blame: blame.told_by) if len(culprits) == 1 else Blame(None)
+        not_taking = [other for other, sent in self._num_sent_results.items() if sent < self._num_mine]
+        return Blame(not_taking[0] if len(not_taking) == 1 else None)
+
+    def on_waiting_for(self, other: int) -> Blame:
+        """Whom to blame where `other` keeps this peer waiting: itself, unless it has said that it waits for a third."""
+        with self._lock:
+            return self._for_waiting_on(other)
+
+    def _for_waiting_on(self, other: int) -> Blame:
+        third = self._waits_for.get(other)
+        return Blame(other) if third is None else Blame(third, (other,))
 
     def has_failed(self) -> bool:
         return self.failure is not None
@@ -146,9 +177,9 @@ class Progress:
         self,
         reason: str,
         culprit: int | None,
+        told_by: tuple[int, ...] = (),
         *,
         last_words_s: float = LAST_WORDS_S,
-        told_by: tuple[int, ...] = (),
     ) -> None:
         with self._lock:
             if self.failure is None:

@@ -393,6 +393,59 @@ def test_a_plan_that_cannot_be_is_refused(changes, message):
         ReducePlan(**{**fields, **changes})
 
 
+@contextlib.contextmanager
+def slowly(group, sender, receiver, bytes_per_s):
+    """Whatever `sender` sends to `receiver` comes a little at a time."""
+    inlet, ours = socket.socketpair()
+    outlet, group.send[sender][receiver] = group.send[sender][receiver], inlet
+    stop = threading.Event()
+
+    def pass_on():
+        ours.settimeout(0.02)
+        with outlet, ours, contextlib.suppress(OSError):
+            while not stop.wait(0.02):
+                with contextlib.suppress(TimeoutError):
+                    outlet.sendall(ours.recv(max(1, int(0.02 * bytes_per_s))))
+
+    thread = threading.Thread(target=pass_on)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("stall_timeout_s", "timeout_s", "bytes_per_s"),
+    [
+        # A byte now and then, as one may that wants no stall to be seen.
+        (1.0, math.inf, 50),
+        # As slow as a frame may be, until the others' time is up.
+        (2.0, 3.0, 4 * CHUNK_NUMEL),
+    ],
+)
+def test_who_is_slow_to_one_member_has_no_two_others_blame_each_other(
+    swarm, stall_timeout_s, timeout_s, bytes_per_s
+):
+    group = swarm(4, 12 * CHUNK_NUMEL)
+    liar, victim = 0, 2
+    with slowly(group, liar, victim, bytes_per_s), ThreadPoolExecutor(2) as pool:
+        playing = [
+            pool.submit(group.reduce, liar, stall_timeout_s=30.0),
+            pool.submit(group.reduce, victim, stall_timeout_s),
+        ]
+        failures = outcomes(group, [1, 3], stall_timeout_s=stall_timeout_s, timeout_s=timeout_s)
+        failures[victim] = playing[1].exception()
+        assert isinstance(playing[0].exception(), RoundFailed)
+    assert {me: failure.suspects for me, failure in failures.items()} == {
+        me: {RANKS[liar]} for me in (1, 2, 3)
+    }
+    # The victim has seen it, and the others have its word.
+    assert failures[victim].told_by <= {RANKS[1], RANKS[3]}
+    assert {RANKS[victim]} <= failures[1].told_by | failures[3].told_by
+
+
 def test_one_that_keeps_all_others_waiting_is_named_when_the_time_is_up(swarm):
     group = swarm(3, SEVERAL_CHUNKS)
     stop = threading.Event()
