@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from msgspec.msgpack import Decoder
@@ -21,6 +21,8 @@ from peers.protocol.tokens import Token
 
 MAX_MESSAGE_BYTES = 1024
 ANSWER_TIMEOUT_S = 5.0
+MAX_ASKED = 16
+"""At once; those that announced themselves last."""
 _RETRY_INTERVAL_S = 0.3
 _NONCE = Decoder(Nonce)
 _ANSWER: Decoder[Issued | Refusal] = Decoder(Issued | Refusal)
@@ -57,24 +59,17 @@ class NoIssuer(PeerUnreachable):
 
 
 async def request_token(dht: Dht, applicant: Applicant, *, timeout_s: float) -> bytes:
-    """A new token from whichever issuer grants it.
+    """A new token from whichever issuer grants it first: all are asked at once, so none can hold this peer up.
 
     Raises Refused when all that answer refuse, NoIssuer when none answers within `timeout_s`.
     """
     deadline = time.monotonic() + timeout_s
     run_id = applicant.run_id
-    refused: Refused | None = None
     others = coordinators = False
-    while time.monotonic() < deadline:
-        for record in await issuers(dht, applicant):
-            try:
-                return await _ask(dht, record, applicant, deadline - time.monotonic())
-            except Refused as error:
-                refused = error
-            except (PeerUnreachable, ProtocolError) as error:
-                log.info("issuer %s gave no token: %s", record.peer_id, error)
-        if refused is not None:
-            raise refused
+    while (left_s := deadline - time.monotonic()) > 0:
+        records = (await issuers(dht, applicant))[:MAX_ASKED]
+        if (token := await _ask_all(dht, records, applicant, left_s)) is not None:
+            return token
         # One look may miss what the next one finds.
         found = await _records(dht, ISSUERS_KEY(run_id), run_id, lambda record: bool(record.token))
         others = others or bool(found)
@@ -82,6 +77,29 @@ async def request_token(dht: Dht, applicant: Applicant, *, timeout_s: float) -> 
         coordinators = coordinators or bool(found)
         await asyncio.sleep(_RETRY_INTERVAL_S)
     raise NoIssuer(others=others, coordinators=coordinators)
+
+
+async def _ask_all(
+    dht: Dht, records: Sequence[CoordinatorRecord], applicant: Applicant, timeout_s: float
+) -> bytes | None:
+    """The first token that one of them grants; None if none answers. Raises Refused where nobody does better."""
+    refused: Refused | None = None
+    asking = [asyncio.create_task(_ask(dht, record, applicant, timeout_s)) for record in records]
+    try:
+        for answer in asyncio.as_completed(asking):
+            try:
+                return await answer
+            except Refused as error:
+                refused = error
+            except (PeerUnreachable, ProtocolError) as error:
+                log.info("an issuer gave no token: %s", error)
+    finally:
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+    if refused is not None:
+        raise refused
+    return None
 
 
 async def issuers(dht: Dht, applicant: Applicant) -> list[CoordinatorRecord]:
