@@ -110,7 +110,9 @@ class Doors:
             assert task is not None
             self._tasks.add(task)
             try:
-                await self._pass(rank, port, reader, writer)
+                # Cancelled, it is over; asyncio would report that as a fault.
+                with contextlib.suppress(asyncio.CancelledError):
+                    await self._pass(rank, port, reader, writer)
             finally:
                 self._tasks.discard(task)
                 writer.transport.abort()
@@ -147,6 +149,8 @@ class Doors:
 
         if self._next_look is None:
             self._next_look = asyncio.create_task(look())
+            self._tasks.add(self._next_look)
+            self._next_look.add_done_callback(self._tasks.discard)
         return await asyncio.shield(self._next_look)
 
     async def _close(self) -> None:
