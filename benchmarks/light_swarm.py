@@ -24,11 +24,11 @@ from typing import Any
 import psutil
 
 from diloco.metrics_file import Tail
-from peers.identity import load, load_or_create
+from peers.net.identity import load, load_or_create
 
 _ROOT = Path(__file__).parent.parent
 FORK_SERVER = multiprocessing.get_context("forkserver")
-FORK_SERVER.set_forkserver_preload(["peers.daemon", "hivemind.dht.node", "peers.transport"])
+FORK_SERVER.set_forkserver_preload(["peers.daemon.main", "hivemind.dht.node", "peers.net.libp2p.transport"])
 
 DEADLINE_S = 60.0
 
@@ -228,8 +228,8 @@ def run_light_peer(
     prepare: Callable[[], object] | None,
 ) -> None:
     """The whole life of one peer process."""
-    from peers.daemon import DaemonConfig, run_daemon
-    from peers.supervisor import WorkerCommand
+    from peers.daemon.main import DaemonConfig, run_daemon
+    from peers.daemon.supervisor import WorkerCommand
 
     logging.basicConfig(
         filename=f"{directory}/daemon.log",

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from peers.layout import Layout, ParameterSlot
-from peers.link import LINK_ENV, WorkerLink
+from peers.daemon.link import LINK_ENV, WorkerLink
+from peers.state.layout import Layout, ParameterSlot
 
 RATE = 0.1
 

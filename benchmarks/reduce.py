@@ -20,7 +20,7 @@ from benchmarks.reduction.ours import TRANSPORTS, Ours
 from benchmarks.reduction.rivals import Gloo, Hivemind, RawTcp
 from benchmarks.reduction.seats import Contender, Outcome, Round
 from benchmarks.reduction.torchft_diloco import TorchftDiloco
-from peers.codecs import codec_names
+from peers.reduce.codecs import codec_names
 
 _TIMEOUT_S = 600.0
 _RATIOS = (

@@ -32,7 +32,7 @@ from diloco.inner import InnerLoop
 from diloco.options import CkptConfig
 from diloco.outer import Diloco, OuterFiles, Restored
 from diloco.world import World, on_rank_zero
-from peers.whole_files import FileRecord, write_bytes, write_tensors
+from peers.state.whole_files import FileRecord, write_bytes, write_tensors
 
 log = logging.getLogger(__name__)
 

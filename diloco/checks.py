@@ -132,7 +132,7 @@ def addresses(*, of_peers: bool) -> Callable[[Any, Sequence[Token]], tuple[str, 
 
     def convert(_type: Any, tokens: Sequence[Token]) -> tuple[str, ...]:
         from peers.errors import UserError
-        from peers.network.maddrs import validate_maddr
+        from peers.protocol.maddrs import validate_maddr
 
         found = [text for token in tokens for text in re.split(r"[,\s]+", token.value) if text]
         # A file may say that there are none.

@@ -12,7 +12,7 @@ from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 from diloco.errors import UserError
 from diloco.options import GRPO_DEFAULTS, SHARED, CkptConfig, GrpoConfig, HvConfig, TrainConfig
 from diloco.sources import ValueSource
-from peers.schedule import Schedule
+from peers.core.schedule import Schedule
 
 __all__ = [
     "SHARED",

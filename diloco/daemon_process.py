@@ -17,9 +17,9 @@ from diloco.config import Scalar, TrainConfig
 from diloco.errors import DilocoError, UserError
 from diloco.run_dir import last_words
 from diloco.swarm_config import daemon_config
+from peers.daemon.link import WorkerLink
 from peers.errors import LinkLost
-from peers.link import WorkerLink
-from peers.network.socket_directory import SocketDirectory
+from peers.net.socket_directory import SocketDirectory
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
@@ -52,7 +52,7 @@ class DaemonProcess:
 
         with log_path.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "peers.standalone"],
+                [sys.executable, "-m", "peers.daemon.standalone"],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,

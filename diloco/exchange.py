@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from diloco.errors import UserError
 from diloco.flat import Piece, copy_in, copy_out, layout_of, merge, pieces_of, shift
 from diloco.world import World, in_group, on_rank_zero, summed
-from peers.link import WorkerLink
-from peers.schedule import Schedule
+from peers.core.schedule import Schedule
+from peers.daemon.link import WorkerLink
 
 
 class Exchange:

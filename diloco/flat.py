@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from diloco.errors import UserError
-from peers.layout import Layout, ParameterSlot
+from peers.state.layout import Layout, ParameterSlot
 
 # What wrappers put into parameter names; two peers that wrap differently still have the same layout.
 _LAYER = re.compile(r"(?:[^.]*\.)*?\d+(?=\.)")

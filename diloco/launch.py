@@ -21,9 +21,9 @@ from diloco.run_dir import created_run_dir, written_config
 from diloco.signals import CleanUps
 from diloco.swarm_config import adopted
 from diloco.world import World, on_rank_zero
+from peers.daemon.link import LINK_ENV
 from peers.errors import PeersError
 from peers.errors import UserError as SwarmRefusal
-from peers.link import LINK_ENV
 
 USER_ERROR = 2
 FAILED = 1

@@ -18,9 +18,9 @@ from diloco.devices import num_cores, threads_per_rank, visible_gpus
 from diloco.errors import DilocoError, UserError
 from diloco.live import Shown
 from diloco.run_dir import last_words, reason_in
-from peers.access.secrets import SECRET_ENV
-from peers.restarts import USER_ERROR, RestartPolicy, WorkerEnd
-from peers.supervisor import Supervisor, WorkerCommand
+from peers.admission.secrets import SECRET_ENV
+from peers.daemon.restarts import USER_ERROR, RestartPolicy, WorkerEnd
+from peers.daemon.supervisor import Supervisor, WorkerCommand
 
 ADDRESS_FLAG = "--initial-peers "
 _START_TIMEOUT_S = 60.0

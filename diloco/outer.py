@@ -22,9 +22,9 @@ from diloco.checkpoints.outer_files import OuterFiles
 from diloco.errors import DilocoError, UserError
 from diloco.exchange import Exchange
 from diloco.world import on_rank_zero
-from peers.handover import EpochFigures
-from peers.link import LINK_ENV
-from peers.schedule import Schedule
+from peers.core.schedule import Schedule
+from peers.daemon.link import LINK_ENV
+from peers.state.handover import EpochFigures
 
 PROGRESS_INTERVAL_S = 0.5
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from peers.supervisor import die_with_parent
+from peers.daemon.supervisor import die_with_parent
 
 T = TypeVar("T")
 

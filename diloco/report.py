@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diloco.metrics_file import Record, figure, size
-from peers.literature import SHARE_OF_EPOCH, overlap_steps_for
+from peers.core.defaults import SHARE_OF_EPOCH, overlap_steps_for
 
 UNIFORM_BITS_PER_BYTE = 8.0
 _SMOOTHED_STEPS = 20

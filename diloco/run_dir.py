@@ -9,7 +9,7 @@ from pathlib import Path
 
 from diloco.config import TrainConfig, to_toml
 from diloco.errors import UserError
-from peers.restarts import last_line
+from peers.daemon.restarts import last_line
 
 METRICS = "metrics.jsonl"
 

@@ -18,7 +18,7 @@ from diloco.config import Scalar, TrainConfig, shared_fields, shared_values, wit
 from diloco.devices import hardware_in_words
 from diloco.errors import UserError
 from diloco.model_files import PRESETS_DIR, clean_config, directory_of, load_model_config
-from peers.access.service import AdmissionSettings
+from peers.admission.service import AdmissionSettings
 
 _MODEL, _TOKENIZER, _PATH = "model", "tokenizer", "path_model"
 

@@ -51,7 +51,7 @@ from diloco.signals import CleanUps, LeaveOnSignal, cleaned_up_on_failure
 from diloco.text.tokenizer import load_tokenizer
 from diloco.wandb_runs import opened_sinks
 from diloco.world import World, joined, on_rank_zero
-from peers.link import LINK_ENV, WorkerLink
+from peers.daemon.link import LINK_ENV, WorkerLink
 
 LOGP_ALARMS = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.05}
 """Mean differences in nats that rounding does not explain."""

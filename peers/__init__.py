@@ -1,12 +1,13 @@
 """The daemon process: the swarm, the round, the outer state. Contains no model code.
 
-    core             the peer, as a pure state machine: every decision; protocol says what peers tell each other
-    reduce           the weighted all-reduce; codecs says what values look like on the wire
-    outer_optimizer  the outer step, on the state in outer_state
-    presence         who is there: found by the DHT, kept through the mesh
-    paths            the transport that all of them use
-    link             between a daemon and its workers
-    daemon           one peer as a process, which carries out what core decides
+Each folder imports only from those above it:
 
-Beside them lie the parts they are made of: reduction/, state/, network/, ranks/, access/ and onlookers/.
+    protocol    what crosses the network: messages with their limits, certificates, signed records
+    reduce      the weighted all-reduce: shares, frames, codecs, kernels
+    state       the outer state, the outer step, and their files
+    core        the peer as a pure machine: every decision
+    net         identity, DHT, paths between peers, the mesh, the transfer of states
+    admission   secrets, tokens, ban lists; the coordinator's ledger of world ranks
+    monitor     what people and programs are told
+    daemon      a peer, and the coordinator, as a process: start at daemon/main.py
 """

@@ -31,8 +31,8 @@ def pytest_configure(config: pytest.Config) -> None:
 @contextlib.contextmanager
 def dht_node(directory: Path) -> Iterator[str]:
     """The address of a plain DHT node on loopback, in a thread of its own."""
-    from peers.dht import Dht
-    from peers.identity import load_or_create
+    from peers.net.dht.node import Dht
+    from peers.net.identity import load_or_create
 
     ready = threading.Event()
     address: list[str] = []

@@ -48,7 +48,7 @@ class Coordinator:
 
 
 def run_coordinator(directory: str, run_id: str, port: int) -> None:
-    from peers.coordinator import CoordinatorConfig, serve
+    from peers.daemon.coordinator import CoordinatorConfig, serve
 
     logging.basicConfig(
         filename=f"{directory}/log", level=logging.INFO, format="%(asctime)s %(message)s", force=True

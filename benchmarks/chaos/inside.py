@@ -16,11 +16,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from peers.live_peer import LivePeer
-from peers.outer_state import OuterState
+from peers.net.live_peer import LivePeer
 from peers.protocol.mesh import Said
 from peers.protocol.messages import Message
 from peers.state.header import StateHeader
+from peers.state.outer_state import OuterState
 
 LATE_S = 0.3
 _wrong: dict[str, float] = {"clock": 0.0, "disorder": 0.0}

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from peers.core.weights import Aggregation
-from peers.outer_optimizer import norm_of_pseudo_gradient
 from peers.protocol.certificates import Work
-from peers.reduce import reduce_pseudo_gradients
-from peers.reduction.plan import ATTEMPT_BYTES, ReducePlan, ReduceReport, equal_bounds
-from peers.reduction.residuals import Residuals
+from peers.reduce.all_reduce import reduce_pseudo_gradients
+from peers.reduce.plan import ATTEMPT_BYTES, ReducePlan, ReduceReport, equal_bounds
+from peers.reduce.residuals import Residuals
+from peers.state.outer_optimizer import norm_of_pseudo_gradient
 
 # A process that shares its cores with many others may stand still for long.
 STALL_TIMEOUT_S = 300.0

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from diloco.options import HvConfig, TrainConfig
-from peers.literature import outer_momentum_for, residual_decay_for
-from peers.schedule import Schedule
+from peers.core.defaults import outer_momentum_for, residual_decay_for
+from peers.core.schedule import Schedule
 
 DATA_PARALLEL, FP32 = "data parallel", "fp32"
 

@@ -14,7 +14,7 @@ from benchmarks.convergence.run import run_job
 from benchmarks.convergence.settings import DATA_PARALLEL, FP32, Arm, Job, Scale, arms
 from benchmarks.convergence.store import Outcome, Store
 from benchmarks.convergence.tuning import best_rate, by_factors, by_steps
-from peers.supervisor import die_with_parent
+from peers.daemon.supervisor import die_with_parent
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from diloco.model import load_model
 from diloco.optim import adamw, learning_rate
 from diloco.sharding import Precision
 from diloco.text.sampling import Block, step_offsets
-from peers.outer_optimizer import OuterOptimizer
-from peers.outer_state import OuterState
-from peers.reduction.residuals import Residuals
+from peers.reduce.residuals import Residuals
+from peers.state.outer_optimizer import OuterOptimizer
+from peers.state.outer_state import OuterState
 
 
 @dataclass

@@ -13,10 +13,10 @@ import torch
 
 from benchmarks.reduction import vectors
 from benchmarks.reduction.seats import Seat
-from peers.network.streams import StreamPool, StreamTransport
-from peers.outer_optimizer import norm_of_pseudo_gradient
-from peers.reduce import reduce_pseudo_gradients
-from peers.reduction.plan import ATTEMPT_BYTES, ReducePlan, equal_bounds
+from peers.net.streams import StreamPool, StreamTransport
+from peers.reduce.all_reduce import reduce_pseudo_gradients
+from peers.reduce.plan import ATTEMPT_BYTES, ReducePlan, equal_bounds
+from peers.state.outer_optimizer import norm_of_pseudo_gradient
 
 _PROTOCOL = "benchmark/reduce"
 _TIMEOUT_S = 60.0
@@ -79,10 +79,10 @@ class Ours:
 
 @contextlib.asynccontextmanager
 async def _direct(seat: Seat, *, plain: bool) -> AsyncIterator[tuple[StreamTransport, list[str]]]:
-    from peers.identity import load_or_create
-    from peers.network.direct import Direct
-    from peers.network.reception import Reception
-    from peers.network.tls import Credentials
+    from peers.net.identity import load_or_create
+    from peers.net.paths.acceptor import Reception
+    from peers.net.paths.direct import Direct
+    from peers.net.paths.tls import Credentials
 
     identity = load_or_create(seat.directory / f"{seat.index}.key")
     endpoints: dict[str, str] = {}
@@ -104,8 +104,8 @@ async def _direct(seat: Seat, *, plain: bool) -> AsyncIterator[tuple[StreamTrans
 
 @contextlib.asynccontextmanager
 async def _libp2p(seat: Seat) -> AsyncIterator[tuple[StreamTransport, list[str]]]:
-    from peers.dht import Dht
-    from peers.identity import load_or_create
+    from peers.net.dht.node import Dht
+    from peers.net.identity import load_or_create
 
     identity = load_or_create(seat.directory / f"{seat.index}.key")
     initial_peers: list[str] = []

@@ -23,7 +23,7 @@ from diloco.sim.cost.links import Link
 from diloco.sim.cost.machine import Machine
 from diloco.sim.cost.scenario import Scenario, SimulatedPeer
 from diloco.sim.cost.swarm import simulate
-from peers.schedule import Schedule
+from peers.core.schedule import Schedule
 
 NUM_PEERS = 4
 _ROUND_TRIP_MS = 20.0

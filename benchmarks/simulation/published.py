@@ -30,7 +30,7 @@ from diloco.sim.cost.links import Link
 from diloco.sim.cost.machine import IDEAL
 from diloco.sim.cost.scenario import Scenario, SimulatedPeer
 from diloco.sim.cost.swarm import simulate
-from peers.schedule import Schedule
+from peers.core.schedule import Schedule
 
 GRID = tuple(10 ** (-1 + 4 * index / 49) for index in range(50))
 """Gbit/s."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.lab import Link
-from peers.codecs import codec_named
+from peers.reduce.codecs import codec_named
 
 TCP_PAYLOAD = 1448 / 1500
 """Of each packet, with timestamps."""

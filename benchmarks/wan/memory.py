@@ -15,7 +15,7 @@ from benchmarks.progress import Progress
 from benchmarks.record import Result
 from benchmarks.swarm_harness import Job, Seat, Swarm
 from benchmarks.wan.rounds import START_S
-from peers.codecs import codec_named, result_codec_named
+from peers.reduce.codecs import codec_named, result_codec_named
 
 _NUM_PEERS = 4
 _MEGABYTES_PER_S = 40.0
@@ -23,7 +23,7 @@ _MEGABYTES_PER_S = 40.0
 _EXACT = "fp32"
 """The codec without residuals."""
 _IMPORTS = (
-    "import diloco.verbs.peer, peers.daemon; from peers.dht import load_hivemind; load_hivemind();"
+    "import diloco.verbs.peer, peers.daemon; from peers.net.dht.node import load_hivemind; load_hivemind();"
     "print(next(l.split()[1] for l in open('/proc/self/status') if l.startswith('VmHWM')))"
 )
 
@@ -77,7 +77,7 @@ def held_tensors(codec: str, shares: Sequence[float]) -> float:
     """How often a daemon has to hold the model: anchor, momentum, link out and in; and with error feedback residuals.
 
     Those are the contribution's, and for the share it owns the result's, of the last round and of this
-    (peers/reduction/residuals.py).
+    (peers/reduce/residuals.py).
     """
     if codec == _EXACT:
         return 4

@@ -12,7 +12,7 @@ import uuid
 from pathlib import Path
 
 from diloco.checkpoints.mark import COMPLETE, PEER_PART
-from peers.whole_files import flush_to_disk
+from peers.state.whole_files import flush_to_disk
 
 STEP = re.compile(r"model_step_(\d+)")
 _TEMPORARY = (".partial", ".discarded")

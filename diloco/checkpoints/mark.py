@@ -19,7 +19,7 @@ from blake3 import blake3
 from diloco.errors import UserError
 from diloco.outer import Diloco, Position
 from peers.state.header import HEADER_FILE
-from peers.whole_files import FileRecord, flush_to_disk, problem_with, record_of, write_bytes
+from peers.state.whole_files import FileRecord, flush_to_disk, problem_with, record_of, write_bytes
 
 COMPLETE = "complete.json"
 PEER_PART = "diloco_rank_"

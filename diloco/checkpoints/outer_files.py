@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from diloco.errors import DilocoError
-from peers.link import WorkerLink
-from peers.whole_files import FileRecord
+from peers.daemon.link import WorkerLink
+from peers.state.whole_files import FileRecord
 
 
 @dataclass

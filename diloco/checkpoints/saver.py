@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from diloco.world import GROUP_TIMEOUT, in_group
-from peers.priority import stand_back
+from peers.threads import stand_back
 
 log = logging.getLogger(__name__)
 

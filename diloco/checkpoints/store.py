@@ -26,7 +26,7 @@ from diloco.checkpoints.mark import COMPLETE, PEER_PART
 from diloco.checkpoints.registration import SAVERS, registration_of, savers_of
 from diloco.checkpoints.remote import RemoteStore
 from diloco.errors import UserError
-from peers.whole_files import write_bytes
+from peers.state.whole_files import write_bytes
 
 
 class Store(Protocol):

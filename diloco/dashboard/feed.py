@@ -16,7 +16,7 @@ Curves = dict[int, list[tuple[float, int, float | None, float]]]
 
 
 class Source(Protocol):
-    """The part of peers.onlookers.observer.Observer that is needed."""
+    """The part of peers.monitor.observer.Observer that is needed."""
 
     async def changed(self, timeout_s: float) -> None: ...
 

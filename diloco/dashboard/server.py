@@ -30,7 +30,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from diloco.dashboard.feed import MAX_READERS, Feed
-from peers.onlookers.metrics_text import CONTENT_TYPE, swarm_metrics
+from peers.monitor.metrics_text import CONTENT_TYPE, swarm_metrics
 
 STATIC = Path(__file__).parent / "static"
 FILES = ("style.css", "app.js", "charts.js", "rounds.js", "format.js")

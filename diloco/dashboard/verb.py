@@ -14,7 +14,7 @@ from diloco.errors import UserError
 from diloco.options import HvConfig, Name, Seconds, address_list
 
 if TYPE_CHECKING:
-    from peers.access.secrets import SwarmSecret
+    from peers.admission.secrets import SwarmSecret
 
 DEFAULTS = HvConfig()
 TOKEN_ENV = "DILOCO_DASHBOARD_TOKEN"
@@ -68,8 +68,8 @@ def dashboard(
     token = token_from(os.environ.get(TOKEN_ENV))
     listener = listening(host, port)
     from diloco.interrupts import run_interruptible
-    from peers.access.secrets import load_secret
-    from peers.dht import load_hivemind
+    from peers.admission.secrets import load_secret
+    from peers.net.dht.node import load_hivemind
 
     secret = load_secret(swarm_secret_file, os.environ)
     # Takes seconds, in which an event loop would not notice a signal.
@@ -119,7 +119,7 @@ async def _serve(
 ) -> int:
     from diloco.dashboard.feed import Feed
     from diloco.dashboard.server import application, served
-    from peers.onlookers.observer import SETTLE_S, observing
+    from peers.monitor.observer import SETTLE_S, observing
 
     with listener:
         async with observing(run_id, initial_peers, timeout_s=timeout_s, secret=secret) as observer:

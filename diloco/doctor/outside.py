@@ -11,18 +11,18 @@ from diloco.doctor.findings import Finding, passed, warned
 from diloco.doctor.nat import Port, Seen, judged_announcement, judged_nat, judged_port
 from diloco.options import HvConfig
 from peers.errors import PeersError
-from peers.identity import Identity
-from peers.network.direct import Direct
-from peers.network.maddrs import Maddr, parse_maddr
-from peers.network.reachability import caller_of
-from peers.network.reachability_request import DIALLED_PROTOCOL, Asked, Busy, asking
-from peers.network.reception import Reception
-from peers.network.tls import Credentials
-from peers.network.ways import data_hosts
+from peers.net.identity import Identity
+from peers.net.paths.acceptor import Reception
+from peers.net.paths.direct import Direct
+from peers.net.paths.reachability import caller_of
+from peers.net.paths.reachability_request import DIALLED_PROTOCOL, Asked, Busy, asking
+from peers.net.paths.tls import Credentials
+from peers.net.paths.transports import data_hosts
+from peers.protocol.maddrs import Maddr, parse_maddr
 from peers.protocol.refusal import Refused
 
 if TYPE_CHECKING:
-    from peers.transport import Transport
+    from peers.net.libp2p.transport import Transport
 
 _SLOW_BYTES_PER_S = 2e6
 _DISCARD_PORT = 9

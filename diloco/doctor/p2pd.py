@@ -10,8 +10,8 @@ from pathlib import Path
 from diloco.doctor.findings import Finding, failed, passed
 from diloco.options import HvConfig
 from peers.errors import PeersError, UserError
-from peers.identity import Identity, load_or_create
-from peers.network.maddrs import Maddr, check_listenable, parse_maddr
+from peers.net.identity import Identity, load_or_create
+from peers.protocol.maddrs import Maddr, check_listenable, parse_maddr
 
 _REINSTALL = "pip install --force-reinstall --no-deps hivemind==1.1.12"
 _ANY_PORT = "--host-maddrs /ip4/0.0.0.0/tcp/0 --hv.data-port 0  # any free ones"
@@ -37,7 +37,7 @@ def identity_of_peer(hv: HvConfig, state_dir: Path, spare: Path) -> Iterator[Ide
 
 def check_ports(hv: HvConfig) -> Finding:
     """Whether a peer could listen where it is told to."""
-    from peers.network.ways import data_hosts
+    from peers.net.paths.transports import data_hosts
 
     data = [str(Maddr(maddr.kind, maddr.host, hv.data_port, None)) for maddr in data_hosts(hv.host_maddrs)]
     try:
@@ -52,7 +52,7 @@ def check_ports(hv: HvConfig) -> Finding:
 
 async def check_p2pd(hv: HvConfig, identity: Identity) -> Finding:
     """It starts, listens and ends."""
-    from peers.network.p2pd import P2pd
+    from peers.net.libp2p.p2pd import P2pd
 
     began = time.monotonic()
     try:

@@ -37,7 +37,7 @@ class Place:
 
 def check_descriptors() -> Iterator[Finding]:
     from peers.errors import UserError as TooFew
-    from peers.network.descriptors import LEAST, raise_limit
+    from peers.net.dht.descriptors import LEAST, raise_limit
 
     try:
         yield passed("descriptors", f"{raise_limit()} files and sockets may be open")

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from diloco.doctor.findings import Finding, failed, passed, warned
 from diloco.doctor.outside import Outside
 from diloco.options import HvConfig
-from peers.access.gate import Gate
-from peers.access.request import ISSUERS_KEY, Applicant, NoIssuer, request_token
-from peers.access.secrets import SwarmSecret, load_secret
-from peers.admission import Admission
-from peers.dht import Dht
+from peers.admission.secrets import SwarmSecret, load_secret
+from peers.admission.token_request import ISSUERS_KEY, Applicant, NoIssuer, request_token
+from peers.core.admission import Admission
 from peers.errors import PeersError, ProtocolError, UserError
-from peers.identity import Identity
-from peers.network.bootstrap import ClockOff
-from peers.network.maddrs import parse_maddr
+from peers.net.dht.bootstrap import ClockOff
+from peers.net.dht.node import Dht
+from peers.net.gate import Gate
+from peers.net.identity import Identity
+from peers.protocol.maddrs import parse_maddr
 from peers.protocol.records import PEERS_KEY, CoordinatorRecord, shown_rank
 from peers.protocol.refusal import Refused, Why
 
@@ -95,8 +95,8 @@ async def _check_members(
 
 async def members_of(dht: Dht, run_id: str, secret: SwarmSecret | None, *, without: str) -> list[Member]:
     """The coordinator and the peers of a run, as far as the secret's holder believes them, the youngest peers last."""
-    from peers.onlookers.observer import valid_announcements
-    from peers.ranks.request import coordinators
+    from peers.admission.rank_request import coordinators
+    from peers.monitor.observer import valid_announcements
 
     gate = Gate(Admission(run_id, secret.public_key if secret else None))
     values = (await dht.get(PEERS_KEY(run_id))).items()

@@ -17,7 +17,7 @@ import diloco
 from diloco.errors import DilocoError, UserError
 from diloco.grpo.http_json import ServerLost, ask, understood
 from diloco.run_dir import last_words
-from peers.restarts import restart_delay_s
+from peers.daemon.restarts import restart_delay_s
 
 EXTENSION = "diloco.grpo.server_extension.WeightsExtension"
 MAX_DEATHS = 5

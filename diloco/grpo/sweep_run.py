@@ -21,8 +21,8 @@ from diloco.local_swarm import coordinator_command, free_port, printed_address
 from diloco.metrics_file import Record
 from diloco.model_files import directory_of, has_weights
 from diloco.run_dir import last_words
-from peers.restarts import RestartPolicy
-from peers.supervisor import Supervisor, WorkerCommand
+from peers.daemon.restarts import RestartPolicy
+from peers.daemon.supervisor import Supervisor, WorkerCommand
 
 BETWEEN_SERVERS_S = 2.0
 BETWEEN_TRAINERS_S = 5.0

@@ -59,9 +59,9 @@ def start(
     """
     from diloco.interrupts import run_interruptible
     from diloco.swarm_config import state_dir as default_state_dir
-    from peers.coordinator import CoordinatorConfig, serve
-    from peers.dht import load_hivemind
-    from peers.network.maddrs import check_listenable
+    from peers.daemon.coordinator import CoordinatorConfig, serve
+    from peers.net.dht.node import load_hivemind
+    from peers.protocol.maddrs import check_listenable
 
     config = CoordinatorConfig(
         run_id=run_id,

@@ -122,7 +122,7 @@ def _examine_network(
     if any(finding.name in ("descriptors", "python") and finding.verdict == "fail" for finding in found):
         return 0
     try:
-        from peers.dht import load_hivemind
+        from peers.net.dht.node import load_hivemind
 
         load_hivemind()
     except (ImportError, OSError, AttributeError) as error:

@@ -35,7 +35,7 @@ from diloco.run_dir import created_run_dir, last_words, reason_in, written_confi
 from diloco.sources import ValueSource
 
 if TYPE_CHECKING:
-    from peers.supervisor import WorkerCommand
+    from peers.daemon.supervisor import WorkerCommand
 
 _SOURCE = ValueSource()
 _LINK_ENV = "DILOCO_LINK"
@@ -80,7 +80,7 @@ def peer(
     from diloco.interrupts import run_interruptible
     from diloco.preflight import check_peers_fit
     from diloco.swarm_config import daemon_config
-    from peers.network.maddrs import check_listenable
+    from peers.protocol.maddrs import check_listenable
 
     machine = this_machine(os.environ, train.device, num_peers=peers_here)
     ranks = num_ranks(nproc_per_node, train.device, gpus_for_ranks(train, machine.num_gpus))
@@ -101,8 +101,8 @@ def peer(
     run_dir = created_run_dir(train)
     # torch and hivemind: seconds, so only once the arguments have proved right, and before the event loop runs,
     # which would not notice a signal meanwhile.
-    import peers.daemon  # noqa: F401
-    from peers.dht import load_hivemind
+    import peers.daemon.main  # noqa: F401
+    from peers.net.dht.node import load_hivemind
 
     load_hivemind()
     choice = replace(choice, config=train)
@@ -158,8 +158,8 @@ class Workplace:
     def command(self, manifest: Mapping[str, Scalar], world_rank: int, link_path: Path) -> WorkerCommand:
         """The workers' command line, after writing the configuration that it names."""
         from diloco.swarm_config import adopted
-        from peers.access.secrets import SECRET_ENV
-        from peers.supervisor import WorkerCommand
+        from peers.admission.secrets import SECRET_ENV
+        from peers.daemon.supervisor import WorkerCommand
 
         config = adopted(
             self.choice.config, manifest, self.named, run_dir=self.run_dir, num_ranks=self.num_ranks
@@ -192,7 +192,7 @@ async def _live(workplace: Workplace, fields: Mapping[str, Any]) -> int:
     import asyncio
 
     from diloco.live import Shown, show, show_log
-    from peers.daemon import DaemonConfig, run_daemon
+    from peers.daemon.main import DaemonConfig, run_daemon
 
     print(f"run directory: {workplace.run_dir}", flush=True)
     _log_to(workplace.run_dir / "logs" / "daemon.log")

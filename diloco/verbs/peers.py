@@ -12,7 +12,7 @@ from diloco.errors import UserError
 from diloco.options import HvConfig, Name, Seconds, address_list
 
 if TYPE_CHECKING:
-    from peers.access.ban_change import Outcome
+    from peers.admission.ban_change import Outcome
 
 DEFAULTS = HvConfig()
 _KEY = "File with the admission key; default: that of the coordinator on this machine."
@@ -80,7 +80,7 @@ def new_secret(
     *, run_id: RunId = DEFAULTS.run_id, admission_key_file: KeyFile = None, state_dir: StateDir = None
 ) -> int:
     """Replace the swarm secret: who has only the old one is given no token any more; peers that train go on."""
-    from peers.access.secrets import replace_secret
+    from peers.admission.secrets import replace_secret
 
     key_path = _key_path(run_id, admission_key_file, state_dir)
     secret_path = key_path.with_suffix(".swarm-secret")
@@ -98,9 +98,9 @@ def _change(
 ) -> int:
     """The exit code, after saying what came of it. Raises UserError."""
     from diloco.interrupts import run_interruptible
-    from peers.access.ban_change import change_bans
-    from peers.access.secrets import load_key
-    from peers.dht import load_hivemind
+    from peers.admission.ban_change import change_bans
+    from peers.admission.secrets import load_key
+    from peers.net.dht.node import load_hivemind
 
     initial_peers, run_id, admission_key_file, state_dir, timeout = where
     if not initial_peers:

@@ -253,7 +253,7 @@ def _scenario(
     from diloco.sim.cost.links import Link
     from diloco.sim.cost.machine import machine_of
     from diloco.sim.cost.scenario import Scenario, SimulatedPeer, step_seconds
-    from peers.schedule import Schedule
+    from peers.core.schedule import Schedule
 
     if training.fragments > training.params:
         raise UserError(f"--fragments {training.fragments} of {training.params:g} weights would be empty")

@@ -13,8 +13,8 @@ from diloco.errors import UserError
 from diloco.options import HvConfig, Name, Seconds, address_list
 
 if TYPE_CHECKING:
-    from peers.access.secrets import SwarmSecret
-    from peers.onlookers.observer import Observer
+    from peers.admission.secrets import SwarmSecret
+    from peers.monitor.observer import Observer
 
 DEFAULTS = HvConfig()
 REDRAW_S = 1.0
@@ -56,8 +56,8 @@ def status(
     if not initial_peers:
         raise UserError("--initial-peers is missing: the address that `diloco dht start` printed.")
     from diloco.interrupts import run_interruptible
-    from peers.access.secrets import load_secret
-    from peers.dht import load_hivemind
+    from peers.admission.secrets import load_secret
+    from peers.net.dht.node import load_hivemind
 
     secret = load_secret(swarm_secret_file, os.environ)
     # Takes seconds, in which an event loop would not notice a signal.
@@ -74,7 +74,7 @@ async def _look(
     watch: bool,
     as_json: bool,
 ) -> int:
-    from peers.onlookers.observer import SETTLE_S, observing
+    from peers.monitor.observer import SETTLE_S, observing
 
     async with observing(run_id, initial_peers, timeout_s=timeout_s, secret=secret) as observer:
         await observer.settled(SETTLE_S)

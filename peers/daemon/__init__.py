@@ -1,8 +1,5 @@
-"""The runtime of the core on asyncio: one peer of the swarm as a process.
+"""A peer of the swarm as one process on asyncio: it carries out what core decides.
 
-main.py wires a peer together, runtime.py carries the core's effects out, host.py is the daemon's end of the worker.
+main.py wires a peer together, runtime.py carries the core's effects out, host.py is the daemon's end of the worker's
+link (link.py). coordinator.py is the process that others begin from.
 """
-
-from peers.daemon.main import DaemonConfig, optimizer_of, run_daemon
-
-__all__ = ["DaemonConfig", "optimizer_of", "run_daemon"]

@@ -7,12 +7,12 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 
-from peers import joining
-from peers.codecs import codec_named
+from peers.core import joining
+from peers.daemon.presence import Presence
 from peers.errors import ProtocolError, UserError
-from peers.presence import Presence
 from peers.protocol.mesh import Manifest, Scalar, WantManifest
 from peers.protocol.records import Announcement
+from peers.reduce.codecs import codec_named
 
 log = logging.getLogger(__name__)
 

@@ -14,32 +14,32 @@ from typing import Any
 
 import torch
 
-from peers.advice import Advice, advice_on, num_layers_of
 from peers.core import events
+from peers.core.advice import Advice, advice_on, num_layers_of
+from peers.core.schedule import Schedule
 from peers.daemon.agreement import Agreement
 from peers.daemon.pace import Pace
+from peers.daemon.presence import Presence
 from peers.daemon.runtime import Runtime
 from peers.daemon.standing import standing_of
 from peers.errors import StateUnavailable, UserError
-from peers.handover import Memories, Outcome, Start
-from peers.identity import verify_signature
-from peers.layout import Layout
-from peers.network.streams import StreamTransport
-from peers.onlookers.journal import Journal
-from peers.onlookers.reporting import entry_of
-from peers.outer_state import OuterState
-from peers.presence import Presence
+from peers.monitor.journal import Journal
+from peers.monitor.reporting import entry_of
+from peers.net.states.replay import can_be_repeated, replay_commits
+from peers.net.states.transfer import download_state
+from peers.net.streams import StreamTransport
 from peers.protocol.certificates import Certificate
 from peers.protocol.mesh import Scalar
 from peers.protocol.records import State
 from peers.protocol.reports import Point
 from peers.protocol.reports import Standing as RoundStanding
-from peers.reduction.residuals import Residuals
-from peers.schedule import Schedule
+from peers.protocol.signatures import verify_signature
+from peers.reduce.residuals import Residuals
 from peers.state import files as state_files
-from peers.state.replay import can_be_repeated, replay_commits
+from peers.state.handover import Memories, Outcome, Start
+from peers.state.layout import Layout
+from peers.state.outer_state import OuterState
 from peers.state.saving import Saving, Written
-from peers.state.transfer import download_state
 
 log = logging.getLogger(__name__)
 

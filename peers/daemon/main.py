@@ -19,42 +19,43 @@ from typing import Any, Literal
 
 import torch
 
-from peers import literature
-from peers.access.service import AdmissionService, AdmissionSettings
+from peers.admission.service import AdmissionService, AdmissionSettings
+from peers.core import defaults as literature
 from peers.core import events
 from peers.core.peer import Peer
+from peers.core.schedule import Schedule
 from peers.core.settings import Settings
 from peers.core.weights import Aggregation
 from peers.daemon.agreement import Agreement
 from peers.daemon.host import Standing, WorkerHost
+from peers.daemon.link import Accept, listen, refuse
 from peers.daemon.pledges import Pledges
+from peers.daemon.presence import Presence
 from peers.daemon.reductions import Reductions
+from peers.daemon.restarts import USER_ERROR, WorkerEnd
 from peers.daemon.runtime import Runtime, RuntimeSettings
-from peers.dht import Dht
+from peers.daemon.supervisor import Supervisor, WorkerCommand
+from peers.daemon.worker_session import serve_workers
 from peers.errors import PeersError, UserError
-from peers.identity import Identity, claim_slot, verify_signature
-from peers.link import Accept, listen, refuse
-from peers.network.reachability import Reachability
-from peers.network.socket_directory import SocketDirectory
-from peers.network.streams import StreamPool
-from peers.network.ways import Network, NetworkSettings
-from peers.onlookers.metrics_server import metrics_served
-from peers.onlookers.metrics_text import swarm_metrics
-from peers.onlookers.report_service import ReportService
-from peers.onlookers.reporting import Reporting
-from peers.outer_optimizer import OuterOptimizer
-from peers.outer_state import OuterState
-from peers.paths import TransportMode
-from peers.presence import Presence
-from peers.priority import give_way
+from peers.monitor.metrics_server import metrics_served
+from peers.monitor.metrics_text import swarm_metrics
+from peers.monitor.report_service import ReportService
+from peers.monitor.reporting import Reporting
+from peers.net.dht.node import Dht
+from peers.net.identity import Identity, claim_slot
+from peers.net.paths.paths import TransportMode
+from peers.net.paths.reachability import Reachability
+from peers.net.paths.transports import Network, NetworkSettings
+from peers.net.socket_directory import SocketDirectory
+from peers.net.states.server import StateServer
+from peers.net.streams import StreamPool
 from peers.protocol.mesh import Carried, Manifest, Scalar, WantManifest
 from peers.protocol.records import NO_RANK, TRAINING_STATES, Announcement
-from peers.reduce import OVERLAPPED_NICENESS
-from peers.restarts import USER_ERROR, WorkerEnd
-from peers.schedule import Schedule
-from peers.state.server import StateServer
-from peers.supervisor import Supervisor, WorkerCommand
-from peers.worker_session import serve_workers
+from peers.protocol.signatures import verify_signature
+from peers.reduce.all_reduce import OVERLAPPED_NICENESS
+from peers.state.outer_optimizer import OuterOptimizer
+from peers.state.outer_state import OuterState
+from peers.threads import give_way
 
 log = logging.getLogger(__name__)
 

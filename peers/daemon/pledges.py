@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from peers.errors import UserError
-from peers.whole_files import write_bytes
+from peers.state.whole_files import write_bytes
 
 NUM_PLACES = 1024
 """Signatures that are remembered: a peer is never on a head again that so many of its signatures have followed."""

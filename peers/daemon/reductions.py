@@ -15,15 +15,15 @@ from peers.core.timing import SLOWEST_LINK, Timing
 from peers.core.weights import Aggregation
 from peers.daemon.work import WorkInHand
 from peers.errors import RoundFailed
-from peers.network.streams import RoundStreams, StreamPool
-from peers.outer_optimizer import OuterOptimizer
-from peers.outer_state import OuterState
+from peers.net.streams import RoundStreams, StreamPool
 from peers.protocol.certificates import Plan
-from peers.reduce import reduce_pseudo_gradients
-from peers.reduction.plan import ReducePlan, ReduceReport
-from peers.reduction.residuals import Residuals
-from peers.reduction.shares import reduce_plan_of
+from peers.reduce.all_reduce import reduce_pseudo_gradients
+from peers.reduce.plan import ReducePlan, ReduceReport
+from peers.reduce.residuals import Residuals
+from peers.reduce.shares import reduce_plan_of
 from peers.state.header import StateHeader
+from peers.state.outer_optimizer import OuterOptimizer
+from peers.state.outer_state import OuterState
 from peers.state.preview import Preview
 
 log = logging.getLogger(__name__)

@@ -17,21 +17,21 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from peers.core import effects, events
+from peers.core.defaults import residual_decay_for
 from peers.core.effects import Effect
 from peers.core.peer import Peer
 from peers.daemon.pledges import Pledges
 from peers.daemon.reductions import Reductions
 from peers.daemon.work import Beginning, WorkInHand
 from peers.errors import PeersError, RoundFailed, StateUnavailable
-from peers.handover import Memories, Outcome, Start
-from peers.literature import residual_decay_for
-from peers.outer_optimizer import OuterOptimizer, norm_of_pseudo_gradient
-from peers.outer_state import OuterState
 from peers.protocol.certificates import Certificate, Plan, Work
 from peers.protocol.messages import Message, Offer, Status
-from peers.reduction.bandwidth import Bandwidth
-from peers.reduction.residuals import Residuals
-from peers.state.commit_log import CommitLog, Recording
+from peers.reduce.bandwidth import Bandwidth
+from peers.reduce.commit_log import CommitLog, Recording
+from peers.reduce.residuals import Residuals
+from peers.state.handover import Memories, Outcome, Start
+from peers.state.outer_optimizer import OuterOptimizer, norm_of_pseudo_gradient
+from peers.state.outer_state import OuterState
 
 log = logging.getLogger(__name__)
 

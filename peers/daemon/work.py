@@ -12,12 +12,12 @@ from torch import Tensor
 
 from peers.core.effects import Answer
 from peers.errors import PeersError
-from peers.handover import Memories, Outcome, Start
-from peers.outer_optimizer import rebase
-from peers.outer_state import OuterState
-from peers.reduction.plan import ReducePlan
-from peers.state.commit_log import Recording
+from peers.reduce.commit_log import Recording
+from peers.reduce.plan import ReducePlan
+from peers.state.handover import Memories, Outcome, Start
 from peers.state.header import StateHeader
+from peers.state.outer_optimizer import rebase
+from peers.state.outer_state import OuterState
 
 _PAGE_BYTES = 4096
 

@@ -12,7 +12,7 @@
                          <-    Took
 
 No request holds an address: what is dialled is the host that the caller's own connection comes from. On the port it has
-to answer with the caller's key (peers/network/greeting.py), so "reached" means that this machine was.
+to answer with the caller's key (peers/net/paths/greeting.py), so "reached" means that this machine was.
 """
 
 from __future__ import annotations

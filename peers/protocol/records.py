@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import StrEnum
 from functools import cache, lru_cache
 from typing import Annotated, Literal, Self, TypeVar, get_args
 
@@ -10,9 +11,6 @@ from msgspec import Meta
 from msgspec.msgpack import Decoder
 
 from peers.errors import ProtocolError, UserError
-from peers.identity import verify_signature
-from peers.network.maddrs import parse_maddr
-from peers.network.path_choice import Path
 from peers.protocol.certificates import Keys, Signature
 from peers.protocol.limits import (
     ClaimedRank,
@@ -25,6 +23,8 @@ from peers.protocol.limits import (
     TokenBytes,
     WorldRank,
 )
+from peers.protocol.maddrs import parse_maddr
+from peers.protocol.signatures import verify_signature
 from peers.protocol.wire import Struct, decode, encode
 
 MAX_RECORD_BYTES = 4096
@@ -57,6 +57,19 @@ def COORDINATOR_KEY(run_id: str) -> str:
     return f"diloco/{run_id}/coordinator"
 
 
+class Path(StrEnum):
+    """How bytes get to a peer. The order is that of preference."""
+
+    DIRECT = "direct"
+    """TCP with TLS 1.3."""
+    PLAIN = "plain"
+    """TCP without TLS."""
+    LIBP2P = "libp2p"
+    """A stream of libp2p's daemon."""
+    RELAY = "relay"
+    """Through a third peer, TLS 1.3 from end to end."""
+
+
 class Record(Struct, frozen=True, kw_only=True):
     """What a peer says of itself at `time` (Unix seconds)."""
 
@@ -65,7 +78,7 @@ class Record(Struct, frozen=True, kw_only=True):
     maddrs: Annotated[tuple[ShortText, ...], Meta(max_length=MAX_MADDRS)]
     time: Real
     token: TokenBytes = b""
-    """Its right to be here (peers/admission.py), for the reader to check; empty in an open swarm."""
+    """Its right to be here (peers/core/admission.py), for the reader to check; empty in an open swarm."""
 
     def encode(self, keys: Keys) -> bytes:
         """The record for the DHT, under `peer_id` as its subkey. Raises ValueError where it is too long."""

@@ -8,8 +8,8 @@
                    <-    Ready
     <---- the greeting, TLS 1.3 from end to end, the stream ----->
 
-The relay (peers/network/relay_service.py) sees ciphertext; the ends are sure of each other by the same greeting as on a
-direct connection.
+The relay (peers/net/paths/relay_service.py) sees ciphertext; the ends are sure of each other by the same greeting as on
+a direct connection.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class Point(_Told, frozen=True):
 
 
 class Parts(_Told, frozen=True):
-    """Seconds of one epoch, in the order in which they come: peers/handover.py says what each is.
+    """Seconds of one epoch, in the order in which they come: peers/state/handover.py says what each is.
 
     Of the last attempt, and of what came before it.
     """

@@ -16,13 +16,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from peers.errors import ProtocolError, UserError
-from peers.outer_state import Digests, OuterState
 from peers.protocol.certificates import decode_certificate
 from peers.protocol.limits import Count
 from peers.protocol.wire import encode
-from peers.reduction.residuals import Residuals
+from peers.reduce.residuals import Residuals
 from peers.state.header import DIGEST_BYTES, HEADER_FILE, STATE_CHUNK_NUMEL, StateHeader
-from peers.whole_files import FileRecord, write_bytes, write_tensors
+from peers.state.outer_state import Digests, OuterState
+from peers.state.whole_files import FileRecord, write_bytes, write_tensors
 
 TENSORS_FILE = "outer.safetensors"
 RESIDUALS_FILE = "residuals.safetensors"

@@ -14,10 +14,10 @@ from types import TracebackType
 
 from torch import Tensor
 
-from peers.outer_optimizer import OuterOptimizer, keep_denormals
-from peers.outer_state import OuterState, num_threads
-from peers.priority import stand_back
 from peers.state.header import STATE_CHUNK_NUMEL, StateHeader
+from peers.state.outer_optimizer import OuterOptimizer, keep_denormals
+from peers.state.outer_state import OuterState
+from peers.threads import num_threads, stand_back
 
 NICENESS = 10
 """Of the threads that hash while sums arrive, above that of the others."""

@@ -8,11 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from peers.outer_state import OuterState
-from peers.priority import stand_back
-from peers.reduction.residuals import Residuals
+from peers.reduce.residuals import Residuals
 from peers.state.files import HeldState
-from peers.whole_files import FileRecord
+from peers.state.outer_state import OuterState
+from peers.state.whole_files import FileRecord
+from peers.threads import stand_back
 
 # Rounds go first.
 _NICENESS = 10

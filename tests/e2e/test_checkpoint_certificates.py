@@ -12,11 +12,11 @@ from typing import Any
 import msgspec
 
 from diloco.checkpoints.mark import read_mark, write_mark
-from peers.identity import verify_signature
 from peers.protocol.certificates import Certificate, decode_certificate
+from peers.protocol.signatures import verify_signature
 from peers.protocol.wire import encode
 from peers.state.header import HEADER_FILE
-from peers.whole_files import record_of
+from peers.state.whole_files import record_of
 from tests.support.commands import DILOCO, check_gone, text_of_boxes, training_flags
 
 LOOPBACK = ("--host-maddrs", "/ip4/127.0.0.1/tcp/0")

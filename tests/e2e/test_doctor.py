@@ -22,8 +22,8 @@ import pytest
 
 from diloco.config import parse_train_config
 from diloco.verbs.doctor import of_network
-from peers.access.secrets import AdmissionKey
-from peers.identity import load_or_create
+from peers.admission.secrets import AdmissionKey
+from peers.net.identity import load_or_create
 from peers.protocol.tokens import Token
 from tests.e2e.test_readme import DOCTOR, DOCTOR_HERE
 from tests.support.closed_swarm import closed_run
@@ -174,7 +174,7 @@ import asyncio, dataclasses, json, sys
 from pathlib import Path
 from diloco.doctor.p2pd import check_p2pd
 from diloco.options import HvConfig
-from peers.identity import load_or_create
+from peers.net.identity import load_or_create
 
 own, program = load_or_create(Path(sys.argv[1]) / "own.key"), Path(sys.argv[2])
 for content in (None, "#!/bin/sh\\necho 'Illegal instruction'\\nexit 132\\n"):

@@ -22,7 +22,7 @@ from diloco.export import exported
 from diloco.verbs import export as export_verb
 from peers.state import files as state_files
 from peers.state.header import HEADER_FILE
-from peers.whole_files import record_of
+from peers.state.whole_files import record_of
 from tests.support.checkpoint_commands import EXPORT, SAVE
 from tests.support.commands import DILOCO, ROOT, Command, model_directory, text_of_boxes, training_flags
 from tests.support.hub_api import HubApi

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from diloco.metrics_file import Tail
-from peers.link import LINK_ENV
+from peers.daemon.link import LINK_ENV
 from tests.support.swarm import wait_until
 from tests.support.training import tiny_config
 

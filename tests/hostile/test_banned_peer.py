@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from peers.onlookers.observer import read_swarm
+from peers.monitor.observer import read_swarm
 from tests.support.ban_ignored import STALLS, hold_state_until, ignore_bans
 from tests.support.closed_swarm import Closed, closed_run
 from tests.support.swarm import LightPeer, LightSwarm, wait_until

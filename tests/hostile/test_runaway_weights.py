@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks.light_worker import initial_weights, target_of, train_step
-from peers.reduction.robust_sums import CLIP_ITERATIONS
+from peers.reduce.robust_sums import CLIP_ITERATIONS
 from tests.support.swarm import LightSwarm, wait_until
 
 PUSHER, NEWCOMER, NUM_FOUNDERS = 1, 5, 5

@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-from peers import joining
+from peers.core import joining
 from peers.errors import PeersError
-from peers.messages import Channel
+from peers.net.channel import Channel
 from peers.protocol.certificates import Body, Certificate, Plan, Signature, Work
 from peers.protocol.mesh import Carried, Manifest, WantManifest
 from peers.protocol.messages import Ask, Certificates, Message, Propose, Vote
 from peers.protocol.refusal import Why
-from peers.reduction.frames import HEADER, Kind
-from peers.reduction.plan import ATTEMPT_BYTES
-from peers.reduction.shares import bounds_of
+from peers.reduce.frames import HEADER, Kind
+from peers.reduce.plan import ATTEMPT_BYTES
+from peers.reduce.shares import bounds_of
 from tests.support.hostile import INTRODUCTION, Hostile
 from tests.support.swarm import LightPeer, LightSwarm, wait_until
 

@@ -19,7 +19,7 @@ from diloco.launch import Assignment
 from diloco.options import CkptConfig, GrpoConfig, HvConfig, TrainConfig
 from diloco.train_grpo import Training
 from diloco.world import World
-from peers.link import LINK_ENV
+from peers.daemon.link import LINK_ENV
 from tests.support.scripted_daemon import ScriptedDaemon
 
 FIGURES = ("step", "loss", "reward", "grad_norm", "lr", "tokens")

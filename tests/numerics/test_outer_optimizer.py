@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from peers.outer_optimizer import OuterOptimizer
-from peers.outer_state import OuterState
+from peers.state.outer_optimizer import OuterOptimizer
+from peers.state.outer_state import OuterState
 
 # Denormals, extremes, cancellation, and values whose fused multiply-add rounds otherwise.
 HARD = [1.0, -1e-40, 3.4028235e38, 1.17549435e-38, 1e-45, 0.1, -0.3333333432674408, 16777217.0, -0.0, 7e-39]

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from benchmarks.convergence.reduction import Member, average
 from peers.core.weights import Aggregation
-from peers.outer_optimizer import OuterOptimizer
-from peers.outer_state import OuterState
-from peers.reduction.residuals import Residuals
+from peers.reduce.residuals import Residuals
+from peers.state.outer_optimizer import OuterOptimizer
+from peers.state.outer_state import OuterState
 
 NUM_PEERS, EPOCHS, LOCAL_STEPS, TOKENS = 5, 15, 8, 100
 HOSTILE = NUM_PEERS - 1

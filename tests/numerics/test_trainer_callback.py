@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 from diloco.callback import DilocoCallback, check_divides, generation_period
 from diloco.errors import UserError
-from peers.link import LINK_ENV
+from peers.daemon.link import LINK_ENV
 from tests.support.scripted_daemon import ScriptedDaemon, halving
 from tests.support.tiny_model import tiny_llama
 from tests.support.trainer_worker import trainer_of, weights

@@ -22,7 +22,7 @@ from diloco.launch import Assignment
 from diloco.options import CkptConfig, HvConfig
 from diloco.train_fsdp import Trainer
 from diloco.world import World, gathered
-from peers.link import LINK_ENV
+from peers.daemon.link import LINK_ENV
 from tests.support.scripted_daemon import ScriptedDaemon, halving
 from tests.support.torch_ranks import Ranks
 from tests.support.training import of_kind, tiny_config, train

@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from peers.messages import Channel
+from peers.net.channel import Channel
 
 STALLS = "stalling"
 """In the log of one that ignores its ban, with the peer id of each that asks it for its state."""
@@ -17,8 +17,8 @@ log = logging.getLogger(__name__)
 
 def ignore_bans() -> None:
     """From now on this process does not mind being banned. Who asks it for its state waits in vain."""
-    from peers.access.service import AdmissionService
-    from peers.state.server import StateServer
+    from peers.admission.service import AdmissionService
+    from peers.net.states.server import StateServer
 
     async def stall(server: StateServer, head: str, channel: Channel, sock: Any) -> None:
         asking = next(peer_id for peer_id, newest in server._newest.items() if newest is channel)
@@ -31,7 +31,7 @@ def ignore_bans() -> None:
 
 def hold_state_until(flag: Path) -> None:
     """From now on this process hands over its state only once there is a file of this name."""
-    from peers.state import server
+    from peers.net.states import server
 
     hand_over = server._serve_snapshot
 

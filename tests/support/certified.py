@@ -7,10 +7,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from peers.identity import claim_slot
-from peers.outer_optimizer import OuterOptimizer
-from peers.outer_state import OuterState
+from peers.net.identity import claim_slot
 from peers.protocol.certificates import Body, Certificate, Contributor, Member, Plan, Signature, Work
+from peers.state.outer_optimizer import OuterOptimizer
+from peers.state.outer_state import OuterState
 from peers.state.preview import Preview
 
 MANIFEST = "f" * 64

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peers.access.ban_change import Outcome, change_bans
-from peers.access.secrets import AdmissionKey, load_key
-from peers.coordinator import CoordinatorConfig, serve
+from peers.admission.ban_change import Outcome, change_bans
+from peers.admission.secrets import AdmissionKey, load_key
+from peers.daemon.coordinator import CoordinatorConfig, serve
 from peers.protocol.tokens import Token
 from tests.support.swarm import LightSwarm
 

@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
-from peers import dht
-from peers.identity import load_or_create
-from peers.network.p2pd import P2pd
+from peers.net.dht import node as dht
+from peers.net.identity import load_or_create
+from peers.net.libp2p.p2pd import P2pd
 
 
 class Forgetful:
@@ -91,8 +91,8 @@ async def _node_beside(
 
 
 async def _connect(p2pd: P2pd, maddr: str) -> None:
-    from peers.network.maddrs import parse_maddr
-    from peers.transport import Transport
+    from peers.net.libp2p.transport import Transport
+    from peers.protocol.maddrs import parse_maddr
 
     transport = Transport(p2pd.control, p2pd.control.parent)
     await transport.connect(str(parse_maddr(maddr).peer_id), [maddr], timeout_s=10.0)

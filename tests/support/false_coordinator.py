@@ -8,12 +8,12 @@ from typing import Any
 
 from msgspec.msgpack import Decoder
 
-from peers.access.gate import Gate
-from peers.messages import Channel
+from peers.admission.rank_request import coordinators, protocol_of
+from peers.net.channel import Channel
+from peers.net.gate import Gate
 from peers.protocol.ranks import AskRank, Grant
 from peers.protocol.records import COORDINATOR_KEY, CoordinatorRecord
 from peers.protocol.wire import Struct
-from peers.ranks.request import coordinators, protocol_of
 from tests.support.hostile import Hostile
 
 Answer = Struct | bytes | None

@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 
 from peers.errors import PeersError
-from peers.network.greeting import Hello
-from peers.network.maddrs import Maddr, parse_maddr
-from peers.network.tls import Credentials
+from peers.net.paths.greeting import Hello
+from peers.net.paths.tls import Credentials
 from peers.protocol.admission import Bans, Join, Proof
+from peers.protocol.maddrs import Maddr, parse_maddr
 from peers.protocol.mesh import Announced, Manifest, WantManifest
 from peers.protocol.messages import Ask, Status
 from peers.protocol.ranks import AskRank

@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 from msgspec.msgpack import Decoder
 from msgspec.structs import replace
 
-from peers.dht import Dht
 from peers.errors import PeersError, PeerUnreachable
-from peers.identity import load_or_create
-from peers.messages import Channel
+from peers.net.channel import Channel
+from peers.net.dht.node import Dht
+from peers.net.identity import load_or_create
 from peers.protocol.admission import Bans
 from peers.protocol.mesh import Announced, Carried, Introduction, Manifest, Said, WantManifest
 from peers.protocol.messages import Message, Status

@@ -7,9 +7,9 @@ from pathlib import Path
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from peers.identity import load, load_or_create
-from peers.network import libp2p_keys
-from peers.network.tls import Credentials
+from peers.net.identity import load, load_or_create
+from peers.net.paths.tls import Credentials
+from peers.protocol import libp2p_keys
 
 
 def credentials(directory: Path, name: str) -> Credentials:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from peers.errors import PeerUnreachable
-from peers.transport import Transport
+from peers.net.libp2p.transport import Transport
 from tests.support import namespaces
 
 

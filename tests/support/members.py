@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from peers.dht import Dht
-from peers.identity import load_or_create
+from peers.net.dht.node import Dht
+from peers.net.identity import load_or_create
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 

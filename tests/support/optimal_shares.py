@@ -1,4 +1,4 @@
-"""What rounds take by the links alone, and the least that they can take: to compare peers/reduction/shares.py with."""
+"""What rounds take by the links alone, and the least that they can take: to compare peers/reduce/shares.py with."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ Lie = Literal["not finite", "longer than announced"]
 
 def poison(lie: Lie) -> None:
     """From now on, what this process contributes to rounds, or makes of others' contributions, is this."""
-    from peers.codecs import PseudoGradient
-    from peers.reduction import arithmetic as reduce_arithmetic
+    from peers.reduce import arithmetic as reduce_arithmetic
+    from peers.reduce.codecs import PseudoGradient
 
     honest = reduce_arithmetic.contribution
 

@@ -8,8 +8,8 @@ import threading
 
 import torch
 
-from peers.reduce import reduce_pseudo_gradients
-from peers.reduction.plan import ReducePlan, equal_bounds
+from peers.reduce.all_reduce import reduce_pseudo_gradients
+from peers.reduce.plan import ReducePlan, equal_bounds
 
 RANKS = (2, 5, 7, 11)
 

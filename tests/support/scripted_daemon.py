@@ -12,10 +12,10 @@ from typing import Any, Self
 
 import numpy as np
 
+from peers.daemon.link import DaemonConnection, LinkMemory, listen
 from peers.errors import LinkLost
-from peers.layout import Layout
-from peers.link import DaemonConnection, LinkMemory, listen
-from peers.whole_files import write_bytes
+from peers.state.layout import Layout
+from peers.state.whole_files import write_bytes
 
 Answer = tuple[str, dict[str, Any]]
 Rule = Callable[[dict[str, Any], np.ndarray, np.ndarray], Answer | None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from peers.onlookers.sightings import Sightings
+from peers.monitor.sightings import Sightings
 from peers.protocol.reports import Figures, Incident, Parts, Point, Report, RoundEntry, Standing
 from tests.support.announcements import announced
 

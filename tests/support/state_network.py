@@ -9,13 +9,13 @@ import torch
 from msgspec.msgpack import Decoder
 
 from peers.errors import PeerUnreachable
-from peers.messages import Channel
+from peers.net.channel import Channel
+from peers.net.states import server as state_server
+from peers.net.states.server import StateServer
+from peers.net.states.transfer import download_state
 from peers.protocol.states import State, WantChunk, WantState, state_protocol
 from peers.protocol.wire import encode
-from peers.state import server as state_server
 from peers.state.header import STATE_CHUNK_NUMEL
-from peers.state.server import StateServer
-from peers.state.transfer import download_state
 from tests.support.certified import begun, commit
 
 SIZES = (3 * STATE_CHUNK_NUMEL + 1234, 10)

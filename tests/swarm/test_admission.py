@@ -16,18 +16,18 @@ import pytest
 from msgspec.msgpack import Decoder
 
 from diloco.cli import exit_code
-from peers.access.request import Applicant, request_token
-from peers.access.secrets import AdmissionKey, SwarmSecret
+from peers.admission.rank_request import request_rank
+from peers.admission.secrets import AdmissionKey, SwarmSecret
+from peers.admission.token_request import Applicant, request_token
 from peers.errors import PeersError, PeerUnreachable, UserError
-from peers.messages import Channel
-from peers.network import greeting
-from peers.network.maddrs import parse_maddr
-from peers.network.tls import Credentials
-from peers.onlookers.observer import read_swarm
+from peers.monitor.observer import read_swarm
+from peers.net.channel import Channel
+from peers.net.paths import greeting
+from peers.net.paths.tls import Credentials
 from peers.protocol import relays, states
 from peers.protocol.admission import Bans
+from peers.protocol.maddrs import parse_maddr
 from peers.protocol.refusal import Refusal, Refused, Why
-from peers.ranks.request import request_rank
 from tests.support.closed_swarm import Closed, closed_run
 from tests.support.false_coordinator import GRANT, FalseCoordinator
 from tests.support.flood import Flood

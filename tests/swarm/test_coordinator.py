@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from peers.coordinator import CoordinatorConfig, request_rank, serve
-from peers.dht import Dht
+from peers.daemon.coordinator import CoordinatorConfig, request_rank, serve
 from peers.errors import UserError
-from peers.identity import Identity, load
+from peers.net.dht.node import Dht
+from peers.net.identity import Identity, load
 from peers.protocol.records import PEERS_KEY, Announcement
 from tests.support.announcements import announced
 from tests.support.members import LOOPBACK, eventually, joined

@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 import peers
-from peers.dht import MAX_VALUE_BYTES, Dht
 from peers.errors import UserError
-from peers.identity import load_or_create
+from peers.net.dht.node import MAX_VALUE_BYTES, Dht
+from peers.net.identity import load_or_create
 from tests.support.members import LOOPBACK, eventually, free_port, joined
 from tests.support.swarm import wait_until
 
@@ -215,8 +215,8 @@ def test_peers_find_each_other_again_after_their_bootstrap_node_has_died(tmp_pat
 CHILD = """
 import asyncio, sys
 from pathlib import Path
-from peers.dht import Dht
-from peers.identity import load_or_create
+from peers.net.dht.node import Dht
+from peers.net.identity import load_or_create
 from tests.support.members import LOOPBACK, eventually, free_port, joined
 from tests.support.swarm import wait_until
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from msgspec.structs import replace
 
 import peers
-from peers.access.gate import Gate
-from peers.admission import Admission
-from peers.identity import load
-from peers.network.storage_checks import guard_storage
+from peers.admission.storage_checks import guard_storage
+from peers.core.admission import Admission
+from peers.net.gate import Gate
+from peers.net.identity import load
 from peers.protocol.records import PEERS_KEY, Announcement
 from tests.support.announcements import announced
 from tests.support.members import eventually, joined
@@ -65,9 +65,9 @@ import asyncio, sys, time
 from pathlib import Path
 now, skew = time.time, float(sys.argv[3])
 time.time = lambda: now() + skew
-from peers.dht import Dht
+from peers.net.dht.node import Dht
 from peers.errors import UserError
-from peers.identity import load_or_create
+from peers.net.identity import load_or_create
 
 async def main():
     identity = load_or_create(Path(sys.argv[1]))

@@ -14,13 +14,13 @@ import msgpack
 import pytest
 from msgspec.msgpack import Decoder
 
-from peers.access.secrets import AdmissionKey
-from peers.dht import Dht
+from peers.admission.secrets import AdmissionKey
 from peers.errors import PeerUnreachable, ProtocolError
-from peers.identity import load_or_create
-from peers.messages import Channel
-from peers.onlookers.observer import Observer, observing, read_swarm
-from peers.onlookers.report_service import ReportService, proof_of
+from peers.monitor.observer import Observer, observing, read_swarm
+from peers.monitor.report_service import ReportService, proof_of
+from peers.net.channel import Channel
+from peers.net.dht.node import Dht
+from peers.net.identity import load_or_create
 from peers.protocol.admission import Nonce, Proof
 from peers.protocol.refusal import Refusal, Why
 from peers.protocol.reports import VERSION, Busy, Hello, Report, report_protocol
@@ -217,7 +217,7 @@ def test_only_who_has_the_swarm_secret_is_told_where_there_is_one(tmp_path):
 
 
 def test_observers_are_so_many_at_most_and_make_room_when_they_go(tmp_path, monkeypatch):
-    monkeypatch.setattr("peers.onlookers.report_service.MAX_OBSERVERS", 2)
+    monkeypatch.setattr("peers.monitor.report_service.MAX_OBSERVERS", 2)
 
     async def main() -> None:
         async with (

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from peers.network.forwarding import Forwarder
-from peers.onlookers.observer import read_swarm
+from peers.monitor.observer import read_swarm
+from peers.net.paths.forwarding import Forwarder
 from tests.support.members import free_port
 from tests.support.swarm import wait_until
 

@@ -13,19 +13,19 @@ from typing import Any
 import pytest
 from msgspec.msgpack import Decoder
 
-from peers.access.gate import Gate
-from peers.access.secrets import AdmissionKey
-from peers.admission import Admission
-from peers.dht import Dht
+from peers.admission.secrets import AdmissionKey
+from peers.core.admission import Admission
 from peers.errors import PeerUnreachable, ProtocolError
-from peers.identity import load_or_create
-from peers.messages import Channel
-from peers.network import reachability
-from peers.network.direct import Direct
-from peers.network.reachability import Reachability
-from peers.network.reachability_request import BURSTS, DIALLED_PROTOCOL, Busy, asking
-from peers.network.reception import Reception
-from peers.network.tls import Credentials
+from peers.net.channel import Channel
+from peers.net.dht.node import Dht
+from peers.net.gate import Gate
+from peers.net.identity import load_or_create
+from peers.net.paths import reachability
+from peers.net.paths.acceptor import Reception
+from peers.net.paths.direct import Direct
+from peers.net.paths.reachability import Reachability
+from peers.net.paths.reachability_request import BURSTS, DIALLED_PROTOCOL, Busy, asking
+from peers.net.paths.tls import Credentials
 from peers.protocol import reach
 from peers.protocol.refusal import Refused, Why
 from tests.support.members import joined

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from peers.errors import PeersError, PeerUnreachable
-from peers.messages import Channel
-from peers.network.reception import Reception
-from peers.network.relay import Relay
-from peers.network.relay_service import MAX_FORWARDED_PER_PAIR, RelayService
-from peers.network.tls import Credentials
+from peers.net.channel import Channel
+from peers.net.paths.acceptor import Reception
+from peers.net.paths.relay import Relay
+from peers.net.paths.relay_service import MAX_FORWARDED_PER_PAIR, RelayService
+from peers.net.paths.tls import Credentials
 from tests.support.keys import credentials
 from tests.support.members import eventually, joined
 from tests.support.namespaces import hub, why_not

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from peers.access import bans
-from peers.access import service as admission_service
-from peers.access.secrets import load_or_create_key, replace_secret
-from peers.access.service import AdmissionService, AdmissionSettings
-from peers.coordinator import CoordinatorConfig, serve
+from peers.admission import bans
+from peers.admission import service as admission_service
+from peers.admission.secrets import load_or_create_key, replace_secret
+from peers.admission.service import AdmissionService, AdmissionSettings
+from peers.daemon.coordinator import CoordinatorConfig, serve
 from peers.errors import PeersError, UserError
-from peers.identity import Identity, load, load_or_create
+from peers.net.identity import Identity, load, load_or_create
 from peers.protocol.tokens import BanList, Token
 from tests.support.members import LOOPBACK, eventually, joined
 

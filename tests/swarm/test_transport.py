@@ -11,9 +11,9 @@ import pytest
 from msgspec.msgpack import Decoder
 
 from peers.errors import PeerUnreachable, UserError
-from peers.identity import load_or_create
-from peers.messages import Channel
-from peers.network.p2pd import P2pd
+from peers.net.channel import Channel
+from peers.net.identity import load_or_create
+from peers.net.libp2p.p2pd import P2pd
 from peers.protocol.wire import Struct
 from tests.support.members import joined
 from tests.support.swarm import wait_until

@@ -18,17 +18,8 @@ FORBIDDEN = {
     "diloco": {"benchmarks", "tests", "hivemind"},
     "benchmarks": {"tests"},
 }
-HIVEMIND_FILES = {
-    "dht.py",
-    "dht_records.py",
-    "initial_records.py",
-    "transport.py",
-    "identity.py",
-    "p2pd.py",
-    "p2pd_control.py",
-    "bootstrap.py",
-    "ping.py",
-}
+LAYERS = ("protocol", "reduce", "state", "core", "net", "admission", "monitor", "daemon")
+"""The folders of peers/: each imports only from those before it."""
 HEAVY = ("torch", "hivemind", "transformers", "numpy", "matplotlib", "datasets")
 VERBS = [
     [],
@@ -59,12 +50,18 @@ VERBS += [
 ]
 
 
-def imported_packages(path: Path) -> Iterator[str]:
+def imported_modules(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from (alias.name.partition(".")[0] for alias in node.names)
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module.partition(".")[0]
+            yield node.module
+            # What is imported may be a module of the package that is named.
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def imported_packages(path: Path) -> set[str]:
+    return {module.partition(".")[0] for module in imported_modules(path)}
 
 
 @pytest.mark.parametrize("package", FORBIDDEN)
@@ -78,8 +75,26 @@ def test_a_package_imports_only_what_lies_below_it(package):
 
 
 def test_hivemind_is_imported_where_the_network_is_and_nowhere_else():
-    users = {path.name for path in (ROOT / "peers").rglob("*.py") if "hivemind" in imported_packages(path)}
-    assert users <= HIVEMIND_FILES
+    users = [path for path in (ROOT / "peers").rglob("*.py") if "hivemind" in imported_packages(path)]
+    assert users
+    assert {path.relative_to(ROOT).parts[:2] for path in users} == {("peers", "net")}
+
+
+def test_a_folder_of_peers_imports_only_from_those_above_it():
+    def layer(name: str) -> int:
+        return LAYERS.index(name) if name in LAYERS else -1
+
+    assert {
+        path.name for path in (ROOT / "peers").iterdir() if path.is_dir() and path.name != "__pycache__"
+    } == set(LAYERS)
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {module}"
+        for path in (ROOT / "peers").rglob("*.py")
+        for module in imported_modules(path)
+        if module.startswith("peers.")
+        and layer(module.split(".")[1]) > layer(path.relative_to(ROOT / "peers").parts[0])
+    ]
+    assert wrong == []
 
 
 # What any command line of this library answers `--help` with: this machine's own unit of time.

@@ -10,7 +10,7 @@ from pathlib import Path
 from diloco.errors import UserError
 from diloco.sim.cost.scenario import Scenario
 from diloco.sim.cost.swarm import simulate
-from peers.schedule import Schedule
+from peers.core.schedule import Schedule
 
 FACTORS = tuple(2.0 ** (exponent / 2) for exponent in range(-10, 11))
 """Times the links that were given."""

@@ -2,7 +2,7 @@
 
 Whoever holds an older state makes the commits after it, where they were recorded: that is a round's bytes for each, and
 not the whole state. As in the product, they are recorded while somebody downloads, and for a while after
-(peers/state/commit_log.py). Otherwise the fragments come that have changed since.
+(peers/reduce/commit_log.py). Otherwise the fragments come that have changed since.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from diloco.sim.clock import Clock
 from diloco.sim.cost.links import Resource
 from diloco.sim.cost.scenario import Scenario
 from diloco.sim.cost.traffic import Activity, Traffic
-from peers.codecs import result_codec_named
 from peers.protocol.certificates import Certificate
-from peers.state.commit_log import KEPT_FOR_S
+from peers.reduce.codecs import result_codec_named
+from peers.reduce.commit_log import KEPT_FOR_S
 
 
 class Downloads:

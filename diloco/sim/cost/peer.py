@@ -22,7 +22,7 @@ from peers.core.round import Stage
 from peers.protocol import certificates
 from peers.protocol.certificates import Certificate, Plan
 from peers.protocol.messages import Offer, Status
-from peers.reduction.bandwidth import WINDOW_S, Bandwidth
+from peers.reduce.bandwidth import WINDOW_S, Bandwidth
 from peers.state.header import STATE_CHUNK_NUMEL
 
 if TYPE_CHECKING:

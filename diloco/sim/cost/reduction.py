@@ -2,7 +2,7 @@
 
 The members' flows are one activity. Each owner's chunks are added member by member, so nobody gets ahead of the slowest
 by more than buffers hold, and all streams of a reduction progress alike; and the shares are made for all members to be
-done at once (peers/reduction/shares.py). So it takes as long as the busiest link or processor, with what else is under
+done at once (peers/reduce/shares.py). So it takes as long as the busiest link or processor, with what else is under
 way there, and ends for all members at the same time but for the way of the last bytes.
 """
 
@@ -17,12 +17,12 @@ from diloco.sim.clock import Clock, Timer
 from diloco.sim.cost.links import Resource
 from diloco.sim.cost.machine import Machine
 from diloco.sim.cost.traffic import Activity, Traffic
-from peers.codecs import Codec, codec_named, result_codec_named
 from peers.protocol.certificates import Plan
 from peers.protocol.rules import Rule
-from peers.reduction.frames import HEADER
-from peers.reduction.plan import CHUNK_NUMEL, ReducePlan
-from peers.reduction.shares import reduce_plan_of
+from peers.reduce.codecs import Codec, codec_named, result_codec_named
+from peers.reduce.frames import HEADER
+from peers.reduce.plan import CHUNK_NUMEL, ReducePlan
+from peers.reduce.shares import reduce_plan_of
 
 FP32_BYTES = 4
 

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from diloco.sim.cost.links import Link
 from diloco.sim.cost.machine import Machine
-from peers.schedule import Schedule
+from peers.core.schedule import Schedule
 
 FLOP_PER_TOKEN_AND_WEIGHT = 6.0
 """Of a step, forward and backward (Kaplan et al., arXiv 2001.08361); attention's scores are left out."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from diloco.sim.clock import Clock
 from diloco.sim.cost.machine import Machine
-from peers.schedule import Schedule
+from peers.core.schedule import Schedule
 
 _LEAST_PACE = 0.1
 """Of the usual one, however the jitter falls."""

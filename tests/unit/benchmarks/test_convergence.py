@@ -66,7 +66,7 @@ def test_a_run_is_named_by_what_it_computes():
 def test_a_run_is_named_by_how_much_its_residuals_forget(monkeypatch):
     job = Job(scale=SCALE, arm=ARMS["topk"], seed=1, inner_lr=1e-3, outer_lr=1.0)
     key = job.key
-    monkeypatch.setattr("peers.literature._SPARSE_DECAY", 0.9)
+    monkeypatch.setattr("peers.core.defaults._SPARSE_DECAY", 0.9)
     assert job.key != key
 
 

@@ -12,7 +12,7 @@ from diloco.local_swarm import environment_of_peers
 from diloco.machine_recipes import Choice
 from diloco.swarm_config import daemon_config
 from diloco.verbs.peer import Workplace
-from peers.access.secrets import SECRET_ENV, AdmissionKey, load_or_create_key
+from peers.admission.secrets import SECRET_ENV, AdmissionKey, load_or_create_key
 from peers.errors import UserError
 
 SECRET = AdmissionKey.new().secret.to_text()

@@ -20,10 +20,10 @@ from diloco.errors import UserError
 from diloco.options import CkptConfig
 from diloco.outer import Position
 from diloco.world import World
-from peers.outer_state import OuterState
-from peers.reduction.residuals import Residuals
+from peers.reduce.residuals import Residuals
 from peers.state import files as state_files
-from peers.whole_files import write_bytes, write_tensors
+from peers.state.outer_state import OuterState
+from peers.state.whole_files import write_bytes, write_tensors
 
 SIZE = 700
 FILES = (

@@ -18,7 +18,7 @@ from diloco.config import (
     with_shared,
 )
 from diloco.errors import UserError
-from peers.codecs import codec_names
+from peers.reduce.codecs import codec_names
 
 PEER_ID = "12D3KooWHMXMfxzB2bW1hADjf1JAuC8oCiCpB1mtKpS8y6N1QwMW"
 ADDRESS = f"/ip4/127.0.0.1/tcp/30001/p2p/{PEER_ID}"

@@ -15,8 +15,8 @@ from diloco.dashboard import feed as feeds
 from diloco.dashboard.feed import Feed, Sent
 from diloco.dashboard.verb import address_of, listening, token_from
 from diloco.errors import UserError
-from peers.onlookers.sightings import Sightings
-from peers.onlookers.summary import summary_of
+from peers.monitor.sightings import Sightings
+from peers.monitor.summary import summary_of
 from peers.protocol.reports import Point
 from tests.support.sighted import entry, reported
 

@@ -96,7 +96,7 @@ def test_the_unit_starts_a_peer_again_unless_its_user_has_to_correct_something()
     assert program.endswith("/bin/diloco") and verb in list(make_app()) and flags == "$DILOCO_PEER_FLAGS"
     assert (found["Restart"], found["RestartPreventExitStatus"]) == ("on-failure", "2")
     assert found["User"] == "diloco"
-    from peers.network.descriptors import LEAST
+    from peers.net.dht.descriptors import LEAST
 
     assert int(found["LimitNOFILE"]) > LEAST
     from diloco.interrupts import CLEAN_UP_TIMEOUT_S

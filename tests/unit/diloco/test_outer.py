@@ -7,8 +7,8 @@ from torch import nn
 from diloco.errors import DilocoError
 from diloco.errors import UserError as DilocoUserError
 from diloco.outer import PROGRESS_INTERVAL_S, Diloco, Position, Restored, _Progress
+from peers.daemon.link import LINK_ENV
 from peers.errors import LinkLost, UserError
-from peers.link import LINK_ENV
 from tests.support.scripted_daemon import COMMITTED, ScriptedDaemon, halving
 
 

@@ -20,7 +20,7 @@ from diloco.sim.cost.links import Link
 from diloco.sim.cost.machine import IDEAL
 from diloco.sim.cost.scenario import Scenario, SimulatedPeer
 from diloco.verbs.simulate import _enough_epochs
-from peers.schedule import Schedule
+from peers.core.schedule import Schedule
 from provisioning.pods import Offer
 
 USUAL = PeerWish(up=500e6, down=500e6, rtt_s=0.08, gpu="H100", gpus=8)

@@ -6,8 +6,8 @@ import time
 from rich.console import Console
 
 from diloco.status_table import picture_of
-from peers.onlookers.sightings import Sightings
-from peers.onlookers.summary import summary_of
+from peers.monitor.sightings import Sightings
+from peers.monitor.summary import summary_of
 from peers.protocol.reports import Standing
 from tests.support.announcements import announced
 from tests.support.sighted import entry, figures_of, reported

@@ -9,12 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from peers import admission
-from peers.access.secrets import AdmissionKey
-from peers.admission import Admission
+from peers.admission.secrets import AdmissionKey
+from peers.core import admission
+from peers.core.admission import Admission
 from peers.errors import ProtocolError
-from peers.network import libp2p_keys
-from peers.protocol import tokens
+from peers.protocol import libp2p_keys, tokens
 from peers.protocol.limits import MAX_BANS_BYTES
 from peers.protocol.refusal import Refused, Why
 from peers.protocol.tokens import MAX_BANNED, BanList, Token, banned_more

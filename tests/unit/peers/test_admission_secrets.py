@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peers.access.secrets import (
+from peers.admission.secrets import (
     SECRET_ENV,
     AdmissionKey,
     SwarmSecret,

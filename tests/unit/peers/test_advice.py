@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from peers.advice import Advice, Usual, advice_on, num_layers_of
-from peers.schedule import Schedule
+from peers.core.advice import Advice, Usual, advice_on, num_layers_of
+from peers.core.schedule import Schedule
 
 SCHEDULE = Schedule(local_steps=100)
 MEGABIT = 1e6 / 8

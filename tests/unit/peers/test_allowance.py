@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from peers.access.allowance import Allowance
 from peers.errors import ProtocolError
+from peers.net.allowance import Allowance
 
 
 def test_an_honest_peer_never_meets_the_limit():

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from peers.reduction.bandwidth import WINDOW_S, Bandwidth, LinkMeter, PeakRate
-from peers.reduction.shares import bounds_of
+from peers.reduce.bandwidth import WINDOW_S, Bandwidth, LinkMeter, PeakRate
+from peers.reduce.shares import bounds_of
 
 
 def peak(*stretches, step_s=0.05):

@@ -4,13 +4,13 @@ import os
 
 import pytest
 
-from peers.access import bans
-from peers.access.ban_change import resolved
-from peers.access.gate import Gate
-from peers.access.issuer import Issuer, IssuerSettings
-from peers.access.secrets import AdmissionKey, load_or_create_key
-from peers.admission import Admission
+from peers.admission import bans
+from peers.admission.ban_change import resolved
+from peers.admission.issuer import Issuer, IssuerSettings
+from peers.admission.secrets import AdmissionKey, load_or_create_key
+from peers.core.admission import Admission
 from peers.errors import UserError
+from peers.net.gate import Gate
 from peers.protocol.tokens import BanList
 from tests.unit.peers.test_admission import new_peer_id
 

@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peers.codecs import PseudoGradient, codec_named, codec_names, result_codec_named
 from peers.errors import ProtocolError
-from peers.reduction.codecs_topk import BLOCK_NUMEL, CONTRIBUTION_KEPT, RESULT_KEPT, SECTION_NUMEL
-from peers.reduction.frames import HEADER
-from peers.reduction.plan import CHUNK_NUMEL
+from peers.reduce.codecs import PseudoGradient, codec_named, codec_names, result_codec_named
+from peers.reduce.codecs_topk import BLOCK_NUMEL, CONTRIBUTION_KEPT, RESULT_KEPT, SECTION_NUMEL
+from peers.reduce.frames import HEADER
+from peers.reduce.plan import CHUNK_NUMEL
 from tests.support.coding import coded, decode, encode
 
 CODECS = {name: codec_named(name) for name in codec_names()} | {"topk results": result_codec_named("topk")}

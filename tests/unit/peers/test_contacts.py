@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import itertools
 
-from peers.network.contacts import MAX_AT_ONCE, MAX_CONTACTS, Contacts
+from peers.net.dht.contacts import MAX_AT_ONCE, MAX_CONTACTS, Contacts
 
 HOME, AWAY = ("/ip4/10.0.0.1/tcp/1",), ("/ip4/10.0.0.2/tcp/1",)
 

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import peers
-from peers.coordinator import lines_to_paste
+from peers.daemon.coordinator import lines_to_paste
 
 SHOWN = ["/ip4/10.0.0.2/tcp/4001/p2p/ID", "/ip4/127.0.0.1/tcp/4001/p2p/ID"]
 
@@ -27,6 +27,8 @@ def test_behind_a_router_the_first_line_works_here_and_the_second_from_elsewhere
 
 
 def test_importing_the_coordinator_loads_neither_torch_nor_hivemind():
-    code = "import peers.coordinator, sys; print([m for m in ('torch', 'hivemind') if m in sys.modules])"
+    code = (
+        "import peers.daemon.coordinator, sys; print([m for m in ('torch', 'hivemind') if m in sys.modules])"
+    )
     root = Path(peers.__file__).parent.parent
     assert subprocess.check_output([sys.executable, "-c", code], cwd=root, text=True).strip() == "[]"

@@ -25,12 +25,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.msgpack import Decoder
 
-from peers import joining
+from peers.core import joining
 from peers.errors import PeerUnreachable, ProtocolError
-from peers.messages import Channel
-from peers.network import greeting
-from peers.network.greeting import Hello
-from peers.network.tls import public_key_of
+from peers.net.channel import Channel
+from peers.net.paths import greeting
+from peers.net.paths.greeting import Hello
+from peers.net.paths.tls import public_key_of
 from peers.protocol import reach, relays, reports, states
 from peers.protocol.admission import NONCE_BYTES, PROOF_BYTES, Bans, Issued, Join, Nonce, Proof
 from peers.protocol.certificates import decode_certificate

@@ -5,13 +5,13 @@ import sys
 
 import pytest
 
-from peers.network.descriptors import LEAST
+from peers.net.dht.descriptors import LEAST
 
 RAISE = """
 import resource, sys
 soft, hard = map(int, sys.argv[1:])
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-from peers.network.descriptors import raise_limit
+from peers.net.dht.descriptors import raise_limit
 from peers.errors import UserError
 try:
     print(raise_limit(), resource.getrlimit(resource.RLIMIT_NOFILE)[0])

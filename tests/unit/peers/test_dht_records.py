@@ -8,8 +8,8 @@ from hivemind.dht.validation import DHTRecord
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peers.network import dht_records
-from peers.network.dht_records import MAX_OTHER_AT_ONCE, MAX_OTHER_BYTES, MAX_OTHER_TTL_S, KeptRecords
+from peers.net.dht import records as dht_records
+from peers.net.dht.records import MAX_OTHER_AT_ONCE, MAX_OTHER_BYTES, MAX_OTHER_TTL_S, KeptRecords
 
 
 def record(key: str, subkey: object, value: object, ttl_s: float = 20.0) -> DHTRecord:

@@ -10,12 +10,12 @@ import time
 import pytest
 
 from peers.errors import PeerUnreachable, UserError
-from peers.network import direct as direct_module
-from peers.network import reception
-from peers.network.direct import Direct
-from peers.network.greeting import Hello
-from peers.network.reception import MAX_PER_PEER, MAX_PER_SOURCE, Reception
-from peers.network.streams import StreamPool
+from peers.net.paths import acceptor as reception
+from peers.net.paths import direct as direct_module
+from peers.net.paths.acceptor import MAX_PER_PEER, MAX_PER_SOURCE, Reception
+from peers.net.paths.direct import Direct
+from peers.net.paths.greeting import Hello
+from peers.net.streams import StreamPool
 from tests.support.keys import credentials
 
 PROTOCOL = "test/data"

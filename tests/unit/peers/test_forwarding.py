@@ -4,7 +4,7 @@ import queue
 import socket
 import threading
 
-from peers.network.forwarding import Forwarder
+from peers.net.paths.forwarding import Forwarder
 
 
 def forwarded(forwarder):

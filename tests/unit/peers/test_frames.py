@@ -4,9 +4,9 @@ import socket
 
 import pytest
 
-from peers.reduction import frames
-from peers.reduction.frames import prepare
-from peers.reduction.tcp_info import bytes_acked, bytes_received, min_round_trip_s
+from peers.reduce import frames
+from peers.reduce.frames import prepare
+from peers.reduce.tcp_info import bytes_acked, bytes_received, min_round_trip_s
 
 NEAR_WINDOW = 1 << 20
 

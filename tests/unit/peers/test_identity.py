@@ -14,11 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from peers import identity
 from peers.errors import UserError
-from peers.identity import claim_slot, load, verify_signature
-from peers.network import libp2p_keys
+from peers.net import identity
+from peers.net.identity import claim_slot, load
+from peers.protocol import libp2p_keys
 from peers.protocol.certificates import Signature
+from peers.protocol.signatures import verify_signature
 
 # Test vectors of https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md
 SPEC_ED25519_PRIVATE_KEY = bytes.fromhex(
@@ -99,7 +100,7 @@ def test_a_rank_that_runs_here_already_is_refused(tmp_path):
 
 def test_a_slot_of_a_killed_process_is_free_at_once(tmp_path):
     code = (
-        "import sys, time, pathlib; from peers.identity import claim_slot\n"
+        "import sys, time, pathlib; from peers.net.identity import claim_slot\n"
         "print(claim_slot(pathlib.Path(sys.argv[1]), 'run', 0).peer_id, flush=True); time.sleep(60)"
     )
     root = Path(identity.__file__).parent.parent

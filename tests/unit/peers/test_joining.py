@@ -6,7 +6,7 @@ import pytest
 from msgspec.msgpack import Decoder
 from msgspec.structs import replace
 
-from peers import joining
+from peers.core import joining
 from peers.errors import ProtocolError
 from peers.protocol.mesh import Manifest
 from peers.protocol.wire import decode, encode

@@ -9,9 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from peers.admission.ledger import Ledger
 from peers.errors import UserError
 from peers.protocol.ranks import Grant, Taken
-from peers.ranks.ledger import Ledger
 
 PEERS = [f"peer-{index}" for index in range(5)]
 

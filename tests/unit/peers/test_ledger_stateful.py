@@ -9,8 +9,8 @@ from hypothesis import core, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from peers.admission.ledger import Ledger
 from peers.protocol.ranks import Grant, Taken
-from peers.ranks.ledger import Ledger
 
 _IS_SEARCH = core.global_force_seed is not None
 peer_ids = st.sampled_from(["ada", "bert", "cleo", "dora"])

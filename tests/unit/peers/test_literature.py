@@ -2,7 +2,7 @@
 
 import pytest
 
-from peers.literature import (
+from peers.core.defaults import (
     compression_for,
     fragments_for,
     outer_lr_for,

@@ -1,9 +1,9 @@
 import asyncio
 import socket
 
-from peers import live_peer
-from peers.live_peer import HEARTBEAT_S, LONGEST_SILENCE_S, SILENCE_S, LivePeer, heartbeat_s, silence_s
-from peers.messages import Channel
+from peers.net import live_peer
+from peers.net.channel import Channel
+from peers.net.live_peer import HEARTBEAT_S, LONGEST_SILENCE_S, SILENCE_S, LivePeer, heartbeat_s, silence_s
 from peers.protocol.mesh import WantManifest
 from tests.support.announcements import announced
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peers.errors import UserError
-from peers.network.maddrs import by_reach, check_listenable, is_maddr, parse_maddr, validate_maddr
+from peers.protocol.maddrs import by_reach, check_listenable, is_maddr, parse_maddr, validate_maddr
 
 PEER_ID = "12D3KooWD3eckifWpRn9wQpMG9R9hX3sD158z7EqHWmweQAJU5SA"
 

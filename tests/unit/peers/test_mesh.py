@@ -5,15 +5,15 @@ import time
 
 import pytest
 
-from peers import live_peer
-from peers import mesh as mesh_module
-from peers.access.gate import Gate
-from peers.access.secrets import AdmissionKey
-from peers.admission import Admission
+from peers.admission.secrets import AdmissionKey
+from peers.core.admission import Admission
 from peers.errors import PeerUnreachable
-from peers.identity import claim_slot
-from peers.mesh import MAX_DIALLED, Mesh
-from peers.messages import Channel
+from peers.net import live_peer
+from peers.net import mesh as mesh_module
+from peers.net.channel import Channel
+from peers.net.gate import Gate
+from peers.net.identity import claim_slot
+from peers.net.mesh import MAX_DIALLED, Mesh
 from peers.protocol.messages import Ask
 from peers.protocol.refusal import Refusal, Why
 from peers.protocol.tokens import BanList, Token

@@ -9,7 +9,7 @@ import pytest
 from msgspec.msgpack import Decoder
 
 from peers.errors import PeerUnreachable, ProtocolError
-from peers.messages import Channel
+from peers.net.channel import Channel
 from peers.protocol.wire import Struct, encode
 
 

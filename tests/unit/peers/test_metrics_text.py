@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from peers.errors import UserError
-from peers.onlookers.metrics_server import MAX_CONNECTIONS, metrics_served
-from peers.onlookers.metrics_text import FAMILIES, MAX_PEERS, MAX_RANK, Sample, swarm_metrics, text_of
-from peers.onlookers.sightings import Sightings
-from peers.onlookers.summary import summary_of
+from peers.monitor.metrics_server import MAX_CONNECTIONS, metrics_served
+from peers.monitor.metrics_text import FAMILIES, MAX_PEERS, MAX_RANK, Sample, swarm_metrics, text_of
+from peers.monitor.sightings import Sightings
+from peers.monitor.summary import summary_of
 from tests.support.announcements import announced
 from tests.support.sighted import entry, full_report
 

@@ -1,4 +1,4 @@
-from peers.network.ways import NetworkSettings, announced_endpoints, data_hosts
+from peers.net.paths.transports import NetworkSettings, announced_endpoints, data_hosts
 
 LOOPBACK, LAN, PUBLIC = "/ip4/127.0.0.1/tcp/4", "/ip4/10.0.0.2/tcp/4", "/ip4/203.0.113.7/tcp/4"
 
@@ -10,7 +10,7 @@ def announced(*seen, port=9, **settings):
 
 
 def test_the_data_port_is_announced_on_the_hosts_that_libp2p_is_seen_by(monkeypatch):
-    monkeypatch.setattr("peers.network.maddrs.is_peer_id", lambda _: True)
+    monkeypatch.setattr("peers.protocol.maddrs.is_peer_id", lambda _: True)
     assert announced(PUBLIC, LAN, LOOPBACK) == ("/ip4/203.0.113.7/tcp/9", "/ip4/10.0.0.2/tcp/9")
     assert announced(LOOPBACK) == ("/ip4/127.0.0.1/tcp/9",)
     assert announced(PUBLIC, port=0) == ()

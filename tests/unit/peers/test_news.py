@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from peers.onlookers.news import LOST_AFTER_S, QUIET_AFTER_S, Watcher
+from peers.monitor.news import LOST_AFTER_S, QUIET_AFTER_S, Watcher
 from peers.protocol.records import Announcement
 from tests.support.announcements import announced
 

@@ -4,9 +4,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from peers.outer_optimizer import OuterOptimizer
-from peers.outer_state import Digests, OuterState
 from peers.state.header import STATE_CHUNK_NUMEL
+from peers.state.outer_optimizer import OuterOptimizer
+from peers.state.outer_state import Digests, OuterState
 from peers.state.preview import Preview
 
 SIZES = (2 * STATE_CHUNK_NUMEL + 300_001, 0, 5)

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from peers.errors import ProtocolError, UserError
-from peers.outer_optimizer import OuterOptimizer, norm_of_pseudo_gradient, rebase
-from peers.outer_state import OuterState
 from peers.protocol.wire import encode
-from peers.reduction.residuals import Residuals
+from peers.reduce.residuals import Residuals
 from peers.state import files as state_files
 from peers.state.header import STATE_CHUNK_NUMEL, chunks_of
+from peers.state.outer_optimizer import OuterOptimizer, norm_of_pseudo_gradient, rebase
+from peers.state.outer_state import OuterState
 from tests.support import certified
 from tests.support.certified import begun
 

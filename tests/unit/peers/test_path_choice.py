@@ -1,4 +1,5 @@
-from peers.network.path_choice import FIRST_BACK_OFF_S, LONGEST_BACK_OFF_S, Pair, Path
+from peers.net.paths.choice import FIRST_BACK_OFF_S, LONGEST_BACK_OFF_S, Pair
+from peers.protocol.records import Path
 
 MB = 1 << 20
 

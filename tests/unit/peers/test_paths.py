@@ -8,13 +8,14 @@ import time
 
 import pytest
 
-from peers import paths as paths_module
 from peers.errors import PeerUnreachable
-from peers.network.direct import Direct
-from peers.network.path_choice import FIRST_BACK_OFF_S, Path
-from peers.network.reception import Reception
-from peers.network.streams import StreamPool
-from peers.paths import Paths
+from peers.net.paths import paths as paths_module
+from peers.net.paths.acceptor import Reception
+from peers.net.paths.choice import FIRST_BACK_OFF_S
+from peers.net.paths.direct import Direct
+from peers.net.paths.paths import Paths
+from peers.net.streams import StreamPool
+from peers.protocol.records import Path
 from tests.support.keys import credentials
 
 DATA, BULK, CONTROL = "run/data", "run/state", "run/control"
@@ -142,7 +143,7 @@ def test_data_moves_from_libp2p_to_a_direct_stream_after_the_first_round(tmp_pat
             assert taken == [Path.LIBP2P, Path.DIRECT, Path.DIRECT]
             assert network.opened.count(DATA) == 2
 
-    with caplog.at_level(logging.INFO, "peers.paths"):
+    with caplog.at_level(logging.INFO, "peers.net.paths.paths"):
         run(scenario())
     assert len(caplog.messages) == 4
 

@@ -5,11 +5,8 @@ from types import SimpleNamespace
 import pytest
 from msgspec.structs import replace
 
-from peers import presence
-from peers.access.gate import Gate
-from peers.errors import UserError
-from peers.identity import load_or_create
-from peers.presence import (
+from peers.daemon import presence
+from peers.daemon.presence import (
     ANNOUNCE_INTERVAL_S,
     EARLY_INTERVAL_S,
     RECORD_TTL_S,
@@ -17,6 +14,9 @@ from peers.presence import (
     announce_interval_s,
     rest_s,
 )
+from peers.errors import UserError
+from peers.net.gate import Gate
+from peers.net.identity import load_or_create
 from peers.protocol.records import Announcement
 from tests.support.announcements import announced
 

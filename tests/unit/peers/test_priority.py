@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from peers.priority import AUTOGROUP
+from peers.threads import AUTOGROUP
 
-SCRIPT = "from peers.priority import AUTOGROUP, give_way; give_way(5); print(AUTOGROUP.read_text())"
+SCRIPT = "from peers.threads import AUTOGROUP, give_way; give_way(5); print(AUTOGROUP.read_text())"
 
 
 @pytest.mark.skipif(not AUTOGROUP.exists(), reason="this kernel does not share out time by session")

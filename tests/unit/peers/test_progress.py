@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from peers.reduction.frames import NOBODY, Kind
-from peers.reduction.plan import ATTEMPT_BYTES, ReducePlan, equal_bounds
-from peers.reduction.progress import Blame, Progress
+from peers.reduce.frames import NOBODY, Kind
+from peers.reduce.plan import ATTEMPT_BYTES, ReducePlan, equal_bounds
+from peers.reduce.progress import Blame, Progress
 
 
 def plan_of_four() -> ReducePlan:

@@ -6,8 +6,8 @@ import pytest
 from msgspec.msgpack import encode
 
 from peers.errors import ProtocolError
-from peers.network import reachability, reachability_request
-from peers.network.reachability import Budget, caller_of
+from peers.net.paths import reachability, reachability_request
+from peers.net.paths.reachability import Budget, caller_of
 from peers.protocol import reach
 from peers.protocol.tokens import MAX_TOKEN_BYTES
 from peers.protocol.wire import decode

@@ -10,10 +10,10 @@ import pytest
 import torch
 import xxhash
 
-from peers.codecs import codec_named, codec_names
 from peers.errors import ProtocolError, RoundFailed
-from peers.reduction.frames import HEADER, NOBODY, Kind
-from peers.reduction.plan import CHUNK_NUMEL, ReducePlan, equal_bounds
+from peers.reduce.codecs import codec_named, codec_names
+from peers.reduce.frames import HEADER, NOBODY, Kind
+from peers.reduce.plan import CHUNK_NUMEL, ReducePlan, equal_bounds
 from tests.support.coding import coded
 from tests.support.reduction_group import RANKS, ReductionGroup
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from peers.codecs import codec_names
-from peers.reduction.plan import CHUNK_NUMEL
+from peers.reduce.codecs import codec_names
+from peers.reduce.plan import CHUNK_NUMEL
 from tests.unit.peers.test_reduce import outcomes, swarm  # noqa: F401
 
 NUM_MEMBERS = 4

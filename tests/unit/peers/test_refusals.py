@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from peers.access.refusals import MAX_PER_MINUTE, MAX_REMEMBERED, Refusals
+from peers.net.refusals import MAX_PER_MINUTE, MAX_REMEMBERED, Refusals
 
 
 def test_a_peer_that_knocks_again_and_again_is_told_of_once_for_each_reason():

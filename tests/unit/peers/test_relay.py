@@ -10,13 +10,13 @@ import pytest
 from msgspec.msgpack import Decoder
 
 from peers.errors import PeersError, PeerUnreachable
-from peers.messages import Channel
-from peers.network import relay as relay_module
-from peers.network import relay_service
-from peers.network.forwarding import Forwarder
-from peers.network.reception import Reception
-from peers.network.relay import Relay
-from peers.network.relay_service import RelayService
+from peers.net.channel import Channel
+from peers.net.paths import relay as relay_module
+from peers.net.paths import relay_service
+from peers.net.paths.acceptor import Reception
+from peers.net.paths.forwarding import Forwarder
+from peers.net.paths.relay import Relay
+from peers.net.paths.relay_service import RelayService
 from peers.protocol.relays import Deliver, Go, Offer, Ready, Want, asking, delivering
 from tests.support.keys import credentials
 
@@ -39,7 +39,7 @@ class Network:
 
 
 class Libp2p:
-    """One member's; a handler's error closes its stream, as that of peers/transport.py does."""
+    """One member's; a handler's error closes its stream, as that of peers/net/libp2p/transport.py does."""
 
     def __init__(self, network, peer_id):
         self.network, self.peer_id = network, peer_id

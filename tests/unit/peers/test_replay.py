@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from peers.codecs import codec_named, result_codec_named
 from peers.errors import StateUnavailable
-from peers.outer_optimizer import OuterOptimizer
-from peers.outer_state import OuterState
+from peers.net.states.replay import can_be_repeated, replay_commits
+from peers.net.states.server import StateServer
 from peers.protocol.certificates import Certificate
-from peers.reduction.plan import ReducePlan
-from peers.reduction.shares import bounds_of
-from peers.state.commit_log import CommitLog, Recording, parts_of
-from peers.state.replay import can_be_repeated, replay_commits
-from peers.state.server import StateServer
+from peers.reduce.codecs import codec_named, result_codec_named
+from peers.reduce.commit_log import CommitLog, Recording, parts_of
+from peers.reduce.plan import ReducePlan
+from peers.reduce.shares import bounds_of
+from peers.state.outer_optimizer import OuterOptimizer
+from peers.state.outer_state import OuterState
 from tests.support import certified
 from tests.support.state_network import RUN, assert_same, committed_state, run
 
@@ -167,8 +167,8 @@ def test_a_donor_that_sends_something_else_is_found_out_and_another_one_asked(sp
 def test_a_donor_that_falls_silent_holds_nobody_up_for_long(monkeypatch):
     have, state, log = committed_state(SIZES, 0), committed_state(SIZES, 0), CommitLog()
     path = [commit(state, log, "int8", 0)]
-    monkeypatch.setattr("peers.state.transfer.STALL_TIMEOUT_S", 0.2)
-    monkeypatch.setattr("peers.state.replay.COMMIT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("peers.net.states.transfer.STALL_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("peers.net.states.replay.COMMIT_TIMEOUT_S", 0.2)
 
     async def scenario(network):
         async def silent(_peer, sock):

@@ -12,9 +12,9 @@ from msgspec.msgpack import Decoder
 from msgspec.structs import replace
 
 from peers.errors import ProtocolError
-from peers.messages import MAX_MESSAGE_BYTES
-from peers.onlookers.journal import Curve, Journal, shown_failures
-from peers.onlookers.observer import check_certified
+from peers.monitor.journal import Curve, Journal, shown_failures
+from peers.monitor.observer import check_certified
+from peers.net.channel import MAX_MESSAGE_BYTES
 from peers.protocol.limits import MAX_COUNT, MAX_REAL, MAX_WORLD_RANK
 from peers.protocol.records import MAX_RECORD_BYTES
 from peers.protocol.reports import (

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from peers.codecs import codec_named, codec_names
-from peers.literature import residual_decay_for
-from peers.outer_optimizer import norm_of_pseudo_gradient
-from peers.reduce import reduce_pseudo_gradients
-from peers.reduction.plan import CHUNK_NUMEL, ReducePlan, equal_bounds
-from peers.reduction.residuals import Residuals
+from peers.core.defaults import residual_decay_for
+from peers.reduce.all_reduce import reduce_pseudo_gradients
+from peers.reduce.codecs import codec_named, codec_names
+from peers.reduce.plan import CHUNK_NUMEL, ReducePlan, equal_bounds
+from peers.reduce.residuals import Residuals
+from peers.state.outer_optimizer import norm_of_pseudo_gradient
 from tests.support.coding import coded
 
 LOSSY = [name for name in codec_names() if not codec_named(name).lossless]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from peers.restarts import RestartPolicy, Restarts, last_line, restart_delay_s
+from peers.daemon.restarts import RestartPolicy, Restarts, last_line, restart_delay_s
 
 POLICY = RestartPolicy(max_deaths=5, max_same=3)
 HOT = "the weights are not finite any more"

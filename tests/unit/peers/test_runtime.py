@@ -21,12 +21,13 @@ from peers.daemon.pledges import Pledges
 from peers.daemon.reductions import Reductions
 from peers.daemon.runtime import Runtime, RuntimeSettings
 from peers.errors import PeersError, StateUnavailable
-from peers.handover import Memories
-from peers.identity import load_or_create, verify_signature
-from peers.network.streams import StreamPool
-from peers.outer_optimizer import OuterOptimizer
-from peers.outer_state import OuterState
+from peers.net.identity import load_or_create
+from peers.net.streams import StreamPool
 from peers.protocol.messages import Ask, Message, Status
+from peers.protocol.signatures import verify_signature
+from peers.state.handover import Memories
+from peers.state.outer_optimizer import OuterOptimizer
+from peers.state.outer_state import OuterState
 
 SIZE = 1000
 

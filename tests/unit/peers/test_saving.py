@@ -8,11 +8,11 @@ import threading
 import pytest
 import torch
 
-from peers.outer_state import OuterState
-from peers.reduction.residuals import Residuals
+from peers.reduce.residuals import Residuals
 from peers.state import files as state_files
+from peers.state.outer_state import OuterState
 from peers.state.saving import Saving
-from peers.whole_files import problem_with
+from peers.state.whole_files import problem_with
 from tests.support import certified
 from tests.support.certified import begun
 

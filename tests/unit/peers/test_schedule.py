@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from peers.core.schedule import Schedule
 from peers.errors import UserError
-from peers.schedule import Schedule
 
 
 def test_each_fragment_is_averaged_every_local_steps_at_even_distances():

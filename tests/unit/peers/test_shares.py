@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peers.reduction.shares import ALIGNMENT, MAX_ADVANTAGE, bounds_of
+from peers.reduce.shares import ALIGNMENT, MAX_ADVANTAGE, bounds_of
 from tests.support.optimal_shares import optimal_seconds, round_seconds
 
 NUMEL = 1 << 26

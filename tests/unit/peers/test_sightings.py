@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import time
 
-from peers.onlookers.sightings import (
+from peers.monitor.sightings import (
     COMING_BACK_S,
     FORGET_AFTER_S,
     MAX_SIGHTINGS,
@@ -10,8 +10,8 @@ from peers.onlookers.sightings import (
     QUIET_AFTER_S,
     Sightings,
 )
-from peers.onlookers.stragglers import stragglers_of
-from peers.onlookers.summary import holders_of, path_in_a_word, summary_of
+from peers.monitor.stragglers import stragglers_of
+from peers.monitor.summary import holders_of, path_in_a_word, summary_of
 from peers.protocol.reports import Certified, Incident, Point, Standing
 from tests.support.announcements import announced
 from tests.support.certified import signed_genesis

@@ -5,7 +5,7 @@ import stat
 
 import pytest
 
-from peers.network.socket_directory import SocketDirectory
+from peers.net.socket_directory import SocketDirectory
 
 
 @pytest.fixture

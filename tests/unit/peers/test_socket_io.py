@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from peers.network import socket_io
+from peers.net import socket_io
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ import torch
 from msgspec.msgpack import Decoder
 
 from peers.errors import PeerUnreachable, StateUnavailable
-from peers.messages import Channel
+from peers.net.channel import Channel
+from peers.net.states import transfer as state_transfer
 from peers.protocol.states import State, WantState, state_protocol
-from peers.state import transfer as state_transfer
 from peers.state.header import STATE_CHUNK_NUMEL
 from tests.support.certified import begun
 from tests.support.state_network import (

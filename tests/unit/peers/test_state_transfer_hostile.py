@@ -9,11 +9,11 @@ import pytest
 from msgspec.msgpack import Decoder
 
 from peers.errors import PeersError, PeerUnreachable
-from peers.messages import Channel
+from peers.net.channel import Channel
+from peers.net.states import server as state_server
+from peers.net.states import transfer as state_transfer
+from peers.net.states.server import MAX_DOWNLOADS
 from peers.protocol.states import State, WantChunk, WantState, state_protocol
-from peers.state import server as state_server
-from peers.state import transfer as state_transfer
-from peers.state.server import MAX_DOWNLOADS
 from tests.support.certified import begun
 from tests.support.state_network import (
     RUN,

@@ -8,9 +8,9 @@ import time
 import pytest
 
 from peers.errors import PeerUnreachable, RoundFailed
-from peers.network import streams as streams_module
-from peers.network.streams import MAX_IDLE_PER_PEER, StreamPool
-from peers.reduction.frames import HEADER, NOBODY, Kind
+from peers.net import streams as streams_module
+from peers.net.streams import MAX_IDLE_PER_PEER, StreamPool
+from peers.reduce.frames import HEADER, NOBODY, Kind
 
 
 class Network:

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from peers.restarts import RestartPolicy, WorkerEnd
-from peers.supervisor import Supervisor, WorkerCommand
+from peers.daemon.restarts import RestartPolicy, WorkerEnd
+from peers.daemon.supervisor import Supervisor, WorkerCommand
 
 
 def command(tmp_path: Path, script: str, num_ranks: int = 1) -> WorkerCommand:
@@ -193,7 +193,7 @@ def test_a_worker_dies_with_its_supervisor_even_when_that_is_killed(tmp_path):
     worker += "pathlib.Path('pid.tmp').rename('pid'); time.sleep(600)"
     script = (
         "import asyncio, os, pathlib, sys\n"
-        "from peers.supervisor import Supervisor, WorkerCommand\n"
+        "from peers.daemon.supervisor import Supervisor, WorkerCommand\n"
         f"command = WorkerCommand(argv=(sys.executable, '-c', {worker!r}), env=dict(os.environ),\n"
         "    cwd=pathlib.Path('.'), log_path=pathlib.Path('log'))\n"
         "async def main():\n    await Supervisor(command).run()\n"

@@ -14,9 +14,10 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from peers.errors import PeersError, PeerUnreachable, ProtocolError
-from peers.network import libp2p_keys, socket_io
-from peers.network.tls import TlsSocket, handshake, peer_id_of
-from peers.reduction import frames
+from peers.net import socket_io
+from peers.net.paths.tls import TlsSocket, handshake, peer_id_of
+from peers.protocol import libp2p_keys
+from peers.reduce import frames
 from tests.support.keys import credentials, rsa_credentials
 
 

@@ -8,12 +8,12 @@ import time
 
 import pytest
 
-from peers.access.issuer import Issuer, IssuerSettings
-from peers.access.request import Applicant, request_token
-from peers.access.secrets import AdmissionKey
+from peers.admission.issuer import Issuer, IssuerSettings
+from peers.admission.secrets import AdmissionKey
+from peers.admission.token_request import Applicant, request_token
 from peers.errors import PeerUnreachable
-from peers.identity import load_or_create
-from peers.private_files import write_private
+from peers.net.identity import load_or_create
+from peers.net.private_files import write_private
 from peers.protocol.records import COORDINATOR_KEY, CoordinatorRecord
 from peers.protocol.refusal import Refused
 from peers.protocol.tokens import BanList, Token

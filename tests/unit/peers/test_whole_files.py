@@ -10,7 +10,7 @@ import torch
 from blake3 import blake3
 from safetensors import safe_open
 
-from peers.whole_files import problem_with, record_of, write_bytes, write_tensors
+from peers.state.whole_files import problem_with, record_of, write_bytes, write_tensors
 
 TENSORS = {
     "weights": torch.randn(3, 5),

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from peers.daemon.link import WorkerLink, listen
+from peers.daemon.worker_session import serve_workers
 from peers.errors import PeersError, UserError
-from peers.handover import Memories, Outcome, Start
-from peers.layout import Layout, ParameterSlot
-from peers.link import WorkerLink, listen
+from peers.state.handover import Memories, Outcome, Start
+from peers.state.layout import Layout, ParameterSlot
 from peers.state.saving import Written
-from peers.whole_files import FileRecord
-from peers.worker_session import serve_workers
+from peers.state.whole_files import FileRecord
 
 NUMEL = 8
 LAYOUT = Layout(((ParameterSlot("w", (NUMEL,), 0),),))

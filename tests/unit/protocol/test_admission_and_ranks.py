@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.msgpack import Decoder
 
+from peers.admission.rank_request import granted
 from peers.errors import ProtocolError, UserError
 from peers.protocol.admission import Bans, Issued, Join, Nonce, Proof
 from peers.protocol.limits import MAX_BANS_BYTES, MAX_COUNT, MAX_TOKEN_BYTES, MAX_WORLD_RANK
 from peers.protocol.ranks import AskRank, Grant, Taken
 from peers.protocol.refusal import Refusal, Refused, Why, unless_refused
 from peers.protocol.wire import Struct, decode, encode
-from peers.ranks.request import granted
 
 ANSWER: Decoder[Issued | Refusal] = Decoder(Issued | Refusal)
 RANK: Decoder[Grant | Taken | Refusal] = Decoder(Grant | Taken | Refusal)

@@ -7,7 +7,7 @@ import time
 import pytest
 from msgspec.structs import replace
 
-from peers.network import libp2p_keys
+from peers.protocol import libp2p_keys
 from peers.protocol.certificates import Body, Certificate, Contributor, Member, Plan, Signature, Work
 from peers.protocol.messages import Certificates, decode_message
 from peers.protocol.wire import encode

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peers.errors import ProtocolError
-from peers.identity import Identity, claim_slot
+from peers.net.identity import Identity, claim_slot
 from peers.protocol.records import (
     MAX_AGE_S,
     MAX_RECORD_BYTES,

@@ -11,8 +11,8 @@ from diloco.sim.cost.links import Link
 from diloco.sim.cost.machine import IDEAL, Machine
 from diloco.sim.cost.scenario import Scenario, SimulatedPeer, step_seconds
 from diloco.sim.cost.swarm import CostSwarm, simulate
-from peers.codecs import codec_named
-from peers.schedule import Schedule
+from peers.core.schedule import Schedule
+from peers.reduce.codecs import codec_named
 from tests.support.optimal_shares import optimal_seconds
 
 NUMEL = 1 << 22

@@ -1,0 +1,111 @@
+"""The ban list of a run outside the mesh: its file, and the exchange of lists with peers and coordinators.
+
+The messages are in peers/protocol/admission.py. Within the mesh the list comes with every introduction.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+
+from msgspec.msgpack import Decoder
+
+from peers.admission.token_request import ISSUERS_KEY
+from peers.errors import PeersError, ProtocolError
+from peers.net.channel import Channel
+from peers.net.dht.node import Dht
+from peers.net.gate import Gate
+from peers.net.private_files import write_private
+from peers.protocol.admission import Bans
+from peers.protocol.limits import MAX_BANS_BYTES
+from peers.protocol.records import PEERS_KEY, Announcement, CoordinatorRecord
+
+MAX_ASKED = 256
+"""Peers that lists are exchanged with directly; the others hear of a newer one from these."""
+_MAX_MESSAGE_BYTES = MAX_BANS_BYTES + 100
+_ANSWER_TIMEOUT_S = 3.0
+_BANS = Decoder(Bans)
+
+log = logging.getLogger(__name__)
+
+
+def bans_protocol(run_id: str) -> str:
+    return f"diloco/{run_id}/bans"
+
+
+def load_into(gate: Gate, path: Path) -> None:
+    """Start from the list that was kept at `path`, if that is one."""
+    try:
+        gate.learn(path.read_bytes()[: MAX_BANS_BYTES + 1])
+    except FileNotFoundError:
+        return
+    except (OSError, ProtocolError) as error:
+        log.warning("ignored the ban list %s: %s", path, error)
+
+
+def keep(gate: Gate, path: Path) -> None:
+    """Keep the newest list at `path`, so that a restart forgets nobody."""
+    try:
+        if gate.bans_blob:
+            write_private(path, gate.bans_blob)
+    except OSError as error:
+        log.warning("cannot keep the ban list at %s: %s", path, error.strerror)
+
+
+async def admitted(dht: Dht, run_id: str, gate: Gate) -> dict[str, Sequence[str]]:
+    """The addresses of all admitted peers and issuers, by peer id."""
+    found: dict[str, Sequence[str]] = {}
+    now = time.time()
+    for key, kind in ((ISSUERS_KEY(run_id), CoordinatorRecord), (PEERS_KEY(run_id), Announcement)):
+        for peer_id, blob in (await dht.get(key)).items():
+            try:
+                record: CoordinatorRecord | Announcement = kind.decode(peer_id, blob, now, run_id=run_id)
+            except ProtocolError:
+                continue
+            if gate.is_admitted(peer_id, record.token):
+                found[peer_id] = record.maddrs
+    return found
+
+
+async def exchange(dht: Dht, run_id: str, gate: Gate, peers: Mapping[str, Sequence[str]]) -> int:
+    """Tell these peers (id -> addresses) the list, and hear theirs. Returns how many have the newest of all now."""
+
+    async def exchange_with(peer_id: str, maddrs: Sequence[str]) -> bytes | None:
+        try:
+            sock = await dht.transport.open(
+                peer_id, bans_protocol(run_id), timeout_s=_ANSWER_TIMEOUT_S, maddrs=maddrs
+            )
+            channel = Channel(sock, max_message_bytes=_MAX_MESSAGE_BYTES)
+            try:
+                await channel.send(Bans(signed=gate.bans_blob), _ANSWER_TIMEOUT_S)
+                theirs = await channel.read(_BANS, _ANSWER_TIMEOUT_S)
+            finally:
+                channel.close()
+            gate.learn(theirs.signed)
+        except PeersError as error:
+            log.debug("exchanged no ban list with %s: %s", peer_id, error)
+            return None
+        return theirs.signed
+
+    asked = islice(peers.items(), MAX_ASKED)
+    heard = await asyncio.gather(*(exchange_with(peer_id, maddrs) for peer_id, maddrs in asked))
+    return heard.count(gate.bans_blob)
+
+
+async def serve(dht: Dht, run_id: str, gate: Gate) -> None:
+    """Exchange lists from now on, with anybody."""
+
+    async def handle(_peer_id: str, sock: socket.socket) -> None:
+        channel = Channel(sock, max_message_bytes=_MAX_MESSAGE_BYTES)
+        try:
+            gate.learn((await channel.read(_BANS, _ANSWER_TIMEOUT_S)).signed)
+            await channel.send(Bans(signed=gate.bans_blob), _ANSWER_TIMEOUT_S)
+        finally:
+            channel.close()
+
+    await dht.transport.serve(bans_protocol(run_id), handle)

@@ -1,0 +1,114 @@
+"""How the coordinator gives world ranks to peers: its answers, and its record in the DHT.
+
+What it is asked, and answers, is in peers/protocol/ranks.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Iterable, Sequence
+
+from msgspec.msgpack import Decoder
+from msgspec.structs import replace
+
+from peers.admission.ledger import Ledger
+from peers.admission.rank_request import HOLDER_TIMEOUT_S, MAX_REQUEST_BYTES
+from peers.admission.service import AdmissionService
+from peers.errors import ProtocolError
+from peers.net.channel import Channel
+from peers.net.dht.node import Dht
+from peers.net.gate import Gate
+from peers.net.identity import Identity
+from peers.protocol.ranks import AskRank, Grant, Taken
+from peers.protocol.records import COORDINATOR_KEY, MAX_MADDRS, PEERS_KEY, Announcement, CoordinatorRecord
+from peers.protocol.refusal import Refusal, Refused
+
+ANNOUNCE_INTERVAL_S = 5.0
+RECORD_TTL_S = 30.0
+ARRIVAL_S = 30.0
+"""A peer that was given a rank so recently counts as present, announced or not."""
+_REQUEST_TIMEOUT_S = 10.0
+_ASKED = Decoder(AskRank)
+
+logger = logging.getLogger(__name__)
+
+
+class Registrar:
+    """Answers requests for ranks."""
+
+    def __init__(self, run_id: str, ledger: Ledger, dht: Dht, gate: Gate) -> None:
+        self._run_id, self._ledger, self._dht, self._gate = run_id, ledger, dht, gate
+        self._granted_at: dict[str, float] = {}
+
+    async def handle(self, peer_id: str, sock: socket.socket) -> None:
+        """Serve one stream, which may carry several requests."""
+        channel = Channel(sock, max_message_bytes=MAX_REQUEST_BYTES)
+        try:
+            while True:
+                asked = await channel.read(_ASKED, _REQUEST_TIMEOUT_S)
+                try:
+                    self._gate.check(peer_id, asked.token, "coordinator")
+                except Refused as error:
+                    await channel.send(Refusal(why=error.why), _REQUEST_TIMEOUT_S)
+                    return
+                await channel.send(await self.assign(peer_id, asked.wanted), _REQUEST_TIMEOUT_S)
+        finally:
+            channel.close()
+
+    async def assign(self, peer_id: str, wanted: int | None) -> Grant | Taken:
+        """As Ledger.assign, but a holder that does not answer loses the rank to one that asks for it.
+
+        Peers that came with ranks of their own while no coordinator was there hold them, too.
+        """
+        others = [
+            record
+            for record in (await announcements(self._dht, self._run_id, self._gate)).values()
+            if record.peer_id != peer_id and record.state != "leaving"
+        ]
+        held = {record.world_rank: record for record in others}
+        if wanted in held and await self._is_there(held[wanted].peer_id, held[wanted].maddrs):
+            return Taken(held[wanted].peer_id)
+        answer = self._ledger.assign(peer_id, wanted, avoid=frozenset(held))
+        if isinstance(answer, Taken) and not await self._is_there(answer.holder):
+            answer = self._ledger.assign(peer_id, wanted, evict=answer.holder)
+        if not isinstance(answer, Grant):
+            return answer
+        return replace(answer, galaxy_size=self._num_around(peer_id, others))
+
+    def _num_around(self, peer_id: str, others: Iterable[Announcement]) -> int:
+        """The peers that are there or on their way, the asking one included; the ledger knows the dead, too."""
+        now = time.monotonic()
+        self._granted_at[peer_id] = now
+        arriving = {peer for peer, at in self._granted_at.items() if now - at < ARRIVAL_S}
+        return len(arriving | {record.peer_id for record in others})
+
+    async def _is_there(self, peer_id: str, maddrs: Sequence[str] = ()) -> bool:
+        return await self._dht.ping(peer_id, timeout_s=HOLDER_TIMEOUT_S, maddrs=maddrs)
+
+
+async def announce(dht: Dht, identity: Identity, run_id: str, admission: AdmissionService) -> None:
+    """Say in the DHT that ranks are to be had here."""
+    maddrs = await dht.maddrs()
+    record = CoordinatorRecord(
+        peer_id=dht.peer_id,
+        run_id=run_id,
+        maddrs=tuple(maddrs[:MAX_MADDRS]),
+        time=time.time(),
+        token=admission.token,
+    )
+    await dht.store(COORDINATOR_KEY(run_id), dht.peer_id, record.encode(identity), RECORD_TTL_S)
+
+
+async def announcements(dht: Dht, run_id: str, gate: Gate) -> dict[str, Announcement]:
+    """The valid announcements of a run, by peer id."""
+    found: dict[str, Announcement] = {}
+    for peer_id, blob in (await dht.get(PEERS_KEY(run_id))).items():
+        try:
+            record = Announcement.decode(peer_id, blob, time.time(), run_id=run_id)
+            gate.check(peer_id, record.token, "DHT")
+            found[peer_id] = record
+        except ProtocolError as error:
+            logger.debug("ignored: %s", error)
+    return found

@@ -1,0 +1,50 @@
+"""What this node stores of a run for others: announcements of admitted peers, by themselves.
+
+Of what it finds at others, only what is of its owner.
+"""
+
+from __future__ import annotations
+
+import time
+
+from peers.admission.token_request import ISSUERS_KEY
+from peers.errors import ProtocolError
+from peers.net.dht.node import Dht
+from peers.net.gate import Gate
+from peers.protocol.records import COORDINATOR_KEY, PEERS_KEY, Announcement, CoordinatorRecord
+
+MAX_TTL_S = 40.0
+"""The longest of ours is 30 s. What somebody else stores again, to last longer, would shut out its successor."""
+MAX_FOUND = 1024
+"""Records that are known to be in order."""
+
+
+def guard_storage(dht: Dht, run_id: str, gate: Gate) -> None:
+    """From now on, keep under the run's keys nothing else."""
+
+    def keep_records(key: str, kind: type[Announcement] | type[CoordinatorRecord]) -> None:
+        found: dict[tuple[str, bytes], None] = {}
+
+        def check(subkey: str, value: bytes, *, expiry: float, is_found: bool) -> bool:
+            if expiry > time.time() + MAX_TTL_S:
+                return False
+            # Every node that has it hands it over, and every few seconds.
+            if is_found and (subkey, value) in found:
+                return True
+            try:
+                record = kind.decode(subkey, value, time.time(), run_id=run_id)
+            except ProtocolError:
+                return False
+            if not is_found:
+                return gate.is_admitted(subkey, record.token)
+            # Of what is found, the reader wants to know whom it refuses.
+            found[subkey, value] = None
+            while len(found) > MAX_FOUND:
+                del found[next(iter(found))]
+            return True
+
+        dht.keep(key, check)
+
+    keep_records(PEERS_KEY(run_id), Announcement)
+    keep_records(COORDINATOR_KEY(run_id), CoordinatorRecord)
+    keep_records(ISSUERS_KEY(run_id), CoordinatorRecord)

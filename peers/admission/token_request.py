@@ -1,0 +1,147 @@
+"""How a peer asks for its token; the messages are in peers/protocol/admission.py."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from msgspec.msgpack import Decoder
+
+from peers.admission.secrets import SwarmSecret
+from peers.errors import PeerUnreachable, ProtocolError
+from peers.net.channel import Channel
+from peers.net.dht.node import Dht
+from peers.protocol.admission import Issued, Join, Nonce, Proof
+from peers.protocol.records import COORDINATOR_KEY, CoordinatorRecord
+from peers.protocol.refusal import Refusal, Refused, unless_refused
+from peers.protocol.tokens import Token
+
+MAX_MESSAGE_BYTES = 1024
+ANSWER_TIMEOUT_S = 5.0
+MAX_ASKED = 16
+"""At once; those that announced themselves last."""
+_RETRY_INTERVAL_S = 0.3
+_NONCE = Decoder(Nonce)
+_ANSWER: Decoder[Issued | Refusal] = Decoder(Issued | Refusal)
+
+log = logging.getLogger(__name__)
+
+
+def admission_protocol(run_id: str) -> str:
+    return f"diloco/{run_id}/admission"
+
+
+def ISSUERS_KEY(run_id: str) -> str:
+    """The DHT key under which whoever issues tokens announces itself; the subkeys are peer ids."""
+    return f"diloco/{run_id}/issuers"
+
+
+@dataclass(frozen=True)
+class Applicant:
+    """Whom the token is for, and what it has been given to get one."""
+
+    run_id: str
+    peer_id: str
+    secret: SwarmSecret
+
+
+class NoIssuer(PeerUnreachable):
+    """Nobody who issues tokens answers. What answers instead: `others`, with another admission key, or `coordinators`
+    without any.
+    """
+
+    def __init__(self, *, others: bool, coordinators: bool) -> None:
+        super().__init__("nobody issues tokens here")
+        self.others, self.coordinators = others, coordinators
+
+
+async def request_token(dht: Dht, applicant: Applicant, *, timeout_s: float) -> bytes:
+    """A new token from whichever issuer grants it first: all are asked at once, so none can hold this peer up.
+
+    Raises Refused when all that answer refuse, NoIssuer when none answers within `timeout_s`.
+    """
+    deadline = time.monotonic() + timeout_s
+    run_id = applicant.run_id
+    others = coordinators = False
+    while (left_s := deadline - time.monotonic()) > 0:
+        records = (await issuers(dht, applicant))[:MAX_ASKED]
+        if (token := await _ask_all(dht, records, applicant, left_s)) is not None:
+            return token
+        # One look may miss what the next one finds.
+        found = await _records(dht, ISSUERS_KEY(run_id), run_id, lambda record: bool(record.token))
+        others = others or bool(found)
+        found = await _records(dht, COORDINATOR_KEY(run_id), run_id, lambda record: not record.token)
+        coordinators = coordinators or bool(found)
+        await asyncio.sleep(_RETRY_INTERVAL_S)
+    raise NoIssuer(others=others, coordinators=coordinators)
+
+
+async def _ask_all(
+    dht: Dht, records: Sequence[CoordinatorRecord], applicant: Applicant, timeout_s: float
+) -> bytes | None:
+    """The first token that one of them grants; None if none answers. Raises Refused where nobody does better."""
+    refused: Refused | None = None
+    asking = [asyncio.create_task(_ask(dht, record, applicant, timeout_s)) for record in records]
+    try:
+        for answer in asyncio.as_completed(asking):
+            try:
+                return await answer
+            except Refused as error:
+                refused = error
+            except (PeerUnreachable, ProtocolError) as error:
+                log.info("an issuer gave no token: %s", error)
+    finally:
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+    if refused is not None:
+        raise refused
+    return None
+
+
+async def issuers(dht: Dht, applicant: Applicant) -> list[CoordinatorRecord]:
+    """Everyone who announces to issue tokens and was admitted for this time, who said so last first."""
+
+    def is_admitted(record: CoordinatorRecord) -> bool:
+        token = Token.decode(record.token, applicant.secret.public_key)
+        return (token.run_id, token.peer_id) == (applicant.run_id, record.peer_id)
+
+    found = await _records(dht, ISSUERS_KEY(applicant.run_id), applicant.run_id, is_admitted)
+    return sorted(found, key=lambda record: -record.time)
+
+
+async def _records(
+    dht: Dht, key: str, run_id: str, wanted: Callable[[CoordinatorRecord], bool]
+) -> list[CoordinatorRecord]:
+    found = []
+    for peer_id, blob in (await dht.get(key)).items():
+        try:
+            record = CoordinatorRecord.decode(peer_id, blob, time.time(), run_id=run_id)
+            if wanted(record):
+                found.append(record)
+        except ProtocolError as error:
+            log.debug("ignored: %s", error)
+    return found
+
+
+async def _ask(dht: Dht, record: CoordinatorRecord, applicant: Applicant, timeout_s: float) -> bytes:
+    """Raises Refused, PeerUnreachable, ProtocolError."""
+    limit_s = min(max(timeout_s, 0.001), ANSWER_TIMEOUT_S)
+    protocol = admission_protocol(applicant.run_id)
+    sock = await dht.transport.open(record.peer_id, protocol, timeout_s=limit_s, maddrs=record.maddrs)
+    channel = Channel(sock, max_message_bytes=MAX_MESSAGE_BYTES)
+    try:
+        await channel.send(Join(), limit_s)
+        nonce = (await channel.read(_NONCE, limit_s)).nonce
+        proof = applicant.secret.proof(applicant.run_id, applicant.peer_id, record.peer_id, nonce)
+        await channel.send(Proof(proof=proof), limit_s)
+        blob = unless_refused(await channel.read(_ANSWER, limit_s)).token
+    finally:
+        channel.close()
+    token = Token.decode(blob, applicant.secret.public_key)
+    if (token.run_id, token.peer_id) != (applicant.run_id, applicant.peer_id):
+        raise ProtocolError("it issued a token for another peer or run")
+    return blob

@@ -1,0 +1,117 @@
+"""How a peer enters a run: which manifest it takes, which state it starts from. Pure decisions on a view.
+
+Every peer evaluates these whenever its view changes, so whoever dies in between, the next evaluation leads on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Collection, Mapping
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from peers.core.schedule import Schedule
+from peers.core.weights import Aggregation
+from peers.errors import UserError
+from peers.protocol.limits import Share
+from peers.protocol.mesh import Scalar
+from peers.protocol.records import NO_RANK, Announcement, View
+from peers.protocol.rules import Rule
+
+MAX_FRAGMENTS = 4096
+MAX_MANIFEST_BYTES = 256 << 10
+MAX_LOCAL_STEPS = 1 << 30
+MAX_OUTER_REAL = 1000.0
+MAX_LOCAL_TIME_S = 1e9
+
+_OuterReal = Annotated[float, Meta(ge=0, le=MAX_OUTER_REAL)]
+
+
+class _Outer(msgspec.Struct, frozen=True, rename=lambda name: f"hv.{name}"):
+    """The fields of a manifest that outer steps follow; what is not there follows the literature."""
+
+    local_steps: Annotated[int, Meta(ge=1, le=MAX_LOCAL_STEPS)] | None = None
+    local_time: Annotated[float, Meta(gt=0, le=MAX_LOCAL_TIME_S)] | None = None
+    outer_lr: _OuterReal | None = None
+    outer_momentum: _OuterReal | None = None
+    num_fragments: Annotated[int, Meta(ge=0, le=MAX_FRAGMENTS)] | None = None
+    overlap_steps: Annotated[int, Meta(ge=0, le=MAX_LOCAL_STEPS)] | None = None
+    aggregation: Rule | None = None
+    max_weight: Annotated[float, Meta(ge=1, le=MAX_OUTER_REAL)] | None = None
+    trim: Annotated[float, Meta(gt=0, le=0.5)] | None = None
+    """Of the peers."""
+    mixing: Share | None = None
+    staleness_discount: Share | None = None
+
+
+def manifest_digest(manifest: Mapping[str, Scalar]) -> str:
+    """Hex sha256 of the canonical JSON."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def check_manifest(manifest: Mapping[str, Scalar]) -> None:
+    """Raises ValueError unless a peer can reckon with this manifest of another."""
+    try:
+        msgspec.convert(manifest, _Outer)
+        Schedule.of(manifest)
+        Aggregation.of(manifest)
+    except (msgspec.ValidationError, UserError, ValueError, TypeError, OverflowError) as error:
+        raise ValueError(f"not a manifest: {error!s:.300}") from error
+    if len(json.dumps(manifest)) > MAX_MANIFEST_BYTES:
+        raise ValueError(f"a manifest has at most {MAX_MANIFEST_BYTES} bytes")
+
+
+def misfits(proposal: Mapping[str, Scalar], theirs: Mapping[str, Scalar]) -> list[str]:
+    """Fields of a manifest whose type is not the one that this peer's own proposal has there."""
+    return [
+        field
+        for field in sorted(theirs.keys() & proposal.keys())
+        if None not in (theirs[field], proposal[field]) and _kind(theirs[field]) is not _kind(proposal[field])
+    ]
+
+
+def _kind(value: Scalar) -> type:
+    """Whole numbers are real numbers, truth values are not."""
+    return float if type(value) is int else type(value)
+
+
+def manifest_differences(
+    ours: Mapping[str, Scalar], theirs: Mapping[str, Scalar], named: Collection[str]
+) -> list[str]:
+    """What the user named that the swarm's manifest contradicts, one line a field."""
+    return [
+        f"{field}: here {_short(ours[field])}, in the swarm {_short(theirs[field])}"
+        for field in sorted(named)
+        if field in ours and field in theirs and ours[field] != theirs[field]
+    ]
+
+
+def _short(value: Scalar) -> str:
+    text = "not set" if value is None else repr(value)
+    return text if len(text) <= 60 else f"{text[:50]}… ({hashlib.sha256(text.encode()).hexdigest()[:8]})"
+
+
+def manifest_source(
+    view: View, *, me: str, galaxy_size: int, waited_out: bool
+) -> Announcement | Literal["own"] | None:
+    """Whose manifest to adopt. None: wait on. The view includes this peer.
+
+    Of a run that has begun, the one that most of its peers have; before that the lowest rank's, and of peers that have
+    none yet the smallest peer id's.
+    """
+    order = sorted(view.values(), key=lambda p: (p.world_rank == NO_RANK, p.world_rank, p.peer_id))
+    holders = [peer for peer in order if peer.peer_id != me and peer.manifest_digest]
+    if running := [peer for peer in holders if peer.head]:
+        counts = Counter(peer.manifest_digest for peer in running)
+        most = max(counts.values())
+        return next(peer for peer in running if counts[peer.manifest_digest] == most)
+    if holders:
+        return holders[0]
+    is_lowest = order[0].peer_id == me
+    if is_lowest and (order[0].world_rank == 0 or len(view) >= galaxy_size or waited_out):
+        return "own"
+    return None

@@ -1,0 +1,187 @@
+"""The coordinator of a run: bootstrap node of its DHT and keeper of its world ranks. Training survives its death.
+
+What it is asked, and answers, is in peers/protocol/ranks.py and peers/protocol/admission.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peers.admission.issuer import DEFAULT_LIFETIME_DAYS
+from peers.admission.ledger import Ledger
+from peers.admission.rank_request import protocol_of, request_rank
+from peers.admission.registrar import ANNOUNCE_INTERVAL_S, Registrar, announce, announcements
+from peers.admission.secrets import load_or_create_key
+from peers.admission.service import AdmissionService, AdmissionSettings
+from peers.errors import PeersError, UserError
+from peers.monitor.news import Watcher
+from peers.net.dht.node import Dht
+from peers.net.gate import Gate
+from peers.net.identity import Identity, check_run_id, load_or_create
+from peers.net.paths.reachability import Reachability
+from peers.protocol.maddrs import parse_maddr
+
+__all__ = ["CoordinatorConfig", "request_rank", "serve"]
+
+_POLL_INTERVAL_S = 1.0
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoordinatorConfig:
+    """What a coordinator needs to know."""
+
+    state_dir: Path
+    """Holds the ledger, and the key unless `identity_path` names one: <state_dir>/coordinator/<run_id>.*"""
+    run_id: str = "diloco"
+    host_maddrs: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
+    announce_maddrs: tuple[str, ...] = ()
+    identity_path: Path | None = None
+    initial_peers: tuple[str, ...] = ()
+    """Members of the DHT to join; default: begin one."""
+    admission: bool | None = None
+    """Whether peers need a token; default: where this run has an admission key already."""
+    allowlist_file: str | None = None
+    token_days: float = DEFAULT_LIFETIME_DAYS
+
+    @property
+    def admission_key_path(self) -> Path:
+        return self.state_dir / "coordinator" / f"{self.run_id}.admission-key"
+
+    @property
+    def swarm_secret_path(self) -> Path:
+        return self.state_dir / "coordinator" / f"{self.run_id}.swarm-secret"
+
+
+async def serve(config: CoordinatorConfig, say: Callable[[str], None]) -> None:
+    """Coordinate until cancelled. `say` gets the line to paste for peers first, then who may join, then one line per
+    join, leave and epoch.
+
+    Raises UserError before it serves, PeersError when p2pd dies later.
+    """
+    directory = config.state_dir / "coordinator"
+    run_id = check_run_id(config.run_id)
+    async with contextlib.AsyncExitStack() as stack:
+        identity = _claim_identity(config.identity_path or directory / f"{run_id}.key")
+        stack.callback(identity.release)
+        settings = admission_settings(config)
+        ledger = stack.enter_context(contextlib.closing(Ledger(directory / f"{run_id}.sqlite")))
+        dht = await Dht.join(
+            identity=identity,
+            initial_peers=config.initial_peers,
+            host_maddrs=config.host_maddrs,
+            announce_maddrs=config.announce_maddrs,
+        )
+        stack.push_async_callback(dht.close)
+        admission = AdmissionService(run_id, identity, dht, settings)
+        await admission.enter()
+        registrar = Registrar(run_id, ledger, dht, admission.gate)
+        await dht.transport.serve(protocol_of(run_id), registrar.handle)
+        reachability = Reachability(run_id, identity, dht.transport, admission.gate)
+        stack.callback(reachability.close)
+        await reachability.start()
+        await announce(dht, identity, run_id, admission)
+        for line in lines_to_paste(
+            await dht.maddrs(), config.host_maddrs, config.announce_maddrs, dht.peer_id
+        ):
+            say(line)
+        say(who_may_join(config, admission.gate.is_open))
+        await _until_one_fails(
+            _fail_with_p2pd(dht),
+            _announce_forever(dht, identity, run_id, admission),
+            _report_forever(dht, run_id, admission.gate, say),
+            admission.run(),
+        )
+
+
+def admission_settings(config: CoordinatorConfig) -> AdmissionSettings:
+    """With an admission key, made where it is asked for and missing; without one: an open swarm. Raises UserError."""
+    key_path = config.admission_key_path
+    if not (key_path.exists() if config.admission is None else config.admission):
+        if config.allowlist_file is not None:
+            raise UserError("an allowlist says who is given a token: it needs --admission")
+        return AdmissionSettings(use_environment=False)
+    load_or_create_key(key_path, config.swarm_secret_path)
+    return AdmissionSettings(
+        use_environment=False,
+        admission_key_file=str(key_path),
+        allowlist_file=config.allowlist_file,
+        token_days=config.token_days,
+    )
+
+
+def who_may_join(config: CoordinatorConfig, is_open: bool) -> str:
+    """One line for people. Never the secret itself."""
+    if is_open:
+        return "the swarm is open: whoever knows an address of it can join; --admission asks for a secret"
+    listed = ", if the allowlist names them" if config.allowlist_file else ""
+    return f"peers join with the swarm secret in {config.swarm_secret_path}{listed}: --swarm-secret-file <copy of it>"
+
+
+def lines_to_paste(
+    maddrs: Sequence[str], host_maddrs: Sequence[str], announce_maddrs: Sequence[str], peer_id: str
+) -> list[str]:
+    """`--initial-peers …` lines; the first works on this machine, `maddrs` are what the DHT node shows.
+
+    Addresses that the user announces (of a router, say) may not work from here: they come second.
+    """
+    if not announce_maddrs:
+        return [f"--initial-peers {maddr}" for maddr in maddrs[:1]]
+    here = [local for maddr in host_maddrs if (local := _seen_from_here(maddr)) is not None]
+    there = [maddr for maddr in announce_maddrs if maddr not in here]
+    return [f"--initial-peers {maddr}/p2p/{peer_id}" for maddr in (*here[:1], *there)]
+
+
+def _seen_from_here(host_maddr: str) -> str | None:
+    maddr = parse_maddr(host_maddr)
+    if maddr.port == 0:
+        return None
+    loopback = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+    return f"/{maddr.kind}/{loopback.get(maddr.host, maddr.host)}/tcp/{maddr.port}"
+
+
+def _claim_identity(path: Path) -> Identity:
+    try:
+        return load_or_create(path)
+    except BlockingIOError:
+        raise UserError(
+            f"the identity {path} is in use: this coordinator runs already. Stop it first, or give another "
+            "--run-id or --identity-path"
+        ) from None
+
+
+async def _until_one_fails(*coroutines: Coroutine[Any, Any, None]) -> None:
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        # gather, not a TaskGroup: the error itself, not a group of one.
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _announce_forever(dht: Dht, identity: Identity, run_id: str, admission: AdmissionService) -> None:
+    while True:
+        await asyncio.sleep(ANNOUNCE_INTERVAL_S)
+        await announce(dht, identity, run_id, admission)
+
+
+async def _report_forever(dht: Dht, run_id: str, gate: Gate, say: Callable[[str], None]) -> None:
+    watcher = Watcher()
+    while True:
+        for line in watcher.update(await announcements(dht, run_id, gate), time.monotonic()):
+            say(line)
+        await asyncio.sleep(_POLL_INTERVAL_S)
+
+
+async def _fail_with_p2pd(dht: Dht) -> None:
+    raise PeersError(f"p2pd, which carries the coordinator's connections, has died: {await dht.wait_dead()}")

@@ -1,0 +1,285 @@
+"""Both ends of the link between a daemon and its workers: a Unix socket, and two shared memories per fragment.
+
+Every local rank sends `hello` and is handed the memories (memfd, by SCM_RIGHTS). From then on only local rank 0
+talks; what it says stands for all ranks of the peer, which agree among themselves first.
+
+    worker                                   daemon
+    adopt {}                            ->   (where the worker does not know what the swarm has agreed on)
+                                        <-   manifest {manifest, world_rank}
+    hello {layout, local_rank, ...}     ->
+                                        <-   welcome {run_id, world_rank} + 2 file descriptors a fragment
+    offer {resume}                      ->   (*out* holds the worker's initial weights)
+                                        <-   start {world_rank, epoch, ...}       (*in* holds the weights to start from)
+    ready {fragment, epoch, tokens, ..} ->   (*out* holds the fragment; it is not to be written to until the answer)
+    progress {step, loss, ...}          ->   (at any time)
+    collect {}                          ->   (at once, or when the worker has trained on meanwhile)
+                                        <-   committed {...}   (*in* is the worker's)
+    checkpoint {directory}              ->
+                                        <-   checkpointed {files, head} | failed {reason}
+    snapshot {directory}                ->   (as `checkpoint`, but training goes on meanwhile)
+                                        <-   snapped {} | failed {reason}
+    written {directory}                 ->   (on a connection of its own, without a hello: what came of the snapshot)
+                                        <-   checkpointed {files, head} | failed {reason}
+    finished {}                         ->
+                                        <-   bye {}
+
+*In* then holds what the fragment's weights, as they were handed over, have become: the new anchor, or whatever else
+the worker has to go on from. `committed` also names fragments whose anchor has moved otherwise (this peer had missed
+commits): their *in* holds what to add to the weights.
+
+While a worker waits, the daemon sends `waiting {reason}` once a second, so that silence means death. `refused
+{message}` may answer anything: the user must mend something; and so may `failed_for_good {message}`: this life of the
+worker is over, and that is why. Frames are msgpack behind a 4-byte length.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import mmap
+import os
+import socket
+import struct
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from peers.errors import LinkLost, PeersError, ProtocolError, UserError
+from peers.state.layout import Layout
+
+LINK_ENV = "DILOCO_LINK"
+"""The environment variable that names the link's socket to the worker."""
+
+SILENCE_TIMEOUT_S = 60.0
+"""How long a waiting worker hears nothing at all before it takes its daemon for dead."""
+
+WAITING_INTERVAL_S = 1.0
+_LENGTH = struct.Struct("<I")
+_MAX_FRAME_BYTES = 64 << 20
+_FLOAT_BYTES = 4
+# The kernel passes at most 253 descriptors in one message.
+_MAX_DESCRIPTORS = 250
+
+
+class LinkMemory:
+    """*out* and *in* of one fragment, as byte buffers of `numel` fp32 values each."""
+
+    def __init__(self, descriptors: Sequence[int], numel: int) -> None:
+        self.numel = numel
+        # mmap refuses length 0; an empty fragment still needs a buffer to point at.
+        self.out, self.inn = (mmap.mmap(fd, max(numel * _FLOAT_BYTES, 1)) for fd in descriptors)
+
+    @staticmethod
+    def create(index: int, numel: int) -> tuple[LinkMemory, list[int]]:
+        """New zeroed memories and their descriptors, which the caller closes."""
+        descriptors = []
+        for name in ("out", "in"):
+            fd = os.memfd_create(f"diloco-{name}-{index}", os.MFD_CLOEXEC)
+            os.ftruncate(fd, max(numel * _FLOAT_BYTES, 1))
+            descriptors.append(fd)
+        return LinkMemory(descriptors, numel), descriptors
+
+
+def _pack(kind: str, fields: dict[str, Any]) -> bytes:
+    body = msgspec.msgpack.encode({"kind": kind, **fields})
+    return _LENGTH.pack(len(body)) + body
+
+
+def _unpack(body: bytes) -> dict[str, Any]:
+    message = msgspec.msgpack.decode(body)
+    if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
+        raise ProtocolError("a link message is a map with a kind")
+    return message
+
+
+class WorkerLink:
+    """The worker's end. Blocking; used from one thread of one local rank."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self.memories: list[LinkMemory] = []
+
+    @classmethod
+    def connect(cls, path: str | Path, *, timeout_s: float = 30.0) -> WorkerLink:
+        """Connect to the daemon's socket, waiting for it to appear. Raises LinkLost."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                sock.connect(str(path))
+                sock.settimeout(SILENCE_TIMEOUT_S)
+                return cls(sock)
+            except OSError as error:
+                sock.close()
+                if time.monotonic() > deadline:
+                    raise LinkLost(f"no daemon answers at {path}: {error}") from error
+                time.sleep(0.05)
+
+    def hello(self, layout: Layout, *, local_rank: int, num_local_ranks: int) -> dict[str, Any]:
+        """Introduce this rank and map the shared memories. Returns the `welcome` message."""
+        self.send(
+            "hello",
+            layout=layout.to_message(),
+            local_rank=local_rank,
+            num_local_ranks=num_local_ranks,
+            pid=os.getpid(),
+        )
+        sizes = layout.sizes
+        descriptors: list[int] = []
+        welcome = self._receive(descriptors)
+        if welcome["kind"] != "welcome":
+            raise ProtocolError(f"expected a welcome, got {welcome['kind']}")
+        while len(descriptors) < 2 * len(sizes):
+            self._receive(descriptors)
+        for index, numel in enumerate(sizes):
+            self.memories.append(LinkMemory(descriptors[2 * index : 2 * index + 2], numel))
+        for fd in descriptors:
+            os.close(fd)
+        return welcome
+
+    def send(self, kind: str, **fields: Any) -> None:
+        """One message to the daemon. Raises LinkLost when it is gone."""
+        try:
+            self._sock.sendall(_pack(kind, fields))
+        except OSError as error:
+            raise LinkLost(f"the daemon is gone: {error}") from error
+
+    def receive(self, *kinds: str) -> dict[str, Any]:
+        """The next message of one of these kinds, past any `waiting`.
+
+        Raises UserError for `refused`, PeersError for `failed_for_good`, LinkLost when the daemon closes or is
+        silent for SILENCE_TIMEOUT_S.
+        """
+        while True:
+            message = self._receive([])
+            if message["kind"] in kinds:
+                return message
+            if message["kind"] != "waiting":
+                raise ProtocolError(f"expected {' or '.join(kinds)}, got {message['kind']}")
+
+    def close(self) -> None:
+        self._sock.close()
+
+    def _receive(self, descriptors: list[int]) -> dict[str, Any]:
+        (length,) = _LENGTH.unpack(self._read(_LENGTH.size, descriptors))
+        if length > _MAX_FRAME_BYTES:
+            raise ProtocolError(f"a link message of {length} bytes")
+        message = _unpack(self._read(length, descriptors))
+        if message["kind"] == "refused":
+            raise UserError(message["message"])
+        if message["kind"] == "failed_for_good":
+            raise PeersError(message["message"])
+        return message
+
+    def _read(self, length: int, descriptors: list[int]) -> bytes:
+        body = bytearray()
+        while len(body) < length:
+            try:
+                piece, fds, _flags, _address = socket.recv_fds(
+                    self._sock, length - len(body), _MAX_DESCRIPTORS
+                )
+            except OSError as error:
+                raise LinkLost(f"the daemon is gone or silent: {error}") from error
+            if not piece:
+                raise LinkLost("the daemon closed the link")
+            descriptors.extend(fds)
+            body += piece
+        return bytes(body)
+
+
+class DaemonConnection:
+    """The daemon's end of one local rank's connection. Used from the event loop."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._loop = asyncio.get_running_loop()
+
+    async def receive(self) -> dict[str, Any]:
+        """The next message. Raises LinkLost when the worker is gone."""
+        (length,) = _LENGTH.unpack(await self._read(_LENGTH.size))
+        if length > _MAX_FRAME_BYTES:
+            raise ProtocolError(f"a link message of {length} bytes")
+        return _unpack(await self._read(length))
+
+    async def send(self, kind: str, **fields: Any) -> None:
+        try:
+            await self._loop.sock_sendall(self._sock, _pack(kind, fields))
+        except OSError as error:
+            raise LinkLost(f"the worker is gone: {error}") from error
+
+    async def hung_up(self) -> None:
+        """Resolves when the worker is gone. For while it awaits an answer, and so has nothing to say."""
+        readable = asyncio.Event()
+        self._loop.add_reader(self._sock, readable.set)
+        try:
+            await readable.wait()
+        finally:
+            self._loop.remove_reader(self._sock)
+        with contextlib.suppress(OSError):
+            if self._sock.recv(1, socket.MSG_PEEK):
+                await self._loop.create_future()
+
+    async def welcome(self, descriptors: Sequence[int], **fields: Any) -> None:
+        """Hand over the memories. The frames are small, so they fit the empty socket buffer at once."""
+        frames = [_pack("welcome", fields)]
+        batches = [
+            descriptors[i : i + _MAX_DESCRIPTORS] for i in range(0, len(descriptors), _MAX_DESCRIPTORS)
+        ]
+        frames += [_pack("descriptors", {}) for _ in batches[1:]]
+        try:
+            for frame, batch in zip(frames, batches, strict=True):
+                socket.send_fds(self._sock, [frame], list(batch))
+        except OSError as error:
+            raise LinkLost(f"the worker is gone: {error}") from error
+
+    def close(self) -> None:
+        self._sock.close()
+
+    async def _read(self, length: int) -> bytes:
+        body = bytearray()
+        while len(body) < length:
+            try:
+                piece = await self._loop.sock_recv(self._sock, length - len(body))
+            except OSError as error:
+                raise LinkLost(f"the worker is gone: {error}") from error
+            if not piece:
+                raise LinkLost("the worker closed the link")
+            body += piece
+        return bytes(body)
+
+
+Accept = Callable[[], Awaitable[DaemonConnection]]
+
+
+async def refuse(accept: Accept, message: str, *, timeout_s: float = 30.0) -> None:
+    """Tell the next worker that connects what its user has to mend."""
+    with contextlib.suppress(TimeoutError, LinkLost):
+        async with asyncio.timeout(timeout_s):
+            connection = await accept()
+            await connection.receive()
+            await connection.send("refused", message=message)
+            connection.close()
+
+
+@contextlib.asynccontextmanager
+async def listen(path: Path) -> AsyncIterator[Accept]:
+    """Listen on `path` (owner only) and yield a coroutine function that accepts one DaemonConnection."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(str(path))
+        path.chmod(0o600)
+        listener.listen(256)
+        listener.setblocking(False)
+
+        async def accept() -> DaemonConnection:
+            sock, _ = await asyncio.get_running_loop().sock_accept(listener)
+            sock.setblocking(False)
+            return DaemonConnection(sock)
+
+        yield accept
+    finally:
+        listener.close()
+        path.unlink(missing_ok=True)

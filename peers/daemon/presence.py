@@ -1,0 +1,248 @@
+"""One peer's place in the swarm: its rank, what it shows of itself, and its view of the others.
+
+Others are found through announcements in the DHT and kept through the mesh; the DHT may be slow or briefly gone
+without anybody being taken for dead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Mapping
+
+from peers.admission.rank_request import request_rank
+from peers.errors import PeersError, ProtocolError, UserError
+from peers.net.dht.node import Dht
+from peers.net.gate import Gate
+from peers.net.identity import Identity
+from peers.net.mesh import Mesh, StreamOpener
+from peers.protocol.mesh import Carried
+from peers.protocol.records import MAX_MADDRS, NO_RANK, PEERS_KEY, Announcement, View
+
+log = logging.getLogger(__name__)
+
+ANNOUNCE_INTERVAL_S = 3.0
+EARLY_INTERVAL_S = 0.5
+"""While somebody is still missing, announcements and look-ups are this frequent."""
+RECORD_TTL_S = 20.0
+_MANY_PEERS = 8
+LEAVING_TTL_S = 5.0
+LEAVE_TIMEOUT_S = 2.0
+"""How long saying goodbye may take: somebody may be waiting for this process to end."""
+COORDINATOR_TIMEOUT_S = 5.0
+"""How long to look for a coordinator by a peer that needs a rank from it."""
+COORDINATOR_GLANCE_S = 2.0
+"""The same by a peer that has brought its rank: the ledger should know of it, but need not."""
+
+
+class Presence:
+    """Used from one event loop. `describe` gives the current announcement, `on_change` is called on every new view."""
+
+    def __init__(
+        self,
+        *,
+        run_id: str,
+        identity: Identity,
+        dht: Dht,
+        transport: StreamOpener,
+        galaxy_size: int | None,
+        describe: Callable[[], Announcement],
+        on_change: Callable[[], None],
+        on_message: Callable[[Announcement, Carried], None],
+        on_lost: Callable[[str], None],
+        gate: Gate,
+    ) -> None:
+        self._gate = gate
+        self.me = identity.peer_id
+        self._run_id, self._identity, self._dht = run_id, identity, dht
+        self._describe, self._on_change = describe, on_change
+        self._galaxy_size = galaxy_size
+        self._changed = asyncio.Event()
+        self._announce_now = asyncio.Event()
+        self.world_rank = NO_RANK
+        """What the user or the coordinator said; NO_RANK where this peer is to claim one."""
+        self.maddrs: tuple[str, ...] = ()
+        self.mesh = Mesh(
+            run_id=run_id,
+            peer_id=identity.peer_id,
+            transport=transport,
+            status=lambda: describe().encode(identity),
+            on_change=self._view_changed,
+            on_message=on_message,
+            on_lost=on_lost,
+            gate=gate,
+        )
+
+    @property
+    def galaxy_size(self) -> int:
+        """How many peers the run starts with: the flag's word, else what the coordinator knows, else one."""
+        return self._galaxy_size or 1
+
+    @property
+    def view(self) -> View:
+        """Every live peer by peer id, this one included."""
+        return {peer.peer_id: peer for peer in (*self.mesh.peers, self._describe())}
+
+    async def enter(self, wanted_rank: int | None) -> None:
+        """Obtain the world rank, and meet everybody who is there before anything is decided on who is not.
+
+        Raises UserError when the rank is taken, or there is nobody to join.
+        """
+        self.world_rank = await self._obtain_rank(wanted_rank)
+        self.maddrs = tuple((await self._dht.maddrs())[:MAX_MADDRS])
+        await self.mesh.start()
+        records = await self._records()
+        await self._dht.store(
+            PEERS_KEY(self._run_id), self._identity.peer_id, self._blob(), ttl_s=RECORD_TTL_S
+        )
+        # Now whoever has read this line finds this peer.
+        log.info("listening on %s", " ".join(self.maddrs))
+        await self._meet(records)
+        self._settle_rank(wanted_rank)
+
+    def _settle_rank(self, wanted_rank: int | None) -> None:
+        """Another peer may have the same. Raises UserError where the user insists on it."""
+        other = next((peer for peer in self.mesh.peers if peer.world_rank == self.world_rank), None)
+        if other is None or self.world_rank == NO_RANK:
+            return
+        if wanted_rank is not None:
+            raise UserError(
+                f"world rank {self.world_rank} is taken by the live peer {other.peer_id}. Choose another "
+                "--world-rank, or leave it out"
+            )
+        # The coordinator's word against that of a peer, which may say what it likes: the roster decides.
+        self.world_rank = NO_RANK
+
+    async def _meet(self, records: Mapping[str, Announcement]) -> None:
+        """Call everybody who is announced. While nobody is reached, and somebody may yet answer, look again: who has
+        only not heard of the others would begin a run of its own. Raises UserError."""
+        deadline, gone = time.monotonic() + RECORD_TTL_S, {self._identity.peer_id}
+        while True:
+            others = [record for peer_id, record in records.items() if peer_id not in gone]
+            reached = await asyncio.gather(*(self.mesh.reach(record) for record in others))
+            gone |= {record.peer_id for record, how in zip(others, reached, strict=True) if how == "gone"}
+            silent = [record for record, how in zip(others, reached, strict=True) if how == "silent"]
+            if (why := self.mesh.turned_away) is not None:
+                raise UserError(why.advice(self._identity.peer_id))
+            if self.mesh.peers or not (silent or self._dht.silent_initial_peers):
+                return
+            if time.monotonic() > deadline:
+                break
+            await asyncio.sleep(EARLY_INTERVAL_S)
+            records = await self._records()
+        # Of one that has died since, the record is not renewed.
+        renewed = [record for record in silent if record.time > time.time() - RECORD_TTL_S / 2]
+        if renewed:
+            names = ", ".join(f"{record.peer_id} at {' '.join(record.maddrs)}" for record in renewed[:3])
+            raise UserError(
+                f"{len(renewed)} peers of the run are announced, and none of them answers this machine: {names}. Is "
+                "this machine's way to them open (firewall, VPN, --hv.announce-maddrs)?"
+            )
+        if not self._dht.is_answered:
+            names = ", ".join(sorted(self._dht.silent_initial_peers))
+            raise UserError(
+                f"the initial peers {names} are connected, and did not say within {RECORD_TTL_S:g} s whom they know. "
+                "Are they running well? Otherwise give other --initial-peers"
+            )
+
+    async def announce_forever(self) -> None:
+        """Keep this peer findable, and find others."""
+        while True:
+            stored = await self._dht.store(
+                PEERS_KEY(self._run_id), self._identity.peer_id, self._blob(), ttl_s=RECORD_TTL_S
+            )
+            if not stored:
+                log.debug("the DHT did not take this peer's record")
+            self.mesh.discovered(await self._records())
+            for peer in self.mesh.peers:
+                self._dht.remember(peer.peer_id, peer.maddrs)
+            num_peers = len(self.view)
+            # Others that claim a world rank just now have to hear of this peer before they do.
+            is_early = num_peers < self.galaxy_size or self._describe().world_rank == NO_RANK
+            self._announce_now.clear()
+            await asyncio.sleep(rest_s(num_peers))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(announce_interval_s(num_peers, is_early=is_early)):
+                    await self._announce_now.wait()
+
+    def publish(self) -> None:
+        """What `describe` gives has changed: tell the mesh now, the DHT soon."""
+        self.mesh.broadcast_status()
+        self._announce_now.set()
+        self._view_changed()
+
+    async def wait_for_change(self, timeout_s: float = 1.0) -> None:
+        """Until the view changes, at most `timeout_s`."""
+        self._changed.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+
+    async def leave(self) -> None:
+        """Tell the others, so that nobody waits for this peer. `describe` says "leaving" by now."""
+        self.mesh.broadcast_status()
+        with contextlib.suppress(TimeoutError, PeersError):
+            async with asyncio.timeout(LEAVE_TIMEOUT_S):
+                key = PEERS_KEY(self._run_id)
+                await self._dht.store(key, self._identity.peer_id, self._blob(), ttl_s=LEAVING_TTL_S)
+
+    async def close(self) -> None:
+        await self.mesh.close()
+
+    async def _obtain_rank(self, wanted: int | None) -> int:
+        grant = await request_rank(
+            self._dht,
+            self._run_id,
+            wanted,
+            timeout_s=COORDINATOR_TIMEOUT_S if wanted is None else COORDINATOR_GLANCE_S,
+            gate=self._gate,
+            token=self._describe().token,
+        )
+        if grant is not None:
+            self._galaxy_size = self._galaxy_size or grant.galaxy_size
+            return grant.world_rank
+        # Who mistyped the run's name is not to train alone.
+        if wanted is None and self.galaxy_size == 1 and not (await self._records()).keys() - {self.me}:
+            raise UserError(
+                f"no coordinator answers, and no peer of the run {self._run_id} is found: is that its name? Start a "
+                "coordinator with `diloco dht start` and give its address to --initial-peers, or begin the run with "
+                "--world-rank 0"
+            )
+        return NO_RANK if wanted is None else wanted
+
+    async def _records(self) -> dict[str, Announcement]:
+        """Fresh, well-signed announcements of this run in the DHT, by peer id."""
+        records = {}
+        for peer_id, blob in (await self._dht.get(PEERS_KEY(self._run_id))).items():
+            try:
+                record = Announcement.decode(peer_id, blob, run_id=self._run_id, now=time.time())
+                self._gate.check(peer_id, record.token, "DHT")
+            except ProtocolError as error:
+                log.debug("ignored a record: %s", error)
+                continue
+            if record.state != "leaving":
+                records[peer_id] = record
+        return records
+
+    def _blob(self) -> bytes:
+        return self._describe().encode(self._identity)
+
+    def _view_changed(self) -> None:
+        self._changed.set()
+        self._on_change()
+
+
+def announce_interval_s(num_peers: int, *, is_early: bool) -> float:
+    """Between two announcements of a peer that sees so many, itself included, while it has no news.
+
+    Each is stored at many nodes, and comes with a look at everybody's: rarer among many, who are found all the same.
+    """
+    usual_s = EARLY_INTERVAL_S if is_early else ANNOUNCE_INTERVAL_S
+    return min(usual_s * max(1.0, num_peers / _MANY_PEERS), RECORD_TTL_S / 4)
+
+
+def rest_s(num_peers: int) -> float:
+    """For so long even news waits after an announcement: the mesh has told of it already."""
+    return 0.0 if num_peers <= _MANY_PEERS else announce_interval_s(num_peers, is_early=True)

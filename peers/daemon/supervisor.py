@@ -1,0 +1,209 @@
+"""Start, watch and stop the worker: one process per rank, restarted together when one of them dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from peers.daemon.restarts import (
+    FINISHED,
+    USER_ERROR,
+    RestartPolicy,
+    Restarts,
+    WorkerEnd,
+    last_line,
+    restart_delay_s,
+)
+
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None, use_errno=True)
+# How long after the first rank's death the others may still tell why (a UserError beats a broken connection).
+_LAST_WORDS_S = 1.0
+_MAX_SAID_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerCommand:
+    """What to run as the ranks of this peer. `env` is all they get, but for torchrun's variables."""
+
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    cwd: Path
+    log_path: Path
+    """Where rank 0's output is appended; rank k's goes to the same name with `-rank<k>` before the suffix."""
+    num_ranks: int = 1
+    reason_in: Callable[[str], str] = last_line
+    """What the end of rank 0's log says of why it ended, in one line."""
+
+    def log_of(self, rank: int) -> Path:
+        name = self.log_path
+        return name if rank == 0 else name.with_name(f"{name.stem}-rank{rank}{name.suffix}")
+
+
+@dataclass
+class Supervisor:
+    """Runs a worker command until it finishes, fails for good, or is stopped. Used from one event loop.
+
+    `on_exit` is called after every end of the worker.
+    """
+
+    command: WorkerCommand
+    on_exit: Callable[[WorkerEnd], None] | None = None
+    policy: RestartPolicy = field(default_factory=RestartPolicy)
+
+    def __post_init__(self) -> None:
+        self._stopping = asyncio.Event()
+        self._restarts = Restarts(self.policy)
+        self._ranks: list[asyncio.subprocess.Process] = []
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The ranks that are running now."""
+        return tuple(rank.pid for rank in self._ranks if rank.returncode is None)
+
+    async def run(self) -> WorkerEnd:
+        """The worker's last end: it has finished, its user must mend something, or it was given up or stopped.
+
+        Whatever way this ends, cancellation included, no process of the worker is left.
+        """
+        while True:
+            said_before = _size_of(self.command.log_path)
+            code = await self._run_once()
+            end = self._restarts.ended(code, self.command.reason_in(self._said(said_before)))
+            if self._stopping.is_set():
+                end = replace(end, restarts=False)
+            if self.on_exit:
+                self.on_exit(end)
+            if not end.restarts or await self._stopped_within(restart_delay_s(end.num_deaths)):
+                return end
+
+    def notify_progress(self) -> None:
+        """The worker trains: earlier deaths no longer count against it, unless it always ends for one reason."""
+        self._restarts.progressed()
+
+    def notify_commit(self) -> None:
+        """An epoch holds the worker's work: no earlier death counts against it."""
+        self._restarts.committed()
+
+    async def stop(self) -> None:
+        """SIGTERM, then SIGKILL after the policy's deadline. `run` then returns. Safe to repeat."""
+        self._stopping.set()
+        await self._end(self.policy.stop_timeout_s)
+
+    async def _run_once(self) -> int:
+        port = _free_port()
+        try:
+            for rank in range(self.command.num_ranks):
+                self._ranks.append(await _start(self.command, rank, port))
+            await self._first_failure()
+        finally:
+            await self._end(self.policy.stop_timeout_s)
+            codes = [_shell_code(rank.returncode) for rank in self._ranks if rank.returncode is not None]
+            self._ranks = []
+        return USER_ERROR if USER_ERROR in codes else next((code for code in codes if code), FINISHED)
+
+    async def _first_failure(self) -> None:
+        """Returns when all ranks have finished, or shortly after one has failed."""
+        waits = {asyncio.ensure_future(rank.wait()) for rank in self._ranks}
+        pending = waits
+        try:
+            while pending and not any(wait.done() and wait.result() for wait in waits):
+                _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            if pending and not self._stopping.is_set():
+                await asyncio.wait(pending, timeout=_LAST_WORDS_S)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    async def _end(self, timeout_s: float) -> None:
+        ranks = list(self._ranks)
+        deadline = time.monotonic() + timeout_s
+        try:
+            for rank in ranks:
+                if rank.returncode is None:
+                    _signal_group(rank.pid, signal.SIGTERM)
+            for rank in ranks:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(rank.wait(), max(deadline - time.monotonic(), 0.01))
+        finally:
+            # Also where the rank itself is gone: children it left behind share its group.
+            for rank in ranks:
+                _signal_group(rank.pid, signal.SIGKILL)
+        for rank in ranks:
+            await rank.wait()
+
+    def _said(self, since: int) -> str:
+        """The end of what this life has written to rank 0's log."""
+        with contextlib.suppress(FileNotFoundError), self.command.log_path.open("rb") as log:
+            log.seek(max(since, _size_of(self.command.log_path) - _MAX_SAID_BYTES))
+            return log.read().decode("utf-8", errors="replace")
+        return ""
+
+    async def _stopped_within(self, timeout_s: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            return await asyncio.wait_for(self._stopping.wait(), timeout_s)
+        return False
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """From now on SIGKILL this process when the thread that started it ends. Call it in the child."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The parent may have died before the call.
+    if os.getppid() != parent_pid:
+        os._exit(128 + signal.SIGKILL)
+
+
+async def _start(command: WorkerCommand, rank: int, port: int) -> asyncio.subprocess.Process:
+    parent_pid = os.getpid()
+    command.log_path.parent.mkdir(parents=True, exist_ok=True)
+    with command.log_of(rank).open("ab") as log:
+        return await asyncio.create_subprocess_exec(
+            *command.argv,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            cwd=command.cwd,
+            env={**command.env, **_rank_env(rank, command.num_ranks, port)},
+            start_new_session=True,
+            preexec_fn=lambda: die_with_parent(parent_pid),
+        )
+
+
+def _rank_env(rank: int, num_ranks: int, port: int) -> dict[str, str]:
+    """What torchrun would set on a single node."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _size_of(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _signal_group(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, number)
+
+
+def _shell_code(code: int) -> int:
+    return 128 - code if code < 0 else code

@@ -1,0 +1,5 @@
+"""What people and programs are told: of this peer, and of the whole swarm.
+
+Start with reporting.py, what a peer says of itself; observer.py is who asks all of them (`diloco status`, the
+dashboard), and summary.py what it makes of the answers.
+"""

@@ -1,0 +1,305 @@
+"""A look at a swarm from outside, without joining it: what its peers announce, and what they answer.
+
+The observer finds peers in the DHT, keeps a stream to each on which it reports (peers/protocol/reports.py), and asks
+again where one breaks. What follows from all that is decided in peers/monitor/sightings.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Iterable, Sequence
+from functools import lru_cache
+from typing import Any
+
+from msgspec.msgpack import Decoder
+
+from peers.admission import bans
+from peers.admission.secrets import SwarmSecret
+from peers.core.admission import Admission
+from peers.errors import PeersError, PeerUnreachable, ProtocolError, UserError
+from peers.monitor.report_service import proof_of
+from peers.monitor.sightings import LOST, SILENT, Sightings
+from peers.monitor.summary import MAX_SHOWN_ROUNDS, holders_of, summary_of
+from peers.net.channel import Channel
+from peers.net.dht.node import Dht
+from peers.net.gate import Gate
+from peers.net.identity import load_or_create
+from peers.net.socket_directory import SocketDirectory
+from peers.protocol import reports
+from peers.protocol.admission import Nonce, Proof
+from peers.protocol.certificates import Certificate
+from peers.protocol.records import PEERS_KEY, Announcement
+from peers.protocol.refusal import Refusal, unless_refused
+from peers.protocol.reports import Report
+from peers.protocol.signatures import verify_signature
+
+LOOK_INTERVAL_S = 2.0
+"""Between two looks into the DHT."""
+DIAL_TIMEOUT_S = 1.5
+"""What a peer may take to be reached, and to say its first word."""
+SILENCE_S = 6.0
+"""A stream on which nothing comes for so long is given up."""
+AGAIN_S = (0.3, 3.0)
+"""Before a peer is asked again: the first time, and at the longest."""
+SETTLE_S = 4.0
+"""How long a single look waits for those who are slow to answer."""
+ENOUGH_MISSES = 2
+"""Of a peer that is asked for the first time: one slow answer, on a busy machine or a long way, is no absence."""
+MAX_STREAMS = 256
+"""Peers that are asked; of a larger swarm, the others are shown as they announce themselves."""
+MAX_DIALLED = 32
+_FIRST: Decoder[Nonce | Report | reports.Busy] = Decoder(Nonce | Report | reports.Busy)
+_REPORT: Decoder[Report | Refusal] = Decoder(Report | Refusal)
+
+log = logging.getLogger(__name__)
+
+
+async def read_swarm(
+    run_id: str, initial_peers: Sequence[str], *, timeout_s: float, secret: SwarmSecret | None = None
+) -> dict[str, Any]:
+    """The swarm as `summary_of` gives it, now; with the swarm secret, of those only who were admitted.
+
+    Raises UserError when nobody answers in time.
+    """
+    async with observing(run_id, initial_peers, timeout_s=timeout_s, secret=secret) as observer:
+        await observer.settled(SETTLE_S)
+        return observer.swarm()
+
+
+@contextlib.asynccontextmanager
+async def observing(
+    run_id: str, initial_peers: Sequence[str], *, timeout_s: float, secret: SwarmSecret | None = None
+) -> AsyncIterator[Observer]:
+    """An observer at work. Raises UserError when nobody answers in time."""
+    gate = Gate(Admission(run_id, secret.public_key if secret else None))
+    async with contextlib.AsyncExitStack() as stack:
+        # Whoever only looks needs no identity that lasts.
+        directory = stack.enter_context(SocketDirectory())
+        identity = load_or_create(directory.path / "observer.key")
+        try:
+            async with asyncio.timeout(timeout_s):
+                dht = await Dht.join(
+                    identity=identity, initial_peers=initial_peers, client_mode=True, timeout_s=timeout_s
+                )
+                stack.push_async_callback(dht.close)
+                if not gate.is_open:
+                    await bans.exchange(dht, run_id, gate, await bans.admitted(dht, run_id, gate))
+                observer = Observer(run_id, dht, gate, secret)
+                stack.push_async_callback(observer.close)
+                await observer.start()
+        except TimeoutError as error:
+            raise UserError(
+                f"the swarm did not answer within {timeout_s:g} s; try a longer --timeout"
+            ) from error
+        yield observer
+
+
+class Observer:
+    """Used from one event loop."""
+
+    def __init__(self, run_id: str, dht: Dht, gate: Gate, secret: SwarmSecret | None) -> None:
+        self._run_id, self._dht, self._gate, self._secret = run_id, dht, gate, secret
+        self._sightings = Sightings()
+        self._dials = asyncio.Semaphore(MAX_DIALLED)
+        self._following: dict[str, asyncio.Task[None]] = {}
+        self._unasked: set[str] = set()
+        self._looking: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[str] | None = None
+        self._look_now, self._news = asyncio.Event(), asyncio.Event()
+
+    async def start(self) -> None:
+        """Look around once, and keep looking."""
+        await self._look()
+        self._looking = asyncio.create_task(self._look_forever())
+        self._watching = asyncio.create_task(self._dht.wait_dead())
+
+    async def close(self) -> None:
+        own = (self._looking, self._watching)
+        tasks: list[asyncio.Task[Any]] = [task for task in (*own, *self._following.values()) if task]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def settled(self, timeout_s: float) -> None:
+        """Until every peer that is known has answered or proved unreachable. Who was there by then is no news."""
+        deadline = time.monotonic() + timeout_s
+        while self._unasked and time.monotonic() < deadline:
+            await self.changed(deadline - time.monotonic())
+        self._sightings.note(time.monotonic(), time.time(), silently=True)
+
+    async def changed(self, timeout_s: float) -> None:
+        """Until there is news, at most so long. Raises PeersError where there can be none any more."""
+        if self._watching is not None and self._watching.done():
+            raise PeersError("p2pd, the process that carries the connections to the swarm, has died")
+        self._news.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._news.wait()
+
+    def swarm(self, *, num_rounds: int = MAX_SHOWN_ROUNDS) -> dict[str, Any]:
+        """As it stands now."""
+        now, unix_now = time.monotonic(), time.time()
+        self._sightings.note(now, unix_now)
+        return summary_of(self._run_id, self._sightings, now=now, unix_now=unix_now, num_rounds=num_rounds)
+
+    def curves(self) -> dict[int, list[tuple[float, int, float | None, float]]]:
+        """By world rank, how the peers' trainings went: (Unix time, step, loss, tokens/s)."""
+        holders = holders_of(self._sightings, now=time.monotonic())
+        return {
+            rank: [(point.time, point.step, point.loss, point.tokens_per_s) for point in peer.curve.points]
+            for rank, peer in holders.items()
+            if peer.curve.points
+        }
+
+    async def _look_forever(self) -> None:
+        while True:
+            self._look_now.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_INTERVAL_S):
+                    await self._look_now.wait()
+            try:
+                await self._look()
+            except PeersError as error:
+                log.debug("no look into the DHT: %s", error)
+
+    async def _look(self) -> None:
+        values = await self._dht.get(PEERS_KEY(self._run_id))
+        for record in valid_announcements(
+            values.items(), run_id=self._run_id, now=time.time(), gate=self._gate
+        ):
+            if self._is_reborn(record):
+                self._stop_asking(record.peer_id)
+            self._sightings.announced(record, time.monotonic())
+            self._dht.remember(record.peer_id, record.maddrs)
+            if record.state != "leaving":
+                self._follow(record.peer_id)
+        self._news.set()
+
+    def _is_reborn(self, record: Announcement) -> bool:
+        """Whether it has been started again: what is known of its former self's stream is out of date."""
+        known = self._sightings.peers.get(record.peer_id)
+        return (
+            known is not None
+            and record.time > known.announcement.time
+            and record.incarnation != known.announcement.incarnation
+        )
+
+    def _stop_asking(self, peer_id: str) -> None:
+        if (task := self._following.pop(peer_id, None)) is not None:
+            task.cancel()
+
+    def _follow(self, peer_id: str) -> None:
+        task = self._following.get(peer_id)
+        if (task is None or task.done()) and peer_id in self._sightings.peers:
+            self._following = {i: other for i, other in self._following.items() if not other.done()}
+            if len(self._following) < MAX_STREAMS:
+                self._unasked.add(peer_id)
+                self._following[peer_id] = asyncio.create_task(self._keep_asking(peer_id))
+
+    async def _keep_asking(self, peer_id: str) -> None:
+        """Have a peer report, again and again, until it is gone for good."""
+        rest_s, num_missed = AGAIN_S[0], 0
+        while True:
+            asked_at = time.monotonic()
+            try:
+                await self._hear(peer_id)
+            except (PeersError, OSError) as error:
+                log.debug("%s does not report: %s", peer_id, error)
+            self._sightings.missed(peer_id)
+            num_missed += 1
+            if num_missed >= ENOUGH_MISSES:
+                self._unasked.discard(peer_id)
+            self._news.set()
+            # What it said last of all may be that it leaves; and where it is now, if it is back.
+            self._look_now.set()
+            if self._is_over(peer_id):
+                return
+            rest_s = AGAIN_S[0] if time.monotonic() - asked_at > AGAIN_S[1] else min(2 * rest_s, AGAIN_S[1])
+            await asyncio.sleep(rest_s)
+
+    def _is_over(self, peer_id: str) -> bool:
+        """Nobody has it any more: it is asked again when it announces itself anew."""
+        peer = self._sightings.peers.get(peer_id)
+        if peer is None or peer.announcement.state == "leaving":
+            return True
+        is_lost = self._sightings.state_of(peer_id, time.monotonic()) in (LOST, SILENT)
+        return is_lost and time.time() - peer.announcement.time > 2 * SILENCE_S
+
+    async def _hear(self, peer_id: str) -> None:
+        """One stream, to its end. Raises PeersError, OSError."""
+        peer = self._sightings.peers.get(peer_id)
+        if peer is None:
+            raise PeerUnreachable("it has been forgotten")
+        maddrs = peer.announcement.maddrs
+        async with self._dials:
+            sock = await self._dht.transport.open(
+                peer_id, reports.report_protocol(self._run_id), timeout_s=DIAL_TIMEOUT_S, maddrs=maddrs
+            )
+        channel = Channel(sock)
+        try:
+            await channel.send(reports.Hello(version=reports.VERSION), DIAL_TIMEOUT_S)
+            said = await channel.read(_FIRST, DIAL_TIMEOUT_S)
+            if isinstance(said, reports.Busy):
+                raise PeerUnreachable("it has as many observers as it answers")
+            report = await self._admitted(peer_id, said.nonce, channel) if isinstance(said, Nonce) else said
+            while True:
+                self._heard(peer_id, report)
+                report = unless_refused(await channel.read(_REPORT, SILENCE_S))
+        finally:
+            channel.close()
+
+    async def _admitted(self, peer_id: str, nonce: bytes, channel: Channel) -> Report:
+        """The first report, for the proof that this observer has the swarm secret."""
+        if self._secret is None:
+            raise ProtocolError("it answers only who has the swarm secret")
+        proof = proof_of(self._secret, self._run_id, self._dht.peer_id, peer_id, nonce)
+        await channel.send(Proof(proof=proof), DIAL_TIMEOUT_S)
+        return unless_refused(await channel.read(_REPORT, DIAL_TIMEOUT_S))
+
+    def _heard(self, peer_id: str, report: Report) -> None:
+        """Raises ProtocolError for a report that is not of a peer of the run, or shows what is not proved."""
+        check_certified(report)
+        status = Announcement.decode(peer_id, report.status, run_id=self._run_id, now=time.time())
+        if not self._gate.is_admitted(peer_id, status.token):
+            raise ProtocolError("its token is not good any more")
+        self._sightings.reported(status, report, time.monotonic())
+        self._told_of(peer_id)
+
+    def _told_of(self, peer_id: str) -> None:
+        self._unasked.discard(peer_id)
+        self._news.set()
+
+
+def check_certified(report: Report) -> None:
+    """Raises ProtocolError for a certificate that its signers have not signed: an observer shows what is proved."""
+    if report.certified is None:
+        return
+    certificate = report.certified.certificate
+    if certificate.num_bytes > reports.MAX_CERTIFICATE_BYTES:
+        raise ProtocolError(f"a certificate of {certificate.num_bytes} bytes in a report")
+    if not _is_signed(certificate):
+        raise ProtocolError("a certificate that its signers have not signed")
+
+
+@lru_cache(maxsize=64)
+def _is_signed(certificate: Certificate) -> bool:
+    """All peers show the same one; it is checked once."""
+    return certificate.is_signed(verify_signature)
+
+
+def valid_announcements(
+    values: Iterable[tuple[str, bytes]], *, run_id: str, now: float, gate: Gate
+) -> list[Announcement]:
+    """Those of the DHT's values that are well-formed, signed, and of peers admitted to this run."""
+    found = []
+    for peer_id, blob in values:
+        try:
+            record = Announcement.decode(peer_id, blob, run_id=run_id, now=now)
+            if gate.is_admitted(peer_id, record.token):
+                found.append(record)
+        except ProtocolError:
+            continue
+    return found

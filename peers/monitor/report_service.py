@@ -1,0 +1,136 @@
+"""A peer's answers to those who look on: one stream for each, on which it reports until they close it.
+
+Open to everybody in an open swarm; elsewhere to whoever proves to have the swarm secret. At most MAX_OBSERVERS at
+once: they are strangers, and every one of them costs a message a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+from msgspec.msgpack import Decoder
+
+from peers.admission.secrets import SwarmSecret
+from peers.errors import PeersError
+from peers.net.channel import Channel
+from peers.protocol.admission import NONCE_BYTES, Nonce, Proof
+from peers.protocol.refusal import Refusal, Why
+from peers.protocol.reports import Busy, Hello, Report, report_protocol
+
+MAX_OBSERVERS = 16
+REPORT_INTERVAL_S = 1.0
+LEAST_INTERVAL_S = 0.2
+"""Between two reports on one stream, whatever happens."""
+HELLO_TIMEOUT_S = 5.0
+SEND_TIMEOUT_S = 5.0
+_HELLO, _PROOF = Decoder(Hello), Decoder(Proof)
+
+log = logging.getLogger(__name__)
+
+
+class StreamServer(Protocol):
+    """The part of net/libp2p/transport.py that is needed: observers are no peers, so no other path leads to them."""
+
+    async def serve(
+        self, protocol: str, handler: Callable[[str, socket.socket], Awaitable[None]]
+    ) -> None: ...
+
+
+def proof_of(secret: SwarmSecret, run_id: str, observer_id: str, peer_id: str, nonce: bytes) -> bytes:
+    """That an observer has the secret. Good for nothing else: no run's id has a slash in it."""
+    return secret.proof(f"{run_id}/report", observer_id, peer_id, nonce)
+
+
+class ReportService:
+    """Used from one event loop. `report(since)` gives what has come since that moment, in Unix seconds."""
+
+    def __init__(
+        self,
+        run_id: str,
+        peer_id: str,
+        transport: StreamServer,
+        report: Callable[[float], Report],
+        *,
+        secret: SwarmSecret | None = None,
+        is_banned: Callable[[str], bool] = lambda _peer_id: False,
+    ) -> None:
+        self._run_id, self._peer_id, self._transport = run_id, peer_id, transport
+        self._report, self._secret, self._is_banned = report, secret, is_banned
+        self._observers: set[asyncio.Event] = set()
+
+    async def start(self) -> None:
+        """Answer from now on."""
+        await self._transport.serve(report_protocol(self._run_id), self._accepted)
+
+    def changed(self) -> None:
+        """There is news that observers should have at once."""
+        for news in self._observers:
+            news.set()
+
+    async def _accepted(self, observer_id: str, sock: socket.socket) -> None:
+        channel = Channel(sock)
+        try:
+            if await self._is_admitted(observer_id, channel):
+                await self._tell(channel)
+        except (PeersError, OSError) as error:
+            log.debug("observer %s has gone: %s", observer_id, error)
+        finally:
+            channel.close()
+
+    async def _is_admitted(self, observer_id: str, channel: Channel) -> bool:
+        await channel.read(_HELLO, HELLO_TIMEOUT_S)
+        if len(self._observers) >= MAX_OBSERVERS:
+            await channel.send(Busy(), SEND_TIMEOUT_S)
+            return False
+        if self._secret is None:
+            return True
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        await channel.send(Nonce(nonce=nonce), SEND_TIMEOUT_S)
+        proof = (await channel.read(_PROOF, HELLO_TIMEOUT_S)).proof
+        expected = proof_of(self._secret, self._run_id, observer_id, self._peer_id, nonce)
+        if secrets.compare_digest(proof, expected) and not self._is_banned(observer_id):
+            return True
+        await channel.send(Refusal(why=Why.WRONG_SECRET), SEND_TIMEOUT_S)
+        return False
+
+    async def _tell(self, channel: Channel) -> None:
+        news, since = asyncio.Event(), 0.0
+        self._observers.add(news)
+        # Nothing more is to come: whatever does ends the reports, as does the end of the stream.
+        hung_up = asyncio.ensure_future(channel.read(_HELLO))
+        try:
+            while not hung_up.done():
+                news.clear()
+                report = self._report(since)
+                since = newest_of(report, since)
+                await channel.send(report, SEND_TIMEOUT_S)
+                await asyncio.sleep(LEAST_INTERVAL_S)
+                await _first_of(hung_up, news, REPORT_INTERVAL_S - LEAST_INTERVAL_S)
+        finally:
+            self._observers.discard(news)
+            hung_up.cancel()
+            await asyncio.gather(hung_up, return_exceptions=True)
+
+
+def newest_of(report: Report, since: float) -> float:
+    """The moment up to which the next report need not repeat anything."""
+    told: list[Any] = [*report.points, *report.rounds, *report.incidents]
+    if report.certified is not None:
+        told.append(report.certified)
+    return max((entry.time for entry in told), default=since)
+
+
+async def _first_of(hung_up: asyncio.Future[Any], news: asyncio.Event, timeout_s: float) -> None:
+    waiting = asyncio.ensure_future(news.wait())
+    try:
+        await asyncio.wait({hung_up, waiting}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiting.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await waiting

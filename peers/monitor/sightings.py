@@ -1,0 +1,187 @@
+"""What an observer makes of all it hears of a swarm: who is there, who is lost, and how everybody stands. Pure.
+
+It hears of a peer in three ways. Announcements in the DHT outlive their peer by up to twenty seconds. A peer that
+answers tells of itself every second, and when its stream breaks it is most likely gone. And whoever answers tells whom
+it has a live channel with: so a peer that only the observer cannot reach is not taken for dead, and one that nobody
+has any more is lost, a moment after its death. Times are of any one clock, except where Unix time is said.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from peers.monitor.journal import Curve
+from peers.protocol.certificates import Certificate
+from peers.protocol.records import Announcement
+from peers.protocol.reports import MAX_INCIDENTS, MAX_ROUNDS, Incident, Report, RoundEntry
+
+QUIET_AFTER_S = 4.0
+"""A peer that has told nothing for so long, though several reports were due, does not count as one that answers."""
+FORGET_AFTER_S = 600.0
+"""For so long a lost peer is shown."""
+COMING_BACK_S = 15.0
+"""For so long a peer that was started again need not be met by anybody, until it has answered."""
+NEVER_MET_S = 25.0
+"""One that nobody has met is shown as long as the DHT may have its announcement."""
+MAX_SIGHTINGS = 1024
+MAX_EVENTS = 100
+
+LOST, SILENT = "lost", "silent"
+"""What a peer's state is beside what it says itself. Lost: those who are there have no channel with it any more.
+Silent: it does not answer, and there is nobody else to ask."""
+
+
+@dataclass
+class Sighting:
+    """One peer, as far as it has been heard of."""
+
+    announcement: Announcement
+    """The newest, by its own clock."""
+    report: Report | None = None
+    heard_at: float | None = None
+    """When the last report came."""
+    is_failing: bool = False
+    """The last attempt to ask it came to nothing, or the stream broke."""
+    was_told_of: bool = False
+    """It, or another peer, has told that it is there."""
+    shown_state: str = ""
+    """As the events have it."""
+    lost_at: float | None = None
+    reborn_at: float | None = None
+    """When it was first heard of after it was started again."""
+    curve: Curve = field(default_factory=Curve)
+    rounds: deque[RoundEntry] = field(default_factory=lambda: deque(maxlen=MAX_ROUNDS))
+    incidents: deque[Incident] = field(default_factory=lambda: deque(maxlen=MAX_INCIDENTS))
+    certificate: Certificate | None = None
+    """The newest that it has shown."""
+
+    @property
+    def certified_state(self) -> Certificate | None:
+        """Of the state that it says it has."""
+        said, shown = self.announcement, self.certificate
+        is_its_own = shown is not None and (shown.head, shown.body.anchor) == (said.head, said.anchor_digest)
+        return shown if is_its_own else None
+
+    def answers(self, now: float) -> bool:
+        return not self.is_failing and self.heard_at is not None and now - self.heard_at <= QUIET_AFTER_S
+
+    def is_coming_back(self, now: float) -> bool:
+        is_reborn = self.reborn_at is not None and now - self.reborn_at < COMING_BACK_S
+        return is_reborn and self.heard_at is None
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that became of a peer while the observer looked. `time` is Unix time."""
+
+    time: float
+    world_rank: int
+    what: str
+
+
+class Sightings:
+    """By peer id. One observer's, from one event loop."""
+
+    def __init__(self) -> None:
+        self.peers: dict[str, Sighting] = {}
+        self.events: deque[Event] = deque(maxlen=MAX_EVENTS)
+
+    def announced(self, announcement: Announcement, now: float) -> None:
+        """A checked announcement, from the DHT or in a report. Older ones than the newest say nothing."""
+        known = self.peers.get(announcement.peer_id)
+        if known is None:
+            if len(self.peers) < MAX_SIGHTINGS:
+                self.peers[announcement.peer_id] = Sighting(announcement)
+        elif announcement.time > known.announcement.time:
+            if announcement.incarnation != known.announcement.incarnation:
+                known.reborn_at, known.heard_at, known.is_failing = now, None, False
+            known.announcement = announcement
+
+    def reported(self, announcement: Announcement, report: Report, now: float) -> None:
+        """A peer has answered."""
+        self.announced(announcement, now)
+        known = self.peers.get(announcement.peer_id)
+        if known is None:
+            return
+        known.report, known.heard_at, known.is_failing, known.was_told_of = report, now, False, True
+        if report.certified is not None:
+            known.certificate = report.certified.certificate
+        # By its own clock none of it is yet to come: a lie about that could not even be shown as a time of day.
+        latest = announcement.time
+        last = known.rounds[-1].time if known.rounds else 0.0
+        known.rounds.extend(entry for entry in report.rounds if last < entry.time <= latest)
+        last = known.incidents[-1].time if known.incidents else 0.0
+        known.incidents.extend(incident for incident in report.incidents if last < incident.time <= latest)
+        last = known.curve.points[-1].time if known.curve.points else 0.0
+        for point in report.points:
+            if last < point.time <= latest:
+                known.curve.add(point)
+
+    def missed(self, peer_id: str) -> None:
+        """A peer could not be asked, or has hung up."""
+        if (known := self.peers.get(peer_id)) is not None:
+            known.is_failing = True
+
+    def witnesses(self, now: float, *, besides: str = "") -> list[Sighting]:
+        """Those whose word counts on who is there."""
+        return [
+            peer
+            for peer_id, peer in self.peers.items()
+            if peer_id != besides and peer.answers(now) and peer.announcement.state != "leaving"
+        ]
+
+    def state_of(self, peer_id: str, now: float) -> str:
+        """What the peer says of itself, or LOST or SILENT."""
+        peer = self.peers[peer_id]
+        said: str = peer.announcement.state
+        if said == "leaving" or peer.answers(now) or (not peer.is_failing and peer.heard_at is None):
+            return said
+        witnesses = self.witnesses(now, besides=peer_id)
+        if any(other.report and peer_id in other.report.sees for other in witnesses):
+            peer.was_told_of = True
+            return said
+        # A peer that has only just come, or come back, may be in the DHT before anybody can meet it.
+        if peer.is_coming_back(now) or (said == "joining" and not peer.was_told_of):
+            return said
+        return LOST if witnesses or (peer.heard_at is not None and peer.is_failing) else SILENT
+
+    def note(self, now: float, unix_now: float, *, silently: bool = False) -> None:
+        """Write down what has become of whom since the last call, and forget who has been gone for long.
+
+        `silently`: whoever is there now has always been.
+        """
+        for peer_id, peer in list(self.peers.items()):
+            state = self.state_of(peer_id, now)
+            if not silently and (what := _event(peer.shown_state, state)) is not None:
+                self.events.append(Event(unix_now, peer.announcement.world_rank, what))
+            gone = state in (LOST, SILENT, "leaving")
+            peer.lost_at = (now if peer.lost_at is None else peer.lost_at) if gone else None
+            peer.shown_state = state
+            if self._is_forgotten(peer, now, unix_now):
+                del self.peers[peer_id]
+
+    def _is_forgotten(self, peer: Sighting, now: float, unix_now: float) -> bool:
+        if not peer.was_told_of and not peer.answers(now):
+            return unix_now - peer.announcement.time > NEVER_MET_S
+        return peer.lost_at is not None and now - peer.lost_at > FORGET_AFTER_S
+
+    def shown(self) -> Mapping[str, Sighting]:
+        """Everybody but those who have left."""
+        return {i: peer for i, peer in self.peers.items() if peer.announcement.state != "leaving"}
+
+
+def _event(before: str, after: str) -> str | None:
+    gone = (LOST, SILENT, "leaving", "")
+    if before == after:
+        return None
+    if after == LOST:
+        return "was lost" if before else None
+    if after == SILENT:
+        return "does not answer" if before else None
+    if after == "leaving":
+        return "left" if before and before not in gone else None
+    if before in (LOST, SILENT, "leaving"):
+        return "came back"
+    return "joined" if not before else None

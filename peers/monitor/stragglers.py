@@ -1,0 +1,75 @@
+"""Whom a swarm's rounds wait for, and why: read off what their leaders and those who are missing tell. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from peers.monitor.sightings import LOST, SILENT, Sighting
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A peer that a round waits for."""
+
+    world_rank: int
+    leader: int
+    """Who waits for it: the leader of the attempt, or where that is the one who is late, somebody who is ready."""
+    reason: str
+    """For people."""
+
+
+def stragglers_of(peers: Mapping[int, Sighting], states: Mapping[int, str]) -> list[Straggler]:
+    """By world rank. `states` are the peers' states as shown, LOST and SILENT among them."""
+    found: dict[int, Straggler] = {}
+    tellers = [rank for rank in sorted(peers) if states[rank] not in (LOST, SILENT)]
+    for teller in tellers:
+        report = peers[teller].report
+        if report is None:
+            continue
+        standing = report.standing
+        # Leadership goes round, also to those who are late, and who then cannot tell.
+        if standing.leader != teller and standing.leader not in standing.missing:
+            continue
+        for rank in standing.missing:
+            if rank != teller and (rank not in found or standing.leader == teller):
+                reason = _reason(peers.get(rank), states.get(rank, LOST), standing.step)
+                found[rank] = Straggler(rank, teller, reason)
+    return [found[rank] for rank in sorted(found)]
+
+
+def _reason(peer: Sighting | None, state: str, step: str) -> str:
+    if peer is None or state == LOST:
+        return "it is lost"
+    if state == SILENT:
+        return "it does not answer"
+    if step in ("voted", "reducing"):
+        return "it has not voted yet" + _doing(peer)
+    if state == "training":
+        return _trains(peer)
+    if state in ("joining", "waiting"):
+        return "it is joining" + _doing(peer)
+    return "it has not come to this round yet" + _doing(peer)
+
+
+def _doing(peer: Sighting) -> str:
+    waits_for = peer.report.standing.waits_for if peer.report else ""
+    return f": waits for {waits_for}" if waits_for else ""
+
+
+def _trains(peer: Sighting) -> str:
+    steps = peer.report.figures.steps_per_epoch if peer.report else 0
+    done = peer.announcement.local_step
+    if not steps:
+        return f"it still trains, at step {done} of its epoch"
+    left_s = time_left_s(peer, steps - done)
+    return f"it still trains, at step {done} of {steps}" + (f", about {left_s:.0f} s to go" if left_s else "")
+
+
+def time_left_s(peer: Sighting, steps_left: int) -> float | None:
+    """By the pace of its last steps; None where that cannot be told."""
+    points = peer.curve.points[-8:]
+    if len(points) < 2 or steps_left <= 0:
+        return None
+    steps, seconds = points[-1].step - points[0].step, points[-1].time - points[0].time
+    return steps_left * seconds / steps if steps > 0 and seconds > 0 else None

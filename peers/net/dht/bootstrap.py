@@ -1,0 +1,86 @@
+"""The first contact with a swarm: which of the addresses we were given answer, and if none does, why."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from peers.errors import PeerUnreachable, UserError
+from peers.protocol.maddrs import parse_maddr
+
+if TYPE_CHECKING:
+    from peers.net.libp2p.transport import Transport
+
+_PLAIN_REASONS = ("connection refused", "no route to host", "network is unreachable", "no such host")
+_CLOCKS = re.compile(r"local: ([\d.]+), peer: ([\d.]+)")
+
+
+async def connect_any(transport: Transport, initial_peers: Sequence[str], *, timeout_s: float) -> list[str]:
+    """Connect to all of `initial_peers` (each with /p2p/…); returns those that answer.
+
+    Raises UserError when there are some and all are silent.
+    """
+    reasons = await asyncio.gather(*(_connect(transport, maddr, timeout_s) for maddr in initial_peers))
+    if initial_peers and None not in reasons:
+        details = "; ".join(
+            f"{maddr}: {reason}" for maddr, reason in zip(initial_peers, reasons, strict=True)
+        )
+        raise UserError(
+            f"none of the initial peers answers ({details}). Is one of them running, and its port "
+            "open to this machine?"
+        )
+    return [maddr for maddr, reason in zip(initial_peers, reasons, strict=True) if reason is None]
+
+
+async def _connect(transport: Transport, maddr: str, timeout_s: float) -> str | None:
+    """None, or why it failed."""
+    try:
+        await transport.connect(str(parse_maddr(maddr).peer_id), [maddr], timeout_s=timeout_s)
+        return None
+    except PeerUnreachable as error:
+        return plain_reason(str(error))
+
+
+def is_nobody_there(error: str) -> bool:
+    """Whether libp2p's account of a failed dial says that no process listens there, and not that it was slow."""
+    return "connection refused" in error and not _is_slow(error)
+
+
+def _is_slow(error: str) -> bool:
+    return any(text in error for text in ("deadline exceeded", "i/o timeout", "no answer within"))
+
+
+def plain_reason(error: str) -> str:
+    """What libp2p's account of a failed dial means to a person."""
+    if "peer id mismatch" in error:
+        return "another peer answers there, the id at the end of the address is not its"
+    for text in _PLAIN_REASONS:
+        if text in error:
+            return text
+    if _is_slow(error):
+        return "no answer in time"
+    return " ".join(error.split())[-200:]
+
+
+class ClockOff(UserError):
+    """The swarm's nodes do not take this machine, whose clock is another one than theirs."""
+
+
+def not_taken(error: str) -> UserError:
+    """What to raise for Hivemind's refusal of a new DHT node."""
+    return (ClockOff if _CLOCKS.search(error) else UserError)(why_not_taken(error))
+
+
+def why_not_taken(error: str) -> str:
+    """What Hivemind's refusal of a new DHT node means to a person, and the next move."""
+    clocks = _CLOCKS.search(error)
+    if clocks is None:
+        return f"the swarm's DHT does not take this machine: {error}"
+    ahead_s = float(clocks[1]) - float(clocks[2])
+    off = f"{abs(ahead_s):.1f} s {'ahead of' if ahead_s > 0 else 'behind'}"
+    return (
+        f"this machine's clock is {off} the swarm's, and at most 3 s are allowed. Set it right (`timedatectl set-ntp "
+        "true`, or the clock of the machine that hosts this one), then start again"
+    )

@@ -1,0 +1,321 @@
+"""The swarm's DHT: small expiring records that every peer can read, and the transport that comes with it.
+
+A Hivemind DHT node in this process's own event loop, on a p2pd of its own. Hivemind (and with it torch) is
+loaded by `load_hivemind` only, which `Dht.join` calls, so that a command line can import this module for nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+from msgspec.msgpack import Decoder
+
+from peers.errors import PeerUnreachable, ProtocolError, UserError
+from peers.net.dht.bootstrap import connect_any, not_taken
+from peers.net.dht.contacts import Contacts
+from peers.net.dht.descriptors import raise_limit
+from peers.net.dht.ping import ping, serve_ping
+from peers.net.identity import Identity
+from peers.net.libp2p.p2pd import P2pd
+from peers.protocol.maddrs import by_reach, check_listenable, is_maddr, parse_maddr, validate_maddr
+from peers.protocol.wire import decode, encode
+
+if TYPE_CHECKING:
+    from hivemind.dht.node import DHTNode
+    from hivemind.p2p import P2P
+
+    from peers.net.dht.initial_records import Found, InitialRecords
+    from peers.net.dht.records import Check, KeptRecords
+    from peers.net.libp2p.transport import Transport
+
+__all__ = ["MAX_VALUE_BYTES", "Dht", "load_hivemind", "validate_maddr"]
+
+MAX_VALUE_BYTES = 4096
+"""Larger values are neither stored nor returned."""
+_HEAD_BYTES = 8
+_VALUE = Decoder(bytes)
+
+_MAX_VALUES = 4096
+_RPC_TIMEOUT_S = 3.0
+_CONTACT_INTERVAL_S = 5.0
+_LONELY_INTERVAL_S = 1.0
+"""How often lost contacts are looked for while the node knows nobody at all."""
+_CLOCK_TICK_S = 0.001
+_DEFAULT_JOIN_TIMEOUT_S = 20.0
+
+logger = logging.getLogger(__name__)
+
+
+class Dht:
+    """This process's membership in a DHT. Used from the event loop that joined."""
+
+    def __init__(
+        self,
+        p2pd: P2pd,
+        p2p: P2P,
+        node: DHTNode,
+        kept: KeptRecords,
+        transport: Transport,
+        initial_peers: Sequence[str],
+    ) -> None:
+        self.peer_id = str(p2p.peer_id)
+        self.transport = transport
+        self._p2pd = p2pd
+        self._p2p = p2p
+        self._node, self._kept = node, kept
+        self.initial_peers = frozenset(_by_peer(initial_peers))
+        """Their ids: whom this peer's user has named."""
+        self._expiry: dict[tuple[str, str], float] = {}
+        self._contacts = Contacts(_by_peer(initial_peers))
+        self._initial = _initial_records(transport, node, kept, _by_peer(initial_peers))
+        self._keeper = asyncio.create_task(self._keep_contacts())
+
+    @classmethod
+    async def join(
+        cls,
+        *,
+        identity: Identity,
+        initial_peers: Sequence[str] = (),
+        host_maddrs: Sequence[str] = ("/ip4/0.0.0.0/tcp/0",),
+        announce_maddrs: Sequence[str] = (),
+        client_mode: bool = False,
+        timeout_s: float = _DEFAULT_JOIN_TIMEOUT_S,
+    ) -> Dht:
+        """Join the DHT that any of `initial_peers` belongs to, or begin one when there are none.
+
+        `client_mode`: listen nowhere and store nothing for others, only ask. Raises UserError for addresses
+        that are wrong, in use, or silent, and where too few files may be open.
+        """
+        for maddr in initial_peers:
+            validate_maddr(maddr, peer_id=True)
+        for maddr in (*host_maddrs, *announce_maddrs):
+            validate_maddr(maddr, peer_id=False)
+        if not client_mode:
+            check_listenable(host_maddrs)
+        others = [maddr for maddr in initial_peers if parse_maddr(maddr).peer_id != identity.peer_id]
+        # Before p2pd starts, which inherits it.
+        raise_limit()
+        load_hivemind()
+        from peers.net.libp2p.transport import Transport
+
+        async with contextlib.AsyncExitStack() as undo:
+            p2pd = await P2pd.start(
+                identity_path=identity.path,
+                host_maddrs=host_maddrs,
+                announce_maddrs=announce_maddrs,
+                client_mode=client_mode,
+            )
+            undo.push_async_callback(p2pd.stop)
+            transport = Transport(p2pd.control, p2pd.directory)
+            undo.push_async_callback(transport.close)
+            deadline = time.monotonic() + timeout_s
+            answering = await connect_any(transport, others, timeout_s=timeout_s)
+            p2p = await _attach(p2pd)
+            undo.push_async_callback(p2p.shutdown)
+            left_s = max(deadline - time.monotonic(), _RPC_TIMEOUT_S)
+            node, kept = await _create_node(p2p, answering, client_mode, left_s)
+            await serve_ping(transport)
+            undo.pop_all()
+            return cls(p2pd, p2p, node, kept, transport, others)
+
+    async def maddrs(self) -> list[str]:
+        """The addresses others can dial now, each with /p2p/<id>, farthest reach first; none in client mode."""
+        try:
+            visible = await self._p2p.get_visible_maddrs(latest=True)
+        except (ValueError, OSError):
+            return []
+        return by_reach(text for maddr in visible if is_maddr(text := str(maddr)))
+
+    async def store(self, key: str, subkey: str, value: bytes, ttl_s: float) -> bool:
+        """Put `value` (MAX_VALUE_BYTES at most) under `key`, beside the values of other subkeys.
+
+        Returns whether any node took it. It is gone after `ttl_s`, but not before what it replaces would be.
+        """
+        if len(value) > MAX_VALUE_BYTES:
+            raise ValueError(f"a DHT value of {len(value)} bytes; at most {MAX_VALUE_BYTES} are kept")
+        # Nodes compare wall-clock times, and refuse what expires no later than the value they have.
+        expiry = max(time.time() + ttl_s, self._expiry.get((key, subkey), 0.0) + _CLOCK_TICK_S)
+        self._expiry[key, subkey] = expiry
+        stored = await asyncio.gather(
+            self._node.store(key, value, expiry, subkey=subkey),
+            self._initial.store(key, subkey, encode(value), expiry),
+        )
+        return any(stored)
+
+    def keep(self, key: str, check: Check) -> None:
+        """From now on this node stores for others under `key` only what `check` lets through."""
+        self._kept.keep(key, check)
+
+    async def get(self, key: str) -> dict[str, bytes]:
+        """The live values under `key` by subkey: whatever anybody wrote, for the caller to check."""
+        found, of_initial = await asyncio.gather(self._node.get(key, latest=True), self._initial.find(key))
+        return _checked_values(found.value if found is not None else None, of_initial)
+
+    @property
+    def silent_initial_peers(self) -> frozenset[str]:
+        """Those that are connected, and did not answer the last look-up: what they know is not known here."""
+        return self._initial.silent
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether any initial peer has answered a look-up; True where there are none."""
+        return self._initial.is_answered
+
+    def remember(self, peer_id: str, maddrs: Sequence[str]) -> None:
+        """This peer is one of the DHT's: where it is lost, it is looked for there."""
+        if maddrs and peer_id != self.peer_id:
+            self._contacts.remember(peer_id, maddrs)
+
+    async def peers_known(self) -> int:
+        """How many other peers libp2p is connected with."""
+        return len(await self.transport.connected_peers())
+
+    @property
+    def p2pd_pid(self) -> int:
+        return self._p2pd.pid
+
+    async def ping(self, peer_id: str, *, timeout_s: float, maddrs: Sequence[str] = ()) -> bool:
+        """Whether the process that holds this identity answers, asked directly. Every member but clients does."""
+        return await ping(self.transport, peer_id, timeout_s=timeout_s, maddrs=maddrs)
+
+    async def wait_dead(self) -> str:
+        """Resolves with p2pd's last words when it has ended; this membership is over then."""
+        return await self._p2pd.wait_dead()
+
+    async def close(self) -> None:
+        """Leave: no process and no socket stays. May be repeated."""
+        self._keeper.cancel()
+        await asyncio.gather(self._keeper, return_exceptions=True)
+        await self.transport.close()
+        if self._p2pd.is_alive:
+            try:
+                async with asyncio.timeout(_RPC_TIMEOUT_S):
+                    await self._node.shutdown()
+            except Exception as error:  # noqa: BLE001 - whatever ails hivemind, p2pd has to go
+                logger.info("the DHT node did not close cleanly: %r", error)
+        await self._p2p.shutdown()
+        await self._p2pd.stop()
+
+    async def _keep_contacts(self) -> None:
+        """Come back to peers that were down when we joined, have restarted since, or were silent once too often."""
+        while True:
+            known = self._peers_in_table()
+            await asyncio.sleep(_CONTACT_INTERVAL_S if known else _LONELY_INTERVAL_S)
+            with contextlib.suppress(PeerUnreachable):
+                connected = await self.transport.connected_peers()
+                lost = self._contacts.lost(connected & self._peers_in_table(), time.monotonic())
+                answered = await asyncio.gather(*(self._meet(peer_id, maddrs) for peer_id, maddrs in lost))
+                tried = zip((peer_id for peer_id, _ in lost), answered, strict=True)
+                self._contacts.tried(tried, time.monotonic())
+
+    async def _meet(self, peer_id: str, maddrs: Sequence[str]) -> bool:
+        """Whether this peer's node answers; ours knows it then, whatever it had held against it."""
+        from hivemind.p2p import PeerID
+
+        try:
+            await self.transport.connect(peer_id, maddrs, timeout_s=_RPC_TIMEOUT_S)
+        except PeerUnreachable:
+            return False
+        peer = PeerID.from_base58(peer_id)
+        if await self._node.protocol.call_ping(peer) is None:
+            return False
+        self._node.blacklist.register_success(peer)
+        return True
+
+    def _peers_in_table(self) -> set[str]:
+        """Whom the node would ask: it forgets those who have not answered in time."""
+        return {str(peer) for peer in self._node.protocol.routing_table.peer_id_to_uid}
+
+
+def _by_peer(maddrs: Sequence[str]) -> dict[str, list[str]]:
+    grouped: dict[str, list[str]] = {}
+    for maddr in maddrs:
+        grouped.setdefault(str(parse_maddr(maddr).peer_id), []).append(maddr)
+    return grouped
+
+
+def load_hivemind() -> None:
+    """Load what joining needs, which takes seconds: before an event loop runs, so that signals are heard meanwhile."""
+    import hivemind.dht.node  # noqa: F401 - sets up its logging as it loads
+
+    import peers.net.libp2p.transport  # noqa: F401
+
+    # It warns of every peer that comes or goes, which is a swarm's ordinary life, with tracebacks.
+    logging.getLogger("hivemind").setLevel(logging.CRITICAL)
+
+
+async def _attach(p2pd: P2pd) -> P2P:
+    from hivemind.p2p import P2P
+    from hivemind.utils.multiaddr import Multiaddr
+
+    return await P2P.replicate(Multiaddr(f"/unix{p2pd.control}"))
+
+
+async def _create_node(
+    p2p: P2P, initial_peers: Sequence[str], client_mode: bool, timeout_s: float
+) -> tuple[DHTNode, KeptRecords]:
+    from hivemind.dht.node import DHTNode
+    from hivemind.dht.protocol import ValidationError
+
+    from peers.net.dht.records import KeptRecords
+
+    kept = KeptRecords()
+    try:
+        # Caches would answer with announcements of the past.
+        node = await DHTNode.create(
+            p2p=p2p,
+            initial_peers=list(initial_peers),
+            client_mode=client_mode,
+            # Who is busy, as with fifty that join at once, is asked once and has to be waited for.
+            wait_timeout=timeout_s,
+            bootstrap_timeout=_RPC_TIMEOUT_S,
+            cache_locally=False,
+            cache_on_store=False,
+            cache_nearest=0,
+            record_validator=kept,
+        )
+        node.protocol.wait_timeout = _RPC_TIMEOUT_S
+        kept.guard(node.protocol)
+        return node, kept
+    except ValidationError as error:
+        raise not_taken(str(error)) from error
+    except RuntimeError as error:
+        raise UserError(
+            f"{', '.join(initial_peers)} can be reached, but no Hivemind DHT answers there; is it the "
+            "address that `diloco dht start` or `hivemind-dht` printed?"
+        ) from error
+
+
+def _initial_records(
+    transport: Transport, node: DHTNode, kept: KeptRecords, peer_ids: Collection[str]
+) -> InitialRecords:
+    from peers.net.dht.initial_records import InitialRecords
+
+    return InitialRecords(transport, node.protocol, kept, peer_ids)
+
+
+def _checked_values(found: Any, of_initial: Found) -> dict[str, bytes]:
+    """What has the shape of our records, the newest of each subkey; the rest is dropped."""
+    newest = {subkey: (value_in(packed), expiry) for subkey, (packed, expiry) in of_initial.items()}
+    for subkey, item in list(found.items())[:_MAX_VALUES] if hasattr(found, "items") else ():
+        value, expiry = getattr(item, "value", None), getattr(item, "expiration_time", 0.0)
+        if isinstance(subkey, str) and expiry >= newest.get(subkey, (None, 0.0))[1]:
+            newest[subkey] = value, expiry
+    return {
+        subkey: value
+        for subkey, (value, _) in newest.items()
+        if isinstance(value, bytes) and len(value) <= MAX_VALUE_BYTES
+    }
+
+
+def value_in(packed: Any) -> bytes | None:
+    """Of one of our records, as Hivemind keeps it; None: it is none of them."""
+    try:
+        return decode(_VALUE, packed, MAX_VALUE_BYTES + _HEAD_BYTES)
+    except (ProtocolError, TypeError):
+        return None

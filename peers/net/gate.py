@@ -1,0 +1,80 @@
+"""peers/core/admission.py at this peer's doors: with its clock, its log, and word of new ban lists."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from peers.core.admission import Admission
+from peers.net.refusals import Refusals
+from peers.protocol.refusal import Refused
+from peers.protocol.tokens import BanList
+
+log = logging.getLogger(__name__)
+
+
+class Gate:
+    """Used from one event loop. `on_bans` hooks are called after every newer ban list, whoever brought it."""
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+        self._refusals = Refusals()
+        self.on_bans: list[Callable[[], object]] = []
+
+    @classmethod
+    def open(cls, run_id: str) -> Gate:
+        """One that lets everybody in."""
+        return cls(Admission(run_id))
+
+    @property
+    def is_open(self) -> bool:
+        return self._admission.is_open
+
+    @property
+    def bans(self) -> BanList:
+        return self._admission.bans
+
+    @property
+    def bans_blob(self) -> bytes:
+        """The newest ban list to pass on; empty where there is none."""
+        return self._admission.bans_blob
+
+    def check(self, peer_id: str, token: bytes, door: str) -> None:
+        """Raises Refused, and logs the first time, unless this peer may be here by this token."""
+        try:
+            self._admission.check(peer_id, token, time.time())
+        except Refused as error:
+            self.tell(peer_id, error, door)
+            raise
+
+    def check_shown(self, peer_id: str, door: str) -> None:
+        """The same by the token that this peer has shown before."""
+        try:
+            self._admission.check_shown(peer_id, time.time())
+        except Refused as error:
+            self.tell(peer_id, error, door)
+            raise
+
+    def is_admitted(self, peer_id: str, token: bytes) -> bool:
+        """The same for whoever only looks on: nothing is logged."""
+        try:
+            self._admission.check(peer_id, token, time.time())
+        except Refused:
+            return False
+        return True
+
+    def learn(self, blob: bytes) -> bool:
+        """Take over a ban list if it is newer: whether it is. Raises ProtocolError."""
+        if not self._admission.learn(blob):
+            return False
+        for heard in self.on_bans:
+            heard()
+        return True
+
+    def tell(self, peer_id: str, error: Refused, door: str) -> None:
+        """Log a refusal, if it is news."""
+        if self._refusals.is_news(peer_id, error.why, time.monotonic()):
+            log.warning("refused %s at the %s: %s", peer_id, door, error.why)
+            if untold := self._refusals.take_untold():
+                log.warning("refused %d more before", untold)

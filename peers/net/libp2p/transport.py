@@ -1,0 +1,148 @@
+"""Byte streams between peers: encrypted by libp2p, authenticated by identity, plain sockets to us."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import socket
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+from peers.errors import PeersError, PeerUnreachable, ProtocolError
+from peers.net.libp2p import p2pd_control
+from peers.protocol.maddrs import parse_maddr
+
+Handler = Callable[[str, socket.socket], Awaitable[None]]
+
+MAX_HANDLED_PER_PEER = 4
+"""Handlers that run at once for the streams of one peer on one protocol; further streams are closed."""
+_CONTROL_TIMEOUT_S = 10.0
+_INTRODUCTION_TIMEOUT_S = 10.0
+_RETRY_INTERVAL_S = 0.2
+_BACKLOG = 256
+# Two peers that dial each other at once both fail, and so does a dial soon after a failed one; and a peer
+# that has just joined is not yet known to all. None of that says that the peer is gone.
+_PASSING_FAILURES = ("dial backoff", "routing: not found", "failed to find any peer", "failed to find peers")
+
+logger = logging.getLogger(__name__)
+
+
+class Transport:
+    """Opens and accepts streams through one p2pd.
+
+    A stream is a Unix socket that p2pd copies to and from the network. It has no half-close: closing either
+    end ends both directions, after what was sent has been delivered. A dead peer may show as an empty
+    read only.
+    """
+
+    def __init__(self, control: Path, directory: Path) -> None:
+        self._control = control
+        self._directory = directory
+        self._listeners: dict[Path, socket.socket] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._num_handled: Counter[tuple[str, str]] = Counter()
+
+    async def open(
+        self, peer_id: str, protocol: str, *, timeout_s: float, maddrs: Sequence[str] = ()
+    ) -> socket.socket:
+        """A non-blocking socket at the start of a new stream to a peer that serves `protocol`.
+
+        `maddrs` are the peer's addresses, where known: without them libp2p's own DHT is asked. Raises
+        PeerUnreachable.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left_s = deadline - time.monotonic()
+            try:
+                if maddrs:
+                    await self.connect(peer_id, maddrs, timeout_s=left_s)
+                return await p2pd_control.open_stream(self._control, peer_id, protocol, timeout_s=left_s)
+            except PeerUnreachable as error:
+                passing = any(text in str(error) for text in _PASSING_FAILURES)
+                if not passing or time.monotonic() + _RETRY_INTERVAL_S > deadline:
+                    raise PeerUnreachable(f"no {protocol} stream to {peer_id}: {error}") from error
+            await asyncio.sleep(_RETRY_INTERVAL_S)
+
+    async def connect(self, peer_id: str, maddrs: Sequence[str], *, timeout_s: float) -> None:
+        """Have libp2p connect to this peer. Addresses of any other are ignored. Raises PeerUnreachable."""
+        parsed = [parse_maddr(maddr) for maddr in maddrs]
+        bare = [str(maddr).partition("/p2p/")[0] for maddr in parsed if maddr.peer_id in (None, peer_id)]
+        await p2pd_control.connect(self._control, peer_id, bare, timeout_s=timeout_s)
+
+    async def connected_peers(self) -> set[str]:
+        """The ids of the peers that libp2p has a connection with."""
+        return await p2pd_control.list_peers(self._control, timeout_s=_CONTROL_TIMEOUT_S)
+
+    async def addresses_of(self, peer_id: str) -> list[str]:
+        """Where libp2p's connections with this peer come from, or lead to."""
+        return await p2pd_control.addresses_of(self._control, peer_id, timeout_s=_CONTROL_TIMEOUT_S)
+
+    async def serve(self, protocol: str, handler: Handler) -> None:
+        """From now on, call `handler(authenticated peer id, non-blocking socket)` for each new stream.
+
+        The handler owns the socket from then on. What it raises is logged, and the socket closed.
+        """
+        path = self._directory / f"{secrets.token_hex(4)}.sock"
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listeners[path] = listener
+        listener.bind(str(path))
+        listener.listen(_BACKLOG)
+        listener.setblocking(False)
+        await p2pd_control.accept_streams(self._control, protocol, path, timeout_s=_CONTROL_TIMEOUT_S)
+        self._keep(self._accept(listener, protocol, handler))
+
+    async def close(self) -> None:
+        """Accept nothing more, and cancel the handlers that still run. Streams stay with their owners."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for path, listener in self._listeners.items():
+            listener.close()
+            path.unlink(missing_ok=True)
+        self._listeners.clear()
+
+    async def _accept(self, listener: socket.socket, protocol: str, handler: Handler) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, _ = await loop.sock_accept(listener)
+            except OSError as error:
+                # Out of descriptors, most likely: p2pd drops that stream, later ones may find room.
+                logger.warning("cannot accept a %s stream: %s", protocol, error)
+                await asyncio.sleep(_RETRY_INTERVAL_S)
+                continue
+            sock.setblocking(False)
+            self._keep(self._handle(sock, protocol, handler))
+
+    async def _handle(self, sock: socket.socket, protocol: str, handler: Handler) -> None:
+        try:
+            peer_id = await p2pd_control.read_stream_info(sock, timeout_s=_INTRODUCTION_TIMEOUT_S)
+            key = peer_id, protocol
+            if self._num_handled[key] >= MAX_HANDLED_PER_PEER:
+                raise ProtocolError(f"{peer_id} has {MAX_HANDLED_PER_PEER} streams open already")
+            self._num_handled[key] += 1
+            try:
+                await handler(peer_id, sock)
+            finally:
+                self._num_handled[key] -= 1
+                if not self._num_handled[key]:
+                    del self._num_handled[key]
+        except (PeersError, OSError, TimeoutError) as error:
+            sock.close()
+            logger.info("a %s stream ended: %s", protocol, error)
+        except BaseException:
+            sock.close()
+            raise
+
+    def _keep(self, coroutine: Awaitable[None]) -> None:
+        task: asyncio.Task[None] = asyncio.ensure_future(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._forget)
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("a stream handler failed", exc_info=error)

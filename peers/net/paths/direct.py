@@ -1,0 +1,176 @@
+"""Streams straight over TCP, for pairs of peers that reach each other without help.
+
+One port per peer, announced separately from where it listens. Encrypted by TLS 1.3 with each end pinned to the other's
+identity key; or plain, where both peers were told to trust their network. A stream is a socket that threads can block
+on: no process copies its bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from peers.errors import PeersError, PeerUnreachable, UserError
+from peers.net.paths.acceptor import Handler, Reception
+from peers.protocol.maddrs import Maddr, parse_maddr
+from peers.protocol.records import MAX_ENDPOINTS
+
+log = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 3.0
+"""What an endpoint that swallows packets may cost."""
+_BACKLOG = 128
+_RETRY_INTERVAL_S = 0.2
+_FAMILIES = {
+    "ip4": socket.AF_INET,
+    "ip6": socket.AF_INET6,
+    "dns": socket.AF_UNSPEC,
+    "dns4": socket.AF_INET,
+    "dns6": socket.AF_INET6,
+}
+_MAX_LOOKUPS = 4
+_lookups = threading.Semaphore(_MAX_LOOKUPS)
+# A path that died in silence while nothing was to be sent shows within a minute.
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
+
+
+class Direct:
+    """Used from one event loop. `endpoints_of` gives a peer's addresses (/ip4/…/tcp/…), as it announced them."""
+
+    def __init__(self, reception: Reception, endpoints_of: Callable[[str], Sequence[str]]) -> None:
+        self._reception, self._endpoints_of = reception, endpoints_of
+        self._listeners: list[socket.socket] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def port(self) -> int:
+        """Where it listens; 0: nowhere."""
+        return int(self._listeners[0].getsockname()[1]) if self._listeners else 0
+
+    def listen(self, maddr: str) -> None:
+        """Take calls here too from now on. Port 0: any free one. Raises UserError."""
+        where = parse_maddr(maddr)
+        family = socket.AF_INET6 if where.kind == "ip6" else socket.AF_INET
+        try:
+            listener = socket.create_server((where.host, where.port), family=family, backlog=_BACKLOG)
+        except OSError as error:
+            # create_server adds the address to the reason, in Python's words.
+            reason = str(error.strerror).partition(" (while")[0]
+            raise UserError(
+                f"cannot listen for data on {maddr}: {reason}; choose another --hv.data-port"
+            ) from error
+        listener.setblocking(False)
+        self._listeners.append(listener)
+        self._keep(self._accept(listener))
+
+    def knows(self, peer_id: str) -> bool:
+        """Whether this peer has announced where to call it."""
+        return bool(self._endpoints_of(peer_id))
+
+    async def serve(self, protocol: str, handler: Handler) -> None:
+        """From now on, `handler(authenticated peer id, stream)` owns each new stream on this protocol."""
+        self._reception.serve(protocol, handler)
+
+    async def open(self, peer_id: str, protocol: str, *, timeout_s: float) -> socket.socket:
+        """A non-blocking stream to a peer that serves `protocol`. Raises PeerUnreachable."""
+        deadline = time.monotonic() + timeout_s
+        failures = []
+        for endpoint in self._endpoints_of(peer_id)[:MAX_ENDPOINTS]:
+            try:
+                sock = await _connected(parse_maddr(endpoint), min(CONNECT_TIMEOUT_S, _left_s(deadline)))
+                return await self._reception.call(sock, peer_id, protocol, timeout_s=_left_s(deadline))
+            except (PeersError, OSError) as error:
+                failures.append(f"{endpoint}: {str(error) or 'no answer in time'}")
+        raise PeerUnreachable(f"no direct stream to {peer_id}: {'; '.join(failures) or 'no endpoint known'}")
+
+    async def close(self) -> None:
+        """Take no more calls, and drop those that are being greeted. Streams stay with their owners."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for listener in self._listeners:
+            listener.close()
+        self._listeners.clear()
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, address = await loop.sock_accept(listener)
+            except OSError as error:
+                # Out of descriptors, most likely; later ones may find room.
+                log.warning("cannot accept a connection for data: %s", error)
+                await asyncio.sleep(_RETRY_INTERVAL_S)
+                continue
+            _set_options(sock)
+            self._keep(self._reception.receive(sock, source=source_of(address[0])))
+
+    def _keep(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+async def _connected(endpoint: Maddr, timeout_s: float) -> socket.socket:
+    """Raises OSError."""
+    async with asyncio.timeout(timeout_s):
+        family, host = _FAMILIES[endpoint.kind], endpoint.host
+        if endpoint.kind not in ("ip4", "ip6"):
+            family, host = await _look_up(host, family)
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.setblocking(False)
+            _set_options(sock)
+            await asyncio.get_running_loop().sock_connect(sock, (host, endpoint.port))
+            return sock
+        except BaseException:
+            sock.close()
+            raise
+
+
+async def _look_up(name: str, family: socket.AddressFamily) -> tuple[socket.AddressFamily, str]:
+    """The family and address of a host. Raises OSError.
+
+    Whoever announces a name may have his server let it wait. So a few threads at most do, none of those that others
+    need, and none that the end of the process waits for.
+    """
+    if not _lookups.acquire(blocking=False):
+        raise OSError("too many names are being looked up already")
+    found: Future[tuple[socket.AddressFamily, str]] = Future()
+    found.set_running_or_notify_cancel()
+
+    def look_up() -> None:
+        try:
+            first = socket.getaddrinfo(name, None, family=family, type=socket.SOCK_STREAM)[0]
+            found.set_result((first[0], str(first[4][0])))
+        except (OSError, UnicodeError) as error:
+            found.set_exception(OSError(f"{name} is not known: {error}"))
+        finally:
+            _lookups.release()
+
+    threading.Thread(target=look_up, name="look up", daemon=True).start()
+    return await asyncio.wrap_future(found)
+
+
+def source_of(host: str) -> str:
+    """Whom an address counts for: IPv6 hands out 2^64 of them to everybody."""
+    address = ipaddress.ip_address(host.partition("%")[0])
+    return host if address.version == 4 else str(ipaddress.ip_network((address, 64), strict=False))
+
+
+def _set_options(sock: socket.socket) -> None:
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE:
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def _left_s(deadline: float) -> float:
+    return max(deadline - time.monotonic(), 0.001)

@@ -1,0 +1,174 @@
+"""Mutual TLS 1.3 between two peers, each pinned to the other's identity key.
+
+A peer's certificate is self-signed with its identity key and says nothing that the key does not: no authority vouches
+for anything, no name in it is read. Each side shows its certificate before the handshake; the other derives the peer id
+from the key in it, decides whether that is whom it wants, and then trusts exactly this certificate for exactly this
+connection. The handshake proves that the other end has the key.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+import ssl
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
+
+from peers.errors import PeerUnreachable, ProtocolError
+from peers.net.identity import Identity
+from peers.protocol import libp2p_keys
+
+MAX_CERTIFICATE_BYTES = 2048
+"""An RSA key of 4096 bits makes one of 1.3 kB."""
+_WRITE_BYTES = 1 << 18
+_READ_RECORDS = 64
+"""Per call: a megabyte of full ones. Whoever sends records of one byte is not to keep the caller in here."""
+# Peers differ in their clocks, and a key has no end: RFC 5280 has these dates for it.
+_NOT_BEFORE = datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC)
+_NOT_AFTER = datetime.datetime(9999, 12, 31, 23, 59, 59, tzinfo=datetime.UTC)
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """What one peer shows of itself, and the key to prove it."""
+
+    identity: Identity
+    certificate: bytes
+    """DER."""
+    _pem: bytes = field(repr=False)
+
+    @property
+    def peer_id(self) -> str:
+        return self.identity.peer_id
+
+    @classmethod
+    def of(cls, identity: Identity) -> Credentials:
+        key = identity.private_key
+        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, identity.peer_id)])
+        certificate = (
+            x509.CertificateBuilder()
+            .subject_name(name)
+            .issuer_name(name)
+            .public_key(key.public_key())
+            .serial_number(1)
+            .not_valid_before(_NOT_BEFORE)
+            .not_valid_after(_NOT_AFTER)
+            .sign(key, None if isinstance(key, Ed25519PrivateKey) else hashes.SHA256())
+        )
+        private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        return cls(
+            identity,
+            certificate.public_bytes(Encoding.DER),
+            private + certificate.public_bytes(Encoding.PEM),
+        )
+
+
+class TlsSocket(ssl.SSLSocket):
+    """An SSLSocket that may stand wherever the reduction has a plain socket: one thread per socket at a time."""
+
+    def send(self, data: Any, flags: int = 0) -> int:
+        # OpenSSL reports a write when all of it is out, so a large one on a slow link would look like a stall.
+        return super().send(memoryview(data)[:_WRITE_BYTES], flags)
+
+    def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:
+        """As much as there is, where SSLSocket's own gives one record: a call costs more than it copies."""
+        view = memoryview(buffer)[: nbytes or None]
+        done = 0
+        try:
+            for _ in range(_READ_RECORDS):
+                piece: Any = self.read(len(view) - done, view[done:])
+                done += piece
+                if not piece or done == len(view):
+                    break
+        except (TimeoutError, ssl.SSLError):
+            # What ended it shows again at the next call.
+            if not done:
+                raise
+        return done
+
+    def shutdown(self, how: int) -> None:
+        # SSLSocket's own forgets that it is encrypted: another thread's next send would go out in the clear.
+        socket.socket.shutdown(self, how)
+
+
+def public_key_of(certificate: bytes) -> bytes:
+    """libp2p's message of the key that this DER certificate is made of, and signed with. Raises ProtocolError."""
+    if len(certificate) > MAX_CERTIFICATE_BYTES:
+        raise ProtocolError(f"a certificate of {len(certificate)} bytes")
+    try:
+        parsed = x509.load_der_x509_certificate(certificate)
+        message = libp2p_keys.public_key_message(parsed.public_key())
+        # The handshake proves the key anyway; this keeps those who only know it from starting one.
+        parsed.verify_directly_issued_by(parsed)
+        return message
+    except (ValueError, TypeError, x509.InvalidVersion, InvalidSignature, UnsupportedAlgorithm) as error:
+        raise ProtocolError(f"not a peer's certificate: {error}") from error
+
+
+def peer_id_of(certificate: bytes) -> str:
+    """The id of the only peer that can use this DER certificate. Raises ProtocolError."""
+    return libp2p_keys.peer_id_of(public_key_of(certificate))
+
+
+def handshake(
+    sock: socket.socket, credentials: Credentials, certificate: bytes, *, server: bool, deadline: float
+) -> TlsSocket:
+    """TLS with the holder of `certificate` over a connected stream socket, which it takes over: an error closes it.
+
+    Blocks, so belongs in a thread; `deadline` as of time.monotonic(). Raises ProtocolError for whoever cannot prove to
+    hold the certificate's key, PeerUnreachable when the connection breaks or time is up.
+    """
+    tls: socket.socket = sock
+    try:
+        sock.settimeout(max(deadline - time.monotonic(), 0.001))
+        context = _context(credentials, certificate, server)
+        tls = context.wrap_socket(sock, server_side=server, do_handshake_on_connect=False)
+        assert isinstance(tls, TlsSocket)
+        tls.do_handshake()
+        if tls.getpeercert(binary_form=True) != certificate:
+            raise ProtocolError("TLS with another certificate than the one shown before")
+        return tls
+    except BaseException as error:
+        tls.close()
+        if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
+            raise ProtocolError(f"TLS failed: {error.reason or error}") from error
+        if isinstance(error, OSError):
+            raise PeerUnreachable(f"the connection broke before TLS stood: {error}") from error
+        raise
+
+
+def _context(credentials: Credentials, certificate: bytes, server: bool) -> ssl.SSLContext:
+    """One per connection: it trusts this one certificate, and no later change can make it trust another."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+    context.sslsocket_class = TlsSocket
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    if server:
+        # A ticket would be the only thing that ever arrives on an idle outgoing stream.
+        context.num_tickets = 0
+    _load_key(context, credentials._pem)
+    try:
+        context.load_verify_locations(cadata=certificate)
+    except ssl.SSLError as error:
+        raise ProtocolError(f"not a certificate that TLS can use: {error.reason}") from error
+    return context
+
+
+def _load_key(context: ssl.SSLContext, pem: bytes) -> None:
+    # Python takes the key from a file only; this one is in memory and has no name.
+    descriptor = os.memfd_create("diloco-tls", os.MFD_CLOEXEC)
+    try:
+        os.write(descriptor, pem)
+        context.load_cert_chain(f"/proc/self/fd/{descriptor}")
+    finally:
+        os.close(descriptor)

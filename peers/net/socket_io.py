@@ -1,0 +1,79 @@
+"""Stream sockets in an event loop, whether TLS is on them or not.
+
+Sockets are used as they are: non-blocking, by one thread, so that the same one can go to a thread of the reduction and
+come back. asyncio refuses those of TLS.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import select
+import socket
+import ssl
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+async def receive(sock: socket.socket, num_bytes: int) -> bytes:
+    """Between 1 and `num_bytes` bytes, not one more is taken; none at the end of the stream. Raises OSError.
+
+    Cancelled, it has taken none.
+    """
+    return await _once_ready(sock, lambda: sock.recv(num_bytes), select.POLLIN)
+
+
+async def receive_into(sock: socket.socket, buffer: memoryview) -> int:
+    """The same, to the beginning of `buffer`; how many bytes there are."""
+    return await _once_ready(sock, lambda: sock.recv_into(buffer), select.POLLIN)
+
+
+async def send_all(sock: socket.socket, data: bytes | memoryview) -> None:
+    """Send every byte. Raises OSError."""
+    view = memoryview(data)
+    while view:
+        # Bound now: what OpenSSL could not finish has to be offered again as it was.
+        sent = await _once_ready(sock, lambda view=view: sock.send(view), select.POLLOUT)  # type: ignore[misc]
+        view = view[sent:]
+
+
+async def _once_ready(sock: socket.socket, attempt: Callable[[], T], event: int) -> T:
+    """The outcome of an attempt that would not block. `event` is what to wait for, unless TLS says so itself.
+
+    Not asyncio's own calls: they take bytes before the caller runs again, and lose them when it is cancelled just then.
+    """
+    loop = asyncio.get_running_loop()
+    if isinstance(sock, ssl.SSLSocket):
+        # There may always be another record, each as small as the other end likes: let others run.
+        await asyncio.sleep(0)
+    while True:
+        try:
+            return attempt()
+        except ssl.SSLWantReadError:
+            event = select.POLLIN
+        except ssl.SSLWantWriteError:
+            event = select.POLLOUT
+        except BlockingIOError:
+            pass
+        if event == select.POLLIN:
+            await _event(sock, loop.add_reader, loop.remove_reader)
+        else:
+            await _event(sock, loop.add_writer, loop.remove_writer)
+
+
+async def _event(sock: socket.socket, add: Callable[..., object], remove: Callable[[int], object]) -> None:
+    ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    descriptor = sock.fileno()
+    if descriptor < 0:
+        raise OSError("the stream is closed")
+
+    def set_ready() -> None:
+        if not ready.done():
+            ready.set_result(None)
+
+    add(descriptor, set_ready)
+    try:
+        await ready
+    finally:
+        remove(descriptor)

@@ -1,0 +1,144 @@
+"""Hands the outer state to those who need it; the messages are those of peers/protocol/states.py.
+
+A donor holds one snapshot per stream: commits that come meanwhile change nothing about what it serves. It serves each
+joiner on one stream at a time, and for no longer than a download may take: a snapshot may cost as much memory as the
+state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable, Collection, Sequence
+
+from msgspec.msgpack import Decoder
+from torch import Tensor
+
+from peers.errors import PeersError, ProtocolError
+from peers.net.channel import Channel
+from peers.net.states.replay import serve_commits
+from peers.net.states.transfer import (
+    COMMIT_TIMEOUT_S,
+    STALL_TIMEOUT_S,
+    bytes_of,
+    download_timeout_s,
+    send_all,
+)
+from peers.net.streams import StreamTransport
+from peers.protocol.states import (
+    MAX_MESSAGE_BYTES,
+    State,
+    Unavailable,
+    WantChunk,
+    WantCommits,
+    WantState,
+    state_protocol,
+)
+from peers.reduce.commit_log import CommitLog
+from peers.state.header import StateChunk, chunks_of
+from peers.state.outer_state import OuterState, Snapshot
+
+log = logging.getLogger(__name__)
+
+MAX_DOWNLOADS = 8
+"""Streams a donor serves at once, of as many joiners; further ones wait."""
+_IDLE_TIMEOUT_S = 60.0
+_POLL_S = 0.02
+_REQUEST: Decoder[WantState | WantCommits] = Decoder(WantState | WantCommits)
+_CHUNK = Decoder(WantChunk)
+
+
+class StateServer:
+    """The donor. `current` gives the state this peer holds, if it holds one."""
+
+    def __init__(
+        self,
+        transport: StreamTransport,
+        run_id: str,
+        current: Callable[[], OuterState | None],
+        commit_log: CommitLog | None = None,
+    ) -> None:
+        self._transport, self._protocol, self._current = transport, state_protocol(run_id), current
+        self._commit_log = commit_log or CommitLog()
+        self._slots = asyncio.Semaphore(MAX_DOWNLOADS)
+        self._newest: dict[str, Channel] = {}
+
+    async def start(self) -> None:
+        """Serve from now on."""
+        await self._transport.serve(self._protocol, self._accepted)
+
+    def drop(self, peer_ids: Collection[str]) -> None:
+        """Serve these peers no further."""
+        for peer_id in self._newest.keys() & set(peer_ids):
+            self._newest[peer_id].break_off()
+
+    async def _accepted(self, peer_id: str, sock: socket.socket) -> None:
+        channel = Channel(sock, max_message_bytes=MAX_MESSAGE_BYTES)
+        # A joiner that asks again has given up the stream before, or is a restarted one.
+        if (older := self._newest.get(peer_id)) is not None:
+            older.break_off()
+        self._newest[peer_id] = channel
+        try:
+            async with asyncio.timeout(COMMIT_TIMEOUT_S):
+                await self._slots.acquire()
+            try:
+                await self._serve(channel, sock)
+            finally:
+                self._slots.release()
+        except (PeersError, OSError, TimeoutError) as error:
+            log.debug("stopped serving the state to %s: %s", peer_id, error)
+        finally:
+            if self._newest.get(peer_id) is channel:
+                del self._newest[peer_id]
+            channel.close()
+
+    async def _serve(self, channel: Channel, sock: socket.socket) -> None:
+        """One joiner, until it closes the stream. Raises PeersError, OSError, TimeoutError."""
+        request = await channel.read(_REQUEST, STALL_TIMEOUT_S)
+        with self._commit_log.held():
+            if isinstance(request, WantCommits):
+                await serve_commits(self._commit_log, request, channel, sock)
+            else:
+                await self._serve_state(request.head, channel, sock)
+
+    async def _serve_state(self, wanted_head: str, channel: Channel, sock: socket.socket) -> None:
+        snapshot = await self._snapshot()
+        if snapshot is None or wanted_head != snapshot.header.head:
+            head = snapshot.header.head if snapshot else ""
+            if snapshot is not None:
+                snapshot.close()
+            await channel.send(Unavailable(head=head), STALL_TIMEOUT_S)
+            return
+        with snapshot:
+            async with asyncio.timeout(download_timeout_s(snapshot.header.sizes)):
+                await _serve_snapshot(snapshot, channel, sock)
+
+    async def _snapshot(self) -> Snapshot | None:
+        """The current state, once no commit is under way."""
+        async with asyncio.timeout(COMMIT_TIMEOUT_S):
+            while (state := self._current()) is not None:
+                if (snapshot := state.snapshot()) is not None:
+                    return snapshot
+                await asyncio.sleep(_POLL_S)
+        return None
+
+
+async def _serve_snapshot(snapshot: Snapshot, channel: Channel, sock: socket.socket) -> None:
+    header = snapshot.header
+    await channel.send(State(), STALL_TIMEOUT_S)
+    await send_all(sock, memoryview(header.anchor_chunks + header.momentum_chunks))
+    chunks = list(chunks_of(snapshot.header.sizes))
+    while True:
+        wanted = await channel.read(_CHUNK, _IDLE_TIMEOUT_S)
+        await send_all(sock, bytes_of(_wanted_values(snapshot, chunks, wanted)))
+        # Neither waits where requests are there already and small answers find room: let others run.
+        await asyncio.sleep(0)
+
+
+def _wanted_values(snapshot: Snapshot, chunks: Sequence[StateChunk], wanted: WantChunk) -> Tensor:
+    if wanted.position >= len(chunks):
+        raise ProtocolError(f"there is no chunk {wanted.position}")
+    chunk = chunks[wanted.position]
+    fragments = snapshot.anchor if wanted.values == "anchor" else snapshot.momentum
+    return fragments[chunk.fragment][chunk.start : chunk.stop]

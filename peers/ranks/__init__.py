@@ -1,1 +1,0 @@
-"""World ranks: who gives them, who holds them, and how one is asked for."""

@@ -1,0 +1,458 @@
+"""The weighted all-reduce of pseudo-gradients: reduce-scatter, then all-gather, over blocking sockets in threads.
+
+Each member owns a share of the vector. To every other member a sender thread sends this peer's contribution to that
+member's share, and the averaged chunks of its own share as soon as they are finished; a receiver thread takes the same
+from the other side. Everyone, the owner too, takes the decoded bytes that went on the wire.
+
+Order. For every chunk the owner adds its members in ascending order, so the sum is one and the same whatever comes
+first: the receiver of member j waits for its turn, until the member before j has added the chunk. Meanwhile it does not
+read, which holds back whoever runs ahead.
+
+No deadlock. A sender never waits for anything while it has contributions left, and a receiver waits for its turn only
+on the receiver of a smaller member. So the receiver of the smallest other member always reads, its stream always moves,
+and by induction those of all others do. Finished chunks lie in `result`, encoded once by the receiver of the last
+member, until every sender has come to them: they take no buffer that could run out.
+
+Blame. Each stream carries, as its last words, whom the sender gives the round up for, and who was the first to say so:
+a member that stops because of another is not taken for the culprit, and nobody's hearsay becomes somebody else's
+evidence. Whoever hears that it is to blame itself blames the one who said so. A member that has sent its contributions
+and waits for a third one says so, and for whom: where it keeps others waiting, they blame that one, by its word.
+Whoever does not read may be waiting for the frame of another, which must have come in a time that is set; a sender is
+patient for longer than that, so that who waits for the culprit itself is the first to know.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from peers.errors import ProtocolError, RoundFailed
+from peers.reduce.arithmetic import Arithmetic, Scratch, reduce_alone
+from peers.reduce.bandwidth import SAMPLE_S, LinkMeter
+from peers.reduce.commit_log import Recording
+from peers.reduce.frames import (
+    HEADER,
+    NOBODY,
+    Closed,
+    Header,
+    Kind,
+    Stalled,
+    Stopped,
+    is_silent,
+    prepare,
+    receive_header,
+    receive_into,
+    send_frame,
+    slice_s,
+)
+from peers.reduce.kernels import Bytes
+from peers.reduce.plan import CHUNK_NUMEL, ReducePlan, ReduceReport
+from peers.reduce.progress import LAST_WORDS_S, Departed, Progress
+from peers.reduce.residuals import Residuals
+from peers.threads import stand_back
+
+Sockets = Mapping[int, socket.socket]
+"""By world rank."""
+
+OVERLAPPED_NICENESS = 5
+"""Of the threads of a reduction that training need not wait for: it goes first, and hashing (peers/state/preview.py)
+comes last."""
+
+CHUNK_BYTES = 4 * CHUNK_NUMEL
+"""At most, under any codec."""
+
+Settled = Callable[[slice], None]
+"""Called from the threads that reduce, which it must not hold up."""
+
+
+def reduce_pseudo_gradients(
+    plan: ReducePlan,
+    anchor: Tensor,
+    local: Tensor,
+    result: Tensor,
+    send: Sockets,
+    receive: Sockets,
+    *,
+    stall_timeout_s: float,
+    cancelled: threading.Event,
+    timeout_s: float = math.inf,
+    connect_timeout_s: float = 0.0,
+    slowest_link: float = math.inf,
+    residuals: Residuals | None = None,
+    settled: Settled = lambda part: None,
+    forwarded_bytes: Callable[[], int] = lambda: 0,
+    niceness: int = 0,
+    recording: Recording | None = None,
+) -> ReduceReport:
+    """Write the weighted average of all members' `anchor - local` to `result`: the same bits on each of them.
+
+    The tensors are flat, fp32, contiguous, on the CPU and of one size; the sockets are blocking, by
+    world rank, one for each direction, and no byte is in them. A frame that is waited for must have come within
+    `stall_timeout_s`, and what a link of `slowest_link` bytes/s needs for one from each member; `timeout_s` is for all
+    of it; for `connect_timeout_s` another member may still wait for streams with a third one, and not have begun.
+    Raises RoundFailed, within such a time of the fault, or a slice (0.05 s; longer in groups above six) of
+    `cancelled`; then all sockets are shut down and `result` is undefined. Afterwards no thread is left in any case.
+
+    `settled` hears of every part of `result` once nothing will change it any more, if all goes well.
+
+    `forwarded_bytes` tells what this peer's link has carried for others so far, for the report to say what it carries.
+
+    The threads are by `niceness` nicer than the caller's.
+
+    A `recording` keeps the averages as they went on the wire.
+
+    With `residuals` (those of this fragment) what a lossy codec lost in earlier rounds is sent too; who calls commits
+    them with the round.
+    """
+    if not anchor.numel() == local.numel() == result.numel() == plan.bounds[-1]:
+        raise ValueError(f"the shares cover {plan.bounds[-1]} values, the tensors have {anchor.numel()}")
+    arithmetic = Arithmetic(plan, anchor, local, result, residuals, recording)
+    reduction = _Reduction(
+        plan,
+        arithmetic,
+        send,
+        receive,
+        stall_timeout_s,
+        connect_timeout_s,
+        slowest_link,
+        settled,
+        forwarded_bytes,
+        niceness,
+    )
+    if not plan.others:
+        try:
+            reduce_alone(plan, arithmetic, cancelled)
+            settled(slice(0, plan.bounds[-1]))
+        except ProtocolError as error:
+            raise RoundFailed(f"this peer {error}", plan.members) from error
+    reduction.run(cancelled, timeout_s)
+    return ReduceReport(
+        reduction.sent_bytes,
+        reduction.received_bytes,
+        arithmetic.share_digests(),
+        reduction.bandwidth(),
+    )
+
+
+class _Reduction:
+    """The threads of one attempt: a sender and a receiver for every other member."""
+
+    def __init__(
+        self,
+        plan: ReducePlan,
+        arithmetic: Arithmetic,
+        send: Sockets,
+        receive: Sockets,
+        stall_timeout_s: float,
+        connect_timeout_s: float,
+        slowest_link: float,
+        settled: Settled,
+        forwarded_bytes: Callable[[], int],
+        niceness: int,
+    ) -> None:
+        self._plan, self._arithmetic, self._settled = plan, arithmetic, settled
+        self._forwarded_bytes, self._niceness = forwarded_bytes, niceness
+        others = plan.others
+        # Inside, a member goes by its index in the group.
+        self._send = {index: send[plan.members[index]] for index in others}
+        self._receive = {index: receive[plan.members[index]] for index in others}
+        for sock in (*self._send.values(), *self._receive.values()):
+            prepare(sock, len(others))
+        self._stall_timeout_s, self._connect_timeout_s = stall_timeout_s, connect_timeout_s
+        self._slowest_stream = slowest_link / max(1, len(others))
+        self._progress = Progress(plan)
+        self._sampled_at = 0.0
+        self._meter = LinkMeter(self._send.values(), self._receive.values())
+        self._moved_out, self._moved_in = dict.fromkeys(others, 0), dict.fromkeys(others, 0)
+        self._sent = dict.fromkeys(others, 0)
+        self._received = dict.fromkeys(others, 0)
+        self._heard_at: dict[int, float] = {}
+        self._silent: set[int] = set()
+        self._offenders: set[int] = set()
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(self._sent.values())
+
+    @property
+    def received_bytes(self) -> int:
+        return sum(self._received.values())
+
+    def bandwidth(self) -> float:
+        """What this peer's link carried at its best, in bytes/s; 0: too short to tell."""
+        return self._meter.bytes_per_s()
+
+    def run(self, cancelled: threading.Event, timeout_s: float) -> None:
+        """Start the threads and see them end. Raises RoundFailed."""
+        deadline, slice_ = time.monotonic() + timeout_s, slice_s(len(self._plan.others))
+        jobs = [
+            job
+            for other in self._plan.others
+            for job in ((self._receive_from, other), (self._send_to, other))
+        ]
+        with ThreadPoolExecutor(max(1, len(jobs)), "reduce") as pool:
+            futures: list[Future[None]] = [pool.submit(self._carry_out, *job) for job in jobs]
+            pending = set(futures)
+            self._sample()
+            while pending:
+                done, pending = wait(pending, slice_)
+                if not pending or time.monotonic() > self._sampled_at + SAMPLE_S:
+                    self._sample()
+                if cancelled.is_set():
+                    self._progress.fail("cancelled", None, last_words_s=0)
+                if time.monotonic() > deadline:
+                    self._progress.fail(f"took longer than {timeout_s:g} s", *self._progress.slowest())
+                if any(future.exception() for future in done):
+                    self._progress.fail("internal error", None)
+        if cancelled.is_set():
+            self._progress.fail("cancelled", None)
+        if (failure := self._progress.failure) is None:
+            return
+        for sock in (*self._send.values(), *self._receive.values()):
+            _shut_down(sock, socket.SHUT_RDWR)
+        for future in futures:
+            future.result()
+        # Others are cancelled at the same time: which of them was heard to give up first says nothing.
+        culprit = None if cancelled.is_set() else failure.culprit
+        suspects = () if culprit is None else (self._plan.members[culprit],)
+        silent = [self._plan.members[index] for index in self._silent]
+        told_by = [self._plan.members[index] for index in failure.told_by]
+        offenders = [self._plan.members[index] for index in self._offenders]
+        raise RoundFailed(failure.reason, suspects, told_by=told_by, silent=silent, offenders=offenders)
+
+    def _carry_out(self, job: Callable[[int], None], other: int) -> None:
+        # Flushing is a state of the thread, and a library loaded elsewhere may have changed what new threads inherit.
+        torch.set_flush_denormal(False)
+        if self._niceness:
+            stand_back(self._niceness)
+        job(other)
+
+    def _sample(self) -> None:
+        self._sampled_at = time.monotonic()
+        self._meter.sample(
+            self._sampled_at,
+            sum(self._moved_out.values()),
+            sum(self._moved_in.values()),
+            self._forwarded_bytes(),
+        )
+
+    # Sending
+
+    def _send_to(self, other: int) -> None:
+        scratch, progress = Scratch(self._plan), self._progress
+        try:
+            while (frame := progress.next_frame(other, self._stall_timeout_s / 4)) is not None:
+                kind, index = frame
+                if kind is Kind.ALIVE:
+                    self._send_frame(other, kind, index)
+                elif kind is Kind.RESULT:
+                    finished = self._arithmetic.finished(index)
+                    self._send_frame(other, kind, index, finished.size, (finished.data,))
+                    if progress.result_sent(other, index):
+                        self._arithmetic.settle(index, scratch)
+                        self._settled(self._plan.chunk(self._plan.me, index))
+                else:
+                    size = self._arithmetic.contribution_bytes(other, index)
+                    pieces = self._arithmetic.contribution(other, index, scratch)
+                    self._send_frame(other, kind, index, size, pieces)
+            if progress.failure is not None:
+                culprit, told_by = progress.failure.culprit, progress.failure.told_by
+                first = 1 + told_by[0] if told_by else 0
+                self._send_frame(other, Kind.ABORT, NOBODY if culprit is None else culprit, first)
+        except Closed:
+            if progress.lost_while_sending(other):
+                self._hear_last_words(other)
+        except Stalled:
+            progress.fail(f"{self._name(other)} took nothing in time", *progress.on_waiting_for(other))
+        except Stopped:
+            return
+
+    def _send_frame(
+        self,
+        other: int,
+        kind: Kind,
+        chunk: int,
+        payload_bytes: int = 0,
+        pieces: Iterable[memoryview] = (memoryview(b""),),
+    ) -> None:
+        patience_s = self._stall_timeout_s + self._frame_timeout_s(CHUNK_BYTES)
+        if other not in self._heard_at:
+            # It reads nothing before it has begun.
+            patience_s += self._connect_timeout_s
+        send_frame(
+            self._send[other],
+            Header(kind, chunk, payload_bytes),
+            pieces,
+            patience_s,
+            lambda: self._progress.must_stop_sending(other),
+            partial(_count, self._moved_out, other),
+        )
+        if kind <= Kind.RESULT:
+            self._sent[other] += HEADER.size + payload_bytes
+
+    # Receiving
+
+    def _receive_from(self, other: int) -> None:
+        try:
+            self._receive_all(other, Scratch(self._plan))
+            self._progress.everything_received(other)
+        except Departed:
+            self._hear_last_words(other)
+        except (Closed, Stalled, ProtocolError) as error:
+            self._blame(other, error)
+        except Stopped:
+            return
+        finally:
+            if self._progress.has_failed():
+                if self._has_gone_silent(other):
+                    self._silent.add(other)
+                # Whoever still sends to us need not wait to find that nobody reads.
+                _shut_down(self._receive[other], socket.SHUT_RD)
+
+    def _receive_all(self, other: int, scratch: Scratch) -> None:
+        """Take every contribution and every result that `other` owes, in any interleaving that keeps each in order."""
+        expected = [self._plan.num_chunks(self._plan.me), self._plan.num_chunks(other)]
+        taken = [0, 0]
+        buffer = np.empty_like(scratch.payload)
+        patience_s = self._stall_timeout_s + self._connect_timeout_s
+        while taken != expected:
+            waits_since = time.monotonic()
+            header = receive_header(self._receive[other], patience_s, self._progress.has_failed)
+            if other not in self._heard_at:
+                # Before it had begun, it may have waited for streams of its own.
+                waits_since, patience_s = time.monotonic(), self._stall_timeout_s
+            self._heard_at[other] = time.monotonic()
+            kind = header.kind
+            if kind == Kind.ABORT:
+                return self._heed_abort(other, header)
+            if kind == Kind.ALIVE and taken[Kind.CONTRIBUTION] == expected[Kind.CONTRIBUTION]:
+                self._progress.says_it_waits(other, header.chunk)
+                continue
+            if kind > Kind.RESULT or taken[kind] == expected[kind]:
+                raise ProtocolError(f"sent a frame out of turn: {header}")
+            index, is_result = taken[kind], kind == Kind.RESULT
+            if is_result:
+                size = self._arithmetic.result_bytes(other, index)
+            else:
+                size = self._arithmetic.contribution_bytes(self._plan.me, index)
+            if header != (kind, index, size):
+                raise ProtocolError(f"sent {header} in place of {Kind(kind).name} {index} of {size} bytes")
+            place = self._arithmetic.place_for_result(other, index) if is_result else None
+            payload = buffer[:size] if place is None else place
+            receive_into(
+                self._receive[other],
+                payload.data,
+                waits_since + self._frame_timeout_s(size) - time.monotonic(),
+                self._progress.has_failed,
+                partial(self._hear, other),
+            )
+            self._received[other] += HEADER.size + size
+            if is_result:
+                self._progress.says_it_waits(other, NOBODY)
+                self._arithmetic.take_result(other, index, payload)
+                self._settled(self._plan.chunk(other, index))
+            else:
+                self._add_in_turn(other, index, payload, scratch)
+            taken[kind] += 1
+
+    def _frame_timeout_s(self, num_bytes: int) -> float:
+        """From when its receiver waits for a frame to its end."""
+        return self._stall_timeout_s + num_bytes / self._slowest_stream
+
+    def _hear(self, other: int, num_bytes: int) -> None:
+        self._moved_in[other] += num_bytes
+        self._heard_at[other] = time.monotonic()
+
+    def _has_gone_silent(self, other: int) -> bool:
+        """It had begun, and half of what would be a fault of its own has passed since, with nothing left to read."""
+        heard_at = self._heard_at.get(other, math.inf)
+        return time.monotonic() - heard_at > self._stall_timeout_s / 2 and is_silent(self._receive[other])
+
+    def _add_in_turn(self, other: int, index: int, payload: Bytes, scratch: Scratch) -> None:
+        plan = self._plan
+        self._progress.wait_for_turn(other, index)
+        if other == plan.me + 1:
+            self._add_own(index, scratch)
+        self._arithmetic.add(other, index, payload, scratch)
+        if other == plan.others[-1] and plan.me > other:
+            self._add_own(index, scratch)
+        if other == plan.others[-1]:
+            self._arithmetic.finish(index, scratch)
+        self._progress.chunk_added(other, index)
+
+    def _add_own(self, index: int, scratch: Scratch) -> None:
+        try:
+            self._arithmetic.add_own(index, scratch)
+        except ProtocolError as error:
+            self._progress.fail(f"this peer {error}", self._plan.me)
+            raise Stopped from error
+
+    # Failing
+
+    def _blame(self, other: int, error: Closed | Stalled | ProtocolError) -> None:
+        if isinstance(error, Stalled):
+            if other not in self._heard_at:
+                self._silent.add(other)
+            self._progress.fail(f"{self._name(other)} sent nothing in time", other)
+        elif isinstance(error, Closed):
+            self._progress.fail(f"lost {self._name(other)}: {error}", other)
+        else:
+            self._offenders.add(other)
+            self._progress.fail(f"{self._name(other)} {error}", other)
+
+    def _heed_abort(self, other: int, header: Header) -> None:
+        """`other` has given up. Whom it blames, and by whose word, is hearsay, for the leader to weigh; if that is us,
+        we blame whose word it is."""
+        num_members, me = len(self._plan.members), self._plan.me
+        # Who gives up and blames nobody has left the group, or could not stay in it.
+        culprit = header.chunk if header.chunk < num_members else other
+        first = header.payload_bytes - 1
+        first = first if 0 <= first < num_members and first != me else other
+        told_by: tuple[int, ...] = (first,) if first == other else (first, other)
+        if culprit == me:
+            culprit, told_by = first, told_by[1:]
+        self._progress.fail(f"{self._name(other)} gave up", culprit, told_by)
+
+    def _hear_last_words(self, other: int) -> None:
+        """Skip whatever `other` still sends until it says why it takes nothing any more, or is found dead."""
+        deadline = time.monotonic() + LAST_WORDS_S
+        skipped = Scratch(self._plan).payload.data
+
+        def stop() -> bool:
+            return self._progress.has_failed() or time.monotonic() > deadline
+
+        try:
+            while (header := receive_header(self._receive[other], LAST_WORDS_S, stop)).kind != Kind.ABORT:
+                self._heard_at[other] = time.monotonic()
+                if header.payload_bytes > len(skipped):
+                    raise ProtocolError(f"sent a frame that is too long: {header}")
+                receive_into(self._receive[other], skipped[: header.payload_bytes], LAST_WORDS_S, stop)
+            self._heed_abort(other, header)
+        except Stopped:
+            self._progress.fail(f"{self._name(other)} takes nothing any more", other)
+        except (Closed, Stalled, ProtocolError) as error:
+            self._blame(other, error)
+
+    def _name(self, member: int) -> str:
+        return f"peer {self._plan.members[member]}"
+
+
+def _count(moved: dict[int, int], other: int, num_bytes: int) -> None:
+    # Each entry has one writer, its thread.
+    moved[other] += num_bytes
+
+
+def _shut_down(sock: socket.socket, how: int) -> None:
+    # One that the other end has closed already is as good as shut down.
+    with contextlib.suppress(OSError):
+        sock.shutdown(how)

@@ -1,0 +1,209 @@
+"""The sums of the reduction, chunk by chunk, in an order and in operations that every machine rounds alike."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import xxhash
+from torch import Tensor
+
+from peers.errors import ProtocolError
+from peers.protocol.rules import holds_all
+from peers.reduce.codecs import codec_named, result_codec_named
+from peers.reduce.commit_log import Recording
+from peers.reduce.kernels import Bytes, energy
+from peers.reduce.plan import CHUNK_NUMEL, ReducePlan
+from peers.reduce.residuals import Residuals, contribution
+from peers.reduce.robust_sums import combine, rows_for
+
+_PIECE_NUMEL = 1 << 16
+"""What is worked out and sent at a time, of a codec that lets it: 256 KiB in fp32, which stay in a core's cache between
+the two."""
+
+
+class Scratch:
+    """Buffers of one thread, reused for every chunk: a fresh megabyte costs half a millisecond of page faults."""
+
+    def __init__(self, plan: ReducePlan) -> None:
+        self.values = np.empty(CHUNK_NUMEL, np.float32)
+        longest = max(
+            codec.encoded_bytes(CHUNK_NUMEL)
+            for codec in (codec_named(plan.codec), result_codec_named(plan.codec))
+        )
+        self.payload = np.empty(longest, np.uint8)
+
+
+class Arithmetic:
+    """All values of one attempt. Methods work on disjoint chunks, so threads share it without a lock.
+
+    What is read and written beside the cache decides the speed. So values that come as they are go straight to their
+    place in `result`; and a finished chunk of this peer's share is encoded once, into the memory of its own values,
+    from where all senders send it, and decoded in place when the last of them has.
+
+    What a lossy codec lost before goes in by `residuals`, if there are any, and what it loses now is kept there.
+    """
+
+    def __init__(
+        self,
+        plan: ReducePlan,
+        anchor: Tensor,
+        local: Tensor,
+        result: Tensor,
+        residuals: Residuals | None = None,
+        recording: Recording | None = None,
+    ) -> None:
+        self._recording = recording
+        self._plan, self._result = plan, result.numpy()
+        self._codec, self._result_codec = codec_named(plan.codec), result_codec_named(plan.codec)
+        self._kept = residuals.for_attempt(plan) if residuals is not None else None
+        residual = self._kept.contribution if self._kept is not None else None
+        self._contribution = contribution(anchor, local, residual)
+        self._weights = [np.float32(weight) for weight in plan.weights_fp32()]
+        self._energy_left = [plan.contribution_bound(index) for index in range(len(plan.members))]
+        self._result_energy_left = [plan.result_bound()] * len(plan.members)
+        self._digests = [xxhash.xxh3_128() for _ in plan.members]
+        self._unhoused: dict[int, Bytes] = {}
+        share = plan.bounds[plan.me + 1] - plan.bounds[plan.me]
+        count = len(plan.members)
+        self._rows = rows_for(count, share) if holds_all(plan.rule, count) else None
+
+    def contribution_bytes(self, owner: int, index: int) -> int:
+        """Of the payload with which a member contributes to a chunk of this owner's share."""
+        return self._codec.encoded_bytes(self._plan.chunk_size(owner, index))
+
+    def result_bytes(self, owner: int, index: int) -> int:
+        """Of the payload that brings the average of a chunk of this owner's share."""
+        return self._result_codec.encoded_bytes(self._plan.chunk_size(owner, index))
+
+    def contribution(self, owner: int, index: int, scratch: Scratch) -> Iterator[memoryview]:
+        """This peer's pseudo-gradient (anchor - local) and residual for one chunk, as it goes on the wire.
+
+        Piece by piece; each is overwritten by the next. Once for each chunk, in their order.
+        """
+        chunk = self._plan.chunk(owner, index)
+        numel = _PIECE_NUMEL if self._codec.divisible else chunk.stop - chunk.start
+        for start in range(chunk.start, chunk.stop, numel):
+            yield self._encoded(owner, slice(start, min(start + numel, chunk.stop)), scratch).data
+
+    def add_own(self, index: int, scratch: Scratch) -> None:
+        """Accumulate this peer's contribution to its own share, after the codec as everyone else's."""
+        me = self._plan.me
+        self.add(me, index, self._encoded(me, self._plan.chunk(me, index), scratch), scratch)
+
+    def add(self, member: int, index: int, payload: Bytes, scratch: Scratch) -> None:
+        """Accumulate one member's chunk of this peer's share.
+
+        The caller keeps the order: for each chunk members ascending, for each member chunks ascending.
+        """
+        part = self._plan.chunk(self._plan.me, index)
+        if self._rows is not None:
+            row = self._rows[member, self._within_share(part)]
+            row[:] = self._codec.decode(payload, scratch.values[: row.size])
+            found = energy(row)
+        else:
+            total = self._result[part]
+            found = self._codec.accumulate(
+                payload, self._weights[member], total, scratch.values[: total.size], is_first=member == 0
+            )
+        self._energy_left[member] = spend(self._energy_left[member], found, "pseudo-gradient")
+
+    def finish(self, index: int, scratch: Scratch) -> None:
+        """Encode the finished sum of a chunk of this peer's share. To be called in the order of the chunks."""
+        part = self._plan.chunk(self._plan.me, index)
+        total = self._result[part]
+        if self._rows is not None:
+            combine(
+                self._plan.rule,
+                self._plan.trim,
+                self._rows[:, self._within_share(part)],
+                np.array(self._weights),
+                total,
+            )
+        if self._kept is not None:
+            self._kept.add_to_average(part, total, scratch.values)
+            self._kept.before_coding(part, total)
+        payload = self._result_codec.encode(total, scratch.payload)
+        self._digests[self._plan.me].update(payload.data)
+        if not self._result_codec.lossless:
+            home = total.view(np.uint8)
+            if payload.size > home.size:
+                # A few values in a block of their own may take more room encoded than they had.
+                self._unhoused[index] = payload.copy()
+            else:
+                home[: payload.size] = payload
+
+    def finished(self, index: int) -> Bytes:
+        """What `finish` has made of this chunk, until it is settled."""
+        if (payload := self._unhoused.get(index)) is not None:
+            return payload
+        values = self._result[self._plan.chunk(self._plan.me, index)]
+        return values.view(np.uint8)[: self._result_codec.encoded_bytes(values.size)]
+
+    def settle(self, index: int, scratch: Scratch) -> None:
+        """Once nobody needs to send this chunk any more: keep the values that went on the wire, as all others do."""
+        if self._recording is not None:
+            self._recording.keep(self._plan.me, index, self.finished(index))
+        if self._result_codec.lossless:
+            return
+        part, encoded = self._plan.chunk(self._plan.me, index), self.finished(index)
+        payload = scratch.payload[: encoded.size]
+        payload[:] = encoded
+        decoded = self._result_codec.decode(payload, self._result[part])
+        if self._kept is not None:
+            self._kept.after_coding(part, decoded)
+        self._unhoused.pop(index, None)
+
+    def place_for_result(self, owner: int, index: int) -> Bytes | None:
+        """Where the payload of this chunk of another owner's share may be received, if it needs no decoding."""
+        if not self._result_codec.lossless:
+            return None
+        return self._result[self._plan.chunk(owner, index)].view(np.uint8)
+
+    def take_result(self, owner: int, index: int, payload: Bytes) -> None:
+        """One chunk of another owner's share; a lossless one lies at its place already."""
+        values = self._result_codec.decode(payload, self._result[self._plan.chunk(owner, index)])
+        found = energy(values)
+        self._result_energy_left[owner] = spend(self._result_energy_left[owner], found, "average")
+        self._digests[owner].update(payload.data)
+        if self._recording is not None:
+            self._recording.keep(owner, index, payload)
+
+    def _encoded(self, owner: int, part: slice, scratch: Scratch) -> Bytes:
+        values = self._contribution.of(part)
+        payload = self._codec.encode_contribution(values, scratch.values, scratch.payload)
+        return payload
+
+    def _within_share(self, part: slice) -> slice:
+        start = self._plan.bounds[self._plan.me]
+        return slice(part.start - start, part.stop - start)
+
+    def share_digests(self) -> tuple[str, ...]:
+        return _digests_of(self._digests)
+
+
+def reduce_alone(plan: ReducePlan, arithmetic: Arithmetic, cancelled: threading.Event) -> None:
+    """The same sums in a group of one; returns early when cancelled."""
+    scratch = Scratch(plan)
+    for index in range(plan.num_chunks(plan.me)):
+        if cancelled.is_set():
+            return
+        arithmetic.add_own(index, scratch)
+        arithmetic.finish(index, scratch)
+        arithmetic.settle(index, scratch)
+
+
+def _digests_of(hashers: Iterable[Any]) -> tuple[str, ...]:
+    return tuple(hasher.hexdigest() for hasher in hashers)
+
+
+def spend(energy_left: float, energy: float, what: str) -> float:
+    """What is left of it. Raises ProtocolError on values that are not finite, or too large."""
+    if not math.isfinite(energy):
+        raise ProtocolError(f"sent a {what} with values that are not finite")
+    if not energy <= energy_left:
+        raise ProtocolError(f"sent a {what} that is larger than announced")
+    return energy_left - energy

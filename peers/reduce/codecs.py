@@ -1,0 +1,46 @@
+"""What a run of fp32 values looks like on the wire.
+
+A codec works on one chunk at a time and allocates next to nothing: the caller lends it a buffer, and each thread keeps
+another for what lies between. Encoding is a pure function of the values, so that an owner may encode one result once
+per member and still send everyone the same bytes, and a member can tell after the round what its contribution lost.
+"""
+
+from __future__ import annotations
+
+from peers.reduce.codecs_common import Codec, PseudoGradient
+from peers.reduce.codecs_float import BFloat16Codec, Float16Codec, Float32Codec
+from peers.reduce.codecs_integer import Int4Codec, IntegerCodec
+from peers.reduce.codecs_topk import CONTRIBUTION_KEPT, RESULT_KEPT, TopKCodec
+
+__all__ = ["Codec", "PseudoGradient", "codec_named", "codec_names", "result_codec_named"]
+
+_CODECS: dict[str, Codec] = {
+    codec.name: codec
+    for codec in (
+        Float32Codec(),
+        Float16Codec(),
+        BFloat16Codec(),
+        IntegerCodec("int8", top=127, block_numel=256, residual_reach=0.25),
+        Int4Codec("int4", top=7, block_numel=128, residual_reach=1.0),
+        TopKCodec(CONTRIBUTION_KEPT),
+    )
+}
+_RESULT_CODECS: dict[str, Codec] = {**_CODECS, "topk": TopKCodec(RESULT_KEPT)}
+
+
+def codec_named(name: str) -> Codec:
+    """The codec of this name, for contributions. Raises ValueError with the names there are."""
+    try:
+        return _CODECS[name]
+    except KeyError:
+        raise ValueError(f"no codec is named {name!r}; there are {', '.join(codec_names())}") from None
+
+
+def result_codec_named(name: str) -> Codec:
+    """The one that goes with it, for the averages that owners send."""
+    codec_named(name)
+    return _RESULT_CODECS[name]
+
+
+def codec_names() -> tuple[str, ...]:
+    return tuple(_CODECS)

@@ -1,0 +1,190 @@
+"""How far the threads of one reduction have come, whose turn it is, and whether and why it has failed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from itertools import pairwise
+from typing import NamedTuple
+
+from peers.reduce.frames import NOBODY, Kind, Stopped, slice_s
+from peers.reduce.plan import ReducePlan
+
+LAST_WORDS_S = 2.0
+"""How long a failed reduction takes at most to tell the others whom it blames."""
+
+
+class Blame(NamedTuple):
+    culprit: int | None
+    """Index of the member it was lost to."""
+    told_by: tuple[int, ...] = ()
+    """Where it is others that say so: the one who did so first, and from whom it was heard."""
+
+
+class Failure(NamedTuple):
+    reason: str
+    culprit: int | None
+    told_by: tuple[int, ...]
+    """As in Blame."""
+
+
+class Departed(Exception):
+    """A member takes no more of our bytes; why, its last words tell."""
+
+
+class Progress:
+    """Shared by all threads of one attempt; members go by their index in the group."""
+
+    def __init__(self, plan: ReducePlan) -> None:
+        others = plan.others
+        self._slice_s = slice_s(len(others))
+        self._num_mine = plan.num_chunks(plan.me)
+        self._num_theirs = {other: plan.num_chunks(other) for other in others}
+        self._predecessor = dict(zip(others[1:], others, strict=False))
+        self._successor = dict(pairwise(others))
+        self._last = others[-1] if others else None
+        self._lock = threading.Lock()
+        # One each: to wake all receivers for a turn that one of them has costs more than the turn.
+        self._turn_changed = {other: threading.Condition(self._lock) for other in others}
+        self._result_finished = threading.Condition(self._lock)
+        self._num_added = dict.fromkeys(others, 0)
+        self._num_finished = 0
+        self._num_sent_contributions = dict.fromkeys(others, 0)
+        self._num_sent_results = dict.fromkeys(others, 0)
+        self._waits_for: dict[int, int] = {}
+        """Members, and for whom each says that it waits."""
+        self._received_all: set[int] = set()
+        self._departed: set[int] = set()
+        self._stop_sending_at = float("inf")
+        self.failure: Failure | None = None
+        """The first one; later ones follow from it."""
+
+    # Senders
+
+    def next_frame(self, other: int, idle_timeout_s: float) -> tuple[Kind, int] | None:
+        """What to send next, results first; waits for it, but says now and then that we live, and for whom we wait.
+
+        None: there is nothing any more, or the reduction has failed.
+        """
+        with self._lock:
+            while self.failure is None:
+                if (result := self._num_sent_results[other]) < self._num_finished:
+                    return Kind.RESULT, result
+                if (contribution := self._num_sent_contributions[other]) < self._num_theirs[other]:
+                    self._num_sent_contributions[other] += 1
+                    return Kind.CONTRIBUTION, contribution
+                if result == self._num_mine:
+                    return None
+                if not self._result_finished.wait(idle_timeout_s):
+                    culprit = self._slowest().culprit
+                    return Kind.ALIVE, NOBODY if culprit is None else culprit
+        return None
+
+    def result_sent(self, other: int, index: int) -> bool:
+        """Whether all senders have now sent this chunk: True for one of them, once for every chunk."""
+        with self._lock:
+            self._num_sent_results[other] = index + 1
+            senders = self._num_sent_results.values()
+            return min(senders) == index + 1
+
+    def must_stop_sending(self, other: int) -> bool:
+        """A frame that was begun is finished first, for the last words to be understood. The culprit needs none, unless
+        it is one by hearsay."""
+        failure = self.failure
+        if failure is None:
+            return False
+        is_culprit = failure.culprit == other and not failure.told_by
+        return is_culprit or time.monotonic() >= self._stop_sending_at
+
+    def lost_while_sending(self, other: int) -> bool:
+        """`other` takes nothing any more. True: its receiver has ended, so the caller must hear its last words."""
+        with self._lock:
+            self._departed.add(other)
+            self._turn_changed[other].notify_all()
+            return other in self._received_all
+
+    # Receivers
+
+    def wait_for_turn(self, other: int, index: int) -> None:
+        """Until the member before `other` has added this chunk. Raises Stopped, Departed."""
+        with self._lock:
+            while other in self._predecessor and self._num_added[self._predecessor[other]] <= index:
+                if self.failure is not None:
+                    raise Stopped
+                if other in self._departed:
+                    raise Departed
+                self._turn_changed[other].wait(self._slice_s)
+
+    def chunk_added(self, other: int, index: int) -> None:
+        with self._lock:
+            self._num_added[other] = index + 1
+            if other in self._successor:
+                self._turn_changed[self._successor[other]].notify_all()
+            if other == self._last:
+                self._num_finished = index + 1
+                self._result_finished.notify_all()
+
+    def everything_received(self, other: int) -> None:
+        """Raises Departed if `other` was lost by its sender before: its receiver must hear the last words."""
+        with self._lock:
+            self._received_all.add(other)
+            if other in self._departed:
+                raise Departed
+
+    def says_it_waits(self, other: int, third: int) -> None:
+        """`other` owes results, since it waits for a third member. NOBODY, or who is none: it no longer does."""
+        with self._lock:
+            if third in self._num_added and third != other:
+                self._waits_for[other] = third
+            else:
+                self._waits_for.pop(other, None)
+
+    # All
+
+    def slowest(self) -> Blame:
+        """Who keeps this peer waiting: the first of those that have contributed least, else who alone owes results, or
+        keeps all those waiting who do.
+
+        Where nobody owes any, who alone has not taken them. None where that cannot be told from here.
+        """
+        with self._lock:
+            return self._slowest()
+
+    def _slowest(self) -> Blame:
+        added, other = min(((added, other) for other, added in self._num_added.items()), default=(0, 0))
+        if self._num_added and added < self._num_mine:
+            return Blame(other)
+        if owing := self._num_added.keys() - self._received_all:
+            blamed = {self._for_waiting_on(other) for other in owing}
+            culprits = {blame.culprit for blame in blamed}
+            return min(blamed, key=lambda blame: blame.told_by) if len(culprits) == 1 else Blame(None)
+        not_taking = [other for other, sent in self._num_sent_results.items() if sent < self._num_mine]
+        return Blame(not_taking[0] if len(not_taking) == 1 else None)
+
+    def on_waiting_for(self, other: int) -> Blame:
+        """Whom to blame where `other` keeps this peer waiting: itself, unless it has said that it waits for a third."""
+        with self._lock:
+            return self._for_waiting_on(other)
+
+    def _for_waiting_on(self, other: int) -> Blame:
+        third = self._waits_for.get(other)
+        return Blame(other) if third is None else Blame(third, (other,))
+
+    def has_failed(self) -> bool:
+        return self.failure is not None
+
+    def fail(
+        self,
+        reason: str,
+        culprit: int | None,
+        told_by: tuple[int, ...] = (),
+        *,
+        last_words_s: float = LAST_WORDS_S,
+    ) -> None:
+        with self._lock:
+            if self.failure is None:
+                self.failure = Failure(reason, culprit, told_by)
+            self._stop_sending_at = min(self._stop_sending_at, time.monotonic() + last_words_s)
+            for turn_changed in self._turn_changed.values():
+                turn_changed.notify_all()
+            self._result_finished.notify_all()

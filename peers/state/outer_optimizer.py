@@ -1,0 +1,138 @@
+"""The outer step, and what else is computed on whole fragments.
+
+Every peer computes every commit by itself, so the step is made of single IEEE operations in a fixed order, and gives
+the same bits on every CPU. Nothing here takes more memory than a few chunks.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from peers.protocol.certificates import Certificate
+from peers.reduce.kernels import energy, outer_step
+from peers.reduce.plan import CHUNK_NUMEL, slices
+from peers.reduce.residuals import contribution
+from peers.state.header import StateChunk, StateHeader
+from peers.state.outer_state import Digests, OuterState
+from peers.threads import num_threads
+
+_PART_NUMEL = 1 << 16
+"""Values at a time: what is computed of them is still in the cache when it is hashed."""
+
+
+class Target(NamedTuple):
+    """Where a commit writes."""
+
+    anchor: Tensor
+    momentum: Tensor
+    copy: Tensor | None
+    """Is given the anchor, too."""
+
+
+class OuterOptimizer:
+    """Nesterov SGD on averaged pseudo-gradients, as torch.optim.SGD(nesterov=True) does it, without its fused adds.
+
+    Both parameters are rounded to fp32 once, here, as every peer applies them.
+    """
+
+    def __init__(self, *, lr: float, momentum: float) -> None:
+        self.lr, self.momentum = struct.unpack("2f", struct.pack("2f", lr, momentum))
+
+    def commit(
+        self,
+        state: OuterState,
+        fragment: int,
+        average: Tensor,
+        *,
+        certificate: Certificate | None = None,
+        previewed: StateHeader | None = None,
+        into: Tensor | None = None,
+    ) -> Digests:
+        """Advance anchor, momentum and certificate together: with it the epoch, the head and the data blocks.
+
+        `average` is the averaged pseudo-gradient. `previewed` is the header of a Preview of the same state and average:
+        with it nothing is hashed a second time. The new anchor is copied to `into`, which may be `average`. Raises
+        ProtocolError where the result is not what the certificate says; the state is of no use then. Without a
+        certificate (for those who want the arithmetic alone) the state's own stays.
+        """
+        old, chunks = state.header, state.chunks(fragment)
+        target = Target(*state.begin_change(fragment), into)
+
+        def step(chunk: StateChunk) -> tuple[bytes, bytes]:
+            return self.step_chunk(state, chunk, average, target, hashing=previewed is None)
+
+        with ThreadPoolExecutor(num_threads(), "outer", keep_denormals) as pool:
+            digests = list(pool.map(step, chunks))
+        header = previewed or old.with_chunks(chunks, digests)
+        if certificate is not None:
+            header = header.certified_by(certificate)
+        state.end_change(header, fragment, target.anchor, target.momentum)
+        return Digests(header.anchor_digest, header.momentum_digest)
+
+    def step_chunk(
+        self, state: OuterState, chunk: StateChunk, average: Tensor, target: Target | None, *, hashing: bool
+    ) -> tuple[bytes, bytes]:
+        """One chunk's step, into `target` if there is one. Returns BLAKE3 of anchor and momentum, if `hashing`."""
+        fragment = chunk.fragment
+        old_anchor, old_momentum = state.anchor[fragment].numpy(), state.momentum[fragment].numpy()
+        if average.numel() != old_anchor.size:
+            raise ValueError(f"an average of {average.numel()} values for a fragment of {old_anchor.size}")
+        averages, hashes = average.numpy(), (blake3(), blake3())
+        lr, factor = np.float32(self.lr), np.float32(self.momentum)
+        # Not in place: loops over arrays that overlap take three times as long.
+        new_anchor, new_momentum = (np.empty(min(chunk.numel, _PART_NUMEL), np.float32) for _ in range(2))
+        for start in range(chunk.start, chunk.stop, _PART_NUMEL):
+            part = slice(start, min(start + _PART_NUMEL, chunk.stop))
+            anchor, momentum = new_anchor[: part.stop - start], new_momentum[: part.stop - start]
+            outer_step(old_anchor[part], old_momentum[part], averages[part], lr, factor, anchor, momentum)
+            if target is not None:
+                target.anchor.numpy()[part], target.momentum.numpy()[part] = anchor, momentum
+                if target.copy is not None:
+                    target.copy.numpy()[part] = anchor
+            if hashing:
+                hashes[0].update(anchor.view(np.uint8).data)
+                hashes[1].update(momentum.view(np.uint8).data)
+        return hashes[0].digest(), hashes[1].digest()
+
+
+def norm_of_pseudo_gradient(anchor: Tensor, local: Tensor, residual: Tensor | None = None) -> float:
+    """The L2 norm of what a peer has to send, `(anchor - local) + residual`; this is the norm to announce.
+
+    Not finite if any value of it is not, or its square overflows fp32.
+    """
+    parts, at_once = list(slices(anchor.numel())), num_threads()
+    sent = contribution(anchor, local, residual)
+
+    def energies(mine: list[slice]) -> list[float]:
+        scratch = np.empty(min(anchor.numel(), CHUNK_NUMEL), np.float32)
+        return [energy(sent.of(part).values(scratch)) for part in mine]
+
+    with ThreadPoolExecutor(at_once, "norm", keep_denormals) as pool:
+        found = pool.map(energies, [parts[first::at_once] for first in range(at_once)])
+    # The same sum, however many threads there are.
+    total = math.fsum(chain.from_iterable(found))
+    return math.sqrt(total) if total >= 0 else math.nan
+
+
+def rebase(new_anchor: Tensor, local: Tensor, base: Tensor, out: Tensor) -> None:
+    """Carry local work over to another anchor: out = new_anchor + (local - base). `out` may be any of the three."""
+    scratch = torch.empty(min(local.numel(), CHUNK_NUMEL))
+    for part in slices(local.numel()):
+        work = scratch[: part.stop - part.start]
+        torch.sub(local[part], base[part], out=work)
+        torch.add(new_anchor[part], work, out=out[part])
+
+
+def keep_denormals() -> None:
+    """For a thread to begin with, that computes what all peers must have the same bits of."""
+    # Flushing is a state of the thread, and a library loaded elsewhere may have changed what new threads inherit.
+    torch.set_flush_denormal(False)

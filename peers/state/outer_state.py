@@ -1,0 +1,169 @@
+"""The outer state of a run: the anchor all peers agreed on, its momentum, and what has been committed so far."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+
+import numpy as np
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from peers.protocol.certificates import Certificate
+from peers.state.header import StateChunk, StateHeader, chunks_of
+from peers.threads import num_threads
+
+
+@dataclass(frozen=True)
+class Digests:
+    """Hex, over the digests of all chunks of a state; what members of a round vote on."""
+
+    anchor: str
+    momentum: str
+
+
+class OuterState:
+    """Flat fp32 tensors per fragment, and the header that describes them. They advance together, in `commit` only.
+
+    One thread commits; others may take snapshots meanwhile.
+    """
+
+    def __init__(self, header: StateHeader, anchor: Sequence[Tensor], momentum: Sequence[Tensor]) -> None:
+        self.header = header
+        self.anchor = list(anchor)
+        self.momentum = list(momentum)
+        self._lock = threading.Lock()
+        self._is_changing = False
+        self._snapshots: list[Snapshot] = []
+
+    @classmethod
+    def initial(cls, anchor: Sequence[Tensor]) -> OuterState:
+        """A run that has not begun, on these weights, which it takes over, with zero momentum."""
+        momentum = [torch.zeros_like(values) for values in anchor]
+        sizes = tuple(values.numel() for values in anchor)
+        header = StateHeader(
+            sizes=sizes,
+            anchor_chunks=_hash_all(anchor, sizes),
+            momentum_chunks=_hash_all(momentum, sizes),
+        )
+        return cls(header, anchor, momentum)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.header.sizes
+
+    @property
+    def epoch(self) -> int:
+        return self.header.epoch
+
+    @property
+    def head(self) -> str:
+        return self.header.head
+
+    @property
+    def committed_tokens(self) -> int:
+        return self.header.committed_tokens
+
+    @property
+    def data_base(self) -> int:
+        return self.header.data_base
+
+    @property
+    def anchor_digest(self) -> str:
+        return self.header.anchor_digest
+
+    @property
+    def momentum_digest(self) -> str:
+        return self.header.momentum_digest
+
+    def chunks(self, fragment: int) -> list[StateChunk]:
+        """The hashed chunks of one fragment, in order."""
+        return [chunk for chunk in chunks_of(self.sizes) if chunk.fragment == fragment]
+
+    def certify(self, certificate: Certificate) -> None:
+        """This is the state of that commit. Raises ProtocolError where its values are not what it says."""
+        with self._lock:
+            self.header = self.header.certified_by(certificate)
+
+    def verify(self) -> Digests:
+        """The digests of the values as they are, not as the header says."""
+        anchor, momentum = (_hash_all(values, self.sizes) for values in (self.anchor, self.momentum))
+        return Digests(hashlib.sha256(anchor).hexdigest(), hashlib.sha256(momentum).hexdigest())
+
+    def snapshot(self) -> Snapshot | None:
+        """This very state, kept for as long as the snapshot is open: later commits write elsewhere.
+
+        None while a commit is being written: try again soon.
+        """
+        with self._lock:
+            if self._is_changing:
+                return None
+            snapshot = Snapshot(self)
+            self._snapshots.append(snapshot)
+            return snapshot
+
+    def release(self, snapshot: Snapshot) -> None:
+        with self._lock:
+            if snapshot in self._snapshots:
+                self._snapshots.remove(snapshot)
+
+    def begin_change(self, fragment: int) -> tuple[Tensor, Tensor]:
+        """Where the new anchor and momentum of a fragment go: in place, or beside what a snapshot still holds.
+
+        A change that is never ended leaves a state that nobody can take a snapshot of: nothing half-applied is served
+        or saved.
+        """
+        with self._lock:
+            self._is_changing = True
+            held = any(
+                s.anchor[fragment] is self.anchor[fragment] or s.momentum[fragment] is self.momentum[fragment]
+                for s in self._snapshots
+            )
+        if held:
+            return torch.empty_like(self.anchor[fragment]), torch.empty_like(self.momentum[fragment])
+        return self.anchor[fragment], self.momentum[fragment]
+
+    def end_change(self, header: StateHeader, fragment: int, anchor: Tensor, momentum: Tensor) -> None:
+        with self._lock:
+            self.header = header
+            self.anchor[fragment], self.momentum[fragment] = anchor, momentum
+            self._is_changing = False
+
+
+class Snapshot:
+    """An outer state that no commit changes. A context manager: leaving it lets go of the memory."""
+
+    def __init__(self, state: OuterState) -> None:
+        self._state = state
+        self.header = state.header
+        self.anchor = tuple(state.anchor)
+        self.momentum = tuple(state.momentum)
+
+    def close(self) -> None:
+        """May be repeated."""
+        self._state.release(self)
+
+    def __enter__(self) -> Snapshot:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def hash_chunk(values: Tensor) -> bytes:
+    """BLAKE3 of a chunk's values, little-endian."""
+    return blake3(values.numpy().view(np.uint8).data).digest()
+
+
+def _hash_all(fragments: Sequence[Tensor], sizes: Sequence[int]) -> bytes:
+    with ThreadPoolExecutor(num_threads(), "outer") as pool:
+        return b"".join(
+            pool.map(lambda c: hash_chunk(fragments[c.fragment][c.start : c.stop]), chunks_of(sizes))
+        )

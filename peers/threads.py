@@ -1,0 +1,38 @@
+"""How many threads work on a state, and which of this machine's go first, where rounds run beside the training."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from pathlib import Path
+
+AUTOGROUP = Path("/proc/self/autogroup")
+_MAX_THREADS = 4
+
+
+def num_threads() -> int:
+    """Threads for work on all values of a state."""
+    return min(_MAX_THREADS, os.cpu_count() or 1)
+
+
+def stand_back(niceness: int) -> None:
+    """Have the calling thread be so much nicer to all others than it was; only for one that was begun for its task.
+
+    It cannot be taken back without privileges. Where nothing else wants the processor it changes nothing.
+    """
+    thread = threading.get_native_id()
+    # Where that is not allowed it is merely in the others' way.
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + niceness)
+
+
+def give_way(niceness: int) -> None:
+    """Let other sessions of this user come first, where this process leads a session of its own.
+
+    Linux may share out time by session before it looks at threads (sched_autogroup): then those of the daemon, however
+    nice, take as much together as the trainer. Does nothing elsewhere.
+    """
+    if os.getsid(0) == os.getpid():
+        with contextlib.suppress(OSError):
+            AUTOGROUP.write_text(f"{niceness}\n", encoding="ascii")
