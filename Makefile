@@ -29,7 +29,7 @@ test-kill: .venv/.installed
 
 ## A hundred thousand random schedules of faults and liars over the pure peer: hours.
 test-schedules: .venv/.installed
-	DILOCO_SCHEDULES=100000 $(BIN)/python -m pytest tests/unit/sim/test_random_schedules.py
+	DILOCO_SCHEDULES=100000 $(BIN)/python -m pytest tests/unit/diloco/sim/test_random_schedules.py
 
 ## Two peers learn by reinforcement until it shows: minutes.
 test-grpo: .venv/.installed

@@ -78,7 +78,7 @@ GRPO = (
     "--grpo.max-completion-length 32"
 )
 IN_CONTRIBUTING = {
-    ".venv/bin/python -m pytest tests/unit/core/test_rounds.py -k leader",
+    ".venv/bin/python -m pytest tests/unit/peers/core/test_rounds.py -k leader",
     "make fast",
     ".venv/bin/python -m pytest tests/swarm",
     ".venv/bin/python -m benchmarks.inner_loop --quick",

@@ -27,7 +27,7 @@ from peers.protocol.reports import VERSION, Busy, Hello, Report, report_protocol
 from tests.support.members import free_port, joined
 from tests.support.sighted import full_report
 from tests.support.swarm import wait_until
-from tests.unit.peers.test_metrics_text import get, values
+from tests.unit.peers.monitor.test_metrics_text import get, values
 
 SEEN_WITHIN_S = 2.0
 _HELLO, _NONCE = Decoder(Hello), Decoder(Nonce)

@@ -14,10 +14,10 @@ from msgspec.structs import replace
 from peers.core import effects, events
 from peers.protocol.certificates import Body, Certificate, Plan
 from peers.protocol.messages import Abort, Certificates, Decline, Message, Propose, Status, Vote
-from tests.unit.core.made import Keys, commit, digest, vote_of, work
-from tests.unit.core.pump import Node, Pump, with_settings
-from tests.unit.core.test_round_hostile import led_by_another, plan_at, reduced
-from tests.unit.core.test_rounds import commits, founded
+from tests.unit.peers.core.made import Keys, commit, digest, vote_of, work
+from tests.unit.peers.core.pump import Node, Pump, with_settings
+from tests.unit.peers.core.test_round_hostile import led_by_another, plan_at, reduced
+from tests.unit.peers.core.test_rounds import commits, founded
 
 Tamper = Callable[[str, str, Message], Message | None]
 

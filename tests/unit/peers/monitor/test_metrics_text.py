@@ -19,7 +19,7 @@ from peers.monitor.summary import summary_of
 from tests.support.announcements import announced
 from tests.support.sighted import entry, full_report
 
-GRAFANA = Path(__file__).parents[3] / "diloco" / "dashboard" / "grafana.json"
+GRAFANA = Path(__file__).parents[4] / "diloco" / "dashboard" / "grafana.json"
 LINE = re.compile(r'(diloco_[a-z_]+)\{((?:[a-z_]+="[^"]*",?)*)\} (\S+)')
 
 

@@ -18,7 +18,7 @@ from peers.protocol import messages
 from peers.protocol.certificates import Certificate, Plan
 from peers.protocol.messages import Message
 from peers.protocol.wire import encode
-from tests.unit.core.made import OFFER, SETTINGS, Keys, digest, verify, work
+from tests.unit.peers.core.made import OFFER, SETTINGS, Keys, digest, verify, work
 
 DELAY_S = 0.01
 

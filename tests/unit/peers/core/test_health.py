@@ -7,7 +7,7 @@ import pytest
 from peers.core.health import FADE_EPOCHS, STRIKES, Swarm
 from peers.core.timing import BEAT_S, SILENT_BEATS, Timing
 from peers.core.turn import Turn
-from tests.unit.core.made import SETTINGS, commit, genesis, status
+from tests.unit.peers.core.made import SETTINGS, commit, genesis, status
 
 SILENCE_S = SILENT_BEATS * BEAT_S
 HEAD = genesis("ab")

@@ -199,7 +199,7 @@ def test_a_worker_dies_with_its_supervisor_even_when_that_is_killed(tmp_path):
         "async def main():\n    await Supervisor(command).run()\n"
         "asyncio.run(main())\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[4])}
     with subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path, env=environment) as supervisor:
         try:
             wait_until((tmp_path / "pid").exists)

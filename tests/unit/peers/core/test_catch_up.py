@@ -10,8 +10,8 @@ from peers.core.chain import KEPT
 from peers.core.timing import FETCH_S
 from peers.protocol.messages import Ask, Certificates, decode_message
 from peers.protocol.wire import encode
-from tests.unit.core.driven import Driven
-from tests.unit.core.made import chain_of, commit, digest, genesis, status
+from tests.unit.peers.core.driven import Driven
+from tests.unit.peers.core.made import chain_of, commit, digest, genesis, status
 
 GENESIS = genesis("abc")
 

@@ -12,7 +12,7 @@ from peers.core.admission import Admission
 from peers.errors import UserError
 from peers.net.gate import Gate
 from peers.protocol.tokens import BanList
-from tests.unit.peers.test_admission import new_peer_id
+from tests.unit.peers.core.test_admission import new_peer_id
 
 KEY = AdmissionKey.new()
 PEERS = [new_peer_id() for _ in range(3)]

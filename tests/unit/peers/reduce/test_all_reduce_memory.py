@@ -8,7 +8,7 @@ import pytest
 
 from peers.reduce.codecs import codec_names
 from peers.reduce.plan import CHUNK_NUMEL
-from tests.unit.peers.test_reduce import outcomes, swarm  # noqa: F401
+from tests.unit.peers.reduce.test_all_reduce import outcomes, swarm  # noqa: F401
 
 NUM_MEMBERS = 4
 PER_PEER_BYTES = 8 << 20

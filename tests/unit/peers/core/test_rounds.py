@@ -9,8 +9,8 @@ from peers.core import effects, events
 from peers.core.weights import Aggregation
 from peers.protocol.certificates import Plan
 from peers.protocol.messages import Abort, Certificates, Decline, Message, Propose, Vote
-from tests.unit.core.made import digest, work
-from tests.unit.core.pump import Node, Pump, with_settings
+from tests.unit.peers.core.made import digest, work
+from tests.unit.peers.core.pump import Node, Pump, with_settings
 
 
 def founded(names: str, **settings) -> Pump:

@@ -27,10 +27,10 @@ from peers.protocol.messages import (
     decode_message,
 )
 from peers.protocol.wire import encode
-from tests.unit.core.driven import Driven
-from tests.unit.core.made import OFFER, SETTINGS, Keys, digest, genesis, members, work
-from tests.unit.core.pump import Pump, with_settings
-from tests.unit.core.test_rounds import commits, founded
+from tests.unit.peers.core.driven import Driven
+from tests.unit.peers.core.made import OFFER, SETTINGS, Keys, digest, genesis, members, work
+from tests.unit.peers.core.pump import Pump, with_settings
+from tests.unit.peers.core.test_rounds import commits, founded
 
 NAMES = "abcde"
 

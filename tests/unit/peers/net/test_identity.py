@@ -103,7 +103,7 @@ def test_a_slot_of_a_killed_process_is_free_at_once(tmp_path):
         "import sys, time, pathlib; from peers.net.identity import claim_slot\n"
         "print(claim_slot(pathlib.Path(sys.argv[1]), 'run', 0).peer_id, flush=True); time.sleep(60)"
     )
-    root = Path(identity.__file__).parent.parent
+    root = Path(identity.__file__).parents[2]
     with subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=root
     ) as process:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from peers.core import effects
-from tests.unit.core.pump import Pump
-from tests.unit.core.test_rounds import founded
+from tests.unit.peers.core.pump import Pump
+from tests.unit.peers.core.test_rounds import founded
 
 
 def split(pump: Pump, *sides: str) -> None:

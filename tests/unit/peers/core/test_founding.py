@@ -11,9 +11,9 @@ from peers.core.timing import BEAT_S
 from peers.protocol.certificates import Body, Certificate
 from peers.protocol.limits import MAX_EPOCH
 from peers.protocol.messages import Certificates, Found, Message, Offer, Vote
-from tests.unit.core.driven import Driven
-from tests.unit.core.made import OFFER, SETTINGS, Keys, chain_of, digest, genesis, status, verify
-from tests.unit.core.pump import Pump, with_settings
+from tests.unit.peers.core.driven import Driven
+from tests.unit.peers.core.made import OFFER, SETTINGS, Keys, chain_of, digest, genesis, status, verify
+from tests.unit.peers.core.pump import Pump, with_settings
 
 
 def founders(names: str, galaxy_size: int = 0, **settings) -> Pump:

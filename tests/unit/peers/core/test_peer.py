@@ -8,11 +8,11 @@ from peers.core import effects, events
 from peers.core.round import Stage
 from peers.protocol.certificates import Body, Certificate
 from peers.protocol.messages import Abort, Ask, Certificates, Propose, Status, Vote
-from tests.unit.core.driven import Driven
-from tests.unit.core.made import Keys, commit, digest, genesis, work
-from tests.unit.core.pump import Pump, with_settings
-from tests.unit.core.test_round_hostile import led_by_another, plan_at, reduced
-from tests.unit.core.test_rounds import founded
+from tests.unit.peers.core.driven import Driven
+from tests.unit.peers.core.made import Keys, commit, digest, genesis, work
+from tests.unit.peers.core.pump import Pump, with_settings
+from tests.unit.peers.core.test_round_hostile import led_by_another, plan_at, reduced
+from tests.unit.peers.core.test_rounds import founded
 
 GENESIS = genesis("abc")
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from peers.core.chain import KEPT, Chain, Fork, acceptable_part, prefers_theirs
-from tests.unit.core.made import chain_of, commit, genesis, members
+from tests.unit.peers.core.made import chain_of, commit, genesis, members
 
 GENESIS = genesis("abcde")
 

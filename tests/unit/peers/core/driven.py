@@ -9,7 +9,7 @@ from peers.core.settings import Settings
 from peers.protocol.certificates import Body, Certificate, Plan, Work
 from peers.protocol.messages import Ask, Certificates, Message, Vote, decode_message
 from peers.protocol.wire import encode
-from tests.unit.core.made import OFFER, SETTINGS, a_peer, digest, status, vote_of, work
+from tests.unit.peers.core.made import OFFER, SETTINGS, a_peer, digest, status, vote_of, work
 
 BEAT_S = 0.4
 Peers = Iterable[str]

@@ -20,7 +20,7 @@ from peers.core.timing import (
     SLOWEST_PEER,
     Timing,
 )
-from tests.unit.core.pump import with_settings
+from tests.unit.peers.core.pump import with_settings
 
 
 def a_timing(**settings) -> Timing:

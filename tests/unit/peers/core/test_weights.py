@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from peers.core.weights import CLIP_FACTOR, RULES, Aggregation
 from peers.protocol.limits import MAX_COUNT, MAX_NORM, MAX_TOKENS
-from tests.unit.core.made import work
+from tests.unit.peers.core.made import work
 
 ROBUST = ("trimmed-mean", "centered-clip")
 

@@ -6,9 +6,9 @@ import pytest
 
 from peers.core import effects
 from peers.core.plans import MAX_CLAIMED_RANK, claim_of
-from tests.unit.core.driven import Driven
-from tests.unit.core.made import OFFER, commit, genesis, status
-from tests.unit.core.pump import Pump
+from tests.unit.peers.core.driven import Driven
+from tests.unit.peers.core.made import OFFER, commit, genesis, status
+from tests.unit.peers.core.pump import Pump
 
 GENESIS = genesis("abc")
 """Of ranks 0, 1 and 2."""
