@@ -50,7 +50,7 @@ test-vllm: .venv/.installed .venv-vllm/.installed
 
 ## The page of all flags, made from the code.
 docs: .venv/.installed
-	$(BIN)/python -m diloco.reference
+	$(BIN)/python -m diloco.cli.reference
 
 ## Format, lint, types and the fast tests.
 check: .venv/.installed

@@ -19,8 +19,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from diloco.grpo.task_choice import open_task
-from diloco.model_files import PRESETS_DIR, load_model_config
+from diloco.options.model_files import PRESETS_DIR, load_model_config
+from diloco.rl.task_choice import open_task
 
 TASK = "reasoning-gym:chain_sum,min_terms=1,max_terms=1,min_digits=1,max_digits=1"
 """Sums of a single digit: the least there is to be learnt."""

@@ -17,12 +17,12 @@ from torch import nn
 from torch.nn import functional
 
 from benchmarks.record import Result, parser, report
-from diloco.launch import Assignment
-from diloco.model import load_model
-from diloco.options import HvConfig, TrainConfig
-from diloco.sharding import Precision, compiles, decoder_layers
+from diloco.launch.worker import Assignment
+from diloco.options.flags import HvConfig, TrainConfig
+from diloco.outer.world import World
+from diloco.train.model import load_model
+from diloco.train.sharding import Precision, compiles, decoder_layers
 from diloco.train_fsdp import Trainer
-from diloco.world import World
 
 # Dense bf16 rates as the manufacturers state them.
 _PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from diloco.outer import Diloco
+from diloco.outer.diloco import Diloco
 
 _ROW = 1 << 16
 _MATRIX = 128

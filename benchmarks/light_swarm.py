@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 
-from diloco.metrics_file import Tail
+from diloco.train.metrics_file import Tail
 from peers.net.identity import load, load_or_create
 
 _ROOT = Path(__file__).parent.parent

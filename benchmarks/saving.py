@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import Result, parser, report
-from diloco.metrics_file import Record, Tail
+from diloco.train.metrics_file import Record, Tail
 
 _ROOT = Path(__file__).parent.parent
 _STOP_TIMEOUT_S = 15.0

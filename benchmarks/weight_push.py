@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.record import Result, parser, report
-from diloco.grpo.publisher import Publisher
-from diloco.grpo.weight_blobs import State, digest_of, patched, unpacked
-from diloco.inner import InnerLoop
-from diloco.model import load_model
-from diloco.optim import adamw
-from diloco.sharding import Precision
+from diloco.rl.publisher import Publisher
+from diloco.rl.weight_blobs import State, digest_of, patched, unpacked
+from diloco.train.inner import InnerLoop
+from diloco.train.model import load_model
+from diloco.train.optim import adamw
+from diloco.train.sharding import Precision
 
 NUM_STEPS = 20
 _CASES = ((1e-6, torch.bfloat16), (1e-5, torch.bfloat16), (1e-4, torch.bfloat16), (1e-6, torch.float32))

@@ -1,1 +1,41 @@
-"""The training process and the command line."""
+"""The training process and the command line. `Diloco` makes any torch loop a peer's worker.
+
+Each folder imports only from those above it:
+
+    options     what a user says: flags, their limits, a trainer's configuration, models and data by name
+    outer       the worker's end of the swarm: start at outer/diloco.py
+    data        from documents to batches, and which of them are whose
+    train       what a trainer is made of
+    checkpoint  saving and restoring, exporting
+    rl          GRPO: tasks, rewards, rollouts
+    sim         the virtual runtime of peers.core
+    doctor      what keeps a machine from being a peer
+    launch      peers and trainers as processes on this machine
+    dashboard   the web page
+    cli         the verbs
+
+The trainers are train_fsdp.py and train_grpo.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from diloco.callback import DilocoCallback
+    from diloco.outer.diloco import Diloco
+
+__all__ = ["Diloco", "DilocoCallback"]
+
+
+def __getattr__(name: str) -> Any:
+    # When asked for: both load torch, which no `--help` waits for.
+    if name == "Diloco":
+        from diloco.outer.diloco import Diloco
+
+        return Diloco
+    if name == "DilocoCallback":
+        from diloco.callback import DilocoCallback
+
+        return DilocoCallback
+    raise AttributeError(f"module 'diloco' has no attribute {name!r}")

@@ -1,5 +1,5 @@
 """`python -m diloco` is `diloco`."""
 
-from diloco.cli import main
+from diloco.cli.app import main
 
 main()

@@ -22,11 +22,11 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from diloco.checkpoints.mark import COMPLETE, checked_mark, mark_whole
-from diloco.checkpoints.restore import others_state
+from diloco.checkpoint.mark import COMPLETE, checked_mark, mark_whole
+from diloco.checkpoint.restore import others_state
 from diloco.errors import DilocoError, UserError
-from diloco.outer import Commit, Diloco, Restored
-from diloco.world import barrier, on_rank_zero
+from diloco.outer.diloco import Commit, Diloco, Restored
+from diloco.outer.world import barrier, on_rank_zero
 
 log = logging.getLogger(__name__)
 

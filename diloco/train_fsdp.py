@@ -20,27 +20,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from diloco.auto_batch import find_micro_batch_size
-from diloco.checkpoint import Checkpoints
-from diloco.config import TrainConfig, parse_train_config
-from diloco.data import batches, open_data
-from diloco.evaluation import evaluate
-from diloco.inner import InnerLoop
-from diloco.launch import Assignment, assigned, exit_code, leave
-from diloco.memory import check_memory, memory_needed_bytes
-from diloco.metrics import Metrics, Sink
-from diloco.model import load_model, num_parameters
-from diloco.model_files import load_model_config, model_files, save_pretrained_dir
-from diloco.optim import adamw, learning_rate
-from diloco.outer import Diloco
-from diloco.run_dir import METRICS
-from diloco.sharding import Precision, full_state, prepare
-from diloco.signals import CleanUps, LeaveOnSignal, cleaned_up_on_failure
-from diloco.text.prefetch import Prefetched
-from diloco.text.sampling import Block
-from diloco.text.tokenizer import load_tokenizer
-from diloco.wandb_runs import opened_sinks
-from diloco.world import World, device_mesh, joined, on_rank_zero
+from diloco.checkpoint.checkpoint import Checkpoints
+from diloco.data.batches import batches, open_data
+from diloco.data.prefetch import Prefetched
+from diloco.data.sampling import Block
+from diloco.data.tokenizer import load_tokenizer
+from diloco.launch.worker import Assignment, assigned, exit_code, leave
+from diloco.options.model_files import load_model_config, model_files, save_pretrained_dir
+from diloco.options.trainer import TrainConfig, parse_train_config
+from diloco.outer.diloco import Diloco
+from diloco.outer.world import World, device_mesh, joined, on_rank_zero
+from diloco.train.auto_batch import find_micro_batch_size
+from diloco.train.evaluation import evaluate
+from diloco.train.inner import InnerLoop
+from diloco.train.memory import check_memory, memory_needed_bytes
+from diloco.train.metrics import Metrics, Sink
+from diloco.train.model import load_model, num_parameters
+from diloco.train.optim import adamw, learning_rate
+from diloco.train.run_dir import METRICS
+from diloco.train.sharding import Precision, full_state, prepare
+from diloco.train.signals import CleanUps, LeaveOnSignal, cleaned_up_on_failure
+from diloco.train.wandb_runs import opened_sinks
 
 
 def main() -> NoReturn:

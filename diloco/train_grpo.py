@@ -22,35 +22,35 @@ import torch
 from transformers import PrinterCallback
 
 from diloco.callback import DilocoCallback, check_divides, generation_period
-from diloco.checkpoints.restore import refuse_to_begin_anew, skipped_event
-from diloco.config import TrainConfig, parse_train_config
-from diloco.devices import visible_gpus
+from diloco.checkpoint.restore import refuse_to_begin_anew, skipped_event
+from diloco.data.tokenizer import load_tokenizer
 from diloco.errors import UserError
-from diloco.grpo.arguments import grpo_arguments, placeholders
-from diloco.grpo.checkpoints import KeepCheckpoints, KeepDeltas
-from diloco.grpo.evaluation import TEMPERATURE, TOP_K, TOP_P, evaluated
-from diloco.grpo.fleet import Sampling
-from diloco.grpo.generation import Servers, generating_by_servers
-from diloco.grpo.gpus import split_gpus, starts_server
-from diloco.grpo.prompts import Deal, held_out_examples, place_of, rows_of
-from diloco.grpo.recorder import Recorder
-from diloco.grpo.servers import opened_servers
-from diloco.grpo.task_choice import open_task
-from diloco.grpo.tasks import Message
-from diloco.grpo.trainer import PeerTrainer, completed_by_the_trainer, reward_functions, token_ids
-from diloco.grpo.turns import EvaluateWhenDue
-from diloco.launch import Assignment, assigned, exit_code, leave
-from diloco.metrics import Metrics, Sink
-from diloco.model import load_model
-from diloco.model_files import load_model_config, save_pretrained_dir
-from diloco.optim import adamw, learning_rate
-from diloco.outer import Commit, Diloco
-from diloco.run_dir import METRICS
-from diloco.sharding import Precision, full_state
-from diloco.signals import CleanUps, LeaveOnSignal, cleaned_up_on_failure
-from diloco.text.tokenizer import load_tokenizer
-from diloco.wandb_runs import opened_sinks
-from diloco.world import World, joined, on_rank_zero
+from diloco.launch.worker import Assignment, assigned, exit_code, leave
+from diloco.options.model_files import load_model_config, save_pretrained_dir
+from diloco.options.trainer import TrainConfig, parse_train_config
+from diloco.outer.diloco import Commit, Diloco
+from diloco.outer.world import World, joined, on_rank_zero
+from diloco.rl.arguments import grpo_arguments, placeholders
+from diloco.rl.checkpoints import KeepCheckpoints, KeepDeltas
+from diloco.rl.evaluation import TEMPERATURE, TOP_K, TOP_P, evaluated
+from diloco.rl.fleet import Sampling
+from diloco.rl.generation import Servers, generating_by_servers
+from diloco.rl.gpus import split_gpus, starts_server
+from diloco.rl.prompts import Deal, held_out_examples, place_of, rows_of
+from diloco.rl.recorder import Recorder
+from diloco.rl.servers import opened_servers
+from diloco.rl.task_choice import open_task
+from diloco.rl.tasks import Message
+from diloco.rl.trainer import PeerTrainer, completed_by_the_trainer, reward_functions, token_ids
+from diloco.rl.turns import EvaluateWhenDue
+from diloco.train.devices import visible_gpus
+from diloco.train.metrics import Metrics, Sink
+from diloco.train.model import load_model
+from diloco.train.optim import adamw, learning_rate
+from diloco.train.run_dir import METRICS
+from diloco.train.sharding import Precision, full_state
+from diloco.train.signals import CleanUps, LeaveOnSignal, cleaned_up_on_failure
+from diloco.train.wandb_runs import opened_sinks
 from peers.daemon.link import LINK_ENV, WorkerLink
 
 LOGP_ALARMS = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.05}

@@ -7,11 +7,11 @@ Rates are tuned on one seed, for data parallel (inner) and for fp32 DiLoCo (inne
 fp32 DiLoCo's. Then seven seeds each: a seed's arms share initial weights, data, its order and who trains what, so
 differences are paired, and their standard error is over seeds.
 
-Real, that is, the product's own code: the inner step (diloco.inner: AdamW, clipping, schedule by nominal steps), the
-samples (diloco.data, diloco.text.sampling), the layout and the merge of what overlapped (diloco.flat), when a fragment
-leaves and comes back (peers.core.schedule), weights and clipping of members (peers.core.weights), the reduction with
+Real, that is, the product's own code: the inner step (diloco.train.inner: AdamW, clipping, schedule by nominal steps),
+the samples (diloco.data), the layout and the merge of what overlapped (diloco.outer.flat), when a fragment leaves and
+comes back (peers.core.schedule), weights and clipping of members (peers.core.weights), the reduction with
 its codecs and error feedback in both directions (peers.reduce.all_reduce, over socket pairs), the outer step
-(peers.state.outer_optimizer), the held-out loss (diloco.evaluation).
+(peers.state.outer_optimizer), the held-out loss (diloco.train.evaluation).
 
 Simulated: processes, discovery and network. One process trains the four replicas in turns; nobody is late or dies.
 A test holds one short run, with int4 and overlap, to the very bits of a swarm of daemons (tests/e2e).

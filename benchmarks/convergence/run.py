@@ -13,11 +13,11 @@ import torch
 from benchmarks.convergence.settings import Job
 from benchmarks.convergence.store import Outcome, Store, Swarm
 from benchmarks.convergence.swarm import DataParallel, LocalSwarm, Replica, new_replica
-from diloco.data import SampleSource, open_data
-from diloco.evaluation import evaluate
-from diloco.text.held_out import Validation
-from diloco.text.tokenizer import load_tokenizer
-from diloco.world import World
+from diloco.data.batches import SampleSource, open_data
+from diloco.data.held_out import Validation
+from diloco.data.tokenizer import load_tokenizer
+from diloco.outer.world import World
+from diloco.train.evaluation import evaluate
 
 SAVE_INTERVAL_S = 60.0
 EVAL_BATCH = 32

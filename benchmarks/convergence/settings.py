@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from diloco.options import HvConfig, TrainConfig
+from diloco.options.flags import HvConfig, TrainConfig
 from peers.core.defaults import outer_momentum_for, residual_decay_for
 from peers.core.schedule import Schedule
 

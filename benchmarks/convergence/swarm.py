@@ -12,13 +12,13 @@ from torch import Tensor
 
 from benchmarks.convergence.reduction import Member, average
 from benchmarks.convergence.settings import Job
-from diloco.data import SampleSource
-from diloco.flat import Piece, copy_in, copy_out, layout_of, merge, pieces_of
-from diloco.inner import InnerLoop
-from diloco.model import load_model
-from diloco.optim import adamw, learning_rate
-from diloco.sharding import Precision
-from diloco.text.sampling import Block, step_offsets
+from diloco.data.batches import SampleSource
+from diloco.data.sampling import Block, step_offsets
+from diloco.outer.flat import Piece, copy_in, copy_out, layout_of, merge, pieces_of
+from diloco.train.inner import InnerLoop
+from diloco.train.model import load_model
+from diloco.train.optim import adamw, learning_rate
+from diloco.train.sharding import Precision
 from peers.reduce.residuals import Residuals
 from peers.state.outer_optimizer import OuterOptimizer
 from peers.state.outer_state import OuterState
@@ -109,7 +109,7 @@ class LocalSwarm:
             replica.residuals = [Residuals.from_tensors(out.numel(), next(saved)) for out in replica.out]
 
     def _average_if_due(self) -> None:
-        """As diloco.outer.Diloco does after a step."""
+        """As diloco.outer.diloco.Diloco does after a step."""
         end, schedule = self._job.scale.total_steps, self.schedule
         local_step = self.num_steps - self.epoch * schedule.steps_per_epoch
         if self.num_steps >= end:

@@ -23,7 +23,7 @@ _MEGABYTES_PER_S = 40.0
 _EXACT = "fp32"
 """The codec without residuals."""
 _IMPORTS = (
-    "import diloco.verbs.peer, peers.daemon; from peers.net.dht.node import load_hivemind; load_hivemind();"
+    "import diloco.cli.peer, peers.daemon; from peers.net.dht.node import load_hivemind; load_hivemind();"
     "print(next(l.split()[1] for l in open('/proc/self/status') if l.startswith('VmHWM')))"
 )
 

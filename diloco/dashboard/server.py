@@ -145,5 +145,5 @@ async def served(app: ASGIApp, listener: socket.socket, feed: Feed) -> None:
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[Any]:
-        """They are somebody else's: diloco/interrupts.py."""
+        """They are somebody else's: diloco/cli/interrupts.py."""
         yield

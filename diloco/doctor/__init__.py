@@ -1,1 +1,1 @@
-"""What `diloco doctor` (diloco/verbs/doctor.py) looks at, one part of a machine and of its way to a swarm each."""
+"""What `diloco doctor` (diloco/cli/doctor.py) looks at, one part of a machine and of its way to a swarm each."""

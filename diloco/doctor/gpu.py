@@ -11,8 +11,8 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from diloco.devices import num_cores, visible_gpus
 from diloco.doctor.findings import Finding, failed, passed
+from diloco.train.devices import num_cores, visible_gpus
 
 _NCCL_TIMEOUT_S = 90.0
 _ERROR = re.compile(r"\w+(Error|Exception): |the sum over")
@@ -88,7 +88,7 @@ def _all_reduce(num_ranks: int) -> tuple[int, str]:
     ranks = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}")
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "diloco.grpo.guardian", *ranks, "-m", "diloco.doctor.nccl"],
+            [sys.executable, "-m", "diloco.rl.guardian", *ranks, "-m", "diloco.doctor.nccl"],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,

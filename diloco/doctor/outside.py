@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from diloco.doctor.findings import Finding, passed, warned
 from diloco.doctor.nat import Port, Seen, judged_announcement, judged_nat, judged_port
-from diloco.options import HvConfig
+from diloco.options.flags import HvConfig
 from peers.errors import PeersError
 from peers.net.identity import Identity
 from peers.net.paths.acceptor import Reception

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from diloco.doctor.findings import Finding, failed, passed
-from diloco.options import HvConfig
+from diloco.options.flags import HvConfig
 from peers.errors import PeersError, UserError
 from peers.net.identity import Identity, load_or_create
 from peers.protocol.maddrs import Maddr, check_listenable, parse_maddr

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from diloco.config import TrainConfig
 from diloco.doctor.findings import Finding, failed, passed, warned
 from diloco.errors import UserError
-from diloco.memory import MemoryNeed, available_memory_bytes, check_memory, memory_needed_bytes
-from diloco.model_files import PRESETS_DIR, load_model_config
-from diloco.preflight import check_peers_fit
+from diloco.options.model_files import PRESETS_DIR, load_model_config
+from diloco.options.trainer import TrainConfig
+from diloco.train.memory import MemoryNeed, available_memory_bytes, check_memory, memory_needed_bytes
+from diloco.train.preflight import check_peers_fit
 
 _GIB = 2**30
 _TRIED_BYTES = 1 << 20
@@ -137,7 +137,7 @@ def tried(place: Place) -> Finding:
 
 
 def _num_parameters(path_model: str) -> int:
-    from diloco.model import num_parameters
+    from diloco.train.model import num_parameters
 
     return num_parameters(load_model_config(path_model))
 
@@ -149,7 +149,7 @@ def _smaller(samples: int) -> list[int]:
 
 def _parameters_or_none(path_model: str) -> int:
     """0 where there is no such model: that is said elsewhere."""
-    from diloco.preflight import least_num_parameters
+    from diloco.train.preflight import least_num_parameters
 
     try:
         return least_num_parameters(load_model_config(path_model))

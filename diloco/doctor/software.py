@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from diloco.doctor.findings import Finding, failed, passed, warned
 from diloco.errors import UserError
-from diloco.options import GrpoConfig
+from diloco.options.flags import GrpoConfig
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -65,7 +65,7 @@ def check_torch() -> Iterator[Finding]:
 
 def check_vllm(grpo: GrpoConfig) -> Iterator[Finding]:
     """For a peer with a server of its own, which may have another Python."""
-    from diloco.grpo.own_server import check_has_vllm
+    from diloco.rl.own_server import check_has_vllm
 
     python = grpo.vllm_python or sys.executable
     try:

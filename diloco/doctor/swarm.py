@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from diloco.doctor.findings import Finding, failed, passed, warned
 from diloco.doctor.outside import Outside
-from diloco.options import HvConfig
+from diloco.options.flags import HvConfig
 from peers.admission.secrets import SwarmSecret, load_secret
 from peers.admission.token_request import ISSUERS_KEY, Applicant, NoIssuer, request_token
 from peers.core.admission import Admission

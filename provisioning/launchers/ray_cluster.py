@@ -80,7 +80,7 @@ def submit_argv(client: str, python: str, job: RayJob) -> list[str]:
             "--runtime-env-json",
             runtime,
         ),
-        *("--", python, "-m", "diloco.ray_worker", *words, "--", *job.program),
+        *("--", python, "-m", "diloco.launch.ray_worker", *words, "--", *job.program),
     ]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from diloco.checkpoints.mark import read_mark, write_mark
+from diloco.checkpoint.mark import read_mark, write_mark
 from peers.protocol.certificates import Certificate, decode_certificate
 from peers.protocol.signatures import verify_signature
 from peers.protocol.wire import encode

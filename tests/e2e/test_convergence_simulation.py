@@ -10,8 +10,8 @@ import torch
 
 from benchmarks.convergence.settings import FP32, Job, Scale, arms
 from benchmarks.convergence.swarm import LocalSwarm
-from diloco.data import open_data
-from diloco.text.tokenizer import load_tokenizer
+from diloco.data.batches import open_data
+from diloco.data.tokenizer import load_tokenizer
 from tests.support.commands import DILOCO, training_flags
 
 

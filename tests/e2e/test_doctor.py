@@ -20,8 +20,8 @@ from typing import Any
 
 import pytest
 
-from diloco.config import parse_train_config
-from diloco.verbs.doctor import of_network
+from diloco.cli.doctor import of_network
+from diloco.options.trainer import parse_train_config
 from peers.admission.secrets import AdmissionKey
 from peers.net.identity import load_or_create
 from peers.protocol.tokens import Token
@@ -173,7 +173,7 @@ CHECK_P2PD = """
 import asyncio, dataclasses, json, sys
 from pathlib import Path
 from diloco.doctor.p2pd import check_p2pd
-from diloco.options import HvConfig
+from diloco.options.flags import HvConfig
 from peers.net.identity import load_or_create
 
 own, program = load_or_create(Path(sys.argv[1]) / "own.key"), Path(sys.argv[2])

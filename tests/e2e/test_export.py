@@ -15,11 +15,11 @@ import pytest
 import torch
 from blake3 import blake3
 
-from diloco.checkpoints.dirs import own_part
-from diloco.checkpoints.mark import COMPLETE, read_mark
+from diloco.checkpoint.dirs import own_part
+from diloco.checkpoint.export import exported
+from diloco.checkpoint.mark import COMPLETE, read_mark
+from diloco.cli import export as export_verb
 from diloco.errors import UserError
-from diloco.export import exported
-from diloco.verbs import export as export_verb
 from peers.state import files as state_files
 from peers.state.header import HEADER_FILE
 from peers.state.whole_files import record_of

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from diloco.metrics_file import Tail
+from diloco.train.metrics_file import Tail
 from tests.support import checkpoint_commands, pods_commands
 from tests.support.commands import ROOT, Command, wait_until
 from tests.support.documents import CONTRIBUTING, PAGES, README, blocks, commands, typed

@@ -22,12 +22,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from diloco.errors import UserError
-from diloco.grpo.blob_server import BlobServer
-from diloco.grpo.fleet import Fleet, Sampling, _rpc, _served
-from diloco.grpo.generation import Servers
-from diloco.grpo.http_json import ServerLost
-from diloco.grpo.own_server import OwnServer, ServerCommand, _free_port
-from diloco.grpo.publisher import Publisher
+from diloco.rl.blob_server import BlobServer
+from diloco.rl.fleet import Fleet, Sampling, _rpc, _served
+from diloco.rl.generation import Servers
+from diloco.rl.http_json import ServerLost
+from diloco.rl.own_server import OwnServer, ServerCommand, _free_port
+from diloco.rl.publisher import Publisher
 from tests.support.commands import ROOT, wait_until
 from tests.support.rollouts import CLOSE, PROMPTS, SAMPLING, difference, orders, train_a_little
 from tests.support.tiny_model import tiny_llama
@@ -231,7 +231,7 @@ def test_servers_die_with_a_trainer_that_is_killed(directory, tmp_path):
     told = command(directory, tmp_path)
     script = (
         "import sys, time; from pathlib import Path\n"
-        "from diloco.grpo.own_server import OwnServer, ServerCommand\n"
+        "from diloco.rl.own_server import OwnServer, ServerCommand\n"
         f"server = OwnServer(ServerCommand(argv={list(told.argv)!r}, env={dict(told.env)!r}, port={told.port},\n"
         f" model_name={told.model_name!r}, log_path=Path({str(told.log_path)!r}), timeout_s=60))\n"
         "server.start(); print('up', flush=True); time.sleep(600)\n"
@@ -280,8 +280,8 @@ def test_trainers_that_name_their_servers_in_different_orders_do_not_wait_for_ea
 def test_a_lease_is_renewed_as_long_as_it_is_needed_and_soon_over_where_its_owner_died(
     directory, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("diloco.grpo.fleet.LEASE_S", 0.8)
-    monkeypatch.setattr("diloco.grpo.fleet._RENEWAL_S", 0.05)
+    monkeypatch.setattr("diloco.rl.fleet.LEASE_S", 0.8)
+    monkeypatch.setattr("diloco.rl.fleet._RENEWAL_S", 0.05)
 
     def is_free(url: str) -> bool:
         return bool(_rpc(url, "diloco_lease", owner="another", seconds="0")["ok"])

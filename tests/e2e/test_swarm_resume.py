@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from diloco.checkpoints.dirs import marked_steps, own_part
-from diloco.metrics_file import Tail
+from diloco.checkpoint.dirs import marked_steps, own_part
+from diloco.train.metrics_file import Tail
 from tests.support.commands import DILOCO, Command, check_whole_files, training_flags, wait_until
 
 INTERVAL = 6

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from diloco.metrics_file import Tail
+from diloco.train.metrics_file import Tail
 from peers.daemon.link import LINK_ENV
 from tests.support.swarm import wait_until
 from tests.support.training import tiny_config

@@ -16,12 +16,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.format_model import TASK, bare_model
-from diloco.grpo.blob_server import BlobServer
-from diloco.grpo.fleet import Fleet, Sampling, _rpc
-from diloco.grpo.generation import Servers
-from diloco.grpo.own_server import OwnServer, vllm_command
-from diloco.grpo.publisher import Publisher
-from diloco.model import load_model
+from diloco.rl.blob_server import BlobServer
+from diloco.rl.fleet import Fleet, Sampling, _rpc
+from diloco.rl.generation import Servers
+from diloco.rl.own_server import OwnServer, vllm_command
+from diloco.rl.publisher import Publisher
+from diloco.train.model import load_model
 from tests.support.commands import DILOCO, check_gone, wait_until
 from tests.support.rollouts import CLOSE, PROMPTS, SAMPLING, difference, orders, train_a_little
 

@@ -13,9 +13,9 @@ from benchmarks.convergence.run import run_job
 from benchmarks.convergence.settings import DATA_PARALLEL, FP32, Job, Scale, arms
 from benchmarks.convergence.store import Store
 from benchmarks.convergence.swarm import LocalSwarm, learning_rate_of, new_replica, samples_of
-from diloco.data import open_data
-from diloco.optim import adamw
-from diloco.text.tokenizer import load_tokenizer
+from diloco.data.batches import open_data
+from diloco.data.tokenizer import load_tokenizer
+from diloco.train.optim import adamw
 from tests.support.training import tiny_config
 
 

@@ -11,14 +11,14 @@ import torch
 
 from benchmarks.format_model import bare_model
 from diloco import train_grpo
-from diloco.config import for_mode
 from diloco.errors import UserError
-from diloco.grpo.answers import Completion
-from diloco.grpo.tasks import Example, Reward
-from diloco.launch import Assignment
-from diloco.options import CkptConfig, GrpoConfig, HvConfig, TrainConfig
+from diloco.launch.worker import Assignment
+from diloco.options.flags import CkptConfig, GrpoConfig, HvConfig, TrainConfig
+from diloco.options.trainer import for_mode
+from diloco.outer.world import World
+from diloco.rl.answers import Completion
+from diloco.rl.tasks import Example, Reward
 from diloco.train_grpo import Training
-from diloco.world import World
 from peers.daemon.link import LINK_ENV
 from tests.support.scripted_daemon import ScriptedDaemon
 
@@ -163,7 +163,7 @@ def test_alone_it_evaluates_saves_and_keeps_the_newest_checkpoints(config, tmp_p
 def test_a_model_is_rebuilt_from_the_deltas_of_a_training_that_was_resumed(config, tmp_path):
     from safetensors.torch import load_file
 
-    from diloco.cli import exit_code
+    from diloco.cli.app import exit_code
 
     ckpt = CkptConfig(
         path=config.ckpt.path, interval=2, delta_interval=1, delta_path=str(tmp_path / "deltas")

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from diloco.world import World
+from diloco.outer.world import World
 from tests.support.torch_ranks import Ranks
 from tests.support.torch_worker import flat, fresh_model, inner_step, loss_of, optimizer_of
 

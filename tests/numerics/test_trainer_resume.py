@@ -15,13 +15,13 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from diloco import checkpoint
-from diloco.checkpoints.shards import shards_of
+from diloco.checkpoint import checkpoint
+from diloco.checkpoint.shards import shards_of
 from diloco.errors import UserError
-from diloco.launch import Assignment
-from diloco.options import CkptConfig, HvConfig
+from diloco.launch.worker import Assignment
+from diloco.options.flags import CkptConfig, HvConfig
+from diloco.outer.world import World, gathered
 from diloco.train_fsdp import Trainer
-from diloco.world import World, gathered
 from peers.daemon.link import LINK_ENV
 from tests.support.scripted_daemon import ScriptedDaemon, halving
 from tests.support.torch_ranks import Ranks

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from diloco.flat import copy_in, copy_out, layout_of, pieces_of
-from diloco.inner import InnerLoop
-from diloco.optim import adamw
-from diloco.options import TrainConfig
-from diloco.sharding import Precision, full_state, prepare
-from diloco.world import World, barrier, device_mesh
+from diloco.options.flags import TrainConfig
+from diloco.outer.flat import copy_in, copy_out, layout_of, pieces_of
+from diloco.outer.world import World, barrier, device_mesh
+from diloco.train.inner import InnerLoop
+from diloco.train.optim import adamw
+from diloco.train.sharding import Precision, full_state, prepare
 from tests.support.tiny_model import samples, tiny_llama
 from tests.support.torch_ranks import Ranks
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.metrics_file import Tail
+from diloco.train.metrics_file import Tail
 from provisioning.launchers.job import LaunchJob, default_interface, network_env, torchrun_argv
 from tests.support.commands import ROOT, Command, check_gone, model_directory, text_of_boxes, wait_until
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from diloco.devices import num_cores
-from diloco.metrics_file import Tail
+from diloco.train.devices import num_cores
+from diloco.train.metrics_file import Tail
 from provisioning.pod_paths import PODS
 from tests.support.commands import Command, check_gone, model_directory
 from tests.support.pods_commands import DOWN, LOGS, PROVISION, STATUS, argv_of, tiny_training

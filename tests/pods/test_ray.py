@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from diloco.metrics_file import Tail
+from diloco.train.metrics_file import Tail
 from provisioning.launchers.ray_yaml import RayHost, cluster_yaml
 from tests.support.commands import ROOT, Command, check_gone, model_directory, wait_until
 

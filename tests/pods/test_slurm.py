@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from diloco.metrics_file import Tail
+from diloco.train.metrics_file import Tail
 from tests.support.commands import ROOT, model_directory
 from tests.support.ssh_machines import free_ports
 

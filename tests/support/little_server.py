@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import torch
 from transformers import AutoModelForCausalLM
 
-from diloco.grpo.server_extension import WeightsExtension
+from diloco.rl.server_extension import WeightsExtension
 
 
 class LittleWorker(WeightsExtension):

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from diloco.grpo.fleet import Sampling, Written
-from diloco.grpo.weight_blobs import Label, digest_of, packed, packed_changes
+from diloco.rl.fleet import Sampling, Written
+from diloco.rl.weight_blobs import Label, digest_of, packed, packed_changes
 
 PROMPTS = [[1, 2, 3], [4, 5]]
 SAMPLING = Sampling(max_tokens=5)

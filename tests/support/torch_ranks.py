@@ -73,7 +73,7 @@ def _rank(end: Connection, environment: dict[str, str]) -> None:
     os.environ.update(environment)
     import torch
 
-    from diloco.world import World, joined
+    from diloco.outer.world import World, joined
 
     torch.set_num_threads(1)
     world = World.from_environment(os.environ)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.light_worker import Recorder
-from diloco.outer import Diloco
+from diloco.outer.diloco import Diloco
 
 
 def fresh_model() -> nn.Module:

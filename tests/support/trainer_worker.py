@@ -19,7 +19,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from benchmarks.light_worker import Recorder
 from diloco.callback import DilocoCallback
-from diloco.outer import Commit
+from diloco.outer.diloco import Commit
 from tests.support.tiny_model import samples, tiny_llama
 
 

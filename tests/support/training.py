@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from diloco.launch import Assignment
-from diloco.options import CkptConfig, HvConfig, TrainConfig
+from diloco.launch.worker import Assignment
+from diloco.options.flags import CkptConfig, HvConfig, TrainConfig
+from diloco.outer.world import World
 from diloco.train_fsdp import Trainer
-from diloco.world import World
 
 _MODEL = {
     "model_type": "llama",

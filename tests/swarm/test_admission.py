@@ -15,7 +15,7 @@ import psutil
 import pytest
 from msgspec.msgpack import Decoder
 
-from diloco.cli import exit_code
+from diloco.cli.app import exit_code
 from peers.admission.rank_request import request_rank
 from peers.admission.secrets import AdmissionKey, SwarmSecret
 from peers.admission.token_request import Applicant, request_token

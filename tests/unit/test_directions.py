@@ -18,8 +18,23 @@ FORBIDDEN = {
     "diloco": {"benchmarks", "tests", "hivemind"},
     "benchmarks": {"tests"},
 }
-LAYERS = ("protocol", "reduce", "state", "core", "net", "admission", "monitor", "daemon")
-"""The folders of peers/: each imports only from those before it."""
+LAYERS = {
+    "peers": ("protocol", "reduce", "state", "core", "net", "admission", "monitor", "daemon"),
+    "diloco": (
+        "options",
+        "outer",
+        "data",
+        "train",
+        "checkpoint",
+        "rl",
+        "sim",
+        "doctor",
+        "launch",
+        "dashboard",
+        "cli",
+    ),
+}
+"""The folders of a package: each imports only from those before it."""
 HEAVY = ("torch", "hivemind", "transformers", "numpy", "matplotlib", "datasets")
 VERBS = [
     [],
@@ -80,21 +95,38 @@ def test_hivemind_is_imported_where_the_network_is_and_nowhere_else():
     assert {path.relative_to(ROOT).parts[:2] for path in users} == {("peers", "net")}
 
 
-def test_a_folder_of_peers_imports_only_from_those_above_it():
-    def layer(name: str) -> int:
-        return LAYERS.index(name) if name in LAYERS else -1
-
-    assert {
-        path.name for path in (ROOT / "peers").iterdir() if path.is_dir() and path.name != "__pycache__"
-    } == set(LAYERS)
-    wrong = [
-        f"{path.relative_to(ROOT)} imports {module}"
-        for path in (ROOT / "peers").rglob("*.py")
-        for module in imported_modules(path)
-        if module.startswith("peers.")
-        and layer(module.split(".")[1]) > layer(path.relative_to(ROOT / "peers").parts[0])
-    ]
+@pytest.mark.parametrize("package", LAYERS)
+def test_a_folder_imports_only_from_those_above_it(package):
+    layers = LAYERS[package]
+    folders = {path.parent.name for path in (ROOT / package).glob("*/__init__.py")}
+    assert folders == set(layers)
+    wrong = []
+    for folder in layers:
+        below = {f"{package}.{name}" for name in layers[layers.index(folder) + 1 :]}
+        for path in (ROOT / package / folder).rglob("*.py"):
+            named = {".".join(module.split(".")[:2]) for module in imported_modules(path)}
+            wrong += [f"{path.relative_to(ROOT)} imports {module}" for module in sorted(named & below)]
     assert wrong == []
+
+
+@pytest.mark.parametrize("package", LAYERS)
+def test_no_file_lies_beside_the_folder_of_its_topic(package):
+    files = {path.stem for path in (ROOT / package).glob("*.py")}
+    assert not files & set(LAYERS[package])
+
+
+def test_the_two_names_that_users_import_are_loaded_when_asked_for():
+    script = (
+        "import sys\n"
+        "import diloco\n"
+        "loaded = 'torch' in sys.modules\n"
+        "from diloco import Diloco, DilocoCallback\n"
+        "print(loaded, Diloco.__name__, DilocoCallback.__name__)"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert answer.stdout == "False Diloco DilocoCallback\n"
 
 
 # What any command line of this library answers `--help` with: this machine's own unit of time.
@@ -144,7 +176,7 @@ def empty_help_s() -> float:
 
 @pytest.mark.parametrize("verb", VERBS, ids=lambda verb: " ".join(verb) or "diloco")
 def test_help_loads_no_torch_and_takes_little_more_than_any_help(verb, empty_help_s):
-    told, used_s = _helped("from diloco.cli import exit_code\ncode = exit_code(sys.argv[1:])", *verb)
+    told, used_s = _helped("from diloco.cli.app import exit_code\ncode = exit_code(sys.argv[1:])", *verb)
     assert told == ["0", "[]"]
     # A third of a second on most machines that CI has; some of the same name are three times slower.
     assert used_s < 3 * empty_help_s, f"an empty program's --help takes {empty_help_s:.2f} s here"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from diloco.metrics_file import figure, size
 from diloco.sim.cost.figures import Figures
 from diloco.sim.cost.scenario import Scenario
+from diloco.train.metrics_file import figure, size
 
 
 def text_of(scenario: Scenario, figures: Figures, notes: Sequence[str]) -> str:

@@ -1,6 +1,7 @@
 """The training loop of one life of one peer: steps, the hand-over of a fragment, and the wait for what came of it.
 
-As diloco/outer.py has it: weights leave `overlap_steps` before an epoch's end, and their average is merged at its end.
+As diloco/outer/diloco.py has it: weights leave `overlap_steps` before an epoch's end, and their average is merged at
+its end.
 """
 
 from __future__ import annotations

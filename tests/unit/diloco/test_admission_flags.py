@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from diloco.cli import exit_code
-from diloco.config import parse_train_config
-from diloco.local_swarm import environment_of_peers
-from diloco.machine_recipes import Choice
-from diloco.swarm_config import daemon_config
-from diloco.verbs.peer import Workplace
+from diloco.cli.app import exit_code
+from diloco.cli.machine_recipes import Choice
+from diloco.cli.peer import Workplace
+from diloco.launch.local_swarm import environment_of_peers
+from diloco.launch.swarm_config import daemon_config
+from diloco.options.trainer import parse_train_config
 from peers.admission.secrets import SECRET_ENV, AdmissionKey, load_or_create_key
 from peers.errors import UserError
 

@@ -3,11 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from diloco import auto_batch
-from diloco.auto_batch import find_micro_batch_size
-from diloco.inner import InnerLoop
-from diloco.optim import adamw
-from diloco.sharding import Precision
+from diloco.train import auto_batch
+from diloco.train.auto_batch import find_micro_batch_size
+from diloco.train.inner import InnerLoop
+from diloco.train.optim import adamw
+from diloco.train.sharding import Precision
 from tests.support.tiny_model import VOCAB_SIZE, tiny_llama
 
 CPU = torch.device("cpu")

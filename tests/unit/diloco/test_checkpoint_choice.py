@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.checkpoints.choice import (
+from diloco.checkpoint.choice import (
     Candidate,
     Registration,
     newest_first,
@@ -10,8 +10,8 @@ from diloco.checkpoints.choice import (
     to_delete,
     to_resume,
 )
-from diloco.checkpoints.mark import Mark
-from diloco.outer import Position
+from diloco.checkpoint.mark import Mark
+from diloco.outer.diloco import Position
 
 
 def at(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import diloco.checkpoint
-from diloco.checkpoint import Checkpoints
+import diloco.checkpoint.checkpoint
+from diloco.checkpoint.checkpoint import Checkpoints
 from diloco.errors import DilocoError
-from diloco.options import CkptConfig
-from diloco.world import World
+from diloco.options.flags import CkptConfig
+from diloco.outer.world import World
 
 
 def snapshot_of_a_daemon_that_was_killed(_directory) -> None:
@@ -32,8 +32,8 @@ def test_a_directory_is_removed_that_was_made_a_moment_ago(tmp_path, monkeypatch
         left.extend((tmp_path / "kept").rglob("*diloco_rank_*"))
         return result
 
-    monkeypatch.setattr(diloco.checkpoint, "to_save", lambda inner, rank: ({}, {}))
-    monkeypatch.setattr(diloco.checkpoint, "on_rank_zero", told_to_end_in_between)
+    monkeypatch.setattr(diloco.checkpoint.checkpoint, "to_save", lambda inner, rank: ({}, {}))
+    monkeypatch.setattr(diloco.checkpoint.checkpoint, "on_rank_zero", told_to_end_in_between)
     outer = SimpleNamespace(world_rank=0, snapshot=snapshot_of_a_daemon_that_was_killed)
     checkpoints.save(outer, step=1)
     assert left == []

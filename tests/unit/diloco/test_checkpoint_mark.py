@@ -13,13 +13,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from diloco.checkpoints.dirs import own_part
-from diloco.checkpoints.mark import COMPLETE, Damaged, Mark, records_below, write_mark
-from diloco.checkpoints.restore import fetched
+from diloco.checkpoint.dirs import own_part
+from diloco.checkpoint.mark import COMPLETE, Damaged, Mark, records_below, write_mark
+from diloco.checkpoint.restore import fetched
 from diloco.errors import UserError
-from diloco.options import CkptConfig
-from diloco.outer import Position
-from diloco.world import World
+from diloco.options.flags import CkptConfig
+from diloco.outer.diloco import Position
+from diloco.outer.world import World
 from peers.reduce.residuals import Residuals
 from peers.state import files as state_files
 from peers.state.outer_state import OuterState

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from diloco.checkpoints.saver import Saver
+from diloco.checkpoint.saver import Saver
 
 
 def test_it_can_be_waited_for_before_its_thread_has_started(monkeypatch):
@@ -16,7 +16,7 @@ def test_it_can_be_waited_for_before_its_thread_has_started(monkeypatch):
             heard.append(saver.wait(0.01))
             super().start()
 
-    monkeypatch.setattr("diloco.checkpoints.saver.threading.Thread", SlowToStart)
+    monkeypatch.setattr("diloco.checkpoint.saver.threading.Thread", SlowToStart)
     saver.begin(3, lambda: 7, blocked_s=0.0)
     assert saver.wait(20)
     assert heard == [False]
@@ -37,7 +37,7 @@ def test_nobody_waits_for_a_thread_that_could_not_be_started(monkeypatch):
             raise RuntimeError("can't start new thread")
 
     saver = Saver()
-    monkeypatch.setattr("diloco.checkpoints.saver.threading.Thread", Refused)
+    monkeypatch.setattr("diloco.checkpoint.saver.threading.Thread", Refused)
     with pytest.raises(RuntimeError):
         saver.begin(3, lambda: 7, blocked_s=0.0)
     assert saver.wait(0)

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from diloco.checkpoints.choice import Registration
-from diloco.checkpoints.dirs import own_part
-from diloco.checkpoints.mark import COMPLETE, Mark, records_below, write_mark
-from diloco.checkpoints.remote import RemoteStore
-from diloco.checkpoints.store import LocalStore, open_store
+from diloco.checkpoint.choice import Registration
+from diloco.checkpoint.dirs import own_part
+from diloco.checkpoint.mark import COMPLETE, Mark, records_below, write_mark
+from diloco.checkpoint.remote import RemoteStore
+from diloco.checkpoint.store import LocalStore, open_store
 from diloco.errors import UserError
-from diloco.outer import Position
+from diloco.outer.diloco import Position
 
 PART = own_part(1)
 

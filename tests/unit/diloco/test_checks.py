@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from diloco.checks import at_least, finite, up_to
+from diloco.options.checks import at_least, finite, up_to
 
 
 @pytest.mark.parametrize("check", [at_least(0), up_to(9), finite])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.cli import exit_code
+from diloco.cli.app import exit_code
 
 PEER_ID = "12D3KooWHMXMfxzB2bW1hADjf1JAuC8oCiCpB1mtKpS8y6N1QwMW"
 ADDRESS = f"/ip4/127.0.0.1/tcp/30001/p2p/{PEER_ID}"
@@ -115,7 +115,7 @@ def test_version_and_module_entry():
 def test_a_signal_cancels_what_runs_and_sets_the_exit_code(number, code, tmp_path):
     script = (
         "import asyncio, pathlib, sys\n"
-        "from diloco.interrupts import run_interruptible\n"
+        "from diloco.cli.interrupts import run_interruptible\n"
         "async def main():\n"
         "    pathlib.Path('ready').touch()\n"
         "    try:\n        await asyncio.sleep(600)\n"

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from diloco.config import (
+from diloco.errors import UserError
+from diloco.options.trainer import (
     TrainConfig,
     flat_values,
     parse_train_config,
@@ -17,7 +18,6 @@ from diloco.config import (
     to_toml,
     with_shared,
 )
-from diloco.errors import UserError
 from peers.reduce.codecs import codec_names
 
 PEER_ID = "12D3KooWHMXMfxzB2bW1hADjf1JAuC8oCiCpB1mtKpS8y6N1QwMW"

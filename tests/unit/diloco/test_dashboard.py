@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from diloco.cli.dashboard import address_of, listening, token_from
 from diloco.dashboard import feed as feeds
 from diloco.dashboard.feed import Feed, Sent
-from diloco.dashboard.verb import address_of, listening, token_from
 from diloco.errors import UserError
 from peers.monitor.sightings import Sightings
 from peers.monitor.summary import summary_of

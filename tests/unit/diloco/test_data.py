@@ -9,13 +9,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from diloco.config import HvConfig, TrainConfig
-from diloco.data import Block, batches, check_data, open_data
+from diloco.data.batches import Block, batches, check_data, open_data
+from diloco.data.corpus import FileCorpus, StdlibCorpus
+from diloco.data.held_out import cross_entropy_bits
+from diloco.data.token_cache import tokenized
+from diloco.data.tokenizer import load_tokenizer
 from diloco.errors import UserError
-from diloco.text.corpus import FileCorpus, StdlibCorpus
-from diloco.text.held_out import cross_entropy_bits
-from diloco.text.token_cache import tokenized
-from diloco.text.tokenizer import load_tokenizer
+from diloco.options.trainer import HvConfig, TrainConfig
 
 WORDS = [
     "the",
@@ -306,7 +306,7 @@ def test_cross_entropy_of_its_own_frequencies_is_the_entropy():
 
 def test_checking_data_loads_no_torch():
     program = (
-        "import sys; from diloco.config import TrainConfig; from diloco.data import check_data\n"
+        "import sys; from diloco.options.trainer import TrainConfig; from diloco.data.batches import check_data\n"
         "check_data(TrainConfig()); sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.cli import make_app
+from diloco.cli.app import make_app
 from tests.support.commands import ROOT
 
 UNIT = ROOT / "deploy/diloco-peer.service"
@@ -99,7 +99,7 @@ def test_the_unit_starts_a_peer_again_unless_its_user_has_to_correct_something()
     from peers.net.dht.descriptors import LEAST
 
     assert int(found["LimitNOFILE"]) > LEAST
-    from diloco.interrupts import CLEAN_UP_TIMEOUT_S
+    from diloco.cli.interrupts import CLEAN_UP_TIMEOUT_S
 
     assert int(found["TimeoutStopSec"]) > CLEAN_UP_TIMEOUT_S
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.devices import hardware_in_words, num_cores, this_machine
+from diloco.train.devices import hardware_in_words, num_cores, this_machine
 
 ON_CPU = f"CPU, {num_cores()} cores"
 

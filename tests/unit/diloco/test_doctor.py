@@ -7,13 +7,13 @@ from importlib import metadata
 
 import pytest
 
-from diloco.config import CkptConfig, GrpoConfig, HvConfig, TrainConfig
 from diloco.doctor.findings import Finding, as_json, examined, passed
 from diloco.doctor.gpu import Cuda, judged, last_words
 from diloco.doctor.nat import Port, Seen, judged_announcement, judged_nat, judged_port
 from diloco.doctor.resources import Place, check_model_memory, places_of, tried
 from diloco.doctor.software import check_packages, check_vllm
 from diloco.doctor.swarm import judged_clock
+from diloco.options.trainer import CkptConfig, GrpoConfig, HvConfig, TrainConfig
 
 PUBLIC, PRIVATE = "203.0.113.7", "192.168.1.5"
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from diloco.cli import make_app
-from diloco.config import parse_train_config
-from diloco.reference import reference
+from diloco.cli.app import make_app
+from diloco.cli.reference import reference
+from diloco.options.trainer import parse_train_config
 from tests.support.commands import ROOT
 from tests.support.documents import MADDR, PAGES, README, blocks_of, parsed_commands
 

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from diloco.errors import UserError
-from diloco.flat import copy_in, copy_out, layout_of, merge, pieces_of, shift
-from diloco.options import TrainConfig
-from diloco.sharding import Precision, prepare
+from diloco.options.flags import TrainConfig
+from diloco.outer.flat import copy_in, copy_out, layout_of, merge, pieces_of, shift
+from diloco.train.sharding import Precision, prepare
 from tests.support.tiny_model import tiny_llama
 
 CPU = torch.device("cpu")

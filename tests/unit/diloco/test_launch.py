@@ -12,7 +12,7 @@ ENDS = """
 import atexit, sys, time
 import torch
 import torch.distributed as dist
-from diloco.launch import leave
+from diloco.launch.worker import leave
 
 atexit.register(print, "registered with atexit")
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -36,7 +36,11 @@ def test_the_end_of_a_rank_is_not_disturbed_by_what_collectives_have_left(code):
 
 def test_a_rank_without_stdout_ends_by_its_own_code_too():
     ended = subprocess.run(
-        [sys.executable, "-c", "import sys; from diloco.launch import leave; sys.stdout = None; leave(2)"],
+        [
+            sys.executable,
+            "-c",
+            "import sys; from diloco.launch.worker import leave; sys.stdout = None; leave(2)",
+        ],
         capture_output=True,
         timeout=60,
     )

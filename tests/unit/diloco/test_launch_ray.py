@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from diloco.launch_ray import _python
+from diloco.cli.launch_ray import _python
 from provisioning.day_two import PYTHON
 from provisioning.ledger import Ledger
 

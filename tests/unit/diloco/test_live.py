@@ -8,8 +8,8 @@ import json
 
 from rich.console import Console
 
-from diloco.live import Shown, caption_of, cells_of, show, table_of
-from diloco.metrics_file import PeerFigures, Tail, figure, line_of, size
+from diloco.launch.live import Shown, caption_of, cells_of, show, table_of
+from diloco.train.metrics_file import PeerFigures, Tail, figure, line_of, size
 
 STEP = {"kind": "step", "step": 7, "epoch": 1, "loss": 2.34567, "tokens_per_s": 12345.6, "tokens": 100}
 EPOCH = {

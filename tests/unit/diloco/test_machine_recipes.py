@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from diloco.config import TrainConfig, flat_values, parse_train_config
-from diloco.devices import Machine
-from diloco.machine_recipes import RECIPES, chosen, recipe_for
-from diloco.memory import check_memory, memory_needed_bytes
-from diloco.model import num_parameters
-from diloco.model_files import load_model_config
+from diloco.cli.machine_recipes import RECIPES, chosen, recipe_for
+from diloco.options.model_files import load_model_config
+from diloco.options.trainer import TrainConfig, flat_values, parse_train_config
+from diloco.train.devices import Machine
+from diloco.train.memory import check_memory, memory_needed_bytes
+from diloco.train.model import num_parameters
 
 GIB = 2**30
 

@@ -1,8 +1,8 @@
 import pytest
 
 from diloco.errors import UserError
-from diloco.memory import available_memory_bytes, check_memory, memory_needed_bytes
-from diloco.model_files import load_model_config
+from diloco.options.model_files import load_model_config
+from diloco.train.memory import available_memory_bytes, check_memory, memory_needed_bytes
 
 GIB = 2**30
 

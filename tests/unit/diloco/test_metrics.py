@@ -10,14 +10,14 @@ from dataclasses import replace
 
 import pytest
 
-from diloco import sinks
-from diloco.config import TrainConfig, parse_train_config
 from diloco.errors import UserError
-from diloco.metrics import Metrics
-from diloco.options import HvConfig
-from diloco.queued_sink import QueuedSink
-from diloco.sinks import TensorBoardSink, WandbSink
-from diloco.wandb_runs import opened_sinks, run_name
+from diloco.options.flags import HvConfig
+from diloco.options.trainer import TrainConfig, parse_train_config
+from diloco.train import sinks
+from diloco.train.metrics import Metrics
+from diloco.train.queued_sink import QueuedSink
+from diloco.train.sinks import TensorBoardSink, WandbSink
+from diloco.train.wandb_runs import opened_sinks, run_name
 
 
 class Recording:

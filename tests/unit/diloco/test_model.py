@@ -8,10 +8,16 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from diloco.data.tokenizer import load_tokenizer
 from diloco.errors import UserError
-from diloco.model import load_model, model_from_config, num_parameters
-from diloco.model_files import PRESETS_DIR, clean_config, load_model_config, preset_names, save_pretrained_dir
-from diloco.text.tokenizer import load_tokenizer
+from diloco.options.model_files import (
+    PRESETS_DIR,
+    clean_config,
+    load_model_config,
+    preset_names,
+    save_pretrained_dir,
+)
+from diloco.train.model import load_model, model_from_config, num_parameters
 
 VLLM_HEAD_DIMS = {32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512}
 SMALL = {
@@ -173,7 +179,7 @@ def test_pickled_partial_and_broken_weights_are_refused(tmp_path):
 
 def test_reading_a_config_loads_no_torch():
     program = (
-        "import sys; from diloco.model_files import load_model_config, preset_names\n"
+        "import sys; from diloco.options.model_files import load_model_config, preset_names\n"
         "load_model_config('2m'), preset_names(); sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0

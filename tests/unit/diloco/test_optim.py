@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from diloco.optim import FLOOR, adamw, learning_rate
+from diloco.train.optim import FLOOR, adamw, learning_rate
 from tests.support.tiny_model import tiny_llama
 
 SCHEDULE = {"peak": 1.0, "warmup_steps": 10, "total_steps": 110}

@@ -6,7 +6,7 @@ from torch import nn
 
 from diloco.errors import DilocoError
 from diloco.errors import UserError as DilocoUserError
-from diloco.outer import PROGRESS_INTERVAL_S, Diloco, Position, Restored, _Progress
+from diloco.outer.diloco import PROGRESS_INTERVAL_S, Diloco, Position, Restored, _Progress
 from peers.daemon.link import LINK_ENV
 from peers.errors import LinkLost, UserError
 from tests.support.scripted_daemon import COMMITTED, ScriptedDaemon, halving
@@ -92,7 +92,7 @@ def test_who_comes_too_late_for_the_last_round_but_one_ends_on_the_average_of_th
 
 def test_under_a_time_budget_the_epoch_ends_after_the_steps_that_were_possible(model, path, monkeypatch):
     now = 100.0
-    monkeypatch.setattr("diloco.outer.time.monotonic", lambda: now)
+    monkeypatch.setattr("diloco.outer.diloco.time.monotonic", lambda: now)
     with ScriptedDaemon(path, local_steps=10, local_time=4.0) as daemon:
         outer, steps = Diloco(model), []
         for seconds in (1.0, 1.0, 1.0, 1.0, 0.1, *[0.01] * 9):

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from diloco.config import TrainConfig
+from diloco.cli.machine_recipes import Choice
+from diloco.cli.peer import Workplace, program_of, unread_by_a_program
 from diloco.errors import UserError
-from diloco.machine_recipes import Choice
-from diloco.verbs.peer import Workplace, program_of, unread_by_a_program
+from diloco.options.trainer import TrainConfig
 
 
 def test_the_words_of_a_program_are_split_as_a_shell_would():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from types import SimpleNamespace
 
-from diloco.pods.board import Board
+from diloco.cli.pods_board import Board
 from provisioning.states import State
 
 

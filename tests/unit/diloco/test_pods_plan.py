@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from diloco.pods.plan import print_plan
-from diloco.verbs.provision import _print_offers
+from diloco.cli.pods_plan import print_plan
+from diloco.cli.provision import _print_offers
 from provisioning.plan import Creation, Plan
 from provisioning.pods import Offer, PodSpec
 

@@ -13,8 +13,8 @@ import pytest
 TIMEOUT_S = 20.0
 SCRIPT = """
 from diloco.errors import UserError
-from diloco.interrupts import run_interruptible
-from diloco.pods.plan import agreed_to
+from diloco.cli.interrupts import run_interruptible
+from diloco.cli.pods_plan import agreed_to
 from provisioning.plan import Creation, Plan
 from provisioning.pods import Offer, PodSpec
 

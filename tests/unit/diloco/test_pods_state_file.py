@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.cli import USER_ERROR, exit_code
+from diloco.cli.app import USER_ERROR, exit_code
 
 WITHOUT = [
     "pods down --state-file typo.sqlite",

@@ -2,7 +2,7 @@ import threading
 
 import pytest
 
-from diloco.text.prefetch import Prefetched
+from diloco.data.prefetch import Prefetched
 
 
 def test_items_arrive_in_order_and_once():

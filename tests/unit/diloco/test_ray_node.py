@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from diloco.cli.launch_ray import OnPods, check_reachable, ray_job
 from diloco.errors import UserError
-from diloco.launch_ray import OnPods, check_reachable, ray_job
-from diloco.ray_node import peer_argv, rank_env, run_all
+from diloco.launch.ray_node import peer_argv, rank_env, run_all
 from provisioning.launchers.job import LaunchJob
 from provisioning.launchers.ray_cluster import RayJob
 from provisioning.ledger import Ledger, Row

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diloco.report import disagreements, plot, smoothed, summarise, text_of, with_gaps
+from diloco.launch.report import disagreements, plot, smoothed, summarise, text_of, with_gaps
 
 
 def epoch(number, digest, sent=100, contributors=(0, 1)):

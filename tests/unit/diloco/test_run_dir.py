@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.run_dir import last_words, reason_in
+from diloco.train.run_dir import last_words, reason_in
 
 BOX = "step 1\n╭─ diloco failed ─╮\n│ too hot, so      │\n│ it ended         │\n╰──────────────────╯\n"
 TRACEBACK = (

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.text.sampling import Block, permuted, random_tokens, step_offsets, windows_of
+from diloco.data.sampling import Block, permuted, random_tokens, step_offsets, windows_of
 
 
 @settings(max_examples=60, deadline=None)

@@ -9,8 +9,8 @@ import pytest
 # The main thread sits where Python runs no handlers, as in a collective; it says so once it is about to.
 _PROGRAM = """
 import ctypes, sys
-import diloco.signals
-signals = diloco.signals.LeaveOnSignal()
+import diloco.train.signals
+signals = diloco.train.signals.LeaveOnSignal()
 {first}
 signals.clean_ups.append(lambda: print("cleaned", flush=True))
 print("ready", flush=True)
@@ -42,5 +42,5 @@ def test_it_ends_and_cleans_up_where_a_part_of_it_fails():
 
 
 def test_it_ends_where_cleaning_up_does_not():
-    hangs = "diloco.signals.CLEAN_UP_TIMEOUT_S = 0.2; signals.clean_ups.append(ctypes.CDLL(None).pause)"
+    hangs = "diloco.train.signals.CLEAN_UP_TIMEOUT_S = 0.2; signals.clean_ups.append(ctypes.CDLL(None).pause)"
     assert outcome(signal.SIGTERM, first=hangs) == (143, "")

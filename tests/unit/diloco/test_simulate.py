@@ -11,7 +11,8 @@ from dataclasses import replace
 
 import pytest
 
-from diloco.cli import exit_code
+from diloco.cli.app import exit_code
+from diloco.cli.simulate import _enough_epochs
 from diloco.errors import UserError
 from diloco.sim.command.given_peers import PeerWish, from_lists, from_offers, from_toml, read_offers
 from diloco.sim.command.gpus import peak_flops
@@ -19,7 +20,6 @@ from diloco.sim.command.values import bits_per_s, count, seconds
 from diloco.sim.cost.links import Link
 from diloco.sim.cost.machine import IDEAL
 from diloco.sim.cost.scenario import Scenario, SimulatedPeer
-from diloco.verbs.simulate import _enough_epochs
 from peers.core.schedule import Schedule
 from provisioning.pods import Offer
 

@@ -5,7 +5,7 @@ import time
 
 from rich.console import Console
 
-from diloco.status_table import picture_of
+from diloco.cli.status_table import picture_of
 from peers.monitor.sightings import Sightings
 from peers.monitor.summary import summary_of
 from peers.protocol.reports import Standing

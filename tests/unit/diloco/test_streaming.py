@@ -5,11 +5,11 @@ import datasets
 import numpy as np
 import pytest
 
-from diloco.data import Block
+from diloco.data.batches import Block
+from diloco.data.corpus import is_held_out
+from diloco.data.streaming import NUM_LANES, HubDataset, StreamingSource
+from diloco.data.tokenizer import load_tokenizer
 from diloco.errors import UserError
-from diloco.text.corpus import is_held_out
-from diloco.text.streaming import NUM_LANES, HubDataset, StreamingSource
-from diloco.text.tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from diloco.config import TrainConfig, parse_train_config
 from diloco.errors import UserError
-from diloco.model_files import load_model_config
-from diloco.swarm_config import adopted, daemon_config, manifest_of
+from diloco.launch.swarm_config import adopted, daemon_config, manifest_of
+from diloco.options.model_files import load_model_config
+from diloco.options.trainer import TrainConfig, parse_train_config
 
 FRESH = str(Path(__file__).parents[3] / "tests" / "models" / "llama-2m-fresh")
 

@@ -6,9 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from diloco.errors import UserError
-from diloco.model_files import PRESETS_DIR
-from diloco.text.tokenizer import (
+from diloco.data.tokenizer import (
     SPECIAL_TOKENS,
     build_byte_tokenizer,
     encode_document,
@@ -16,6 +14,8 @@ from diloco.text.tokenizer import (
     load_tokenizer,
     text_byte_counts,
 )
+from diloco.errors import UserError
+from diloco.options.model_files import PRESETS_DIR
 
 TOKENIZER = load_tokenizer("2m")
 

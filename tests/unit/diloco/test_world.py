@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from diloco.errors import UserError
-from diloco.world import World, on_rank_zero, summed
+from diloco.outer.world import World, on_rank_zero, summed
 from tests.support.torch_ranks import Ranks
 
 

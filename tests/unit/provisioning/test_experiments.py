@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from diloco.config import flat_values, parse_train_config
+from diloco.options.trainer import flat_values, parse_train_config
 from provisioning.errors import UserError
 from provisioning.experiments import BUILT_IN, ExperimentConfig, load
 from provisioning.trainers import (

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.grpo.answers import number_of, parsed, same_answer
+from diloco.rl.answers import number_of, parsed, same_answer
 
 
 @pytest.mark.parametrize(

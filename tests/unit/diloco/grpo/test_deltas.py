@@ -9,9 +9,9 @@ import torch
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from diloco.errors import UserError
-from diloco.grpo.checkpoints import KeepDeltas
-from diloco.grpo.deltas import DeltaWriter, rebuilt, steps_in
-from diloco.grpo.weight_blobs import digest_of
+from diloco.rl.checkpoints import KeepDeltas
+from diloco.rl.deltas import DeltaWriter, rebuilt, steps_in
+from diloco.rl.weight_blobs import digest_of
 
 
 def history(num_steps, seed=0):

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from diloco.grpo.evaluation import evaluated, pass_at_k
-from diloco.grpo.task_choice import open_task
+from diloco.rl.evaluation import evaluated, pass_at_k
+from diloco.rl.task_choice import open_task
 
 
 @pytest.mark.parametrize(("samples", "solved", "k"), [(5, 2, 1), (5, 2, 3), (6, 1, 6), (4, 0, 2), (4, 4, 2)])

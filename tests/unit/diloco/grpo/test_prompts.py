@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from diloco.grpo.prompts import Deal
-from diloco.text.sampling import Block
+from diloco.data.sampling import Block
+from diloco.rl.prompts import Deal
 
 DEAL = Deal(seed=5, steps_per_epoch=6, period=2, prompts_per_generation=4)
 

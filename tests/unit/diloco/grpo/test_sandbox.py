@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.grpo.sandbox import Limits, cuts_network, run_tests
+from diloco.rl.sandbox import Limits, cuts_network, run_tests
 
 SHORT = Limits(wall_s=1.0)
 ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, or namespaces for users")

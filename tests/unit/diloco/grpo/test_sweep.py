@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from diloco.cli.grpo_sweep import seeds_of
 from diloco.errors import UserError
-from diloco.grpo.gpus import gpus_for_ranks, split_gpus
-from diloco.grpo.own_server import _only_diloco, server_environment
-from diloco.grpo.sweep import check_room, overruled, planned, slug, trainer_environment
-from diloco.options import GrpoConfig, TrainConfig
-from diloco.verbs.grpo_sweep import seeds_of
-from diloco.wandb_runs import run_name
+from diloco.launch.sweep import check_room, overruled, planned, trainer_environment
+from diloco.options.flags import GrpoConfig, TrainConfig
+from diloco.rl.gpus import gpus_for_ranks, split_gpus
+from diloco.rl.own_server import _only_diloco, server_environment
+from diloco.train.run_dir import slug
+from diloco.train.wandb_runs import run_name
 
 CONFIG = TrainConfig(mode="grpo", path_model="Qwen/Qwen2.5-1.5B", grpo=GrpoConfig(dataset="gsm8k"))
 SEEDS = [42, 1337, 2024, 9999]

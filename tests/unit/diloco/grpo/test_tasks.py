@@ -7,10 +7,10 @@ import json
 import pytest
 
 from diloco.errors import UserError
-from diloco.grpo.answers import parsed
-from diloco.grpo.math_answers import boxed, equivalent
-from diloco.grpo.task_choice import open_task
-from diloco.grpo.tasks import reward_of
+from diloco.rl.answers import parsed
+from diloco.rl.math_answers import boxed, equivalent
+from diloco.rl.task_choice import open_task
+from diloco.rl.tasks import reward_of
 
 ROWS = {
     "gsm8k": {"question": "How many?", "answer": "First 1,000.\nThen 200 more.\n#### 1,200"},
@@ -45,7 +45,7 @@ def answer(text):
 
 
 def test_the_rewards_of_every_task_add_up_to_one():
-    from diloco.grpo.hub_tasks import HUB_TASKS
+    from diloco.rl.hub_tasks import HUB_TASKS
 
     for rewards in [kind.rewards for kind in HUB_TASKS.values()] + [
         open_task("reasoning-gym", seed=1).rewards

@@ -3,10 +3,10 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.format_model import bare_model
-from diloco.grpo.task_choice import open_task
-from diloco.grpo.tasks import Example
-from diloco.grpo.trainer import left_padded, reward_functions, token_ids
-from diloco.text.tokenizer import load_tokenizer
+from diloco.data.tokenizer import load_tokenizer
+from diloco.rl.task_choice import open_task
+from diloco.rl.tasks import Example
+from diloco.rl.trainer import left_padded, reward_functions, token_ids
 
 
 def test_prompts_of_unlike_lengths_end_where_generation_begins():

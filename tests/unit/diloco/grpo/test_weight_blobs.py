@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from diloco.grpo.publisher import Publisher
-from diloco.grpo.weight_blobs import (
+from diloco.rl.publisher import Publisher
+from diloco.rl.weight_blobs import (
     BadBlob,
     Label,
     check_state,

@@ -1,0 +1,144 @@
+"""From a checkpoint to a transformers directory, and from there to Hugging Face."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import tempfile
+from pathlib import Path
+from typing import Any, Literal
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from diloco.checkpoint.choice import Candidate, newest_first
+from diloco.checkpoint.dirs import own_part
+from diloco.checkpoint.finder import candidates_in, named_in, split
+from diloco.checkpoint.mark import Damaged, problems_of
+from diloco.checkpoint.shards import Stored
+from diloco.checkpoint.store import Store, open_store
+from diloco.data.tokenizer import load_tokenizer
+from diloco.errors import UserError
+from diloco.options.model_files import load_model_config, save_pretrained_dir
+from diloco.outer.flat import layout_of
+from diloco.train.model import outline
+from peers.state import files as state_files
+
+log = logging.getLogger(__name__)
+
+Weights = Literal["agreed", "own"]
+
+
+def exported(checkpoint: str, directory: Path, *, weights: Weights) -> dict[str, Any]:
+    """Write the model of a checkpoint; returns what was written, from what. Raises UserError."""
+    with contextlib.ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="export-")))
+        try:
+            store, found, source = _opened(checkpoint, scratch, stack)
+        except OSError as error:
+            raise UserError(f"{checkpoint} cannot be read: {error}") from error
+        is_of_trainer = (source / "config.json").is_file()
+        model = source if is_of_trainer else source / "model"
+        if not (model / "config.json").is_file():
+            raise UserError(f"{store.name_of(found.name, found.part)} holds no configuration of a model")
+        is_agreed = weights == "agreed" and found.mark.head != "" and not is_of_trainer
+        if is_of_trainer:
+            state = _trainers_weights(source)
+        elif is_agreed:
+            state = _agreed_weights(source, model)
+        else:
+            state = _own_weights(source, found.mark.num_ranks)
+        config, tokenizer = load_model_config(str(model)), load_tokenizer(str(model))
+        try:
+            save_pretrained_dir(directory, state, config, tokenizer)
+        except (OSError, SafetensorError) as error:
+            raise UserError(
+                f"{directory} cannot be written: {error}. Name another place, or make room"
+            ) from error
+        return {
+            "checkpoint": store.name_of(found.name, found.part),
+            "step": int(found.name.removeprefix("model_step_")),
+            "epoch": found.mark.position.epoch,
+            "weights": "agreed" if is_agreed else "own",
+            "directory": str(directory),
+            "parameters": sum(tensor.numel() for tensor in state.values()),
+        }
+
+
+def pushed(directory: Path, repository: str, *, step: int) -> str:
+    """Upload a model's directory; returns its address. Raises UserError."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+
+    api = HfApi()
+    try:
+        url = api.create_repo(repository, private=True, exist_ok=True)
+        api.upload_folder(
+            repo_id=url.repo_id, folder_path=directory, commit_message=f"Step {step} of a diloco training"
+        )
+    except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, OSError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(
+            f"{directory} is written, but not uploaded to {repository} ({reason}); `hf auth login`, or a token that "
+            "may write in HF_TOKEN, lets it. Then `hf upload` sends the directory"
+        ) from error
+    return str(url)
+
+
+def _opened(checkpoint: str, scratch: Path, stack: contextlib.ExitStack) -> tuple[Store, Candidate, Path]:
+    """The checkpoint that is meant, whole, and its files. Raises OSError and UserError."""
+    place, name, part = split(checkpoint)
+    problems = list[str]()
+    if name.startswith("model_step_") or part:
+        store = open_store(place, scratch)
+        candidates, is_named = [named_in(store, name, part)], True
+    else:
+        store, is_named = open_store(checkpoint, scratch), False
+        parts = ["", *map(own_part, sorted(store.savers()))]
+        found = [one for part in parts for one in candidates_in(store, part, problems.append)]
+        candidates = newest_first(found)
+    for problem in problems:
+        log.warning("skipping a checkpoint: %s", problem)
+    for candidate in candidates:
+        directory = stack.enter_context(store.opened(candidate.name, candidate.part))
+        if not (damage := problems_of(directory, candidate.mark.files)):
+            return store, candidate, directory
+        if is_named:
+            raise Damaged(f"{damage[0]}; export another checkpoint")
+        problems.append(damage[0])
+        log.warning("%s; taking one before it", damage[0])
+    why = f" ({problems[0]})" if problems else ""
+    raise UserError(
+        f"there is no whole checkpoint in {checkpoint}{why}; name what --ckpt.path said, or a step's"
+    )
+
+
+def _own_weights(source: Path, num_ranks: int) -> dict[str, Tensor]:
+    with Stored(source, num_ranks) as stored:
+        names = stored.shapes("model.")
+        return {name.removeprefix("model."): stored.whole(name) for name in names}
+
+
+def _agreed_weights(source: Path, model: Path) -> dict[str, Tensor]:
+    """The anchor, under the names of the model's own parameters."""
+    state = state_files.load(source)
+    layout = layout_of(outline(load_model_config(str(model))), len(state.sizes))
+    if layout.sizes != state.sizes:
+        raise UserError(f"{source} holds an outer state of another model than its configuration says")
+    return {
+        slot.name: anchor[slot.offset : slot.offset + slot.numel].view(slot.shape)
+        for fragment, anchor in zip(layout.fragments, state.anchor, strict=True)
+        for slot in fragment
+    }
+
+
+def _trainers_weights(source: Path) -> dict[str, Tensor]:
+    """What transformers' own trainer has saved."""
+    files = sorted(source.glob("model*.safetensors"))
+    if not files:
+        raise UserError(f"{source} holds no weights of a whole model; merge its adapters with peft first")
+    try:
+        return {name: tensor for file in files for name, tensor in load_file(file).items()}
+    except SafetensorError as error:
+        raise UserError(f"{source} cannot be read: {error}") from error

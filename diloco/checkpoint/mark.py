@@ -1,0 +1,169 @@
+"""complete.json: the mark of a whole checkpoint, written last. It says what was saved and what each file must be.
+
+Its seal is the BLAKE3 of the mark's own bytes with the seal's place zeroed, so that no byte of a checkpoint can change
+unnoticed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from blake3 import blake3
+
+from diloco.errors import UserError
+from diloco.outer.diloco import Diloco, Position
+from peers.state.header import HEADER_FILE
+from peers.state.whole_files import FileRecord, flush_to_disk, problem_with, record_of, write_bytes
+
+COMPLETE = "complete.json"
+PEER_PART = "diloco_rank_"
+_SEAL = re.compile(rb'"seal": "([0-9a-f]{64})"')
+_PLACE = '"seal": "{}"'
+_NO_SEAL = "0" * 64
+_LARGEST = 2**62
+
+
+class Damaged(UserError):
+    """A file of a checkpoint is not what was saved; the message names it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mark:
+    """What complete.json says."""
+
+    position: Position
+    tokens: tuple[int, ...]
+    """Of each fragment, those that each rank had trained since it was averaged."""
+    num_ranks: int
+    files: Mapping[str, FileRecord] = field(default_factory=dict)
+    """By path relative to the checkpoint, with slashes."""
+    number: int = 0
+    """Checkpoints of the same history that this peer had saved before."""
+    saved_at_ms: int = 0
+    """Unix time; later than that of every checkpoint that the same peer has saved before."""
+    contributors: tuple[int, ...] = ()
+    """World ranks in the last commit; none where that is not known."""
+    head: str = ""
+    """Of the outer state; empty without a swarm."""
+    loss: float | None = None
+    """Of the newest evaluation since the checkpoint before."""
+
+    def to_bytes(self) -> bytes:
+        content = {**asdict(self), "seal": _NO_SEAL}
+        text = json.dumps(content, indent=2) + "\n"
+        seal = blake3(text.encode()).hexdigest()
+        return text.replace(_PLACE.format(_NO_SEAL), _PLACE.format(seal)).encode()
+
+    @classmethod
+    def from_bytes(cls, raw: bytes) -> Mark:
+        """Raises ValueError for anything that to_bytes has not made."""
+        found = _SEAL.findall(raw)
+        if len(found) != 1:
+            raise ValueError("it has no seal, so an earlier version wrote it, or nobody")
+        seal = found[0]
+        unsealed = _SEAL.sub(_PLACE.format(_NO_SEAL).encode(), raw)
+        if blake3(unsealed).hexdigest().encode() != seal:
+            raise ValueError("it is not what was saved")
+        try:
+            return cls._of(json.loads(raw))
+        except (TypeError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
+            raise ValueError(f"it describes no checkpoint: {error!r:.200}") from error
+
+    @classmethod
+    def _of(cls, content: Mapping[str, Any]) -> Mark:
+        loss = content["loss"]
+        return cls(
+            position=Position(**{name: _count(value) for name, value in content["position"].items()}),
+            tokens=tuple(_count(value) for value in content["tokens"]),
+            num_ranks=_count(content["num_ranks"]),
+            files={
+                _safe_name(name): FileRecord(_count(record["num_bytes"]), str(record["digest"]))
+                for name, record in content["files"].items()
+            },
+            number=_count(content["number"]),
+            saved_at_ms=_count(content["saved_at_ms"]),
+            contributors=tuple(_count(value) for value in content["contributors"]),
+            # Versions without certificates called it so.
+            head=str(content.get("head", content.get("lineage", ""))),
+            loss=None if loss is None else float(loss),
+        )
+
+
+def read_mark(directory: Path) -> Mark:
+    """The mark of a checkpoint. Raises Damaged, which names it."""
+    path = directory / COMPLETE
+    try:
+        return Mark.from_bytes(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise Damaged(f"{path} does not describe a checkpoint: {error}") from error
+
+
+def write_mark(directory: Path, mark: Mark) -> None:
+    """Raises OSError."""
+    write_bytes(directory / COMPLETE, mark.to_bytes())
+
+
+def mark_whole(directory: Path, outer: Diloco, *, num_ranks: int) -> Mark:
+    """Mark a checkpoint that others have written, once every file of it has been hashed and is on the disk.
+
+    Raises OSError.
+    """
+    commit, header = outer.last_commit, directory / HEADER_FILE
+    for path in [path for path in directory.rglob("*") if path.is_file()]:
+        flush_to_disk(path)
+    mark = Mark(
+        position=outer.position,
+        tokens=tuple(outer.tokens),
+        num_ranks=num_ranks,
+        files=records_below(directory),
+        saved_at_ms=time.time_ns() // 1_000_000,
+        contributors=tuple(commit.contributors) if commit else (),
+        head=str(json.loads(header.read_bytes())["head"]) if header.exists() else "",
+    )
+    write_mark(directory, mark)
+    return mark
+
+
+def checked_mark(directory: Path) -> Mark:
+    """The mark of a checkpoint that is as it says. Raises Damaged, which names the file that is not."""
+    mark = read_mark(directory)
+    if problems := problems_of(directory, mark.files):
+        raise Damaged(f"{problems[0]}; resume from another checkpoint")
+    return mark
+
+
+def problems_of(directory: Path, files: Mapping[str, FileRecord]) -> list[str]:
+    """One sentence for each of these files of a checkpoint that is missing, torn or altered."""
+    found = ((directory / name, problem_with(directory / name, record)) for name, record in files.items())
+    return [f"{path} {problem}" for path, problem in found if problem]
+
+
+def records_below(directory: Path) -> dict[str, FileRecord]:
+    """Every file of a checkpoint that has no mark yet, other peers' parts left out. Raises OSError."""
+    return {name: record_of(directory / name) for name in sorted(_names_below(directory))}
+
+
+def _names_below(directory: Path) -> Iterator[str]:
+    for path in directory.rglob("*"):
+        name = path.relative_to(directory)
+        if path.is_file() and name.name != COMPLETE and not name.parts[0].startswith((PEER_PART, ".")):
+            yield name.as_posix()
+
+
+def _safe_name(name: str) -> str:
+    path = PurePosixPath(name)
+    if not name or path.is_absolute() or ".." in path.parts or "\0" in name:
+        raise ValueError(f"it names a file outside of the checkpoint: {name!r:.80}")
+    return name
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= _LARGEST:
+        raise ValueError(f"not a count: {value!r:.40}")
+    return value

@@ -1,0 +1,131 @@
+"""From --ckpt.resume to a whole checkpoint in a local directory, the same one on all ranks of a peer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from diloco.checkpoint.choice import Candidate
+from diloco.checkpoint.dirs import own_part
+from diloco.checkpoint.finder import Finder, candidates_in
+from diloco.checkpoint.mark import Mark, problems_of
+from diloco.checkpoint.shards import file_of
+from diloco.checkpoint.store import Store
+from diloco.errors import UserError
+from diloco.options.flags import CkptConfig
+from diloco.outer.diloco import Restored
+from diloco.outer.world import World, gathered, on_rank_zero
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint of which every byte has been looked at."""
+
+    mark: Mark
+    directory: Path
+    is_own: bool
+
+
+def registered(store: Store, path: str, world_rank: int | None) -> int:
+    """Prepare the place for a life that is going to save there. Returns when the newest there was saved.
+
+    Raises UserError where that cannot be.
+    """
+    part = own_part(world_rank)
+    try:
+        store.clear(part)
+        if world_rank is not None:
+            store.register(world_rank)
+        return max((one.mark.saved_at_ms for one in candidates_in(store, part)), default=0)
+    except OSError as error:
+        raise UserError(
+            f"--ckpt.path {path} cannot be written to: {error.strerror or error}. Name another place, or leave out "
+            "--ckpt.interval to save nothing"
+        ) from error
+
+
+def fetched(
+    config: CkptConfig,
+    world: World,
+    world_rank: int | None,
+    scratch: Path,
+    stack: contextlib.ExitStack,
+    *,
+    on_skipped: Callable[[str], None] = lambda problem: None,
+) -> Found | None:
+    """The checkpoint to go on from; it stays where it is until the stack is closed. Raises UserError.
+
+    It is another peer's where this one has none. On rank 0, `on_skipped` is told what is wrong with each that was
+    passed over.
+    """
+    if config.resume is None:
+        return None
+    finder = Finder(config.resume, config.path, world_rank, scratch, on_skipped=on_skipped)
+    try:
+        while (candidate := on_rank_zero(finder.next)) is not None:
+            directory = _local(finder.store, candidate, world, stack)
+            problems = [
+                found for each in gathered(_problems(directory, candidate.mark, world)) for found in each
+            ]
+            if not problems:
+                return Found(candidate.mark, directory, candidate.is_own)
+            stack.close()
+            name = finder.store.name_of(candidate.name, candidate.part)
+            on_rank_zero(partial(finder.refuse, candidate, problems[0].replace(str(directory), name)))
+    except OSError as error:
+        raise UserError(f"--ckpt.resume {config.resume}: {error}") from error
+    return None
+
+
+def others_state(mark: Mark, directory: Path) -> Restored:
+    """What another peer's checkpoint is good for: the weights that all agreed on, at the beginning of the epoch."""
+    position, tokens = replace(mark.position, local_step=0), (0,) * len(mark.tokens)
+    return Restored(position=position, tokens=tokens, directory=directory, is_own=False)
+
+
+def refuse_to_begin_anew(config: CkptConfig, step: int, skipped: Sequence[str]) -> None:
+    """Raise UserError where a training, and the swarm with it, is at its first step because no checkpoint was whole.
+
+    All ranks call it; `skipped` is rank 0's.
+    """
+
+    def check() -> None:
+        if step == 0 and skipped:
+            raise UserError(
+                f"no checkpoint in {config.path} that this peer could go on from is whole: {'; '.join(skipped[:3])}. "
+                "Leave out --ckpt.resume to begin anew"
+            )
+
+    on_rank_zero(check)
+
+
+def skipped_event(problem: str) -> dict[str, Any]:
+    """For metrics.jsonl: a checkpoint was not whole, and so not gone on from."""
+    return {"event": "checkpoint_skipped", "reason": problem}
+
+
+def _local(store: Store, candidate: Candidate, world: World, stack: contextlib.ExitStack) -> Path:
+    """The checkpoint's directory on this node; the first rank of each fetches it. Raises OSError."""
+    path, reason = None, ""
+    if world.local_rank == 0:
+        try:
+            path = stack.enter_context(store.opened(candidate.name, candidate.part))
+        except OSError as error:
+            reason = str(error)
+    outcomes = gathered((path, reason))
+    if reasons := [why for _, why in outcomes if why]:
+        raise OSError(reasons[0])
+    found = outcomes[world.node * world.num_local_ranks][0]
+    assert found is not None
+    return found
+
+
+def _problems(directory: Path, mark: Mark, world: World) -> list[str]:
+    """What this rank finds wrong with its share of the files: all is looked at once, by all ranks together."""
+    by_name = {file_of(rank): rank % world.num_ranks for rank in range(mark.num_ranks)}
+    mine = {name: record for name, record in mark.files.items() if by_name.get(name, 0) == world.rank}
+    return problems_of(directory, mine)

@@ -1,0 +1,133 @@
+"""`diloco dashboard`: a web page that shows a swarm, live and read-only."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import App, Parameter
+
+from diloco.errors import UserError
+from diloco.options.checks import at_least, up_to, whole
+from diloco.options.flags import HvConfig, Name, Seconds, address_list
+
+if TYPE_CHECKING:
+    from peers.admission.secrets import SwarmSecret
+
+DEFAULTS = HvConfig()
+TOKEN_ENV = "DILOCO_DASHBOARD_TOKEN"
+LEAST_TOKEN_CHARACTERS = 16
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+app = App(name="dashboard")
+
+Port = Annotated[int, Parameter(converter=whole, validator=(at_least(0), up_to(65535)))]
+
+
+@app.default
+def dashboard(
+    *,
+    initial_peers: Annotated[tuple[str, ...], address_list(of_peers=True)] = (),
+    run_id: Name = DEFAULTS.run_id,
+    host: str = "127.0.0.1",
+    port: Port = 8420,
+    timeout: Seconds = 20.0,
+    swarm_secret_file: str | None = None,
+) -> int:
+    """Show a swarm on a web page until Ctrl-C: its peers, loss and speed, the rounds part by part, and what went wrong.
+
+    Prints the page's address, in which there is a token: only who has it sees anything, and nobody can change
+    anything. DILOCO_DASHBOARD_TOKEN sets the token, which then also opens /metrics for a Prometheus.
+
+    Parameters
+    ----------
+    initial_peers: tuple
+        Addresses (/ip4/…/tcp/…/p2p/…) of any members of the swarm's DHT.
+    run_id: str
+        Name of the run.
+    host: str
+        Address to serve on. The page is not encrypted: for other machines, an SSH tunnel is better.
+    port: int
+        Port to serve on; 0: any free one.
+    timeout: float
+        Seconds to wait for the swarm's first answer.
+    swarm_secret_file: str
+        File with the swarm secret, or the secret itself in DILOCO_SWARM_SECRET, where the run has one.
+    """
+    if not initial_peers:
+        raise UserError("--initial-peers is missing: the address that `diloco dht start` printed.")
+    try:
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            "diloco dashboard needs starlette and uvicorn: pip install 'diloco[dashboard]'"
+        ) from error
+    token = token_from(os.environ.get(TOKEN_ENV))
+    listener = listening(host, port)
+    from diloco.cli.interrupts import run_interruptible
+    from peers.admission.secrets import load_secret
+    from peers.net.dht.node import load_hivemind
+
+    secret = load_secret(swarm_secret_file, os.environ)
+    # Takes seconds, in which an event loop would not notice a signal.
+    load_hivemind()
+    return run_interruptible(_serve(run_id, initial_peers, timeout, secret, listener, token))
+
+
+def token_from(text: str | None) -> str:
+    """The user's, or a new one. Raises UserError for one that could be guessed."""
+    if text is None:
+        return secrets.token_urlsafe(24)
+    if len(text) < LEAST_TOKEN_CHARACTERS or not text.isascii() or not text.isprintable() or " " in text:
+        raise UserError(
+            f"{TOKEN_ENV} must be {LEAST_TOKEN_CHARACTERS} or more printable ASCII characters without spaces; "
+            "`openssl rand -hex 16` makes such a token."
+        )
+    return text
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """A socket that listens there. Raises UserError where that cannot be."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server((str(address[0]), port), family=family)
+    except (OSError, UnicodeError) as error:
+        # Of a name that is none, as the resolver's own encoding says it.
+        said = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise UserError(f"--host {host} --port {port}: {said}; --port 0 takes any free port.") from error
+
+
+def address_of(listener: socket.socket, token: str) -> str:
+    """What to open in a browser."""
+    from urllib.parse import quote
+
+    host, port = listener.getsockname()[:2]
+    shown = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(host, host)
+    return f"http://{f'[{shown}]' if ':' in shown else shown}:{port}/?token={quote(token, safe='')}"
+
+
+async def _serve(
+    run_id: str,
+    initial_peers: tuple[str, ...],
+    timeout_s: float,
+    secret: SwarmSecret | None,
+    listener: socket.socket,
+    token: str,
+) -> int:
+    from diloco.dashboard.feed import Feed
+    from diloco.dashboard.server import application, served
+    from peers.monitor.observer import SETTLE_S, observing
+
+    with listener:
+        async with observing(run_id, initial_peers, timeout_s=timeout_s, secret=secret) as observer:
+            await observer.settled(SETTLE_S)
+            host, port = listener.getsockname()[:2]
+            if host not in _LOOPBACK:
+                print("note: the page and its token travel unencrypted; an SSH tunnel to loopback would not.")
+            feed = Feed(observer)
+            print(f"dashboard: {address_of(listener, token)}", flush=True)
+            await served(application(feed, token=token, cookie=f"diloco-{port}"), listener, feed)
+    return 0

@@ -1,0 +1,85 @@
+"""`diloco dht start`: bootstrap node of the DHT and coordinator of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+from diloco.options.checks import at_least, finite
+from diloco.options.flags import HvConfig, Name, address_list
+
+DEFAULTS = HvConfig()
+
+Days = Annotated[float, Parameter(validator=(finite, at_least(1e-5)))]
+
+start_app = App(name="start")
+
+
+@start_app.default
+def start(
+    *,
+    host_maddrs: Annotated[tuple[str, ...], address_list()] = DEFAULTS.host_maddrs,
+    announce_maddrs: Annotated[tuple[str, ...], address_list()] = DEFAULTS.announce_maddrs,
+    initial_peers: Annotated[tuple[str, ...], address_list(of_peers=True)] = (),
+    run_id: Name = DEFAULTS.run_id,
+    identity_path: Path | None = None,
+    state_dir: Path | None = None,
+    admission: Annotated[bool | None, Parameter(show_default=False)] = None,
+    allowlist_file: Path | None = None,
+    token_days: Days = 30.0,
+) -> int:
+    """Start a DHT node that peers can join by, and coordinate a run: admit its peers and number them.
+
+    Prints `--initial-peers <address>` to paste behind `diloco peer`, then a line for each join, leave and epoch.
+    Training goes on without it; started again by the same command it is the same coordinator. With --admission it
+    makes a swarm secret, says where it is, and only peers that have it can join.
+
+    Parameters
+    ----------
+    host_maddrs: tuple
+        Addresses to listen on.
+    announce_maddrs: tuple
+        Addresses others reach this node by, where they differ from those it listens on.
+    initial_peers: tuple
+        Members of a DHT to join; default: begin a new one.
+    run_id: str
+        Name of the run.
+    identity_path: Path
+        The key that makes this node's address; default: <state-dir>/coordinator/<run-id>.key, made when missing.
+    state_dir: Path
+        Where keys and the ledger of world ranks live; default: $XDG_STATE_HOME/diloco.
+    admission: bool
+        Admit only peers that have the swarm secret; default: if the run has been started so before.
+    allowlist_file: Path
+        With --admission: a file of the peer ids that are admitted, one a line, read again when it changes.
+    token_days: float
+        With --admission: days that a peer may stay before its right to is renewed.
+    """
+    from diloco.cli.interrupts import run_interruptible
+    from diloco.launch.swarm_config import state_dir as default_state_dir
+    from peers.daemon.coordinator import CoordinatorConfig, serve
+    from peers.net.dht.node import load_hivemind
+    from peers.protocol.maddrs import check_listenable
+
+    config = CoordinatorConfig(
+        run_id=run_id,
+        host_maddrs=host_maddrs,
+        announce_maddrs=announce_maddrs,
+        initial_peers=initial_peers,
+        identity_path=identity_path,
+        state_dir=state_dir or default_state_dir(),
+        admission=admission,
+        allowlist_file=str(allowlist_file) if allowlist_file else None,
+        token_days=token_days,
+    )
+
+    async def coordinate() -> int:
+        await serve(config, lambda line: print(line, flush=True))
+        return 0
+
+    check_listenable(host_maddrs)
+    # Takes seconds, in which an event loop would not notice a signal.
+    load_hivemind()
+    return run_interruptible(coordinate())

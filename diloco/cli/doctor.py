@@ -1,0 +1,186 @@
+"""`diloco doctor`: would a peer with these flags work on this machine, and how do the others reach it?"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+import textwrap
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+from diloco.cli.peer import RanksFlag, WorkerFlag, program_of
+from diloco.doctor.findings import Finding, as_json, broken, examined, failed
+from diloco.errors import UserError
+from diloco.options.flags import Seconds
+from diloco.options.sources import ValueSource
+from diloco.options.trainer import ConfigPath, HvConfig, TrainConfig, TrainFlags, for_mode, settled
+from diloco.rl.gpus import gpus_for_ranks, starts_server
+from diloco.train.devices import num_ranks, visible_gpus
+
+_SOURCE = ValueSource()
+_INSTALL = "pip install --constraint constraints.txt --editable .  # in a clone of diloco"
+_NAME_COLUMNS = 18
+_MAX_COLUMNS = 120
+_COLORS = {"pass": "32", "warn": "33", "fail": "31"}
+
+app = App(name="doctor", usage="Usage: diloco doctor [OPTIONS]", config=[_SOURCE])
+
+JsonFlag = Annotated[bool, Parameter(name="--json", negative="", group="Doctor")]
+TimeoutFlag = Annotated[Seconds, Parameter(name="--timeout", group="Doctor")]
+
+
+@app.default
+def doctor(
+    train: TrainFlags = TrainConfig(),  # noqa: B008
+    *,
+    config: ConfigPath = None,
+    nproc_per_node: RanksFlag = "auto",
+    worker: WorkerFlag = None,
+    as_json_: JsonFlag = False,
+    timeout: TimeoutFlag = 20.0,
+) -> int:
+    """Examine this machine and its way to a swarm: type `doctor` in the place of `peer`, with the same flags.
+
+    Each line passes, warns or fails, the last two with what mends it. With --initial-peers, members of the swarm are
+    asked to call this machine back, what time it is, and how fast bytes go. Exit code 0 when nothing fails, else 1.
+
+    Parameters
+    ----------
+    config: Path
+        A TOML file of these flags, with sections [hv] and [ckpt]; flags beat it.
+    nproc_per_node: str
+        Training processes of this peer: a number, or `auto` for one per GPU (one without GPUs).
+    worker: str
+        Your own program with `Diloco(model)` in it; default: the trainer of diloco.
+    as_json_: bool
+        One JSON object instead of lines.
+    timeout: float
+        Seconds to wait for the swarm's first answer.
+    """
+    gpus = gpus_for_ranks(train, len(visible_gpus(os.environ)))
+    ranks = num_ranks(nproc_per_node, train.device, gpus) if gpus or train.device != "cuda" else 1
+    train = settled(for_mode(train, _SOURCE.named), _SOURCE.named, num_ranks=ranks)
+    program_of(worker)
+    found: list[Finding] = []
+
+    def tell(finding: Finding) -> None:
+        found.append(finding)
+        if not as_json_:
+            _print(finding)
+
+    for finding in _of_machine(train, ranks):
+        tell(finding)
+    code = _examine_network(train.hv, timeout, found, tell)
+    if as_json_:
+        print(json.dumps(as_json(found)), flush=True)
+    else:
+        _print_end(found, asked=bool(train.hv.initial_peers))
+    return code or int(any(finding.verdict == "fail" for finding in found))
+
+
+def _of_machine(train: TrainConfig, ranks: int) -> Iterator[Finding]:
+    """What needs no network."""
+    from diloco.doctor.resources import check_descriptors, check_disk
+    from diloco.doctor.software import check_packages, check_python, check_torch, check_vllm
+    from diloco.launch.swarm_config import state_dir
+
+    yield from examined("python", check_python, _INSTALL)
+    yield from examined("packages", lambda: check_packages({"grpo"} & {train.mode}), _INSTALL)
+    loaded = list(examined("torch", check_torch, _INSTALL))
+    yield from loaded
+    if all(finding.verdict == "pass" for finding in loaded):
+        yield from _of_torch(train, ranks)
+    if starts_server(train):
+        yield from examined("vllm", lambda: check_vllm(train.grpo), "--rollout hf")
+    yield from examined("descriptors", check_descriptors, "ulimit -n 4096")
+    yield from examined("disk", lambda: check_disk(train, state_dir()), "df -h")
+
+
+def _of_torch(train: TrainConfig, ranks: int) -> Iterator[Finding]:
+    """What needs a torch that loads."""
+    from diloco.doctor.gpu import check_gpus, check_nccl, gpu_memory_bytes
+    from diloco.doctor.resources import check_model_memory
+
+    yield from examined("gpu", lambda: check_gpus(train.device), "nvidia-smi")
+    compiles = train.torch_compile is not False
+    yield from examined("nccl", lambda: check_nccl(train.device, ranks, compiles=compiles), "nvidia-smi")
+    yield from examined(
+        "memory", lambda: check_model_memory(train, ranks, gpu_memory_bytes()), "--path-model 2m"
+    )
+
+
+def _examine_network(
+    hv: HvConfig, timeout_s: float, found: list[Finding], tell: Callable[[Finding], None]
+) -> int:
+    """Exit code where a signal ended it, else 0."""
+    if any(finding.name in ("descriptors", "python") and finding.verdict == "fail" for finding in found):
+        return 0
+    try:
+        from peers.net.dht.node import load_hivemind
+
+        load_hivemind()
+    except (ImportError, OSError, AttributeError) as error:
+        tell(failed("hivemind", f"does not load: {error}", _INSTALL))
+        return 0
+    from diloco.cli.interrupts import run_interruptible
+
+    async def examine() -> int:
+        try:
+            async for finding in of_network(hv, timeout_s):
+                tell(finding)
+        except Exception as error:  # noqa: BLE001 - what is known already is worth telling
+            tell(broken("swarm", error, "diloco status --initial-peers <maddr>"))
+        return 0
+
+    return run_interruptible(examine())
+
+
+async def of_network(hv: HvConfig, timeout_s: float) -> AsyncIterator[Finding]:
+    """Ports, p2pd, and the swarm where one is named: each needs the one before."""
+    from diloco.doctor.p2pd import check_p2pd, check_ports, identity_of_peer
+    from diloco.doctor.swarm import check_swarm
+    from diloco.launch.swarm_config import state_dir
+    from peers.errors import UserError as PeersUserError
+
+    yield (ports := check_ports(hv))
+    if ports.verdict == "fail":
+        return
+    with tempfile.TemporaryDirectory(prefix="diloco-") as spare:
+        try:
+            with identity_of_peer(hv, state_dir(), Path(spare)) as identity:
+                yield (p2pd := await check_p2pd(hv, identity))
+                if p2pd.verdict == "pass" and hv.initial_peers:
+                    async for finding in check_swarm(hv, identity, timeout_s):
+                        yield finding
+        except (PeersUserError, UserError) as error:
+            yield failed("identity", str(error), "--world-rank 1  # or any number that is free here")
+
+
+def _print(finding: Finding) -> None:
+    verdict = finding.verdict
+    if sys.stdout.isatty():
+        verdict = f"\x1b[{_COLORS[verdict]}m{verdict}\x1b[0m"  # type: ignore[assignment]
+    indent = " " * (6 + _NAME_COLUMNS)
+    columns = min(shutil.get_terminal_size().columns, _MAX_COLUMNS)
+    said = textwrap.wrap(
+        finding.said, max(columns - len(indent), 40), break_long_words=False, break_on_hyphens=False
+    )
+    print(f"{verdict}  {finding.name:<{_NAME_COLUMNS}}{said[0] if said else ''}", flush=True)
+    for line in said[1:]:
+        print(f"{indent}{line}", flush=True)
+    if finding.mend:
+        # Never broken, so that it can be copied.
+        print(f"{indent}-> {finding.mend}", flush=True)
+
+
+def _print_end(found: list[Finding], *, asked: bool) -> None:
+    number = {verdict: sum(finding.verdict == verdict for finding in found) for verdict in _COLORS}
+    print(f"\n{number['pass']} pass, {number['warn']} warn, {number['fail']} fail", flush=True)
+    if not asked:
+        print("With --initial-peers, the way to a swarm is examined too.", flush=True)

@@ -1,0 +1,53 @@
+"""`diloco export`: a model that transformers loads, from what a training has saved."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import App, Parameter
+
+from diloco.errors import UserError
+
+app = App(name="export", usage="Usage: diloco export CHECKPOINT DIRECTORY [OPTIONS]")
+
+
+@app.default
+def export(
+    checkpoint: str,
+    directory: Path,
+    *,
+    weights: Literal["agreed", "own"] = "agreed",
+    push_to_hub: Annotated[str | None, Parameter(name="--push-to-hub", metavar="OWNER/NAME")] = None,
+    as_json: Annotated[bool, Parameter("--json")] = False,
+) -> None:
+    """Write a checkpoint's model, configuration and tokenizer as transformers loads them.
+
+    Parameters
+    ----------
+    checkpoint: str
+        A model_step_<N> directory or URL, or what --ckpt.path named: then the newest that is whole.
+    directory: Path
+        The model's directory; it must not exist yet.
+    weights: str
+        Of a swarm's checkpoint: `agreed` are those of the last outer step, the same on all peers; `own` those that the
+        peer had trained on from there.
+    push_to_hub: str
+        Upload the directory to this model repository of Hugging Face too; one that is not there yet is made private.
+    as_json: bool
+        Print a JSON object instead of words.
+    """
+    if directory.exists():
+        raise UserError(f"{directory} exists already; name another")
+    from diloco.checkpoint.export import exported, pushed
+
+    told = exported(checkpoint, directory, weights=weights)
+    if push_to_hub is not None:
+        told["url"] = pushed(directory, push_to_hub, step=told["step"])
+    if as_json:
+        print(json.dumps(told), flush=True)
+        return
+    print(f"{directory}: the {told['weights']} weights of {told['checkpoint']}", flush=True)
+    if "url" in told:
+        print(f"uploaded to {told['url']}", flush=True)

@@ -1,0 +1,86 @@
+"""`diloco grpo-sweep`: several GRPO trainings side by side on one machine, each with GPUs and a port of its own."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+from diloco.errors import UserError
+from diloco.launch.sweep import check_room, overruled, planned
+from diloco.options.checks import at_least, whole
+from diloco.options.model_files import load_model_config
+from diloco.options.sources import ValueSource
+from diloco.options.trainer import ConfigPath, TrainConfig, TrainFlags, for_mode, remarks, settled
+from diloco.train.devices import visible_gpus
+
+_SOURCE = ValueSource()
+
+app = App(name="grpo-sweep", usage="Usage: diloco grpo-sweep [OPTIONS]", config=[_SOURCE])
+
+Instances = Annotated[int, Parameter(group="Sweep", converter=whole, validator=at_least(1))]
+Seeds = Annotated[str | None, Parameter(group="Sweep", metavar="S,S,...")]
+Average = Annotated[bool, Parameter(group="Sweep", negative="")]
+FreeSpace = Annotated[float, Parameter(name="--min-free-gb", group="Sweep", validator=at_least(0))]
+
+
+@app.default
+def grpo_sweep(
+    train: TrainFlags = TrainConfig(),  # noqa: B008
+    *,
+    instances: Instances = 4,
+    seeds: Seeds = None,
+    average: Average = False,
+    min_free_gb: FreeSpace = 5.0,
+    config: ConfigPath = None,
+) -> int:
+    """Train the same task with several seeds at once, or with --average as the peers of one swarm.
+
+    Instance i has its vLLM server on GPU 2i, its trainer on GPU 2i + 1, and port 8000 + i. Everything is checked before
+    anything starts; servers have to answer a request within --grpo.vllm-timeout before trainers do.
+
+    Parameters
+    ----------
+    instances: int
+        How many; 1 is the quick test of one.
+    seeds: str
+        One for each, apart by commas; default: --seed and the numbers after it.
+    average: bool
+        Let the instances average their weights: one run, of the first seed, with as many peers.
+    min_free_gb: float
+        Room that has to be free on the disk.
+    config: Path
+        A TOML file of these flags, with sections [grpo], [hv] and [ckpt]; flags beat it.
+    """
+    from diloco.cli.interrupts import run_interruptible
+
+    named = _SOURCE.named | {"mode"}
+    train = replace(train, mode="grpo")
+    for remark in [*remarks(train, named), *overruled(train, named)]:
+        print(f"note: {remark}", file=sys.stderr, flush=True)
+    train = settled(for_mode(train, named), named)
+    # A name that is mistyped is one mistake, and not one of each instance.
+    load_model_config(train.path_model)
+    plan = planned(
+        train,
+        num_instances=instances,
+        seeds=seeds_of(seeds, instances, train.seed),
+        gpus=visible_gpus(os.environ),
+    )
+    check_room(plan, train, os.environ, min_free_bytes=int(min_free_gb * 1e9))
+    from diloco.launch.sweep_run import Sweep
+
+    return run_interruptible(Sweep(train, named, plan, average).until_reported())
+
+
+def seeds_of(text: str | None, num_instances: int, first: int) -> list[int]:
+    """The seeds that were named, or as many from `first` on. Raises UserError for what is no number."""
+    if text is None:
+        return list(range(first, first + num_instances))
+    try:
+        return [int(part) for part in text.replace(" ", ",").split(",") if part]
+    except ValueError as error:
+        raise UserError(f"--seeds {text} is not a list of whole numbers apart by commas") from error

@@ -1,0 +1,166 @@
+"""`diloco launch`: one training, or one peer, over several nodes, by torchrun, Slurm, PBS or Ray."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import App, Parameter
+
+from diloco.cli.pods_flags import Inventory, StateFile
+from diloco.errors import UserError
+from diloco.options.checks import at_least, up_to, whole
+
+if TYPE_CHECKING:
+    from provisioning.launchers.job import LaunchJob
+
+app = App(
+    name="launch",
+    usage="Usage: diloco launch [OPTIONS] CONFIG [NUM_NODES] [NODE_RANK] [MASTER_ADDR] [MASTER_PORT] [-- WORDS]",
+)
+
+Count = Annotated[int, Parameter(converter=whole, validator=at_least(1))]
+Rank = Annotated[int, Parameter(converter=whole, validator=at_least(0))]
+Port = Annotated[int, Parameter(converter=whole, validator=(at_least(1), up_to(65535)))]
+
+
+@app.default
+def launch(
+    config: Path,
+    num_nodes: Count = 1,
+    node_rank: Rank = 0,
+    master_addr: str = "localhost",
+    master_port: Port = 29500,
+    *more: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
+    engine: Literal["torchrun", "slurm", "pbs", "ray"] = "torchrun",
+    program: str = "-m diloco.train_fsdp",
+    config_flag: str = "--config",
+    venv: Path | None = None,
+    gpus_per_node: Rank = 0,
+    time_limit: str = "24:00:00",
+    partition: str | None = None,
+    storage: str | None = None,
+    cpus_per_node: Rank | None = None,
+    as_peers: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
+    dry_run: Annotated[bool, Parameter(negative="")] = False,
+    state_file: StateFile = None,
+    inventory: Inventory = None,
+) -> int:
+    """Start a training over several nodes, ours or any other script.
+
+    With torchrun, run it on each node with that node's rank. Read from the environment: NPROC_PER_NODE (auto),
+    BACKEND (nccl or gloo), LOG_LEVEL (WARNING), and CONDA_ENV, an environment to use. The log is
+    logs/distributed_training/latest_node<rank>.log.
+
+    Parameters
+    ----------
+    config: Path
+        The trainer's flags, as TOML or YAML.
+    num_nodes: int
+        How many nodes.
+    node_rank: int
+        Which of them this is (torchrun).
+    master_addr: str
+        The first node, as the others reach it (torchrun).
+    master_port: int
+        A free port on it.
+    engine: str
+        torchrun starts it here; slurm and pbs submit a job that does on each node; ray makes a Ray cluster of pods
+        that are set up, and submits a job with a worker on each, which starts a process for each of its GPUs.
+    program: str
+        What Python is called with, such as "train.py --fast".
+    config_flag: str
+        The flag by which the program is told its configuration; "" for none.
+    venv: Path
+        An environment to use.
+    gpus_per_node: int
+        GPUs to ask the batch system for; 0: none.
+    time_limit: str
+        How long the batch system may let it run.
+    partition: str
+        Partition (Slurm) or queue (PBS).
+    storage: str
+        A directory that all nodes share (Ray).
+    cpus_per_node: int
+        Cores that Ray may give out on each node; default: all.
+    as_peers: str
+        Instead of one training over all nodes, start a peer on each of them with these flags of `diloco peer`, such as
+        "--hv.local-steps 20", and the program as its worker (Ray).
+    dry_run: bool
+        Only print the job script, or for Ray the cluster as a file for `ray up`.
+    """
+    from provisioning.launchers import node
+    from provisioning.launchers.job import LOGS, LaunchJob
+
+    here = Path.cwd()
+    words = shlex.split(program)
+    if not words:
+        raise UserError('--program "" names nothing to run.')
+    try:
+        (here / LOGS).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"{here / LOGS} cannot be made: {error.strerror}; start it in a directory for logs."
+        ) from error
+    job = LaunchJob(
+        config=node.config_as_toml(config, here / LOGS),
+        program=words,
+        config_flag=config_flag,
+        more=more,
+        num_nodes=num_nodes,
+        node_rank=node_rank,
+        master_addr=master_addr,
+        master_port=master_port,
+        nproc_per_node=os.environ.get("NPROC_PER_NODE", "auto"),
+        backend=os.environ.get("BACKEND", "nccl"),
+        log_level=os.environ.get("LOG_LEVEL", "WARNING"),
+        python=node.python_of(os.environ, venv),
+    )
+    if engine == "ray":
+        from diloco.cli.launch_ray import OnPods, print_cluster_yaml, run_on_pods
+
+        wish = OnPods(
+            storage=storage,
+            cpus_per_node=cpus_per_node or None,
+            peer_flags=as_peers,
+            state_file=state_file,
+            inventory=inventory,
+        )
+        return print_cluster_yaml(job, wish) if dry_run else run_on_pods(job, wish)
+    if as_peers is not None:
+        raise UserError("--as-peers is for --engine ray; with the others, start `diloco peer` on each node.")
+    if engine == "torchrun":
+        job, nproc = node.checked(job)
+        return node.run(job, nproc, os.environ, here)
+    return _submit(job, engine, here, gpus_per_node, time_limit, partition, dry_run)
+
+
+def _submit(
+    job: LaunchJob,
+    engine: str,
+    here: Path,
+    gpus_per_node: int,
+    time_limit: str,
+    partition: str | None,
+    dry_run: bool,
+) -> int:
+    from provisioning.launchers.batch import pbs_script, slurm_script, submitted
+    from provisioning.launchers.job import LOGS
+
+    if engine == "slurm":
+        script = slurm_script(
+            job, directory=here, gpus_per_node=gpus_per_node, time_limit=time_limit, partition=partition
+        )
+    else:
+        script = pbs_script(
+            job, directory=here, gpus_per_node=gpus_per_node, time_limit=time_limit, queue=partition
+        )
+    if dry_run:
+        print(script, end="", flush=True)
+        return 0
+    path = here / LOGS / f"{engine}.sh"
+    job_id = submitted(script, path, "sbatch" if engine == "slurm" else "qsub")
+    print(f"job {job_id} is submitted; its log will be in {here / LOGS}", flush=True)
+    return 0

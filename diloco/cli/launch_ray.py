@@ -1,0 +1,147 @@
+"""`diloco launch --engine ray`: a training over a Ray cluster on pods that are set up already."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from diloco.cli.pods_flags import access, locked, opened_existing, run, say
+from diloco.errors import UserError
+
+if TYPE_CHECKING:
+    from provisioning.launchers.job import LaunchJob
+    from provisioning.launchers.ray_cluster import RayJob
+    from provisioning.ledger import Ledger, Row
+    from provisioning.pods import Pod
+    from provisioning.renting import Renter
+
+_CONFIG = "launch.toml"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnPods:
+    """What the Ray engine is told beside the job."""
+
+    storage: str | None
+    """A directory that all nodes share; on this machine alone it need not be named."""
+    cpus_per_node: int | None
+    peer_flags: str | None
+    state_file: Path | None
+    inventory: Path | None
+
+
+def run_on_pods(job: LaunchJob, wish: OnPods) -> int:
+    """Start what of the cluster does not run yet, submit the training, print what it says; its exit code."""
+    ledger = opened_existing(wish.state_file)
+
+    async def work() -> int:
+        from provisioning.day_two import renters
+        from provisioning.launchers.ray_cluster import RayCluster
+        from provisioning.pod_paths import CODE, pod_directory
+        from provisioning.setup import put_private
+
+        rows = _rows(ledger, job.num_nodes)
+        async with renters(ledger, access(wish.inventory), say) as by_provider:
+            renter = by_provider[rows[0].provider]
+            told = ray_job(job, wish, rows, ledger)
+            for row in rows:
+                check_reachable(row, await renter.pod(row.name), num_nodes=len(rows))
+                machine = await renter.machine(row.name)
+                path = f"{pod_directory(row.label)}/{CODE}/{_CONFIG}"
+                await put_private(machine, path, job.config.read_bytes())
+            cluster = RayCluster(renter, rows, _python(ledger, renter))
+            await cluster.start(cpus=wish.cpus_per_node)
+            return await cluster.run(told)
+
+    return locked(ledger, work, for_jobs=True)
+
+
+def print_cluster_yaml(job: LaunchJob, wish: OnPods) -> int:
+    """The cluster for `ray up`; nothing is started."""
+    ledger = opened_existing(wish.state_file)
+
+    async def work() -> int:
+        from provisioning.day_two import renters
+        from provisioning.launchers.ray_yaml import RayHost, cluster_yaml
+        from provisioning.ssh_machine import SshMachine
+
+        rows = _rows(ledger, job.num_nodes)
+        async with renters(ledger, access(wish.inventory), say) as by_provider:
+            renter = by_provider[rows[0].provider]
+            hosts, users = [], {}
+            for row in rows:
+                machine, pod = await renter.machine(row.name), await renter.pod(row.name)
+                if not isinstance(machine, SshMachine):
+                    raise UserError(
+                        f"`ray up` works over SSH, and {row.name} is on this machine; run it without --dry-run."
+                    )
+                where = machine.address
+                hosts.append(RayHost(inside=pod.host, outside=where.host, ssh_port=where.port))
+                users[where.user, where.key_path] = row.name
+            if len(users) > 1:
+                raise UserError(
+                    f"`ray up` has one user and one key for all machines, and {', '.join(users.values())} have others."
+                )
+            ((user, key),) = users
+            python = _python(ledger, renter)
+            print(
+                cluster_yaml(
+                    hosts, owner=ledger.owner, user=user, key=key, python=python, cpus=wish.cpus_per_node
+                ),
+                end="",
+                flush=True,
+            )
+            return 0
+
+    return run(work())
+
+
+def _python(ledger: Ledger, renter: Renter) -> str:
+    """That which the pods were set up with."""
+    from provisioning.day_two import PYTHON
+    from provisioning.pod_paths import VENV
+
+    return ledger.recall(PYTHON) or renter.provider.python() or f"{VENV}/bin/python"
+
+
+def check_reachable(row: Row, pod: Pod, *, num_nodes: int) -> None:
+    if num_nodes > 1 and any(inside != outside for inside, outside in pod.ports):
+        raise UserError(
+            f"{row.name} maps its ports to others outside, and Ray's nodes have to reach each other on all ports; use "
+            "machines of one network (--provider ssh)."
+        )
+
+
+def ray_job(job: LaunchJob, wish: OnPods, rows: Sequence[Row], ledger: Ledger) -> RayJob:
+    from provisioning.launchers.node import num_processes
+    from provisioning.launchers.ray_cluster import RayJob
+
+    if wish.storage is None and rows[0].provider != "local":
+        raise UserError("--storage is missing: a directory that all nodes share, for Ray's checkpoints.")
+    on_gpus = [row.offer.gpu_count for row in rows if not row.offer.is_cpu]
+    if on_gpus and (len(on_gpus) < len(rows) or len(set(on_gpus)) > 1):
+        counts = ", ".join(f"{row.name} {0 if row.offer.is_cpu else row.offer.gpu_count}" for row in rows)
+        raise UserError(f"All nodes of one training need as many GPUs as the others; they have: {counts}.")
+    named = [job.config_flag, _CONFIG] if job.config_flag else []
+    return RayJob(
+        num_nodes=job.num_nodes,
+        ranks_per_node=num_processes(job.nproc_per_node, on_gpus[0] if on_gpus else 0),
+        peer_flags=wish.peer_flags,
+        program=[*job.program, *named, *job.more],
+        storage=wish.storage or str(ledger.path.parent / "ray"),
+        use_gpu=bool(on_gpus),
+    )
+
+
+def _rows(ledger: Ledger, num_nodes: int) -> list[Row]:
+    from provisioning.states import State
+
+    rows = [row for row in ledger.rows() if row.state in (State.SYNCED, State.RUNNING)]
+    if len(rows) < num_nodes:
+        raise UserError(
+            f"{num_nodes} nodes are wanted and {len(rows)} pods of {ledger.path} are set up; "
+            f"`diloco provision --pods {num_nodes} --deploy-only` makes them."
+        )
+    return rows[:num_nodes]

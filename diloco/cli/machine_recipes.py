@@ -1,0 +1,162 @@
+"""What `provision`, `peer` and `run` train where nobody names a model: whatever the machine trains well.
+
+The trainers themselves, under torchrun, keep the defaults of options.py, which are OpenDiLoCo's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from diloco.options.trainer import TrainConfig, flat_values, shared_fields
+from diloco.train.devices import Machine
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A training, and what a peer needs for it: so many cores and so much memory, or a GPU with so much."""
+
+    cores: float
+    memory_gib: float
+    gpu_gib: float
+    values: Mapping[str, Any]
+    """Fields of TrainConfig by their dotted names."""
+
+
+RECIPES = (
+    # 2.0 bits per byte on Python's own sources after four minutes, by two peers with one core each. Small batches,
+    # because many steps count for more here than many tokens. With an outer rate of 0.7 and a momentum of 0.9, thirty
+    # outer steps ended 0.3 bits per byte higher.
+    Recipe(
+        cores=1,
+        memory_gib=0.0,
+        gpu_gib=1.0,
+        values={
+            "path_model": "demo",
+            "seq_length": 128,
+            "total_batch_size": 8,
+            "lr": 1e-2,
+            "warmup_steps": 30,
+            "total_steps": 1200,
+            "eval_interval": 500,
+            "eval_tokens": 65_536,
+            "hv.local_steps": 50,
+            "hv.outer_lr": 0.8,
+            "hv.outer_momentum": 0.5,
+        },
+    ),
+    # By the 30 to 50 GFLOP/s of a core that were measured with these models, an epoch of the next two takes between 20
+    # and 80 s on so many cores. On GPUs none of this has been measured.
+    Recipe(
+        cores=8,
+        memory_gib=4.0,
+        gpu_gib=2.0,
+        values={
+            "path_model": "2m",
+            "seq_length": 256,
+            "total_batch_size": 32,
+            "lr": 4e-3,
+            "warmup_steps": 60,
+            "total_steps": 2000,
+            "eval_interval": 500,
+            "hv.local_steps": 50,
+        },
+    ),
+    Recipe(
+        cores=32,
+        memory_gib=8.0,
+        gpu_gib=4.0,
+        values={
+            "path_model": "15m",
+            "seq_length": 512,
+            "total_batch_size": 32,
+            "lr": 2e-3,
+            "warmup_steps": 100,
+            "total_steps": 4000,
+            "eval_interval": 500,
+            "hv.local_steps": 50,
+        },
+    ),
+    Recipe(
+        cores=math.inf,
+        memory_gib=32.0,
+        gpu_gib=20.0,
+        values={
+            "path_model": "150m",
+            "seq_length": 1024,
+            "total_batch_size": 64,
+            "per_device_train_batch_size": 8,
+            "lr": 4e-4,
+            "warmup_steps": 200,
+            "total_steps": 10_000,
+            "eval_interval": 500,
+            "hv.local_steps": 50,
+        },
+    ),
+)
+"""From the lightest on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A configuration, and what of it was chosen here; none where the user named the model."""
+
+    config: TrainConfig
+    fields: frozenset[str] = frozenset()
+    why: str = ""
+
+    def in_words(self, agreed: TrainConfig) -> str:
+        """One line on what is trained once the swarm has agreed on it, and who has chosen it."""
+        mine, theirs = flat_values(self.config), flat_values(agreed)
+        if any(mine[name] != theirs[name] for name in shared_fields()):
+            return f"{trained(agreed)}; as the swarm does"
+        return f"{trained(agreed)}; {self.why}" if self.why else trained(agreed)
+
+
+def recipe_for(machine: Machine) -> Recipe:
+    """The heaviest one that a peer's share of the machine is enough for; the lightest is always tried."""
+    return next((recipe for recipe in reversed(RECIPES) if _is_enough(machine, recipe)), RECIPES[0])
+
+
+def chosen(config: TrainConfig, named: Collection[str], machine: Machine, *, num_ranks: int = 1) -> Choice:
+    """The configuration with the machine's recipe in the fields that the user did not name.
+
+    Unchanged where the user names the model, and in reinforcement, whose models have to know something already.
+    """
+    if "path_model" in named or config.mode != "pretrain":
+        return Choice(config=config)
+    values = {name: value for name, value in recipe_for(machine).values.items() if name not in named}
+    if "total_batch_size" in values:
+        values["total_batch_size"] += -values["total_batch_size"] % num_ranks
+    hv = {name.removeprefix("hv."): value for name, value in values.items() if name.startswith("hv.")}
+    own = {name: value for name, value in values.items() if not name.startswith("hv.")}
+    return Choice(
+        config=replace(config, **own, hv=replace(config.hv, **hv)),
+        fields=frozenset(values),
+        why=f"chosen for {machine.in_words()} (--path-model names another model)",
+    )
+
+
+def trained(config: TrainConfig) -> str:
+    """What a configuration trains, in one line."""
+    if config.mode == "grpo":
+        data, batch = config.grpo.dataset, f"{config.total_batch_size} completions"
+    else:
+        data = "random tokens" if config.fake_data else config.dataset_name_or_path
+        batch = f"{config.total_batch_size} samples of {config.seq_length} tokens"
+    num_steps = min(config.max_steps or config.total_steps, config.total_steps)
+    return (
+        f"trains {config.path_model} on {data}: {num_steps} steps of {batch}, "
+        f"averaged every {config.hv.local_steps}"
+    )
+
+
+def _is_enough(machine: Machine, recipe: Recipe) -> bool:
+    if machine.gpu_bytes:
+        return machine.gpu_bytes_each >= recipe.gpu_gib * _GIB
+    memory = machine.memory_bytes_each
+    return machine.cores_each >= recipe.cores and (memory is None or memory >= recipe.memory_gib * _GIB)

@@ -1,0 +1,233 @@
+"""`diloco peer`: one peer of a swarm: its daemon in this process, its workers below it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import App, Parameter
+
+from diloco.cli.machine_recipes import Choice, chosen
+from diloco.errors import UserError
+from diloco.options.checks import at_least, whole
+from diloco.options.sources import ValueSource
+from diloco.options.trainer import (
+    ConfigPath,
+    Scalar,
+    TrainConfig,
+    TrainFlags,
+    for_mode,
+    remarks,
+    settled,
+    trainer_of,
+)
+from diloco.rl.gpus import gpus_for_ranks
+from diloco.train.devices import num_cores, num_ranks, this_machine, threads_per_rank
+from diloco.train.run_dir import created_run_dir, last_words, reason_in, written_config
+
+if TYPE_CHECKING:
+    from peers.daemon.supervisor import WorkerCommand
+
+_SOURCE = ValueSource()
+_LINK_ENV = "DILOCO_LINK"
+_TOLD = ("peers.daemon",)
+
+app = App(name="peer", usage="Usage: diloco peer [OPTIONS]", config=[_SOURCE])
+
+RanksFlag = Annotated[str, Parameter(name="--nproc-per-node", group="Training")]
+PeersHereFlag = Annotated[
+    int, Parameter(name="--peers-here", group="Swarm", converter=whole, validator=at_least(1))
+]
+WorkerFlag = Annotated[str | None, Parameter(name="--worker", group="Training", metavar="COMMAND")]
+
+
+@app.default
+def peer(
+    train: TrainFlags = TrainConfig(),  # noqa: B008
+    *,
+    config: ConfigPath = None,
+    nproc_per_node: RanksFlag = "auto",
+    peers_here: PeersHereFlag = 1,
+    worker: WorkerFlag = None,
+) -> int:
+    """Join a swarm, train in it, leave it when the training is done.
+
+    Fields of the run that are not given here are taken over from the swarm, and so are the weights. The first peer
+    chooses a model, batches and lengths that its machine trains well, unless --path-model names a model. The same
+    command starts a peer, lets it join a running swarm, and brings it back after a crash.
+
+    Parameters
+    ----------
+    config: Path
+        A TOML file of these flags, with sections [hv] and [ckpt]; flags beat it.
+    nproc_per_node: str
+        Training processes of this peer: a number, or `auto` for one per GPU (one without GPUs).
+    peers_here: int
+        Peers on this machine, with this one: they share its cores and memory.
+    worker: str
+        Your own program with `Diloco(model)` in it, such as "python loop.py"; default: the trainer of diloco.
+    """
+    from diloco.cli.interrupts import run_interruptible
+    from diloco.data.batches import check_data
+    from diloco.launch.swarm_config import daemon_config
+    from diloco.train.preflight import check_peers_fit
+    from peers.protocol.maddrs import check_listenable
+
+    machine = this_machine(os.environ, train.device, num_peers=peers_here)
+    ranks = num_ranks(nproc_per_node, train.device, gpus_for_ranks(train, machine.num_gpus))
+    for remark in remarks(train, _SOURCE.named):
+        print(f"note: {remark}", file=sys.stderr, flush=True)
+    program, train = program_of(worker), for_mode(train, _SOURCE.named)
+    # A program of the user's own has its own model.
+    choice = Choice(config=train) if program else chosen(train, _SOURCE.named, machine, num_ranks=ranks)
+    train = settled(choice.config, _SOURCE.named, num_ranks=ranks)
+    if program and (unread := unread_by_a_program(_SOURCE.named)):
+        print(f"note: {unread}", file=sys.stderr, flush=True)
+    check_peers_fit(train.path_model, on_gpu=machine.num_gpus > 0)
+    # What is not named comes from the swarm.
+    if not program and "dataset_name_or_path" in _SOURCE.named:
+        check_data(train)
+    fields = daemon_config(train, _SOURCE.named)
+    check_listenable(train.hv.host_maddrs)
+    run_dir = created_run_dir(train)
+    # torch and hivemind: seconds, so only once the arguments have proved right, and before the event loop runs,
+    # which would not notice a signal meanwhile.
+    import peers.daemon.main  # noqa: F401
+    from peers.net.dht.node import load_hivemind
+
+    load_hivemind()
+    choice = replace(choice, config=train)
+    workplace = Workplace(choice, _SOURCE.named, run_dir, ranks, program, num_peers=peers_here)
+    return run_interruptible(_live(workplace, fields))
+
+
+def program_of(worker: str | None) -> tuple[str, ...]:
+    """The words of --worker; nothing means the trainer. Raises UserError where it cannot be started."""
+    if worker is None:
+        return ()
+    try:
+        words = tuple(shlex.split(worker))
+    except ValueError as error:
+        raise UserError(f"--worker {worker}: {error}.") from error
+    if not words or shutil.which(words[0], path=_path_with_this_python()) is None:
+        raise UserError(f"--worker {worker!r} names no program that is here to be started.")
+    return words
+
+
+def unread_by_a_program(named: Collection[str]) -> str:
+    """One sentence on the flags that only diloco's own trainer follows, if any were given."""
+    flags = [f"--{name.replace('_', '-')}" for name in sorted(named) if not name.startswith("hv.")]
+    unread = [flag for flag in flags if flag not in ("--device", "--run-dir")]
+    return (
+        f"{', '.join(unread)}: the program of --worker is not told, only diloco's own trainer."
+        if unread
+        else ""
+    )
+
+
+def _path_with_this_python() -> str:
+    return os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """What the workers of this peer are started with."""
+
+    choice: Choice
+    named: frozenset[str]
+    run_dir: Path
+    num_ranks: int
+    program: tuple[str, ...] = ()
+    """What the user trains with instead of the trainer."""
+    num_peers: int = 1
+    """Peers on this machine."""
+
+    @property
+    def worker_log(self) -> Path:
+        return self.run_dir / "logs" / "worker.log"
+
+    def command(self, manifest: Mapping[str, Scalar], world_rank: int, link_path: Path) -> WorkerCommand:
+        """The workers' command line, after writing the configuration that it names."""
+        from diloco.launch.swarm_config import adopted
+        from peers.admission.secrets import SECRET_ENV
+        from peers.daemon.supervisor import WorkerCommand
+
+        config = adopted(
+            self.choice.config, manifest, self.named, run_dir=self.run_dir, num_ranks=self.num_ranks
+        )
+        if not self.program:
+            print(self.choice.in_words(config), flush=True)
+        config = replace(config, run_dir=str(self.run_dir), hv=replace(config.hv, world_rank=world_rank))
+        path = written_config(config, self.run_dir)
+        threads = threads_per_rank(num_cores(), self.num_ranks * self.num_peers)
+        return WorkerCommand(
+            argv=self.program or (sys.executable, "-m", trainer_of(config), "--config", str(path)),
+            env={
+                # The daemon's alone: what trains has no use for it, and may log its environment.
+                **{name: value for name, value in os.environ.items() if name != SECRET_ENV},
+                # "python" in --worker is the one that runs this.
+                "PATH": _path_with_this_python(),
+                _LINK_ENV: str(link_path),
+                "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(threads),
+                "PYTHONUNBUFFERED": "1",
+            },
+            cwd=Path.cwd(),
+            log_path=self.worker_log,
+            reason_in=reason_in,
+            num_ranks=self.num_ranks,
+        )
+
+
+async def _live(workplace: Workplace, fields: Mapping[str, Any]) -> int:
+    # Not at the top: `--help` needs no event loop.
+    import asyncio
+
+    from diloco.launch.live import Shown, show, show_log
+    from peers.daemon.main import DaemonConfig, run_daemon
+
+    print(f"run directory: {workplace.run_dir}", flush=True)
+    _log_to(workplace.run_dir / "logs" / "daemon.log")
+
+    _tell_progress()
+    shown = Shown("this peer", workplace.run_dir, since=time.time())
+    # Only the trainer writes metrics; a program of the user's own says what it likes.
+    watched = show_log(workplace.worker_log) if workplace.program else show([shown])
+    view = asyncio.create_task(watched)
+    try:
+        code = await run_daemon(DaemonConfig(**fields), worker=workplace.command)
+    finally:
+        view.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await view
+    if code == 2:
+        raise UserError(last_words(workplace.worker_log) or f"See {workplace.worker_log}.")
+    print(f"training is done; everything is in {workplace.run_dir}", flush=True)
+    return 0
+
+
+def _log_to(path: Path) -> None:
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.getLogger().addHandler(handler)
+    logging.getLogger().setLevel(logging.INFO)
+
+
+def _tell_progress() -> None:
+    """What the daemon does before and between the epochs, which people would otherwise wait for in the dark."""
+    for name in _TOLD:
+        logging.getLogger(name).addHandler(_Printer())
+
+
+class _Printer(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        # To what is stdout by then: while the table is shown, that prints above it.
+        print(record.getMessage(), flush=True)

@@ -1,0 +1,142 @@
+"""`diloco peers`: ban peers from a run, let them back in, and make a new swarm secret, with the run's admission key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import App, Parameter
+
+from diloco.errors import UserError
+from diloco.options.flags import HvConfig, Name, Seconds, address_list
+
+if TYPE_CHECKING:
+    from peers.admission.ban_change import Outcome
+
+DEFAULTS = HvConfig()
+_KEY = "File with the admission key; default: that of the coordinator on this machine."
+_PEERS = "Peer ids, or the last characters of peers that are in the swarm (of the list, to unban), 6 or more."
+
+app = App(name="peers")
+
+InitialPeers = Annotated[
+    tuple[str, ...],
+    address_list(of_peers=True),
+    Parameter(help="Addresses (/ip4/…/tcp/…/p2p/…) of any members of the swarm's DHT."),
+]
+RunId = Annotated[Name, Parameter(help="Name of the run.")]
+KeyFile = Annotated[Path | None, Parameter(help=_KEY)]
+StateDir = Annotated[Path | None, Parameter(help="Where the coordinator keeps its keys.")]
+Timeout = Annotated[Seconds, Parameter(help="Seconds that the swarm may take to answer.")]
+
+
+@app.command
+def ban(
+    *peer_ids: Annotated[str, Parameter(help=_PEERS)],
+    initial_peers: InitialPeers = (),
+    run_id: RunId = DEFAULTS.run_id,
+    admission_key_file: KeyFile = None,
+    state_dir: StateDir = None,
+    timeout: Timeout = 20.0,
+) -> int:
+    """Ban peers from a run: they are dropped at once, whatever they do, and let in nowhere any more."""
+    _check_named(peer_ids)
+    where = initial_peers, run_id, admission_key_file, state_dir, timeout
+    return _change(where, lambda outcome: _tell(outcome, "banned"), ban=peer_ids)
+
+
+@app.command
+def unban(
+    *peer_ids: Annotated[str, Parameter(help=_PEERS)],
+    initial_peers: InitialPeers = (),
+    run_id: RunId = DEFAULTS.run_id,
+    admission_key_file: KeyFile = None,
+    state_dir: StateDir = None,
+    timeout: Timeout = 20.0,
+) -> int:
+    """Let banned peers back in: started again, they join."""
+    _check_named(peer_ids)
+    where = initial_peers, run_id, admission_key_file, state_dir, timeout
+    return _change(where, lambda outcome: _tell(outcome, "no longer banned"), unban=peer_ids)
+
+
+@app.command(name="list")
+def list_(
+    *,
+    initial_peers: InitialPeers = (),
+    run_id: RunId = DEFAULTS.run_id,
+    admission_key_file: KeyFile = None,
+    state_dir: StateDir = None,
+    timeout: Timeout = 20.0,
+) -> int:
+    """Print the banned peers of a run, one a line."""
+    where = initial_peers, run_id, admission_key_file, state_dir, timeout
+    return _change(where, lambda outcome: print(*sorted(outcome.bans.peer_ids), sep="\n", flush=True))
+
+
+@app.command
+def new_secret(
+    *, run_id: RunId = DEFAULTS.run_id, admission_key_file: KeyFile = None, state_dir: StateDir = None
+) -> int:
+    """Replace the swarm secret: who has only the old one is given no token any more; peers that train go on."""
+    from peers.admission.secrets import replace_secret
+
+    key_path = _key_path(run_id, admission_key_file, state_dir)
+    secret_path = key_path.with_suffix(".swarm-secret")
+    replace_secret(key_path, secret_path)
+    print(f"a new swarm secret is in {secret_path}; give it to the peers before their tokens are half over")
+    return 0
+
+
+def _change(
+    where: tuple[tuple[str, ...], str, Path | None, Path | None, float],
+    say: Callable[[Outcome], None],
+    *,
+    ban: Collection[str] = (),
+    unban: Collection[str] = (),
+) -> int:
+    """The exit code, after saying what came of it. Raises UserError."""
+    from diloco.cli.interrupts import run_interruptible
+    from peers.admission.ban_change import change_bans
+    from peers.admission.secrets import load_key
+    from peers.net.dht.node import load_hivemind
+
+    initial_peers, run_id, admission_key_file, state_dir, timeout = where
+    if not initial_peers:
+        raise UserError("--initial-peers is missing: the address that `diloco dht start` printed.")
+    key_path = _key_path(run_id, admission_key_file, state_dir)
+    key, kept_at = load_key(key_path), key_path.with_suffix(".bans")
+
+    async def change() -> int:
+        say(await change_bans(run_id, initial_peers, key, kept_at, ban=ban, unban=unban, timeout_s=timeout))
+        return 0
+
+    # Takes seconds, in which an event loop would not notice a signal.
+    load_hivemind()
+    return run_interruptible(change())
+
+
+def _key_path(run_id: str, admission_key_file: Path | None, state_dir: Path | None) -> Path:
+    from diloco.launch.swarm_config import state_dir as default_state_dir
+
+    if admission_key_file is not None:
+        return admission_key_file
+    return (state_dir or default_state_dir()) / "coordinator" / f"{run_id}.admission-key"
+
+
+def _check_named(peer_ids: tuple[str, ...]) -> None:
+    if not peer_ids:
+        raise UserError("name the peers: their ids, as `diloco status --json` has them.")
+
+
+def _tell(outcome: Outcome, what: str) -> None:
+    for peer_id in sorted(outcome.changed):
+        print(f"{peer_id} is {what}")
+    if not outcome.changed:
+        print("nothing to change")
+    told = f"{outcome.num_told} of {outcome.num_asked}"
+    print(
+        f"{len(outcome.bans.peer_ids)} banned in all; {told} members were told at once, and pass it on",
+        flush=True,
+    )

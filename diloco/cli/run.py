@@ -1,0 +1,163 @@
+"""`diloco run`: a coordinator and several peers on this machine, a live view, and a report at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import App, Parameter
+
+from diloco.errors import UserError
+from diloco.options.checks import at_least, whole
+from diloco.options.sources import ValueSource
+from diloco.options.trainer import ConfigPath, TrainConfig, TrainFlags, for_mode, remarks, settled
+from diloco.train.devices import this_machine
+from diloco.train.metrics_file import Record
+from diloco.train.run_dir import METRICS, created_run_dir
+
+if TYPE_CHECKING:
+    from diloco.launch.live import Shown
+    from diloco.launch.local_swarm import LocalSwarm
+
+_SOURCE = ValueSource()
+
+app = App(name="run", usage="Usage: diloco run [OPTIONS]", config=[_SOURCE])
+
+NumPeers = Annotated[int, Parameter(group="Swarm", converter=whole, validator=at_least(1))]
+LostPeer = Annotated[int | None, Parameter(group="Swarm", converter=whole, validator=at_least(0))]
+
+
+@app.default
+def run(
+    train: TrainFlags = TrainConfig(),  # noqa: B008
+    *,
+    peers: NumPeers = 2,
+    lose_peer: LostPeer = None,
+    config: ConfigPath = None,
+) -> int:
+    """Train one model with several peers on this machine.
+
+    Without --path-model it chooses a model, batches and lengths that this machine trains well, and says which; without
+    a dataset it reads the sources of Python's standard library. Ends with a report; exit code 1 if the peers' weights
+    ever differed.
+
+    Parameters
+    ----------
+    peers: int
+        How many peers.
+    lose_peer: int
+        Kill this peer (its world rank) half-way, and start it again.
+    config: Path
+        A TOML file of these flags, with sections [hv] and [ckpt]; flags beat it.
+    """
+    from diloco.cli.interrupts import run_interruptible
+    from diloco.cli.machine_recipes import chosen
+    from diloco.data.batches import check_data
+    from diloco.train.preflight import check_peers_fit
+
+    if lose_peer is not None and lose_peer >= peers:
+        raise UserError(f"--lose-peer {lose_peer}: with --peers {peers} the last one is {peers - 1}.")
+    for remark in remarks(train, _SOURCE.named):
+        print(f"note: {remark}", file=sys.stderr, flush=True)
+    machine = this_machine(os.environ, train.device, num_peers=peers)
+    choice = chosen(for_mode(train, _SOURCE.named), _SOURCE.named, machine)
+    train = settled(choice.config, _SOURCE.named)
+    check_peers_fit(train.path_model, num_peers=peers, on_gpu=machine.num_gpus > 0)
+    if "dataset_name_or_path" in _SOURCE.named:
+        check_data(train)
+    run_dir = created_run_dir(train)
+    if any(run_dir.glob(f"peer-*/{METRICS}")) and train.ckpt.resume is None:
+        raise UserError(f"--run-dir {run_dir} already holds a run; name another, or remove it.")
+    named = _SOURCE.named | choice.fields | {"per_device_train_batch_size"}
+    return run_interruptible(
+        _Run(train, named, run_dir, peers, lose_peer, choice.in_words(choice.config)).until_reported()
+    )
+
+
+@dataclass
+class _Run:
+    config: TrainConfig
+    named: frozenset[str]
+    run_dir: Path
+    num_peers: int
+    lose_peer: int | None
+    trained: str
+    """What, in one line."""
+    records: dict[str, list[Record]] = field(default_factory=dict)
+
+    @property
+    def num_steps(self) -> int:
+        """Nominal steps at which training ends."""
+        return min(self.config.max_steps or self.config.total_steps, self.config.total_steps)
+
+    async def until_reported(self) -> int:
+        # Not at the top: `--help` needs no event loop.
+        import asyncio
+
+        from diloco.launch.live import show
+        from diloco.launch.local_swarm import LocalSwarm
+
+        print(f"run directory: {self.run_dir}", flush=True)
+        _say(self.trained)
+        _say(f"starting a coordinator and {self.num_peers} peers, which takes a few seconds")
+        swarm = LocalSwarm(self.config, self.named, self.run_dir, self.num_peers, _say)
+        self.records = {peer.name: [] for peer in swarm.shown}
+        view = asyncio.create_task(show(swarm.shown, on_records=lambda i, new: self._received(swarm, i, new)))
+        try:
+            await swarm.run()
+        finally:
+            view.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await view
+        return self._report(swarm.shown)
+
+    def _received(self, swarm: LocalSwarm, index: int, new: Sequence[Record]) -> None:
+        """New records of a peer: it lives; and when it is half-way, it may be the one to lose."""
+        peer = swarm.peers[index]
+        self.records[peer.shown.name] += new
+        peer.supervisor.notify_progress()
+        step = max((int(record["step"]) for record in new if record.get("kind") == "step"), default=0)
+        if self.lose_peer == peer.world_rank and 2 * step >= self.num_steps:
+            self.lose_peer = None
+            lost = peer.lose()
+            _say(
+                f"killed {peer.shown.name} (SIGKILL to its {lost} processes) at step {step} of {self.num_steps}"
+            )
+
+    def _report(self, shown: Sequence[Shown]) -> int:
+        model = next((peer.run_dir / "model" for peer in shown if (peer.run_dir / "model").is_dir()), None)
+        paths = {"model": model} if model else {}
+        text, agrees = self._rewards_report(paths) if self.config.mode == "grpo" else self._loss_report(paths)
+        print(text, flush=True)
+        return 0 if agrees else 1
+
+    def _loss_report(self, paths: dict[str, Path]) -> tuple[str, bool]:
+        from diloco.launch.report import plot, summarise, text_of
+
+        tokens_per_step = self.config.total_batch_size * self.config.seq_length
+        summary = summarise(self.records, tokens_per_step=tokens_per_step)
+        picture = self.run_dir / "loss.png"
+        plot(self.records, picture, tokens_per_step=tokens_per_step, title=self._title(summary.num_epochs))
+        paths |= {"plot of the losses": picture, "everything": self.run_dir}
+        return text_of(summary, paths), summary.agrees
+
+    def _rewards_report(self, paths: dict[str, Path]) -> tuple[str, bool]:
+        from diloco.launch.sweep_report import plot, summarise, text_of
+
+        summary = summarise(self.records, completions_per_step=self.config.total_batch_size)
+        picture = self.run_dir / "reward.png"
+        plot(self.records, picture, title=self._title(summary.num_epochs))
+        paths |= {"plot of the rewards": picture, "everything": self.run_dir}
+        return text_of(summary, paths), summary.agrees
+
+    def _title(self, num_epochs: int) -> str:
+        return f"{self.config.project}: {self.num_peers} peers, {num_epochs} epochs"
+
+
+def _say(text: str) -> None:
+    print(f"--- {text}", flush=True)

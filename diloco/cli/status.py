@@ -1,0 +1,125 @@
+"""`diloco status`: who is in a swarm, and how everybody is doing."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import App, Parameter
+
+from diloco.errors import UserError
+from diloco.options.flags import HvConfig, Name, Seconds, address_list
+
+if TYPE_CHECKING:
+    from peers.admission.secrets import SwarmSecret
+    from peers.monitor.observer import Observer
+
+DEFAULTS = HvConfig()
+REDRAW_S = 1.0
+"""Between two pictures of a swarm in which nothing happens."""
+LEAST_REDRAW_S = 0.2
+
+app = App(name="status")
+
+
+@app.default
+def status(
+    *,
+    initial_peers: Annotated[tuple[str, ...], address_list(of_peers=True)] = (),
+    run_id: Name = DEFAULTS.run_id,
+    watch: Annotated[bool, Parameter(negative="")] = False,
+    as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+    timeout: Seconds = 20.0,
+    swarm_secret_file: str | None = None,
+) -> int:
+    """Show who is in a swarm, from outside: every peer's state, epoch, loss, speed, link and anchor, who is waited for
+    and why, and the last rounds with what went wrong.
+
+    Parameters
+    ----------
+    initial_peers: tuple
+        Addresses (/ip4/…/tcp/…/p2p/…) of any members of the swarm's DHT.
+    run_id: str
+        Name of the run.
+    watch: bool
+        Keep looking until Ctrl-C: a table that is redrawn, or with --json a line whenever there is news.
+    as_json: bool
+        One JSON object instead of a table.
+    timeout: float
+        Seconds to wait for an answer.
+    swarm_secret_file: str
+        File with the swarm secret, or the secret itself in DILOCO_SWARM_SECRET: only admitted peers are shown then.
+        In a run that has one, peers tell of more than their announcements only to who has it.
+    """
+    if not initial_peers:
+        raise UserError("--initial-peers is missing: the address that `diloco dht start` printed.")
+    from diloco.cli.interrupts import run_interruptible
+    from peers.admission.secrets import load_secret
+    from peers.net.dht.node import load_hivemind
+
+    secret = load_secret(swarm_secret_file, os.environ)
+    # Takes seconds, in which an event loop would not notice a signal.
+    load_hivemind()
+    return run_interruptible(_look(run_id, initial_peers, timeout, secret, watch=watch, as_json=as_json))
+
+
+async def _look(
+    run_id: str,
+    initial_peers: tuple[str, ...],
+    timeout_s: float,
+    secret: SwarmSecret | None,
+    *,
+    watch: bool,
+    as_json: bool,
+) -> int:
+    from peers.monitor.observer import SETTLE_S, observing
+
+    async with observing(run_id, initial_peers, timeout_s=timeout_s, secret=secret) as observer:
+        await observer.settled(SETTLE_S)
+        if not watch:
+            _print(observer.swarm(), as_json=as_json)
+        elif as_json or not sys.stdout.isatty():
+            await _print_forever(observer, as_json=as_json)
+        else:
+            await _redraw_forever(observer)
+    return 0
+
+
+def _print(swarm: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(swarm), flush=True)
+        return
+    from rich.console import Console
+
+    from diloco.cli.status_table import picture_of
+
+    console = Console()
+    console.print(picture_of(swarm, width=console.width))
+
+
+async def _print_forever(observer: Observer, *, as_json: bool) -> None:
+    # Not at the top: `--help` needs no event loop.
+    import asyncio
+
+    while True:
+        # In a thread: a reader that takes nothing must not keep Ctrl-C from being heard.
+        await asyncio.to_thread(_print, observer.swarm(), as_json=as_json)
+        await asyncio.sleep(LEAST_REDRAW_S)
+        await observer.changed(REDRAW_S)
+
+
+async def _redraw_forever(observer: Observer) -> None:
+    import asyncio
+
+    from rich.live import Live
+
+    from diloco.cli.status_table import picture_of
+
+    with Live(auto_refresh=False, screen=True) as live:
+        while True:
+            picture = picture_of(observer.swarm(), width=live.console.width, height=live.console.height)
+            live.update(picture, refresh=True)
+            await asyncio.sleep(LEAST_REDRAW_S)
+            await observer.changed(REDRAW_S)

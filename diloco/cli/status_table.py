@@ -1,0 +1,133 @@
+"""A swarm as a picture for a terminal: its peers, who is waited for, its last rounds, and what happened. Pure.
+
+Nothing that a peer has said is taken for markup.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from diloco.train.metrics_file import figure, size
+from peers.protocol.records import shown_rank
+
+Peer = Mapping[str, Any]
+
+_GONE = ("lost", "silent")
+_STYLES = {"lost": "bold red", "silent": "yellow", "training": "green", "averaging": "cyan"}
+_ROUND_PARTS = ("wait_s", "connect_s", "reduce_s", "vote_s", "apply_s")
+_TABLE_LINES = 4
+"""Of a block of the picture, beside its rows: a blank line, the title, the head of its table, and one to spare."""
+
+
+def picture_of(swarm: Mapping[str, Any], *, width: int, height: int | None = None) -> RenderableType:
+    """All of it, as much as fits; without `height`, at any length."""
+    peers = swarm["peers"]
+    parts: list[RenderableType] = [_title(swarm)]
+    if peers:
+        parts.append(_peers_table(peers, width))
+    parts += [_straggler(straggler) for straggler in swarm["stragglers"]]
+    left = (height or 10_000) - len(peers) - len(swarm["stragglers"]) - 2
+    if swarm["rounds"] and (rows := min(8, left - _TABLE_LINES)) > 0:
+        parts += [Text(), _rounds_table(swarm["rounds"][-rows:], swarm["time"])]
+        left -= _TABLE_LINES + min(rows, len(swarm["rounds"]))
+    if swarm["events"] and (rows := min(8, left - 2)) > 0:
+        parts += [Text(), *(_event(event) for event in swarm["events"][-rows:])]
+    return Group(*parts)
+
+
+def _title(swarm: Mapping[str, Any]) -> Text:
+    there = [peer for peer in swarm["peers"] if peer["state"] not in _GONE]
+    number, gone = len(there), len(swarm["peers"]) - len(there)
+    line = f"run {swarm['run_id']}: epoch {swarm['epoch']}, {number} peer{'' if number == 1 else 's'}"
+    if swarm["tokens_per_s"]:
+        line += f", {figure(swarm['tokens_per_s'])} tokens/s"
+    return Text(line + (f", {gone} gone" if gone else ""))
+
+
+_COLUMNS: Sequence[tuple[str, str, Callable[[Peer], str]]] = (
+    ("rank", "right", lambda peer: shown_rank(peer["world_rank"])),
+    ("state", "left", lambda peer: peer["state"]),
+    ("epoch", "right", lambda peer: str(peer["epoch"])),
+    ("step", "right", lambda peer: str(peer["step"])),
+    ("loss", "right", lambda peer: _decimals(peer["loss"], 3)),
+    ("tokens/s", "right", lambda peer: figure(peer["tokens_per_s"])),
+    ("anchor", "left", lambda peer: peer["anchor_digest"][:12] or "–"),
+    ("path", "left", lambda peer: peer["path"] or "–"),
+    ("seen", "right", lambda peer: f"{peer['last_seen_s']:.0f} s ago"),
+    ("up/s", "right", lambda peer: size(peer["upload_bytes_per_s"] or None)),
+    ("down/s", "right", lambda peer: size(peer["download_bytes_per_s"] or None)),
+    # As the coordinator names it; --json has all of it.
+    ("peer", "left", lambda peer: f"…{peer['peer_id'][-6:]}"),
+    ("on", "left", lambda peer: peer["hardware"] or "–"),
+)
+_LESS_WANTED = ("on", "peer", "down/s", "up/s", "anchor", "seen")
+"""What a narrow terminal goes without, in this order."""
+
+
+def _peers_table(peers: Sequence[Peer], width: int) -> Table:
+    columns = {name: [cell(peer) for peer in peers] for name, _, cell in _COLUMNS}
+    for name in _LESS_WANTED:
+        if sum(2 + max(len(name), *map(len, cells)) for name, cells in columns.items()) <= width:
+            break
+        del columns[name]
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name, justify, _ in _COLUMNS:
+        if name in columns:
+            table.add_column(name, no_wrap=True, justify="left" if justify == "left" else "right")
+    for index, peer in enumerate(peers):
+        row = [Text(cells[index]) for cells in columns.values()]
+        row[list(columns).index("state")].stylize(_STYLES.get(peer["state"], ""))
+        table.add_row(*row, style="dim" if peer["state"] in _GONE else None)
+    return table
+
+
+def _straggler(straggler: Mapping[str, Any]) -> Text:
+    return Text(
+        f"peer {straggler['leader']} waits for peer {straggler['world_rank']}: {straggler['reason']}",
+        style="yellow",
+    )
+
+
+def _rounds_table(rounds: Sequence[Mapping[str, Any]], now: float) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    heads = ("epoch", "ago", "peers", *(part.removesuffix("_s") for part in _ROUND_PARTS), "sent")
+    for head in heads:
+        table.add_column(head, no_wrap=True, justify="right")
+    table.add_column("failed attempts", justify="left")
+    for entry in rounds:
+        peers = entry["peers"]
+        slowest = [max(float(peer.get(part, 0.0)) for peer in peers) for part in _ROUND_PARTS]
+        table.add_row(
+            str(entry["epoch"]),
+            f"{max(0.0, now - entry['time']):.0f} s",
+            str(len(entry["contributors"])),
+            *(f"{seconds:.2f} s" for seconds in slowest),
+            size(sum(peer["sent_bytes"] for peer in peers)),
+            Text(_failures(entry), style="red"),
+        )
+    return table
+
+
+def _failures(entry: Mapping[str, Any]) -> str:
+    said = [*entry["failures"], *([] if entry["agrees"] else ["ANCHORS DIFFER"])]
+    if not said and entry["num_failures"]:
+        return str(entry["num_failures"])
+    return "; ".join(said)
+
+
+def _event(event: Mapping[str, Any]) -> Text:
+    clock = time.strftime("%H:%M:%S", time.localtime(event["time"]))
+    said = event["said_by"] is not None
+    return Text(
+        f"{clock} peer {shown_rank(event['world_rank'])}{':' if said else ''} {event['what']}", style="dim"
+    )
+
+
+def _decimals(value: object, digits: int) -> str:
+    return f"{value:.{digits}f}" if isinstance(value, int | float) else "–"

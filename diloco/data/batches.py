@@ -1,0 +1,212 @@
+"""Samples to train on and text to validate with, from whatever --dataset-name-or-path names.
+
+Everything is a function of (seed, epoch, world rank, data_base, local step): there is no position to save or
+restore.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from diloco.data.corpus import Corpus, FileCorpus, StdlibCorpus
+from diloco.data.held_out import Validation, validation_of
+from diloco.data.sampling import Block, random_tokens, step_offsets, windows_of
+from diloco.data.streaming import StreamingSource, open_hub_dataset
+from diloco.data.token_cache import Tokens, tokenized
+from diloco.errors import UserError
+from diloco.options.trainer import TrainConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Where a corpus is so small that no document is held out, this share of its end is.
+_HELD_OUT_TAIL = 50
+_FAKE_VALIDATION_BLOCK = 2**40
+# Random ids say the same after a few windows as after many, and scoring them takes as long as real text.
+_FAKE_EVAL_TOKENS = 8192
+
+
+class SampleSource(Protocol):
+    """The one thing the trainer reads from; every rank of a peer has its own."""
+
+    seq_length: int
+    samples_per_block: int
+    """Samples a peer trains in an epoch: total_batch_size * steps_per_epoch."""
+    digest: str
+    """Peers that train on the same data have the same."""
+
+    def read(self, block: Block, offsets: np.ndarray) -> np.ndarray:
+        """int64 [len(offsets), seq_length + 1]: samples of the peer's block, offsets ascending."""
+        ...
+
+    def validation(self) -> Validation:
+        """Held-out text: never in any block."""
+        ...
+
+
+def open_data(
+    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, *, cache_dir: Path | None = None
+) -> SampleSource:
+    """The source the configuration names; tokenises a finite one the first time. Raises UserError."""
+    block = config.total_batch_size * config.hv.steps_per_epoch
+    if config.fake_data:
+        return FakeSource(
+            seq_length=config.seq_length,
+            samples_per_block=block,
+            vocab_size=len(tokenizer),
+            seed=config.seed,
+            eval_tokens=config.eval_tokens,
+        )
+    corpus = open_corpus(config)
+    if corpus is None:
+        dataset = open_hub_dataset(config.dataset_name_or_path, config.text_column)
+        return StreamingSource(
+            dataset,
+            tokenizer,
+            seq_length=config.seq_length,
+            samples_per_block=block,
+            eval_tokens=config.eval_tokens,
+        )
+    return FiniteSource(
+        tokenized(corpus, tokenizer, cache_dir),
+        tokenizer,
+        name=corpus.name,
+        seq_length=config.seq_length,
+        samples_per_block=block,
+        seed=config.seed,
+        eval_tokens=config.eval_tokens,
+    )
+
+
+def check_data(config: TrainConfig) -> None:
+    """Before anything starts: is there such a dataset, and text in it? Raises UserError; loads no torch."""
+    if config.fake_data:
+        return
+    corpus = open_corpus(config)
+    if corpus is None:
+        open_hub_dataset(config.dataset_name_or_path, config.text_column)
+    elif not any(document.content for document in corpus.documents()):
+        raise UserError(f"{corpus.name} holds no text; name a dataset that does")
+
+
+def open_corpus(config: TrainConfig) -> Corpus | None:
+    """The finite dataset the configuration names; none where it can only be one of Hugging Face's."""
+    name = config.dataset_name_or_path
+    if name == "stdlib":
+        return StdlibCorpus()
+    path = Path(name).expanduser()
+    if path.exists():
+        return FileCorpus(path, config.text_column)
+    if name.startswith(("/", ".", "~")) or path.suffix or "/" not in name:
+        raise UserError(
+            f"there is no {name} here; name `stdlib`, a text, JSONL or Parquet file, a directory of them, or "
+            "a Hugging Face dataset (owner/name)"
+        )
+    return None
+
+
+def batches(
+    source: SampleSource,
+    block: Block,
+    *,
+    local_steps: range,
+    total_batch_size: int,
+    rank: int = 0,
+    num_ranks: int = 1,
+) -> Iterator[np.ndarray]:
+    """For each local step, what this rank trains: int64 [total_batch_size / num_ranks, seq_length + 1].
+
+    Wrap it in Prefetched to read ahead; a peer that joins in mid-epoch gives range(s, local_steps).
+    """
+    for step in local_steps:
+        offsets = step_offsets(step, total_batch_size=total_batch_size, rank=rank, num_ranks=num_ranks)
+        yield source.read(block, offsets)
+
+
+class FiniteSource:
+    """Samples of a tokenised corpus, in a new order each pass."""
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        name: str,
+        seq_length: int,
+        samples_per_block: int,
+        seed: int,
+        eval_tokens: int,
+    ) -> None:
+        self.seq_length = seq_length
+        self.samples_per_block = samples_per_block
+        self.digest = tokens.digest
+        self._seed = seed
+        self._train, self._held_out = _divided(tokens, seq_length, name)
+        self._byte_counts = tokens.train_byte_counts
+        self._tokenizer = tokenizer
+        self._eval_tokens = eval_tokens
+        self.num_windows = (len(self._train) - 1) // seq_length
+
+    def read(self, block: Block, offsets: np.ndarray) -> np.ndarray:
+        """int64 [len(offsets), seq_length + 1]."""
+        indices = block.indices(offsets, self.samples_per_block)
+        return self.windows(windows_of(indices, num_windows=self.num_windows, seed=self._seed))
+
+    def windows(self, numbers: np.ndarray) -> np.ndarray:
+        """int64 [len(numbers), seq_length + 1]: windows in the order of the text."""
+        starts = numbers * self.seq_length
+        return self._train[starts[:, None] + np.arange(self.seq_length + 1)].astype(np.int64)
+
+    def validation(self) -> Validation:
+        """Windows from all over the held-out text, eval_tokens at most."""
+        limits = {"seq_length": self.seq_length, "max_tokens": self._eval_tokens}
+        return validation_of(self._held_out, self._byte_counts, self._tokenizer, **limits)
+
+
+class FakeSource:
+    """Random ids, each a pure function of (seed, sample, place); nothing can be learned from them."""
+
+    def __init__(
+        self, *, seq_length: int, samples_per_block: int, vocab_size: int, seed: int, eval_tokens: int
+    ) -> None:
+        self.seq_length = seq_length
+        self.samples_per_block = samples_per_block
+        self.digest = f"fake {vocab_size}"
+        self._vocab_size = vocab_size
+        self._seed = seed
+        self._eval_tokens = eval_tokens
+
+    def read(self, block: Block, offsets: np.ndarray) -> np.ndarray:
+        """int64 [len(offsets), seq_length + 1]."""
+        return self._samples(block.indices(offsets, self.samples_per_block))
+
+    def validation(self) -> Validation:
+        """Random ids too; each counts as one byte."""
+        # From indices that no run reaches.
+        num_windows = max(1, min(self._eval_tokens, _FAKE_EVAL_TOKENS) // self.seq_length)
+        windows = self._samples(_FAKE_VALIDATION_BLOCK + np.arange(num_windows))
+        return Validation(windows, num_windows * self.seq_length, float(np.log2(self._vocab_size)))
+
+    def _samples(self, indices: np.ndarray) -> np.ndarray:
+        return random_tokens(
+            indices, length=self.seq_length + 1, vocab_size=self._vocab_size, seed=self._seed
+        )
+
+
+def _divided(tokens: Tokens, seq_length: int, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Training and held-out ids, at least a window of each."""
+    train, held_out = tokens.train, tokens.held_out
+    if len(held_out) <= seq_length < len(train):
+        num_windows = (len(train) - 1) // seq_length
+        tail = max(1, num_windows // _HELD_OUT_TAIL) * seq_length + 1
+        train, held_out = train[: len(train) - tail], train[len(train) - tail :]
+    if len(train) <= seq_length or len(held_out) <= seq_length:
+        raise UserError(
+            f"{name} has {len(tokens.train) + len(tokens.held_out)} tokens, too few for training and "
+            f"validation samples of {seq_length + 1}; lower --seq-length or name a larger dataset"
+        )
+    return train, held_out

@@ -1,0 +1,213 @@
+"""Documents on this machine: the standard library's sources, text, JSONL and Parquet files.
+
+A corpus yields its documents in one order on every machine that has the same files, and says of each whether
+it is held out for validation, by a hash of the document itself, so that nobody ever trains on what another
+validates with.
+"""
+
+from __future__ import annotations
+
+import json
+import sysconfig
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import xxhash
+
+from diloco.data.columns import text_column_of, text_of
+from diloco.errors import UserError
+
+_STDLIB_HELD_OUT = 1 / 16
+_STDLIB_HELD_OUT_BYTES = 384 * 1024
+_HELD_OUT = 1 / 50
+# Long text files are cut at line ends into documents of about this size, so that a share can be held out.
+_PIECE_BYTES = 32 * 1024
+_TEXT_SUFFIXES = (".txt", ".md", ".text", ".py", ".rst", ".tex", ".html")
+_SUFFIXES = (*_TEXT_SUFFIXES, ".jsonl", ".json", ".parquet")
+# Tests of the library are often packaged apart, and some hold broken source on purpose.
+_NO_SOURCES = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib-dynload"}
+# One generated file of help texts, as long as a third of all the rest would be as held-out text.
+_GENERATED = {"pydoc_data"}
+
+
+@dataclass(frozen=True)
+class Document:
+    """UTF-8 text (or whatever bytes a text file holds)."""
+
+    content: bytes
+    held_out: bool
+
+
+class Corpus(Protocol):
+    """Documents that end."""
+
+    name: str
+
+    def fingerprint(self) -> str:
+        """Changes when the documents may have changed; cheap."""
+        ...
+
+    def documents(self) -> Iterator[Document]:
+        """All documents, always in the same order."""
+        ...
+
+
+class StdlibCorpus:
+    """The Python standard library's own sources: real text on every machine, without a download."""
+
+    name = "stdlib"
+
+    def __init__(self, root: Path | None = None) -> None:
+        self.root = root or Path(sysconfig.get_path("stdlib"))
+        self.files = [path for path in _sorted_files(self.root, (".py",)) if self._is_source(path)]
+        if not self.files:
+            raise UserError(f"this Python has no sources in {self.root}; name a dataset of your own instead")
+        self.held_out = _held_out_files(self.root, self.files)
+
+    def fingerprint(self) -> str:
+        return _files_fingerprint(self.root, self.files)
+
+    def documents(self) -> Iterator[Document]:
+        for path in self.files:
+            yield Document(_read_bytes(path), held_out=path in self.held_out)
+
+    def _is_source(self, path: Path) -> bool:
+        # _sysconfigdata*.py is written when Python is built and full of that machine's paths.
+        inner = path.relative_to(self.root)
+        return not ((_NO_SOURCES | _GENERATED) & set(inner.parts)) and not path.name.startswith(
+            "_sysconfigdata"
+        )
+
+
+class FileCorpus:
+    """Text files, JSONL and Parquet: one file, or a directory of them read in the order of their names."""
+
+    def __init__(self, path: Path, text_column: str | None = None) -> None:
+        self.name = str(path)
+        self.root = path if path.is_dir() else path.parent
+        self.files = _sorted_files(path, _SUFFIXES) if path.is_dir() else [path]
+        self.text_column = text_column
+        if not self.files:
+            raise UserError(f"{path} holds no {', '.join(_SUFFIXES)} file, so there is no text to train on")
+
+    def fingerprint(self) -> str:
+        return f"{_files_fingerprint(self.root, self.files)} {self.text_column}"
+
+    def documents(self) -> Iterator[Document]:
+        for path in self.files:
+            for content in self._texts(path):
+                if content:
+                    yield Document(content, held_out=is_held_out(content))
+
+    def _texts(self, path: Path) -> Iterator[bytes]:
+        if path.suffix in (".jsonl", ".json"):
+            return self._column(path, _json_rows(path))
+        if path.suffix == ".parquet":
+            return self._column(path, _parquet_rows(path))
+        return _text_pieces(path)
+
+    def _column(self, path: Path, rows: Iterable[dict[str, Any]]) -> Iterator[bytes]:
+        column: str | None = None
+        for number, row in enumerate(rows, start=1):
+            column = column or text_column_of(row, named=self.text_column, dataset=str(path))
+            yield text_of(row, column, where=f"{path}, row {number}").encode("utf-8", errors="replace")
+
+
+def is_held_out(content: bytes, fraction: float = _HELD_OUT) -> bool:
+    """Whether a document is for validation only: by its content, so that its duplicates are too."""
+    return xxhash.xxh3_64_intdigest(content) < fraction * 2**64
+
+
+def _held_out_files(root: Path, files: list[Path]) -> frozenset[Path]:
+    """By the hash of the relative path, and at least _STDLIB_HELD_OUT_BYTES of a library that is small."""
+    held_out: set[Path] = set()
+    num_bytes = 0
+    for rank, path in sorted((_path_hash(root, path), path) for path in files):
+        if rank >= _STDLIB_HELD_OUT * 2**64 and num_bytes >= _STDLIB_HELD_OUT_BYTES:
+            break
+        held_out.add(path)
+        num_bytes += path.stat().st_size
+    return frozenset(held_out)
+
+
+def _path_hash(root: Path, path: Path) -> int:
+    return xxhash.xxh3_64_intdigest(path.relative_to(root).as_posix().encode())
+
+
+def _sorted_files(root: Path, suffixes: tuple[str, ...]) -> list[Path]:
+    paths = [path for path in root.rglob("*") if path.suffix in suffixes and path.is_file()]
+    visible = [
+        path for path in paths if not any(part.startswith(".") for part in path.relative_to(root).parts)
+    ]
+    # Compared as text, because Path compares case-blind on some systems.
+    return sorted(visible, key=lambda path: path.relative_to(root).as_posix())
+
+
+def _files_fingerprint(root: Path, files: list[Path]) -> str:
+    digest = xxhash.xxh3_128()
+    for path in files:
+        status = path.stat()
+        digest.update(
+            f"{path.relative_to(root).as_posix()}\0{status.st_size}\0{status.st_mtime_ns}\0".encode()
+        )
+    return f"{root.resolve()} {digest.hexdigest()}"
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _text_pieces(path: Path) -> Iterator[bytes]:
+    try:
+        with path.open("rb") as file:
+            while lines := file.readlines(_PIECE_BYTES):
+                piece = b"".join(lines)
+                if b"\0" in piece:
+                    raise UserError(
+                        f"{path} holds zero bytes, so it is not text; name text, JSONL or Parquet files"
+                    )
+                yield piece
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _json_rows(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    row = json.loads(line)
+                    if not isinstance(row, dict):
+                        raise UserError(
+                            f"{path}, line {number} is no JSON object; JSONL has one object a line"
+                        )
+                    yield row
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not JSONL: {error}; it needs one JSON object a line") from error
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as parquet
+    except ImportError as error:
+        raise UserError(f"reading {path} needs pyarrow; pip install 'diloco[data]'") from error
+    try:
+        with parquet.ParquetFile(path) as file:
+            schema = file.schema_arrow
+            strings = [field.name for field in schema if str(field.type) in ("string", "large_string")]
+            if not strings:
+                raise UserError(
+                    f"{path} has no column with text, only {schema.names}; name a dataset that has one"
+                )
+            for batch in file.iter_batches(batch_size=1024, columns=strings):
+                yield from batch.to_pylist()
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{path} is not a readable Parquet file: {error}") from error

@@ -1,0 +1,58 @@
+"""What a model is judged by: text nobody trains on, in windows, and how many bytes it is."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from diloco.data.tokenizer import is_byte_level, text_byte_counts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Validation:
+    """The same on every peer and at every evaluation of a run."""
+
+    windows: np.ndarray
+    """int64 [num_windows, seq_length + 1]."""
+    num_bytes: int
+    """UTF-8 bytes that the predicted ids, windows[:, 1:], stand for."""
+    byte_frequency_bits: float
+    """Bits per byte of a model that knows only how often each byte occurs in the training text."""
+
+    def bits_per_byte(self, total_nats: float) -> float:
+        """Of a model whose cross-entropy over all predicted ids sums to `total_nats`."""
+        return total_nats / math.log(2) / self.num_bytes
+
+
+def validation_of(
+    tokens: np.ndarray,
+    train_byte_counts: np.ndarray,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    seq_length: int,
+    max_tokens: int,
+) -> Validation:
+    """Windows spread evenly over the held-out ids: at most `max_tokens` predicted ones, at least a window."""
+    available = windows_in(tokens, seq_length)
+    num_windows = max(1, min(len(available), max_tokens // seq_length))
+    windows = available[np.arange(num_windows) * len(available) // num_windows].astype(np.int64)
+    byte_counts = text_byte_counts(tokenizer, windows[:, 1:].ravel(), byte_level=is_byte_level(tokenizer))
+    bits = cross_entropy_bits(byte_counts, train_byte_counts)
+    return Validation(windows, max(1, int(byte_counts.sum())), bits)
+
+
+def windows_in(tokens: np.ndarray, seq_length: int) -> np.ndarray:
+    """All whole windows of seq_length + 1 ids, each overlapping the next by one; a view."""
+    return np.lib.stride_tricks.sliding_window_view(tokens, seq_length + 1)[::seq_length]
+
+
+def cross_entropy_bits(counts: np.ndarray, model_counts: np.ndarray) -> float:
+    """Mean bits per byte of text with these byte counts, under frequencies of others (each plus one)."""
+    smoothed = (model_counts + 1) / (model_counts + 1).sum()
+    return float(-(counts * np.log2(smoothed)).sum() / max(1, counts.sum()))

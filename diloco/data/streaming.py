@@ -1,0 +1,196 @@
+"""Datasets too large to keep: Hugging Face datasets read as they come, dealt to the peers in lanes.
+
+Documents go to NUM_LANES lanes; the peer of world rank r reads lane r, and in epoch e trains the windows from
+e * B on of that lane's packed text. So what is trained depends on (world rank, epoch) alone, and no document
+is in two lanes. A peer that joins late reads its lane forward from the start to get there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from diloco.data.columns import text_column_of, text_of
+from diloco.data.corpus import is_held_out
+from diloco.data.held_out import Validation, validation_of
+from diloco.data.sampling import Block, check_offsets
+from diloco.data.tokenizer import encode_document, is_byte_level
+from diloco.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+# Of all peers of a run, dead ones included; a constant, since another number would deal the documents anew.
+NUM_LANES = 64
+_SKIP_WORTH_A_LINE = 1000
+# Documents of lane 0 that the byte frequencies are counted in.
+_COUNTED_DOCUMENTS = 256
+
+Documents = Callable[[], Iterable[bytes]]
+
+
+class StreamingSource:
+    """Samples of a streamed dataset, as data.SampleSource says. Reading backward starts anew."""
+
+    def __init__(
+        self,
+        dataset: HubDataset,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        seq_length: int,
+        samples_per_block: int,
+        eval_tokens: int,
+    ) -> None:
+        self.seq_length = seq_length
+        self.samples_per_block = samples_per_block
+        self.digest = dataset.digest
+        self._dataset = dataset
+        self._tokenizer = tokenizer
+        self._eval_tokens = eval_tokens
+        self._lane: tuple[int, Iterator[np.ndarray], int] | None = None
+
+    def read(self, block: Block, offsets: np.ndarray) -> np.ndarray:
+        """int64 [len(offsets), seq_length + 1]; offsets ascending."""
+        check_offsets(offsets, self.samples_per_block)
+        first = block.epoch * self.samples_per_block
+        return np.stack([self._window(block.world_rank, first + int(offset)) for offset in offsets])
+
+    def validation(self) -> Validation:
+        """Of the dataset's own validation split, else of the documents held out by their hash."""
+        # Up to eval_tokens predicted ids, and one that is only context.
+        wanted = self._eval_tokens + self.seq_length + 1
+        parts: list[np.ndarray] = []
+        for ids in self._encoded(self._dataset.held_out()):
+            parts.append(ids)
+            wanted -= len(ids)
+            if wanted <= 0:
+                break
+        tokens = np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+        if len(tokens) <= self.seq_length:
+            raise UserError(
+                f"{self._dataset.name} has {len(tokens)} tokens of held-out text, fewer than a sample of "
+                f"{self.seq_length + 1}; lower --seq-length or name a larger dataset"
+            )
+        counts = np.zeros(256, dtype=np.int64)
+        for content in itertools.islice(self._dataset.lane(0), _COUNTED_DOCUMENTS):
+            counts += np.bincount(np.frombuffer(content, dtype=np.uint8), minlength=256)
+        limits = {"seq_length": self.seq_length, "max_tokens": self._eval_tokens}
+        return validation_of(tokens, counts, self._tokenizer, **limits)
+
+    def _window(self, lane: int, number: int) -> np.ndarray:
+        if self._lane is None or self._lane[0] != lane or self._lane[2] > number:
+            self._lane = (lane, self._windows(lane), 0)
+        _, windows, position = self._lane
+        if number - position >= _SKIP_WORTH_A_LINE:
+            log.info("reading %s forward over %d samples", self._dataset.name, number - position)
+        window = next(itertools.islice(windows, number - position, None))
+        self._lane = (lane, windows, number + 1)
+        return window
+
+    def _windows(self, lane: int) -> Iterator[np.ndarray]:
+        """The lane's packed windows, pass after pass without end."""
+        pending = np.zeros(0, dtype=np.int64)
+        while True:
+            num_tokens = 0
+            for ids in self._encoded(self._dataset.lane(lane)):
+                num_tokens += len(ids)
+                pending = np.concatenate([pending, ids])
+                while len(pending) > self.seq_length:
+                    yield pending[: self.seq_length + 1]
+                    pending = pending[self.seq_length :]
+            if num_tokens == 0:
+                raise UserError(
+                    f"{self._dataset.name} has no document for world rank {lane}: it is too small "
+                    f"to be streamed to {NUM_LANES} lanes; save it as JSONL or Parquet and name that file"
+                )
+
+    def _encoded(self, documents: Iterable[bytes]) -> Iterator[np.ndarray]:
+        byte_level, eos = is_byte_level(self._tokenizer), self._tokenizer.eos_token_id
+        for content in documents:
+            ids = encode_document(self._tokenizer, content, byte_level=byte_level)
+            yield np.append(ids, eos)
+
+
+class HubDataset:
+    """The documents of a `datasets.IterableDataset`, by lane, and those held out."""
+
+    def __init__(self, name: str, train: Any, validation: Any = None, text_column: str | None = None) -> None:
+        """Reads one row to find the text; raises UserError where there is none."""
+        self.name = name
+        self._train = train
+        self._validation = validation
+        first = next(iter(self._rows(train)), None)
+        if first is None:
+            raise UserError(f"{name} is empty; name a dataset with text")
+        self._column = text_column_of(first, named=text_column, dataset=name)
+        self.digest = f"{name} {self._column}"
+
+    def lane(self, number: int) -> Iterator[bytes]:
+        """One pass over a lane's training documents."""
+        if number >= NUM_LANES:
+            raise UserError(
+                f"{self.name} is streamed to {NUM_LANES} world ranks at most; {number} is one too high"
+            )
+        if self._train.num_shards >= NUM_LANES:
+            # Whole files: each peer fetches only its own.
+            rows = self._rows(self._train.shard(num_shards=NUM_LANES, index=number))
+        else:
+            rows = itertools.islice(self._rows(self._train), number, None, NUM_LANES)
+        for content in self._texts(rows):
+            if self._validation is not None or not is_held_out(content):
+                yield content
+
+    def held_out(self) -> Iterator[bytes]:
+        """Documents that are in no lane."""
+        if self._validation is not None:
+            return self._texts(self._rows(self._validation))
+        return (content for content in self._texts(self._rows(self._train)) if is_held_out(content))
+
+    def _texts(self, rows: Iterable[dict[str, Any]]) -> Iterator[bytes]:
+        for row in rows:
+            text = text_of(row, self._column, where=self.name)
+            if text:
+                yield text.encode("utf-8", errors="replace")
+
+    def _rows(self, dataset: Any) -> Iterator[dict[str, Any]]:
+        try:
+            yield from dataset
+        except (OSError, ValueError, RuntimeError) as error:
+            raise UserError(f"reading {self.name} failed: {error}") from error
+
+
+def open_hub_dataset(name: str, text_column: str | None = None) -> HubDataset:
+    """`owner/name`, or `owner/name:config`; raises UserError where it cannot be had."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError(
+            f"the dataset {name} comes from Hugging Face; pip install 'diloco[data]' reads it"
+        ) from error
+    path, _, configuration = name.partition(":")
+    try:
+        configuration = configuration or _usual_configuration(datasets, path)
+        splits = datasets.load_dataset(path, configuration or None, streaming=True)
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(
+            f"{name} is neither a file here nor to be had from Hugging Face ({reason}); name `stdlib`, a "
+            "text, JSONL or Parquet file, a directory of them, or a dataset there (owner/name[:config])"
+        ) from error
+    train = splits["train"] if "train" in splits else next(iter(splits.values()))
+    held_out = next((splits[split] for split in ("validation", "valid", "dev") if split in splits), None)
+    return HubDataset(name, train, held_out, text_column)
+
+
+def _usual_configuration(datasets: Any, path: str) -> str:
+    """English where a dataset comes in several configurations and names no default, as allenai/c4 does."""
+    names = datasets.get_dataset_config_names(path)
+    if len(names) > 1 and "default" not in names and "en" in names:
+        return "en"
+    return ""

@@ -1,0 +1,134 @@
+"""Text <-> token ids: the byte-level tokenizer of the presets, and any Hugging Face tokenizer.
+
+The byte-level vocabulary is the 256 byte values, id = value, then SPECIAL_TOKENS. It is an ordinary Hugging
+Face tokenizer (a BPE without merges), so that transformers, TRL and vLLM load it from the directory of a
+saved model.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from diloco.errors import UserError
+from diloco.options.model_files import PRESETS_DIR, directory_of, load_model_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+NUM_BYTES = 256
+BOS, EOS, PAD, IM_START, IM_END = "<|bos|>", "<|eos|>", "<|pad|>", "<|im_start|>", "<|im_end|>"
+# Three spare ones round the vocabulary to a multiple of eight, which tensor cores like.
+SPECIAL_TOKENS = (BOS, EOS, PAD, IM_START, IM_END, "<|reserved_0|>", "<|reserved_1|>", "<|reserved_2|>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+def build_byte_tokenizer() -> PreTrainedTokenizerBase:
+    """The tokenizer whose files lie in the byte-level presets; a test holds them to this."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {symbol: byte for byte, symbol in enumerate(_byte_symbols())}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    # Cut at line ends, so that no "word" is longer than a line.
+    lines = pre_tokenizers.Split("\n", "merged_with_previous")
+    symbols = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([lines, symbols])
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token=BOS,
+        eos_token=EOS,
+        pad_token=PAD,
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def load_tokenizer(path_model: str, config: dict[str, Any] | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer of a preset, directory or hub id; the byte-level one where the model brings none.
+
+    `config` is the model's config.json where the caller has it already (a peer that adopted the manifest may
+    not have the directory). Raises UserError where there is no tokenizer and the vocabulary is too small for
+    bytes.
+    """
+    config = load_model_config(path_model) if config is None else config
+    directory = directory_of(path_model, weights=False)
+    if _has_tokenizer(directory):
+        tokenizer = _from_directory(directory, path_model)
+    else:
+        tokenizer = _from_directory(PRESETS_DIR / "2m", "2m")
+        log.warning("%s brings no tokenizer: text is read byte by byte (%d ids)", path_model, len(tokenizer))
+    vocab_size = int(config.get("vocab_size", 0))
+    if vocab_size and len(tokenizer) > vocab_size:
+        raise UserError(
+            f"the model {path_model} knows {vocab_size} token ids, its tokenizer has {len(tokenizer)}; "
+            f"set vocab_size in config.json to {len(tokenizer)} or put the matching tokenizer beside it"
+        )
+    if tokenizer.eos_token_id is None:
+        raise UserError(
+            f"the tokenizer of {path_model} has no eos_token; name one in its tokenizer_config.json"
+        )
+    return tokenizer
+
+
+def is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the ids below 256 are the byte values themselves and all others are special."""
+    ids = tokenizer.convert_tokens_to_ids(list(_byte_symbols()))
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return ids == list(range(NUM_BYTES)) and len(tokenizer) == NUM_BYTES + len(set(added) - set(ids))
+
+
+def encode_document(tokenizer: PreTrainedTokenizerBase, content: bytes, *, byte_level: bool) -> np.ndarray:
+    """Token ids (int64) of a document, without bos or eos; special tokens spelled out in it stay text."""
+    if byte_level:
+        return np.frombuffer(content, dtype=np.uint8).astype(np.int64)
+    text = content.decode("utf-8", errors="replace")
+    with warnings.catch_warnings():
+        # "longer than the maximum sequence length": it is cut into windows afterwards.
+        warnings.simplefilter("ignore")
+        ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+    return np.asarray(ids, dtype=np.int64)
+
+
+def text_byte_counts(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray, *, byte_level: bool) -> np.ndarray:
+    """int64 [256]: how often each byte occurs in the text of the ids; special tokens have none."""
+    if byte_level:
+        return np.bincount(ids[ids < NUM_BYTES], minlength=NUM_BYTES)
+    text = str(tokenizer.decode(ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    content = np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8)
+    return np.bincount(content, minlength=NUM_BYTES)
+
+
+def _byte_symbols() -> tuple[str, ...]:
+    """GPT-2's printable stand-in for each byte: itself where it prints, else from U+0100 on."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    spare = iter(range(NUM_BYTES, 2 * NUM_BYTES))
+    return tuple(chr(byte if byte in printable else next(spare)) for byte in range(NUM_BYTES))
+
+
+def _has_tokenizer(directory: Path) -> bool:
+    return any((directory / name).is_file() for name in _TOKENIZER_FILES)
+
+
+def _from_directory(directory: Path, path_model: str) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise UserError(f"the tokenizer of {path_model} does not load from {directory}: {error}") from error
+    return tokenizer

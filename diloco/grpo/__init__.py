@@ -1,1 +1,0 @@
-"""Reinforcement: tasks and their rewards, rollouts, and the servers that write completions."""

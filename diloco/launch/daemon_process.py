@@ -1,0 +1,113 @@
+"""The daemon of a peer that was started by torchrun: a child of local rank 0, which dies with it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from diloco.errors import DilocoError, UserError
+from diloco.launch.swarm_config import daemon_config
+from diloco.options.trainer import Scalar, TrainConfig
+from diloco.train.run_dir import last_words
+from peers.daemon.link import WorkerLink
+from peers.errors import LinkLost
+from peers.net.socket_directory import SocketDirectory
+
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 10.0
+_PR_SET_PDEATHSIG = 1
+_USER_ERROR = 2
+
+
+def wants_swarm(config: TrainConfig) -> bool:
+    """Whether the flags speak of a swarm that this peer shall join."""
+    hv = config.hv
+    return bool(hv.initial_peers) or hv.world_rank is not None or hv.galaxy_size is not None
+
+
+class DaemonProcess:
+    """A running daemon. It ends by itself when its worker has finished, or is gone."""
+
+    def __init__(self, config: TrainConfig, named: Collection[str], *, log_path: Path) -> None:
+        """Start it and wait until it listens. Raises UserError for what the user can mend."""
+        self._directory = SocketDirectory()
+        self._log_path = log_path
+        self.link_path = self._directory.path / "link.sock"
+        fields = daemon_config(config, named, link_path=str(self.link_path))
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        parent_pid, libc = os.getpid(), ctypes.CDLL(None)
+
+        def die_with_parent() -> None:
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+            if os.getppid() != parent_pid:
+                os._exit(128 + signal.SIGTERM)
+
+        with log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "peers.daemon.standalone"],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:
+            stdin.write(json.dumps(fields).encode())
+
+    def manifest(self) -> dict[str, Scalar]:
+        """What the swarm has agreed on, as soon as it has. Raises UserError where this peer cannot join."""
+        link = self._connect()
+        try:
+            with self.explains():
+                link.send("adopt")
+                return dict(link.receive("manifest")["manifest"])
+        finally:
+            link.close()
+
+    @contextlib.contextmanager
+    def explains(self) -> Iterator[None]:
+        """A worker that loses its daemon in this block says what the daemon said last."""
+        try:
+            yield
+        except LinkLost as error:
+            # It hangs up before it has said why.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_TIMEOUT_S)
+            raise self._failure(f"the swarm's daemon hung up: {error}") from error
+
+    def stop(self) -> None:
+        """Wait for it to leave the swarm, by a deadline. Repeating it is safe."""
+        try:
+            self._process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+        self._directory.remove()
+
+    def kill(self) -> None:
+        """End it without waiting; it cleans up by itself."""
+        self._process.terminate()
+        self._directory.remove()
+
+    def _connect(self) -> WorkerLink:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while True:
+            try:
+                return WorkerLink.connect(self.link_path, timeout_s=0.5)
+            except LinkLost as error:
+                if self._process.poll() is not None or time.monotonic() > deadline:
+                    raise self._failure("the swarm's daemon did not start") from error
+
+    def _failure(self, what: str) -> Exception:
+        code, words = self._process.poll(), last_words(self._log_path)
+        if code == _USER_ERROR and words:
+            return UserError(words)
+        return DilocoError(f"{what} (exit code {code}); the end of {self._log_path}:\n{words}")

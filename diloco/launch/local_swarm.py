@@ -1,0 +1,218 @@
+"""A whole swarm on this machine: the coordinator and its peers as supervised processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from diloco.errors import DilocoError, UserError
+from diloco.launch.live import Shown
+from diloco.options.trainer import TrainConfig, to_toml
+from diloco.train.devices import num_cores, threads_per_rank, visible_gpus
+from diloco.train.run_dir import last_words, reason_in
+from peers.admission.secrets import SECRET_ENV
+from peers.daemon.restarts import USER_ERROR, RestartPolicy, WorkerEnd
+from peers.daemon.supervisor import Supervisor, WorkerCommand
+
+ADDRESS_FLAG = "--initial-peers "
+_START_TIMEOUT_S = 60.0
+# A peer needs its own few seconds to stop its workers and its p2pd.
+_POLICY = RestartPolicy(stop_timeout_s=6.0)
+# Given to each peer by the swarm itself.
+_OWN_FIELDS = frozenset(
+    {"run_dir", "hv.initial_peers", "hv.world_rank", "hv.galaxy_size", "hv.host_maddrs", "hv.data_port"}
+    # Its coordinator is its own, on loopback, and admits everybody.
+    | {"hv.swarm_secret_file", "hv.admission_key_file", "hv.allowlist_file"}
+)
+
+
+@dataclass
+class LocalPeer:
+    """One peer process and what is shown of it."""
+
+    world_rank: int
+    supervisor: Supervisor
+    shown: Shown
+
+    def lose(self) -> int:
+        """SIGKILL all of its processes, as if its machine were gone. Returns how many there were."""
+        pids = [pid for root in self.supervisor.pids for pid in (root, *descendants(root))]
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return len(pids)
+
+
+@dataclass
+class LocalSwarm:
+    """`config` and `named` go to every peer; `say` tells people what happens to processes."""
+
+    config: TrainConfig
+    named: frozenset[str]
+    run_dir: Path
+    num_peers: int
+    say: Callable[[str], None]
+    peers: list[LocalPeer] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._config_path = self.run_dir / "config.toml"
+        self._config_path.write_text(to_toml(self.config, only=self.named - _OWN_FIELDS), encoding="utf-8")
+        self._environment = environment_of_peers(os.environ, self.run_dir, self.num_peers)
+        command = coordinator_command(
+            self.config.hv.run_id, free_port(), self._environment, self.run_dir / "logs" / "dht.log"
+        )
+        self._coordinator = Supervisor(command, policy=_POLICY)
+        # What an earlier life has left in the run directory is no sign of this one.
+        now = time.time()
+        self.shown = [
+            Shown(f"peer {rank}", self.run_dir / f"peer-{rank}", since=now) for rank in range(self.num_peers)
+        ]
+
+    async def run(self) -> None:
+        """Until all peers have finished. Raises UserError or DilocoError with the words of one that could not.
+
+        No process is left when it ends, cancellation included.
+        """
+        log = self._coordinator.command.log_path
+        # Of a life before, at another port.
+        said_before = log.stat().st_size if log.exists() else 0
+        coordinator = asyncio.create_task(self._coordinator.run())
+        tasks = [coordinator]
+        try:
+            address = await printed_address(self._coordinator, coordinator, said_before)
+            self.peers += [self._peer(rank, address) for rank in range(self.num_peers)]
+            ends = {asyncio.create_task(peer.supervisor.run()): peer for peer in self.peers}
+            tasks += ends
+            pending: set[asyncio.Task[WorkerEnd]] = set(ends)
+            while pending:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for end in done:
+                    _check_end(end.result().code, ends[end].shown.name, self._log_of(ends[end]))
+                    ends[end].shown.state = "done"
+                late = {end for end in pending if ends[end].shown.state in ("starting", "restarting")}
+                await asyncio.gather(*(self._give_up(ends[end]) for end in late))
+                pending -= late
+        finally:
+            supervisors = [self._coordinator, *(peer.supervisor for peer in self.peers)]
+            await asyncio.gather(*(supervisor.stop() for supervisor in supervisors))
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _give_up(self, peer: LocalPeer) -> None:
+        """Stop a peer that was not back yet when the others had finished: there is nobody left to train with."""
+        self.say(f"the training ended before {peer.shown.name} was back in it")
+        await peer.supervisor.stop()
+        peer.shown.state = "late"
+
+    def _log_of(self, peer: LocalPeer) -> Path:
+        return peer.shown.run_dir / "logs" / "peer.log"
+
+    def _peer(self, rank: int, address: str) -> LocalPeer:
+        shown = self.shown[rank]
+        flags = {
+            "--config": str(self._config_path),
+            "--initial-peers": address,
+            "--world-rank": str(rank),
+            "--galaxy-size": str(self.num_peers),
+            "--host-maddrs": "/ip4/127.0.0.1/tcp/0",
+            "--run-dir": str(shown.run_dir),
+            "--nproc-per-node": "1",
+        }
+        command = WorkerCommand(
+            argv=(sys.executable, "-m", "diloco", "peer", *(part for pair in flags.items() for part in pair)),
+            env={**self._environment, **gpu_of_peer(rank, visible_gpus(os.environ))},
+            cwd=Path.cwd(),
+            log_path=shown.run_dir / "logs" / "peer.log",
+            reason_in=reason_in,
+        )
+
+        def on_exit(end: WorkerEnd) -> None:
+            shown.state = "ended"
+            if end.restarts:
+                shown.restarted(time.time())
+                why = f": {end.reason}" if end.reason and end.num_same == 1 else ""
+                self.say(f"{shown.name} ended with {end.code}; the same command starts it again{why}")
+
+        return LocalPeer(rank, Supervisor(command, on_exit, _POLICY), shown)
+
+
+def coordinator_command(
+    run_id: str, port: int, environment: Mapping[str, str], log_path: Path
+) -> WorkerCommand:
+    """`diloco dht start` on loopback."""
+    # A fixed port and key: a coordinator that was restarted is still where the peers look for it.
+    flags = ("--run-id", run_id, "--host-maddrs", f"/ip4/127.0.0.1/tcp/{port}")
+    return WorkerCommand(
+        argv=(sys.executable, "-m", "diloco", "dht", "start", *flags),
+        env=environment,
+        cwd=Path.cwd(),
+        log_path=log_path,
+    )
+
+
+async def printed_address(coordinator: Supervisor, end: asyncio.Task[WorkerEnd], said_before: int = 0) -> str:
+    """The coordinator's address, once it has printed it behind so many bytes of its log.
+
+    Raises UserError, DilocoError with its words.
+    """
+    log = coordinator.command.log_path
+    deadline = asyncio.get_running_loop().time() + _START_TIMEOUT_S
+    while asyncio.get_running_loop().time() < deadline:
+        if end.done():
+            _check_end(end.result().code or 1, "diloco dht start", log)
+        said = log.read_bytes()[said_before:] if log.exists() else b""
+        lines = said.decode("utf-8", errors="replace").splitlines()
+        found = [line.removeprefix(ADDRESS_FLAG) for line in lines if line.startswith(ADDRESS_FLAG)]
+        if found:
+            return found[0].split()[0]
+        await asyncio.sleep(0.05)
+    raise DilocoError(f"`diloco dht start` gave no address within {_START_TIMEOUT_S:g} s; see {log}")
+
+
+def environment_of_peers(environment: Mapping[str, str], run_dir: Path, num_peers: int) -> dict[str, str]:
+    """Keys and ledger in the run's own directory, so that runs on one machine never meet; cores shared out."""
+    threads = str(threads_per_rank(num_cores(), num_peers))
+    state = str(run_dir / "state")
+    inherited = {name: value for name, value in environment.items() if name != SECRET_ENV}
+    return {**inherited, "XDG_STATE_HOME": state, "OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
+
+
+def gpu_of_peer(rank: int, gpus: list[str]) -> dict[str, str]:
+    """One GPU a peer, in turn; several peers may have to share one."""
+    return {"CUDA_VISIBLE_DEVICES": gpus[rank % len(gpus)]} if gpus else {}
+
+
+def descendants(root: int) -> list[int]:
+    """Children of the process, their children, and so on."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, IndexError):
+            # The command's name, in parentheses, may hold anything.
+            parent = int(stat.read_text(errors="replace").rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(stat.parent.name))
+    found, unseen = [], [root]
+    while unseen:
+        for child in children.get(unseen.pop(), []):
+            found.append(child)
+            unseen.append(child)
+    return found
+
+
+def _check_end(code: int, name: str, log: Path) -> None:
+    if code == USER_ERROR:
+        raise UserError(last_words(log) or f"{name} was refused; see {log}")
+    if code:
+        raise DilocoError(f"{name} ended with {code}. The end of {log}:\n{last_words(log)}")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

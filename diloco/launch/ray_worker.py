@@ -1,0 +1,74 @@
+"""What runs as a Ray job: Ray Train's TorchTrainer places one worker on each node, and each starts a program there.
+
+The program is our trainer or any script that takes its rank from torchrun's variables. When one rank dies Ray starts
+all of them again, and the program goes on from its own checkpoint. With --peer-flags each node is a peer of its own
+instead, and the program its worker.
+
+    python -m diloco.launch.ray_worker --num-nodes 2 --storage /shared -- -m diloco.train_fsdp --config config.toml
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 once all have finished; raises what Ray says when they could not."""
+    arguments, program = _parsed(list(sys.argv[1:] if argv is None else argv))
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    from diloco.launch.ray_node import run_node
+
+    ranks = arguments.ranks_per_node
+    trainer = TorchTrainer(
+        run_node,
+        train_loop_config={
+            "program": program,
+            "ranks_per_node": ranks,
+            "peer_flags": None if arguments.peer_flags is None else shlex.split(arguments.peer_flags),
+            "storage": arguments.storage,
+            "name": arguments.name,
+        },
+        scaling_config=ScalingConfig(
+            num_workers=arguments.num_nodes,
+            use_gpu=arguments.use_gpu,
+            resources_per_worker={"CPU": 1, **({"GPU": ranks} if arguments.use_gpu else {})},
+            # A worker starts all that belongs on its node, so two on one would share its GPUs.
+            placement_strategy="STRICT_SPREAD",
+        ),
+        # Only for the workers to find each other: the program's own group is another one.
+        torch_config=TorchConfig(backend="gloo"),
+        run_config=RunConfig(
+            name=arguments.name,
+            storage_path=arguments.storage,
+            failure_config=FailureConfig(max_failures=arguments.max_failures),
+        ),
+    )
+    trainer.fit()
+    return 0
+
+
+def _parsed(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(prog="python -m diloco.launch.ray_worker", description=__doc__)
+    parser.add_argument("--num-nodes", type=int, required=True)
+    parser.add_argument("--ranks-per-node", type=int, default=1)
+    parser.add_argument("--storage", required=True, help="a directory that all nodes share")
+    parser.add_argument("--name", default="diloco", help="of the run, in that directory")
+    parser.add_argument("--max-failures", type=int, default=2)
+    parser.add_argument("--use-gpu", action="store_true")
+    parser.add_argument(
+        "--peer-flags", help='start a peer on each node, with flags like "--hv.local-steps 20"'
+    )
+    index = argv.index("--") if "--" in argv else len(argv)
+    arguments, program = parser.parse_args(argv[:index]), argv[index + 1 :]
+    if not program:
+        parser.error("behind `--` the program is missing")
+    return arguments, program
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,155 @@
+"""What a peer's daemon is told, and what its workers are told of what the swarm answered.
+
+The manifest is the shared fields plus `model`, the content of config.json, and `tokenizer`, a digest. So a
+peer on another machine needs no model directory, and directories with equal contents are the same model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from diloco.errors import UserError
+from diloco.options.model_files import PRESETS_DIR, clean_config, directory_of, load_model_config
+from diloco.options.trainer import Scalar, TrainConfig, shared_fields, shared_values, with_shared
+from diloco.train.devices import hardware_in_words
+from peers.admission.service import AdmissionSettings
+
+_MODEL, _TOKENIZER, _PATH = "model", "tokenizer", "path_model"
+
+
+def state_dir() -> Path:
+    """Where keys and ledgers live between runs."""
+    base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(base) / "diloco"
+
+
+def daemon_config(
+    config: TrainConfig, named: Collection[str], *, link_path: str | None = None
+) -> dict[str, Any]:
+    """The fields of peers.daemon.DaemonConfig, ready for JSON. `named` are the fields that the user set.
+
+    Raises UserError where the model cannot be found, the secrets cannot be read, or nobody could assign a world rank.
+    """
+    hv = config.hv
+    if hv.world_rank is None and not hv.initial_peers:
+        raise UserError(
+            "--initial-peers is missing: the address that `diloco dht start` printed. To begin a run without "
+            "a coordinator, give its first peer --world-rank 0."
+        )
+    # Only to see whether they can be read: the daemon reads them itself, so that no secret is among its arguments.
+    AdmissionSettings(
+        swarm_secret_file=hv.swarm_secret_file, admission_key_file=hv.admission_key_file
+    ).secret()
+    return {
+        "run_id": hv.run_id,
+        "swarm_secret_file": hv.swarm_secret_file,
+        "admission_key_file": hv.admission_key_file,
+        "allowlist_file": hv.allowlist_file,
+        "initial_peers": list(hv.initial_peers),
+        "host_maddrs": list(hv.host_maddrs),
+        "announce_maddrs": list(hv.announce_maddrs),
+        "transport": hv.transport,
+        "data_port": hv.data_port,
+        "announce_data_maddrs": list(hv.announce_data_maddrs),
+        "world_rank": hv.world_rank,
+        "galaxy_size": hv.galaxy_size,
+        "quorum": hv.quorum,
+        "grace": hv.grace,
+        "matchmaking_time": hv.matchmaking_time,
+        "averaging_timeout": hv.averaging_timeout,
+        "all_reduce_strategy": hv.all_reduce_strategy,
+        "timeout_waiting_for_peers": hv.timeout_waiting_for_peers,
+        "fail_rank_drop": hv.fail_rank_drop,
+        "hardware": hardware_in_words(os.environ, config.device),
+        "metrics_port": hv.metrics_port,
+        "manifest": manifest_of(config),
+        "named": sorted(_named_in_manifest(named)),
+        "state_dir": str(state_dir()),
+        "link_path": link_path,
+    }
+
+
+def manifest_of(config: TrainConfig) -> dict[str, Scalar]:
+    """This peer's proposal of what all peers of the run agree on."""
+    manifest = shared_values(config)
+    if Path(config.path_model).expanduser().is_dir() and not _is_preset(config.path_model):
+        # A path means nothing on another machine.
+        manifest[_PATH] = ""
+    manifest[_MODEL] = json.dumps(load_model_config(config.path_model), sort_keys=True)
+    manifest[_TOKENIZER] = _tokenizer_digest(directory_of(config.path_model, weights=False))
+    return manifest
+
+
+def adopted(
+    config: TrainConfig,
+    manifest: Mapping[str, Scalar],
+    named: Collection[str],
+    *,
+    run_dir: Path,
+    num_ranks: int = 1,
+) -> TrainConfig:
+    """The configuration with what the swarm agreed on in it; raises UserError where this peer cannot follow.
+
+    A model that this machine does not have is written to <run_dir>/model_config/.
+    """
+    shared = {name: value for name, value in manifest.items() if name not in (_MODEL, _TOKENIZER, _PATH)}
+    config = with_shared(config, shared, named=named, num_ranks=num_ranks)
+    if manifest.get(_MODEL) is None:
+        return config
+    candidates = (
+        [config.path_model] if _PATH in named else [str(manifest.get(_PATH) or ""), config.path_model]
+    )
+    for path_model in filter(None, candidates):
+        if _is_the_same_model(path_model, manifest):
+            return replace(config, path_model=path_model)
+    return replace(config, path_model=str(_written_model(manifest, run_dir)))
+
+
+def _named_in_manifest(named: Collection[str]) -> set[str]:
+    """The manifest's fields that the user insists on: of a model, its content."""
+    insisted = set(named) & shared_fields()
+    return insisted - {_PATH} | {_MODEL, _TOKENIZER} if _PATH in insisted else insisted
+
+
+def _is_the_same_model(path_model: str, manifest: Mapping[str, Scalar]) -> bool:
+    try:
+        ours = json.dumps(load_model_config(path_model), sort_keys=True)
+        tokenizer = _tokenizer_digest(directory_of(path_model, weights=False))
+    except UserError:
+        return False
+    return ours == manifest[_MODEL] and tokenizer == manifest.get(_TOKENIZER)
+
+
+def _written_model(manifest: Mapping[str, Scalar], run_dir: Path) -> Path:
+    """A directory with the manifest's config.json; its tokenizer then is the byte-level one, or refused."""
+    byte_level = {_tokenizer_digest(PRESETS_DIR / "2m"), ""}
+    if manifest.get(_TOKENIZER, "") not in byte_level:
+        raise UserError(
+            "The run's model comes with a tokenizer that this machine does not have. Copy the model's "
+            "directory here from a peer that has it, and name it with --path-model."
+        )
+    try:
+        fields = clean_config(json.loads(str(manifest[_MODEL])), origin="the swarm's manifest")
+    except ValueError as error:
+        raise UserError(f"The swarm's manifest holds no model configuration: {error}.") from error
+    directory = run_dir / "model_config"
+    directory.mkdir(parents=True, exist_ok=True)
+    written = directory / "config.json.new"
+    written.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    written.replace(directory / "config.json")
+    return directory
+
+
+def _is_preset(path_model: str) -> bool:
+    return "/" not in path_model and (PRESETS_DIR / path_model / "config.json").is_file()
+
+
+def _tokenizer_digest(directory: Path) -> str:
+    path = directory / "tokenizer.json"
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""

@@ -1,0 +1,179 @@
+"""What a sweep is: for each instance its seed, GPUs, port, directories and commands. Pure, but for the checks."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from diloco.errors import UserError
+from diloco.options.trainer import TrainConfig, flat_values
+from diloco.train.run_dir import METRICS, slug
+
+FIRST_PORT = 8000
+_LAST_PORT = 65535
+_LARGEST_SEED = 2**48
+_OF_INSTANCES = (
+    "run_dir",
+    "ckpt.path",
+    "ckpt.delta_path",
+    "grpo.rollout_url",
+    "grpo.run_suffix",
+    "grpo.vllm_gpu",
+    "hv.world_rank",
+)
+LOGS = Path("logs") / "parallel_training"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Instance:
+    """One of a sweep's trainings."""
+
+    number: int
+    seed: int
+    port: int
+    server_gpu: str | None
+    trainer_gpu: str | None
+    dataset: str
+    """As it is written in names."""
+
+    @property
+    def suffix(self) -> str:
+        return f"instance{self.number}_seed{self.seed}"
+
+    @property
+    def name(self) -> str:
+        return f"instance {self.number}"
+
+    @property
+    def output_dir(self) -> Path:
+        return Path("outputs") / f"trl_{self.dataset}_{self.suffix}"
+
+    @property
+    def deltas_dir(self) -> Path:
+        return Path("checkpoints") / f"deltas_{self.dataset}_{self.suffix}"
+
+    def log_of(self, what: str) -> Path:
+        """`what` is training or vllm."""
+        gpu = self.server_gpu if what == "vllm" else self.trainer_gpu
+        where = "cpu" if gpu is None else f"gpu{gpu}"
+        return LOGS / f"{what}_instance{self.number}_{where}_seed{self.seed}.log"
+
+    def flags(self, *, url: str | None, seed: int) -> list[str]:
+        """What sets this instance's trainer apart from the others'."""
+        own = {
+            "--seed": str(seed),
+            "--vllm-port": str(self.port),
+            "--run-suffix": self.suffix,
+            "--run-dir": str(self.output_dir),
+            "--ckpt.path": str(self.output_dir / "checkpoints"),
+            "--ckpt.delta-path": str(self.deltas_dir),
+            **({"--rollout-url": url} if url else {}),
+        }
+        return [word for pair in own.items() for word in pair]
+
+
+def planned(
+    config: TrainConfig, *, num_instances: int, seeds: Sequence[int], gpus: Sequence[str]
+) -> list[Instance]:
+    """Instance i: its server on GPU 2i, its trainer on 2i + 1, port 8000 + i. Raises UserError where that cannot be.
+
+    A first port of its own is what --vllm-port names.
+    """
+    if len(seeds) != num_instances or len(set(seeds)) != num_instances:
+        raise UserError(
+            f"--seeds {','.join(map(str, seeds))}: {num_instances} instances need as many different seeds"
+        )
+    if wrong := [seed for seed in seeds if not 0 <= seed <= _LARGEST_SEED]:
+        raise UserError(f"--seeds: {wrong[0]} is no seed; name whole numbers from 0 to {_LARGEST_SEED}")
+    on_cpu = config.device == "cpu"
+    if not on_cpu and len(gpus) < 2 * num_instances:
+        raise UserError(
+            f"{num_instances} instances need {2 * num_instances} GPUs, two each, and {len(gpus)} are here; "
+            f"--instances {len(gpus) // 2} would do"
+            if len(gpus) >= 2
+            else f"an instance needs two GPUs and {len(gpus)} are here; --device cpu does without"
+        )
+    first = config.grpo.vllm_port or FIRST_PORT
+    if first + num_instances - 1 > _LAST_PORT:
+        raise UserError(
+            f"--vllm-port {first}: {num_instances} instances need as many ports from there on, and the last is "
+            f"{_LAST_PORT}"
+        )
+    return [
+        Instance(
+            number=number,
+            seed=seed,
+            port=first + number,
+            server_gpu=None if on_cpu else gpus[2 * number],
+            trainer_gpu=None if on_cpu else gpus[2 * number + 1],
+            dataset=slug(config.grpo.dataset),
+        )
+        for number, seed in enumerate(seeds)
+    ]
+
+
+def overruled(config: TrainConfig, named: Collection[str]) -> list[str]:
+    """One sentence for each flag that was given and that a sweep sets for each instance."""
+    values, defaults = flat_values(config), flat_values(TrainConfig())
+    return [
+        f"--{name.replace('_', '-')} has no effect in a sweep: each instance has its own."
+        for name in _OF_INSTANCES
+        if name in named and values[name] != defaults[name]
+    ]
+
+
+def check_room(
+    instances: Sequence[Instance],
+    config: TrainConfig,
+    environment: Mapping[str, str],
+    *,
+    min_free_bytes: int,
+) -> None:
+    """Ports, disk, and the key for wandb, before anything is started. Raises UserError."""
+    if config.grpo.rollout == "vllm":
+        for instance in instances:
+            if not _is_free(instance.port):
+                raise UserError(
+                    f"port {instance.port} is taken, which the server of {instance.name} would listen on; stop what "
+                    "listens there, or name another first port with --vllm-port"
+                )
+    for instance in instances:
+        if (instance.output_dir / METRICS).exists() and config.ckpt.resume is None:
+            raise UserError(
+                f"{instance.output_dir} holds a run already; remove it, start with other --seeds, or go on with "
+                "--ckpt.resume auto"
+            )
+    free = shutil.disk_usage(Path.cwd()).free
+    if free < min_free_bytes:
+        raise UserError(
+            f"{free / 1e9:.1f} GB are free here and --min-free-gb asks for {min_free_bytes / 1e9:g}; free some, or "
+            "lower it"
+        )
+    if "wandb" in config.metric_loggers and environment.get("WANDB_MODE", "online") == "online":
+        netrc = Path(environment.get("NETRC") or Path.home() / ".netrc")
+        if not environment.get("WANDB_API_KEY") and not netrc.is_file():
+            raise UserError("WANDB_API_KEY is not set: set it, `wandb login`, or set WANDB_MODE=offline")
+
+
+def trainer_environment(
+    instance: Instance, environment: Mapping[str, str], *, threads: int
+) -> dict[str, str]:
+    """What the trainer of an instance gets; its GPU is the only one that it sees."""
+    own = {"OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS") or str(threads), "PYTHONUNBUFFERED": "1"}
+    if instance.trainer_gpu is not None:
+        own["CUDA_VISIBLE_DEVICES"] = instance.trainer_gpu
+    kept = {name: value for name, value in environment.items() if name != "DILOCO_LINK"}
+    return {**kept, **own}
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True

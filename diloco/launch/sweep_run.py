@@ -1,0 +1,213 @@
+"""The processes of a sweep: servers, health checks, trainers, the view, and what is said at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from diloco.errors import DilocoError, UserError
+from diloco.launch.live import Shown, show
+from diloco.launch.local_swarm import coordinator_command, free_port, printed_address
+from diloco.launch.sweep import LOGS, Instance, trainer_environment
+from diloco.options.model_files import directory_of, has_weights
+from diloco.options.trainer import TrainConfig, to_toml
+from diloco.rl.own_server import OwnServer, vllm_command
+from diloco.train.devices import num_cores, threads_per_rank
+from diloco.train.metrics_file import Record
+from diloco.train.run_dir import last_words
+from peers.daemon.restarts import RestartPolicy
+from peers.daemon.supervisor import Supervisor, WorkerCommand
+
+BETWEEN_SERVERS_S = 2.0
+BETWEEN_TRAINERS_S = 5.0
+_WATCH_INTERVAL_S = 1.0
+# A trainer that ends is not started again: its server, and what it has saved, are there for that.
+_ONCE = RestartPolicy(max_deaths=1, stop_timeout_s=6.0)
+
+
+@dataclass
+class Sweep:
+    """`named` are the fields that the user set."""
+
+    config: TrainConfig
+    named: frozenset[str]
+    instances: Sequence[Instance]
+    average: bool
+    rewards: dict[int, list[float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        LOGS.mkdir(parents=True, exist_ok=True)
+        self._config_path = LOGS / "sweep.toml"
+        own = {"seed", "run_dir", "grpo.vllm_port", "grpo.rollout_url", "grpo.run_suffix", "hv.world_rank"}
+        self._config_path.write_text(to_toml(self.config, only=self.named - own), encoding="utf-8")
+        self._shown = [Shown(instance.name, instance.output_dir) for instance in self.instances]
+        self._codes: dict[int, int] = {}
+        self._environment = dict(os.environ)
+        if self.average:
+            # Keys and ledger of this swarm alone, so that another sweep is another swarm.
+            self._environment["XDG_STATE_HOME"] = str((self.instances[0].output_dir / "state").absolute())
+
+    async def until_reported(self) -> int:
+        """0 where every instance has finished. No process is left, whatever way this ends."""
+        servers = self._servers() if self.config.grpo.rollout == "vllm" else {}
+        if self.average:
+            for instance, shown in zip(self.instances, self._shown, strict=True):
+                shown.name = f"peer {instance.number}"
+        supervisors: list[Supervisor] = []
+        watch: asyncio.Task[None] | None = None
+        try:
+            urls = await self._started(servers)
+            watch = asyncio.create_task(_kept_alive(servers))
+            view = asyncio.create_task(show(self._shown, on_records=self._received))
+            try:
+                await self._trained(urls, supervisors)
+            finally:
+                view.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await view
+        finally:
+            if watch:
+                watch.cancel()
+            await asyncio.gather(*(supervisor.stop() for supervisor in supervisors))
+            await asyncio.gather(*(asyncio.to_thread(server.stop) for server in servers.values()))
+        return self._report()
+
+    def _servers(self) -> dict[int, OwnServer]:
+        """Each instance's, not started yet. Raises UserError where there is no vLLM, or nothing to serve."""
+        grpo = self.config.grpo
+        directory = directory_of(self.config.path_model, weights=True)
+        if not has_weights(directory):
+            raise UserError(
+                f"{self.config.path_model} has no weights that a server could start with; name a trained model"
+            )
+        return {
+            instance.number: OwnServer(
+                vllm_command(
+                    python=grpo.vllm_python,
+                    model=directory,
+                    dtype="float32" if instance.server_gpu is None else "bfloat16",
+                    port=instance.port,
+                    gpu=instance.server_gpu,
+                    more=grpo.vllm_args,
+                    log_path=instance.log_of("vllm"),
+                    timeout_s=grpo.vllm_timeout,
+                    environment=os.environ,
+                )
+            )
+            for instance in self.instances
+        }
+
+    async def _started(self, servers: dict[int, OwnServer]) -> dict[int, str]:
+        """Start them one after the other, and wait until all of them serve. Raises UserError for one that does not."""
+        starts: list[asyncio.Task[None]] = []
+        for number, server in servers.items():
+            if starts:
+                await asyncio.sleep(BETWEEN_SERVERS_S)
+            _say(f"instance {number}: starting its vLLM server on port {server.command.port}")
+            starts.append(asyncio.create_task(asyncio.to_thread(server.start)))
+        try:
+            await asyncio.gather(*starts)
+        except BaseException:
+            await asyncio.gather(*(asyncio.to_thread(server.stop) for server in servers.values()))
+            await asyncio.gather(*starts, return_exceptions=True)
+            raise
+        if servers:
+            _say(f"all {len(servers)} servers have answered a request")
+        return {number: server.url for number, server in servers.items()}
+
+    async def _trained(self, urls: dict[int, str], supervisors: list[Supervisor]) -> None:
+        swarm: list[str] = []
+        if self.average:
+            coordinator = Supervisor(
+                coordinator_command(
+                    self.config.hv.run_id, free_port(), self._environment, LOGS / "coordinator.log"
+                ),
+                policy=RestartPolicy(stop_timeout_s=6.0),
+            )
+            supervisors.append(coordinator)
+            bootstrap = asyncio.create_task(coordinator.run())
+            swarm = ["--hv.initial-peers", await printed_address(coordinator, bootstrap)]
+            swarm += [
+                "--hv.galaxy-size",
+                str(len(self.instances)),
+                "--hv.host-maddrs",
+                "/ip4/127.0.0.1/tcp/0",
+            ]
+        ends: list[asyncio.Task[None]] = []
+        for instance in self.instances:
+            if ends:
+                await asyncio.sleep(BETWEEN_TRAINERS_S)
+            own = [*swarm, "--hv.world-rank", str(instance.number)] if swarm else []
+            seed = self.instances[0].seed if self.average else instance.seed
+            command = self._trainer(
+                instance, [*instance.flags(url=urls.get(instance.number), seed=seed), *own]
+            )
+            supervisors.append(Supervisor(command, policy=_ONCE))
+            ends.append(asyncio.create_task(self._until_ended(instance, supervisors[-1])))
+        await asyncio.gather(*ends)
+
+    async def _until_ended(self, instance: Instance, supervisor: Supervisor) -> None:
+        shown = self._shown[instance.number]
+        shown.since = time.time()
+        code = (await supervisor.run()).code
+        self._codes[instance.number] = code
+        shown.state = "done" if code == 0 else "failed"
+        if code:
+            log = instance.log_of("training")
+            _say(f"{instance.name} failed with {code}; the end of {log}:\n{last_words(log)}")
+
+    def _trainer(self, instance: Instance, flags: Sequence[str]) -> WorkerCommand:
+        words = ["--config", str(self._config_path), *flags]
+        return WorkerCommand(
+            argv=(sys.executable, "-m", "diloco.train_grpo", *words),
+            env=trainer_environment(
+                instance, self._environment, threads=threads_per_rank(num_cores(), len(self.instances))
+            ),
+            cwd=Path.cwd(),
+            log_path=instance.log_of("training"),
+        )
+
+    def _received(self, index: int, new: Sequence[Record]) -> None:
+        found = [float(r["reward"]) for r in new if r.get("kind") == "step" and r.get("reward") is not None]
+        self.rewards.setdefault(index, []).extend(found)
+
+    def _report(self) -> int:
+        for instance in self.instances:
+            rewards = self.rewards.get(instance.number) or []
+            last = f"last reward {rewards[-1]:.3f} after {len(rewards)} steps" if rewards else "no step"
+            ended = "finished" if self._codes.get(instance.number) == 0 else "FAILED"
+            print(
+                f"{instance.name}, seed {instance.seed}: {ended}, {last}, {instance.output_dir}", flush=True
+            )
+        failed = [instance for instance in self.instances if self._codes.get(instance.number) != 0]
+        if failed:
+            raise DilocoError(
+                f"{len(failed)} of {len(self.instances)} instances failed: "
+                + ", ".join(f"{one.name} ({one.log_of('training')})" for one in failed)
+            )
+        return 0
+
+
+async def _kept_alive(servers: dict[int, OwnServer]) -> None:
+    """Have servers that died back; their trainers wait for them, and send the weights again."""
+    while True:
+        await asyncio.sleep(_WATCH_INTERVAL_S)
+        for number, server in servers.items():
+            if server.has_died:
+                _say(f"instance {number}: its vLLM server died; starting another")
+                try:
+                    await asyncio.to_thread(server.restart)
+                except DilocoError as error:
+                    # Its trainer gives up by itself; the others need not.
+                    _say(f"instance {number}: {error}")
+                    server.stop()
+
+
+def _say(text: str) -> None:
+    print(f"--- {text}", flush=True)

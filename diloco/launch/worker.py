@@ -1,0 +1,107 @@
+"""From a rank's command line to its configuration, and from its errors to an exit code."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NoReturn
+
+from diloco.errors import DilocoError, UserError, print_box
+from diloco.launch.daemon_process import DaemonProcess, wants_swarm
+from diloco.launch.swarm_config import adopted
+from diloco.options.trainer import TrainConfig, remarks, settled, trainer_of
+from diloco.outer.world import World, on_rank_zero
+from diloco.train.run_dir import created_run_dir, written_config
+from diloco.train.signals import CleanUps
+from peers.daemon.link import LINK_ENV
+from peers.errors import PeersError
+from peers.errors import UserError as SwarmRefusal
+
+USER_ERROR = 2
+FAILED = 1
+# torchrun ends all ranks when the first one exits, and rank 0 needs a moment for its box.
+_LAST_WORDS_S = 3.0
+
+
+def exit_code(action: Callable[[], None]) -> int:
+    """Run a rank to its end. 0 done; 2 the user can mend it; 1 anything else. The first rank of a node says why."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
+    is_first = World.from_environment(os.environ).local_rank == 0
+    try:
+        action()
+        return 0
+    except (UserError, SwarmRefusal) as error:
+        if is_first:
+            print_box("diloco", str(error))
+        code = USER_ERROR
+    except (DilocoError, PeersError) as error:
+        if is_first:
+            print_box("diloco failed", f"{type(error).__name__}: {error}")
+        code = FAILED
+    except Exception as error:  # noqa: BLE001 - the edge of the process
+        traceback.print_exception(error)
+        code = FAILED
+    if not is_first:
+        time.sleep(_LAST_WORDS_S)
+    return code
+
+
+def leave(code: int) -> NoReturn:
+    """End this rank's process: what is registered with atexit is done, Python itself is not shut down.
+
+    A thread of gloo's drops the last collective's tensors when it gets round to it, and needs Python for that. Where
+    Python is shutting down by then, torch aborts, and a training that had finished ends by signal 6.
+    """
+    try:
+        atexit._run_exitfuncs()
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+    finally:
+        os._exit(code)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """What this rank's peer is to do; the same on all its ranks."""
+
+    config: TrainConfig
+    run_dir: Path
+
+
+def assigned(
+    config: TrainConfig, named: frozenset[str], world: World, clean_ups: CleanUps
+) -> tuple[Assignment, DaemonProcess | None]:
+    """Where a swarm is asked for that has no daemon here yet, start it and adopt the swarm's settings.
+
+    Only rank 0 is given the daemon; `clean_ups` gets what ends it early. Raises UserError.
+    """
+    daemons: list[DaemonProcess] = []
+
+    def prepare() -> Assignment:
+        for remark in remarks(config, named):
+            print(f"note: {remark}", file=sys.stderr, flush=True)
+        run_dir = created_run_dir(config)
+        if os.environ.get(LINK_ENV) or not wants_swarm(config):
+            own = settled(config, named, num_ranks=world.num_ranks)
+            written_config(own, run_dir)
+            return Assignment(config=own, run_dir=run_dir)
+        daemon = DaemonProcess(config, named, log_path=run_dir / "logs" / "daemon.log")
+        daemons.append(daemon)
+        clean_ups.append(daemon.kill)
+        os.environ[LINK_ENV] = str(daemon.link_path)
+        agreed = adopted(config, daemon.manifest(), named, run_dir=run_dir, num_ranks=world.num_ranks)
+        if agreed.mode != config.mode:
+            raise UserError(f"the swarm's mode is {agreed.mode}; start {trainer_of(agreed)} to join it")
+        written_config(agreed, run_dir)
+        return Assignment(config=replace(agreed, run_dir=str(run_dir)), run_dir=run_dir)
+
+    return on_rank_zero(prepare), (daemons[0] if daemons else None)

@@ -1,0 +1,216 @@
+"""From flags and TOML to a TrainConfig, and back. Flags beat TOML, TOML beats the defaults in options.py."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
+
+from diloco.errors import UserError
+from diloco.options.flags import GRPO_DEFAULTS, SHARED, CkptConfig, GrpoConfig, HvConfig, TrainConfig
+from diloco.options.sources import ValueSource
+from peers.core.schedule import Schedule
+
+__all__ = [
+    "SHARED",
+    "CkptConfig",
+    "ConfigPath",
+    "GrpoConfig",
+    "HvConfig",
+    "TrainConfig",
+    "TrainFlags",
+    "explained",
+    "flat_values",
+    "for_mode",
+    "parse_train_config",
+    "remarks",
+    "settled",
+    "shared_fields",
+    "shared_values",
+    "to_toml",
+    "trainer_of",
+    "with_shared",
+]
+
+Scalar = str | int | float | bool | None
+
+TrainFlags = Annotated[TrainConfig, Parameter(name="*", group="Training")]
+ConfigPath = Annotated[Path | None, Parameter(name="--config", group="Training", metavar="FILE.toml")]
+
+
+def parse_train_config(
+    argv: Sequence[str], mode: Literal["pretrain", "grpo"] = "pretrain"
+) -> tuple[TrainConfig, frozenset[str]]:
+    """The configuration that a trainer's arguments mean, and the dotted names of the fields the user set.
+
+    `--help` and `--version` print and raise SystemExit. Raises UserError for anything the user must mend.
+    """
+    source = ValueSource()
+    config = _parse(list(argv), source, mode)
+    if config.mode != mode and "mode" in source.named:
+        raise UserError(f"--mode {config.mode} is trained by another program: start {trainer_of(config)}.")
+    # A run of the other kind must refuse this peer; the default needs no insisting, its trainer looks itself.
+    named = source.named if mode == TrainConfig.mode else source.named | {"mode"}
+    return settled(for_mode(replace(config, mode=mode), named), named), named
+
+
+def trainer_of(config: TrainConfig) -> str:
+    """The module that trains what the configuration speaks of."""
+    return _PROGRAMS[config.mode][0]
+
+
+def for_mode(config: TrainConfig, named: Collection[str]) -> TrainConfig:
+    """The configuration with its mode's own defaults in the fields that the user did not name."""
+    if config.mode != "grpo":
+        return config
+    own = {name: value for name, value in GRPO_DEFAULTS.items() if name not in named}
+    hv: dict[str, Any] = {
+        name.removeprefix("hv."): own.pop(name) for name in list(own) if name.startswith("hv.")
+    }
+    values: dict[str, Any] = {**own, "hv": replace(config.hv, **hv)}
+    return replace(config, **values)
+
+
+def settled(config: TrainConfig, named: Collection[str], *, num_ranks: int = 1) -> TrainConfig:
+    """The configuration with batch sizes that divide, for a peer of `num_ranks` ranks.
+
+    A per-device batch size that the user did not name shrinks to fit. Raises UserError (peers' own for the schedule)
+    where nothing fits.
+    """
+    Schedule.of(shared_values(config))
+    total, device = config.total_batch_size, config.per_device_train_batch_size
+    if total % num_ranks:
+        raise UserError(f"--total-batch-size {total} does not divide by the {num_ranks} ranks of this peer.")
+    if device == "auto":
+        return config
+    per_rank = total // num_ranks
+    fitting = next(size for size in range(min(device, per_rank), 0, -1) if per_rank % size == 0)
+    if fitting != device and "per_device_train_batch_size" in named:
+        ranks = f" by {num_ranks} ranks" if num_ranks > 1 else ""
+        raise UserError(
+            f"--total-batch-size {total} is not a multiple of --per-device-train-batch-size {device}{ranks}; "
+            f"--per-device-train-batch-size {fitting} would do."
+        )
+    return replace(config, per_device_train_batch_size=fitting)
+
+
+def remarks(config: TrainConfig, named: Collection[str]) -> list[str]:
+    """One sentence for each flag that was given and changes nothing here."""
+    hv = config.hv
+    like = {"SHARD_GRAD_OP": "FULL_SHARD", "_HYBRID_SHARD_ZERO2": "HYBRID_SHARD"}.get(
+        config.sharding_strategy
+    )
+    given = {name for name, value in flat_values(config).items() if value != flat_values(TrainConfig())[name]}
+    known = {
+        "num_workers": "--num-workers has no effect: one background thread reads the data",
+        "hv.skip_load_from_peers": "--hv.skip-load-from-peers has no effect: the swarm's state always counts",
+    }
+    if config.mode != "grpo":
+        known["ckpt.delta_interval"] = "--ckpt.delta-interval has no effect but under --mode grpo"
+    if not hv.overlap_steps:
+        known["hv.mixing"] = "--hv.mixing has no effect unless the run has --hv.overlap-steps"
+    if hv.transport == "libp2p":
+        for name in ("data_port", "announce_data_maddrs"):
+            flag = f"--hv.{name.replace('_', '-')}"
+            known[f"hv.{name}"] = (
+                f"{flag} has no effect with --hv.transport libp2p: there are no direct streams"
+            )
+    if hv.all_reduce_strategy == "WAIT_FOR_ALL":
+        known["hv.matchmaking_time"] = (
+            "--hv.matchmaking-time has no effect under WAIT_FOR_ALL: a round waits for all live peers"
+        )
+    if like:
+        known["sharding_strategy"] = f"--sharding-strategy {config.sharding_strategy} is taken as {like}"
+    return [f"{text}." for name, text in known.items() if name in given.intersection(named)]
+
+
+def explained(error: CycloptsError) -> str:
+    """What a user reads about arguments that do not parse."""
+    if isinstance(error, UnusedCliTokensError):
+        return (
+            f'Nothing takes the argument "{(error.unused_tokens or [""])[0]}"; flags begin with two dashes.'
+        )
+    return str(error)
+
+
+def flat_values(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Every field by its dotted name."""
+    return {name: value for name, value, _shared in _walk(config, prefix)}
+
+
+def shared_fields() -> frozenset[str]:
+    """The dotted names of the fields that all peers of a run must agree on."""
+    return frozenset(name for name, _value, shared in _walk(TrainConfig(), "") if shared)
+
+
+def shared_values(config: TrainConfig) -> dict[str, Scalar]:
+    """The shared fields by their dotted names: the run's manifest."""
+    return {name: value for name, value, shared in _walk(config, "") if shared}
+
+
+def with_shared(
+    config: TrainConfig, values: Mapping[str, Scalar], *, named: Collection[str] = (), num_ranks: int = 1
+) -> TrainConfig:
+    """The configuration with the swarm's values in place of its own, all checked: they come from other peers.
+
+    `named` are the fields this peer's user set. Raises UserError for unknown fields and values out of range.
+    """
+    unknown = sorted(set(values) - shared_fields())
+    if unknown:
+        raise UserError(
+            f"The swarm's manifest speaks of {', '.join(unknown)}, unknown to this version of diloco. "
+            "Use the version that the other peers run."
+        )
+    source = ValueSource(values={**flat_values(config), **values}, name="the swarm's manifest")
+    return settled(_parse([], source), named, num_ranks=num_ranks)
+
+
+def to_toml(config: TrainConfig, *, only: Collection[str] | None = None) -> str:
+    """The fields that hold something, as a file that `--config` reads back: all of them, or those named."""
+    import tomli_w
+
+    table: dict[str, Any] = {}
+    for name, value in flat_values(config).items():
+        *sections, key = name.split(".")
+        place = table
+        for section in sections:
+            place = place.setdefault(section, {})
+        if value is not None and (only is None or name in only):
+            place[key] = list(value) if isinstance(value, tuple) else value
+    return tomli_w.dumps(table)
+
+
+_PROGRAMS = {
+    "pretrain": ("diloco.train_fsdp", "Pretrain a language model, alone or as a peer of a swarm."),
+    "grpo": ("diloco.train_grpo", "Train a language model by GRPO, alone or as a peer of a swarm."),
+}
+
+
+def _parse(argv: list[str], source: ValueSource, mode: str = "pretrain") -> TrainConfig:
+    name, text = _PROGRAMS[mode]
+    app = App(name=name, help=text, config=[source])
+
+    @app.default
+    def train(train: TrainFlags = TrainConfig(), *, config: ConfigPath = None) -> TrainConfig:  # noqa: B008
+        return train
+
+    try:
+        command, bound, _ = app.parse_args(argv, exit_on_error=False, print_error=False, verbose=False)
+    except CycloptsError as error:
+        raise UserError(explained(error)) from error
+    result = command(*bound.args, **bound.kwargs)
+    if not isinstance(result, TrainConfig):
+        raise SystemExit(0)
+    return result
+
+
+def _walk(config: Any, prefix: str) -> Iterator[tuple[str, Any, bool]]:
+    for item in fields(config):
+        name, value = f"{prefix}{item.name}", getattr(config, item.name)
+        if is_dataclass(value):
+            yield from _walk(value, f"{name}.")
+        else:
+            yield name, value, bool(item.metadata.get("shared"))

@@ -1,0 +1,368 @@
+"""The one object that a training loop adds to take part in a swarm.
+
+outer = Diloco(model)          # finds its daemon through the environment; alone, it does nothing
+for batch in loader:
+    loss = step(model, batch)
+    outer.step(num_tokens=batch.numel())
+outer.finish()
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from diloco.errors import DilocoError, UserError
+from diloco.outer.exchange import Exchange
+from diloco.outer.outer_files import OuterFiles
+from diloco.outer.world import on_rank_zero
+from peers.core.schedule import Schedule
+from peers.daemon.link import LINK_ENV
+from peers.state.handover import EpochFigures
+
+PROGRESS_INTERVAL_S = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """Where a peer is in the run, and from which block on its epoch's data lies."""
+
+    epoch: int = 0
+    local_step: int = 0
+    """Inner steps since the last commit; alone, since the beginning."""
+    data_base: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored:
+    """A checkpoint that was loaded into the model: where it was taken, and the directory of its outer state."""
+
+    position: Position
+    tokens: tuple[int, ...]
+    """Of each fragment, those that each rank had trained since it was averaged."""
+    directory: Path
+    is_own: bool = True
+    """Else another peer saved it: this one begins with the outer state, and its own work from there on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Commit(EpochFigures):
+    """How an epoch ended: what its `epoch` record in metrics.jsonl says."""
+
+    blocked_s: float
+    """How long this peer's training stood still for the epoch."""
+
+
+Restore = Callable[[int | None], Restored | None]
+"""Loads this world rank's checkpoint into the model, if there is one to be loaded."""
+
+
+class Diloco:
+    """A model's place in the swarm. All ranks of a peer construct it, after sharding, and call it together.
+
+    Without a daemon (no DILOCO_LINK in the environment) it only counts steps.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        local_steps: int | None = None,
+        max_steps: int | None = None,
+        restore: Restore | None = None,
+    ) -> None:
+        """Waits for the swarm and loads the weights to start from.
+
+        `local_steps` (H, inner steps between two averagings of the same weights) is the swarm's where it is not given;
+        `max_steps` ends the run after so many nominal steps; `restore` is called once, before anything is offered to
+        the swarm. Raises peers.errors.UserError where the swarm refuses this peer, LinkLost where its daemon is gone.
+        """
+        self.position = Position()
+        self.max_steps = max_steps
+        self.world_rank: int | None = None
+        self.num_peers = 1
+        self.last_commit: Commit | None = None
+        self.commits: list[Commit] = []
+        """Those of the last call of `step` or `finish`; at the run's end every fragment has one."""
+        self.tokens = [0]
+        """Of each fragment, what this rank has trained since it was last averaged."""
+        self._schedule = None if local_steps is None else Schedule(local_steps=local_steps)
+        self._flight: _Flight | None = None
+        self._epoch_began_at = time.monotonic()
+        self._is_over = False
+        self._progress = _Progress()
+        path = on_rank_zero(lambda: os.environ.get(LINK_ENV))
+        self._exchange = Exchange(model, Path(path)) if path else None
+        self._in_swarm = self._exchange is not None
+        if self._exchange is not None:
+            self.world_rank = int(self._exchange.welcome["world_rank"])
+            agreed = self._exchange.schedule
+            self._schedule = replace(agreed, local_steps=local_steps) if local_steps else agreed
+            self.tokens = [0] * agreed.num_fragments
+        restored = restore(self.world_rank) if restore else None
+        if restored is not None and len(restored.tokens) == len(self.tokens):
+            self.position, self.tokens = restored.position, list(restored.tokens)
+        elif restored is not None:
+            raise UserError(
+                f"{restored.directory} was saved with {len(restored.tokens)} fragments, this run has "
+                f"{len(self.tokens)}; resume it with --hv.num-fragments {len(restored.tokens)}"
+            )
+        if self._exchange is not None:
+            self._start(self._exchange, restored)
+
+    @property
+    def active(self) -> bool:
+        """Whether this peer is in a swarm, or was until it finished."""
+        return self._in_swarm
+
+    @property
+    def epoch(self) -> int:
+        return self.position.epoch
+
+    @property
+    def local_step(self) -> int:
+        return self.position.local_step
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Inner steps between two outer steps, of whichever fragment."""
+        return self._scheduled.steps_per_epoch
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether weights have left whose average has not come back: no time for a checkpoint."""
+        return self._flight is not None
+
+    @property
+    def nominal_step(self) -> int:
+        """Steps since the start of the run as schedules count them, the same for fast and slow peers."""
+        if not self._in_swarm:
+            return self.local_step
+        return self._scheduled.nominal_step(self.epoch, self.local_step, self.max_steps)
+
+    @property
+    def done(self) -> bool:
+        """Whether the run is over."""
+        return self._is_over or (self.max_steps is not None and self.nominal_step >= self.max_steps)
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether this peer is the one that evaluates: the lowest contributor of the last commit.
+
+        Before the run's first commit it is world rank 0. With fragments or overlap what it scores in mid-run are its
+        own weights, with what they have of the others; at the run's end they are what all have.
+        """
+        if self.last_commit is not None:
+            # Who came too late for a round has weights of its own, and the others evaluate.
+            nobody = self.world_rank if self._is_over else None
+            return self.world_rank == min(self.last_commit.contributors, default=nobody)
+        return not self.active or (self.world_rank == 0 and self.epoch == 0)
+
+    def step(self, *, num_tokens: int, loss: float | None = None) -> Commit | None:
+        """Call after every optimizer step; `num_tokens` are those that this rank trained in it.
+
+        At an epoch's end this loads the swarm's new weights of the epoch's fragment (the optimizer's state stays) and
+        returns the commit; who came too late for it (then `contributors` do not list this peer) has its work on top.
+        At the run's end, once all fragments have been averaged, it returns the last one. Raises LinkLost where the
+        daemon is gone.
+        """
+        self.commits = []
+        self.position = replace(self.position, local_step=self.local_step + 1)
+        self.tokens = [tokens + num_tokens for tokens in self.tokens]
+        exchange = self._exchange
+        if exchange is None:
+            return None
+        self._keep_to_the_time()
+        if self.done:
+            return self._average_all(exchange)
+        if self._flight is None and self.local_step >= self._scheduled.leaves_at(self.epoch, self.max_steps):
+            self._leave(exchange, last=False)
+        if self.local_step >= self.steps_per_epoch:
+            commit = self._collect(exchange)
+            # Who came too late for that round may find itself at the run's end, with work that is in none yet.
+            is_left = self.done and not self._is_over and not self._is_late
+            return self._average_all(exchange) if is_left else commit
+        self._report(exchange, num_tokens, loss)
+        return None
+
+    def checkpoint(self, directory: Path) -> None:
+        """Have the daemon write its outer state into `directory`. Raises DilocoError where it cannot."""
+        if self._exchange is None:
+            return
+        answer = self._exchange.ask(
+            "checkpoint", "checkpointed", "failed", directory=str(directory.absolute())
+        )
+        if answer["kind"] == "failed":
+            raise DilocoError(f"the outer state was not saved to {directory}: {answer['reason']}")
+
+    def snapshot(self, directory: Path) -> OuterFiles:
+        """Have the daemon write its outer state, as it is now, into `directory` while training goes on.
+
+        Raises DilocoError where it cannot begin to; what comes of it is told to whoever waits for it.
+        """
+        if self._exchange is None:
+            return OuterFiles(directory)
+        answer = self._exchange.ask("snapshot", "snapped", "failed", directory=str(directory.absolute()))
+        if answer["kind"] == "failed":
+            raise DilocoError(f"the outer state was not saved to {directory}: {answer['reason']}")
+        return OuterFiles(directory, self._exchange.link_path)
+
+    def finish(self) -> None:
+        """Average what is left of the epoch and leave the swarm. Repeating it is safe."""
+        if self._exchange is None:
+            return
+        self.commits = []
+        if any(self.tokens) and not self._is_over and not self._is_late:
+            self._average_all(self._exchange)
+        self._exchange.ask("finished", "bye")
+        self._exchange.close()
+        self._exchange, self._is_over = None, True
+
+    def _start(self, exchange: Exchange, restored: Restored | None) -> None:
+        exchange.put()
+        start = exchange.ask(
+            "offer",
+            "start",
+            resume=str(restored.directory.absolute()) if restored else None,
+            is_own=restored.is_own if restored else True,
+            epoch=self.epoch,
+            local_step=self.local_step,
+        )
+        self.world_rank = int(start["world_rank"])
+        if not start["keep_local"]:
+            exchange.take()
+            self.tokens = [0] * len(self.tokens)
+        self._adopt(start)
+
+    @property
+    def _scheduled(self) -> Schedule:
+        if self._schedule is None:
+            raise DilocoError(
+                "nobody said how many local steps an epoch has; construct Diloco with local_steps"
+            )
+        return self._schedule
+
+    @property
+    def _is_late(self) -> bool:
+        """Whether the others have made the run's last commit: an epoch of this peer's own would be a fork."""
+        return self.max_steps is not None and self.epoch >= self._scheduled.final_epoch(self.max_steps)
+
+    def _average_all(self, exchange: Exchange) -> Commit | None:
+        """The run's end for this peer: average every fragment as it stands, blocking."""
+        if self._flight is not None:
+            self._collect(exchange)
+        end, schedule = self.max_steps, self._scheduled
+        at_end = end is not None and self.nominal_step >= end
+        final = schedule.final_epoch(end) if end is not None and at_end else self.epoch + len(self.tokens)
+        while not self._is_over and self.epoch < final:
+            self._leave(exchange, last=self.epoch + 1 >= final)
+            self._collect(exchange)
+        self._is_over = True
+        return self.last_commit
+
+    def _leave(self, exchange: Exchange, *, last: bool) -> None:
+        """Hand over the weights of the epoch's fragment; its round begins, and training may go on."""
+        started_at = time.monotonic()
+        fragment = self._scheduled.fragment_of(self.epoch)
+        own_tokens, self.tokens[fragment] = self.tokens[fragment], 0
+        tokens = exchange.put(fragment, tokens=own_tokens)
+        if exchange.speaks:
+            exchange.tell(
+                "ready",
+                fragment=fragment,
+                epoch=self.epoch,
+                local_step=self.local_step,
+                tokens=tokens,
+                step=self.nominal_step,
+                last=last,
+            )
+        self._flight = _Flight(fragment, own_tokens, self.local_step, time.monotonic() - started_at)
+
+    def _collect(self, exchange: Exchange) -> Commit:
+        """Wait for the round that is under way, and merge what came of it."""
+        flight, self._flight = self._flight, None
+        assert flight is not None
+        started_at = time.monotonic()
+        answer = exchange.ask("collect", "committed")
+        self.world_rank = int(answer["world_rank"])
+        if self.local_step > flight.local_step:
+            exchange.merge(flight.fragment, mixing=self._scheduled.mixing)
+        else:
+            exchange.take(flight.fragment)
+        for fragment in answer["shifted"]:
+            exchange.shift(fragment)
+        if self.world_rank not in answer["contributors"]:
+            # The work was not averaged: it is in the weights still, and counts the next time.
+            self.tokens[flight.fragment] += flight.tokens
+        self._adopt(answer)
+        self._is_over = bool(answer["last"])
+        blocked_s = flight.blocked_s + time.monotonic() - started_at
+        figures = {field.name: answer[field.name] for field in fields(EpochFigures)}
+        self.last_commit = Commit(**figures, blocked_s=blocked_s)
+        self.commits.append(self.last_commit)
+        return self.last_commit
+
+    def _adopt(self, answer: dict[str, Any]) -> None:
+        """Weights and position move together: called only after the weights have been taken."""
+        self.position = Position(**{field.name: int(answer[field.name]) for field in fields(Position)})
+        self.num_peers = int(answer["num_peers"])
+        if self._schedule is not None:
+            self._epoch_began_at = time.monotonic() - self._schedule.elapsed_at(self.local_step)
+
+    def _keep_to_the_time(self) -> None:
+        """Where epochs have a time budget, stand where the time says if that is further than the steps done."""
+        schedule = self._scheduled
+        if schedule.local_time_s:
+            # One clock for all ranks: they have to leave together.
+            elapsed_s = on_rank_zero(lambda: time.monotonic() - self._epoch_began_at)
+            local_step = schedule.local_step_after(self.local_step, elapsed_s)
+            self.position = replace(self.position, local_step=local_step)
+
+    def _report(self, exchange: Exchange, num_tokens: int, loss: float | None) -> None:
+        """Rank 0 tells the daemon how it goes, at most twice a second."""
+        if not exchange.speaks:
+            return
+        rate = self._progress.due(num_tokens * exchange.num_ranks, time.monotonic())
+        if rate is not None:
+            step, local_step = self.nominal_step, self.local_step
+            exchange.tell("progress", step=step, local_step=local_step, loss=loss, tokens_per_s=rate)
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A fragment that has left and not come back."""
+
+    fragment: int
+    tokens: int
+    """This rank's, since the fragment was averaged before."""
+    local_step: int
+    """When it left."""
+    blocked_s: float
+    """What handing it over has taken."""
+
+
+@dataclass
+class _Progress:
+    """Counts tokens between two reports."""
+
+    tokens: int = 0
+    reported_at: float | None = None
+
+    def due(self, tokens: int, now: float) -> float | None:
+        """Tokens per second since the last report, if one is due again."""
+        if self.reported_at is None:
+            self.reported_at = now
+            return None
+        self.tokens += tokens
+        elapsed_s = now - self.reported_at
+        if elapsed_s < PROGRESS_INTERVAL_S:
+            return None
+        rate = self.tokens / elapsed_s
+        self.tokens, self.reported_at = 0, now
+        return rate

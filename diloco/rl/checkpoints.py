@@ -1,0 +1,167 @@
+"""A trainer's checkpoints at the place where all of ours are: <ckpt.path>/model_step_<N>/[diloco_rank_<r>/]."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from diloco.callback import checkpoint_of
+from diloco.checkpoint.choice import to_delete
+from diloco.checkpoint.dirs import own_part
+from diloco.checkpoint.finder import candidates_in
+from diloco.checkpoint.mark import COMPLETE, mark_whole, read_mark, write_mark
+from diloco.checkpoint.restore import Found, fetched, registered
+from diloco.checkpoint.saver import Saved
+from diloco.checkpoint.store import open_store
+from diloco.options.flags import CkptConfig
+from diloco.outer.diloco import Diloco
+from diloco.outer.world import World, barrier, on_rank_zero
+from diloco.rl.deltas import DeltaWriter
+
+log = logging.getLogger(__name__)
+
+
+class KeepCheckpoints(TrainerCallback):
+    """Give it to the trainer after DilocoCallback, which adds the swarm's state to what is moved here."""
+
+    def __init__(
+        self,
+        config: CkptConfig,
+        outer: Callable[[], Diloco],
+        world: World,
+        world_rank: int | None,
+        *,
+        scratch: Path,
+        on_event: Callable[..., None] = lambda **_: None,
+    ) -> None:
+        """`scratch` is a local directory for what is on its way to or from a URL. Raises UserError.
+
+        `on_event` is told what becomes of each checkpoint, for metrics.jsonl.
+        """
+        self._on_event = on_event
+        self._config, self._outer, self._world, self._world_rank = config, outer, world, world_rank
+        self._scratch, self._store = scratch, open_store(config.path, scratch)
+        self._number = self._saved_at_ms = 0
+        self._contributors: tuple[int, ...] = ()
+        self._registered: int | None = None
+        """The world rank of which others know that it has saved."""
+        self._loss: float | None = None
+
+    def restore(self, stack: contextlib.ExitStack, on_skipped: Callable[[str], None]) -> Found | None:
+        """The checkpoint that --ckpt.resume means; it stays there until the stack is closed. Raises UserError.
+
+        `on_skipped` is told what is wrong with each that is passed over.
+        """
+        config, rank = self._config, self._world_rank
+        if config.interval is not None:
+            self._saved_at_ms = on_rank_zero(lambda: registered(self._store, config.path, rank))
+        found = fetched(config, self._world, rank, self._scratch, stack, on_skipped=on_skipped)
+        if found is not None:
+            self._number, self._contributors = found.mark.number + 1, found.mark.contributors
+        return found
+
+    def scored(self, reward: float) -> None:
+        """An evaluation of the weights: the next checkpoint is as good as this says."""
+        self._loss = -reward
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        written = checkpoint_of(args, state)
+        # Each rank writes files of its own.
+        barrier()
+        on_rank_zero(lambda: self._try_to_keep(written, state.global_step))
+
+    def _try_to_keep(self, written: Path, step: int) -> None:
+        """A disk that is full ends no training."""
+        began_at, reason, num_bytes = time.monotonic(), "", 0
+        try:
+            num_bytes = self._keep(written, step)
+        except OSError as error:
+            reason = str(error)
+            log.error("the checkpoint of step %d was not saved: %s", step, error)
+            shutil.rmtree(written, ignore_errors=True)
+        seconds = time.monotonic() - began_at
+        saved = Saved(step=step, num_bytes=num_bytes, seconds=seconds, blocked_s=seconds, reason=reason)
+        self._on_event(**saved.event())
+
+    def _keep(self, written: Path, step: int) -> int:
+        """Returns its bytes. Raises OSError."""
+        outer, store = self._outer(), self._store
+        part = own_part(outer.world_rank)
+        if (written / COMPLETE).is_file():
+            mark = read_mark(written)
+        elif outer.active or not written.is_dir():
+            raise OSError("it was not written as a whole, see the lines before")
+        else:
+            mark = mark_whole(written, outer, num_ranks=self._world.num_ranks)
+        self._saved_at_ms = max(self._saved_at_ms + 1, mark.saved_at_ms)
+        # Until the next commit they are those of the one before the resume.
+        self._contributors = mark.contributors or self._contributors
+        mark = replace(
+            mark,
+            number=self._number,
+            saved_at_ms=self._saved_at_ms,
+            contributors=self._contributors,
+            loss=self._loss,
+        )
+        write_mark(written, mark)
+        store.send(written, mark.files, step, part)
+        store.finish(written, step, part)
+        if outer.world_rank not in (None, self._registered):
+            # Else with the next one: this one is whole.
+            with contextlib.suppress(OSError):
+                store.register(outer.world_rank, has_saved=True)
+                self._registered = outer.world_rank
+        self._number, self._loss = self._number + 1, None
+        kept = candidates_in(store, part)
+        for old in to_delete(kept, topk=self._config.topk, keep=self._config.keep):
+            store.delete(old.name, old.part)
+        return sum(record.num_bytes for record in mark.files.values())
+
+
+class KeepDeltas(TrainerCallback):
+    """Give it to the trainer after DilocoCallback, so that a step's weights are those after its outer step."""
+
+    def __init__(self, directory: Path, *, interval: int, weights: Callable[[], dict[str, Tensor]]) -> None:
+        """`weights` gives all of them, on rank 0 at least; all ranks call it."""
+        self._directory, self._interval, self._weights = directory, interval, weights
+        self._writer: DeltaWriter | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        step, weights = state.global_step, self._weights()
+
+        def open_writer() -> None:
+            self._writer = DeltaWriter(self._directory, step=step)
+            self._try_to_write(step, weights)
+
+        on_rank_zero(open_writer)
+        self._looked_at = step
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        before, self._looked_at = self._looked_at, state.global_step
+        # Passed, not met: nominal steps may be skipped.
+        if state.global_step // self._interval > before // self._interval:
+            step, weights = state.global_step, self._weights()
+            on_rank_zero(lambda: self._try_to_write(step, weights))
+
+    def _try_to_write(self, step: int, weights: dict[str, Tensor]) -> None:
+        """A disk that is full ends no training: the next delta holds what has changed since the last one."""
+        assert self._writer is not None
+        try:
+            self._writer.write(step, weights.items())
+        except OSError as error:
+            log.error("the delta checkpoint of step %d was not saved: %s", step, error)

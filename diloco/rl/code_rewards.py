@@ -1,0 +1,62 @@
+"""What a piece of code earns: by how many of its tests it passes, in the sandbox."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from diloco.rl.answers import Completion
+from diloco.rl.sandbox import Verdict, run_tests
+from diloco.rl.tasks import Example, Reward, answered, reasoned
+
+_FENCE = re.compile(r"```(?:python|py)?\s*\n(.*?)```", re.DOTALL)
+# A group's completions are often alike, and each is judged for its reward and for being solved.
+_REMEMBERED = 512
+_remembered: dict[tuple[str, str, tuple[str, ...]], Verdict] = {}
+
+
+def code_rewards() -> tuple[Reward, ...]:
+    return (
+        Reward("pass_rate", 0.7, pass_rate),
+        Reward("syntax", 0.1, compiles),
+        Reward("answer_tag", 0.1, answered),
+        Reward("thinking", 0.1, reasoned),
+    )
+
+
+def code_of(completion: Completion) -> str:
+    """The code of an answer, out of its Markdown fence if it has one."""
+    match = _FENCE.search(completion.answer)
+    return match[1] if match else completion.answer
+
+
+def compiles(completion: Completion, _example: Example) -> float:
+    """Whether it is Python at all. No code is none."""
+    try:
+        tree = ast.parse(code_of(completion))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return 0.0
+    return float(bool(tree.body))
+
+
+def pass_rate(completion: Completion, example: Example) -> float:
+    verdict = judged(completion, example)
+    return verdict.num_passed / verdict.num_tests if verdict.num_tests else 0.0
+
+
+def passes_all(completion: Completion, example: Example) -> bool:
+    verdict = judged(completion, example)
+    return verdict.num_tests > 0 and verdict.num_passed == verdict.num_tests
+
+
+def judged(completion: Completion, example: Example) -> Verdict:
+    """Run the tests of an example on a completion's code; code that does not parse is not run."""
+    tests = tuple(example.data["tests"])
+    if not compiles(completion, example):
+        return Verdict(num_passed=0, num_tests=len(tests), why="it is not Python")
+    key = (code_of(completion), str(example.data.get("setup") or ""), tests)
+    if key not in _remembered:
+        while len(_remembered) >= _REMEMBERED:
+            del _remembered[next(iter(_remembered))]
+        _remembered[key] = run_tests(key[0], tests, setup=key[1])
+    return _remembered[key]

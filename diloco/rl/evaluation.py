@@ -1,0 +1,39 @@
+"""pass@k on held-out prompts, by the estimator without bias (arXiv 2107.03374, equation 1)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from diloco.rl.answers import parsed
+from diloco.rl.tasks import Example, Message, Task, reward_of
+
+TEMPERATURE, TOP_P, TOP_K = 0.6, 0.95, 20
+
+Complete = Callable[[Sequence[list[Message]], int], list[list[str]]]
+"""(prompts, n) -> for each prompt n completions, by the current weights."""
+
+
+def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
+    """The chance that one of k completions solves it, where `num_solved` of `num_samples` did."""
+    if not 0 <= num_solved <= num_samples or not 1 <= k <= num_samples:
+        raise ValueError(f"pass@{k} of {num_solved} solved among {num_samples}")
+    if num_samples - num_solved < k:
+        return 1.0
+    return 1.0 - math.comb(num_samples - num_solved, k) / math.comb(num_samples, k)
+
+
+def evaluated(
+    task: Task, examples: Sequence[Example], complete: Complete, *, samples: int
+) -> dict[str, float]:
+    """`reward` and `pass_at_<k>` for each k of 1 and `samples`, means over the examples."""
+    completions = complete([example.prompt for example in examples], samples)
+    solved: list[int] = []
+    rewards: list[float] = []
+    for example, texts in zip(examples, completions, strict=True):
+        solved.append(sum(bool(text.strip()) and task.is_solved(parsed(text), example) for text in texts))
+        rewards += [reward_of(task, text, example) for text in texts]
+    figures = {"reward": sum(rewards) / len(rewards)}
+    for k in sorted({1, samples}):
+        figures[f"pass_at_{k}"] = sum(pass_at_k(samples, count, k) for count in solved) / len(solved)
+    return figures

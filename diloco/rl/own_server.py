@@ -1,0 +1,248 @@
+"""A vLLM server that belongs to this trainer: started, checked with a real request, restarted, and killed whole."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import diloco
+from diloco.errors import DilocoError, UserError
+from diloco.rl.http_json import ServerLost, ask, understood
+from diloco.train.run_dir import last_words
+from peers.daemon.restarts import restart_delay_s
+
+EXTENSION = "diloco.rl.server_extension.WeightsExtension"
+MAX_DEATHS = 5
+_PROBE_TIMEOUT_S = 60.0
+_POLL_S = 0.25
+_STOP_TIMEOUT_S = 10.0
+# Compiling takes minutes there; and with a prompt cut into chunks, a request with a seed kills the engine of vLLM
+# 0.32 ("CPU Generator does not use offset").
+_ON_CPU = ["--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", "16384"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerCommand:
+    """What to run. `port` and `model_name` are part of `argv` already."""
+
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    port: int
+    model_name: str
+    """What it calls its model, and no other server does."""
+    log_path: Path
+    timeout_s: float
+    """From the start to the answer to one real request."""
+
+
+class OwnServer:
+    """Use it in a `with`; no process of it is left afterwards, nor when this process dies."""
+
+    def __init__(self, command: ServerCommand) -> None:
+        self.command = command
+        self.url = f"http://127.0.0.1:{command.port}"
+        self.num_restarts = 0
+        self._deaths = 0
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> OwnServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start it and wait until it has completed something. Raises UserError with its last words."""
+        self._spawn()
+        try:
+            self._wait_until_it_serves()
+        except ServerLost as error:
+            self.stop()
+            raise UserError(
+                f"the vLLM server does not serve: {error}. The end of {self.command.log_path}:\n"
+                f"{last_words(self.command.log_path)}"
+            ) from error
+
+    def restart(self) -> None:
+        """Have a server again, after longer and longer pauses. Raises DilocoError after MAX_DEATHS in a row."""
+        while True:
+            self.stop()
+            self._deaths += 1
+            if self._deaths >= MAX_DEATHS:
+                raise DilocoError(
+                    f"the vLLM server died {self._deaths} times in a row; the end of {self.command.log_path}:\n"
+                    f"{last_words(self.command.log_path)}"
+                )
+            time.sleep(restart_delay_s(self._deaths))
+            self._spawn()
+            self.num_restarts += 1
+            with contextlib.suppress(ServerLost):
+                self._wait_until_it_serves()
+                return
+
+    @property
+    def has_died(self) -> bool:
+        """Whether it was started, and has ended without being asked to."""
+        process = self._process
+        return process is not None and process.poll() is not None
+
+    def has_served(self) -> None:
+        """It did what it is for: earlier deaths no longer count against it."""
+        self._deaths = 0
+
+    def stop(self) -> None:
+        """End it, by a deadline. Repeating it is safe."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            process.wait(_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def _spawn(self) -> None:
+        self.command.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self.command.log_path.open("ab") as log:
+            # The guardian dies by the end of its input, and takes the server along; being killed with us would
+            # keep it from that.
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", str(Path(__file__).with_name("guardian.py")), *self.command.argv],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env=self.command.env,
+                start_new_session=True,
+            )
+
+    def _wait_until_it_serves(self) -> None:
+        """Healthy is not enough: a server can say so and die of its first request. Raises ServerLost."""
+        deadline = time.monotonic() + self.command.timeout_s
+        while True:
+            # Another thread may stop it meanwhile.
+            process = self._process
+            if process is None or (code := process.poll()) is not None:
+                raise ServerLost(f"it ended with {code}" if process else "it was stopped")
+            try:
+                ask(f"{self.url}/health", timeout_s=_PROBE_TIMEOUT_S)
+                break
+            except ServerLost as error:
+                if time.monotonic() > deadline:
+                    raise ServerLost(f"it was not healthy within {self.command.timeout_s:g} s") from error
+            time.sleep(_POLL_S)
+        self._check_that_it_is_ours()
+        left_s = max(deadline - time.monotonic(), 1.0)
+        body = {"model": self.command.model_name, "prompt": [1, 2, 3], "max_tokens": 1}
+        answer = ask(f"{self.url}/v1/completions", body, timeout_s=left_s)
+        with understood(self.url, answer):
+            if not answer["choices"]:
+                raise ServerLost(f"it completed nothing: {answer}")
+
+    def _check_that_it_is_ours(self) -> None:
+        """Whose port is taken may take long to die of it, and the other server answers meanwhile."""
+        answer = ask(f"{self.url}/v1/models", timeout_s=_PROBE_TIMEOUT_S)
+        with understood(self.url, answer):
+            names = [model["id"] for model in answer["data"]]
+        if self.command.model_name not in names:
+            raise ServerLost(
+                f"another server has port {self.command.port}, which serves {', '.join(map(str, names))}; name "
+                "another port with --vllm-port"
+            )
+
+
+def vllm_command(
+    *,
+    python: str | None,
+    model: Path,
+    dtype: str,
+    port: int,
+    gpu: str | None,
+    more: Sequence[str],
+    log_path: Path,
+    timeout_s: float,
+    environment: Mapping[str, str],
+) -> ServerCommand:
+    """The command line of a vLLM server on loopback. Raises UserError where that Python has no vLLM."""
+    program = python or sys.executable
+    check_has_vllm(program, environment)
+    port, name = port or _free_port(), f"diloco-{secrets.token_hex(8)}"
+    argv = [program, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--dtype", dtype]
+    # Its development endpoints ask nobody for a password.
+    argv += ["--host", "127.0.0.1", "--port", str(port), "--worker-extension-cls", EXTENSION]
+    argv += ["--served-model-name", name]
+    argv += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
+    argv += _ON_CPU if gpu is None else []
+    return ServerCommand(
+        argv=[*argv, *more],
+        env=server_environment(environment, gpu, _only_diloco(log_path.parent / "server-path")),
+        port=port,
+        model_name=name,
+        log_path=log_path,
+        timeout_s=timeout_s,
+    )
+
+
+def server_environment(environment: Mapping[str, str], gpu: str | None, packages: Path) -> dict[str, str]:
+    """Of ours what concerns it: no swarm, no torchrun; its GPU; and where our extension is, and nothing else."""
+    ours = (
+        "DILOCO_",
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "MASTER_",
+        "OMP_",
+    )
+    kept = {name: value for name, value in environment.items() if not name.startswith(ours)}
+    return {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        **kept,
+        "VLLM_SERVER_DEV_MODE": "1",
+        "PYTHONPATH": str(packages),
+        **({"CUDA_VISIBLE_DEVICES": gpu} if gpu is not None else {}),
+    }
+
+
+def check_has_vllm(python: str, environment: Mapping[str, str]) -> None:
+    """Raise UserError unless that Python can import vLLM."""
+    code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    try:
+        found = subprocess.run(
+            [python, "-c", code], env=dict(environment), capture_output=True, timeout=60, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UserError(f"--grpo.vllm-python {python} cannot be started: {error}") from error
+    if found.returncode:
+        raise UserError(
+            f"{python} has no vLLM: pip install 'diloco[vllm]', name an environment that has it with "
+            "--grpo.vllm-python, a running server with --rollout-url, or do without it by --rollout hf"
+        )
+
+
+def _only_diloco(directory: Path) -> Path:
+    """The directory, with a link to this package: what else lies beside it would hide the server's own packages."""
+    directory.mkdir(parents=True, exist_ok=True)
+    # In one piece, and whatever is there: it may lead to where this package was once.
+    new = directory / f"diloco.{os.getpid()}"
+    new.unlink(missing_ok=True)
+    new.symlink_to(Path(diloco.__file__).resolve().parent)
+    new.replace(directory / "diloco")
+    return directory
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,88 @@
+"""reasoning-gym's generators: endless examples by number, which nobody has to download."""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+from diloco.errors import UserError
+from diloco.rl.answers import Completion, number_of, same_answer
+from diloco.rl.tasks import SHORT_SYSTEM, Example, Reward, answered, conversation
+
+PREFIX = "reasoning-gym"
+DEFAULT_GENERATOR = "chain_sum"
+_NUM_EXAMPLES = 1_000_000
+_NUM_HELD_OUT = 1024
+# The generators take their seed from seed + index: far apart, so that nothing held out is trained.
+_HELD_OUT_SEED = 2**40
+
+
+class GeneratorTask:
+    """One generator. The same (generator, options, seed, index) is the same example everywhere."""
+
+    num_examples = _NUM_EXAMPLES
+    num_held_out = _NUM_HELD_OUT
+
+    def __init__(self, name: str, trained: Any, held_out: Any) -> None:
+        self.name = name
+        self._trained, self._held_out = trained, held_out
+        self.rewards: tuple[Reward, ...] = (
+            Reward("correct", 0.9, self._correct),
+            Reward("answer_tag", 0.1, answered),
+        )
+
+    def example(self, index: int) -> Example:
+        return _example(self._trained[index])
+
+    def held_out(self, index: int) -> Example:
+        return _example(self._held_out[index])
+
+    def is_solved(self, completion: Completion, example: Example) -> bool:
+        return self._correct(completion, example) >= 1.0
+
+    def _correct(self, completion: Completion, example: Example) -> float:
+        """1 for the same answer; else what the generator gives for it, which may be a part."""
+        if not completion.has_answer:
+            return 0.0
+        if same_answer(completion.answer, example.gold):
+            return 1.0
+        if number_of(example.gold) is not None:
+            # Some generators give points for any text that contains the number.
+            return 0.0
+        score = float(self._trained.score_answer(completion.answer, example.data))
+        return min(max(score, 0.0), 1.0)
+
+
+def open_generator(name: str, *, seed: int) -> GeneratorTask:
+    """`reasoning-gym:<generator>[,option=value...]`. Raises UserError for one that there is not."""
+    generator, options = _parsed(name)
+    try:
+        import reasoning_gym
+    except ImportError as error:
+        raise UserError(f"--dataset {name} needs reasoning-gym: pip install 'diloco[grpo]'") from error
+    try:
+        made = [
+            reasoning_gym.create_dataset(generator, seed=start, size=size, **options)
+            for start, size in ((seed, _NUM_EXAMPLES), (seed + _HELD_OUT_SEED, _NUM_HELD_OUT))
+        ]
+    except (ValueError, TypeError, AssertionError, KeyError) as error:
+        raise UserError(f"--dataset {name}: reasoning-gym cannot make that: {error}") from error
+    return GeneratorTask(name, *made)
+
+
+def _parsed(name: str) -> tuple[str, dict[str, Any]]:
+    generator, *settings = name.removeprefix(PREFIX).removeprefix(":").split(",")
+    options: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals:
+            raise UserError(f"--dataset {name}: {setting!r} is not option=value")
+        try:
+            options[key.strip()] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            options[key.strip()] = value
+    return generator or DEFAULT_GENERATOR, options
+
+
+def _example(entry: dict[str, Any]) -> Example:
+    return Example(conversation(SHORT_SYSTEM, entry["question"]), str(entry["answer"]), entry)

@@ -1,0 +1,76 @@
+"""From the configuration to the servers that write completions, ready to be asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from diloco.errors import UserError
+from diloco.options.model_files import load_model_config, save_pretrained_dir
+from diloco.options.trainer import TrainConfig
+from diloco.rl.fleet import Fleet, served_dtype
+from diloco.rl.generation import Servers
+from diloco.rl.http_json import ServerLost
+from diloco.rl.own_server import OwnServer, vllm_command
+from diloco.rl.publisher import Publisher
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_DTYPES = {"torch.float32": torch.float32, "torch.bfloat16": torch.bfloat16, "torch.float16": torch.float16}
+
+
+def opened_servers(
+    config: TrainConfig,
+    run_dir: Path,
+    weights: Mapping[str, Tensor],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    dtype: torch.dtype,
+    gpu: str | None,
+    environment: Mapping[str, str],
+    on_event: Callable[..., None],
+) -> Servers:
+    """Start this peer's own server, or find those that the user named. Raises UserError where none serves.
+
+    `weights` are what an own server starts with; what it is to serve is pushed before the first rollout.
+    """
+    grpo = config.grpo
+    if grpo.rollout_url:
+        urls = [url.rstrip("/") for url in grpo.rollout_url]
+        return Servers(Fleet(urls, Publisher(_dtype_of(urls))), None, on_event)
+    served = run_dir / "served"
+    own_type = {name: w.to(dtype) if w.is_floating_point() else w for name, w in weights.items()}
+    save_pretrained_dir(served, own_type, load_model_config(config.path_model), tokenizer)
+    server = OwnServer(
+        vllm_command(
+            python=grpo.vllm_python,
+            model=served,
+            dtype=str(dtype).removeprefix("torch."),
+            port=grpo.vllm_port,
+            gpu=gpu,
+            more=grpo.vllm_args,
+            log_path=run_dir / "logs" / "vllm.log",
+            timeout_s=grpo.vllm_timeout,
+            environment=environment,
+        )
+    )
+    server.start()
+    return Servers(Fleet([server.url], Publisher(dtype)), server, on_event)
+
+
+def _dtype_of(urls: list[str]) -> torch.dtype:
+    try:
+        found = {url: served_dtype(url) for url in urls}
+    except ServerLost as error:
+        raise UserError(
+            f"--rollout-url: {error}. A server needs VLLM_SERVER_DEV_MODE=1 in its environment, and "
+            "--worker-extension-cls diloco.rl.server_extension.WeightsExtension with this package on its PYTHONPATH"
+        ) from error
+    if len(set(found.values())) > 1 or next(iter(found.values())) not in _DTYPES:
+        raise UserError(f"--rollout-url: the servers' types are {found}; give all of them the same --dtype")
+    return _DTYPES[next(iter(found.values()))]

@@ -1,0 +1,138 @@
+"""TRL's GRPOTrainer as a peer's worker has it: prompts dealt by the swarm's position, evaluation by pass@k."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+from trl import GRPOTrainer
+
+from diloco.callback import checkpoint_of
+from diloco.rl.evaluation import TEMPERATURE, TOP_K, TOP_P
+from diloco.rl.tasks import Example, Message, Task, scores
+
+log = logging.getLogger(__name__)
+
+Rows = Callable[[], list[dict[str, object]]]
+RewardFunction = Callable[..., list[float]]
+_EVALUATED_AT_ONCE = 64
+
+
+class PeerTrainer(GRPOTrainer):
+    """A GRPOTrainer whose data set is a placeholder: `rows` says what the next generation is about."""
+
+    def __init__(self, *, rows: Rows, evaluation: Callable[[], dict[str, float]], **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._rows = rows
+        self._evaluation = evaluation
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Tensor | Any]:
+        # Only now is the position known: the loader fetches ahead, and an outer step may lie between.
+        rows = self._rows()
+        first = self.accelerator.process_index * len(inputs)
+        own = rows[first : first + len(inputs)]
+        assert len(own) == len(inputs), (len(rows), len(inputs), first)
+        return super()._generate_and_score_completions(own)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """A disk that is full costs the checkpoint, and nothing else."""
+        try:
+            super()._save_checkpoint(model, trial)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            log.error("the checkpoint of step %d was not written: %s", self.state.global_step, error)
+            shutil.rmtree(checkpoint_of(self.args, self.state), ignore_errors=True)
+
+    def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
+        """pass@k on the held-out prompts."""
+        figures = self._evaluation()
+        # Without it the trainer would go on to think that an evaluation is due.
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, figures)
+        return figures
+
+
+def reward_functions(task: Task) -> list[RewardFunction]:
+    """One function for each component, under its name; all of them come from one reading of a completion."""
+    read: dict[tuple[str, int], list[float]] = {}
+
+    def component(index: int) -> RewardFunction:
+        def score(completions: Sequence[list[Message]], example: Sequence[Example], **_: Any) -> list[float]:
+            found = []
+            for completion, one in zip(completions, example, strict=True):
+                text = completion[0]["content"]
+                key = (text, id(one))
+                if index == 0:
+                    read[key] = scores(task, text, one)
+                found.append(read[key][index])
+            if index == len(task.rewards) - 1:
+                read.clear()
+            return found
+
+        score.__name__ = task.rewards[index].name
+        return score
+
+    return [component(index) for index in range(len(task.rewards))]
+
+
+def completed_by_the_trainer(
+    trainer: GRPOTrainer,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[list[Message]],
+    count: int,
+    *,
+    max_tokens: int,
+    seed: int,
+) -> list[list[str]]:
+    """Evaluation's completions by transformers' own generation. Leaves torch's random state as it was."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    texts: list[str] = []
+    was_training = model.training
+    model.eval()
+    devices = [model.device] if model.device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices=devices), torch.no_grad():
+            torch.manual_seed(seed)
+            asked = [ids for ids in token_ids(tokenizer, prompts) for _ in range(count)]
+            for start in range(0, len(asked), _EVALUATED_AT_ONCE):
+                input_ids, mask = left_padded(
+                    asked[start : start + _EVALUATED_AT_ONCE], tokenizer.pad_token_id or 0
+                )
+                output = model.generate(
+                    input_ids=input_ids.to(model.device),
+                    attention_mask=mask.to(model.device),
+                    max_new_tokens=max_tokens,
+                    do_sample=True,
+                    temperature=TEMPERATURE,
+                    top_p=TOP_P,
+                    top_k=TOP_K,
+                    use_cache=True,
+                    eos_token_id=trainer.eos_token_ids,
+                    pad_token_id=tokenizer.pad_token_id,
+                )
+                new = output[:, input_ids.shape[1] :]
+                texts += tokenizer.batch_decode(new, skip_special_tokens=True)
+    finally:
+        model.train(was_training)
+    return [texts[index : index + count] for index in range(0, len(texts), count)]
+
+
+def token_ids(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[list[Message]]) -> list[list[int]]:
+    """The prompts as a model is to continue them."""
+    rendered: list[list[int]] = []
+    for prompt in prompts:
+        text: Any = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+        rendered.append(list(tokenizer(text, add_special_tokens=False)["input_ids"]))
+    return rendered
+
+
+def left_padded(rows: Sequence[Sequence[int]], padding: int) -> tuple[Tensor, Tensor]:
+    """Token ids [rows, longest] that all end in the last column, where generation begins, and their mask."""
+    longest = max(map(len, rows))
+    ids = [[padding] * (longest - len(row)) + list(row) for row in rows]
+    mask = [[0] * (longest - len(row)) + [1] * len(row) for row in rows]
+    return torch.tensor(ids), torch.tensor(mask)

@@ -1,0 +1,122 @@
+"""What this machine has for its peers: GPUs, cores, memory. Loads no torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from diloco.errors import UserError
+from diloco.train.memory import available_memory_bytes
+
+_NVIDIA_SMI_TIMEOUT_S = 10.0
+_GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What a machine has for all its peers together."""
+
+    num_cores: int
+    memory_bytes: int | None = None
+    """Free host memory; none: nobody can tell."""
+    num_gpus: int = 0
+    gpu_bytes: int = 0
+    """Memory of the smallest GPU; 0: peers train on processors."""
+    num_peers: int = 1
+    """Peers that share it."""
+
+    @property
+    def cores_each(self) -> int:
+        return max(self.num_cores // self.num_peers, 1)
+
+    @property
+    def memory_bytes_each(self) -> int | None:
+        return None if self.memory_bytes is None else self.memory_bytes // self.num_peers
+
+    @property
+    def gpu_bytes_each(self) -> int:
+        """Of one GPU, which peers share where there are more of them."""
+        return self.gpu_bytes // -(-self.num_peers // max(self.num_gpus, 1))
+
+    def in_words(self) -> str:
+        what = f"{self.num_cores} core{'' if self.num_cores == 1 else 's'} without a GPU"
+        if self.gpu_bytes:
+            what = (
+                f"{self.num_gpus} GPU{'' if self.num_gpus == 1 else 's'} of {self.gpu_bytes / _GIB:.0f} GiB"
+            )
+        return what if self.num_peers == 1 else f"{what}, shared by {self.num_peers} peers"
+
+
+def this_machine(environment: Mapping[str, str], device: str, *, num_peers: int = 1) -> Machine:
+    """As it is now, for peers that train on this device."""
+    gpus = [] if device == "cpu" else visible_gpus(environment)
+    sizes = _told_by_nvidia_smi("memory.total", gpus) if gpus else []
+    mebibytes = [int(number) for size in sizes if (number := size.partition(" ")[0]).isdigit()]
+    return Machine(
+        num_cores=num_cores(),
+        memory_bytes=available_memory_bytes(),
+        num_gpus=len(gpus),
+        gpu_bytes=min(mebibytes, default=0) << 20,
+        num_peers=num_peers,
+    )
+
+
+def visible_gpus(environment: Mapping[str, str]) -> list[str]:
+    """What CUDA_VISIBLE_DEVICES may name: its own entries where it is set, else nvidia-smi's indices."""
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [name for name in visible.split(",") if name and name != "-1"]
+    return _told_by_nvidia_smi("index", ())
+
+
+def hardware_in_words(environment: Mapping[str, str], device: str) -> str:
+    """What a peer trains on, for people: "2 × NVIDIA A100-SXM4-80GB", "CPU, 8 cores"."""
+    names: list[str] = []
+    if device != "cpu":
+        # None to be seen is none, and not all of them.
+        visible = environment.get("CUDA_VISIBLE_DEVICES")
+        if visible is None or (chosen := visible_gpus(environment)):
+            names = _told_by_nvidia_smi("name", () if visible is None else chosen)
+    if not names:
+        return f"CPU, {num_cores()} cores"
+    return ", ".join(f"{number} × {name}" for name, number in Counter(names).items())
+
+
+def _told_by_nvidia_smi(field: str, gpus: Sequence[str]) -> list[str]:
+    """One line for each of these GPUs, or of all; nothing where there is no nvidia-smi, or it fails."""
+    only = ["-i", ",".join(gpus)] if gpus else []
+    try:
+        answer = subprocess.run(
+            ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader", *only],
+            capture_output=True,
+            text=True,
+            timeout=_NVIDIA_SMI_TIMEOUT_S,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [line.strip() for line in answer.stdout.splitlines() if line.strip()]
+
+
+def num_cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def num_ranks(wanted: str, device: str, num_gpus: int) -> int:
+    """Ranks of a peer for `--nproc-per-node`: a number, or `auto`: one per GPU, one on a CPU."""
+    if wanted == "auto":
+        return 1 if device == "cpu" else max(num_gpus, 1)
+    if not wanted.isdigit() or int(wanted) < 1:
+        raise UserError(f'--nproc-per-node "{wanted}" is neither `auto` nor a number from 1 on.')
+    if device == "cuda" and int(wanted) > num_gpus:
+        raise UserError(f"--nproc-per-node {wanted} is more than this machine's {num_gpus} GPUs.")
+    return int(wanted)
+
+
+def threads_per_rank(cores: int, ranks: int) -> int:
+    """OMP_NUM_THREADS for each of so many ranks on so many cores."""
+    return max(cores // ranks, 1)

@@ -1,0 +1,41 @@
+"""How good the weights are on text that nobody trains on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from diloco.data.held_out import Validation
+from diloco.outer.world import World, in_group
+from diloco.train.inner import InnerLoop
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """`loss` is in nats per token."""
+
+    loss: float
+    bits_per_byte: float
+
+
+@torch.no_grad()
+def evaluate(inner: InnerLoop, validation: Validation, *, world: World, micro_batch_size: int) -> Evaluation:
+    """Score all held-out windows, each by one rank. All ranks call it together."""
+    windows = torch.from_numpy(validation.windows)
+    # Sharded ranks have to run forward equally often, so those without a window of their own score one for nothing.
+    num_rounds = -(-len(windows) // (micro_batch_size * world.num_ranks))
+    total = torch.zeros((), dtype=torch.float64)
+    inner.model.eval()
+    for number in range(num_rounds):
+        start = (number * world.num_ranks + world.rank) * micro_batch_size
+        mine = windows[start : start + micro_batch_size]
+        nats = inner.loss(mine if len(mine) else windows[:1], reduction="sum")
+        total += nats.double().cpu() * bool(len(mine))
+    inner.model.train()
+    if in_group():
+        dist.all_reduce(total)
+    nats_in_all = float(total)
+    num_tokens = windows.shape[0] * (windows.shape[1] - 1)
+    return Evaluation(nats_in_all / num_tokens, validation.bits_per_byte(nats_in_all))

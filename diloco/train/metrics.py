@@ -1,0 +1,104 @@
+"""metrics.jsonl, one flat JSON object a line, always; and the sinks that the figures are handed to besides."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from diloco.train.queued_sink import QueuedSink, Sink
+
+log = logging.getLogger(__name__)
+
+Kind = Literal["step", "epoch", "eval", "event", "activations"]
+
+
+class Metrics:
+    """Appends records. Only rank 0 of a peer has one that writes; `path` is None on the others.
+
+    A file that cannot be written costs the records until it can, and no training. Sinks get theirs from threads of
+    their own: one that hangs or fails costs its records, and no step any time.
+    """
+
+    def __init__(self, path: Path | None, sinks: Sequence[Sink] = ()) -> None:
+        self._file: io.FileIO | None = None
+        self._is_failing = False
+        self._sinks = [QueuedSink(sink) for sink in sinks]
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _cut_off_partial_line(path)
+            # Kept open for the life of the run; each line is one write, so a reader never sees half of one.
+            self._file = path.open("ab", buffering=0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def write(self, kind: Kind, **values: Any) -> None:
+        """Append a record of this kind with the time added. Numbers that are not finite are written as null."""
+        if self._file is None:
+            return
+        record = {"kind": kind, **{k: _plain(v) for k, v in values.items()}, "time": round(time.time(), 3)}
+        self._append(self._file, (json.dumps(record, allow_nan=False) + "\n").encode())
+        for sink in self._sinks:
+            sink.write(record)
+
+    def _append(self, file: io.FileIO, line: bytes) -> None:
+        """The whole line or nothing of it."""
+        size = os.fstat(file.fileno()).st_size
+        try:
+            if file.write(line) == len(line):
+                self._is_failing = False
+                return
+            reason = "no space left"
+        except OSError as error:
+            reason = error.strerror or str(error)
+        with contextlib.suppress(OSError):
+            # Not a file whose end can be cut off: then nothing of it is lost either.
+            os.truncate(file.fileno(), size)
+        if not self._is_failing:
+            log.warning(
+                "cannot write to %s (%s): its records are lost until that is mended", file.name, reason
+            )
+        self._is_failing = True
+
+    def close(self) -> None:
+        """Close the file, and the sinks, which get some seconds for what they have left. Repeating it is safe."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        while self._sinks:
+            self._sinks.pop().close()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value
+
+
+def _cut_off_partial_line(path: Path) -> None:
+    """A machine that lost power may have left half a line."""
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        file.seek(0, os.SEEK_END)
+        end = file.tell()
+        while end > 0:
+            file.seek(end - 1)
+            if file.read(1) == b"\n":
+                break
+            end -= 1
+        file.truncate(end)

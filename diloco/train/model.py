@@ -1,0 +1,130 @@
+"""Build the model: fresh weights from a seed, or those of a directory or hub id. fp32 master weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from diloco.errors import UserError
+from diloco.options.model_files import clean_config, directory_of, has_weights, load_model_config
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+# More than any model has; a config.json from a peer must not keep us building layers for ever.
+_MAX_LAYERS = 1024
+
+
+def load_model(
+    path_model: str,
+    *,
+    seed: int,
+    device: torch.device | str = "cpu",
+    attn_implementation: str = "sdpa",
+) -> PreTrainedModel:
+    """The model of a preset, directory or hub id in fp32: its safetensors, or without any fresh weights.
+
+    Fresh weights are drawn on the CPU and depend on (config, seed) only; torch's global generators are left
+    as they were. Raises UserError for what is not a causal language model.
+    """
+    directory = directory_of(path_model, weights=True)
+    if has_weights(directory):
+        return _moved(_from_weights(directory, path_model, attn_implementation), device)
+    config = load_model_config(path_model)
+    return model_from_config(config, seed=seed, device=device, attn_implementation=attn_implementation)
+
+
+def model_from_config(
+    config: Mapping[str, Any],
+    *,
+    seed: int,
+    device: torch.device | str = "cpu",
+    attn_implementation: str = "sdpa",
+) -> PreTrainedModel:
+    """Fresh fp32 weights for a config.json, which may come from another peer's manifest; see load_model."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = _build(hf_config(config), attn_implementation)
+    return _moved(model, device)
+
+
+def num_parameters(config: Mapping[str, Any]) -> int:
+    """Parameters of the model, counted without giving them memory."""
+    return sum(parameter.numel() for parameter in outline(config).parameters())
+
+
+def outline(config: Mapping[str, Any]) -> PreTrainedModel:
+    """The model without memory for its weights. Raises UserError."""
+    with torch.device("meta"):
+        return _build(hf_config(config), "eager")
+
+
+def hf_config(config: Mapping[str, Any]) -> PretrainedConfig:
+    """transformers' object for a config.json; raises UserError where transformers has no such model."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    fields = clean_config(dict(config), origin="the model's config.json")
+    model_type = fields.pop("model_type")
+    try:
+        parsed: PretrainedConfig = AutoConfig.for_model(model_type, **fields)
+    except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"transformers cannot use this config.json ({model_type}): {reason}") from error
+    layers = getattr(parsed, "num_hidden_layers", 0)
+    if isinstance(layers, int) and layers > _MAX_LAYERS:
+        raise UserError(f"config.json asks for {layers} layers; at most {_MAX_LAYERS} are built")
+    return parsed
+
+
+def _build(config: PretrainedConfig, attn_implementation: str) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation=attn_implementation, trust_remote_code=False
+        )
+    except (ValueError, ImportError) as error:
+        raise UserError(
+            f"no causal language model comes of this config.json: {_first_line(error)}"
+        ) from error
+    return model
+
+
+def _from_weights(directory: Path, path_model: str, attn_implementation: str) -> PreTrainedModel:
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
+    loaded: Any
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(
+            directory,
+            dtype=torch.float32,
+            attn_implementation=attn_implementation,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
+        raise UserError(f"the weights of {path_model} do not load: {_first_line(error)}") from error
+    model: PreTrainedModel
+    model, report = loaded
+    if missing := sorted(report["missing_keys"]):
+        # transformers would draw them at random, outside our seed.
+        raise UserError(
+            f"the weights of {path_model} lack {len(missing)} tensors, {missing[0]} first; save it again"
+        )
+    return model
+
+
+def _moved(model: PreTrainedModel, device: torch.device | str) -> PreTrainedModel:
+    # transformers wraps `to` in a way that hides its signature.
+    torch.nn.Module.to(model, device)
+    return model
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,38 @@
+"""Refuse what cannot fit before anything is started or allocated. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from diloco.options.model_files import load_model_config
+from diloco.train.memory import check_memory, memory_needed_bytes, number_in
+
+
+def check_peers_fit(path_model: str, *, num_peers: int = 1, on_gpu: bool) -> None:
+    """Raise UserError where the model is none, or where so many peers of it do not fit this machine.
+
+    Counts what the parameters are at least, and no activations: an exact count needs torch, and batches may
+    still come from the swarm. The worker makes one later.
+    """
+    model = load_model_config(path_model)
+    need = memory_needed_bytes(
+        least_num_parameters(model),
+        activation_tokens=0,
+        config=model,
+        on_gpu=on_gpu,
+    )
+    check_memory(need, path_model=path_model, num_peers=num_peers)
+
+
+def least_num_parameters(config: Mapping[str, Any]) -> int:
+    """Of the embeddings, and in each layer attention and two matrices of the MLP; 0 for what names them otherwise."""
+    tables = 2 if config.get("tie_word_embeddings") is False else 1
+    hidden = number_in(config, "hidden_size", "n_embd")
+    layers = number_in(config, "num_hidden_layers", "n_layer")
+    heads = number_in(config, "num_attention_heads", "n_head")
+    head_dim = number_in(config, "head_dim") or (hidden // heads if heads else 0)
+    kv_heads = number_in(config, "num_key_value_heads") or heads
+    attention = 2 * hidden * head_dim * (heads + kv_heads)
+    mlp = 2 * hidden * number_in(config, "intermediate_size", "n_inner")
+    return tables * number_in(config, "vocab_size") * hidden + layers * (attention + mlp)

@@ -1,0 +1,46 @@
+"""Where a trainer's figures go beside metrics.jsonl."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from diloco.options.trainer import TrainConfig, flat_values
+from diloco.train.queued_sink import Sink
+from diloco.train.run_dir import slug
+from diloco.train.sinks import TensorBoardSink, WandbSink
+
+
+def opened_sinks(config: TrainConfig, run_dir: Path) -> list[Sink]:
+    """What the configuration asks for. Raises UserError for what does not start."""
+    sinks: list[Sink] = []
+    if "tensorboard" in config.metric_loggers:
+        sinks.append(TensorBoardSink(run_dir=run_dir))
+    if "wandb" in config.metric_loggers:
+        sinks.append(
+            WandbSink(
+                project=config.project,
+                run_dir=run_dir,
+                config=flat_values(config),
+                name=run_name(config),
+                group=config.hv.run_id if is_peer(config) else None,
+                tags=(f"seed{config.seed}",) if config.mode == "grpo" else (),
+            )
+        )
+    return sinks
+
+
+def is_peer(config: TrainConfig) -> bool:
+    """Whether this training is one of several of a run."""
+    return config.hv.world_rank is not None or bool(config.hv.initial_peers)
+
+
+def run_name(config: TrainConfig) -> str | None:
+    """The peer's number in its run; of a reinforcement run: what is learnt by which model, and the suffix that tells it
+    from others.
+    """
+    rank = config.hv.world_rank
+    peer = f"peer-{rank}" if rank is not None else ""
+    if config.mode != "grpo":
+        return f"{config.hv.run_id}-{peer}" if peer else None
+    parts = [f"trl_{slug(config.grpo.dataset)}_grpo_{Path(config.path_model).name}", config.grpo.run_suffix]
+    return "_".join(filter(None, (*parts, peer)))
