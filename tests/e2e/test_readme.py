@@ -2,7 +2,7 @@
 
 Commands are taken from the documents. What differs from them is said in `typed` and beside each test: free ports, a
 model that trains in milliseconds, and flags that end a training early. Those of one command and several documents are
-run once; those for machines that are not here, tests/unit/diloco/test_documents.py has parsed.
+run once; those for machines that are not here, tests/unit/test_documents.py has parsed.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from diloco.launch.swarm_config import adopted, daemon_config, manifest_of
 from diloco.options.model_files import load_model_config
 from diloco.options.trainer import TrainConfig, parse_train_config
 
-FRESH = str(Path(__file__).parents[3] / "tests" / "models" / "llama-2m-fresh")
+FRESH = str(Path(__file__).parents[4] / "tests" / "models" / "llama-2m-fresh")
 
 
 def test_the_daemon_is_told_plain_json():

@@ -102,7 +102,7 @@ def test_a_run_directory_that_holds_a_run_is_not_run_over(capsys, tmp_path):
 def test_version_and_module_entry():
     answer = subprocess.run(
         [sys.executable, "-m", "diloco", "--version"],
-        cwd=Path(__file__).parents[3],
+        cwd=Path(__file__).parents[4],
         capture_output=True,
         text=True,
         timeout=30,
@@ -122,7 +122,7 @@ def test_a_signal_cancels_what_runs_and_sets_the_exit_code(number, code, tmp_pat
         "    finally:\n        pathlib.Path('cleaned').touch()\n"
         "sys.exit(run_interruptible(main()))\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[4])}
     process = subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path, env=environment)
     try:
         deadline = time.monotonic() + 20
