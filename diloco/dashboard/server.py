@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
@@ -30,7 +31,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from diloco.dashboard.feed import MAX_READERS, Feed
-from peers.monitor.metrics_text import CONTENT_TYPE, swarm_metrics
+from peers.monitor.prometheus import swarm_metrics
 
 STATIC = Path(__file__).parent / "static"
 FILES = ("style.css", "app.js", "charts.js", "rounds.js", "format.js")
@@ -66,7 +67,7 @@ def application(feed: Feed, *, token: str, cookie: str) -> ASGIApp:
         return JSONResponse(feed.swarm)
 
     async def metrics(_request: Request) -> Response:
-        return Response(swarm_metrics(feed.swarm), media_type=CONTENT_TYPE)
+        return Response(swarm_metrics(feed.swarm), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     app = Starlette(
         routes=[

@@ -20,8 +20,7 @@ from typing import Any, Literal
 import torch
 
 from peers.admission.service import AdmissionService, AdmissionSettings
-from peers.core import defaults as literature
-from peers.core import events
+from peers.core import defaults, events
 from peers.core.peer import Peer
 from peers.core.schedule import Schedule
 from peers.core.settings import Settings
@@ -37,8 +36,7 @@ from peers.daemon.runtime import Runtime, RuntimeSettings
 from peers.daemon.supervisor import Supervisor, WorkerCommand
 from peers.daemon.worker_session import serve_workers
 from peers.errors import PeersError, UserError
-from peers.monitor.metrics_server import metrics_served
-from peers.monitor.metrics_text import swarm_metrics
+from peers.monitor.prometheus import metrics_served
 from peers.monitor.report_service import ReportService
 from peers.monitor.reporting import Reporting
 from peers.net.dht.node import Dht
@@ -139,20 +137,20 @@ async def run_daemon(config: DaemonConfig, *, worker: WorkerFactory | None) -> i
         daemon = Daemon(config, identity, dht, admission)
         stack.push_async_callback(daemon.close)
         if config.metrics_port is not None:
-            await stack.enter_async_context(metrics_served(config.metrics_port, daemon.metrics))
+            await stack.enter_async_context(daemon.metrics_served(config.metrics_port))
         return await daemon.live(accept, link_path, worker)
 
 
 def optimizer_of(manifest: Mapping[str, Scalar], num_members: int) -> OuterOptimizer:
-    """The outer optimizer of a round of so many members: what is not in the manifest follows the literature."""
+    """The outer optimizer of a round of so many members: what is not in the manifest follows the defaults."""
     schedule, codec = Schedule.of(manifest), str(manifest.get("hv.compression") or "fp32")
     lr, momentum = manifest.get("hv.outer_lr"), manifest.get("hv.outer_momentum")
     if lr is None:
-        lr = literature.outer_lr_for(
+        lr = defaults.outer_lr_for(
             num_members, schedule.local_steps, num_fragments=schedule.num_fragments, compression=codec
         )
     if momentum is None:
-        momentum = literature.outer_momentum_for(codec)
+        momentum = defaults.outer_momentum_for(codec)
     return OuterOptimizer(lr=float(lr), momentum=float(momentum))
 
 
@@ -231,9 +229,9 @@ class Daemon:
             is_banned=lambda peer_id: peer_id in admission.gate.bans.peer_ids,
         )
 
-    def metrics(self) -> bytes:
-        """Its figures in Prometheus' text format."""
-        return swarm_metrics(self._reporting.as_swarm(), only_rank=self._describe().world_rank)
+    def metrics_served(self, port: int) -> contextlib.AbstractAsyncContextManager[int]:
+        """Its figures, for a Prometheus on this machine."""
+        return metrics_served(port, self._reporting.as_swarm, lambda: self._describe().world_rank)
 
     async def live(self, accept: Accept, link_path: Path, worker: WorkerFactory | None) -> int:
         """Everything between joining the DHT and leaving it."""

@@ -150,7 +150,7 @@ def test_it_only_shows():
             assert status == 200 and json.loads(body)["peers"][0]["world_rank"] == 0
             status, headers, body = await ask(port, "/metrics", **COOKIE)
             assert headers["content-type"].startswith("text/plain; version=0.0.4")
-            assert b'diloco_epoch{run_id="run",world_rank="0"} 0\n' in body
+            assert b'diloco_epoch{run_id="run",world_rank="0"} 0.0\n' in body
 
     asyncio.run(main())
 

@@ -1,0 +1,181 @@
+"""Figures for Prometheus: of one daemon on loopback, or of a whole swarm as an observer sees it.
+
+Labels are bounded: a run's id, world ranks below MAX_RANK of at most MAX_PEERS peers at once, and words of ours. No
+peer id and no text of a peer's becomes a label.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from prometheus_client import CollectorRegistry, generate_latest, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from peers.errors import UserError
+from peers.monitor.sightings import LOST, SILENT
+from peers.protocol.records import STATES
+from peers.protocol.reports import PARTS
+
+HOST = "127.0.0.1"
+MAX_RANK = 4096
+MAX_PEERS = 256
+ALL_STATES = (*sorted(STATES), LOST, SILENT)
+_ANSWER_TIMEOUT_S = 5.0
+_RUN = ("run_id",)
+_RANK = ("run_id", "world_rank")
+
+Summary = Mapping[str, Any]
+"""Of a swarm, as `summary_of` (peers/monitor/summary.py) gives it."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Family:
+    """One metric: its name and what it says, which the page of docs and the Grafana dashboard rely on."""
+
+    name: str
+    kind: Literal["gauge", "counter"]
+    says: str
+    labels: tuple[str, ...] = _RANK
+
+    def empty(self) -> GaugeMetricFamily | CounterMetricFamily:
+        kind = GaugeMetricFamily if self.kind == "gauge" else CounterMetricFamily
+        return kind(self.name, self.says, labels=self.labels)
+
+
+FAMILIES = (
+    Family("diloco_peers", "gauge", "Peers of the run that are there.", _RUN),
+    Family("diloco_stragglers", "gauge", "Peers that the leader of a round waits for.", _RUN),
+    Family(
+        "diloco_state", "gauge", "1 for the state that the peer is in, 0 for the others.", (*_RANK, "state")
+    ),
+    Family("diloco_epoch", "gauge", "Outer steps that the peer's anchor has."),
+    Family("diloco_step", "gauge", "Nominal inner step."),
+    Family("diloco_loss", "gauge", "Loss of the last step that was told, in nats per token."),
+    Family("diloco_tokens_per_second", "gauge", "Tokens trained per second, lately."),
+    Family("diloco_committed_tokens", "gauge", "Tokens averaged into the anchor, over all epochs and peers."),
+    Family("diloco_last_seen_seconds", "gauge", "Since the peer's newest word."),
+    Family("diloco_rounds_total", "counter", "Epochs that ended on the peer since it was started."),
+    Family(
+        "diloco_round_failures_total", "counter", "Attempts at rounds that failed, as far as it was told."
+    ),
+    Family("diloco_worker_losses_total", "counter", "Ends of the peer's worker before the training's."),
+    Family("diloco_sent_bytes_total", "counter", "Sent for reductions."),
+    Family("diloco_received_bytes_total", "counter", "Received for reductions."),
+    Family("diloco_forwarded_bytes_total", "counter", "Carried for other peers, each way."),
+    Family("diloco_upload_bytes_per_second", "gauge", "Sent in the last reduction, over its time."),
+    Family("diloco_download_bytes_per_second", "gauge", "Received in the last reduction, over its time."),
+    Family("diloco_link_bytes_per_second", "gauge", "What the peer's link carries each way at the most."),
+    Family("diloco_round_seconds", "gauge", "Of the last round, from its group to the commit."),
+    Family(
+        "diloco_round_part_seconds",
+        "gauge",
+        "Of the last epoch's parts: gathering, reducing, voting and so on.",
+        (*_RANK, "part"),
+    ),
+)
+
+# Metric by the name of the figure that it shows, in a peer's entry of peers/monitor/summary.py.
+_OF_A_PEER = {
+    "diloco_epoch": "epoch",
+    "diloco_step": "step",
+    "diloco_loss": "loss",
+    "diloco_tokens_per_second": "tokens_per_s",
+    "diloco_committed_tokens": "committed_tokens",
+    "diloco_last_seen_seconds": "last_seen_s",
+    "diloco_rounds_total": "num_rounds",
+    "diloco_round_failures_total": "num_failures",
+    "diloco_worker_losses_total": "num_worker_losses",
+    "diloco_sent_bytes_total": "sent_bytes",
+    "diloco_received_bytes_total": "received_bytes",
+    "diloco_forwarded_bytes_total": "forwarded_bytes",
+    "diloco_upload_bytes_per_second": "upload_bytes_per_s",
+    "diloco_download_bytes_per_second": "download_bytes_per_s",
+    "diloco_link_bytes_per_second": "link_bytes_per_s",
+}
+
+
+@contextlib.asynccontextmanager
+async def metrics_served(
+    port: int, summary: Callable[[], Summary], rank: Callable[[], int]
+) -> AsyncIterator[int]:
+    """Serve the figures of the peer with this world rank on loopback while the context lasts.
+
+    Gives the port, which 0 leaves to the system. Raises UserError where it is taken.
+    """
+    loop = asyncio.get_running_loop()
+
+    async def current() -> tuple[Summary, int]:
+        return summary(), rank()
+
+    def collect() -> Iterator[Metric]:
+        # Whoever asks has a thread of its own, and what is told belongs to the loop's.
+        swarm, only_rank = asyncio.run_coroutine_threadsafe(current(), loop).result(_ANSWER_TIMEOUT_S)
+        return metrics_of(swarm, only_rank=only_rank)
+
+    try:
+        server, thread = start_http_server(port, HOST, _registry(collect))
+    except OSError as error:
+        raise UserError(
+            f"--hv.metrics-port {port}: {error.strerror}; choose another one, or 0 for any"
+        ) from error
+    try:
+        log.info("metrics at http://%s:%d/metrics", HOST, server.server_port)
+        yield server.server_port
+    finally:
+        await asyncio.to_thread(server.shutdown)
+        server.server_close()
+        thread.join()
+
+
+def swarm_metrics(swarm: Summary) -> bytes:
+    """The figures of all peers, in Prometheus' text format."""
+    return generate_latest(_registry(lambda: metrics_of(swarm)))
+
+
+def metrics_of(swarm: Summary, *, only_rank: int | None = None) -> Iterator[Metric]:
+    """Of all peers, or of one. What is not known is left out."""
+    run_id = str(swarm["run_id"])
+    metrics = {family.name: family.empty() for family in FAMILIES}
+
+    def add(name: str, value: float | None, *labels: str) -> None:
+        if value is not None:
+            metrics[name].add_metric([run_id, *labels], value)
+
+    add("diloco_peers", sum(peer["state"] not in (LOST, SILENT) for peer in swarm["peers"]))
+    add("diloco_stragglers", len(swarm["stragglers"]))
+    shown: dict[int, Mapping[str, Any]] = {}
+    for peer in swarm["peers"]:
+        is_wanted = only_rank in (None, peer["world_rank"])
+        if is_wanted and 0 <= peer["world_rank"] < MAX_RANK and len(shown) < MAX_PEERS:
+            shown.setdefault(peer["world_rank"], peer)
+    last_round = {entry["world_rank"]: entry for round_ in swarm["rounds"] for entry in round_["peers"]}
+    for world_rank, peer in shown.items():
+        rank = str(world_rank)
+        for state in ALL_STATES:
+            add("diloco_state", float(peer["state"] == state), rank, state)
+        for name, figure in _OF_A_PEER.items():
+            add(name, peer[figure], rank)
+        if (round_ := last_round.get(world_rank)) is not None:
+            add("diloco_round_seconds", round_["round_s"], rank)
+            for part in PARTS:
+                add("diloco_round_part_seconds", round_[part], rank, part.removesuffix("_s"))
+    return (metric for metric in metrics.values() if metric.samples)
+
+
+def _registry(collect: Callable[[], Iterator[Metric]]) -> CollectorRegistry:
+    class Figures(Collector):
+        def collect(self) -> Iterator[Metric]:
+            return collect()
+
+    # Not asked while it is registered: the loop that answers is the one that registers it.
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(Figures())
+    return registry
