@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import AsyncIterator
@@ -14,13 +13,14 @@ from diloco.options.flags import HvConfig
 from peers.admission.secrets import SwarmSecret, load_secret
 from peers.admission.token_request import ISSUERS_KEY, Applicant, NoIssuer, request_token
 from peers.core.admission import Admission
-from peers.errors import PeersError, ProtocolError, UserError
+from peers.errors import PeersError, UserError
+from peers.net.announced import announced
 from peers.net.dht.bootstrap import ClockOff
 from peers.net.dht.node import Dht
 from peers.net.gate import Gate
 from peers.net.identity import Identity
 from peers.protocol.maddrs import parse_maddr
-from peers.protocol.records import PEERS_KEY, CoordinatorRecord, shown_rank
+from peers.protocol.records import PEERS_KEY, Announcement, CoordinatorRecord, shown_rank
 from peers.protocol.refusal import Refused, Why
 
 ADMISSION_TIMEOUT_S = 4.0
@@ -96,16 +96,14 @@ async def _check_members(
 async def members_of(dht: Dht, run_id: str, secret: SwarmSecret | None, *, without: str) -> list[Member]:
     """The coordinator and the peers of a run, as far as the secret's holder believes them, the youngest peers last."""
     from peers.admission.rank_request import coordinators
-    from peers.monitor.observer import valid_announcements
 
     gate = Gate(Admission(run_id, secret.public_key if secret else None))
-    values = (await dht.get(PEERS_KEY(run_id))).items()
-    peers = valid_announcements(values, run_id=run_id, now=time.time(), gate=gate)
+    peers = await announced(dht, PEERS_KEY(run_id), Announcement, run_id, gate.check_quietly)
     found = {
         peer.peer_id: Member(
             peer.peer_id, f"peer {shown_rank(peer.world_rank)} (…{peer.peer_id[-6:]})", peer.maddrs
         )
-        for peer in sorted(peers, key=lambda peer: peer.world_rank)
+        for peer in sorted(peers.values(), key=lambda peer: peer.world_rank)
         if peer.state != "leaving" and peer.peer_id != without
     }
     for record in await coordinators(dht, run_id, gate):
@@ -195,11 +193,8 @@ def _without_issuer(error: NoIssuer, kept: bytes, problem: Why | None, peer_id: 
 
 async def _is_closed(dht: Dht, run_id: str) -> bool:
     """Whether somebody issues tokens for this run."""
-    for peer_id, blob in (await dht.get(ISSUERS_KEY(run_id))).items():
-        with contextlib.suppress(ProtocolError):
-            if CoordinatorRecord.decode(peer_id, blob, time.time(), run_id=run_id).token:
-                return True
-    return False
+    found = await announced(dht, ISSUERS_KEY(run_id), CoordinatorRecord, run_id, lambda _: None)
+    return any(record.token for record in found.values())
 
 
 def _mend_of(why: Why, peer_id: str) -> str:

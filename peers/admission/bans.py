@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import time
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -17,6 +16,7 @@ from msgspec.msgpack import Decoder
 
 from peers.admission.token_request import ISSUERS_KEY
 from peers.errors import PeersError, ProtocolError
+from peers.net.announced import announced
 from peers.net.channel import Channel
 from peers.net.dht.node import Dht
 from peers.net.gate import Gate
@@ -59,17 +59,9 @@ def keep(gate: Gate, path: Path) -> None:
 
 async def admitted(dht: Dht, run_id: str, gate: Gate) -> dict[str, Sequence[str]]:
     """The addresses of all admitted peers and issuers, by peer id."""
-    found: dict[str, Sequence[str]] = {}
-    now = time.time()
-    for key, kind in ((ISSUERS_KEY(run_id), CoordinatorRecord), (PEERS_KEY(run_id), Announcement)):
-        for peer_id, blob in (await dht.get(key)).items():
-            try:
-                record: CoordinatorRecord | Announcement = kind.decode(peer_id, blob, now, run_id=run_id)
-            except ProtocolError:
-                continue
-            if gate.is_admitted(peer_id, record.token):
-                found[peer_id] = record.maddrs
-    return found
+    issuers = await announced(dht, ISSUERS_KEY(run_id), CoordinatorRecord, run_id, gate.check_quietly)
+    peers = await announced(dht, PEERS_KEY(run_id), Announcement, run_id, gate.check_quietly)
+    return {peer_id: record.maddrs for peer_id, record in (*issuers.items(), *peers.items())}
 
 
 async def exchange(dht: Dht, run_id: str, gate: Gate, peers: Mapping[str, Sequence[str]]) -> int:

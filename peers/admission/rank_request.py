@@ -9,6 +9,7 @@ import time
 from msgspec.msgpack import Decoder
 
 from peers.errors import PeerUnreachable, ProtocolError, UserError
+from peers.net.announced import announced
 from peers.net.channel import Channel
 from peers.net.dht.node import Dht
 from peers.net.gate import Gate
@@ -76,15 +77,8 @@ def protocol_of(run_id: str) -> str:
 async def coordinators(dht: Dht, run_id: str, gate: Gate) -> list[CoordinatorRecord]:
     """Everyone who says to be the run's coordinator, and may be: initial peers before those that the user has not
     named, then who said so last."""
-    found = []
-    for peer_id, blob in (await dht.get(COORDINATOR_KEY(run_id))).items():
-        try:
-            record = CoordinatorRecord.decode(peer_id, blob, time.time(), run_id=run_id)
-            gate.check(peer_id, record.token, "DHT")
-            found.append(record)
-        except ProtocolError as error:
-            logger.debug("ignored: %s", error)
-    return sorted(found, key=lambda record: (record.peer_id not in dht.initial_peers, -record.time))
+    found = await announced(dht, COORDINATOR_KEY(run_id), CoordinatorRecord, run_id, gate.check_record)
+    return sorted(found.values(), key=lambda record: (record.peer_id not in dht.initial_peers, -record.time))
 
 
 async def _ask(

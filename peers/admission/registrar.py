@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from peers.admission.ledger import Ledger
 from peers.admission.rank_request import HOLDER_TIMEOUT_S, MAX_REQUEST_BYTES
 from peers.admission.service import AdmissionService
-from peers.errors import ProtocolError
+from peers.net.announced import announced
 from peers.net.channel import Channel
 from peers.net.dht.node import Dht
 from peers.net.gate import Gate
@@ -62,11 +62,10 @@ class Registrar:
 
         Peers that came with ranks of their own while no coordinator was there hold them, too.
         """
-        others = [
-            record
-            for record in (await announcements(self._dht, self._run_id, self._gate)).values()
-            if record.peer_id != peer_id and record.state != "leaving"
-        ]
+        here = await announced(
+            self._dht, PEERS_KEY(self._run_id), Announcement, self._run_id, self._gate.check_record
+        )
+        others = [r for r in here.values() if r.peer_id != peer_id and r.state != "leaving"]
         held = {record.world_rank: record for record in others}
         if wanted in held and await self._is_there(held[wanted].peer_id, held[wanted].maddrs):
             return Taken(held[wanted].peer_id)
@@ -99,16 +98,3 @@ async def announce(dht: Dht, identity: Identity, run_id: str, admission: Admissi
         token=admission.token,
     )
     await dht.store(COORDINATOR_KEY(run_id), dht.peer_id, record.encode(identity), RECORD_TTL_S)
-
-
-async def announcements(dht: Dht, run_id: str, gate: Gate) -> dict[str, Announcement]:
-    """The valid announcements of a run, by peer id."""
-    found: dict[str, Announcement] = {}
-    for peer_id, blob in (await dht.get(PEERS_KEY(run_id))).items():
-        try:
-            record = Announcement.decode(peer_id, blob, time.time(), run_id=run_id)
-            gate.check(peer_id, record.token, "DHT")
-            found[peer_id] = record
-        except ProtocolError as error:
-            logger.debug("ignored: %s", error)
-    return found

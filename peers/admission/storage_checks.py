@@ -36,7 +36,7 @@ def guard_storage(dht: Dht, run_id: str, gate: Gate) -> None:
             except ProtocolError:
                 return False
             if not is_found:
-                return gate.is_admitted(subkey, record.token)
+                return gate.is_admitted(record)
             # Of what is found, the reader wants to know whom it refuses.
             found[subkey, value] = None
             while len(found) > MAX_FOUND:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from msgspec.msgpack import Decoder
 
 from peers.admission.secrets import SwarmSecret
 from peers.errors import PeerUnreachable, ProtocolError
+from peers.net.announced import announced
 from peers.net.channel import Channel
 from peers.net.dht.node import Dht
 from peers.protocol.admission import Issued, Join, Nonce, Proof
@@ -71,10 +72,10 @@ async def request_token(dht: Dht, applicant: Applicant, *, timeout_s: float) -> 
         if (token := await _ask_all(dht, records, applicant, left_s)) is not None:
             return token
         # One look may miss what the next one finds.
-        found = await _records(dht, ISSUERS_KEY(run_id), run_id, lambda record: bool(record.token))
-        others = others or bool(found)
-        found = await _records(dht, COORDINATOR_KEY(run_id), run_id, lambda record: not record.token)
-        coordinators = coordinators or bool(found)
+        found = await announced(dht, ISSUERS_KEY(run_id), CoordinatorRecord, run_id, lambda _: None)
+        others = others or any(record.token for record in found.values())
+        found = await announced(dht, COORDINATOR_KEY(run_id), CoordinatorRecord, run_id, lambda _: None)
+        coordinators = coordinators or not all(record.token for record in found.values())
         await asyncio.sleep(_RETRY_INTERVAL_S)
     raise NoIssuer(others=others, coordinators=coordinators)
 
@@ -105,26 +106,13 @@ async def _ask_all(
 async def issuers(dht: Dht, applicant: Applicant) -> list[CoordinatorRecord]:
     """Everyone who announces to issue tokens and was admitted for this time, who said so last first."""
 
-    def is_admitted(record: CoordinatorRecord) -> bool:
+    def check(record: CoordinatorRecord) -> None:
         token = Token.decode(record.token, applicant.secret.public_key)
-        return (token.run_id, token.peer_id) == (applicant.run_id, record.peer_id)
+        if (token.run_id, token.peer_id) != (applicant.run_id, record.peer_id):
+            raise ProtocolError(f"{record.peer_id} shows a token of another peer or run")
 
-    found = await _records(dht, ISSUERS_KEY(applicant.run_id), applicant.run_id, is_admitted)
-    return sorted(found, key=lambda record: -record.time)
-
-
-async def _records(
-    dht: Dht, key: str, run_id: str, wanted: Callable[[CoordinatorRecord], bool]
-) -> list[CoordinatorRecord]:
-    found = []
-    for peer_id, blob in (await dht.get(key)).items():
-        try:
-            record = CoordinatorRecord.decode(peer_id, blob, time.time(), run_id=run_id)
-            if wanted(record):
-                found.append(record)
-        except ProtocolError as error:
-            log.debug("ignored: %s", error)
-    return found
+    found = await announced(dht, ISSUERS_KEY(applicant.run_id), CoordinatorRecord, applicant.run_id, check)
+    return sorted(found.values(), key=lambda record: -record.time)
 
 
 async def _ask(dht: Dht, record: CoordinatorRecord, applicant: Applicant, timeout_s: float) -> bytes:

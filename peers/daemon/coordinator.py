@@ -17,16 +17,18 @@ from typing import Any
 from peers.admission.issuer import DEFAULT_LIFETIME_DAYS
 from peers.admission.ledger import Ledger
 from peers.admission.rank_request import protocol_of, request_rank
-from peers.admission.registrar import ANNOUNCE_INTERVAL_S, Registrar, announce, announcements
+from peers.admission.registrar import ANNOUNCE_INTERVAL_S, Registrar, announce
 from peers.admission.secrets import load_or_create_key
 from peers.admission.service import AdmissionService, AdmissionSettings
 from peers.errors import PeersError, UserError
 from peers.monitor.news import Watcher
+from peers.net.announced import announced
 from peers.net.dht.node import Dht
 from peers.net.gate import Gate
 from peers.net.identity import Identity, check_run_id, load_or_create
 from peers.net.paths.reachability import Reachability
 from peers.protocol.maddrs import parse_maddr
+from peers.protocol.records import PEERS_KEY, Announcement
 
 __all__ = ["CoordinatorConfig", "request_rank", "serve"]
 
@@ -178,7 +180,8 @@ async def _announce_forever(dht: Dht, identity: Identity, run_id: str, admission
 async def _report_forever(dht: Dht, run_id: str, gate: Gate, say: Callable[[str], None]) -> None:
     watcher = Watcher()
     while True:
-        for line in watcher.update(await announcements(dht, run_id, gate), time.monotonic()):
+        here = await announced(dht, PEERS_KEY(run_id), Announcement, run_id, gate.check_record)
+        for line in watcher.update(here, time.monotonic()):
             say(line)
         await asyncio.sleep(_POLL_INTERVAL_S)
 

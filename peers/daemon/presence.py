@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable, Mapping
 
 from peers.admission.rank_request import request_rank
-from peers.errors import PeersError, ProtocolError, UserError
+from peers.errors import PeersError, UserError
+from peers.net.announced import announced
 from peers.net.dht.node import Dht
 from peers.net.gate import Gate
 from peers.net.identity import Identity
@@ -213,18 +214,11 @@ class Presence:
         return NO_RANK if wanted is None else wanted
 
     async def _records(self) -> dict[str, Announcement]:
-        """Fresh, well-signed announcements of this run in the DHT, by peer id."""
-        records = {}
-        for peer_id, blob in (await self._dht.get(PEERS_KEY(self._run_id))).items():
-            try:
-                record = Announcement.decode(peer_id, blob, run_id=self._run_id, now=time.time())
-                self._gate.check(peer_id, record.token, "DHT")
-            except ProtocolError as error:
-                log.debug("ignored a record: %s", error)
-                continue
-            if record.state != "leaving":
-                records[peer_id] = record
-        return records
+        """Who is announced to be here, by peer id."""
+        found = await announced(
+            self._dht, PEERS_KEY(self._run_id), Announcement, self._run_id, self._gate.check_record
+        )
+        return {peer_id: record for peer_id, record in found.items() if record.state != "leaving"}
 
     def _blob(self) -> bytes:
         return self._describe().encode(self._identity)

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -23,6 +23,7 @@ from peers.errors import PeersError, PeerUnreachable, ProtocolError, UserError
 from peers.monitor.report_service import proof_of
 from peers.monitor.sightings import LOST, SILENT, Sightings
 from peers.monitor.summary import MAX_SHOWN_ROUNDS, holders_of, summary_of
+from peers.net.announced import announced
 from peers.net.channel import Channel
 from peers.net.dht.node import Dht
 from peers.net.gate import Gate
@@ -166,10 +167,10 @@ class Observer:
                 log.debug("no look into the DHT: %s", error)
 
     async def _look(self) -> None:
-        values = await self._dht.get(PEERS_KEY(self._run_id))
-        for record in valid_announcements(
-            values.items(), run_id=self._run_id, now=time.time(), gate=self._gate
-        ):
+        found = await announced(
+            self._dht, PEERS_KEY(self._run_id), Announcement, self._run_id, self._gate.check_quietly
+        )
+        for record in found.values():
             if self._is_reborn(record):
                 self._stop_asking(record.peer_id)
             self._sightings.announced(record, time.monotonic())
@@ -263,7 +264,7 @@ class Observer:
         """Raises ProtocolError for a report that is not of a peer of the run, or shows what is not proved."""
         check_certified(report)
         status = Announcement.decode(peer_id, report.status, run_id=self._run_id, now=time.time())
-        if not self._gate.is_admitted(peer_id, status.token):
+        if not self._gate.is_admitted(status):
             raise ProtocolError("its token is not good any more")
         self._sightings.reported(status, report, time.monotonic())
         self._told_of(peer_id)
@@ -288,18 +289,3 @@ def check_certified(report: Report) -> None:
 def _is_signed(certificate: Certificate) -> bool:
     """All peers show the same one; it is checked once."""
     return certificate.is_signed(verify_signature)
-
-
-def valid_announcements(
-    values: Iterable[tuple[str, bytes]], *, run_id: str, now: float, gate: Gate
-) -> list[Announcement]:
-    """Those of the DHT's values that are well-formed, signed, and of peers admitted to this run."""
-    found = []
-    for peer_id, blob in values:
-        try:
-            record = Announcement.decode(peer_id, blob, run_id=run_id, now=now)
-            if gate.is_admitted(peer_id, record.token):
-                found.append(record)
-        except ProtocolError:
-            continue
-    return found

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from peers.core.admission import Admission
 from peers.net.refusals import Refusals
+from peers.protocol.records import Record
 from peers.protocol.refusal import Refused
 from peers.protocol.tokens import BanList
 
@@ -56,10 +57,18 @@ class Gate:
             self.tell(peer_id, error, door)
             raise
 
-    def is_admitted(self, peer_id: str, token: bytes) -> bool:
+    def check_record(self, record: Record) -> None:
+        """The same of whoever has announced this."""
+        self.check(record.peer_id, record.token, "DHT")
+
+    def check_quietly(self, record: Record) -> None:
         """The same for whoever only looks on: nothing is logged."""
+        self._admission.check(record.peer_id, record.token, time.time())
+
+    def is_admitted(self, record: Record) -> bool:
+        """The same, as an answer."""
         try:
-            self._admission.check(peer_id, token, time.time())
+            self.check_quietly(record)
         except Refused:
             return False
         return True
