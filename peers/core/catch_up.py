@@ -1,4 +1,5 @@
-"""Whose state to take: newer commits on this peer's chain, a chain that counts for more, or any chain for a newcomer.
+"""Whose state to take: newer commits on this peer's chain, a chain that counts for more, the state before commits that
+no majority has signed, or any chain for a newcomer.
 
 Targets are heads that live peers announce. Certificates that lead to them are asked for, then judged (chain.py), then
 the state is fetched; nothing is adopted before its certificates are here.
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 from peers.core.chain import Chain, Fork, acceptable_part, prefers_theirs
 from peers.core.effects import Fetch, Send, Tell
 from peers.core.health import Swarm
-from peers.core.plans import fault_of_successor
+from peers.core.plans import fault_of_successor, is_quorum
 from peers.core.settings import Settings
 from peers.core.timing import Timing
 from peers.core.turn import Turn
@@ -94,7 +95,7 @@ class CatchUp:
         ):
             # A target on the way to somewhere further is fetched first: commits are repeated after it.
             return False
-        self.fetch(turn, path, self._donors(path[-1], heads))
+        self.fetch(turn, path, self._donors(path[-1]))
         return True
 
     def fetch(self, turn: Turn, path: Sequence[Certificate], donors: Sequence[str]) -> None:
@@ -139,10 +140,10 @@ class CatchUp:
                 heads[status.head].append(peer_id)
         return heads
 
-    def _donors(self, target: Certificate, heads: Heads) -> list[str]:
+    def _donors(self, target: Certificate) -> list[str]:
         """Holders of the state: those who have spoilt least first, then those of its roster."""
         roster = {member.peer_id for member in target.plan.roster}
-        holders = heads.get(target.head, [])
+        holders = [p for p, status in self.swarm.live() if status.head == target.head]
         return sorted(holders, key=lambda p: (self.swarm.strikes(p), p not in roster, p))
 
     def _ask_for_the_way(self, turn: Turn, head: str, holders: Sequence[str]) -> None:
@@ -175,7 +176,26 @@ class CatchUp:
             path = self._acceptable_way(turn, head, heads, has_worker)
             if path and path[-1].head in heads and (not best or _counts_for_more(self.chain, path, best)):
                 best = path
-        return best
+        return best or self._way_back()
+
+    def _way_back(self) -> tuple[Certificate, ...]:
+        """To where most of a roster are heard to stand, none of the commits after which most of them have signed.
+
+        They would not follow (rule 3), and without this peer may be too few to commit.
+        """
+        standing: Heads = defaultdict(list)
+        for peer_id, status in self.swarm.live():
+            standing[status.head].append(peer_id)
+        for head, peer_ids in standing.items():
+            after = self.chain.after(head)
+            if after is not None:
+                certificate = self.chain.get(head)
+                assert certificate is not None
+                if is_quorum(peer_ids, certificate, 0.5) and not is_quorum(
+                    after.plan.signers, certificate, 0.5
+                ):
+                    return (certificate,)
+        return ()
 
     def _acceptable_way(
         self, turn: Turn, head: str, heads: Heads, has_worker: bool

@@ -80,6 +80,13 @@ class Chain:
         """The last so many heads of the own chain before this one."""
         return frozenset(list(self._own)[-1 - count : -1])
 
+    def after(self, head: str) -> Certificate | None:
+        """The next commit of the own chain; None at its end, and where this head is not on it."""
+        if head == self.head or head not in self._own:
+            return None
+        own = list(self._own)
+        return self._own[own[own.index(head) + 1]]
+
     def path_back(self, head: str) -> list[Certificate]:
         """What is known of the way to `head`, oldest first, down to where it meets the own chain (exclusive)."""
         path: list[Certificate] = []
@@ -91,9 +98,13 @@ class Chain:
         return path[::-1]
 
     def fork_to(self, head: str) -> Fork | None:
-        """How the way to `head` parts from this peer's own; None where their common past is not known."""
+        """How the way to `head` parts from this peer's own; None where their common past is not known.
+
+        Where `head` lies on the own way, theirs is empty.
+        """
         theirs = self.path_back(head)
-        if not theirs or (ancestor := self._own.get(theirs[0].plan.parent)) is None:
+        ancestor = self._own.get(theirs[0].plan.parent if theirs else head)
+        if ancestor is None:
             return None
         own = list(self._own)
         ours = own[own.index(ancestor.head) + 1 :]

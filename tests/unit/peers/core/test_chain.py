@@ -222,3 +222,17 @@ def test_of_two_that_went_on_apart_without_any_of_the_roster_one_gives_way_thoug
     # While the one that is back stands where the two part, it has its say; elsewhere it has none any more.
     assert part_of(fork(ours, theirs, alone), me="x", stands="a") == 0
     assert part_of(fork(ours, theirs, alone), me="x") == 3
+
+
+def test_an_earlier_head_of_the_own_chain_is_a_fork_without_another_side():
+    way = [GENESIS, *chain_of(GENESIS, "abc", 3)]
+    kept = chain(*way)
+    back = kept.fork_to(way[1].head)
+    assert back is not None
+    assert (back.ancestor, back.ours, back.theirs) == (way[1], tuple(way[2:]), ())
+    kept.move_to((way[1],))
+    assert kept.head == way[1].head and not kept.has_passed(way[2].head)
+    again = kept.fork_to(way[3].head)
+    assert again is not None and again.theirs == tuple(way[2:])
+    kept.move_to((way[0],))
+    assert kept.head == GENESIS.head

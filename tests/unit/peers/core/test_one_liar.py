@@ -269,3 +269,22 @@ def epochs_in(pump: Pump, seconds: float) -> int:
     before = len(commits(pump["a"]))
     pump.run(seconds)
     return len(commits(pump["a"])) - before
+
+
+def test_who_went_on_alone_goes_back_to_where_most_stand_and_need_it():
+    """Of four, one was cut off and made commits of its own; one spoils every attempt of the other three."""
+    pump, liar = founded("abcd"), "d"
+    pump.tamper = lambda sender, to, message: (
+        None if sender == liar and isinstance(message, Vote | Propose) else message
+    )
+    pump.disconnect("ab", "ac", "ad")
+    pump.run(60)
+    alone, together = pump["a"].peer.epoch, pump["b"].peer.epoch
+    assert alone > together + 2
+    pump.mend()
+    assert pump.run(120, lambda: min(pump[name].peer.epoch for name in "abc") >= together + 3)
+    assert [tell.fields for tell in pump["a"].effects(effects.Tell) if tell.kind == "fork"] == [
+        {"commits": alone - together}
+    ]
+    assert not any(tell.kind == "fork" for name in "bc" for tell in pump[name].effects(effects.Tell))
+    assert pump.signed_twice() == {}
