@@ -19,8 +19,8 @@ from diloco.sim.network import Network
 from diloco.sim.values import Pieces
 from peers.protocol.certificates import Plan
 
-OPEN_S = 10.0
-"""In which all members have to begin."""
+OPEN_S = 2.0
+"""In which all members have to begin: the daemon gives those that have streams already little more than a second."""
 STALL_S = 5.0
 """Without a byte from a member."""
 NOTICE_S = (0.0, 0.5)

@@ -105,6 +105,13 @@ class Timing:
         return CONNECT_S * self.beat_s / BEAT_S
 
     @property
+    def prompt_s(self) -> float:
+        """For a member of an attempt to begin, where a stream with it stands."""
+        if not self._rounds:
+            return self.connect_s
+        return min(self.connect_s, self.reaction_s + min(self.silence_s, self.usual_round_s))
+
+    @property
     def stall_s(self) -> float:
         """A stream of a reduction may be silent for so long."""
         return self.silence_s + min(self.silence_s, self.usual_round_s)

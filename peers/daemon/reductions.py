@@ -127,6 +127,7 @@ class Reductions:
             reduce_plan.attempt,
             peer_ids,
             timeout_s=timeout_s,
+            prompt_s=self._timing.prompt_s,
             cancelled=self._cancelled,
             quiet=lambda: [rank for rank, peer_id in peer_ids.items() if not self._is_live(peer_id)],
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import socket
 import threading
 import time
@@ -120,22 +121,25 @@ class StreamPool:
         peer_ids: Mapping[int, str],
         *,
         timeout_s: float,
+        prompt_s: float = math.inf,
         cancelled: threading.Event | None = None,
         quiet: Callable[[], Collection[int]] = frozenset,
     ) -> RoundStreams:
         """One outgoing and one incoming stream with each of these peers (by world rank), for this attempt.
 
-        Raises RoundFailed: at once with the peers that cannot be reached, else in time with those that did not
-        come, with any of them that becomes `quiet` meanwhile, or soon after `cancelled`. The streams with the others
-        are then closed, with a word of farewell.
+        Raises RoundFailed: at once with the peers that cannot be reached, within `prompt_s` with those that have a
+        stream to this one and do not name the attempt on it, else in time with those that did not come, with any of
+        them that becomes `quiet` meanwhile, or soon after `cancelled`. The streams with the others are then closed,
+        with a word of farewell.
         """
+        prompt = {rank for rank, peer in peer_ids.items() if self._idle.get(peer)}
         outgoing: dict[int, asyncio.Future[socket.socket]] = {
             rank: asyncio.create_task(self._name_outgoing(attempt, peer, timeout_s))
             for rank, peer in peer_ids.items()
         }
         incoming = {rank: self._await_incoming(attempt, peer) for rank, peer in peer_ids.items()}
         try:
-            await self._gather(outgoing, incoming, timeout_s, cancelled, quiet)
+            await self._gather(outgoing, incoming, timeout_s, (prompt, prompt_s), cancelled, quiet)
         except BaseException as error:
             if isinstance(error, RoundFailed):
                 self._miss(peer_ids, error.silent)
@@ -222,11 +226,13 @@ class StreamPool:
         outgoing: Mapping[int, asyncio.Future[socket.socket]],
         incoming: Mapping[int, asyncio.Future[socket.socket]],
         timeout_s: float,
+        prompt: tuple[Collection[int], float],
         cancelled: threading.Event | None,
         quiet: Callable[[], Collection[int]],
     ) -> None:
-        """Wait for all streams. Raises RoundFailed."""
+        """Wait for all streams; for those of the prompt ones not as long. Raises RoundFailed."""
         began = time.monotonic()
+        prompt_ones, prompt_s = prompt
         deadline, heeds_silence_at = began + timeout_s, began + min(_DETOUR_S, timeout_s / 4)
         # Of whom nothing is heard from the beginning, there may be another way to.
         quiet_before = set(quiet())
@@ -246,13 +252,17 @@ class StreamPool:
                 )
             missing = {rank for rank in outgoing if pending & {outgoing[rank], incoming[rank]}}
             # Where many are missing it is this peer that is slow, or the machine.
-            silent = missing if is_late and len(missing) <= max(1, len(outgoing) // 4) else set[int]()
+            many = 1 + max(1, len(outgoing) // 4)
+            silent = missing if is_late and len(missing) < many else set[int]()
             if cancelled is not None and cancelled.is_set():
                 raise RoundFailed("cancelled", silent=silent)
             fallen = missing & set(quiet()) - quiet_before
             if fallen and time.monotonic() > heeds_silence_at:
-                few = fallen if len(fallen) <= max(1, len(outgoing) // 4) else set[int]()
+                few = fallen if len(fallen) < many else set[int]()
                 raise RoundFailed(f"{_named(fallen)} has fallen silent", fallen, silent=few)
+            tardy = {rank for rank in prompt_ones if incoming[rank] in pending}
+            if tardy and len(tardy) < many and time.monotonic() > began + prompt_s:
+                raise RoundFailed(f"{_named(tardy)} does not begin", tardy, silent=tardy)
             if pending and time.monotonic() > deadline:
                 raise RoundFailed(
                     f"no streams with {_named(missing)} in {timeout_s:g} s", missing, silent=silent

@@ -42,6 +42,7 @@ def test_before_anything_is_known_waiting_times_are_those_of_few_peers_nearby():
     assert timing.regain_s == timing.silence_s
     assert timing.reaction_s == 2 * BEAT_S
     assert timing.attempt_s == LEAST_ROUND_S
+    assert timing.prompt_s == CONNECT_S
     assert timing.fetch_timeout_s == FETCH_S
 
 
@@ -63,6 +64,11 @@ def test_the_first_round_and_a_fetch_are_given_time_for_their_bytes():
     timing.is_to_move(fragment_bytes=10**9, state_bytes=4 * 10**9)
     assert timing.attempt_s == pytest.approx(2 * 10**9 / SLOWEST_LINK)
     assert timing.fetch_timeout_s == pytest.approx(FETCH_S + 4 * 10**9 / SLOWEST_LINK)
+
+
+def test_who_has_a_stream_begins_within_a_reaction_and_what_rounds_take_here():
+    assert learned(rounds=0.3).prompt_s == pytest.approx(2 * BEAT_S + 0.3)
+    assert learned(rounds=60.0).prompt_s == CONNECT_S
 
 
 def test_an_attempt_takes_a_few_usual_rounds_beside_what_connections_take():

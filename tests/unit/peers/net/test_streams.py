@@ -191,6 +191,27 @@ def test_who_does_not_come_counts_as_silent_unless_many_do_not(num_missing, sile
     run(scenario())
 
 
+def test_who_has_a_stream_and_does_not_begin_is_named_soon_and_who_has_none_has_time():
+    async def scenario():
+        async with pools("a", "b", "c") as (_, (a, b, c)):
+            streams = await connect_both(a, b, os.urandom(16))
+            for pool, given in zip((a, b), streams, strict=True):
+                pool.give_back(given)
+            began = time.monotonic()
+            with pytest.raises(RoundFailed, match="peer 1 does not begin") as failure:
+                await a.connect(os.urandom(16), {1: "b", 2: "c"}, timeout_s=10, prompt_s=0.2)
+            assert 0.2 < time.monotonic() - began < 3
+            assert failure.value.suspects == failure.value.silent == {1}
+            # Of streams that are yet to be opened nobody knows how long they take.
+            attempt = os.urandom(16)
+            connecting = asyncio.create_task(a.connect(attempt, {2: "c"}, timeout_s=10, prompt_s=0.05))
+            await asyncio.sleep(0.3)
+            await c.connect(attempt, {0: "a"}, timeout_s=10)
+            assert (await connecting).send.keys() == {2}
+
+    run(scenario())
+
+
 @pytest.mark.parametrize("from_the_beginning", [False, True])
 def test_who_falls_quiet_before_its_stream_has_come_is_not_waited_for(from_the_beginning):
     async def scenario():
