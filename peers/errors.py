@@ -2,11 +2,11 @@
 
 PeersError
 ├── UserError         stop before training and tell the user: a flag, a port, a key, a taken rank (exit 2)
-│   └── ClockOff      the swarm's nodes do not take this machine's clock (bootstrap.py)
+│   └── ClockOff      the swarm's nodes do not take this machine's clock (net/dht/bootstrap.py)
 ├── PeerUnreachable   skip this peer, or try it again later
 │   ├── PeerSilent    try another way: the stream stands, and may carry nothing
-│   ├── TurnedAway    it says that this peer may not be there (mesh.py)
-│   └── NoIssuer      there is nobody who issues tokens (access/request.py)
+│   ├── TurnedAway    it says that this peer may not be there (net/mesh.py)
+│   └── NoIssuer      there is nobody who issues tokens (admission/token_request.py)
 ├── ProtocolError     drop this peer's stream: it sent what no honest peer sends
 │   └── Refused       drop it, and tell it why: it may not be here (protocol/refusal.py)
 ├── RoundFailed       try the round again, without the suspects it names

@@ -12,7 +12,7 @@ from diloco.errors import UserError
 from diloco.options.flags import HvConfig, Name, Seconds, address_list
 
 if TYPE_CHECKING:
-    from peers.admission.ban_change import Outcome
+    from peers.admission.ban_change import ChangedBans
 
 DEFAULTS = HvConfig()
 _KEY = "File with the admission key; default: that of the coordinator on this machine."
@@ -91,7 +91,7 @@ def new_secret(
 
 def _change(
     where: tuple[tuple[str, ...], str, Path | None, Path | None, float],
-    say: Callable[[Outcome], None],
+    say: Callable[[ChangedBans], None],
     *,
     ban: Collection[str] = (),
     unban: Collection[str] = (),
@@ -130,7 +130,7 @@ def _check_named(peer_ids: tuple[str, ...]) -> None:
         raise UserError("name the peers: their ids, as `diloco status --json` has them.")
 
 
-def _tell(outcome: Outcome, what: str) -> None:
+def _tell(outcome: ChangedBans, what: str) -> None:
     for peer_id in sorted(outcome.changed):
         print(f"{peer_id} is {what}")
     if not outcome.changed:

@@ -9,7 +9,7 @@ from diloco.sim import values
 from diloco.sim.effect_runner import carry_out
 from diloco.sim.process import Machine, Process
 from diloco.sim.tracing import describe
-from diloco.sim.values import Outcome, Pieces, State
+from diloco.sim.values import Pieces, Reduced, State
 from diloco.sim.worker import Handed, VirtualWorker
 from diloco.sim.world import Disk, World
 from peers.core import events
@@ -45,7 +45,7 @@ class VirtualPeer(Process):
         self.worker: VirtualWorker | None = None
         self.asking: VirtualWorker | None = None
         """Who has asked last where to begin."""
-        self.outcome: Outcome | None = None
+        self.outcome: Reduced | None = None
         """Of its last reduction."""
         self.fetched_state: State | None = None
         self.said: Status | None = None
@@ -124,7 +124,7 @@ class VirtualPeer(Process):
         if self.garbles:
             self.garbles = False
             garbled = values.digest("garbled", outcome.anchor)
-            outcome = Outcome(plan, outcome.pieces, outcome.doubled, garbled, outcome.momentum)
+            outcome = Reduced(plan, outcome.pieces, outcome.doubled, garbled, outcome.momentum)
         self.outcome = outcome
         self._post(events.Reduced(plan.digest, outcome.anchor, outcome.momentum))
 

@@ -57,7 +57,7 @@ class State:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Reduced:
     """What the reduction of a plan has brought to a member, and what a commit of it leads to."""
 
     plan: Plan
@@ -73,17 +73,17 @@ def initial_state(name: str) -> State:
     return State("", 0, digest("initial anchor", name), digest("no momentum"))
 
 
-def reduce_parts(state: State, plan: Plan, parts: Mapping[str, Pieces]) -> Outcome:
+def reduce_parts(state: State, plan: Plan, parts: Mapping[str, Pieces]) -> Reduced:
     """What a member in this state computes from everybody's part; members in the same state get the same digests."""
     pieces: Pieces = NOTHING.union(*parts.values())
     doubled = pieces & state.pieces
     if sum(map(len, parts.values())) != len(pieces):
         doubled |= {piece for piece in pieces if sum(piece in part for part in parts.values()) > 1}
     name = digest(state.anchor, plan.digest, sorted(pieces), sorted(doubled))
-    return Outcome(plan, pieces, doubled, digest("anchor", name), digest("momentum", state.momentum, name))
+    return Reduced(plan, pieces, doubled, digest("anchor", name), digest("momentum", state.momentum, name))
 
 
-def apply_outcome(state: State, outcome: Outcome, certificate: Certificate, now: float) -> State:
+def apply_outcome(state: State, outcome: Reduced, certificate: Certificate, now: float) -> State:
     return _state_of(certificate, state.pieces | outcome.pieces, outcome.anchor, outcome.momentum, state, now)
 
 

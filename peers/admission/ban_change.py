@@ -22,7 +22,7 @@ MIN_ENDING_CHARACTERS = 6
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ChangedBans:
     """The list that holds now, and how many of the peers that were asked have it."""
 
     bans: BanList
@@ -40,7 +40,7 @@ async def change_bans(
     ban: Collection[str] = (),
     unban: Collection[str] = (),
     timeout_s: float,
-) -> Outcome:
+) -> ChangedBans:
     """Sign the next ban list, keep it at `kept_at`, and see to it that the swarm has it.
 
     `ban` and `unban` are peer ids, or endings that mean one peer of the swarm, or of the list. Without either, the list
@@ -73,7 +73,7 @@ async def _change(
     kept_at: Path,
     ban: Collection[str],
     unban: Collection[str],
-) -> Outcome:
+) -> ChangedBans:
     there = await bans.admitted(dht, run_id, gate)
     # What follows has to be newer than any list that the swarm has.
     await bans.exchange(dht, run_id, gate, there)
@@ -89,9 +89,9 @@ async def _change(
             ) from error
     bans.keep(gate, kept_at)
     if not gate.bans_blob:
-        return Outcome(gate.bans, 0, 0, frozenset())
+        return ChangedBans(gate.bans, 0, 0, frozenset())
     num_told = await bans.exchange(dht, run_id, gate, there)
-    return Outcome(gate.bans, num_told, min(len(there), bans.MAX_ASKED), new | back)
+    return ChangedBans(gate.bans, num_told, min(len(there), bans.MAX_ASKED), new | back)
 
 
 def resolved(text: str, known: Collection[str]) -> str:

@@ -23,7 +23,7 @@ INSERT INTO fencing SELECT 0 WHERE NOT EXISTS (SELECT * FROM fencing);
 """
 
 
-class Ledger:
+class RankLedger:
     """One run's ranks: one rank an identity, one identity a rank. A change is on disk when the call ends."""
 
     def __init__(self, path: Path) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from msgspec.msgpack import Decoder
 from msgspec.structs import replace
 
-from peers.admission.ledger import Ledger
+from peers.admission.ledger import RankLedger
 from peers.admission.rank_request import HOLDER_TIMEOUT_S, MAX_REQUEST_BYTES
 from peers.admission.service import AdmissionService
 from peers.net.announced import announced
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 class Registrar:
     """Answers requests for ranks."""
 
-    def __init__(self, run_id: str, ledger: Ledger, dht: Dht, gate: Gate) -> None:
+    def __init__(self, run_id: str, ledger: RankLedger, dht: Dht, gate: Gate) -> None:
         self._run_id, self._ledger, self._dht, self._gate = run_id, ledger, dht, gate
         self._granted_at: dict[str, float] = {}
 
@@ -58,7 +58,7 @@ class Registrar:
             channel.close()
 
     async def assign(self, peer_id: str, wanted: int | None) -> Grant | Taken:
-        """As Ledger.assign, but a holder that does not answer loses the rank to one that asks for it.
+        """As RankLedger.assign, but a holder that does not answer loses the rank to one that asks for it.
 
         Peers that came with ranks of their own while no coordinator was there hold them, too.
         """

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from peers.admission.issuer import DEFAULT_LIFETIME_DAYS
-from peers.admission.ledger import Ledger
+from peers.admission.ledger import RankLedger
 from peers.admission.rank_request import protocol_of, request_rank
 from peers.admission.registrar import ANNOUNCE_INTERVAL_S, Registrar, announce
 from peers.admission.secrets import load_or_create_key
@@ -75,7 +75,7 @@ async def serve(config: CoordinatorConfig, say: Callable[[str], None]) -> None:
         identity = _claim_identity(config.identity_path or directory / f"{run_id}.key")
         stack.callback(identity.release)
         settings = admission_settings(config)
-        ledger = stack.enter_context(contextlib.closing(Ledger(directory / f"{run_id}.sqlite")))
+        ledger = stack.enter_context(contextlib.closing(RankLedger(directory / f"{run_id}.sqlite")))
         dht = await Dht.join(
             identity=identity,
             initial_peers=config.initial_peers,

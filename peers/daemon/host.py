@@ -31,12 +31,11 @@ from peers.net.streams import StreamTransport
 from peers.protocol.certificates import Certificate
 from peers.protocol.mesh import Scalar
 from peers.protocol.records import State
-from peers.protocol.reports import Point
-from peers.protocol.reports import Standing as RoundStanding
+from peers.protocol.reports import Point, Standing
 from peers.protocol.signatures import verify_signature
 from peers.reduce.residuals import Residuals
 from peers.state import files as state_files
-from peers.state.handover import Memories, Outcome, Start
+from peers.state.handover import EpochOutcome, Memories, Start
 from peers.state.layout import Layout
 from peers.state.outer_state import OuterState
 from peers.state.saving import Saving, Written
@@ -50,7 +49,7 @@ REFUSAL_TIMEOUT_S = 30.0
 
 
 @dataclass
-class Standing:
+class WorkerStanding:
     """What this peer shows of its worker."""
 
     state: State = "joining"
@@ -74,7 +73,7 @@ class WorkerHost:
         run_id: str,
         presence: Presence,
         agreement: Agreement,
-        standing: Standing,
+        standing: WorkerStanding,
         transport: StreamTransport,
         waited_out: Callable[[], bool],
     ) -> None:
@@ -113,10 +112,10 @@ class WorkerHost:
         return self._schedule.steps_per_epoch if self._agreement.digest else 0
 
     @property
-    def standing_in_round(self) -> RoundStanding:
+    def standing_in_round(self) -> Standing:
         """For people: also of a peer that is not in any round yet."""
         if self._standing.state in ("joining", "waiting") or not self.ready.done():
-            return RoundStanding(waits_for=self.waits_for)
+            return Standing(waits_for=self.waits_for)
         return standing_of(self.ready.result().core)
 
     async def manifest(self) -> Mapping[str, Scalar]:
@@ -155,7 +154,7 @@ class WorkerHost:
         )
         return start
 
-    async def average(self, memories: Memories, ready: dict[str, Any]) -> Outcome:
+    async def average(self, memories: Memories, ready: dict[str, Any]) -> EpochOutcome:
         runtime = await asyncio.shield(self.ready)
         step, tokens, last = int(ready["step"]), int(ready["tokens"]), bool(ready["last"])
         self._standing.step = step
@@ -173,7 +172,7 @@ class WorkerHost:
         self._show("leaving" if last else "training" if self.has_worker else "joining")
         return outcome
 
-    def _advise(self, runtime: Runtime, outcome: Outcome) -> None:
+    def _advise(self, runtime: Runtime, outcome: EpochOutcome) -> None:
         usual = self._advice.epoch_ended(
             time.monotonic(),
             round_s=outcome.round_s,

@@ -26,7 +26,7 @@ from peers.core.schedule import Schedule
 from peers.core.settings import Settings
 from peers.core.weights import Aggregation
 from peers.daemon.agreement import Agreement
-from peers.daemon.host import Standing, WorkerHost
+from peers.daemon.host import WorkerHost, WorkerStanding
 from peers.daemon.link import Accept, listen, refuse
 from peers.daemon.pledges import Pledges
 from peers.daemon.presence import Presence
@@ -171,7 +171,7 @@ class Daemon:
     ) -> None:
         self._config, self._dht, self._identity, self._admission = config, dht, identity, admission
         self._incarnation = time.time_ns()
-        self._standing = Standing()
+        self._standing = WorkerStanding()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._supervisor: Supervisor | None = None
         self._tasks: list[asyncio.Task[Any]] = []

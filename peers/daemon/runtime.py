@@ -29,7 +29,7 @@ from peers.protocol.messages import Message, Offer, Status
 from peers.reduce.bandwidth import Bandwidth
 from peers.reduce.commit_log import CommitLog, Recording
 from peers.reduce.residuals import Residuals
-from peers.state.handover import Memories, Outcome, Start
+from peers.state.handover import EpochOutcome, Memories, Start
 from peers.state.outer_optimizer import OuterOptimizer, norm_of_pseudo_gradient
 from peers.state.outer_state import OuterState
 
@@ -164,7 +164,7 @@ class Runtime:
 
     async def average(
         self, memories: Memories, fragment: int, *, tokens: int, step: int, last: bool
-    ) -> Outcome:
+    ) -> EpochOutcome:
         """What becomes of the fragment in *out*; what the worker goes on from is in *in* then. *Out* is only read.
 
         Raises PeersError where it cannot be averaged.

@@ -14,7 +14,7 @@ from peers.core.effects import Answer
 from peers.errors import PeersError
 from peers.reduce.commit_log import Recording
 from peers.reduce.plan import ReducePlan
-from peers.state.handover import Memories, Outcome, Start
+from peers.state.handover import EpochOutcome, Memories, Start
 from peers.state.header import StateHeader
 from peers.state.outer_optimizer import rebase
 from peers.state.outer_state import OuterState
@@ -56,7 +56,7 @@ class WorkInHand:
         self.memories, self.fragment, self.last = memories, fragment, last
         self.local = memories.out[fragment]
         """What the fragment's weights count as: those handed over, or the same work on top of a later anchor."""
-        self.answer: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self.answer: asyncio.Future[EpochOutcome] = asyncio.get_running_loop().create_future()
         self.plan: ReducePlan | None = None
         """Of the attempt whose result is in *in*."""
         self.previewed: StateHeader | None = None
@@ -113,7 +113,7 @@ class WorkInHand:
         """Answer the worker, which goes on from what is in *in*."""
         now, parts = time.monotonic(), self.clock.parts
         grouped_at = self.grouped_at or now
-        outcome = Outcome(
+        outcome = EpochOutcome(
             epoch=answer.epoch,
             local_step=answer.local_step,
             data_base=answer.data_base,

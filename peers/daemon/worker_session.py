@@ -20,7 +20,7 @@ import torch
 
 from peers.daemon.link import WAITING_INTERVAL_S, Accept, DaemonConnection, LinkMemory
 from peers.errors import LinkLost, PeersError, ProtocolError, UserError
-from peers.state.handover import Memories, Outcome, Start
+from peers.state.handover import EpochOutcome, Memories, Start
 from peers.state.layout import Layout
 from peers.state.saving import Written
 
@@ -50,7 +50,7 @@ class Host(Protocol):
 
     async def start(self, memories: Memories, offer: dict[str, Any]) -> Start: ...
 
-    async def average(self, memories: Memories, ready: dict[str, Any]) -> Outcome: ...
+    async def average(self, memories: Memories, ready: dict[str, Any]) -> EpochOutcome: ...
 
     async def snapshot(self, directory: Path) -> None:
         """Begin to write the outer state as it is now. Raises OSError."""
@@ -77,7 +77,7 @@ class WorkerSession:
         self._layout: Layout | None = None
         self._memories: list[LinkMemory] = []
         self._descriptors: list[int] = []
-        self._averaging: asyncio.Future[Outcome] | None = None
+        self._averaging: asyncio.Future[EpochOutcome] | None = None
         self._started: DaemonConnection | None = None
         """Rank 0's, once it has asked where to start."""
 

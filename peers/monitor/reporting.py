@@ -24,7 +24,7 @@ from peers.protocol.reports import (
     RoundEntry,
     Standing,
 )
-from peers.state.handover import Outcome
+from peers.state.handover import EpochOutcome
 
 
 class Reporting:
@@ -103,7 +103,7 @@ class Reporting:
         return summary_of(own.run_id, sightings, now=now, unix_now=time.time())
 
 
-def entry_of(outcome: Outcome) -> RoundEntry:
+def entry_of(outcome: EpochOutcome) -> RoundEntry:
     """What the journal keeps of an epoch that ends now."""
     return RoundEntry(
         time=time.time(),

@@ -66,7 +66,7 @@ class EpochFigures:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome(EpochFigures):
+class EpochOutcome(EpochFigures):
     """What the worker's `committed` says: the figures, and where it goes on from."""
 
     world_rank: int

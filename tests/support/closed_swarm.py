@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peers.admission.ban_change import Outcome, change_bans
+from peers.admission.ban_change import ChangedBans, change_bans
 from peers.admission.secrets import AdmissionKey, load_key
 from peers.daemon.coordinator import CoordinatorConfig, serve
 from peers.protocol.tokens import Token
@@ -44,7 +44,7 @@ class Closed:
         )
         return token.encode((key or self.key).private_key)
 
-    def change_bans(self, **changes: Any) -> Outcome:
+    def change_bans(self, **changes: Any) -> ChangedBans:
         kept_at = self.config.admission_key_path.with_suffix(".bans")
         return asyncio.run(
             change_bans(self.run_id, [self.address], self.key, kept_at, timeout_s=20, **changes)

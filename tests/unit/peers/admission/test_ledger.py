@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from peers.admission.ledger import Ledger
+from peers.admission.ledger import RankLedger
 from peers.errors import UserError
 from peers.protocol.ranks import Grant, Taken
 
@@ -18,7 +18,7 @@ PEERS = [f"peer-{index}" for index in range(5)]
 
 @pytest.fixture
 def ledger(tmp_path):
-    ledger = Ledger(tmp_path / "ranks.sqlite")
+    ledger = RankLedger(tmp_path / "ranks.sqlite")
     yield ledger
     ledger.close()
 
@@ -53,7 +53,7 @@ def test_a_file_that_is_no_ledger_is_named(tmp_path):
     path = tmp_path / "ranks.sqlite"
     path.write_bytes(b"not a database" * 100)
     with pytest.raises(UserError, match=r"ranks\.sqlite"):
-        Ledger(path)
+        RankLedger(path)
 
 
 def test_a_second_process_may_look_while_the_ledger_is_open(tmp_path, ledger):
@@ -70,7 +70,7 @@ class LedgerAgainstADictionary(RuleBasedStateMachine):
         super().__init__()
         self.directory = tempfile.TemporaryDirectory()
         self.path = Path(self.directory.name) / "ranks.sqlite"
-        self.ledger = Ledger(self.path)
+        self.ledger = RankLedger(self.path)
         self.ranks: dict[str, int] = {}
         self.last_fencing = 0
 
@@ -99,7 +99,7 @@ class LedgerAgainstADictionary(RuleBasedStateMachine):
     @rule()
     def restart(self):
         self.ledger.close()
-        self.ledger = Ledger(self.path)
+        self.ledger = RankLedger(self.path)
 
     @invariant()
     def no_rank_is_forgotten_and_none_is_held_twice(self):

@@ -9,7 +9,7 @@ from hypothesis import core, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from peers.admission.ledger import Ledger
+from peers.admission.ledger import RankLedger
 from peers.protocol.ranks import Grant, Taken
 
 _IS_SEARCH = core.global_force_seed is not None
@@ -28,7 +28,7 @@ class LedgerUnderRequests(RuleBasedStateMachine):
         self.open()
 
     def open(self) -> None:
-        self.ledger = Ledger(Path(self.directory.name, "run.sqlite"))
+        self.ledger = RankLedger(Path(self.directory.name, "run.sqlite"))
 
     @rule(peer_id=peer_ids, wanted=st.none() | ranks, avoid=st.frozensets(ranks, max_size=2))
     def a_rank_is_asked_for(self, peer_id: str, wanted: int | None, avoid: frozenset[int]) -> None:

@@ -14,7 +14,7 @@ import pytest
 from peers.daemon.link import WorkerLink, listen
 from peers.daemon.worker_session import serve_workers
 from peers.errors import PeersError, UserError
-from peers.state.handover import Memories, Outcome, Start
+from peers.state.handover import EpochOutcome, Memories, Start
 from peers.state.layout import Layout, ParameterSlot
 from peers.state.saving import Written
 from peers.state.whole_files import FileRecord
@@ -42,7 +42,7 @@ class SlowHost:
     async def start(self, memories: Memories, offer: dict[str, Any]) -> Start:
         raise AssertionError("no test gets so far")
 
-    async def average(self, memories: Memories, ready: dict[str, Any]) -> Outcome:
+    async def average(self, memories: Memories, ready: dict[str, Any]) -> EpochOutcome:
         self.averaging.set()
         await self.go_on.wait()
         self.averaged.append(float(memories.out[0][0]))
@@ -100,7 +100,7 @@ def test_the_next_life_of_a_worker_does_not_write_into_what_is_still_averaged(tm
 
 
 class FailingHost(SlowHost):
-    async def average(self, memories: Memories, ready: dict[str, Any]) -> Outcome:
+    async def average(self, memories: Memories, ready: dict[str, Any]) -> EpochOutcome:
         raise PeersError("its weights are not finite any more")
 
 
