@@ -12,7 +12,7 @@ from typing import Any
 from provisioning.errors import UserError
 from provisioning.field_types import check_field_types
 from provisioning.pods import PodSpec
-from provisioning.wishes import called, checked, specs_of
+from provisioning.specs import called, checked, specs_of
 
 QWEN = "Qwen/Qwen2.5-1.5B-Instruct"
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from provisioning import jobs
 from provisioning.backoff import repeated
-from provisioning.day_two import INVENTORY, PYTHON, access_of, reconcile
 from provisioning.errors import ProviderError, ProvisioningError, UserError
 from provisioning.keys import public_key
 from provisioning.ledger import Ledger, Row
+from provisioning.operations import INVENTORY, PYTHON, access_of, reconcile
 from provisioning.plan import Plan, plan
 from provisioning.pod_paths import VENV
 from provisioning.pods import Offer, PodSpec
@@ -129,7 +129,7 @@ async def opened_fleet(
     boot_timeout_s: float = 900.0,
     extras: Sequence[str] = (),
 ) -> AsyncIterator[Fleet]:
-    """The fleet for these wishes, of one provider, with what its pods are to be given. Raises UserError."""
+    """The fleet for these specs, of one provider, with what its pods are to be given. Raises UserError."""
     names = {spec.provider for spec in specs}
     others = {row.provider for row in ledger.rows()} - names
     if len(names) > 1 or others:

@@ -7,10 +7,10 @@ import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from provisioning.day_two import checked_names, renters
 from provisioning.errors import MachineError, ProvisioningError, UserError
 from provisioning.ledger import Ledger, Row
 from provisioning.machines import Machine
+from provisioning.operations import checked_names, renters
 from provisioning.pod_paths import JOBS, pod_directory
 from provisioning.providers.registry import Access
 from provisioning.swarm_commands import DHT_JOB, PEER_JOB

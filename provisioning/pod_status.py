@@ -7,9 +7,9 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from provisioning.day_two import renters
 from provisioning.errors import ProvisioningError
 from provisioning.ledger import Ledger, Row, stray
+from provisioning.operations import renters
 from provisioning.pods import Pod
 from provisioning.providers.registry import Access
 from provisioning.reconcile import Look

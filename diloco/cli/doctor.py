@@ -47,7 +47,7 @@ def doctor(
 ) -> int:
     """Examine this machine and its way to a swarm: type `doctor` in the place of `peer`, with the same flags.
 
-    Each line passes, warns or fails, the last two with what mends it. With --initial-peers, members of the swarm are
+    Each line passes, warns or fails, the last two with what fixes it. With --initial-peers, members of the swarm are
     asked to call this machine back, what time it is, and how fast bytes go. Exit code 0 when nothing fails, else 1.
 
     Parameters
@@ -174,9 +174,9 @@ def _print(finding: Finding) -> None:
     print(f"{verdict}  {finding.name:<{_NAME_COLUMNS}}{said[0] if said else ''}", flush=True)
     for line in said[1:]:
         print(f"{indent}{line}", flush=True)
-    if finding.mend:
+    if finding.fix:
         # Never broken, so that it can be copied.
-        print(f"{indent}-> {finding.mend}", flush=True)
+        print(f"{indent}-> {finding.fix}", flush=True)
 
 
 def _print_end(found: list[Finding], *, asked: bool) -> None:

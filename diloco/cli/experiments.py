@@ -293,14 +293,14 @@ def destroy(name: str = "", *, state_file: StateFile = None, inventory: Inventor
     name: str
         The set, as it was given to `run`; or say --state-file.
     """
-    from provisioning import day_two, watcher
+    from provisioning import operations, watcher
 
     if not name and state_file is None:
         raise UserError("Say which: `diloco experiments destroy NAME`, or --state-file FILE.")
     ledger = opened_existing(state_file or _default_state_file(name))
 
     async def work() -> int:
-        failures = await day_two.down(ledger, access(inventory), (), say)
+        failures = await operations.down(ledger, access(inventory), (), say)
         if not ledger.rows():
             watcher.stop(ledger.path)
         return shouted(failures)

@@ -37,8 +37,8 @@ def run_on_pods(job: LaunchJob, wish: OnPods) -> int:
     ledger = opened_existing(wish.state_file)
 
     async def work() -> int:
-        from provisioning.day_two import renters
         from provisioning.launchers.ray_cluster import RayCluster
+        from provisioning.operations import renters
         from provisioning.pod_paths import CODE, pod_directory
         from provisioning.setup import put_private
 
@@ -63,8 +63,8 @@ def print_cluster_yaml(job: LaunchJob, wish: OnPods) -> int:
     ledger = opened_existing(wish.state_file)
 
     async def work() -> int:
-        from provisioning.day_two import renters
         from provisioning.launchers.ray_yaml import RayHost, cluster_yaml
+        from provisioning.operations import renters
         from provisioning.ssh_machine import SshMachine
 
         rows = _rows(ledger, job.num_nodes)
@@ -100,7 +100,7 @@ def print_cluster_yaml(job: LaunchJob, wish: OnPods) -> int:
 
 def _python(ledger: Ledger, renter: Renter) -> str:
     """That which the pods were set up with."""
-    from provisioning.day_two import PYTHON
+    from provisioning.operations import PYTHON
     from provisioning.pod_paths import VENV
 
     return ledger.recall(PYTHON) or renter.provider.python() or f"{VENV}/bin/python"

@@ -141,7 +141,7 @@ def ssh(
     forward: tuple
         Ports of the pod's own loopback to be reached here meanwhile, such as 8265, Ray's dashboard.
     """
-    from provisioning.day_two import checked_names, renters
+    from provisioning.operations import checked_names, renters
     from provisioning.pod_paths import pod_directory
 
     ledger = opened_existing(state_file)
@@ -207,12 +207,12 @@ def extend(*names: str, hours: Hours, state_file: StateFile = None, inventory: I
     hours: float
         How much longer.
     """
-    from provisioning import day_two
+    from provisioning import operations
 
     ledger = opened_existing(state_file)
 
     async def work() -> int:
-        failures = await day_two.extend(ledger, access(inventory), names, hours, say)
+        failures = await operations.extend(ledger, access(inventory), names, hours, say)
         ensure_watcher(ledger)
         return shouted(failures)
 
@@ -235,12 +235,12 @@ def down(
     yes: bool
         As for the commands that ask; it changes nothing here.
     """
-    from provisioning import day_two, watcher
+    from provisioning import operations, watcher
 
     ledger = opened_existing(state_file)
 
     async def work() -> int:
-        failures = await day_two.down(ledger, access(inventory), names, say)
+        failures = await operations.down(ledger, access(inventory), names, say)
         if not ledger.rows():
             watcher.stop(ledger.path)
         ensure_watcher(ledger)
@@ -266,17 +266,17 @@ def forget(
     yes: bool
         Do not ask.
     """
-    from provisioning import day_two
+    from provisioning import operations
 
     if not names:
         raise UserError("Say which: `diloco pods forget NAME`; `diloco pods status` lists them.")
     ledger = opened_existing(state_file)
 
     async def work() -> int:
-        rows = day_two.checked_names(ledger, names)
+        rows = operations.checked_names(ledger, names)
         rate = sum(row.offer.price_per_hour for row in rows)
         await confirmed(f"Forget {', '.join(names)}, {rate:.2f} $/h if still there?", yes=yes)
-        day_two.forget(ledger, rows)
+        operations.forget(ledger, rows)
         return 0
 
     return locked(ledger, work)
@@ -304,21 +304,21 @@ def reconcile(
     interval: float
         Seconds between two looks.
     """
-    from provisioning import day_two
+    from provisioning import operations
     from provisioning.watcher import watching
 
     ledger = opened_existing(state_file)
     if not watch:
 
         async def once() -> int:
-            failures = await day_two.reconcile(ledger, access(inventory), provider, say)
+            failures = await operations.reconcile(ledger, access(inventory), provider, say)
             ensure_watcher(ledger)
             return shouted(failures)
 
         return locked(ledger, once)
 
     async def forever() -> int:
-        await day_two.watch(ledger, access(inventory), say, interval_s=interval)
+        await operations.watch(ledger, access(inventory), say, interval_s=interval)
         return 0
 
     with watching(ledger.path) as is_mine:

@@ -81,7 +81,7 @@ def ensure_watcher(ledger: Ledger, tell: Callable[[str, str], None] = say) -> No
     import os
 
     from provisioning import watcher
-    from provisioning.day_two import is_to_be_watched
+    from provisioning.operations import is_to_be_watched
 
     if not is_to_be_watched(ledger):
         return

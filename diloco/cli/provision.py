@@ -103,7 +103,7 @@ def provision(
     Parameters
     ----------
     offers: bool
-        Only list what could be rented for these wishes.
+        Only list what could be rented for these flags.
     plan: bool
         Only show what would be done.
     yes: bool
@@ -148,7 +148,7 @@ def provision(
 
 
 def _specs(wish: Wish) -> list[PodSpec]:
-    from provisioning.wishes import checked, from_file, wanted
+    from provisioning.specs import checked, from_file, wanted
 
     if (wish.pods is None) == (wish.file is None):
         raise UserError("Say which pods: --pods 3, or --file FILE with [[pods]]; one of the two.")
@@ -187,7 +187,7 @@ async def _offers(wish: Wish, where: Any, as_json: bool) -> int:
     from provisioning.backoff import repeated
     from provisioning.choice import objections
     from provisioning.providers.registry import open_provider
-    from provisioning.wishes import wanted
+    from provisioning.specs import wanted
 
     common = {
         name: getattr(wish, name)

@@ -19,7 +19,7 @@ from diloco.sim.command.given_peers import LEAST_CORES, LEAST_FLOPS, MAX_PEERS
 from diloco.sim.command.values import bits_per_s, count, long_seconds, one, seconds, several
 
 if TYPE_CHECKING:
-    from diloco.sim.command.given_peers import PeerWish
+    from diloco.sim.command.given_peers import PeerSpec
     from diloco.sim.command.plot import Curve
     from diloco.sim.cost.figures import Figures
     from diloco.sim.cost.scenario import Scenario
@@ -158,8 +158,8 @@ def simulate(
         from diloco.sim.command.plot import check_drawable
 
         check_drawable(plot)
-    wishes, notes = _wishes(pods)
-    scenario = _scenario(training, pods, chances, wishes, epochs)
+    specs, notes = _specs(pods)
+    scenario = _scenario(training, pods, chances, specs, epochs)
     if scenario.schedule.local_steps != training.local_steps:
         notes.append(
             f"{training.local_steps} local steps are {scenario.schedule.local_steps} here, the next multiple of "
@@ -168,7 +168,7 @@ def simulate(
     from diloco.sim.cost.swarm import simulate as run
 
     figures = run(scenario, _told(scenario.num_epochs))
-    curves = _curves(scenario, wishes, plot) if plot is not None else None
+    curves = _curves(scenario, specs, plot) if plot is not None else None
     from diloco.sim.command.report import text_of
     from diloco.sim.cost.figures import ASSUMPTIONS
 
@@ -184,7 +184,7 @@ def simulate(
     return 0
 
 
-def _wishes(pods: Pods) -> tuple[list[PeerWish], list[str]]:
+def _specs(pods: Pods) -> tuple[list[PeerSpec], list[str]]:
     """What each peer is to have, and what had to be assumed."""
     from diloco.sim.command import given_peers as simulate_peers
 
@@ -197,7 +197,7 @@ def _wishes(pods: Pods) -> tuple[list[PeerWish], list[str]]:
             raise UserError(
                 f"{given[0]} lists the peers; {flag} is one value then, for those that have none of their own"
             )
-    usual = simulate_peers.PeerWish(
+    usual = simulate_peers.PeerSpec(
         up=pods.bandwidth[0],
         down=(pods.download or pods.bandwidth)[0],
         rtt_s=pods.rtt,
@@ -248,7 +248,7 @@ def _offers(source: str) -> list[Offer]:
 
 
 def _scenario(
-    training: Training, pods: Pods, chances: Chances, wishes: Sequence[PeerWish], epochs: int | None
+    training: Training, pods: Pods, chances: Chances, specs: Sequence[PeerSpec], epochs: int | None
 ) -> Scenario:
     from diloco.sim.cost.links import Link
     from diloco.sim.cost.machine import machine_of
@@ -264,12 +264,12 @@ def _scenario(
     )
     peers = tuple(
         SimulatedPeer(
-            link=Link(up_bits_per_s=wish.up, down_bits_per_s=wish.down, delay_s=wish.rtt_s / 4),
-            machine=machine_of(wish.cores, training.codec),
-            step_s=wish.step_s or step_seconds(training.params, training.batch_tokens, wish.peak, pods.mfu),
-            price_per_hour=wish.price,
+            link=Link(up_bits_per_s=spec.up, down_bits_per_s=spec.down, delay_s=spec.rtt_s / 4),
+            machine=machine_of(spec.cores, training.codec),
+            step_s=spec.step_s or step_seconds(training.params, training.batch_tokens, spec.peak, pods.mfu),
+            price_per_hour=spec.price,
         )
-        for wish in wishes
+        for spec in specs
     )
     scenario = Scenario(
         peers=peers,
@@ -309,15 +309,15 @@ def _told(num_epochs: int) -> Progress:
     return tell
 
 
-def _curves(scenario: Scenario, wishes: Sequence[PeerWish], path: Path) -> dict[str, Curve]:
+def _curves(scenario: Scenario, specs: Sequence[PeerSpec], path: Path) -> dict[str, Curve]:
     from diloco.sim.command.plot import curves_of, draw, here_mbps
     from diloco.sim.cost.machine import machine_of
     from diloco.train.metrics_file import figure
 
     def with_codec(codec: str) -> Scenario:
         peers = tuple(
-            replace(peer, machine=machine_of(wish.cores, codec))
-            for peer, wish in zip(scenario.peers, wishes, strict=True)
+            replace(peer, machine=machine_of(spec.cores, codec))
+            for peer, spec in zip(scenario.peers, specs, strict=True)
         )
         return replace(scenario, codec=codec, peers=peers)
 

@@ -79,7 +79,7 @@ def check_nccl(device: str, num_ranks: int, *, compiles: bool) -> Iterator[Findi
         yield failed(
             "nccl",
             f"{num_ranks} ranks cannot add up: {words}",
-            "NCCL_DEBUG=WARN diloco doctor  # says why; NCCL_P2P_DISABLE=1 mends many",
+            "NCCL_DEBUG=WARN diloco doctor  # says why; NCCL_P2P_DISABLE=1 fixes many",
         )
 
 

@@ -55,10 +55,10 @@ def judged_port(port: Port, seen: Seen) -> Finding:
         return passed(port.name, f"{port.announced} is reached by {seen.by}")
     where = f"inside it is {port.listens}" if port.listens != port.announced else "this machine listens there"
     said = f"{port.announced} is not reached by {seen.by}: {error} ({where})"
-    mend = _mend(port, seen)
+    fix = _fix(port, seen)
     if port.is_named:
-        return failed(port.name, said, mend)
-    return warned(port.name, f"{said}; bytes will go by other ways, the last through a third peer", mend)
+        return failed(port.name, said, fix)
+    return warned(port.name, f"{said}; bytes will go by other ways, the last through a third peer", fix)
 
 
 def judged_nat(seen: Seen) -> Finding:
@@ -98,7 +98,7 @@ def judged_announcement(announced: str, flag: str, seen: Seen) -> Finding | None
     )
 
 
-def _mend(port: Port, seen: Seen) -> str:
+def _fix(port: Port, seen: Seen) -> str:
     if port.listens != port.announced:
         return f"map port {port.announced} to {port.listens} here, or announce the one that is: {port.announce_flag}"
     if seen.kind == "hidden":

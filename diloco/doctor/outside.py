@@ -67,8 +67,8 @@ class Outside:
         except Refused as error:
             return warned("bandwidth", f"{name} does not answer: {error.why}", "--swarm-secret-file FILE")
         except PeersError as error:
-            mend = self._again("diloco status", "whether it is still there")
-            return warned("bandwidth", f"{name} does not answer: {error}", mend)
+            fix = self._again("diloco status", "whether it is still there")
+            return warned("bandwidth", f"{name} does not answer: {error}", fix)
 
     def _again(self, command: str, why: str) -> str:
         return f"{command} --initial-peers {' '.join(self._hv.initial_peers)}  # {why}"

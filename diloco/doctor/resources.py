@@ -32,7 +32,7 @@ class Place:
     name: str
     path: Path
     needed_bytes: int
-    mend: str
+    fix: str
 
 
 def check_descriptors() -> Iterator[Finding]:
@@ -77,8 +77,8 @@ def check_model_memory(config: TrainConfig, num_ranks: int, gpu_bytes: int | Non
     samples = 1 if per_device == "auto" else per_device
     if said := problem_of(samples):
         fitting = next((size for size in _smaller(samples) if not problem_of(size)), None)
-        mend = f"--per-device-train-batch-size {fitting}" if fitting else "--path-model 2m  # or more memory"
-        yield failed("memory", said, mend)
+        fix = f"--per-device-train-batch-size {fitting}" if fitting else "--path-model 2m  # or more memory"
+        yield failed("memory", said, fix)
         return
     need, left = need_of(samples), available_memory_bytes()
     free = f", {left / _GIB:.1f} GiB are free" if left is not None else ""
@@ -127,12 +127,12 @@ def tried(place: Place) -> Finding:
             os.fsync(file.fileno())
         free = shutil.disk_usage(existing).free
     except OSError as error:
-        return failed(place.name, f"{place.path} cannot be written to: {error.strerror}", place.mend)
+        return failed(place.name, f"{place.path} cannot be written to: {error.strerror}", place.fix)
     said = f"{place.path}: {_room(free)} free"
     if free < place.needed_bytes:
-        return failed(place.name, f"{said}, {_room(place.needed_bytes)} needed", place.mend)
+        return failed(place.name, f"{said}, {_room(place.needed_bytes)} needed", place.fix)
     if free < 2 * place.needed_bytes:
-        return warned(place.name, f"{said}, and {_room(place.needed_bytes)} needed at a time", place.mend)
+        return warned(place.name, f"{said}, and {_room(place.needed_bytes)} needed at a time", place.fix)
     return passed(place.name, said)
 
 

@@ -161,7 +161,7 @@ async def _check_admission(
         return passed("admission", "the secret is right, and a token is to be had"), token
     except Refused as error:
         return failed(
-            "admission", error.why.advice(identity.peer_id), _mend_of(error.why, identity.peer_id)
+            "admission", error.why.advice(identity.peer_id), _fix_of(error.why, identity.peer_id)
         ), b""
     except NoIssuer as error:
         return _without_issuer(error, kept, problem, identity.peer_id)
@@ -197,7 +197,7 @@ async def _is_closed(dht: Dht, run_id: str) -> bool:
     return any(record.token for record in found.values())
 
 
-def _mend_of(why: Why, peer_id: str) -> str:
+def _fix_of(why: Why, peer_id: str) -> str:
     if why is Why.BANNED:
         return f"diloco peers unban {peer_id} --initial-peers <maddr>  # by who holds the admission key"
     if why is Why.NOT_LISTED:

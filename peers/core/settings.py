@@ -1,4 +1,4 @@
-"""What a peer needs to know about its run and its user's wishes. The same on all peers but for the last five."""
+"""What a peer needs to know about its run and its user's settings. The same on all peers but for the last five."""
 
 from __future__ import annotations
 

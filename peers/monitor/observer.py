@@ -1,7 +1,7 @@
 """A look at a swarm from outside, without joining it: what its peers announce, and what they answer.
 
 The observer finds peers in the DHT, keeps a stream to each on which it reports (peers/protocol/reports.py), and asks
-again where one breaks. What follows from all that is decided in peers/monitor/sightings.py.
+again where one breaks. What follows from all that is decided in peers/monitor/observations.py.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from peers.admission import bans
 from peers.admission.secrets import SwarmSecret
 from peers.core.admission import Admission
 from peers.errors import PeersError, PeerUnreachable, ProtocolError, UserError
+from peers.monitor.observations import LOST, SILENT, Observations
 from peers.monitor.report_service import proof_of
-from peers.monitor.sightings import LOST, SILENT, Sightings
 from peers.monitor.summary import MAX_SHOWN_ROUNDS, holders_of, summary_of
 from peers.net.announced import announced
 from peers.net.channel import Channel
@@ -103,7 +103,7 @@ class Observer:
 
     def __init__(self, run_id: str, dht: Dht, gate: Gate, secret: SwarmSecret | None) -> None:
         self._run_id, self._dht, self._gate, self._secret = run_id, dht, gate, secret
-        self._sightings = Sightings()
+        self._observations = Observations()
         self._dials = asyncio.Semaphore(MAX_DIALLED)
         self._following: dict[str, asyncio.Task[None]] = {}
         self._unasked: set[str] = set()
@@ -129,7 +129,7 @@ class Observer:
         deadline = time.monotonic() + timeout_s
         while self._unasked and time.monotonic() < deadline:
             await self.changed(deadline - time.monotonic())
-        self._sightings.note(time.monotonic(), time.time(), silently=True)
+        self._observations.note(time.monotonic(), time.time(), silently=True)
 
     async def changed(self, timeout_s: float) -> None:
         """Until there is news, at most so long. Raises PeersError where there can be none any more."""
@@ -143,12 +143,12 @@ class Observer:
     def swarm(self, *, num_rounds: int = MAX_SHOWN_ROUNDS) -> dict[str, Any]:
         """As it stands now."""
         now, unix_now = time.monotonic(), time.time()
-        self._sightings.note(now, unix_now)
-        return summary_of(self._run_id, self._sightings, now=now, unix_now=unix_now, num_rounds=num_rounds)
+        self._observations.note(now, unix_now)
+        return summary_of(self._run_id, self._observations, now=now, unix_now=unix_now, num_rounds=num_rounds)
 
     def curves(self) -> dict[int, list[tuple[float, int, float | None, float]]]:
         """By world rank, how the peers' trainings went: (Unix time, step, loss, tokens/s)."""
-        holders = holders_of(self._sightings, now=time.monotonic())
+        holders = holders_of(self._observations, now=time.monotonic())
         return {
             rank: [(point.time, point.step, point.loss, point.tokens_per_s) for point in peer.curve.points]
             for rank, peer in holders.items()
@@ -173,7 +173,7 @@ class Observer:
         for record in found.values():
             if self._is_reborn(record):
                 self._stop_asking(record.peer_id)
-            self._sightings.announced(record, time.monotonic())
+            self._observations.announced(record, time.monotonic())
             self._dht.remember(record.peer_id, record.maddrs)
             if record.state != "leaving":
                 self._follow(record.peer_id)
@@ -181,7 +181,7 @@ class Observer:
 
     def _is_reborn(self, record: Announcement) -> bool:
         """Whether it has been started again: what is known of its former self's stream is out of date."""
-        known = self._sightings.peers.get(record.peer_id)
+        known = self._observations.peers.get(record.peer_id)
         return (
             known is not None
             and record.time > known.announcement.time
@@ -194,7 +194,7 @@ class Observer:
 
     def _follow(self, peer_id: str) -> None:
         task = self._following.get(peer_id)
-        if (task is None or task.done()) and peer_id in self._sightings.peers:
+        if (task is None or task.done()) and peer_id in self._observations.peers:
             self._following = {i: other for i, other in self._following.items() if not other.done()}
             if len(self._following) < MAX_STREAMS:
                 self._unasked.add(peer_id)
@@ -209,7 +209,7 @@ class Observer:
                 await self._hear(peer_id)
             except (PeersError, OSError) as error:
                 log.debug("%s does not report: %s", peer_id, error)
-            self._sightings.missed(peer_id)
+            self._observations.missed(peer_id)
             num_missed += 1
             if num_missed >= ENOUGH_MISSES:
                 self._unasked.discard(peer_id)
@@ -223,15 +223,15 @@ class Observer:
 
     def _is_over(self, peer_id: str) -> bool:
         """Nobody has it any more: it is asked again when it announces itself anew."""
-        peer = self._sightings.peers.get(peer_id)
+        peer = self._observations.peers.get(peer_id)
         if peer is None or peer.announcement.state == "leaving":
             return True
-        is_lost = self._sightings.state_of(peer_id, time.monotonic()) in (LOST, SILENT)
+        is_lost = self._observations.state_of(peer_id, time.monotonic()) in (LOST, SILENT)
         return is_lost and time.time() - peer.announcement.time > 2 * SILENCE_S
 
     async def _hear(self, peer_id: str) -> None:
         """One stream, to its end. Raises PeersError, OSError."""
-        peer = self._sightings.peers.get(peer_id)
+        peer = self._observations.peers.get(peer_id)
         if peer is None:
             raise PeerUnreachable("it has been forgotten")
         maddrs = peer.announcement.maddrs
@@ -266,7 +266,7 @@ class Observer:
         status = Announcement.decode(peer_id, report.status, run_id=self._run_id, now=time.time())
         if not self._gate.is_admitted(status):
             raise ProtocolError("its token is not good any more")
-        self._sightings.reported(status, report, time.monotonic())
+        self._observations.reported(status, report, time.monotonic())
         self._told_of(peer_id)
 
     def _told_of(self, peer_id: str) -> None:

@@ -18,7 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from peers.errors import UserError
-from peers.monitor.sightings import LOST, SILENT
+from peers.monitor.observations import LOST, SILENT
 from peers.protocol.records import STATES
 from peers.protocol.reports import PARTS
 

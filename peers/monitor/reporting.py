@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from peers.monitor.journal import Journal, printable, shown_failures, shown_ranks
-from peers.monitor.sightings import Sightings
+from peers.monitor.observations import Observations
 from peers.monitor.summary import summary_of
 from peers.net.identity import Identity
 from peers.protocol.certificates import Certificate
@@ -96,11 +96,11 @@ class Reporting:
 
     def as_swarm(self) -> dict[str, Any]:
         """The swarm as this peer sees it, in the form of peers/monitor/summary.py; figures it has only of itself."""
-        sightings, own, now = Sightings(), self._describe(), time.monotonic()
+        observations, own, now = Observations(), self._describe(), time.monotonic()
         for peer in self._met():
-            sightings.announced(peer, now)
-        sightings.reported(own, self.report(0.0), now)
-        return summary_of(own.run_id, sightings, now=now, unix_now=time.time())
+            observations.announced(peer, now)
+        observations.reported(own, self.report(0.0), now)
+        return summary_of(own.run_id, observations, now=now, unix_now=time.time())
 
 
 def entry_of(outcome: EpochOutcome) -> RoundEntry:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from peers.monitor.sightings import LOST, SILENT, Sighting
+from peers.monitor.observations import LOST, SILENT, Observation
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Straggler:
     """For people."""
 
 
-def stragglers_of(peers: Mapping[int, Sighting], states: Mapping[int, str]) -> list[Straggler]:
+def stragglers_of(peers: Mapping[int, Observation], states: Mapping[int, str]) -> list[Straggler]:
     """By world rank. `states` are the peers' states as shown, LOST and SILENT among them."""
     found: dict[int, Straggler] = {}
     tellers = [rank for rank in sorted(peers) if states[rank] not in (LOST, SILENT)]
@@ -38,7 +38,7 @@ def stragglers_of(peers: Mapping[int, Sighting], states: Mapping[int, str]) -> l
     return [found[rank] for rank in sorted(found)]
 
 
-def _reason(peer: Sighting | None, state: str, step: str) -> str:
+def _reason(peer: Observation | None, state: str, step: str) -> str:
     if peer is None or state == LOST:
         return "it is lost"
     if state == SILENT:
@@ -52,12 +52,12 @@ def _reason(peer: Sighting | None, state: str, step: str) -> str:
     return "it has not come to this round yet" + _doing(peer)
 
 
-def _doing(peer: Sighting) -> str:
+def _doing(peer: Observation) -> str:
     waits_for = peer.report.standing.waits_for if peer.report else ""
     return f": waits for {waits_for}" if waits_for else ""
 
 
-def _trains(peer: Sighting) -> str:
+def _trains(peer: Observation) -> str:
     steps = peer.report.figures.steps_per_epoch if peer.report else 0
     done = peer.announcement.local_step
     if not steps:
@@ -66,7 +66,7 @@ def _trains(peer: Sighting) -> str:
     return f"it still trains, at step {done} of {steps}" + (f", about {left_s:.0f} s to go" if left_s else "")
 
 
-def time_left_s(peer: Sighting, steps_left: int) -> float | None:
+def time_left_s(peer: Observation, steps_left: int) -> float | None:
     """By the pace of its last steps; None where that cannot be told."""
     points = peer.curve.points[-8:]
     if len(points) < 2 or steps_left <= 0:

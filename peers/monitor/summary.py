@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from peers.monitor.sightings import LOST, SILENT, Event, Sighting, Sightings
+from peers.monitor.observations import LOST, SILENT, Event, Observation, Observations
 from peers.monitor.stragglers import stragglers_of
 from peers.protocol.records import NO_RANK
 from peers.protocol.reports import Figures, RoundEntry
@@ -18,15 +18,20 @@ MAX_SHOWN_ROUNDS = 20
 
 
 def summary_of(
-    run_id: str, sightings: Sightings, *, now: float, unix_now: float, num_rounds: int = MAX_SHOWN_ROUNDS
+    run_id: str,
+    observations: Observations,
+    *,
+    now: float,
+    unix_now: float,
+    num_rounds: int = MAX_SHOWN_ROUNDS,
 ) -> dict[str, Any]:
     """The swarm by world rank; `epoch` is the highest of those that are there.
 
     Contract: README.md names what stays. Everything in it that a peer has said is bounded and of the stated type, and
     may still be a lie.
     """
-    shown = sightings.shown()
-    states = {peer_id: sightings.state_of(peer_id, now) for peer_id in shown}
+    shown = observations.shown()
+    states = {peer_id: observations.state_of(peer_id, now) for peer_id in shown}
     in_order = _in_order(shown, states)
     holders = _holders(in_order, shown)
     by_rank = {rank: shown[peer_id] for rank, peer_id in holders.items()}
@@ -40,23 +45,23 @@ def summary_of(
         "peers": [_peer(i, shown[i], states[i], now, unix_now) for i in in_order],
         "stragglers": [dataclasses.asdict(straggler) for straggler in late],
         "rounds": rounds_of(by_rank)[-num_rounds:] if num_rounds else [],
-        "events": _events(by_rank, sightings.events),
+        "events": _events(by_rank, observations.events),
     }
 
 
-def holders_of(sightings: Sightings, *, now: float) -> dict[int, Sighting]:
+def holders_of(observations: Observations, *, now: float) -> dict[int, Observation]:
     """By world rank; of several peers that claim one, one that is there."""
-    shown = sightings.shown()
-    states = {peer_id: sightings.state_of(peer_id, now) for peer_id in shown}
+    shown = observations.shown()
+    states = {peer_id: observations.state_of(peer_id, now) for peer_id in shown}
     return {rank: shown[peer_id] for rank, peer_id in _holders(_in_order(shown, states), shown).items()}
 
 
-def _in_order(shown: Mapping[str, Sighting], states: Mapping[str, str]) -> list[str]:
+def _in_order(shown: Mapping[str, Observation], states: Mapping[str, str]) -> list[str]:
     """Of world ranks, and of one rank those first who are there."""
     return sorted(shown, key=lambda i: (shown[i].announcement.world_rank, states[i] in (LOST, SILENT), i))
 
 
-def _holders(in_order: Iterable[str], shown: Mapping[str, Sighting]) -> dict[int, str]:
+def _holders(in_order: Iterable[str], shown: Mapping[str, Observation]) -> dict[int, str]:
     holders: dict[int, str] = {}
     for peer_id in in_order:
         holders.setdefault(shown[peer_id].announcement.world_rank, peer_id)
@@ -64,7 +69,7 @@ def _holders(in_order: Iterable[str], shown: Mapping[str, Sighting]) -> dict[int
     return holders
 
 
-def _peer(peer_id: str, peer: Sighting, state: str, now: float, unix_now: float) -> dict[str, Any]:
+def _peer(peer_id: str, peer: Observation, state: str, now: float, unix_now: float) -> dict[str, Any]:
     said, report = peer.announcement, peer.report
     figures = report.figures if report else None
     standing = report.standing if report else None
@@ -110,7 +115,7 @@ def path_in_a_word(paths: Iterable[str]) -> str:
     return ", ".join(f"{path} {number}" for path, number in numbers.most_common())
 
 
-def rounds_of(peers: Mapping[int, Sighting]) -> list[dict[str, Any]]:
+def rounds_of(peers: Mapping[int, Observation]) -> list[dict[str, Any]]:
     """The epochs that peers remember, in their order, each with what every peer tells of it."""
     by_epoch: dict[int, dict[int, RoundEntry]] = {}
     for rank, peer in sorted(peers.items()):
@@ -145,7 +150,7 @@ def _round(epoch: int, entries: Mapping[int, RoundEntry]) -> dict[str, Any]:
     }
 
 
-def _events(peers: Mapping[int, Sighting], seen: Iterable[Event]) -> list[dict[str, Any]]:
+def _events(peers: Mapping[int, Observation], seen: Iterable[Event]) -> list[dict[str, Any]]:
     """What the observer has seen itself and what peers tell, oldest first."""
     own: list[dict[str, Any]] = [
         {"time": e.time, "world_rank": e.world_rank, "what": e.what, "said_by": None} for e in seen

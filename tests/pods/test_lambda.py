@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from provisioning import day_two
+from provisioning import operations
 from provisioning.errors import ProviderError, UserError
 from provisioning.keys import public_key
 from provisioning.ledger import Ledger
@@ -130,7 +130,7 @@ def test_an_instance_that_appears_long_after_its_order_failed_is_shown_and_given
     wait_until(lambda: asyncio.run(overview(ledger, access)).pods, "the instance in the list")
     (shown,) = asyncio.run(overview(ledger, access)).pods
     assert (shown.row.name, shown.is_there) == ("pod-0", True) and ledger.rows() == []
-    assert asyncio.run(day_two.down(ledger, access, (), lambda name, text: None, fleet.patience)) == {}
+    assert asyncio.run(operations.down(ledger, access, (), lambda name, text: None, fleet.patience)) == {}
     assert all(found["_ended"] for found in api.instances.values())
     ledger.close()
 
@@ -142,7 +142,7 @@ def test_a_provider_that_cannot_be_asked_any_more_is_said_and_hides_no_pod(fleet
     (shown,) = asked.pods
     assert shown.may_cost and "LAMBDALABS_API_KEY is not set" in asked.silent["lambda"]
     failures = asyncio.run(
-        day_two.down(
+        operations.down(
             ledger, Access(state_dir=tmp_path, environment={}), (), lambda name, text: None, fleet.patience
         )
     )

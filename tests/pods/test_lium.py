@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from provisioning import day_two
+from provisioning import operations
 from provisioning.errors import ProvisioningError, UserError
 from provisioning.keys import public_key
 from provisioning.ledger import Ledger
@@ -357,13 +357,13 @@ def test_without_money_pods_are_given_back_all_the_same_and_an_extension_that_fa
     api.faults.append(Fault("POST /pods/", 400))
 
     def extended() -> dict[str, ProvisioningError]:
-        return asyncio.run(day_two.extend(ledger, access, (), 2.0, lambda name, text: None))
+        return asyncio.run(operations.extend(ledger, access, (), 2.0, lambda name, text: None))
 
     assert "as the test wants it" in str(extended()["pod-0"])
     assert extended() == {}
     assert ledger.rows()[0].ends_at == before.ends_at + 2 * 3600
 
     ledger.advance(before, before.state, ends_at=time.time() - 1)
-    failures = asyncio.run(day_two.reconcile(ledger, access, (), lambda name, text: None, fleet.patience))
+    failures = asyncio.run(operations.reconcile(ledger, access, (), lambda name, text: None, fleet.patience))
     assert (failures, ledger.rows(), api.rented) == ({}, [], {})
     ledger.close()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from provisioning import day_two
+from provisioning import operations
 from provisioning.errors import HostKeyChanged, MachineError, UserError
 from provisioning.ledger import Ledger
 from provisioning.pod_logs import collect
@@ -134,10 +134,10 @@ def test_a_machine_that_does_not_answer_hides_no_other(fleet, hosts, key, tmp_pa
     by_name = {one.row.name: one for one in seen.pods}
     assert (by_name["pod-0"].is_there, by_name["pod-1"].is_there) == (True, None)
     assert "cannot be reached" in by_name["pod-1"].peer and list(seen.silent) == ["machine1"]
-    failures = asyncio.run(day_two.reconcile(ledger, access, (), quiet, patience))
+    failures = asyncio.run(operations.reconcile(ledger, access, (), quiet, patience))
     assert sorted(failures) == ["machine1", "pod-1"]
     assert list(asyncio.run(collect(ledger, access, (), tmp_path / "logs"))) == ["pod-1"]
-    failures = asyncio.run(day_two.down(ledger, access, (), quiet, patience))
+    failures = asyncio.run(operations.down(ledger, access, (), quiet, patience))
     assert list(failures) == ["pod-1"] and "MAY COST MONEY: machine1 does not answer" in str(
         failures["pod-1"]
     )
@@ -146,9 +146,9 @@ def test_a_machine_that_does_not_answer_hides_no_other(fleet, hosts, key, tmp_pa
     inventory(path, hosts[:1], key)
     (shown,) = asyncio.run(overview(ledger, access)).pods
     assert (shown.row.name, shown.may_cost) == ("pod-1", True)
-    failures = asyncio.run(day_two.down(ledger, access, (), quiet, Patience()))
+    failures = asyncio.run(operations.down(ledger, access, (), quiet, Patience()))
     assert "ssh knows no machine machine1 any more" in str(failures["pod-1"])
-    day_two.forget(ledger, ledger.rows())
+    operations.forget(ledger, ledger.rows())
     assert ledger.rows() == [] and pods[1].exists()
     ledger.close()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from peers.monitor.sightings import Sightings
+from peers.monitor.observations import Observations
 from peers.protocol.reports import Figures, Incident, Parts, Point, Report, RoundEntry, Standing
 from tests.support.announcements import announced
 
@@ -27,13 +27,13 @@ def entry(epoch: int, at: float, **fields: Any) -> RoundEntry:
 
 
 def reported(
-    sightings: Sightings, peer_id: str, now: float, *, sees: tuple[str, ...] = (), **fields: Any
+    observations: Observations, peer_id: str, now: float, *, sees: tuple[str, ...] = (), **fields: Any
 ) -> None:
     """This peer has answered. `fields` are a Report's or an announcement's."""
     own = {name: fields.pop(name) for name in list(fields) if name in Report.__struct_fields__}
     nothing = {"standing": Standing(), "points": (), "rounds": (), "incidents": ()}
     said = {"status": b"", "figures": figures_of(), "sees": dict.fromkeys(sees, 1.0), **nothing, **own}
-    sightings.reported(announced(peer_id, **fields), Report(**said), now)
+    observations.reported(announced(peer_id, **fields), Report(**said), now)
 
 
 def figures_of(**told: Any) -> Figures:

@@ -24,7 +24,7 @@ LEAST_FLOPS = 1e6
 
 
 @dataclass(frozen=True, kw_only=True)
-class PeerWish:
+class PeerSpec:
     """What one peer is to have; rates in bits per second."""
 
     up: float
@@ -54,8 +54,8 @@ class PeerWish:
 
 
 def from_lists(
-    usual: PeerWish, num_peers: int, ups: Sequence[float], downs: Sequence[float]
-) -> list[PeerWish]:
+    usual: PeerSpec, num_peers: int, ups: Sequence[float], downs: Sequence[float]
+) -> list[PeerSpec]:
     """So many like the usual one, with the bandwidths of these lists: of length one, or one for each peer."""
     for flag, values in (("--bandwidth", ups), ("--download", downs)):
         if len(values) not in (0, 1, num_peers):
@@ -71,7 +71,7 @@ def _spread(values: Sequence[float], num: int) -> list[float]:
     return list(values) * num if len(values) == 1 else list(values)
 
 
-def from_toml(path: Path, usual: PeerWish) -> list[PeerWish]:
+def from_toml(path: Path, usual: PeerSpec) -> list[PeerSpec]:
     """[[peers]] tables with bandwidth, download, rtt, gpu, gpus, flops, cores, price, step_time, and count."""
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8")).get("peers", [])
@@ -86,7 +86,7 @@ def from_toml(path: Path, usual: PeerWish) -> list[PeerWish]:
     return [peer for index, table in enumerate(tables) for peer in _from_table(path, index, table, usual)]
 
 
-def _from_table(path: Path, index: int, table: Mapping[str, Any], usual: PeerWish) -> list[PeerWish]:
+def _from_table(path: Path, index: int, table: Mapping[str, Any], usual: PeerSpec) -> list[PeerSpec]:
     values: dict[str, Any] = {}
     copies = table.get("count", 1)
     for key, value in table.items():
@@ -135,9 +135,9 @@ _TABLE: dict[str, tuple[str, Any]] = {
 }
 
 
-def from_offers(offers: Sequence[Offer], usual: PeerWish, num_peers: int) -> tuple[list[PeerWish], list[str]]:
+def from_offers(offers: Sequence[Offer], usual: PeerSpec, num_peers: int) -> tuple[list[PeerSpec], list[str]]:
     """The cheapest that there are so many of, and what had to be assumed of them. Raises UserError."""
-    found: list[PeerWish] = []
+    found: list[PeerSpec] = []
     assumed: dict[str, str] = {}
     for offer in sorted(offers, key=lambda offer: (offer.price_per_hour, offer.id)):
         if (

@@ -14,7 +14,7 @@ import pytest
 from diloco.cli.app import exit_code
 from diloco.cli.simulate import _enough_epochs
 from diloco.errors import UserError
-from diloco.sim.command.given_peers import PeerWish, from_lists, from_offers, from_toml, read_offers
+from diloco.sim.command.given_peers import PeerSpec, from_lists, from_offers, from_toml, read_offers
 from diloco.sim.command.gpus import peak_flops
 from diloco.sim.command.values import bits_per_s, count, seconds
 from diloco.sim.cost.links import Link
@@ -23,7 +23,7 @@ from diloco.sim.cost.scenario import Scenario, SimulatedPeer
 from peers.core.schedule import Schedule
 from provisioning.pods import Offer
 
-USUAL = PeerWish(up=500e6, down=500e6, rtt_s=0.08, gpu="H100", gpus=8)
+USUAL = PeerSpec(up=500e6, down=500e6, rtt_s=0.08, gpu="H100", gpus=8)
 SMALL = [
     "simulate",
     "--params",

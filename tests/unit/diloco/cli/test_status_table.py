@@ -6,37 +6,46 @@ import time
 from rich.console import Console
 
 from diloco.cli.status_table import picture_of
-from peers.monitor.sightings import Sightings
+from peers.monitor.observations import Observations
 from peers.monitor.summary import summary_of
 from peers.protocol.reports import Standing
 from tests.support.announcements import announced
 from tests.support.sighted import entry, figures_of, reported
 
 
-def shown(sightings: Sightings, *, width: int = 160, height: int | None = None) -> str:
+def shown(observations: Observations, *, width: int = 160, height: int | None = None) -> str:
     now = time.time()
     out = io.StringIO()
     console = Console(file=out, width=width, color_system=None)
-    console.print(picture_of(summary_of("run", sightings, now=1.0, unix_now=now), width=width, height=height))
+    console.print(
+        picture_of(summary_of("run", observations, now=1.0, unix_now=now), width=width, height=height)
+    )
     return out.getvalue()
 
 
-def swarm() -> Sightings:
-    sightings, now = Sightings(), time.time()
+def swarm() -> Observations:
+    observations, now = Observations(), time.time()
     standing = Standing(step="seeking", leader=0, missing=(1,), waits_for="peers 1")
     figures = figures_of(loss=2.345, hardware="2 × NVIDIA H100", upload_bytes_per_s=5e6, steps_per_epoch=100)
     reported(
-        sightings, "Qmzero00", 0.5, world_rank=0, state="averaging", epoch=7, step=700, tokens_per_s=1234.0,
+        observations, "Qmzero00", 0.5, world_rank=0, state="averaging", epoch=7, step=700, tokens_per_s=1234.0,
         sees=("Qmone001",), figures=figures, standing=standing, anchor_digest="ab" * 32, paths=((1, "direct"),),
         rounds=(entry(7, now - 5, num_failures=1, failures=("lost peer 2",)),),
     )  # fmt: skip
     reported(
-        sightings, "Qmone001", 0.5, world_rank=1, epoch=7, local_step=40, sees=("Qmzero00",), figures=figures
+        observations,
+        "Qmone001",
+        0.5,
+        world_rank=1,
+        epoch=7,
+        local_step=40,
+        sees=("Qmzero00",),
+        figures=figures,
     )
-    sightings.announced(announced("Qmtwo002", world_rank=2), 0.0)
-    sightings.missed("Qmtwo002")
-    sightings.note(1.0, now, silently=True)
-    return sightings
+    observations.announced(announced("Qmtwo002", world_rank=2), 0.0)
+    observations.missed("Qmtwo002")
+    observations.note(1.0, now, silently=True)
+    return observations
 
 
 def test_the_picture_says_who_is_there_who_is_waited_for_and_what_failed():
@@ -68,22 +77,22 @@ def test_a_low_terminal_keeps_the_peers():
 
 
 def test_what_peers_say_is_no_markup():
-    sightings = Sightings()
+    observations = Observations()
     figures = figures_of(hardware="[red]a[/red] [link=http://x]b")
     standing = Standing(step="seeking", leader=0, missing=(1,))
-    reported(sightings, "A" * 8, 0.5, world_rank=0, figures=figures, standing=standing)
-    assert "[red]a[/red] [link=http://x]b" in shown(sightings)
+    reported(observations, "A" * 8, 0.5, world_rank=0, figures=figures, standing=standing)
+    assert "[red]a[/red] [link=http://x]b" in shown(observations)
 
 
 def test_an_empty_swarm_is_one_line():
-    assert shown(Sightings()) == "run run: epoch 0, 0 peers\n"
+    assert shown(Observations()) == "run run: epoch 0, 0 peers\n"
 
 
 def test_a_peer_that_has_no_world_rank_yet_is_shown_without_one():
-    sightings, now = swarm(), time.time()
+    observations, now = swarm(), time.time()
     for name in ("Qmthree3", "Qmfour04"):
-        reported(sightings, name, 0.5, world_rank=-1, state="joining", rounds=(entry(7, now - 5),))
-    sightings.note(1.0, now)
-    lines = shown(sightings).splitlines()
+        reported(observations, name, 0.5, world_rank=-1, state="joining", rounds=(entry(7, now - 5),))
+    observations.note(1.0, now)
+    lines = shown(observations).splitlines()
     assert len([line for line in lines if line.strip().startswith("–")]) == 2
     assert any("peer – joined" in line for line in lines) and not any("-1" in line for line in lines)

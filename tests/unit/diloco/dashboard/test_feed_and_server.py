@@ -15,7 +15,7 @@ from diloco.cli.dashboard import address_of, listening, token_from
 from diloco.dashboard import feed as feeds
 from diloco.dashboard.feed import Feed, Sent
 from diloco.errors import UserError
-from peers.monitor.sightings import Sightings
+from peers.monitor.observations import Observations
 from peers.monitor.summary import summary_of
 from peers.protocol.reports import Point
 from tests.support.sighted import entry, reported
@@ -32,8 +32,8 @@ class Canned:
     """A swarm of one peer, in which something happens whenever the test says so."""
 
     def __init__(self) -> None:
-        self.sightings, self.news = Sightings(), asyncio.Event()
-        reported(self.sightings, "A", 0.0, world_rank=0, rounds=(entry(1, 5.0),))
+        self.observations, self.news = Observations(), asyncio.Event()
+        reported(self.observations, "A", 0.0, world_rank=0, rounds=(entry(1, 5.0),))
 
     async def changed(self, timeout_s: float) -> None:
         with contextlib.suppress(TimeoutError):
@@ -42,10 +42,10 @@ class Canned:
         self.news.clear()
 
     def swarm(self) -> dict[str, Any]:
-        return summary_of("run", self.sightings, now=1.0, unix_now=time.time())
+        return summary_of("run", self.observations, now=1.0, unix_now=time.time())
 
     def curves(self) -> feeds.Curves:
-        points = self.sightings.peers["A"].curve.points
+        points = self.observations.peers["A"].curve.points
         return {0: [(point.time, point.step, point.loss, point.tokens_per_s) for point in points]}
 
 
@@ -173,7 +173,7 @@ def test_a_page_is_told_everything_once_and_then_what_is_new():
             assert (await until("swarm"))["peers"][0]["state"] == "training"
             assert [round_["epoch"] for round_ in await until("rounds")] == [1]
             point = Point(time=9.0, step=3, loss=1.5, tokens_per_s=2.0)
-            reported(source.sightings, "A", 0.5, points=(point,), rounds=(entry(2, 8.0),), world_rank=0)
+            reported(source.observations, "A", 0.5, points=(point,), rounds=(entry(2, 8.0),), world_rank=0)
             source.news.set()
             assert [round_["epoch"] for round_ in await until("rounds")] == [1, 2]
             assert await until("curves") == {"0": [[9.0, 3, 1.5, 2.0]]}

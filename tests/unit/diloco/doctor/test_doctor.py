@@ -56,15 +56,15 @@ def test_a_port_that_was_named_has_to_be_reached_and_another_need_not():
 
 def test_what_mends_a_closed_port_depends_on_what_is_in_its_way():
     closed = "no answer in time"
-    assert judged_port(port(), seen(error=closed)).mend.startswith("sudo ufw allow 30003/tcp")
-    assert f"/ip4/{PUBLIC}/tcp/" in judged_port(port(), seen(local=PRIVATE, error=closed)).mend
-    assert "map port 41003 to 30003" in judged_port(port(announced=41003), seen(error=closed)).mend
+    assert judged_port(port(), seen(error=closed)).fix.startswith("sudo ufw allow 30003/tcp")
+    assert f"/ip4/{PUBLIC}/tcp/" in judged_port(port(), seen(local=PRIVATE, error=closed)).fix
+    assert "map port 41003 to 30003" in judged_port(port(announced=41003), seen(error=closed)).fix
 
 
 def test_an_announced_address_that_is_another_machines_is_told():
     assert judged_announcement(PUBLIC, "--hv.announce-maddrs", seen()) is None
     found = judged_announcement("198.51.100.1", "--hv.announce-maddrs", seen())
-    assert found and found.verdict == "warn" and f"/ip4/{PUBLIC}/" in found.mend
+    assert found and found.verdict == "warn" and f"/ip4/{PUBLIC}/" in found.fix
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_a_clock_may_be_off_by_less_than_three_seconds(off_s, verdict):
 
 
 @pytest.mark.parametrize(
-    ("gpus", "cuda", "verdict", "mend"),
+    ("gpus", "cuda", "verdict", "fix"),
     [
         (["0"], Cuda("13.0", True, ("NVIDIA H200",)), "pass", ""),
         (["0"], Cuda(None, False), "fail", "pip install --force-reinstall"),
@@ -86,9 +86,9 @@ def test_a_clock_may_be_off_by_less_than_three_seconds(off_s, verdict):
         ([], Cuda("13.0", False), "fail", "leave out --device cuda"),
     ],
 )
-def test_gpus_that_torch_cannot_use_are_told_from_those_that_are_not_there(gpus, cuda, verdict, mend):
+def test_gpus_that_torch_cannot_use_are_told_from_those_that_are_not_there(gpus, cuda, verdict, fix):
     found = judged(gpus, cuda)
-    assert (found.verdict, mend in found.mend) == (verdict, True)
+    assert (found.verdict, fix in found.fix) == (verdict, True)
 
 
 def test_of_ranks_that_failed_the_first_error_is_told_and_not_torchruns_own():
@@ -112,7 +112,7 @@ def test_packages_out_of_their_range_are_named_with_the_range():
 
     torch, blake3 = check_packages(version_of=version_of)
     assert (torch.name, torch.verdict) == ("packages", "fail")
-    assert "torch 2.9.1 is installed" in torch.said and torch.mend == 'pip install "torch<2.14,>=2.10"'
+    assert "torch 2.9.1 is installed" in torch.said and torch.fix == 'pip install "torch<2.14,>=2.10"'
     assert (blake3.name, "blake3 is not installed" in blake3.said) == ("packages", True)
     assert [finding.verdict for finding in check_packages()] == ["pass"]
 
@@ -123,7 +123,7 @@ def test_a_mode_with_packages_of_its_own_has_them_looked_at():
             raise metadata.PackageNotFoundError(name)
         return {"reasoning-gym": "0.1.25", "datasets": "5.0"}.get(name) or metadata.version(name)
 
-    assert "trl" in next(iter(check_packages({"grpo"}, version_of))).mend
+    assert "trl" in next(iter(check_packages({"grpo"}, version_of))).fix
     assert [finding.verdict for finding in check_packages((), version_of)] == ["pass"]
 
 
@@ -141,16 +141,16 @@ def test_a_check_that_breaks_is_a_finding_and_not_the_end():
         yield passed("first", "fine")
         raise RuntimeError("boom")
 
-    first, second = examined("thing", breaks, "mend it")
+    first, second = examined("thing", breaks, "fix it")
     assert (first.verdict, second.verdict, second.name) == ("pass", "fail", "thing")
-    assert "boom" in second.said and second.mend == "mend it"
+    assert "boom" in second.said and second.fix == "fix it"
 
 
 def test_whatever_does_not_pass_says_what_mends_it():
     with pytest.raises(AssertionError):
         Finding("thing", "fail", "broken")
     with pytest.raises(AssertionError):
-        Finding("thing", "pass", "fine", "mend it")
+        Finding("thing", "pass", "fine", "fix it")
 
 
 def test_json_says_at_its_top_whether_anything_fails():
@@ -158,7 +158,7 @@ def test_json_says_at_its_top_whether_anything_fails():
     assert as_json(found)["ok"] is True
     assert as_json([*found, Finding("c", "fail", "bad", "y")])["ok"] is False
     check = json.loads(json.dumps(as_json(found)))["checks"][1]
-    assert check == {"name": "b", "verdict": "warn", "said": "so so", "mend": "x"}
+    assert check == {"name": "b", "verdict": "warn", "said": "so so", "fix": "x"}
 
 
 def test_checkpoints_take_room_only_where_some_are_made(tmp_path):
@@ -171,8 +171,8 @@ def test_checkpoints_take_room_only_where_some_are_made(tmp_path):
 
 
 def test_a_disk_with_too_little_room_fails_and_one_with_just_enough_warns(tmp_path):
-    assert tried(Place("disk", tmp_path / "not" / "there", 1, "mend")).verdict == "pass"
-    assert tried(Place("disk", tmp_path, 10**18, "mend")).verdict == "fail"
+    assert tried(Place("disk", tmp_path / "not" / "there", 1, "fix")).verdict == "pass"
+    assert tried(Place("disk", tmp_path, 10**18, "fix")).verdict == "fail"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -180,7 +180,7 @@ def test_a_batch_that_is_too_large_is_told_which_would_fit():
     """On a GPU of 3 GiB; the model itself fits."""
     (found,) = check_model_memory(TrainConfig(path_model="15m"), 1, 3 * 2**30)
     assert found.verdict == "fail" and "GiB of GPU memory" in found.said
-    size = int(found.mend.removeprefix("--per-device-train-batch-size "))
+    size = int(found.fix.removeprefix("--per-device-train-batch-size "))
     fitting = TrainConfig(path_model="15m", per_device_train_batch_size=size)
     assert [one.verdict for one in check_model_memory(fitting, 1, 3 * 2**30)] == ["pass"]
     assert 32 % size == 0 and size < 32

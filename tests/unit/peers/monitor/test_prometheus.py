@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from peers.errors import UserError
+from peers.monitor.observations import Observations
 from peers.monitor.prometheus import FAMILIES, MAX_PEERS, MAX_RANK, metrics_served, swarm_metrics
-from peers.monitor.sightings import Sightings
 from peers.monitor.summary import summary_of
 from tests.support.announcements import announced
 from tests.support.sighted import entry, full_report
@@ -23,14 +23,14 @@ LINE = re.compile(r'(diloco_[a-z_]+)\{((?:[a-z_]+="(?:[^"\\]|\\.)*",?)*)\} (\S+)
 
 
 def swarm(*ranks: int, run_id: str = "run") -> dict[str, Any]:
-    sightings = Sightings()
+    observations = Observations()
     for rank in ranks:
-        sightings.reported(
+        observations.reported(
             announced(f"P{rank}", world_rank=rank, tokens_per_s=2.5, epoch=3),
             full_report(rounds=(entry(3, 5.0),)),
             0.0,
         )
-    return summary_of(run_id, sightings, now=0.0, unix_now=time.time())
+    return summary_of(run_id, observations, now=0.0, unix_now=time.time())
 
 
 def values(text: bytes) -> dict[tuple[str, str], float]:
@@ -78,9 +78,9 @@ def test_labels_are_bounded_whatever_strangers_announce():
 
 
 def test_what_is_not_known_is_left_out():
-    sightings = Sightings()
-    sightings.announced(announced("A", world_rank=0), 0.0)
-    summary = summary_of("run", sightings, now=0.0, unix_now=time.time())
+    observations = Observations()
+    observations.announced(announced("A", world_rank=0), 0.0)
+    summary = summary_of("run", observations, now=0.0, unix_now=time.time())
     names = {name for name, _ in values(swarm_metrics(summary))}
     assert "diloco_epoch" in names and "diloco_loss" not in names and "diloco_round_seconds" not in names
 

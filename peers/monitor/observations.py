@@ -25,7 +25,7 @@ COMING_BACK_S = 15.0
 """For so long a peer that was started again need not be met by anybody, until it has answered."""
 NEVER_MET_S = 25.0
 """One that nobody has met is shown as long as the DHT may have its announcement."""
-MAX_SIGHTINGS = 1024
+MAX_OBSERVATIONS = 1024
 MAX_EVENTS = 100
 
 LOST, SILENT = "lost", "silent"
@@ -34,7 +34,7 @@ Silent: it does not answer, and there is nobody else to ask."""
 
 
 @dataclass
-class Sighting:
+class Observation:
     """One peer, as far as it has been heard of."""
 
     announcement: Announcement
@@ -81,19 +81,19 @@ class Event:
     what: str
 
 
-class Sightings:
+class Observations:
     """By peer id. One observer's, from one event loop."""
 
     def __init__(self) -> None:
-        self.peers: dict[str, Sighting] = {}
+        self.peers: dict[str, Observation] = {}
         self.events: deque[Event] = deque(maxlen=MAX_EVENTS)
 
     def announced(self, announcement: Announcement, now: float) -> None:
         """A checked announcement, from the DHT or in a report. Older ones than the newest say nothing."""
         known = self.peers.get(announcement.peer_id)
         if known is None:
-            if len(self.peers) < MAX_SIGHTINGS:
-                self.peers[announcement.peer_id] = Sighting(announcement)
+            if len(self.peers) < MAX_OBSERVATIONS:
+                self.peers[announcement.peer_id] = Observation(announcement)
         elif announcement.time > known.announcement.time:
             if announcement.incarnation != known.announcement.incarnation:
                 known.reborn_at, known.heard_at, known.is_failing = now, None, False
@@ -124,7 +124,7 @@ class Sightings:
         if (known := self.peers.get(peer_id)) is not None:
             known.is_failing = True
 
-    def witnesses(self, now: float, *, besides: str = "") -> list[Sighting]:
+    def witnesses(self, now: float, *, besides: str = "") -> list[Observation]:
         """Those whose word counts on who is there."""
         return [
             peer
@@ -162,12 +162,12 @@ class Sightings:
             if self._is_forgotten(peer, now, unix_now):
                 del self.peers[peer_id]
 
-    def _is_forgotten(self, peer: Sighting, now: float, unix_now: float) -> bool:
+    def _is_forgotten(self, peer: Observation, now: float, unix_now: float) -> bool:
         if not peer.was_told_of and not peer.answers(now):
             return unix_now - peer.announcement.time > NEVER_MET_S
         return peer.lost_at is not None and now - peer.lost_at > FORGET_AFTER_S
 
-    def shown(self) -> Mapping[str, Sighting]:
+    def shown(self) -> Mapping[str, Observation]:
         """Everybody but those who have left."""
         return {i: peer for i, peer in self.peers.items() if peer.announcement.state != "leaving"}
 
