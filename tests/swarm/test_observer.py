@@ -13,7 +13,6 @@ from typing import Any
 import msgpack
 import pytest
 from msgspec.msgpack import Decoder
-from tests.unit.peers.monitor.test_prometheus import get, values
 
 from peers.admission.secrets import AdmissionKey
 from peers.errors import PeerUnreachable, ProtocolError
@@ -28,6 +27,7 @@ from peers.protocol.reports import VERSION, Busy, Hello, Report, report_protocol
 from tests.support.members import free_port, joined
 from tests.support.sighted import full_report
 from tests.support.swarm import wait_until
+from tests.unit.peers.monitor.test_prometheus import get, values
 
 SEEN_WITHIN_S = 2.0
 _HELLO, _NONCE = Decoder(Hello), Decoder(Nonce)
