@@ -69,6 +69,15 @@ class VirtualWorker:
         self._is_last = False
         """What it has handed over is its last."""
 
+    @property
+    def has_begun(self) -> bool:
+        return bool(self._base)
+
+    @property
+    def waits(self) -> bool:
+        """For an answer to what it has handed over."""
+        return self._handed is not None
+
     def start(self, after_s: float) -> None:
         """It loads its model, offers it and asks where to begin."""
         self._after(after_s, self._arrive)

@@ -17,6 +17,9 @@ BEAT_S = 0.5
 BEAT_PEERS = 8
 SILENT_BEATS = 6
 """Missed heartbeats after which a peer is not waited for: a busy machine misses two or three."""
+REGAIN = 2
+"""Silences for which a lost peer may come back before it counts as gone: who goes on without a majority loses what it
+commits as soon as the others are heard again. Six seconds, in which most processes and links are well again."""
 ROUND_TRIPS = 8
 """What an answer may take, in round trips: both ends queue, and packets are lost and sent again."""
 FIRST_GRACE_S = 30.0
@@ -83,7 +86,7 @@ class Timing:
     @property
     def regain_s(self) -> float:
         """After so long without it, others may go on without a peer even if they are no majority."""
-        return self.silence_s
+        return REGAIN * self.silence_s
 
     @property
     def most_patience_s(self) -> float:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from peers.core.health import FADE_EPOCHS, STRIKES, Swarm
-from peers.core.timing import BEAT_S, SILENT_BEATS, Timing
+from peers.core.timing import BEAT_S, REGAIN, SILENT_BEATS, Timing
 from peers.core.turn import Turn
 from tests.unit.peers.core.made import SETTINGS, commit, genesis, status
 
 SILENCE_S = SILENT_BEATS * BEAT_S
+REGAIN_S = REGAIN * SILENCE_S
 HEAD = genesis("ab")
 
 
@@ -41,9 +42,9 @@ def test_a_silent_peer_is_gone_only_after_it_has_had_its_time_to_come_back():
     swarm = a_swarm("b")
     look(swarm, SILENCE_S)
     assert not swarm.is_gone("b")
-    look(swarm, 2 * SILENCE_S - 0.1)
+    look(swarm, SILENCE_S + REGAIN_S - 0.1)
     assert not swarm.is_gone("b")
-    look(swarm, 2 * SILENCE_S)
+    look(swarm, SILENCE_S + REGAIN_S)
     assert swarm.is_gone("b")
 
 
@@ -62,7 +63,7 @@ def test_a_broken_channel_is_a_loss_at_once_and_does_not_make_it_gone():
     look(swarm, 1.1)
     assert not swarm.is_live("b")
     assert not swarm.is_gone("b")
-    look(swarm, 1.0 + SILENCE_S)
+    look(swarm, 1.0 + REGAIN_S)
     assert swarm.is_gone("b")
 
 
@@ -81,7 +82,7 @@ def test_a_member_that_was_never_heard_has_its_time_and_is_gone_after_it():
     look(swarm, 5.0)
     assert not swarm.is_gone("b")
     look(swarm, 5.0 + SILENCE_S)
-    look(swarm, 5.0 + 2 * SILENCE_S)
+    look(swarm, 5.0 + SILENCE_S + REGAIN_S)
     assert swarm.is_gone("b")
     assert not swarm.is_gone("a stranger")
 

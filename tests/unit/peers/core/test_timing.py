@@ -14,6 +14,7 @@ from peers.core.timing import (
     FETCH_S,
     FIRST_GRACE_S,
     LEAST_ROUND_S,
+    REGAIN,
     ROUND_TRIPS,
     SILENT_BEATS,
     SLOWEST_LINK,
@@ -39,7 +40,7 @@ def test_before_anything_is_known_waiting_times_are_those_of_few_peers_nearby():
     timing = a_timing()
     assert timing.beat_s == BEAT_S
     assert timing.silence_s == SILENT_BEATS * BEAT_S
-    assert timing.regain_s == timing.silence_s
+    assert timing.regain_s == REGAIN * timing.silence_s
     assert timing.reaction_s == 2 * BEAT_S
     assert timing.attempt_s == LEAST_ROUND_S
     assert timing.prompt_s == CONNECT_S

@@ -1,0 +1,139 @@
+"""The same faults over the virtual runtime: 20 minutes of six peers in a few seconds, and what their time went to.
+
+    python -m benchmarks.chaos.virtual [--minutes 20] [--peers 6] [--seeds 4] [--quick]
+
+The peers decide as daemons do, with the very same machine (peers/core); links, reductions and downloads are models
+(diloco/sim). So this is for comparing rules of waiting, seed by seed, before the real benchmark says what they are
+worth. Faults that have no model (a slow link, a corrupt byte, disorder, clocks, disks, the coordinator) are left out.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks.chaos.plan import Fault, draw
+from benchmarks.record import Result, parser, report
+from diloco.sim.runtime import VirtualPeer
+from diloco.sim.swarm import VirtualSwarm, settings_for
+from diloco.sim.world import Durations
+from peers.core.peer import Peer
+from peers.core.round import Stage
+
+STEPS = 50
+STEP_S = 0.1
+LOOK_S = 0.05
+"""Between two looks at what everybody does."""
+FORMS_S = 30.0
+CALM_S = 120.0
+RESTART_S = 0.4
+
+
+@dataclass(frozen=True)
+class Outcome:
+    tokens_per_live_s: float
+    waits: dict[str, float]
+    """Seconds for which workers that live have waited, by what for."""
+    live_s: float
+
+    def share_of(self, what: str) -> float:
+        """Of the time, what was waited for this."""
+        return self.waits.get(what, 0.0) / self.live_s
+
+
+def run(seed: int, *, num_peers: int, seconds: float, faults: Sequence[Fault]) -> Outcome:
+    # As the light peers of the real benchmark take on two cores.
+    durations = Durations(step_s=STEP_S, load_s=(0.6, 1.2), reduce_s=(0.08, 0.25), fetch_s=(0.1, 0.3))
+    settings = settings_for(num_peers, steps_per_epoch=STEPS, grace_s=float("inf"))
+    swarm = VirtualSwarm(num_peers, seed, settings=settings, durations=durations, encodes=False)
+    swarm.run(FORMS_S)
+    for fault in faults:
+        _plan(swarm, fault, swarm.now)
+    end, live_s, waits = swarm.now + seconds, 0.0, dict[str, float]()
+    before = _num_committed(swarm)
+    while swarm.now < end:
+        swarm.run(LOOK_S)
+        for peer in swarm.peers.values():
+            worker = peer.worker
+            if worker is not None and worker.has_begun and not peer.is_frozen:
+                live_s += LOOK_S
+                if worker.waits:
+                    what = _what_for(swarm, peer)
+                    waits[what] = waits.get(what, 0.0) + LOOK_S
+    return Outcome((_num_committed(swarm) - before) / live_s, waits, live_s)
+
+
+def _plan(swarm: VirtualSwarm, fault: Fault, began_at: float) -> None:
+    at, end = began_at + fault.at_s, began_at + fault.until_s
+    ranks = fault.ranks
+    others = [rank for rank in range(swarm.num_peers) if rank not in ranks]
+    match fault.kind:
+        case "kill daemon" | "kill p2pd":
+            swarm.at(at, lambda: swarm.kill(ranks[0]))
+            swarm.at(end, lambda: swarm.start(ranks[0]))
+        case "leave":
+            swarm.at(at, lambda: swarm.leave(ranks[0], RESTART_S))
+            swarm.at(max(end, at + 2 * RESTART_S), lambda: swarm.start(ranks[0]))
+        case "kill worker":
+            swarm.at(at, lambda: swarm.crash_worker(ranks[0], RESTART_S))
+        case "freeze":
+            swarm.at(at, lambda: swarm.freeze(ranks[0], end - at))
+        case "cut link" | "silent link":
+            swarm.at(at, lambda: swarm.cut(*ranks))
+            swarm.at(end, lambda: swarm.heal(*ranks))
+        case "partition":
+            swarm.at(at, lambda: swarm.partition(ranks, others))
+            swarm.at(end, lambda: swarm.heal_partition(ranks, others))
+
+
+def _num_committed(swarm: VirtualSwarm) -> int:
+    states = [peer.state for peer in swarm.peers.values() if peer.state is not None]
+    return len(max(states, key=lambda state: state.epoch).pieces)
+
+
+def _what_for(swarm: VirtualSwarm, peer: VirtualPeer) -> str:
+    machine = peer.machine
+    assert isinstance(machine, Peer)
+    round_ = machine.round
+    if machine.catch_up.target is not None or round_ is None:
+        return "a state"
+    if round_.stage is not Stage.GATHER:
+        return f"the {round_.stage.value}"
+    others = [other for rank in machine.missing_ranks if (other := swarm.peers.get(rank)) is not None]
+    if any(other.is_frozen for other in others):
+        return "one that is frozen"
+    if any(other.worker is None or not other.worker.has_begun for other in others):
+        return "one that starts"
+    return "one that trains" if others else "a quorum, or the leader"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    flags = parser(__doc__)
+    flags.add_argument("--minutes", type=float, default=20.0)
+    flags.add_argument("--peers", type=int, default=6)
+    flags.add_argument("--mean-seconds-between-faults", type=float, default=10.0)
+    flags.add_argument("--seeds", type=int, default=4)
+    given = flags.parse_args(arguments)
+    seconds, num_seeds = (120.0, 1) if given.quick else (60.0 * given.minutes, given.seeds)
+    goodputs, more = list[float](), dict[str, float]()
+    for seed in range(num_seeds):
+        calm = run(seed, num_peers=given.peers, seconds=CALM_S, faults=())
+        mean_s = given.mean_seconds_between_faults
+        faults = draw(seed, seconds=seconds, num_peers=given.peers, mean_s=mean_s)
+        struck = run(seed, num_peers=given.peers, seconds=seconds, faults=faults)
+        goodputs.append(struck.tokens_per_live_s / calm.tokens_per_live_s)
+        for what in {*calm.waits, *struck.waits}:
+            more[what] = more.get(what, 0.0) + (struck.share_of(what) - calm.share_of(what)) / num_seeds
+    case = f"{given.peers} virtual peers, {num_seeds} seeds"
+    results = [Result.of(case, "goodput", "of no faults", goodputs)]
+    results += [
+        Result.of(case, f"more waiting for {what}", "of the time", [share])
+        for what, share in sorted(more.items(), key=lambda entry: -entry[1])
+    ]
+    report("chaos-virtual", results, given.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
