@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 _SOURCE = ValueSource()
 _LINK_ENV = "DILOCO_LINK"
-_TOLD = ("peers.daemon",)
+_TOLD = tuple(f"peers.daemon.{name}" for name in ("agreement", "host", "main", "runtime"))
 
 app = App(name="peer", usage="Usage: diloco peer [OPTIONS]", config=[_SOURCE])
 

@@ -55,7 +55,7 @@ def by_name(command: Command) -> Findings:
     assert command.wait() == 1, command.stdout + command.stderr
     said = json.loads(command.stdout)
     assert said["ok"] is False
-    assert all(bool(check["mend"]) != (check["verdict"] == "pass") for check in said["checks"])
+    assert all(bool(check["fix"]) != (check["verdict"] == "pass") for check in said["checks"])
     return {check["name"]: check for check in said["checks"]}
 
 
@@ -118,14 +118,14 @@ def test_faults_of_a_machine_are_found_all_at_once(start, coordinator, tmp_path)
     found = by_name(start(*around, *typed(DOCTOR_HERE, *more, path_model=huge)))
     assert failing(found) == {"packages", "memory", "run directory", "state directory", "clock"}
     assert "torch 2.9.1 is installed" in found["packages"]["said"]
-    assert found["packages"]["mend"].startswith('pip install "torch')
-    assert "GiB of memory" in found["memory"]["said"] and found["memory"]["mend"].startswith("--path-model ")
+    assert found["packages"]["fix"].startswith('pip install "torch')
+    assert "GiB of memory" in found["memory"]["said"] and found["memory"]["fix"].startswith("--path-model ")
     assert "No space left on device" in found["run directory"]["said"]
-    assert found["run directory"]["mend"].startswith("--run-dir ")
+    assert found["run directory"]["fix"].startswith("--run-dir ")
     assert "cannot be written to" in found["state directory"]["said"]
-    assert found["state directory"]["mend"].startswith("export XDG_STATE_HOME=")
+    assert found["state directory"]["fix"].startswith("export XDG_STATE_HOME=")
     assert re.search(r"clock is (29|30)\.\d s behind the swarm's", found["clock"]["said"])
-    assert found["clock"]["mend"] == "sudo timedatectl set-ntp true"
+    assert found["clock"]["fix"] == "sudo timedatectl set-ntp true"
 
 
 def test_too_few_files_are_found():
@@ -154,7 +154,7 @@ def test_a_port_in_use_is_found():
         found = network("--hv.data-port", port)
     assert failing(found) == {"ports"}
     assert f"port {port} is in use" in found["ports"]["said"]
-    assert "--hv.data-port 0" in found["ports"]["mend"]
+    assert "--hv.data-port 0" in found["ports"]["fix"]
 
 
 def hivemind_without_p2pd(site: Path) -> Path:
@@ -213,7 +213,7 @@ def test_a_peer_that_is_not_there_is_found():
         found = network("--initial-peers", address)
     assert failing(found) == {"initial peers"}
     assert f"{address}: connection refused" in found["initial peers"]["said"]
-    assert f"diloco dht start --host-maddrs /ip4/0.0.0.0/tcp/{port}" in found["initial peers"]["mend"]
+    assert f"diloco dht start --host-maddrs /ip4/0.0.0.0/tcp/{port}" in found["initial peers"]["fix"]
 
 
 def test_a_port_that_leads_nowhere_is_found(coordinator):
@@ -226,7 +226,7 @@ def test_a_port_that_leads_nowhere_is_found(coordinator):
     assert failing(found) == {"data port"}
     assert f"{port} is not reached by the coordinator" in found["data port"]["said"]
     assert "connection refused" in found["data port"]["said"]
-    assert "--hv.announce-data-maddrs" in found["data port"]["mend"]
+    assert "--hv.announce-data-maddrs" in found["data port"]["fix"]
 
 
 def test_a_firewall_in_front_of_one_port_is_found(start, model):
@@ -252,7 +252,7 @@ def test_a_firewall_in_front_of_one_port_is_found(start, model):
         found = by_name(command)
     assert failing(found) == {"data port"}
     assert "no answer in time" in found["data port"]["said"]
-    assert found["data port"]["mend"].startswith("sudo ufw allow 30003/tcp")
+    assert found["data port"]["fix"].startswith("sudo ufw allow 30003/tcp")
     assert found["libp2p port"]["said"].startswith("30002 is reached by the coordinator")
     assert found["nat"]["said"].startswith("public: seen as 10.91.1.2, on a private network")
 
@@ -269,14 +269,14 @@ def test_a_token_that_has_expired_and_that_nobody_renews_is_found(bootstrap, tmp
     found = network("--initial-peers", bootstrap, "--swarm-secret-file", tmp_path / "secret")
     assert failing(found) == {"admission"}
     assert "token has expired" in found["admission"]["said"]
-    assert found["admission"]["mend"].startswith("diloco dht start --admission")
+    assert found["admission"]["fix"].startswith("diloco dht start --admission")
 
 
 def test_a_swarm_that_asks_for_a_secret_says_so_to_who_has_none(tmp_path):
     with closed_run(tmp_path, RUN) as closed:
         found = network("--initial-peers", closed.address)
         assert failing(found) == {"admission"}
-        assert found["admission"]["mend"].startswith("--swarm-secret-file ")
+        assert found["admission"]["fix"].startswith("--swarm-secret-file ")
         found = network("--initial-peers", closed.address, "--swarm-secret-file", closed.secret_file)
         assert failing(found) == set()
         assert found["bandwidth"]["verdict"] == found["data port"]["verdict"] == "pass"
