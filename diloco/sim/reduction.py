@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Literal, Protocol
 
 from diloco.sim.clock import Clock
@@ -19,8 +20,10 @@ from diloco.sim.network import Network
 from diloco.sim.values import Pieces
 from peers.protocol.certificates import Plan
 
-OPEN_S = 2.0
-"""In which all members have to begin: the daemon gives those that have streams already little more than a second."""
+OPEN_S = 4.0
+"""In which all members have to begin."""
+PROMPT_S = 1.5
+"""The same where they have streams with each other from a reduction before."""
 STALL_S = 5.0
 """Without a byte from a member."""
 NOTICE_S = (0.0, 0.5)
@@ -82,6 +85,8 @@ class Reductions:
         self.reduce_s = reduce_s
         self._clock, self._rng, self._network = clock, rng, network
         self._attempts: dict[str, Attempt] = {}
+        self._joined: set[frozenset[str]] = set()
+        """Pairs with streams between them: a failed reduction closes those of its members."""
         self._of_member: dict[str, Attempt] = {}
 
     def begin(self, member: Member, plan: Plan, pieces: Pieces, timeout_s: float) -> None:
@@ -91,7 +96,9 @@ class Reductions:
         part = Part(member, pieces, self._clock.now + timeout_s)
         attempt.parts[member.peer_id] = part
         self._of_member[member.peer_id] = attempt
-        self._after(min(OPEN_S, timeout_s), lambda: self._give_up_opening(attempt, part))
+        are_joined = self._joined.issuperset(_pairs(plan.signers))
+        open_s = min(PROMPT_S if are_joined else OPEN_S, timeout_s)
+        self._after(open_s, lambda: self._give_up_opening(attempt, part))
         self._after(timeout_s, lambda: self._fail(attempt, part, "too slow", self._unheard_by(attempt, part)))
         if gone := frozenset(
             p for p in plan.signers if p in attempt.parts and attempt.parts[p].state == "over"
@@ -104,6 +111,7 @@ class Reductions:
         attempt = self._of_member.pop(peer_id, None)
         if attempt is not None and (part := attempt.parts[peer_id]).state == "running":
             part.state = "over"
+            self._joined -= _pairs(attempt.plan.signers)
             self._break_for_others(attempt, peer_id)
 
     def links_changed(self) -> None:
@@ -158,6 +166,7 @@ class Reductions:
                 self._finish_at(attempt, part)
                 return
             part.state = "done"
+            self._joined |= _pairs(attempt.plan.signers)
             self._forget(attempt, part)
             pieces = {peer_id: other.pieces for peer_id, other in attempt.parts.items()}
             part.member.reduced(attempt.plan, pieces)
@@ -205,6 +214,7 @@ class Reductions:
         if part.state != "running" or attempt.parts.get(peer_id) is not part:
             return
         part.state = "over"
+        self._joined -= _pairs(attempt.plan.signers)
         self._forget(attempt, part)
         part.member.reduce_failed(attempt.plan, reason, suspects)
         self._break_for_others(attempt, peer_id, suspects)
@@ -230,3 +240,7 @@ class Reductions:
 
     def _after(self, seconds: float, event: Callable[[], None]) -> None:
         self._clock.after(seconds, event)
+
+
+def _pairs(peer_ids: Iterable[str]) -> set[frozenset[str]]:
+    return set(map(frozenset, combinations(peer_ids, 2)))

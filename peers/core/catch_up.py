@@ -57,6 +57,8 @@ class CatchUp:
     """The head that was fetched in vain last, and until when it is not fetched again."""
     _since: float | None = None
     """When the first of the heads was heard that are announced now."""
+    _back_since: float | None = None
+    """Since when it would go back to an earlier head."""
 
     @property
     def is_checking(self) -> bool:
@@ -176,26 +178,30 @@ class CatchUp:
             path = self._acceptable_way(turn, head, heads, has_worker)
             if path and path[-1].head in heads and (not best or _counts_for_more(self.chain, path, best)):
                 best = path
-        return best or self._way_back()
+        return best or self._way_back(turn)
 
-    def _way_back(self) -> tuple[Certificate, ...]:
-        """To where most of a roster are heard to stand, none of the commits after which most of them have signed.
+    def _way_back(self, turn: Turn) -> tuple[Certificate, ...]:
+        """To where most of a roster stand, if what this peer has gone on to from there binds nobody; once that has been
+        so for long enough that all have said where they stand now."""
+        heads = {status.head for _, status in self.swarm.live()}
+        back = [fork for head in heads if (fork := self.chain.fork_to(head)) is not None and not fork.theirs]
+        found = [fork.ancestor for fork in back if fork.ours and self._binds_nobody(fork.ancestor, fork.ours)]
+        if not found:
+            self._back_since = None
+            return ()
+        self._back_since = turn.now if self._back_since is None else self._back_since
+        if not turn.passed(self._back_since + self.timing.reaction_s):
+            return ()
+        return (min(found, key=lambda certificate: certificate.plan.epoch),)
 
-        They would not follow (rule 3), and without this peer may be too few to commit.
-        """
-        standing: Heads = defaultdict(list)
-        for peer_id, status in self.swarm.live():
-            standing[status.head].append(peer_id)
-        for head, peer_ids in standing.items():
-            after = self.chain.after(head)
-            if after is not None:
-                certificate = self.chain.get(head)
-                assert certificate is not None
-                if is_quorum(peer_ids, certificate, 0.5) and not is_quorum(
-                    after.plan.signers, certificate, 0.5
-                ):
-                    return (certificate,)
-        return ()
+    def _binds_nobody(self, certificate: Certificate, after: Sequence[Certificate]) -> bool:
+        """Most of a roster stand where it was given out, and most have not signed what came after: they will not follow
+        (rule 3), and without the others may be too few to commit."""
+        signers = {peer_id for commit in after for peer_id in commit.plan.signers}
+        standing = {p for p, status in self.swarm.live() if status.head == certificate.head}
+        if self.chain.head == certificate.head:
+            standing.add(self.me)
+        return is_quorum(standing, certificate, 0.5) and not is_quorum(signers, certificate, 0.5)
 
     def _acceptable_way(
         self, turn: Turn, head: str, heads: Heads, has_worker: bool
@@ -215,7 +221,7 @@ class CatchUp:
         )
         if not part or (fork.ours and not prefers_theirs(Fork(fork.ancestor, fork.ours, part))):
             return ()
-        return part
+        return () if self._binds_nobody(fork.ancestor, part) else part
 
     def _may_object(self, turn: Turn, peer_id: str, certificate: Certificate) -> bool:
         """It may be heard, spoils no rounds, and stands at the head before this certificate, or has gone on from there

@@ -80,13 +80,6 @@ class Chain:
         """The last so many heads of the own chain before this one."""
         return frozenset(list(self._own)[-1 - count : -1])
 
-    def after(self, head: str) -> Certificate | None:
-        """The next commit of the own chain; None at its end, and where this head is not on it."""
-        if head == self.head or head not in self._own:
-            return None
-        own = list(self._own)
-        return self._own[own[own.index(head) + 1]]
-
     def path_back(self, head: str) -> list[Certificate]:
         """What is known of the way to `head`, oldest first, down to where it meets the own chain (exclusive)."""
         path: list[Certificate] = []

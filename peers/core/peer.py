@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from peers.core import events
 from peers.core.catch_up import CatchUp
-from peers.core.chain import Chain
+from peers.core.chain import KEPT, Chain
 from peers.core.effects import (
     Adopt,
     Answer,
@@ -54,8 +54,8 @@ from peers.protocol.messages import (
     Vote,
 )
 
-MAX_PLEDGES = 64
-"""A peer is never on a head again that so many others have followed."""
+MAX_PLEDGES = 2 * KEPT
+"""A peer may go back to any head of its chain that it knows."""
 _MAX_RULES = 10_000
 """Evaluations after one event: more is a bug."""
 

@@ -361,10 +361,12 @@ class Round:
         plan = self._plan
         if self.stage is not Stage.REDUCE or plan is None or plan.digest != failed.plan:
             return
-        for peer_id in sorted(failed.suspects | failed.offenders):
-            if peer_id in failed.offenders or not failed.told_by:
-                weight = 1.0 if peer_id in failed.offenders else 0.5
-                self._strike(turn, peer_id, failed.reason, weight)
+        for peer_id in sorted(failed.offenders):
+            self._strike(turn, peer_id, failed.reason)
+        # Whoever says it of another may have caused it.
+        either = failed.suspects - failed.offenders | failed.told_by - {self._me}
+        for peer_id in sorted(either):
+            self._strike(turn, peer_id, failed.reason, 0.5 / (len(either) if failed.told_by else 1))
         self._give_up(turn, failed.reason, failed.suspects, failed.told_by)
 
     def give_up(self, turn: Turn, reason: str) -> None:
@@ -376,11 +378,14 @@ class Round:
         self, turn: Turn, reason: str, suspects: frozenset[str], told_by: frozenset[str] = frozenset()
     ) -> None:
         """Out of this attempt, and say why."""
+        lost = suspects
+        if either := (suspects | told_by) - {self._me} if told_by else frozenset():
+            lost = frozenset({self._one_of(either)})
         if self._lead is not None:
-            self._abort(turn, reason, tuple(suspects))
+            self._abort(turn, reason, tuple(lost))
             return
         self._decline(turn, self.leader_of(self.attempt), self.attempt, reason, suspects, told_by)
-        self._fail(turn, reason, suspects)
+        self._fail(turn, reason, lost)
 
     def _watch_attempt(self, turn: Turn) -> bool:
         assert self._plan is not None

@@ -9,12 +9,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
+from wsgiref.simple_server import WSGIRequestHandler, make_server
 
-from prometheus_client import CollectorRegistry, generate_latest, start_http_server
+from prometheus_client import CollectorRegistry, generate_latest, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
 from peers.errors import UserError
@@ -26,7 +29,7 @@ HOST = "127.0.0.1"
 MAX_RANK = 4096
 MAX_PEERS = 256
 ALL_STATES = (*sorted(STATES), LOST, SILENT)
-_ANSWER_TIMEOUT_S = 5.0
+_TIMEOUT_S = 5.0
 _RUN = ("run_id",)
 _RANK = ("run_id", "world_rank")
 
@@ -117,15 +120,21 @@ async def metrics_served(
 
     def collect() -> Iterator[Metric]:
         # Whoever asks has a thread of its own, and what is told belongs to the loop's.
-        swarm, only_rank = asyncio.run_coroutine_threadsafe(current(), loop).result(_ANSWER_TIMEOUT_S)
+        try:
+            swarm, only_rank = asyncio.run_coroutine_threadsafe(current(), loop).result(_TIMEOUT_S)
+        except TimeoutError:
+            log.warning("no figures for Prometheus: the daemon was busy for %g s", _TIMEOUT_S)
+            return iter(())
         return metrics_of(swarm, only_rank=only_rank)
 
     try:
-        server, thread = start_http_server(port, HOST, _registry(collect))
+        server = make_server(HOST, port, make_wsgi_app(_registry(collect)), ThreadingWSGIServer, _Handler)
     except OSError as error:
         raise UserError(
             f"--hv.metrics-port {port}: {error.strerror}; choose another one, or 0 for any"
         ) from error
+    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+    thread.start()
     try:
         log.info("metrics at http://%s:%d/metrics", HOST, server.server_port)
         yield server.server_port
@@ -133,6 +142,15 @@ async def metrics_served(
         await asyncio.to_thread(server.shutdown)
         server.server_close()
         thread.join()
+
+
+class _Handler(WSGIRequestHandler):
+    """Waits for nobody for long, and logs nothing."""
+
+    timeout = _TIMEOUT_S
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
 
 
 def swarm_metrics(swarm: Summary) -> bytes:

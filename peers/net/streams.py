@@ -132,7 +132,7 @@ class StreamPool:
         them that becomes `quiet` meanwhile, or soon after `cancelled`. The streams with the others are then closed,
         with a word of farewell.
         """
-        prompt = {rank for rank, peer in peer_ids.items() if self._idle.get(peer)}
+        prompt = {rank: peer for rank, peer in peer_ids.items() if self._idle.get(peer)}
         outgoing: dict[int, asyncio.Future[socket.socket]] = {
             rank: asyncio.create_task(self._name_outgoing(attempt, peer, timeout_s))
             for rank, peer in peer_ids.items()
@@ -226,7 +226,7 @@ class StreamPool:
         outgoing: Mapping[int, asyncio.Future[socket.socket]],
         incoming: Mapping[int, asyncio.Future[socket.socket]],
         timeout_s: float,
-        prompt: tuple[Collection[int], float],
+        prompt: tuple[Mapping[int, str], float],
         cancelled: threading.Event | None,
         quiet: Callable[[], Collection[int]],
     ) -> None:
@@ -238,8 +238,10 @@ class StreamPool:
         quiet_before = set(quiet())
         pending = {*outgoing.values(), *incoming.values()}
         while pending:
-            slice_ = slice_s(len(outgoing))
+            slice_, waits_from = slice_s(len(outgoing)), time.monotonic()
             _, pending = await asyncio.wait(pending, timeout=slice_, return_when=asyncio.FIRST_EXCEPTION)
+            # While this process stood still nothing could be heard of anybody.
+            prompt_s += max(0.0, time.monotonic() - waits_from - 2 * slice_)
             # Others wait as long, and somebody is always a little quicker to give up.
             is_late = time.monotonic() > deadline - _MUCH_OF_IT * timeout_s
             if failed := {
@@ -260,7 +262,12 @@ class StreamPool:
             if fallen and time.monotonic() > heeds_silence_at:
                 few = fallen if len(fallen) < many else set[int]()
                 raise RoundFailed(f"{_named(fallen)} has fallen silent", fallen, silent=few)
-            tardy = {rank for rank in prompt_ones if incoming[rank] in pending}
+            # Who has closed that stream opens another one.
+            tardy = {
+                rank
+                for rank, peer in prompt_ones.items()
+                if incoming[rank] in pending and self._idle.get(peer)
+            }
             if tardy and len(tardy) < many and time.monotonic() > began + prompt_s:
                 raise RoundFailed(f"{_named(tardy)} does not begin", tardy, silent=tardy)
             if pending and time.monotonic() > deadline:

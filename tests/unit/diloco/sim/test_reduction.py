@@ -94,10 +94,10 @@ class World:
 def test_all_members_get_the_result_once_all_have_begun():
     world = World()
     world.begin("a", "b")
-    world.at(5.0)
+    world.at(OPEN_S - 1)
     assert world.outcomes() == [[], [], []]
     world.begin("c")
-    world.at(6.5)
+    world.at(OPEN_S + 0.5)
     assert world.outcomes() == [["done"], ["done"], ["done"]]
 
 

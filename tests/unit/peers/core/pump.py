@@ -40,6 +40,8 @@ class Node:
     state: Certificate | None = None
     states: set[str] = field(default_factory=set)
     reducing: Plan | None = None
+    plan: Plan | None = None
+    """Of the last reduction."""
     result: tuple[str, str] | None = None
     timer: float = float("inf")
 
@@ -196,8 +198,11 @@ class Pump:
                         self._send(node, other, message)
             case effects.Pledge(head, attempt):
                 node.pledges[head] = attempt
+                if node.plan is not None and node.plan.parent == head:
+                    # It signs the result now; a leader sends that vote to nobody.
+                    node.signed.append((head, attempt, node.plan.digest))
             case effects.Reduce(plan, timeout_s):
-                node.reducing, node.result = plan, None
+                node.reducing, node.plan, node.result = plan, plan, None
                 self.after(timeout_s, lambda: self._reduce_failed(node, plan))
                 self._perhaps_reduced(plan)
             case effects.CancelReduce():

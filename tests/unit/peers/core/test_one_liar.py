@@ -12,9 +12,12 @@ import pytest
 from msgspec.structs import replace
 
 from peers.core import effects, events
+from peers.core.chain import KEPT
+from peers.core.peer import MAX_PLEDGES
 from peers.protocol.certificates import Body, Certificate, Plan
 from peers.protocol.messages import Abort, Certificates, Decline, Message, Propose, Status, Vote
-from tests.unit.peers.core.made import Keys, commit, digest, vote_of, work
+from tests.unit.peers.core.driven import Driven
+from tests.unit.peers.core.made import Keys, commit, digest, genesis, vote_of, work
 from tests.unit.peers.core.pump import Node, Pump, with_settings
 from tests.unit.peers.core.test_round_hostile import led_by_another, plan_at, reduced
 from tests.unit.peers.core.test_rounds import commits, founded
@@ -288,3 +291,87 @@ def test_who_went_on_alone_goes_back_to_where_most_stand_and_need_it():
     ]
     assert not any(tell.kind == "fork" for name in "bc" for tell in pump[name].effects(effects.Tell))
     assert pump.signed_twice() == {}
+
+
+@pytest.mark.parametrize("names", ["abcd", "abcde", "abcdef"])
+def test_one_that_keeps_its_results_and_says_that_it_waits_for_another(names):
+    """What each member's reduction makes of it: another one is suspected, by the word of this one."""
+    pump, liar, turn = founded(names), names[-1], count()
+
+    def reduces(name: str, plan: Plan) -> tuple[str, frozenset[str], frozenset[str]] | None:
+        if liar not in plan.signers or name == liar:
+            return None
+        others = [other for other in plan.signers if other not in (liar, name)]
+        named = others[next(turn) % len(others)] if others else liar
+        return "took too long", frozenset({named}), frozenset({liar}) if others else frozenset()
+
+    pump.reduces = reduces
+    assert_they_go_on(pump, names[:-1], epochs=25, seconds=400)
+
+
+@pytest.mark.parametrize("seconds", [60, 75, 90, 120, 180])
+def test_two_sides_do_not_change_places_while_one_spoils_every_attempt(seconds):
+    """Two of five went on alone; to the other two, who have left the fifth out, they seem to be as many."""
+    pump, liar = founded("abcde"), "d"
+    pump.tamper = lambda sender, to, message: (
+        None if sender == liar and isinstance(message, Vote | Propose) else message
+    )
+    pump.disconnect("ab", "ac", "ad", "eb", "ec", "ed")
+    pump.run(seconds)
+    pump.mend()
+    together = pump["b"].peer.epoch
+    assert pump.run(120, lambda: min(pump[name].peer.epoch for name in "abce") >= together + 3)
+    forks = {name: sum(tell.kind == "fork" for tell in pump[name].effects(effects.Tell)) for name in "abce"}
+    assert max(forks.values()) <= 1
+    assert pump.signed_twice() == {}
+
+
+def test_nobody_goes_back_from_what_most_have_signed_though_one_of_them_says_that_it_stands_before_it():
+    start = genesis("abcde")
+    head = commit(start, "abcde")
+    alone = commit(head, "ae", salt="alone")
+    most = commit(alone, "abe", salt="more")
+    peer = Driven.at(start, "bcde")
+    peer.come_to([head], "bcde")
+    peer.know([alone, most])
+    peer.announce(most, "eb")
+    peer.hush("cd")
+    for _ in range(10):
+        peer.run(3)
+        if peer.peer.catch_up.target is not None:
+            peer.fetched()
+    assert peer.peer.head == most.head
+    before = len(peer.effects)
+    peer.announce(head, "bcd")
+    peer.run(2)
+    assert not [effect for effect in peer.effects[before:] if isinstance(effect, effects.Fetch)]
+
+
+def test_where_others_stood_before_a_link_broke_sends_nobody_back():
+    pump = founded("abcde")
+    pump.disconnect(*(one + other for one in "ae" for other in "bcd"))
+    pump.run(75)
+    gone_on, before = pump["b"].peer.epoch, len(pump["a"].done)
+    pump.mend()
+    # Channels stand again a moment before anybody has said where it is.
+    for other in "bcd":
+        pump.feed("a", events.Connected(other))
+    pump.run(60)
+    fetched = [effect for _, effect in pump["a"].done[before:] if isinstance(effect, effects.Fetch)]
+    assert fetched and all(effect.path[-1].plan.epoch >= gone_on for effect in fetched)
+
+
+def test_a_pledge_is_kept_for_every_head_that_a_peer_may_go_back_to():
+    pump = founded("abcd")
+    pump.run(6)
+    for name in "bcd":
+        pump[name].trains = False
+    pump.run(20)
+    head = pump["b"].peer.head
+    pump.disconnect("ab", "ac", "ad")
+    pump.run(400)
+    assert pump["a"].peer.epoch > pump["b"].peer.epoch + 64
+    assert MAX_PLEDGES > KEPT
+    pump.mend()
+    pump.run(20)
+    assert pump["a"].peer.head == head

@@ -212,6 +212,51 @@ def test_who_has_a_stream_and_does_not_begin_is_named_soon_and_who_has_none_has_
     run(scenario())
 
 
+def test_who_has_closed_its_stream_for_another_one_has_time_for_that():
+    async def scenario():
+        async with pools("a", "b") as (_, (a, b)):
+            streams = await connect_both(a, b, os.urandom(16))
+            a.give_back(streams[0])
+            b.give_back(streams[1])
+            opened = b._transport.open
+
+            async def open_slowly(*args, **settings):
+                await asyncio.sleep(0.5)
+                return await opened(*args, **settings)
+
+            b._transport.open = open_slowly
+            b._outgoing.pop("a").close()
+            attempt = os.urandom(16)
+            ours, theirs = await asyncio.gather(
+                a.connect(attempt, {1: "b"}, timeout_s=5, prompt_s=0.2),
+                b.connect(attempt, {0: "a"}, timeout_s=5),
+            )
+            assert_joined(ours, theirs)
+
+    run(scenario())
+
+
+def test_who_stood_still_itself_blames_nobody_for_what_it_has_not_read():
+    async def scenario():
+        async with pools("a", "b") as (_, (a, b)):
+            streams = await connect_both(a, b, os.urandom(16))
+            a.give_back(streams[0])
+            b.give_back(streams[1])
+            attempt, begins = os.urandom(16), b._outgoing["a"]
+
+            async def stand_still():
+                await asyncio.sleep(0.06)
+                begins.send(attempt)
+                time.sleep(0.5)
+
+            still = asyncio.create_task(stand_still())
+            ours = await a.connect(attempt, {1: "b"}, timeout_s=5, prompt_s=0.2)
+            assert ours.receive.keys() == {1}
+            await still
+
+    run(scenario())
+
+
 @pytest.mark.parametrize("from_the_beginning", [False, True])
 def test_who_falls_quiet_before_its_stream_has_come_is_not_waited_for(from_the_beginning):
     async def scenario():
