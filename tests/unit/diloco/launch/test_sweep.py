@@ -93,7 +93,7 @@ def test_what_each_instance_has_of_its_own_is_said_to_have_no_effect():
 def test_a_server_finds_this_package_where_another_one_was_before(tmp_path):
     (tmp_path / "diloco").symlink_to("/nowhere/diloco")
     for _ in range(2):
-        assert (_only_diloco(tmp_path) / "diloco" / "grpo" / "server_extension.py").is_file()
+        assert (_only_diloco(tmp_path) / "diloco" / "rl" / "server_extension.py").is_file()
     assert [path.name for path in tmp_path.iterdir()] == ["diloco"]
 
 
