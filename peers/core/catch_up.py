@@ -183,9 +183,10 @@ class CatchUp:
     def _way_back(self, turn: Turn) -> tuple[Certificate, ...]:
         """To where most of a roster stand, if what this peer has gone on to from there binds nobody; once that has been
         so for long enough that all have said where they stand now."""
-        heads = {status.head for _, status in self.swarm.live()}
-        back = [fork for head in heads if (fork := self.chain.fork_to(head)) is not None and not fork.theirs]
-        found = [fork.ancestor for fork in back if fork.ours and self._binds_nobody(fork.ancestor, fork.ours)]
+        own = self.chain.head
+        heads = {s.head for _, s in self.swarm.live() if s.head != own and self.chain.has_passed(s.head)}
+        back = [fork for head in heads if (fork := self.chain.fork_to(head)) is not None]
+        found = [fork.ancestor for fork in back if self._binds_nobody(fork.ancestor, fork.ours)]
         if not found:
             self._back_since = None
             return ()

@@ -68,6 +68,14 @@ async def connect_both(a, b, attempt):
     )
 
 
+async def keep_streams(a, b):
+    """As a round leaves them that went well."""
+    streams = await connect_both(a, b, os.urandom(16))
+    a.give_back(streams[0])
+    b.give_back(streams[1])
+    return streams
+
+
 def assert_joined(streams_a, streams_b):
     for sender, receiver in (
         (streams_a.send[1], streams_b.receive[0]),
@@ -194,9 +202,7 @@ def test_who_does_not_come_counts_as_silent_unless_many_do_not(num_missing, sile
 def test_who_has_a_stream_and_does_not_begin_is_named_soon_and_who_has_none_has_time():
     async def scenario():
         async with pools("a", "b", "c") as (_, (a, b, c)):
-            streams = await connect_both(a, b, os.urandom(16))
-            for pool, given in zip((a, b), streams, strict=True):
-                pool.give_back(given)
+            await keep_streams(a, b)
             began = time.monotonic()
             with pytest.raises(RoundFailed, match="peer 1 does not begin") as failure:
                 await a.connect(os.urandom(16), {1: "b", 2: "c"}, timeout_s=10, prompt_s=0.2)
@@ -215,9 +221,7 @@ def test_who_has_a_stream_and_does_not_begin_is_named_soon_and_who_has_none_has_
 def test_who_has_closed_its_stream_for_another_one_has_time_for_that():
     async def scenario():
         async with pools("a", "b") as (_, (a, b)):
-            streams = await connect_both(a, b, os.urandom(16))
-            a.give_back(streams[0])
-            b.give_back(streams[1])
+            await keep_streams(a, b)
             opened = b._transport.open
 
             async def open_slowly(*args, **settings):
@@ -239,9 +243,7 @@ def test_who_has_closed_its_stream_for_another_one_has_time_for_that():
 def test_who_stood_still_itself_blames_nobody_for_what_it_has_not_read():
     async def scenario():
         async with pools("a", "b") as (_, (a, b)):
-            streams = await connect_both(a, b, os.urandom(16))
-            a.give_back(streams[0])
-            b.give_back(streams[1])
+            await keep_streams(a, b)
             attempt, begins = os.urandom(16), b._outgoing["a"]
 
             async def stand_still():
@@ -369,9 +371,7 @@ def test_strangers_that_open_streams_and_say_nothing_give_way_to_those_who_take_
 def test_closing_leaves_no_open_socket():
     async def scenario():
         async with pools("a", "b") as (_, (a, b)):
-            streams = await connect_both(a, b, os.urandom(16))
-            a.give_back(streams[0])
-            b.give_back(streams[1])
+            streams = await keep_streams(a, b)
             await a.close()
             await b.close()
             for side in streams:
