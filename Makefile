@@ -4,7 +4,7 @@ BIN := .venv/bin
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-kill test-schedules test-grpo test-vllm test-gpu test-pods test-slurm test-ray test-dashboard check fast format docs clean
+.PHONY: demo test test-all test-kill test-schedules test-grpo test-vllm test-gpu test-pods test-slurm test-ray test-dashboard check fast format docs clean
 
 # PYTHONWARNINGS: setuptools warns of every editable installation.
 .venv/.installed: pyproject.toml constraints.txt
@@ -19,9 +19,19 @@ export TOKENIZERS_PARALLELISM ?= false
 demo: .venv/.installed
 	$(BIN)/diloco run --lose-peer 1
 
-## Every test that needs no GPU.
+# Two processes at a time. A swarm of real processes, which has so many seconds for each step, has the machine to itself.
+PARALLEL := tests/unit tests/numerics
+SERIAL := tests/swarm tests/hostile tests/e2e tests/pods
+
+## Every kind of test that needs no GPU, in its main cases: minutes.
 test: .venv/.installed
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(PARALLEL)
+	$(BIN)/python -m pytest $(SERIAL)
+
+## All of their cases: over half an hour.
+test-all: .venv/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --exhaustive $(PARALLEL)
+	$(BIN)/python -m pytest --exhaustive $(SERIAL)
 
 ## Every process of a swarm is killed at a random moment, twenty times; each resume equals the undisturbed run.
 test-kill: .venv/.installed
@@ -29,7 +39,7 @@ test-kill: .venv/.installed
 
 ## A hundred thousand random schedules of faults and liars over the pure peer: hours.
 test-schedules: .venv/.installed
-	DILOCO_SCHEDULES=100000 $(BIN)/python -m pytest tests/unit/diloco/sim/test_random_schedules.py
+	DILOCO_SCHEDULES=100000 $(BIN)/python -m pytest --exhaustive tests/unit/diloco/sim/test_random_schedules.py
 
 ## Two peers learn by reinforcement until it shows: minutes.
 test-grpo: .venv/.installed
@@ -48,19 +58,19 @@ test-grpo: .venv/.installed
 test-vllm: .venv/.installed .venv-vllm/.installed
 	DILOCO_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/python -m pytest -m vllm tests/e2e/test_vllm.py
 
-## The page of all flags, made from the code.
+## The page of all flags and the pages of --help, made from the code.
 docs: .venv/.installed
 	$(BIN)/python -m diloco.cli.reference
 
-## Format, lint, types and the fast tests.
+## Format, lint and types.
 check: .venv/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	DILOCO_SCHEDULES=200 $(BIN)/python -m pytest -q tests/unit
 
+## The tests of `make test` that start no swarm.
 fast: .venv/.installed
-	DILOCO_SCHEDULES=200 $(BIN)/python -m pytest -q tests/unit
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile tests/unit
 
 format: .venv/.installed
 	$(BIN)/ruff format .
@@ -84,12 +94,14 @@ test-slurm: .venv/.installed
 ## A real Ray cluster of two nodes in a network namespace (as root).
 test-ray: .venv/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,ray]'
-	$(BIN)/python -m pytest -m ray tests/pods/test_ray.py
+	$(BIN)/python -m pytest -m ray tests/pods
 
-## The dashboard in a browser, which Debian's packages bring (as root); pictures of it are kept in screenshots/.
+## The dashboard in a browser, which Debian's packages bring (as root); pictures of it are kept in screenshots/. Where npm
+## is, axe-core looks for what keeps people out.
 test-dashboard: .venv/.installed
 	command -v chromedriver >/dev/null || apt-get install --yes --no-install-recommends chromium chromium-driver
-	DILOCO_SCREENSHOTS=$(CURDIR)/screenshots $(BIN)/python -m pytest -m browser tests/e2e/test_dashboard.py
+	! command -v npm >/dev/null || npm install --silent --no-save --prefix .venv/axe axe-core@4
+	DILOCO_AXE=$(CURDIR)/.venv/axe/node_modules/axe-core/axe.min.js DILOCO_SCREENSHOTS=$(CURDIR)/screenshots $(BIN)/python -m pytest -m browser tests/e2e/test_dashboard.py
 
 clean:
 	rm -rf .venv .venv-vllm build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -19,6 +19,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from diloco.options.flags import GrpoConfig
 from diloco.options.model_files import PRESETS_DIR, load_model_config
 from diloco.rl.task_choice import open_task
 
@@ -57,7 +58,7 @@ def bare_model(directory: Path, **changes: object) -> Path:
 
 def write_corpus(path: Path, *, num_documents: int = 4000, right: float = _RIGHT) -> Path:
     """Conversations in the task's form, as JSONL. This share of the answers is right; the others are one too high."""
-    task, chance = open_task(TASK, seed=_SEED), random.Random(_SEED)
+    task, chance = open_task(GrpoConfig(dataset=TASK), seed=_SEED), random.Random(_SEED)
     with path.open("w", encoding="utf-8") as lines:
         for index in range(num_documents):
             example = task.example(index)

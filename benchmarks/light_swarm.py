@@ -228,7 +228,8 @@ def run_light_peer(
     prepare: Callable[[], object] | None,
 ) -> None:
     """The whole life of one peer process."""
-    from peers.daemon.main import DaemonConfig, run_daemon
+    from peers.daemon.config import DaemonConfig
+    from peers.daemon.main import run_daemon
     from peers.daemon.supervisor import WorkerCommand
 
     logging.basicConfig(

@@ -36,52 +36,107 @@ def train_step(weights: np.ndarray, target: np.ndarray) -> np.ndarray:
     return weights + np.float32(RATE) * (target - weights)
 
 
-def main(settings: dict[str, Any]) -> None:
-    numel, local_steps, max_steps = settings["numel"], settings["local_steps"], settings["max_steps"]
-    record = Recorder(Path(settings["history"]))
-    link = WorkerLink.connect(os.environ[LINK_ENV])
-    layout = Layout(((ParameterSlot("w", (numel,), 0),),))
-    link.send("adopt")
-    agreed = link.receive("manifest")["manifest"]
-    rank = link.hello(layout, local_rank=0, num_local_ranks=1)["world_rank"]
-    out, inn = (np.frombuffer(m, np.float32, numel) for m in (link.memories[0].out, link.memories[0].inn))
-    target = target_of(rank, numel)
-    out[:] = initial_weights(numel) if settings.get("same_seed", True) else target
-    link.send("offer", resume=None, local_step=0)
-    start = link.receive("start")
-    weights, epoch, local_step = inn.copy(), start["epoch"], start["local_step"]
-    record("start", **start, local_steps=agreed.get("hv.local_steps"))
-    tokens = 0
-    while True:
-        time.sleep(settings.get("step_s", 0.0))
-        weights = train_step(weights, target) + np.float32(settings.get("push", 0.0))
-        local_step, tokens = local_step + 1, tokens + settings.get("tokens_per_step", 10)
-        nominal = epoch * local_steps + local_step
-        loss = float(np.square(weights - target).mean()) if settings.get("tells_loss") else None
-        link.send("progress", step=nominal, local_step=local_step, tokens_per_s=1.0, loss=loss)
-        if local_step < local_steps and nominal < max_steps:
-            continue
-        out[:] = weights
-        last = nominal >= max_steps
-        record("ready", epoch=epoch, step=nominal, tokens=tokens)
-        link.send(
-            "ready", fragment=0, epoch=epoch, local_step=local_step, tokens=tokens, step=nominal, last=last
+class LightWorker:
+    """One life."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._settings = settings
+        self._record = Recorder(Path(settings["history"]))
+        self._link = link = WorkerLink.connect(os.environ[LINK_ENV])
+        numel = settings["numel"]
+        layout = Layout(((ParameterSlot("w", (numel,), 0),),))
+        link.send("adopt")
+        agreed = link.receive("manifest")["manifest"]
+        rank = link.hello(layout, local_rank=0, num_local_ranks=1)["world_rank"]
+        self._out, self._in = (
+            np.frombuffer(memory, np.float32, numel)
+            for memory in (link.memories[0].out, link.memories[0].inn)
         )
-        link.send("collect")
-        answer = link.receive("committed")
-        weights, epoch, local_step = inn.copy(), answer["epoch"], answer["local_step"]
-        if answer["world_rank"] in answer["contributors"]:
-            tokens = 0
-        record("epoch", **answer, **({"anchor": weights.tolist()} if settings.get("tells_anchor") else {}))
-        if last:
-            break
-        if settings.get("checkpoints"):
-            link.send("checkpoint", directory=f"{settings['checkpoints']}/{epoch % 2}")
-            record("checkpoint", failed=link.receive("checkpointed", "failed").get("reason", ""))
-    np.save(settings["history"] + ".npy", weights)
-    link.send("finished")
-    link.receive("bye")
-    record("finished")
+        self._target = target_of(rank, numel)
+        self._out[:] = initial_weights(numel) if settings.get("same_seed", True) else self._target
+        link.send("offer", resume=None, local_step=0)
+        start = link.receive("start")
+        self._weights, self._epoch, self._local_step = self._in.copy(), start["epoch"], start["local_step"]
+        self._record("start", **start, local_steps=agreed.get("hv.local_steps"))
+        self._tokens = 0
+        self._handed: int | None = None
+        """Tokens of the work that waits for its commit; None: none does."""
+        self._is_ahead = self._is_last = self._is_over = False
+
+    def run(self) -> None:
+        while not self._is_over:
+            self._train()
+            if self._is_ahead:
+                self._ask("poll")
+            while self._is_at_end and not self._is_over:
+                if self._handed is None:
+                    self._hand_over()
+                self._ask("collect", may_go_ahead=not (self._is_ahead or self._is_last))
+        np.save(self._settings["history"] + ".npy", self._weights)
+        self._link.send("finished")
+        self._link.receive("bye")
+        self._record("finished")
+
+    @property
+    def _nominal_step(self) -> int:
+        return int(self._epoch * self._settings["local_steps"] + self._local_step)
+
+    @property
+    def _is_at_end(self) -> bool:
+        """Of its epoch, or of the run."""
+        settings = self._settings
+        return self._local_step >= settings["local_steps"] or self._nominal_step >= settings["max_steps"]
+
+    def _train(self) -> None:
+        settings = self._settings
+        time.sleep(settings.get("step_s", 0.0))
+        self._weights = train_step(self._weights, self._target) + np.float32(settings.get("push", 0.0))
+        self._local_step += 1
+        self._tokens += settings.get("tokens_per_step", 10)
+        loss = float(np.square(self._weights - self._target).mean()) if settings.get("tells_loss") else None
+        step, local_step = self._nominal_step, self._local_step
+        self._link.send("progress", step=step, local_step=local_step, tokens_per_s=1.0, loss=loss)
+
+    def _hand_over(self) -> None:
+        self._out[:] = self._weights
+        step = self._nominal_step
+        self._is_last = step >= self._settings["max_steps"]
+        self._handed, self._tokens = self._tokens, 0
+        self._record("ready", epoch=self._epoch, step=step, tokens=self._handed)
+        self._link.send(
+            "ready",
+            fragment=0,
+            epoch=self._epoch,
+            local_step=self._local_step,
+            tokens=self._handed,
+            step=step,
+            last=self._is_last,
+        )
+
+    def _ask(self, kind: str, **fields: Any) -> None:
+        self._link.send(kind, **fields)
+        answer = self._link.receive("committed", "ahead", "pending")
+        match answer["kind"]:
+            case "ahead":
+                self._is_ahead, self._epoch, self._local_step = True, answer["epoch"], 0
+            case "committed":
+                self._take(answer)
+
+    def _take(self, answer: dict[str, Any]) -> None:
+        since = self._weights - self._out if self._is_ahead else np.float32(0)
+        done = self._local_step if self._is_ahead and answer["epoch"] == self._epoch else 0
+        if answer["world_rank"] not in answer["contributors"]:
+            self._tokens += self._handed or 0
+        self._weights, self._epoch = self._in + since, answer["epoch"]
+        self._local_step, self._handed, self._is_ahead = max(answer["local_step"], done), None, False
+        anchor = {"anchor": self._in.tolist()} if self._settings.get("tells_anchor") else {}
+        self._record("epoch", **answer, **anchor)
+        self._is_over = self._is_last
+        if self._settings.get("checkpoints") and not self._is_over:
+            directory = f"{self._settings['checkpoints']}/{self._epoch % 2}"
+            self._link.send("checkpoint", directory=directory)
+            failed = self._link.receive("checkpointed", "failed").get("reason", "")
+            self._record("checkpoint", failed=failed)
 
 
 class Recorder:
@@ -96,4 +151,4 @@ class Recorder:
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    LightWorker(json.loads(sys.argv[1])).run()

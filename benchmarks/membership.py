@@ -111,7 +111,7 @@ def start_all(swarm: LightSwarm, num_peers: int) -> list[LightPeer]:
 
 def coming(swarm: LightSwarm) -> list[LightPeer]:
     """Who has no place in the swarm yet. One that gave up, on a machine that was too busy for it, is started again."""
-    found = [peer for peer in swarm.peers.values() if "in the swarm, " not in peer.log]
+    found = [peer for peer in swarm.peers.values() if "in the swarm; " not in peer.log]
     for peer in found:
         if peer.process.exitcode is not None:
             assert swarm.num_started <= _MAX_STARTS * len(swarm.peers), f"peers do not live: {peer.error}"

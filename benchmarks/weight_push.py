@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.record import Result, parser, report
-from diloco.rl.publisher import Publisher
-from diloco.rl.weight_blobs import State, digest_of, patched, unpacked
+from diloco.rl.push import Publisher
+from diloco.rl.weights import State, digest_of, patched, unpacked
 from diloco.train.inner import InnerLoop
 from diloco.train.model import load_model
 from diloco.train.optim import adamw
@@ -54,13 +54,13 @@ def measured(path_model: str, *, lr: float, dtype: torch.dtype, num_steps: int) 
             served = dict(publisher.state)
             continue
         began = time.perf_counter()
-        push = publisher.push_for(publisher.name, publisher.version - 1)
+        _, blob = publisher.blob_for(publisher.name, publisher.version - 1)
         seconds.append(time.perf_counter() - began)
-        tensors = [unpacked(blob)[1] for blob in push.blobs]
-        served = patched(served, tensors[0]) if push.base is not None else _joined(tensors)
-        exact += digest_of(served) == push.digest == digest_of(publisher.state)
-        sizes.append(float(push.num_bytes))
-        shares.append(push.whole_bytes / push.num_bytes)
+        label, tensors = unpacked(blob)
+        served = patched(served, tensors) if label.base is not None else tensors
+        exact += digest_of(served) == label.digest == digest_of(publisher.state)
+        sizes.append(float(len(blob)))
+        shares.append(publisher.whole_bytes / len(blob))
     case = f"{path_model} {str(dtype).removeprefix('torch.')} lr {lr:g}"
     return [
         Result.of(case, "bytes per push", "B", sizes),
@@ -88,10 +88,6 @@ def trained(path_model: str, *, lr: float, num_steps: int) -> Iterator[list[tupl
         samples = torch.randint(0, model.config.vocab_size, (_BATCH, _SEQ_LENGTH + 1), generator=generator)
         inner.step(samples, lr=lr)
         yield list(model.named_parameters())
-
-
-def _joined(parts: list[State]) -> State:
-    return {name: tensor for part in parts for name, tensor in part.items()}
 
 
 if __name__ == "__main__":

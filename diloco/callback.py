@@ -18,8 +18,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from accelerate.data_loader import SeedableRandomSampler, get_sampler
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import SequentialSampler
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from diloco.checkpoint.mark import COMPLETE, checked_mark, mark_whole
@@ -29,6 +32,9 @@ from diloco.outer.diloco import Commit, Diloco, Restored
 from diloco.outer.world import barrier, on_rank_zero
 
 log = logging.getLogger(__name__)
+
+# A sampler counts its own on by one each pass.
+_SEEDS_BETWEEN_PEERS = 1_000_003
 
 
 class DilocoCallback(TrainerCallback):
@@ -69,20 +75,28 @@ class DilocoCallback(TrainerCallback):
         control: TrainerControl,
         model: nn.Module | None = None,
         lr_scheduler: LRScheduler | None = None,
+        train_dataloader: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Wait for the swarm, and begin with its weights. Raises UserError where its schedule does not fit TRL's."""
+        """Wait for the swarm, and begin with its weights. Raises UserError where its schedule does not fit TRL's.
+
+        Samples are shuffled otherwise by every peer: the same seed would have all of them train on the same.
+        """
         assert model is not None
         self.outer = Diloco(
             model,
             local_steps=self._local_steps,
             max_steps=state.max_steps if state.max_steps > 0 else None,
             restore=partial(self._restore, args, state),
+            # Rollouts are trained on with log-probabilities of the weights that made them.
+            goes_ahead=generation_period(args) == 1,
         )
         self._tokens_seen = state.num_input_tokens_seen
         if self.outer.active:
             check_divides(args, steps_per_epoch=self.outer.steps_per_epoch)
             self._stand_where_the_swarm_does(state, lr_scheduler)
+            if train_dataloader is not None:
+                shuffle_by_world_rank(train_dataloader, args, self.outer.world_rank or 0)
 
     def on_step_end(
         self,
@@ -185,6 +199,23 @@ class DilocoCallback(TrainerCallback):
             control.should_save = False
         elif self._owes_checkpoint:
             control.should_save, self._owes_checkpoint = True, False
+
+
+def shuffle_by_world_rank(dataloader: Any, args: TrainingArguments, world_rank: int) -> None:
+    """Give a trainer's sampler a seed of the peer's own, or say that it has none."""
+    sampler = get_sampler(dataloader)
+    seed = args.seed if args.data_seed is None else args.data_seed
+    own = seed + _SEEDS_BETWEEN_PEERS * world_rank
+    if isinstance(sampler, SeedableRandomSampler):
+        sampler.initial_seed += _SEEDS_BETWEEN_PEERS * world_rank
+    elif hasattr(sampler, "generator"):
+        sampler.generator = torch.Generator().manual_seed(own)
+    elif sampler is None or isinstance(sampler, SequentialSampler):
+        log.warning(
+            "the trainer reads its data in their order, so that all peers train on the same: give it a dataset that is "
+            "shuffled or split by the world rank, here %d",
+            world_rank,
+        )
 
 
 def generation_period(args: TrainingArguments) -> int:

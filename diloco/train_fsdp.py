@@ -21,10 +21,12 @@ import torch
 from torch import Tensor
 
 from diloco.checkpoint.checkpoint import Checkpoints
+from diloco.checkpoint.saver import check_saved
 from diloco.data.batches import batches, open_data
 from diloco.data.prefetch import Prefetched
 from diloco.data.sampling import Block
 from diloco.data.tokenizer import load_tokenizer
+from diloco.launch.report import report
 from diloco.launch.worker import Assignment, assigned, exit_code, leave
 from diloco.options.model_files import load_model_config, model_files, save_pretrained_dir
 from diloco.options.trainer import TrainConfig, parse_train_config
@@ -33,12 +35,15 @@ from diloco.outer.world import World, device_mesh, joined, on_rank_zero
 from diloco.train.auto_batch import find_micro_batch_size
 from diloco.train.evaluation import evaluate
 from diloco.train.inner import InnerLoop
+from diloco.train.lines import LinePrinter
 from diloco.train.memory import check_memory, memory_needed_bytes
 from diloco.train.metrics import Metrics, Sink
+from diloco.train.metrics_file import line_of
 from diloco.train.model import load_model, num_parameters
-from diloco.train.optim import adamw, learning_rate
+from diloco.train.optim import learning_rate, optimizer_of
+from diloco.train.progress import Progress
 from diloco.train.run_dir import METRICS
-from diloco.train.sharding import Precision, full_state, prepare
+from diloco.train.sharding import Precision, compiles, full_state, prepare
 from diloco.train.signals import CleanUps, LeaveOnSignal, cleaned_up_on_failure
 from diloco.train.wandb_runs import opened_sinks
 
@@ -60,56 +65,74 @@ def run(argv: Sequence[str], clean_ups: CleanUps) -> None:
     with joined(world, device), cleaned_up_on_failure(clean_ups):
         assignment, daemon = assigned(config, named, world, clean_ups)
         with daemon.explains() if daemon is not None else contextlib.nullcontext():
-            trainer = Trainer(assignment, world, device, clean_ups)
-            with trainer.metrics:
-                trainer.train()
+            progress = assignment.progress(world)
+            with contextlib.closing(progress):
+                trainer = Trainer(assignment, world, device, clean_ups, progress)
+                with trainer.metrics:
+                    trainer.train()
         if daemon is not None:
             daemon.stop()
+    if world.is_main and assignment.is_shown_here:
+        report(assignment.config, assignment.run_dir)
 
 
 class Trainer:
     """One rank's part of a training."""
 
     def __init__(
-        self, assignment: Assignment, world: World, device: torch.device, clean_ups: CleanUps
+        self,
+        assignment: Assignment,
+        world: World,
+        device: torch.device,
+        clean_ups: CleanUps,
+        progress: Progress | None = None,
     ) -> None:
         """Load model and data, and wait for the swarm. Raises UserError, and peers.errors.UserError."""
         config = assignment.config
         self.config, self.world, self.run_dir = config, world, assignment.run_dir
+        self.progress = progress = progress or Progress(tells=False)
         self.end_step = min(config.max_steps or config.total_steps, config.total_steps)
         self.tokens_per_step = config.total_batch_size * config.seq_length
         check_fits(config, world, device)
-        self.tokenizer = load_tokenizer(config.path_model)
-        self.source = open_data(config, self.tokenizer)
-        self.validation = self.source.validation()
-        sinks: list[Sink] = []
+        with progress.phase("starting", "loading the tokenizer"):
+            self.tokenizer = load_tokenizer(config.path_model)
+        with progress.phase("tokenizing", config.dataset_name_or_path, unit="bytes") as tokenized:
+            self.source = open_data(config, self.tokenizer, on_tokenized=tokenized)
+            self.validation = self.source.validation()
+        sinks: list[Sink] = [LinePrinter()]
         on_rank_zero(lambda: sinks.extend(opened_sinks(config, self.run_dir)))
-        self.metrics = Metrics(self.run_dir / METRICS if world.is_main else None, sinks)
+        self.metrics = Metrics(
+            self.run_dir / METRICS if world.is_main else None, sinks, on_trouble=progress.is_in_trouble
+        )
         torch.manual_seed(config.seed + world.rank)
         precision = Precision.of(config.precision, device)
         mesh = device_mesh(world, device, config.sharding_strategy) if world.num_ranks > 1 else None
-        model = load_model(
-            config.path_model,
-            seed=config.seed,
-            device="cpu" if mesh else device,
-            attn_implementation=config.attn_implementation,
-        )
-        prepare(model, config, precision=precision, device=device, mesh=mesh)
+        with progress.phase("starting", "loading the model"):
+            model = load_model(
+                config.path_model,
+                seed=config.seed,
+                device="cpu" if mesh else device,
+                attn_implementation=config.attn_implementation,
+            )
+            prepare(model, config, precision=precision, device=device, mesh=mesh)
+        self.is_compiled = not compiles(config, device)
+        """Whether what torch.compile compiles at the first step has been."""
         self.inner = InnerLoop(
             model,
-            adamw(model, weight_decay=config.weight_decay),
+            optimizer_of(config.optimizer, model, weight_decay=config.weight_decay),
             precision=precision,
             device=device,
             micro_batch_size=micro_batch_size_of(config),
             max_grad_norm=config.max_grad_norm,
         )
         if config.per_device_train_batch_size == "auto":
-            self.inner.micro_batch_size = find_micro_batch_size(
-                self.inner,
-                num_samples=config.total_batch_size // world.num_ranks,
-                seq_length=config.seq_length,
-                vocab_size=model.config.vocab_size,
-            )
+            with progress.phase("starting", "finding the batch size that fits"):
+                self.inner.micro_batch_size = find_micro_batch_size(
+                    self.inner,
+                    num_samples=config.total_batch_size // world.num_ranks,
+                    seq_length=config.seq_length,
+                    vocab_size=model.config.vocab_size,
+                )
         self.checkpoints = Checkpoints(
             config.ckpt,
             world,
@@ -123,6 +146,7 @@ class Trainer:
             local_steps=config.hv.local_steps,
             max_steps=self.end_step,
             restore=self.checkpoints.restore,
+            on_waiting=progress.waits_for,
         )
         self.record_checkpoints()
         self.checkpoints.begin(self.outer.nominal_step)
@@ -146,8 +170,9 @@ class Trainer:
                         break
         if outer.evaluates:
             self.evaluate()
-        self.save_model()
-        self.checkpoints.close()
+        with self.progress.phase("saving", "the model and the last checkpoint"):
+            self.save_model()
+            self.checkpoints.close()
         self.record_checkpoints()
         outer.finish()
         self.metrics.write("event", event="finished", **self.position())
@@ -161,7 +186,13 @@ class Trainer:
         lr = learning_rate(
             step, peak=config.lr, warmup_steps=config.warmup_steps, total_steps=config.total_steps
         )
-        result = self.inner.step(samples, lr=lr)
+        with (
+            contextlib.nullcontext()
+            if self.is_compiled
+            else self.progress.phase("compiling", "the first step")
+        ):
+            result = self.inner.step(samples, lr=lr)
+        self.is_compiled = True
         rate = self.tokens_per_step / (time.perf_counter() - started_at)
         tokens = (step + 1) * self.tokens_per_step
         figures = {"step": step + 1, "epoch": outer.epoch, "lr": lr, "tokens": tokens, "tokens_per_s": rate}
@@ -176,7 +207,8 @@ class Trainer:
         if is_due and not outer.done and outer.evaluates:
             self.evaluate()
         if self.checkpoints.due(step) and not outer.in_flight:
-            self.checkpoints.save(outer, step=step)
+            with self.progress.phase("saving", f"a checkpoint of step {step}"):
+                self.checkpoints.save(outer, step=step)
         self.record_checkpoints()
         return bool(outer.commits)
 
@@ -202,13 +234,18 @@ class Trainer:
 
     def evaluate(self) -> None:
         """Score the weights on the held-out text and record it."""
-        result = evaluate(
-            self.inner,
-            self.validation,
-            world=self.world,
-            micro_batch_size=self.inner.micro_batch_size,
-        )
+        when = "" if self.outer.nominal_step else "before training"
+        num_windows = len(self.validation.windows)
+        with self.progress.phase("evaluating", when, total=num_windows, unit="windows") as reached:
+            result = evaluate(
+                self.inner,
+                self.validation,
+                world=self.world,
+                micro_batch_size=self.inner.micro_batch_size,
+                on_scored=reached,
+            )
         self.checkpoints.scored(result.loss)
+        self.progress.evaluated(self.outer.nominal_step, result.loss)
         self.metrics.write(
             "eval",
             **self.position(),
@@ -227,6 +264,11 @@ class Trainer:
         """What became of the checkpoints that were being written."""
         for event in self.checkpoints.events():
             self.metrics.write("event", **event)
+            if event["event"] in ("checkpoint", "checkpoint_failed"):
+                text = line_of({"kind": "event", **event}) if event["event"] == "checkpoint_failed" else ""
+                self.progress.is_in_trouble("checkpoint", text or "")
+            # One rank's end is all ranks': torchrun, or the daemon, ends the others.
+            check_saved(event, is_required=self.config.ckpt.required and self.world.is_main)
 
     def position(self) -> dict[str, int]:
         step = self.outer.nominal_step
@@ -252,6 +294,7 @@ def check_fits(config: TrainConfig, world: World, device: torch.device) -> None:
         num_parameters(model_config) * copies,
         activation_tokens=micro_batch_size_of(config) * config.seq_length * world.num_local_ranks,
         config=model_config,
+        optimizer=config.optimizer,
         on_gpu=device.type == "cuda",
         # What the daemon holds it may hold already, when this worker was restarted.
         in_swarm=False,

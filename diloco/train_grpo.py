@@ -23,8 +23,10 @@ from transformers import PrinterCallback
 
 from diloco.callback import DilocoCallback, check_divides, generation_period
 from diloco.checkpoint.restore import refuse_to_begin_anew, skipped_event
+from diloco.checkpoint.saver import check_saved
 from diloco.data.tokenizer import load_tokenizer
 from diloco.errors import UserError
+from diloco.launch.sweep_report import report
 from diloco.launch.worker import Assignment, assigned, exit_code, leave
 from diloco.options.model_files import load_model_config, save_pretrained_dir
 from diloco.options.trainer import TrainConfig, parse_train_config
@@ -33,20 +35,23 @@ from diloco.outer.world import World, joined, on_rank_zero
 from diloco.rl.arguments import grpo_arguments, placeholders
 from diloco.rl.checkpoints import KeepCheckpoints, KeepDeltas
 from diloco.rl.evaluation import TEMPERATURE, TOP_K, TOP_P, evaluated
-from diloco.rl.fleet import Sampling
-from diloco.rl.generation import Servers, generating_by_servers
+from diloco.rl.generation import generating_by_servers
 from diloco.rl.gpus import split_gpus, starts_server
 from diloco.rl.prompts import Deal, held_out_examples, place_of, rows_of
 from diloco.rl.recorder import Recorder
+from diloco.rl.rollouts import Rollouts
+from diloco.rl.server_client import Sampling
 from diloco.rl.servers import opened_servers
 from diloco.rl.task_choice import open_task
 from diloco.rl.tasks import Message
 from diloco.rl.trainer import PeerTrainer, completed_by_the_trainer, reward_functions, token_ids
 from diloco.rl.turns import EvaluateWhenDue
 from diloco.train.devices import visible_gpus
+from diloco.train.lines import LinePrinter
 from diloco.train.metrics import Metrics, Sink
 from diloco.train.model import load_model
 from diloco.train.optim import adamw, learning_rate
+from diloco.train.progress import Progress
 from diloco.train.run_dir import METRICS
 from diloco.train.sharding import Precision, full_state
 from diloco.train.signals import CleanUps, LeaveOnSignal, cleaned_up_on_failure
@@ -73,11 +78,15 @@ def run(argv: Sequence[str], clean_ups: CleanUps) -> None:
     with joined(world, device), cleaned_up_on_failure(clean_ups):
         assignment, daemon = assigned(config, named, world, clean_ups)
         with daemon.explains() if daemon is not None else contextlib.nullcontext():
-            training = Training(assignment, world, device, clean_ups, server_gpu=server_gpu)
-            with training.metrics:
-                training.train()
+            progress = assignment.progress(world)
+            with contextlib.closing(progress):
+                training = Training(assignment, world, device, clean_ups, progress, server_gpu=server_gpu)
+                with training.metrics:
+                    training.train()
         if daemon is not None:
             daemon.stop()
+    if world.is_main and assignment.is_shown_here:
+        report(assignment.config, assignment.run_dir)
 
 
 class Training:
@@ -89,15 +98,17 @@ class Training:
         world: World,
         device: torch.device,
         clean_ups: CleanUps,
+        progress: Progress | None = None,
         *,
         server_gpu: str | None = None,
     ) -> None:
         """Load model and task, and start what writes completions. Raises UserError for what the user can mend."""
         config = assignment.config
         self.config, self.world, self.run_dir = config, world, assignment.run_dir
+        self.progress = progress = progress or Progress(tells=False)
         self.world_rank = on_rank_zero(known_world_rank)
         self.end_step = min(config.max_steps or config.total_steps, config.total_steps)
-        self.task = open_task(config.grpo.dataset, seed=config.seed)
+        self.task = open_task(config.grpo, seed=config.seed)
         args = grpo_arguments(
             config,
             world,
@@ -119,15 +130,18 @@ class Training:
         self.held_out = held_out_examples(self.task, config.grpo.eval_prompts)
         self.tokenizer = load_tokenizer(config.path_model)
         seed_everything(self.seed + world.rank)
-        self.model = load_model(
-            config.path_model,
-            seed=config.seed,
-            device=device,
-            attn_implementation=config.attn_implementation,
-        )
-        sinks: list[Sink] = []
+        with progress.phase("starting", "loading the model"):
+            self.model = load_model(
+                config.path_model,
+                seed=config.seed,
+                device=device,
+                attn_implementation=config.attn_implementation,
+            )
+        sinks: list[Sink] = [LinePrinter()]
         on_rank_zero(lambda: sinks.extend(opened_sinks(config, self.run_dir)))
-        self.metrics = Metrics(self.run_dir / METRICS if world.is_main else None, sinks)
+        self.metrics = Metrics(
+            self.run_dir / METRICS if world.is_main else None, sinks, on_trouble=progress.is_in_trouble
+        )
         self.scratch, self.fetched = self.run_dir / "checkpoints", contextlib.ExitStack()
         clean_ups.append(self.fetched.close)
         self.skipped: list[str] = []
@@ -137,7 +151,7 @@ class Training:
             world,
             self.world_rank,
             scratch=self.scratch,
-            on_event=partial(self.metrics.write, "event"),
+            on_event=self.record_checkpoint,
         )
         self.resume = self.kept.restore(self.fetched, self.skipped.append)
         self.precision = Precision.of(config.precision, device)
@@ -156,9 +170,10 @@ class Training:
             is_own=self.resume is None or self.resume.is_own,
         )
         clean_ups.append(self.discard_partial)
-        self.servers: Servers | None = None
+        self.servers: Rollouts | None = None
         if config.grpo.rollout == "vllm":
-            self.open_servers(clean_ups, server_gpu)
+            with progress.phase("starting", "the inference server"):
+                self.open_servers(clean_ups, server_gpu)
         with generating_by_servers() if config.grpo.rollout == "vllm" else contextlib.nullcontext():
             self.trainer = self.built(args)
         if config.grpo.rollout == "vllm":
@@ -228,6 +243,11 @@ class Training:
             clean_ups.append(self.servers.close)
 
         on_rank_zero(opened)
+
+    def record_checkpoint(self, **event: Any) -> None:
+        """What became of one."""
+        self.metrics.write("event", **event)
+        check_saved(event, is_required=self.config.ckpt.required)
 
     def deltas(self) -> list[KeepDeltas]:
         """What writes delta checkpoints, if they are asked for; the model's configuration lies beside them."""
@@ -302,9 +322,10 @@ class Training:
         if grpo.rollout == "vllm":
             # Of all ranks, and whatever step TRL thinks the servers are at.
             self.trainer.vllm_generation.sync_weights()
-        figures = on_rank_zero(
-            lambda: evaluated(self.task, self.held_out, self.complete, samples=grpo.eval_samples)
-        )
+        with self.progress.phase("evaluating"):
+            figures = on_rank_zero(
+                lambda: evaluated(self.task, self.held_out, self.complete, samples=grpo.eval_samples)
+            )
         self.kept.scored(figures["reward"])
         self.metrics.write("eval", **self.position(), **figures)
         return figures
@@ -323,7 +344,7 @@ class Training:
         )
 
     def completed_by_servers(
-        self, servers: Servers, prompts: Sequence[list[Message]], count: int
+        self, servers: Rollouts, prompts: Sequence[list[Message]], count: int
     ) -> list[list[str]]:
         sampling = Sampling(
             max_tokens=self.config.grpo.max_completion_length,
@@ -342,13 +363,13 @@ class Training:
 
     def push_figures(self) -> dict[str, Any]:
         """What the last push to the servers was, for the step's record."""
-        if not self.servers or not self.servers.fleet.pushed:
+        if not self.servers or not self.servers.last_push:
             return {}
-        last = self.servers.fleet.pushed[-1]
+        last = self.servers.last_push
         return {
             "weights_version": last["version"],
             "push_bytes": last["bytes"],
-            "push_s": last.get("push_s", 0.0),
+            "push_s": last["push_s"],
             "server_restarts": self.servers.own.num_restarts if self.servers.own else 0,
         }
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 from pathlib import Path
+
+from peers.system import make_thread_nicer
 
 AUTOGROUP = Path("/proc/self/autogroup")
 _MAX_THREADS = 4
@@ -21,10 +22,9 @@ def stand_back(niceness: int) -> None:
 
     It cannot be taken back without privileges. Where nothing else wants the processor it changes nothing.
     """
-    thread = threading.get_native_id()
     # Where that is not allowed it is merely in the others' way.
     with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + niceness)
+        make_thread_nicer(niceness)
 
 
 def give_way(niceness: int) -> None:

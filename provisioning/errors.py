@@ -3,12 +3,14 @@
 ProvisioningError
 ├── UserError         stop before anything is bought and tell the user: a key, a flag, a file, money (exit 2)
 │   ├── Busy          another command holds the state file
+│   ├── NoOffer       nothing that is offered now fits; something may later
 │   └── HostKeyChanged  the machine at this address is not the one that was pinned
 ├── ProviderError     a request to a provider failed for good
 │   ├── NoCapacity    take the next offer
 │   ├── Unavailable   ask again later: too many requests, a broken server, no network
 │   └── OutcomeUnknown  a request may have been carried out: look before asking again
-└── MachineError      a command on a pod failed, or the pod cannot be reached
+├── MachineError      a command on a pod failed, or the pod cannot be reached
+└── ResultsNotFetched  a pod is kept, because what was made on it could not be brought home: ask whether to go on
 """
 
 from __future__ import annotations
@@ -24,6 +26,10 @@ class UserError(ProvisioningError):
 
 class Busy(UserError):
     """Another command is changing the pods of this state file."""
+
+
+class NoOffer(UserError):
+    """Not all pods that are wanted can be rented now."""
 
 
 class HostKeyChanged(UserError):
@@ -52,3 +58,7 @@ class OutcomeUnknown(ProviderError):
 
 class MachineError(ProvisioningError):
     """Something on a pod did not work."""
+
+
+class ResultsNotFetched(ProvisioningError):
+    """A pod was not given back: its results would have been lost."""

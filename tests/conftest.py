@@ -16,6 +16,21 @@ import pytest
 from tests.support.swarm import LightSwarm
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--exhaustive", action="store_true", help="run the tests that are marked exhaustive, too"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # No `-m` for it: one that is typed would replace that of pyproject.toml, which leaves out what is not installed.
+    if config.getoption("--exhaustive"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("exhaustive")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in set(left_out)]
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """The same examples every time; others are searched for with `--hypothesis-seed=random` or a number."""
     hypothesis.settings.register_profile(

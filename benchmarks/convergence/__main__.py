@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import benchmarks.convergence
-from benchmarks.convergence.settings import SCALES, Scale, arms
-from benchmarks.convergence.study import Rates, Study
-from benchmarks.convergence.summary import curves, results, study_record
+from benchmarks.convergence.settings import SCALES, Optimizer, Scale, arms
+from benchmarks.convergence.study import Rates, RatesOf, Study
+from benchmarks.convergence.summary import curves, losses_by_bytes, results, study_record
 from benchmarks.plot import lines
 from benchmarks.record import parser, report
 
@@ -24,12 +24,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary) if chosen.quick else chosen.dir or Path("runs/convergence") / scale.name
         study = Study(scale=scale, directory=directory, processes=processes)
-        rates = Rates(*chosen.rates) if chosen.rates else None
-        if chosen.quick and rates is None:
-            rates = Rates(scale.inner_lr, scale.inner_lr, scale.outer_lr)
+        rates = _rates(chosen, scale)
         if not chosen.only_report:
             rates = study.complete(selected, rates)
-        assert rates is not None
         outcomes = study.outcomes(selected, rates)
     extra = study_record(scale, rates, selected, outcomes)
     report("convergence", results(selected, outcomes), chosen.json, extra=extra)
@@ -37,29 +34,61 @@ def main() -> None:
         lines(
             chosen.plot,
             curves(selected, outcomes),
-            title=f"{scale.preset}, {scale.num_peers} peers, H = {scale.local_steps}",
+            title=_title(scale),
             x_label="million tokens",
             y_label="held-out loss, nats a byte",
         )
+    if chosen.plot_bytes:
+        lines(
+            chosen.plot_bytes,
+            losses_by_bytes(selected, outcomes),
+            title=_title(scale),
+            x_label="MB sent by each peer",
+            y_label="held-out loss, nats a byte",
+            log_x=True,
+        )
+
+
+def _title(scale: Scale) -> str:
+    return f"{scale.preset}, {scale.num_peers} peers, H = {scale.local_steps}"
+
+
+def _rates(chosen: argparse.Namespace, scale: Scale) -> RatesOf:
+    """Those that are given; the quick study takes those from which others begin to tune."""
+    starts: dict[Optimizer, float] = {"adamw": scale.inner_lr, "muon": scale.muon_lr}
+    given: dict[Optimizer, list[float] | None] = {"adamw": chosen.rates, "muon": chosen.muon_rates}
+    rates: RatesOf = {}
+    for optimizer, start in starts.items():
+        if values := given[optimizer]:
+            rates[optimizer] = Rates(*values)
+        elif chosen.quick:
+            rates[optimizer] = Rates(start, start, scale.outer_lr)
+    return rates
 
 
 def _arguments() -> argparse.Namespace:
     flags = parser(benchmarks.convergence.__doc__)
     flags.formatter_class = argparse.RawDescriptionHelpFormatter
-    names = tuple(arms(SCALES["demo"]))
+    names = tuple(arms(SCALES["1m"]))
     flags.add_argument("--arms", nargs="+", choices=names, metavar="NAME", help=f"of {', '.join(names)}")
     flags.add_argument("--seeds", nargs="+", type=int, metavar="N")
-    flags.add_argument("--preset", choices=("demo", "150m"), default="demo", help="150m: for a GPU; untested")
-    flags.add_argument("--device", choices=("cpu", "cuda"), help="default: cpu for demo, cuda for 150m")
+    flags.add_argument(
+        "--preset", choices=("1m", "80k", "150m"), default="1m", help="150m: for a GPU; untested"
+    )
+    flags.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda for 150m, else cpu")
     flags.add_argument("--plot", type=Path, metavar="FILE", help="draw the curves there (svg, png, pdf)")
+    flags.add_argument("--plot-bytes", type=Path, metavar="FILE", help="draw losses by bytes there")
     flags.add_argument("--dir", type=Path, help="where runs are kept; default: runs/convergence/<preset>")
     flags.add_argument("--processes", type=int, help="runs at a time; default: one for each core")
     metavar = ("DP", "INNER", "OUTER")
-    flags.add_argument("--rates", nargs=3, type=float, metavar=metavar, help="use these, do not tune")
-    flags.add_argument("--only-report", action="store_true", help="run nothing; needs --rates")
+    flags.add_argument("--rates", nargs=3, type=float, metavar=metavar, help="AdamW's: do not tune it")
+    flags.add_argument("--muon-rates", nargs=3, type=float, metavar=metavar, help="Muon's: do not tune it")
+    flags.add_argument(
+        "--only-report", action="store_true", help="run nothing, report what there is; needs rates"
+    )
     chosen = flags.parse_args()
-    if chosen.only_report and not chosen.rates:
-        flags.error("--only-report needs --rates: which runs to report")
+    if chosen.only_report and not chosen.quick and not (chosen.rates and chosen.muon_rates):
+        flags.error("--only-report needs --rates and --muon-rates: which runs to report")
     return chosen
 
 

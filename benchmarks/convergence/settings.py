@@ -6,12 +6,16 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from diloco.options.flags import HvConfig, TrainConfig
+from diloco.options.trainer import for_mode
 from peers.core.defaults import outer_momentum_for, residual_decay_for
 from peers.core.schedule import Schedule
 
+Optimizer = Literal["adamw", "muon"]
 DATA_PARALLEL, FP32 = "data parallel", "fp32"
+DATA_PARALLEL_MUON, MUON = "data parallel muon", "muon"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,34 +23,32 @@ class Scale:
     """What all arms of one study have in common."""
 
     name: str
-    preset: str = "80k"
-    """A model beside this file, or one of diloco's. So small that 4M tokens are 49 for each parameter."""
+    preset: str
+    """A model beside this file, or one of diloco's."""
     dataset: str = "stdlib"
     device: str = "cpu"
-    seq_length: int = 128
+    seq_length: int
     num_peers: int = 4
-    peer_batch_size: int = 1
-    """Samples of one peer in an inner step; few, so that 4M tokens make many outer steps."""
-    local_steps: int = 6
-    """H. The cadence of the scaling-laws paper (arXiv 2503.09799) is 30; for that, 4M tokens make too few outer steps.
-
-    In pilots fp32 DiLoCo lost twice as much with 12 as with 6.
-    """
-    total_steps: int = 7812
-    """1302 epochs of 6 steps; with 512 tokens a step, 4.0M tokens."""
-    warmup_steps: int = 240
-    eval_interval: int = 600
+    peer_batch_size: int
+    """Samples of one peer in an inner step."""
+    local_steps: int = 30
+    """H; 30 is that of the papers on scaling laws, MuLoCo and SparseLoCo (arXiv 2503.09799, 2505.23725, 2508.15706)."""
+    total_steps: int
+    warmup_steps: int
+    eval_interval: int
     curve_tokens: int = 32_768
     eval_tokens: int = 524_288
     """Held-out tokens at the end; the same for all arms, so that their choice cancels in differences."""
-    beta2: float = 0.99
-    """AdamW's, in every arm. With so few samples in a step, 0.95 forgets the gradients' scale within a few hundred
-    tokens (arXiv 2507.07101); in pilots both data parallel and fp32 DiLoCo lost 1 % by it."""
+    beta2: float = 0.95
+    """AdamW's, in every arm."""
     inner_lr: float = 4e-3
-    """Where tuning starts."""
+    """Where tuning starts under AdamW."""
+    muon_lr: float = 16e-3
+    """Where it starts under Muon."""
     outer_lr: float = 0.6
-    seeds: tuple[int, ...] = tuple(range(1, 8))
-    """So small a batch is noisy: of one seed, the run in int8 ends up to 0.8 % of its loss from the one in fp32."""
+    outer_momentum: float = 0.6
+    """In a pilot with few outer steps better than 0.8 and 0.9, under both optimizers."""
+    seeds: tuple[int, ...] = tuple(range(1, 6))
     tuning_seed: int = 0
 
     @property
@@ -59,9 +61,10 @@ class Scale:
         """Of one arm, over all peers."""
         return self.total_steps * self.num_peers * self.peer_batch_size * self.seq_length
 
-    def train_config(self, seed: int) -> TrainConfig:
-        """For the data and the model; blocks are those of classic DiLoCo in every arm, so that all see the same."""
-        return TrainConfig(
+    def train_config(self, seed: int, optimizer: Optimizer = "adamw") -> TrainConfig:
+        """Of one peer; blocks of data are those of classic DiLoCo in every arm, so that all see the same."""
+        config = TrainConfig(
+            optimizer=optimizer,
             path_model=self.path_model,
             dataset_name_or_path=self.dataset,
             seq_length=self.seq_length,
@@ -72,6 +75,7 @@ class Scale:
             seed=seed,
             hv=HvConfig(local_steps=self.local_steps),
         )
+        return for_mode(config, {"lr"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,17 +83,19 @@ class Arm:
     """One way of averaging."""
 
     name: str
+    optimizer: Optimizer = "adamw"
     compression: str = "fp32"
     num_fragments: int = 1
     overlap_steps: int = 0
-    mixing: float = 0.0
-    """In a pilot of streaming (one seed) 0.5, which its paper takes where less of the overlapped steps is kept, was 2 %
-    worse, and 0.25 no better."""
-    outer_momentum: float = 0.5
-    """In pilots better than none, and than the 0.9 that is usual for longer runs with a larger H."""
+    mixing: float | None = None
+    """Of what overlapped; none: all progress is kept."""
+    slowness: int = 1
+    """How many nominal steps the last peer needs for one of its own: it is in every so-many-th commit only, with work
+    that the others' commits have made stale, on top of their newest anchor."""
+    outer_momentum: float | None = None
+    """Where a paper prescribes one; none: the study's."""
     outer_lr: float | None = None
-    """Where a paper prescribes one of its own; none: fp32 DiLoCo's tuned one. Streaming's paper has 0.4, by which
-    pilots of three seeds ended 0.5 to 2 % worse."""
+    """Where a paper prescribes one; none: the tuned one of its optimizer in fp32."""
     reference: str = FP32
     """The arm it is held against, beside data parallel."""
     target: float | None = None
@@ -97,7 +103,7 @@ class Arm:
 
     @property
     def averages(self) -> bool:
-        return self.name != DATA_PARALLEL
+        return self.name not in (DATA_PARALLEL, DATA_PARALLEL_MUON)
 
     def schedule(self, scale: Scale) -> Schedule:
         return Schedule(
@@ -119,6 +125,11 @@ class Job:
     outer_lr: float
 
     @property
+    def outer_momentum(self) -> float:
+        own = self.arm.outer_momentum
+        return self.scale.outer_momentum if own is None else own
+
+    @property
     def residual_decay(self) -> float:
         """Of what the arm's codec keeps back."""
         return residual_decay_for(self.arm.compression, self.scale.local_steps)
@@ -128,7 +139,7 @@ class Job:
         """Names the run's files; another setting gives another name, so old results are never taken for new ones."""
         settings = {**asdict(self), "residual_decay": self.residual_decay}
         # How a study goes about it changes nothing about a run.
-        for field in ("inner_lr", "outer_lr", "seeds", "tuning_seed"):
+        for field in ("inner_lr", "muon_lr", "outer_lr", "seeds", "tuning_seed"):
             del settings["scale"][field]
         for field in ("reference", "target", "outer_lr"):
             del settings["arm"][field]
@@ -138,32 +149,63 @@ class Job:
 
 def arms(scale: Scale) -> dict[str, Arm]:
     """All of them, by name, in the order of the table."""
-    fp32 = Arm(name=FP32, reference=DATA_PARALLEL, target=2.0)
-    delay = scale.local_steps - 1
+    fp32 = Arm(name=FP32, reference=DATA_PARALLEL)
+    muon = Arm(name=MUON, optimizer="muon", reference=FP32, target=-3.0)
+    streaming = replace(fp32, name="streaming", num_fragments=2, reference=FP32, target=0.3)
+    sparse = {"compression": "topk", "outer_momentum": outer_momentum_for("topk"), "outer_lr": 1.0}
+    overlap = min(5, scale.local_steps // 2 - 1)
     found = (
-        Arm(name=DATA_PARALLEL, target=None),
+        Arm(name=DATA_PARALLEL),
+        replace(muon, name=DATA_PARALLEL_MUON, reference=DATA_PARALLEL, target=None),
         fp32,
+        muon,
         replace(fp32, name="int8", compression="int8", reference=FP32, target=0.1),
-        replace(fp32, name="int4", compression="int4", reference=FP32, target=0.5),
-        Arm(
-            name="topk",
-            compression="topk",
-            outer_momentum=outer_momentum_for("topk"),
-            outer_lr=1.0,
-            target=1.0,
-        ),
-        replace(fp32, name="streaming", num_fragments=2, overlap_steps=2, reference=FP32, target=0.5),
-        replace(fp32, name="one-epoch delay", overlap_steps=delay, reference=FP32, target=None),
+        replace(fp32, name="int4", compression="int4", reference=FP32, target=0.1),
+        replace(fp32, name="2bit", compression="2bit", reference=FP32, target=0.0),
+        Arm(name="topk", target=0.0, **sparse),
+        replace(muon, name="muon int4", compression="int4", reference=MUON, target=0.1),
+        replace(muon, name="muon 2bit", compression="2bit", reference=MUON, target=0.0),
+        Arm(name="muon topk", optimizer="muon", reference=MUON, target=0.0, **sparse),
+        replace(streaming, overlap_steps=overlap),
+        replace(streaming, name="streaming mixed", overlap_steps=overlap, mixing=0.5),
+        replace(streaming, name="streaming short", overlap_steps=1),
+        replace(streaming, name="streaming short mixed", overlap_steps=1, mixing=0.5),
+        replace(fp32, name="one-epoch delay", overlap_steps=scale.local_steps - 1, reference=FP32),
+        *(replace(fp32, name=f"one peer {n}x slower", slowness=n, reference=FP32) for n in (2, 3, 4)),
     )
     return {arm.name: arm for arm in found}
 
 
 SCALES = {
-    "demo": Scale(name="demo"),
+    # 20 tokens for each of 1.06M parameters, of which 0.99M are in matrices.
+    "1m": Scale(
+        name="1m",
+        preset="1m",
+        seq_length=256,
+        peer_batch_size=8,
+        total_steps=2610,
+        warmup_steps=90,
+        eval_interval=180,
+    ),
+    # The one of the published figures. Few tokens, so H is 6: with 12 DiLoCo lost twice as much in pilots. After so
+    # few samples a step, a beta2 of 0.95 forgets the gradients' scale in a few hundred tokens (arXiv 2507.07101).
+    "80k": Scale(
+        name="80k",
+        preset="80k",
+        seq_length=128,
+        peer_batch_size=1,
+        local_steps=6,
+        total_steps=7812,
+        warmup_steps=240,
+        eval_interval=600,
+        beta2=0.99,
+        outer_momentum=0.5,
+        seeds=tuple(range(1, 8)),
+    ),
     "quick": Scale(
         name="quick",
         preset="demo",
-        total_steps=24,
+        total_steps=12,
         local_steps=6,
         warmup_steps=3,
         eval_interval=6,
@@ -171,7 +213,7 @@ SCALES = {
         eval_tokens=4096,
         seq_length=32,
         peer_batch_size=1,
-        seeds=(1, 2),
+        seeds=(1,),
     ),
     # Untested: written for whenever a GPU is there.
     "150m": Scale(

@@ -11,7 +11,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.convergence.run import run_job
-from benchmarks.convergence.settings import DATA_PARALLEL, FP32, Arm, Job, Scale, arms
+from benchmarks.convergence.settings import (
+    DATA_PARALLEL,
+    DATA_PARALLEL_MUON,
+    FP32,
+    MUON,
+    Arm,
+    Job,
+    Optimizer,
+    Scale,
+    arms,
+)
 from benchmarks.convergence.store import Outcome, Store
 from benchmarks.convergence.tuning import best_rate, by_factors, by_steps
 from peers.daemon.supervisor import die_with_parent
@@ -19,7 +29,8 @@ from peers.daemon.supervisor import die_with_parent
 
 @dataclass(frozen=True)
 class Rates:
-    """Tuned on one seed: an inner one for data parallel, both for fp32 DiLoCo and so for all that average."""
+    """Of one optimizer, tuned on one seed: an inner one for data parallel, both for DiLoCo in fp32 and so for all that
+    average."""
 
     data_parallel: float
     inner: float
@@ -29,6 +40,9 @@ class Rates:
         inner = self.inner if arm.averages else self.data_parallel
         outer = self.outer if arm.outer_lr is None else arm.outer_lr
         return Job(scale=scale, arm=arm, seed=seed, inner_lr=inner, outer_lr=outer if arm.averages else 0.0)
+
+
+RatesOf = dict[Optimizer, Rates]
 
 
 @dataclass
@@ -43,22 +57,24 @@ class Study:
     _done: int = 0
     """Runs that this very process has waited for."""
 
-    def complete(self, chosen: Sequence[Arm], rates: Rates | None) -> Rates:
-        """Run whatever is missing; without rates, tune first. Returns the rates."""
+    def complete(self, chosen: Sequence[Arm], rates: RatesOf) -> RatesOf:
+        """Run whatever is missing; optimizers without rates are tuned first. Returns the rates."""
         with _workers(self.processes) as pool:
-            rates = rates or self.tuned(pool)
+            for optimizer in dict.fromkeys(arm.optimizer for arm in chosen):
+                rates = rates if optimizer in rates else {**rates, optimizer: self.tuned(optimizer, pool)}
             self.say(f"rates: {rates}")
             # Seed by seed, so that whatever is interrupted leaves whole pairs.
-            self.run([rates.job(self.scale, arm, s) for s in self.scale.seeds for arm in chosen], pool)
+            jobs = [rates[arm.optimizer].job(self.scale, arm, s) for s in self.scale.seeds for arm in chosen]
+            self.run(jobs, pool)
         return rates
 
-    def outcomes(self, chosen: Sequence[Arm], rates: Rates) -> list[Outcome]:
+    def outcomes(self, chosen: Sequence[Arm], rates: RatesOf) -> list[Outcome]:
         """What there is, without running anything."""
-        store = Store(self.directory)
-        jobs = [rates.job(self.scale, arm, seed) for arm in chosen for seed in self.scale.seeds]
+        store, seeds = Store(self.directory), self.scale.seeds
+        jobs = [rates[arm.optimizer].job(self.scale, arm, seed) for arm in chosen for seed in seeds]
         return [outcome for job in jobs if (outcome := store.outcome(job)) is not None]
 
-    def tuned(self, pool: Executor) -> Rates:
+    def tuned(self, optimizer: Optimizer, pool: Executor) -> Rates:
         """Walk to the best rates; what was tried before is only looked up."""
         scale, known = self.scale, arms(self.scale)
 
@@ -69,11 +85,13 @@ class Study:
             ]
             return [outcome.loss for outcome in self.run(jobs, pool)]
 
-        plain, fp32 = known[DATA_PARALLEL], known[FP32]
-        self.say("tuning data parallel's inner rate, then fp32 DiLoCo's inner and outer one: about 10 runs")
-        data_parallel = best_rate(
-            scale.inner_lr, by_factors, lambda rates: losses(plain, [(r, 0.0) for r in rates])
+        plain, fp32, start = known[DATA_PARALLEL], known[FP32], scale.inner_lr
+        if optimizer == "muon":
+            plain, fp32, start = known[DATA_PARALLEL_MUON], known[MUON], scale.muon_lr
+        self.say(
+            f"tuning {optimizer}: data parallel's rate, then DiLoCo's inner and outer one, about 10 runs"
         )
+        data_parallel = best_rate(start, by_factors, lambda rates: losses(plain, [(r, 0.0) for r in rates]))
         inner = best_rate(
             data_parallel, by_factors, lambda rates: losses(fp32, [(r, scale.outer_lr) for r in rates])
         )

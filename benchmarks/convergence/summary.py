@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from benchmarks.convergence.settings import DATA_PARALLEL, FP32, Arm, Scale
+from benchmarks.convergence.settings import DATA_PARALLEL, FP32, MUON, Arm, Scale
 from benchmarks.convergence.store import Outcome
-from benchmarks.convergence.study import Rates
+from benchmarks.convergence.study import RatesOf
 from benchmarks.record import Result
 
 
@@ -47,14 +47,14 @@ def standard_error(values: Sequence[float]) -> float:
 
 
 def study_record(
-    scale: Scale, rates: Rates, chosen: Sequence[Arm], outcomes: Sequence[Outcome]
+    scale: Scale, rates: RatesOf, chosen: Sequence[Arm], outcomes: Sequence[Outcome]
 ) -> dict[str, Any]:
     """What the record says beside the rows: settings, targets, every run, and whether all are there."""
     return {
         "partial": len(outcomes) < len(chosen) * len(scale.seeds),
         "scale": asdict(scale),
         "tokens": scale.tokens,
-        "rates": asdict(rates),
+        "rates": {optimizer: asdict(tuned) for optimizer, tuned in rates.items()},
         "arms": [asdict(arm) for arm in chosen],
         "summary": [line for arm in chosen if (line := _line(arm, outcomes))],
         "runs": [asdict(outcome) for outcome in outcomes],
@@ -71,6 +71,19 @@ def curves(chosen: Sequence[Arm], outcomes: Sequence[Outcome]) -> dict[str, list
                 (points[0][0] / 1e6, statistics.mean(loss for _, loss in points))
                 for points in zip(*runs, strict=False)
             ]
+    return found
+
+
+def losses_by_bytes(
+    chosen: Sequence[Arm], outcomes: Sequence[Outcome]
+) -> dict[str, list[tuple[float, float]]]:
+    """Of each arm that averages one point: (MB that a peer sent, mean loss)."""
+    found = {}
+    for arm in chosen:
+        runs = [o for o in outcomes if o.arm == arm.name]
+        if runs and arm.averages:
+            point = statistics.mean(o.sent_bytes for o in runs) / 1e6, statistics.mean(o.loss for o in runs)
+            found[arm.name] = [point]
     return found
 
 
@@ -93,9 +106,8 @@ def _line(arm: Arm, outcomes: Sequence[Outcome]) -> dict[str, Any] | None:
         "seeds": len(losses),
         "mean loss, nats/byte": statistics.mean(losses),
         f"% against {DATA_PARALLEL}": _with_error(differences(arm.name, DATA_PARALLEL, outcomes)),
-        f"% against {FP32}": _with_error(differences(arm.name, FP32, outcomes))
-        if arm.reference == FP32
-        else None,
+        f"% against {FP32}": _with_error(differences(arm.name, FP32, outcomes)) if arm.averages else None,
+        f"% against {MUON}": _with_error(judged) if arm.reference == MUON else None,
         "target": f"{arm.target:+g} % against {arm.reference}" if arm.target is not None else None,
         "met": statistics.mean(judged) <= arm.target if judged and arm.target is not None else None,
     }

@@ -17,10 +17,10 @@ from diloco.data.sampling import Block, step_offsets
 from diloco.outer.flat import Piece, copy_in, copy_out, layout_of, merge, pieces_of
 from diloco.train.inner import InnerLoop
 from diloco.train.model import load_model
-from diloco.train.optim import adamw, learning_rate
+from diloco.train.optim import learning_rate, optimizer_of
 from diloco.train.sharding import Precision
 from peers.reduce.residuals import Residuals
-from peers.state.outer_optimizer import OuterOptimizer
+from peers.state.outer_optimizer import OuterOptimizer, rebase
 from peers.state.outer_state import OuterState
 
 
@@ -50,7 +50,9 @@ class LocalSwarm:
         self.replicas = [new_replica(job, self.schedule.num_fragments) for _ in range(job.scale.num_peers)]
         copy_out(self.replicas[0].pieces, self.replicas[0].out)
         self.state = OuterState.initial([values.clone() for values in self.replicas[0].out])
-        self._optimizer = OuterOptimizer(lr=job.outer_lr, momentum=job.arm.outer_momentum)
+        self._late_base = [values.clone() for values in self.state.anchor]
+        """The anchor from which the last peer has trained, where it is slower than the others."""
+        self._optimizer = OuterOptimizer(lr=job.outer_lr, momentum=job.outer_momentum)
         self.num_steps = 0
         self.epoch = 0
         """Outer steps done."""
@@ -72,6 +74,8 @@ class LocalSwarm:
         lr = learning_rate_of(self._job, self.num_steps)
         losses = []
         for rank, replica in enumerate(self.replicas):
+            if self.num_steps % self._slowness_of(rank):
+                continue
             samples = torch.from_numpy(samples_of(self._source, self._job, rank, self.num_steps))
             losses.append(replica.inner.step(samples, lr=lr).loss)
             replica.tokens = [tokens + scale.peer_batch_size * scale.seq_length for tokens in replica.tokens]
@@ -96,6 +100,7 @@ class LocalSwarm:
             "tokens": tokens,
             "committed_tokens": self.committed_tokens,
             "residuals": residuals,
+            "late_base": self._late_base,
             "sent_bytes": self.sent_bytes,
         }
 
@@ -104,6 +109,7 @@ class LocalSwarm:
         self.epoch, self.sent_bytes = carried["epoch"], carried["sent_bytes"]
         self.committed_tokens = carried["committed_tokens"]
         saved = iter(carried["residuals"])
+        self._late_base = carried["late_base"]
         for replica, tokens in zip(self.replicas, carried["tokens"], strict=True):
             replica.tokens = list(tokens)
             replica.residuals = [Residuals.from_tensors(out.numel(), next(saved)) for out in replica.out]
@@ -139,9 +145,14 @@ class LocalSwarm:
         fragment, left_at = self.schedule.fragment_of(self.epoch), self._left_at
         assert left_at is not None
         since = (local_step - left_at) * self._job.scale.peer_batch_size * self._job.scale.seq_length
+        ready = self._ready()
+        late = self.replicas[-1]
+        if self._job.arm.slowness > 1 and late in ready:
+            out, base = late.out[fragment], self._late_base[fragment]
+            rebase(self.state.anchor[fragment], out, base, out)
         members = [
             Member(r.out[fragment], r.tokens[fragment] - since, r.residuals[fragment], r.result[fragment])
-            for r in self.replicas
+            for r in ready
         ]
         codec = self._job.arm.compression
         self.sent_bytes += average(
@@ -150,13 +161,24 @@ class LocalSwarm:
         self._optimizer.commit(self.state, fragment, members[0].result)
         self.epoch += 1
         self.committed_tokens += sum(member.tokens for member in members)
-        for replica in self.replicas:
+        if late in ready:
+            self._late_base[fragment].copy_(self.state.anchor[fragment])
+        for replica in ready:
             replica.tokens[fragment] = since
             if local_step > left_at:
                 merge(replica.of(fragment), replica.out, self.state.anchor, mixing=self.schedule.mixing)
             else:
                 copy_in(replica.of(fragment), self.state.anchor)
         self._left_at = None
+
+    def _slowness_of(self, rank: int) -> int:
+        return self._job.arm.slowness if rank == len(self.replicas) - 1 else 1
+
+    def _ready(self) -> list[Replica]:
+        """Those that have done all steps of an epoch since they were averaged; at the run's end everybody."""
+        is_end = self.num_steps >= self._job.scale.total_steps
+        numbered = enumerate(self.replicas)
+        return [r for rank, r in numbered if is_end or not (self.epoch + 1) % self._slowness_of(rank)]
 
 
 class DataParallel:
@@ -190,11 +212,11 @@ class DataParallel:
 def new_replica(job: Job, num_fragments: int) -> Replica:
     """With the seed's initial weights, as every peer has them."""
     scale, device = job.scale, torch.device(job.scale.device)
-    config = scale.train_config(job.seed)
+    config = scale.train_config(job.seed, job.arm.optimizer)
     model = load_model(scale.path_model, seed=job.seed, device=device)
     inner = InnerLoop(
         model,
-        adamw(model, weight_decay=config.weight_decay, betas=(0.9, scale.beta2)),
+        optimizer_of(config.optimizer, model, weight_decay=config.weight_decay, betas=(0.9, scale.beta2)),
         precision=Precision.of(config.precision, device),
         device=device,
         micro_batch_size=scale.num_peers * scale.peer_batch_size,

@@ -13,7 +13,8 @@ import torch
 
 from benchmarks.reduction import vectors
 from benchmarks.reduction.seats import Seat
-from peers.net.streams import StreamPool, StreamTransport
+from peers.net.streams import StreamPool
+from peers.net.transport import StreamTransport
 from peers.reduce.all_reduce import reduce_pseudo_gradients
 from peers.reduce.plan import ATTEMPT_BYTES, ReducePlan, equal_bounds
 from peers.state.outer_optimizer import norm_of_pseudo_gradient
@@ -80,14 +81,14 @@ class Ours:
 @contextlib.asynccontextmanager
 async def _direct(seat: Seat, *, plain: bool) -> AsyncIterator[tuple[StreamTransport, list[str]]]:
     from peers.net.identity import load_or_create
-    from peers.net.paths.acceptor import Reception
+    from peers.net.paths.acceptor import Acceptor
     from peers.net.paths.direct import Direct
     from peers.net.paths.tls import Credentials
 
     identity = load_or_create(seat.directory / f"{seat.index}.key")
     endpoints: dict[str, str] = {}
-    reception = Reception(Credentials.of(identity), allows=endpoints.__contains__, plain=plain)
-    direct = Direct(reception, lambda peer_id: [endpoints[peer_id]])
+    acceptor = Acceptor(Credentials.of(identity), allows=endpoints.__contains__, plain=plain)
+    direct = Direct(acceptor, lambda peer_id: [endpoints[peer_id]])
     direct.listen("/ip4/127.0.0.1/tcp/0")
     try:
         peer_ids = await asyncio.to_thread(seat.meet, identity.peer_id)
@@ -98,7 +99,6 @@ async def _direct(seat: Seat, *, plain: bool) -> AsyncIterator[tuple[StreamTrans
         yield direct, peer_ids
     finally:
         await direct.close()
-        reception.close()
         identity.release()
 
 

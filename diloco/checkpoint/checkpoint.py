@@ -11,32 +11,30 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
+from diloco.checkpoint import shards
 from diloco.checkpoint.choice import Candidate, to_delete
-from diloco.checkpoint.copies import HostCopies
 from diloco.checkpoint.dirs import own_part
 from diloco.checkpoint.finder import candidates_in
 from diloco.checkpoint.mark import Mark, write_mark
 from diloco.checkpoint.restore import fetched, others_state, refuse_to_begin_anew, registered, skipped_event
-from diloco.checkpoint.saver import RanksBeside, Saver
-from diloco.checkpoint.shards import file_of, load, to_save
+from diloco.checkpoint.saver import Saver
 from diloco.checkpoint.store import Store, open_store
 from diloco.errors import DilocoError
 from diloco.options.flags import CkptConfig
 from diloco.outer.diloco import Diloco, OuterFiles, Restored
-from diloco.outer.world import World, on_rank_zero
+from diloco.outer.world import GROUP_TIMEOUT, World, in_group, on_rank_zero
 from diloco.train.inner import InnerLoop
-from peers.state.whole_files import FileRecord, write_bytes, write_tensors
+from peers.state.whole_files import write_bytes, write_tensors
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 LAST_SAVE_TIMEOUT_S = 600.0
 """How long the end of a training waits for its last checkpoint."""
@@ -61,7 +59,9 @@ class Checkpoints:
         self._config, self._world, self._inner = config, world, inner
         self._scratch, self._beside = scratch, beside or {}
         self._store: Store = open_store(config.path, scratch)
-        self._ranks, self._saver, self._copies = RanksBeside(), Saver(tells=world.is_main), HostCopies()
+        self._saver, self._copies = Saver(tells=world.is_main), shards.HostCopies()
+        # Of the saving threads: training uses the other groups meanwhile.
+        self._group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT) if in_group() else None
         self._looked_at = self._saved_at_ms = self._number = 0
         self._contributors: tuple[int, ...] = ()
         self._loss: float | None = None
@@ -93,7 +93,7 @@ class Checkpoints:
         if found is None:
             return None
         mark, directory, self._is_restored = found.mark, found.directory, True
-        load(directory, self._inner, rank=self._world.rank, saved_by=mark.num_ranks, with_random=found.is_own)
+        shards.load(directory, self._inner, rank=self._world.rank, with_random=found.is_own)
         self._contributors, self._number = mark.contributors, mark.number + 1
         if not found.is_own:
             return others_state(mark, directory)
@@ -131,8 +131,8 @@ class Checkpoints:
         part = own_part(outer.world_rank)
         try:
             staging = on_rank_zero(lambda: self._new_directory(step, part))
-            tensors, metadata = to_save(self._inner, rank=self._world.rank)
-            copies = self._copies.take(tensors)
+            state = shards.state_to_write(self._inner, self._world.rank)
+            copies = self._copies.take(state)
             # Last, since the daemon begins to write, and would take time from the copies.
             outer_files = outer.snapshot(staging)
         except (OSError, DilocoError) as error:
@@ -151,7 +151,7 @@ class Checkpoints:
         )
         self._loss = None
         self._number += 1
-        save = _Save(step, outer.world_rank, part, staging, copies, metadata, mark, outer_files)
+        save = _Save(step, outer.world_rank, part, staging, state, copies, mark, outer_files)
         self._saver.begin(step, lambda: self._write(save), blocked_s=time.monotonic() - began_at)
 
     def events(self) -> list[dict[str, Any]]:
@@ -189,28 +189,28 @@ class Checkpoints:
     def _write(self, save: _Save) -> int:
         """All ranks' threads do it together. Returns the bytes of the whole checkpoint. Raises OSError."""
         try:
-            files = {
-                name: record for one in self._agreed(lambda: self._sent(save)) for name, record in one.items()
-            }
-            self._agreed(lambda: self._finish(save, files) if self._world.rank == 0 else None)
-            if self._world.rank and self._world.local_rank == 0 and save.staging.exists():
-                # Another node with a disk of its own.
-                self._store.finish(save.staging, save.step, save.part)
+            num_bytes = shards.save(
+                save.state,
+                save.copies,
+                lambda tensors, metadata: self._sent(save, tensors, metadata),
+                lambda files: self._finish(save, files),
+                self._group,
+            )
         finally:
             self._discard()
         if self._world.rank == 0:
             self._delete_old(save.part)
-        return sum(record.num_bytes for record in files.values())
+        return num_bytes
 
-    def _sent(self, save: _Save) -> dict[str, FileRecord]:
+    def _sent(self, save: _Save, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> shards.Files:
         """Write what this rank has, and give it to the store."""
         if self._world.rank:
-            # Another node has a disk of its own, or sees the directory that rank 0 has made.
+            # On another node what goes to a URL is put together in a directory of its own.
             with self._making:
                 save.staging.mkdir(parents=True, exist_ok=True)
                 self._staging = save.staging
-        name = file_of(self._world.rank)
-        files = {name: write_tensors(save.staging / name, save.tensors, save.metadata)}
+        name = shards.file_of(self._world.rank)
+        files = {name: write_tensors(save.staging / name, tensors, metadata)}
         if self._world.rank == 0:
             for name, content in self._beside.items():
                 (save.staging / name).parent.mkdir(exist_ok=True)
@@ -219,7 +219,7 @@ class Checkpoints:
         self._store.send(save.staging, files, save.step, save.part)
         return files
 
-    def _finish(self, save: _Save, files: Mapping[str, FileRecord]) -> None:
+    def _finish(self, save: _Save, files: shards.Files) -> None:
         self._saved_at_ms = max(self._saved_at_ms + 1, time.time_ns() // 1_000_000)
         mark = replace(save.mark, files=files, saved_at_ms=self._saved_at_ms, head=save.outer.wait().head)
         write_mark(save.staging, mark)
@@ -229,17 +229,6 @@ class Checkpoints:
             with contextlib.suppress(OSError):
                 self._store.register(save.world_rank, has_saved=True)
                 self._registered = save.world_rank
-
-    def _agreed(self, action: Callable[[], T]) -> list[T]:
-        """What the action returned on every rank. Raises OSError on all where it raised on one."""
-        try:
-            outcome: tuple[Any, str] = action(), ""
-        except Exception as error:  # noqa: BLE001 - the others wait to be told
-            outcome = None, str(error) or repr(error)
-        outcomes = self._ranks.gathered(outcome)
-        if reasons := [reason for _, reason in outcomes if reason]:
-            raise OSError(reasons[0])
-        return [value for value, _ in outcomes]
 
     def _delete_old(self, part: str) -> None:
         """Of this peer's own those that are too many; other peers' are theirs to delete."""
@@ -267,8 +256,8 @@ class _Save:
     world_rank: int | None
     part: str
     staging: Path
-    tensors: Mapping[str, Tensor]
-    metadata: Mapping[str, str]
+    state: Mapping[str, Tensor]
+    copies: Mapping[str, Tensor]
     mark: Mark
     """Still without the files."""
     outer: OuterFiles

@@ -89,13 +89,3 @@ def empty(directory: Path) -> None:
             shutil.rmtree(entry, ignore_errors=True)
         else:
             entry.unlink(missing_ok=True)
-
-
-def marked_steps(path: Path, part: str) -> dict[int, Path]:
-    """The directories of a peer that bear a mark, whatever it says, by their step."""
-    steps = {}
-    for directory in path.glob("model_step_*"):
-        match = STEP.fullmatch(directory.name)
-        if match and (directory / part / COMPLETE).is_file():
-            steps[int(match[1])] = directory / part
-    return steps

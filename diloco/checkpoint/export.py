@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from safetensors import SafetensorError
+import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -16,7 +19,7 @@ from diloco.checkpoint.choice import Candidate, newest_first
 from diloco.checkpoint.dirs import own_part
 from diloco.checkpoint.finder import candidates_in, named_in, split
 from diloco.checkpoint.mark import Damaged, problems_of
-from diloco.checkpoint.shards import Stored
+from diloco.checkpoint.shards import read
 from diloco.checkpoint.store import Store, open_store
 from diloco.data.tokenizer import load_tokenizer
 from diloco.errors import UserError
@@ -28,6 +31,8 @@ from peers.state import files as state_files
 log = logging.getLogger(__name__)
 
 Weights = Literal["agreed", "own"]
+
+_OLD_PLACES = "pieces"
 
 
 def exported(checkpoint: str, directory: Path, *, weights: Weights) -> dict[str, Any]:
@@ -48,7 +53,7 @@ def exported(checkpoint: str, directory: Path, *, weights: Weights) -> dict[str,
         elif is_agreed:
             state = _agreed_weights(source, model)
         else:
-            state = _own_weights(source, found.mark.num_ranks)
+            state = own_weights(source)
         config, tokenizer = load_model_config(str(model)), load_tokenizer(str(model))
         try:
             save_pretrained_dir(directory, state, config, tokenizer)
@@ -114,10 +119,29 @@ def _opened(checkpoint: str, scratch: Path, stack: contextlib.ExitStack) -> tupl
     )
 
 
-def _own_weights(source: Path, num_ranks: int) -> dict[str, Tensor]:
-    with Stored(source, num_ranks) as stored:
-        names = stored.shapes("model.")
-        return {name.removeprefix("model."): stored.whole(name) for name in names}
+def own_weights(source: Path) -> dict[str, Tensor]:
+    """The weights that a peer had itself, in one piece each. Raises UserError."""
+    files = sorted(source.glob("rank_*.safetensors"))
+    with safe_open(files[0], framework="pt") as file:
+        is_of_earlier_version = _OLD_PLACES in (file.metadata() or {})
+    if is_of_earlier_version:
+        return _old_weights(files)
+    state = read(
+        source,
+        lambda there: {name: torch.empty(there[name].size) for name in there if name.startswith("model.")},
+    )
+    return {name.removeprefix("model."): tensor for name, tensor in state.items()}
+
+
+def _old_weights(files: Sequence[Path]) -> dict[str, Tensor]:
+    """As saved before torch.distributed.checkpoint: the metadata says from which row on each file has a tensor."""
+    rows: dict[str, dict[int, Tensor]] = {}
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            for name, (start, *_) in json.loads(file.metadata()[_OLD_PLACES]).items():
+                if name.startswith("model."):
+                    rows.setdefault(name.removeprefix("model."), {})[start] = file.get_tensor(name)
+    return {name: torch.cat([parts[start] for start in sorted(parts)]) for name, parts in rows.items()}
 
 
 def _agreed_weights(source: Path, model: Path) -> dict[str, Tensor]:

@@ -6,59 +6,24 @@ import contextlib
 import glob
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from diloco.checkpoint.choice import Registration
-from diloco.checkpoint.dirs import STEP, own_part, step_name
+from diloco.checkpoint.dirs import step_name
 from diloco.checkpoint.mark import COMPLETE, PEER_PART
-from diloco.checkpoint.registration import SAVERS, registration_of, savers_of
+from diloco.checkpoint.store import Store
 
 
-class RemoteStore:
+class RemoteStore(Store):
     """An fsspec file system. Nothing there is renamed, and a file is there once it has been written as a whole."""
 
     def __init__(self, url: str, filesystem: Any, root: str, scratch: Path) -> None:
-        self._url, self._files, self._root, self._scratch = (
-            url.rstrip("/"),
-            filesystem,
-            root.rstrip("/"),
-            scratch,
-        )
+        self._url, self._scratch = url.rstrip("/"), scratch
+        self._files, self._root = filesystem, root.rstrip("/")
 
     def name_of(self, name: str, part: str) -> str:
         return "/".join(filter(None, (self._url, name, part)))
-
-    def marks(self, part: str) -> dict[str, bytes]:
-        return self._read_marks(self._pattern("model_step_*", part), lambda words: words[-1 - bool(part)])
-
-    def parts(self, name: str) -> dict[str, bytes]:
-        return self._read_marks(self._pattern(name, f"{PEER_PART}*"), lambda words: words[-1])
-
-    def mark(self, name: str, part: str) -> bytes | None:
-        with _as_os_errors(), contextlib.suppress(FileNotFoundError):
-            content: bytes = self._files.cat_file(self._at(name, part, COMPLETE))
-            return content
-        return None
-
-    def register(self, world_rank: int, *, has_saved: bool = False) -> None:
-        path = self._at(SAVERS, own_part(world_rank))
-        with _as_os_errors():
-            before = None
-            with contextlib.suppress(FileNotFoundError):
-                before = self._files.cat_file(path)
-            if has_saved or before is None:
-                self._make_parent(path)
-                self._files.pipe_file(path, registration_of(before, has_saved=has_saved))
-
-    def savers(self) -> dict[int, Registration]:
-        with _as_os_errors():
-            self._files.invalidate_cache()
-            paths = self._files.glob(self._pattern(SAVERS, f"{PEER_PART}*"))
-            registered = {path.split("/")[-1]: self._files.cat_file(path) for path in paths}
-            marks = self._files.glob(self._pattern("model_step_*", f"{PEER_PART}*", COMPLETE))
-        return savers_of(registered, (path.split("/")[-2] for path in marks))
 
     def staging(self, step: int, part: str) -> Path:
         self._scratch.mkdir(parents=True, exist_ok=True)
@@ -74,11 +39,7 @@ class RemoteStore:
                 self._files.put_file(str(staging / name), path)
 
     def finish(self, staging: Path, step: int, part: str) -> None:
-        with _as_os_errors():
-            # In one request, so whole or absent.
-            path = self._at(step_name(step), part, COMPLETE)
-            self._make_parent(path)
-            self._files.pipe_file(path, (staging / COMPLETE).read_bytes())
+        self._put((staging / COMPLETE).read_bytes(), step_name(step), part, COMPLETE)
         shutil.rmtree(staging, ignore_errors=True)
 
     def discard(self, staging: Path) -> None:
@@ -119,18 +80,32 @@ class RemoteStore:
         root = self._at(name, part)
         return [path for path in self._files.find(root) if not path[len(root) + 1 :].startswith(PEER_PART)]
 
-    def _read_marks(self, directories: str, key: Callable[[list[str]], str]) -> dict[str, bytes]:
-        """Of all directories that match the pattern, by what `key` makes of the words of their path."""
-        with _as_os_errors():
+    def _names(self, *words: str) -> list[str]:
+        with _as_os_errors(), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             self._files.invalidate_cache()
-            found = {
-                path: key(path.split("/")[:-1]) for path in self._files.glob(f"{directories}/{COMPLETE}")
-            }
-            return {
-                name: self._files.cat_file(path)
-                for path, name in found.items()
-                if STEP.fullmatch(name) or name.startswith(PEER_PART)
-            }
+            return [
+                path.rstrip("/").rpartition("/")[2] for path in self._files.ls(self._at(*words), detail=False)
+            ]
+        return []
+
+    def _marked_parts(self) -> list[str]:
+        with _as_os_errors():
+            # Only what the words say is a pattern, whatever letters the URL has.
+            pattern = f"{glob.escape(self._root)}/model_step_*/{PEER_PART}*/{COMPLETE}"
+            return [path.split("/")[-2] for path in self._files.glob(pattern)]
+
+    def _read(self, *words: str) -> bytes | None:
+        with _as_os_errors(), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            content: bytes = self._files.cat_file(self._at(*words))
+            return content
+        return None
+
+    def _put(self, content: bytes, *words: str) -> None:
+        """In one request, so whole or absent."""
+        path = self._at(*words)
+        with _as_os_errors():
+            self._make_parent(path)
+            self._files.pipe_file(path, content)
 
     def _remove(self, path: str) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -139,10 +114,6 @@ class RemoteStore:
     def _make_parent(self, path: str) -> None:
         """Where there are directories at all."""
         self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
-
-    def _pattern(self, *words: str) -> str:
-        """As `_at`; only what the words say is a pattern, whatever letters the URL has."""
-        return "/".join(filter(None, (glob.escape(self._root), *words)))
 
     def _at(self, *words: str) -> str:
         return "/".join(filter(None, (self._root, *words)))

@@ -6,40 +6,17 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-import torch.distributed as dist
-
-from diloco.outer.world import GROUP_TIMEOUT, in_group
+from diloco.errors import DilocoError
+from peers.daemon.restarts import GAVE_UP
 from peers.threads import stand_back
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 _NICENESS = 10
-
-
-class RanksBeside:
-    """The ranks of a peer, for their saving threads: training uses the other groups meanwhile.
-
-    All ranks construct it together.
-    """
-
-    def __init__(self) -> None:
-        self._group: Any = None
-        if in_group():
-            self._group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
-
-    def gathered(self, value: T) -> list[T]:
-        """Every rank's value, on every rank."""
-        if self._group is None:
-            return [value]
-        values: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(values, value, group=self._group)
-        return values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +43,18 @@ class Saved:
             "seconds": round(self.seconds, 3),
             "blocked_s": round(self.blocked_s, 3),
         }
+
+
+def check_saved(event: Mapping[str, Any], *, is_required: bool) -> None:
+    """Raise DilocoError where no checkpoint came of a save and the user wants none to be missed.
+
+    The message begins so that the peer does not start this worker again: the disk would still be full.
+    """
+    if is_required and event["event"] == "checkpoint_failed":
+        raise DilocoError(
+            f"{GAVE_UP}: the checkpoint of step {event['step']} was not saved ({event['reason']}), and --ckpt.required "
+            "ends the training then; make room, or name another place with --ckpt.path"
+        )
 
 
 class Saver:

@@ -1,100 +1,134 @@
-"""What a rank holds of weights and optimizer state, written by however many ranks and read by another number of them.
+"""A rank's part of a checkpoint: weights, optimizer state, loss scale and random numbers.
 
-rank_<k>.safetensors holds the rows of each tensor that rank k was the first to hold; its metadata says from which row
-on, and the shape of the whole. Bytes are kept as they are, so nothing is lost by another number of ranks. Random
-numbers are each rank's own: ranks that there were not before keep the state that their seed gave them.
+torch.distributed.checkpoint plans who writes and who reads which rows, so that another number of ranks may go on from
+them, and brings the ranks together. The files are those that its HuggingFaceStorageReader reads, written by
+us: torch's writer of safetensors makes a second copy of all in memory, and its other format is pickled.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor, Replicate
+from torch.futures import Future
 
 from diloco.errors import UserError
-from diloco.outer.flat import layout_of, pieces_of, trainable_parameters
+from diloco.outer.flat import trainable_parameters
 from diloco.train.inner import InnerLoop
+from peers.state.whole_files import FileRecord
 
-PIECES, _SCALE = "pieces", "loss_scale"
-_RNG_CPU, _RNG_CUDA = "rng.cpu", "rng.cuda"
+Files = dict[str, FileRecord]
+"""What lies in a checkpoint, by name."""
+
+# Of a file that others than us have written.
+_MALFORMED = (OSError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
+# torch's name for where in its tensor each piece of a file begins.
+_PLACES = "DCP_SHARDING_INFO"
 
 
 def file_of(rank: int) -> str:
     return f"rank_{rank}.safetensors"
 
 
-@dataclass(frozen=True)
-class Shard:
-    """Rows from `start` on of a tensor of this shape; `local` is a view, and writing to it writes to the model."""
-
-    local: Tensor
-    start: int
-    shape: tuple[int, ...]
-    is_first: bool
-    """Whether this rank is the first of those that hold the same rows."""
-
-    @property
-    def num_rows(self) -> int:
-        return self.local.shape[0] if self.shape else 1
+def state_of(inner: InnerLoop) -> dict[str, Tensor]:
+    """`model.<parameter>`, `optimizer.<parameter>.<state>`, which are the memory itself, and `loss_scale.<field>`."""
+    state: dict[str, Tensor] = {}
+    for name, parameter in trainable_parameters(inner.model):
+        state[f"model.{name}"] = parameter.detach()
+        for key, value in inner.optimizer.state.get(parameter, {}).items():
+            state[f"optimizer.{name}.{key}"] = value
+    scale = asdict(inner.loss_scale)
+    return state | {f"loss_scale.{name}": torch.tensor(scale[name], dtype=torch.float64) for name in scale}
 
 
-def shards_of(inner: InnerLoop, *, rank: int) -> dict[str, Shard]:
-    """This rank's shards by name: `model.<parameter>`, and `optimizer.<parameter>.<state>` where there is some."""
-    layout = layout_of(inner.model)
-    slots, pieces = layout.fragments[0], pieces_of(inner.model, layout)
-    parameters = dict(trainable_parameters(inner.model))
-    shards = {}
-    for slot, piece in zip(slots, pieces, strict=True):
-        row = slot.numel // slot.shape[0] if slot.shape and slot.shape[0] else 1
-        start = (piece.start - slot.offset) // max(row, 1)
-        shards[f"model.{slot.name}"] = Shard(piece.local, start, slot.shape, piece.is_first)
-        for key, value in inner.optimizer.state[parameters[slot.name]].items():
-            local = value.to_local() if isinstance(value, DTensor) else value
-            name = f"optimizer.{slot.name}.{key}"
-            if local.ndim == 0 and slot.shape:
-                # The number of its steps, which is the same everywhere.
-                shards[name] = Shard(local, 0, (), rank == 0)
-            else:
-                shards[name] = Shard(local, start, slot.shape, piece.is_first)
-    return shards
+def state_to_write(inner: InnerLoop, rank: int) -> dict[str, Tensor]:
+    """What this rank is the first to hold, and its own random numbers."""
+    state = state_of(inner)
+    return {name: tensor for name, tensor in state.items() if _is_first(tensor, rank)} | _random_state(rank)
 
 
-def to_save(inner: InnerLoop, *, rank: int) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors that this rank writes, still where they are, and the metadata that goes with them."""
-    shards = shards_of(inner, rank=rank)
-    mine = {name: one for name, one in shards.items() if one.is_first and one.local.numel()}
-    tensors = {name: one.local for name, one in mine.items()} | _random_state()
-    places = {name: [one.start, *one.shape] for name, one in mine.items()}
-    return tensors, {PIECES: json.dumps(places), _SCALE: json.dumps(asdict(inner.loss_scale))}
+def save(
+    state: Mapping[str, Tensor],
+    copies: Mapping[str, Tensor],
+    write: Callable[[Mapping[str, Tensor], Mapping[str, str]], Files],
+    finish: Callable[[Files], None],
+    group: Any,
+) -> int:
+    """Each rank writes its rows, and rank 0 finishes when all have; returns the bytes that it finished.
+
+    The state says where the rows lie; what is written are the copies of the same names. `group` are the ranks, for this
+    alone; None for a single one. Raises OSError on all ranks where one has failed.
+    """
+    writer = _Writer(write, finish)
+    _expect_a_single_rank()
+    try:
+        dcp.save(
+            dict(state),
+            storage_writer=writer,
+            planner=_Planner(copies),
+            process_group=group,
+            no_dist=group is None,
+        )
+    except CheckpointException as error:
+        reason = _first_of(error)
+        raise OSError(str(reason) or repr(reason)) from reason
+    return writer.num_bytes
 
 
-@torch.no_grad()
-def load(directory: Path, inner: InnerLoop, *, rank: int, saved_by: int, with_random: bool = True) -> None:
-    """Fill model and optimizer from what `saved_by` ranks saved, and take the random state unless told otherwise.
+def load(directory: Path, inner: InnerLoop, *, rank: int, with_random: bool = True) -> None:
+    """Fill model and optimizer from what any number of ranks saved, and take the random state unless told otherwise.
 
-    Raises UserError for another model's.
+    Ranks that there were not before keep the one that their seed gave them. Raises UserError for another model's.
     """
     make_optimizer_state(inner)
-    with Stored(directory, saved_by, first=rank) as stored:
-        for name, shard in shards_of(inner, rank=rank).items():
-            stored.read(name, shard)
-        for name, value in stored.scale().items():
-            setattr(inner.loss_scale, name, value)
-        if with_random and rank < saved_by:
-            _set_random_state(stored, rank)
+    random = _random_state(rank) if with_random else {}
+    state = read(
+        directory,
+        lambda there: state_of(inner) | {name: random[name] for name in random if name in there},
+    )
+    for name, before in asdict(inner.loss_scale).items():
+        setattr(inner.loss_scale, name, type(before)(state[f"loss_scale.{name}"].item()))
+    if (numbers := state.get(f"rng.cpu.{rank}")) is not None:
+        torch.set_rng_state(numbers)
+    if (numbers := state.get(f"rng.cuda.{rank}")) is not None:
+        torch.cuda.set_rng_state(numbers)
+
+
+def read(directory: Path, wanted: Callable[[Mapping[str, Any]], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Fill the tensors that are wanted, by what is there, and return them. Raises UserError."""
+    _expect_a_single_rank()
+    try:
+        reader = HuggingFaceStorageReader(str(directory))
+        there = reader.read_metadata().state_dict_metadata
+        _check_whole(there)
+        state = wanted(there)
+        # Each rank for itself: who has failed need not be waited for.
+        dcp.load(state, storage_reader=reader, no_dist=True)
+    except (CheckpointException, SafetensorError, *_MALFORMED) as error:
+        reason = _first_of(error) if isinstance(error, CheckpointException) else error
+        raise UserError(
+            f"{directory} holds another model than this one, or of an earlier version: {reason!r:.200}"
+        ) from reason
+    return state
 
 
 def make_optimizer_state(inner: InnerLoop) -> None:
-    """AdamW makes its state in the first step: take one that changes nothing."""
+    """An optimizer makes its state in the first step: take one that changes nothing."""
     for _, parameter in trainable_parameters(inner.model):
         parameter.grad = torch.zeros_like(parameter)
     for group in inner.optimizer.param_groups:
@@ -103,113 +137,102 @@ def make_optimizer_state(inner: InnerLoop) -> None:
     inner.optimizer.zero_grad()
 
 
-class Stored:
-    """The tensors of a checkpoint, from whichever files they are in. A context manager: leaving it closes them."""
+class HostCopies:
+    """One set of copies, as large as the tensors and used again each time; page-locked for those of a GPU."""
 
-    def __init__(self, directory: Path, num_ranks: int, *, first: int = 0) -> None:
-        """Rank `first`'s file is looked at first: on several nodes it may be the only one that is here."""
-        self._directory = directory
-        self._order = sorted(range(num_ranks), key=lambda rank: (rank != first, rank))
-        self._files: dict[int, tuple[Any, dict[str, list[int]]]] = {}
-        self._stack = contextlib.ExitStack()
+    def __init__(self) -> None:
+        self._copies: dict[str, Tensor] = {}
 
-    def __enter__(self) -> Self:
-        return self
+    @torch.no_grad()
+    def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copy this rank's rows. What the call before returned is overwritten, so whoever reads that must be done."""
+        local = {name: one.to_local() if isinstance(one, DTensor) else one for name, one in tensors.items()}
+        self._copies = {name: self._room_for(name, tensor) for name, tensor in local.items()}
+        for name, tensor in local.items():
+            self._copies[name].copy_(tensor, non_blocking=True)
+        if any(tensor.is_cuda for tensor in local.values()):
+            torch.cuda.synchronize()
+        return dict(self._copies)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    def _room_for(self, name: str, tensor: Tensor) -> Tensor:
+        room = self._copies.get(name)
+        if room is not None and (room.shape, room.dtype) == (tensor.shape, tensor.dtype):
+            return room
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+
+
+class _Planner(DefaultSavePlanner):
+    """Takes what is written from the copies, since training changes the tensors meanwhile."""
+
+    def __init__(self, copies: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._copies = copies
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self._copies[index.fqn]
+
+
+class _Writer(HuggingFaceStorageWriter):
+    """One file of each rank, by our own hands."""
+
+    def __init__(
+        self,
+        write: Callable[[Mapping[str, Tensor], Mapping[str, str]], Files],
+        finish: Callable[[Files], None],
     ) -> None:
-        self._stack.close()
+        super().__init__(path="", save_distributed=True)
+        self._write, self._finish = write, finish
+        self.num_bytes = 0
 
-    def shapes(self, prefix: str) -> dict[str, tuple[int, ...]]:
-        """Of all tensors whose name begins so."""
-        return {
-            name: tuple(shape)
-            for rank in self._order
-            for name, (_, *shape) in self._file(rank)[1].items()
-            if name.startswith(prefix)
-        }
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """The directory is there, or has been discarded."""
+        return plan
 
-    def whole(self, name: str) -> Tensor:
-        """A tensor in one piece, fp32. Raises UserError."""
-        shape = self.shapes(name)[name]
-        values = torch.empty(shape)
-        self.read(name, Shard(values, 0, shape, True))
-        return values
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        tensors: dict[str, Any] = {item.index.fqn: planner.resolve_data(item) for item in plan.items}
+        places = {item.index.fqn: {"saved_offsets": list(item.index.offset or ())} for item in plan.items}
+        files = self._write(tensors, {_PLACES: json.dumps(places)})
+        written: Future[list[WriteResult]] = Future()
+        written.set_result(
+            [
+                WriteResult(MetadataIndex(name), record.num_bytes, (name, record))
+                for name, record in files.items()
+            ]
+        )
+        return written
 
-    def read(self, name: str, shard: Shard) -> None:
-        """Fill a shard. Raises UserError where the checkpoint does not have all of it, or of another shape."""
-        missing = shard.num_rows if shard.local.numel() else 0
-        for rank, start, stop in self._places(name, shard):
-            low, high = max(start, shard.start), min(stop, shard.start + shard.num_rows)
-            if low < high:
-                self._copy(rank, name, shard, low, high, start)
-                missing -= high - low
-            if missing <= 0:
-                return
-        if missing:
-            raise UserError(
-                f"{self._directory} holds another model than this one: {name} is missing or differs in shape"
-            )
-
-    def scale(self) -> dict[str, Any]:
-        """The loss scale, which is the same on all ranks."""
-        rank = self._order[0]
-        with self._errors(rank):
-            return dict(json.loads(self._opened(rank).metadata()[_SCALE]))
-
-    def tensor(self, rank: int, name: str) -> Tensor | None:
-        """One of a rank's own tensors, if it has saved it."""
-        with self._errors(rank):
-            file = self._opened(rank)
-            found: Tensor | None = file.get_tensor(name) if name in file.keys() else None  # noqa: SIM118
-        return found
-
-    def _places(self, name: str, shard: Shard) -> Iterator[tuple[int, int, int]]:
-        """Each file that has rows of the tensor, and from which to which."""
-        for rank in self._order:
-            place = self._file(rank)[1].get(name)
-            if place is not None and tuple(place[1:]) == shard.shape:
-                with self._errors(rank):
-                    rows = self._opened(rank).get_slice(name).get_shape()[0] if shard.shape else 1
-                yield rank, place[0], place[0] + rows
-
-    def _copy(self, rank: int, name: str, shard: Shard, low: int, high: int, start: int) -> None:
-        with self._errors(rank):
-            if not shard.shape:
-                shard.local.copy_(self._opened(rank).get_tensor(name))
-                return
-            rows = self._opened(rank).get_slice(name)[low - start : high - start]
-            shard.local[low - shard.start : high - shard.start].copy_(rows)
-
-    def _opened(self, rank: int) -> Any:
-        return self._file(rank)[0]
-
-    def _file(self, rank: int) -> tuple[Any, dict[str, list[int]]]:
-        if rank not in self._files:
-            with self._errors(rank):
-                file = self._stack.enter_context(safe_open(self._directory / file_of(rank), framework="pt"))
-                self._files[rank] = file, dict(json.loads((file.metadata() or {})[PIECES]))
-        return self._files[rank]
-
-    @contextlib.contextmanager
-    def _errors(self, rank: int) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, SafetensorError, ValueError, TypeError, KeyError, IndexError, RuntimeError) as error:
-            path = self._directory / file_of(rank)
-            raise UserError(f"{path} is not a rank's part of a checkpoint: {error!r:.200}") from error
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        files = dict(result.storage_data for of_rank in results for result in of_rank)
+        self._finish(files)
+        self.num_bytes = sum(record.num_bytes for record in files.values())
 
 
-def _random_state() -> dict[str, Tensor]:
-    states = {_RNG_CPU: torch.get_rng_state()}
+def _check_whole(there: Mapping[str, Any]) -> None:
+    """torch would leave rows that no file has as they are."""
+    for name, tensor in there.items():
+        if sum(piece.sizes.numel() for piece in tensor.chunks) != tensor.size.numel():
+            raise ValueError(f"{name} is not there as a whole")
+
+
+def _random_state(rank: int) -> dict[str, Tensor]:
+    states = {f"rng.cpu.{rank}": torch.get_rng_state()}
     if torch.cuda.is_initialized():
-        states[_RNG_CUDA] = torch.cuda.get_rng_state()
+        states[f"rng.cuda.{rank}"] = torch.cuda.get_rng_state()
     return states
 
 
-def _set_random_state(stored: Stored, rank: int) -> None:
-    if (state := stored.tensor(rank, _RNG_CPU)) is not None:
-        torch.set_rng_state(state)
-    if torch.cuda.is_available() and (state := stored.tensor(rank, _RNG_CUDA)) is not None:
-        torch.cuda.set_rng_state(state)
+def _is_first(tensor: Tensor, rank: int) -> bool:
+    """Whether this rank is the first of those that hold the same values."""
+    if not isinstance(tensor, DTensor):
+        return rank == 0
+    replicas = [dim for dim, place in enumerate(tensor.placements) if isinstance(place, Replicate)]
+    return all(tensor.device_mesh.get_local_rank(dim) == 0 for dim in replicas)
+
+
+def _first_of(error: CheckpointException) -> BaseException:
+    return next(iter(error.failures.values()))[0]
+
+
+def _expect_a_single_rank() -> None:
+    """torch warns of it."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")

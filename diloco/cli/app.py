@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from diloco.cli.interrupts import exit_at_once_on_signals
 from diloco.errors import DilocoError, UserError, print_box
+from diloco.options.help import asked_for, known_verb
 
 if TYPE_CHECKING:
     from cyclopts import App
@@ -28,43 +28,62 @@ def _version() -> str:
         return "unknown (not installed)"
 
 
+class Verb(NamedTuple):
+    """One command: the words that call it, the module that has it, and what it does."""
+
+    words: str
+    module: str
+    help: str
+
+
+VERBS = {
+    "Train": (
+        Verb("run", "run:app", "Train with several peers on this machine."),
+        Verb("peer", "peer:app", "Be one peer of a swarm: join, train, average, leave."),
+        Verb("dht start", "dht:start_app", "Start a DHT node and coordinate a run."),
+        Verb("launch", "launch:app", "Start a training that spans nodes."),
+        Verb("grpo-sweep", "grpo_sweep:app", "Run GRPO with several seeds side by side."),
+    ),
+    "Look": (
+        Verb("status", "status:app", "Show who is in a swarm."),
+        Verb("dashboard", "dashboard:app", "Show a swarm on a web page."),
+        Verb("doctor", "doctor:app", "Examine this machine and its way to a swarm."),
+    ),
+    "Use what was trained": (
+        Verb("export", "export:app", "Write a checkpoint's model as transformers loads it."),
+        Verb("ckpt rebuild", "ckpt:rebuild_app", "Make a model of delta checkpoints."),
+    ),
+    "Plan and rent": (
+        Verb("simulate", "simulate:app", "Say what a run would take, without running it."),
+        Verb("provision", "provision:app", "Rent pods and start a swarm on them."),
+        Verb("pods", "pods:app", "Look after rented pods."),
+        Verb("experiments", "experiments:app", "Run many trainings on rented pods."),
+    ),
+    "Say who may join": (Verb("peers", "peers:app", "Ban peers from a swarm, or let them back in."),),
+}
+"""By what somebody wants to do."""
+_GROUPS = {"dht": "The DHT's bootstrap node and the run's coordinator.", "ckpt": "What trainings have saved."}
+
+
 def make_app() -> App:
     """The whole command line."""
-    from cyclopts import App
+    from cyclopts import App, Parameter
 
     app = App(
         name="diloco",
         help="Train one model on machines scattered over the world.",
         version=_version,
-        help_format="plaintext",
+        help_flags=(),
+        # Of a flag that is given twice, the last one counts.
+        default_parameter=Parameter(allow_repeating=True),
     )
-    ckpt = App(name="ckpt", help="What trainings have saved.")
-    ckpt.command("diloco.cli.ckpt:rebuild_app", name="rebuild", help="Make a model of delta checkpoints.")
-    app.command(ckpt)
-    app.command("diloco.cli.dashboard:app", name="dashboard", help="Show a swarm on a web page.")
-    dht = App(name="dht", help="The DHT's bootstrap node and the run's coordinator.")
-    dht.command("diloco.cli.dht:start_app", name="start", help="Start a DHT node and coordinate a run.")
-    app.command(dht)
-    app.command(
-        "diloco.cli.export:app", name="export", help="Write a checkpoint's model as transformers loads it."
-    )
-    app.command("diloco.cli.doctor:app", name="doctor", help="Examine this machine and its way to a swarm.")
-    app.command("diloco.cli.experiments:app", name="experiments", help="Run many trainings on rented pods.")
-    app.command("diloco.cli.launch:app", name="launch", help="Start a training that spans nodes.")
-    app.command(
-        "diloco.cli.grpo_sweep:app", name="grpo-sweep", help="Run GRPO with several seeds side by side."
-    )
-    app.command(
-        "diloco.cli.peer:app", name="peer", help="Be one peer of a swarm: join, train, average, leave."
-    )
-    app.command("diloco.cli.peers:app", name="peers", help="Ban peers from a swarm, or let them back in.")
-    app.command("diloco.cli.pods:app", name="pods", help="Look after rented pods.")
-    app.command("diloco.cli.provision:app", name="provision", help="Rent pods and start a swarm on them.")
-    app.command("diloco.cli.run:app", name="run", help="Train with several peers on this machine.")
-    app.command(
-        "diloco.cli.simulate:app", name="simulate", help="Say what a run would take, without running it."
-    )
-    app.command("diloco.cli.status:app", name="status", help="Show who is in a swarm.")
+    groups = {name: App(name=name, help=text) for name, text in _GROUPS.items()}
+    for group in groups.values():
+        app.command(group)
+    for verb in (verb for verbs in VERBS.values() for verb in verbs):
+        first, _, second = verb.words.partition(" ")
+        place = groups[first] if second else app
+        place.command(f"diloco.cli.{verb.module}", name=second or first, help=verb.help)
     return app
 
 
@@ -76,6 +95,19 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def exit_code(argv: list[str]) -> int:
     """Run a command line: 0 done, 2 the user can mend it, 1 it failed; errors are shown."""
+    try:
+        page = asked_for(argv or ["--help"])
+        if page is None:
+            return _ran(argv)
+        print(page, end="", flush=True)
+        return 0
+    except BrokenPipeError:
+        # Whoever read it, as `head` does, has seen enough; Python must not write what is left there at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _ran(argv: list[str]) -> int:
     # Not at the top: a signal while this loads would meet Python's own handlers, and show a traceback.
     from cyclopts import CycloptsError
 
@@ -88,22 +120,23 @@ def exit_code(argv: list[str]) -> int:
         # What is still buffered is part of the command: at its end the interpreter would complain of a lost reader.
         sys.stdout.flush()
     except CycloptsError as error:
-        print_box("diloco", f"{explained(error)}\n`diloco {_verb_of(argv)}--help` lists what can be given.")
+        verb = " ".join(["diloco", *known_verb(argv)[0]])
+        print_box("diloco", f"{explained(error)}\n`{verb} --help` says what can be given.")
         return USER_ERROR
     except UserError as error:
         print_box("diloco", str(error))
         return USER_ERROR
     except BrokenPipeError:
-        # Whoever read it, as `head` does, has seen enough; Python must not write what is left there at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+        raise
     except Exception as error:  # noqa: BLE001
         return _failed(error)
     return result if isinstance(result, int) else 0
 
 
 def _failed(error: Exception) -> int:
-    # Not imported above: only these errors of the swarm's are known here, and `--help` needs none of it.
+    # Not at the top: `--help` needs none of it.
+    import traceback
+
     from peers import errors as peers_errors
     from provisioning import errors as pods_errors
 
@@ -116,32 +149,3 @@ def _failed(error: Exception) -> int:
         traceback.print_exception(error)
         print_box("diloco failed", f"{type(error).__name__}: {error}")
     return FAILED
-
-
-def _verb_of(argv: Sequence[str]) -> str:
-    words = []
-    for word in argv:
-        if word.startswith("-"):
-            break
-        words.append(word)
-    known = {
-        "ckpt",
-        "dashboard",
-        "rebuild",
-        "export",
-        "dht",
-        "start",
-        "doctor",
-        "peer",
-        "peers",
-        "ban",
-        "unban",
-        "list",
-        "new-secret",
-        "run",
-        "simulate",
-        "status",
-    }
-    known |= {"pods", "logs", "ssh", "ssh-key", "add", "cost", "extend", "down", "forget", "reconcile"}
-    known |= {"provision", "experiments", "destroy", "launch", "grpo-sweep"}
-    return "".join(f"{word} " for word in words if word in known)

@@ -11,14 +11,14 @@ from cyclopts import App, Parameter
 from diloco.errors import UserError
 from diloco.options.checks import at_least, whole
 
-rebuild_app = App(name="rebuild", usage="Usage: diloco ckpt rebuild DIRECTORY --out DIRECTORY [OPTIONS]")
+rebuild_app = App(name="rebuild", usage="Usage: diloco ckpt rebuild DIRECTORY OUT [OPTIONS]")
 
 Step = Annotated[int | None, Parameter(converter=whole, validator=at_least(0))]
 
 
 @rebuild_app.default
 def rebuild(
-    directory: Path, *, out: Path, step: Step = None, as_json: Annotated[bool, Parameter("--json")] = False
+    directory: Path, out: Path, *, step: Step = None, as_json: Annotated[bool, Parameter("--json")] = False
 ) -> None:
     """Make a full model of delta checkpoints (--ckpt.delta-interval).
 
@@ -36,7 +36,7 @@ def rebuild(
     if not directory.is_dir():
         raise UserError(f"{directory} is no directory; name the one that --ckpt.delta-path said")
     if out.exists():
-        raise UserError(f"--out {out} exists already; name another")
+        raise UserError(f"{out} exists already; name another directory for the model")
     from diloco.data.tokenizer import load_tokenizer
     from diloco.options.model_files import load_model_config, save_pretrained_dir
     from diloco.rl.deltas import rebuilt, steps_in

@@ -23,6 +23,7 @@ def start(
     host_maddrs: Annotated[tuple[str, ...], address_list()] = DEFAULTS.host_maddrs,
     announce_maddrs: Annotated[tuple[str, ...], address_list()] = DEFAULTS.announce_maddrs,
     initial_peers: Annotated[tuple[str, ...], address_list(of_peers=True)] = (),
+    discover: bool = False,
     run_id: Name = DEFAULTS.run_id,
     identity_path: Path | None = None,
     state_dir: Path | None = None,
@@ -44,6 +45,8 @@ def start(
         Addresses others reach this node by, where they differ from those it listens on.
     initial_peers: tuple
         Members of a DHT to join; default: begin a new one.
+    discover: bool
+        Answer peers on the same network that look for this run with --discover, over UDP multicast.
     run_id: str
         Name of the run.
     identity_path: Path
@@ -61,6 +64,7 @@ def start(
     from diloco.launch.swarm_config import state_dir as default_state_dir
     from peers.daemon.coordinator import CoordinatorConfig, serve
     from peers.net.dht.node import load_hivemind
+    from peers.net.identity import load
     from peers.protocol.maddrs import check_listenable
 
     config = CoordinatorConfig(
@@ -68,6 +72,7 @@ def start(
         host_maddrs=host_maddrs,
         announce_maddrs=announce_maddrs,
         initial_peers=initial_peers,
+        discover=discover,
         identity_path=identity_path,
         state_dir=state_dir or default_state_dir(),
         admission=admission,
@@ -80,6 +85,8 @@ def start(
         return 0
 
     check_listenable(host_maddrs)
+    if identity_path is not None and identity_path.exists():
+        load(identity_path)
     # Takes seconds, in which an event loop would not notice a signal.
     load_hivemind()
     return run_interruptible(coordinate())

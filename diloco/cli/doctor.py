@@ -29,7 +29,7 @@ _NAME_COLUMNS = 18
 _MAX_COLUMNS = 120
 _COLORS = {"pass": "32", "warn": "33", "fail": "31"}
 
-app = App(name="doctor", usage="Usage: diloco doctor [OPTIONS]", config=[_SOURCE])
+app = App(name="doctor", config=[_SOURCE])
 
 JsonFlag = Annotated[bool, Parameter(name="--json", negative="", group="Doctor")]
 TimeoutFlag = Annotated[Seconds, Parameter(name="--timeout", group="Doctor")]

@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,26 +14,34 @@ from cyclopts import App, Parameter
 
 from diloco.cli.pods_board import Board
 from diloco.cli.pods_flags import (
+    GIVEN,
     AsJson,
+    Fetch,
+    Given,
     Inventory,
     StateFile,
     access,
     ensure_watcher,
+    fetched,
     locked,
     opened,
     opened_existing,
-    say,
+    remember_results,
 )
-from diloco.cli.pods_plan import agreed_to, interruption_told, print_plan, shouted
+from diloco.cli.pods_plan import agreed_to, given_back, interruption_told, plan_json, print_plan, shouted
 from diloco.errors import UserError
 from diloco.options.checks import at_least, finite, whole
 
 if TYPE_CHECKING:
-    from provisioning.experiment_runs import Result
-    from provisioning.experiments import ExperimentSet
-    from provisioning.fleet import Fleet, Outcome
-    from provisioning.ledger import Ledger
-    from provisioning.trainers import Trainer
+    from provisioning.experiments.runs import Result
+    from provisioning.experiments.sets import ExperimentSet
+    from provisioning.experiments.trainers import Trainer
+    from provisioning.ledger.ledger import Ledger
+    from provisioning.machines.setup import Setup
+    from provisioning.pods.pod import Offer
+    from provisioning.providers.registry import Access
+    from provisioning.renting.plan import Plan
+    from provisioning.swarm.fleet import Fleet, Outcome
 
 app = App(name="experiments", help="Run many trainings over rented pods.")
 
@@ -57,6 +65,7 @@ def run(
     grad_accum_steps: Number = None,
     max_price: Annotated[float | None, Parameter(validator=(at_least(0), finite))] = None,
     ttl_hours: Annotated[float | None, Parameter(validator=(at_least(0.01), finite))] = None,
+    plan: Switch = False,
     deploy_only: Switch = False,
     no_deploy: Off = False,
     no_sync: Off = False,
@@ -66,6 +75,7 @@ def run(
     as_json: AsJson = False,
     python: str | None = None,
     source: Path | None = None,
+    given: Annotated[Given, Parameter(name="*", group="To the pods and back")] = GIVEN,
     state_file: StateFile = None,
     inventory: Inventory = None,
 ) -> int:
@@ -81,7 +91,7 @@ def run(
         lr_sweep, multi_dataset, model_size, batch_grid, custom_advanced, a TOML file with [[pods]] and
         [[experiments]], or a Python file with a function experiments().
     provider: str
-        Where to rent instead: local, ssh, lium or lambda.
+        Where to rent instead: local, ssh, lium, lambda, runpod or vast, or several with commas between them.
     trainer: str
         grpo (reinforcement), or pretrain.
     model_id: str
@@ -98,6 +108,8 @@ def run(
         Dollars per hour that a pod may cost.
     ttl_hours: float
         Hours after which pods are given back by themselves.
+    plan: bool
+        Only show what would be rented and given back, with prices.
     deploy_only: bool
         Rent the pods and set them up, but run nothing.
     no_deploy: bool
@@ -115,8 +127,8 @@ def run(
     source: Path
         The code to send; default: the clone that this command runs from.
     """
-    from provisioning.experiments import load
-    from provisioning.trainers import trainer_named
+    from provisioning.experiments.sets import load
+    from provisioning.experiments.trainers import trainer_named
 
     found = load(name)
     machine: dict[str, Any] = {"provider": provider, "max_price": max_price, "ttl_hours": ttl_hours}
@@ -134,128 +146,155 @@ def run(
         found = on_own_machines(found, any_gpu=provider == "ssh")
     ledger = opened(state_file or _default_state_file(name))
     job = _Run(
-        ledger,
-        found,
-        trainer_named(trainer),
-        deploy_only,
-        no_deploy,
-        no_sync,
-        no_setup,
-        destroy,
-        yes,
-        as_json,
+        ledger=ledger,
+        found=found,
+        trainer=trainer_named(trainer),
+        plan_only=plan,
+        deploy_only=deploy_only,
+        deploys=not no_deploy,
+        syncs=not no_sync,
+        sets_up=not no_setup,
+        destroys=destroy,
+        asks=not yes,
+        as_json=as_json,
     )
-    return locked(ledger, lambda: job.run(access(inventory), python, source), for_jobs=True)
+    setup = given.setup(python, source)
+    if not plan:
+        remember_results(ledger, given, Path(name).stem)
+    return locked(ledger, lambda: job.run(access(inventory), setup), for_jobs=True)
 
 
 def on_own_machines(found: ExperimentSet, *, any_gpu: bool) -> ExperimentSet:
     """The same without what only clouds can promise."""
-    from dataclasses import replace
-
     loose: dict[str, Any] = {"gpu_count": None, "min_upload_mbps": None, "min_download_mbps": None}
     if any_gpu:
         loose["gpu_type"] = None
     return replace(found, pods=[replace(spec, **loose) for spec in found.pods])
 
 
+@dataclass(frozen=True, kw_only=True)
 class _Run:
-    def __init__(
-        self,
-        ledger: Ledger,
-        found: ExperimentSet,
-        trainer: Trainer,
-        deploy_only: bool,
-        no_deploy: bool,
-        no_sync: bool,
-        no_setup: bool,
-        destroys: bool,
-        yes: bool,
-        as_json: bool,
-    ) -> None:
-        self._ledger, self._found, self._trainer = ledger, found, trainer
-        self._deploy_only, self._no_deploy = deploy_only, no_deploy
-        self._syncs, self._no_setup = not no_sync, no_setup
-        self._destroys, self._yes, self._as_json = destroys, yes, as_json
+    ledger: Ledger
+    found: ExperimentSet
+    trainer: Trainer
+    plan_only: bool
+    deploy_only: bool
+    deploys: bool
+    syncs: bool
+    sets_up: bool
+    destroys: bool
+    asks: bool
+    as_json: bool
 
-    async def run(self, where: Any, python: str | None, source: Path | None) -> int:
-        from provisioning.fleet import opened_fleet
+    async def run(self, where: Access, setup: Setup) -> int:
+        from provisioning.swarm.fleet import opened_fleet
 
         board = Board()
-        async with opened_fleet(
-            self._ledger,
-            list(self._found.pods),
-            where,
-            board.say,
-            python=python,
-            source=source,
-            extras=self._trainer.extras,
-        ) as fleet:
-            give_back = f"diloco experiments destroy --state-file {shlex.quote(str(self._ledger.path))}"
-            with interruption_told(self._ledger, give_back):
+        setup = replace(setup, extras=self.trainer.extras)
+        async with opened_fleet(self.ledger, list(self.found.pods), where, board.say, setup) as fleet:
+            give_back = f"diloco experiments destroy --state-file {shlex.quote(str(self.ledger.path))}"
+            with interruption_told(self.ledger, give_back):
                 return await self._run(fleet, board)
 
     async def _run(self, fleet: Fleet, board: Board) -> int:
-        from provisioning import experiment_runs
+        from provisioning.experiments import runs
 
         failures: dict[str, Exception] = {}
-        self._unfinished = experiment_runs.unfinished_pods(self._ledger, self._found, self._trainer)
-        if not self._no_deploy and (self._unfinished or self._deploy_only):
-            with self._ledger.locked():
-                failures.update((await self._deployed(fleet, board)).failures)
-        if self._deploy_only:
+        unfinished = runs.unfinished_pods(self.ledger, self.found, self.trainer)
+        if self.plan_only or (self.deploys and (unfinished or self.deploy_only)):
+            with self.ledger.locked():
+                agreed, offers = await self._planned(fleet, unfinished)
+                if self.plan_only:
+                    return 0
+                failures.update((await self._deployed(fleet, board, agreed, offers)).failures)
+        if self.deploy_only:
             return shouted(failures)
         # Not under that lock: meanwhile pods' ends are put off, and whose time is over is given back.
-        results = await experiment_runs.run(fleet, self._found, self._trainer)
+        results = await runs.run(fleet, self.found, self.trainer)
         self._tell(results)
-        if self._destroys:
-            with self._ledger.locked(wait_s=_LOCK_WAIT_S):
+        if self.destroys:
+            with self.ledger.locked(wait_s=_LOCK_WAIT_S):
                 failures.update((await fleet.give_back()).failures)
-        return max(shouted(failures), 0 if experiment_runs.all_good(results) else 1)
+        return max(shouted(failures), 0 if runs.all_good(results) else 1)
 
-    async def _deployed(self, fleet: Fleet, board: Board) -> Outcome:
+    async def _planned(self, fleet: Fleet, unfinished: set[str]) -> tuple[Plan, list[Offer]]:
         # For what is done already nothing is rented; a pod that is there stays until somebody gives it back.
-        there = {row.name for row in self._ledger.rows()}
-        wanted = self._unfinished | there if self._unfinished else {spec.name for spec in self._found.pods}
-        agreed, offers = await fleet.planned([spec for spec in self._found.pods if spec.name in wanted])
-        print_plan(agreed, to_stderr=self._as_json)
-        await agreed_to(agreed, yes=self._yes)
+        there = {row.name for row in self.ledger.rows()}
+        wanted = unfinished | there if unfinished else {spec.name for spec in self.found.pods}
+        agreed, offers = await fleet.planned([spec for spec in self.found.pods if spec.name in wanted])
+        print_plan(agreed, to_stderr=self.as_json)
+        if self.plan_only and self.as_json:
+            print(json.dumps({"plan": plan_json(agreed)}), flush=True)
+        return agreed, offers
+
+    async def _deployed(self, fleet: Fleet, board: Board, agreed: Plan, offers: Sequence[Offer]) -> Outcome:
+        await agreed_to(agreed, yes=not self.asks)
         board.attach(fleet)
-        fleet.renter.on_planned = lambda: ensure_watcher(self._ledger, board.say)
+        fleet.renters.on_planned = lambda: ensure_watcher(self.ledger, board.say)
         with board:
             outcome = await fleet.rent(agreed, offers)
-            return await fleet.set_up(outcome, again=self._syncs, with_environment=not self._no_setup)
+            return await fleet.set_up(outcome, again=self.syncs, with_environment=self.sets_up)
 
     def _tell(self, results: Sequence[Result]) -> None:
-        if self._as_json:
+        if self.as_json:
             print(json.dumps({"experiments": [asdict(result) for result in results]}), flush=True)
             return
-        from rich.console import Console
-        from rich.table import Table
+        print_results(results, self.trainer.result)
 
-        table = Table(box=None, padding=(0, 2, 0, 0))
-        for column in ("experiment", "pod", "what", "lr", "step", self._trainer.result, "seconds"):
-            table.add_column(column, overflow="fold")
-        for result in results:
-            figure = "–" if result.figure is None else f"{result.figure:.4f}"
-            table.add_row(
-                result.name,
-                result.pod,
-                "done" if result.ok else f"failed: {result.trouble}",
-                str(result.resolved.get("lr", "–")),
-                str(result.step),
-                figure,
-                f"{result.seconds:.0f}",
-            )
-        Console().print(table)
-        for result in results:
-            if not result.ok:
-                print(f"!!! {result.name}: {result.trouble}", file=sys.stderr, flush=True)
+
+def print_results(results: Sequence[Result], figure_of: str) -> None:
+    """A table, and below it what went wrong, whole."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("experiment", "pod", "what", "lr", "step", figure_of, "seconds"):
+        table.add_column(column, overflow="fold")
+    for result in results:
+        table.add_row(
+            result.name,
+            result.pod,
+            "done" if result.ok else f"failed: {result.trouble}",
+            str(result.resolved.get("lr", "–")),
+            str(result.step),
+            "–" if result.figure is None else f"{result.figure:.4f}",
+            f"{result.seconds:.0f}",
+        )
+    Console().print(table if results else "no experiment has ended yet")
+    for result in results:
+        if not result.ok:
+            print(f"!!! {result.name}: {result.trouble}", file=sys.stderr, flush=True)
+
+
+@app.command
+def status(*names: str, as_json: AsJson = False, state_file: StateFile = None) -> int:
+    """What came of the experiments of sets so far, in one table.
+
+    Parameters
+    ----------
+    names: str
+        The sets, as they were given to `run`; default: all that were ever run here. Or say --state-file.
+    """
+    from provisioning.experiments.runs import all_recorded
+
+    files = [state_file] if state_file else [_default_state_file(name) for name in names]
+    files = files or sorted(_default_state_file("any").parent.glob("*.sqlite"))
+    results: list[Result] = []
+    for file in files:
+        ledger = opened_existing(file)
+        results += all_recorded(ledger)
+        ledger.close()
+    if as_json:
+        print(json.dumps({"experiments": [asdict(result) for result in results]}), flush=True)
+    else:
+        print_results(results, "figure")
+    return 0
 
 
 @app.command(name="list")
 def list_(*, as_json: AsJson = False) -> int:
     """List the built-in sets, and what each would run."""
-    from provisioning.experiments import BUILT_IN
+    from provisioning.experiments.sets import BUILT_IN
 
     sets = [make() for make in BUILT_IN.values()]
     if as_json:
@@ -285,27 +324,28 @@ def list_(*, as_json: AsJson = False) -> int:
 
 
 @app.command
-def destroy(name: str = "", *, state_file: StateFile = None, inventory: Inventory = None) -> int:
-    """Give back the pods of a set of experiments.
+def destroy(
+    name: str = "",
+    *,
+    yes: Annotated[bool, Parameter(alias="-y", negative="")] = False,
+    fetch: Fetch = None,
+    state_file: StateFile = None,
+    inventory: Inventory = None,
+) -> int:
+    """Give back the pods of a set of experiments, once what was made on them is in the run directory.
 
     Parameters
     ----------
     name: str
         The set, as it was given to `run`; or say --state-file.
+    yes: bool
+        Also without their results, where those cannot be fetched.
     """
-    from provisioning import operations, watcher
-
     if not name and state_file is None:
         raise UserError("Say which: `diloco experiments destroy NAME`, or --state-file FILE.")
     ledger = opened_existing(state_file or _default_state_file(name))
-
-    async def work() -> int:
-        failures = await operations.down(ledger, access(inventory), (), say)
-        if not ledger.rows():
-            watcher.stop(ledger.path)
-        return shouted(failures)
-
-    return locked(ledger, work)
+    words = fetched(fetch)
+    return locked(ledger, lambda: given_back(ledger, access(inventory), (), words, yes=yes))
 
 
 def _default_state_file(name: str) -> Path:

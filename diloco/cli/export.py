@@ -10,7 +10,7 @@ from cyclopts import App, Parameter
 
 from diloco.errors import UserError
 
-app = App(name="export", usage="Usage: diloco export CHECKPOINT DIRECTORY [OPTIONS]")
+app = App(name="export")
 
 
 @app.default

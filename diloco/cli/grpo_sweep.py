@@ -19,7 +19,7 @@ from diloco.train.devices import visible_gpus
 
 _SOURCE = ValueSource()
 
-app = App(name="grpo-sweep", usage="Usage: diloco grpo-sweep [OPTIONS]", config=[_SOURCE])
+app = App(name="grpo-sweep", config=[_SOURCE])
 
 Instances = Annotated[int, Parameter(group="Sweep", converter=whole, validator=at_least(1))]
 Seeds = Annotated[str | None, Parameter(group="Sweep", metavar="S,S,...")]
@@ -56,6 +56,7 @@ def grpo_sweep(
         A TOML file of these flags, with sections [grpo], [hv] and [ckpt]; flags beat it.
     """
     from diloco.cli.interrupts import run_interruptible
+    from diloco.rl.task_choice import check_task
 
     named = _SOURCE.named | {"mode"}
     train = replace(train, mode="grpo")
@@ -64,6 +65,7 @@ def grpo_sweep(
     train = settled(for_mode(train, named), named)
     # A name that is mistyped is one mistake, and not one of each instance.
     load_model_config(train.path_model)
+    check_task(train.grpo)
     plan = planned(
         train,
         num_instances=instances,

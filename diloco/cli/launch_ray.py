@@ -13,9 +13,10 @@ from diloco.errors import UserError
 if TYPE_CHECKING:
     from provisioning.launchers.job import LaunchJob
     from provisioning.launchers.ray_cluster import RayJob
-    from provisioning.ledger import Ledger, Row
-    from provisioning.pods import Pod
-    from provisioning.renting import Renter
+    from provisioning.ledger.ledger import Ledger
+    from provisioning.ledger.row import Row
+    from provisioning.pods.pod import Pod
+    from provisioning.renting.renter import Renter
 
 _CONFIG = "launch.toml"
 
@@ -38,20 +39,19 @@ def run_on_pods(job: LaunchJob, wish: OnPods) -> int:
 
     async def work() -> int:
         from provisioning.launchers.ray_cluster import RayCluster
-        from provisioning.operations import renters
-        from provisioning.pod_paths import CODE, pod_directory
-        from provisioning.setup import put_private
+        from provisioning.machines.paths import CODE, pod_directory
+        from provisioning.machines.setup import put_private
+        from provisioning.renting.renters import renters
 
         rows = _rows(ledger, job.num_nodes)
-        async with renters(ledger, access(wish.inventory), say) as by_provider:
-            renter = by_provider[rows[0].provider]
+        async with renters(ledger, access(wish.inventory), say) as found:
             told = ray_job(job, wish, rows, ledger)
             for row in rows:
-                check_reachable(row, await renter.pod(row.name), num_nodes=len(rows))
-                machine = await renter.machine(row.name)
+                check_reachable(row, await found.pod(row.name), num_nodes=len(rows))
+                machine = await found.machine(row.name)
                 path = f"{pod_directory(row.label)}/{CODE}/{_CONFIG}"
                 await put_private(machine, path, job.config.read_bytes())
-            cluster = RayCluster(renter, rows, _python(ledger, renter))
+            cluster = RayCluster(found, rows, _python(ledger, found.of(rows[0])))
             await cluster.start(cpus=wish.cpus_per_node)
             return await cluster.run(told)
 
@@ -64,15 +64,14 @@ def print_cluster_yaml(job: LaunchJob, wish: OnPods) -> int:
 
     async def work() -> int:
         from provisioning.launchers.ray_yaml import RayHost, cluster_yaml
-        from provisioning.operations import renters
-        from provisioning.ssh_machine import SshMachine
+        from provisioning.machines.ssh import SshMachine
+        from provisioning.renting.renters import renters
 
         rows = _rows(ledger, job.num_nodes)
-        async with renters(ledger, access(wish.inventory), say) as by_provider:
-            renter = by_provider[rows[0].provider]
+        async with renters(ledger, access(wish.inventory), say) as found:
             hosts, users = [], {}
             for row in rows:
-                machine, pod = await renter.machine(row.name), await renter.pod(row.name)
+                machine, pod = await found.machine(row.name), await found.pod(row.name)
                 if not isinstance(machine, SshMachine):
                     raise UserError(
                         f"`ray up` works over SSH, and {row.name} is on this machine; run it without --dry-run."
@@ -85,7 +84,7 @@ def print_cluster_yaml(job: LaunchJob, wish: OnPods) -> int:
                     f"`ray up` has one user and one key for all machines, and {', '.join(users.values())} have others."
                 )
             ((user, key),) = users
-            python = _python(ledger, renter)
+            python = _python(ledger, found.of(rows[0]))
             print(
                 cluster_yaml(
                     hosts, owner=ledger.owner, user=user, key=key, python=python, cpus=wish.cpus_per_node
@@ -100,8 +99,8 @@ def print_cluster_yaml(job: LaunchJob, wish: OnPods) -> int:
 
 def _python(ledger: Ledger, renter: Renter) -> str:
     """That which the pods were set up with."""
-    from provisioning.operations import PYTHON
-    from provisioning.pod_paths import VENV
+    from provisioning.machines.paths import VENV
+    from provisioning.renting.operations import PYTHON
 
     return ledger.recall(PYTHON) or renter.provider.python() or f"{VENV}/bin/python"
 
@@ -136,7 +135,7 @@ def ray_job(job: LaunchJob, wish: OnPods, rows: Sequence[Row], ledger: Ledger) -
 
 
 def _rows(ledger: Ledger, num_nodes: int) -> list[Row]:
-    from provisioning.states import State
+    from provisioning.ledger.row import State
 
     rows = [row for row in ledger.rows() if row.state in (State.SYNCED, State.RUNNING)]
     if len(rows) < num_nodes:

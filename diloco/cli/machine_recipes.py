@@ -99,6 +99,7 @@ RECIPES = (
     ),
 )
 """From the lightest on."""
+_ADAMW_RATES = frozenset({"lr", "hv.outer_lr", "hv.outer_momentum"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +130,8 @@ def chosen(config: TrainConfig, named: Collection[str], machine: Machine, *, num
     """
     if "path_model" in named or config.mode != "pretrain":
         return Choice(config=config)
-    values = {name: value for name, value in recipe_for(machine).values.items() if name not in named}
+    kept = _ADAMW_RATES.union(named) if config.optimizer != "adamw" else frozenset(named)
+    values = {name: value for name, value in recipe_for(machine).values.items() if name not in kept}
     if "total_batch_size" in values:
         values["total_batch_size"] += -values["total_batch_size"] % num_ranks
     hv = {name.removeprefix("hv."): value for name, value in values.items() if name.startswith("hv.")}

@@ -19,6 +19,7 @@ from cyclopts import App, Parameter
 from diloco.cli.machine_recipes import Choice, chosen
 from diloco.errors import UserError
 from diloco.options.checks import at_least, whole
+from diloco.options.flags import HvConfig
 from diloco.options.sources import ValueSource
 from diloco.options.trainer import (
     ConfigPath,
@@ -41,12 +42,13 @@ _SOURCE = ValueSource()
 _LINK_ENV = "DILOCO_LINK"
 _TOLD = tuple(f"peers.daemon.{name}" for name in ("agreement", "host", "main", "runtime"))
 
-app = App(name="peer", usage="Usage: diloco peer [OPTIONS]", config=[_SOURCE])
+app = App(name="peer", config=[_SOURCE])
 
 RanksFlag = Annotated[str, Parameter(name="--nproc-per-node", group="Training")]
 PeersHereFlag = Annotated[
     int, Parameter(name="--peers-here", group="Swarm", converter=whole, validator=at_least(1))
 ]
+DiscoverFlag = Annotated[bool, Parameter(name="--discover", group="Swarm")]
 WorkerFlag = Annotated[str | None, Parameter(name="--worker", group="Training", metavar="COMMAND")]
 
 
@@ -57,6 +59,7 @@ def peer(
     config: ConfigPath = None,
     nproc_per_node: RanksFlag = "auto",
     peers_here: PeersHereFlag = 1,
+    discover: DiscoverFlag = False,
     worker: WorkerFlag = None,
 ) -> int:
     """Join a swarm, train in it, leave it when the training is done.
@@ -73,14 +76,17 @@ def peer(
         Training processes of this peer: a number, or `auto` for one per GPU (one without GPUs).
     peers_here: int
         Peers on this machine, with this one: they share its cores and memory.
+    discover: bool
+        Find the run on this network, in place of --initial-peers, by asking over UDP multicast; and answer who asks.
     worker: str
         Your own program with `Diloco(model)` in it, such as "python loop.py"; default: the trainer of diloco.
     """
     from diloco.cli.interrupts import run_interruptible
     from diloco.data.batches import check_data
-    from diloco.launch.swarm_config import daemon_config
-    from diloco.train.preflight import check_peers_fit
-    from peers.protocol.maddrs import check_listenable
+    from diloco.doctor.before_start import check_choices, check_ports_free, check_room
+    from diloco.launch.phase_file import write_phase
+    from diloco.launch.swarm_config import daemon_config, state_dir
+    from peers.protocol.reports import Phase
 
     machine = this_machine(os.environ, train.device, num_peers=peers_here)
     ranks = num_ranks(nproc_per_node, train.device, gpus_for_ranks(train, machine.num_gpus))
@@ -92,15 +98,24 @@ def peer(
     train = settled(choice.config, _SOURCE.named, num_ranks=ranks)
     if program and (unread := unread_by_a_program(_SOURCE.named)):
         print(f"note: {unread}", file=sys.stderr, flush=True)
-    check_peers_fit(train.path_model, on_gpu=machine.num_gpus > 0)
+    if discover and not train.hv.initial_peers:
+        train = replace(train, hv=replace(train.hv, initial_peers=discovered(train.hv)))
+    is_first = not train.hv.initial_peers
+    if not program:
+        check_choices(train, machine, is_settled=is_first)
     # What is not named comes from the swarm.
     if not program and "dataset_name_or_path" in _SOURCE.named:
-        check_data(train)
-    fields = daemon_config(train, _SOURCE.named)
-    check_listenable(train.hv.host_maddrs)
+        check_data(train if is_first or "seq_length" in _SOURCE.named else replace(train, seq_length=2))
+    fields = {**daemon_config(train, _SOURCE.named), "discover": discover}
+    # What other peers here have taken is no longer free.
+    alone = replace(machine, num_peers=1)
+    check_room(train, alone, state_dir(), num_ranks=ranks, is_settled=is_first and not program)
+    check_ports_free(train.hv)
     run_dir = created_run_dir(train)
-    # torch and hivemind: seconds, so only once the arguments have proved right, and before the event loop runs,
-    # which would not notice a signal meanwhile.
+    print(f"run directory: {run_dir}", flush=True)
+    write_phase(run_dir, Phase(name="starting", detail="loading torch and hivemind"))
+    # Seconds, so only once the arguments have proved right, and before the event loop runs, which would not notice a
+    # signal meanwhile.
     import peers.daemon.main  # noqa: F401
     from peers.net.dht.node import load_hivemind
 
@@ -108,6 +123,22 @@ def peer(
     choice = replace(choice, config=train)
     workplace = Workplace(choice, _SOURCE.named, run_dir, ranks, program, num_peers=peers_here)
     return run_interruptible(_live(workplace, fields))
+
+
+def discovered(hv: HvConfig) -> tuple[str, ...]:
+    """Addresses of the run's members on this network; none for whoever may begin the run. Raises UserError."""
+    from peers.net.lan import ASK_TIMEOUT_S, found_here
+
+    found = tuple(found_here(hv.run_id))
+    for maddr in found:
+        print(f"note: found {maddr} on this network, which is whom it says by its own word", file=sys.stderr)
+    if not found and hv.world_rank is None:
+        raise UserError(
+            f"nobody on this network said within {ASK_TIMEOUT_S:g} s that it is in the run {hv.run_id!r}. Is "
+            "`diloco dht start --discover` running there, under this --run-id, and does a firewall let UDP through? "
+            "Otherwise give --initial-peers."
+        )
+    return found
 
 
 def program_of(worker: str | None) -> tuple[str, ...]:
@@ -125,8 +156,9 @@ def program_of(worker: str | None) -> tuple[str, ...]:
 
 def unread_by_a_program(named: Collection[str]) -> str:
     """One sentence on the flags that only diloco's own trainer follows, if any were given."""
+    # The outer step follows the inner optimizer.
     flags = [f"--{name.replace('_', '-')}" for name in sorted(named) if not name.startswith("hv.")]
-    unread = [flag for flag in flags if flag not in ("--device", "--run-dir")]
+    unread = [flag for flag in flags if flag not in ("--device", "--run-dir", "--optimizer")]
     return (
         f"{', '.join(unread)}: the program of --worker is not told, only diloco's own trainer."
         if unread
@@ -192,9 +224,10 @@ async def _live(workplace: Workplace, fields: Mapping[str, Any]) -> int:
     import asyncio
 
     from diloco.launch.live import Shown, show, show_log
-    from peers.daemon.main import DaemonConfig, run_daemon
+    from diloco.launch.phase_file import write_phase
+    from peers.daemon.config import DaemonConfig
+    from peers.daemon.main import run_daemon
 
-    print(f"run directory: {workplace.run_dir}", flush=True)
     _log_to(workplace.run_dir / "logs" / "daemon.log")
 
     _tell_progress()
@@ -203,7 +236,11 @@ async def _live(workplace: Workplace, fields: Mapping[str, Any]) -> int:
     watched = show_log(workplace.worker_log) if workplace.program else show([shown])
     view = asyncio.create_task(watched)
     try:
-        code = await run_daemon(DaemonConfig(**fields), worker=workplace.command)
+        code = await run_daemon(
+            DaemonConfig(**fields),
+            worker=workplace.command,
+            on_phase=lambda phase: write_phase(workplace.run_dir, phase),
+        )
     finally:
         view.cancel()
         with contextlib.suppress(asyncio.CancelledError):

@@ -14,23 +14,28 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter
 
 from diloco.cli.pods_flags import (
+    GIVEN,
     AsJson,
+    Fetch,
     Inventory,
     StateFile,
     access,
     ensure_watcher,
+    fetched,
     locked,
     opened_existing,
+    remember_results,
     run,
     say,
 )
-from diloco.cli.pods_plan import confirmed, shouted
+from diloco.cli.pods_plan import confirmed, given_back, shouted
 from diloco.errors import UserError
 from diloco.options.checks import at_least, finite
 from diloco.options.flags import Seconds
 
 if TYPE_CHECKING:
-    from provisioning.ledger import Ledger
+    from provisioning.ledger.ledger import Ledger
+    from provisioning.swarm.status import Overview
 
 app = App(name="pods", help="Look after rented pods.")
 ssh_key = App(name="ssh-key", help="SSH keys at a provider.")
@@ -43,7 +48,8 @@ Hours = Annotated[float, Parameter(validator=(at_least(0.01), finite))]
 @app.command
 def status(*, as_json: AsJson = False, state_file: StateFile = None, inventory: Inventory = None) -> int:
     """Show the pods of a state file, and what their peers do."""
-    from provisioning.pod_status import overview
+    from provisioning.swarm.keeper import KEPT
+    from provisioning.swarm.status import overview
 
     ledger = opened_existing(state_file)
     # This machine may have been off since it was started.
@@ -57,30 +63,9 @@ def status(*, as_json: AsJson = False, state_file: StateFile = None, inventory: 
         if as_json:
             print(json.dumps([one.to_json() for one in found]), flush=True)
             return 0
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(box=None, padding=(0, 2, 0, 0))
-        for column in ("pod", "state", "machine", "$/h", "ends in", "epoch", "step", "peer"):
-            # Figures are never cut; what is too wide for the terminal goes on in the next line.
-            width = 8 if column in ("$/h", "ends in") else None
-            table.add_column(column, overflow="fold", min_width=width)
-        for one in found:
-            row = one.row
-            table.add_row(
-                row.name,
-                row.state,
-                f"{row.provider} {row.offer.gpu_count} × {row.offer.gpu_type}",
-                f"{row.offer.price_per_hour:.2f}",
-                "–" if row.ends_at is None else _hours(row.ends_at - time.time()),
-                "–" if one.epoch is None else str(one.epoch),
-                "–" if one.step is None else str(one.step),
-                one.peer,
-            )
-        Console().print(table if found else "there are no pods")
-        if found:
-            rate = sum(one.row.offer.price_per_hour for one in found if one.may_cost)
-            print(f"{sum(one.may_cost for one in found)} pods may cost {rate:.2f} $/h", flush=True)
+        _print_status(seen)
+        if kept := ledger.recall(KEPT):
+            print(f"last done by itself: {kept}", flush=True)
         return 0
 
     return run(look())
@@ -92,7 +77,6 @@ def logs(
     follow: Annotated[bool, Parameter(alias="-f", negative="")] = False,
     job: str | None = None,
     lines: int = 50,
-    save: Path | None = None,
     state_file: StateFile = None,
     inventory: Inventory = None,
 ) -> int:
@@ -108,14 +92,10 @@ def logs(
         peer, dht, or the name of an experiment's job; default: the peer's, and of a pod without one those of all jobs.
     lines: int
         How many lines to begin with.
-    save: Path
-        Collect the whole logs in this directory instead, <pod>-<job>.log.
     """
-    from provisioning.pod_logs import collect, follow_all
+    from provisioning.swarm.logs import follow_all
 
     ledger = opened_existing(state_file)
-    if save is not None:
-        return run(_each(ledger, collect(ledger, access(inventory), names, save)))
     return run(
         _each(
             ledger,
@@ -141,15 +121,16 @@ def ssh(
     forward: tuple
         Ports of the pod's own loopback to be reached here meanwhile, such as 8265, Ray's dashboard.
     """
-    from provisioning.operations import checked_names, renters
-    from provisioning.pod_paths import pod_directory
+    from provisioning.machines.paths import pod_directory
+    from provisioning.renting.operations import checked_names
+    from provisioning.renting.renters import renters
 
     ledger = opened_existing(state_file)
 
     async def shell() -> int:
         row = checked_names(ledger, [name])[-1]
         async with renters(ledger, access(inventory), say) as by_provider:
-            machine = await by_provider[row.provider].machine(name)
+            machine = await by_provider.of(row).machine(row)
             process = await asyncio.create_subprocess_exec(
                 *machine.shell_argv(pod_directory(row.label), forward)
             )
@@ -207,7 +188,7 @@ def extend(*names: str, hours: Hours, state_file: StateFile = None, inventory: I
     hours: float
         How much longer.
     """
-    from provisioning import operations
+    from provisioning.renting import operations
 
     ledger = opened_existing(state_file)
 
@@ -220,33 +201,50 @@ def extend(*names: str, hours: Hours, state_file: StateFile = None, inventory: I
 
 
 @app.command
+def fetch(*names: str, fetch: Fetch = None, state_file: StateFile = None, inventory: Inventory = None) -> int:
+    """Copy what was made on pods to the run directory, and leave them as they are.
+
+    Parameters
+    ----------
+    names: str
+        Pods; default: all.
+    """
+    from provisioning.renting import operations
+
+    ledger = opened_existing(state_file)
+    remember_results(ledger, GIVEN, "pods")
+    return run(_each(ledger, operations.bring_home(ledger, access(inventory), names, say, fetched(fetch))))
+
+
+@app.command
 def down(
     *names: str,
     yes: Annotated[bool, Parameter(alias="-y", negative="")] = False,
+    fetch: Fetch = None,
     state_file: StateFile = None,
     inventory: Inventory = None,
 ) -> int:
-    """Give pods back, and all that was made on them. Asks nothing.
+    """Give pods back, once what was made on them is in the run directory.
+
+    A pod whose results cannot be fetched is given back only if you say so.
 
     Parameters
     ----------
     names: str
         Pods; default: all.
     yes: bool
-        As for the commands that ask; it changes nothing here.
+        Also without their results, where those cannot be fetched.
     """
-    from provisioning import operations, watcher
+    from provisioning.renting import watcher
+    from provisioning.swarm.keeper import no_longer_wanted
 
     ledger = opened_existing(state_file)
-
-    async def work() -> int:
-        failures = await operations.down(ledger, access(inventory), names, say)
-        if not ledger.rows():
-            watcher.stop(ledger.path)
-        ensure_watcher(ledger)
-        return shouted(failures)
-
-    return locked(ledger, work)
+    words = fetched(fetch)
+    no_longer_wanted(ledger, names)
+    if not names:
+        # It may be replacing a pod just now; what it leaves is given back like the others.
+        watcher.stop(ledger.path)
+    return locked(ledger, lambda: given_back(ledger, access(inventory), names, words, yes=yes))
 
 
 @app.command
@@ -266,7 +264,7 @@ def forget(
     yes: bool
         Do not ask.
     """
-    from provisioning import operations
+    from provisioning.renting import operations
 
     if not names:
         raise UserError("Say which: `diloco pods forget NAME`; `diloco pods status` lists them.")
@@ -300,12 +298,13 @@ def reconcile(
     provider: tuple
         Providers to look at beside those that this state file has ever ordered of.
     watch: bool
-        Again and again, until no pod has an end any more and no order is in doubt.
+        Again and again, until no pod has an end any more, no order is in doubt, and no swarm is to be kept.
     interval: float
         Seconds between two looks.
     """
-    from provisioning import operations
-    from provisioning.watcher import watching
+    from provisioning.renting import operations
+    from provisioning.renting.watcher import watching
+    from provisioning.swarm import keeper
 
     ledger = opened_existing(state_file)
     if not watch:
@@ -318,7 +317,7 @@ def reconcile(
         return locked(ledger, once)
 
     async def forever() -> int:
-        await operations.watch(ledger, access(inventory), say, interval_s=interval)
+        await keeper.watch(ledger, access(inventory), say, interval_s=interval)
         return 0
 
     with watching(ledger.path) as is_mine:
@@ -336,7 +335,7 @@ def add(name: str, *, key_file: Path | None = None) -> int:
     key_file: Path
         Another place for the file.
     """
-    from provisioning.private_files import write_private
+    from provisioning.machines.keys import write_private
     from provisioning.providers.lambda_cloud import LambdaProvider
 
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}", name):
@@ -361,6 +360,56 @@ async def _each(ledger: Ledger, work: object) -> int:
 
 def _line(name: str, text: str) -> None:
     print(f"{name} | {text}", flush=True)
+
+
+def _print_status(seen: Overview) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    # Figures are never cut; what is too wide for the terminal goes on in the next line.
+    widths = {"$/h": 6, "$": 7, "ends in": 7, "tokens": 8, "use": 6, "peer": 8}
+    for column in (
+        "pod",
+        "state",
+        "machine",
+        "$/h",
+        "$",
+        "ends in",
+        "epoch",
+        "step",
+        "tokens",
+        "use",
+        "peer",
+    ):
+        table.add_column(column, overflow="fold", min_width=widths.get(column))
+    for one in seen.pods:
+        row = one.row
+        table.add_row(
+            row.name,
+            row.state,
+            f"{row.provider} {row.offer.gpu_count} × {row.offer.gpu_type}",
+            f"{row.offer.price_per_hour:.2f}",
+            f"{one.dollars:.2f}",
+            "–" if row.ends_at is None else _hours(row.ends_at - time.time()),
+            "–" if one.epoch is None else str(one.epoch),
+            "–" if one.step is None else str(one.step),
+            "–" if one.look is None else f"{one.look.tokens:.3g}",
+            str(one.use),
+            one.peer,
+        )
+    Console().print(table if seen.pods else "there are no pods")
+    if not seen.pods:
+        return
+    rate = sum(one.row.offer.price_per_hour for one in seen.pods if one.may_cost)
+    print(f"{sum(one.may_cost for one in seen.pods)} pods may cost {rate:.2f} $/h", flush=True)
+    if (per_billion := seen.dollars_per_billion_tokens) is not None:
+        # Pods that are gone cost money, too, and what they trained is in the others' weights.
+        print(
+            f"{seen.dollars:.2f} $ spent on all pods so far, {seen.tokens:.3g} tokens trained by those that are there: "
+            f"{per_billion:.2f} $ per billion tokens",
+            flush=True,
+        )
 
 
 def _hours(seconds: float) -> str:

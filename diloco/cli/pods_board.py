@@ -12,8 +12,8 @@ from diloco.cli.pods_flags import line_of
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-    from provisioning.fleet import Fleet
-    from provisioning.states import State
+    from provisioning.ledger.row import State
+    from provisioning.swarm.fleet import Fleet
 
 
 class Board:
@@ -34,7 +34,7 @@ class Board:
     def attach(self, fleet: Fleet) -> None:
         """Show what becomes of these pods. Says nothing more where nobody would see it move."""
         if self._stream.isatty():
-            fleet.renter.on_state = self._on_state
+            fleet.renters.listen(self._on_state)
             fleet.progress_of = lambda name: functools.partial(self._show, name)
 
     def __enter__(self) -> Board:
@@ -62,7 +62,7 @@ class Board:
             bars.stop()
 
     def _on_state(self, name: str, state: State) -> None:
-        from provisioning.states import State
+        from provisioning.ledger.row import State
 
         if state == State.GONE and name in self._tasks and self._bars is not None:
             self._bars.remove_task(self._tasks.pop(name))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +14,8 @@ from cyclopts import Parameter
 from diloco.errors import UserError
 
 if TYPE_CHECKING:
-    from provisioning.ledger import Ledger
+    from provisioning.ledger.ledger import Ledger
+    from provisioning.machines.setup import Setup
     from provisioning.providers.registry import Access
 
 StateFile = Annotated[
@@ -27,6 +29,15 @@ Inventory = Annotated[
     Path | None,
     Parameter(name="--inventory", help="TOML file of the machines you own, for --provider ssh."),
 ]
+Fetch = Annotated[
+    str | None,
+    Parameter(
+        name="--fetch",
+        help="What is copied here before a pod is given back: logs, metrics, model (the final one), paths below its "
+        "directory, or none; default: logs,metrics,model.",
+    ),
+]
+Words = Annotated[tuple[str, ...], Parameter(consume_multiple=1, negative="")]
 AsJson = Annotated[bool, Parameter(name="--json", negative="", help="One JSON object on stdout.")]
 
 
@@ -41,7 +52,7 @@ def line_of(name: str, text: str) -> str:
 
 def opened(state_file: Path | None) -> Ledger:
     from diloco.launch.swarm_config import state_dir
-    from provisioning.ledger import Ledger
+    from provisioning.ledger.ledger import Ledger
 
     return Ledger((state_file or state_dir() / "pods.sqlite").expanduser().absolute())
 
@@ -51,6 +62,57 @@ def opened_existing(state_file: Path | None) -> Ledger:
     if state_file is not None and not state_file.expanduser().exists():
         raise UserError(f"There is no state file {state_file}: no pods were ever written down there.")
     return opened(state_file)
+
+
+def fetched(words: str | None) -> list[str] | None:
+    """The words of --fetch. Raises UserError for one that is none."""
+    from provisioning.machines.results import patterns_of
+
+    found = None if words is None else [word for word in words.split(",") if word]
+    patterns_of(found or [])
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """What goes to the pods besides the code, and what comes back."""
+
+    secret: Words = ()
+    """Variables of your environment for the programs there, besides WANDB_API_KEY, WANDB_PROJECT and HF_TOKEN."""
+    mount: Words = ()
+    """Files and directories to copy there: PATH, or PATH:PLACE with a place below the pod's directory."""
+    fetch: Fetch = None
+    run_dir: Path | None = None
+    """Where that goes, in a directory for each pod; default: runs/<UTC time>-<name>."""
+
+    def setup(self, python: str | None, source: Path | None) -> Setup:
+        """Raises UserError for a secret or a file that is not there."""
+        import os
+
+        from provisioning.machines.setup import Setup, mount_of, secrets_of, source_directory
+
+        fetched(self.fetch)
+        return Setup(
+            source=source_directory(source),
+            python=python,
+            secrets=secrets_of(os.environ, self.secret),
+            mounts=[mount_of(word) for word in self.mount],
+        )
+
+
+GIVEN = Given()
+
+
+def remember_results(ledger: Ledger, given: Given, name: str) -> None:
+    """Where what is made on these pods goes, and what of it, unless that is known from the command before this one."""
+    from diloco.train.run_dir import default_run_dir
+    from provisioning.machines.results import DEFAULT
+    from provisioning.renting.renter import FETCH, RUN_DIR
+
+    if given.run_dir is not None or not ledger.rows() or not ledger.recall(RUN_DIR):
+        ledger.remember(RUN_DIR, str((given.run_dir or default_run_dir(name)).absolute()))
+    if given.fetch is not None or not ledger.recall(FETCH):
+        ledger.remember(FETCH, " ".join(fetched(given.fetch) or DEFAULT))
 
 
 def access(inventory: Path | None) -> Access:
@@ -80,8 +142,8 @@ def ensure_watcher(ledger: Ledger, tell: Callable[[str, str], None] = say) -> No
     """Where a pod has an end, or an order is in doubt, a process of ours sees to it beside every command."""
     import os
 
-    from provisioning import watcher
-    from provisioning.operations import is_to_be_watched
+    from provisioning.renting import watcher
+    from provisioning.renting.operations import is_to_be_watched
 
     if not is_to_be_watched(ledger):
         return
@@ -91,5 +153,7 @@ def ensure_watcher(ledger: Ledger, tell: Callable[[str, str], None] = say) -> No
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     if watcher.start(ledger.path, argv, {**os.environ, "PYTHONPATH": path}):
         tell(
-            "–", "a process in the background gives back pods whose time is over, and pods of orders in doubt"
+            "–",
+            "a process in the background gives back pods whose time is over or whose orders were in doubt, and keeps "
+            "the swarm as it was asked for",
         )

@@ -1,17 +1,20 @@
-"""How a plan is shown and agreed to, and how failures are told."""
+"""How a plan is shown and agreed to, how pods are given back, and how failures are told."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from diloco.cli.pods_flags import ensure_watcher, say
 from diloco.errors import UserError
 
 if TYPE_CHECKING:
-    from provisioning.ledger import Ledger
-    from provisioning.plan import Plan
+    from provisioning.errors import ProvisioningError
+    from provisioning.ledger.ledger import Ledger
+    from provisioning.providers.registry import Access
+    from provisioning.renting.plan import Plan
 
 _COLUMNS = ("", "pod", "what", "place", "$/h", "hours", "$")
 
@@ -120,6 +123,28 @@ def interruption_told(ledger: Ledger, give_back: str) -> Iterator[None]:
                 flush=True,
             )
         raise
+
+
+async def given_back(
+    ledger: Ledger, where: Access, names: Sequence[str], fetches: Sequence[str] | None, *, yes: bool
+) -> int:
+    """The exit code of a command that gives pods back, and asks before results are lost."""
+    from provisioning.errors import ResultsNotFetched
+    from provisioning.renting import operations, watcher
+
+    async def down(names: Sequence[str], *, loses_results: bool) -> dict[str, ProvisioningError]:
+        return await operations.down(ledger, where, names, say, fetches=fetches, loses_results=loses_results)
+
+    failures = await down(names, loses_results=yes)
+    kept = [name for name, error in failures.items() if isinstance(error, ResultsNotFetched)]
+    if kept and sys.stdin.isatty():
+        await confirmed(f"Give back {', '.join(kept)} without their results?", yes=False)
+        failures = {name: error for name, error in failures.items() if name not in kept}
+        failures |= await down(kept, loses_results=True)
+    if not ledger.rows():
+        watcher.stop(ledger.path)
+    ensure_watcher(ledger)
+    return shouted(failures)
 
 
 def shouted(failures: Mapping[str, Exception]) -> int:

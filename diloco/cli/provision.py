@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,13 +13,17 @@ from cyclopts import App, Parameter
 
 from diloco.cli.pods_board import Board
 from diloco.cli.pods_flags import (
+    GIVEN,
     AsJson,
+    Given,
     Inventory,
     StateFile,
+    Words,
     access,
     ensure_watcher,
     locked,
     opened,
+    remember_results,
     run,
     say,
 )
@@ -30,18 +35,20 @@ from diloco.options.flags import HvConfig, Name, Seconds
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from provisioning.fleet import Fleet, Outcome
-    from provisioning.ledger import Ledger
-    from provisioning.plan import Plan
-    from provisioning.pods import Offer, PodSpec
+    from provisioning.ledger.ledger import Ledger
+    from provisioning.machines.setup import Setup
+    from provisioning.pods.pod import Offer, PodSpec
+    from provisioning.renting.plan import Plan
+    from provisioning.swarm.fleet import Fleet, Outcome
+    from provisioning.swarm.swarm import SwarmOptions
 
 DEFAULTS = HvConfig()
+_RETRY_S = 30.0
 
-app = App(name="provision", usage="Usage: diloco provision [OPTIONS] [-- FLAGS OF EVERY PEER]")
+app = App(name="provision", usage="Usage: diloco provision [FLAGS] [-- FLAGS OF EVERY PEER]")
 
 Number = Annotated[int | None, Parameter(converter=whole, validator=at_least(1))]
 Amount = Annotated[float | None, Parameter(validator=(at_least(0), finite))]
-Words = Annotated[tuple[str, ...], Parameter(consume_multiple=1, negative="")]
 Switch = Annotated[bool, Parameter(negative="")]
 
 
@@ -54,7 +61,7 @@ class Wish:
     file: Path | None = None
     """Instead: a TOML file with [[pods]], or a Python file with a function pods() that returns PodSpecs."""
     provider: str = "local"
-    """local (pods on this machine), ssh (machines you own), lium, or lambda."""
+    """local (pods on this machine), ssh (your own machines), lium, lambda, runpod, vast; or several: lium,runpod."""
     gpu_type: Words = ()
     """GPU types that the pods take in turn: A100,H100,4090; default A100, for local pods cpu-1."""
     gpu_count: Number = None
@@ -77,6 +84,23 @@ class Wish:
     """Also take machines that may be taken back at any time."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Care:
+    """What is done about the pods while nobody looks, by a process in the background on this machine."""
+
+    replace: Switch = False
+    """Replace pods that die or are taken back, by the next offer that fits; their peers join again."""
+    budget: Amount = None
+    """Dollars for all pods, from the first on, beyond which none is replaced any more."""
+    idle_stop: bool | None = None
+    """Give all pods back once the run has ended and its results are fetched; default: where they cost money."""
+    retry_until_up: Switch = False
+    """While not all pods can be had, wait and ask again, in place of giving up."""
+
+
+CARE = Care()
+
+
 @app.default
 def provision(
     *peer_flags: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
@@ -93,6 +117,8 @@ def provision(
     epoch_timeout: Seconds = 3600.0,
     state_file: StateFile = None,
     inventory: Inventory = None,
+    given: Annotated[Given, Parameter(name="*", group="To the pods and back")] = GIVEN,
+    care: Annotated[Care, Parameter(name="*", group="While nobody looks")] = CARE,
 ) -> int:
     """Rent pods, put the code on them, start a DHT and a peer on each, and wait until all are in epoch 1.
 
@@ -121,7 +147,7 @@ def provision(
     epoch_timeout: float
         Seconds until all peers have to be in epoch 1.
     """
-    from provisioning.swarm_commands import check_flags
+    from provisioning.swarm.commands import check_flags
 
     check_flags(peer_flags)
     ledger = opened(state_file)
@@ -139,8 +165,9 @@ def provision(
         deploy_only=deploy_only,
         run_id=run_id,
         flags=peer_flags,
-        python=python,
-        source=source,
+        setup=given.setup(python, source),
+        given=given,
+        care=care,
         boot_timeout_s=boot_timeout,
         epoch_timeout_s=epoch_timeout,
     )
@@ -148,7 +175,7 @@ def provision(
 
 
 def _specs(wish: Wish) -> list[PodSpec]:
-    from provisioning.specs import checked, from_file, wanted
+    from provisioning.pods.files import checked, from_file, wanted
 
     if (wish.pods is None) == (wish.file is None):
         raise UserError("Say which pods: --pods 3, or --file FILE with [[pods]]; one of the two.")
@@ -171,23 +198,28 @@ def _specs(wish: Wish) -> list[PodSpec]:
 
 def _any_machine(spec: PodSpec, wish: Wish) -> PodSpec:
     """On machines that are there anyway, what was not asked for does not matter."""
-    from dataclasses import replace
-
-    if wish.provider in ("local", "ssh"):
+    if {"local", "ssh"}.issuperset(spec.providers):
         if wish.gpu_count is None:
             spec = replace(spec, gpu_count=None)
-        if wish.provider == "ssh" and not wish.gpu_type:
+        if "ssh" in spec.providers and not wish.gpu_type:
             spec = replace(spec, gpu_type=None)
     return spec
 
 
-async def _offers(wish: Wish, where: Any, as_json: bool) -> int:
-    from dataclasses import asdict, replace
+async def _waited(board: Board, why: str) -> None:
+    import asyncio
 
-    from provisioning.backoff import repeated
-    from provisioning.choice import objections
+    board.say("–", f"{why} Asking again in {_RETRY_S:g} s")
+    await asyncio.sleep(_RETRY_S)
+
+
+async def _offers(wish: Wish, where: Any, as_json: bool) -> int:
+    from dataclasses import asdict
+
+    from provisioning.pods.choice import objections
+    from provisioning.pods.files import wanted
+    from provisioning.providers.backoff import repeated
     from provisioning.providers.registry import open_provider
-    from provisioning.specs import wanted
 
     common = {
         name: getattr(wish, name)
@@ -204,14 +236,16 @@ async def _offers(wish: Wish, where: Any, as_json: bool) -> int:
         )
         for spec in specs
     ]
-    provider = open_provider(wish.provider, where)
-    try:
-        # Without the check before renting: looking needs no SSH key, and no money.
-        there = await repeated(provider.offers, tell=lambda text: say(wish.provider, text))
-    finally:
-        await provider.close()
+    there: list[Offer] = []
+    for name in specs[0].providers:
+        provider = open_provider(name, where)
+        try:
+            # Without the check before renting: looking needs no SSH key, and no money.
+            there += await repeated(provider.offers, tell=functools.partial(say, name))
+        finally:
+            await provider.close()
     found = [one for one in there if any(not objections(spec, one) for spec in specs)]
-    found.sort(key=lambda one: (one.price_per_hour, one.id))
+    found.sort(key=lambda one: (one.price_per_hour, one.key))
     if as_json:
         print(
             json.dumps(
@@ -247,7 +281,7 @@ def _print_offers(found: Sequence[Offer]) -> None:
             "–" if one.download_mbps is None else f"{one.download_mbps:.0f}",
             place,
             str(one.num_available),
-            one.id,
+            one.key,
         )
     Console().print(table if found else "nothing that fits is offered now")
 
@@ -263,13 +297,14 @@ class _Provision:
     deploy_only: bool
     run_id: str
     flags: tuple[str, ...]
-    python: str | None
-    source: Path | None
+    setup: Setup
+    given: Given
+    care: Care
     boot_timeout_s: float
     epoch_timeout_s: float
 
     async def run(self) -> int:
-        from provisioning.fleet import opened_fleet
+        from provisioning.swarm.fleet import opened_fleet
 
         board = Board()
         async with opened_fleet(
@@ -277,35 +312,80 @@ class _Provision:
             self.specs,
             self.where,
             board.say,
-            python=self.python,
-            source=self.source,
+            self.setup,
             boot_timeout_s=self.boot_timeout_s,
         ) as fleet:
             return await self._bring_up(fleet, board)
 
     async def _bring_up(self, fleet: Fleet, board: Board) -> int:
-        from provisioning.fleet import Outcome
-        from provisioning.swarm import SwarmOptions
+        from provisioning.errors import NoCapacity
 
-        agreed, offers = await fleet.planned(self.specs)
-        print_plan(agreed, to_stderr=self.as_json)
-        if self.plan_only:
-            if self.as_json:
-                print(json.dumps({"plan": plan_json(agreed)}), flush=True)
-            return 0
-        await agreed_to(agreed, yes=not self.asks)
-        board.attach(fleet)
-        fleet.renter.on_planned = lambda: ensure_watcher(self.ledger, board.say)
-        with interruption_told(self.ledger, "diloco pods down"), board:
-            outcome = await fleet.rent(agreed, offers)
-            outcome = await fleet.set_up(outcome)
-            if not self.deploy_only:
-                options = SwarmOptions(
-                    run_id=self.run_id, flags=self.flags, epoch_timeout_s=self.epoch_timeout_s
-                )
-                outcome = await fleet.train(outcome, options)
-        assert isinstance(outcome, Outcome)
-        return self._told(agreed, outcome)
+        while True:
+            agreed, offers = await self._planned(fleet, board)
+            print_plan(agreed, to_stderr=self.as_json)
+            if self.plan_only:
+                if self.as_json:
+                    print(json.dumps({"plan": plan_json(agreed)}), flush=True)
+                return 0
+            await agreed_to(agreed, yes=not self.asks)
+            remember_results(self.ledger, self.given, self.run_id)
+            self._remember(agreed, fleet.setup)
+            board.attach(fleet)
+            fleet.renters.on_planned = lambda: ensure_watcher(self.ledger, board.say)
+            with interruption_told(self.ledger, "diloco pods down"), board:
+                outcome = await fleet.rent(agreed, offers)
+                lacking = [name for name, error in outcome.failures.items() if isinstance(error, NoCapacity)]
+                if not (lacking and self.care.retry_until_up):
+                    outcome = await fleet.set_up(outcome)
+                    if not self.deploy_only:
+                        outcome = await fleet.train(outcome, self._options)
+                    return self._told(agreed, outcome)
+            await _waited(board, f"{', '.join(lacking)} cannot be had now")
+
+    async def _planned(self, fleet: Fleet, board: Board) -> tuple[Plan, list[Offer]]:
+        from provisioning.errors import NoOffer
+
+        while True:
+            try:
+                return await fleet.planned(self.specs)
+            except NoOffer as error:
+                if not self.care.retry_until_up or self.plan_only:
+                    raise
+                await _waited(board, str(error))
+
+    @property
+    def _options(self) -> SwarmOptions:
+        from provisioning.swarm.swarm import SwarmOptions
+
+        return SwarmOptions(run_id=self.run_id, flags=self.flags, epoch_timeout_s=self.epoch_timeout_s)
+
+    def _remember(self, agreed: Plan, setup: Setup) -> None:
+        """The swarm that is to be kept from now on, for whoever keeps it."""
+        from provisioning.renting.operations import WANTED
+        from provisioning.renting.renters import DEARER
+        from provisioning.swarm.keeper import Wanted
+
+        prices = {creation.spec.name: creation.offer.price_per_hour for creation in agreed.create}
+        prices |= {row.name: row.offer.price_per_hour for row in agreed.keep}
+        stops = any(prices.values()) if self.care.idle_stop is None else self.care.idle_stop
+        if self.care.replace and any(spec.where for spec in self.specs):
+            raise UserError(
+                "--replace cannot write down a condition `where`, which is code; leave one of them out."
+            )
+        if self.deploy_only or not (self.care.replace or stops):
+            self.ledger.remember(WANTED, "")
+            return
+        Wanted(
+            specs=[
+                replace(spec, max_price=prices[spec.name] * DEARER) if spec.max_price is None else spec
+                for spec in self.specs
+            ],
+            replaces=self.care.replace,
+            stops_when_idle=stops,
+            budget=self.care.budget,
+            setup=setup,
+            options=self._options,
+        ).write(self.ledger)
 
     def _told(self, agreed: Plan, outcome: Outcome) -> int:
         rows = self.ledger.rows()

@@ -1,19 +1,28 @@
-"""docs/reference.md: every verb and flag, as the code has them. `python -m diloco.cli.reference [FILE]` writes it.
+"""docs/reference.md: every verb and flag, as the code has them. `python -m diloco.cli.reference` writes it, and the
+pages of `--help`.
 
 Only the command line is loaded for it, so that it can be made anywhere.
 """
 
 from __future__ import annotations
 
-import argparse
-import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from diloco.cli.app import make_app
-from diloco.options.flags import GRPO_DEFAULTS, TrainConfig
+from diloco.cli.described import (
+    arguments_of,
+    default_of,
+    field_of,
+    help_of,
+    names_of,
+    paragraphs_of,
+    verbs_of,
+)
+from diloco.cli.help_pages import write_pages
+from diloco.options.flags import GRPO_DEFAULTS, MUON_DEFAULTS, TrainConfig
 from diloco.options.trainer import flat_values, shared_fields
 
 if TYPE_CHECKING:
@@ -39,41 +48,27 @@ _GROUPS = (("Training", ""), ("Swarm", "hv."), ("Checkpoints", "ckpt."), ("Reinf
 
 def reference() -> str:
     """The whole page."""
-    app = make_app()
-    verbs = list(_verbs(app, ("diloco",)))
+    verbs = list(verbs_of(make_app(), ("diloco",)))
     training = _training_arguments(verbs)
     parts = [_HEAD, *(_section(words, verb, set(training)) for words, verb in verbs), _TRAINING_HEAD]
     parts += [_training_section(title, prefix, training) for title, prefix in _GROUPS]
-    parts += [_grpo_defaults()]
+    parts += [_other_defaults("mode grpo", GRPO_DEFAULTS), _other_defaults("optimizer muon", MUON_DEFAULTS)]
     return "\n".join(parts)
-
-
-def _verbs(app: App, words: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], App]]:
-    """Every command that can be run, with the words that call it."""
-    if app.default_command is not None:
-        yield words, app
-    for name in app:
-        if not name.startswith("-"):
-            yield from _verbs(app[name], (*words, name))
-
-
-def _arguments(app: App) -> list[Argument]:
-    return [argument for argument in app.assemble_argument_collection(parse_docstring=True) if argument.show]
 
 
 def _training_arguments(verbs: Sequence[tuple[tuple[str, ...], App]]) -> dict[str, Argument]:
     """By their dotted names: the trainer's own, which several verbs take whole."""
     peer = next(app for words, app in verbs if words == ("diloco", "peer"))
     fields = flat_values(TrainConfig())
-    return {name: argument for argument in _arguments(peer) if (name := ".".join(argument.keys)) in fields}
+    return {name: argument for argument in arguments_of(peer) if (name := field_of(argument)) in fields}
 
 
 def _section(words: tuple[str, ...], app: App, training: set[str]) -> str:
-    arguments = _arguments(app)
-    names = {".".join(argument.keys) for argument in arguments}
+    arguments = arguments_of(app)
+    names = {field_of(argument) for argument in arguments}
     takes_training = training <= names
-    own = [argument for argument in arguments if not (takes_training and ".".join(argument.keys) in training)]
-    text = _paragraphs(app)
+    own = [argument for argument in arguments if not (takes_training and field_of(argument) in training)]
+    text = _escaped("\n\n".join(paragraphs_of(app)))
     lines = [f"## {' '.join(words)}", "", text, ""]
     if own:
         lines += [*_table(own), ""]
@@ -91,58 +86,28 @@ def _training_section(title: str, prefix: str, training: dict[str, Argument]) ->
     }
     lines = [f"### {title}", "", "| flag | default | | meaning |", "|---|---|---|---|"]
     for name, argument in rows.items():
-        lines.append(
-            f"| {_names(argument)} | {_default(argument)} | {'*run*' if name in shared else ''} | {_help(argument)} |"
-        )
+        run = "*run*" if name in shared else ""
+        lines.append(f"| {_names(argument)} | {_default(argument)} | {run} | {_escaped(help_of(argument))} |")
     return "\n".join([*lines, ""])
 
 
-def _grpo_defaults() -> str:
-    named = (f"`--{name.replace('_', '-')} {value:g}`" for name, value in GRPO_DEFAULTS.items())
-    return f"Under `--mode grpo` other defaults hold: {', '.join(named)}.\n"
+def _other_defaults(flag: str, defaults: Mapping[str, float]) -> str:
+    named = (f"`--{name.replace('_', '-')} {value:g}`" for name, value in defaults.items())
+    return f"Under `--{flag}` other defaults hold: {', '.join(named)}.\n"
 
 
 def _table(arguments: Sequence[Argument]) -> list[str]:
-    rows = [f"| {_names(one)} | {_default(one)} | {_help(one)} |" for one in arguments]
+    rows = [f"| {_names(one)} | {_default(one)} | {_escaped(help_of(one))} |" for one in arguments]
     return ["| flag | default | meaning |", "|---|---|---|", *rows]
 
 
 def _names(argument: Argument) -> str:
-    """All ways to say it but the negative ones."""
-    names = [name for name in argument.names if name not in argument.negatives]
-    flags = [name for name in names if name.startswith("-")] or [name.upper() for name in names[-1:]]
-    return ", ".join(f"`{name}`" for name in flags)
+    return ", ".join(f"`{name}`" for name in names_of(argument))
 
 
 def _default(argument: Argument) -> str:
-    value: Any = argument.field_info.default
-    if argument.required:
-        return "required"
-    show = argument.show_default
-    if isinstance(show, str):
-        return f"`{show}`"
-    if callable(show):
-        return _shown(show(value))
-    if value is None or value is argument.field_info.empty or not show:
-        return ""
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return _shown(value)
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, list | tuple):
-        value = ", ".join(map(str, value))
-    text = f"{value:g}" if isinstance(value, float) else str(value)
-    return f"`{text}`" if text not in ("", "none") else ""
-
-
-def _help(argument: Argument) -> str:
-    text = " ".join(str(argument.parameter.help or "").split())
-    choices = argument.get_choices()
-    if choices and not all(choice in text for choice in choices):
-        text = f"{text} One of {', '.join(f'`{choice}`' for choice in choices)}."
-    return _escaped(text)
+    text = default_of(argument)
+    return text if text in ("", "required", "on", "off") else f"`{text}`"
 
 
 def _escaped(text: str) -> str:
@@ -150,19 +115,11 @@ def _escaped(text: str) -> str:
     return text.replace("|", r"\|").replace("<", r"\<")
 
 
-def _paragraphs(app: App) -> str:
-    """What the verb's docstring says before its parameters, without line breaks in a paragraph."""
-    text = str(getattr(app.default_command, "__doc__", "") or "") or str(app.help or "")
-    text = _escaped(re.split(r"\n\s*Parameters\n", text)[0])
-    return "\n\n".join(" ".join(part.split()) for part in re.split(r"\n\s*\n", text.strip()))
-
-
 def main() -> int:
-    flags = argparse.ArgumentParser(description=__doc__)
-    flags.add_argument("file", nargs="?", type=Path, default=Path(__file__).parents[2] / "docs/reference.md")
-    path = flags.parse_args().file
+    path = Path(__file__).parents[2] / "docs/reference.md"
     path.write_text(reference(), encoding="utf-8")
-    print(f"{path} is up to date")
+    write_pages()
+    print(f"{path} and the pages of --help are up to date")
     return 0
 
 

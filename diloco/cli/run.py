@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _SOURCE = ValueSource()
 
-app = App(name="run", usage="Usage: diloco run [OPTIONS]", config=[_SOURCE])
+app = App(name="run", config=[_SOURCE])
 
 NumPeers = Annotated[int, Parameter(group="Swarm", converter=whole, validator=at_least(1))]
 LostPeer = Annotated[int | None, Parameter(group="Swarm", converter=whole, validator=at_least(0))]
@@ -58,7 +58,8 @@ def run(
     from diloco.cli.interrupts import run_interruptible
     from diloco.cli.machine_recipes import chosen
     from diloco.data.batches import check_data
-    from diloco.train.preflight import check_peers_fit
+    from diloco.doctor.before_start import check_choices, check_room
+    from diloco.launch.swarm_config import state_dir
 
     if lose_peer is not None and lose_peer >= peers:
         raise UserError(f"--lose-peer {lose_peer}: with --peers {peers} the last one is {peers - 1}.")
@@ -67,7 +68,8 @@ def run(
     machine = this_machine(os.environ, train.device, num_peers=peers)
     choice = chosen(for_mode(train, _SOURCE.named), _SOURCE.named, machine)
     train = settled(choice.config, _SOURCE.named)
-    check_peers_fit(train.path_model, num_peers=peers, on_gpu=machine.num_gpus > 0)
+    check_choices(train, machine)
+    check_room(train, machine, state_dir())
     if "dataset_name_or_path" in _SOURCE.named:
         check_data(train)
     run_dir = created_run_dir(train)
@@ -137,19 +139,26 @@ class _Run:
         return 0 if agrees else 1
 
     def _loss_report(self, paths: dict[str, Path]) -> tuple[str, bool]:
-        from diloco.launch.report import plot, summarise, text_of
+        from diloco.launch.plot import plot
+        from diloco.launch.report import summarise, text_of
 
         tokens_per_step = self.config.total_batch_size * self.config.seq_length
-        summary = summarise(self.records, tokens_per_step=tokens_per_step)
+        summary = summarise(
+            self.records, tokens_per_step=tokens_per_step, compression=self.config.hv.compression
+        )
         picture = self.run_dir / "loss.png"
-        plot(self.records, picture, tokens_per_step=tokens_per_step, title=self._title(summary.num_epochs))
+        plot(self.records, picture, title=self._title(summary.num_epochs))
         paths |= {"plot of the losses": picture, "everything": self.run_dir}
         return text_of(summary, paths), summary.agrees
 
     def _rewards_report(self, paths: dict[str, Path]) -> tuple[str, bool]:
         from diloco.launch.sweep_report import plot, summarise, text_of
 
-        summary = summarise(self.records, completions_per_step=self.config.total_batch_size)
+        summary = summarise(
+            self.records,
+            completions_per_step=self.config.total_batch_size,
+            compression=self.config.hv.compression,
+        )
         picture = self.run_dir / "reward.png"
         plot(self.records, picture, title=self._title(summary.num_epochs))
         paths |= {"plot of the rewards": picture, "everything": self.run_dir}

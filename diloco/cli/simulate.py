@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from diloco.sim.cost.figures import Figures
     from diloco.sim.cost.scenario import Scenario
     from diloco.sim.cost.swarm import Progress
-    from provisioning.pods import Offer
+    from provisioning.pods.pod import Offer
 
 app = App(name="simulate")
 
@@ -72,7 +72,7 @@ class Training:
     overlap: Annotated[int, Parameter(converter=whole, validator=at_least(0), alias="--hv.overlap-steps")] = 0
     """Inner steps trained while a round takes place (tau)."""
     codec: Annotated[
-        Literal["fp32", "fp16", "bf16", "int8", "int4", "topk"], Parameter(alias="--hv.compression")
+        Literal["fp32", "fp16", "bf16", "int8", "int4", "2bit", "topk"], Parameter(alias="--hv.compression")
     ] = "fp32"
     """What pseudo-gradients look like on the wire."""
     batch_tokens: Annotated[float, Number, Parameter(validator=(at_least(1), up_to(1e12)))] = 524288
@@ -229,7 +229,7 @@ def _offers(source: str) -> list[Offer]:
         return read_offers(Path(source))
     from diloco.cli.interrupts import run_interruptible
     from diloco.cli.pods_flags import access
-    from provisioning.backoff import repeated
+    from provisioning.providers.backoff import repeated
     from provisioning.providers.registry import open_provider
 
     found: list[Offer] = []

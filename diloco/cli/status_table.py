@@ -14,12 +14,15 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco.train.metrics_file import figure, size
+from peers.monitor.figures import span
 from peers.protocol.records import shown_rank
 
 Peer = Mapping[str, Any]
 
 _GONE = ("lost", "silent")
 _STYLES = {"lost": "bold red", "silent": "yellow", "training": "green", "averaging": "cyan"}
+_VERDICT_STYLES = {"good": "green", "busy": "cyan", "warning": "yellow", "fault": "bold red"}
+_MOST_FINDINGS = 3
 _ROUND_PARTS = ("wait_s", "connect_s", "reduce_s", "vote_s", "apply_s")
 _TABLE_LINES = 4
 """Of a block of the picture, beside its rows: a blank line, the title, the head of its table, and one to spare."""
@@ -28,11 +31,11 @@ _TABLE_LINES = 4
 def picture_of(swarm: Mapping[str, Any], *, width: int, height: int | None = None) -> RenderableType:
     """All of it, as much as fits; without `height`, at any length."""
     peers = swarm["peers"]
-    parts: list[RenderableType] = [_title(swarm)]
+    parts: list[RenderableType] = [_title(swarm), *_verdict(swarm["verdict"])]
     if peers:
         parts.append(_peers_table(peers, width))
     parts += [_straggler(straggler) for straggler in swarm["stragglers"]]
-    left = (height or 10_000) - len(peers) - len(swarm["stragglers"]) - 2
+    left = (height or 10_000) - len(peers) - len(swarm["stragglers"]) - 3 - len(swarm["verdict"]["more"])
     if swarm["rounds"] and (rows := min(8, left - _TABLE_LINES)) > 0:
         parts += [Text(), _rounds_table(swarm["rounds"][-rows:], swarm["time"])]
         left -= _TABLE_LINES + min(rows, len(swarm["rounds"]))
@@ -45,14 +48,24 @@ def _title(swarm: Mapping[str, Any]) -> Text:
     there = [peer for peer in swarm["peers"] if peer["state"] not in _GONE]
     number, gone = len(there), len(swarm["peers"]) - len(there)
     line = f"run {swarm['run_id']}: epoch {swarm['epoch']}, {number} peer{'' if number == 1 else 's'}"
+    progress = swarm["progress"]
+    if progress["end_step"]:
+        line += f", step {progress['step']} of {progress['end_step']}"
+    if progress["left_s"] is not None:
+        line += f", {span(progress['left_s'])} left"
     if swarm["tokens_per_s"]:
         line += f", {figure(swarm['tokens_per_s'])} tokens/s"
     return Text(line + (f", {gone} gone" if gone else ""))
 
 
+def _verdict(verdict: Mapping[str, Any]) -> list[Text]:
+    lines = [verdict["text"], *(f"and {text}" for text in verdict["more"][:_MOST_FINDINGS])]
+    return [Text(line, style=_VERDICT_STYLES[verdict["level"]]) for line in lines]
+
+
 _COLUMNS: Sequence[tuple[str, str, Callable[[Peer], str]]] = (
     ("rank", "right", lambda peer: shown_rank(peer["world_rank"])),
-    ("state", "left", lambda peer: peer["state"]),
+    ("doing", "left", lambda peer: doing_of(peer)),
     ("epoch", "right", lambda peer: str(peer["epoch"])),
     ("step", "right", lambda peer: str(peer["step"])),
     ("loss", "right", lambda peer: _decimals(peer["loss"], 3)),
@@ -66,6 +79,15 @@ _COLUMNS: Sequence[tuple[str, str, Callable[[Peer], str]]] = (
     ("peer", "left", lambda peer: f"…{peer['peer_id'][-6:]}"),
     ("on", "left", lambda peer: peer["hardware"] or "–"),
 )
+
+
+def doing_of(peer: Peer) -> str:
+    """What a peer says that it is doing, where it says it."""
+    phase = peer["phase"]
+    doing = str(phase["short"] if phase else peer["state"])
+    return f"{doing}, stands still" if peer["is_still"] else doing
+
+
 _LESS_WANTED = ("on", "peer", "down/s", "up/s", "anchor", "seen")
 """What a narrow terminal goes without, in this order."""
 
@@ -82,7 +104,9 @@ def _peers_table(peers: Sequence[Peer], width: int) -> Table:
             table.add_column(name, no_wrap=True, justify="left" if justify == "left" else "right")
     for index, peer in enumerate(peers):
         row = [Text(cells[index]) for cells in columns.values()]
-        row[list(columns).index("state")].stylize(_STYLES.get(peer["state"], ""))
+        row[list(columns).index("doing")].stylize(
+            "yellow" if peer["is_still"] else _STYLES.get(peer["state"], "")
+        )
         table.add_row(*row, style="dim" if peer["state"] in _GONE else None)
     return table
 

@@ -34,7 +34,7 @@ from diloco.dashboard.feed import MAX_READERS, Feed
 from peers.monitor.prometheus import swarm_metrics
 
 STATIC = Path(__file__).parent / "static"
-FILES = ("style.css", "app.js", "charts.js", "rounds.js", "format.js")
+FILES = ("style.css", "app.js", "charts.js", "format.js", "links.js", "peers.js", "rounds.js")
 HEADERS = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "

@@ -6,17 +6,19 @@ restore.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from diloco.data.corpus import Corpus, FileCorpus, StdlibCorpus
-from diloco.data.held_out import Validation, validation_of
+from diloco.data.held_out import Validation, validation_of, windows_among, windows_at
 from diloco.data.sampling import Block, random_tokens, step_offsets, windows_of
 from diloco.data.streaming import StreamingSource, open_hub_dataset
-from diloco.data.token_cache import Tokens, tokenized
+from diloco.data.token_cache import tokenized
+from diloco.data.tokenizer import is_byte_level, text_byte_counts
 from diloco.errors import UserError
 from diloco.options.trainer import TrainConfig
 
@@ -25,9 +27,12 @@ if TYPE_CHECKING:
 
 # Where a corpus is so small that no document is held out, this share of its end is.
 _HELD_OUT_TAIL = 50
+# Training tokens that the byte frequencies are counted in.
+_COUNTED_TOKENS = 2**18
 _FAKE_VALIDATION_BLOCK = 2**40
 # Random ids say the same after a few windows as after many, and scoring them takes as long as real text.
 _FAKE_EVAL_TOKENS = 8192
+_CHECK_S = 2.0
 
 
 class SampleSource(Protocol):
@@ -36,8 +41,6 @@ class SampleSource(Protocol):
     seq_length: int
     samples_per_block: int
     """Samples a peer trains in an epoch: total_batch_size * steps_per_epoch."""
-    digest: str
-    """Peers that train on the same data have the same."""
 
     def read(self, block: Block, offsets: np.ndarray) -> np.ndarray:
         """int64 [len(offsets), seq_length + 1]: samples of the peer's block, offsets ascending."""
@@ -49,9 +52,16 @@ class SampleSource(Protocol):
 
 
 def open_data(
-    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, *, cache_dir: Path | None = None
+    config: TrainConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    cache_dir: Path | None = None,
+    on_tokenized: Callable[[float], None] = lambda _num_bytes: None,
 ) -> SampleSource:
-    """The source the configuration names; tokenises a finite one the first time. Raises UserError."""
+    """The source the configuration names; tokenises a finite one the first time. Raises UserError.
+
+    `on_tokenized` is called with how many bytes have been tokenised.
+    """
     block = config.total_batch_size * config.hv.steps_per_epoch
     if config.fake_data:
         return FakeSource(
@@ -72,7 +82,7 @@ def open_data(
             eval_tokens=config.eval_tokens,
         )
     return FiniteSource(
-        tokenized(corpus, tokenizer, cache_dir),
+        *tokenized(corpus, tokenizer, cache_dir, on_tokenized),
         tokenizer,
         name=corpus.name,
         seq_length=config.seq_length,
@@ -83,14 +93,37 @@ def open_data(
 
 
 def check_data(config: TrainConfig) -> None:
-    """Before anything starts: is there such a dataset, and text in it? Raises UserError; loads no torch."""
+    """Before anything starts: is there such a dataset, can it be read, and is it enough? Raises UserError.
+
+    Reads for _CHECK_S at most: what is broken further on is found, and located, when it is tokenised. Loads no torch.
+    """
     if config.fake_data:
         return
     corpus = open_corpus(config)
     if corpus is None:
         open_hub_dataset(config.dataset_name_or_path, config.text_column)
-    elif not any(document.content for document in corpus.documents()):
+    elif isinstance(corpus, FileCorpus):
+        _check_files(corpus, config.seq_length)
+
+
+def _check_files(corpus: FileCorpus, seq_length: int) -> None:
+    deadline = time.monotonic() + _CHECK_S
+    for _ in corpus.first_texts():
+        if time.monotonic() > deadline:
+            return
+    num_bytes = num_documents = 0
+    for document in corpus.documents():
+        num_bytes, num_documents = num_bytes + len(document.content), num_documents + 1
+        if time.monotonic() > deadline:
+            return
+    if not num_bytes:
         raise UserError(f"{corpus.name} holds no text; name a dataset that does")
+    # No tokenizer makes more of them: one of a byte, and one at the end of a document.
+    if num_bytes + num_documents < 2 * (seq_length + 1):
+        raise UserError(
+            f"{corpus.name} has {num_bytes} bytes of text, too few for training and validation samples of "
+            f"{seq_length + 1} tokens; lower --seq-length or name a larger dataset"
+        )
 
 
 def open_corpus(config: TrainConfig) -> Corpus | None:
@@ -132,7 +165,8 @@ class FiniteSource:
 
     def __init__(
         self,
-        tokens: Tokens,
+        train: np.ndarray,
+        held_out: np.ndarray,
         tokenizer: PreTrainedTokenizerBase,
         *,
         name: str,
@@ -143,10 +177,8 @@ class FiniteSource:
     ) -> None:
         self.seq_length = seq_length
         self.samples_per_block = samples_per_block
-        self.digest = tokens.digest
         self._seed = seed
-        self._train, self._held_out = _divided(tokens, seq_length, name)
-        self._byte_counts = tokens.train_byte_counts
+        self._train, self._held_out = _divided(train, held_out, seq_length, name)
         self._tokenizer = tokenizer
         self._eval_tokens = eval_tokens
         self.num_windows = (len(self._train) - 1) // seq_length
@@ -158,13 +190,14 @@ class FiniteSource:
 
     def windows(self, numbers: np.ndarray) -> np.ndarray:
         """int64 [len(numbers), seq_length + 1]: windows in the order of the text."""
-        starts = numbers * self.seq_length
-        return self._train[starts[:, None] + np.arange(self.seq_length + 1)].astype(np.int64)
+        return windows_at(numbers, self._train, self.seq_length)
 
     def validation(self) -> Validation:
         """Windows from all over the held-out text, eval_tokens at most."""
+        sample = windows_among(self._train, self.seq_length, max_tokens=_COUNTED_TOKENS)[:, 1:].ravel()
+        counts = text_byte_counts(self._tokenizer, sample, byte_level=is_byte_level(self._tokenizer))
         limits = {"seq_length": self.seq_length, "max_tokens": self._eval_tokens}
-        return validation_of(self._held_out, self._byte_counts, self._tokenizer, **limits)
+        return validation_of(self._held_out, counts, self._tokenizer, **limits)
 
 
 class FakeSource:
@@ -175,7 +208,6 @@ class FakeSource:
     ) -> None:
         self.seq_length = seq_length
         self.samples_per_block = samples_per_block
-        self.digest = f"fake {vocab_size}"
         self._vocab_size = vocab_size
         self._seed = seed
         self._eval_tokens = eval_tokens
@@ -197,16 +229,18 @@ class FakeSource:
         )
 
 
-def _divided(tokens: Tokens, seq_length: int, name: str) -> tuple[np.ndarray, np.ndarray]:
+def _divided(
+    train: np.ndarray, held_out: np.ndarray, seq_length: int, name: str
+) -> tuple[np.ndarray, np.ndarray]:
     """Training and held-out ids, at least a window of each."""
-    train, held_out = tokens.train, tokens.held_out
+    num_tokens = len(train) + len(held_out)
     if len(held_out) <= seq_length < len(train):
         num_windows = (len(train) - 1) // seq_length
         tail = max(1, num_windows // _HELD_OUT_TAIL) * seq_length + 1
-        train, held_out = train[: len(train) - tail], train[len(train) - tail :]
+        train, held_out = np.split(train, [len(train) - tail])
     if len(train) <= seq_length or len(held_out) <= seq_length:
         raise UserError(
-            f"{name} has {len(tokens.train) + len(tokens.held_out)} tokens, too few for training and "
+            f"{name} has {num_tokens} tokens, too few for training and "
             f"validation samples of {seq_length + 1}; lower --seq-length or name a larger dataset"
         )
     return train, held_out

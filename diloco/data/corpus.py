@@ -7,9 +7,11 @@ validates with.
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -61,7 +63,9 @@ class StdlibCorpus:
 
     def __init__(self, root: Path | None = None) -> None:
         self.root = root or Path(sysconfig.get_path("stdlib"))
-        self.files = [path for path in _sorted_files(self.root, (".py",)) if self._is_source(path)]
+        sources = _sorted_files(self.root, (".py",), without=_NO_SOURCES | _GENERATED)
+        # _sysconfigdata*.py is written when Python is built and full of that machine's paths.
+        self.files = [path for path in sources if not path.name.startswith("_sysconfigdata")]
         if not self.files:
             raise UserError(f"this Python has no sources in {self.root}; name a dataset of your own instead")
         self.held_out = _held_out_files(self.root, self.files)
@@ -72,13 +76,6 @@ class StdlibCorpus:
     def documents(self) -> Iterator[Document]:
         for path in self.files:
             yield Document(_read_bytes(path), held_out=path in self.held_out)
-
-    def _is_source(self, path: Path) -> bool:
-        # _sysconfigdata*.py is written when Python is built and full of that machine's paths.
-        inner = path.relative_to(self.root)
-        return not ((_NO_SOURCES | _GENERATED) & set(inner.parts)) and not path.name.startswith(
-            "_sysconfigdata"
-        )
 
 
 class FileCorpus:
@@ -100,6 +97,10 @@ class FileCorpus:
             for content in self._texts(path):
                 if content:
                     yield Document(content, held_out=is_held_out(content))
+
+    def first_texts(self) -> Iterator[bytes]:
+        """The first text of every file: so each is opened, long before all of them are read."""
+        return (content for path in self.files for content in itertools.islice(self._texts(path), 1))
 
     def _texts(self, path: Path) -> Iterator[bytes]:
         if path.suffix in (".jsonl", ".json"):
@@ -136,13 +137,20 @@ def _path_hash(root: Path, path: Path) -> int:
     return xxhash.xxh3_64_intdigest(path.relative_to(root).as_posix().encode())
 
 
-def _sorted_files(root: Path, suffixes: tuple[str, ...]) -> list[Path]:
-    paths = [path for path in root.rglob("*") if path.suffix in suffixes and path.is_file()]
-    visible = [
-        path for path in paths if not any(part.startswith(".") for part in path.relative_to(root).parts)
-    ]
+def _sorted_files(root: Path, suffixes: tuple[str, ...], without: Collection[str] = ()) -> list[Path]:
+    """Visible files with these suffixes, in directories of other names than those."""
+    paths = []
+    for directory, inner, names in os.walk(root, onerror=_refuse):
+        # Not even looked into: a Python's own packages are many times as many files as its library.
+        inner[:] = [name for name in inner if not name.startswith(".") and name not in without]
+        paths += [Path(directory, name) for name in names if not name.startswith(".")]
+    files = [path for path in paths if path.suffix in suffixes and path.is_file()]
     # Compared as text, because Path compares case-blind on some systems.
-    return sorted(visible, key=lambda path: path.relative_to(root).as_posix())
+    return sorted(files, key=lambda path: path.relative_to(root).as_posix())
+
+
+def _refuse(error: OSError) -> None:
+    raise UserError(f"cannot read {error.filename}: {error.strerror}") from error
 
 
 def _files_fingerprint(root: Path, files: list[Path]) -> str:
@@ -178,19 +186,30 @@ def _text_pieces(path: Path) -> Iterator[bytes]:
 
 def _json_rows(path: Path) -> Iterator[dict[str, Any]]:
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    row = json.loads(line)
-                    if not isinstance(row, dict):
-                        raise UserError(
-                            f"{path}, line {number} is no JSON object; JSONL has one object a line"
-                        )
-                    yield row
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not JSONL: {error}; it needs one JSON object a line") from error
+                    yield _json_row(line, f"{path}, line {number}")
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _json_row(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{where} is not UTF-8 from byte {error.start + 1} on; save the file as UTF-8"
+        ) from error
+    except json.JSONDecodeError as error:
+        raise UserError(
+            f"{where} is not JSON ({error.msg} at column {error.colno}); JSONL has one whole JSON object a line"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where} holds JSON that cannot be read: {error}") from error
+    if not isinstance(row, dict):
+        raise UserError(f"{where} is no JSON object; JSONL has one object a line")
+    return row
 
 
 def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:

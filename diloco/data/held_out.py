@@ -23,7 +23,7 @@ class Validation:
     num_bytes: int
     """UTF-8 bytes that the predicted ids, windows[:, 1:], stand for."""
     byte_frequency_bits: float
-    """Bits per byte of a model that knows only how often each byte occurs in the training text."""
+    """Bits per byte of a model that knows only how often each byte occurs in (a sample of) the training text."""
 
     def bits_per_byte(self, total_nats: float) -> float:
         """Of a model whose cross-entropy over all predicted ids sums to `total_nats`."""
@@ -39,17 +39,22 @@ def validation_of(
     max_tokens: int,
 ) -> Validation:
     """Windows spread evenly over the held-out ids: at most `max_tokens` predicted ones, at least a window."""
-    available = windows_in(tokens, seq_length)
-    num_windows = max(1, min(len(available), max_tokens // seq_length))
-    windows = available[np.arange(num_windows) * len(available) // num_windows].astype(np.int64)
+    windows = windows_among(tokens, seq_length, max_tokens=max_tokens)
     byte_counts = text_byte_counts(tokenizer, windows[:, 1:].ravel(), byte_level=is_byte_level(tokenizer))
     bits = cross_entropy_bits(byte_counts, train_byte_counts)
     return Validation(windows, max(1, int(byte_counts.sum())), bits)
 
 
-def windows_in(tokens: np.ndarray, seq_length: int) -> np.ndarray:
-    """All whole windows of seq_length + 1 ids, each overlapping the next by one; a view."""
-    return np.lib.stride_tricks.sliding_window_view(tokens, seq_length + 1)[::seq_length]
+def windows_among(tokens: np.ndarray, seq_length: int, *, max_tokens: int) -> np.ndarray:
+    """int64 [num_windows, seq_length + 1], spread evenly: each overlaps the next by one at most."""
+    available = (len(tokens) - 1) // seq_length
+    num_windows = max(1, min(available, max_tokens // seq_length))
+    return windows_at(np.arange(num_windows) * available // num_windows, tokens, seq_length)
+
+
+def windows_at(numbers: np.ndarray, tokens: np.ndarray, seq_length: int) -> np.ndarray:
+    """int64 [len(numbers), seq_length + 1]: windows by their number in the order of the text."""
+    return tokens[numbers[:, None] * seq_length + np.arange(seq_length + 1)].astype(np.int64)
 
 
 def cross_entropy_bits(counts: np.ndarray, model_counts: np.ndarray) -> float:

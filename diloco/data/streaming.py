@@ -18,7 +18,7 @@ from diloco.data.columns import text_column_of, text_of
 from diloco.data.corpus import is_held_out
 from diloco.data.held_out import Validation, validation_of
 from diloco.data.sampling import Block, check_offsets
-from diloco.data.tokenizer import encode_document, is_byte_level
+from diloco.data.tokenizer import encode_documents, is_byte_level
 from diloco.errors import UserError
 
 if TYPE_CHECKING:
@@ -49,7 +49,6 @@ class StreamingSource:
     ) -> None:
         self.seq_length = seq_length
         self.samples_per_block = samples_per_block
-        self.digest = dataset.digest
         self._dataset = dataset
         self._tokenizer = tokenizer
         self._eval_tokens = eval_tokens
@@ -111,10 +110,9 @@ class StreamingSource:
                 )
 
     def _encoded(self, documents: Iterable[bytes]) -> Iterator[np.ndarray]:
-        byte_level, eos = is_byte_level(self._tokenizer), self._tokenizer.eos_token_id
+        byte_level = is_byte_level(self._tokenizer)
         for content in documents:
-            ids = encode_document(self._tokenizer, content, byte_level=byte_level)
-            yield np.append(ids, eos)
+            yield from encode_documents(self._tokenizer, [content], byte_level=byte_level)
 
 
 class HubDataset:
@@ -129,7 +127,6 @@ class HubDataset:
         if first is None:
             raise UserError(f"{name} is empty; name a dataset with text")
         self._column = text_column_of(first, named=text_column, dataset=name)
-        self.digest = f"{name} {self._column}"
 
     def lane(self, number: int) -> Iterator[bytes]:
         """One pass over a lane's training documents."""

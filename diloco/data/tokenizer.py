@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,16 +93,24 @@ def is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
     return ids == list(range(NUM_BYTES)) and len(tokenizer) == NUM_BYTES + len(set(added) - set(ids))
 
 
-def encode_document(tokenizer: PreTrainedTokenizerBase, content: bytes, *, byte_level: bool) -> np.ndarray:
-    """Token ids (int64) of a document, without bos or eos; special tokens spelled out in it stay text."""
+def encode_documents(
+    tokenizer: PreTrainedTokenizerBase, contents: Sequence[bytes], *, byte_level: bool
+) -> list[np.ndarray]:
+    """Token ids (int64) of each document, with eos and without bos; special tokens spelled out in it stay text.
+
+    A tokenizer spreads the documents over the cores.
+    """
+    rows: Iterable[Any]
     if byte_level:
-        return np.frombuffer(content, dtype=np.uint8).astype(np.int64)
-    text = content.decode("utf-8", errors="replace")
-    with warnings.catch_warnings():
-        # "longer than the maximum sequence length": it is cut into windows afterwards.
-        warnings.simplefilter("ignore")
-        ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
-    return np.asarray(ids, dtype=np.int64)
+        rows = (np.frombuffer(content, dtype=np.uint8) for content in contents)
+    else:
+        texts = [content.decode("utf-8", errors="replace") for content in contents]
+        with warnings.catch_warnings():
+            # "longer than the maximum sequence length": it is cut into windows afterwards.
+            warnings.simplefilter("ignore")
+            options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
+            rows = tokenizer(texts, **options)["input_ids"]
+    return [np.append(np.asarray(row, dtype=np.int64), tokenizer.eos_token_id) for row in rows]
 
 
 def text_byte_counts(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray, *, byte_level: bool) -> np.ndarray:

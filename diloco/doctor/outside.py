@@ -12,12 +12,12 @@ from diloco.doctor.nat import Port, Seen, judged_announcement, judged_nat, judge
 from diloco.options.flags import HvConfig
 from peers.errors import PeersError
 from peers.net.identity import Identity
-from peers.net.paths.acceptor import Reception
+from peers.net.paths.acceptor import Acceptor
 from peers.net.paths.direct import Direct
+from peers.net.paths.network import data_hosts
 from peers.net.paths.reachability import caller_of
 from peers.net.paths.reachability_request import DIALLED_PROTOCOL, Asked, Busy, asking
 from peers.net.paths.tls import Credentials
-from peers.net.paths.transports import data_hosts
 from peers.protocol.maddrs import Maddr, parse_maddr
 from peers.protocol.refusal import Refused
 
@@ -35,8 +35,8 @@ class Outside:
         self._hv = hv
         self.ahead_s: dict[str, float] = {}
         self._asked: set[str] = set()
-        self._reception = Reception(Credentials.of(identity), allows=self._asked.__contains__)
-        self._reception.serve(DIALLED_PROTOCOL, _hang_up)
+        self._acceptor = Acceptor(Credentials.of(identity), allows=self._asked.__contains__)
+        self._acceptor.serve(DIALLED_PROTOCOL, _hang_up)
         self._listeners: list[Direct] = []
         self._ports: list[Port] = []
         self._seen: Seen | None = None
@@ -99,12 +99,11 @@ class Outside:
         """May be repeated."""
         for direct in self._listeners:
             await direct.close()
-        self._reception.close()
 
     def _listen(
         self, name: str, maddrs: Sequence[Maddr], announced: Sequence[int], announce_flag: str
     ) -> None:
-        direct = Direct(self._reception, lambda _: ())
+        direct = Direct(self._acceptor, lambda _: ())
         self._listeners.append(direct)
         for maddr in maddrs:
             # Where any port will do, the same one on each host.

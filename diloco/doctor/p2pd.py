@@ -37,11 +37,12 @@ def identity_of_peer(hv: HvConfig, state_dir: Path, spare: Path) -> Iterator[Ide
 
 def check_ports(hv: HvConfig) -> Finding:
     """Whether a peer could listen where it is told to."""
-    from peers.net.paths.transports import data_hosts
+    from peers.net.paths.network import data_hosts
 
     data = [str(Maddr(maddr.kind, maddr.host, hv.data_port, None)) for maddr in data_hosts(hv.host_maddrs)]
+    metrics = [f"/ip4/127.0.0.1/tcp/{hv.metrics_port}"] if hv.metrics_port else []
     try:
-        check_listenable((*hv.host_maddrs, *(data if hv.transport != "libp2p" else ())))
+        check_listenable((*hv.host_maddrs, *(data if hv.transport != "libp2p" else ()), *metrics))
     except UserError as error:
         return failed("ports", str(error), _ANY_PORT)
     named = [

@@ -63,7 +63,13 @@ def check_model_memory(config: TrainConfig, num_ranks: int, gpu_bytes: int | Non
 
     def need_of(samples: int) -> MemoryNeed:
         tokens = samples * config.seq_length * num_ranks
-        return memory_needed_bytes(num_parameters, activation_tokens=tokens, config=model, on_gpu=on_gpu)
+        return memory_needed_bytes(
+            num_parameters,
+            activation_tokens=tokens,
+            config=model,
+            optimizer=config.optimizer,
+            on_gpu=on_gpu,
+        )
 
     def problem_of(samples: int) -> str:
         try:
@@ -86,13 +92,15 @@ def check_model_memory(config: TrainConfig, num_ranks: int, gpu_bytes: int | Non
     yield passed("memory", f"{config.path_model} needs {need.host_bytes / _GIB:.1f} GiB{gpus}{free}")
 
 
-def check_disk(config: TrainConfig, state_dir: Path) -> Iterator[Finding]:
-    """All that a peer writes to, by writing to it; nothing of that stays."""
-    for place in places_of(config, state_dir, _parameters_or_none(config.path_model)):
+def check_disk(config: TrainConfig, state_dir: Path, *, num_peers: int = 1) -> Iterator[Finding]:
+    """All that so many peers write to, by writing to it; nothing of that stays."""
+    num_parameters = _parameters_or_none(config.path_model) * num_peers
+    for place in places_of(config, state_dir, num_parameters):
         yield tried(place)
 
 
 def places_of(config: TrainConfig, state_dir: Path, num_parameters: int) -> list[Place]:
+    """What is written to, where all peers here have so many parameters together."""
     model_bytes = num_parameters * _MODEL_BYTES_PER_PARAMETER
     run_dir = Path(config.run_dir or "runs").expanduser()
     places = [

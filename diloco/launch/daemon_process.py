@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -20,10 +19,10 @@ from diloco.train.run_dir import last_words
 from peers.daemon.link import WorkerLink
 from peers.errors import LinkLost
 from peers.net.socket_directory import SocketDirectory
+from peers.system import die_with_parent
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
-_PR_SET_PDEATHSIG = 1
 _USER_ERROR = 2
 
 
@@ -43,13 +42,7 @@ class DaemonProcess:
         self.link_path = self._directory.path / "link.sock"
         fields = daemon_config(config, named, link_path=str(self.link_path))
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        parent_pid, libc = os.getpid(), ctypes.CDLL(None)
-
-        def die_with_parent() -> None:
-            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-            if os.getppid() != parent_pid:
-                os._exit(128 + signal.SIGTERM)
-
+        parent_pid = os.getpid()
         with log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "peers.daemon.standalone"],
@@ -57,7 +50,7 @@ class DaemonProcess:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=die_with_parent,
+                preexec_fn=lambda: die_with_parent(parent_pid, signal.SIGTERM),
             )
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:

@@ -5,20 +5,23 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from diloco.train.metrics_file import PeerFigures, Record, Tail, figure, line_of, num_contributors, size
+from diloco.launch.phase_file import read_phase
+from diloco.train.lines import PhaseLines, RecordLines
+from diloco.train.metrics_file import PeerFigures, Record, Tail, figure, num_contributors, size
 from diloco.train.run_dir import METRICS
+from peers.monitor.phases import in_short, in_words, span
+from peers.protocol.reports import Phase
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 _READ_INTERVAL_S = 0.25
-# On a pipe, every step of every peer would drown the epochs.
-_STEP_LINE_INTERVAL_S = 5.0
+_MOST_NAMED = 3
 _COLUMNS = (
     "peer",
     "state",
@@ -28,7 +31,6 @@ _COLUMNS = (
     "tokens/s",
     "peers",
     "sent",
-    "received",
     "round",
 )
 
@@ -42,9 +44,21 @@ class Shown:
     state: str = "starting"
     since: float = 0.0
     """Unix time of its last start: older records are of a life before."""
+    phase: Phase | None = None
+    """What it says that it is doing."""
+
+    @property
+    def doing(self) -> str:
+        """For a table."""
+        is_running = self.state in ("starting", "restarting", "training")
+        return in_short(self.phase) if is_running and self.phase is not None else self.state
 
     def restarted(self, now: float) -> None:
-        self.state, self.since = "restarting", now
+        self.state, self.since, self.phase = "restarting", now, None
+
+    def look(self) -> None:
+        """Read what it says."""
+        self.phase = read_phase(self.run_dir, self.since)
 
     def saw(self, records: Iterable[Record]) -> None:
         if any(float(record.get("time") or 0.0) >= self.since for record in records):
@@ -67,6 +81,7 @@ async def show(
 
     def read() -> None:
         for index, (tail, since) in enumerate(tails):
+            peers[index].look()
             records = [record for record in tail.read() if float(record.get("time") or since) >= since]
             if records:
                 peers[index].saw(records)
@@ -107,11 +122,12 @@ async def show_log(path: Path) -> None:
 
 
 class _Lines:
-    """One line an epoch, evaluation and event, and a step's every few seconds."""
+    """One line an epoch, evaluation and event, and a step's or a phase's every few seconds."""
 
     def __init__(self, peers: Sequence[Shown]) -> None:
         self._peers = peers
-        self._last_step_line = [float("-inf")] * len(peers)
+        self._records = [RecordLines() for _ in peers]
+        self._phases = [PhaseLines() for _ in peers]
 
     def __enter__(self) -> None: ...
 
@@ -119,16 +135,16 @@ class _Lines:
 
     def fold(self, index: int, records: Iterable[Record]) -> None:
         for record in records:
-            if record.get("kind") == "step":
-                now = time.monotonic()
-                if now - self._last_step_line[index] < _STEP_LINE_INTERVAL_S:
-                    continue
-                self._last_step_line[index] = now
-            line = line_of(record)
-            if line:
-                print(f"{self._peers[index].name}: {line}", flush=True)
+            if line := self._records[index].of(record, time.monotonic()):
+                self._say(index, line)
 
-    def refresh(self) -> None: ...
+    def refresh(self) -> None:
+        for index, peer in enumerate(self._peers):
+            if peer.phase and (line := self._phases[index].of(peer.phase, time.monotonic())):
+                self._say(index, line)
+
+    def _say(self, index: int, line: str) -> None:
+        print(f"{self._peers[index].name}: {line}", flush=True)
 
 
 class _Screen:
@@ -155,7 +171,11 @@ class _Screen:
 
     def refresh(self) -> None:
         table = table_of(self._peers, self._figures)
-        table.caption = caption_of(self._evaluations, elapsed_s=time.monotonic() - self._began)
+        table.caption = caption_of(
+            self._evaluations,
+            elapsed_s=time.monotonic() - self._began,
+            phases={peer.name: peer.phase for peer in self._peers},
+        )
         self._live.update(table, refresh=True)
 
 
@@ -167,14 +187,25 @@ def table_of(peers: Sequence[Shown], figures: Sequence[PeerFigures]) -> Table:
     for column in _COLUMNS:
         table.add_column(column, no_wrap=True, justify="left" if column in ("peer", "state") else "right")
     for peer, newest in zip(peers, figures, strict=True):
-        table.add_row(peer.name, peer.state, *cells_of(newest))
+        table.add_row(peer.name, peer.doing, *cells_of(newest))
     return table
 
 
-def caption_of(evaluations: Sequence[Record], *, elapsed_s: float) -> str:
-    """How long it has been going on, and what the first and the last evaluation said."""
+def caption_of(
+    evaluations: Sequence[Record], *, elapsed_s: float, phases: Mapping[str, Phase | None] | None = None
+) -> str:
+    """How long it has been going on and will, and what the first and the last evaluation said. Until somebody trains,
+    what keeps each peer, by its name in `phases`: the table has no room for that."""
     minutes, seconds = divmod(int(elapsed_s), 60)
     parts = [f"{minutes}:{seconds:02d}"]
+    known = {peer: phase for peer, phase in (phases or {}).items() if phase}
+    training = [phase for phase in known.values() if phase.name == "training" and phase.total]
+    if not training:
+        parts += [f"{peer} is {in_words(phase)}" for peer, phase in list(known.items())[:_MOST_NAMED]]
+    if training:
+        furthest = max(training, key=lambda phase: phase.done)
+        left = f", {span(furthest.left_s)} left" if furthest.left_s is not None else ""
+        parts.append(f"step {furthest.done:.0f} of {furthest.total:.0f}{left}")
     in_turn = sorted(evaluations, key=lambda record: int(record.get("step") or 0))
     for record in (*in_turn[:1], *in_turn[1:][-1:]):
         parts.append(
@@ -193,7 +224,6 @@ def cells_of(newest: PeerFigures) -> list[str]:
         figure(step.get("tokens_per_s")),
         num_contributors(epoch),
         size(epoch.get("sent_bytes")),
-        size(epoch.get("received_bytes")),
         _decimals(epoch.get("round_s"), 2, " s"),
     ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import signal
 import socket
 import sys
@@ -15,14 +16,17 @@ from pathlib import Path
 
 from diloco.errors import DilocoError, UserError
 from diloco.launch.live import Shown
+from diloco.launch.phase_file import write_phase
 from diloco.options.trainer import TrainConfig, to_toml
 from diloco.train.devices import num_cores, threads_per_rank, visible_gpus
 from diloco.train.run_dir import last_words, reason_in
 from peers.admission.secrets import SECRET_ENV
 from peers.daemon.restarts import USER_ERROR, RestartPolicy, WorkerEnd
 from peers.daemon.supervisor import Supervisor, WorkerCommand
+from peers.protocol.reports import Phase
 
 ADDRESS_FLAG = "--initial-peers "
+_PORTS = range(20_000, 30_000)
 _START_TIMEOUT_S = 60.0
 # A peer needs its own few seconds to stop its workers and its p2pd.
 _POLICY = RestartPolicy(stop_timeout_s=6.0)
@@ -81,6 +85,9 @@ class LocalSwarm:
 
         No process is left when it ends, cancellation included.
         """
+        for one in self.shown:
+            one.run_dir.mkdir(parents=True, exist_ok=True)
+            write_phase(one.run_dir, Phase(name="waiting for the coordinator"))
         log = self._coordinator.command.log_path
         # Of a life before, at another port.
         said_before = log.stat().st_size if log.exists() else 0
@@ -213,6 +220,11 @@ def _check_end(code: int, name: str, log: Path) -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """One on which nobody listens, and none of those that systems give to connections: it is bound seconds later."""
+    for port in random.sample(_PORTS, 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise DilocoError(
+        f"no free port among a hundred from {_PORTS.start} to {_PORTS.stop - 1} on this machine"
+    )

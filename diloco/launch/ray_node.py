@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from peers.daemon.supervisor import die_with_parent
+from peers.system import die_with_parent
 
 T = TypeVar("T")
 
@@ -121,7 +121,7 @@ def _run_peer(config: Mapping[str, Any], node: int, num_nodes: int, address: str
 @contextlib.contextmanager
 def _coordinator(storage: Path, address: str) -> Iterator[tuple[str, str]]:
     """`diloco dht start`; how to join, and the swarm secret. What it knows outlives it in `storage`."""
-    from provisioning.swarm_commands import address_in
+    from provisioning.swarm.commands import address_in
 
     storage.mkdir(parents=True, exist_ok=True)
     log = storage / f"dht-{time.time_ns()}.log"

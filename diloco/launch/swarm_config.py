@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,8 @@ def daemon_config(
         "all_reduce_strategy": hv.all_reduce_strategy,
         "timeout_waiting_for_peers": hv.timeout_waiting_for_peers,
         "fail_rank_drop": hv.fail_rank_drop,
-        "hardware": hardware_in_words(os.environ, config.device),
+        # Peers may have different ones: what all hold is computed without it, and the same bits.
+        "hardware": f"{hardware_in_words(os.environ, config.device)}, torch {version('torch')}",
         "metrics_port": hv.metrics_port,
         "manifest": manifest_of(config),
         "named": sorted(_named_in_manifest(named)),

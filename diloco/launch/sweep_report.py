@@ -6,8 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from diloco.launch.report import disagreements, seen_from_here, smoothed, told_agreement
-from diloco.train.metrics_file import Record, figure, size
+from diloco.launch.daemon_process import wants_swarm
+from diloco.launch.plot import smoothed
+from diloco.launch.report import seen_from_here, told_agreement, told_losses, told_lost, told_verdict
+from diloco.launch.run_facts import disagreements, facts_of
+from diloco.options.flags import TrainConfig
+from diloco.train.metrics_file import Record, Tail, figure, size
+from diloco.train.run_dir import METRICS
+from peers.monitor.verdict import Verdict, verdict_of
 
 _SMOOTHED_STEPS = 10
 # The beginning and the end of a run, as shares of its steps.
@@ -31,6 +37,9 @@ class RewardSummary:
     num_peers: int
     logp_difference: float | None
     """The largest between a server's log-probabilities and a trainer's."""
+    verdict: Verdict
+    lost: Sequence[str]
+    """Peers that were lost, and when, in words."""
     disagreements: Mapping[int, Mapping[str, str]]
 
     @property
@@ -39,7 +48,9 @@ class RewardSummary:
         return self.num_epochs > 0 and not self.disagreements
 
 
-def summarise(records_of: Mapping[str, Sequence[Record]], *, completions_per_step: int) -> RewardSummary:
+def summarise(
+    records_of: Mapping[str, Sequence[Record]], *, completions_per_step: int, compression: str = "fp32"
+) -> RewardSummary:
     """`records_of` holds each peer's records in the order written."""
     records = [record for peer in records_of.values() for record in peer]
     epochs = [record for record in records if record.get("kind") == "epoch"]
@@ -60,6 +71,9 @@ def summarise(records_of: Mapping[str, Sequence[Record]], *, completions_per_ste
         num_epochs=len({record["epoch"] for record in epochs}),
         num_peers=len(records_of),
         logp_difference=max(differences, default=None),
+        # Its steps tell themselves how long they took.
+        verdict=verdict_of(facts_of(records_of, tokens_per_step=0, compression=compression)),
+        lost=told_losses(records_of),
         disagreements=disagreements(records_of),
     )
 
@@ -73,25 +87,41 @@ def rewards_by_step(records: Sequence[Record]) -> list[tuple[int, float]]:
     return [(step, sum(values) / len(values)) for step, values in sorted(found.items())]
 
 
-def text_of(summary: RewardSummary, paths: Mapping[str, Path]) -> str:
+def text_of(summary: RewardSummary, paths: Mapping[str, Path], *, in_swarm: bool = True) -> str:
     """The report, as it is printed."""
     lines = [
+        *told_verdict(summary.verdict),
         "mean reward of completions",
         f"  first tenth of steps  {_decimal(summary.reward_before)}",
         f"  last tenth of steps   {_decimal(summary.reward_after)}",
         *_told_evaluations(summary.evaluations),
-        f"trained on              {figure(summary.completions)} completions in {summary.duration_s:.0f} s, all peers "
-        "together",
-        f"averaged                {summary.num_epochs} epochs by {summary.num_peers} peers, "
-        f"{size(summary.sent_bytes)} sent",
+        f"trained on              {figure(summary.completions)} completions in {summary.duration_s:.0f} s"
+        + (", all peers together" if summary.num_peers > 1 else ""),
+        *told_lost(summary.lost),
     ]
     if summary.logp_difference is not None:
         lines.append(
             f"servers and trainers    log-probabilities differ by {summary.logp_difference:.1e} at most"
         )
-    lines.append(told_agreement(summary.num_epochs, summary.disagreements))
+    if in_swarm:
+        peers = f"{summary.num_peers} peer{'' if summary.num_peers == 1 else 's'}"
+        sent = f"{size(summary.sent_bytes)} sent"
+        lines.append(f"averaged                {summary.num_epochs} epochs by {peers}, {sent}")
+        lines.append(told_agreement(summary.num_epochs, summary.disagreements))
     lines += [f"{name:<23} {seen_from_here(path)}" for name, path in paths.items()]
     return "\n".join(lines)
+
+
+def report(config: TrainConfig, run_dir: Path) -> None:
+    """Print the report of a trainer that was started by hand, from what it has written, and draw its plot."""
+    records_of = {"this peer": Tail(run_dir / METRICS).read()}
+    summary = summarise(
+        records_of, completions_per_step=config.total_batch_size, compression=config.hv.compression
+    )
+    picture = run_dir / "reward.png"
+    plot(records_of, picture, title=config.project)
+    paths = {"model": run_dir / "model", "plot of the rewards": picture, "everything": run_dir}
+    print(text_of(summary, paths, in_swarm=wants_swarm(config)), flush=True)
 
 
 def plot(records_of: Mapping[str, Sequence[Record]], path: Path, *, title: str) -> None:

@@ -19,6 +19,7 @@ from diloco.launch.daemon_process import DaemonProcess, wants_swarm
 from diloco.launch.swarm_config import adopted
 from diloco.options.trainer import TrainConfig, remarks, settled, trainer_of
 from diloco.outer.world import World, on_rank_zero
+from diloco.train.progress import Progress
 from diloco.train.run_dir import created_run_dir, written_config
 from diloco.train.signals import CleanUps
 from peers.daemon.link import LINK_ENV
@@ -44,7 +45,7 @@ def exit_code(action: Callable[[], None]) -> int:
         code = USER_ERROR
     except (DilocoError, PeersError) as error:
         if is_first:
-            print_box("diloco failed", f"{type(error).__name__}: {error}")
+            print_box("diloco failed", str(error))
         code = FAILED
     except Exception as error:  # noqa: BLE001 - the edge of the process
         traceback.print_exception(error)
@@ -75,6 +76,16 @@ class Assignment:
 
     config: TrainConfig
     run_dir: Path
+    link_path: Path | None = None
+    """Of this peer's daemon."""
+    is_shown_here: bool = True
+    """Whether whoever started this rank reads its output: else `diloco peer` shows the training, and reports."""
+
+    def progress(self, world: World) -> Progress:
+        """What tells how the training goes."""
+        if world.is_main and self.is_shown_here:
+            print(f"run directory: {self.run_dir}", flush=True)
+        return Progress(self.link_path, tells=world.is_main)
 
 
 def assigned(
@@ -90,10 +101,12 @@ def assigned(
         for remark in remarks(config, named):
             print(f"note: {remark}", file=sys.stderr, flush=True)
         run_dir = created_run_dir(config)
-        if os.environ.get(LINK_ENV) or not wants_swarm(config):
+        link = os.environ.get(LINK_ENV)
+        if link or not wants_swarm(config):
             own = settled(config, named, num_ranks=world.num_ranks)
             written_config(own, run_dir)
-            return Assignment(config=own, run_dir=run_dir)
+            path = Path(link) if link else None
+            return Assignment(config=own, run_dir=run_dir, link_path=path, is_shown_here=not link)
         daemon = DaemonProcess(config, named, log_path=run_dir / "logs" / "daemon.log")
         daemons.append(daemon)
         clean_ups.append(daemon.kill)
@@ -102,6 +115,7 @@ def assigned(
         if agreed.mode != config.mode:
             raise UserError(f"the swarm's mode is {agreed.mode}; start {trainer_of(agreed)} to join it")
         written_config(agreed, run_dir)
-        return Assignment(config=replace(agreed, run_dir=str(run_dir)), run_dir=run_dir)
+        agreed = replace(agreed, run_dir=str(run_dir))
+        return Assignment(config=agreed, run_dir=run_dir, link_path=daemon.link_path)
 
     return on_rank_zero(prepare), (daemons[0] if daemons else None)

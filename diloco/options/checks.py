@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
 Check = Callable[[Any, Any], None]
 
-_OUR_CODECS = ("fp32", "fp16", "bf16", "int8", "int4", "topk")
+_OUR_CODECS = ("fp32", "fp16", "bf16", "int8", "int4", "2bit", "topk")
 _HIVEMIND_CODECS = {
     "none": "fp32",
     "scaled-fp16": "fp16",
@@ -23,6 +24,14 @@ _HIVEMIND_CODECS = {
 }
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _CODECS = {name: name for name in _OUR_CODECS} | _HIVEMIND_CODECS
+_ATTENTION = (
+    "sdpa",
+    "eager",
+    "flash_attention_2",
+    "flash_attention_3",
+    "flash_attention_4",
+    "flex_attention",
+)
 _LOGGERS = ("wandb", "tensorboard", "dummy")
 
 
@@ -52,6 +61,12 @@ def safe_name(_type: Any, value: str) -> None:
     """A name that may become a file name: no slash, no leading dot."""
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", value):
         raise ValueError("Use up to 100 letters, digits, dots, dashes and underscores.")
+
+
+def attention(_type: Any, value: str) -> None:
+    """One of transformers', or a kernel of the Hugging Face hub."""
+    if value not in _ATTENTION and not {"/", "|"} & set(value):
+        raise ValueError(f"It must be one of {', '.join(_ATTENTION)}, or a kernel's owner/name.")
 
 
 def whole(_type: Any, tokens: Sequence[Token]) -> int:
@@ -139,6 +154,8 @@ def addresses(*, of_peers: bool) -> Callable[[Any, Sequence[Token]], tuple[str, 
         if not found and any(token.source == "cli" for token in tokens):
             raise ValueError("It has no value; leave it out, or check the variable that it comes from.")
         try:
+            if of_peers:
+                found = [_named_peer(text) for text in found]
             for text in found:
                 validate_maddr(text, peer_id=of_peers)
         except UserError as error:
@@ -146,3 +163,16 @@ def addresses(*, of_peers: bool) -> Callable[[Any, Sequence[Token]], tuple[str, 
         return tuple(found)
 
     return convert
+
+
+def _named_peer(text: str) -> str:
+    """The whole address where only a host and a port are given: the peer that answers there says its id."""
+    from peers.net.libp2p.whois import with_peer_id
+    from peers.protocol.maddrs import is_maddr, maddr_of_host, parse_maddr
+
+    address = parse_maddr(text) if is_maddr(text) else maddr_of_host(text)
+    if address is None or address.peer_id is not None or not address.port:
+        return text
+    whole = str(with_peer_id(address))
+    print(f"note: {text} is {whole}, by its own word; give that to be sure whom you meet", file=sys.stderr)
+    return whole

@@ -15,6 +15,7 @@ from cyclopts import Parameter
 from diloco.options.checks import (
     addresses,
     at_least,
+    attention,
     codec,
     count_or_auto,
     duration,
@@ -36,6 +37,10 @@ GRPO_DEFAULTS: dict[str, int | float] = {
     "hv.local_steps": 20,
 }
 """What is used under --mode grpo where nobody names a value: fine-tuning wants less of everything."""
+
+MUON_DEFAULTS: dict[str, int | float] = {"lr": 0.02, "weight_decay": 2e-3}
+"""The same under --optimizer muon. MuLoCo (arXiv 2505.23725): rates of 0.016 to 0.063 and weight decays of 5e-4 to 5e-3
+from 150M to 3.1B parameters; with these two a step takes as much off a matrix as with AdamW's defaults."""
 
 # Some of these numbers come from other peers: bounded by what torch and msgpack hold.
 _LARGEST = 2**48
@@ -84,6 +89,8 @@ class CkptConfig:
     """How many of this peer's own checkpoints to keep; none: all."""
     keep: Literal["last", "best"] = "last"
     """Which: the last, or those that evaluations (--eval-every) have scored best, and the last one with them."""
+    required: bool = False
+    """End the training where a checkpoint cannot be saved; default: say so, and train on."""
     delta_interval: Count | None = None
     """Under --mode grpo: inner steps between two delta checkpoints, of which each holds what has changed in bf16."""
     delta_path: str | None = None
@@ -112,16 +119,16 @@ class HvConfig:
     """Parts of the model, averaged in turn (Streaming DiLoCo, arXiv 2501.18512); must divide --hv.local-steps."""
     overlap_steps: Whole = field(default=0, metadata=SHARED)
     """Inner steps trained while a round takes place (tau), fewer than --hv.local-steps / --hv.num-fragments."""
-    mixing: Annotated[Rate, Parameter(validator=(finite, at_least(0), up_to(1)))] = field(
-        default=0.0, metadata=SHARED
+    mixing: Annotated[float | None, Parameter(validator=(finite, at_least(0), up_to(1)))] = field(
+        default=None, metadata=SHARED
     )
-    """With overlap: how much of its own distance from the new weights a peer keeps (alpha of arXiv 2501.18512)."""
+    """With overlap: merge by alpha x own + (1 - alpha) x new weights (arXiv 2501.18512); default: new + own work."""
     outer_lr: Annotated[float | None, auto()] = field(default=None, metadata=SHARED)
-    """Learning rate of the outer Nesterov SGD; auto: by the peers in the round and H (arXiv 2503.09799)."""
+    """Learning rate of the outer Nesterov SGD; auto: by the peers in the round, H, and the inner optimizer."""
     outer_momentum: Annotated[float | None, auto(1.0)] = field(default=None, metadata=SHARED)
-    """Momentum of the outer Nesterov SGD; auto: 0.9 (arXiv 2311.08105), 0 for topk (arXiv 2508.15706)."""
+    """Momentum of the outer Nesterov SGD; auto: 0.9, under Muon 0.6 to 0.9 by the peers, 0 for topk."""
     compression: Annotated[
-        Literal["fp32", "fp16", "bf16", "int8", "int4", "topk"],
+        Literal["fp32", "fp16", "bf16", "int8", "int4", "2bit", "topk"],
         Parameter(alias="--hv.hivemind-compression", converter=codec),
     ] = field(default="fp32", metadata=SHARED)
     """What pseudo-gradients look like on the wire; hivemind's 8-bit codecs mean int8, scaled-fp16 means fp16."""
@@ -147,12 +154,11 @@ class HvConfig:
     """Addresses others reach this peer by, where they differ from those it listens on."""
     # Not a docstring: cyclopts would keep its line breaks.
     transport: Annotated[
-        Literal["auto", "libp2p", "tls", "tcp"],
+        Literal["auto", "libp2p", "tcp"],
         Parameter(
             help="What pseudo-gradients travel by: `auto` takes TCP with TLS 1.3 between peers that reach each other, "
-            "unless it proves slower than libp2p; `tls` takes it from the first round on; `libp2p` never; `tcp` goes "
-            "without TLS where both ends say so: nothing protects the bytes then, so only on a network you trust. What "
-            "cannot be reached falls back to libp2p, and then to a third peer that forwards."
+            "else libp2p, else a third peer that forwards; `libp2p` never takes the first; `tcp` goes without TLS "
+            "where both ends say so: nothing protects the bytes then, so only on a network you trust."
         ),
     ] = "auto"
     data_port: Annotated[int, Parameter(converter=whole, validator=(at_least(0), up_to(65535)))] = 0
@@ -200,6 +206,8 @@ class GrpoConfig:
         default="reasoning-gym:chain_sum", metadata=SHARED
     )
     """reasoning-gym:<generator>[,option=value...], gsm8k, math or mbpp (from Hugging Face, or <name>=<directory>)."""
+    reward: Annotated[str | None, Parameter(metavar="FILE.py:FUNCTION")] = None
+    """A function of yours (or module:function) that pays for completions in place of the dataset's rewards."""
     num_generations: Annotated[int, Parameter(converter=whole, validator=(at_least(2), up_to(_LARGEST)))] = (
         field(default=8, metadata=SHARED)
     )
@@ -270,10 +278,12 @@ class TrainConfig:
     """Samples per inner step of one peer, over all its ranks."""
     per_device_train_batch_size: Annotated[int | Literal["auto"], auto_count()] = 32
     """Samples per forward pass of one rank; the default shrinks to what divides the total, auto finds it by trying."""
+    optimizer: Literal["adamw", "muon"] = field(default="adamw", metadata=SHARED)
+    """The inner optimizer; muon: hidden matrices by Muon, the rest by AdamW at a fifth of the rate."""
     lr: Rate = field(default=4e-4, metadata=SHARED)
-    """Peak learning rate of the inner AdamW."""
+    """Peak learning rate of the inner optimizer."""
     weight_decay: Rate = field(default=0.1, metadata=SHARED)
-    """Weight decay of the inner AdamW, on matrices only."""
+    """Weight decay of the inner optimizer, on matrices only."""
     warmup_steps: Whole = field(default=1000, metadata=SHARED)
     """Nominal steps of linear warm-up."""
     total_steps: Count = field(default=88_000, metadata=SHARED)
@@ -294,7 +304,7 @@ class TrainConfig:
         "FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "NO_SHARD"
     ] = "FULL_SHARD"
     """How the ranks of this peer share the model."""
-    attn_implementation: str = "sdpa"
+    attn_implementation: Annotated[str, Parameter(validator=attention)] = "sdpa"
     """Attention of the transformers model."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train."""

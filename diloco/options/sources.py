@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from cyclopts import CycloptsError
 
 from diloco.errors import UserError
+from diloco.options.common_names import meant
 
 if TYPE_CHECKING:
     from cyclopts import App
@@ -85,8 +85,8 @@ def _nested(values: Mapping[str, Any], known: set[str], source: str) -> dict[str
     nested: dict[str, Any] = {}
     for name, value in values.items():
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f' Did you mean "{close[0]}"?' if close else ""
+            close = meant(name, known)
+            hint = f' Did you mean "{close}"?' if close else ""
             raise CycloptsError(msg=f'Unknown key "{name}" in {source}.{hint}')
         if value is None:
             continue

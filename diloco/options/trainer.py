@@ -7,10 +7,20 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
+from cyclopts import App, CycloptsError, Parameter, UnknownOptionError, UnusedCliTokensError
 
 from diloco.errors import UserError
-from diloco.options.flags import GRPO_DEFAULTS, SHARED, CkptConfig, GrpoConfig, HvConfig, TrainConfig
+from diloco.options.common_names import meant
+from diloco.options.flags import (
+    GRPO_DEFAULTS,
+    MUON_DEFAULTS,
+    SHARED,
+    CkptConfig,
+    GrpoConfig,
+    HvConfig,
+    TrainConfig,
+)
+from diloco.options.help import HELP_FLAGS, page_of
 from diloco.options.sources import ValueSource
 from peers.core.schedule import Schedule
 
@@ -49,7 +59,7 @@ def parse_train_config(
     `--help` and `--version` print and raise SystemExit. Raises UserError for anything the user must mend.
     """
     source = ValueSource()
-    config = _parse(list(argv), source, mode)
+    config = _parse(list(argv), source)
     if config.mode != mode and "mode" in source.named:
         raise UserError(f"--mode {config.mode} is trained by another program: start {trainer_of(config)}.")
     # A run of the other kind must refuse this peer; the default needs no insisting, its trainer looks itself.
@@ -59,14 +69,18 @@ def parse_train_config(
 
 def trainer_of(config: TrainConfig) -> str:
     """The module that trains what the configuration speaks of."""
-    return _PROGRAMS[config.mode][0]
+    return _PROGRAMS[config.mode]
 
 
 def for_mode(config: TrainConfig, named: Collection[str]) -> TrainConfig:
-    """The configuration with its mode's own defaults in the fields that the user did not name."""
-    if config.mode != "grpo":
-        return config
-    own = {name: value for name, value in GRPO_DEFAULTS.items() if name not in named}
+    """The configuration with its mode's and optimizer's own defaults in the fields that the user did not name.
+
+    Raises UserError where the two do not go together.
+    """
+    if config.mode == "grpo" and config.optimizer != "adamw":
+        raise UserError(f"--optimizer {config.optimizer} is for pretraining: leave it out under --mode grpo.")
+    defaults = GRPO_DEFAULTS if config.mode == "grpo" else MUON_DEFAULTS if config.optimizer == "muon" else {}
+    own = {name: value for name, value in defaults.items() if name not in named}
     hv: dict[str, Any] = {
         name.removeprefix("hv."): own.pop(name) for name in list(own) if name.startswith("hv.")
     }
@@ -133,7 +147,18 @@ def explained(error: CycloptsError) -> str:
         return (
             f'Nothing takes the argument "{(error.unused_tokens or [""])[0]}"; flags begin with two dashes.'
         )
+    if isinstance(error, UnknownOptionError) and error.token.source == "cli":
+        return _unknown_flag(error)
     return str(error)
+
+
+def _unknown_flag(error: UnknownOptionError) -> str:
+    typed = (error.token.keyword or error.token.value).partition("=")[0]
+    flags = [name for argument in error.argument_collection if argument.show for name in argument.names]
+    known = {flag.lstrip("-").replace("-", "_"): flag for flag in reversed(flags) if flag.startswith("--")}
+    close = meant(typed.lstrip("-").replace("-", "_"), known)
+    hint = f" Did you mean {known[close]}?" if close else ""
+    return f"There is no flag {typed}.{hint}"
 
 
 def flat_values(config: Any, prefix: str = "") -> dict[str, Any]:
@@ -183,22 +208,39 @@ def to_toml(config: TrainConfig, *, only: Collection[str] | None = None) -> str:
     return tomli_w.dumps(table)
 
 
-_PROGRAMS = {
-    "pretrain": ("diloco.train_fsdp", "Pretrain a language model, alone or as a peer of a swarm."),
-    "grpo": ("diloco.train_grpo", "Train a language model by GRPO, alone or as a peer of a swarm."),
-}
+_PROGRAMS = {"pretrain": "diloco.train_fsdp", "grpo": "diloco.train_grpo"}
 
 
-def _parse(argv: list[str], source: ValueSource, mode: str = "pretrain") -> TrainConfig:
-    name, text = _PROGRAMS[mode]
-    app = App(name=name, help=text, config=[source])
+def trainer_app(source: ValueSource) -> App:
+    """The command line of the trainers themselves."""
+    # As in the whole command line: of a flag that is given twice, the last one counts.
+    app = App(
+        name="trainer", config=[source], help_flags=(), default_parameter=Parameter(allow_repeating=True)
+    )
 
     @app.default
     def train(train: TrainFlags = TrainConfig(), *, config: ConfigPath = None) -> TrainConfig:  # noqa: B008
+        """Train a language model, alone or as a peer of a swarm: diloco.train_fsdp predicts text, diloco.train_grpo
+        learns by reinforcement.
+
+        Parameters
+        ----------
+        config: Path
+            A TOML file of these flags, with sections [hv] and [ckpt]; flags beat it.
+        """
         return train
 
+    return app
+
+
+def _parse(argv: list[str], source: ValueSource) -> TrainConfig:
+    if any(word in HELP_FLAGS for word in argv):
+        print(page_of(["trainer"]), end="", flush=True)
+        raise SystemExit(0)
     try:
-        command, bound, _ = app.parse_args(argv, exit_on_error=False, print_error=False, verbose=False)
+        command, bound, _ = trainer_app(source).parse_args(
+            argv, exit_on_error=False, print_error=False, verbose=False
+        )
     except CycloptsError as error:
         raise UserError(explained(error)) from error
     result = command(*bound.args, **bound.kwargs)

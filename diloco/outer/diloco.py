@@ -76,12 +76,18 @@ class Diloco:
         local_steps: int | None = None,
         max_steps: int | None = None,
         restore: Restore | None = None,
+        goes_ahead: bool = True,
+        on_waiting: Callable[[str], None] | None = None,
     ) -> None:
         """Waits for the swarm and loads the weights to start from.
 
         `local_steps` (H, inner steps between two averagings of the same weights) is the swarm's where it is not given;
         `max_steps` ends the run after so many nominal steps; `restore` is called once, before anything is offered to
-        the swarm. Raises peers.errors.UserError where the swarm refuses this peer, LinkLost where its daemon is gone.
+        the swarm. `goes_ahead`: where a commit takes longer than usual, since somebody was lost, training goes on
+        meanwhile, and the commit comes after some later step. `on_waiting` is called about once a second, with what the
+        daemon does, while it is waited for.
+
+        Raises peers.errors.UserError where the swarm refuses this peer, LinkLost where its daemon is gone.
         """
         self.position = Position()
         self.max_steps = max_steps
@@ -94,11 +100,12 @@ class Diloco:
         """Of each fragment, what this rank has trained since it was last averaged."""
         self._schedule = None if local_steps is None else Schedule(local_steps=local_steps)
         self._flight: _Flight | None = None
+        self._goes_ahead = goes_ahead
         self._epoch_began_at = time.monotonic()
         self._is_over = False
         self._progress = _Progress()
         path = on_rank_zero(lambda: os.environ.get(LINK_ENV))
-        self._exchange = Exchange(model, Path(path)) if path else None
+        self._exchange = Exchange(model, Path(path), on_waiting=on_waiting) if path else None
         self._in_swarm = self._exchange is not None
         if self._exchange is not None:
             self.world_rank = int(self._exchange.welcome["world_rank"])
@@ -183,13 +190,18 @@ class Diloco:
             return self._average_all(exchange)
         if self._flight is None and self.local_step >= self._scheduled.leaves_at(self.epoch, self.max_steps):
             self._leave(exchange, last=False)
-        if self.local_step >= self.steps_per_epoch:
-            commit = self._collect(exchange)
-            # Who came too late for that round may find itself at the run's end, with work that is in none yet.
-            is_left = self.done and not self._is_over and not self._is_late
-            return self._average_all(exchange) if is_left else commit
-        self._report(exchange, num_tokens, loss)
-        return None
+        commit = self._poll(exchange)
+        while self.local_step >= self.steps_per_epoch and not self.done:
+            # Who was ahead for all of this epoch has to hand it over at once.
+            if self._flight is None:
+                self._leave(exchange, last=False)
+            commit = self._collect(exchange, may_go_ahead=self._goes_ahead) or commit
+        # Who came too late for that round may find itself at the run's end, with work that is in none yet.
+        if self.done and not self._is_over and not self._is_late:
+            return self._average_all(exchange)
+        if commit is None:
+            self._report(exchange, num_tokens, loss)
+        return commit
 
     def checkpoint(self, directory: Path) -> None:
         """Have the daemon write its outer state into `directory`. Raises DilocoError where it cannot."""
@@ -284,15 +296,37 @@ class Diloco:
             )
         self._flight = _Flight(fragment, own_tokens, self.local_step, time.monotonic() - started_at)
 
-    def _collect(self, exchange: Exchange) -> Commit:
-        """Wait for the round that is under way, and merge what came of it."""
-        flight, self._flight = self._flight, None
+    def _collect(self, exchange: Exchange, *, may_go_ahead: bool = False) -> Commit | None:
+        """Wait for the round that is under way, and merge what came of it; None: it takes long, and training goes on
+        in the next epoch."""
+        flight = self._flight
         assert flight is not None
         started_at = time.monotonic()
-        answer = exchange.ask("collect", "committed")
+        answer = exchange.ask(
+            "collect", "committed", "ahead", may_go_ahead=may_go_ahead and not flight.is_ahead
+        )
+        flight = replace(flight, blocked_s=flight.blocked_s + time.monotonic() - started_at)
+        if answer["kind"] == "committed":
+            return self._merge(exchange, flight, answer)
+        self._flight = replace(flight, is_ahead=True)
+        self._stand_at(Position(epoch=int(answer["epoch"]), data_base=int(answer["data_base"])))
+        return None
+
+    def _poll(self, exchange: Exchange) -> Commit | None:
+        """Merge the commit that training did not wait for, if it is here."""
+        flight = self._flight
+        if flight is None or not flight.is_ahead:
+            return None
+        answer = exchange.ask("poll", "committed", "pending")
+        return self._merge(exchange, flight, answer) if answer["kind"] == "committed" else None
+
+    def _merge(self, exchange: Exchange, flight: _Flight, answer: dict[str, Any]) -> Commit:
+        """Take over what came of a round, with what was trained since its weights left on top."""
+        self._flight, started_at = None, time.monotonic()
         self.world_rank = int(answer["world_rank"])
-        if self.local_step > flight.local_step:
-            exchange.merge(flight.fragment, mixing=self._scheduled.mixing)
+        if flight.is_ahead or self.local_step > flight.local_step:
+            # The published merge is for a round that was meant to overlap: what was trained ahead is kept.
+            exchange.merge(flight.fragment, mixing=None if flight.is_ahead else self._scheduled.mixing)
         else:
             exchange.take(flight.fragment)
         for fragment in answer["shifted"]:
@@ -300,7 +334,9 @@ class Diloco:
         if self.world_rank not in answer["contributors"]:
             # The work was not averaged: it is in the weights still, and counts the next time.
             self.tokens[flight.fragment] += flight.tokens
-        self._adopt(answer)
+        # What was trained ahead is of the epoch that was to follow.
+        done = self.local_step if flight.is_ahead and self.epoch == int(answer["epoch"]) else 0
+        self._adopt(answer, least_local_step=done)
         self._is_over = bool(answer["last"])
         blocked_s = flight.blocked_s + time.monotonic() - started_at
         figures = {field.name: answer[field.name] for field in fields(EpochFigures)}
@@ -308,10 +344,14 @@ class Diloco:
         self.commits.append(self.last_commit)
         return self.last_commit
 
-    def _adopt(self, answer: dict[str, Any]) -> None:
+    def _adopt(self, answer: dict[str, Any], *, least_local_step: int = 0) -> None:
         """Weights and position move together: called only after the weights have been taken."""
-        self.position = Position(**{field.name: int(answer[field.name]) for field in fields(Position)})
+        position = Position(**{field.name: int(answer[field.name]) for field in fields(Position)})
+        self._stand_at(replace(position, local_step=max(position.local_step, least_local_step)))
         self.num_peers = int(answer["num_peers"])
+
+    def _stand_at(self, position: Position) -> None:
+        self.position = position
         if self._schedule is not None:
             self._epoch_began_at = time.monotonic() - self._schedule.elapsed_at(self.local_step)
 
@@ -344,7 +384,9 @@ class _Flight:
     local_step: int
     """When it left."""
     blocked_s: float
-    """What handing it over has taken."""
+    """For how long training has stood still for it."""
+    is_ahead: bool = False
+    """Its commit takes long: training has gone on in the next epoch."""
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ class Exchange:
     Only the ranks of the first node reach the daemon; those of other nodes get the weights by broadcast.
     """
 
-    def __init__(self, model: nn.Module, link_path: Path) -> None:
+    def __init__(
+        self, model: nn.Module, link_path: Path, *, on_waiting: Callable[[str], None] | None = None
+    ) -> None:
         """Raises peers.errors.UserError where the swarm refuses this model, LinkLost where no daemon answers."""
         self.link_path = link_path
         world = World.from_environment(os.environ) if in_group() else World()
@@ -36,6 +39,8 @@ class Exchange:
         self._in: list[Tensor] = []
         if world.node == 0:
             self._link = WorkerLink.connect(link_path)
+            if on_waiting is not None:
+                self._link.on_waiting = on_waiting
         self.schedule = Schedule.of(on_rank_zero(self._manifest))
         """When the swarm averages what."""
         layout = layout_of(model, self.schedule.num_fragments)
@@ -66,7 +71,7 @@ class Exchange:
         """Every rank loads its share of a fragment (None: of all) from *in*."""
         copy_in(self._of(fragment), self._in, num_nodes=self._num_nodes)
 
-    def merge(self, fragment: int, *, mixing: float) -> None:
+    def merge(self, fragment: int, *, mixing: float | None) -> None:
         """As `take`, where training has gone on since the fragment was put: see diloco.outer.flat.merge."""
         merge(self._of(fragment), self._out, self._in, mixing=mixing, num_nodes=self._num_nodes)
 

@@ -129,24 +129,24 @@ def merge(
     snapshots: Sequence[Tensor],
     targets: Sequence[Tensor],
     *,
-    mixing: float = 0.0,
+    mixing: float | None,
     num_nodes: int = 1,
 ) -> None:
     """Bring weights that were trained on since their snapshot to the snapshot's target.
 
-    local = target + (local - snapshot) + mixing * (snapshot - target): what was trained since the snapshot is kept
-    whole, and counts in the next pseudo-gradient; mixing (alpha in arXiv 2501.18512) keeps some of the distance from
-    the others, too.
+    Without mixing, local = target + (local - snapshot): what was trained since is kept whole, and counts in the next
+    pseudo-gradient. With mixing, local = mixing * local + (1 - mixing) * target, as arXiv 2501.18512 has it (alpha).
     """
 
     def merged(piece: Piece) -> Tensor:
-        snapshot, target = _on_device(piece, snapshots), _on_device(piece, targets)
+        target = _on_device(piece, targets)
+        if mixing is not None:
+            return piece.local.to(target.dtype).lerp(target, 1 - mixing)
+        snapshot = _on_device(piece, snapshots)
         if piece.local.dtype == target.dtype:
             # Training stands still meanwhile, and most of it would be page faults of what comes between.
-            values = piece.local.sub_(snapshot).add_(target)
-        else:
-            values = target + (piece.local - snapshot)
-        return values.add_(snapshot - target, alpha=mixing) if mixing else values
+            return piece.local.sub_(snapshot).add_(target)
+        return target + (piece.local - snapshot)
 
     _read(pieces, num_nodes, merged)
 

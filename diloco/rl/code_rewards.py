@@ -6,7 +6,7 @@ import ast
 import re
 
 from diloco.rl.answers import Completion
-from diloco.rl.sandbox import Verdict, run_tests
+from diloco.rl.sandbox.run import Verdict, run_tests
 from diloco.rl.tasks import Example, Reward, answered, reasoned
 
 _FENCE = re.compile(r"```(?:python|py)?\s*\n(.*?)```", re.DOTALL)
@@ -53,7 +53,7 @@ def judged(completion: Completion, example: Example) -> Verdict:
     """Run the tests of an example on a completion's code; code that does not parse is not run."""
     tests = tuple(example.data["tests"])
     if not compiles(completion, example):
-        return Verdict(num_passed=0, num_tests=len(tests), why="it is not Python")
+        return Verdict(num_passed=0, num_tests=len(tests))
     key = (code_of(completion), str(example.data.get("setup") or ""), tests)
     if key not in _remembered:
         while len(_remembered) >= _REMEMBERED:

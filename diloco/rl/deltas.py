@@ -1,28 +1,31 @@
 """Every few steps only what has changed of the weights, from which the model of any of these steps can be made again.
 
-<directory>/step_<N>.safetensors: the first holds all weights, each later one the changes since the one before it, as
-weight_blobs.py has them. Weights are kept in bf16, as servers compute with them: of the fp32 weights that are trained,
-small learning rates move few as far as the next bf16 value. Of those bf16 weights nothing is lost; digests prove it.
+<directory>/step_<N>.safetensors: the first holds all weights, each later one the changes since the one before it, or
+all weights again where those are fewer bytes (weights.py). Weights are kept in bf16, as servers compute with them: of
+the fp32 weights that are trained, small learning rates move few as far as the next bf16 value. Of those bf16 weights
+nothing is lost; digests prove it.
 Beside them lie config.json and the tokenizer.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from diloco.errors import UserError
-from diloco.rl.weight_blobs import (
+from diloco.rl.weights import (
     BadBlob,
     Label,
     State,
     digest_of,
+    own_copies,
     packed,
-    packed_changes,
+    packed_smaller,
     patched,
     unpacked,
 )
@@ -56,13 +59,13 @@ class DeltaWriter:
         path = _path(self._directory, step)
         if self._last is not None and step <= self._last:
             return path
-        state = {name: _kept(tensor) for name, tensor in weights}
+        state = own_copies(dict(weights), torch.bfloat16)
         if self._last is not None and _outline(state) != _outline(self._state):
             raise UserError(
                 f"{self._directory} holds the deltas of another model; name another --ckpt.delta-path"
             )
         label = Label(version=step, base=self._last, digest=digest_of(state))
-        blob = packed(state, label) if self._last is None else packed_changes(self._state, state, label)
+        blob = packed(state, label) if self._last is None else packed_smaller(self._state, state, label)[1]
         partial = path.with_suffix(".partial")
         try:
             partial.write_bytes(blob)
@@ -87,24 +90,37 @@ def rebuilt(directory: Path, step: int) -> State:
         near = ", ".join(map(str, steps[:3] + steps[3:][-3:])) or "none"
         raise UserError(f"{directory} has no step {step}; it has {near}")
     state: State = {}
+    for _, label, state in _states(directory, steps[: steps.index(step) + 1]):  # noqa: B007 - the last one counts
+        pass
+    if digest_of(state) != label.digest:
+        _name_the_changed_file(directory, steps[: steps.index(step) + 1])
+    return state
+
+
+def _states(directory: Path, steps: list[int]) -> Iterator[tuple[int, Label, State]]:
+    """The weights of one step after the other. Raises UserError that names the first file that cannot be used."""
+    state: State = {}
     label = Label(version=-1)
-    for number in steps[: steps.index(step) + 1]:
+    for number in steps:
         path = _path(directory, number)
         try:
             before, (label, tensors) = label, unpacked(path.read_bytes())
-            if label.base is None:
-                state = tensors
-            elif label.base != before.version:
+            if label.base is not None and label.base != before.version:
                 raise BadBlob(f"it holds the changes since step {label.base}, which is not there")
-            else:
-                state = patched(state, tensors)
+            state = tensors if label.base is None else patched(state, tensors)
         except (BadBlob, OSError) as error:
             raise UserError(f"{path} cannot be used: {error}") from error
-    if digest_of(state) != label.digest:
-        raise UserError(
-            f"{_path(directory, step)}: what comes of it is not what was saved; a file was changed"
-        )
-    return state
+        yield number, label, state
+
+
+def _name_the_changed_file(directory: Path, steps: list[int]) -> NoReturn:
+    changed = (
+        number for number, label, state in _states(directory, steps) if digest_of(state) != label.digest
+    )
+    raise UserError(
+        f"{_path(directory, next(changed))} was changed after it was saved: what comes of it has another digest. The "
+        "steps before it can be rebuilt"
+    )
 
 
 def _path(directory: Path, step: int) -> Path:
@@ -113,9 +129,3 @@ def _path(directory: Path, step: int) -> Path:
 
 def _outline(state: State) -> dict[str, tuple[torch.dtype, torch.Size]]:
     return {name: (tensor.dtype, tensor.shape) for name, tensor in state.items()}
-
-
-def _kept(tensor: Tensor) -> Tensor:
-    """A copy: the weights themselves are trained on."""
-    dtype = torch.bfloat16 if tensor.is_floating_point() else tensor.dtype
-    return tensor.detach().to("cpu", dtype, copy=True).contiguous()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import diloco
 from diloco.errors import DilocoError, UserError
-from diloco.rl.http_json import ServerLost, ask, understood
+from diloco.rl.server_client import ServerClient, ServerLost
 from diloco.train.run_dir import last_words
 from peers.daemon.restarts import restart_delay_s
 
@@ -127,37 +128,36 @@ class OwnServer:
 
     def _wait_until_it_serves(self) -> None:
         """Healthy is not enough: a server can say so and die of its first request. Raises ServerLost."""
-        deadline = time.monotonic() + self.command.timeout_s
+        deadline, client = time.monotonic() + self.command.timeout_s, ServerClient(self.url)
         while True:
             # Another thread may stop it meanwhile.
             process = self._process
-            if process is None or (code := process.poll()) is not None:
-                raise ServerLost(f"it ended with {code}" if process else "it was stopped")
+            if process is None:
+                raise ServerLost("it was stopped")
+            if (code := process.poll()) is not None:
+                raise ServerLost(in_words(code))
             try:
-                ask(f"{self.url}/health", timeout_s=_PROBE_TIMEOUT_S)
+                client.check_health(timeout_s=_PROBE_TIMEOUT_S)
                 break
             except ServerLost as error:
                 if time.monotonic() > deadline:
                     raise ServerLost(f"it was not healthy within {self.command.timeout_s:g} s") from error
             time.sleep(_POLL_S)
-        self._check_that_it_is_ours()
-        left_s = max(deadline - time.monotonic(), 1.0)
-        body = {"model": self.command.model_name, "prompt": [1, 2, 3], "max_tokens": 1}
-        answer = ask(f"{self.url}/v1/completions", body, timeout_s=left_s)
-        with understood(self.url, answer):
-            if not answer["choices"]:
-                raise ServerLost(f"it completed nothing: {answer}")
-
-    def _check_that_it_is_ours(self) -> None:
-        """Whose port is taken may take long to die of it, and the other server answers meanwhile."""
-        answer = ask(f"{self.url}/v1/models", timeout_s=_PROBE_TIMEOUT_S)
-        with understood(self.url, answer):
-            names = [model["id"] for model in answer["data"]]
+        # Whose port is taken may take long to die of it, and the other server answers meanwhile.
+        names = client.model_names()
         if self.command.model_name not in names:
             raise ServerLost(
-                f"another server has port {self.command.port}, which serves {', '.join(map(str, names))}; name "
-                "another port with --vllm-port"
+                f"another server has port {self.command.port}, which serves {', '.join(names)}; name another port "
+                "with --vllm-port"
             )
+        client.try_out(self.command.model_name, timeout_s=max(deadline - time.monotonic(), 1.0))
+
+
+def in_words(exit_code: int) -> str:
+    """How a process of the guardian's ended: signals arrive as 128 and their number."""
+    if exit_code == 128 + signal.SIGKILL:
+        return "it was killed (SIGKILL), most likely because the machine's memory was used up"
+    return f"it ended with {exit_code}"
 
 
 def vllm_command(
@@ -220,9 +220,18 @@ def check_has_vllm(python: str, environment: Mapping[str, str]) -> None:
     code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
     try:
         found = subprocess.run(
-            [python, "-c", code], env=dict(environment), capture_output=True, timeout=60, check=False
+            [python, "-c", code],
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_PROBE_TIMEOUT_S,
+            check=False,
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except subprocess.TimeoutExpired as error:
+        raise UserError(
+            f"--grpo.vllm-python {python} has not answered within {_PROBE_TIMEOUT_S:g} s; name a Python interpreter"
+        ) from error
+    except OSError as error:
         raise UserError(f"--grpo.vllm-python {python} cannot be started: {error}") from error
     if found.returncode:
         raise UserError(

@@ -12,6 +12,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from diloco.outer.diloco import Commit
+from diloco.rl.signal_watch import SignalWatch
 from diloco.train.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class Recorder(TrainerCallback):
         self._epoch_of = epoch_of
         self._extra = extra
         self._logp_alarm = logp_alarm
+        self._watch = SignalWatch()
         self._commits: list[tuple[int, Commit]] = []
         self._step = self._epoch = self._tokens = 0
         self._stepped_at = time.monotonic()
@@ -105,6 +107,9 @@ class Recorder(TrainerCallback):
             **parts,
             **self._extra(),
         )
+        for name, text in self._watch.step(figures).items():
+            log.warning("step %d: %s", self._step, text)
+            self._metrics.write("event", event=name, step=self._step, reason=text)
         difference = figures.get("logp_difference_mean")
         if difference is not None and difference > self._logp_alarm:
             log.warning("log-probabilities of server and trainer differ by %g on average", difference)

@@ -2,7 +2,7 @@
 
 `--worker-extension-cls diloco.rl.server_extension.WeightsExtension`; vLLM mixes it into its worker class, and
 `/collective_rpc` calls its methods. The server's Python environment has no diloco installed: this file and
-weight_blobs.py need only what vLLM brings. No method raises: after an exception in a worker, vLLM gives up the engine.
+weights.py need only what vLLM brings. No method raises: after an exception in a worker, vLLM gives up the engine.
 """
 
 from __future__ import annotations
@@ -18,15 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diloco.rl.weight_blobs import BadBlob, Label, State, check_state, digest_of, patched, unpacked
+from diloco.rl.weights import BadBlob, Label, State, check_state, digest_of, patched, unpacked
 
 Expected = dict[str, tuple[str, tuple[int, ...]]]
 _DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+# A trainer whose machine is gone does not answer, and nobody completes anything meanwhile.
+_SIGN_TIMEOUT_S = 3.0
 _DTYPES = {"F32": "torch.float32", "F16": "torch.float16", "BF16": "torch.bfloat16"}
-
-
-class _Unfetched(Exception):
-    """A blob could not be had; asking again may help."""
 
 
 class WeightsExtension:
@@ -37,55 +35,49 @@ class WeightsExtension:
         held = _held(self)
         return {
             "ok": True,
-            "version": held.version,
-            "publisher": held.publisher,
-            "digest": held.digest,
-            "lease": held.lease if held.leased_until > time.monotonic() else "",
+            "version": held.label.version,
+            "publisher": held.label.publisher,
+            "digest": held.label.digest,
             "dtype": str(self.model_config.dtype),  # type: ignore[attr-defined]
         }
 
-    def diloco_lease(self, owner: str, seconds: str) -> dict[str, Any]:
-        """Keep the server to oneself from a push to the end of its rollouts; 0 seconds give it back."""
+    def diloco_take(self, sign: str) -> dict[str, Any]:
+        """Serve this trainer alone as long as its sign, an address, answers."""
         held = _held(self)
-        if held.lease != owner and held.leased_until > time.monotonic():
-            return {"ok": False, "error": f"leased to {held.lease}", "busy": True}
-        try:
-            held.lease, held.leased_until = owner, time.monotonic() + float(seconds)
-        except ValueError as error:
-            return {"ok": False, "error": str(error)}
+        if held.sign not in ("", sign) and _answers(held.sign):
+            return {"ok": False, "error": "another trainer uses it"}
+        held.sign = sign
         return {"ok": True}
 
-    def diloco_pull(self, order: str) -> dict[str, Any]:
-        """Fetch what `order` names, check all of it, and load it. Whatever is wrong, the old weights serve on.
+    def diloco_pull(self, url: str, timeout: str) -> dict[str, Any]:
+        """Fetch a blob, check all of it, and load it. Whatever is wrong, the old weights serve on.
 
-        `order` is JSON: publisher, version, parts ([url, sha256] each), timeout_s.
+        The address ends with the sha256 of what is there. `is_lost`: another attempt may help.
         """
         held, began = _held(self), time.monotonic()
         try:
-            asked = json.loads(order)
-            state, label, received = _fetched(held, asked, _expected(self))
-        except _Unfetched as error:
-            return {"ok": False, "unfetched": True, "error": str(error)}
+            blob = _downloaded(url, float(timeout))
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            # Who sends it may have died in the middle of it.
+            return {"ok": False, "is_lost": True, "error": repr(error)}
+        try:
+            if hashlib.sha256(blob).hexdigest() != url.rpartition("/")[2]:
+                raise BadBlob("its sha256 is not the one announced")
+            label, state = _checked(held, blob, _expected(self))
         except (BadBlob, OSError) as error:
             return {"ok": False, "error": str(error)}
-        except (ValueError, KeyError, TypeError) as error:
-            return {"ok": False, "error": f"it is no order: {error!r}"}
         fetched = time.monotonic()
         try:
             _load(self, state)
         except Exception as error:  # noqa: BLE001 - vLLM would give up the engine without saying why
             # Some of it may be in: nobody is to take what is served for a version.
-            held.version, held.publisher, held.digest = 0, "", ""
-            return {"ok": False, "fatal": True, "error": f"{type(error).__name__}: {error}"}
-        held.state, held.version, held.publisher = state, label.version, asked["publisher"]
-        held.digest = label.digest
-        if held.lease == held.publisher:
-            # Nobody could renew it meanwhile.
-            held.leased_until += time.monotonic() - began
+            held.label = Label(version=0)
+            return {"ok": False, "is_lost": True, "error": f"{type(error).__name__}: {error}"}
+        held.state, held.label = state, label
         return {
             "ok": True,
-            "version": held.version,
-            "bytes": received,
+            "version": label.version,
+            "bytes": len(blob),
             "fetch_s": fetched - began,
             "apply_s": time.monotonic() - fetched,
         }
@@ -95,9 +87,9 @@ class _Held:
     """What a worker remembers between two pushes: the host's copy of its weights, which patches apply to."""
 
     def __init__(self) -> None:
-        self.state: State | None = None
-        self.version, self.publisher, self.digest = 0, "", ""
-        self.lease, self.leased_until = "", 0.0
+        self.state: State = {}
+        self.label = Label(version=0)
+        self.sign = ""
 
 
 def _held(worker: Any) -> _Held:
@@ -108,48 +100,38 @@ def _held(worker: Any) -> _Held:
     return held
 
 
-def _fetched(held: _Held, asked: dict[str, Any], expected: Expected) -> tuple[State, Label, int]:
-    """The whole new state, checked. Raises BadBlob, OSError; changes nothing."""
-    is_ours = asked["publisher"] == held.publisher
-    if is_ours and asked["version"] <= held.version:
-        raise BadBlob(f"version {asked['version']} is stale: {held.version} is served")
-    state: State = {}
-    label, received = Label(version=-1), 0
-    for number, (url, sha256) in enumerate(asked["parts"]):
-        blob = _downloaded(url, sha256, float(asked["timeout_s"]))
-        received += len(blob)
-        label, tensors = unpacked(blob)
-        if label.version != asked["version"] or (label.part, label.num_parts) != (
-            number,
-            len(asked["parts"]),
-        ):
-            raise BadBlob(
-                f"part {number} is of version {label.version}, part {label.part} of {label.num_parts}"
-            )
-        if label.base is not None:
-            if held.state is None or not is_ours or label.base != held.version:
-                raise BadBlob(f"the patch is for version {label.base}, and {held.version} is served")
-            tensors = patched(held.state, tensors)
-        state.update(tensors)
+def _checked(held: _Held, blob: bytes, expected: Expected) -> tuple[Label, State]:
+    """The whole new state. Raises BadBlob, OSError; changes nothing."""
+    label, state = unpacked(blob)
+    is_ours = label.publisher == held.label.publisher
+    if is_ours and label.version <= held.label.version:
+        raise BadBlob(f"version {label.version} is stale: {held.label.version} is served")
+    if label.base is not None:
+        if not is_ours or label.base != held.label.version:
+            raise BadBlob(f"the patch is for version {label.base}, and {held.label.version} is served")
+        state = patched(held.state, state)
     check_state(state, expected)
     if digest_of(state) != label.digest:
         raise BadBlob("the weights are not those that were sent: their digest differs")
-    return state, label, received
+    return label, state
 
 
-def _downloaded(url: str, sha256: str, timeout_s: float) -> bytes:
+def _downloaded(url: str, timeout_s: float) -> bytes:
+    """Raises OSError, HTTPException; ValueError for what is no address."""
     if not url.startswith(("http://", "https://")):
-        raise BadBlob(f"{url} is no HTTP address")
+        raise ValueError(f"{url} is no HTTP address")
     # Trainers are on this machine or a network of ours, where a proxy of the environment has no business.
+    with _DIRECTLY.open(url, timeout=timeout_s) as answer:
+        blob: bytes = answer.read()
+        return blob
+
+
+def _answers(url: str) -> bool:
     try:
-        with _DIRECTLY.open(url, timeout=timeout_s) as answer:
-            blob: bytes = answer.read()
-    except (OSError, http.client.HTTPException) as error:
-        # Who sends it may have died in the middle of it.
-        raise _Unfetched(repr(error)) from error
-    if hashlib.sha256(blob).hexdigest() != sha256:
-        raise BadBlob("its sha256 is not the one announced")
-    return blob
+        _downloaded(url, _SIGN_TIMEOUT_S)
+    except (OSError, http.client.HTTPException, ValueError):
+        return False
+    return True
 
 
 def _expected(worker: Any) -> Expected:

@@ -12,11 +12,11 @@ from torch import Tensor
 from diloco.errors import UserError
 from diloco.options.model_files import load_model_config, save_pretrained_dir
 from diloco.options.trainer import TrainConfig
-from diloco.rl.fleet import Fleet, served_dtype
-from diloco.rl.generation import Servers
-from diloco.rl.http_json import ServerLost
 from diloco.rl.own_server import OwnServer, vllm_command
-from diloco.rl.publisher import Publisher
+from diloco.rl.push import Publisher
+from diloco.rl.rollouts import Rollouts
+from diloco.rl.server_client import ServerClient, ServerLost
+from diloco.rl.weights import own_copies
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,18 +34,16 @@ def opened_servers(
     gpu: str | None,
     environment: Mapping[str, str],
     on_event: Callable[..., None],
-) -> Servers:
+) -> Rollouts:
     """Start this peer's own server, or find those that the user named. Raises UserError where none serves.
 
     `weights` are what an own server starts with; what it is to serve is pushed before the first rollout.
     """
     grpo = config.grpo
     if grpo.rollout_url:
-        urls = [url.rstrip("/") for url in grpo.rollout_url]
-        return Servers(Fleet(urls, Publisher(_dtype_of(urls))), None, on_event)
+        return Rollouts(grpo.rollout_url, Publisher(_dtype_of(grpo.rollout_url)), on_event=on_event)
     served = run_dir / "served"
-    own_type = {name: w.to(dtype) if w.is_floating_point() else w for name, w in weights.items()}
-    save_pretrained_dir(served, own_type, load_model_config(config.path_model), tokenizer)
+    save_pretrained_dir(served, own_copies(weights, dtype), load_model_config(config.path_model), tokenizer)
     server = OwnServer(
         vllm_command(
             python=grpo.vllm_python,
@@ -60,12 +58,12 @@ def opened_servers(
         )
     )
     server.start()
-    return Servers(Fleet([server.url], Publisher(dtype)), server, on_event)
+    return Rollouts([server.url], Publisher(dtype), server, on_event)
 
 
-def _dtype_of(urls: list[str]) -> torch.dtype:
+def _dtype_of(urls: tuple[str, ...]) -> torch.dtype:
     try:
-        found = {url: served_dtype(url) for url in urls}
+        found = {url: ServerClient(url).dtype() for url in urls}
     except ServerLost as error:
         raise UserError(
             f"--rollout-url: {error}. A server needs VLLM_SERVER_DEV_MODE=1 in its environment, and "

@@ -139,6 +139,12 @@ def _answer(peer: VirtualPeer, effect: effects.Answer) -> None:
     _take_time(peer, end)
 
 
+def _go_ahead(peer: VirtualPeer, effect: effects.GoAhead) -> None:
+    handed = peer.in_hand
+    if handed is not None and handed.worker is peer.worker:
+        handed.worker.goes_ahead(effect)
+
+
 def _tell(peer: VirtualPeer, effect: effects.Tell) -> None:
     pass
 
@@ -158,5 +164,6 @@ _RUNNERS: dict[type, Callable[[VirtualPeer, Any], None]] = {
     effects.Adopt: _adopt,
     effects.Rebase: _rebase,
     effects.Answer: _answer,
+    effects.GoAhead: _go_ahead,
     effects.Tell: _tell,
 }

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from diloco.sim.clock import Clock
 from diloco.sim.values import Pieces
-from peers.core.effects import Answer
+from peers.core.effects import Answer, GoAhead
 from peers.core.events import Event, StateOffered, WorkerTrains, WorkerWaits, WorkReady
 from peers.protocol.certificates import Work
 
@@ -66,6 +66,8 @@ class VirtualWorker:
         self._steps_per_epoch = steps_per_epoch
         self._base, self._epoch, self._local_step = "", 0, 0
         self._handed: Pieces | None = None
+        self._is_ahead = False
+        """It trains on while what it has handed over waits."""
         self._is_last = False
         """What it has handed over is its last."""
 
@@ -75,8 +77,8 @@ class VirtualWorker:
 
     @property
     def waits(self) -> bool:
-        """For an answer to what it has handed over."""
-        return self._handed is not None
+        """It stands still, for an answer to what it has handed over."""
+        return self._handed is not None and not (self._is_ahead and self._local_step < self._steps_per_epoch)
 
     def start(self, after_s: float) -> None:
         """It loads its model, offers it and asks where to begin."""
@@ -87,18 +89,29 @@ class VirtualWorker:
 
     def begin(self, head: str, answer: Answer) -> None:
         self.pending.clear()
-        self._base, self._handed = head, None
-        self._go_on(answer)
+        self._base, self._handed, self._is_ahead = head, None, False
+        self._epoch, self._local_step = answer.epoch, answer.local_step
+        self._step_or_hand_over()
 
     def answered(self, head: str, answer: Answer) -> None:
         """To what it has handed over; the weights that come with the answer are those of this head."""
         if answer.how == "contributed":
             self.pending -= self._handed or set()
-        self._base, self._handed = head, None
+        was_standing, was_ahead = self.waits, self._is_ahead
+        self._base, self._handed, self._is_ahead = head, None, False
         if self._is_last and answer.how == "contributed":
             self.is_running = False
-        else:
-            self._go_on(answer)
+            return
+        done = self._local_step if was_ahead and answer.epoch == self._epoch else 0
+        self._epoch, self._local_step = answer.epoch, max(answer.local_step, done)
+        if was_standing:
+            self._step_or_hand_over()
+
+    def goes_ahead(self, order: GoAhead) -> None:
+        """Its commit takes long."""
+        if self.waits:
+            self._is_ahead, self._epoch, self._local_step = True, order.epoch, 0
+            self._step_or_hand_over()
 
     def _arrive(self) -> None:
         self._daemon.told(self, StateOffered(self._daemon.offered.offer))
@@ -106,13 +119,11 @@ class VirtualWorker:
             # What came of that offer may have been its end.
             self._daemon.told(self, WorkerWaits())
 
-    def _go_on(self, answer: Answer) -> None:
-        self._epoch, self._local_step = answer.epoch, answer.local_step
-        self._step_or_hand_over()
-
     def _step_or_hand_over(self) -> None:
         if self._local_step < self._steps_per_epoch:
             self._after(self.step_s * self._rng.uniform(1 - STEP_JITTER, 1 + STEP_JITTER), self._step)
+            return
+        if self._is_ahead:
             return
         self._handed, self._is_last = frozenset(self.pending), self.ends_after_this
         work = Work(
@@ -129,8 +140,9 @@ class VirtualWorker:
         self.trained.add(piece)
         self.pending.add(piece)
         self._local_step += 1
-        if self._local_step < self._steps_per_epoch:
-            self._daemon.told(self, WorkerTrains(self._local_step, self.step_s))
+        ahead = self._steps_per_epoch if self._is_ahead else 0
+        if ahead or self._local_step < self._steps_per_epoch:
+            self._daemon.told(self, WorkerTrains(ahead + self._local_step, self.step_s))
         self._step_or_hand_over()
 
     def _after(self, seconds: float, event: Callable[[], None]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 
 from diloco.errors import UserError
 from diloco.train.memory import available_memory_bytes
+from peers.system import num_cores
 
 _NVIDIA_SMI_TIMEOUT_S = 10.0
 _GIB = 2**30
@@ -99,11 +99,6 @@ def _told_by_nvidia_smi(field: str, gpus: Sequence[str]) -> list[str]:
     except (OSError, subprocess.SubprocessError):
         return []
     return [line.strip() for line in answer.stdout.splitlines() if line.strip()]
-
-
-def num_cores() -> int:
-    """Cores this process may run on."""
-    return len(os.sched_getaffinity(0))
 
 
 def num_ranks(wanted: str, device: str, num_gpus: int) -> int:

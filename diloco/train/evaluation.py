@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -21,8 +22,18 @@ class Evaluation:
 
 
 @torch.no_grad()
-def evaluate(inner: InnerLoop, validation: Validation, *, world: World, micro_batch_size: int) -> Evaluation:
-    """Score all held-out windows, each by one rank. All ranks call it together."""
+def evaluate(
+    inner: InnerLoop,
+    validation: Validation,
+    *,
+    world: World,
+    micro_batch_size: int,
+    on_scored: Callable[[float], None] = lambda _num_windows: None,
+) -> Evaluation:
+    """Score all held-out windows, each by one rank. All ranks call it together.
+
+    `on_scored` is called with how many windows have been.
+    """
     windows = torch.from_numpy(validation.windows)
     # Sharded ranks have to run forward equally often, so those without a window of their own score one for nothing.
     num_rounds = -(-len(windows) // (micro_batch_size * world.num_ranks))
@@ -33,6 +44,7 @@ def evaluate(inner: InnerLoop, validation: Validation, *, world: World, micro_ba
         mine = windows[start : start + micro_batch_size]
         nats = inner.loss(mine if len(mine) else windows[:1], reduction="sum")
         total += nats.double().cpu() * bool(len(mine))
+        on_scored(min((number + 1) * world.num_ranks * micro_batch_size, len(windows)))
     inner.model.train()
     if in_group():
         dist.all_reduce(total)

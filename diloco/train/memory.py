@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from diloco.errors import UserError
 
-# fp32 weights, gradients and AdamW's two moments, in the worker.
-_WORKER_BYTES_PER_PARAMETER = 16
+# fp32 weights, gradients, and AdamW's two moments or Muon's one, in the worker.
+_WORKER_BYTES_PER_PARAMETER = {"adamw": 16, "muon": 12}
 # fp32 out, in, anchor and momentum, shared by the worker and its daemon, always in host memory.
 _SWARM_BYTES_PER_PARAMETER = 16
 _GIB = 2**30
@@ -30,6 +30,7 @@ def memory_needed_bytes(
     *,
     activation_tokens: int,
     config: Mapping[str, Any],
+    optimizer: Literal["adamw", "muon"] = "adamw",
     on_gpu: bool = False,
     in_swarm: bool = True,
 ) -> MemoryNeed:
@@ -37,9 +38,8 @@ def memory_needed_bytes(
 
     Leans low, so that nothing that could run is refused: weights and optimizer exactly, activations at least.
     """
-    worker = num_parameters * _WORKER_BYTES_PER_PARAMETER + activation_tokens * _activation_bytes_per_token(
-        config
-    )
+    activations = activation_tokens * _activation_bytes_per_token(config)
+    worker = num_parameters * _WORKER_BYTES_PER_PARAMETER[optimizer] + activations
     swarm = num_parameters * _SWARM_BYTES_PER_PARAMETER if in_swarm else 0
     if on_gpu:
         return MemoryNeed(host_bytes=swarm, device_bytes=worker)

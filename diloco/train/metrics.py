@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -28,7 +28,16 @@ class Metrics:
     their own: one that hangs or fails costs its records, and no step any time.
     """
 
-    def __init__(self, path: Path | None, sinks: Sequence[Sink] = ()) -> None:
+    def __init__(
+        self,
+        path: Path | None,
+        sinks: Sequence[Sink] = (),
+        *,
+        on_trouble: Callable[[str, str], None] = lambda _what, _text: None,
+    ) -> None:
+        """`on_trouble` is told (what it concerns, in words) when nothing can be written, and with no words, when it can
+        again."""
+        self._on_trouble = on_trouble
         self._file: io.FileIO | None = None
         self._is_failing = False
         self._sinks = [QueuedSink(sink) for sink in sinks]
@@ -60,6 +69,8 @@ class Metrics:
         size = os.fstat(file.fileno()).st_size
         try:
             if file.write(line) == len(line):
+                if self._is_failing:
+                    self._on_trouble("metrics", "")
                 self._is_failing = False
                 return
             reason = "no space left"
@@ -69,9 +80,9 @@ class Metrics:
             # Not a file whose end can be cut off: then nothing of it is lost either.
             os.truncate(file.fileno(), size)
         if not self._is_failing:
-            log.warning(
-                "cannot write to %s (%s): its records are lost until that is mended", file.name, reason
-            )
+            text = f"cannot write to {file.name} ({reason}): its records are lost until that is mended"
+            log.warning("%s", text)
+            self._on_trouble("metrics", text)
         self._is_failing = True
 
     def close(self) -> None:

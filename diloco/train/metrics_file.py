@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from peers.monitor.figures import short_figure
+
 Record = Mapping[str, Any]
 
 
@@ -121,10 +123,7 @@ def figure(value: Any) -> str:
     """A count to three digits: 950, 12.3k, 4.5M."""
     if not isinstance(value, int | float):
         return "–"
-    for factor, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= factor:
-            return f"{value / factor:.3g}{letter}"
-    return f"{value:.3g}"
+    return short_figure(value)
 
 
 def size(value: Any) -> str:

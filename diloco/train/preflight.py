@@ -9,20 +9,28 @@ from diloco.options.model_files import load_model_config
 from diloco.train.memory import check_memory, memory_needed_bytes, number_in
 
 
-def check_peers_fit(path_model: str, *, num_peers: int = 1, on_gpu: bool) -> None:
+def check_peers_fit(
+    path_model: str,
+    *,
+    num_peers: int = 1,
+    on_gpu: bool,
+    activation_tokens: int = 0,
+    gpu_bytes: int | None = None,
+) -> None:
     """Raise UserError where the model is none, or where so many peers of it do not fit this machine.
 
-    Counts what the parameters are at least, and no activations: an exact count needs torch, and batches may
-    still come from the swarm. The worker makes one later.
+    Counts what the parameters are at least: an exact count needs torch, and the worker makes one later. Of activations
+    those of so many tokens for each peer, which are none where batches may still come from the swarm. `gpu_bytes`: what
+    a peer's GPUs have together.
     """
     model = load_model_config(path_model)
     need = memory_needed_bytes(
         least_num_parameters(model),
-        activation_tokens=0,
+        activation_tokens=activation_tokens,
         config=model,
         on_gpu=on_gpu,
     )
-    check_memory(need, path_model=path_model, num_peers=num_peers)
+    check_memory(need, path_model=path_model, num_peers=num_peers, device_available=gpu_bytes)
 
 
 def least_num_parameters(config: Mapping[str, Any]) -> int:

@@ -17,10 +17,11 @@ from msgspec.msgpack import Decoder
 from peers.admission.token_request import ISSUERS_KEY
 from peers.errors import PeersError, ProtocolError
 from peers.net.announced import announced
-from peers.net.channel import Channel
+from peers.net.channel import Channel, call
 from peers.net.dht.node import Dht
 from peers.net.gate import Gate
 from peers.net.private_files import write_private
+from peers.net.timing import PROBE_S
 from peers.protocol.admission import Bans
 from peers.protocol.limits import MAX_BANS_BYTES
 from peers.protocol.records import PEERS_KEY, Announcement, CoordinatorRecord
@@ -28,7 +29,6 @@ from peers.protocol.records import PEERS_KEY, Announcement, CoordinatorRecord
 MAX_ASKED = 256
 """Peers that lists are exchanged with directly; the others hear of a newer one from these."""
 _MAX_MESSAGE_BYTES = MAX_BANS_BYTES + 100
-_ANSWER_TIMEOUT_S = 3.0
 _BANS = Decoder(Bans)
 
 log = logging.getLogger(__name__)
@@ -69,15 +69,10 @@ async def exchange(dht: Dht, run_id: str, gate: Gate, peers: Mapping[str, Sequen
 
     async def exchange_with(peer_id: str, maddrs: Sequence[str]) -> bytes | None:
         try:
-            sock = await dht.transport.open(
-                peer_id, bans_protocol(run_id), timeout_s=_ANSWER_TIMEOUT_S, maddrs=maddrs
-            )
-            channel = Channel(sock, max_message_bytes=_MAX_MESSAGE_BYTES)
-            try:
-                await channel.send(Bans(signed=gate.bans_blob), _ANSWER_TIMEOUT_S)
-                theirs = await channel.read(_BANS, _ANSWER_TIMEOUT_S)
-            finally:
-                channel.close()
+            protocol = bans_protocol(run_id)
+            with await call(dht.transport, peer_id, protocol, timeout_s=PROBE_S, maddrs=maddrs) as channel:
+                await channel.send(Bans(signed=gate.bans_blob), PROBE_S)
+                theirs = await channel.read(_BANS, PROBE_S)
             gate.learn(theirs.signed)
         except PeersError as error:
             log.debug("exchanged no ban list with %s: %s", peer_id, error)
@@ -93,11 +88,8 @@ async def serve(dht: Dht, run_id: str, gate: Gate) -> None:
     """Exchange lists from now on, with anybody."""
 
     async def handle(_peer_id: str, sock: socket.socket) -> None:
-        channel = Channel(sock, max_message_bytes=_MAX_MESSAGE_BYTES)
-        try:
-            gate.learn((await channel.read(_BANS, _ANSWER_TIMEOUT_S)).signed)
-            await channel.send(Bans(signed=gate.bans_blob), _ANSWER_TIMEOUT_S)
-        finally:
-            channel.close()
+        with Channel(sock, max_message_bytes=_MAX_MESSAGE_BYTES) as channel:
+            gate.learn((await channel.read(_BANS, PROBE_S)).signed)
+            await channel.send(Bans(signed=gate.bans_blob), PROBE_S)
 
     await dht.transport.serve(bans_protocol(run_id), handle)

@@ -10,19 +10,16 @@ from msgspec.msgpack import Decoder
 
 from peers.errors import PeerUnreachable, ProtocolError, UserError
 from peers.net.announced import announced
-from peers.net.channel import Channel
+from peers.net.channel import call
 from peers.net.dht.node import Dht
 from peers.net.gate import Gate
+from peers.net.timing import ANSWER_S, PROBE_S, RETRY_S
 from peers.protocol.ranks import AskRank, Grant, Taken
 from peers.protocol.records import COORDINATOR_KEY, CoordinatorRecord
 from peers.protocol.refusal import Refusal, Refused
 
-HOLDER_TIMEOUT_S = 3.0
-"""How long the holder of a rank that another identity wants has to answer before it loses the rank."""
 MAX_REQUEST_BYTES = 1024
 
-_RETRY_INTERVAL_S = 0.3
-_ASK_TIMEOUT_S = 5.0
 _BRIEF_SEARCH_S = 1.0
 _ANSWER: Decoder[Grant | Taken | Refusal] = Decoder(Grant | Taken | Refusal)
 
@@ -40,9 +37,9 @@ async def request_rank(
 ) -> Grant | None:
     """Ask the run's coordinator for a world rank; None when no coordinator answers within `timeout_s`.
 
-    `gate` tells whom to take for a coordinator (default: whoever says so), `token` is shown to it. Raises UserError
-    when another live peer holds the wanted rank, or the coordinator refuses this one, and nobody else who says to be a
-    coordinator grants one: strangers may say so. Asking again gives the same rank.
+    `gate` decides who may be a coordinator (default: anybody), `token` is shown to it. Raises UserError when another
+    live peer holds the wanted rank, or the coordinator refuses this one, and no other coordinator grants a rank: in an
+    open swarm strangers may claim to be one. Asking again gives the same rank.
     """
     gate = gate or Gate.open(run_id)
     deadline = time.monotonic() + timeout_s
@@ -54,7 +51,7 @@ async def request_rank(
         for record in records:
             try:
                 # One that has died is in the DHT for a while.
-                left_s = min(_ASK_TIMEOUT_S, deadline - time.monotonic())
+                left_s = min(ANSWER_S, deadline - time.monotonic())
                 return await _ask(dht, record, wanted, token, timeout_s=left_s)
             except Refused as error:
                 refused = refused or UserError(error.why.advice(dht.peer_id))
@@ -66,7 +63,7 @@ async def request_rank(
             raise refused
         if not records and time.monotonic() > search_until:
             break
-        await asyncio.sleep(_RETRY_INTERVAL_S)
+        await asyncio.sleep(RETRY_S)
     return None
 
 
@@ -75,8 +72,8 @@ def protocol_of(run_id: str) -> str:
 
 
 async def coordinators(dht: Dht, run_id: str, gate: Gate) -> list[CoordinatorRecord]:
-    """Everyone who says to be the run's coordinator, and may be: initial peers before those that the user has not
-    named, then who said so last."""
+    """All that announce themselves as the run's coordinator, and may be. Initial peers, which the user has
+    named, first; then the newest announcement."""
     found = await announced(dht, COORDINATOR_KEY(run_id), CoordinatorRecord, run_id, gate.check_record)
     return sorted(found.values(), key=lambda record: (record.peer_id not in dht.initial_peers, -record.time))
 
@@ -84,16 +81,13 @@ async def coordinators(dht: Dht, run_id: str, gate: Gate) -> list[CoordinatorRec
 async def _ask(
     dht: Dht, record: CoordinatorRecord, wanted: int | None, token: bytes, *, timeout_s: float
 ) -> Grant:
-    sock = await dht.transport.open(
-        record.peer_id, protocol_of(record.run_id), timeout_s=timeout_s, maddrs=record.maddrs
-    )
-    channel = Channel(sock, max_message_bytes=MAX_REQUEST_BYTES)
-    try:
+    protocol = protocol_of(record.run_id)
+    with await call(
+        dht.transport, record.peer_id, protocol, timeout_s=timeout_s, maddrs=record.maddrs
+    ) as channel:
         await channel.send(AskRank(wanted=wanted, token=token), timeout_s)
         # It may have to ask the holder of the rank first.
-        answer = await channel.read(_ANSWER, timeout_s + HOLDER_TIMEOUT_S)
-    finally:
-        channel.close()
+        answer = await channel.read(_ANSWER, timeout_s + PROBE_S)
     return granted(answer, wanted)
 
 

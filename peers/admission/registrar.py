@@ -1,4 +1,4 @@
-"""How the coordinator gives world ranks to peers: its answers, and its record in the DHT.
+"""How the coordinator gives world ranks to peers.
 
 What it is asked, and answers, is in peers/protocol/ranks.py.
 """
@@ -14,22 +14,18 @@ from msgspec.msgpack import Decoder
 from msgspec.structs import replace
 
 from peers.admission.ledger import RankLedger
-from peers.admission.rank_request import HOLDER_TIMEOUT_S, MAX_REQUEST_BYTES
-from peers.admission.service import AdmissionService
+from peers.admission.rank_request import MAX_REQUEST_BYTES
 from peers.net.announced import announced
 from peers.net.channel import Channel
 from peers.net.dht.node import Dht
 from peers.net.gate import Gate
-from peers.net.identity import Identity
+from peers.net.timing import ANSWER_S, PROBE_S
 from peers.protocol.ranks import AskRank, Grant, Taken
-from peers.protocol.records import COORDINATOR_KEY, MAX_MADDRS, PEERS_KEY, Announcement, CoordinatorRecord
+from peers.protocol.records import PEERS_KEY, Announcement
 from peers.protocol.refusal import Refusal, Refused
 
-ANNOUNCE_INTERVAL_S = 5.0
-RECORD_TTL_S = 30.0
 ARRIVAL_S = 30.0
 """A peer that was given a rank so recently counts as present, announced or not."""
-_REQUEST_TIMEOUT_S = 10.0
 _ASKED = Decoder(AskRank)
 
 logger = logging.getLogger(__name__)
@@ -44,18 +40,15 @@ class Registrar:
 
     async def handle(self, peer_id: str, sock: socket.socket) -> None:
         """Serve one stream, which may carry several requests."""
-        channel = Channel(sock, max_message_bytes=MAX_REQUEST_BYTES)
-        try:
+        with Channel(sock, max_message_bytes=MAX_REQUEST_BYTES) as channel:
             while True:
-                asked = await channel.read(_ASKED, _REQUEST_TIMEOUT_S)
+                asked = await channel.read(_ASKED, ANSWER_S)
                 try:
                     self._gate.check(peer_id, asked.token, "coordinator")
                 except Refused as error:
-                    await channel.send(Refusal(why=error.why), _REQUEST_TIMEOUT_S)
+                    await channel.send(Refusal(why=error.why), ANSWER_S)
                     return
-                await channel.send(await self.assign(peer_id, asked.wanted), _REQUEST_TIMEOUT_S)
-        finally:
-            channel.close()
+                await channel.send(await self.assign(peer_id, asked.wanted), ANSWER_S)
 
     async def assign(self, peer_id: str, wanted: int | None) -> Grant | Taken:
         """As RankLedger.assign, but a holder that does not answer loses the rank to one that asks for it.
@@ -77,24 +70,11 @@ class Registrar:
         return replace(answer, galaxy_size=self._num_around(peer_id, others))
 
     def _num_around(self, peer_id: str, others: Iterable[Announcement]) -> int:
-        """The peers that are there or on their way, the asking one included; the ledger knows the dead, too."""
+        """The peers that are present or arriving, the asking one included. (The ledger has those that died, too.)"""
         now = time.monotonic()
         self._granted_at[peer_id] = now
         arriving = {peer for peer, at in self._granted_at.items() if now - at < ARRIVAL_S}
         return len(arriving | {record.peer_id for record in others})
 
     async def _is_there(self, peer_id: str, maddrs: Sequence[str] = ()) -> bool:
-        return await self._dht.ping(peer_id, timeout_s=HOLDER_TIMEOUT_S, maddrs=maddrs)
-
-
-async def announce(dht: Dht, identity: Identity, run_id: str, admission: AdmissionService) -> None:
-    """Say in the DHT that ranks are to be had here."""
-    maddrs = await dht.maddrs()
-    record = CoordinatorRecord(
-        peer_id=dht.peer_id,
-        run_id=run_id,
-        maddrs=tuple(maddrs[:MAX_MADDRS]),
-        time=time.time(),
-        token=admission.token,
-    )
-    await dht.store(COORDINATOR_KEY(run_id), dht.peer_id, record.encode(identity), RECORD_TTL_S)
+        return await self._dht.ping(peer_id, timeout_s=PROBE_S, maddrs=maddrs)

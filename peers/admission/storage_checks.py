@@ -1,6 +1,6 @@
-"""What this node stores of a run for others: announcements of admitted peers, by themselves.
+"""Which records of a run this DHT node stores for others: announcements that admitted peers have signed themselves.
 
-Of what it finds at others, only what is of its owner.
+Of records found at other nodes only the owner's signature is checked here: the reader wants to know whom it refuses.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from peers.net.gate import Gate
 from peers.protocol.records import COORDINATOR_KEY, PEERS_KEY, Announcement, CoordinatorRecord
 
 MAX_TTL_S = 40.0
-"""The longest of ours is 30 s. What somebody else stores again, to last longer, would shut out its successor."""
+"""The longest of ours is 30 s. An old record that somebody else stores again for longer would block newer ones."""
 MAX_FOUND = 1024
 """Records that are known to be in order."""
 
@@ -28,7 +28,7 @@ def guard_storage(dht: Dht, run_id: str, gate: Gate) -> None:
         def check(subkey: str, value: bytes, *, expiry: float, is_found: bool) -> bool:
             if expiry > time.time() + MAX_TTL_S:
                 return False
-            # Every node that has it hands it over, and every few seconds.
+            # Every node that has it returns it, every few seconds.
             if is_found and (subkey, value) in found:
                 return True
             try:
@@ -37,7 +37,6 @@ def guard_storage(dht: Dht, run_id: str, gate: Gate) -> None:
                 return False
             if not is_found:
                 return gate.is_admitted(record)
-            # Of what is found, the reader wants to know whom it refuses.
             found[subkey, value] = None
             while len(found) > MAX_FOUND:
                 del found[next(iter(found))]

@@ -13,18 +13,17 @@ from msgspec.msgpack import Decoder
 from peers.admission.secrets import SwarmSecret
 from peers.errors import PeerUnreachable, ProtocolError
 from peers.net.announced import announced
-from peers.net.channel import Channel
+from peers.net.channel import call
 from peers.net.dht.node import Dht
+from peers.net.timing import ANSWER_S, RETRY_S
 from peers.protocol.admission import Issued, Join, Nonce, Proof
 from peers.protocol.records import COORDINATOR_KEY, CoordinatorRecord
 from peers.protocol.refusal import Refusal, Refused, unless_refused
 from peers.protocol.tokens import Token
 
 MAX_MESSAGE_BYTES = 1024
-ANSWER_TIMEOUT_S = 5.0
 MAX_ASKED = 16
-"""At once; those that announced themselves last."""
-_RETRY_INTERVAL_S = 0.3
+"""Issuers at once; those with the newest announcements."""
 _NONCE = Decoder(Nonce)
 _ANSWER: Decoder[Issued | Refusal] = Decoder(Issued | Refusal)
 
@@ -76,7 +75,7 @@ async def request_token(dht: Dht, applicant: Applicant, *, timeout_s: float) -> 
         others = others or any(record.token for record in found.values())
         found = await announced(dht, COORDINATOR_KEY(run_id), CoordinatorRecord, run_id, lambda _: None)
         coordinators = coordinators or not all(record.token for record in found.values())
-        await asyncio.sleep(_RETRY_INTERVAL_S)
+        await asyncio.sleep(RETRY_S)
     raise NoIssuer(others=others, coordinators=coordinators)
 
 
@@ -104,7 +103,7 @@ async def _ask_all(
 
 
 async def issuers(dht: Dht, applicant: Applicant) -> list[CoordinatorRecord]:
-    """Everyone who announces to issue tokens and was admitted for this time, who said so last first."""
+    """All that announce themselves as issuers and show a valid token, the newest announcement first."""
 
     def check(record: CoordinatorRecord) -> None:
         token = Token.decode(record.token, applicant.secret.public_key)
@@ -117,18 +116,16 @@ async def issuers(dht: Dht, applicant: Applicant) -> list[CoordinatorRecord]:
 
 async def _ask(dht: Dht, record: CoordinatorRecord, applicant: Applicant, timeout_s: float) -> bytes:
     """Raises Refused, PeerUnreachable, ProtocolError."""
-    limit_s = min(max(timeout_s, 0.001), ANSWER_TIMEOUT_S)
+    limit_s = min(max(timeout_s, 0.001), ANSWER_S)
     protocol = admission_protocol(applicant.run_id)
-    sock = await dht.transport.open(record.peer_id, protocol, timeout_s=limit_s, maddrs=record.maddrs)
-    channel = Channel(sock, max_message_bytes=MAX_MESSAGE_BYTES)
-    try:
+    with await call(
+        dht.transport, record.peer_id, protocol, timeout_s=limit_s, maddrs=record.maddrs
+    ) as channel:
         await channel.send(Join(), limit_s)
         nonce = (await channel.read(_NONCE, limit_s)).nonce
         proof = applicant.secret.proof(applicant.run_id, applicant.peer_id, record.peer_id, nonce)
         await channel.send(Proof(proof=proof), limit_s)
         blob = unless_refused(await channel.read(_ANSWER, limit_s)).token
-    finally:
-        channel.close()
     token = Token.decode(blob, applicant.secret.public_key)
     if (token.run_id, token.peer_id) != (applicant.run_id, applicant.peer_id):
         raise ProtocolError("it issued a token for another peer or run")

@@ -208,7 +208,8 @@ class CatchUp:
         self, turn: Turn, head: str, heads: Heads, has_worker: bool
     ) -> tuple[Certificate, ...]:
         fork = self.chain.fork_to(head)
-        if fork is None:
+        # A run founded anew, if only from a checkpoint of this one, has no past in common with it.
+        if fork is None or (fork.theirs and fork.theirs[0].is_genesis):
             return self._way_of_the_lost(turn, head, heads)
 
         part = acceptable_part(
@@ -267,8 +268,11 @@ class CatchUp:
         gone_over = roster & holders
         objectors = {p for p in roster - holders if self._stands_here(turn, p)}
         if gone_over:
+            lead = len(gone_over) - 1 - len(objectors)
+            # Those who have begun anew decide in the same way, where neither side has more.
+            wins = lead > 0 or (lead == 0 and (not path[0].is_genesis or path[0].head < self.genesis))
             may_go = all(self.swarm.has_gone_on(p, turn) for p in gone_over)
-            return tuple(path[-1:]) if may_go and len(gone_over) >= 1 + len(objectors) else ()
+            return tuple(path[-1:]) if may_go and wins else ()
         if any(not self.swarm.is_gone(p) for p in roster):
             return ()
         # Two that have begun apart, and each alone: by the hash of what they began from.
@@ -285,20 +289,28 @@ class CatchUp:
 
     def _for_newcomer(self, turn: Turn, heads: Heads) -> tuple[Certificate, ...]:
         """The chain that most of those who answer are on, once it is certified, and on it the head that most are at; of
-        equals what more have signed, then the newest. So no single peer leads a newcomer back to an old head."""
-        if not heads or self._since is None or not turn.passed(self._since + self.timing.reaction_s):
+        equals what more have signed, then the newest. So no single peer leads a newcomer back to an old head, and none
+        that speaks first leads it anywhere: the others have their time to speak, unless most of the roster have."""
+        if not heads or self._since is None:
             return ()
 
+        def supporters_of(head: str) -> set[str]:
+            return {p for other in heads if self._is_on(other, head) for p in heads[other]}
+
         def rank(head: str) -> tuple[int, int, int, int, str]:
-            supporters = {p for other in heads if self._is_on(other, head) for p in heads[other]}
+            supporters = supporters_of(head)
             certificate = self.chain.get(head)
             plan = certificate.plan if certificate else None
             num_signers, epoch = (len(plan.signers), plan.epoch) if plan else (0, 0)
             return -len(supporters), -len(heads[head]), -num_signers, -epoch, head
 
         best = min(heads, key=rank)
-        certificate = self.chain.get(best)
-        return (certificate,) if certificate is not None else ()
+        certificate, has_waited = self.chain.get(best), turn.passed(self._since + self.timing.reaction_s)
+        if certificate is None:
+            return ()
+        supporters = supporters_of(best)
+        is_agreed = len(supporters) > 1 and is_quorum(supporters, certificate, 0.5)
+        return (certificate,) if has_waited or (is_agreed and not self.swarm.has_unheard()) else ()
 
     def _is_on(self, head: str, other: str) -> bool:
         """Both are of one chain."""

@@ -14,20 +14,27 @@ _LR_MEASURED_AT_H = 30
 _LR_FALL_PER_DECADE = 0.2
 _LR_LEAST = 0.2
 _STREAMING_LR = 0.4
+_MUON_LR_BY_PEERS = ((1, 0.7), (16, 1.0))
+_MUON_MOMENTUM_BY_PEERS = ((1, 0.6), (16, 0.9))
 _SPARSE_LR = 1.0
 _SPARSE_DECAY = 0.95
 _DECAYS_IN_STEPS = 30
 _OUTER_MOMENTUM = 0.9
-_SPARSE = "topk"
+_SPARSE, _MUON = "topk", "muon"
 _LAYERS_PER_FRAGMENT = 3
 _HARMLESS_OVERLAP_STEPS = 5
-_BITS_BY_CODEC = (("fp32", 32.0), ("fp16", 16.0), ("int8", 8.1), ("int4", 4.2), ("topk", 0.5))
+_BITS_BY_CODEC = (("fp32", 32.0), ("fp16", 16.0), ("int8", 8.1), ("int4", 4.2), ("2bit", 2.2), ("topk", 0.44))
 SHARE_OF_EPOCH = 0.05
 """What a round that training waits for may take of an epoch."""
 
 
 def outer_lr_for(
-    num_peers: int, local_steps: int, *, num_fragments: int = 1, compression: str = "fp32"
+    num_peers: int,
+    local_steps: int,
+    *,
+    num_fragments: int = 1,
+    compression: str = "fp32",
+    optimizer: str = "adamw",
 ) -> float:
     """The learning rate of the outer Nesterov SGD (momentum 0.9) where it was not tuned.
 
@@ -47,6 +54,9 @@ def outer_lr_for(
     Top-k: SparseLoCo, arXiv 2508.15706, algorithm 1, steps along the plain average of what was sent with a rate near
     1: its decayed residual stands in for the momentum (see outer_momentum_for). Tried on 512M parameters; the 72B run
     built on it (Covenant, H = 30) is reported to have begun with 1 and ended with 0.65.
+
+    Muon: MuLoCo, arXiv 2505.23725, tuned at H = 30 from 150M to 3.1B parameters: 0.7 for one peer, 1 for sixteen.
+    Between them it is interpolated, in log2(peers) by us. It says nothing of another H; its streaming takes the same.
     """
     if num_peers < 1 or local_steps < 1 or num_fragments < 1:
         raise ValueError(
@@ -54,19 +64,25 @@ def outer_lr_for(
         )
     if compression == _SPARSE:
         return _SPARSE_LR
+    if optimizer == _MUON:
+        return round(_by_peers(_MUON_LR_BY_PEERS, num_peers), 2)
     if num_fragments > 1:
         return _STREAMING_LR
     fall = _LR_FALL_PER_DECADE * max(0.0, math.log10(_LR_MEASURED_AT_H / local_steps))
-    return round(max(_LR_LEAST, _lr_by_peers(num_peers) - fall), 2)
+    return round(max(_LR_LEAST, _by_peers(_LR_BY_PEERS, num_peers) - fall), 2)
 
 
-def outer_momentum_for(compression: str) -> float:
+def outer_momentum_for(compression: str, num_peers: int = 1, *, optimizer: str = "adamw") -> float:
     """Momentum of the outer SGD: 0.9 with Nesterov (arXiv 2311.08105 section 3, and every later paper of that line).
+
+    Muon: MuLoCo, arXiv 2505.23725: 0.6 for one peer, 0.9 for sixteen, between them as outer_lr_for.
 
     None for top-k: in SparseLoCo (arXiv 2508.15706) each peer keeps and decays what it did not send, and that
     does the momentum's work.
     """
-    return 0.0 if compression == _SPARSE else _OUTER_MOMENTUM
+    if compression == _SPARSE:
+        return 0.0
+    return round(_by_peers(_MUON_MOMENTUM_BY_PEERS, num_peers), 2) if optimizer == _MUON else _OUTER_MOMENTUM
 
 
 def residual_decay_for(compression: str, local_steps: int) -> float:
@@ -111,7 +127,8 @@ def compression_for(numel: int, bits_per_s: float, epoch_s: float, *, num_peers:
 
     A reduce-scatter and an all-gather move 2 (n - 1) / n times the values in each direction. What the codecs cost:
     int8 was enough for a 10B run over the internet (INTELLECT-1, arXiv 2412.01152, section 2); 4-bit outer gradients
-    cost nothing measurable from 35M to 4B parameters (Streaming DiLoCo, arXiv 2501.18512, section 4); top-k of 1 to
+    cost nothing measurable from 35M to 4B parameters (Streaming DiLoCo, arXiv 2501.18512, section 4); 2 bits by
+    statistical quantization little (MuLoCo, arXiv 2505.23725, with error feedback); top-k of 1 to
     3 % with 2-bit values matched or beat dense DiLoCo at 512M (SparseLoCo, arXiv 2508.15706), but changes the outer
     optimizer, so it comes last.
     """
@@ -125,6 +142,15 @@ def compression_for(numel: int, bits_per_s: float, epoch_s: float, *, num_peers:
     return _SPARSE
 
 
+def lighter_compression(codec: str, factor: float) -> str | None:
+    """The least lossy codec whose bytes are at most this share of another's, else the
+    lightest; None where that is what it is."""
+    bits = dict(_BITS_BY_CODEC)
+    most = bits.get("fp16" if codec == "bf16" else codec, bits["fp32"])
+    lighter = [name for name, size in _BITS_BY_CODEC if size < most]
+    return next((name for name in lighter if bits[name] <= factor * most), lighter[-1] if lighter else None)
+
+
 def is_lossier(codec: str, other: str) -> bool:
     """Whether a codec sends fewer bits than another one; bf16 as many as fp16."""
     bits = dict(_BITS_BY_CODEC)
@@ -132,8 +158,9 @@ def is_lossier(codec: str, other: str) -> bool:
     return bits[codec] < bits[other]
 
 
-def _lr_by_peers(num_peers: int) -> float:
-    for (fewer, low), (more, high) in pairwise(_LR_BY_PEERS):
+def _by_peers(table: tuple[tuple[int, float], ...], num_peers: int) -> float:
+    """Between the table's counts of peers interpolated in their logarithm, beyond them the nearest one's value."""
+    for (fewer, low), (more, high) in pairwise(table):
         if fewer <= num_peers <= more:
             return low + (high - low) * math.log2(num_peers / fewer) / math.log2(more / fewer)
-    return _LR_BY_PEERS[-1][1]
+    return table[-1][1]

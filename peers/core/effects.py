@@ -119,6 +119,16 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class GoAhead:
+    """Let the worker train on while what it has handed over waits for its commit: in the next epoch, as if that were
+    made. An Answer still follows, and what was trained meanwhile stays on top of it."""
+
+    epoch: int
+    data_base: int
+    """Where that epoch's data begins, as far as this peer can tell."""
+
+
+@dataclass(frozen=True)
 class Tell:
     """For people: logs, status, events. Nothing depends on it."""
 
@@ -127,4 +137,17 @@ class Tell:
     fields: Mapping[str, object] = field(default_factory=dict)
 
 
-Effect = Send | Broadcast | Pledge | Reduce | CancelReduce | Apply | Fetch | Adopt | Rebase | Answer | Tell
+Effect = (
+    Send
+    | Broadcast
+    | Pledge
+    | Reduce
+    | CancelReduce
+    | Apply
+    | Fetch
+    | Adopt
+    | Rebase
+    | Answer
+    | GoAhead
+    | Tell
+)

@@ -43,6 +43,8 @@ class Founding:
     _could_at: float | None = None
     _unwilling: set[str] = field(default_factory=set)
     """Founders that did not sign what this peer has proposed."""
+    _heard: dict[str, Body] = field(default_factory=dict)
+    """The last proposal of each other founder: it may come before the statuses that it follows from."""
 
     def __post_init__(self) -> None:
         self.attempt = self.signed + 1
@@ -72,6 +74,9 @@ class Founding:
         if not self.is_complete(turn, len(founders)):
             self._could_at = None
             return False
+        self._heard = {p: body for p, body in self._heard.items() if p in founders}
+        if any(self._answer(turn, sender, body, founders) for sender, body in self._heard.items()):
+            return True
         self._could_at = turn.now if self._could_at is None else self._could_at
         if self._follow_majority(turn, founders):
             return True
@@ -119,22 +124,26 @@ class Founding:
             if peer_id != self.keys.peer_id:
                 turn.do(Send(peer_id, Found(body=body)))
 
-    def on_found(self, turn: Turn, sender: str, body: Body, world_rank: int, offer: Offer) -> None:
+    def on_found(self, sender: str, body: Body) -> None:
+        self._heard[sender] = body
+
+    def _answer(self, turn: Turn, sender: str, body: Body, founders: Mapping[str, tuple[int, Offer]]) -> bool:
         """Sign it, if it is what this peer would propose of these founders, and it is the sender's turn."""
-        founders = self.founders(world_rank, offer)
-        named = {p: founders[p] for p in (member.peer_id for member in body.plan.roster) if p in founders}
         attempt = body.plan.attempt
-        if len(named) != len(body.plan.roster) or self.keys.peer_id not in named:
-            return
         if not self.signed < attempt or not self.attempt <= attempt <= self.attempt + 1:
-            return
+            return False
+        named = {p: founders[p] for p in (member.peer_id for member in body.plan.roster) if p in founders}
+        if len(named) != len(body.plan.roster) or self.keys.peer_id not in named:
+            return False
         if _leader(self.settings.manifest, named, attempt) != sender or not self.is_complete(
             turn, len(named)
         ):
-            return
-        if body == genesis_of(self.settings, named, attempt):
-            self._next(turn, attempt)
-            self._sign(turn, body, sender)
+            return False
+        if body != genesis_of(self.settings, named, attempt):
+            return False
+        self._next(turn, attempt)
+        self._sign(turn, body, sender)
+        return True
 
     def on_vote(self, sender: str, vote: Vote) -> None:
         body = self._body

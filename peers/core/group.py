@@ -130,7 +130,7 @@ class Group:
             ready,
             # Members may disagree who is gone: then they go on with all of them.
             off=self._off(ready) if attempt == 0 else (),
-            data_width=self._data_width(ready),
+            data_width=self.data_width(ready),
             settings=self._settings,
         )
 
@@ -141,7 +141,7 @@ class Group:
             plan,
             self._parent,
             off_allowed=self._off(entries),
-            data_width=self._data_width(entries),
+            data_width=self.data_width(entries),
             settings=self._settings,
         )
 
@@ -154,7 +154,7 @@ class Group:
             or (self._swarm.is_gone(peer_id) and self._absent.get(peer_id, 0) + 1 >= ABSENT_COMMITS)
         }
 
-    def _data_width(self, entries: Mapping[str, Entry]) -> int:
+    def data_width(self, entries: Mapping[str, Entry]) -> int:
         """One block for each rank of the roster and of these, and one for each newcomer that trains here, whatever rank
         it claims: that is the next free one where it is honest."""
         ranks = [member.world_rank for member in self._parent.plan.roster]

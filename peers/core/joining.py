@@ -8,8 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Collection, Mapping
-from typing import Annotated, Literal
+from collections.abc import Collection, Mapping, Sequence
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -27,6 +27,7 @@ MAX_MANIFEST_BYTES = 256 << 10
 MAX_LOCAL_STEPS = 1 << 30
 MAX_OUTER_REAL = 1000.0
 MAX_LOCAL_TIME_S = 1e9
+_MAX_MEMBERS = 4
 
 _OuterReal = Annotated[float, Meta(ge=0, le=MAX_OUTER_REAL)]
 
@@ -84,13 +85,40 @@ def manifest_differences(
 ) -> list[str]:
     """What the user named that the swarm's manifest contradicts, one line a field."""
     return [
-        f"{field}: here {_short(ours[field])}, in the swarm {_short(theirs[field])}"
+        f"{field}: here {here}, in the swarm {there}"
         for field in sorted(named)
         if field in ours and field in theirs and ours[field] != theirs[field]
+        for here, there in [_told_apart(field, ours, theirs)]
     ]
 
 
-def _short(value: Scalar) -> str:
+def _told_apart(field: str, ours: Mapping[str, Scalar], theirs: Mapping[str, Scalar]) -> tuple[str, str]:
+    """Both values of a field, as people call them."""
+    if field == "model":
+        names = str(ours.get("path_model") or ""), str(theirs.get("path_model") or "")
+        if all(name and name.isprintable() for name in names) and names[0] != names[1]:
+            return f"{names[0]:.60}", f"{names[1]:.60}"
+        here, there = _members(ours[field]), _members(theirs[field])
+        unlike = [name for name in sorted(here) if here[name] != there.get(name)][:_MAX_MEMBERS]
+        if unlike:
+            return _listed(here, unlike), _listed(there, unlike)
+    return _short(ours[field]), _short(theirs[field])
+
+
+def _listed(members: Mapping[str, Any], names: Sequence[str]) -> str:
+    return ", ".join(f"{name} {_short(members.get(name))}" for name in names)
+
+
+def _members(value: Scalar) -> dict[str, Any]:
+    """Of a JSON object; none of what is none."""
+    try:
+        found = json.loads(str(value))
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _short(value: Any) -> str:
     text = "not set" if value is None else repr(value)
     return text if len(text) <= 60 else f"{text[:50]}… ({hashlib.sha256(text.encode()).hexdigest()[:8]})"
 

@@ -84,7 +84,7 @@ class Peer:
         self.worker = Worker()
         self.round: Round | None = None
         self.catch_up = CatchUp(self.me, settings, self.chain, self.swarm, self.timing)
-        self._late_work = LateWork(self.worker, self.chain, self.swarm, self.catch_up, settings)
+        self._late_work = LateWork(self.worker, self.chain, self.swarm, self.catch_up, settings, self.timing)
         self._parts = Parts(keys=keys, verify=verify, settings=settings, timing=self.timing, swarm=self.swarm)
         self._founding = Founding(
             keys=keys,
@@ -227,7 +227,7 @@ class Peer:
             case events.WorkerTrains(local_step, step_s):
                 worker.local_step, worker.step_s = local_step, step_s
             case events.WorkReady(work):
-                worker.hands_over(work, self._settings.fragment_of(worker.epoch))
+                worker.hands_over(work, self._settings.fragment_of(worker.epoch), turn.now)
             case events.WorkerGone():
                 worker.ends()
             case events.Reduced(plan, anchor, momentum):
@@ -269,8 +269,8 @@ class Peer:
             case Found() if (genesis := self.chain.genesis_of(peer_id)) is not None:
                 # It has come back, and does not know that its run was founded.
                 turn.do(Send(peer_id, Certificates(head=genesis.head, certificates=(genesis,))))
-            case Found(body) if not self.head and self._offer is not None:
-                self._founding.on_found(turn, peer_id, body, self.world_rank, self._offer)
+            case Found(body) if not self.head:
+                self._founding.on_found(peer_id, body)
             case Vote() if not self.head:
                 self._founding.on_vote(peer_id, message)
             case Propose(plan) if round_ is not None:
@@ -328,6 +328,7 @@ class Peer:
             )
             or self._check_own_state(turn)
             or self._late_work.go_on(turn, self.round)
+            or self._late_work.go_ahead(turn, self.round)
             or self._begin_worker(turn)
             or self._advance_round(turn)
         )
@@ -417,7 +418,7 @@ class Peer:
         turn.do(Apply(certificate))
         self._learn_from(turn, round_)
         self._move_to(turn, (certificate,))
-        self._answer_contributor(turn, certificate)
+        self._answer_contributor(turn, certificate, self._late_work.head_start(turn, certificate))
         return True
 
     def _learn_from(self, turn: Turn, round_: Round) -> None:
@@ -429,6 +430,7 @@ class Peer:
     def _answer_contributor(self, turn: Turn, certificate: Certificate, local_step: int = 0) -> None:
         plan, worker = certificate.plan, self.worker
         is_last = worker.work is not None and worker.work.last
+        self.timing.answered(turn.now - worker.ready_at)
         worker.is_in(plan.fragment, plan.epoch)
         worker.base = self.head
         worker.goes_on(self.epoch, local_step)

@@ -128,6 +128,11 @@ class Round:
             return True
         return self._gather(turn, entry, is_training)
 
+    @property
+    def next_data_base(self) -> int:
+        """Where the data of the next epoch begins, if nobody comes who is not here yet."""
+        return self.parent.plan.data_base + self._group.data_width({})
+
     def missing(self, entry: Entry | None, now: float, *, is_training: bool) -> set[str]:
         """Whom a commit on this head waits for."""
         ready, expected = self._ready_and_expected(Turn(now), entry, is_training=is_training)

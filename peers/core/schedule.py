@@ -33,8 +33,8 @@ class Schedule:
     num_fragments: int = 1
     overlap_steps: int = 0
     """Inner steps trained while a round takes place (tau)."""
-    mixing: float = 0.0
-    """How much of the snapshot's distance to the new anchor a peer keeps (alpha)."""
+    mixing: float | None = None
+    """What a peer keeps of its weights where overlapped ones are merged with the anchor (alpha); none: all progress."""
     local_time_s: float = 0.0
     """Seconds after which the local steps count as done, however many were; 0: there is no such budget."""
 
@@ -57,7 +57,7 @@ class Schedule:
             local_steps=int(manifest.get("hv.local_steps") or DEFAULT_LOCAL_STEPS),
             num_fragments=int(manifest.get("hv.num_fragments") or 1),
             overlap_steps=int(manifest.get("hv.overlap_steps") or 0),
-            mixing=float(manifest.get("hv.mixing") or 0.0),
+            mixing=None if (mixing := manifest.get("hv.mixing")) is None else float(mixing),
             local_time_s=float(manifest.get("hv.local_time") or 0.0),
         )
 

@@ -17,9 +17,10 @@ BEAT_S = 0.5
 BEAT_PEERS = 8
 SILENT_BEATS = 6
 """Missed heartbeats after which a peer is not waited for: a busy machine misses two or three."""
-REGAIN = 2
+REGAIN = 4
 """Silences for which a lost peer may come back before it counts as gone: who goes on without a majority loses what it
-commits as soon as the others are heard again. Six seconds, in which most processes and links are well again."""
+commits as soon as the others are heard again. Twelve seconds, in which most processes and links are well again, and for
+which workers train on."""
 ROUND_TRIPS = 8
 """What an answer may take, in round trips: both ends queue, and packets are lost and sent again."""
 FIRST_GRACE_S = 30.0
@@ -63,6 +64,7 @@ class Timing:
     _waited_s: float = 0.0
     _rounds: deque[float] = field(default_factory=lambda: deque(maxlen=8))
     _epochs: deque[float] = field(default_factory=lambda: deque(maxlen=8))
+    _waits: deque[float] = field(default_factory=lambda: deque(maxlen=16))
     _gathers: deque[float] = field(default_factory=lambda: deque(maxlen=16))
 
     @classmethod
@@ -143,6 +145,16 @@ class Timing:
         deviation = _NORMAL_MAD * statistics.median(abs(seconds - median) for seconds in self._gathers)
         learned = max(self.least_grace_s, median + DEVIATIONS * deviation)
         return min(self.most_grace_s, learned, SLOWEST_PEER * max(slowest, self.reaction_s))
+
+    def patience_s(self, *, is_troubled: bool) -> float:
+        """How long a worker stands still for the commit of its work, before it trains on meanwhile."""
+        if len(self._waits) < ENOUGH_ROUNDS:
+            return self.first_round_s
+        return self.usual_round_s if is_troubled else self.reaction_s + statistics.median_low(self._waits)
+
+    def answered(self, seconds: float) -> None:
+        """A worker's work is in a commit, so long after it was handed over."""
+        self._waits.append(seconds)
 
     def pause_s(self, num_failures: int) -> float:
         """Before the next attempt, after so many have failed one after the other."""

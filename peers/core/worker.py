@@ -30,6 +30,10 @@ class Worker:
     """Handed over, and not yet answered."""
     local_step: int = 0
     step_s: float = 0.0
+    ready_at: float = 0.0
+    """When it handed over its work."""
+    is_ahead: bool = False
+    """It trains on meanwhile."""
     voted: set[str] = field(default_factory=set)
     """Heads of the commits with the work in hand that this peer has voted for."""
     _is_gone: bool = False
@@ -66,8 +70,9 @@ class Worker:
         self.base, self._began, self._based_on = head, epoch, {}
         self.goes_on(epoch, local_step)
 
-    def hands_over(self, work: Work, fragment: int) -> None:
+    def hands_over(self, work: Work, fragment: int, now: float) -> None:
         self.voted.clear()
+        self.ready_at = now
         self.work = replace(work, based_on=self._based_on.get(fragment, self._began))
         self.state = "ready"
 
@@ -85,7 +90,7 @@ class Worker:
     def goes_on(self, epoch: int, local_step: int) -> None:
         """It has been answered."""
         self.state = "waits" if self._next_waits else "none" if self._is_gone else "trains"
-        self.work, self._is_gone, self._next_waits = None, False, False
+        self.work, self.is_ahead, self._is_gone, self._next_waits = None, False, False, False
         self.epoch, self.local_step = epoch, local_step
 
 

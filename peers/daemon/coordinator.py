@@ -17,7 +17,7 @@ from typing import Any
 from peers.admission.issuer import DEFAULT_LIFETIME_DAYS
 from peers.admission.ledger import RankLedger
 from peers.admission.rank_request import protocol_of, request_rank
-from peers.admission.registrar import ANNOUNCE_INTERVAL_S, Registrar, announce
+from peers.admission.registrar import Registrar
 from peers.admission.secrets import load_or_create_key
 from peers.admission.service import AdmissionService, AdmissionSettings
 from peers.errors import PeersError, UserError
@@ -26,9 +26,11 @@ from peers.net.announced import announced
 from peers.net.dht.node import Dht
 from peers.net.gate import Gate
 from peers.net.identity import Identity, check_run_id, load_or_create
+from peers.net.lan import answering
 from peers.net.paths.reachability import Reachability
+from peers.net.timing import LOOK_S
 from peers.protocol.maddrs import parse_maddr
-from peers.protocol.records import PEERS_KEY, Announcement
+from peers.protocol.records import COORDINATOR_KEY, PEERS_KEY, Announcement
 
 __all__ = ["CoordinatorConfig", "request_rank", "serve"]
 
@@ -49,6 +51,8 @@ class CoordinatorConfig:
     identity_path: Path | None = None
     initial_peers: tuple[str, ...] = ()
     """Members of the DHT to join; default: begin one."""
+    discover: bool = False
+    """Whether newcomers on the same network are told of it."""
     admission: bool | None = None
     """Whether peers need a token; default: where this run has an admission key already."""
     allowlist_file: str | None = None
@@ -88,9 +92,10 @@ async def serve(config: CoordinatorConfig, say: Callable[[str], None]) -> None:
         registrar = Registrar(run_id, ledger, dht, admission.gate)
         await dht.transport.serve(protocol_of(run_id), registrar.handle)
         reachability = Reachability(run_id, identity, dht.transport, admission.gate)
-        stack.callback(reachability.close)
         await reachability.start()
-        await announce(dht, identity, run_id, admission)
+        if config.discover:
+            await stack.enter_async_context(answering(run_id, await dht.maddrs()))
+        await admission.announce(COORDINATOR_KEY(run_id))
         for line in lines_to_paste(
             await dht.maddrs(), config.host_maddrs, config.announce_maddrs, dht.peer_id
         ):
@@ -98,7 +103,7 @@ async def serve(config: CoordinatorConfig, say: Callable[[str], None]) -> None:
         say(who_may_join(config, admission.gate.is_open))
         await _until_one_fails(
             _fail_with_p2pd(dht),
-            _announce_forever(dht, identity, run_id, admission),
+            _announce_forever(run_id, admission),
             _report_forever(dht, run_id, admission.gate, say),
             admission.run(),
         )
@@ -171,10 +176,10 @@ async def _until_one_fails(*coroutines: Coroutine[Any, Any, None]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _announce_forever(dht: Dht, identity: Identity, run_id: str, admission: AdmissionService) -> None:
+async def _announce_forever(run_id: str, admission: AdmissionService) -> None:
     while True:
-        await asyncio.sleep(ANNOUNCE_INTERVAL_S)
-        await announce(dht, identity, run_id, admission)
+        await asyncio.sleep(LOOK_S)
+        await admission.announce(COORDINATOR_KEY(run_id))
 
 
 async def _report_forever(dht: Dht, run_id: str, gate: Gate, say: Callable[[str], None]) -> None:

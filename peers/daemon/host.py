@@ -18,32 +18,34 @@ from peers.core import events
 from peers.core.advice import Advice, advice_on, num_layers_of
 from peers.core.schedule import Schedule
 from peers.daemon.agreement import Agreement
+from peers.daemon.doing import Activity
 from peers.daemon.pace import Pace
 from peers.daemon.presence import Presence
 from peers.daemon.runtime import Runtime
 from peers.daemon.standing import standing_of
-from peers.errors import StateUnavailable, UserError
+from peers.errors import PeersError, StateUnavailable, UserError
 from peers.monitor.journal import Journal
-from peers.monitor.reporting import entry_of
+from peers.monitor.phases import Doing, in_words, training_left_s
+from peers.monitor.reporting import RunFigures, entry_of
 from peers.net.states.replay import can_be_repeated, replay_commits
 from peers.net.states.transfer import download_state
-from peers.net.streams import StreamTransport
+from peers.net.transport import StreamTransport
 from peers.protocol.certificates import Certificate
 from peers.protocol.mesh import Scalar
 from peers.protocol.records import State
-from peers.protocol.reports import Point, Standing
+from peers.protocol.reports import Evaluation, Phase, Point, Standing
 from peers.protocol.signatures import verify_signature
 from peers.reduce.residuals import Residuals
 from peers.state import files as state_files
-from peers.state.handover import EpochOutcome, Memories, Start
+from peers.state.handover import Ahead, EpochOutcome, Memories, Start
 from peers.state.layout import Layout
 from peers.state.outer_state import OuterState
 from peers.state.saving import Saving, Written
 
 log = logging.getLogger(__name__)
 
-_PROGRESS_S = 5.0
 _FLOAT_BYTES = 4
+DIVERGED = "its loss is not a number any more; is the learning rate too high?"
 REFUSAL_TIMEOUT_S = 30.0
 """How long a worker that has to be told why it cannot join may take to connect."""
 
@@ -83,7 +85,7 @@ class WorkerHost:
         self.on_progress: Callable[[], None] = lambda: None
         self.on_commit: Callable[[], None] = lambda: None
         """An epoch holds this worker's work."""
-        self.journal = Journal()
+        self.journal, self.activity = Journal(), Activity()
         self._presence, self._agreement, self._standing = presence, agreement, standing
         self._transport, self._waited_out = transport, waited_out
         self._saving, self._advice = Saving(), Advice()
@@ -100,7 +102,40 @@ class WorkerHost:
         return Schedule.of(self._agreement.manifest)
 
     @property
+    def phase(self) -> Phase:
+        """What this peer is doing, for people."""
+        end_step, step = self.run_figures.end_step, self._standing.step
+        return self.activity.phase(
+            self._standing.state,
+            here=len(self._presence.view) if self._presence.maddrs else 0,
+            wanted=self._presence.galaxy_size,
+            waits_for=self._waits_for,
+            step=step,
+            end_step=end_step,
+            left_s=training_left_s(self.journal.curve.points, step, end_step),
+        )
+
+    @property
+    def run_figures(self) -> RunFigures:
+        if not self._agreement.digest:
+            return RunFigures()
+        manifest = self._agreement.manifest
+        ends = [int(manifest[name] or 0) for name in ("max_steps", "total_steps") if manifest.get(name)]
+        return RunFigures(
+            steps_per_epoch=self._schedule.steps_per_epoch,
+            end_step=min(ends, default=0),
+            step_s=self._standing.pace.step_s,
+            compression=str(manifest.get("hv.compression") or "fp32"),
+            overlap_steps=self._schedule.overlap_steps,
+        )
+
+    @property
     def waits_for(self) -> str:
+        """What the worker that waits for an answer is told."""
+        return in_words(self.phase)
+
+    @property
+    def _waits_for(self) -> str:
         here, wanted = len(self._presence.view), self._presence.galaxy_size
         if self._standing.state not in ("joining", "waiting"):
             return standing_of(self.ready.result().core).waits_for
@@ -115,7 +150,7 @@ class WorkerHost:
     def standing_in_round(self) -> Standing:
         """For people: also of a peer that is not in any round yet."""
         if self._standing.state in ("joining", "waiting") or not self.ready.done():
-            return Standing(waits_for=self.waits_for)
+            return Standing(waits_for=self._waits_for)
         return standing_of(self.ready.result().core)
 
     async def manifest(self) -> Mapping[str, Scalar]:
@@ -139,7 +174,6 @@ class WorkerHost:
         offered, residuals = await asyncio.to_thread(_offered_state, memories.out, offer.get("resume"))
         if runtime.state is None:
             self._show("waiting")
-            log.info("waiting for %s", self.waits_for)
         start = await runtime.begin_worker(memories.inn, offered, residuals)
         if offer.get("resume") and offer.get("is_own", True) and runtime.is_offered(offered):
             start = replace(start, keep_local=True, local_step=int(offer["local_step"]))
@@ -149,12 +183,14 @@ class WorkerHost:
         log.info(
             "training from epoch %d, step %d, anchor %s",
             start.epoch,
-            start.local_step,
+            self._standing.step,
             start.anchor_digest[:12],
         )
         return start
 
-    async def average(self, memories: Memories, ready: dict[str, Any]) -> EpochOutcome:
+    async def average(
+        self, memories: Memories, ready: dict[str, Any], ahead: asyncio.Future[Ahead]
+    ) -> EpochOutcome:
         runtime = await asyncio.shield(self.ready)
         step, tokens, last = int(ready["step"]), int(ready["tokens"]), bool(ready["last"])
         self._standing.step = step
@@ -163,9 +199,18 @@ class WorkerHost:
         )
         self._show("averaging")
         fragment = int(ready["fragment"])
-        outcome = await runtime.average(memories, fragment, tokens=tokens, step=step, last=last)
+        ahead.add_done_callback(lambda done: None if done.cancelled() else self._show("training"))
+        try:
+            outcome = await runtime.average(
+                memories, fragment, tokens=tokens, step=step, last=last, ahead=ahead
+            )
+        except PeersError:
+            # This life of the worker is over.
+            self._show("joining")
+            raise
         self._standing.pace.entered(outcome.local_step, time.monotonic())
         self.journal.committed(entry_of(outcome))
+        self.is_in_trouble("worker", "")
         if outcome.world_rank in outcome.contributors:
             self.on_commit()
         self._advise(runtime, outcome)
@@ -212,15 +257,35 @@ class WorkerHost:
             runtime.post(events.WorkerTrains(since_commit, pace.step_s))
         self._standing.tokens_per_s = float(progress["tokens_per_s"])
         loss = progress.get("loss")
+        is_known = loss is not None and math.isfinite(loss)
+        self.is_in_trouble("loss", "" if is_known or loss is None else DIVERGED)
         self.journal.progressed(
             Point(
                 time=time.time(),
                 step=step,
-                loss=float(loss) if loss is not None and math.isfinite(loss) else None,
+                loss=float(loss) if loss is not None and is_known else None,
                 tokens_per_s=self._standing.tokens_per_s,
             )
         )
         self.on_progress()
+
+    def doing(self, message: Mapping[str, Any] | None) -> None:
+        """The worker has told what it does beside its steps; None, or without a name: nothing."""
+        doing = Doing.told(message) if message else None
+        self.activity.told = doing if doing is not None and doing.name else None
+
+    def evaluated(self, message: Mapping[str, Any]) -> None:
+        loss = message.get("loss")
+        if not isinstance(loss, int | float) or not math.isfinite(loss):
+            loss = None
+        step = max(0, int(message["step"]))
+        self.journal.evaluations.append(Evaluation(time=time.time(), step=step, loss=loss))
+
+    def is_in_trouble(self, what: str, text: str) -> None:
+        """What is wrong on this peer, until it is told with no text that it is not any more."""
+        if text and self.journal.troubles.get(what) != text:
+            self.journal.happened(time.time(), text)
+        self.journal.is_in_trouble(what, text)
 
     def worker_lost(self) -> None:
         """Nobody is to wait for what this peer does not train; what it has handed over is averaged still."""
@@ -256,6 +321,8 @@ class WorkerHost:
         runtime, sizes, until = self.ready.result(), self._layout.sizes, time.monotonic() + timeout_s
         log.info("asking %d peers for the state of epoch %d", len(donors), path[-1].plan.epoch)
         with contextlib.ExitStack() as stack:
+            stack.callback(self._received, None)
+            self._received((0, 2 * _FLOAT_BYTES * sum(sizes)))
             have = runtime.state.snapshot() if runtime.state is not None else None
             if have is not None:
                 stack.enter_context(have)
@@ -280,25 +347,15 @@ class WorkerHost:
                 sizes,
                 timeout_s=max(0.0, until - time.monotonic()),
                 have=have,
-                progress=ProgressLog(),
+                progress=lambda received, total: self._received((received, total)),
             )
+
+    def _received(self, received: tuple[int, int] | None) -> None:
+        self.activity.received = received
 
     def _show(self, state: State) -> None:
         self._standing.state = state
         self._presence.publish()
-
-
-class ProgressLog:
-    """Says now and then how much of a state is here."""
-
-    def __init__(self) -> None:
-        self._said_at = time.monotonic()
-
-    def __call__(self, received: int, total: int) -> None:
-        now = time.monotonic()
-        if now - self._said_at > _PROGRESS_S and received < total:
-            self._said_at = now
-            log.info("%d of %d MB of the state are here", received >> 20, total >> 20)
 
 
 def check_certificate(state: OuterState, resume: str) -> None:

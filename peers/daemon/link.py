@@ -1,6 +1,6 @@
 """Both ends of the link between a daemon and its workers: a Unix socket, and two shared memories per fragment.
 
-Every local rank sends `hello` and is handed the memories (memfd, by SCM_RIGHTS). From then on only local rank 0
+Every local rank sends `hello` and is handed the memories (by SCM_RIGHTS). From then on only local rank 0
 talks; what it says stands for all ranks of the peer, which agree among themselves first.
 
     worker                                   daemon
@@ -12,14 +12,20 @@ talks; what it says stands for all ranks of the peer, which agree among themselv
                                         <-   start {world_rank, epoch, ...}       (*in* holds the weights to start from)
     ready {fragment, epoch, tokens, ..} ->   (*out* holds the fragment; it is not to be written to until the answer)
     progress {step, loss, ...}          ->   (at any time)
-    collect {}                          ->   (at once, or when the worker has trained on meanwhile)
+    collect {may_go_ahead}              ->   (at once, or when the worker has trained on meanwhile)
                                         <-   committed {...}   (*in* is the worker's)
+                                          |  ahead {epoch, data_base}   (the commit takes long: train on meanwhile)
+    poll {}                             ->   (after each step of a worker that is ahead)
+                                        <-   committed {...} | pending {}
     checkpoint {directory}              ->
                                         <-   checkpointed {files, head} | failed {reason}
     snapshot {directory}                ->   (as `checkpoint`, but training goes on meanwhile)
                                         <-   snapped {} | failed {reason}
     written {directory}                 ->   (on a connection of its own, without a hello: what came of the snapshot)
                                         <-   checkpointed {files, head} | failed {reason}
+    doing {name, detail, done, ...}     ->  (on a connection of its own, without a hello: what it does beside its steps)
+    evaluated {step, loss}              ->  (there too, as is the next)
+    trouble {what, text}                ->  (what is wrong; without a text: that it is not any more)
     finished {}                         ->
                                         <-   bye {}
 
@@ -27,9 +33,9 @@ talks; what it says stands for all ranks of the peer, which agree among themselv
 the worker has to go on from. `committed` also names fragments whose anchor has moved otherwise (this peer had missed
 commits): their *in* holds what to add to the weights.
 
-While a worker waits, the daemon sends `waiting {reason}` once a second, so that silence means death. `refused
-{message}` may answer anything: the user must mend something; and so may `failed_for_good {message}`: this life of the
-worker is over, and that is why. Frames are msgpack behind a 4-byte length.
+While a worker waits, the daemon sends `waiting {reason}` once a second, with what it does: silence means death.
+`refused {message}` may answer anything: the user must mend something; and so may `failed_for_good {message}`: this life
+of the worker is over, and that is why. Frames are msgpack behind a 4-byte length.
 """
 
 from __future__ import annotations
@@ -49,6 +55,7 @@ import msgspec
 
 from peers.errors import LinkLost, PeersError, ProtocolError, UserError
 from peers.state.layout import Layout
+from peers.system import anonymous_file
 
 LINK_ENV = "DILOCO_LINK"
 """The environment variable that names the link's socket to the worker."""
@@ -77,7 +84,7 @@ class LinkMemory:
         """New zeroed memories and their descriptors, which the caller closes."""
         descriptors = []
         for name in ("out", "in"):
-            fd = os.memfd_create(f"diloco-{name}-{index}", os.MFD_CLOEXEC)
+            fd = anonymous_file(f"diloco-{name}-{index}")
             os.ftruncate(fd, max(numel * _FLOAT_BYTES, 1))
             descriptors.append(fd)
         return LinkMemory(descriptors, numel), descriptors
@@ -101,6 +108,8 @@ class WorkerLink:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self.memories: list[LinkMemory] = []
+        self.on_waiting: Callable[[str], None] = lambda _reason: None
+        """Called with what the daemon is doing, while an answer is awaited."""
 
     @classmethod
     def connect(cls, path: str | Path, *, timeout_s: float = 30.0) -> WorkerLink:
@@ -159,6 +168,7 @@ class WorkerLink:
                 return message
             if message["kind"] != "waiting":
                 raise ProtocolError(f"expected {' or '.join(kinds)}, got {message['kind']}")
+            self.on_waiting(str(message["reason"]))
 
     def close(self) -> None:
         self._sock.close()

@@ -7,98 +7,33 @@ The order of a peer's life:
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
-import math
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
 
 import torch
 
 from peers.admission.service import AdmissionService, AdmissionSettings
-from peers.core import defaults, events
-from peers.core.peer import Peer
-from peers.core.schedule import Schedule
-from peers.core.settings import Settings
-from peers.core.weights import Aggregation
-from peers.daemon.agreement import Agreement
-from peers.daemon.host import WorkerHost, WorkerStanding
-from peers.daemon.link import Accept, listen, refuse
-from peers.daemon.pledges import Pledges
-from peers.daemon.presence import Presence
-from peers.daemon.reductions import Reductions
-from peers.daemon.restarts import USER_ERROR, WorkerEnd
-from peers.daemon.runtime import Runtime, RuntimeSettings
-from peers.daemon.supervisor import Supervisor, WorkerCommand
-from peers.daemon.worker_session import serve_workers
-from peers.errors import PeersError, UserError
-from peers.monitor.prometheus import metrics_served
-from peers.monitor.report_service import ReportService
-from peers.monitor.reporting import Reporting
+from peers.daemon.config import DaemonConfig
+from peers.daemon.daemon import Daemon, WorkerFactory
+from peers.daemon.link import listen, refuse
+from peers.errors import UserError
 from peers.net.dht.node import Dht
-from peers.net.identity import Identity, claim_slot
-from peers.net.paths.paths import TransportMode
-from peers.net.paths.reachability import Reachability
-from peers.net.paths.transports import Network, NetworkSettings
+from peers.net.identity import claim_slot
+from peers.net.lan import answering
 from peers.net.socket_directory import SocketDirectory
-from peers.net.states.server import StateServer
-from peers.net.streams import StreamPool
-from peers.protocol.mesh import Carried, Manifest, Scalar, WantManifest
-from peers.protocol.records import NO_RANK, TRAINING_STATES, Announcement
-from peers.protocol.signatures import verify_signature
-from peers.reduce.all_reduce import OVERLAPPED_NICENESS
-from peers.state.outer_optimizer import OuterOptimizer
-from peers.state.outer_state import OuterState
-from peers.threads import give_way
+from peers.protocol.reports import Phase
 
 log = logging.getLogger(__name__)
 
-DEFAULT_MATCHMAKING_S = 15.0
-"""What a commit waits for its members under NO_WAIT, as OpenDiLoCo does."""
-WorkerFactory = Callable[[Mapping[str, Scalar], int, Path], WorkerCommand]
-"""(manifest, world rank, link socket) -> the command that trains."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class DaemonConfig:
-    """What one daemon needs to know. `manifest` is this peer's proposal; `named` are the fields its user insists on."""
-
-    run_id: str = "diloco"
-    initial_peers: tuple[str, ...] = ()
-    host_maddrs: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
-    announce_maddrs: tuple[str, ...] = ()
-    transport: TransportMode = "auto"
-    data_port: int = 0
-    announce_data_maddrs: tuple[str, ...] = ()
-    world_rank: int | None = None
-    galaxy_size: int | None = None
-    matchmaking_time: float | None = None
-    averaging_timeout: float | None = None
-    all_reduce_strategy: Literal["WAIT_FOR_ALL", "NO_WAIT"] = "WAIT_FOR_ALL"
-    quorum: float = 0.5
-    grace: float | None = None
-    timeout_waiting_for_peers: float = 600.0
-    fail_rank_drop: bool = False
-    swarm_secret_file: str | None = None
-    admission_key_file: str | None = None
-    allowlist_file: str | None = None
-    manifest: Mapping[str, Scalar] = field(default_factory=dict)
-    named: frozenset[str] = frozenset()
-    state_dir: str = ""
-    hardware: str = ""
-    """What it trains on, for people."""
-    metrics_port: int | None = None
-    """Where Prometheus finds this peer's figures, on loopback; 0: any free port, none: nowhere."""
-    link_path: str | None = None
-    """Where the worker finds the daemon; default: a private temporary directory."""
-
-
-async def run_daemon(config: DaemonConfig, *, worker: WorkerFactory | None) -> int:
+async def run_daemon(
+    config: DaemonConfig, *, worker: WorkerFactory | None, on_phase: Callable[[Phase], None] | None = None
+) -> int:
     """Be a peer until the training is done. Returns 0, or USER_ERROR where the worker has said what is to be mended.
+
+    `on_phase` is called twice a second with what the peer is doing.
 
     With `worker` the daemon starts and restarts the training itself; without, a worker has to find the link.
     Raises UserError for what the user can mend, PeersError where it gave up on the worker; cancel to leave at once.
@@ -115,6 +50,8 @@ async def run_daemon(config: DaemonConfig, *, worker: WorkerFactory | None) -> i
                 admission_key_file=config.admission_key_file,
                 allowlist_file=config.allowlist_file,
             )
+            if on_phase is not None:
+                on_phase(Phase(name="starting", detail="joining the network"))
             # What is wrong with the files shows before anybody is asked for anything.
             settings.secret()
             identity = claim_slot(Path(config.state_dir), config.run_id, config.world_rank)
@@ -127,6 +64,8 @@ async def run_daemon(config: DaemonConfig, *, worker: WorkerFactory | None) -> i
                 announce_maddrs=config.announce_maddrs,
             )
             stack.push_async_callback(dht.close)
+            if config.discover:
+                await stack.enter_async_context(answering(config.run_id, await dht.maddrs()))
             admission = AdmissionService(config.run_id, identity, dht, settings)
             await admission.enter()
         except UserError as error:
@@ -135,344 +74,9 @@ async def run_daemon(config: DaemonConfig, *, worker: WorkerFactory | None) -> i
                 await refuse(accept, str(error))
             raise
         daemon = Daemon(config, identity, dht, admission)
+        if on_phase is not None:
+            daemon.tell_phases(on_phase)
         stack.push_async_callback(daemon.close)
         if config.metrics_port is not None:
             await stack.enter_async_context(daemon.metrics_served(config.metrics_port))
         return await daemon.live(accept, link_path, worker)
-
-
-def optimizer_of(manifest: Mapping[str, Scalar], num_members: int) -> OuterOptimizer:
-    """The outer optimizer of a round of so many members: what is not in the manifest follows the defaults."""
-    schedule, codec = Schedule.of(manifest), str(manifest.get("hv.compression") or "fp32")
-    lr, momentum = manifest.get("hv.outer_lr"), manifest.get("hv.outer_momentum")
-    if lr is None:
-        lr = defaults.outer_lr_for(
-            num_members, schedule.local_steps, num_fragments=schedule.num_fragments, compression=codec
-        )
-    if momentum is None:
-        momentum = defaults.outer_momentum_for(codec)
-    return OuterOptimizer(lr=float(lr), momentum=float(momentum))
-
-
-def _grace_of(config: DaemonConfig) -> float:
-    """How long a commit waits for those who are not ready, at most."""
-    if config.grace is not None:
-        return config.grace
-    if config.all_reduce_strategy == "NO_WAIT":
-        return DEFAULT_MATCHMAKING_S if config.matchmaking_time is None else config.matchmaking_time
-    return math.inf
-
-
-class Daemon:
-    """One peer's parts, wired together."""
-
-    def __init__(
-        self, config: DaemonConfig, identity: Identity, dht: Dht, admission: AdmissionService
-    ) -> None:
-        self._config, self._dht, self._identity, self._admission = config, dht, identity, admission
-        self._incarnation = time.time_ns()
-        self._standing = WorkerStanding()
-        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._supervisor: Supervisor | None = None
-        self._tasks: list[asyncio.Task[Any]] = []
-        self._runtime: Runtime | None = None
-        self._news: tuple[str, str, int] | None = None
-        self._trainers: dict[str, int] = {}
-        """World ranks, by peer id."""
-        self._met: frozenset[str] = frozenset()
-        self._network = Network(
-            run_id=config.run_id,
-            identity=identity,
-            libp2p=dht.transport,
-            settings=NetworkSettings(
-                transport=config.transport,
-                host_maddrs=config.host_maddrs,
-                announce_maddrs=config.announce_maddrs,
-                data_port=config.data_port,
-                announce_data_maddrs=config.announce_data_maddrs,
-            ),
-            peers=lambda: self._presence.mesh.peers,
-            gate=admission.gate,
-        )
-        self._reachability = Reachability(config.run_id, identity, dht.transport, admission.gate)
-        paths = self._network.paths
-        self._presence = Presence(
-            run_id=config.run_id,
-            identity=identity,
-            dht=dht,
-            transport=paths,
-            galaxy_size=config.galaxy_size,
-            describe=self._describe,
-            on_change=self._view_changed,
-            on_message=self._received,
-            on_lost=self._lost,
-            gate=admission.gate,
-        )
-        self._agreement = Agreement(self._presence)
-        self._pool = StreamPool(paths, self._network.data_protocol, paths)
-        self._deadline = time.monotonic() + config.timeout_waiting_for_peers
-        self._host = WorkerHost(
-            run_id=config.run_id,
-            presence=self._presence,
-            agreement=self._agreement,
-            standing=self._standing,
-            transport=paths,
-            waited_out=self._waited_out,
-        )
-        self._reporting = self._new_reporting()
-        self._reports = ReportService(
-            config.run_id,
-            identity.peer_id,
-            dht.transport,
-            self._reporting.report,
-            secret=admission.secret,
-            is_banned=lambda peer_id: peer_id in admission.gate.bans.peer_ids,
-        )
-
-    def metrics_served(self, port: int) -> contextlib.AbstractAsyncContextManager[int]:
-        """Its figures, for a Prometheus on this machine."""
-        return metrics_served(port, self._reporting.as_swarm, lambda: self._describe().world_rank)
-
-    async def live(self, accept: Accept, link_path: Path, worker: WorkerFactory | None) -> int:
-        """Everything between joining the DHT and leaving it."""
-        self._spawn(serve_workers(accept, self._host))
-        self._spawn(self._watch_p2pd())
-        self._spawn(self._admission.run())
-        try:
-            manifest = await self._enter()
-        except UserError as error:
-            await self._host.refuse(error, wait=worker is None)
-            raise
-        log.info("agreed on the manifest %s", self._agreement.digest[:12])
-        runtime = self._runtime = self._new_runtime(manifest)
-        for peer_id in self._met:
-            runtime.post(events.Connected(peer_id))
-        self._spawn(runtime.run())
-        server = StateServer(
-            self._network.paths, self._config.run_id, self._current_state, runtime.commit_log
-        )
-        await server.start()
-        gate = self._admission.gate
-        gate.on_bans.append(lambda: server.drop(gate.bans.peer_ids))
-        return await self._until_done(runtime, link_path, worker)
-
-    async def _enter(self) -> dict[str, Scalar]:
-        """Take this peer's place in the swarm, and agree with it. Raises UserError."""
-        await self._network.start()
-        await self._reachability.start()
-        await self._presence.enter(self._config.world_rank)
-        log.info("in the swarm, %d others are here", len(self._presence.view) - 1)
-        self._spawn(self._presence.announce_forever())
-        await self._reports.start()
-        await self._pool.start()
-        return await self._agreement.reach(
-            self._config.manifest, self._config.named, waited_out=self._waited_out
-        )
-
-    async def close(self) -> None:
-        """Leave, whatever the reason: who says so keeps nobody waiting."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._presence.maddrs:
-            log.info("leaving the swarm")
-            self._standing.state = "leaving"
-            self._reports.changed()
-            await self._presence.leave()
-        await self._pool.close()
-        await self._presence.close()
-        await self._network.close()
-        self._reachability.close()
-
-    def _new_reporting(self) -> Reporting:
-        return Reporting(
-            self._host.journal,
-            hardware=self._config.hardware,
-            identity=self._identity,
-            describe=self._describe,
-            met=lambda: self._presence.mesh.peers,
-            standing=lambda: self._host.standing_in_round,
-            steps_per_epoch=lambda: self._host.steps_per_epoch,
-            link_bytes_per_s=lambda: self._runtime.bandwidth if self._runtime else 0.0,
-            forwarded_bytes=lambda: self._network.forwarded_bytes,
-            certificate=lambda: state.header.certificate if (state := self._current_state()) else None,
-        )
-
-    def _new_runtime(self, manifest: Mapping[str, Scalar]) -> Runtime:
-        """The core with the manifest's settings, and what carries it out."""
-        config, schedule, identity = self._config, Schedule.of(manifest), self._identity
-        codec, aggregation = str(manifest.get("hv.compression") or "fp32"), Aggregation.of(manifest)
-        niceness = OVERLAPPED_NICENESS if schedule.overlap_steps else 0
-        if niceness:
-            give_way(niceness)
-        pledges = Pledges(identity.path.with_suffix(".pledges"))
-        core = Peer(
-            keys=identity,
-            verify=verify_signature,
-            settings=Settings(
-                manifest=self._agreement.digest,
-                steps_per_epoch=schedule.steps_per_epoch,
-                num_fragments=schedule.num_fragments,
-                aggregation=aggregation,
-                quorum=config.quorum,
-                grace_s=_grace_of(config),
-                attempt_timeout_s=config.averaging_timeout or math.inf,
-                galaxy_size=self._presence.galaxy_size,
-                founders_timeout_s=max(0.0, self._deadline - time.monotonic()),
-            ),
-            incarnation=self._incarnation,
-            world_rank=self._presence.world_rank,
-            pledges=pledges.attempts,
-            now=time.monotonic(),
-        )
-        reductions = Reductions(
-            me=identity.peer_id,
-            codec=codec,
-            aggregation=aggregation,
-            niceness=niceness,
-            pool=self._pool,
-            optimizer_for=lambda num_members: optimizer_of(manifest, num_members),
-            timing=core.timing,
-            is_live=core.swarm.is_live,
-            forwarded_bytes=lambda: self._network.forwarded_bytes,
-        )
-        return Runtime(
-            core,
-            settings=RuntimeSettings(
-                codec=codec,
-                local_steps=schedule.local_steps,
-                optimizer_for=lambda num_members: optimizer_of(manifest, num_members),
-            ),
-            messenger=self._presence.mesh,
-            reductions=reductions,
-            pledges=pledges,
-            download=self._host.download,
-            on_change=self._core_changed,
-            on_tell=lambda tell: self._host.journal.happened(time.time(), tell.text),
-        )
-
-    def _core_changed(self) -> None:
-        assert self._runtime is not None
-        core = self._runtime.core
-        news = core.head, core.phase, core.world_rank
-        if news != self._news:
-            self._news = news
-            self._presence.publish()
-            self._reports.changed()
-
-    async def _until_done(self, runtime: Runtime, link_path: Path, worker: WorkerFactory | None) -> int:
-        """Until the worker command is over, or (without one) its worker says it has finished or is gone."""
-        done: asyncio.Task[Any] = asyncio.create_task(self._train(runtime, link_path, worker))
-        try:
-            await asyncio.wait({done, self._failed, *self._tasks}, return_when=asyncio.FIRST_COMPLETED)
-            for task in (self._failed, *self._tasks):
-                if task.done():
-                    task.result()
-                    raise PeersError(f"a part of the daemon ended early: {task}")
-            return int(done.result())
-        finally:
-            done.cancel()
-            if self._supervisor is not None:
-                await self._supervisor.stop()
-
-    async def _train(self, runtime: Runtime, link_path: Path, worker: WorkerFactory | None) -> int:
-        """As soon as this peer has a world rank. Raises PeersError where the worker was given up on."""
-        core = runtime.core
-        while core.world_rank == NO_RANK:
-            await self._presence.wait_for_change()
-        log.info("training as world rank %d", core.world_rank)
-        self._host.ready.set_result(runtime)
-        if worker is None:
-            await self._host.finished_at.wait()
-            return 0
-        command = worker(self._agreement.manifest, core.world_rank, link_path)
-        supervisor = self._supervisor = Supervisor(command, _tell_of_restart)
-        self._host.on_progress = supervisor.notify_progress
-        self._host.on_commit = supervisor.notify_commit
-        return _code_of(supervisor, await supervisor.run())
-
-    def _spawn(self, coroutine: Any) -> None:
-        self._tasks.append(asyncio.create_task(coroutine))
-
-    async def _watch_p2pd(self) -> None:
-        await self._dht.wait_dead()
-        raise PeersError(
-            "p2pd, the process that carries this peer's connections, has died; start the peer again"
-        )
-
-    # What this peer shows, and what reaches it
-
-    def _describe(self) -> Announcement:
-        state = self._current_state()
-        return Announcement(
-            peer_id=self._identity.peer_id,
-            world_rank=self._runtime.core.world_rank if self._runtime else self._presence.world_rank,
-            run_id=self._config.run_id,
-            incarnation=self._incarnation,
-            state=self._standing.state,
-            epoch=state.epoch if state else 0,
-            head=state.head if state else "",
-            step=self._standing.step,
-            local_step=self._standing.local_step(self._host.steps_per_epoch),
-            step_s=self._standing.pace.step_s,
-            committed_tokens=state.committed_tokens if state else 0,
-            tokens_per_s=self._standing.tokens_per_s,
-            anchor_digest=state.anchor_digest if state else "",
-            manifest_digest=self._agreement.digest,
-            maddrs=self._presence.maddrs,
-            time=time.time(),
-            endpoints=self._network.endpoints(self._presence.maddrs),
-            paths=self._network.paths_shown(),
-            token=self._admission.token,
-        )
-
-    def _current_state(self) -> OuterState | None:
-        return self._runtime.state if self._runtime is not None else None
-
-    def _view_changed(self) -> None:
-        view = self._presence.view
-        met = frozenset(view) - {self._identity.peer_id}
-        for peer_id in self._met - met:
-            self._pool.drop(peer_id)
-        if self._runtime is not None:
-            for peer_id in met - self._met:
-                self._runtime.post(events.Connected(peer_id))
-        self._met = met
-        lost = sorted(rank for peer_id, rank in self._trainers.items() if peer_id not in view)
-        self._trainers = {p: peer.world_rank for p, peer in view.items() if peer.state in TRAINING_STATES}
-        # A peer that leaves hangs up itself.
-        if lost and self._runtime is not None and self._standing.state != "leaving":
-            lost_ranks = ", ".join(map(str, lost))
-            log.warning("lost peer %s", lost_ranks)
-            self._host.journal.happened(time.time(), f"lost peer {lost_ranks}")
-            if self._config.fail_rank_drop and not self._failed.done():
-                self._failed.set_exception(
-                    PeersError(f"lost peer {lost_ranks}, and --hv.fail-rank-drop is set")
-                )
-        self._reports.changed()
-
-    def _received(self, sender: Announcement, message: Carried) -> None:
-        """A message from a live peer. Raises ProtocolError, which costs it the channel."""
-        if isinstance(message, Manifest | WantManifest):
-            self._agreement.received(sender, message)
-        elif self._runtime is not None:
-            self._runtime.post(events.Received(sender.peer_id, message))
-
-    def _lost(self, peer_id: str) -> None:
-        if self._runtime is not None:
-            self._runtime.post(events.Disconnected(peer_id))
-
-    def _waited_out(self) -> bool:
-        return time.monotonic() > self._deadline
-
-
-def _tell_of_restart(end: WorkerEnd) -> None:
-    if end.restarts:
-        log.warning("%s", end.in_words())
-
-
-def _code_of(supervisor: Supervisor, end: WorkerEnd) -> int:
-    """0 or USER_ERROR. Raises PeersError where the worker was given up on."""
-    if end.is_failure:
-        raise PeersError(f"{end.given_up(supervisor.policy)}\nIts log: {supervisor.command.log_path}")
-    return USER_ERROR if end.code else 0

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 ANNOUNCE_INTERVAL_S = 3.0
 EARLY_INTERVAL_S = 0.5
-"""While somebody is still missing, announcements and look-ups are this frequent."""
+"""While nobody is reached, or this peer has no rank, announcements and look-ups are this frequent."""
 RECORD_TTL_S = 20.0
 _MANY_PEERS = 8
 LEAVING_TTL_S = 5.0
@@ -62,6 +62,7 @@ class Presence:
         self._galaxy_size = galaxy_size
         self._changed = asyncio.Event()
         self._announce_now = asyncio.Event()
+        self._announced: tuple[object, ...] = ()
         self.world_rank = NO_RANK
         """What the user or the coordinator said; NO_RANK where this peer is to claim one."""
         self.maddrs: tuple[str, ...] = ()
@@ -94,13 +95,11 @@ class Presence:
         self.world_rank = await self._obtain_rank(wanted_rank)
         self.maddrs = tuple((await self._dht.maddrs())[:MAX_MADDRS])
         await self.mesh.start()
-        records = await self._records()
-        await self._dht.store(
-            PEERS_KEY(self._run_id), self._identity.peer_id, self._blob(), ttl_s=RECORD_TTL_S
-        )
+        # First this peer's own word, then a look: of two that come at the same time, one sees the other.
+        await self._announce()
         # Now whoever has read this line finds this peer.
         log.info("listening on %s", " ".join(self.maddrs))
-        await self._meet(records)
+        await self._meet(await self._records())
         self._settle_rank(wanted_rank)
 
     def _settle_rank(self, wanted_rank: int | None) -> None:
@@ -149,29 +148,28 @@ class Presence:
             )
 
     async def announce_forever(self) -> None:
-        """Keep this peer findable, and find others."""
+        """Keep this peer findable, and find others. It has entered, which announced it."""
         while True:
-            stored = await self._dht.store(
-                PEERS_KEY(self._run_id), self._identity.peer_id, self._blob(), ttl_s=RECORD_TTL_S
-            )
-            if not stored:
-                log.debug("the DHT did not take this peer's record")
-            self.mesh.discovered(await self._records())
-            for peer in self.mesh.peers:
-                self._dht.remember(peer.peer_id, peer.maddrs)
             num_peers = len(self.view)
             # Others that claim a world rank just now have to hear of this peer before they do.
-            is_early = num_peers < self.galaxy_size or self._describe().world_rank == NO_RANK
-            self._announce_now.clear()
+            is_early = self._describe().world_rank == NO_RANK
             await asyncio.sleep(rest_s(num_peers))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(announce_interval_s(num_peers, is_early=is_early)):
                     await self._announce_now.wait()
+            self._announce_now.clear()
+            if not await self._announce():
+                log.debug("the DHT did not take this peer's record")
+            self.mesh.discovered(await self._records())
+            for peer in self.mesh.peers:
+                self._dht.remember(peer.peer_id, peer.maddrs)
 
     def publish(self) -> None:
-        """What `describe` gives has changed: tell the mesh now, the DHT soon."""
-        self.mesh.broadcast_status()
-        self._announce_now.set()
+        """What `describe` gives has changed. Who this peer is, the mesh is told now and the DHT soon; how far it is,
+        by the next heartbeat."""
+        if self._announced != _identity_in(self._describe()):
+            self.mesh.broadcast_status()
+            self._announce_now.set()
         self._view_changed()
 
     async def wait_for_change(self, timeout_s: float = 1.0) -> None:
@@ -186,8 +184,7 @@ class Presence:
         self.mesh.broadcast_status()
         with contextlib.suppress(TimeoutError, PeersError):
             async with asyncio.timeout(LEAVE_TIMEOUT_S):
-                key = PEERS_KEY(self._run_id)
-                await self._dht.store(key, self._identity.peer_id, self._blob(), ttl_s=LEAVING_TTL_S)
+                await self._announce(ttl_s=LEAVING_TTL_S)
 
     async def close(self) -> None:
         await self.mesh.close()
@@ -220,12 +217,22 @@ class Presence:
         )
         return {peer_id: record for peer_id, record in found.items() if record.state != "leaving"}
 
-    def _blob(self) -> bytes:
-        return self._describe().encode(self._identity)
+    async def _announce(self, ttl_s: float = RECORD_TTL_S) -> bool:
+        """Put how this peer stands into the DHT. Returns whether anybody took it."""
+        status = self._describe()
+        self._announced = _identity_in(status)
+        blob = status.encode(self._identity)
+        return await self._dht.store(PEERS_KEY(self._run_id), self.me, blob, ttl_s=ttl_s)
 
     def _view_changed(self) -> None:
         self._changed.set()
         self._on_change()
+
+
+def _identity_in(status: Announcement) -> tuple[object, ...]:
+    """What others decide by, and who watches: a dead peer that was joining may yet come. How far a peer is, its core
+    tells theirs."""
+    return status.world_rank, status.manifest_digest, status.state == "joining"
 
 
 def announce_interval_s(num_peers: int, *, is_early: bool) -> float:

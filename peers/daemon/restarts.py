@@ -59,6 +59,8 @@ class WorkerEnd:
 
     def given_up(self, policy: RestartPolicy) -> str:
         """Of one that is not."""
+        if self.reason.startswith(GAVE_UP):
+            return self.reason
         if self.reason and self.num_same >= policy.max_same:
             return f"the worker failed {self.num_same} times in a row for the same reason: {self.reason}"
         why = self.reason or f"it ended with {self.code}"

@@ -29,7 +29,7 @@ from peers.protocol.messages import Message, Offer, Status
 from peers.reduce.bandwidth import Bandwidth
 from peers.reduce.commit_log import CommitLog, Recording
 from peers.reduce.residuals import Residuals
-from peers.state.handover import EpochOutcome, Memories, Start
+from peers.state.handover import Ahead, EpochOutcome, Memories, Start
 from peers.state.outer_optimizer import OuterOptimizer, norm_of_pseudo_gradient
 from peers.state.outer_state import OuterState
 
@@ -163,13 +163,21 @@ class Runtime:
         return self._state is state
 
     async def average(
-        self, memories: Memories, fragment: int, *, tokens: int, step: int, last: bool
+        self,
+        memories: Memories,
+        fragment: int,
+        *,
+        tokens: int,
+        step: int,
+        last: bool,
+        ahead: asyncio.Future[Ahead],
     ) -> EpochOutcome:
         """What becomes of the fragment in *out*; what the worker goes on from is in *in* then. *Out* is only read.
 
-        Raises PeersError where it cannot be averaged.
+        `ahead` gets its result where the worker is to train on meanwhile. Raises PeersError where nothing can become
+        of it.
         """
-        work = WorkInHand(memories, fragment, last=last)
+        work = WorkInHand(memories, fragment, last=last, ahead=ahead)
 
         async def hand_over() -> events.Event | None:
             assert self._state is not None
@@ -265,6 +273,9 @@ class Runtime:
                 self._messenger.broadcast(message)
             case effects.CancelReduce():
                 self._reductions.cancel()
+            case effects.GoAhead(epoch, data_base):
+                if self._work is not None and not self._work.ahead.done():
+                    self._work.ahead.set_result(Ahead(epoch=epoch, data_base=data_base))
             case effects.Tell():
                 log.info("%s", effect.text)
                 self._on_tell(effect)

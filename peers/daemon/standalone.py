@@ -8,7 +8,8 @@ import logging
 import signal
 import sys
 
-from peers.daemon.main import DaemonConfig, run_daemon
+from peers.daemon.config import DaemonConfig
+from peers.daemon.main import run_daemon
 from peers.errors import PeersError, UserError
 from peers.net.dht.node import load_hivemind
 

@@ -24,5 +24,6 @@ def standing_of(core: Peer) -> Standing:
     if round_.stage is Stage.GATHER and core.num_lacking:
         waits_for = f"{core.num_lacking} more peers, without which its rule averages nothing"
     elif round_.stage is Stage.GATHER:
-        waits_for = f"peers {', '.join(map(str, missing))}" if missing else "the next attempt"
+        peers = f"peer{'' if len(missing) == 1 else 's'} {', '.join(map(str, missing))}"
+        waits_for = peers if missing else "the next attempt"
     return Standing(step=_STEPS[round_.stage], leader=leader, missing=missing, waits_for=waits_for)

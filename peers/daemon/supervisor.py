@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import signal
 import socket
@@ -22,9 +21,8 @@ from peers.daemon.restarts import (
     last_line,
     restart_delay_s,
 )
+from peers.system import die_with_parent
 
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None, use_errno=True)
 # How long after the first rank's death the others may still tell why (a UserError beats a broken connection).
 _LAST_WORDS_S = 1.0
 _MAX_SAID_BYTES = 1 << 16
@@ -151,14 +149,6 @@ class Supervisor:
         with contextlib.suppress(TimeoutError):
             return await asyncio.wait_for(self._stopping.wait(), timeout_s)
         return False
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """From now on SIGKILL this process when the thread that started it ends. Call it in the child."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # The parent may have died before the call.
-    if os.getppid() != parent_pid:
-        os._exit(128 + signal.SIGKILL)
 
 
 async def _start(command: WorkerCommand, rank: int, port: int) -> asyncio.subprocess.Process:

@@ -14,7 +14,7 @@ from peers.core.effects import Answer
 from peers.errors import PeersError
 from peers.reduce.commit_log import Recording
 from peers.reduce.plan import ReducePlan
-from peers.state.handover import EpochOutcome, Memories, Start
+from peers.state.handover import Ahead, EpochOutcome, Memories, Start
 from peers.state.header import StateHeader
 from peers.state.outer_optimizer import rebase
 from peers.state.outer_state import OuterState
@@ -52,8 +52,11 @@ def _touch(fresh: Sequence[Tensor]) -> None:
 class WorkInHand:
     """Belongs to one event loop."""
 
-    def __init__(self, memories: Memories, fragment: int, *, last: bool) -> None:
-        self.memories, self.fragment, self.last = memories, fragment, last
+    def __init__(
+        self, memories: Memories, fragment: int, *, last: bool, ahead: asyncio.Future[Ahead]
+    ) -> None:
+        """`ahead`: where the worker hears that it is to train on meanwhile."""
+        self.memories, self.fragment, self.last, self.ahead = memories, fragment, last, ahead
         self.local = memories.out[fragment]
         """What the fragment's weights count as: those handed over, or the same work on top of a later anchor."""
         self.answer: asyncio.Future[EpochOutcome] = asyncio.get_running_loop().create_future()

@@ -20,7 +20,7 @@ import torch
 
 from peers.daemon.link import WAITING_INTERVAL_S, Accept, DaemonConnection, LinkMemory
 from peers.errors import LinkLost, PeersError, ProtocolError, UserError
-from peers.state.handover import EpochOutcome, Memories, Start
+from peers.state.handover import Ahead, EpochOutcome, Memories, Start
 from peers.state.layout import Layout
 from peers.state.saving import Written
 
@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _HELLO_TIMEOUT_S = 30.0
+_NEWS = ("doing", "evaluated", "trouble")
 
 
 class Host(Protocol):
@@ -40,7 +41,8 @@ class Host(Protocol):
     def world_rank(self) -> int: ...
 
     @property
-    def waits_for(self) -> str: ...
+    def waits_for(self) -> str:
+        """What it does meanwhile, in words."""
 
     async def manifest(self) -> Mapping[str, Any]:
         """What the swarm has agreed on, as soon as it has. Raises UserError where this peer cannot join."""
@@ -50,7 +52,10 @@ class Host(Protocol):
 
     async def start(self, memories: Memories, offer: dict[str, Any]) -> Start: ...
 
-    async def average(self, memories: Memories, ready: dict[str, Any]) -> EpochOutcome: ...
+    async def average(
+        self, memories: Memories, ready: dict[str, Any], ahead: asyncio.Future[Ahead]
+    ) -> EpochOutcome:
+        """`ahead` gets its result where that takes long, and the worker is to train on meanwhile."""
 
     async def snapshot(self, directory: Path) -> None:
         """Begin to write the outer state as it is now. Raises OSError."""
@@ -59,6 +64,12 @@ class Host(Protocol):
         """What came of it, once that is known. Raises OSError."""
 
     def progressed(self, progress: dict[str, Any]) -> None: ...
+
+    def doing(self, message: Mapping[str, Any] | None) -> None: ...
+
+    def evaluated(self, message: Mapping[str, Any]) -> None: ...
+
+    def is_in_trouble(self, what: str, text: str) -> None: ...
 
     def finished(self) -> None: ...
 
@@ -78,6 +89,7 @@ class WorkerSession:
         self._memories: list[LinkMemory] = []
         self._descriptors: list[int] = []
         self._averaging: asyncio.Future[EpochOutcome] | None = None
+        self._ahead: asyncio.Future[Ahead] = asyncio.get_running_loop().create_future()
         self._started: DaemonConnection | None = None
         """Rank 0's, once it has asked where to start."""
 
@@ -92,6 +104,8 @@ class WorkerSession:
             if hello["kind"] == "written":
                 await self._report_written(connection, Path(hello["directory"]))
                 return
+            if hello["kind"] in _NEWS:
+                await self._hear(connection, hello)
             if hello["kind"] != "hello":
                 raise ProtocolError(f"expected a hello, got {hello['kind']}")
             await self._welcome(connection, hello)
@@ -110,12 +124,30 @@ class WorkerSession:
         except PeersError as error:
             # What it handed over cannot be averaged. It tells its user; its next life may do better.
             log.error("hung up on a worker: %s", error)
+            self._host.is_in_trouble("worker", str(error))
             with contextlib.suppress(LinkLost):
                 await connection.send("failed_for_good", message=str(error))
         finally:
             connection.close()
             if connection is self._started:
                 self._host.worker_lost()
+
+    async def _hear(self, connection: DaemonConnection, message: dict[str, Any]) -> None:
+        """A connection on which the worker only tells. Raises LinkLost at its end."""
+        try:
+            while True:
+                match message["kind"]:
+                    case "doing":
+                        self._host.doing(message)
+                    case "evaluated":
+                        self._host.evaluated(message)
+                    case "trouble":
+                        self._host.is_in_trouble(str(message["what"]), str(message["text"]))
+                    case kind:
+                        raise ProtocolError(f"unknown news {kind!r}")
+                message = await connection.receive()
+        finally:
+            self._host.doing(None)
 
     def close(self) -> None:
         """Give the descriptors back; memory that is still averaged from stays mapped until that ends."""
@@ -149,7 +181,9 @@ class WorkerSession:
             case "ready":
                 self._begin_averaging(message)
             case "collect":
-                await self._collect(connection)
+                await self._collect(connection, may_go_ahead=bool(message.get("may_go_ahead")))
+            case "poll":
+                await self._poll(connection)
             case "progress":
                 self._host.progressed(message)
             case "checkpoint":
@@ -168,16 +202,36 @@ class WorkerSession:
         if self._averaging is not None:
             raise ProtocolError("ready again before it has collected what it was ready for")
         # Not tied to this worker's life: what it handed over counts even if it dies now.
-        self._averaging = asyncio.ensure_future(self._host.average(self._tensors(), ready))
+        self._ahead = asyncio.get_running_loop().create_future()
+        self._averaging = asyncio.ensure_future(self._host.average(self._tensors(), ready, self._ahead))
         # A worker that died never asks what became of it.
         self._averaging.add_done_callback(lambda done: done.cancelled() or done.exception())
 
-    async def _collect(self, connection: DaemonConnection) -> None:
-        averaging, self._averaging = self._averaging, None
-        if averaging is None:
+    async def _collect(self, connection: DaemonConnection, *, may_go_ahead: bool) -> None:
+        if self._averaging is None:
             raise ProtocolError("nothing to collect")
-        outcome = await self._answer(connection, asyncio.shield(averaging))
-        await connection.send("committed", **asdict(outcome))
+        waits_for: set[asyncio.Future[Any]] = (
+            {self._averaging, self._ahead} if may_go_ahead else {self._averaging}
+        )
+        await self._answer(connection, asyncio.wait(waits_for, return_when=asyncio.FIRST_COMPLETED))
+        if self._averaging.done():
+            await self._tell_outcome(connection, self._averaging)
+        else:
+            await connection.send("ahead", **asdict(self._ahead.result()))
+
+    async def _poll(self, connection: DaemonConnection) -> None:
+        if self._averaging is None:
+            raise ProtocolError("nothing to collect")
+        if self._averaging.done():
+            await self._tell_outcome(connection, self._averaging)
+        else:
+            await connection.send("pending")
+
+    async def _tell_outcome(
+        self, connection: DaemonConnection, averaging: asyncio.Future[EpochOutcome]
+    ) -> None:
+        self._averaging = None
+        await connection.send("committed", **asdict(averaging.result()))
 
     async def _snapshot(self, connection: DaemonConnection, directory: Path) -> bool:
         """Begin to write the outer state; tells the worker where that cannot be, and returns whether it can."""

@@ -16,6 +16,8 @@ from peers.protocol.reports import (
     MAX_ROUNDS,
     MAX_SHOWN_RANKS,
     MAX_TEXT,
+    MAX_TROUBLES,
+    Evaluation,
     Incident,
     Point,
     RoundEntry,
@@ -51,6 +53,9 @@ class Journal:
     curve: Curve = field(default_factory=Curve)
     rounds: deque[RoundEntry] = field(default_factory=lambda: deque(maxlen=MAX_ROUNDS))
     incidents: deque[Incident] = field(default_factory=lambda: deque(maxlen=MAX_INCIDENTS))
+    evaluations: deque[Evaluation] = field(default_factory=lambda: deque(maxlen=MAX_POINTS))
+    troubles: dict[str, str] = field(default_factory=dict)
+    """What is wrong now, by what it concerns."""
     num_rounds: int = 0
     num_failures: int = 0
     num_worker_losses: int = 0
@@ -73,6 +78,12 @@ class Journal:
     def happened(self, now: float, text: str) -> None:
         """One line for people. No peer's own words: they would be shown as this one's."""
         self.incidents.append(Incident(time=now, text=text[:MAX_TEXT]))
+
+    def is_in_trouble(self, what: str, text: str) -> None:
+        """From now on, until it is told with no text that it is not any more."""
+        self.troubles.pop(what, None)
+        if text and len(self.troubles) < MAX_TROUBLES:
+            self.troubles[what] = printable(text)
 
     @property
     def upload_bytes_per_s(self) -> float:

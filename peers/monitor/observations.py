@@ -15,7 +15,15 @@ from dataclasses import dataclass, field
 from peers.monitor.journal import Curve
 from peers.protocol.certificates import Certificate
 from peers.protocol.records import Announcement
-from peers.protocol.reports import MAX_INCIDENTS, MAX_ROUNDS, Incident, Report, RoundEntry
+from peers.protocol.reports import (
+    MAX_INCIDENTS,
+    MAX_POINTS,
+    MAX_ROUNDS,
+    Evaluation,
+    Incident,
+    Report,
+    RoundEntry,
+)
 
 QUIET_AFTER_S = 4.0
 """A peer that has told nothing for so long, though several reports were due, does not count as one that answers."""
@@ -49,11 +57,14 @@ class Observation:
     shown_state: str = ""
     """As the events have it."""
     lost_at: float | None = None
+    clock_ahead_s: float = 0.0
+    """Its clock, against this machine's."""
     reborn_at: float | None = None
     """When it was first heard of after it was started again."""
     curve: Curve = field(default_factory=Curve)
     rounds: deque[RoundEntry] = field(default_factory=lambda: deque(maxlen=MAX_ROUNDS))
     incidents: deque[Incident] = field(default_factory=lambda: deque(maxlen=MAX_INCIDENTS))
+    evaluations: deque[Evaluation] = field(default_factory=lambda: deque(maxlen=MAX_POINTS))
     certificate: Certificate | None = None
     """The newest that it has shown."""
 
@@ -86,6 +97,8 @@ class Observations:
 
     def __init__(self) -> None:
         self.peers: dict[str, Observation] = {}
+        self.has_lost_coordinator = False
+        """There was one, and it does not answer any more."""
         self.events: deque[Event] = deque(maxlen=MAX_EVENTS)
 
     def announced(self, announcement: Announcement, now: float) -> None:
@@ -99,13 +112,17 @@ class Observations:
                 known.reborn_at, known.heard_at, known.is_failing = now, None, False
             known.announcement = announcement
 
-    def reported(self, announcement: Announcement, report: Report, now: float) -> None:
+    def reported(
+        self, announcement: Announcement, report: Report, now: float, *, unix_now: float | None = None
+    ) -> None:
         """A peer has answered."""
         self.announced(announcement, now)
         known = self.peers.get(announcement.peer_id)
         if known is None:
             return
         known.report, known.heard_at, known.is_failing, known.was_told_of = report, now, False, True
+        if unix_now is not None:
+            known.clock_ahead_s = announcement.time - unix_now
         if report.certified is not None:
             known.certificate = report.certified.certificate
         # By its own clock none of it is yet to come: a lie about that could not even be shown as a time of day.
@@ -114,6 +131,8 @@ class Observations:
         known.rounds.extend(entry for entry in report.rounds if last < entry.time <= latest)
         last = known.incidents[-1].time if known.incidents else 0.0
         known.incidents.extend(incident for incident in report.incidents if last < incident.time <= latest)
+        last = known.evaluations[-1].time if known.evaluations else 0.0
+        known.evaluations.extend(one for one in report.evaluations if last < one.time <= latest)
         last = known.curve.points[-1].time if known.curve.points else 0.0
         for point in report.points:
             if last < point.time <= latest:

@@ -17,6 +17,7 @@ from typing import Any
 from msgspec.msgpack import Decoder
 
 from peers.admission import bans
+from peers.admission.rank_request import coordinators
 from peers.admission.secrets import SwarmSecret
 from peers.core.admission import Admission
 from peers.errors import PeersError, PeerUnreachable, ProtocolError, UserError
@@ -32,7 +33,7 @@ from peers.net.socket_directory import SocketDirectory
 from peers.protocol import reports
 from peers.protocol.admission import Nonce, Proof
 from peers.protocol.certificates import Certificate
-from peers.protocol.records import PEERS_KEY, Announcement
+from peers.protocol.records import PEERS_KEY, Announcement, CoordinatorRecord
 from peers.protocol.refusal import Refusal, unless_refused
 from peers.protocol.reports import Report
 from peers.protocol.signatures import verify_signature
@@ -52,6 +53,7 @@ ENOUGH_MISSES = 2
 MAX_STREAMS = 256
 """Peers that are asked; of a larger swarm, the others are shown as they announce themselves."""
 MAX_DIALLED = 32
+MAX_COORDINATORS = 4
 _FIRST: Decoder[Nonce | Report | reports.Busy] = Decoder(Nonce | Report | reports.Busy)
 _REPORT: Decoder[Report | Refusal] = Decoder(Report | Refusal)
 
@@ -107,7 +109,10 @@ class Observer:
         self._dials = asyncio.Semaphore(MAX_DIALLED)
         self._following: dict[str, asyncio.Task[None]] = {}
         self._unasked: set[str] = set()
+        self._coordinators: dict[str, CoordinatorRecord] = {}
+        self._num_unanswered = 0
         self._looking: asyncio.Task[None] | None = None
+        self._watching_coordinator: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[str] | None = None
         self._look_now, self._news = asyncio.Event(), asyncio.Event()
 
@@ -116,9 +121,10 @@ class Observer:
         await self._look()
         self._looking = asyncio.create_task(self._look_forever())
         self._watching = asyncio.create_task(self._dht.wait_dead())
+        self._watching_coordinator = asyncio.create_task(self._watch_coordinator())
 
     async def close(self) -> None:
-        own = (self._looking, self._watching)
+        own = (self._looking, self._watching, self._watching_coordinator)
         tasks: list[asyncio.Task[Any]] = [task for task in (*own, *self._following.values()) if task]
         for task in tasks:
             task.cancel()
@@ -165,6 +171,26 @@ class Observer:
                 await self._look()
             except PeersError as error:
                 log.debug("no look into the DHT: %s", error)
+
+    async def _watch_coordinator(self) -> None:
+        """Whether one that was there answers still: its record outlives it by half a minute."""
+        while True:
+            with contextlib.suppress(PeersError):
+                await self._look_for_coordinator()
+            await asyncio.sleep(LOOK_INTERVAL_S)
+
+    async def _look_for_coordinator(self) -> None:
+        found = await coordinators(self._dht, self._run_id, self._gate)
+        for record in found[:MAX_COORDINATORS]:
+            if len(self._coordinators) < MAX_COORDINATORS:
+                self._coordinators[record.peer_id] = record
+        pings = [
+            self._dht.ping(peer_id, timeout_s=DIAL_TIMEOUT_S, maddrs=record.maddrs)
+            for peer_id, record in self._coordinators.items()
+        ]
+        answers = await asyncio.gather(*pings)
+        self._num_unanswered = 0 if any(answers) or not answers else self._num_unanswered + 1
+        self._observations.has_lost_coordinator = self._num_unanswered >= ENOUGH_MISSES
 
     async def _look(self) -> None:
         found = await announced(
@@ -266,7 +292,7 @@ class Observer:
         status = Announcement.decode(peer_id, report.status, run_id=self._run_id, now=time.time())
         if not self._gate.is_admitted(status):
             raise ProtocolError("its token is not good any more")
-        self._observations.reported(status, report, time.monotonic())
+        self._observations.reported(status, report, time.monotonic(), unix_now=time.time())
         self._told_of(peer_id)
 
     def _told_of(self, peer_id: str) -> None:

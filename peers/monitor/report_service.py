@@ -120,7 +120,7 @@ class ReportService:
 
 def newest_of(report: Report, since: float) -> float:
     """The moment up to which the next report need not repeat anything."""
-    told: list[Any] = [*report.points, *report.rounds, *report.incidents]
+    told: list[Any] = [*report.points, *report.rounds, *report.incidents, *report.evaluations]
     if report.certified is not None:
         told.append(report.certified)
     return max((entry.time for entry in told), default=since)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from peers.monitor.journal import Journal, printable, shown_failures, shown_ranks
@@ -20,11 +21,23 @@ from peers.protocol.reports import (
     Certified,
     Figures,
     Parts,
+    Phase,
     Report,
     RoundEntry,
     Standing,
 )
 from peers.state.handover import EpochOutcome
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFigures:
+    """What a peer knows of the run, once it has agreed on it."""
+
+    steps_per_epoch: int = 0
+    end_step: int = 0
+    step_s: float = 0.0
+    compression: str = ""
+    overlap_steps: int = 0
 
 
 class Reporting:
@@ -41,7 +54,8 @@ class Reporting:
         describe: Callable[[], Announcement],
         met: Callable[[], Iterable[Announcement]],
         standing: Callable[[], Standing],
-        steps_per_epoch: Callable[[], int],
+        phase: Callable[[], Phase],
+        run: Callable[[], RunFigures],
         link_bytes_per_s: Callable[[], float],
         forwarded_bytes: Callable[[], int],
         certificate: Callable[[], Certificate | None],
@@ -49,18 +63,22 @@ class Reporting:
         self._journal = journal
         self._hardware = printable(hardware)[:MAX_HARDWARE_CHARACTERS]
         self._identity, self._describe = identity, describe
-        self._met, self._standing = met, standing
-        self._steps_per_epoch, self._link_bytes_per_s = steps_per_epoch, link_bytes_per_s
+        self._met, self._standing, self._phase = met, standing, phase
+        self._run, self._link_bytes_per_s = run, link_bytes_per_s
         self._forwarded_bytes, self._certificate = forwarded_bytes, certificate
         self._certified: Certified | None = None
 
     def figures(self) -> Figures:
         """As they are now."""
-        journal = self._journal
+        journal, run = self._journal, self._run()
         return Figures(
             loss=journal.loss,
             hardware=self._hardware,
-            steps_per_epoch=self._steps_per_epoch(),
+            steps_per_epoch=run.steps_per_epoch,
+            end_step=run.end_step,
+            step_s=run.step_s,
+            compression=run.compression,
+            overlap_steps=run.overlap_steps,
             num_rounds=journal.num_rounds,
             num_failures=journal.num_failures,
             num_worker_losses=journal.num_worker_losses,
@@ -84,6 +102,9 @@ class Reporting:
             rounds=tuple(entry for entry in journal.rounds if entry.time > since),
             incidents=tuple(incident for incident in journal.incidents if incident.time > since),
             certified=certified if certified is not None and certified.time > since else None,
+            phase=self._phase(),
+            evaluations=tuple(one for one in journal.evaluations if one.time > since),
+            troubles=tuple(journal.troubles.values()),
         )
 
     def _newest_certified(self) -> Certified | None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from peers.monitor.facts import peer_facts, swarm_facts
 from peers.monitor.observations import LOST, SILENT, Event, Observation, Observations
+from peers.monitor.phases import in_short, in_words, training_left_s
 from peers.monitor.stragglers import stragglers_of
+from peers.monitor.verdict import is_still, verdict_of
 from peers.protocol.records import NO_RANK
-from peers.protocol.reports import Figures, RoundEntry
+from peers.protocol.reports import MAX_POINTS, Figures, Phase, RoundEntry
 
 MAX_SHOWN_ROUNDS = 20
 
@@ -37,14 +40,20 @@ def summary_of(
     by_rank = {rank: shown[peer_id] for rank, peer_id in holders.items()}
     late = stragglers_of(by_rank, {rank: states[peer_id] for rank, peer_id in holders.items()})
     there = [shown[i].announcement for i in in_order if states[i] not in (LOST, SILENT)]
+    rounds = rounds_of(by_rank)
+    differs_at = next((entry["epoch"] for entry in rounds if not entry["agrees"]), None)
+    facts = swarm_facts(observations, {i: states[i] for i in in_order}, now=now, differs_at=differs_at)
     return {
         "run_id": run_id,
+        "verdict": dataclasses.asdict(verdict_of(facts)),
         "epoch": max((peer.epoch for peer in there), default=0),
         "time": unix_now,
         "tokens_per_s": sum(peer.tokens_per_s for peer in there),
+        "progress": _progress([shown[i] for i in in_order if states[i] not in (LOST, SILENT)]),
         "peers": [_peer(i, shown[i], states[i], now, unix_now) for i in in_order],
+        "evaluations": evaluations_of(by_rank),
         "stragglers": [dataclasses.asdict(straggler) for straggler in late],
-        "rounds": rounds_of(by_rank)[-num_rounds:] if num_rounds else [],
+        "rounds": rounds[-num_rounds:] if num_rounds else [],
         "events": _events(by_rank, observations.events),
     }
 
@@ -54,6 +63,18 @@ def holders_of(observations: Observations, *, now: float) -> dict[int, Observati
     shown = observations.shown()
     states = {peer_id: observations.state_of(peer_id, now) for peer_id in shown}
     return {rank: shown[peer_id] for rank, peer_id in _holders(_in_order(shown, states), shown).items()}
+
+
+def _progress(peers: Sequence[Observation]) -> dict[str, Any]:
+    """Of the run: where the peer is that is furthest, of how many steps, and how long the rest takes."""
+    step = max((peer.announcement.step for peer in peers), default=0)
+    end_step = max((peer.report.figures.end_step for peer in peers if peer.report), default=0)
+    left = [training_left_s(peer.curve.points, step, end_step) for peer in peers]
+    return {
+        "step": step,
+        "end_step": end_step,
+        "left_s": min((left_s for left_s in left if left_s is not None), default=None),
+    }
 
 
 def _in_order(shown: Mapping[str, Observation], states: Mapping[str, str]) -> list[str]:
@@ -104,7 +125,16 @@ def _peer(peer_id: str, peer: Observation, state: str, now: float, unix_now: flo
         "leader": standing.leader if standing else None,
         "missing": list(standing.missing) if standing else [],
         "waits_for": standing.waits_for if standing else None,
+        "phase": _phase(report.phase)
+        if report and report.phase.name and state not in (LOST, SILENT)
+        else None,
+        "is_still": is_still(peer_facts(peer, state, now)),
+        "troubles": list(report.troubles) if report else [],
     }
+
+
+def _phase(phase: Phase) -> dict[str, Any]:
+    return {**msgspec.structs.asdict(phase), "short": in_short(phase), "text": in_words(phase)}
 
 
 def path_in_a_word(paths: Iterable[str]) -> str:
@@ -115,16 +145,35 @@ def path_in_a_word(paths: Iterable[str]) -> str:
     return ", ".join(f"{path} {number}" for path, number in numbers.most_common())
 
 
+def evaluations_of(peers: Mapping[int, Observation]) -> list[dict[str, Any]]:
+    """Scores on held-out text, by step: who evaluates goes round."""
+    found = {
+        one.step: one.loss
+        for _, peer in sorted(peers.items())
+        for one in peer.evaluations
+        if one.loss is not None
+    }
+    return [{"step": step, "loss": loss} for step, loss in sorted(found.items())][-MAX_POINTS:]
+
+
 def rounds_of(peers: Mapping[int, Observation]) -> list[dict[str, Any]]:
     """The epochs that peers remember, in their order, each with what every peer tells of it."""
+    ranks = {peer.announcement.peer_id: rank for rank, peer in peers.items()}
     by_epoch: dict[int, dict[int, RoundEntry]] = {}
     for rank, peer in sorted(peers.items()):
         for entry in peer.rounds:
             by_epoch.setdefault(entry.epoch, {})[rank] = entry
-    return [_round(epoch, entries) for epoch, entries in sorted(by_epoch.items())]
+    return [_round(epoch, entries, ranks) for epoch, entries in sorted(by_epoch.items())]
 
 
-def _round(epoch: int, entries: Mapping[int, RoundEntry]) -> dict[str, Any]:
+def _with_ranks(text: str, ranks: Mapping[str, int]) -> str:
+    """A reason in which peers are called by their numbers: nobody knows one by its id."""
+    for peer_id, rank in ranks.items():
+        text = text.replace(peer_id, f"peer {rank}")
+    return text
+
+
+def _round(epoch: int, entries: Mapping[int, RoundEntry], ranks: Mapping[str, int]) -> dict[str, Any]:
     digests = {entry.anchor_digest for entry in entries.values()}
     return {
         "epoch": epoch,
@@ -133,7 +182,9 @@ def _round(epoch: int, entries: Mapping[int, RoundEntry]) -> dict[str, Any]:
         "contributors": sorted({rank for entry in entries.values() for rank in entry.contributors}),
         "agrees": len(digests) == 1,
         "num_failures": max(entry.num_failures for entry in entries.values()),
-        "failures": list(dict.fromkeys(why for entry in entries.values() for why in entry.failures)),
+        "failures": list(
+            dict.fromkeys(_with_ranks(why, ranks) for entry in entries.values() for why in entry.failures)
+        ),
         "peers": [
             {
                 "world_rank": rank,
@@ -155,8 +206,14 @@ def _events(peers: Mapping[int, Observation], seen: Iterable[Event]) -> list[dic
     own: list[dict[str, Any]] = [
         {"time": e.time, "world_rank": e.world_rank, "what": e.what, "said_by": None} for e in seen
     ]
+    ranks = {peer.announcement.peer_id: rank for rank, peer in peers.items()}
     told: list[dict[str, Any]] = [
-        {"time": incident.time, "world_rank": rank, "what": incident.text, "said_by": rank}
+        {
+            "time": incident.time,
+            "world_rank": rank,
+            "what": _with_ranks(incident.text, ranks),
+            "said_by": rank,
+        }
         for rank, peer in peers.items()
         for incident in peer.incidents
     ]

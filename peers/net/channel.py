@@ -1,4 +1,7 @@
-"""Small messages between peers: structs of peers/protocol behind a 4-byte length, on a stream of the transport."""
+"""Small messages between peers: structs of peers/protocol behind a 4-byte length, on a stream of the transport.
+
+Between two messages either end may send raw bytes, where the messages before say how many.
+"""
 
 from __future__ import annotations
 
@@ -6,31 +9,43 @@ import asyncio
 import contextlib
 import socket
 import struct
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Self, TypeVar
 
 from msgspec.msgpack import Decoder
 
 from peers.errors import PeerSilent, PeerUnreachable, ProtocolError
 from peers.net import socket_io
+from peers.net.transport import StreamTransport
 from peers.protocol.wire import Struct, decode, encode
 
 MAX_MESSAGE_BYTES = 1 << 20
 T = TypeVar("T")
 
 _LENGTH = struct.Struct("<I")
+_TIMED_BYTES = 1 << 20
 
 
 class Channel:
-    """Messages over a non-blocking socket, of TLS or not, which it owns. One task may send while another receives."""
+    """Messages over a non-blocking socket, of TLS or not, which it owns. One task may send while another receives.
+
+    A context manager, which closes it.
+    """
 
     def __init__(self, sock: socket.socket, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
         sock.setblocking(False)
-        self._sock = sock
+        self.sock = sock
         self._max_message_bytes = max_message_bytes
         self._sending = asyncio.Lock()
         self._received = bytearray()
         self.received_bytes = 0
         """In whole messages."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     async def send(self, message: Struct, timeout_s: float | None = None) -> None:
         """Raises PeerUnreachable when the stream is broken, or full for longer than `timeout_s`."""
@@ -38,14 +53,13 @@ class Channel:
         if len(body) > self._max_message_bytes:
             raise ProtocolError(f"refusing to send a message of {len(body)} bytes")
         try:
-            async with asyncio.timeout(timeout_s), self._sending:
-                await socket_io.send_all(self._sock, _LENGTH.pack(len(body)) + body)
+            with _unreachable():
+                async with asyncio.timeout(timeout_s), self._sending:
+                    await socket_io.send_all(self.sock, _LENGTH.pack(len(body)) + body)
         except TimeoutError as error:
             # Part of the frame may be out: nothing after it would make sense. Whoever receives still has the socket.
             self.break_off()
             raise PeerUnreachable(f"could not send within {timeout_s:g} s") from error
-        except OSError as error:
-            raise PeerUnreachable(f"the stream broke: {error}") from error
 
     async def read(self, wanted: Decoder[T], timeout_s: float | None = None) -> T:
         """The next message, one of those wanted; a read that was cancelled or timed out loses nothing.
@@ -55,29 +69,63 @@ class Channel:
         """
         return decode(wanted, await self._whole_message(timeout_s), self._max_message_bytes)
 
+    async def send_bytes(self, view: memoryview, timeout_s: float) -> None:
+        """Raw bytes, each megabyte in this time. Raises PeerUnreachable."""
+        for start in range(0, len(view), _TIMED_BYTES):
+            try:
+                with _unreachable():
+                    async with asyncio.timeout(timeout_s):
+                        await socket_io.send_all(self.sock, view[start : start + _TIMED_BYTES])
+            except TimeoutError as error:
+                raise PeerUnreachable(f"took nothing within {timeout_s:g} s") from error
+
+    async def receive_bytes(self, view: memoryview, timeout_s: float) -> int:
+        """Some raw bytes, into `view`; how many. Raises PeerUnreachable, PeerSilent after `timeout_s`."""
+        try:
+            with _unreachable():
+                async with asyncio.timeout(timeout_s):
+                    received = await socket_io.receive_into(self.sock, view)
+        except TimeoutError as error:
+            raise PeerSilent(f"no byte within {timeout_s:g} s") from error
+        if not received:
+            raise PeerUnreachable("the peer closed the stream")
+        return received
+
+    async def fill(self, view: memoryview, timeout_s: float) -> None:
+        """Raw bytes, as many as `view` has, with no longer pause than `timeout_s`. Raises as `receive_bytes`."""
+        done = 0
+        while done < len(view):
+            done += await self.receive_bytes(view[done:], timeout_s)
+
     async def _whole_message(self, timeout_s: float | None) -> bytes:
         try:
-            async with asyncio.timeout(timeout_s):
-                await self._fill(_LENGTH.size)
-                (length,) = _LENGTH.unpack_from(self._received)
-                if length > self._max_message_bytes:
-                    raise ProtocolError(
-                        f"a message of {length} bytes; at most {self._max_message_bytes} are allowed"
-                    )
-                await self._fill(_LENGTH.size + length)
+            with _unreachable():
+                async with asyncio.timeout(timeout_s):
+                    await self._receive(_LENGTH.size)
+                    (length,) = _LENGTH.unpack_from(self._received)
+                    if length > self._max_message_bytes:
+                        raise ProtocolError(
+                            f"a message of {length} bytes; at most {self._max_message_bytes} are allowed"
+                        )
+                    await self._receive(_LENGTH.size + length)
         except TimeoutError as error:
             raise PeerSilent(f"no message within {timeout_s:g} s") from error
-        except OSError as error:
-            raise PeerUnreachable(f"the stream broke: {error}") from error
         body = bytes(self._received[_LENGTH.size : _LENGTH.size + length])
         del self._received[: _LENGTH.size + length]
         self.received_bytes += _LENGTH.size + length
         return body
 
+    async def _receive(self, num_bytes: int) -> None:
+        while len(self._received) < num_bytes:
+            piece = await socket_io.receive(self.sock, num_bytes - len(self._received))
+            if not piece:
+                raise PeerUnreachable("the peer closed the stream")
+            self._received += piece
+
     def break_off(self) -> None:
         """End the stream under whoever sends or receives on it right now; its owner still has to close it."""
         with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
+            self.sock.shutdown(socket.SHUT_RDWR)
 
     async def let_the_other_close(self, timeout_s: float) -> None:
         """Wait for that, for so long; what comes instead is not heard.
@@ -89,11 +137,29 @@ class Channel:
 
     def close(self) -> None:
         """May be repeated."""
-        self._sock.close()
+        self.sock.close()
 
-    async def _fill(self, num_bytes: int) -> None:
-        while len(self._received) < num_bytes:
-            piece = await socket_io.receive(self._sock, num_bytes - len(self._received))
-            if not piece:
-                raise PeerUnreachable("the peer closed the stream")
-            self._received += piece
+
+async def call(
+    transport: StreamTransport,
+    peer_id: str,
+    protocol: str,
+    *,
+    timeout_s: float,
+    maddrs: Sequence[str] = (),
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+) -> Channel:
+    """A channel on a new stream to a peer. Raises PeerUnreachable."""
+    sock = await transport.open(peer_id, protocol, timeout_s=timeout_s, maddrs=maddrs)
+    return Channel(sock, max_message_bytes=max_message_bytes)
+
+
+@contextlib.contextmanager
+def _unreachable() -> Iterator[None]:
+    """A stream that breaks, as PeerUnreachable."""
+    try:
+        yield
+    except TimeoutError:
+        raise
+    except OSError as error:
+        raise PeerUnreachable(f"the stream broke: {error}") from error

@@ -7,10 +7,14 @@ import time
 from collections.abc import Callable
 
 from peers.core.admission import Admission
-from peers.net.refusals import Refusals
+from peers.net.rate_limit import RateLimit
 from peers.protocol.records import Record
 from peers.protocol.refusal import Refused
 from peers.protocol.tokens import BanList
+
+_LOGGED_PER_S, _LOGGED_AT_ONCE = 1 / 3, 20
+"""Refusals that are worth a line in the log: keys cost a stranger nothing."""
+_MAX_TOLD = 1024
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +24,8 @@ class Gate:
 
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
-        self._refusals = Refusals()
+        self._told: dict[tuple[str, str], None] = {}
+        self._refusals = RateLimit(_LOGGED_PER_S, _LOGGED_AT_ONCE)
         self.on_bans: list[Callable[[], object]] = []
 
     @classmethod
@@ -82,8 +87,10 @@ class Gate:
         return True
 
     def tell(self, peer_id: str, error: Refused, door: str) -> None:
-        """Log a refusal, if it is news."""
-        if self._refusals.is_news(peer_id, error.why, time.monotonic()):
+        """Log a refusal, the first time for each peer and reason."""
+        refusal = peer_id, error.why
+        if refusal not in self._told and self._refusals.take(time.monotonic()):
             log.warning("refused %s at the %s: %s", peer_id, door, error.why)
-            if untold := self._refusals.take_untold():
-                log.warning("refused %d more before", untold)
+            self._told[refusal] = None
+            while len(self._told) > _MAX_TOLD:
+                del self._told[next(iter(self._told))]

@@ -1,47 +1,34 @@
-"""One peer that is heard of through a channel: when to speak to it, and when its silence means something."""
+"""One peer at the other end of a channel: what it is sent and when, and how long it has not answered."""
 
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable
 
+from peers.core.timing import BEAT_PEERS, BEAT_S
 from peers.errors import PeerUnreachable
 from peers.net.channel import Channel
+from peers.net.timing import DOUBT_BEATS, LEAST_SILENCE_S, SILENT_BEATS
 from peers.protocol.mesh import Announced, Said
 from peers.protocol.records import Announcement
 
-HEARTBEAT_S = 0.5
-"""Whatever else is said meanwhile: who waits for a peer says a lot to it, and has to notice its silence."""
-SILENCE_S, LONGEST_SILENCE_S = 8.0, 30.0
-"""A peer that says nothing for so long counts as lost. Far above a heartbeat: a busy machine is not a dead one. Longer
-among many, who may share machines; rounds wait for none of them meanwhile, and a broken channel tells at once."""
-QUIET_S, QUIET_BEATS = 3.0, 4
-"""A peer that says nothing while this one sends heartbeats for so long, and at least so many, is not waited for. Own
-beats count and not seconds: whoever was frozen itself has missed nothing."""
-DOUBT_BEATS = 4
-"""After so many beats without an answer the next streams to a peer go another way, if there is one: the link may carry
-nothing. Not where more than a quarter of the peers are so silent: then it is this one that hears badly."""
-_MANY_BEATS, _MANY_PEERS = 8, 16
-"""From so many peers on heartbeats get rarer, since all hear all and it is what membership costs; and from so many on
-silence may last longer."""
 _MAX_QUEUED = 1024
 
 
 class LivePeer:
-    """The other end of a channel: its newest status, what it is yet to be sent, how long it has not answered."""
+    """The other end of a channel: its newest status, what it is yet to be sent, how long it has not answered.
 
-    def __init__(self, channel: Channel, status: Announcement) -> None:
-        self.channel, self.status = channel, status
-        self._num_unanswered, self._quiet_at = 0, QUIET_BEATS
+    `caller`: the peer id of the end that opened the channel.
+    """
+
+    def __init__(self, channel: Channel, status: Announcement, caller: str) -> None:
+        self.channel, self.status, self.caller = channel, status, caller
+        self._num_unanswered = 0
         self._queue: asyncio.Queue[Said | None] = asyncio.Queue(_MAX_QUEUED)
 
     @property
-    def is_quiet(self) -> bool:
-        return self._num_unanswered >= self._quiet_at
-
-    @property
-    def is_doubted(self) -> bool:
+    def is_silent(self) -> bool:
+        """It has left several heartbeats unanswered."""
         return self._num_unanswered >= DOUBT_BEATS
 
     def heard(self) -> None:
@@ -53,7 +40,7 @@ class LivePeer:
         try:
             self._queue.put_nowait(message)
         except asyncio.QueueFull:
-            # It takes nothing any more: losing it now is what its silence would lead to.
+            # It has stopped reading. Its silence would lead to the same.
             self.channel.break_off()
 
     async def send_forever(
@@ -61,7 +48,7 @@ class LivePeer:
         status: Callable[[], bytes],
         interval_s: Callable[[], float],
         *,
-        on_doubt: Callable[[], None],
+        on_silence: Callable[[], None],
     ) -> None:
         clock = asyncio.get_running_loop().time
         beat_at = clock() + interval_s()
@@ -73,25 +60,23 @@ class LivePeer:
                         message = await self._queue.get()
                 except TimeoutError:
                     message = Announced(record=status())
-                    interval = interval_s()
-                    beat_at = clock() + interval
+                    beat_at = clock() + interval_s()
                     self._num_unanswered += 1
-                    self._quiet_at = max(QUIET_BEATS, math.ceil(QUIET_S / interval))
                     if self._num_unanswered == DOUBT_BEATS:
-                        on_doubt()
+                        on_silence()
                 if message is None:
                     self.channel.break_off()
                     return
-                await self.channel.send(message, timeout_s=SILENCE_S)
+                await self.channel.send(message, timeout_s=LEAST_SILENCE_S)
         except PeerUnreachable:
             self.channel.break_off()
 
 
 def heartbeat_s(num_peers: int) -> float:
     """Between two heartbeats to each of so many peers."""
-    return min(HEARTBEAT_S * max(1.0, num_peers / _MANY_BEATS), SILENCE_S / 3)
+    return BEAT_S * max(1.0, num_peers / BEAT_PEERS)
 
 
 def silence_s(num_peers: int) -> float:
     """After which each of so many peers counts as lost."""
-    return min(SILENCE_S * max(1.0, num_peers / _MANY_PEERS), LONGEST_SILENCE_S)
+    return max(LEAST_SILENCE_S, SILENT_BEATS * heartbeat_s(num_peers))

@@ -1,8 +1,9 @@
 """A live channel to every other peer of the run: statuses, round messages, and the first word of a death.
 
 Peers are found in the DHT; here they are kept. Each pair shares one channel, opened by the smaller peer id (by the
-other when that does not come about). Both ends send their signed status on every change and at every heartbeat, so a
-channel that breaks or falls silent tells of a loss long before the DHT record expires.
+other when that does not come about): where both have opened one, that of the smaller id is kept. Both ends send their
+signed status at every heartbeat, and when what others decide by has changed, so a channel that breaks or falls silent
+tells of a loss long before the DHT record expires.
 """
 
 from __future__ import annotations
@@ -11,17 +12,20 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Literal, Protocol, TypeVar
 
 from msgspec.msgpack import Decoder
 
+from peers.core.timing import BEAT_S
 from peers.errors import PeersError, PeerSilent, PeerUnreachable, ProtocolError
-from peers.net.allowance import Allowance
 from peers.net.channel import Channel
 from peers.net.dht.bootstrap import is_nobody_there
 from peers.net.gate import Gate
 from peers.net.live_peer import LivePeer, heartbeat_s, silence_s
+from peers.net.rate_limit import RateLimits
+from peers.net.timing import ANSWER_S, LET_THE_OTHER_REDIAL_S, REDIAL_AFTER_S
+from peers.net.transport import StreamTransport
 from peers.protocol.admission import Bans
 from peers.protocol.mesh import Announced, Carried, Introduction, Said
 from peers.protocol.messages import Ask
@@ -30,20 +34,17 @@ from peers.protocol.refusal import Refusal, Refused, Why
 
 log = logging.getLogger(__name__)
 
-_FRESH_S = 0.25
-"""For so long a signed status is good for another peer's heartbeat."""
+_FRESH_S = BEAT_S / 2
+"""A signed status is used again in the heartbeats to other peers for so long: among fifty, signing takes time."""
 _LAST_WORD_S = 0.3
-"""For a refused peer to read why, before this end closes."""
-DIAL_TIMEOUT_S = 5.0
-REDIAL_AFTER_S = 1.0
-"""A channel that has stood for so long is made anew as soon as it breaks; others wait for the next look at the DHT."""
-LET_THE_OTHER_DIAL_S, LET_THE_OTHER_REDIAL_S = 3.0, 0.5
-LET_OURS_BE_ANSWERED_S = 1.0
-"""For so long a call is not answered that has crossed our own."""
+"""For a refused peer to read the reason before this end closes."""
+MESSAGES_PER_S, MESSAGES_AT_ONCE, BYTES_PER_MESSAGE = 200.0, 1000.0, 20_000
+"""What a peer may send: so many small messages, or 4 MB, a second; longer ones count as several. Many times what an
+honest peer says. To stop reading would be no remedy: what a flood leaves in the buffers hides the sender's end."""
 ANSWER_BYTES = 256 << 10
-"""What a question counts for beside its own bytes: the answer is about as long, and who asks pays for it."""
+"""What a question counts for beside its own bytes: about as much as the answer, which costs this peer as much."""
 MAX_DIALLED = 32
-"""Peers that are dialled at once: anybody can put records of peers into the DHT that do not exist."""
+"""Dials at once: anybody can put records into the DHT of peers that do not exist."""
 
 
 def mesh_protocol(run_id: str) -> str:
@@ -65,18 +66,10 @@ class TurnedAway(PeerUnreachable):
         self.why = why
 
 
-class StreamOpener(Protocol):
+class StreamOpener(StreamTransport, Protocol):
     """The part of peers/net/paths/paths.py that the mesh needs."""
 
-    async def open(
-        self, peer_id: str, protocol: str, *, timeout_s: float, maddrs: Sequence[str] = ()
-    ) -> socket.socket: ...
-
     def missed(self, peer_id: str) -> None: ...
-
-    async def serve(
-        self, protocol: str, handler: Callable[[str, socket.socket], Awaitable[None]]
-    ) -> None: ...
 
 
 class Mesh:
@@ -102,12 +95,10 @@ class Mesh:
         self._signed, self._signed_at = b"", float("-inf")
         self._peers: dict[str, LivePeer] = {}
         self._dialling: dict[str, asyncio.Task[Reached]] = {}
-        # Who has our status and owes its own; whose status has come and who gets ours.
-        self._introducing: set[str] = set()
-        self._answering: set[str] = set()
         self._dials = asyncio.Semaphore(MAX_DIALLED)
-        self._first_heard_of: dict[str, float] = {}
-        self._allowances: dict[str, Allowance] = {}
+        self._left_to_them: set[str] = set()
+        # They outlive channels: a flood must not begin anew with every new one.
+        self._limits = RateLimits(MESSAGES_PER_S, MESSAGES_AT_ONCE)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._gate = gate or Gate.open(run_id)
         self._gate.on_bans.append(self._spread_bans)
@@ -127,20 +118,14 @@ class Mesh:
         await self._transport.serve(self._protocol, self._accepted)
 
     def discovered(self, records: Mapping[str, Announcement]) -> None:
-        """Dial whoever is in the DHT and has no channel yet."""
-        now = time.monotonic()
-        self._first_heard_of = {p: at for p, at in self._first_heard_of.items() if p in records}
-        for record in records.values():
-            self._approach(record, now)
-
-    def _approach(self, record: Announcement, now: float) -> None:
-        """Dial it, unless that is its part; it may be slow to play it."""
-        peer_id = record.peer_id
-        if peer_id == self._peer_id or peer_id in self._peers or peer_id in self._dialling:
-            return
-        heard = self._first_heard_of.setdefault(peer_id, now)
-        if self._peer_id < peer_id or now - heard > LET_THE_OTHER_DIAL_S:
-            self._dialling[peer_id] = self._spawn(self._dial(record))
+        """Dial whoever is in the DHT and has no channel yet; larger peer ids at once, smaller ones, which are to dial
+        this peer, when they have not done so by the next look."""
+        known = self._peers.keys() | self._dialling.keys() | {self._peer_id}
+        missing = {peer_id: record for peer_id, record in records.items() if peer_id not in known}
+        for peer_id, record in missing.items():
+            if self._peer_id < peer_id or peer_id in self._left_to_them:
+                self._dialling[peer_id] = self._spawn(self._dial(record))
+        self._left_to_them = missing.keys() - self._dialling.keys()
 
     async def reach(self, record: Announcement) -> Reached:
         """Whether this peer answers; a channel to it is kept."""
@@ -149,7 +134,7 @@ class Mesh:
             self._dialling[peer_id] = self._spawn(self._dial(record))
         task = self._dialling.get(peer_id)
         if task is not None:
-            await asyncio.wait({task}, timeout=DIAL_TIMEOUT_S + 1)
+            await asyncio.wait({task}, timeout=ANSWER_S + 1)
         if peer_id in self._peers:
             return "here"
         return task.result() if task is not None and task.done() and not task.cancelled() else "silent"
@@ -184,7 +169,7 @@ class Mesh:
         peer_id = record.peer_id
         try:
             async with self._dials:
-                introduced = await self._introduced(record)
+                channel, status, told = await self._introduced(record)
         except TurnedAway as error:
             self._turned_away = error.why
             return "gone"
@@ -195,7 +180,7 @@ class Mesh:
             return "gone" if is_nobody_there(str(error)) else "silent"
         finally:
             self._dialling.pop(peer_id, None)
-        self._keep(peer_id, *introduced)
+        self._keep(peer_id, channel, status, told, caller=self._peer_id)
         return "here"
 
     async def _redial(self, record: Announcement) -> None:
@@ -207,29 +192,20 @@ class Mesh:
     async def _introduced(self, record: Announcement) -> tuple[Channel, Announcement, bytes]:
         """The channel, how the other stands, and the ban list that it has heard."""
         sock = await self._transport.open(
-            record.peer_id, self._protocol, timeout_s=DIAL_TIMEOUT_S, maddrs=record.maddrs
+            record.peer_id, self._protocol, timeout_s=ANSWER_S, maddrs=record.maddrs
         )
         channel = Channel(sock)
         try:
-            if record.peer_id in self._answering or record.peer_id in self._peers:
-                raise PeerUnreachable("it has called meanwhile")
-            self._introducing.add(record.peer_id)
             told = await self._introduce(channel)
             return channel, await self._hear_introduction(channel, record.peer_id), told
         except BaseException:
             channel.close()
             raise
-        finally:
-            self._introducing.discard(record.peer_id)
 
     async def _accepted(self, peer_id: str, sock: socket.socket) -> None:
         channel = Channel(sock)
         try:
             status = await self._hear_introduction(channel, peer_id)
-            if await self._has_called(peer_id):
-                channel.close()
-                return
-            self._answering.add(peer_id)
             told = await self._introduce(channel)
         except Refused as error:
             await self._turn_away(channel, error.why)
@@ -238,33 +214,19 @@ class Mesh:
             log.info("refused a channel from %s: %s", peer_id, error)
             channel.close()
             return
-        finally:
-            self._answering.discard(peer_id)
-        self._keep(peer_id, channel, status, told)
-        if self._peer_id > peer_id and (task := self._dialling.get(peer_id)) is not None:
-            # Theirs stands; ours is not to come after it.
-            task.cancel()
-
-    async def _has_called(self, peer_id: str) -> bool:
-        """Of two calls that cross the one by the smaller peer id stands, if it gets through: else each end would hang
-        up on the other's. True: that is ours, and the other has answered it."""
-        task = self._dialling.get(peer_id)
-        if task is None or peer_id not in self._introducing or self._peer_id > peer_id:
-            return False
-        await asyncio.wait({task}, timeout=LET_OURS_BE_ANSWERED_S)
-        return peer_id in self._peers
+        self._keep(peer_id, channel, status, told, caller=peer_id)
 
     async def _introduce(self, channel: Channel) -> bytes:
         """Say who is here, after the ban list, which is returned."""
         bans = await self._tell_bans(channel)
-        await channel.send(Announced(record=self._status()), timeout_s=DIAL_TIMEOUT_S)
+        await channel.send(Announced(record=self._status()), timeout_s=ANSWER_S)
         return bans
 
     async def _turn_away(self, channel: Channel, why: Why) -> None:
         """Say why, and to a banned peer by whose word."""
         try:
             await self._tell_bans(channel)
-            await channel.send(Refusal(why=why), timeout_s=DIAL_TIMEOUT_S)
+            await channel.send(Refusal(why=why), timeout_s=ANSWER_S)
             await channel.let_the_other_close(_LAST_WORD_S)
         except PeerUnreachable as error:
             log.debug("a refused peer did not hear why: %s", error)
@@ -273,7 +235,7 @@ class Mesh:
 
     async def _tell_bans(self, channel: Channel) -> bytes:
         if bans := self._gate.bans_blob:
-            await channel.send(Bans(signed=bans), timeout_s=DIAL_TIMEOUT_S)
+            await channel.send(Bans(signed=bans), timeout_s=ANSWER_S)
         return bans
 
     def _recent_status(self) -> bytes:
@@ -285,10 +247,10 @@ class Mesh:
 
     async def _hear_introduction(self, channel: Channel, peer_id: str) -> Announcement:
         """How the other end stands. Raises Refused, TurnedAway, PeerUnreachable, ProtocolError."""
-        said = await channel.read(_INTRODUCTION, timeout_s=DIAL_TIMEOUT_S)
+        said = await channel.read(_INTRODUCTION, timeout_s=ANSWER_S)
         if isinstance(said, Bans):
             self._gate.learn(said.signed)
-            said = await channel.read(_INTRODUCTION, timeout_s=DIAL_TIMEOUT_S)
+            said = await channel.read(_INTRODUCTION, timeout_s=ANSWER_S)
         match said:
             case Announced(record):
                 return self._decode(peer_id, record)
@@ -313,12 +275,21 @@ class Mesh:
         if banned:
             self._on_change()
 
-    def _keep(self, peer_id: str, channel: Channel, status: Announcement, told: bytes) -> None:
-        """From now on this is the channel to the peer; a newer one replaces an older one. `told`: the ban list that it
-        has heard of from here."""
+    def _keep(
+        self, peer_id: str, channel: Channel, status: Announcement, told: bytes, *, caller: str
+    ) -> None:
+        """From now on this is the channel to the peer. `told`: the ban list that it has heard of from here.
+
+        A newer channel replaces an older one, but where both have called each other, both ends keep that of the smaller
+        peer id, unless it is silent or that of a process that has been started anew.
+        """
         if (older := self._peers.get(peer_id)) is not None:
-            older.channel.break_off()
-        peer = self._peers[peer_id] = LivePeer(channel, status)
+            is_well = not older.is_silent and older.status.incarnation == status.incarnation
+            if is_well and older.caller < caller:
+                channel.close()
+                return
+            older.enqueue(None)
+        peer = self._peers[peer_id] = LivePeer(channel, status, caller)
         if self._gate.bans_blob != told:
             peer.enqueue(Bans(signed=self._gate.bans_blob))
         self._on_change()
@@ -327,20 +298,18 @@ class Mesh:
     async def _listen(self, peer: LivePeer, peer_id: str) -> None:
         """Own the channel until it breaks."""
 
-        def doubt() -> None:
-            num_silent = sum(other.is_doubted for other in self._peers.values())
-            if num_silent <= max(1, len(self._peers) // 4):
+        def fell_silent() -> None:
+            # Where many are silent it is this peer that hears badly.
+            if sum(other.is_silent for other in self._peers.values()) <= max(1, len(self._peers) // 4):
                 self._transport.missed(peer_id)
 
         sender = asyncio.create_task(
             peer.send_forever(
                 self._recent_status,
                 lambda: heartbeat_s(len(self._peers)),
-                on_doubt=doubt,
+                on_silence=fell_silent,
             )
         )
-        # It outlives the channel: a flood is not to begin anew with every new one.
-        allowance = self._allowances.setdefault(peer_id, Allowance(time.monotonic()))
         read_bytes, stood_since = 0, time.monotonic()
         broken_by: PeersError | None = None
         try:
@@ -348,7 +317,9 @@ class Mesh:
                 message = await peer.channel.read(_SAID, timeout_s=silence_s(len(self._peers)))
                 peer.heard()
                 size, read_bytes = peer.channel.received_bytes - read_bytes, peer.channel.received_bytes
-                allowance.spend(size + (ANSWER_BYTES if isinstance(message, Ask) else 0), time.monotonic())
+                size += ANSWER_BYTES if isinstance(message, Ask) else 0
+                if not self._limits.take(peer_id, time.monotonic(), 1 + size / BYTES_PER_MESSAGE):
+                    raise ProtocolError("sends more messages than anybody has reason to")
                 self._received(peer, peer_id, message)
                 # Reading what is there already does not let anybody else run.
                 await asyncio.sleep(0)
@@ -361,7 +332,6 @@ class Mesh:
             peer.channel.close()
             if self._peers.get(peer_id) is peer:
                 del self._peers[peer_id]
-                self._first_heard_of.pop(peer_id, None)
                 may_be_back = (
                     isinstance(broken_by, PeerUnreachable)
                     and peer.status.state != "leaving"
@@ -369,8 +339,7 @@ class Mesh:
                 )
                 self._on_lost(peer_id)
                 self._on_change()
-                if isinstance(broken_by, PeerSilent) and peer.is_quiet:
-                    # It has left our heartbeats unanswered: whoever was frozen itself has sent none.
+                if isinstance(broken_by, PeerSilent) and peer.is_silent:
                     self._transport.missed(peer_id)
                 if may_be_back:
                     self._spawn(self._redial(peer.status))

@@ -21,12 +21,23 @@ async def receive(sock: socket.socket, num_bytes: int) -> bytes:
 
     Cancelled, it has taken none.
     """
-    return await _once_ready(sock, lambda: sock.recv(num_bytes), select.POLLIN)
+    return await once_ready(sock, lambda: sock.recv(num_bytes), select.POLLIN)
 
 
 async def receive_into(sock: socket.socket, buffer: memoryview) -> int:
     """The same, to the beginning of `buffer`; how many bytes there are."""
-    return await _once_ready(sock, lambda: sock.recv_into(buffer), select.POLLIN)
+    return await once_ready(sock, lambda: sock.recv_into(buffer), select.POLLIN)
+
+
+async def receive_exactly(sock: socket.socket, num_bytes: int) -> bytes:
+    """Raises OSError, also where the stream ends before."""
+    received = b""
+    while len(received) < num_bytes:
+        piece = await receive(sock, num_bytes - len(received))
+        if not piece:
+            raise ConnectionResetError("closed in mid-message")
+        received += piece
+    return received
 
 
 async def send_all(sock: socket.socket, data: bytes | memoryview) -> None:
@@ -34,11 +45,11 @@ async def send_all(sock: socket.socket, data: bytes | memoryview) -> None:
     view = memoryview(data)
     while view:
         # Bound now: what OpenSSL could not finish has to be offered again as it was.
-        sent = await _once_ready(sock, lambda view=view: sock.send(view), select.POLLOUT)  # type: ignore[misc]
+        sent = await once_ready(sock, lambda view=view: sock.send(view), select.POLLOUT)  # type: ignore[misc]
         view = view[sent:]
 
 
-async def _once_ready(sock: socket.socket, attempt: Callable[[], T], event: int) -> T:
+async def once_ready(sock: socket.socket, attempt: Callable[[], T], event: int) -> T:
     """The outcome of an attempt that would not block. `event` is what to wait for, unless TLS says so itself.
 
     Not asyncio's own calls: they take bytes before the caller runs again, and lose them when it is cancelled just then.

@@ -15,50 +15,35 @@ import socket
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from peers.errors import PeersError, RoundFailed
 from peers.net import socket_io
+from peers.net.timing import ANSWER_S, CONNECT_S, DETOUR_S
+from peers.net.transport import StreamTransport
 from peers.reduce.frames import HEADER, NOBODY, Kind, is_silent, slice_s
 from peers.reduce.plan import ATTEMPT_BYTES
 
 log = logging.getLogger(__name__)
 
 MAX_IDLE_PER_PEER = 2
-"""Incoming streams per peer that wait for a round; the oldest gives way."""
+"""Incoming streams per peer that are idle, and of those that have named an attempt; the oldest is closed."""
 MAX_IDLE_PEERS = 256
-"""Peers that such streams are kept of. Who takes part in rounds comes last: strangers who only sit there give way."""
-UNCLAIMED_S = 60.0
-"""How long a stream that names an attempt waits for somebody here to take part in it."""
-_NAME_TIMEOUT_S = 10.0
-_AHEAD_TIMEOUT_S = 10.0
-_DETOUR_S = 1.0
-"""Streams that are on their way have so long to come, by whatever detour, before a member's silence ends an attempt:
-the two ends of a link that has fallen silent notice it up to a heartbeat apart, the later one in the next attempt."""
+"""Peers whose idle streams are kept. A peer that takes part in a round moves to the end of the list, so strangers that
+only open streams are closed first."""
 _MUCH_OF_IT = 0.1
-"""Of the time for streams: so shortly before its end who has not come counts as silent."""
-
-
-class StreamTransport(Protocol):
-    """The part of peers/net/paths/paths.py that is needed here."""
-
-    async def open(self, peer_id: str, protocol: str, *, timeout_s: float) -> socket.socket: ...
-
-    async def serve(
-        self, protocol: str, handler: Callable[[str, socket.socket], Awaitable[None]]
-    ) -> None: ...
+"""Of the time for streams: a peer that has not come so shortly before its end counts as silent. The other members give
+up at the same time, and one of them is always a little earlier."""
 
 
 class PathChoice(Protocol):
-    """The part of peers/net/paths/paths.py that is needed here: which way the streams go, and how well."""
+    """The part of peers/net/paths/paths.py that is needed here: which path streams take."""
 
     async def improved(self, peer_id: str, current: socket.socket) -> socket.socket | None: ...
 
-    def used(
-        self, peer_id: str, stream: socket.socket, num_bytes: float, seconds: float, group: frozenset[str]
-    ) -> None: ...
+    def used(self, peer_id: str, stream: socket.socket, num_bytes: float, seconds: float) -> None: ...
 
     def failed(self, peer_id: str, stream: socket.socket) -> None: ...
 
@@ -85,13 +70,11 @@ class StreamPool:
     def __init__(self, transport: StreamTransport, protocol: str, choice: PathChoice | None = None) -> None:
         self._transport, self._protocol, self._choice = transport, protocol, choice
         self._outgoing: dict[str, socket.socket] = {}
-        self._better: dict[str, socket.socket] = {}
-        self._improving: dict[str, asyncio.Task[None]] = {}
+        # In the background, while no round waits: a first stream, or a better one.
         self._opening: dict[str, asyncio.Task[None]] = {}
         self._idle: defaultdict[str, dict[socket.socket, asyncio.Task[bytes]]] = defaultdict(dict)
         self._named: dict[tuple[bytes, str], socket.socket] = {}
         self._awaited: dict[tuple[bytes, str], asyncio.Future[socket.socket]] = {}
-        self._expiries: set[asyncio.TimerHandle] = set()
 
     async def start(self) -> None:
         """Accept streams from now on."""
@@ -99,21 +82,10 @@ class StreamPool:
 
     def open_ahead(self, peer_id: str) -> None:
         """This peer is likely to be in the next round: have a stream to it by then. Nothing if there is one."""
-
-        async def open_one() -> None:
-            try:
-                sock = await self._transport.open(peer_id, self._protocol, timeout_s=_AHEAD_TIMEOUT_S)
-            except PeersError as error:
-                log.debug("no stream to %s ahead of a round: %s", peer_id, error)
-                return
-            if peer_id in self._outgoing:
-                sock.close()
-            else:
-                self._outgoing[peer_id] = sock
-
-        if not any(peer_id in kept for kept in (self._outgoing, self._better, self._opening)):
-            task = self._opening[peer_id] = asyncio.create_task(open_one())
-            task.add_done_callback(lambda _: self._opening.pop(peer_id, None))
+        if peer_id not in self._outgoing:
+            self._open_in_background(
+                peer_id, lambda: self._transport.open(peer_id, self._protocol, timeout_s=CONNECT_S)
+            )
 
     async def connect(
         self,
@@ -127,10 +99,10 @@ class StreamPool:
     ) -> RoundStreams:
         """One outgoing and one incoming stream with each of these peers (by world rank), for this attempt.
 
-        Raises RoundFailed: at once with the peers that cannot be reached, within `prompt_s` with those that have a
-        stream to this one and do not name the attempt on it, else in time with those that did not come, with any of
-        them that becomes `quiet` meanwhile, or soon after `cancelled`. The streams with the others are then closed,
-        with a word of farewell.
+        Raises RoundFailed with the peers at fault: at once those that cannot be reached; after `prompt_s` those that
+        have an idle stream to this peer and do not name the attempt on it; those that become `quiet` meanwhile; after
+        `timeout_s` those that are still missing. Also soon after `cancelled`. The other streams are then closed, and
+        their peers are told that this is no fault of theirs.
         """
         prompt = {rank: peer for rank, peer in peer_ids.items() if self._idle.get(peer)}
         outgoing: dict[int, asyncio.Future[socket.socket]] = {
@@ -160,26 +132,27 @@ class StreamPool:
 
     def give_back(self, streams: RoundStreams, *, sent_bytes: int = 0, seconds: float = 0.0) -> None:
         """Keep the streams of a clean round, which sent so many bytes on all of them in so long, for the next one."""
-        group = frozenset(streams.peer_ids.values())
         for rank, peer in streams.peer_ids.items():
             outgoing, incoming = streams.send[rank], streams.receive[rank]
             outgoing.setblocking(False)
             incoming.setblocking(False)
-            if (other := self._outgoing.pop(peer, None)) is not None:
-                other.close()
-            self._outgoing[peer] = outgoing
-            self._watch(peer, incoming)
             if self._choice is not None:
-                self._choice.used(peer, outgoing, sent_bytes / len(streams.peer_ids), seconds, group)
-                self._improve(self._choice, peer, outgoing)
+                self._choice.used(peer, outgoing, sent_bytes / len(streams.peer_ids), seconds)
+            if peer in self._outgoing:
+                # A better one has come meanwhile.
+                outgoing.close()
+            else:
+                self._outgoing[peer] = outgoing
+                self._improve(peer, outgoing)
+            self._watch(peer, incoming)
 
     def discard(
         self, streams: RoundStreams, suspects: Iterable[int] = (), silent: Iterable[int] = ()
     ) -> None:
-        """Close the streams of a failed round: what is still in them belongs to no other.
+        """Close the streams of a failed round, which may still hold bytes of it.
 
-        Those with the suspects, as this peer has seen it itself, may have failed by their path: another one is taken
-        next. From the silent ones nothing had come.
+        `suspects`: the peers that this peer itself saw fail; it may be their path, so the next streams to them take
+        another. `silent`: those from which nothing had come.
         """
         self._miss(streams.peer_ids, silent)
         if self._choice is not None:
@@ -194,29 +167,25 @@ class StreamPool:
                 self._choice.missed(peer_ids[rank])
 
     def drop(self, peer_id: str) -> None:
-        """Close every idle stream with a peer that is lost."""
-        for kept in (self._outgoing, self._better):
-            if (outgoing := kept.pop(peer_id, None)) is not None:
-                outgoing.close()
-        for under_way in (self._improving, self._opening):
-            if (task := under_way.get(peer_id)) is not None:
-                task.cancel()
+        """Close every stream with a peer that is lost, but those of a round."""
+        if (outgoing := self._outgoing.pop(peer_id, None)) is not None:
+            outgoing.close()
+        if (task := self._opening.get(peer_id)) is not None:
+            task.cancel()
         for reading in self._idle.pop(peer_id, {}).values():
             reading.cancel()
+        for key in [key for key in self._named if key[1] == peer_id]:
+            self._named.pop(key).close()
 
     async def close(self) -> None:
         """Close every stream that is not in a round."""
         tasks: list[asyncio.Task[Any]] = [
             task for watched in self._idle.values() for task in watched.values()
         ]
-        tasks += [*self._improving.values(), *self._opening.values()]
-        for peer in {*self._outgoing, *self._better, *self._improving, *self._opening, *self._idle}:
+        tasks += self._opening.values()
+        named_by = {peer for _, peer in self._named}
+        for peer in {*self._outgoing, *self._opening, *self._idle, *named_by}:
             self.drop(peer)
-        for handle in self._expiries:
-            handle.cancel()
-        for sock in self._named.values():
-            sock.close()
-        self._named.clear()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     # Outgoing
@@ -233,8 +202,8 @@ class StreamPool:
         """Wait for all streams; for those of the prompt ones not as long. Raises RoundFailed."""
         began = time.monotonic()
         prompt_ones, prompt_s = prompt
-        deadline, heeds_silence_at = began + timeout_s, began + min(_DETOUR_S, timeout_s / 4)
-        # Of whom nothing is heard from the beginning, there may be another way to.
+        deadline, heeds_silence_at = began + timeout_s, began + min(DETOUR_S, timeout_s / 4)
+        # A peer that was quiet before this attempt may still come by another path.
         quiet_before = set(quiet())
         pending = {*outgoing.values(), *incoming.values()}
         while pending:
@@ -242,7 +211,6 @@ class StreamPool:
             _, pending = await asyncio.wait(pending, timeout=slice_, return_when=asyncio.FIRST_EXCEPTION)
             # While this process stood still nothing could be heard of anybody.
             prompt_s += max(0.0, time.monotonic() - waits_from - 2 * slice_)
-            # Others wait as long, and somebody is always a little quicker to give up.
             is_late = time.monotonic() > deadline - _MUCH_OF_IT * timeout_s
             if failed := {
                 rank: future.exception() for rank, future in outgoing.items() if _has_failed(future)
@@ -253,7 +221,7 @@ class StreamPool:
                     silent=failed if is_late else (),
                 )
             missing = {rank for rank in outgoing if pending & {outgoing[rank], incoming[rank]}}
-            # Where many are missing it is this peer that is slow, or the machine.
+            # Where many are missing it is this peer or its machine that is slow.
             many = 1 + max(1, len(outgoing) // 4)
             silent = missing if is_late and len(missing) < many else set[int]()
             if cancelled is not None and cancelled.is_set():
@@ -262,7 +230,7 @@ class StreamPool:
             if fallen and time.monotonic() > heeds_silence_at:
                 few = fallen if len(fallen) < many else set[int]()
                 raise RoundFailed(f"{_named(fallen)} has fallen silent", fallen, silent=few)
-            # Who has closed that stream opens another one.
+            # A peer that has closed its idle stream is opening another one.
             tardy = {
                 rank
                 for rank, peer in prompt_ones.items()
@@ -277,13 +245,10 @@ class StreamPool:
 
     async def _name_outgoing(self, attempt: bytes, peer: str, timeout_s: float) -> socket.socket:
         """A stream to this peer, kept or new, on which the attempt has been named."""
-        sock = None
-        for kept in (self._better.pop(peer, None), self._outgoing.pop(peer, None)):
-            if kept is not None and (sock is not None or not self._is_usable(peer, kept)):
-                kept.close()
-            else:
-                sock = sock or kept
-        if sock is None:
+        sock = self._outgoing.pop(peer, None)
+        if sock is None or not self._is_usable(peer, sock):
+            if sock is not None:
+                sock.close()
             sock = await self._transport.open(peer, self._protocol, timeout_s=timeout_s)
         try:
             await socket_io.send_all(sock, attempt)
@@ -297,23 +262,29 @@ class StreamPool:
         is_doubted = self._choice is not None and self._choice.doubts(peer, kept)
         return not is_doubted and is_silent(kept)
 
-    def _improve(self, choice: PathChoice, peer: str, current: socket.socket) -> None:
+    def _improve(self, peer: str, current: socket.socket) -> None:
         """Look for a better stream than the current one while no round waits for it; the next round takes it."""
+        choice = self._choice
+        if choice is not None:
+            self._open_in_background(peer, lambda: choice.improved(peer, current))
 
-        async def improve() -> None:
+    def _open_in_background(
+        self, peer: str, open_stream: Callable[[], Coroutine[Any, Any, socket.socket | None]]
+    ) -> None:
+        async def keep() -> None:
             try:
-                better = await choice.improved(peer, current)
+                sock = await open_stream()
             except PeersError as error:
-                log.debug("no better stream to %s: %s", peer, error)
+                log.debug("no new stream to %s: %s", peer, error)
                 return
-            if better is not None:
-                if (older := self._better.pop(peer, None)) is not None:
+            if sock is not None:
+                if (older := self._outgoing.pop(peer, None)) is not None:
                     older.close()
-                self._better[peer] = better
+                self._outgoing[peer] = sock
 
-        if peer not in self._improving and peer not in self._better:
-            task = self._improving[peer] = asyncio.create_task(improve())
-            task.add_done_callback(lambda _: self._improving.pop(peer, None))
+        if peer not in self._opening:
+            task = self._opening[peer] = asyncio.create_task(keep())
+            task.add_done_callback(lambda _: self._opening.pop(peer, None))
 
     # Incoming
 
@@ -355,9 +326,8 @@ class StreamPool:
         if (double := self._named.pop((attempt, peer), None)) is not None:
             double.close()
         self._named[attempt, peer] = sock
-        loop = asyncio.get_running_loop()
-        self._expiries = {handle for handle in self._expiries if handle.when() > loop.time()}
-        self._expiries.add(loop.call_later(UNCLAIMED_S, self._expire, (attempt, peer), sock))
+        while len(self._named) > MAX_IDLE_PER_PEER * MAX_IDLE_PEERS:
+            self._named.pop(next(iter(self._named))).close()
 
     def _await_incoming(self, attempt: bytes, peer: str) -> asyncio.Future[socket.socket]:
         future: asyncio.Future[socket.socket] = asyncio.get_running_loop().create_future()
@@ -367,18 +337,13 @@ class StreamPool:
             self._awaited[attempt, peer] = future
         return future
 
-    def _expire(self, key: tuple[bytes, str], sock: socket.socket) -> None:
-        if self._named.get(key) is sock:
-            del self._named[key]
-            sock.close()
-
 
 async def _read_name(sock: socket.socket) -> bytes:
     """The attempt that the next bytes on an idle stream belong to; takes not one byte more."""
     name = b""
     while len(name) < ATTEMPT_BYTES:
         # An idle stream is silent for as long as training takes; a name that was begun is not.
-        async with asyncio.timeout(_NAME_TIMEOUT_S if name else None):
+        async with asyncio.timeout(ANSWER_S if name else None):
             piece = await socket_io.receive(sock, ATTEMPT_BYTES - len(name))
         if not piece:
             raise ConnectionError("closed while idle")
@@ -387,9 +352,9 @@ async def _read_name(sock: socket.socket) -> bytes:
 
 
 async def _give_up(futures: Sequence[asyncio.Future[socket.socket]], farewell: bytes = b"") -> None:
-    """Cancel those that still run, and close what the others have brought.
+    """Cancel those that still run, and close the streams of the others.
 
-    The farewell keeps the other side, which may be in the round already, from taking us for dead.
+    The farewell, an abort that blames nobody, keeps a peer that is in the round already from taking this one for dead.
     """
     for future in futures:
         future.cancel()

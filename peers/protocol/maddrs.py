@@ -45,6 +45,16 @@ def validate_maddr(text: str, *, peer_id: bool | None = None) -> None:
         raise UserError(f"{text} has port 0, which nobody can dial; give the port the peer listens on")
 
 
+def maddr_of_host(text: str) -> Maddr | None:
+    """What `host:port` or `[host]:port` means; none for anything else."""
+    match = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([^/:\s]+)):([0-9]{1,5})", text)
+    if match is None:
+        return None
+    six, host, port = match.groups()
+    kind = "ip6" if six else "ip4" if re.fullmatch(r"[0-9.]+", host) else "dns"
+    return parse_maddr(f"/{kind}/{six or host}/tcp/{port}")
+
+
 @lru_cache(maxsize=4096)  # Every status of every peer brings the same ones again.
 def parse_maddr(text: str) -> Maddr:
     """Raises UserError."""

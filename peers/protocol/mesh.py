@@ -7,7 +7,7 @@ A channel begins with an introduction of both ends, each of which knows the othe
 
 Then both say, whenever they like:
 
-    Announced      how I stand: on every change and at every heartbeat
+    Announced      how I stand: when I am somebody else (rank, manifest, leaving), and at every heartbeat
     Bans           a newer list
     WantManifest   which is answered by
     Manifest       the settings of the run

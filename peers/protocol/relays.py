@@ -22,7 +22,6 @@ from peers.protocol.limits import MAX_SHORT_TEXT, Count, PeerId, Real, ShownText
 from peers.protocol.wire import Struct
 
 MAX_MESSAGE_BYTES = 1024
-ANSWER_TIMEOUT_S = 3.0
 
 
 def asking(run_id: str) -> str:

@@ -29,6 +29,8 @@ MAX_SHOWN_RANKS = 256
 """Of a larger round, the lowest world ranks are shown."""
 MAX_FAILURES = 8
 MAX_TEXT = 160
+MAX_PHASE_CHARACTERS = 32
+MAX_TROUBLES = 8
 MAX_HARDWARE_CHARACTERS = 64
 MAX_SEEN = 512
 """Peers that one peer tells of; a larger swarm is shown by what several tell."""
@@ -113,6 +115,34 @@ class Incident(_Told, frozen=True):
     text: Text
 
 
+class Evaluation(_Told, frozen=True):
+    """A score of the weights on held-out text."""
+
+    time: Real
+    step: Count
+    loss: Loss
+
+
+class Phase(_Told, frozen=True):
+    """What a peer is doing, and how far it is with it. Durations are by its own clock."""
+
+    name: Annotated[ShownText, Meta(max_length=MAX_PHASE_CHARACTERS)] = ""
+    """Starting, tokenizing, compiling, waiting for peers, receiving the state, training and so on, by whoever does it;
+    empty where the peer does not say."""
+    detail: Text = ""
+    """Which step of it, or whom it waits for."""
+    done: Real = 0.0
+    total: Real = 0.0
+    """In `unit`; 0: nobody knows."""
+    unit: Annotated[ShownText, Meta(max_length=MAX_PHASE_CHARACTERS)] = ""
+    left_s: Annotated[float, Meta(ge=0, le=MAX_REAL)] | None = None
+    """Seconds until it is done, by the pace so far; None: cannot be told."""
+    for_s: Real = 0.0
+    """How long it has been in it."""
+    idle_s: Real = 0.0
+    """How long it has not got any further."""
+
+
 class Figures(_Told, frozen=True):
     """How a peer is doing: for people, decisions rest on none of it."""
 
@@ -133,6 +163,12 @@ class Figures(_Told, frozen=True):
     download_bytes_per_s: Real
     link_bytes_per_s: Real
     """What its link carries each way at the most, as the shares of rounds go by; 0: not known."""
+    end_step: Count = 0
+    """The nominal step at which training ends; 0: not known."""
+    step_s: Real = 0.0
+    """Seconds that an inner step takes, of late; 0: not known."""
+    compression: Annotated[ShownText, Meta(max_length=MAX_PHASE_CHARACTERS)] = ""
+    overlap_steps: Count = 0
 
 
 class Standing(_Told, frozen=True):
@@ -173,3 +209,7 @@ class Report(_Told, frozen=True, tag="report"):
     rounds: Annotated[tuple[RoundEntry, ...], Meta(max_length=MAX_ROUNDS)]
     incidents: Annotated[tuple[Incident, ...], Meta(max_length=MAX_INCIDENTS)]
     certified: Certified | None = None
+    phase: Phase = Phase()
+    evaluations: Annotated[tuple[Evaluation, ...], Meta(max_length=MAX_POINTS)] = ()
+    troubles: Annotated[tuple[Text, ...], Meta(max_length=MAX_TROUBLES)] = ()
+    """What is wrong with it now, by its own account."""

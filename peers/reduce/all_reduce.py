@@ -13,12 +13,12 @@ on the receiver of a smaller member. So the receiver of the smallest other membe
 and by induction those of all others do. Finished chunks lie in `result`, encoded once by the receiver of the last
 member, until every sender has come to them: they take no buffer that could run out.
 
-Blame. Each stream carries, as its last words, whom the sender gives the round up for, and who was the first to say so:
-a member that stops because of another is not taken for the culprit, and nobody's hearsay becomes somebody else's
-evidence. Whoever hears that it is to blame itself blames the one who said so. A member that has sent its contributions
-and waits for a third one says so, and for whom: where it keeps others waiting, they blame that one, by its word.
-Whoever does not read may be waiting for the frame of another, which must have come in a time that is set; a sender is
-patient for longer than that, so that who waits for the culprit itself is the first to know.
+Blame. The last frame of a stream that fails says whom the sender gives the round up for, and which member said so
+first: a member that stops because of another is not taken for the culprit, and hearsay does not become evidence. A
+member that hears that it is to blame itself blames the one that said so. A member that has sent its contributions and
+waits for a third one says for which: if others wait for it, they blame that one, by its word. A member that does not
+read may be waiting for another's frame, which must come within the stall timeout; senders are patient for longer than
+that, so that the member that waits for the culprit itself is the first to know.
 """
 
 from __future__ import annotations
@@ -65,14 +65,13 @@ Sockets = Mapping[int, socket.socket]
 """By world rank."""
 
 OVERLAPPED_NICENESS = 5
-"""Of the threads of a reduction that training need not wait for: it goes first, and hashing (peers/state/preview.py)
-comes last."""
+"""Of the threads of a reduction that training does not wait for: below training, above hashing (state/preview.py)."""
 
 CHUNK_BYTES = 4 * CHUNK_NUMEL
 """At most, under any codec."""
 
 Settled = Callable[[slice], None]
-"""Called from the threads that reduce, which it must not hold up."""
+"""Called from the threads that reduce; must return at once."""
 
 
 def reduce_pseudo_gradients(
@@ -103,16 +102,10 @@ def reduce_pseudo_gradients(
     Raises RoundFailed, within such a time of the fault, or a slice (0.05 s; longer in groups above six) of
     `cancelled`; then all sockets are shut down and `result` is undefined. Afterwards no thread is left in any case.
 
-    `settled` hears of every part of `result` once nothing will change it any more, if all goes well.
-
-    `forwarded_bytes` tells what this peer's link has carried for others so far, for the report to say what it carries.
-
-    The threads are by `niceness` nicer than the caller's.
-
-    A `recording` keeps the averages as they went on the wire.
-
-    With `residuals` (those of this fragment) what a lossy codec lost in earlier rounds is sent too; who calls commits
-    them with the round.
+    `settled` is called with every part of `result` once nothing will change it any more, unless the reduction fails.
+    `forwarded_bytes`: what this peer's link has carried for others so far, which counts towards its bandwidth.
+    `niceness`: of the threads, above the caller's. `recording` keeps the averages as they went on the wire.
+    `residuals` (those of this fragment) add what a lossy codec lost in earlier rounds; the caller commits them.
     """
     if not anchor.numel() == local.numel() == result.numel() == plan.bounds[-1]:
         raise ValueError(f"the shares cover {plan.bounds[-1]} values, the tensors have {anchor.numel()}")
@@ -222,7 +215,7 @@ class _Reduction:
             _shut_down(sock, socket.SHUT_RDWR)
         for future in futures:
             future.result()
-        # Others are cancelled at the same time: which of them was heard to give up first says nothing.
+        # All members are cancelled at about the same time: which of them gave up first says nothing.
         culprit = None if cancelled.is_set() else failure.culprit
         suspects = () if culprit is None else (self._plan.members[culprit],)
         silent = [self._plan.members[index] for index in self._silent]
@@ -374,7 +367,7 @@ class _Reduction:
         self._heard_at[other] = time.monotonic()
 
     def _has_gone_silent(self, other: int) -> bool:
-        """It had begun, and half of what would be a fault of its own has passed since, with nothing left to read."""
+        """It had begun, nothing has come for half of the stall timeout, and nothing is left to read."""
         heard_at = self._heard_at.get(other, math.inf)
         return time.monotonic() - heard_at > self._stall_timeout_s / 2 and is_silent(self._receive[other])
 
@@ -411,10 +404,10 @@ class _Reduction:
             self._progress.fail(f"{self._name(other)} {error}", other)
 
     def _heed_abort(self, other: int, header: Header) -> None:
-        """`other` has given up. Whom it blames, and by whose word, is hearsay, for the leader to weigh; if that is us,
-        we blame whose word it is."""
+        """`other` has given up. Whom it blames is hearsay, for the leader to weigh; if it blames this peer, this peer
+        blames the member that said so first."""
         num_members, me = len(self._plan.members), self._plan.me
-        # Who gives up and blames nobody has left the group, or could not stay in it.
+        # A member that gives up and blames nobody has left the group, or could not stay in it.
         culprit = header.chunk if header.chunk < num_members else other
         first = header.payload_bytes - 1
         first = first if 0 <= first < num_members and first != me else other
@@ -424,7 +417,7 @@ class _Reduction:
         self._progress.fail(f"{self._name(other)} gave up", culprit, told_by)
 
     def _hear_last_words(self, other: int) -> None:
-        """Skip whatever `other` still sends until it says why it takes nothing any more, or is found dead."""
+        """Skip what `other` still sends until its abort says why it takes nothing any more, or it is found dead."""
         deadline = time.monotonic() + LAST_WORDS_S
         skipped = Scratch(self._plan).payload.data
 

@@ -40,11 +40,11 @@ class Scratch:
 class Arithmetic:
     """All values of one attempt. Methods work on disjoint chunks, so threads share it without a lock.
 
-    What is read and written beside the cache decides the speed. So values that come as they are go straight to their
-    place in `result`; and a finished chunk of this peer's share is encoded once, into the memory of its own values,
-    from where all senders send it, and decoded in place when the last of them has.
+    Memory traffic decides the speed. So values that need no decoding are received at their place in `result`; and a
+    finished chunk of this peer's share is encoded once, into the memory of its own values, from where all senders send
+    it, and decoded in place when the last of them has.
 
-    What a lossy codec lost before goes in by `residuals`, if there are any, and what it loses now is kept there.
+    `residuals`, if there are any, add what a lossy codec lost before, and keep what it loses now.
     """
 
     def __init__(

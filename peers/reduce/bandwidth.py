@@ -1,8 +1,8 @@
-"""What this peer's link carries, as seen by the reductions it takes part in.
+"""The bandwidth of this peer's link, measured in the reductions that it takes part in.
 
-The shares of the next rounds go by it, so it has to be the link's own limit and not the pace of the slowest member, for
-whom everybody waits. Therefore it is the most that went through in any short while: at the start of a round all peers
-have bytes for all, and every link is busy.
+The shares of the next rounds depend on it, so it must be the link's own limit and not the pace of the slowest member,
+for which everybody waits. Therefore it is the highest rate in any short window: at the start of a round every peer has
+bytes for every other, and all links are busy.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from peers.reduce.tcp_info import bytes_acked, bytes_received
 WINDOW_S = 0.5
 """Long enough to outlast the bursts of queues and shapers, short enough to lie within a round that is worth sharing."""
 SAMPLE_S = WINDOW_S / 4
-"""Not more often: to ask the kernel about a socket waits for whoever is copying on it, and the interpreter with it."""
+"""Not more often: asking the kernel about a socket waits until a copy on it has ended, holding the interpreter."""
 
 _REMEMBERED = 5
 
@@ -34,7 +34,7 @@ class PeakRate:
         self._samples.append((now, total_bytes))
 
     def bytes_per_s(self) -> float:
-        """0 if all of it is shorter than a window: what went through then is what there was to do, not what could."""
+        """0 if all of it is shorter than a window: that would measure the work there was, not the link."""
         best, first, samples = 0.0, 0, self._samples
         for now, total in samples:
             if now - samples[0][0] < WINDOW_S:
@@ -48,11 +48,11 @@ class PeakRate:
 
 
 class Bandwidth:
-    """What this peer's link carries, by the reductions of late.
+    """The bandwidth of this peer's link: the second highest of the last five reductions.
 
-    The most that two of the last five saw. One in which others are slower, or which has little for this peer to do,
-    leaves the link idle: to take that for its limit would give the peer still less to do. The first does not count,
-    since it touches all its memory for the first time and may be slower than the link for that.
+    A reduction in which others are slower, or which has little for this peer to do, leaves the link idle; taking its
+    rate for the limit would give the peer still less to do. The first reduction does not count: it touches all its
+    memory for the first time, which may be slower than the link.
     """
 
     def __init__(self) -> None:
@@ -85,9 +85,9 @@ class LinkMeter:
         """The byte counts are our own, for sockets whose kernel has none; several times per window, and at both ends.
 
         They run ahead of the link by what fits into the buffers on the way, so the kernel's are preferred.
-        `forwarded_bytes` is what the link has carried for others, each way. Without them, who forwards for two others
-        would seem to have a slow link, and would own less: but all that they send each other's shares goes over that
-        link twice, and the more of the vector its peer owns, the less that is.
+        `forwarded_bytes` is what the link has carried for others, each way. Without them a relay would seem to have a
+        slow link and be given a smaller share, although the more it owns, the less its two peers send each other
+        through it.
         """
         self._sent.add(now, forwarded_bytes + _on_the_wire(self._send, bytes_acked, sent_bytes))
         received = _on_the_wire(self._receive, bytes_received, received_bytes)

@@ -7,10 +7,13 @@ per member and still send everyone the same bytes, and a member can tell after t
 
 from __future__ import annotations
 
+import torch
+
 from peers.reduce.codecs_common import Codec, PseudoGradient
-from peers.reduce.codecs_float import BFloat16Codec, Float16Codec, Float32Codec
+from peers.reduce.codecs_float import Float32Codec, HalfCodec
 from peers.reduce.codecs_integer import Int4Codec, IntegerCodec
 from peers.reduce.codecs_topk import CONTRIBUTION_KEPT, RESULT_KEPT, TopKCodec
+from peers.reduce.codecs_two_bit import TwoBitCodec
 
 __all__ = ["Codec", "PseudoGradient", "codec_named", "codec_names", "result_codec_named"]
 
@@ -18,10 +21,12 @@ _CODECS: dict[str, Codec] = {
     codec.name: codec
     for codec in (
         Float32Codec(),
-        Float16Codec(),
-        BFloat16Codec(),
+        # fp16's relative error is within the slack of every bound.
+        HalfCodec("fp16", torch.float16, relative_error=0.0, tiny_error=2.0**-25),
+        HalfCodec("bf16", torch.bfloat16, relative_error=2.0**-8, tiny_error=0.0),
         IntegerCodec("int8", top=127, block_numel=256, residual_reach=0.25),
         Int4Codec("int4", top=7, block_numel=128, residual_reach=1.0),
+        TwoBitCodec(),
         TopKCodec(CONTRIBUTION_KEPT),
     )
 }

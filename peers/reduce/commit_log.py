@@ -1,9 +1,8 @@
-"""What a donor keeps of the commits that come while somebody downloads its state, for that one to repeat them.
+"""The commits that a donor records while somebody downloads its state, for the joiner to repeat.
 
-A download of the whole state takes as long as the link says; where epochs are shorter the state would be old when it
-has come, and the next one again. A commit is far less: the average as it went on the wire. So the joiner asks for the
-commits since (peers/net/states/replay.py), and comes closer each time, as a round moves more bytes through any link
-than that.
+Where epochs are shorter than a download of the state, each state would be old by the time it has arrived. A commit is
+far smaller: the average as it went on the wire. So the joiner then asks for the commits since
+(peers/net/states/replay.py), and catches up, since a round moves more bytes than that through every link.
 """
 
 from __future__ import annotations

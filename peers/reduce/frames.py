@@ -24,13 +24,13 @@ from peers.reduce.tcp_info import min_round_trip_s
 HEADER = struct.Struct("<BII")
 SLICE_S = 0.05
 _MOST_WAKES_PER_S = 200
-"""Of all threads of one reduction: with fifty peers on a machine, looking for a stop was most of what it did."""
+"""Of all threads of one reduction together: with fifty peers on a machine, most of its time went into waking up."""
 NOBODY = 0xFFFF_FFFF
 _NEAR_S = 200e-6
 _NEAR_WINDOW_BYTES = 1 << 20
-"""What a reduction begins to take at a time from a peer no further away than that; the kernel raises it where that is
-too little. Else it would begin with what earlier ones have raised it to, tens of MB. This way threads are switched 40 %
-less often, and over plain TCP within one machine 10 to 15 % of the time is saved."""
+"""The receive window with which a reduction begins, where the peer is no further away than that; the kernel raises it
+if need be. Otherwise it would begin with the tens of MB to which earlier reductions have raised it. This way threads
+are switched 40 % less often, and over plain TCP within one machine 10 to 15 % of the time is saved."""
 _SLICE_IS_OVER = (BlockingIOError, TimeoutError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
@@ -145,7 +145,7 @@ def receive_header(sock: socket.socket, timeout_s: float, stop: Callable[[], boo
 
 
 def is_silent(sock: socket.socket) -> bool:
-    """Whether a stream stands on which the other end never sends: anything to read there is its end."""
+    """Whether a stream is open on which the other end never sends: anything to read there would be its end."""
     if sock.fileno() < 0:
         return False
     poll = select.poll()

@@ -1,4 +1,4 @@
-"""How far the threads of one reduction have come, whose turn it is, and whether and why it has failed."""
+"""How far the threads of one reduction are, whose turn it is to add, and whether and why the reduction has failed."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from peers.reduce.frames import NOBODY, Kind, Stopped, slice_s
 from peers.reduce.plan import ReducePlan
 
 LAST_WORDS_S = 2.0
-"""How long a failed reduction takes at most to tell the others whom it blames."""
+"""At most so long a failed reduction takes to tell the others whom it blames."""
 
 
 class Blame(NamedTuple):
     culprit: int | None
     """Index of the member it was lost to."""
     told_by: tuple[int, ...] = ()
-    """Where it is others that say so: the one who did so first, and from whom it was heard."""
+    """Where others say so: the member that said it first, then the one from which it was heard. Empty: own evidence."""
 
 
 class Failure(NamedTuple):
@@ -29,7 +29,7 @@ class Failure(NamedTuple):
 
 
 class Departed(Exception):
-    """A member takes no more of our bytes; why, its last words tell."""
+    """A member takes no more of our bytes; its last frame tells why."""
 
 
 class Progress:
@@ -62,7 +62,7 @@ class Progress:
     # Senders
 
     def next_frame(self, other: int, idle_timeout_s: float) -> tuple[Kind, int] | None:
-        """What to send next, results first; waits for it, but says now and then that we live, and for whom we wait.
+        """What to send next, results first. Waits for it; every `idle_timeout_s` a sign of life, with whom we wait for.
 
         None: there is nothing any more, or the reduction has failed.
         """
@@ -88,8 +88,8 @@ class Progress:
             return min(senders) == index + 1
 
     def must_stop_sending(self, other: int) -> bool:
-        """A frame that was begun is finished first, for the last words to be understood. The culprit needs none, unless
-        it is one by hearsay."""
+        """A frame that was begun is finished first, so that the abort after it can be read. The culprit is sent no
+        abort, unless it is one by hearsay only."""
         failure = self.failure
         if failure is None:
             return False
@@ -97,7 +97,7 @@ class Progress:
         return is_culprit or time.monotonic() >= self._stop_sending_at
 
     def lost_while_sending(self, other: int) -> bool:
-        """`other` takes nothing any more. True: its receiver has ended, so the caller must hear its last words."""
+        """`other` takes nothing any more. True: its receiver has ended, so the caller must read its last frame."""
         with self._lock:
             self._departed.add(other)
             self._turn_changed[other].notify_all()
@@ -125,14 +125,14 @@ class Progress:
                 self._result_finished.notify_all()
 
     def everything_received(self, other: int) -> None:
-        """Raises Departed if `other` was lost by its sender before: its receiver must hear the last words."""
+        """Raises Departed if `other` has stopped taking our bytes before: its receiver must read its last frame."""
         with self._lock:
             self._received_all.add(other)
             if other in self._departed:
                 raise Departed
 
     def says_it_waits(self, other: int, third: int) -> None:
-        """`other` owes results, since it waits for a third member. NOBODY, or who is none: it no longer does."""
+        """`other` owes results because it waits for a third member; NOBODY: it no longer does."""
         with self._lock:
             if third in self._num_added and third != other:
                 self._waits_for[other] = third
@@ -142,10 +142,10 @@ class Progress:
     # All
 
     def slowest(self) -> Blame:
-        """Who keeps this peer waiting: the first of those that have contributed least, else who alone owes results, or
-        keeps all those waiting who do.
+        """The member that keeps this peer waiting: the first of those that have contributed least. If all have: the
+        one that owes results, or for which all that owe some wait. If none owes any: the one that has not taken ours.
 
-        Where nobody owes any, who alone has not taken them. None where that cannot be told from here.
+        None where it is more than one.
         """
         with self._lock:
             return self._slowest()

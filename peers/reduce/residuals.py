@@ -70,8 +70,8 @@ class AttemptResiduals:
         self._pending_array = self.pending.values.numpy()
         owned = result.of(share) if result is not None else None
         norm = _norm(owned[1]) if owned is not None else 0.0
-        # Nobody takes a result beyond the bound, and that follows the norms of this round: after a large one an honest
-        # owner must not send what is left of it all at once.
+        # Members refuse a result beyond the bound, which follows this round's norms: after a round with large norms, an
+        # honest owner must not send all that was lost then at once.
         self._scale = min(1.0, plan.result_residual_bound() / norm) if norm > 0 else 0.0
 
     def add_to_average(self, part: slice, average: Floats, scratch: Floats) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import socket
 import struct
 
+from peers.system import tcp_info
+
 _BYTES_ACKED = struct.Struct("120xQ")
 _BYTES_RECEIVED = struct.Struct("128xQ")
 _MIN_RTT_US = struct.Struct("148xI")
@@ -28,5 +30,5 @@ def min_round_trip_s(sock: socket.socket) -> float:
 
 
 def _field(sock: socket.socket, field: struct.Struct) -> int:
-    value: int = field.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, field.size))[0]
+    value: int = field.unpack(tcp_info(sock, field.size))[0]
     return value

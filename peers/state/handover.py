@@ -22,6 +22,14 @@ class Start:
     keep_local: bool
 
 
+@dataclass(frozen=True, kw_only=True)
+class Ahead:
+    """Where a worker trains on while its commit takes long; what `ahead` says."""
+
+    epoch: int
+    data_base: int
+
+
 @dataclass(frozen=True)
 class Memories:
     """One life's shared memories as flat fp32 tensors, by fragment."""

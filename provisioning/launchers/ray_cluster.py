@@ -14,12 +14,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from provisioning import jobs
 from provisioning.errors import MachineError
-from provisioning.ledger import Row
-from provisioning.pod_paths import CODE, JOBS, pod_directory, temporary_directory
-from provisioning.pods import Pod
-from provisioning.renting import Renter
+from provisioning.launchers.job import default_interface
+from provisioning.ledger.row import Row
+from provisioning.machines import jobs
+from provisioning.machines.machine import Machine
+from provisioning.machines.paths import CODE, JOBS, pod_directory, temporary_directory
+from provisioning.pods.pod import Pod
+from provisioning.renting.renters import Renters
 
 RAY_JOB, SUBMIT_JOB = "ray", "ray-job"
 PORT, DASHBOARD_PORT = 6379, 8265
@@ -84,39 +86,45 @@ def submit_argv(client: str, python: str, job: RayJob) -> list[str]:
     ]
 
 
+async def _network_env(machine: Machine) -> dict[str, str]:
+    """The interface by which ranks find each other: a machine's own name often leads to its loopback alone."""
+    interface = default_interface((await machine.run("cat /proc/net/route")).stdout)
+    return {"GLOO_SOCKET_IFNAME": interface} if interface else {}
+
+
 class RayCluster:
     """Starts what does not run yet; called again, it changes nothing that works."""
 
-    def __init__(self, renter: Renter, rows: Sequence[Row], python: str) -> None:
+    def __init__(self, renters: Renters, rows: Sequence[Row], python: str) -> None:
         """`python`: as jobs on a pod name it."""
-        self._renter, self._rows, self._python = renter, list(rows), python
+        self._renters, self._rows, self._python = renters, list(rows), python
 
     async def start(self, *, cpus: int | None = None) -> None:
         """Until all nodes are in the cluster. Raises MachineError."""
         head_row = self._rows[0]
-        pods = [await self._renter.pod(row.name) for row in self._rows]
+        pods = [await self._renters.pod(row.name) for row in self._rows]
         for row, pod in zip(self._rows, pods, strict=True):
-            machine = await self._renter.machine(row.name)
+            machine = await self._renters.machine(row.name)
             first = row is head_row
             argv = (
                 head_argv(self._python, pod, cpus=cpus)
                 if first
                 else node_argv(self._python, pods[0], pod, cpus=cpus)
             )
-            if await jobs.start(machine, row.label, RAY_JOB, argv, ENV):
-                self._renter.say(row.name, "starting Ray's head" if first else "starting Ray")
+            if await jobs.start(machine, row.label, RAY_JOB, argv, {**ENV, **await _network_env(machine)}):
+                self._renters.say(row.name, "starting Ray's head" if first else "starting Ray")
             if first:
                 await self._until_nodes(1)
         await self._until_nodes(len(self._rows))
-        self._renter.say(head_row.name, f"the Ray cluster has {len(self._rows)} nodes")
+        self._renters.say(head_row.name, f"the Ray cluster has {len(self._rows)} nodes")
 
     async def run(self, job: RayJob) -> int:
         """Submit it, and print its output until its end; its exit code. Raises MachineError."""
         row = self._rows[0]
-        machine = await self._renter.machine(row.name)
+        machine = await self._renters.machine(row.name)
         log = f"{shlex.quote(pod_directory(row.label))}/{JOBS}/{SUBMIT_JOB}/log"
         if (await jobs.state(machine, row.label, SUBMIT_JOB)).is_running:
-            self._renter.say(row.name, "the job submitted before still runs; this is what it says")
+            self._renters.say(row.name, "the job submitted before still runs; this is what it says")
         else:
             # Ray runs its entry point in another directory.
             python = await self._absolute_python()
@@ -137,16 +145,16 @@ class RayCluster:
         if self._python.startswith("/"):
             return self._python
         row = self._rows[0]
-        machine = await self._renter.machine(row.name)
+        machine = await self._renters.machine(row.name)
         answer = await machine.run(f"cd {shlex.quote(pod_directory(row.label))} && pwd")
         return f"{answer.checked('looking for its directory').strip()}/{self._python}"
 
     async def _until_nodes(self, wanted: int) -> None:
         row = self._rows[0]
-        machine = await self._renter.machine(row.name)
+        machine = await self._renters.machine(row.name)
         python = self._python if self._python.startswith("/") else f"./{self._python}"
         directory = shlex.quote(pod_directory(row.label))
-        pod = await self._renter.pod(row.name)
+        pod = await self._renters.pod(row.name)
         ask = f"{python} -m ray.scripts.scripts status --address {pod.host}:{PORT}"
         deadline = time.monotonic() + _READY_TIMEOUT_S
         while True:
@@ -155,9 +163,9 @@ class RayCluster:
             if len(re.findall(r"^ *\d+ node_", active, re.MULTILINE)) >= wanted:
                 return
             for one in self._rows[:wanted]:
-                look = await jobs.state(await self._renter.machine(one.name), one.label, RAY_JOB)
+                look = await jobs.state(await self._renters.machine(one.name), one.label, RAY_JOB)
                 if not look.is_running:
-                    log = await (await self._renter.machine(one.name)).run(
+                    log = await (await self._renters.machine(one.name)).run(
                         f"tail -n 8 {shlex.quote(pod_directory(one.label))}/{JOBS}/{RAY_JOB}/log"
                     )
                     raise MachineError(f"Ray ended on {one.name} ({look.code}): {log.stdout.strip()}")

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from provisioning.launchers.ray_cluster import DASHBOARD_PORT, PORT
-from provisioning.pod_paths import CODE, PODS
-from provisioning.pods import label_prefix
+from provisioning.machines.paths import CODE, MARK, PODS
+from provisioning.pods.pod import label_prefix
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +32,11 @@ def cluster_yaml(
 
     start = f"{_python(owner, python)} -m ray.scripts.scripts start --disable-usage-stats"
     start += f" --num-cpus={cpus}" if cpus else ""
-    head = (
-        f"{start} --head --port={PORT} --dashboard-host=127.0.0.1 --dashboard-port={DASHBOARD_PORT} "
-        f"--node-ip-address={hosts[0].inside} --autoscaling-config=~/ray_bootstrap_config.yaml"
-    )
+    head = [
+        start,
+        f"--head --port={PORT} --dashboard-host=127.0.0.1 --dashboard-port={DASHBOARD_PORT}",
+        f"--node-ip-address={hosts[0].inside} --autoscaling-config=~/ray_bootstrap_config.yaml",
+    ]
     provider: dict[str, Any] = {
         "type": "local",
         "head_ip": hosts[0].inside,
@@ -49,18 +50,17 @@ def cluster_yaml(
         "auth": {"ssh_user": user, "ssh_private_key": str(key.expanduser())},
         "min_workers": len(hosts) - 1,
         "max_workers": len(hosts) - 1,
-        "head_start_ray_commands": [head],
+        # Ray's newer autoscaler starts no workers on machines that are listed by their addresses.
+        "head_start_ray_commands": [f"export RAY_enable_autoscaler_v2=0; {' '.join(head)}"],
         "worker_start_ray_commands": [f"{start} --address=$RAY_HEAD_IP:{PORT}"],
     }
     return _port_remark(hosts) + str(yaml.safe_dump(values, sort_keys=False, width=1000))
 
 
 def _python(owner: str, python: str) -> str:
-    """All workers are started by one line, and each has a pod of another name."""
-    if python.startswith("/"):
-        return shlex.quote(python)
-    pod = f"$(ls -d ~/{PODS}/{label_prefix(owner)}*/ | head -n 1)"
-    return f"PYTHONPATH={pod}{CODE} {pod}{python}"
+    """All workers are started by one line, and each has a pod of another name, whose mark ends them with it."""
+    pod = f"cd ~/{PODS}/{label_prefix(owner)}*/ && export {MARK}=$(basename $PWD) PYTHONPATH=$PWD/{CODE}"
+    return f"{pod} && {shlex.quote(python)}"
 
 
 def _port_remark(hosts: Sequence[RayHost]) -> str:

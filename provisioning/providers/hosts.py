@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from provisioning.errors import MachineError, NoCapacity, ProviderError, ProvisioningError, UserError
-from provisioning.jobs import sweep_script
-from provisioning.machines import Machine
-from provisioning.pod_paths import PODS, pod_directory, temporary_directory
-from provisioning.pods import Listing, Offer, Order, Pod, PodSpec
+from provisioning.machines.jobs import sweep_script
+from provisioning.machines.machine import Machine
+from provisioning.machines.paths import PODS, pod_directory, temporary_directory
+from provisioning.pods.pod import Listing, Offer, Order, Pod, PodSpec
 
 _FULL = 8
 _DESTROY_TIMEOUT_S = 90.0

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from provisioning.errors import NoCapacity, OutcomeUnknown, ProviderError, Unavailable, UserError
-from provisioning.pods import Listing, Offer, Order, Pod
+from provisioning.pods.pod import Listing, Offer, Order, Pod
 from provisioning.providers.rented import RentedPods, api_key
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from provisioning.errors import UserError
-from provisioning.local_machine import LocalMachine
-from provisioning.machines import Machine
-from provisioning.pods import Offer, PodSpec
+from provisioning.machines.local import LocalMachine
+from provisioning.machines.machine import Machine
+from provisioning.pods.pod import Offer, PodSpec
 from provisioning.providers.hosts import Host, HostsProvider
 
 SIZES = (1, 2, 4)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from provisioning.machines import Machine
-from provisioning.pods import Listing, Offer, Order, Pod, PodSpec
+from provisioning.machines.machine import Machine
+from provisioning.pods.pod import Listing, Offer, Order, Pod, PodSpec
 
 
 class Provider(Protocol):

@@ -11,7 +11,7 @@ from pathlib import Path
 from provisioning.errors import UserError
 from provisioning.providers.protocol import Provider
 
-NAMES = ("local", "ssh", "lium", "lambda")
+NAMES = ("local", "ssh", "lium", "lambda", "runpod", "vast")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +36,9 @@ def open_provider(name: str, access: Access) -> Provider:
         from provisioning.providers.local import LocalProvider
 
         return LocalProvider(access.state_dir / "local")
-    if name in NAMES and importlib.util.find_spec("asyncssh") is None:
-        raise UserError(f"--provider {name} needs the package asyncssh: pip install 'diloco[pods]'.")
+    for package in ("asyncssh", "httpx"):
+        if name in NAMES and importlib.util.find_spec(package) is None:
+            raise UserError(f"--provider {name} needs the package {package}: pip install 'diloco[pods]'.")
     if name == "ssh":
         from provisioning.providers.ssh import SshProvider
 
@@ -50,6 +51,14 @@ def open_provider(name: str, access: Access) -> Provider:
         from provisioning.providers.lambda_cloud import LambdaProvider
 
         return LambdaProvider(access.environment, access.ssh_key)
+    if name == "runpod":
+        from provisioning.providers.runpod import RunPodProvider
+
+        return RunPodProvider(access.environment, access.ssh_key)
+    if name == "vast":
+        from provisioning.providers.vast import VastProvider
+
+        return VastProvider(access.environment, access.ssh_key)
     close = difflib.get_close_matches(name, NAMES, n=1)
     hint = f' Did you mean "{close[0]}"?' if close else ""
     raise UserError(f'--provider "{name}" is not one of {", ".join(NAMES)}.{hint}')
@@ -57,4 +66,4 @@ def open_provider(name: str, access: Access) -> Provider:
 
 def needs_key(name: str) -> bool:
     """Whether pods of this provider are reached by our own SSH key."""
-    return name in ("lium", "lambda")
+    return name not in ("local", "ssh")

@@ -7,10 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from provisioning.errors import UserError
-from provisioning.keys import key_at
-from provisioning.machines import Machine
-from provisioning.pods import Offer, Pod, PodSpec
-from provisioning.ssh_machine import Address, SshMachine, shown_host_key
+from provisioning.machines.keys import key_at
+from provisioning.machines.machine import Machine
+from provisioning.machines.ssh import Address, SshMachine, shown_host_key
+from provisioning.pods.pod import Offer, Pod, PodSpec
+from provisioning.providers.http import JsonApi
+
+PORTS = (30001, 30002, 30003)
+"""What a pod is asked to open besides SSH: one port for the DHT, two for a peer."""
 
 
 class RentedPods:
@@ -29,7 +33,7 @@ class RentedPods:
         )
 
     async def host_key(self, pod: Pod) -> str:
-        # Neither cloud tells its machines' keys: the first one seen is pinned in the ledger.
+        # No cloud tells its machines' keys: the first one seen is pinned in the ledger.
         return pod.host_key or await shown_host_key(pod.host, pod.ssh_port)
 
     def swarm_flags(self, spec: PodSpec, offer: Offer) -> list[str]:
@@ -44,6 +48,22 @@ class RentedPods:
             if shutil.which(program) is None:
                 raise UserError(f"{program} is not on this machine, and pods need it; install it first.")
         key_at(self._ssh_key)
+
+
+class ApiPods(RentedPods):
+    """Of clouds that are asked through their own HTTP API: they know no idempotency keys, and keep no time."""
+
+    repeatable = False
+    settle_s = 60.0
+    doubt_s = 600.0
+    keeps_time = False
+    _api: JsonApi
+
+    async def set_end(self, pod_id: str, ends_at: float) -> None:
+        return None
+
+    async def close(self) -> None:
+        await self._api.close()
 
 
 def api_key(environment: Mapping[str, str], name: str, url: str) -> str:

@@ -31,12 +31,12 @@ from pathlib import Path
 from typing import Any
 
 from provisioning.errors import HostKeyChanged, MachineError, UserError
-from provisioning.field_types import check_type
-from provisioning.keys import key_at
-from provisioning.machines import Machine
-from provisioning.pods import Offer, PodSpec
+from provisioning.machines.keys import key_at
+from provisioning.machines.machine import Machine
+from provisioning.machines.ssh import Address, SshMachine, shown_host_key
+from provisioning.pods.files import check_type
+from provisioning.pods.pod import Offer, PodSpec
 from provisioning.providers.hosts import Host, HostsProvider
-from provisioning.ssh_machine import Address, SshMachine, shown_host_key
 
 _PORTS = [30001, 30002, 30003]
 _TYPES = {

@@ -6,6 +6,8 @@ import re
 import shutil
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.test_readme import (
     ADMITTED,
     BAN,
@@ -48,6 +50,7 @@ def holders(base: Path, word: str) -> list[str]:
     return [str(path.relative_to(base)) for path in files if word.encode() in path.read_bytes()]
 
 
+@pytest.mark.exhaustive
 def test_only_peers_with_the_secret_train_and_it_is_written_nowhere(start, model, tmp_path, monkeypatch):
     """The README's commands, with a tiny model that is trained without end."""
     coordinator = start(*typed(CLOSED_DHT, host_maddrs="/ip4/127.0.0.1/tcp/0"), name="dht")

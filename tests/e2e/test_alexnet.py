@@ -8,12 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.commands import ROOT
 
 EXAMPLE = ROOT / "examples/alexnet_ray.py"
 TINY = ("--quick", "--passes", "5", "--made", "1500", "--width", "0.125")
 
 
+@pytest.mark.exhaustive
 def test_alexnet_learns_what_it_sees_and_knows_it_in_pictures_it_has_not_seen(tmp_path: Path) -> None:
     """A tenth of the pictures is of each class."""
     argv = [sys.executable, str(EXAMPLE), *TINY, "--data", str(tmp_path)]

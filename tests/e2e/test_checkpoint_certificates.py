@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 
 from diloco.checkpoint.mark import read_mark, write_mark
 from peers.protocol.certificates import Certificate, decode_certificate
@@ -24,6 +25,7 @@ FLAGS = {"hv.local-steps": 4, "max-steps": 8, "ckpt.interval": 4}
 Header = dict[str, Any]
 
 
+@pytest.mark.exhaustive
 def test_a_checkpoint_is_resumed_only_with_a_certificate_that_fits_and_is_signed(start, model, tmp_path):
     saved = tmp_path / "saved"
 

@@ -82,6 +82,7 @@ def test_ctrl_c_ends_a_peer_that_waits_for_others(start, model):
     assert command.stderr == ""
 
 
+@pytest.mark.exhaustive
 def test_sigterm_ends_a_peer_while_it_trains_and_saves(start, model):
     flags = training_flags(model, run_dir="run", **BUSY)
     command = start(*DILOCO, "peer", "--world-rank", "0", *LOOPBACK, *flags)
@@ -90,6 +91,7 @@ def test_sigterm_ends_a_peer_while_it_trains_and_saves(start, model):
     assert list((command.directory / "checkpoints").glob("model_step_*/diloco_rank_0/complete.json"))
 
 
+@pytest.mark.exhaustive
 def test_sigterm_ends_a_run_whose_peers_are_starting(start, model):
     command = start(*DILOCO, "run", *training_flags(model, run_dir="run"))
     check_ends(
@@ -101,12 +103,14 @@ def test_sigterm_ends_a_run_whose_peers_are_starting(start, model):
     assert command.stderr == ""
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_ends_a_run_in_the_middle_of_its_rounds(start, model):
     command = start(*DILOCO, "run", *training_flags(model, run_dir="run", **BUSY))
     check_ends(command, has_epochs(3), signal.SIGINT, 130)
     assert command.stderr == ""
 
 
+@pytest.mark.exhaustive
 def test_everything_goes_by_itself_when_a_run_is_killed(start, model):
     command = start(*DILOCO, "run", *training_flags(model, run_dir="run", **{"hv.local-steps": 2}))
     wait_until(lambda: has_epochs(2)(command), "epoch 2 of both peers", command=command)
@@ -116,6 +120,7 @@ def test_everything_goes_by_itself_when_a_run_is_killed(start, model):
     check_whole_files(command.directory)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("number", "moment", "flags"),
     [(signal.SIGINT, has_epochs(2), BUSY), (signal.SIGTERM, has_p2pd, {"hv.galaxy-size": 2})],

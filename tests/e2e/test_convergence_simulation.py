@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
 from benchmarks.convergence.settings import FP32, Job, Scale, arms
@@ -15,6 +16,7 @@ from diloco.data.tokenizer import load_tokenizer
 from tests.support.commands import DILOCO, training_flags
 
 
+@pytest.mark.exhaustive
 def test_the_simulation_arrives_at_the_bits_of_a_swarm_with_a_lossy_codec_and_overlap(start, model, tmp_path):
     text = tmp_path / "text.jsonl"
     rows = [{"text": f"line {n} says that {n} plus {n} is {2 * n}, and so it goes. " * 4} for n in range(200)]
@@ -29,9 +31,8 @@ def test_the_simulation_arrives_at_the_bits_of_a_swarm_with_a_lossy_codec_and_ov
         local_steps=4,
         total_steps=16,
         warmup_steps=2,
+        eval_interval=8,
         eval_tokens=64,
-        # The trainer's own.
-        beta2=0.95,
     )
     arm = replace(arms(scale)[FP32], compression="int4", overlap_steps=2)
     job = Job(scale=scale, arm=arm, seed=5, inner_lr=1e-2, outer_lr=0.6)
@@ -49,7 +50,7 @@ def test_the_simulation_arrives_at_the_bits_of_a_swarm_with_a_lossy_codec_and_ov
             "hv.overlap-steps": arm.overlap_steps,
             "hv.compression": arm.compression,
             "hv.outer-lr": job.outer_lr,
-            "hv.outer-momentum": arm.outer_momentum,
+            "hv.outer-momentum": job.outer_momentum,
             "run-dir": tmp_path / "run",
         },
     )

@@ -229,6 +229,7 @@ def test_a_port_that_leads_nowhere_is_found(coordinator):
     assert "--hv.announce-data-maddrs" in found["data port"]["fix"]
 
 
+@pytest.mark.exhaustive
 def test_a_firewall_in_front_of_one_port_is_found(start, model):
     """Two machines of their own; that of the doctor drops what comes for its data port."""
     if reason := why_not():

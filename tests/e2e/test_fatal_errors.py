@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 
+import pytest
+
 from tests.support.commands import (
     DILOCO,
     TORCHRUN,
@@ -23,6 +25,7 @@ REASON = "this peer's weights are not finite any more; is the learning rate too 
 DIVERGING = {"lr": 1e38, "warmup-steps": 0, "max-grad-norm": 0, "hv.local-steps": 40, "max-steps": 80}
 
 
+@pytest.mark.exhaustive
 def test_a_peer_that_diverges_says_why_and_ends_after_three_times(start, model):
     command = start(*DILOCO, "peer", "--world-rank", 0, *LOOPBACK, *training_flags(model, **DIVERGING))
     assert command.wait() == 1, command.stdout + command.stderr
@@ -34,6 +37,7 @@ def test_a_peer_that_diverges_says_why_and_ends_after_three_times(start, model):
     assert REASON in box and "Traceback" not in command.stderr
 
 
+@pytest.mark.exhaustive
 def test_a_run_ends_with_the_reason_of_its_peer(start, model):
     command = start(*DILOCO, "run", "--peers", 1, *training_flags(model, **DIVERGING))
     assert command.wait(RUN_TIMEOUT_S) == 1, command.stdout + command.stderr
@@ -52,6 +56,7 @@ def test_a_program_of_the_users_own_is_given_up_on_with_its_exception(start, tmp
     assert "3 times in a row for the same reason: ValueError: no such column: text" in box
 
 
+@pytest.mark.exhaustive
 def test_under_torchrun_the_daemons_end_is_told_in_its_own_words(start, model):
     flags = training_flags(model, per_device_train_batch_size=2, **{"hv.world-rank": 0})
     command = start(*TORCHRUN, *TRAINER, *flags, "--hv.host-maddrs", LOOPBACK[1])

@@ -26,6 +26,7 @@ def digests(run_dir: Path, rank: int) -> dict[int, str]:
     return {r["epoch"]: r["anchor_digest"] for r in records(run_dir, rank) if r["kind"] == "epoch"}
 
 
+@pytest.mark.exhaustive
 def test_two_peers_learn_by_reinforcement_and_agree_on_every_bit(start, tmp_path):
     model = bare_model(tmp_path / "model", hidden_size=32, num_attention_heads=1, num_key_value_heads=1)
     flags = ("--total-steps", 4, "--total-batch-size", 8, "--grpo.num-generations", 4)
@@ -33,6 +34,7 @@ def test_two_peers_learn_by_reinforcement_and_agree_on_every_bit(start, tmp_path
     ran = start(*DILOCO, "run", "--mode", "grpo", "--path-model", model, *SHORT, *flags, *lengths)
     assert ran.wait() == 0, ran.stderr
     assert "all peers held bit-identical anchors after every epoch" in ran.stdout
+    assert "\nverdict                 " in ran.stdout
     assert (
         digests(tmp_path / "run", 0) == digests(tmp_path / "run", 1)
         and len(digests(tmp_path / "run", 0)) == 2
@@ -48,6 +50,17 @@ def test_two_peers_learn_by_reinforcement_and_agree_on_every_bit(start, tmp_path
 def bare(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return bare_model(tmp_path / "model", hidden_size=32, num_attention_heads=1, num_key_value_heads=1)
+
+
+def test_a_trainer_that_is_started_by_hand_ends_with_a_report(start, bare, tmp_path):
+    flags = ("--total-steps", 4, "--total-batch-size", 8, "--grpo.num-generations", 4)
+    lengths = ("--grpo.max-completion-length", 8, "--grpo.eval-prompts", 2, "--run-dir", tmp_path / "run")
+    ran = start(*TRAINER, "--path-model", bare, *SHORT, *flags, *lengths)
+    assert ran.wait() == 0, ran.stderr
+    assert "\nverdict                 " in ran.stdout
+    assert "\ntrained on              32 completions in " in ran.stdout
+    assert "averaged" not in ran.stdout and "PROBLEM" not in ran.stdout
+    assert (tmp_path / "run" / "reward.png").is_file()
 
 
 def test_a_task_that_there_is_not_ends_the_trainer_with_exit_code_2(start, bare):

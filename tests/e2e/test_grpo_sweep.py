@@ -6,6 +6,8 @@ import json
 import signal
 import tomllib
 
+import pytest
+
 from benchmarks.format_model import bare_model
 from tests.support.commands import DILOCO, check_gone, text_of_boxes, wait_until
 
@@ -30,6 +32,7 @@ def small(path):
     return bare_model(path, hidden_size=32, num_attention_heads=1, num_key_value_heads=1)
 
 
+@pytest.mark.exhaustive
 def test_an_instance_that_fails_is_reported_and_the_other_one_finishes(start, tmp_path):
     model, here = small(tmp_path / "model"), tmp_path / "here"
     (here / "outputs").mkdir(parents=True)
@@ -71,6 +74,7 @@ def test_a_model_that_there_is_not_is_said_before_anything_starts(start, tmp_pat
     assert not (tmp_path / "logs").exists() and not (tmp_path / "outputs").exists()
 
 
+@pytest.mark.exhaustive
 def test_averaging_instances_are_peers_of_one_swarm_and_ctrl_c_leaves_nothing(start, tmp_path):
     model, here = small(tmp_path / "model"), tmp_path / "here"
     here.mkdir()

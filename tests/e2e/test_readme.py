@@ -32,6 +32,8 @@ INSTALL = (
     "pip install --constraint constraints.txt --editable .",
 )
 DHT = "diloco dht start --host-maddrs /ip4/0.0.0.0/tcp/30001"
+DISCOVERABLE = "diloco dht start --discover"
+DISCOVERING = "diloco peer --discover"
 FIRST = "diloco peer --initial-peers <maddr> --path-model 150m --hv.local-steps 100"
 SECOND = "diloco peer --initial-peers <maddr>"
 SLOW = (
@@ -81,10 +83,12 @@ IN_CONTRIBUTING = {
     ".venv/bin/python -m pytest tests/unit/peers/core/test_rounds.py -k leader",
     "make fast",
     ".venv/bin/python -m pytest tests/swarm",
+    ".venv/bin/python -m pytest --exhaustive tests/swarm/test_faults.py",
     ".venv/bin/python -m benchmarks.inner_loop --quick",
     ".venv/bin/diloco run --peers 3 --max-steps 100",
     ".venv/bin/python -m diloco.sim.replay 17",
-    "DILOCO_POD_SCHEDULES=10000 .venv/bin/python -m pytest tests/unit/provisioning/test_no_pod_is_lost.py",
+    "DILOCO_POD_SCHEDULES=10000 .venv/bin/python -m pytest tests/unit/provisioning/renting/test_no_pod_is_lost.py",
+    ".venv/bin/python -m pytest --exhaustive tests/pods/test_conformance.py",
 }
 
 KEYS = {
@@ -205,8 +209,10 @@ def test_the_documents_have_no_command_that_is_not_tested_here():
     known = {DEMO, *INSTALL, DHT, FIRST, SECOND, SLOW, UNEVEN, POD, STATUS, OWN_LOOP, TORCHRUN}
     known |= {GRPO_MODEL, GRPO, SLURM, PBS, RUN, SIMULATE}
     known |= {WATCH, DASHBOARD}
-    # test_admission.py and test_doctor.py run these, tests/pods/test_local_swarm.py those about pods.
+    # test_admission.py, test_discover.py, test_doctor.py and test_recipes.py run these, tests/pods those about pods.
     known |= {
+        DISCOVERABLE,
+        DISCOVERING,
         CLOSED_DHT,
         ADMITTED,
         BAN,
@@ -215,6 +221,7 @@ def test_the_documents_have_no_command_that_is_not_tested_here():
         NEW_SECRET,
         DOCTOR,
         DOCTOR_HERE,
+        "diloco run --config recipes/laptop.toml",
     } | pods_commands.ALL
     known |= checkpoint_commands.ALL
     typed_in = {command for text in (README, *PAGES.values()) for command in commands(text)}
@@ -233,10 +240,10 @@ def test_the_documents_name_only_files_that_exist():
 def test_make_demo_runs_a_command_whose_flags_exist():
     last = output_of("make", "--no-print-directory", "-n", "demo").splitlines()[-1]
     assert last.startswith(".venv/bin/diloco run ")
-    assert flags_of(last) <= flags_of(output_of(*typed("diloco run --help")))
+    assert flags_of(last) <= flags_of(output_of(*typed("diloco run --help-all")))
 
 
-@pytest.mark.parametrize("target", ["test", "check", "fast", "docs"])
+@pytest.mark.parametrize("target", ["test", "test-all", "check", "fast", "docs"])
 def test_the_make_targets_of_the_documents_exist(target):
     assert f"make {target}" in README + CONTRIBUTING
     assert ".venv/bin/" in output_of("make", "-n", target)
@@ -245,9 +252,9 @@ def test_the_make_targets_of_the_documents_exist(target):
 def test_the_commands_of_contributing_find_what_they_name():
     for command in IN_CONTRIBUTING:
         if "pytest" in command:
-            words = shlex.split(command)
-            words = words[words.index("-m") :]
-            assert "::test_" in output_of(sys.executable, *words, "--collect-only", "-q")
+            path, *rest = re.findall(r"tests/\S+|(?<=-k )\w+", command)
+            assert (ROOT / path).exists()
+            assert not rest or re.search(rf"^def test_\w*{rest[0]}", (ROOT / path).read_text(), re.MULTILINE)
         elif ".sim." in command:
             assert output_of(sys.executable, *shlex.split(command)[1:]).startswith("seed 17")
         elif "benchmarks" in command:
@@ -324,6 +331,7 @@ def test_the_coordinator_tells_who_came_and_went(pair, coordinator):
     assert coordinator.stderr == ""
 
 
+@pytest.mark.exhaustive
 def test_torchrun_with_swarm_flags_is_a_peer(pair, run, maddr):
     """Two of them, in the repository's root, on shorter sequences. The swarm of the same name before has ended."""
     peers = []
@@ -340,6 +348,7 @@ def test_torchrun_with_swarm_flags_is_a_peer(pair, run, maddr):
     assert list(digests(run_dirs[0])) == [1, 2, 3]
 
 
+@pytest.mark.exhaustive
 def test_on_slow_links_fragments_travel_while_training_goes_on(pair, run, maddr, model):
     """A tiny model of too few layers for four fragments, for 80 steps."""
     short = ("--fake-data", "--seq-length", 64, "--total-batch-size", 4, "--eval-tokens", 64)
@@ -360,6 +369,7 @@ def test_on_slow_links_fragments_travel_while_training_goes_on(pair, run, maddr,
     assert all(record["sent_bytes"] < uncompressed / 7 for record in records)
 
 
+@pytest.mark.exhaustive
 def test_a_time_budget_ends_epochs_before_their_steps_are_done(run, maddr, model):
     """Two seconds in place of two minutes, on steps of which a thousand would take longer. By the trimmed mean, which
     is one of three peers or more."""
@@ -375,6 +385,7 @@ def test_a_time_budget_ends_epochs_before_their_steps_are_done(run, maddr, model
         assert len(records_of(run_dir, "step")) < 1000
 
 
+@pytest.mark.exhaustive
 def test_a_pod_announces_the_ports_it_is_reached_by(run, maddr, model):
     """Any free ports inside; those outside lead nowhere, and the peer waits for another one meanwhile."""
     short = ("--fake-data", "--path-model", model, "--galaxy-size", 2, "--run-id", "pod", "--world-rank", 0)
@@ -407,6 +418,7 @@ def test_the_example_trains_alone(run, loop, tmp_path):
     assert command.stderr == ""
 
 
+@pytest.mark.exhaustive
 def test_the_example_is_a_worker_of_two_peers(pair, run, loop, maddr):
     """As typed, but that the first waits for the second."""
     peers = []
@@ -435,6 +447,7 @@ def test_a_whole_swarm_on_one_machine_ends_with_a_report_and_its_files(run):
     assert command.stderr == ""
 
 
+@pytest.mark.exhaustive
 def test_a_plan_is_made_as_written(run: Start, tmp_path: Path) -> None:
     command = run(typed(SIMULATE, "--epochs", 3), "plan", cwd=tmp_path)
     assert command.wait() == 0, command.stderr
@@ -442,6 +455,7 @@ def test_a_plan_is_made_as_written(run: Start, tmp_path: Path) -> None:
     assert "int8, one fragment, blocking" in (tmp_path / "plan.svg").read_text()
 
 
+@pytest.mark.exhaustive
 def test_reinforcement_runs_as_written(run: Start) -> None:
     """For four steps, on a model that was pretrained for two; tests/e2e/test_grpo.py has it learn."""
     made = run(typed(GRPO_MODEL, "--steps", 2), "grpo")

@@ -13,7 +13,6 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,14 +21,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from diloco.errors import UserError
-from diloco.rl.blob_server import BlobServer
-from diloco.rl.fleet import Fleet, Sampling, _rpc, _served
-from diloco.rl.generation import Servers
-from diloco.rl.http_json import ServerLost
 from diloco.rl.own_server import OwnServer, ServerCommand, _free_port
-from diloco.rl.publisher import Publisher
+from diloco.rl.push import Offers, Publisher
+from diloco.rl.rollouts import Rollouts
+from diloco.rl.server_client import Sampling, ServerClient, ServerLost
 from tests.support.commands import ROOT, wait_until
-from tests.support.rollouts import CLOSE, PROMPTS, SAMPLING, difference, orders, train_a_little
+from tests.support.rollouts import CLOSE, PROMPTS, SAMPLING, difference, refused_blobs, train_a_little
 from tests.support.tiny_model import tiny_llama
 
 
@@ -84,20 +81,20 @@ def test_after_every_push_the_server_has_the_trainers_log_probabilities(director
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     publisher = Publisher(torch.float32)
     with serving(directory, tmp_path) as server:
-        fleet = Fleet([server.url], publisher)
+        rollouts = Rollouts([server.url], publisher)
         kinds = []
         for step, share in enumerate((1.0, 0.01, 1.0)):
             train_a_little(model, step, share=share)
             publisher.take(model.named_parameters())
-            fleet.push()
-            kinds.append(fleet.pushed[0]["is_patch"])
-            assert difference(model, fleet.complete(PROMPTS, 2, SAMPLING, seed=step)) < CLOSE
+            rollouts.push()
+            kinds.append(rollouts.last_push["is_patch"])
+            assert difference(model, rollouts.complete(PROMPTS, 2, SAMPLING, seed=step)) < CLOSE
         assert kinds == [False, True, False]
         train_a_little(model, 9)
-        assert difference(model, fleet.complete(PROMPTS, 2, SAMPLING, seed=9)) > CLOSE, (
+        assert difference(model, rollouts.complete(PROMPTS, 2, SAMPLING, seed=9)) > CLOSE, (
             "no push, other weights"
         )
-        fleet.close()
+        rollouts.close()
     assert processes_of(server.command.port) == []
 
 
@@ -105,23 +102,24 @@ def test_what_is_not_to_be_loaded_is_refused_by_name_and_the_old_weights_serve_o
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     publisher = Publisher(torch.float32)
     with serving(directory, tmp_path) as server:
-        fleet, blobs = Fleet([server.url], publisher), BlobServer("127.0.0.1")
+        rollouts, offers = Rollouts([server.url], publisher), Offers("127.0.0.1")
         for step in range(2):
             train_a_little(model, step)
             publisher.take(model.named_parameters())
-            fleet.push()
-        before = _rpc(server.url, "diloco_state")
-        for blob, version, sha256, words in orders(publisher.state, before["version"]):
-            [(url, true_sha256)] = blobs.publish([blob])
-            parts = [[url, sha256 or true_sha256]]
-            order = {"publisher": publisher.name, "version": version, "parts": parts, "timeout_s": 10}
-            answer = _rpc(server.url, "diloco_pull", order=json.dumps(order))
-            assert not answer["ok"] and not answer.get("fatal")
+            rollouts.push()
+        client = ServerClient(server.url)
+        before = client.call("diloco_state")
+        for blob, words in refused_blobs(publisher.state, publisher.name, before["version"]):
+            answer = client.pull(offers.blob(blob))
+            assert not answer["ok"] and not answer.get("is_lost")
             assert re.search(words, answer["error"]), answer["error"]
-            assert _rpc(server.url, "diloco_state") == before
-        assert difference(model, fleet.complete(PROMPTS, 2, SAMPLING, seed=3)) < CLOSE
-        blobs.close()
-        fleet.close()
+            assert client.call("diloco_state") == before
+        true = offers.blob(b"as announced")
+        offers._offered[true[-65:]] = b"other bytes"
+        assert "not the one announced" in client.pull(true)["error"]
+        assert difference(model, rollouts.complete(PROMPTS, 2, SAMPLING, seed=3)) < CLOSE
+        offers.close()
+        rollouts.close()
 
 
 def test_a_server_killed_in_a_rollout_comes_back_with_the_current_weights_and_the_rollout_is_repeated(
@@ -134,31 +132,29 @@ def test_a_server_killed_in_a_rollout_comes_back_with_the_current_weights_and_th
     with serving(directory, tmp_path, "--die-after", "3") as server:
         publisher = Publisher(torch.float32)
         publisher.take(model.named_parameters())
-        servers = Servers(
-            Fleet([server.url], publisher), server, lambda **event: events.append(event["event"])
-        )
-        servers.push()
-        written = servers.complete(PROMPTS, 2, SAMPLING, seed=5)
+        rollouts = Rollouts([server.url], publisher, server, lambda **event: events.append(event["event"]))
+        rollouts.push()
+        written = rollouts.complete(PROMPTS, 2, SAMPLING, seed=5)
         assert difference(model, written) < CLOSE
         assert [len(one.token_ids) for one in written] == [2, 2]
         assert events == ["server_lost", "server_restarted"] and server.num_restarts == 1
-        again = servers.complete(PROMPTS, 2, SAMPLING, seed=5)
+        again = rollouts.complete(PROMPTS, 2, SAMPLING, seed=5)
         assert [one.token_ids for one in again] == [one.token_ids for one in written]
-        servers.close()
+        rollouts.close()
     assert processes_of(server.command.port) == []
 
 
-def test_a_download_that_breaks_off_and_an_order_that_is_none_leave_the_old_weights_serving(
+def test_a_download_that_breaks_off_and_an_address_that_is_none_leave_the_old_weights_serving(
     directory, tmp_path
 ):
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     publisher = Publisher(torch.float32)
     with serving(directory, tmp_path) as server, socket.create_server(("127.0.0.1", 0)) as sender:
-        fleet = Fleet([server.url], publisher)
+        rollouts = Rollouts([server.url], publisher)
         train_a_little(model, 1)
         publisher.take(model.named_parameters())
-        fleet.push()
-        before = _rpc(server.url, "diloco_state")
+        rollouts.push()
+        before = ServerClient(server.url).call("diloco_state")
 
         def die_while_sending() -> None:
             connection, _ = sender.accept()
@@ -168,17 +164,15 @@ def test_a_download_that_breaks_off_and_an_order_that_is_none_leave_the_old_weig
 
         dying = threading.Thread(target=die_while_sending)
         dying.start()
-        url = f"http://127.0.0.1:{sender.getsockname()[1]}/blob"
-        order = {"publisher": publisher.name, "version": 7, "parts": [[url, "0" * 64]], "timeout_s": 10}
-        answer = _rpc(server.url, "diloco_pull", order=json.dumps(order))
+        client = ServerClient(server.url)
+        answer = client.pull(f"http://127.0.0.1:{sender.getsockname()[1]}/blob")
         dying.join()
-        assert "IncompleteRead" in answer["error"] and answer["unfetched"]
-        for none in ("", "[]", "{}", json.dumps({**order, "parts": [["http://[", "0"]]})):
-            assert "it is no order" in _rpc(server.url, "diloco_pull", order=none)["error"]
-        assert not _rpc(server.url, "diloco_lease", owner=publisher.name, seconds="soon")["ok"]
-        assert _rpc(server.url, "diloco_state") == before
-        assert difference(model, fleet.complete(PROMPTS, 1, SAMPLING, seed=3)) < CLOSE
-        fleet.close()
+        assert "IncompleteRead" in answer["error"] and answer["is_lost"]
+        for none in ("", "http://[", "file:///etc/passwd"):
+            assert not client.pull(none)["ok"]
+        assert ServerClient(server.url).call("diloco_state") == before
+        assert difference(model, rollouts.complete(PROMPTS, 1, SAMPLING, seed=3)) < CLOSE
+        rollouts.close()
 
 
 def test_a_proxy_in_the_environment_stands_between_no_trainer_and_its_server(
@@ -191,23 +185,23 @@ def test_a_proxy_in_the_environment_stands_between_no_trainer_and_its_server(
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     publisher = Publisher(torch.float32)
     with serving(directory, tmp_path) as server:
-        fleet = Fleet([server.url], publisher)
+        rollouts = Rollouts([server.url], publisher)
         publisher.take(model.named_parameters())
-        fleet.push()
-        assert difference(model, fleet.complete(PROMPTS, 1, SAMPLING, seed=3)) < CLOSE
-        fleet.close()
+        rollouts.push()
+        assert difference(model, rollouts.complete(PROMPTS, 1, SAMPLING, seed=3)) < CLOSE
+        rollouts.close()
 
 
 def test_what_a_server_will_never_do_is_asked_once_and_kills_no_server(directory, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     publisher = Publisher(torch.float32)
     with serving(directory, tmp_path) as server:
-        servers = Servers(Fleet([server.url], publisher), server, lambda **_: None)
+        rollouts = Rollouts([server.url], publisher, server)
         publisher.take(model.named_parameters())
         with pytest.raises(UserError, match=r"context is shorter.*--grpo\.max-completion-length"):
-            servers.complete(PROMPTS, 1, Sampling(max_tokens=1_000_000), seed=1)
+            rollouts.complete(PROMPTS, 1, Sampling(max_tokens=1_000_000), seed=1)
         assert server.num_restarts == 0
-        servers.close()
+        rollouts.close()
 
 
 def test_a_server_is_not_taken_for_another_one_at_its_port(directory, tmp_path):
@@ -256,45 +250,47 @@ def test_trainers_that_name_their_servers_in_different_orders_do_not_wait_for_ea
     directory, tmp_path
 ):
     with serving(directory, tmp_path / "a") as one, serving(directory, tmp_path / "b") as other:
-        fleets = [
-            Fleet(urls, Publisher(torch.float32)) for urls in ([one.url, other.url], [other.url, one.url])
+        trainers = [
+            Rollouts(urls, Publisher(torch.float32)) for urls in ([one.url, other.url], [other.url, one.url])
         ]
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
-        def roll_out(fleet: Fleet) -> None:
+        def roll_out(trainer: Rollouts) -> None:
             for step in range(5):
-                fleet.publisher.take(model.named_parameters())
-                fleet.push()
-                fleet.complete(PROMPTS, 1, SAMPLING, seed=step)
+                trainer.publisher.take(model.named_parameters())
+                trainer.push()
+                trainer.complete(PROMPTS, 1, SAMPLING, seed=step)
 
-        threads = [threading.Thread(target=roll_out, args=(fleet,), daemon=True) for fleet in fleets]
+        threads = [threading.Thread(target=roll_out, args=(trainer,), daemon=True) for trainer in trainers]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(60)
         assert not any(thread.is_alive() for thread in threads)
-        for fleet in fleets:
-            fleet.close()
+        for trainer in trainers:
+            trainer.close()
 
 
-def test_a_lease_is_renewed_as_long_as_it_is_needed_and_soon_over_where_its_owner_died(
-    directory, tmp_path, monkeypatch
-):
-    monkeypatch.setattr("diloco.rl.fleet.LEASE_S", 0.8)
-    monkeypatch.setattr("diloco.rl.fleet._RENEWAL_S", 0.05)
-
-    def is_free(url: str) -> bool:
-        return bool(_rpc(url, "diloco_lease", owner="another", seconds="0")["ok"])
-
+def test_a_server_is_its_trainers_until_that_gives_it_back_or_has_died(directory, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     with serving(directory, tmp_path) as server:
-        fleet = Fleet([server.url], Publisher(torch.float32))
-        fleet._lease(server.url)
-        with fleet._kept_leases():
-            until = time.monotonic() + 2.0
-            while time.monotonic() < until:
-                assert not is_free(server.url)
-        wait_until(lambda: is_free(server.url), "the end of the lease", 5)
-        fleet.close()
+        client, offers = ServerClient(server.url), Offers("127.0.0.1")
+
+        def is_free() -> bool:
+            sign = offers.sign()
+            try:
+                return bool(client.call("diloco_take", sign=sign)["ok"])
+            finally:
+                offers.withdraw(sign)
+
+        for leave in (lambda one: one.complete(PROMPTS, 1, SAMPLING, seed=1), lambda one: one.close()):
+            rollouts = Rollouts([server.url], Publisher(torch.float32))
+            rollouts.publisher.take(model.named_parameters())
+            rollouts.push()
+            assert not is_free()
+            leave(rollouts)
+            assert is_free()
+        offers.close()
 
 
 @pytest.mark.parametrize(
@@ -326,22 +322,22 @@ def test_an_answer_that_nobody_understands_is_a_lost_server(answer):
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         with pytest.raises(ServerLost):
-            _served(f"http://127.0.0.1:{server.server_port}")
+            ServerClient(f"http://127.0.0.1:{server.server_port}").served()
         server.shutdown()
         thread.join()
 
 
 def test_a_server_that_breaks_off_a_download_prints_nothing(capfd):
-    blobs = BlobServer("127.0.0.1")
+    offers = Offers("127.0.0.1")
     before = threading.active_count()
-    [(url, _)] = blobs.publish([bytes(2**26)])
+    url = offers.blob(bytes(2**26))
     host, port, path = re.fullmatch(r"http://(.*):(\d+)(/.*)", url).groups()
     with socket.create_connection((host, int(port))) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         connection.sendall(f"GET {path} HTTP/1.0\r\n\r\n".encode())
         connection.recv(1)
     wait_until(lambda: threading.active_count() <= before, "the end of its thread", 10)
-    blobs.close()
+    offers.close()
     assert capfd.readouterr().err == ""
 
 
@@ -350,18 +346,18 @@ def test_trainers_that_share_a_server_wait_for_each_other(tmp_path):
     tiny_llama().save_pretrained(path)
     with serving(path, tmp_path) as server:
         models = [tiny_llama(seed=seed).eval() for seed in (1, 2)]
-        fleets = [Fleet([server.url], Publisher(torch.float32)) for _ in models]
-        for fleet, model in zip(fleets, models, strict=True):
-            fleet.publisher.take(model.named_parameters())
-        fleets[0].push()
-        second = threading.Thread(target=fleets[1].push)
+        trainers = [Rollouts([server.url], Publisher(torch.float32)) for _ in models]
+        for trainer, model in zip(trainers, models, strict=True):
+            trainer.publisher.take(model.named_parameters())
+        trainers[0].push()
+        second = threading.Thread(target=trainers[1].push)
         second.start()
-        assert _rpc(server.url, "diloco_lease", owner="a third", seconds="1")["busy"]
-        assert difference(models[0], fleets[0].complete(PROMPTS, 1, SAMPLING, seed=1)) < CLOSE
+        assert not ServerClient(server.url).call("diloco_take", sign="a third")["ok"]
+        assert difference(models[0], trainers[0].complete(PROMPTS, 1, SAMPLING, seed=1)) < CLOSE
         second.join(30)
         assert not second.is_alive()
-        assert difference(models[1], fleets[1].complete(PROMPTS, 1, SAMPLING, seed=1)) < CLOSE
+        assert difference(models[1], trainers[1].complete(PROMPTS, 1, SAMPLING, seed=1)) < CLOSE
         with pytest.raises(ServerLost, match="changed to version"):
-            fleets[0].complete(PROMPTS, 1, SAMPLING, seed=1)
-        for fleet in fleets:
-            fleet.close()
+            trainers[0]._complete(PROMPTS, 1, SAMPLING, 1)
+        for trainer in trainers:
+            trainer.close()

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from diloco.checkpoint.dirs import marked_steps, own_part
+from diloco.checkpoint.dirs import STEP, own_part
+from diloco.checkpoint.mark import COMPLETE
 from diloco.train.metrics_file import Tail
 from tests.support.commands import DILOCO, Command, check_whole_files, training_flags, wait_until
 
@@ -44,7 +45,11 @@ def by_step(records: list[dict[str, Any]], kind: str) -> dict[int, dict[str, Any
 
 def whole_steps(saved: Path, ranks: tuple[int, ...] = (0, 1)) -> list[int]:
     """Steps that all these peers have saved."""
-    return sorted(set.intersection(*(set(marked_steps(saved, own_part(rank))) for rank in ranks)))
+    steps = {int(found[1]): path for path in saved.glob("*") if (found := STEP.fullmatch(path.name))}
+    parts = [own_part(rank) for rank in ranks]
+    return sorted(
+        step for step, path in steps.items() if all((path / part / COMPLETE).is_file() for part in parts)
+    )
 
 
 def kill(command: Command) -> int:
@@ -130,6 +135,7 @@ def farthest(run_dir: Path) -> int:
     return max(max(by_step(records_of(run_dir, rank), "step")) for rank in (0, 1))
 
 
+@pytest.mark.exhaustive
 def test_after_every_process_was_killed_at_a_random_moment_training_goes_on_bit_for_bit(
     start, model, tmp_path
 ):
@@ -146,6 +152,7 @@ def test_after_every_process_was_killed_at_a_random_moment_training_goes_on_bit_
     check_equal(lives, undisturbed(start, model, tmp_path, end))
 
 
+@pytest.mark.exhaustive
 def test_who_comes_back_with_an_old_checkpoint_takes_what_the_living_swarm_has(start, model, tmp_path):
     saved = tmp_path / "saved"
     flags = {**FLAGS, "ckpt.interval": 4, "ckpt.topk": None, "ckpt.path": saved}

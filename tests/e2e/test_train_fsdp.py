@@ -71,6 +71,11 @@ def test_a_training_leaves_its_metrics_and_a_model_that_transformers_loads(tmp_p
     steps = records(tmp_path, "step")
     assert [record["step"] for record in steps] == [1, 2, 3]
     assert {"epoch", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "time"} <= steps[0].keys()
+    said = output.splitlines()
+    assert f"run directory: {tmp_path / 'run'}" in said and "starts at step 0, epoch 0" in said
+    assert any(line.startswith("step 1  epoch 0  loss") for line in said)
+    assert any(line.startswith("verdict ") for line in said) and "PROBLEM" not in output
+    assert (tmp_path / "run" / "loss.png").stat().st_size > 1000
     before, after = records(tmp_path, "eval")
     assert (before["step"], after["step"]) == (0, 3)
     assert {"loss", "bits_per_byte", "unigram_bits_per_byte", "eval_bytes"} <= before.keys()

@@ -16,14 +16,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.format_model import TASK, bare_model
-from diloco.rl.blob_server import BlobServer
-from diloco.rl.fleet import Fleet, Sampling, _rpc
-from diloco.rl.generation import Servers
 from diloco.rl.own_server import OwnServer, vllm_command
-from diloco.rl.publisher import Publisher
+from diloco.rl.push import Offers, Publisher
+from diloco.rl.rollouts import Rollouts
+from diloco.rl.server_client import Sampling, ServerClient
 from diloco.train.model import load_model
 from tests.support.commands import DILOCO, check_gone, wait_until
-from tests.support.rollouts import CLOSE, PROMPTS, SAMPLING, difference, orders, train_a_little
+from tests.support.rollouts import CLOSE, PROMPTS, SAMPLING, difference, refused_blobs, train_a_little
 
 pytestmark = pytest.mark.vllm
 START_TIMEOUT_S = 400.0
@@ -86,38 +85,36 @@ def fresh(directory: Path) -> torch.nn.Module:
 def test_after_every_push_the_server_has_the_trainers_log_probabilities(served):
     server, directory = served
     model, publisher = fresh(directory), Publisher(torch.float32)
-    fleet, kinds = Fleet([server.url], publisher), []
+    rollouts, kinds = Rollouts([server.url], publisher), []
     for step, share in enumerate((1.0, 0.01, 1.0)):
         train_a_little(model, step, share=share)
         publisher.take(model.named_parameters())
-        fleet.push()
-        kinds.append(fleet.pushed[0]["is_patch"])
-        assert difference(model, fleet.complete(PROMPTS, 2, SAMPLING, seed=step)) <= CLOSE
+        rollouts.push()
+        kinds.append(rollouts.last_push["is_patch"])
+        assert difference(model, rollouts.complete(PROMPTS, 2, SAMPLING, seed=step)) <= CLOSE
     assert kinds == [False, True, False]
     train_a_little(model, 9)
-    assert difference(model, fleet.complete(PROMPTS, 2, SAMPLING, seed=9)) > CLOSE
-    fleet.close()
+    assert difference(model, rollouts.complete(PROMPTS, 2, SAMPLING, seed=9)) > CLOSE
+    rollouts.close()
 
 
 def test_what_is_not_to_be_loaded_is_refused_by_name_and_the_old_weights_serve_on(served):
     server, directory = served
     model, publisher = fresh(directory), Publisher(torch.float32)
-    fleet, blobs = Fleet([server.url], publisher), BlobServer("127.0.0.1")
+    rollouts, offers = Rollouts([server.url], publisher), Offers("127.0.0.1")
     for step in range(2):
         train_a_little(model, step)
         publisher.take(model.named_parameters())
-        fleet.push()
-    before = _rpc(server.url, "diloco_state")
-    for blob, version, sha256, words in orders(publisher.state, before["version"]):
-        [(url, true_sha256)] = blobs.publish([blob])
-        order = {"publisher": publisher.name, "version": version, "timeout_s": 10}
-        order["parts"] = [[url, sha256 or true_sha256]]
-        answer = _rpc(server.url, "diloco_pull", order=json.dumps(order))
+        rollouts.push()
+    client = ServerClient(server.url)
+    before = client.call("diloco_state")
+    for blob, words in refused_blobs(publisher.state, publisher.name, before["version"]):
+        answer = client.pull(offers.blob(blob))
         assert not answer["ok"] and re.search(words, answer["error"]), answer
-        assert _rpc(server.url, "diloco_state") == before
-    assert difference(model, fleet.complete(PROMPTS, 2, SAMPLING, seed=3)) <= CLOSE
-    blobs.close()
-    fleet.close()
+        assert client.call("diloco_state") == before
+    assert difference(model, rollouts.complete(PROMPTS, 2, SAMPLING, seed=3)) <= CLOSE
+    offers.close()
+    rollouts.close()
 
 
 def test_a_server_killed_in_a_rollout_is_restarted_with_the_current_weights_and_asked_again(served):
@@ -125,9 +122,8 @@ def test_a_server_killed_in_a_rollout_is_restarted_with_the_current_weights_and_
     model, publisher, events = fresh(directory), Publisher(torch.float32), []
     train_a_little(model, 1)
     publisher.take(model.named_parameters())
-    fleet = Fleet([server.url], publisher)
-    servers = Servers(fleet, server, lambda **event: events.append(event["event"]))
-    servers.push()
+    rollouts = Rollouts([server.url], publisher, server, lambda **event: events.append(event["event"]))
+    rollouts.push()
     before = processes_of(server.command.port)
     # Long enough that the rollout is under way when the server's own process is killed; its children are not.
     longer = Sampling(max_tokens=400)
@@ -140,13 +136,15 @@ def test_a_server_killed_in_a_rollout_is_restarted_with_the_current_weights_and_
     leader = min(servers_own, key=lambda process: process.create_time())
     killer = threading.Timer(0.5, lambda: os.kill(leader.pid, signal.SIGKILL))
     killer.start()
-    written = servers.complete(PROMPTS * 8, 2, longer, seed=5)
+    written = rollouts.complete(PROMPTS * 8, 2, longer, seed=5)
     killer.join()
     assert events[:2] == ["server_lost", "server_restarted"] and server.num_restarts >= 1
     assert [len(one.token_ids) for one in written] == [2] * 16
     assert difference(model, written[:2]) <= CLOSE
     check_none_lives(before)
-    fleet.close()
+    # The server is the fixture's.
+    rollouts.own = None
+    rollouts.close()
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

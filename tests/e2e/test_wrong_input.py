@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import os
 import socket
+import subprocess
+import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
+from diloco.cli.app import exit_code
 from tests.support.commands import (
     DILOCO,
     TORCHRUN,
@@ -31,53 +38,150 @@ TRILLIONS = {
     "num_attention_heads": 512,
 }
 
-BEFORE_ANYTHING_STARTS = {
-    "unknown flag": (["run", "--local-step", "5"], "Did you mean --hv.local-steps?"),
-    "address that is none": (["peer", "--initial-peers", "127.0.0.1:30001"], "is not an address like"),
-    "neither an address nor a world rank": (["peer"], "--initial-peers is missing"),
-    "model path that is not one": (["peer", "--path-model", "/nowhere/model"], "is not a model"),
-    "model directory without a model": (["run", "--path-model", "EMPTY"], "has no config.json"),
-    "data that is not there": (
-        ["peer", "--dataset-name-or-path", "/nowhere/text"],
-        "there is no /nowhere/text",
-    ),
-    "data without text": (["run", "--dataset-name-or-path", "NO_TEXT"], "text"),
-    "batch sizes that do not divide": (
-        ["peer", "--total-batch-size", "10", "--per-device-train-batch-size", "4"],
+WRONG = {
+    "mistyped verb": ("pear", 'Did you mean "peer"?'),
+    "mistyped verb below dht": ("dht stat", 'Did you mean "start"?'),
+    "mistyped flag": ("run --local-step 5", "Did you mean --hv.local-steps?"),
+    "flag of another program": ("peer --learning-rate 1e-3", "Did you mean --lr?"),
+    "another's name for the batch": ("run --batch-size 8", "Did you mean --total-batch-size?"),
+    "epochs, as others call them": ("run --epochs 3", "Did you mean --total-steps?"),
+    "stray word": ("peer now", "flags begin with two dashes"),
+    "flag without its value": ("peer --lr", "requires an argument"),
+    "rate that is no number": ("peer --lr fast", 'unable to convert "fast" into float'),
+    "rate that is not finite": ("peer --lr inf", "finite"),
+    "no steps": ("peer --max-steps 0", "1 or more"),
+    "half a step": ("peer --max-steps 1.5", "not a whole number"),
+    "negative rank": ("peer --world-rank -1", "0 or more"),
+    "unknown precision": ("peer --precision fp8", "Choose from"),
+    "unknown attention": ("run --attn-implementation fast", "It must be one of sdpa"),
+    "misspelt codec": ("run --hv.compression int3", 'Did you mean "int8"?'),
+    "run id that is a path": ("peer --run-id ../other", "letters, digits"),
+    "unknown logger": ("run --metric-logger-type mlflow", "is not one of wandb, tensorboard, dummy"),
+    "no peer to lose": ("run --peers 2 --lose-peer 2", "the last one is 1"),
+    "TOML that is not there": ("run --config /nowhere/run.toml", "No such file"),
+    "TOML that is none": ("run --config BROKEN_TOML", "broken.toml is not"),
+    "another's name in TOML": ("run --config OTHERS_TOML", 'Unknown key "learning_rate" in'),
+    "unknown key in TOML": ("run --config TOML", 'Did you mean "hv.local_steps"?'),
+    "batches that do not divide": (
+        "peer --total-batch-size 10 --per-device-train-batch-size 4",
         "--per-device-train-batch-size 2 would do",
     ),
-    "unknown key in TOML": (["run", "--config", "TOML"], 'Did you mean "hv.local_steps"?'),
-    "not enough memory for one peer": (["peer", "--path-model", "HUGE"], "GiB of memory, "),
-    "not enough memory for several peers": (["run", "--path-model", "HUGE"], "GiB of memory for 2 peers"),
-    "run directory below a file": (["run", "--run-dir", "FILE/run"], "cannot be made: Not a directory"),
-    "identity that is no key": (["dht", "start", "--identity-path", "FILE"], "is not a libp2p private key"),
+    "ranks that do not divide": ("peer --total-batch-size 10 --nproc-per-node 3", "3 ranks"),
+    "fragments that do not divide": ("run --hv.num-fragments 3 --hv.local-steps 10", "12 steps would do"),
+    "more fragments than layers": (
+        "run --path-model demo --hv.num-fragments 500",
+        "demo has 3 layers, too few for --hv.num-fragments 500",
+    ),
+    "nobody to join": ("peer", "--initial-peers is missing"),
+    "address of an empty variable": ("peer --world-rank 0 --initial-peers=", "has no value"),
+    "address that is none": ("peer --initial-peers somewhere", "is not an address like"),
+    "address that is cut short": ("peer --initial-peers /ip4/127.0.0.1/tcp/1/p2p/12D3", "copied whole"),
+    "host and port of nobody": (
+        "peer --initial-peers 127.0.0.1:CLOSED",
+        "nobody at 127.0.0.1:CLOSED says its peer id: connection refused. Paste the whole line that `diloco dht "
+        "start` prints there: --initial-peers /ip4/127.0.0.1/tcp/CLOSED/p2p/",
+    ),
+    "host and port of somebody silent": (
+        "status --initial-peers 127.0.0.1:OTHER",
+        "nobody answers at 127.0.0.1:OTHER within 3 s",
+    ),
+    "port in use, of the peer": (
+        "peer --world-rank 0 --host-maddrs /ip4/127.0.0.1/tcp/OTHER",
+        "port OTHER is in use",
+    ),
+    "port in use, for gradients": (
+        "peer --world-rank 0 --host-maddrs /ip4/127.0.0.1/tcp/0 --hv.data-port OTHER",
+        "port OTHER is in use",
+    ),
+    "port in use, for figures": ("peer --world-rank 0 --hv.metrics-port OTHER", "port OTHER is in use"),
+    "port in use, of the coordinator": (
+        "dht start --host-maddrs /ip4/127.0.0.1/tcp/OTHER",
+        "port OTHER is in use",
+    ),
+    "key that is none": ("dht start --identity-path FILE", "is not a libp2p private key"),
+    "model path that leads nowhere": ("peer --path-model /nowhere/model", "is not a model"),
+    "directory without a model": ("run --path-model EMPTY", "has no config.json"),
+    "model whose config.json is broken": ("run --path-model BROKEN_MODEL", "is not a model's config.json"),
+    "model too large for the machine": ("peer --world-rank 0 --path-model HUGE", "GiB of memory, "),
+    "models too large for the machine": ("run --path-model HUGE", "GiB of memory for 2 peers"),
+    "batch too large for the machine": (
+        "run --path-model 2m --per-device-train-batch-size 2000000 --total-batch-size 2000000",
+        "a smaller --per-device-train-batch-size",
+    ),
+    "GPUs that are not there": ("run --device cuda", "no GPU here"),
+    "data that is not there": ("peer --dataset-name-or-path /nowhere/text", "there is no /nowhere/text"),
+    "data of another kind": ("run --dataset-name-or-path NO_TEXT", "has no column with text"),
+    "empty file": ("run --dataset-name-or-path EMPTY_FILE", "holds no text"),
+    "empty directory": ("run --dataset-name-or-path EMPTY", "so there is no text to train on"),
+    "tiny data": ("run --dataset-name-or-path SHORT", "has 10 bytes of text, too few"),
+    "broken JSONL": ("run --dataset-name-or-path BROKEN_JSONL", "broken.jsonl, line 3 is not JSON"),
+    "JSONL that is not UTF-8": ("run --dataset-name-or-path LATIN", "latin.jsonl, line 2 is not UTF-8"),
+    "broken Parquet": ("run --dataset-name-or-path PARQUET", "is not a readable Parquet file"),
+    "binary file": ("run --dataset-name-or-path BINARY", "holds zero bytes, so it is not text"),
+    "unknown task": ("run --mode grpo --dataset sums", "--dataset sums is no task"),
+    "checkpoint that is not there": ("run --ckpt.resume /nowhere", "there is no such directory"),
+    "checkpoints below a file": (
+        "run --ckpt.path FILE/ckpt --ckpt.interval 5",
+        "cannot be written to: Not a directory",
+    ),
+    "run directory below a file": ("run --run-dir FILE/run", "cannot be written to: Not a directory"),
+    "run directory on a full disk": (
+        "run --path-model 2m --run-dir FULL/run",
+        "run directory: FULL/run: 4 MiB free, ",
+    ),
+    "program that is not there": ("peer --world-rank 0 --worker ./train", "names no program"),
+}
+
+
+FILES = {
+    "FILE": ("file", b"not what you think\n"),
+    "TOML": ("run.toml", b"[hv]\nlocal_step = 5\n"),
+    "BROKEN_TOML": ("broken.toml", b"lr = ["),
+    "OTHERS_TOML": ("others.toml", b"learning_rate = 1.0\n"),
+    "SHORT": ("short.txt", b"few words\n"),
+    "EMPTY_FILE": ("empty.txt", b""),
+    "BINARY": ("binary.txt", b"text\n\0\1\2"),
+    "NO_TEXT": ("no_text.jsonl", b'{"number": 1}\n{"number": 2}\n'),
+    "BROKEN_JSONL": ("broken.jsonl", b'{"text": "a"}\n\n{"text": "b"\n'),
+    "LATIN": ("latin.jsonl", b'{"text": "a"}\n{"text": "\xe9"}\n'),
+    "PARQUET": ("broken.parquet", b"PAR1 and nothing else"),
 }
 
 
 @pytest.fixture(scope="session")
-def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What the capital words in the tables stand for."""
+def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """What the capital words in the table stand for."""
     root = tmp_path_factory.mktemp("places")
-    (root / "empty").mkdir()
-    (root / "no_text").mkdir()
-    (root / "no_text" / "numbers.jsonl").write_text('{"number": 1}\n{"number": 2}\n')
-    (root / "short.txt").write_text("few words\n")
-    (root / "run.toml").write_text("[hv]\nlocal_step = 5\n")
-    (root / "file").write_text("not what you think\n")
-    return {
-        "EMPTY": str(root / "empty"),
-        "NO_TEXT": str(root / "no_text"),
-        "SHORT": str(root / "short.txt"),
-        "TOML": str(root / "run.toml"),
-        "FILE": str(root / "file"),
-        "HUGE": str(model_directory(root / "huge", **TRILLIONS)),
-    }
+    for name in ("empty", "broken_model", "full"):
+        (root / name).mkdir()
+    (root / "broken_model" / "config.json").write_text('{"model_type":')
+    for name, content in FILES.values():
+        (root / name).write_bytes(content)
+    full = root / "full"
+    if os.geteuid() == 0:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "diloco-test", full], check=True)
+    with socket.socket() as taken, socket.socket() as closed:
+        for sock in (taken, closed):
+            sock.bind(("127.0.0.1", 0))
+        taken.listen()
+        yield {
+            **{word: str(root / name) for word, (name, _) in FILES.items()},
+            "EMPTY": str(root / "empty"),
+            "BROKEN_MODEL": str(root / "broken_model"),
+            "HUGE": str(model_directory(root / "huge", **TRILLIONS)),
+            "FULL": str(full),
+            "OTHER": str(taken.getsockname()[1]),
+            "CLOSED": str(closed.getsockname()[1]),
+        }
+    if os.geteuid() == 0:
+        subprocess.run(["umount", full], check=True)
 
 
-def placed(argv: list[str], places: dict[str, str]) -> list[str]:
-    for word, path in places.items():
-        argv = [part.replace(word, path) for part in argv]
-    return argv
+def placed(text: str, places: dict[str, str]) -> str:
+    # The longest first: some words are in others.
+    for word in sorted(places, key=len, reverse=True):
+        text = text.replace(word, places[word])
+    return text
 
 
 def check_refused(command: Command, message: str, code: int = 2) -> None:
@@ -92,42 +196,47 @@ def check_refused(command: Command, message: str, code: int = 2) -> None:
     check_nothing_left(command)
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"), BEFORE_ANYTHING_STARTS.values(), ids=BEFORE_ANYTHING_STARTS.keys()
-)
-def test_what_can_be_known_at_once_is_refused_at_once(argv, message, start, places):
-    command = start(*DILOCO, *placed(argv, places))
-    check_refused(command, message)
-    assert not (command.directory / "runs").exists()
+@pytest.mark.parametrize(("line", "message"), WRONG.values(), ids=WRONG.keys())
+def test_what_is_wrong_is_said_in_a_sentence_before_anything_starts(
+    line, message, places, tmp_path, monkeypatch, capfd
+):
+    """In this process, which has imported what a command would."""
+    if "FULL" in line and os.geteuid() != 0:
+        pytest.skip("only root can mount a disk that is full")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    began, others = time.process_time(), set(psutil.Process().children(recursive=True))
+    assert exit_code(placed(line, places).split()) == 2
+    assert time.process_time() - began < 3
+    said = capfd.readouterr()
+    (box,) = text_of_boxes(said.err)
+    assert placed(message, places) in box and len(box) < 500
+    # Nothing but the box: no library has said anything, nothing has begun, and nothing is left.
+    assert said.out == ""
+    assert said.err.startswith("╭─ diloco ─") and said.err.endswith("╯\n")
+    assert set(psutil.Process().children(recursive=True)) <= others
+    assert [path for path in tmp_path.rglob("*") if path.is_file() or path.name.startswith("diloco-")] == []
+
+
+@pytest.mark.parametrize("name", ["mistyped verb", "port in use, of the peer", "broken Parquet"])
+def test_a_command_says_no_more_than_that(name, start, places):
+    line, message = WRONG[name]
+    command = start(*DILOCO, *placed(line, places).split())
+    check_refused(command, placed(message, places))
+    assert command.stdout == ""
+    assert command.stderr.startswith("╭─ diloco ─") and command.stderr.endswith("╯\n")
 
 
 def test_a_directory_that_cannot_be_written_to_is_named(start):
     command = start(*DILOCO, "run", cwd="/proc")
-    check_refused(command, "--run-dir runs/")
+    check_refused(command, "run directory: runs cannot be written to")
 
 
-@pytest.mark.parametrize("verb", [("dht", "start"), ("peer", "--world-rank", "0")], ids=lambda verb: verb[0])
-def test_a_port_in_use_is_named(verb, start):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        command = start(*DILOCO, *verb, "--host-maddrs", f"/ip4/127.0.0.1/tcp/{port}")
-        check_refused(command, f"port {port} is in use")
-
-
-def test_initial_peers_that_do_not_answer_are_named(start):
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        address = f"/ip4/127.0.0.1/tcp/{closed.getsockname()[1]}/p2p/{PEER_ID}"
-        command = start(*DILOCO, "peer", "--world-rank", "0", *LOOPBACK, "--initial-peers", address)
-        check_refused(command, f"{address}: connection refused")
-
-
-def test_a_peer_says_what_its_worker_found_wrong_with_the_dataset(start, model, places):
-    flags = training_flags(model, fake_data=None, dataset_name_or_path=places["SHORT"])
-    command = start(*DILOCO, "peer", "--world-rank", "0", *LOOPBACK, *flags)
-    check_refused(command, "has 11 tokens, too few")
+def test_initial_peers_that_do_not_answer_are_named(start, places):
+    address = f"/ip4/127.0.0.1/tcp/{places['CLOSED']}/p2p/{PEER_ID}"
+    command = start(*DILOCO, "peer", "--world-rank", "0", *LOOPBACK, "--initial-peers", address)
+    check_refused(command, f"{address}: connection refused")
 
 
 def test_a_worker_by_hand_refuses_a_model_that_does_not_fit(start, places):
@@ -172,6 +281,20 @@ def test_a_run_without_a_coordinator_is_told_from_one_that_has_it(swarm, start, 
     flags = ("--initial-peers", swarm.address, "--run-id", "another")
     command = start(*DILOCO, "peer", *LOOPBACK, *flags, *training_flags(model))
     check_refused(command, "no coordinator answers")
+
+
+def test_who_names_the_host_and_port_alone_is_told_the_whole_address(swarm, start):
+    port = swarm.address.split("/")[4]
+    command = start(*DILOCO, "status", "--json", "--initial-peers", f"127.0.0.1:{port}")
+    assert command.wait() == 0
+    assert f"note: 127.0.0.1:{port} is {swarm.address}, by its own word" in command.stderr
+    assert [peer["world_rank"] for peer in json.loads(command.stdout)["peers"]] == [0]
+
+
+def test_a_model_that_differs_from_the_swarms_goes_by_its_name(swarm, start):
+    flags = ("--initial-peers", swarm.address, "--path-model", "demo")
+    command = start(*DILOCO, "peer", *LOOPBACK, *flags)
+    check_refused(command, "model: here ")
 
 
 def test_a_world_rank_that_a_live_peer_has_is_refused(swarm, start, model):

@@ -19,11 +19,11 @@ def hidden(quiet_bootstrap, tmp_path):
 
 @pytest.fixture
 def light(quiet_bootstrap, tmp_path):
-    light = LightSwarm(tmp_path, [quiet_bootstrap], RUN_ID, step_s=0.02, max_steps=10**9)
-    yield light
-    light.close()
+    with LightSwarm(tmp_path, [quiet_bootstrap], RUN_ID, step_s=0.02, max_steps=10**9) as light:
+        yield light
 
 
+@pytest.mark.exhaustive
 def test_founders_and_newcomers_find_each_other_through_any_initial_peer(hidden, light):
     founders = light.start_all(2)
     wait_until(lambda: all(peer.epoch >= 2 for peer in founders), "epochs of both founders")

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.light_worker import initial_weights, target_of, train_step
 from peers.reduce.robust_sums import CLIP_ITERATIONS
-from tests.support.swarm import LightSwarm, wait_until
+from tests.support.swarm import LightSwarm, check_well, wait_until
 
 PUSHER, NEWCOMER, NUM_FOUNDERS = 1, 5, 5
 PUSH, NUMEL, LOCAL_STEPS = 100.0, 64, 4
@@ -58,6 +58,7 @@ BOUNDS: dict[str, Bound] = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("rule", BOUNDS)
 def test_the_anchor_stays_where_the_rule_keeps_it(rule, swarm):
     steps = train_beside_the_pusher(swarm, rule)
@@ -65,6 +66,7 @@ def test_the_anchor_stays_where_the_rule_keeps_it(rule, swarm):
         assert BOUNDS[rule](*step), f"epoch {epoch}"
 
 
+@pytest.mark.exhaustive
 def test_under_mean_the_anchor_is_carried_away(swarm):
     steps = train_beside_the_pusher(swarm, "mean")
     assert not any(holds(*steps[min(steps)]) for holds in BOUNDS.values())
@@ -86,9 +88,7 @@ def train_beside_the_pusher(swarm: Callable[..., LightSwarm], rule: str) -> dict
     joined = newcomer.epoch
     wait_until(lambda: least_epoch(light) >= joined + EPOCHS, f"{EPOCHS} more epochs")
     light.check_digests()
-    for peer in light.peers.values():
-        assert peer.process.is_alive() and not peer.error
-        assert "Traceback" not in peer.log, peer.log[-3000:]
+    check_well(light.peers.values())
     steps = steps_of(light)
     assert min(steps) <= EPOCHS and max(steps) > joined
     return steps

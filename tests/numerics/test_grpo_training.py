@@ -17,6 +17,7 @@ from diloco.options.flags import CkptConfig, GrpoConfig, HvConfig, TrainConfig
 from diloco.options.trainer import for_mode
 from diloco.outer.world import World
 from diloco.rl.answers import Completion
+from diloco.rl.task_choice import open_task
 from diloco.rl.tasks import Example, Reward
 from diloco.train_grpo import Training
 from peers.daemon.link import LINK_ENV
@@ -48,7 +49,7 @@ class Letters:
 @pytest.fixture
 def config(tmp_path, monkeypatch):
     monkeypatch.delenv(LINK_ENV, raising=False)
-    monkeypatch.setattr(train_grpo, "open_task", lambda name, seed: Letters())
+    monkeypatch.setattr(train_grpo, "open_task", lambda grpo, seed: Letters())
     model = bare_model(
         tmp_path / "model",
         hidden_size=32,
@@ -96,6 +97,19 @@ def test_runs_of_one_seed_earn_the_same_rewards_and_those_of_another_seed_others
     assert first == again and len(first) == 4
     assert [figures[2] for figures in other] != [figures[2] for figures in first]
     assert all(figures[2] > 0 for figures in first)
+
+
+def test_a_reward_of_the_users_own_is_what_is_trained_on(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(train_grpo, "open_task", open_task)
+    rewards = tmp_path / "rewards.py"
+    rewards.write_text(
+        "def spaces(completion, example):\n    return completion.text.count(' ') - len(completion.text)\n"
+    )
+    own = replace(config.grpo, dataset="reasoning-gym:chain_sum", reward=f"{rewards}:spaces")
+    records = trained(replace(config, grpo=own, total_steps=2), tmp_path / "run")
+    paid = [record["reward_spaces"] for record in records if record["kind"] == "step"]
+    assert len(paid) == 2 and all(value < 0 for value in paid)
+    assert paid == [record["reward"] for record in records if record["kind"] == "step"]
 
 
 def test_a_peer_resumes_bit_for_bit_with_the_swarms_state(config, tmp_path, monkeypatch):
@@ -172,7 +186,7 @@ def test_a_model_is_rebuilt_from_the_deltas_of_a_training_that_was_resumed(confi
     trained(replace(config, ckpt=replace(ckpt, resume="auto")), tmp_path / "second")
     names = sorted(path.name for path in (tmp_path / "deltas").glob("step_*"))
     assert names == [f"step_{step}.safetensors" for step in range(5)]
-    words = ["ckpt", "rebuild", str(tmp_path / "deltas"), "--out", str(tmp_path / "rebuilt")]
+    words = ["ckpt", "rebuild", str(tmp_path / "deltas"), str(tmp_path / "rebuilt")]
     assert exit_code(words) == 0
     saved, made = (load_file(tmp_path / name / "model.safetensors") for name in ("second/model", "rebuilt"))
     assert saved.keys() == made.keys()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -14,6 +15,7 @@ from tests.support.torch_worker import flat, fresh_model, inner_step, loss_of, o
 PLAIN_AVERAGING = {"hv.outer_lr": 1.0, "hv.outer_momentum": 0.0}
 
 
+@pytest.mark.exhaustive
 def test_one_peer_with_outer_lr_1_and_no_momentum_is_plain_training_at_every_sync(swarm):
     light = swarm(local_steps=3, max_steps=12, optimizer="adamw")
     light.worker_module, light.manifest = "tests.support.torch_worker", PLAIN_AVERAGING
@@ -29,6 +31,7 @@ def test_one_peer_with_outer_lr_1_and_no_momentum_is_plain_training_at_every_syn
             np.testing.assert_allclose(synced, flat(model), rtol=0, atol=2e-6)
 
 
+@pytest.mark.exhaustive
 def test_two_peers_with_one_local_step_and_sgd_are_distributed_data_parallel(swarm):
     light = swarm(local_steps=1, max_steps=6, optimizer="sgd")
     light.worker_module, light.manifest = "tests.support.torch_worker", PLAIN_AVERAGING

@@ -8,14 +8,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch.utils.data import SequentialSampler
 from transformers import TrainerCallback
+from transformers.trainer_pt_utils import LengthGroupedSampler
+from trl.trainer.utils import RepeatSampler
 
 from diloco.callback import DilocoCallback, check_divides, generation_period
 from diloco.errors import UserError
 from peers.daemon.link import LINK_ENV
 from tests.support.scripted_daemon import ScriptedDaemon, halving
 from tests.support.tiny_model import tiny_llama
-from tests.support.trainer_worker import trainer_of, weights
+from tests.support.trainer_worker import Samples, trainer_of, weights
 
 
 class Seen(TrainerCallback):
@@ -70,6 +73,52 @@ def test_every_epoch_the_weights_become_what_the_daemon_says(tmp_path, link):
         "samples count where a trainer counts no tokens"
     )
     assert daemon.kinds()[-1] == "finished"
+
+
+class Read(Samples):
+    """Which samples a trainer has asked for, in order."""
+
+    def __init__(self):
+        super().__init__(seed=0)
+        self.indices = []
+
+    def __getitem__(self, index):
+        self.indices.append(index)
+        return super().__getitem__(index)
+
+
+def read_by_peer(world_rank, directory, link, sampler=None):
+    data = Read()
+    with ScriptedDaemon(link, local_steps=2, world_rank=world_rank):
+        trainer = trainer_of(directory, DilocoCallback(), save_strategy="no", max_steps=4)
+        trainer.train_dataset = data
+        if sampler:
+            trainer._get_train_sampler = lambda dataset=None: sampler(data)
+        trainer.train()
+    assert len(data.indices) >= 4 * 4
+    return data.indices[: 4 * 4]
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        None,
+        lambda data: RepeatSampler(data, mini_repeat_count=1, batch_size=4, seed=3),
+        lambda data: LengthGroupedSampler(4, data, lengths=[64] * 64),
+    ],
+    ids=["a Trainer's", "TRL's", "by length"],
+)
+def test_no_two_peers_read_the_same_samples_in_the_same_order(tmp_path, link, sampler):
+    read = [read_by_peer(rank, tmp_path / str(rank), link, sampler) for rank in (0, 1, 2)]
+    assert read[0] != read[1] != read[2] != read[0]
+    # By chance, a sample is in both of two such quarters in four cases.
+    assert len(set(read[0]) & set(read[1])) < 12
+    assert read_by_peer(1, tmp_path / "again", link, sampler) == read[1]
+
+
+def test_data_that_are_not_shuffled_are_warned_about(tmp_path, link, caplog):
+    assert read_by_peer(1, tmp_path, link, SequentialSampler) == list(range(16))
+    assert "so that all peers train on the same" in caplog.text
 
 
 @pytest.mark.parametrize("step", [4, 5], ids=["from a round's boundary", "from between two rounds"])

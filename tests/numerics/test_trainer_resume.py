@@ -14,10 +14,11 @@ import fsspec
 import pytest
 import torch
 from safetensors import safe_open
+from torch.distributed.tensor import DTensor
 
 from diloco.checkpoint import checkpoint
-from diloco.checkpoint.shards import shards_of
-from diloco.errors import UserError
+from diloco.checkpoint.shards import state_to_write
+from diloco.errors import DilocoError, UserError
 from diloco.launch.worker import Assignment
 from diloco.options.flags import CkptConfig, HvConfig
 from diloco.outer.world import World, gathered
@@ -30,9 +31,9 @@ from tests.support.training import of_kind, tiny_config, train
 FIGURES = ("step", "loss", "lr", "grad_norm", "tokens")
 
 
-def stopped_and_resumed(world, directory, precision):
+def stopped_and_resumed(world, directory, precision, optimizer="adamw"):
     """Figures of an undisturbed run of six steps, and of one that stops after three and goes on from two."""
-    config = tiny_config(directory, precision=precision)
+    config = tiny_config(directory, precision=precision, optimizer=optimizer)
     whole = train(config, directory / "whole", world)
     ckpt = CkptConfig(path=config.ckpt.path, interval=2)
     first = train(replace(config, max_steps=3, ckpt=ckpt), directory / "parts", world)
@@ -54,8 +55,9 @@ def test_resumed_figures_equal_the_undisturbed_ones(tmp_path, monkeypatch, preci
     assert resumed == whole[2:]
 
 
-def test_sharded_ranks_resume_from_their_own_shards(tmp_path, two):
-    whole, resumed = two.run(stopped_and_resumed, tmp_path, "32-true")[0]
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_sharded_ranks_resume_from_their_own_shards(tmp_path, two, optimizer):
+    whole, resumed = two.run(stopped_and_resumed, tmp_path, "32-true", optimizer)[0]
     assert [figures[0] for figures in resumed] == [3, 4, 5, 6]
     assert resumed == whole[2:]
 
@@ -172,8 +174,11 @@ def restored(world, config, directory):
     trainer = Trainer(
         Assignment(config=config, run_dir=directory / "restored"), world, torch.device("cpu"), []
     )
-    shards = shards_of(trainer.inner, rank=world.rank)
-    mine = {name: (one.start, one.local.clone()) for name, one in shards.items() if one.is_first}
+    mine = {
+        name: (world.rank, one.to_local().clone() if isinstance(one, DTensor) else one.clone())
+        for name, one in state_to_write(trainer.inner, world.rank).items()
+        if not name.startswith("rng.")
+    }
     with trainer.metrics:
         trainer.checkpoints.close()
     return trainer.outer.position, trainer.outer.tokens, gathered((mine, torch.get_rng_state()))
@@ -245,12 +250,13 @@ def test_what_is_on_every_rank_is_saved_once_and_resumed_by_other_numbers_of_ran
     assert sizes[0] > 4 * sum(tensor.numel() for tensor in saved.values()) > 3 * sizes[1]
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_what_one_rank_saved_goes_on_over_two_with_the_same_figures_but_for_rounding(
-    tmp_path, monkeypatch, two
+    tmp_path, monkeypatch, two, optimizer
 ):
     monkeypatch.delenv(LINK_ENV, raising=False)
     ckpt = CkptConfig(path=str(tmp_path / "checkpoints"), interval=3)
-    config = tiny_config(tmp_path, ckpt=ckpt)
+    config = tiny_config(tmp_path, ckpt=ckpt, optimizer=optimizer)
     whole = train(config, tmp_path / "whole")
     resume = replace(config, ckpt=replace(ckpt, resume=str(tmp_path / "checkpoints" / "model_step_3")))
     resumed = two.run(train_on, resume, tmp_path / "resumed")[0]
@@ -284,8 +290,14 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_one_waits(t
         for _ in range(3):
             trainer.step(torch.from_numpy(next(samples)))
         assert trainer.outer.nominal_step == 3 and not written_at and trainer.checkpoints.events() == []
-        threading.Timer(0.2, gate.set).start()
+        wait = trainer.checkpoints._saver.wait
+
+        def waited(timeout_s=None):
+            threading.Timer(0.2, gate.set).start()
+            return wait(timeout_s)
+
         # Step 4 is due, and must wait for 2.
+        monkeypatch.setattr(trainer.checkpoints._saver, "wait", waited)
         trainer.step(torch.from_numpy(next(samples)))
         assert len(written_at) >= 1
         trainer.checkpoints.close()
@@ -324,6 +336,19 @@ def test_a_disk_that_is_full_stops_nothing_and_is_told(tmp_path, monkeypatch):
     }
     assert "No space left" in events[4]["reason"]
     assert sorted(entry.name for entry in path.iterdir()) == ["model_step_2", "model_step_6"]
+
+
+def test_a_disk_that_is_full_ends_a_training_whose_checkpoints_are_required(tmp_path, monkeypatch):
+    monkeypatch.delenv(LINK_ENV, raising=False)
+
+    def full(path, *arguments):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(checkpoint, "write_tensors", full)
+    path = tmp_path / "checkpoints"
+    config = tiny_config(tmp_path, ckpt=CkptConfig(path=str(path), interval=2, required=True))
+    with pytest.raises(DilocoError, match=r"^the worker failed: the checkpoint of step 2 .*No space left"):
+        train(config, tmp_path / "run")
 
 
 def test_one_rank_whose_disk_is_full_makes_no_half_checkpoint(tmp_path, two):

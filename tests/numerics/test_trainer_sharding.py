@@ -11,13 +11,13 @@ from diloco.options.flags import TrainConfig
 from diloco.outer.flat import copy_in, copy_out, layout_of, pieces_of
 from diloco.outer.world import World, barrier, device_mesh
 from diloco.train.inner import InnerLoop
-from diloco.train.optim import adamw
+from diloco.train.optim import optimizer_of
 from diloco.train.sharding import Precision, full_state, prepare
 from tests.support.tiny_model import samples, tiny_llama
 from tests.support.torch_ranks import Ranks
 
 CPU = torch.device("cpu")
-NUM_STEPS, BATCH = 4, 8
+NUM_STEPS, BATCH = 4, 12
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class Case:
     num_nodes: int = 1
     precision: torch.dtype = torch.float32
     checkpointing: bool = False
+    optimizer: str = "adamw"
 
 
 def loop_of(case: Case, world: World, *, micro_batch_size: int = BATCH) -> InnerLoop:
@@ -36,7 +37,7 @@ def loop_of(case: Case, world: World, *, micro_batch_size: int = BATCH) -> Inner
     prepare(model, config, precision=precision, device=CPU, mesh=mesh)
     return InnerLoop(
         model,
-        adamw(model, weight_decay=0.1),
+        optimizer_of(case.optimizer, model, weight_decay=0.1),
         precision=precision,
         device=CPU,
         micro_batch_size=micro_batch_size,
@@ -81,6 +82,9 @@ CASES = [
     Case(strategy="NO_SHARD"),
     Case(num_nodes=2),
     Case(checkpointing=True),
+    Case(optimizer="muon"),
+    Case(optimizer="muon", strategy="NO_SHARD"),
+    Case(optimizer="muon", num_nodes=2),
 ]
 
 
@@ -93,8 +97,17 @@ def ranks():
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_two_ranks_train_like_one(ranks, case):
     (figures, weights), (their_figures, _) = ranks.run(trained, case, num_nodes=case.num_nodes)
-    expected_figures, expected_weights = trained(World(), Case())
+    expected_figures, expected_weights = trained(World(), Case(optimizer=case.optimizer))
     assert figures == their_figures
+    assert torch.tensor(figures) == pytest.approx(torch.tensor(expected_figures), abs=1e-5)
+    assert torch.allclose(weights, expected_weights, atol=1e-5)
+
+
+def test_three_ranks_that_share_matrices_unevenly_train_by_muon_like_one():
+    case = Case(optimizer="muon")
+    with Ranks(3) as three:
+        figures, weights = three.run(trained, case)[0]
+    expected_figures, expected_weights = trained(World(), case)
     assert torch.tensor(figures) == pytest.approx(torch.tensor(expected_figures), abs=1e-5)
     assert torch.allclose(weights, expected_weights, atol=1e-5)
 
@@ -116,7 +129,7 @@ def test_mixed_precision_stays_near_full_precision_on_one_rank_and_two(ranks, pr
         assert torch.tensor(figures) == pytest.approx(torch.tensor(exact), abs=0.05)
 
 
-@pytest.mark.parametrize("micro_batch_size", [1, 3, 4])
+@pytest.mark.parametrize("micro_batch_size", [1, 4, 5])
 def test_a_batch_in_parts_counts_like_the_batch_at_once(micro_batch_size):
     whole, whole_weights = trained(World(), Case())
     parts, weights = trained(World(), Case(), micro_batch_size)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from provisioning.pod_paths import PODS
+from provisioning.machines.paths import PODS
 from tests.support.commands import Command, check_gone, model_directory
 from tests.support.pods_commands import argv_of
 
@@ -51,6 +51,11 @@ def test_four_experiments_on_two_pods_have_four_learning_rates_in_four_results(t
             )
         )
         assert logs.code == 0 and "lr-sweep-0/lr-1e-06" in logs.stdout, logs.stderr
+
+        shown = run(*argv_of("diloco experiments status --json"))
+        assert [one["ok"] for one in json.loads(shown.stdout)["experiments"]].count(True) == 4
+        table = run(*argv_of("diloco experiments status lr_sweep"))
+        assert table.code == 0 and "lr-1e-06" in table.stdout and table.stderr.count("!!! lr-") == 4
 
         gone = run(*argv_of("diloco experiments destroy lr_sweep"))
         assert gone.code == 0, gone.stderr

@@ -14,7 +14,14 @@ import pytest
 from tests.support.commands import Command, check_gone, model_directory
 from tests.support.lambda_api import LambdaApi
 from tests.support.namespaces import hub, inside, why_not
-from tests.support.pods_commands import argv_of, tiny_training
+from tests.support.pods_commands import (
+    ALL_DOWN,
+    LAMBDA_DEPLOY,
+    LAMBDA_KEY,
+    LAMBDA_OFFERS,
+    argv_of,
+    tiny_training,
+)
 from tests.support.ssh_machines import SSHD, cloud_machine, needs_rsync
 
 pytest.importorskip("asyncssh", reason="the package asyncssh is not installed")
@@ -53,10 +60,14 @@ def test_two_instances_train_together_and_are_given_back(api, tmp_path):
         return commands[-1]
 
     try:
-        provision = argv_of(
-            "diloco provision --pods 2 --gpu-type A100,A10 --gpu-count 1 --provider lambda --yes"
-        )
-        common = ("--python", sys.executable, "--ttl-hours", 2)
+        assert run(*argv_of(LAMBDA_KEY)).code == 0
+        assert (tmp_path / "user/.ssh/laptop.pem").stat().st_mode & 0o077 == 0
+        offers = json.loads(run(*argv_of(LAMBDA_OFFERS, "--json")).stdout)
+        assert sorted(one["price_per_hour"] for one in offers) == [0.75, 1.29, 14.32]
+        common = ("--python", sys.executable, "--ttl-hours", 2, "--yes")
+        deployed = run(*argv_of(LAMBDA_DEPLOY, *common))
+        assert (deployed.code, api.num_launched) == (0, 2), deployed.stderr
+        provision = argv_of(LAMBDA_DEPLOY.replace(" --deploy-only", ""))
         up = run(*provision, *common, "--", *tiny_training(model, device="cpu"))
         assert up.code == 0, up.stderr
         launches = [one.body for one in api.requests if one.path.endswith("/launch")]
@@ -66,7 +77,7 @@ def test_two_instances_train_together_and_are_given_back(api, tmp_path):
         assert "averaged by 2 peers" in run(*argv_of("diloco pods logs pod-1")).stdout
         again = run(*provision, *common, "--", *tiny_training(model, device="cpu"))
         assert (again.code, api.num_launched) == (0, 2), again.stderr
-        assert run(*argv_of("diloco pods down")).code == 0
+        assert run(*argv_of(ALL_DOWN)).code == 0
         assert all(one["_ended"] for one in api.instances.values())
         check_gone(up)
         cost = json.loads(run(*argv_of("diloco pods cost --json")).stdout)

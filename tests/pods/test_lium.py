@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from provisioning import operations
 from provisioning.errors import ProvisioningError, UserError
-from provisioning.keys import public_key
-from provisioning.ledger import Ledger
-from provisioning.pod_paths import PODS
-from provisioning.pod_status import overview
-from provisioning.pods import PodSpec
+from provisioning.ledger.ledger import Ledger
+from provisioning.machines.keys import public_key
+from provisioning.machines.paths import PODS
+from provisioning.pods.pod import PodSpec
 from provisioning.providers.lium import LiumProvider
 from provisioning.providers.registry import Access
-from provisioning.settling import Patience
+from provisioning.renting import operations
+from provisioning.renting.settler import Patience
+from provisioning.swarm.status import overview
 from tests.support.fleets import TestFleet
 from tests.support.http_api import Fault
 from tests.support.lium_api import LiumApi, executor
@@ -235,7 +235,7 @@ def test_lists_that_lack_a_pod_neither_lose_it_nor_rent_a_second_one(fleet, api)
 
 
 def test_a_pod_of_which_nothing_is_known_stays_in_the_ledger_and_nothing_is_rented(fleet, api, monkeypatch):
-    monkeypatch.setattr("provisioning.backoff.MAX_DELAY_S", 0.0)
+    monkeypatch.setattr("provisioning.providers.backoff.MAX_DELAY_S", 0.0)
     assert fleet.up([one()], trains=False).is_good
     api.num_empty_lists = 1000
     api.faults.append(Fault("GET /pods/", 400, times=1000))
@@ -288,7 +288,7 @@ def test_a_pod_that_has_died_is_not_called_new(fleet, api, tmp_path):
 
 
 def test_a_provider_that_cannot_be_reached_is_said_in_plain_words(tmp_path, monkeypatch):
-    monkeypatch.setattr("provisioning.backoff.MAX_DELAY_S", 0.0)
+    monkeypatch.setattr("provisioning.providers.backoff.MAX_DELAY_S", 0.0)
     line = public_key(tmp_path / "ssh/id_ed25519")
     environment = {"LIUM_API_KEY": "k", "LIUM_BASE_URL": f"http://127.0.0.1:{free_ports(1)[0]}/api"}
     away = TestFleet(

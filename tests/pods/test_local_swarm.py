@@ -13,7 +13,7 @@ import pytest
 
 from diloco.train.devices import num_cores
 from diloco.train.metrics_file import Tail
-from provisioning.pod_paths import PODS
+from provisioning.machines.paths import PODS
 from tests.support.commands import Command, check_gone, model_directory
 from tests.support.pods_commands import DOWN, LOGS, PROVISION, STATUS, argv_of, tiny_training
 
@@ -36,6 +36,7 @@ def run(tmp_path: Path) -> Iterator[object]:
         command.close()
 
 
+@pytest.mark.exhaustive
 def test_without_a_flag_three_pods_train_what_this_machine_trains_well(run, tmp_path):
     up = run(argv_of(PROVISION))
     assert up.code == 0, up.stderr
@@ -51,9 +52,12 @@ def test_without_a_flag_three_pods_train_what_this_machine_trains_well(run, tmp_
     check_gone(up)
 
 
-def test_three_unlike_peers_train_together_and_leave_nothing(run, tmp_path):
+@pytest.mark.exhaustive
+def test_three_unlike_peers_train_together_and_leave_nothing(run, tmp_path, monkeypatch):
     flags = tiny_training(model_directory(tmp_path / "model"))
-    provision = argv_of(PROVISION, "--gpu-type", "cpu-1,cpu-2,cpu-4", "--", *flags)
+    given = ("--secret", "DILOCO_TEST_SECRET", "--mount", f"{tmp_path / 'model'}:mine", "--run-dir", "home")
+    monkeypatch.setenv("DILOCO_TEST_SECRET", "open sesame")
+    provision = argv_of(PROVISION, "--gpu-type", "cpu-1,cpu-2,cpu-4", *given, "--", *flags)
     up = run(provision)
     assert up.code == 0, up.stderr
     assert up.stdout.splitlines()[-3:] == ["pod-0: running", "pod-1: running", "pod-2: running"]
@@ -64,6 +68,10 @@ def test_three_unlike_peers_train_together_and_leave_nothing(run, tmp_path):
     epochs = [{one["epoch"]: one for one in found if one["kind"] == "epoch"} for found in records]
     assert all(found[1]["contributors"] == [0, 1, 2] for found in epochs)
     assert len({found[1]["anchor_digest"] for found in epochs}) == 1
+
+    assert all((pod / "mine/config.json").is_file() for pod in pods)
+    secrets = [pod / "secrets.env" for pod in pods]
+    assert all("open sesame" in path.read_text() and path.stat().st_mode & 0o077 == 0 for path in secrets)
 
     pids = {path: path.read_text() for pod in pods for path in pod.rglob("jobs/*/pid")}
     assert len(pids) == 4
@@ -78,6 +86,9 @@ def test_three_unlike_peers_train_together_and_leave_nothing(run, tmp_path):
         (f"pod-{index}", "running", "trains") for index in range(3)
     ]
     assert all(one["epoch"] >= 1 for one in found)
+    assert all(one["tokens"] > 0 and one["dollars"] == 0 for one in found)
+    assert all(0 < one["cpu_percent"] <= 100 for one in found)
+    assert "tokens trained by those that are there: 0.00 $ per billion tokens" in run(argv_of(STATUS)).stdout
     assert "averaged by 3 peers" in run(argv_of(LOGS)).stdout
     of_the_dht = run(argv_of(LOGS, "--job", "dht"))
     assert of_the_dht.code == 0 and "joined, 3 peers" in of_the_dht.stdout
@@ -102,6 +113,12 @@ def test_three_unlike_peers_train_together_and_leave_nothing(run, tmp_path):
     down = run(argv_of(DOWN))
     assert down.code == 0, down.stderr
     check_gone(up)
+    home = tmp_path / "here/home"
+    for index, found in enumerate(epochs):
+        fetched = Tail(home / f"pod-{index}/runs/peer/metrics.jsonl").read()
+        assert {one["epoch"] for one in fetched if one["kind"] == "epoch"} >= set(found)
+    assert (home / "pod-0/jobs/peer/log").is_file()
+    assert not [path for path in home.rglob("*") if "secret" in path.name or "open sesame" in _text(path)]
     assert not (tmp_path / "here/state/diloco/local" / PODS).exists()
     assert run(argv_of(STATUS, "--json")).stdout == "[]\n"
     cost = json.loads(run(argv_of("diloco pods cost", "--json")).stdout)
@@ -120,3 +137,7 @@ def test_a_peer_that_cannot_start_is_told_of_at_once_and_holds_up_no_other(run, 
     down = run(argv_of(DOWN))
     assert down.code == 0, down.stderr
     check_gone(up)
+
+
+def _text(path: Path) -> str:
+    return path.read_text(errors="replace") if path.is_file() else ""

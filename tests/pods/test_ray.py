@@ -152,7 +152,7 @@ def test_the_cluster_can_be_written_down_for_rays_own_launcher():
 
 def test_nothing_of_ray_listens_beyond_loopback_but_its_own_port(tmp_path: Path):
     from provisioning.launchers.ray_cluster import RayJob, head_argv, submit_argv
-    from provisioning.pods import Pod
+    from provisioning.pods.pod import Pod
 
     words = head_argv("python", Pod(id="1", label="x", is_ready=True, host="10.0.0.1"), cpus=None)
     assert "--dashboard-host=127.0.0.1" in words and "--node-ip-address=10.0.0.1" in words

@@ -12,18 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from provisioning import operations
 from provisioning.errors import HostKeyChanged, MachineError, UserError
-from provisioning.ledger import Ledger
-from provisioning.pod_logs import collect
-from provisioning.pod_paths import PODS
-from provisioning.pod_status import overview
-from provisioning.pods import PodSpec
+from provisioning.ledger.ledger import Ledger
+from provisioning.machines.paths import PODS
+from provisioning.machines.setup import Setup, mount_of, set_up
+from provisioning.machines.ssh import Address, SshMachine
+from provisioning.pods.pod import PodSpec
 from provisioning.providers.registry import Access
 from provisioning.providers.ssh import SshProvider
-from provisioning.settling import Patience
-from provisioning.setup import Setup, set_up
-from provisioning.ssh_machine import Address, SshMachine
+from provisioning.renting import operations
+from provisioning.renting.renter import FETCH, RUN_DIR
+from provisioning.renting.settler import Patience
+from provisioning.swarm.status import overview
 from tests.support.fleets import TestFleet
 from tests.support.pods_driver import source_of
 from tests.support.ssh_machines import SSHD, SshHost, client_key, free_ports, needs_rsync, ssh_host
@@ -136,7 +136,10 @@ def test_a_machine_that_does_not_answer_hides_no_other(fleet, hosts, key, tmp_pa
     assert "cannot be reached" in by_name["pod-1"].peer and list(seen.silent) == ["machine1"]
     failures = asyncio.run(operations.reconcile(ledger, access, (), quiet, patience))
     assert sorted(failures) == ["machine1", "pod-1"]
-    assert list(asyncio.run(collect(ledger, access, (), tmp_path / "logs"))) == ["pod-1"]
+    ledger.remember(RUN_DIR, str(tmp_path / "home"))
+    ledger.remember(FETCH, "logs")
+    assert list(asyncio.run(operations.bring_home(ledger, access, (), quiet))) == ["pod-1"]
+    ledger.remember(RUN_DIR, "")
     failures = asyncio.run(operations.down(ledger, access, (), quiet, patience))
     assert list(failures) == ["pod-1"] and "MAY COST MONEY: machine1 does not answer" in str(
         failures["pod-1"]
@@ -291,7 +294,7 @@ def build_editable(directory, config_settings=None, metadata_directory=None):
 
 
 @pytest.mark.pods
-def test_an_environment_is_made_once_by_venv_and_pip(tmp_path, hosts, key):
+def test_an_environment_is_made_once_by_pip_where_uv_fails(tmp_path, hosts, key):
     """Of a package that needs nothing, so that nothing is fetched."""
     source = tmp_path / "package"
     source.mkdir()
@@ -302,6 +305,7 @@ def test_an_environment_is_made_once_by_venv_and_pip(tmp_path, hosts, key):
     (source / "backend.py").write_text(BACKEND)
     (source / "constraints.txt").write_text("")
     host = hosts[0]
+    host.install("uv", 'echo "$@" >>"$HOME/asked"; exit 2')
 
     async def work() -> tuple[str, float, float]:
         address = Address(
@@ -309,7 +313,12 @@ def test_an_environment_is_made_once_by_venv_and_pip(tmp_path, hosts, key):
         )
         machine = SshMachine(address)
         try:
-            setup = Setup(source=source, secrets={"WANDB_API_KEY": "it's a secret"}, min_free_mb=1)
+            setup = Setup(
+                source=source,
+                secrets={"WANDB_API_KEY": "it's a secret"},
+                mounts=[mount_of(f"{source}:data/source"), mount_of(f"{source}/backend.py:data/one.py")],
+                min_free_mb=1,
+            )
             python = await set_up(machine, "label", setup, num_gpus=None)
             made_at = (host.home / PODS / "label/venv/fingerprint").stat().st_mtime_ns
             await set_up(machine, "label", setup, num_gpus=None)
@@ -324,7 +333,11 @@ def test_an_environment_is_made_once_by_venv_and_pip(tmp_path, hosts, key):
 
     python, made_at, still_at = asyncio.run(work())
     assert (python, made_at) == ("venv/bin/python", still_at)
+    asked = "pip install --quiet --python venv/bin/python --constraint code/constraints.txt --editable code\n"
+    assert (host.home / "asked").read_text() == asked
     assert (host.home / PODS / "label/secrets.env").stat().st_mode & 0o077 == 0
+    data = host.home / PODS / "label/data"
+    assert (data / "source/backend.py").read_text() == (data / "one.py").read_text() == BACKEND
 
 
 @pytest.mark.pods

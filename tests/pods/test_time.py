@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from provisioning import watcher
-from provisioning.pod_paths import PODS
+from provisioning.machines.paths import PODS
+from provisioning.renting import watcher
 from tests.support.commands import Command, check_gone, wait_until
 from tests.support.pods_commands import STATUS, argv_of
 

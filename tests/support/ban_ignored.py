@@ -20,7 +20,7 @@ def ignore_bans() -> None:
     from peers.admission.service import AdmissionService
     from peers.net.states.server import StateServer
 
-    async def stall(server: StateServer, head: str, channel: Channel, sock: Any) -> None:
+    async def stall(server: StateServer, head: str, channel: Channel) -> None:
         asking = next(peer_id for peer_id, newest in server._newest.items() if newest is channel)
         log.info("%s %s", STALLS, asking)
         await asyncio.sleep(60.0)

@@ -25,6 +25,7 @@ PAGES = {
 }
 BIN = Path(sys.executable).parent
 MADDR = "/ip4/203.0.113.7/tcp/30001/p2p/12D3KooWHMXMfxzB2bW1hADjf1JAuC8oCiCpB1mtKpS8y6N1QwMW"
+_TABLE = re.compile(r"^<!-- test: features -->\n((?:^\|.*\n)+)", re.MULTILINE)
 _MARK = re.compile(r"(?:^<!-- test: ([\w.]+) -->\n)?^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -53,6 +54,12 @@ def commands(text: str) -> list[str]:
 def parsed_commands(text: str) -> list[str]:
     """Those that are only parsed."""
     return list(_commands(text, parsed=True))
+
+
+def features(text: str) -> dict[str, str]:
+    """What the table of features says: its commands, by what they are for."""
+    rows = [row.split(" | ") for table in _TABLE.findall(text) for row in table.splitlines()[2:]]
+    return {what.removeprefix("| "): command.strip("`| ") for what, command in rows}
 
 
 def typed(command: str, *more: Any, **replaced: Any) -> list[str]:

@@ -8,14 +8,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from provisioning.fleet import Fleet, Outcome
-from provisioning.ledger import Ledger
-from provisioning.pods import PodSpec
+from provisioning.ledger.ledger import Ledger
+from provisioning.machines.results import DEFAULT
+from provisioning.machines.setup import Setup
+from provisioning.pods.pod import PodSpec
 from provisioning.providers.protocol import Provider
-from provisioning.renting import Renter
-from provisioning.settling import Patience
-from provisioning.setup import Setup
-from provisioning.swarm import SwarmOptions
+from provisioning.renting.renter import FETCH, RUN_DIR, Renter
+from provisioning.renting.renters import Renters
+from provisioning.renting.settler import Patience
+from provisioning.swarm.fleet import Fleet, Outcome
+from provisioning.swarm.swarm import SwarmOptions
 from tests.support.pods_driver import STAND_IN, source_of
 
 PATIENCE = Patience(poll_s=0.1, boot_s=20.0, destroy_s=5.0)
@@ -34,6 +36,9 @@ class TestFleet:
     python: str | None = str(STAND_IN)
     said: list[str] = field(default_factory=list)
     min_free_mb: int = 1
+    run_dir: Path | None = None
+    """Where results go; None: they are not fetched."""
+    loses_results: bool = False
 
     @property
     def ledger_path(self) -> Path:
@@ -52,11 +57,14 @@ class TestFleet:
         return self.run(work)
 
     def down(self) -> Outcome:
-        return self.run(lambda fleet: fleet.give_back())
+        return self.run(lambda fleet: fleet.give_back(loses_results=self.loses_results))
 
     def settle(self) -> None:
         async def work(fleet: Fleet) -> Outcome:
-            return Outcome(await fleet.renter.settle())
+            ((provider, failures),) = (await fleet.renters.settle()).items()
+            if provider in failures:
+                raise failures[provider]
+            return Outcome(failures)
 
         self.run(work)
 
@@ -71,10 +79,13 @@ class TestFleet:
                 say=lambda name, text: self.said.append(f"{name}: {text}"),
                 patience=self.patience,
             )
+            if self.run_dir is not None:
+                ledger.remember(RUN_DIR, str(self.run_dir))
+                ledger.remember(FETCH, " ".join(DEFAULT))
             setup = Setup(source=source_of(self.directory), python=self.python, min_free_mb=self.min_free_mb)
             try:
                 with ledger.locked():
-                    return await work(Fleet(renter, setup))
+                    return await work(Fleet(Renters.only(renter), setup))
             finally:
                 await renter.close()
                 await provider.close()

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from provisioning.errors import NoCapacity, OutcomeUnknown, ProviderError, Unavailable
-from provisioning.machines import Answer
-from provisioning.pods import Listing, Offer, Order, Pod
+from provisioning.machines.machine import Answer
+from provisioning.pods.pod import Listing, Offer, Order, Pod
 
 SETTLE_S, DOUBT_S = 60.0, 600.0
 DELAYS_S = (0.0, 5.0, 59.0, 100.0, 700.0, 3000.0)
@@ -21,6 +21,7 @@ _ORDER = (
     *("late", "lost on its way", "its answer is lost", "it says no and does it", "two pods", "dearer"),
     *("taken", "busy", "no"),
 )
+TAKEN = _ORDER.index("taken")
 _LIST = ("empty", "half", "with what is gone", "twice", "a part is silent", "broken", "busy")
 _FIND = ("broken", "busy")
 _DESTROY = ("late", "not done", "it says yes and does not", "done, it says no")

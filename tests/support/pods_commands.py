@@ -8,9 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.commands import DILOCO, training_flags
+from tests.support.documents import PAGES, features
 
 PROVISION = "diloco provision --pods 3"
 STATUS, LOGS, DOWN = "diloco pods status", "diloco pods logs", "diloco pods down"
+# The table of features, row by row: one that is added needs a test that types it.
+_FEATURES = features(PAGES["docs/tutorials/gpu-pods.md"]).values()
+OFFERS, PLAN, DEPLOY, EXTEND, STATUS_OF_FILE, *_MORE = _FEATURES
+SETS, SET_PLAN, SET_DEPLOY, SET_RUN, FETCH_LOGS, SET_DOWN, ALL_DOWN, *_MORE = _MORE
+LAMBDA_KEY, LAMBDA_OFFERS, LAMBDA_DEPLOY, WRITE_RAY, RAY_UP, ALEXNET = _MORE
 _LONG = {"hv.local-steps": 5, "max-steps": 1_000_000, "per-device-train-batch-size": None}
 ALL = frozenset({PROVISION, STATUS, LOGS, DOWN})
 

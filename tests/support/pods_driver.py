@@ -17,14 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from provisioning.fleet import Fleet
-from provisioning.ledger import Ledger
-from provisioning.pods import PodSpec
+from provisioning.ledger.ledger import Ledger
+from provisioning.machines.setup import Setup
+from provisioning.pods.pod import PodSpec
 from provisioning.providers.local import LocalProvider
-from provisioning.renting import Renter
-from provisioning.settling import Patience
-from provisioning.setup import Setup
-from provisioning.swarm import SwarmOptions
+from provisioning.renting.renter import Renter
+from provisioning.renting.renters import Renters
+from provisioning.renting.settler import Patience
+from provisioning.swarm.fleet import Fleet
+from provisioning.swarm.swarm import SwarmOptions
 
 STAND_IN = Path(__file__).parent / "stand_in_python.sh"
 SPECS = [
@@ -84,7 +85,9 @@ async def drive(what: str, state_dir: Path, point: str) -> int:
             patience=PATIENCE,
             on_state=lambda name, state: death.at(str(state)),
         )
-        fleet = Fleet(renter, Setup(source=source_of(state_dir), python=str(STAND_IN), min_free_mb=1))
+        fleet = Fleet(
+            Renters.only(renter), Setup(source=source_of(state_dir), python=str(STAND_IN), min_free_mb=1)
+        )
         if what == "down":
             outcome = await fleet.give_back()
         else:

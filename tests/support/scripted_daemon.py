@@ -19,7 +19,8 @@ from peers.state.whole_files import write_bytes
 
 Answer = tuple[str, dict[str, Any]]
 Rule = Callable[[dict[str, Any], np.ndarray, np.ndarray], Answer | None]
-"""(message, out, in) -> the answer's kind and fields; None: no answer. What answers `ready` waits to be collected.
+"""(message, out, in) -> the answer's kind and fields; None: no answer. What answers `ready` waits to be collected;
+what is collected after that, of a worker that is ahead, is asked of the rule.
 
 The buffers are those of the message's fragment, else of fragment 0."""
 
@@ -88,6 +89,8 @@ class ScriptedDaemon:
     ) -> None:
         self.path = path
         self.messages: list[dict[str, Any]] = []
+        self.collects: list[dict[str, Any]] = []
+        """How it asked for what it had handed over."""
         self._rule = rule
         self._welcome = {"run_id": "test", "world_rank": world_rank}
         self._manifest = {"hv.local_steps": local_steps, **{f"hv.{k}": v for k, v in manifest.items()}}
@@ -156,9 +159,12 @@ class ScriptedDaemon:
             while True:
                 message = await connection.receive()
                 if message["kind"] == "collect":
+                    self.collects.append(message)
+                if message["kind"] == "collect" and outcome is not None:
                     answer, outcome = outcome, None
                 else:
-                    self.messages.append(message)
+                    if message["kind"] not in ("collect", "poll"):
+                        self.messages.append(message)
                     if message["kind"] == "offer":
                         for fragment in range(1, len(self._memories)):
                             out, inn = self.buffers(fragment)

@@ -5,7 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from peers.monitor.observations import Observations
-from peers.protocol.reports import Figures, Incident, Parts, Point, Report, RoundEntry, Standing
+from peers.protocol.reports import (
+    Evaluation,
+    Figures,
+    Incident,
+    Parts,
+    Phase,
+    Point,
+    Report,
+    RoundEntry,
+    Standing,
+)
 from tests.support.announcements import announced
 
 PARTS = Parts(wait_s=1.0, connect_s=0.01, reduce_s=0.5, preview_s=0.02, vote_s=0.03, apply_s=0.04)
@@ -38,7 +48,15 @@ def reported(
 
 def figures_of(**told: Any) -> Figures:
     """Of a peer that has not told much."""
-    return Figures(**{**dict.fromkeys(Figures.__struct_fields__, 0), "loss": None, "hardware": "", **told})
+    return Figures(
+        **{
+            **dict.fromkeys(Figures.__struct_fields__, 0),
+            "loss": None,
+            "hardware": "",
+            "compression": "",
+            **told,
+        }
+    )
 
 
 def full_report(**fields: Any) -> Report:
@@ -62,5 +80,8 @@ def full_report(**fields: Any) -> Report:
         "points": (Point(time=1.0, step=10, loss=3.0, tokens_per_s=100.0),),
         "rounds": (entry(1, 2.0, num_failures=1, failures=("lost peer 2",)),),
         "incidents": (Incident(time=3.0, text="lost peer 2"),),
+        "phase": Phase(name="evaluating", done=3.0, total=12.0, unit="windows", left_s=9.0, for_s=3.0),
+        "evaluations": (Evaluation(time=3.0, step=10, loss=3.5),),
+        "troubles": ("its disk is full",),
     }
     return Report(**{**usual, **fields})

@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from provisioning.pod_paths import PODS
+from provisioning.machines.paths import PODS
 
 SSHD = "/usr/sbin/sshd"
 _START_TIMEOUT_S = 20.0
@@ -114,16 +114,30 @@ def ssh_host(
 
 
 @contextmanager
-def cloud_machine(directory: Path, *, namespace: str, address: str, user: str) -> Iterator[SshHost]:
+def cloud_machine(
+    directory: Path,
+    *,
+    namespace: str,
+    address: str,
+    user: str,
+    public_keys: str = "",
+    own_directories: Sequence[Path] = (),
+) -> Iterator[SshHost]:
     """As `ssh_host` on OpenSSH's server, in a network namespace of its own: port 22, all ports its own, this user.
 
-    Root and OpenSSH's server are needed. Call it from where the machine can be reached.
+    It sees no processes but its own, and has empty `own_directories` that no other machine sees. Root and OpenSSH's
+    server are needed. Call it from where the machine can be reached.
     """
-    home, authorized, host_key = _prepared(directory, "")
+    home, authorized, host_key = _prepared(directory, public_keys)
     passwd = directory / "passwd"
-    passwd.write_text(Path("/etc/passwd").read_text() + f"{user}:*:0:0::{home}:/bin/sh\n")
-    script = 'mount --bind "$1" /etc/passwd && shift && exec "$@"'
-    prefix = ["ip", "netns", "exec", namespace, "unshare", "--mount", "sh", "-c", script, "sh", str(passwd)]
+    # First, so that programs that look for its home by the number of their user find this one.
+    passwd.write_text(f"{user}:*:0:0::{home}:/bin/sh\n" + Path("/etc/passwd").read_text())
+    mounts = [f"mount -t tmpfs own {shlex.quote(str(path))}" for path in own_directories]
+    for path in own_directories:
+        path.mkdir(parents=True, exist_ok=True)
+    script = " && ".join(['mount --bind "$1" /etc/passwd', *mounts, 'shift && exec "$@"'])
+    isolated = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    prefix = ["ip", "netns", "exec", namespace, *isolated, "sh", "-c", script, "sh", str(passwd)]
     with _openssh(directory, home, authorized, prefix, address, 22) as port:
         yield from _served(SshHost(home, port, user, host_key, address=address))
 
@@ -197,7 +211,8 @@ def _openssh(
         _wait_for(address, port, lambda: process.poll() is None, directory / "sshd.log")
         yield port
     finally:
-        process.terminate()
+        # All of its group: `unshare` ignores it, and ends with its child.
+        os.killpg(process.pid, signal.SIGTERM)
         process.wait(10)
 
 

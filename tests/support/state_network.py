@@ -41,7 +41,7 @@ class Endpoint:
     def __init__(self, network, peer_id):
         self.network, self.peer_id = network, peer_id
 
-    async def open(self, peer_id, protocol, *, timeout_s):
+    async def open(self, peer_id, protocol, *, timeout_s, maddrs=()):
         if (peer_id, protocol) not in self.network.handlers:
             raise PeerUnreachable("nobody there")
         ours, theirs = socket.socketpair()
@@ -86,7 +86,9 @@ def encoded(message):
 
 
 async def serve(network, peer_id, state):
-    await StateServer(network.transport(peer_id), RUN, lambda: state).start()
+    server = StateServer(network.transport(peer_id), RUN, lambda: state)
+    await server.start()
+    return server
 
 
 def download(network, donors, state, **kwargs):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,14 @@ from tests.support.light_edges import edges
 from tests.support.lying_core import lie
 from tests.support.poison import Lie, poison
 
-__all__ = ["DEADLINE_S", "LightPeer", "LightSwarm", "children_of", "wait_until"]
+__all__ = ["DEADLINE_S", "LightPeer", "LightSwarm", "check_well", "children_of", "wait_until"]
+
+
+def check_well(peers: Iterable[LightPeer]) -> None:
+    """They live, by the processes that they have been from the start, and no exception came through."""
+    for peer in peers:
+        assert peer.process.is_alive() and not peer.error
+        assert "Traceback" not in peer.log, peer.log[-3000:]
 
 
 class LightSwarm(light_swarm.LightSwarm):
@@ -29,6 +36,30 @@ class LightSwarm(light_swarm.LightSwarm):
         """How they lie in what they say, by rank: names of diloco.sim.schedules.ALL_LIARS."""
         self.preparations: dict[int, Callable[[], object]] = {}
         """What else a process does before it becomes a peer, by rank."""
+
+    def __enter__(self) -> LightSwarm:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def begin(self, *ranks: int) -> LightSwarm:
+        """Founded by these peers, which have made an epoch."""
+        self.galaxy_size = len(ranks)
+        founders = [self.start(rank) for rank in ranks]
+        wait_until(lambda: all(peer.epoch >= 1 for peer in founders), "the first epoch")
+        return self
+
+    def goes_on(self, num_epochs: int = 2, within_s: float = DEADLINE_S) -> None:
+        """So many more epochs of all peers, which are well."""
+        before = {rank: peer.epoch for rank, peer in self.peers.items()}
+        wait_until(
+            lambda: all(peer.epoch >= before[rank] + num_epochs for rank, peer in self.peers.items()),
+            f"{num_epochs} more epochs",
+            within_s,
+        )
+        self.check_digests()
+        check_well(self.peers.values())
 
     def preparation_of(self, rank: int) -> Callable[[], object] | None:
         others = [other for pair in self.no_path if rank in pair for other in pair - {rank}]

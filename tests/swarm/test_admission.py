@@ -29,6 +29,7 @@ from peers.protocol.admission import Bans
 from peers.protocol.maddrs import parse_maddr
 from peers.protocol.refusal import Refusal, Refused, Why
 from tests.support.closed_swarm import Closed, closed_run
+from tests.support.exhaustive import exhaustive_but
 from tests.support.false_coordinator import GRANT, FalseCoordinator
 from tests.support.flood import Flood
 from tests.support.hostile import INTRODUCTION, Hostile
@@ -48,17 +49,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Closed]:
 @pytest.fixture(scope="module")
 def light(run: Closed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LightSwarm]:
     """Two admitted peers, which train through all tests of this file."""
-    light = run.swarm(
-        tmp_path_factory.mktemp("admitted"), numel=1000, local_steps=5, max_steps=10**9, step_s=0.04
-    )
-    light.galaxy_size = 2
-    try:
-        for rank in (0, 1):
-            light.start(rank)
-        wait_until(lambda: all(peer.epoch >= 1 for peer in light.peers.values()), "the first epoch")
-        yield light
-    finally:
-        light.close()
+    worker = {"numel": 1000, "local_steps": 5, "max_steps": 10**9, "step_s": 0.04}
+    with run.swarm(tmp_path_factory.mktemp("admitted"), **worker) as light:
+        yield light.begin(0, 1)
 
 
 def refused_at_the_mesh(hostile: Hostile, peer_id: str) -> Any:
@@ -106,18 +99,11 @@ async def refused_a_relay(hostile: Hostile, peer_id: str) -> None:
 async def refused_a_direct_stream(hostile: Hostile, peer_id: str) -> None:
     where = parse_maddr(hostile.honest[peer_id].endpoints[0])
     sock = socket.create_connection((where.host, where.port), 5.0)
-    deadline = time.monotonic() + 5.0
+    sock.setblocking(False)
     credentials = Credentials.of(hostile.identity)
     with pytest.raises(PeersError):
-        await asyncio.to_thread(
-            greeting.call,
-            sock,
-            credentials,
-            peer_id,
-            f"diloco/{RUN_ID}/data",
-            plain=False,
-            deadline=deadline,
-        )
+        async with asyncio.timeout(5.0):
+            await greeting.call(sock, credentials, peer_id, f"diloco/{RUN_ID}/data", plain=False)
 
 
 def knock_everywhere(hostile: Hostile, run: Closed, secret: Any) -> dict[str, float]:
@@ -167,7 +153,7 @@ STRANGERS = {
 }
 
 
-@pytest.mark.parametrize("kind", STRANGERS)
+@pytest.mark.parametrize("kind", exhaustive_but(("without a token", "with a revoked token"), STRANGERS))
 def test_a_stranger_is_refused_everywhere_within_a_second_and_logged_once(run, light, tmp_path, kind):
     why, token_of = STRANGERS[kind]
     with Hostile(tmp_path, light.initial_peers, RUN_ID) as hostile:
@@ -192,23 +178,10 @@ def test_a_stranger_is_refused_everywhere_within_a_second_and_logged_once(run, l
         lines = [line for line in peer.log.splitlines() if f"refused {peer_id} at" in line]
         assert sum(line.endswith(why) for line in lines) == 1, lines
         assert len(lines) <= 2
-    goes_on(light)
+    light.goes_on()
 
 
-def goes_on(light: LightSwarm, num_epochs: int = 2) -> None:
-    """So many more epochs of all peers, by the processes they have been from the start."""
-    before = {rank: peer.epoch for rank, peer in light.peers.items()}
-    wait_until(
-        lambda: all(peer.epoch >= before[rank] + num_epochs for rank, peer in light.peers.items()),
-        f"{num_epochs} more epochs",
-    )
-    light.check_digests()
-    for peer in light.peers.values():
-        assert peer.process.is_alive() and not peer.error
-        assert "Traceback" not in peer.log, peer.log[-3000:]
-
-
-@pytest.mark.parametrize("is_admitted", [False, True], ids=["of a stranger", "of an admitted peer"])
+@pytest.mark.parametrize("is_admitted", exhaustive_but((False,), [False, True]))
 def test_garbage_on_every_port_takes_no_memory_and_does_no_harm(run, light, tmp_path, is_admitted):
     """DILOCO_FLOOD_SECONDS=60 makes it a minute."""
     seconds = float(os.environ.get("DILOCO_FLOOD_SECONDS", "2"))
@@ -227,7 +200,7 @@ def test_garbage_on_every_port_takes_no_memory_and_does_no_harm(run, light, tmp_
     # At every door; how often is the machine's business.
     assert min(flood.num_sent.values()) >= 1
     assert light.peers[0].epoch > epochs
-    goes_on(light)
+    light.goes_on()
 
 
 def memory(light: LightSwarm) -> dict[str, float]:
@@ -276,6 +249,7 @@ def test_a_peer_that_is_banned_while_it_trains_is_dropped_at_once_and_told_why(r
     del light.peers[2]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["without a token", "with a token that it signed itself"])
 def test_a_stranger_that_says_to_be_the_coordinator_is_asked_by_nobody(run, light, tmp_path, kind):
     """Not even by a newcomer whose user has named it."""
@@ -298,4 +272,4 @@ def test_a_stranger_that_says_to_be_the_coordinator_is_asked_by_nobody(run, ligh
     newcomer.process.terminate()
     newcomer.process.join()
     del light.peers[newcomer.rank]
-    goes_on(light)
+    light.goes_on()

@@ -8,12 +8,13 @@ import pytest
 
 from benchmarks.chaos.links import Doors
 from benchmarks.chaos.swarm import ChaosSwarm
+from tests.support.exhaustive import exhaustive_but
 from tests.support.swarm import LightPeer, wait_until
 
 NUM_PEERS = 4
 
 
-@pytest.mark.parametrize("fail", [Doors.cut, Doors.silence])
+@pytest.mark.parametrize("fail", exhaustive_but((Doors.cut,), [Doors.cut, Doors.silence]))
 def test_a_link_that_fails_between_two_members_costs_neither_of_them_its_work(tmp_path, fail):
     pair = frozenset({2, 3})
     with ChaosSwarm(tmp_path, NUM_PEERS, numel=100_000, local_steps=4, max_steps=10**6, step_s=0.05) as swarm:
@@ -39,6 +40,7 @@ def test_a_link_that_fails_between_two_members_costs_neither_of_them_its_work(tm
         swarm.check_digests()
 
 
+@pytest.mark.exhaustive
 def test_a_link_that_fell_silent_between_two_rounds_holds_no_round_up(tmp_path):
     pair = frozenset({2, 3})
     with ChaosSwarm(
@@ -53,13 +55,13 @@ def test_a_link_that_fell_silent_between_two_rounds_holds_no_round_up(tmp_path):
         wait_until(lambda: all(peer.epoch >= epoch + 3 for peer in peers), "three epochs more")
         assert peers[0].epochs[-1]["contributors"] == [0, 1, 2, 3]
         assert "by relay" in peers[2].log and "by relay" in peers[3].log
-        # An attempt that fails takes over four.
-        assert max(record["round_s"] for record in peers[0].epochs if record["epoch"] > epoch) < 2
+        assert not any(record["num_failures"] for record in peers[0].epochs if record["epoch"] > epoch)
         for peer in peers[2:]:
             assert_all_work_is_counted(peer)
         swarm.check_digests()
 
 
+@pytest.mark.exhaustive
 def test_when_a_partition_heals_the_smaller_side_gives_up_what_it_has_committed_and_says_so(tmp_path):
     across = [frozenset({one, other}) for one in (0, 1) for other in (2, 3, 4)]
     with ChaosSwarm(tmp_path, 5, local_steps=10, max_steps=10**6, step_s=0.1) as swarm:

@@ -10,7 +10,7 @@ from benchmarks.chaos.run import run
 SECONDS = 120.0
 
 
-@pytest.mark.chaos
+@pytest.mark.exhaustive
 def test_two_minutes_of_faults_break_no_guarantee(tmp_path):
     faults = draw(3, seconds=SECONDS, num_peers=6, mean_s=6.0)
     assert {fault.kind for fault in faults} == set(KINDS)

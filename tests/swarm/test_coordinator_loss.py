@@ -81,6 +81,7 @@ def test_a_coordinator_killed_in_mid_round_comes_back_to_the_same_ranks_and_cost
     light.check_digests()
 
 
+@pytest.mark.exhaustive
 def test_without_its_coordinator_a_run_goes_on_and_grows_through_any_peer_and_no_rank_is_given_twice(
     light, coordinator
 ):

@@ -217,8 +217,6 @@ import asyncio, sys
 from pathlib import Path
 from peers.net.dht.node import Dht
 from peers.net.identity import load_or_create
-from tests.support.members import LOOPBACK, eventually, free_port, joined
-from tests.support.swarm import wait_until
 
 async def main():
     identity = load_or_create(Path(sys.argv[1]))

@@ -93,6 +93,7 @@ def test_a_peers_death_and_its_return_are_seen_within_two_seconds(swarm):
     asyncio.run(watch())
 
 
+@pytest.mark.exhaustive
 def test_the_command_says_who_died_within_two_seconds_and_who_fell_silent_not_much_later(swarm):
     light = swarm(local_steps=4, max_steps=100000, step_s=0.05)
     light.start_all(4)

@@ -13,8 +13,12 @@ import pytest
 
 from peers.monitor.observer import read_swarm
 from peers.net.paths.forwarding import Forwarder
+from tests.support.exhaustive import exhaustive_but
 from tests.support.members import free_port
 from tests.support.swarm import wait_until
+
+PATHS = {"auto": "direct", "tcp": "plain", "libp2p": "libp2p"}
+"""What `--hv.transport` leads to between two peers on one machine."""
 
 
 def paths_of(light) -> dict[str, dict[str, str]]:
@@ -23,10 +27,9 @@ def paths_of(light) -> dict[str, dict[str, str]]:
     return {str(peer["world_rank"]): peer["paths"] for peer in swarm["peers"]}
 
 
-@pytest.mark.parametrize(
-    ("mode", "path"), [("auto", "direct"), ("tls", "direct"), ("tcp", "plain"), ("libp2p", "libp2p")]
-)
-def test_every_transport_gives_the_same_bits_and_is_shown_in_the_status(swarm, mode, path):
+@pytest.mark.parametrize("mode", exhaustive_but(("auto",), PATHS))
+def test_every_transport_gives_the_same_bits_and_is_shown_in_the_status(swarm, mode):
+    path = PATHS[mode]
     light = swarm(local_steps=4, max_steps=100000, step_s=0.05, numel=300_000)
     light.extra["transport"] = mode
     light.start_all(2)
@@ -37,8 +40,7 @@ def test_every_transport_gives_the_same_bits_and_is_shown_in_the_status(swarm, m
     light.check_digests()
     for peer in light.peers.values():
         assert not any(record["num_failures"] for record in peer.epochs)
-        told = re.findall(r"data for \S+ goes by (\w+)", peer.log)
-        assert told == (["libp2p", "direct"] if mode == "auto" else [path])
+        assert re.findall(r"data for \S+ goes by (\w+)", peer.log) == [path]
 
 
 def test_peers_that_differ_about_tls_use_it(swarm):
@@ -46,7 +48,7 @@ def test_peers_that_differ_about_tls_use_it(swarm):
     light.galaxy_size = 2
     light.extra["transport"] = "tcp"
     light.start(0)
-    light.extra["transport"] = "tls"
+    light.extra["transport"] = "auto"
     light.start(1)
     light.wait_finished()
     light.check_digests()
@@ -57,7 +59,7 @@ def test_peers_that_differ_about_tls_use_it(swarm):
 def test_an_endpoint_that_leads_nowhere_costs_no_round(swarm):
     light = swarm(local_steps=4, max_steps=20, step_s=0.02)
     # Nobody listens there.
-    light.extra |= {"transport": "tls", "announce_data_maddrs": ["/ip4/127.0.0.1/tcp/1"]}
+    light.extra["announce_data_maddrs"] = ["/ip4/127.0.0.1/tcp/1"]
     light.start_all(2)
     light.wait_finished()
     assert sorted(light.check_digests()) == [1, 2, 3, 4, 5]
@@ -80,7 +82,6 @@ def half_closed(pid: int) -> int:
 
 def test_a_peer_that_is_lost_leaves_no_stream_behind(swarm):
     light = swarm(local_steps=4, max_steps=100000, step_s=0.05)
-    light.extra["transport"] = "tls"
     light.start_all(3)
     wait_until(lambda: all(peer.epoch >= 2 for peer in light.peers.values()), "epoch 2")
     light.peers.pop(2).kill()
@@ -122,12 +123,11 @@ def test_a_direct_path_that_breaks_in_mid_round_costs_one_attempt_and_libp2p_tak
     try:
         for rank, cable in enumerate(cables):
             cable.leads_to = free_port()
-            ports = {"data_port": cable.leads_to, "announce_data_maddrs": [cable.maddr]}
-            light.extra = {"transport": "tls", **ports}
+            light.extra = {"data_port": cable.leads_to, "announce_data_maddrs": [cable.maddr]}
             light.start(rank)
         peers = list(light.peers.values())
         wait_until(lambda: all(peer.epoch >= 1 for peer in peers), "epoch 1")
-        assert all("goes by direct" in peer.log for peer in peers)
+        wait_until(lambda: all("goes by direct" in peer.log for peer in peers), "direct streams")
         attempts = peers[0].log.count("reducing with")
         wait_until(lambda: peers[0].log.count("reducing with") > attempts, "the next reduction")
     finally:
@@ -137,16 +137,19 @@ def test_a_direct_path_that_breaks_in_mid_round_costs_one_attempt_and_libp2p_tak
     wait_until(lambda: all(peer.epoch >= before + 2 for peer in peers), "epochs without the cables")
     light.check_digests()
     for peer in peers:
-        assert re.findall(r"goes by (\w+)", peer.log) == ["direct", "libp2p"]
+        # On a very busy machine another path may have been the first to stand.
+        assert re.findall(r"goes by (\w+)", peer.log)[-2:] == ["direct", "libp2p"]
         assert sum(record["num_failures"] for record in peer.epochs) <= 1
         assert [record["epoch"] for record in peer.epochs] == list(range(1, peer.epoch + 1))
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
-@pytest.mark.parametrize("hosts", [["/ip6/::1"], ["/ip4/127.0.0.1", "/ip6/::1"]])
+@pytest.mark.parametrize(
+    "hosts", exhaustive_but((["/ip6/::1"],), [["/ip6/::1"], ["/ip4/127.0.0.1", "/ip6/::1"]])
+)
 def test_peers_that_listen_on_ipv6_train_over_direct_streams(swarm, hosts):
     light = swarm(local_steps=4, max_steps=20)
-    light.extra |= {"transport": "tls", "host_maddrs": [f"{host}/tcp/0" for host in hosts]}
+    light.extra["host_maddrs"] = [f"{host}/tcp/0" for host in hosts]
     light.start_all(2)
     light.wait_finished()
     light.check_digests()

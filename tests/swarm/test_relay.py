@@ -13,7 +13,7 @@ import pytest
 
 from peers.errors import PeersError, PeerUnreachable
 from peers.net.channel import Channel
-from peers.net.paths.acceptor import Reception
+from peers.net.paths.acceptor import Acceptor
 from peers.net.paths.relay import Relay
 from peers.net.paths.relay_service import MAX_FORWARDED_PER_PAIR, RelayService
 from peers.net.paths.tls import Credentials
@@ -48,21 +48,21 @@ class Edge:
 class Member:
     def __init__(self, me: Credentials, libp2p: Edge, peers: set[str]) -> None:
         self.me, self.libp2p, self.streams = me, libp2p, asyncio.Queue[Any]()
-        self.reception = Reception(me, allows=lambda _: True)
+        self.acceptor = Acceptor(me, allows=lambda _: True)
         legs: dict[str, Any] = {
             "run_id": "run",
             "libp2p": libp2p,
-            "reception": self.reception,
+            "acceptor": self.acceptor,
             "peers": lambda: peers - {me.peer_id},
             "rate_to": lambda _: 0.0,
         }
         self.relay = Relay(**legs)
-        self.service = RelayService(**legs, heard_from=lambda _: None)
+        self.service = RelayService(**legs)
 
         async def accepted(peer_id: str, stream: Any) -> None:
             self.streams.put_nowait((peer_id, stream))
 
-        self.reception.serve(PROTOCOL, accepted)
+        self.acceptor.serve(PROTOCOL, accepted)
 
 
 @contextlib.asynccontextmanager
@@ -77,7 +77,6 @@ async def members(tmp_path: Any, bootstrap: str, names: str) -> AsyncIterator[di
             dht = await stack.enter_async_context(joined(tmp_path, name, bootstrap))
             blocked = {ids[ends[name]].peer_id} if name in ends else set()
             made[name] = Member(me, Edge(dht.transport, blocked), peers)
-            stack.callback(made[name].reception.close)
             stack.push_async_callback(made[name].service.close)
             await made[name].service.start()
             for middle in made:
@@ -149,8 +148,8 @@ def test_a_relay_that_lies_about_the_caller_gets_nothing_through(tmp_path, boots
                 leg = await r.libp2p.open(b.me.peer_id, "diloco/run/relayed", timeout_s=10)
                 await Channel(leg).send({"type": "deliver", "caller": claimed}, 10)
                 with pytest.raises(PeersError):
-                    await r.reception.call(leg, b.me.peer_id, PROTOCOL, timeout_s=10)
-            assert b.streams.empty() and not b.reception._of
+                    await r.acceptor.call(leg, b.me.peer_id, PROTOCOL, timeout_s=10)
+            assert b.streams.empty() and not b.acceptor._of
 
     run(scenario())
 
@@ -199,6 +198,7 @@ def test_peers_with_no_path_between_them_train_through_a_third(swarm):
         assert all(record["contributors"] == [0, 1, 2] for record in peer.epochs)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
 def test_two_peers_behind_walls_train_through_a_public_one_and_outlive_its_death(swarm):
     with hub(2) as lan:

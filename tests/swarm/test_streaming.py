@@ -25,6 +25,7 @@ def streaming(swarm: Callable[..., LightSwarm]) -> Callable[..., LightSwarm]:
     return make
 
 
+@pytest.mark.exhaustive
 def test_a_peer_killed_while_fragments_are_under_way_costs_the_others_no_epoch_and_comes_back(streaming):
     light = streaming(max_steps=100_000, step_s=0.03)
     light.start_all(3)
@@ -44,6 +45,7 @@ def test_a_peer_killed_while_fragments_are_under_way_costs_the_others_no_epoch_a
     assert any(2 in r["contributors"] for r in records if r["epoch"] > started["epoch"])
 
 
+@pytest.mark.exhaustive
 def test_a_straggler_that_misses_fragments_catches_up_and_counts_again(streaming):
     light = streaming(max_steps=100_000, step_s=0.03)
     light.extra = {"all_reduce_strategy": "NO_WAIT", "matchmaking_time": 0.3}
@@ -75,6 +77,7 @@ def test_in_the_end_all_peers_hold_one_model_though_fragments_went_one_by_one(sw
     assert np.array_equal(models[0], models[1]) and np.array_equal(models[1], models[2])
 
 
+@pytest.mark.exhaustive
 def test_peers_of_unlike_speed_average_what_each_could_do_in_the_same_time(streaming):
     light = streaming(max_steps=100_000, step_s=0.002)
     light.manifest = {"hv.local_time": 1.0, "hv.local_steps": 1000}

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from peers.admission import bans
-from peers.admission import service as admission_service
+from peers.admission import bans, own_token
 from peers.admission.secrets import load_or_create_key, replace_secret
 from peers.admission.service import AdmissionService, AdmissionSettings
 from peers.daemon.coordinator import CoordinatorConfig, serve
@@ -61,8 +60,8 @@ def member(tmp_path: Path, quiet_bootstrap: str) -> Any:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission_service, "REQUEST_TIMEOUT_S", 2.0)
-    monkeypatch.setattr(admission_service, "RENEWAL_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(own_token, "CONNECT_S", 2.0)
+    monkeypatch.setattr(own_token, "PROBE_S", 0.5)
 
 
 def test_a_member_with_the_admission_key_admits_others_where_there_is_no_coordinator(
@@ -135,7 +134,7 @@ def test_a_token_is_renewed_in_time_and_without_an_issuer_ends_with_an_error(tmp
             public_key = load_or_create_key(key_file, tmp_path / "secret").secret.public_key
             with pytest.raises(PeersError, match="has expired, and nobody renewed it"):
                 await peer.run()
-            assert 0 <= time.time() - Token.decode(peer.token, public_key).expires < 2
+            assert time.time() >= Token.decode(peer.token, public_key).expires
 
     async def _is_new(peer, first):
         return peer.token != first

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.support.swarm import wait_until
 
 
+@pytest.mark.exhaustive
 def test_trainers_that_begin_with_unlike_weights_hold_the_same_bits_after_a_kill_too(swarm):
     light = swarm(local_steps=40, max_steps=100_000)
     light.worker_module = "tests.support.trainer_worker"

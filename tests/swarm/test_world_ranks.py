@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.support.swarm import LightPeer, wait_until
 
 
@@ -19,6 +21,7 @@ def wait_for_all_four(peer: LightPeer) -> None:
     wait_until(have_met, "an epoch of all four")
 
 
+@pytest.mark.exhaustive
 def test_peers_that_bring_no_ranks_found_a_run_and_join_it_and_come_back_with_the_ranks_they_had(swarm):
     light = swarm(local_steps=10, max_steps=100000, step_s=0.05)
     light.extra = {"world_rank": None}

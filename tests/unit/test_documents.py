@@ -16,10 +16,15 @@ from diloco.cli.app import make_app
 from diloco.cli.reference import reference
 from diloco.options.trainer import parse_train_config
 from tests.support.commands import ROOT
-from tests.support.documents import MADDR, PAGES, README, blocks_of, parsed_commands
+from tests.support.documents import MADDR, PAGES, README, blocks_of, features, parsed_commands
 
 ALL = {"README.md": README, **PAGES}
-PARSED = [(name, command) for name, text in ALL.items() for command in parsed_commands(text)]
+PARSED = [
+    (name, command)
+    for name, text in ALL.items()
+    for command in (*parsed_commands(text), *features(text).values())
+    if not command.startswith("ray ")
+]
 QUOTED = re.findall(r"^#### `(.*)`$", PAGES["docs/troubleshooting.md"], re.MULTILINE)
 
 

@@ -1,67 +1,107 @@
 // The page: what the server sends, shown.
 
 import { Chart } from "./charts.js";
-import { clock, colour, decimals, element, figure, shownRank, size, span } from "./format.js";
-import { drawKey, drawRounds } from "./rounds.js";
+import { clock, decimals, duration, element, figure, shownRank, size, span } from "./format.js";
+import { drawLinks } from "./links.js";
+import { GONE, drawHead, drawPeers } from "./peers.js";
+import { drawKey, drawRounds, longestOf } from "./rounds.js";
 
-const GONE = new Set(["lost", "silent"]);
-const COLUMNS = [
-  ["rank", (peer) => shownRank(peer.world_rank), "number"],
-  ["state", (peer) => peer.state, "state"],
-  ["epoch", (peer) => String(peer.epoch), "number"],
-  ["step", (peer) => String(peer.step), "number"],
-  ["loss", (peer) => decimals(peer.loss, 3), "number"],
-  ["tokens/s", (peer) => figure(peer.tokens_per_s), "number"],
-  ["up", (peer) => size(peer.upload_bytes_per_s) + (peer.upload_bytes_per_s ? "/s" : ""), "number"],
-  ["down", (peer) => size(peer.download_bytes_per_s) + (peer.download_bytes_per_s ? "/s" : ""), "number"],
-  ["path", (peer) => peer.path || "–", ""],
-  ["on", (peer) => peer.hardware || "–", ""],
-  ["anchor", (peer) => peer.anchor_digest.slice(0, 12) || "–", "mono"],
-  ["seen", (peer) => span(peer.last_seen_s) + " ago", "number"],
-  ["peer", (peer) => "…" + peer.peer_id.slice(-6), "mono"],
-];
-
+const SAME_EVENT_S = 5;
 const at = (id) => document.getElementById(id);
-const loss = new Chart(at("loss"), { formatX: figure, formatY: (y) => decimals(y, 3), fromZero: false });
-const speed = new Chart(at("speed"), { formatX: clock, formatY: figure, fromZero: true });
+const loss = new Chart(at("loss"), { name: "loss by step", formatX: figure, formatY: (y) => decimals(y, 3), fromZero: false });
+const speed = new Chart(at("speed"), { name: "tokens per second by time", formatX: clock, formatY: figure, fromZero: true });
 let rounds = [];
 
 function showSwarm(swarm) {
   const there = swarm.peers.filter((peer) => !GONE.has(peer.state));
-  document.title = `diloco ${swarm.run_id}: epoch ${swarm.epoch}, ${there.length} peers`;
+  document.title = `${swarm.verdict.level === "fault" ? "(!) " : ""}diloco ${swarm.run_id}: epoch ${swarm.epoch}`;
   at("run").textContent = swarm.run_id;
-  const totals = [["epoch", swarm.epoch], ["peers", there.length], ["tokens/s", figure(swarm.tokens_per_s)]];
-  if (there.length < swarm.peers.length) totals.push(["gone", swarm.peers.length - there.length]);
-  at("totals").replaceChildren(...totals.map(([name, value]) => {
-    const box = element("div", "", name === "gone" ? "fault" : "");
-    box.append(element("dt", name), element("dd", String(value)));
-    return box;
-  }));
-  at("peers").tBodies[0].replaceChildren(...swarm.peers.map(rowOf));
+  showVerdict(swarm.verdict);
+  at("totals").replaceChildren(...tiles(swarm, there).map(tileOf));
+  const gone = new Map(swarm.peers.filter((peer) => GONE.has(peer.state)).map((peer) => [peer.world_rank, peer.state]));
+  for (const chart of [loss, speed]) chart.gone = gone;
+  loss.points = swarm.evaluations.map(({ step, loss: value }) => [step, value]);
+  drawPeers(at("peers"), swarm.peers, loss.lines, speed.lines);
+  drawLinks(at("links"), swarm.peers);
   at("stragglers").replaceChildren(...swarm.stragglers.map((one) =>
     element("li", `Peer ${one.leader} waits for peer ${one.world_rank}: ${one.reason}.`)));
-  at("events").replaceChildren(...[...swarm.events].reverse().map(eventOf));
+  at("events").replaceChildren(...grouped(swarm.events).reverse().map(eventOf));
+  loss.draw();
+  speed.draw();
 }
 
-function rowOf(peer) {
-  const row = element("tr", "", GONE.has(peer.state) ? "gone" : "");
-  row.dataset.rank = peer.world_rank;
-  for (const [name, cellOf, className] of COLUMNS) {
-    const cell = element("td", cellOf(peer), className);
-    cell.dataset.label = name;
-    if (name === "rank") cell.prepend(element("i", "", colour(peer.world_rank)));
-    if (name === "state") cell.dataset.state = peer.state;
-    if (name === "state" && peer.waits_for) cell.title = `waits for ${peer.waits_for}`;
-    row.append(cell);
+function showVerdict(verdict) {
+  const box = at("verdict");
+  // Only where it is another one: a screen reader would say it again every second.
+  const [text, more] = [box.querySelector("p"), box.querySelector("ul")];
+  const capital = verdict.text[0].toUpperCase() + verdict.text.slice(1);
+  if (text.textContent !== capital) text.replaceChildren(...worded(capital));
+  box.dataset.level = verdict.level;
+  const said = [...more.children].map((item) => item.textContent).join("\n");
+  if (said !== verdict.more.join("\n")) more.replaceChildren(...verdict.more.map((one) => {
+    const item = element("li", "");
+    item.append(...worded(one));
+    return item;
+  }));
+}
+
+/** A text in parts, of which flags are never broken at their dashes. */
+function worded(text) {
+  return text.split(/(--[a-z][\w.-]*)/).map((part, index) => (index % 2 ? element("span", part, "flag") : part));
+}
+
+/** [name, figure, what else, share done]: what one looks for first. */
+function tiles(swarm, there) {
+  const { step, end_step: end, left_s: left } = swarm.progress;
+  const losses = there.map((peer) => peer.loss).filter((value) => typeof value === "number").sort((a, b) => a - b);
+  const evaluation = swarm.evaluations.at(-1);
+  const sent = swarm.peers.reduce((sum, peer) => sum + (peer.sent_bytes ?? 0), 0);
+  const last = rounds.at(-1);
+  const gone = swarm.peers.length - there.length;
+  const rest = typeof left === "number" ? `${span(left)} left` : "";
+  return [
+    ["progress", end ? `${Math.floor((100 * Math.min(step, end)) / end)} %` : `step ${step}`,
+      end ? `step ${step} of ${end}${rest ? `, ${rest}` : ""}` : rest, end ? Math.min(1, step / end) : null],
+    ["training loss", decimals(losses[Math.floor(losses.length / 2)], 3), losses.length > 1 ? "median of the peers" : ""],
+    ["validation loss", decimals(evaluation?.loss, 3), evaluation ? `at step ${evaluation.step}` : "not scored yet"],
+    ["tokens/s", figure(swarm.tokens_per_s), `${there.length} peer${there.length === 1 ? "" : "s"}${gone ? `, ${gone} gone` : ""}`],
+    ["sent", size(sent), last ? `${size(last.peers.reduce((sum, peer) => sum + peer.sent_bytes, 0))} in the last round` : ""],
+    ["epoch", String(swarm.epoch), last ? `last round ${duration(longestOf(last))}` : ""],
+  ];
+}
+
+function tileOf([name, value, more, share]) {
+  const box = element("div");
+  box.append(element("dt", name), element("dd", value), element("dd", more || "\u00a0", "more"));
+  if (typeof share === "number") {
+    const bar = document.createElement("progress");
+    bar.value = share;
+    bar.setAttribute("aria-label", "share of the steps that are done");
+    box.lastChild.append(bar);
   }
-  return row;
+  return box;
+}
+
+/** What several peers say at about the same time is one event. */
+function grouped(events) {
+  const found = [];
+  for (const event of events) {
+    const same = found.find((one) =>
+      one.what === event.what && event.said_by !== null && one.said_by !== null && event.time - one.time < SAME_EVENT_S);
+    if (same) same.ranks.push(event.world_rank);
+    else found.push({ ...event, ranks: [event.world_rank] });
+  }
+  return found;
 }
 
 function eventOf(event) {
-  const isFault = /lost|fail|ended|differ|answer/.test(event.what);
+  const isFault = /lost|fail|ended|differ|answer|cannot|not a number/.test(event.what);
   const item = element("li", "", isFault ? "fault" : "");
-  const said = event.said_by === null ? "" : " says:";
-  item.append(element("time", clock(event.time)), ` peer ${shownRank(event.world_rank)}${said} ${event.what}`);
+  const ranks = [...new Set(event.ranks)].sort((a, b) => a - b).map(shownRank);
+  const several = ranks.length > 1;
+  const names = several ? `Peers ${ranks.slice(0, -1).join(", ")} and ${ranks.at(-1)}` : `Peer ${ranks[0]}`;
+  const said = event.said_by === null ? "" : several ? " say:" : " says:";
+  item.append(element("time", clock(event.time)), ` ${names}${said} ${event.what}`);
   return item;
 }
 
@@ -74,10 +114,14 @@ function addPoints(curves) {
   speed.draw();
 }
 
+function showRounds() {
+  at("rounds-scale").textContent = drawRounds(at("rounds"), rounds);
+}
+
 function follow() {
   const source = new EventSource("/events");
   const say = (text, isLive) => {
-    at("link").textContent = text;
+    if (at("link").textContent !== text) at("link").textContent = text;
     at("link").dataset.live = isLive;
   };
   // The server tells everything anew on a new connection.
@@ -91,15 +135,13 @@ function follow() {
   source.addEventListener("curves", (event) => addPoints(JSON.parse(event.data)));
   source.addEventListener("rounds", (event) => {
     rounds = JSON.parse(event.data);
-    drawRounds(at("rounds"), rounds);
+    showRounds();
   });
 }
 
-const head = element("tr");
-head.append(...COLUMNS.map(([name, , className]) => element("th", name, className === "number" ? "number" : "")));
-at("peers").tHead.replaceChildren(head);
+drawHead(at("peers"));
 drawKey(at("rounds-key"));
-new ResizeObserver(() => drawRounds(at("rounds"), rounds)).observe(at("rounds"));
+new ResizeObserver(showRounds).observe(at("rounds"));
 loss.draw();
 speed.draw();
 follow();

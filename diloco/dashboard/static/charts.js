@@ -2,7 +2,9 @@
 
 import { colour, element, shape } from "./format.js";
 
-const MARGIN = { left: 46, right: 10, top: 8, bottom: 22 };
+const MARGIN = { right: 14, top: 10, bottom: 22 };
+const DIGIT = 6.6;
+const LEAST_LEFT = 30;
 const HEIGHT = 220;
 const MOST_POINTS = 600;
 const MOST_TICKS = 100;
@@ -19,10 +21,12 @@ export function ticks(low, high, number) {
 
 /** Lines by world rank: Map of rank to [[x, y], ...]. */
 export class Chart {
-  constructor(holder, { formatX, formatY, fromZero }) {
+  constructor(holder, { name, formatX, formatY, fromZero }) {
     Object.assign(this, { holder, formatX, formatY, fromZero });
     this.lines = new Map();
-    this.svg = shape("svg", { role: "img", height: HEIGHT });
+    this.points = [];
+    this.gone = new Map();
+    this.svg = shape("svg", { role: "img", height: HEIGHT, "aria-label": name });
     this.key = element("p", "", "key");
     holder.replaceChildren(this.svg, this.key);
     this.svg.addEventListener("pointermove", (event) => this.point(event));
@@ -39,7 +43,7 @@ export class Chart {
 
   draw() {
     const width = this.holder.clientWidth;
-    const all = [...this.lines.values()].flat();
+    const all = [...this.lines.values(), this.points].flat();
     this.svg.replaceChildren();
     this.svg.setAttribute("width", width);
     if (!all.length || !width) {
@@ -51,9 +55,12 @@ export class Chart {
     this.drawAxes(width);
     for (const [rank, line] of this.lines) {
       const path = line.map(([x, y], i) => `${i ? "L" : "M"}${this.atX(x).toFixed(1)} ${this.atY(y).toFixed(1)}`);
-      this.svg.append(shape("path", { d: path.join(""), class: `line ${colour(rank)}` }));
+      this.svg.append(shape("path", { d: path.join(""), class: `line ${colour(rank)}${this.gone.has(rank) ? " faded" : ""}` }));
       const [x, y] = line.at(-1);
       this.svg.append(shape("circle", { cx: this.atX(x), cy: this.atY(y), r: 2.5, class: `dot ${colour(rank)}` }));
+    }
+    for (const [x, y] of this.points) {
+      this.svg.append(shape("circle", { cx: this.atX(x), cy: this.atY(y), r: 4, class: "validation" }));
     }
     this.cursor = shape("path", { class: "cursor" });
     this.svg.append(this.cursor);
@@ -68,21 +75,26 @@ export class Chart {
     if (this.fromZero) low = Math.min(0, low);
     const air = (high - low) * 0.05 || Math.abs(high) * 0.05 || 1;
     [this.lowY, this.highY] = [this.fromZero ? low : low - air, high + air];
-    const spanX = this.highX - this.lowX || 1, inner = width - MARGIN.left - MARGIN.right;
-    this.atX = (x) => MARGIN.left + ((x - this.lowX) / spanX) * inner;
+    const longest = Math.max(...ticks(this.lowY, this.highY, 4).map((y) => this.formatY(y).length));
+    // As wide as the labels are.
+    this.left = Math.max(LEAST_LEFT, longest * DIGIT + 10);
+    const spanX = this.highX - this.lowX || 1, inner = width - this.left - MARGIN.right;
+    this.atX = (x) => this.left + ((x - this.lowX) / spanX) * inner;
     const tall = HEIGHT - MARGIN.top - MARGIN.bottom;
     this.atY = (y) => MARGIN.top + (1 - (y - this.lowY) / (this.highY - this.lowY)) * tall;
-    this.fromX = (pixels) => this.lowX + ((pixels - MARGIN.left) / inner) * spanX;
+    this.fromX = (pixels) => this.lowX + ((pixels - this.left) / inner) * spanX;
   }
 
   drawAxes(width) {
     for (const y of ticks(this.lowY, this.highY, 4)) {
       const at = this.atY(y).toFixed(1);
-      this.svg.append(shape("path", { d: `M${MARGIN.left} ${at}H${width - MARGIN.right}`, class: "grid" }));
-      this.svg.append(shape("text", { x: MARGIN.left - 6, y: at, class: "axis y" }, this.formatY(y)));
+      this.svg.append(shape("path", { d: `M${this.left} ${at}H${width - MARGIN.right}`, class: "grid" }));
+      this.svg.append(shape("text", { x: this.left - 6, y: at, class: "axis y" }, this.formatY(y)));
     }
     for (const x of ticks(this.lowX, this.highX, Math.max(2, width / 110))) {
-      this.svg.append(shape("text", { x: this.atX(x), y: HEIGHT - 6, class: "axis x" }, this.formatX(x)));
+      const text = this.formatX(x), half = (text.length * DIGIT) / 2;
+      const within = Math.max(half + 2, Math.min(width - half - 2, this.atX(x)));
+      this.svg.append(shape("text", { x: within, y: HEIGHT - 6, class: "axis x" }, text));
     }
   }
 
@@ -91,14 +103,20 @@ export class Chart {
     this.tell(this.fromX(event.clientX - this.svg.getBoundingClientRect().left));
   }
 
-  /** The key: each line's last value, or that at the pointer. */
+  /** The key, with the values at the pointer. The newest are in the table: a curve is a second behind. */
   tell(x) {
     const entries = [...this.lines].sort(([a], [b]) => a - b).map(([rank, line]) => {
-      const [, y] = x === null ? line.at(-1) : nearest(line, x);
-      const entry = element("span", `${rank}: ${this.formatY(y)}`);
+      const said = x === null ? this.gone.get(rank) : this.formatY(nearest(line, x)[1]);
+      const entry = element("span", said ? `${rank}: ${said}` : `peer ${rank}`, this.gone.has(rank) ? "gone" : "");
       entry.prepend(element("i", "", colour(rank)));
       return entry;
     });
+    if (this.points.length) {
+      const said = x === null ? "" : `: ${this.formatY(nearest(this.points, x)[1])}`;
+      const entry = element("span", `validation${said}`);
+      entry.prepend(element("i", "", "ring"));
+      entries.push(entry);
+    }
     if (x !== null) entries.unshift(element("span", `at ${this.formatX(x)}`));
     this.key.replaceChildren(...entries);
     const at = x === null ? "" : `M${this.atX(x)} ${MARGIN.top}V${HEIGHT - MARGIN.bottom}`;

@@ -16,11 +16,15 @@ export const size = (value) => (typeof value === "number" && value > 0 ? figure(
 
 export const decimals = (value, digits) => (typeof value === "number" ? value.toFixed(digits) : "–");
 
-/** A span of time: 4 s, 12 min, 3.1 h. */
+/** A span of time: 4 s, 12 min, 3.1 h, 2.5 days. */
 export function span(seconds) {
-  if (seconds < 100) return seconds.toFixed(seconds < 10 ? 1 : 0) + " s";
-  return seconds < 5400 ? (seconds / 60).toFixed(0) + " min" : (seconds / 3600).toFixed(1) + " h";
+  if (seconds < 100) return seconds.toFixed(0) + " s";
+  if (seconds < 5400) return (seconds / 60).toFixed(0) + " min";
+  return seconds < 172800 ? (seconds / 3600).toFixed(1) + " h" : (seconds / 86400).toFixed(1) + " days";
 }
+
+/** The same of what was measured: 0.35 s, 4.2 s. */
+export const duration = (seconds) => (seconds < 10 ? Number(seconds.toPrecision(2)) + " s" : span(seconds));
 
 export const clock = (time) => new Date(time * 1000).toLocaleTimeString([], { hour12: false });
 

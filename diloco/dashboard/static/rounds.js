@@ -1,6 +1,6 @@
 // The last rounds as bars: what every peer did from its readiness to its commit.
 
-import { element, shape, span } from "./format.js";
+import { duration, element, shape } from "./format.js";
 import { ticks } from "./charts.js";
 
 // In the order in which they come. What is left of a round beside its last attempt went to failed ones.
@@ -15,8 +15,10 @@ const PARTS = [
 ];
 const MOST_ROUNDS = 6;
 const MOST_PEERS = 16;
-const BAR = 12, ROW = 16, LEFT = 34, AXIS = 20;
+const BAR = 12, ROW = 16, LEFT = 34, RIGHT = 58, AXIS = 20;
 const NOTICEABLE_S = 0.05;
+const CLIPPED_AT = 3;
+/** Times the median round: what is longer is cut off. */
 
 export function drawKey(holder) {
   holder.replaceChildren(...PARTS.map(([part, name]) => {
@@ -35,33 +37,50 @@ export function barOf(peer) {
   return { rank: peer.world_rank, start: peer.time - length, length, parts };
 }
 
+/** Seconds from the first peer that was ready to the last commit. */
+export function longestOf(round) {
+  const bars = round.peers.map(barOf);
+  const start = Math.min(...bars.map((bar) => bar.start));
+  return Math.max(...bars.map((bar) => bar.start - start + bar.length));
+}
+
+/** How long the axis is: the longest round, unless it would flatten all others. */
+export function axisOf(lengths) {
+  const sorted = [...lengths].sort((a, b) => a - b);
+  const median = sorted[Math.floor((sorted.length - 1) / 2)];
+  return Math.max(0.01, Math.min(sorted.at(-1), CLIPPED_AT * median));
+}
+
+/** Draws the rounds, and returns what their scale is. */
 export function drawRounds(holder, rounds) {
   const shown = rounds.slice(-MOST_ROUNDS).reverse();
   const width = holder.clientWidth;
   if (!shown.length || !width) {
     holder.replaceChildren(element("p", "no round has ended yet", "quiet"));
-    return;
+    return "";
   }
   const drawn = shown.map((round) => {
     const bars = round.peers.slice(0, MOST_PEERS).map(barOf);
-    return { round, bars, start: Math.min(...bars.map((bar) => bar.start)) };
+    return { round, bars, start: Math.min(...bars.map((bar) => bar.start)), length: longestOf(round) };
   });
-  const longest = Math.max(...drawn.flatMap(({ bars, start }) => bars.map((b) => b.start - start + b.length)), 0.01);
-  const scale = (width - LEFT - 8) / longest;
+  const longest = axisOf(drawn.map((one) => one.length));
+  const scale = (width - LEFT - RIGHT) / longest;
   holder.replaceChildren(...drawn.map((one) => roundOf(one, scale, longest, width)));
+  const isCut = drawn.some((one) => one.length > longest * 1.001);
+  return `from the first peer that was ready, each by its own clock${isCut ? `; bars are cut off at ${duration(longest)}` : ""}`;
 }
 
-function roundOf({ round, bars, start }, scale, longest, width) {
+function roundOf({ round, bars, start, length }, scale, longest, width) {
   const box = element("div", "", "round");
   const missing = round.peers.length - bars.length;
   const heading = element("h3", `epoch ${round.epoch} `);
-  heading.append(element("small", `${round.contributors.length} peers, ${span(longestOf(bars, start))}` +
+  heading.append(element("small", `${round.contributors.length} peers, ${duration(length)}` +
     (missing > 0 ? `, ${missing} more` : "")));
   if (round.num_failures) heading.append(element("strong", failuresOf(round), "fault"));
   if (!round.agrees) heading.append(element("strong", "anchors differ", "fault"));
   const height = bars.length * ROW + AXIS;
   const svg = shape("svg", { role: "img", width, height, "aria-label": `the parts of epoch ${round.epoch}` });
-  bars.forEach((bar, index) => drawBar(svg, bar, LEFT + (bar.start - start) * scale, index * ROW, scale));
+  bars.forEach((bar, index) => drawBar(svg, bar, bar.start - start, index * ROW, scale, longest));
   for (const at of ticks(0, longest, Math.max(2, width / 140))) {
     svg.append(shape("text", { x: LEFT + at * scale, y: height - 6, class: "axis x" }, `${Number(at.toPrecision(3))} s`));
   }
@@ -69,21 +88,27 @@ function roundOf({ round, bars, start }, scale, longest, width) {
   return box;
 }
 
-function drawBar(svg, bar, left, top, scale) {
+function drawBar(svg, bar, from, top, scale, longest) {
   svg.append(shape("text", { x: LEFT - 6, y: top + BAR / 2 + 1, class: "axis y" }, String(bar.rank)));
-  let at = left;
+  let at = from;
   for (const [part, name] of PARTS) {
     const seconds = bar.parts[part] ?? 0;
     if (seconds <= 0) continue;
-    const wide = Math.max(seconds * scale, 0.75);
-    const rect = shape("rect", { x: at, y: top, width: wide, height: BAR, class: `part ${part}` });
-    rect.append(shape("title", {}, `peer ${bar.rank}, ${name}: ${seconds.toFixed(3)} s`));
-    svg.append(rect);
-    at += seconds * scale;
+    const shown = Math.min(at + seconds, longest) - Math.min(at, longest);
+    if (shown > 0) {
+      const wide = Math.max(shown * scale, 0.75);
+      const rect = shape("rect", { x: LEFT + at * scale, y: top, width: wide, height: BAR, class: `part ${part}` });
+      rect.append(shape("title", {}, `peer ${bar.rank}, ${name}: ${seconds.toFixed(3)} s`));
+      svg.append(rect);
+    }
+    at += seconds;
+  }
+  if (at > longest * 1.001) {
+    const end = LEFT + longest * scale;
+    svg.append(shape("path", { d: `M${end - 8} ${top - 1}l5 ${BAR + 2}h5l-5 -${BAR + 2}z`, class: "cut" }));
+    svg.append(shape("text", { x: end + 6, y: top + BAR / 2 + 1, class: "axis beyond" }, duration(at)));
   }
 }
-
-const longestOf = (bars, start) => Math.max(...bars.map((bar) => bar.start - start + bar.length));
 
 function failuresOf(round) {
   const number = `${round.num_failures} failed attempt${round.num_failures === 1 ? "" : "s"}`;

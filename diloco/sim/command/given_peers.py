@@ -15,7 +15,7 @@ from diloco.sim.command.gpus import PEAK_FLOPS, peak_flops
 from diloco.sim.command.values import bits_per_s, count, seconds
 
 if TYPE_CHECKING:
-    from provisioning.pods import Offer
+    from provisioning.pods.pod import Offer
 
 MAX_PEERS = 512
 """Every peer's core looks at every other: an epoch of so many takes about a quarter of a minute to compute."""
@@ -180,7 +180,7 @@ def read_offers(path: Path) -> list[Offer]:
 
 def _offer_of(table: Mapping[str, Any]) -> Offer:
     """Raises ValueError, TypeError and AttributeError for what is none."""
-    from provisioning.pods import Offer
+    from provisioning.pods.pod import Offer
 
     names = {item.name for item in fields(Offer)}
     offer = Offer(**{key: value for key, value in table.items() if key in names})

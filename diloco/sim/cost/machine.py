@@ -51,7 +51,15 @@ _CORE_S_PER_GB = {"hand_over": 0.3, "propose": 0.16, "preview": 0.75, "apply": 0
 take 0.17 in memory; as much again is added for the way from and to the GPU."""
 _RESIDUALS_CORE_S_PER_GB = 0.3
 """What error feedback adds to the outer step, where a codec is lossy."""
-_REDUCE_CORE_S_PER_GB = {"fp32": 2.6, "fp16": 2.0, "bf16": 2.1, "int8": 1.2, "int4": 1.1, "topk": 1.8}
+_REDUCE_CORE_S_PER_GB = {
+    "fp32": 2.6,
+    "fp16": 2.0,
+    "bf16": 2.1,
+    "int8": 1.2,
+    "int4": 1.1,
+    "2bit": 1.2,
+    "topk": 1.8,
+}
 """The same for the reduction: four peers over TLS, by `python -m benchmarks.reduce`."""
 _HOP_S = 0.002
 

@@ -144,6 +144,8 @@ class CostPeer(Process):
                 self.busy(self._bytes / self._paces.take, lambda: None)
             case effects.Answer():
                 self._answer(effect)
+            case effects.GoAhead(epoch):
+                self.worker.go_ahead(epoch)
             case effects.Tell():
                 pass
 

@@ -71,6 +71,10 @@ class Worker:
         self._trains_since: float | None = None
         self._still_since: float | None = None
         self._blocked_s = 0.0
+        self._is_ahead = False
+        """It trains on while its commit takes long."""
+        self._ahead_to: int | None = None
+        """The epoch that it is to do so in, once it would stand still."""
         self._answer: Continuation | None = None
 
     def stop(self) -> None:
@@ -103,8 +107,30 @@ class Worker:
         self._answer = answer
         if answer.counts:
             self._handed = Work()
+        if self._is_ahead and self._still_since is None:
+            self._train(self.local_step)
+            self._trains_since, self._still_since = None, self._clock.now
         if self._still_since is not None:
             self._merge()
+
+    def go_ahead(self, epoch: int) -> None:
+        """The round takes long: train on in the next epoch, as soon as it stands still for it."""
+        self._ahead_to = epoch
+        if self._still_since is not None and self._answer is None and not self._is_ahead:
+            self._train_ahead(epoch)
+
+    def _train_ahead(self, epoch: int) -> None:
+        now, steps = self._clock.now, self._schedule.steps_per_epoch
+        assert self._still_since is not None
+        self._blocked_s += now - self._still_since
+        self._still_since, self._ahead_to, self._is_ahead = None, None, True
+        self.epoch, self._began_at, self._began_with, self._trains_since = epoch, now, 0, now
+
+        def end() -> None:
+            if self._is_ahead and self._began_at == now:
+                self._collect(steps)
+
+        self._after(steps * self._pace, end)
 
     def _leave(self, local_step: int, began_with: int) -> None:
         self._train(local_step - began_with)
@@ -121,18 +147,21 @@ class Worker:
         self._trains_since, self._still_since = None, self._clock.now
         if self._answer is not None:
             self._merge()
+        elif self._ahead_to is not None and not self._is_ahead:
+            self._train_ahead(self._ahead_to)
 
     def _merge(self) -> None:
         assert self._answer is not None and self._still_since is not None
         answer, self._answer = self._answer, None
         took_s = self._bytes / self._machine.take
         blocked_s = self._blocked_s + self._clock.now - self._still_since + took_s
-        self._still_since = None
+        done = self.local_step if self._is_ahead and answer.epoch == self.epoch else 0
+        self._still_since, self._ahead_to, self._is_ahead = None, None, False
         # What does not count yet rides along to the next time.
         self._pending.steps += self._handed.steps
         self._pending.seconds += self._handed.seconds
         self._handed = Work()
-        self._after(took_s, lambda: self.begin(answer.epoch, answer.local_step))
+        self._after(took_s, lambda: self.begin(answer.epoch, max(answer.local_step, done)))
         self._merged(self._clock.now + took_s, blocked_s)
 
     @property

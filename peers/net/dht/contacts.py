@@ -1,19 +1,21 @@
-"""Whom a DHT node has known, and when to look again for those it has lost: pure, so that time is an argument.
+"""The peers that a DHT node has known, and when to look again for those it has lost. Pure: time is an argument.
 
-Hivemind's node forgets whoever does not answer once in time, and a node that has forgotten all others stays alone for
-good. So the addresses given by the user are kept to the end, and those of other peers as long as there is room: a
-swarm whose bootstrap node has died is entered, and a partition mended, through any of them.
+Hivemind's node forgets a peer that misses one answer, and a node that has forgotten all others stays alone for good. So
+the addresses given by the user are always kept, and those of other peers as long as there is room: through any of them
+a swarm can be entered whose bootstrap node has died, or a partition mended.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from peers.net.back_off import BackOff
+from peers.net.timing import LOOK_S
 
 MAX_CONTACTS = 128
 """Besides those that the user has given."""
 MAX_AT_ONCE = 8
-_FIRST_RETRY_S = 5.0
 _LONGEST_RETRY_S = 60.0
 
 
@@ -21,8 +23,7 @@ _LONGEST_RETRY_S = 60.0
 class _Contact:
     maddrs: tuple[str, ...]
     is_given: bool
-    due_at: float = 0.0
-    retry_s: float = _FIRST_RETRY_S
+    silence: BackOff = field(default_factory=lambda: BackOff(LOOK_S, _LONGEST_RETRY_S))
 
 
 class Contacts:
@@ -44,9 +45,9 @@ class Contacts:
     def lost(self, reached: Collection[str], now: float) -> list[tuple[str, tuple[str, ...]]]:
         """Peer ids and addresses to try now: contacts that are not reached, and have been left alone long enough."""
         due = [
-            (contact.due_at, peer_id)
+            (contact.silence.until, peer_id)
             for peer_id, contact in self._contacts.items()
-            if peer_id not in reached and contact.due_at <= now
+            if peer_id not in reached and contact.silence.is_over(now)
         ]
         chosen = [peer_id for _, peer_id in sorted(due)[:MAX_AT_ONCE]]
         return [(peer_id, self._contacts[peer_id].maddrs) for peer_id in chosen]
@@ -55,7 +56,7 @@ class Contacts:
         """What came of it: whoever is silent is asked less and less often."""
         for peer_id, has_answered in answered:
             if (contact := self._contacts.get(peer_id)) is not None:
-                contact.retry_s = (
-                    _FIRST_RETRY_S if has_answered else min(2 * contact.retry_s, _LONGEST_RETRY_S)
-                )
-                contact.due_at = now + contact.retry_s
+                if has_answered:
+                    contact.silence.stood()
+                else:
+                    contact.silence.failed(now)

@@ -1,8 +1,7 @@
-"""The initial peers as keepers of every record, beside the nodes that the DHT chooses.
+"""Stores every record at the initial peers too, and asks them directly, beside the nodes that the DHT chooses.
 
-Whoever runs the nodes nearest to a key hides what is stored under it. So each record goes to the initial peers, too,
-and they are asked directly for what they have. A node keeps what it finds of its run: it may be somebody's initial
-peer.
+Whoever runs the nodes nearest to a key can hide what is stored under it. A node also keeps the records of its run that
+it finds, since it may itself be somebody's initial peer.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ class InitialRecords:
             self._protocol.storage.store_subkey(key_id, subkey, value, expiry)
 
     async def _connected(self) -> list[str]:
-        """To be asked now: who is away would keep the others waiting."""
+        """Only those with a connection: one that is away would delay every look-up."""
         if not self._peer_ids:
             return []
         try:

@@ -13,17 +13,16 @@ import time
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
-from msgspec.msgpack import Decoder
-
-from peers.errors import PeerUnreachable, ProtocolError, UserError
+from peers.errors import PeerUnreachable, UserError
 from peers.net.dht.bootstrap import connect_any, not_taken
 from peers.net.dht.contacts import Contacts
 from peers.net.dht.descriptors import raise_limit
-from peers.net.dht.ping import ping, serve_ping
+from peers.net.dht.values import MAX_VALUE_BYTES, value_in
 from peers.net.identity import Identity
 from peers.net.libp2p.p2pd import P2pd
+from peers.net.timing import LOOK_S, PROBE_S
 from peers.protocol.maddrs import by_reach, check_listenable, is_maddr, parse_maddr, validate_maddr
-from peers.protocol.wire import decode, encode
+from peers.protocol.wire import encode
 
 if TYPE_CHECKING:
     from hivemind.dht.node import DHTNode
@@ -35,15 +34,11 @@ if TYPE_CHECKING:
 
 __all__ = ["MAX_VALUE_BYTES", "Dht", "load_hivemind", "validate_maddr"]
 
-MAX_VALUE_BYTES = 4096
-"""Larger values are neither stored nor returned."""
-_HEAD_BYTES = 8
-_VALUE = Decoder(bytes)
-
 _MAX_VALUES = 4096
-_RPC_TIMEOUT_S = 3.0
-_CONTACT_INTERVAL_S = 5.0
-_LONELY_INTERVAL_S = 1.0
+BUCKET_SIZE = 8
+"""Kademlia's k, as in BitTorrent's DHT. Every look-up and every store asks so many nodes at least: with Hivemind's 20,
+everybody in a small swarm."""
+_LONELY_LOOK_S = 1.0
 """How often lost contacts are looked for while the node knows nobody at all."""
 _CLOCK_TICK_S = 0.001
 _DEFAULT_JOIN_TIMEOUT_S = 20.0
@@ -117,9 +112,8 @@ class Dht:
             answering = await connect_any(transport, others, timeout_s=timeout_s)
             p2p = await _attach(p2pd)
             undo.push_async_callback(p2p.shutdown)
-            left_s = max(deadline - time.monotonic(), _RPC_TIMEOUT_S)
+            left_s = max(deadline - time.monotonic(), PROBE_S)
             node, kept = await _create_node(p2p, answering, client_mode, left_s)
-            await serve_ping(transport)
             undo.pop_all()
             return cls(p2pd, p2p, node, kept, transport, others)
 
@@ -181,7 +175,10 @@ class Dht:
 
     async def ping(self, peer_id: str, *, timeout_s: float, maddrs: Sequence[str] = ()) -> bool:
         """Whether the process that holds this identity answers, asked directly. Every member but clients does."""
-        return await ping(self.transport, peer_id, timeout_s=timeout_s, maddrs=maddrs)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                return await self._meet(peer_id, maddrs)
+        return False
 
     async def wait_dead(self) -> str:
         """Resolves with p2pd's last words when it has ended; this membership is over then."""
@@ -194,7 +191,7 @@ class Dht:
         await self.transport.close()
         if self._p2pd.is_alive:
             try:
-                async with asyncio.timeout(_RPC_TIMEOUT_S):
+                async with asyncio.timeout(PROBE_S):
                     await self._node.shutdown()
             except Exception as error:  # noqa: BLE001 - whatever ails hivemind, p2pd has to go
                 logger.info("the DHT node did not close cleanly: %r", error)
@@ -205,7 +202,7 @@ class Dht:
         """Come back to peers that were down when we joined, have restarted since, or were silent once too often."""
         while True:
             known = self._peers_in_table()
-            await asyncio.sleep(_CONTACT_INTERVAL_S if known else _LONELY_INTERVAL_S)
+            await asyncio.sleep(LOOK_S if known else _LONELY_LOOK_S)
             with contextlib.suppress(PeerUnreachable):
                 connected = await self.transport.connected_peers()
                 lost = self._contacts.lost(connected & self._peers_in_table(), time.monotonic())
@@ -217,10 +214,11 @@ class Dht:
         """Whether this peer's node answers; ours knows it then, whatever it had held against it."""
         from hivemind.p2p import PeerID
 
-        try:
-            await self.transport.connect(peer_id, maddrs, timeout_s=_RPC_TIMEOUT_S)
-        except PeerUnreachable:
-            return False
+        if maddrs:
+            try:
+                await self.transport.connect(peer_id, maddrs, timeout_s=PROBE_S)
+            except PeerUnreachable:
+                return False
         peer = PeerID.from_base58(peer_id)
         if await self._node.protocol.call_ping(peer) is None:
             return False
@@ -273,13 +271,14 @@ async def _create_node(
             client_mode=client_mode,
             # Who is busy, as with fifty that join at once, is asked once and has to be waited for.
             wait_timeout=timeout_s,
-            bootstrap_timeout=_RPC_TIMEOUT_S,
+            bootstrap_timeout=PROBE_S,
             cache_locally=False,
             cache_on_store=False,
             cache_nearest=0,
+            bucket_size=BUCKET_SIZE,
             record_validator=kept,
         )
-        node.protocol.wait_timeout = _RPC_TIMEOUT_S
+        node.protocol.wait_timeout = PROBE_S
         kept.guard(node.protocol)
         return node, kept
     except ValidationError as error:
@@ -311,11 +310,3 @@ def _checked_values(found: Any, of_initial: Found) -> dict[str, bytes]:
         for subkey, (value, _) in newest.items()
         if isinstance(value, bytes) and len(value) <= MAX_VALUE_BYTES
     }
-
-
-def value_in(packed: Any) -> bytes | None:
-    """Of one of our records, as Hivemind keeps it; None: it is none of them."""
-    try:
-        return decode(_VALUE, packed, MAX_VALUE_BYTES + _HEAD_BYTES)
-    except (ProtocolError, TypeError):
-        return None

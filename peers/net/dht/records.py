@@ -1,7 +1,7 @@
-"""What a DHT node stores for others and takes from them: under known keys only what passes the key's own check.
+"""Which values a DHT node stores for others and accepts from them: under known keys those that pass the key's check.
 
-Hivemind's nodes let anybody replace anything by a value that expires later, so a stranger could make every peer of a
-run invisible. Ours neither keep such values nor let them count for anything where others keep them.
+Hivemind's nodes let anybody replace any value by one that expires later, so a stranger could make every peer of a run
+invisible. Ours neither store such values nor accept them from other nodes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from msgspec.msgpack import Decoder
 
 from peers.errors import ProtocolError
-from peers.net.dht.node import value_in
+from peers.net.dht.values import value_in
+from peers.net.rate_limit import RateLimit
 from peers.protocol.wire import decode
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class KeptRecords(RecordValidatorBase):
 
     def __init__(self) -> None:
         self._checks: dict[bytes, Check] = {}
-        self._num_other, self._counted_at = 0.0, time.monotonic()
+        self._others = RateLimit(MAX_OTHER_PER_S, MAX_OTHER_AT_ONCE)
 
     def keep(self, key: str, check: Check) -> None:
         """From now on, keep under `key` only what this check lets through."""
@@ -89,15 +90,9 @@ class KeptRecords(RecordValidatorBase):
 
     def _has_room(self, record: DHTRecord) -> bool:
         """Whether to store for somebody under a key of another run. How many such values there are at once follows."""
-        now = time.monotonic()
-        self._num_other = max(0.0, self._num_other - (now - self._counted_at) * MAX_OTHER_PER_S)
-        self._counted_at = now
         is_small = len(record.value) <= MAX_OTHER_BYTES and len(record.subkey) <= _MAX_SUBKEY_BYTES
         is_brief = record.expiration_time <= time.time() + MAX_OTHER_TTL_S
-        if not (is_small and is_brief and self._num_other < MAX_OTHER_AT_ONCE):
-            return False
-        self._num_other += 1
-        return True
+        return is_small and is_brief and self._others.take(time.monotonic())
 
     def _sifted(self, key: DHTID, item: tuple[Any, Any]) -> tuple[Any, Any]:
         """What was found for a key, with the nearest nodes beside it, but for what does not pass."""

@@ -6,7 +6,6 @@ import asyncio
 import collections
 import contextlib
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from importlib.resources import files
@@ -14,22 +13,11 @@ from pathlib import Path
 
 from peers.errors import PeersError, UserError
 from peers.net.socket_directory import SocketDirectory
+from peers.net.timing import STOP_S
+from peers.system import EXEC_WITH_PARENT
 
-_STOP_TIMEOUT_S = 3.0
 _IDLE_TIMEOUT_S = 30
 _CONTROL = "control.sock"
-_PR_SET_PDEATHSIG = 1
-# p2pd would serve on for half a minute after a SIGKILL of ours; the kernel ends it with us instead. We may be
-# gone before prctl is called, hence the look at getppid.
-_DIE_WITH_PARENT = f"""
-import ctypes, os, sys
-try:
-    ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, {int(signal.SIGKILL)})
-except (OSError, AttributeError):
-    pass
-if os.getppid() == int(sys.argv[1]):
-    os.execv(sys.argv[2], sys.argv[2:])
-"""
 
 
 class P2pd:
@@ -61,7 +49,8 @@ class P2pd:
             control = directory.path / _CONTROL
             arguments = _arguments(control, identity_path, host_maddrs, announce_maddrs, client_mode)
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *arguments),
+                # It would serve on for half a minute after a SIGKILL of ours.
+                *(sys.executable, "-I", "-S", "-c", EXEC_WITH_PARENT, str(os.getpid()), *arguments),
                 # By default it dials from the port it listens on. Two that dial each other at a time then share one
                 # connection, of which each believes that it has opened it: the handshake fails, and is not tried again
                 # for seconds.
@@ -103,7 +92,7 @@ class P2pd:
         with contextlib.suppress(ProcessLookupError):
             self._process.terminate()
         try:
-            async with asyncio.timeout(_STOP_TIMEOUT_S):
+            async with asyncio.timeout(STOP_S):
                 await self._process.wait()
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):

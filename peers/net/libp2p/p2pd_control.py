@@ -16,6 +16,7 @@ from hivemind.proto import p2pd_pb2
 from hivemind.utils.multiaddr import Multiaddr
 
 from peers.errors import PeerUnreachable, ProtocolError
+from peers.net.socket_io import receive_exactly
 from peers.protocol.libp2p_keys import base58_decode, base58_encode
 
 _MAX_MESSAGE_BYTES = 1 << 20
@@ -52,21 +53,15 @@ async def connect(control: Path, peer_id: str, maddrs: Sequence[str], *, timeout
     sock.close()
 
 
-async def list_peers(control: Path, *, timeout_s: float) -> set[str]:
-    """The ids of the peers that libp2p is connected with."""
+async def list_peers(control: Path, *, timeout_s: float) -> dict[str, list[str]]:
+    """The peers that libp2p is connected with: by id, the addresses of the other ends of its connections."""
     request = p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS)
     sock, response = await _call(control, request, timeout_s)
     sock.close()
-    return {base58_encode(peer.id) for peer in response.peers}
-
-
-async def addresses_of(control: Path, peer_id: str, *, timeout_s: float) -> list[str]:
-    """The other ends of libp2p's connections with this peer: where it is seen, by nobody's word."""
-    request = p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS)
-    sock, response = await _call(control, request, timeout_s)
-    sock.close()
-    wanted = base58_decode(peer_id)
-    return [str(Multiaddr(raw)) for peer in response.peers if peer.id == wanted for raw in peer.addrs]
+    addresses: dict[str, list[str]] = {}
+    for peer in response.peers:
+        addresses.setdefault(base58_encode(peer.id), []).extend(str(Multiaddr(raw)) for raw in peer.addrs)
+    return addresses
 
 
 async def accept_streams(control: Path, protocol: str, listener: Path, *, timeout_s: float) -> None:
@@ -124,7 +119,7 @@ async def _read_message(sock: socket.socket, max_bytes: int) -> bytes:
     length = shift = 0
     while True:
         # Byte by byte: what comes after the message belongs to the stream.
-        (byte,) = await _read_exactly(sock, 1)
+        (byte,) = await receive_exactly(sock, 1)
         length |= (byte & 0x7F) << shift
         shift += 7
         if byte < 0x80:
@@ -133,18 +128,7 @@ async def _read_message(sock: socket.socket, max_bytes: int) -> bytes:
             raise ProtocolError("a message length of more than 4 bytes from p2pd")
     if length > max_bytes:
         raise ProtocolError(f"a message of {length} bytes from p2pd")
-    return await _read_exactly(sock, length)
-
-
-async def _read_exactly(sock: socket.socket, num_bytes: int) -> bytes:
-    loop = asyncio.get_running_loop()
-    received = bytearray()
-    while len(received) < num_bytes:
-        piece = await loop.sock_recv(sock, num_bytes - len(received))
-        if not piece:
-            raise ConnectionResetError("closed in mid-message")
-        received += piece
-    return bytes(received)
+    return await receive_exactly(sock, length)
 
 
 def _varint(number: int) -> bytes:

@@ -8,20 +8,17 @@ import secrets
 import socket
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 
 from peers.errors import PeersError, PeerUnreachable, ProtocolError
 from peers.net.libp2p import p2pd_control
+from peers.net.timing import CONNECT_S, RETRY_S
+from peers.net.transport import Handler
 from peers.protocol.maddrs import parse_maddr
-
-Handler = Callable[[str, socket.socket], Awaitable[None]]
 
 MAX_HANDLED_PER_PEER = 4
 """Handlers that run at once for the streams of one peer on one protocol; further streams are closed."""
-_CONTROL_TIMEOUT_S = 10.0
-_INTRODUCTION_TIMEOUT_S = 10.0
-_RETRY_INTERVAL_S = 0.2
 _BACKLOG = 256
 # Two peers that dial each other at once both fail, and so does a dial soon after a failed one; and a peer
 # that has just joined is not yet known to all. None of that says that the peer is gone.
@@ -62,9 +59,9 @@ class Transport:
                 return await p2pd_control.open_stream(self._control, peer_id, protocol, timeout_s=left_s)
             except PeerUnreachable as error:
                 passing = any(text in str(error) for text in _PASSING_FAILURES)
-                if not passing or time.monotonic() + _RETRY_INTERVAL_S > deadline:
+                if not passing or time.monotonic() + RETRY_S > deadline:
                     raise PeerUnreachable(f"no {protocol} stream to {peer_id}: {error}") from error
-            await asyncio.sleep(_RETRY_INTERVAL_S)
+            await asyncio.sleep(RETRY_S)
 
     async def connect(self, peer_id: str, maddrs: Sequence[str], *, timeout_s: float) -> None:
         """Have libp2p connect to this peer. Addresses of any other are ignored. Raises PeerUnreachable."""
@@ -74,11 +71,11 @@ class Transport:
 
     async def connected_peers(self) -> set[str]:
         """The ids of the peers that libp2p has a connection with."""
-        return await p2pd_control.list_peers(self._control, timeout_s=_CONTROL_TIMEOUT_S)
+        return set(await p2pd_control.list_peers(self._control, timeout_s=CONNECT_S))
 
     async def addresses_of(self, peer_id: str) -> list[str]:
         """Where libp2p's connections with this peer come from, or lead to."""
-        return await p2pd_control.addresses_of(self._control, peer_id, timeout_s=_CONTROL_TIMEOUT_S)
+        return (await p2pd_control.list_peers(self._control, timeout_s=CONNECT_S)).get(peer_id, [])
 
     async def serve(self, protocol: str, handler: Handler) -> None:
         """From now on, call `handler(authenticated peer id, non-blocking socket)` for each new stream.
@@ -91,7 +88,7 @@ class Transport:
         listener.bind(str(path))
         listener.listen(_BACKLOG)
         listener.setblocking(False)
-        await p2pd_control.accept_streams(self._control, protocol, path, timeout_s=_CONTROL_TIMEOUT_S)
+        await p2pd_control.accept_streams(self._control, protocol, path, timeout_s=CONNECT_S)
         self._keep(self._accept(listener, protocol, handler))
 
     async def close(self) -> None:
@@ -112,14 +109,14 @@ class Transport:
             except OSError as error:
                 # Out of descriptors, most likely: p2pd drops that stream, later ones may find room.
                 logger.warning("cannot accept a %s stream: %s", protocol, error)
-                await asyncio.sleep(_RETRY_INTERVAL_S)
+                await asyncio.sleep(RETRY_S)
                 continue
             sock.setblocking(False)
             self._keep(self._handle(sock, protocol, handler))
 
     async def _handle(self, sock: socket.socket, protocol: str, handler: Handler) -> None:
         try:
-            peer_id = await p2pd_control.read_stream_info(sock, timeout_s=_INTRODUCTION_TIMEOUT_S)
+            peer_id = await p2pd_control.read_stream_info(sock, timeout_s=CONNECT_S)
             key = peer_id, protocol
             if self._num_handled[key] >= MAX_HANDLED_PER_PEER:
                 raise ProtocolError(f"{peer_id} has {MAX_HANDLED_PER_PEER} streams open already")

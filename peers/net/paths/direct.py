@@ -18,16 +18,16 @@ from concurrent.futures import Future
 from typing import Any
 
 from peers.errors import PeersError, PeerUnreachable, UserError
-from peers.net.paths.acceptor import Handler, Reception
+from peers.net.paths.acceptor import Acceptor
+from peers.net.timing import PROBE_S, RETRY_S
+from peers.net.transport import Handler
 from peers.protocol.maddrs import Maddr, parse_maddr
 from peers.protocol.records import MAX_ENDPOINTS
+from peers.system import keepalive_options
 
 log = logging.getLogger(__name__)
 
-CONNECT_TIMEOUT_S = 3.0
-"""What an endpoint that swallows packets may cost."""
 _BACKLOG = 128
-_RETRY_INTERVAL_S = 0.2
 _FAMILIES = {
     "ip4": socket.AF_INET,
     "ip6": socket.AF_INET6,
@@ -37,15 +37,15 @@ _FAMILIES = {
 }
 _MAX_LOOKUPS = 4
 _lookups = threading.Semaphore(_MAX_LOOKUPS)
-# A path that died in silence while nothing was to be sent shows within a minute.
-_KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
+# A connection that breaks silently while nothing is sent shows within a minute.
+_KEEPALIVE = keepalive_options(idle_s=30, interval_s=10, count=3)
 
 
 class Direct:
     """Used from one event loop. `endpoints_of` gives a peer's addresses (/ip4/…/tcp/…), as it announced them."""
 
-    def __init__(self, reception: Reception, endpoints_of: Callable[[str], Sequence[str]]) -> None:
-        self._reception, self._endpoints_of = reception, endpoints_of
+    def __init__(self, acceptor: Acceptor, endpoints_of: Callable[[str], Sequence[str]]) -> None:
+        self._acceptor, self._endpoints_of = acceptor, endpoints_of
         self._listeners: list[socket.socket] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -76,16 +76,18 @@ class Direct:
 
     async def serve(self, protocol: str, handler: Handler) -> None:
         """From now on, `handler(authenticated peer id, stream)` owns each new stream on this protocol."""
-        self._reception.serve(protocol, handler)
+        self._acceptor.serve(protocol, handler)
 
-    async def open(self, peer_id: str, protocol: str, *, timeout_s: float) -> socket.socket:
-        """A non-blocking stream to a peer that serves `protocol`. Raises PeerUnreachable."""
+    async def open(
+        self, peer_id: str, protocol: str, *, timeout_s: float, maddrs: Sequence[str] = ()
+    ) -> socket.socket:
+        """A non-blocking stream to a peer that serves `protocol`; `maddrs` are libp2p's. Raises PeerUnreachable."""
         deadline = time.monotonic() + timeout_s
         failures = []
         for endpoint in self._endpoints_of(peer_id)[:MAX_ENDPOINTS]:
             try:
-                sock = await _connected(parse_maddr(endpoint), min(CONNECT_TIMEOUT_S, _left_s(deadline)))
-                return await self._reception.call(sock, peer_id, protocol, timeout_s=_left_s(deadline))
+                sock = await _connected(parse_maddr(endpoint), min(PROBE_S, _left_s(deadline)))
+                return await self._acceptor.call(sock, peer_id, protocol, timeout_s=_left_s(deadline))
             except (PeersError, OSError) as error:
                 failures.append(f"{endpoint}: {str(error) or 'no answer in time'}")
         raise PeerUnreachable(f"no direct stream to {peer_id}: {'; '.join(failures) or 'no endpoint known'}")
@@ -107,10 +109,10 @@ class Direct:
             except OSError as error:
                 # Out of descriptors, most likely; later ones may find room.
                 log.warning("cannot accept a connection for data: %s", error)
-                await asyncio.sleep(_RETRY_INTERVAL_S)
+                await asyncio.sleep(RETRY_S)
                 continue
             _set_options(sock)
-            self._keep(self._reception.receive(sock, source=source_of(address[0])))
+            self._keep(self._acceptor.receive(sock, source=source_of(address[0])))
 
     def _keep(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(coroutine)
@@ -138,8 +140,8 @@ async def _connected(endpoint: Maddr, timeout_s: float) -> socket.socket:
 async def _look_up(name: str, family: socket.AddressFamily) -> tuple[socket.AddressFamily, str]:
     """The family and address of a host. Raises OSError.
 
-    Whoever announces a name may have his server let it wait. So a few threads at most do, none of those that others
-    need, and none that the end of the process waits for.
+    A peer may announce a name whose server never answers. So few threads look names up, none of the shared pool, and
+    none that the end of the process waits for.
     """
     if not _lookups.acquire(blocking=False):
         raise OSError("too many names are being looked up already")
@@ -160,7 +162,7 @@ async def _look_up(name: str, family: socket.AddressFamily) -> tuple[socket.Addr
 
 
 def source_of(host: str) -> str:
-    """Whom an address counts for: IPv6 hands out 2^64 of them to everybody."""
+    """What limits per address go by: under IPv6 every host has a network of 2^64 addresses."""
     address = ipaddress.ip_address(host.partition("%")[0])
     return host if address.version == 4 else str(ipaddress.ip_network((address, 64), strict=False))
 

@@ -7,25 +7,21 @@ import contextlib
 import logging
 import socket
 import threading
-import time
 from collections.abc import Callable
 
 from peers.errors import PeerUnreachable
+from peers.net.timing import STOP_S
 
 log = logging.getLogger(__name__)
 
 BUFFER_BYTES = 1 << 17
 """Per direction; what does not fit waits in the sockets, and holds back the sender."""
-IDLE_TIMEOUT_S = 900.0
-"""A stream that moves no byte for so long is broken off: its ends may open another."""
-_STOP_TIMEOUT_S = 5.0
 
 
 class Forwarder:
     """`forward` and `close` are called from one thread; the copying is this object's own."""
 
-    def __init__(self, idle_timeout_s: float = IDLE_TIMEOUT_S) -> None:
-        self._idle_timeout_s = idle_timeout_s
+    def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -52,13 +48,10 @@ class Forwarder:
         if self._loop is None or self._thread is None:
             return
         loop, self._loop = self._loop, None
-        asyncio.run_coroutine_threadsafe(self._stop(), loop).result(_STOP_TIMEOUT_S)
+        asyncio.run_coroutine_threadsafe(self._stop(), loop).result(STOP_S)
         loop.call_soon_threadsafe(loop.stop)
-        self._thread.join(_STOP_TIMEOUT_S)
+        self._thread.join(STOP_S)
         loop.close()
-
-    def _count(self, num_bytes: int) -> None:
-        self.num_bytes += num_bytes
 
     async def _stop(self) -> None:
         tasks = list(self._tasks)
@@ -67,49 +60,29 @@ class Forwarder:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _begin(self, one: socket.socket, other: socket.socket, on_end: Callable[[], object]) -> None:
-        task = asyncio.get_running_loop().create_task(
-            _Forwarded(one, other, self._count).run(self._idle_timeout_s)
-        )
-        self._tasks.add(task)
+        async def forward() -> None:
+            directions = {asyncio.ensure_future(self._copy(*pair)) for pair in ((one, other), (other, one))}
+            try:
+                # Neither end can close half of a stream, so the end of one direction is that of both.
+                await asyncio.wait(directions, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for direction in directions:
+                    direction.cancel()
+                for outcome in await asyncio.gather(*directions, return_exceptions=True):
+                    if outcome is not None and not isinstance(outcome, OSError | asyncio.CancelledError):
+                        log.error("forwarding failed", exc_info=outcome)
 
         def end(task: asyncio.Task[None]) -> None:
             self._tasks.discard(task)
             one.close()
             other.close()
-            if not task.cancelled() and (error := task.exception()) is not None:
-                log.error("forwarding failed", exc_info=error)
             # Its owner may be gone, and its event loop with it.
             with contextlib.suppress(RuntimeError):
                 on_end()
 
+        task = asyncio.get_running_loop().create_task(forward())
+        self._tasks.add(task)
         task.add_done_callback(end)
-
-
-class _Forwarded:
-    """One stream, both directions."""
-
-    def __init__(self, one: socket.socket, other: socket.socket, count: Callable[[int], None]) -> None:
-        self._one, self._other, self._count = one, other, count
-        self._moved_at = time.monotonic()
-
-    async def run(self, idle_timeout_s: float) -> None:
-        directions = {
-            asyncio.ensure_future(self._copy(self._one, self._other)),
-            asyncio.ensure_future(self._copy(self._other, self._one)),
-        }
-        pending = directions
-        try:
-            # Neither end can close half of a stream, so the end of one direction is that of both.
-            while len(pending) == len(directions) and time.monotonic() - self._moved_at < idle_timeout_s:
-                _, pending = await asyncio.wait(
-                    directions, timeout=idle_timeout_s / 2, return_when=asyncio.FIRST_COMPLETED
-                )
-        finally:
-            for direction in directions:
-                direction.cancel()
-            for outcome in await asyncio.gather(*directions, return_exceptions=True):
-                if outcome is not None and not isinstance(outcome, OSError | asyncio.CancelledError):
-                    raise outcome
 
     async def _copy(self, source: socket.socket, target: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -118,7 +91,6 @@ class _Forwarded:
         target.setblocking(False)
         while num_bytes := await loop.sock_recv_into(source, buffer):
             await loop.sock_sendall(target, buffer[:num_bytes])
-            self._moved_at = time.monotonic()
-            self._count(num_bytes)
+            self.num_bytes += num_bytes
             # Reading what is there already does not let any other stream move.
             await asyncio.sleep(0)

@@ -1,39 +1,39 @@
-"""Several ways to the same peer, tried at once, the better ones a little sooner."""
+"""Several ways to open a stream, tried at once, the preferred ones a little sooner."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from peers.errors import PeersError, PeerUnreachable
 from peers.protocol.records import Path
 
 
-async def first_to_stand(
-    ways: Mapping[Path, Callable[[], Awaitable[socket.socket]]], head_start_s: float, timeout_s: float
-) -> tuple[Path, socket.socket]:
-    """The first way that gives a stream; each gets a head start on the next. Raises the first one's PeersError."""
-    running: dict[asyncio.Future[socket.socket], Path] = {}
-    waiting, failures = list(ways.items()), dict[Path, BaseException]()
+class Attempt(NamedTuple):
+    """One way; the next is tried `head_start_s` later, or as soon as this one has failed."""
+
+    path: Path
+    head_start_s: float
+    open: Callable[[], Awaitable[socket.socket]]
+
+
+async def first_to_stand(attempts: Sequence[Attempt], timeout_s: float) -> tuple[Path, socket.socket]:
+    """The first stream that stands, and its path. Raises the PeersError of the most preferred way that failed."""
+    running: dict[asyncio.Future[socket.socket], Attempt] = {}
+    waiting, failures = list(attempts), dict[Path, PeersError]()
     deadline = time.monotonic() + timeout_s
     try:
-        while waiting or running:
+        while (waiting or running) and (left_s := deadline - time.monotonic()) > 0:
             if waiting:
-                path, way = waiting.pop(0)
-                running[asyncio.ensure_future(way())] = path
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                break
-            done, _ = await asyncio.wait(
-                running,
-                timeout=min(head_start_s, left_s) if waiting else left_s,
-                return_when="FIRST_COMPLETED",
-            )
+                attempt = waiting.pop(0)
+                running[asyncio.ensure_future(attempt.open())] = attempt
+                left_s = min(attempt.head_start_s, left_s) if waiting else left_s
+            done, _ = await asyncio.wait(running, timeout=left_s, return_when="FIRST_COMPLETED")
             for task in done:
-                path = running.pop(task)
-                error = task.exception()
+                path, error = running.pop(task).path, task.exception()
                 if error is None:
                     return path, task.result()
                 if not isinstance(error, PeersError):
@@ -41,10 +41,11 @@ async def first_to_stand(
                 failures[path] = error
     finally:
         await _close_late(running)
-    raise next((failures[path] for path in ways if path in failures), PeerUnreachable("took too long"))
+    in_order = (failures[attempt.path] for attempt in attempts if attempt.path in failures)
+    raise next(in_order, PeerUnreachable("took too long"))
 
 
-async def _close_late(running: Mapping[asyncio.Future[socket.socket], Path]) -> None:
+async def _close_late(running: Iterable[asyncio.Future[socket.socket]]) -> None:
     for task in running:
         task.cancel()
     for outcome in await asyncio.gather(*running, return_exceptions=True):

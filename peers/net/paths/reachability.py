@@ -1,7 +1,8 @@
-"""Answers machines that ask whether they are reached; the messages are those of peers/protocol/reach.py.
+"""Answers machines that ask whether they can be reached; the messages are those of peers/protocol/reach.py.
 
-To dial on somebody's word is to be a reflector. So nobody names an address: only the host that the caller's connection
-comes from is dialled, which for TCP nobody can feign. And only so often, for those only whom the gate lets in.
+Dialling any address that a caller names would make this peer a reflector. So callers name none: only the host that the
+caller's own connection comes from is dialled, which cannot be forged over TCP. Only peers that the gate admits may ask,
+and only so often.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from peers.errors import PeerUnreachable, ProtocolError, UserError
 from peers.net.channel import Channel
 from peers.net.gate import Gate
 from peers.net.identity import Identity
-from peers.net.paths.acceptor import Reception
+from peers.net.paths.acceptor import Acceptor
 from peers.net.paths.direct import Direct, source_of
 from peers.net.paths.reachability_request import (
-    ANSWER_TIMEOUT_S,
-    DIAL_TIMEOUT_S,
     DIALLED_PROTOCOL,
     receive_bytes,
     send_bytes,
 )
 from peers.net.paths.tls import Credentials
+from peers.net.rate_limit import RateLimits
+from peers.net.timing import ANSWER_S, PROBE_S
 from peers.protocol import reach
 from peers.protocol.maddrs import Maddr, parse_maddr
 from peers.protocol.refusal import Refusal, Refused
@@ -40,29 +41,12 @@ MAX_DIALS = 4
 """In one conversation: a peer has two ports."""
 MAX_AT_ONCE = 8
 CONVERSATION_S = 60.0
-_SAVED = 8
-_REFILL_S = 15.0
-_MAX_SOURCES = 1024
+_CONVERSATIONS_PER_S, _CONVERSATIONS_AT_ONCE = 1 / 15, 8
+"""Of one host."""
 _HELLO = Decoder(reach.Hello)
 _QUESTION: Decoder[reach.Dial | reach.Speed] = Decoder(reach.Dial | reach.Speed)
 
 log = logging.getLogger(__name__)
-
-
-class Budget:
-    """Conversations that one host may have: as many as `_SAVED` at once, one more every `_REFILL_S`. Pure."""
-
-    def __init__(self) -> None:
-        self._free_at: dict[str, float] = {}
-
-    def spend(self, source: str, now: float) -> bool:
-        """Count one; false where it is one too many."""
-        free_at = max(self._free_at.pop(source, now), now) + _REFILL_S
-        is_too_many = free_at - now > _SAVED * _REFILL_S
-        self._free_at[source] = free_at - _REFILL_S if is_too_many else free_at
-        while len(self._free_at) > _MAX_SOURCES:
-            del self._free_at[next(iter(self._free_at))]
-        return not is_too_many
 
 
 class Reachability:
@@ -70,36 +54,32 @@ class Reachability:
 
     def __init__(self, run_id: str, identity: Identity, transport: Transport, gate: Gate) -> None:
         self._run_id, self._transport, self._gate = run_id, transport, gate
-        self._reception = Reception(Credentials.of(identity), allows=lambda _: False)
-        self._budget = Budget()
+        self._acceptor = Acceptor(Credentials.of(identity), allows=lambda _: False)
+        self._conversations = RateLimits(_CONVERSATIONS_PER_S, _CONVERSATIONS_AT_ONCE)
         self._num_asking = 0
         self._is_measuring = False
 
     async def start(self) -> None:
         await self._transport.serve(reach.reach_protocol(self._run_id), self._asked)
 
-    def close(self) -> None:
-        """May be repeated."""
-        self._reception.close()
-
     async def _asked(self, peer_id: str, sock: socket.socket) -> None:
         channel = Channel(sock, max_message_bytes=reach.MAX_MESSAGE_BYTES)
         self._num_asking += 1
         try:
             async with asyncio.timeout(CONVERSATION_S):
-                hello = await channel.read(_HELLO, ANSWER_TIMEOUT_S)
+                hello = await channel.read(_HELLO, ANSWER_S)
                 try:
                     self._gate.check(peer_id, hello.token, "door for questions")
                 except Refused as error:
-                    await channel.send(Refusal(why=error.why), ANSWER_TIMEOUT_S)
+                    await channel.send(Refusal(why=error.why), ANSWER_S)
                     return
                 caller = caller_of(await self._transport.addresses_of(peer_id))
                 source = source_of(caller.host) if caller else "a third peer"
-                if self._num_asking > MAX_AT_ONCE or not self._budget.spend(source, time.monotonic()):
-                    await channel.send(reach.Busy(), ANSWER_TIMEOUT_S)
+                if self._num_asking > MAX_AT_ONCE or not self._conversations.take(source, time.monotonic()):
+                    await channel.send(reach.Busy(), ANSWER_S)
                     return
                 host = caller.host if caller else ""
-                await channel.send(reach.Here(host=host, time=time.time()), ANSWER_TIMEOUT_S)
+                await channel.send(reach.Here(host=host, time=time.time()), ANSWER_S)
                 await self._answer(channel, peer_id, caller)
         finally:
             self._num_asking -= 1
@@ -116,7 +96,7 @@ class Reachability:
             if isinstance(question, reach.Dial) and num_dials < MAX_DIALS:
                 num_dials += 1
                 error = await self._dial(peer_id, caller, question.port)
-                await channel.send(reach.Dialled(error=error), ANSWER_TIMEOUT_S)
+                await channel.send(reach.Dialled(error=error), ANSWER_S)
             elif isinstance(question, reach.Speed) and not has_measured:
                 has_measured = True
                 await self._measure(channel)
@@ -128,9 +108,9 @@ class Reachability:
         if caller is None:
             return "you come here through a third peer"
         endpoint = str(Maddr(caller.kind, caller.host, port, None))
-        direct = Direct(self._reception, lambda _: (endpoint,))
+        direct = Direct(self._acceptor, lambda _: (endpoint,))
         try:
-            stream = await direct.open(peer_id, DIALLED_PROTOCOL, timeout_s=DIAL_TIMEOUT_S)
+            stream = await direct.open(peer_id, DIALLED_PROTOCOL, timeout_s=PROBE_S)
         except PeerUnreachable as error:
             return _plain(str(error))
         stream.close()
@@ -138,7 +118,7 @@ class Reachability:
 
     async def _measure(self, channel: Channel) -> None:
         if self._is_measuring:
-            await channel.send(reach.Busy(), ANSWER_TIMEOUT_S)
+            await channel.send(reach.Busy(), ANSWER_S)
             return
         self._is_measuring = True
         try:
@@ -146,13 +126,13 @@ class Reachability:
             num_bytes, seconds = await receive_bytes(channel)
         finally:
             self._is_measuring = False
-        await channel.send(reach.Took(num_bytes=num_bytes, seconds=seconds), ANSWER_TIMEOUT_S)
+        await channel.send(reach.Took(num_bytes=num_bytes, seconds=seconds), ANSWER_S)
 
 
 def caller_of(addresses: Iterable[str]) -> Maddr | None:
     """Where a connection comes from, of those that a peer has; none where all go through another peer."""
     for text in addresses:
-        # What is relayed bears the relay's address, which is not the caller's to have dialled.
+        # A relayed connection has the relay's address, which must not be dialled for somebody else.
         if "p2p-circuit" in text:
             continue
         try:
@@ -165,7 +145,7 @@ def caller_of(addresses: Iterable[str]) -> Maddr | None:
 
 
 def _plain(error: str) -> str:
-    """What became of a call, and no more: nobody is to learn from here what else listens there."""
+    """Only whether the call succeeded: an answer must not tell what else listens there."""
     if "Errno 111" in error:
         return "connection refused"
     return "no answer in time" if "no answer in time" in error else "this machine does not answer there"

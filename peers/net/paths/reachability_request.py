@@ -7,26 +7,21 @@ import ipaddress
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from msgspec.msgpack import Decoder
 
 from peers.errors import PeerUnreachable, ProtocolError
-from peers.net.channel import Channel
+from peers.net.channel import Channel, call
+from peers.net.timing import ANSWER_S, PROBE_S, STALL_S
+from peers.net.transport import StreamTransport
 from peers.protocol import reach
 from peers.protocol.refusal import Refusal, unless_refused
 
-if TYPE_CHECKING:
-    from peers.net.libp2p.transport import Transport
-
-ANSWER_TIMEOUT_S = 5.0
-DIAL_TIMEOUT_S = 4.0
 SPEED_S = 1.0
 """A measurement of speed ends with the first burst that took longer, in each direction."""
 BURSTS = tuple(4 << power for power in range(6))
 """In chunks, each when the one before has arrived: a slow link is not given more than it carries in a few seconds."""
 SPEED_BYTES = sum(BURSTS) * reach.CHUNK_BYTES
-BURST_TIMEOUT_S = 15.0
 DIALLED_PROTOCOL = "diloco/reached"
 """What the asked peer asks for when it calls back."""
 
@@ -70,34 +65,34 @@ class Asked:
 
     async def dial(self, port: int) -> str:
         """Have this machine called at a port: why that failed, or nothing."""
-        await self._channel.send(reach.Dial(port=port), ANSWER_TIMEOUT_S)
-        return (await self._channel.read(_DIALLED, ANSWER_TIMEOUT_S + DIAL_TIMEOUT_S)).error
+        await self._channel.send(reach.Dial(port=port), ANSWER_S)
+        return (await self._channel.read(_DIALLED, ANSWER_S + PROBE_S)).error
 
     async def speed(self) -> Speed:
         """Move some megabytes both ways."""
-        await self._channel.send(reach.Speed(), ANSWER_TIMEOUT_S)
+        await self._channel.send(reach.Speed(), ANSWER_S)
         num_bytes, seconds = await receive_bytes(self._channel)
         await send_bytes(self._channel)
-        took = await self._channel.read(_TOOK, ANSWER_TIMEOUT_S)
+        took = await self._channel.read(_TOOK, ANSWER_S)
         return Speed(rate(took.num_bytes, took.seconds), rate(num_bytes, seconds))
 
 
 @contextlib.asynccontextmanager
 async def asking(
-    transport: Transport,
+    transport: StreamTransport,
     peer_id: str,
     run_id: str,
     *,
     token: bytes = b"",
     maddrs: Sequence[str] = (),
-    timeout_s: float = ANSWER_TIMEOUT_S,
+    timeout_s: float = ANSWER_S,
     clock: Callable[[], float] = time.time,
 ) -> AsyncIterator[Asked]:
     """Begin to ask a member. Raises PeerUnreachable where it does not answer, Refused where it does not want to."""
-    protocol = reach.reach_protocol(run_id)
-    sock = await transport.open(peer_id, protocol, timeout_s=timeout_s, maddrs=maddrs)
-    channel = Channel(sock, max_message_bytes=reach.MAX_MESSAGE_BYTES)
-    try:
+    protocol, most_bytes = reach.reach_protocol(run_id), reach.MAX_MESSAGE_BYTES
+    with await call(
+        transport, peer_id, protocol, timeout_s=timeout_s, maddrs=maddrs, max_message_bytes=most_bytes
+    ) as channel:
         began, before = time.monotonic(), clock()
         await channel.send(reach.Hello(token=token), timeout_s)
         answer = await channel.read(_HERE, timeout_s)
@@ -107,8 +102,6 @@ async def asking(
         here = unless_refused(answer)
         ahead_s = before + round_trip_s / 2 - here.time
         yield Asked(channel, Here(_address(here.host), ahead_s, round_trip_s))
-    finally:
-        channel.close()
 
 
 async def send_bytes(channel: Channel) -> None:
@@ -117,12 +110,12 @@ async def send_bytes(channel: Channel) -> None:
     for num_chunks in BURSTS:
         began = time.monotonic()
         for _ in range(num_chunks):
-            await channel.send(chunk, BURST_TIMEOUT_S)
-        await channel.send(reach.Mark(), BURST_TIMEOUT_S)
-        await channel.read(_GOT, BURST_TIMEOUT_S)
+            await channel.send(chunk, STALL_S)
+        await channel.send(reach.Mark(), STALL_S)
+        await channel.read(_GOT, STALL_S)
         if time.monotonic() - began > SPEED_S:
             break
-    await channel.send(reach.End(), ANSWER_TIMEOUT_S)
+    await channel.send(reach.End(), ANSWER_S)
 
 
 async def receive_bytes(channel: Channel) -> tuple[int, float]:
@@ -131,7 +124,7 @@ async def receive_bytes(channel: Channel) -> tuple[int, float]:
     arrivals: list[float] = []
     num_chunks = 0
     while True:
-        message = await channel.read(_BURST, BURST_TIMEOUT_S)
+        message = await channel.read(_BURST, STALL_S)
         if isinstance(message, reach.End):
             return measured
         if isinstance(message, reach.Busy):
@@ -142,7 +135,7 @@ async def receive_bytes(channel: Channel) -> tuple[int, float]:
         elif arrivals:
             measured = (len(arrivals) - 1) * reach.CHUNK_BYTES, arrivals[-1] - arrivals[0]
             arrivals = []
-            await channel.send(reach.Got(), ANSWER_TIMEOUT_S)
+            await channel.send(reach.Got(), ANSWER_S)
         else:
             raise ProtocolError("the end of a burst without bytes")
         if num_chunks > sum(BURSTS):

@@ -1,7 +1,7 @@
-"""Forwards streams between peers that do not reach each other, and takes those that are forwarded to here.
+"""Forwards streams between two peers that do not reach each other, and accepts streams that others forward to this one.
 
-The messages are those of peers/protocol/relays.py. Only between live peers of the run that libp2p is connected with
-here, so never through another relay, and only within bounds.
+The messages are those of peers/protocol/relays.py. A relay forwards only between live peers of the run with which it
+has a libp2p connection, so never through another relay, and only so many streams.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from msgspec.msgpack import Decoder
 
 from peers.errors import ProtocolError
 from peers.net.channel import Channel
-from peers.net.libp2p.streams import Libp2p
-from peers.net.paths.acceptor import Reception
+from peers.net.paths.acceptor import Acceptor
 from peers.net.paths.forwarding import Forwarder
+from peers.net.timing import PROBE_S
+from peers.net.transport import Libp2p
 from peers.protocol.relays import (
-    ANSWER_TIMEOUT_S,
     MAX_MESSAGE_BYTES,
     Deliver,
     Go,
@@ -44,23 +44,19 @@ _WANT, _GO, _DELIVER = Decoder(Want), Decoder(Go), Decoder(Deliver)
 
 
 class RelayService:
-    """`peers` gives the ids of the run's live peers, `rate_to` what is known of the bandwidth to one of them.
-
-    `heard_from` is told whom a relay brings streams of.
-    """
+    """`peers` gives the ids of the run's live peers, `rate_to` what is known of the bandwidth to one of them."""
 
     def __init__(
         self,
         *,
         run_id: str,
         libp2p: Libp2p,
-        reception: Reception,
+        acceptor: Acceptor,
         peers: Callable[[], Collection[str]],
         rate_to: Callable[[str], float],
-        heard_from: Callable[[str], object],
     ) -> None:
-        self._run_id, self._libp2p, self._reception = run_id, libp2p, reception
-        self._peers, self._rate_to, self._heard_from = peers, rate_to, heard_from
+        self._run_id, self._libp2p, self._acceptor = run_id, libp2p, acceptor
+        self._peers, self._rate_to = peers, rate_to
         self._forwarder = Forwarder()
         self._forwarded: Counter[tuple[str, str]] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -85,22 +81,22 @@ class RelayService:
 
     async def _asked(self, caller: str, sock: socket.socket) -> None:
         channel = Channel(sock, max_message_bytes=MAX_MESSAGE_BYTES)
-        to = (await channel.read(_WANT, ANSWER_TIMEOUT_S)).to
+        to = (await channel.read(_WANT, PROBE_S)).to
         if reason := await self._why_not(caller, to):
-            await channel.send(No(reason=reason), ANSWER_TIMEOUT_S)
+            await channel.send(No(reason=reason), PROBE_S)
             channel.close()
             return
         pair = caller, to
         self._forwarded[pair] += 1
         try:
             offer = Offer(rate=self._rate_to(to), load=self._forwarded.total() - 1)
-            await channel.send(offer, ANSWER_TIMEOUT_S)
-            await channel.read(_GO, 2 * ANSWER_TIMEOUT_S)
-            leg = await self._libp2p.open(to, delivering(self._run_id), timeout_s=ANSWER_TIMEOUT_S)
+            await channel.send(offer, PROBE_S)
+            await channel.read(_GO, 2 * PROBE_S)
+            leg = await self._libp2p.open(to, delivering(self._run_id), timeout_s=PROBE_S)
             try:
                 onward = Channel(leg, max_message_bytes=MAX_MESSAGE_BYTES)
-                await onward.send(Deliver(caller=caller), ANSWER_TIMEOUT_S)
-                await channel.send(Ready(), ANSWER_TIMEOUT_S)
+                await onward.send(Deliver(caller=caller), PROBE_S)
+                await channel.send(Ready(), PROBE_S)
                 loop = asyncio.get_running_loop()
                 self._forwarder.forward(sock, leg, lambda: loop.call_soon_threadsafe(self._released, pair))
             except BaseException:
@@ -137,22 +133,16 @@ class RelayService:
         if relay not in self._peers():
             raise ProtocolError(f"{relay} is no peer of this run, so it relays nothing to here")
         channel = Channel(sock, max_message_bytes=MAX_MESSAGE_BYTES)
-        caller = (await channel.read(_DELIVER, ANSWER_TIMEOUT_S)).caller
-        # Not awaited: a stream that lasts is none of the few that libp2p's side works on at once.
+        caller = (await channel.read(_DELIVER, PROBE_S)).caller
+        # Not awaited: libp2p's transport runs few handlers per peer at once, and this one may last.
         greeting = asyncio.create_task(
-            self._reception.receive(
+            self._acceptor.receive(
                 sock,
                 source=f"relay {relay}",
                 expected=caller,
                 plain=False,
                 strangers=True,
-                on_greeted=self._greeted,
             )
         )
         self._tasks.add(greeting)
         greeting.add_done_callback(self._tasks.discard)
-
-    def _greeted(self, caller: str) -> None:
-        # Only now is it more than a relay's word.
-        if caller in self._peers():
-            self._heard_from(caller)

@@ -9,10 +9,9 @@ connection. The handshake proves that the other end has the key.
 from __future__ import annotations
 
 import datetime
-import os
+import select
 import socket
 import ssl
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +24,9 @@ from cryptography.x509.oid import NameOID
 
 from peers.errors import PeerUnreachable, ProtocolError
 from peers.net.identity import Identity
+from peers.net.socket_io import once_ready
 from peers.protocol import libp2p_keys
+from peers.system import private_file
 
 MAX_CERTIFICATE_BYTES = 2048
 """An RSA key of 4096 bits makes one of 1.3 kB."""
@@ -119,21 +120,21 @@ def peer_id_of(certificate: bytes) -> str:
     return libp2p_keys.peer_id_of(public_key_of(certificate))
 
 
-def handshake(
-    sock: socket.socket, credentials: Credentials, certificate: bytes, *, server: bool, deadline: float
+async def handshake(
+    sock: socket.socket, credentials: Credentials, certificate: bytes, *, server: bool
 ) -> TlsSocket:
-    """TLS with the holder of `certificate` over a connected stream socket, which it takes over: an error closes it.
+    """TLS with the holder of `certificate` over a connected non-blocking socket, which it takes over: an error, or a
+    cancellation, closes it.
 
-    Blocks, so belongs in a thread; `deadline` as of time.monotonic(). Raises ProtocolError for whoever cannot prove to
-    hold the certificate's key, PeerUnreachable when the connection breaks or time is up.
+    Raises ProtocolError where the other end cannot prove that it holds the certificate's key, PeerUnreachable when the
+    connection breaks.
     """
     tls: socket.socket = sock
     try:
-        sock.settimeout(max(deadline - time.monotonic(), 0.001))
         context = _context(credentials, certificate, server)
         tls = context.wrap_socket(sock, server_side=server, do_handshake_on_connect=False)
         assert isinstance(tls, TlsSocket)
-        tls.do_handshake()
+        await once_ready(tls, tls.do_handshake, select.POLLIN)
         if tls.getpeercert(binary_form=True) != certificate:
             raise ProtocolError("TLS with another certificate than the one shown before")
         return tls
@@ -166,9 +167,5 @@ def _context(credentials: Credentials, certificate: bytes, server: bool) -> ssl.
 
 def _load_key(context: ssl.SSLContext, pem: bytes) -> None:
     # Python takes the key from a file only; this one is in memory and has no name.
-    descriptor = os.memfd_create("diloco-tls", os.MFD_CLOEXEC)
-    try:
-        os.write(descriptor, pem)
-        context.load_cert_chain(f"/proc/self/fd/{descriptor}")
-    finally:
-        os.close(descriptor)
+    with private_file(pem) as path:
+        context.load_cert_chain(path)

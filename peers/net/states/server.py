@@ -19,13 +19,11 @@ from peers.errors import PeersError, ProtocolError
 from peers.net.channel import Channel
 from peers.net.states.replay import serve_commits
 from peers.net.states.transfer import (
-    COMMIT_TIMEOUT_S,
-    STALL_TIMEOUT_S,
     bytes_of,
     download_timeout_s,
-    send_all,
 )
-from peers.net.streams import StreamTransport
+from peers.net.timing import COMMIT_S, STALL_S
+from peers.net.transport import StreamTransport
 from peers.protocol.states import (
     MAX_MESSAGE_BYTES,
     State,
@@ -43,7 +41,6 @@ log = logging.getLogger(__name__)
 
 MAX_DOWNLOADS = 8
 """Streams a donor serves at once, of as many joiners; further ones wait."""
-_IDLE_TIMEOUT_S = 60.0
 _POLL_S = 0.02
 _REQUEST: Decoder[WantState | WantCommits] = Decoder(WantState | WantCommits)
 _CHUNK = Decoder(WantChunk)
@@ -75,48 +72,48 @@ class StateServer:
 
     async def _accepted(self, peer_id: str, sock: socket.socket) -> None:
         channel = Channel(sock, max_message_bytes=MAX_MESSAGE_BYTES)
-        # A joiner that asks again has given up the stream before, or is a restarted one.
+        # A joiner that asks again has given up its earlier stream, or has been restarted.
         if (older := self._newest.get(peer_id)) is not None:
             older.break_off()
         self._newest[peer_id] = channel
         try:
-            async with asyncio.timeout(COMMIT_TIMEOUT_S):
+            async with asyncio.timeout(COMMIT_S):
                 await self._slots.acquire()
             try:
-                await self._serve(channel, sock)
+                await self._serve(channel)
             finally:
                 self._slots.release()
-        except (PeersError, OSError, TimeoutError) as error:
+        except (PeersError, TimeoutError) as error:
             log.debug("stopped serving the state to %s: %s", peer_id, error)
         finally:
             if self._newest.get(peer_id) is channel:
                 del self._newest[peer_id]
             channel.close()
 
-    async def _serve(self, channel: Channel, sock: socket.socket) -> None:
-        """One joiner, until it closes the stream. Raises PeersError, OSError, TimeoutError."""
-        request = await channel.read(_REQUEST, STALL_TIMEOUT_S)
+    async def _serve(self, channel: Channel) -> None:
+        """One joiner, until it closes the stream. Raises PeersError, TimeoutError."""
+        request = await channel.read(_REQUEST, STALL_S)
         with self._commit_log.held():
             if isinstance(request, WantCommits):
-                await serve_commits(self._commit_log, request, channel, sock)
+                await serve_commits(self._commit_log, request, channel)
             else:
-                await self._serve_state(request.head, channel, sock)
+                await self._serve_state(request.head, channel)
 
-    async def _serve_state(self, wanted_head: str, channel: Channel, sock: socket.socket) -> None:
+    async def _serve_state(self, wanted_head: str, channel: Channel) -> None:
         snapshot = await self._snapshot()
         if snapshot is None or wanted_head != snapshot.header.head:
             head = snapshot.header.head if snapshot else ""
             if snapshot is not None:
                 snapshot.close()
-            await channel.send(Unavailable(head=head), STALL_TIMEOUT_S)
+            await channel.send(Unavailable(head=head), STALL_S)
             return
         with snapshot:
             async with asyncio.timeout(download_timeout_s(snapshot.header.sizes)):
-                await _serve_snapshot(snapshot, channel, sock)
+                await _serve_snapshot(snapshot, channel)
 
     async def _snapshot(self) -> Snapshot | None:
         """The current state, once no commit is under way."""
-        async with asyncio.timeout(COMMIT_TIMEOUT_S):
+        async with asyncio.timeout(COMMIT_S):
             while (state := self._current()) is not None:
                 if (snapshot := state.snapshot()) is not None:
                     return snapshot
@@ -124,15 +121,15 @@ class StateServer:
         return None
 
 
-async def _serve_snapshot(snapshot: Snapshot, channel: Channel, sock: socket.socket) -> None:
+async def _serve_snapshot(snapshot: Snapshot, channel: Channel) -> None:
     header = snapshot.header
-    await channel.send(State(), STALL_TIMEOUT_S)
-    await send_all(sock, memoryview(header.anchor_chunks + header.momentum_chunks))
+    await channel.send(State(), STALL_S)
+    await channel.send_bytes(memoryview(header.anchor_chunks + header.momentum_chunks), STALL_S)
     chunks = list(chunks_of(snapshot.header.sizes))
     while True:
-        wanted = await channel.read(_CHUNK, _IDLE_TIMEOUT_S)
-        await send_all(sock, bytes_of(_wanted_values(snapshot, chunks, wanted)))
-        # Neither waits where requests are there already and small answers find room: let others run.
+        wanted = await channel.read(_CHUNK, COMMIT_S)
+        await channel.send_bytes(bytes_of(_wanted_values(snapshot, chunks, wanted)), STALL_S)
+        # Neither call waits while requests are there already and small answers fit the buffers: let others run.
         await asyncio.sleep(0)
 
 

@@ -1,28 +1,27 @@
 """Downloads an outer state from those who hold it; the messages are those of peers/protocol/states.py.
 
-Several donors deliver at once, and what one fails to deliver is asked of another. What a state that the joiner holds
-already has in common with it (fragments that have not been averaged since) is not asked for.
+Several donors deliver chunks at once, and what one fails to deliver is asked of another. Chunks that the joiner holds
+already (of fragments that have not been averaged since) are not asked for.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import socket
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from msgspec.msgpack import Decoder
 from torch import Tensor
 
-from peers.errors import PeersError, PeerUnreachable, ProtocolError, StateUnavailable
-from peers.net import socket_io
-from peers.net.channel import Channel
-from peers.net.streams import StreamTransport
+from peers.errors import PeersError, PeerSilent, PeerUnreachable, ProtocolError, StateUnavailable
+from peers.net.channel import Channel, call
+from peers.net.timing import COMMIT_S, PATIENCE_S, STALL_S
+from peers.net.transport import StreamTransport
 from peers.protocol.certificates import Certificate
 from peers.protocol.states import (
     MAX_MESSAGE_BYTES,
@@ -41,10 +40,6 @@ log = logging.getLogger(__name__)
 _OVERHEAD_S = 30.0
 _SLOWEST_BYTES_PER_S = 2e6
 """A state that comes more slowly is no use."""
-STALL_TIMEOUT_S = 15.0
-COMMIT_TIMEOUT_S = 60.0
-_PATIENCE_S = 5.0
-"""What one part may take while other donors have nothing to do."""
 _WINDOW = 2
 _FLOAT_BYTES = 4
 _NAMES: tuple[Values, ...] = ("anchor", "momentum")
@@ -73,8 +68,7 @@ async def download_state(
     """The state of this commit from these peers, all at once. Every bit of it has been checked.
 
     `sizes` are the values in each of our fragments, `have` is a state of theirs that is here already. Raises
-    StateUnavailable when no donor can hand it over, or not in time, with those who began to and broke off; repeating it
-    is safe.
+    StateUnavailable when no donor hands it over in time, with those that began to and broke off. Repeating it is safe.
     """
     zeros = await asyncio.to_thread(_digests_of_zeros, sizes)
     download = _Download(certificate, tuple(sizes), zeros, have, progress)
@@ -84,7 +78,7 @@ async def download_state(
     try:
         async with asyncio.timeout(timeout_s):
             pending = set(tasks.values())
-            # Whoever takes the last part ends then; donors that have nothing to say are not waited for.
+            # Complete is enough: donors that have not answered are not waited for.
             while pending and not download.is_complete:
                 _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
     except TimeoutError:
@@ -105,11 +99,13 @@ async def download_state(
     return download.state()
 
 
-class _Part:
+class _Part(NamedTuple):
     """One chunk of anchor or momentum that is still wanted, and the memory it belongs to."""
 
-    def __init__(self, values: Values, chunk: StateChunk, target: Tensor, digest: bytes) -> None:
-        self.values, self.chunk, self.target, self.digest = values, chunk, target, digest
+    values: Values
+    chunk: StateChunk
+    target: Tensor
+    digest: bytes
 
 
 class _Download:
@@ -146,31 +142,30 @@ class _Download:
     async def run(self, donor: str, transport: StreamTransport, protocol: str) -> str:
         """Take from this donor whatever is wanted until nothing is. Returns why it was given up, empty: not."""
         try:
-            sock = await transport.open(donor, protocol, timeout_s=STALL_TIMEOUT_S)
-            channel = Channel(sock, max_message_bytes=MAX_MESSAGE_BYTES)
-            try:
-                await self._ask_for_state(channel, sock)
-                await self._take_chunks(channel, sock)
-            except StateUnavailable:
-                # It has gone on, as it may.
-                raise
-            except (PeersError, OSError, TimeoutError):
-                self.suspects.add(donor)
-                raise
-            finally:
-                channel.close()
-        except (PeersError, OSError, TimeoutError) as error:
+            with await call(
+                transport, donor, protocol, timeout_s=STALL_S, max_message_bytes=MAX_MESSAGE_BYTES
+            ) as channel:
+                try:
+                    await self._ask_for_state(channel)
+                    await self._take_chunks(channel)
+                except StateUnavailable:
+                    # It has committed since, which is no fault.
+                    raise
+                except PeersError:
+                    self.suspects.add(donor)
+                    raise
+        except PeersError as error:
             log.info("the state does not come from %s: %s", donor, error)
-            return str(error) or type(error).__name__
+            return str(error)
         return ""
 
-    async def _ask_for_state(self, channel: Channel, sock: socket.socket) -> None:
-        await channel.send(WantState(head=self._certificate.head), STALL_TIMEOUT_S)
-        answer = await channel.read(_ANSWER, COMMIT_TIMEOUT_S)
+    async def _ask_for_state(self, channel: Channel) -> None:
+        await channel.send(WantState(head=self._certificate.head), STALL_S)
+        answer = await channel.read(_ANSWER, COMMIT_S)
         if isinstance(answer, Unavailable):
             raise StateUnavailable(f"it holds the state {answer.head[:12]!r}")
         digests = bytearray(2 * DIGEST_BYTES * len(list(chunks_of(self._sizes))))
-        await receive_all(sock, memoryview(digests))
+        await channel.fill(memoryview(digests), STALL_S)
         half = len(digests) // 2
         header = StateHeader(
             sizes=self._sizes, anchor_chunks=bytes(digests[:half]), momentum_chunks=bytes(digests[half:])
@@ -207,10 +202,10 @@ class _Download:
         ):
             return False
         part.target.copy_(own[chunk.fragment][chunk.start : chunk.stop])
-        # What is held here may be what was wrong.
+        # What this peer holds may itself be what was wrong.
         return not _fault_of(part)
 
-    async def _take_chunks(self, channel: Channel, sock: socket.socket) -> None:
+    async def _take_chunks(self, channel: Channel) -> None:
         """Ask for a few parts ahead, so that the donor never waits for us."""
         asked: deque[_Part] = deque()
         try:
@@ -218,10 +213,10 @@ class _Download:
                 while len(asked) < _WINDOW and (part := await self._next_part(wait=not asked)) is not None:
                     asked.append(part)
                     request = WantChunk(values=part.values, position=part.chunk.position)
-                    await channel.send(request, STALL_TIMEOUT_S)
+                    await channel.send(request, STALL_S)
                 if not asked:
                     return
-                await self._take(asked[0], sock)
+                await self._take(asked[0], channel)
                 asked.popleft()
                 async with self._changed:
                     self._num_open -= 1
@@ -247,31 +242,26 @@ class _Download:
             self._num_open += 1
             return self._wanted.popleft()
 
-    async def _take(self, part: _Part, sock: socket.socket) -> None:
-        await self._receive_part(part, sock)
+    async def _take(self, part: _Part, channel: Channel) -> None:
+        await self._receive_part(part, channel)
         if fault := await asyncio.to_thread(_fault_of, part):
             raise ProtocolError(f"{part.values} chunk {part.chunk.position} {fault}")
         self.received_bytes += _FLOAT_BYTES * part.chunk.numel
         if self._progress is not None:
             self._progress(self.received_bytes, self.total_bytes)
 
-    async def _receive_part(self, part: _Part, sock: socket.socket) -> None:
-        """Raises PeerUnreachable where it takes long and other donors have nothing to do, TimeoutError for silence."""
+    async def _receive_part(self, part: _Part, channel: Channel) -> None:
+        """Raises PeerUnreachable where it takes long and other donors have nothing to do, PeerSilent for silence."""
         view, done = bytes_of(part.target), 0
         begun = moved_at = time.monotonic()
         while done < len(view):
-            received = None
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_PATIENCE_S):
-                    received = await socket_io.receive_into(sock, view[done:])
-            now = time.monotonic()
-            if received == 0:
-                raise PeerUnreachable("the peer closed the stream")
-            if received:
-                done, moved_at = done + received, now
-            elif now - moved_at > STALL_TIMEOUT_S:
-                raise TimeoutError("it sends nothing")
-            if done < len(view) and self._num_idle and now - begun > _PATIENCE_S:
+            try:
+                done += await channel.receive_bytes(view[done:], PATIENCE_S)
+                moved_at = time.monotonic()
+            except PeerSilent:
+                if time.monotonic() - moved_at > STALL_S:
+                    raise
+            if done < len(view) and self._num_idle and time.monotonic() - begun > PATIENCE_S:
                 raise PeerUnreachable("others may be quicker")
 
     async def _notify(self) -> None:
@@ -302,21 +292,3 @@ def _fault_of(part: _Part) -> str:
 
 def bytes_of(values: Tensor) -> memoryview:
     return values.view(torch.uint8).numpy().data
-
-
-async def send_all(sock: socket.socket, view: memoryview) -> None:
-    """Raises TimeoutError when a megabyte does not leave in time."""
-    for start in range(0, len(view), 1 << 20):
-        async with asyncio.timeout(STALL_TIMEOUT_S):
-            await socket_io.send_all(sock, view[start : start + (1 << 20)])
-
-
-async def receive_all(sock: socket.socket, view: memoryview) -> None:
-    """Raises TimeoutError when no byte comes in time."""
-    done = 0
-    while done < len(view):
-        async with asyncio.timeout(STALL_TIMEOUT_S):
-            received = await socket_io.receive_into(sock, view[done:])
-        if not received:
-            raise PeerUnreachable("the peer closed the stream")
-        done += received

@@ -32,7 +32,7 @@ def test_a_directory_is_removed_that_was_made_a_moment_ago(tmp_path, monkeypatch
         left.extend((tmp_path / "kept").rglob("*diloco_rank_*"))
         return result
 
-    monkeypatch.setattr(diloco.checkpoint.checkpoint, "to_save", lambda inner, rank: ({}, {}))
+    monkeypatch.setattr(diloco.checkpoint.shards, "state_to_write", lambda inner, rank: {})
     monkeypatch.setattr(diloco.checkpoint.checkpoint, "on_rank_zero", told_to_end_in_between)
     outer = SimpleNamespace(world_rank=0, snapshot=snapshot_of_a_daemon_that_was_killed)
     checkpoints.save(outer, step=1)

@@ -39,7 +39,7 @@ def test_the_daemon_is_told_the_files_and_not_what_is_in_them(tmp_path):
     assert SECRET.split(".")[2] not in str(fields)
 
 
-@pytest.mark.parametrize("given", ["missing", SECRET])
+@pytest.mark.parametrize("given", ["missing", SECRET], ids=["missing", "the secret"])
 def test_a_file_that_cannot_be_read_stops_the_peer_before_it_joins(given, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert exit_code(["peer", "--world-rank", "0", "--swarm-secret-file", given]) == 2

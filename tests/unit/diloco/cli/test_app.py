@@ -13,62 +13,10 @@ import pytest
 
 from diloco.cli.app import exit_code
 
-PEER_ID = "12D3KooWHMXMfxzB2bW1hADjf1JAuC8oCiCpB1mtKpS8y6N1QwMW"
-ADDRESS = f"/ip4/127.0.0.1/tcp/30001/p2p/{PEER_ID}"
-
-WRONG = {
-    "unknown flag": (["peer", "--percision", "auto"], "Did you mean --precision?"),
-    "unknown verb": (["pear"], 'Did you mean "peer"?'),
-    "unknown verb below dht": (["dht", "stat"], 'Did you mean "start"?'),
-    "stray argument": (["peer", "now"], "flags begin with two dashes"),
-    "flag without its value": (["peer", "--lr"], "requires an argument"),
-    "address that is none": (["peer", "--initial-peers", "localhost:3000"], "is not an address like"),
-    "address without peer id": (
-        ["peer", "--initial-peers", "/ip4/127.0.0.1/tcp/30001"],
-        "lacks the peer's id",
-    ),
-    "listening on a peer's address": (["dht", "start", "--host-maddrs", ADDRESS], "names a peer"),
-    "status of nothing": (["status"], "--initial-peers is missing"),
-    "status of a bad address": (["status", "--initial-peers", "/ip4/1.2.3.400/tcp/1"], "is not a host"),
-    "TOML that is not there": (["run", "--config", "/nowhere/run.toml"], "No such file"),
-    "rate that is no number": (["peer", "--lr", "fast"], 'unable to convert "fast" into float'),
-    "rate that is not finite": (["peer", "--lr", "inf"], "finite"),
-    "step count of zero": (["peer", "--max-steps", "0"], "1 or more"),
-    "half a step": (["peer", "--max-steps", "1.5"], "not a whole number"),
-    "negative rank": (["peer", "--world-rank", "-1"], "0 or more"),
-    "unknown precision": (["peer", "--precision", "fp8"], "Choose from"),
-    "unknown codec": (
-        ["peer", "--hv.compression", "int3"],
-        "is not one of fp32, fp16, bf16, int8, int4, topk",
-    ),
-    "misspelt codec": (["run", "--hv.hivemind_compression", "blockwise8"], 'Did you mean "blockwise8bit"?'),
-    "run id with a slash": (["peer", "--run-id", "../other"], "letters, digits"),
-    "batch sizes that do not divide": (
-        ["run", "--total-batch-size", "10", "--per-device-train-batch-size", "4"],
-        "not a multiple",
-    ),
-    "ranks that do not divide": (["peer", "--total-batch-size", "10", "--nproc-per-node", "3"], "3 ranks"),
-    "address of an empty variable": (["peer", "--world-rank", "0", "--initial-peers", ""], "has no value"),
-    "address that is missing": (["doctor", "--initial-peers"], "--initial-peers requires at least 1"),
-    "number of ranks": (["peer", "--nproc-per-node", "many"], "neither `auto` nor a number"),
-    "peer to lose that is not there": (["run", "--peers", "2", "--lose-peer", "2"], "the last one is 1"),
-    "model that is none": (["peer", "--path-model", "/nowhere/model", "--run-dir", "RUN"], "is not a model"),
-}
-
 
 def text_of_box(stderr: str) -> str:
     """The message without its frame and its line breaks."""
     return " ".join(line.strip("│╭╮╰╯─ ") for line in stderr.splitlines())
-
-
-@pytest.mark.parametrize(("argv", "message"), WRONG.values(), ids=WRONG.keys())
-def test_wrong_input_gets_a_box_and_exit_code_2(argv, message, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert exit_code(argv) == 2
-    said = capsys.readouterr().err
-    assert message in text_of_box(said)
-    assert said.startswith("╭─ diloco ─")
-    assert "Traceback" not in said
 
 
 @pytest.mark.parametrize(

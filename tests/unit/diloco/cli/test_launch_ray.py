@@ -3,8 +3,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from diloco.cli.launch_ray import _python
-from provisioning.ledger import Ledger
-from provisioning.operations import PYTHON
+from provisioning.ledger.ledger import Ledger
+from provisioning.renting.operations import PYTHON
 
 
 def test_ray_runs_the_python_that_the_pods_were_set_up_with(tmp_path):

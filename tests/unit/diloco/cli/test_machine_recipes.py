@@ -8,7 +8,7 @@ import pytest
 
 from diloco.cli.machine_recipes import RECIPES, chosen, recipe_for
 from diloco.options.model_files import load_model_config
-from diloco.options.trainer import TrainConfig, flat_values, parse_train_config
+from diloco.options.trainer import TrainConfig, flat_values, for_mode, parse_train_config
 from diloco.train.devices import Machine
 from diloco.train.memory import check_memory, memory_needed_bytes
 from diloco.train.model import num_parameters
@@ -85,6 +85,13 @@ def test_what_the_user_names_is_kept_and_the_rest_is_chosen():
     assert (values["total_batch_size"], values["lr"]) == (24, 0.5)
     assert (values["path_model"], values["seq_length"], values["hv.local_steps"]) == ("demo", 128, 50)
     assert "lr" not in choice.fields and "hv.local_steps" in choice.fields
+
+
+def test_rates_that_were_tuned_for_adamw_are_not_given_to_muon():
+    own = for_mode(TrainConfig(optimizer="muon"), {"optimizer"})
+    values = flat_values(chosen(own, {"optimizer"}, machine(2)).config)
+    assert (values["lr"], values["hv.outer_lr"], values["hv.outer_momentum"]) == (0.02, None, None)
+    assert (values["path_model"], values["hv.local_steps"]) == ("demo", 50)
 
 
 def test_who_names_a_model_or_learns_by_reinforcement_is_given_nothing():

@@ -25,7 +25,7 @@ def test_a_program_that_cannot_be_started_is_refused(worker):
 
 
 def test_flags_that_a_program_is_not_told_are_named():
-    assert unread_by_a_program({"hv.local_steps", "run_dir", "device"}) == ""
+    assert unread_by_a_program({"hv.local_steps", "run_dir", "device", "optimizer"}) == ""
     said = unread_by_a_program({"ckpt.interval", "total_steps", "hv.local_steps"})
     assert said.startswith("--ckpt.interval, --total-steps: the program of --worker is not told")
 

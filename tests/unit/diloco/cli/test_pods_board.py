@@ -6,7 +6,7 @@ import io
 from types import SimpleNamespace
 
 from diloco.cli.pods_board import Board
-from provisioning.states import State
+from provisioning.ledger.row import State
 
 
 class Terminal(io.StringIO):
@@ -15,7 +15,9 @@ class Terminal(io.StringIO):
 
 
 def a_fleet() -> SimpleNamespace:
-    return SimpleNamespace(renter=SimpleNamespace(on_state=None), progress_of=None)
+    renters = SimpleNamespace(on_state=None)
+    renters.listen = lambda on_state: setattr(renters, "on_state", on_state)
+    return SimpleNamespace(renters=renters, progress_of=None)
 
 
 def test_where_nobody_looks_there_are_plain_lines_and_nothing_to_redraw():
@@ -24,7 +26,7 @@ def test_where_nobody_looks_there_are_plain_lines_and_nothing_to_redraw():
     board.attach(fleet)
     with board:
         board.say("pod-0", "sending [code]")
-    assert (fleet.renter.on_state, fleet.progress_of) == (None, None)
+    assert (fleet.renters.on_state, fleet.progress_of) == (None, None)
     assert stream.getvalue().endswith("pod-0      sending [code]\n")
     assert "\x1b" not in stream.getvalue()
 
@@ -34,11 +36,11 @@ def test_on_a_terminal_each_pod_has_a_bar_below_the_lines():
     board = Board(stream)
     board.attach(fleet)
     with board:
-        fleet.renter.on_state("pod-0", State.BOOTING)
+        fleet.renters.on_state("pod-0", State.BOOTING)
         board.say("pod-0", "sending [code]")
         fleet.progress_of("pod-0")("sending the code", 0.25)
         fleet.progress_of("pod-0")("making its environment", None)
-        fleet.renter.on_state("pod-0", State.SYNCED)
+        fleet.renters.on_state("pod-0", State.SYNCED)
         fleet.progress_of("pod-1")("sending the code", 0.5)
     last = stream.getvalue().rpartition("sending [code]")[2]
     lines = [line for line in last.splitlines() if "pod-" in line]
@@ -51,6 +53,6 @@ def test_a_pod_that_is_gone_has_no_bar_any_more():
     board = Board(stream)
     board.attach(fleet)
     with board:
-        fleet.renter.on_state("pod-0", State.DELETING)
-        fleet.renter.on_state("pod-0", State.GONE)
+        fleet.renters.on_state("pod-0", State.DELETING)
+        fleet.renters.on_state("pod-0", State.GONE)
     assert "pod-0" not in stream.getvalue().splitlines()[-1]

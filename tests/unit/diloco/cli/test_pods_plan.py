@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from diloco.cli.pods_plan import print_plan
 from diloco.cli.provision import _print_offers
-from provisioning.plan import Creation, Plan
-from provisioning.pods import Offer, PodSpec
+from provisioning.pods.pod import Offer, PodSpec
+from provisioning.renting.plan import Creation, Plan
 
 OFFER = Offer(
     id="0f8fad5b-d9cb-469f-a165-70867728950e:8",

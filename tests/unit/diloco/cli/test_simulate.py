@@ -21,7 +21,7 @@ from diloco.sim.cost.links import Link
 from diloco.sim.cost.machine import IDEAL
 from diloco.sim.cost.scenario import Scenario, SimulatedPeer
 from peers.core.schedule import Schedule
-from provisioning.pods import Offer
+from provisioning.pods.pod import Offer
 
 USUAL = PeerSpec(up=500e6, down=500e6, rtt_s=0.08, gpu="H100", gpus=8)
 SMALL = [

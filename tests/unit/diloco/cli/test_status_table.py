@@ -8,7 +8,7 @@ from rich.console import Console
 from diloco.cli.status_table import picture_of
 from peers.monitor.observations import Observations
 from peers.monitor.summary import summary_of
-from peers.protocol.reports import Standing
+from peers.protocol.reports import Phase, Standing
 from tests.support.announcements import announced
 from tests.support.sighted import entry, figures_of, reported
 
@@ -70,6 +70,22 @@ def test_a_narrow_terminal_is_shown_less_and_nothing_cut_off():
         assert all(len(line) <= width for line in lines)
 
 
+def test_the_verdict_stands_on_top_and_a_peer_that_stands_still_is_said_to():
+    lines = shown(swarm()).splitlines()
+    assert lines[1].startswith("peer 2 does not answer, the others go on") or lines[1].startswith(
+        "peer 2 was lost"
+    )
+    observations = Observations()
+    phase = Phase(name="training", done=7.0, total=90.0, unit="steps", idle_s=30.0)
+    reported(
+        observations, "Qmzero00", 0.5, world_rank=0, step=7, phase=phase, figures=figures_of(end_step=90)
+    )
+    lines = shown(observations).splitlines()
+    assert lines[0] == "run run: epoch 0, 1 peer, step 7 of 90"
+    assert lines[1].startswith("peer 0 has stood still for 30 s at step 7")
+    assert "training, stands still" in lines[3]
+
+
 def test_a_low_terminal_keeps_the_peers():
     text = shown(swarm(), height=6)
     assert "averaging" in text and "failed attempts" not in text
@@ -84,8 +100,8 @@ def test_what_peers_say_is_no_markup():
     assert "[red]a[/red] [link=http://x]b" in shown(observations)
 
 
-def test_an_empty_swarm_is_one_line():
-    assert shown(Observations()) == "run run: epoch 0, 0 peers\n"
+def test_an_empty_swarm_is_two_lines():
+    assert shown(Observations()) == "run run: epoch 0, 0 peers\nnobody is there: start a peer\n"
 
 
 def test_a_peer_that_has_no_world_rank_yet_is_shown_without_one():

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from diloco.data.tokenizer import (
     SPECIAL_TOKENS,
     build_byte_tokenizer,
-    encode_document,
+    encode_documents,
     is_byte_level,
     load_tokenizer,
     text_byte_counts,
@@ -18,6 +18,7 @@ from diloco.errors import UserError
 from diloco.options.model_files import PRESETS_DIR
 
 TOKENIZER = load_tokenizer("2m")
+EOS_ID = TOKENIZER.eos_token_id
 
 
 @settings(max_examples=100, deadline=None)
@@ -28,20 +29,20 @@ def test_any_text_survives_the_byte_tokenizer(text):
     ids = TOKENIZER(text, split_special_tokens=True)["input_ids"]
     assert bytes(ids) == content
     assert TOKENIZER.decode(ids) == text
-    assert encode_document(TOKENIZER, content, byte_level=True).tolist() == ids
+    assert [*encode_documents(TOKENIZER, [content], byte_level=True)[0]] == [*ids, EOS_ID]
 
 
 def test_any_bytes_are_ids_and_back():
     content = bytes(range(256)) * 3
-    ids = encode_document(TOKENIZER, content, byte_level=True)
-    assert bytes(ids.tolist()) == content
+    [ids] = encode_documents(TOKENIZER, [content], byte_level=True)
+    assert bytes(ids[:-1].tolist()) == content and ids[-1] == EOS_ID
     assert text_byte_counts(TOKENIZER, ids, byte_level=True).tolist() == [3] * 256
 
 
 def test_special_tokens_follow_the_bytes_and_are_not_read_out_of_documents():
     assert TOKENIZER.convert_tokens_to_ids(list(SPECIAL_TOKENS)) == list(range(256, 264))
     assert (TOKENIZER.bos_token_id, TOKENIZER.eos_token_id, TOKENIZER.pad_token_id) == (256, 257, 258)
-    assert encode_document(TOKENIZER, b"a<|eos|>", byte_level=False).tolist() == list(b"a<|eos|>")
+    assert [*encode_documents(TOKENIZER, [b"a<|eos|>"], byte_level=False)[0]] == [*b"a<|eos|>", EOS_ID]
     assert is_byte_level(TOKENIZER)
 
 
@@ -88,8 +89,8 @@ def test_a_tokenizer_beside_the_model_is_used(tmp_path):
     word_tokenizer(eos_token="</s>").save_pretrained(path)
     tokenizer = load_tokenizer(path)
     assert not is_byte_level(tokenizer)
-    ids = encode_document(tokenizer, b"hello world hello", byte_level=False)
-    assert ids.tolist() == [2, 3, 2]
+    [ids] = encode_documents(tokenizer, [b"hello world hello"], byte_level=False)
+    assert ids.tolist() == [2, 3, 2, 1]
     assert text_byte_counts(tokenizer, ids, byte_level=False).sum() == len("hello world hello")
 
 

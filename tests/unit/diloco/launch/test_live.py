@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 
 from rich.console import Console
 
 from diloco.launch.live import Shown, caption_of, cells_of, show, table_of
+from diloco.launch.phase_file import write_phase
 from diloco.train.metrics_file import PeerFigures, Tail, figure, line_of, size
+from peers.protocol.reports import Phase
 
 STEP = {"kind": "step", "step": 7, "epoch": 1, "loss": 2.34567, "tokens_per_s": 12345.6, "tokens": 100}
 EPOCH = {
@@ -62,7 +65,7 @@ def test_a_row_shows_epoch_step_loss_speed_peers_bytes_and_time():
     figures = PeerFigures("peer 0")
     assert set(cells_of(figures)) == {"–"}
     figures.fold([EVALUATION, STEP, EPOCH, {"kind": "other"}])
-    assert cells_of(figures) == ["1", "7", "2.346", "12.3k", "2", "8.4MB", "8.4MB", "0.26 s"]
+    assert cells_of(figures) == ["1", "7", "2.346", "12.3k", "2", "8.4MB", "0.26 s"]
 
 
 def test_records_with_nulls_are_shown_as_dashes():
@@ -85,10 +88,11 @@ def test_the_table_is_readable_on_80_columns(tmp_path):
     console = Console(width=80)
     figures = PeerFigures("this peer")
     figures.fold([{**STEP, "step": 88_000}, EPOCH])
+    phase = Phase(name="receiving the state", done=1e9, total=4e9, unit="bytes")
     with console.capture() as captured:
-        console.print(table_of([Shown("this peer", tmp_path, "restarting")], [figures]))
+        console.print(table_of([Shown("this peer", tmp_path, phase=phase)], [figures]))
     words = captured.get().split()
-    assert {"received", "restarting", "88000", "2.346", "12.3k", "8.4MB", "0.26"} <= set(words)
+    assert {"sent", "receiving", "25%", "88000", "2.346", "12.3k", "8.4MB", "0.26"} <= set(words)
 
 
 def test_the_caption_tells_the_first_evaluation_and_the_last():
@@ -145,6 +149,43 @@ def test_without_a_terminal_epochs_and_evaluations_become_lines(tmp_path, capsys
         "peer 0: finished",
     ]
     assert seen == [(0, 3), (0, 1)]
+
+
+def test_what_a_peer_does_is_shown_in_the_table_and_said_in_lines_once_it_has_lasted(tmp_path, capsys):
+    peer = Shown("peer 0", tmp_path, since=time.time())
+    phase = Phase(name="evaluating", done=30.0, total=120.0, unit="windows", left_s=9.0, for_s=3.0)
+    write_phase(tmp_path, phase)
+
+    async def scenario() -> None:
+        view = asyncio.create_task(show([peer], terminal=False))
+        while peer.phase is None:
+            await asyncio.sleep(0)
+        view.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await view
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))
+    assert capsys.readouterr().out == "peer 0: evaluating, 30 of 120 windows, 9 s left\n"
+    assert peer.doing == "evaluating 25%"
+    peer.restarted(time.time() + 1)
+    peer.look()
+    assert peer.doing == "restarting" and peer.phase is None
+
+
+def test_the_caption_says_how_far_the_run_is_and_when_it_will_be_done():
+    training = Phase(name="training", done=20.0, total=80.0, unit="steps", left_s=600.0)
+    phases = {"peer 0": training, "peer 1": None, "peer 2": Phase(name="starting")}
+    assert caption_of([], elapsed_s=5, phases=phases) == "0:05, step 20 of 80, 10 min left"
+
+
+def test_until_somebody_trains_the_caption_says_what_keeps_each_peer():
+    phases = {
+        "peer 0": Phase(name="starting", detail="the training process"),
+        "peer 1": Phase(name="waiting for peers", done=1, total=2, unit="peers"),
+    }
+    assert caption_of([], elapsed_s=5, phases=phases) == (
+        "0:05, peer 0 is starting: the training process, peer 1 is waiting for peers, 1 of 2 are here"
+    )
 
 
 def test_records_of_a_life_before_do_not_make_a_restarted_peer_training(tmp_path):

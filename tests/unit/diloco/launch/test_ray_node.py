@@ -12,8 +12,9 @@ from diloco.errors import UserError
 from diloco.launch.ray_node import peer_argv, rank_env, run_all
 from provisioning.launchers.job import LaunchJob
 from provisioning.launchers.ray_cluster import RayJob
-from provisioning.ledger import Ledger, Row
-from provisioning.pods import Offer, Pod, PodSpec
+from provisioning.ledger.ledger import Ledger
+from provisioning.ledger.row import Row
+from provisioning.pods.pod import Offer, Pod, PodSpec
 
 WISH = OnPods(storage="/shared", cpus_per_node=None, peer_flags=None, state_file=None, inventory=None)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from diloco.launch.report import disagreements, plot, smoothed, summarise, text_of, with_gaps
+from diloco.launch.report import summarise, text_of
+from diloco.launch.run_facts import disagreements
 
 
 def epoch(number, digest, sent=100, contributors=(0, 1)):
@@ -71,24 +72,6 @@ def test_the_report_tells_how_many_epochs_hold_everybodys_work():
     assert "3 epochs, 2 of them by all 2 peers" in text_of(summarise(alone, tokens_per_step=1), {})
 
 
-def test_a_line_breaks_off_where_steps_are_missing():
-    xs, ys = with_gaps([1, 2, 5, 6], [1.0, 2.0, 3.0, 4.0], longest=1)
-    assert xs == [1, 2, 5, 5, 6]
-    assert [str(y) for y in ys] == ["1.0", "2.0", "nan", "3.0", "4.0"]
-
-
-def test_smoothing_averages_over_a_window():
-    assert smoothed([1.0, 3.0, 5.0, 7.0], 2) == [1.0, 2.0, 4.0, 6.0]
-
-
-def test_the_plot_is_a_png_even_of_nothing_and_of_losses_that_are_null(tmp_path):
-    for name, records in {"a": RECORDS, "b": {}, "c": {"peer 0": [step(1, None), step(2, 4.0)]}}.items():
-        path = tmp_path / f"{name}.png"
-        plot(records, path, tokens_per_step=1000, title="test")
-        assert path.read_bytes().startswith(b"\x89PNG")
-    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".png"] * 3
-
-
 def test_the_report_tells_how_long_trainings_stood_still_and_what_would_hide_it():
     def records(blocked_s, tokens_per_s):
         steps = [{**step(n, 4.0), "tokens_per_s": tokens_per_s} for n in range(10)]
@@ -101,7 +84,47 @@ def test_the_report_tells_how_long_trainings_stood_still_and_what_would_hide_it(
     assert "; --hv.overlap-steps 4 would hide the rounds" in text_of(
         summarise(records(3.1, 1000.0), tokens_per_step=1000), {}
     )
-    assert "; more --hv.local-steps or" in text_of(summarise(records(9.0, 1000.0), tokens_per_step=1000), {})
+    text = text_of(summarise(records(9.0, 1000.0), tokens_per_step=1000), {})
+    assert text.startswith(
+        "verdict                 averaging takes 29% of the time: try more --hv.local-steps"
+    )
+
+
+def test_the_report_begins_with_the_verdict_and_names_what_was_not_saved():
+    assert text_of(summarise(RECORDS, tokens_per_step=1000), {}).startswith(
+        "verdict                 healthy: 2 peers\n"
+    )
+    failed = {"kind": "event", "event": "checkpoint_failed", "step": 20, "reason": "no space left"}
+    records = {**RECORDS, "peer 1": [*RECORDS["peer 1"], failed, {**failed, "step": 40}]}
+    lines = text_of(summarise(records, tokens_per_step=1000), {}).splitlines()
+    assert lines[0] == (
+        "verdict                 peer 1: 2 checkpoints were not saved, the last one of step 40: no space left"
+    )
+    finished = {"kind": "event", "event": "finished", "time": 80.0}
+    one_ended = {**RECORDS, "peer 0": [*RECORDS["peer 0"], finished]}
+    assert "verdict                 peer 1 was lost, " in text_of(summarise(one_ended, tokens_per_step=1), {})
+    lost = {"peer 0": [step(1, 5.0), step(2, None), step(3, None)]}
+    assert "its loss is not a number since step 2" in text_of(summarise(lost, tokens_per_step=1), {})
+
+
+def test_the_report_names_peers_that_were_lost_and_when_they_were_back():
+    start = {"kind": "event", "event": "start"}
+    finished = {"kind": "event", "event": "finished"}
+    records = {
+        "peer 0": [{**start, "time": 10.0}, {**step(1, 5.0), "time": 60.0}, {**finished, "time": 90.0}],
+        "peer 1": [
+            {**start, "time": 10.0},
+            {**step(1, 5.0), "time": 40.0},
+            {**start, "time": 52.0},
+            {**finished, "time": 90.0},
+        ],
+        "peer 2": [{**start, "time": 10.0}, {**step(1, 5.0), "time": 70.0}],
+    }
+    lines = text_of(summarise(records, tokens_per_step=1), {}).splitlines()
+    assert [line for line in lines if line.startswith("lost")] == [
+        "lost                    peer 1 after 30 s, back 12 s later",
+        "lost                    peer 2 after 60 s, and not back",
+    ]
 
 
 def test_a_wait_for_a_slower_peer_is_told_from_a_slow_link():
@@ -110,7 +133,7 @@ def test_a_wait_for_a_slower_peer_is_told_from_a_slow_link():
     text = text_of(summarise({"peer 0": [*steps, late]}, tokens_per_step=1000), {})
     # The records span 31 s.
     assert (
-        "stood still             20.0% of the time, for averaging, 19.7% waiting for the slowest peer\n"
+        "stood still             20.0% of the time: 0.3% for averaging, 19.7% waiting for the slowest peer\n"
         in text
     )
 

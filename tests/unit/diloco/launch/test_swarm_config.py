@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ FRESH = str(Path(__file__).parents[4] / "tests" / "models" / "llama-2m-fresh")
 def test_the_daemon_is_told_plain_json():
     config, named = parse_train_config(["--world-rank", "1", "--lr", "0.5", "--path-model", FRESH])
     told = daemon_config(config, named)
+    assert told["hardware"].endswith(f", torch {version('torch')}")
     assert json.loads(json.dumps(told)) == told
     assert told["world_rank"] == 1
     assert told["named"] == ["lr", "model", "tokenizer"]

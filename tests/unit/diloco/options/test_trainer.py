@@ -56,6 +56,15 @@ def test_every_flag_of_the_original_instructions_is_understood():
     assert {"lr", "torch_compile", "hv.compression", "ckpt.topk"} <= named
 
 
+def test_muon_has_a_rate_and_a_weight_decay_of_its_own_and_is_not_for_reinforcement():
+    config, named = parse_train_config(["--optimizer", "muon"])
+    assert (config.lr, config.weight_decay, named) == (0.02, 2e-3, {"optimizer"})
+    config, _ = parse_train_config(["--optimizer", "muon", "--lr", "0.1"])
+    assert (config.lr, config.weight_decay) == (0.1, 2e-3)
+    with pytest.raises(UserError, match="--optimizer muon is for pretraining"):
+        parse_train_config(["--optimizer", "muon"], mode="grpo")
+
+
 def test_snake_case_means_the_same():
     assert parse_train_config(SNAKE) == parse_train_config(EVERY_FLAG)
 
@@ -177,7 +186,7 @@ def test_needless_flags_are_remarked_upon_once_and_only_when_given():
     ("needless", "needed"),
     [
         ("--hv.mixing 0.5", "--hv.overlap-steps 2"),
-        ("--hv.data-port 30003", "--hv.transport tls"),
+        ("--hv.data-port 30003", "--hv.transport tcp"),
         ("--hv.announce-data-maddrs /ip4/10.0.0.1/tcp/0", "--hv.transport auto"),
     ],
 )

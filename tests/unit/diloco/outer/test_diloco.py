@@ -231,10 +231,10 @@ def test_progress_is_reported_now_and_then_with_its_rate():
     assert progress.due(10, 2 * interval_s) is None
 
 
-def trained(outer: Diloco, model: nn.Module) -> list[int | None]:
-    """Two steps, each of which adds 1 to every weight; the epochs they ended."""
+def trained(outer: Diloco, model: nn.Module, steps: int = 2) -> list[int | None]:
+    """Steps, each of which adds 1 to every weight; the epochs they ended."""
     epochs = []
-    for _ in range(2):
+    for _ in range(steps):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(1.0)
@@ -243,7 +243,7 @@ def trained(outer: Diloco, model: nn.Module) -> list[int | None]:
     return epochs
 
 
-@pytest.mark.parametrize(("mixing", "merged"), [(0.0, 5 + 2), (0.5, 5 + 2 + 0.5 * 5)])
+@pytest.mark.parametrize(("mixing", "merged"), [(None, 5 + 2), (0.0, 5), (0.5, (12 + 5) / 2)])
 def test_training_goes_on_while_a_round_takes_place(model, path, mixing, merged):
     with ScriptedDaemon(path, local_steps=4, overlap_steps=2, mixing=mixing) as daemon:
         outer = Diloco(model)
@@ -257,6 +257,49 @@ def test_training_goes_on_while_a_round_takes_place(model, path, mixing, merged)
         ready = next(m for m in daemon.messages if m["kind"] == "ready")
         assert (ready["local_step"], ready["tokens"], ready["step"]) == (2, 10, 2)
         assert outer.tokens == [10]
+
+
+def outer_sgd_of_rate_two(start):
+    """torchft's outer step in its regression test of streaming: global' = global - 2 (global - snapshot)."""
+    anchors = {}
+
+    def rule(message, out, inn):
+        answer = halving(message, out, inn)
+        if message["kind"] == "ready":
+            anchor = anchors.get(message["fragment"], start)
+            anchors[message["fragment"]] = inn[:] = anchor - 2 * (anchor - out[0])
+        return answer
+
+    return rule
+
+
+@pytest.mark.parametrize(
+    ("mixing", "first", "second"),
+    [
+        # H = 6, two fragments, steps of -2, a merge one step after the snapshot, worked out by hand. Fragment 0 leaves
+        # at 96, its anchor moves from 100 to 92, and the local 94 becomes 92 - 2, or 92, or what lies between.
+        (None, [98, 96, 90, 88, 86, 84, 82, 80, 66], [98, 96, 94, 92, 90, 78, 76, 74, 72]),
+        (0.0, [98, 96, 92, 90, 88, 86, 84, 82, 72], [98, 96, 94, 92, 90, 80, 78, 76, 74]),
+        (0.5, [98, 96, 93, 91, 89, 87, 85, 83, 77.5], [98, 96, 94, 92, 90, 84, 82, 80, 78]),
+        (1.0, [98, 96, 94, 92, 90, 88, 86, 84, 82], [98, 96, 94, 92, 90, 88, 86, 84, 82]),
+    ],
+)
+def test_overlapped_fragments_are_merged_as_torchft_does_it_or_keep_their_progress(
+    path, mixing, first, second
+):
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 100.0)
+    seen, rule = [], outer_sgd_of_rate_two(100.0)
+    with ScriptedDaemon(path, rule, local_steps=6, num_fragments=2, overlap_steps=1, mixing=mixing):
+        outer = Diloco(model)
+        for _ in range(9):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.sub_(2.0)
+            outer.step(num_tokens=1)
+            seen.append([layer.weight.item() for layer in model])
+    assert seen == [list(pair) for pair in zip(first, second, strict=True)]
 
 
 def test_fragments_are_averaged_one_after_the_other(path):
@@ -340,3 +383,59 @@ def test_a_claim_that_the_certificate_did_not_meet_is_given_up(model, path):
         assert (outer.world_rank, outer.evaluates) == (7, False)
         outer.step(num_tokens=4)
     assert [m["tokens"] for m in daemon.messages if m["kind"] == "ready"] == [3, 4]
+
+
+def slow_to_commit(num_pending: int):
+    """The first commit takes long: the worker is to train on, and asks in vain for a while."""
+    state = {"pending": num_pending, "outcome": None}
+
+    def rule(message, out, inn):
+        match message["kind"]:
+            case "ready" if state["outcome"] is None:
+                _, fields = halving(message, out, inn)
+                state["outcome"] = fields
+                return "ahead", {"epoch": fields["epoch"], "data_base": fields["data_base"]}
+            case "collect":
+                return "committed", state["outcome"]
+            case "poll":
+                state["pending"] -= 1
+                return ("pending", {}) if state["pending"] >= 0 else ("committed", state["outcome"])
+        return halving(message, out, inn)
+
+    return rule
+
+
+@pytest.mark.parametrize("merge", [{}, {"mixing": 0.0}, {"mixing": 0.5}])
+def test_training_goes_on_while_a_commit_takes_long_and_stays_on_top_of_it(model, path, merge):
+    with ScriptedDaemon(path, slow_to_commit(1), local_steps=4, **merge) as daemon:
+        outer = Diloco(model)
+        # Twelve at the epoch's end; the commit makes six of them, and comes after two more steps.
+        assert trained(outer, model, steps=4) == [None] * 4
+        assert (outer.in_flight, outer.position) == (True, Position(epoch=1, local_step=0, data_base=3))
+        assert trained(outer, model, steps=2) == [None, 1]
+        assert model.weight.unique().tolist() == [6 + 2]
+        assert (outer.in_flight, outer.position) == (False, Position(epoch=1, local_step=2, data_base=3))
+        assert outer.tokens == [10]
+        assert trained(outer, model, steps=2) == [None, 2]
+        outer.finish()
+    assert [m["tokens"] for m in daemon.messages if m["kind"] == "ready"] == [20, 20]
+    assert [m["may_go_ahead"] for m in daemon.collects] == [True, True]
+
+
+def test_who_is_ahead_by_a_whole_epoch_waits_for_the_commit_before_it_hands_over_more(model, path):
+    with ScriptedDaemon(path, slow_to_commit(9), local_steps=2) as daemon:
+        outer = Diloco(model)
+        assert trained(outer, model, steps=3) == [None] * 3
+        # It polls in vain after the first step, and after the second; then it waits, and hands over the rest.
+        assert trained(outer, model, steps=1) == [2]
+        assert [commit.epoch for commit in outer.commits] == [1, 2]
+        outer.finish()
+    assert [m["may_go_ahead"] for m in daemon.collects] == [True, False, True]
+
+
+def test_who_must_not_go_ahead_waits(model, path):
+    with ScriptedDaemon(path, local_steps=2) as daemon:
+        outer = Diloco(model, goes_ahead=False)
+        assert trained(outer, model, steps=2) == [None, 1]
+        outer.finish()
+    assert [m["may_go_ahead"] for m in daemon.collects] == [False]

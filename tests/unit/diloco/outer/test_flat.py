@@ -79,13 +79,20 @@ def test_what_was_trained_since_the_snapshot_is_kept_whole_by_a_merge():
     model = nn.Linear(2, 1, bias=False)
     pieces = pieces_of(model, layout_of(model))
     nn.init.constant_(model.weight, 11.0)
-    merge(pieces, [torch.full((2,), 10.0)], [torch.full((2,), 4.0)])
+    merge(pieces, [torch.full((2,), 10.0)], [torch.full((2,), 4.0)], mixing=None)
     assert model.weight.unique().tolist() == [5.0]
-    nn.init.constant_(model.weight, 11.0)
-    merge(pieces, [torch.full((2,), 10.0)], [torch.full((2,), 4.0)], mixing=0.5)
-    assert model.weight.unique().tolist() == [8.0]
     shift(pieces, [torch.full((2,), -1.0)])
-    assert model.weight.unique().tolist() == [7.0]
+    assert model.weight.unique().tolist() == [4.0]
+
+
+@pytest.mark.parametrize(("mixing", "merged"), [(0.0, 4.0), (0.25, 5.75), (1.0, 11.0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_published_merge_lies_between_own_and_new_weights_whatever_the_snapshot(mixing, merged, dtype):
+    model = nn.Linear(2, 1, bias=False).to(dtype)
+    nn.init.constant_(model.weight, 11.0)
+    snapshot, target = torch.full((2,), 10.0), torch.full((2,), 4.0)
+    merge(pieces_of(model, layout_of(model)), [snapshot], [target], mixing=mixing)
+    assert model.weight.unique().tolist() == [merged]
 
 
 def test_wrappers_do_not_change_the_layout():

@@ -11,7 +11,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from diloco.errors import UserError
 from diloco.rl.checkpoints import KeepDeltas
 from diloco.rl.deltas import DeltaWriter, rebuilt, steps_in
-from diloco.rl.weight_blobs import digest_of
+from diloco.rl.weights import digest_of
 
 
 def history(num_steps, seed=0):
@@ -100,9 +100,25 @@ def test_a_step_that_is_not_there_and_a_chain_that_is_broken_are_refused(written
     (directory / "step_20.safetensors").unlink()
     with pytest.raises(UserError, match="since step 20, which is not there"):
         rebuilt(directory, 40)
-    path = directory / "step_10.safetensors"
+
+
+@pytest.mark.parametrize("changed", [0, 20, 40])
+def test_the_file_of_a_chain_that_was_changed_is_named(written, changed):
+    directory, _ = written
+    path = directory / f"step_{changed}.safetensors"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    with pytest.raises(UserError, match=r"a file was changed"):
-        rebuilt(directory, 10)
+    with pytest.raises(UserError, match=rf"step_{changed}\.safetensors was changed"):
+        rebuilt(directory, 40)
+
+
+def test_no_delta_is_longer_than_all_weights(tmp_path):
+    states = [{"a": torch.randn(100, generator=torch.Generator().manual_seed(seed))} for seed in range(4)]
+    states.append({"a": states[-1]["a"] + torch.eye(10).flatten()})
+    writer = DeltaWriter(tmp_path, step=0)
+    sizes = [writer.write(number, state.items()).stat().st_size for number, state in enumerate(states)]
+    # The name of the step and of the one before it may be longer.
+    assert max(sizes[1:]) <= sizes[0] + 16 and sizes[-1] < sizes[0]
+    for number, state in enumerate(states):
+        assert digest_of(rebuilt(tmp_path, number)) == in_bf16(state)

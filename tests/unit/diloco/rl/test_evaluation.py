@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 
+from diloco.options.flags import GrpoConfig
 from diloco.rl.evaluation import evaluated, pass_at_k
 from diloco.rl.task_choice import open_task
 
@@ -21,7 +22,7 @@ def test_an_impossible_pass_at_k_is_refused():
 
 
 def test_an_evaluation_counts_solved_completions_of_each_prompt():
-    task = open_task("reasoning-gym:chain_sum", seed=0)
+    task = open_task(GrpoConfig(dataset="reasoning-gym:chain_sum"), seed=0)
     examples = [task.held_out(index) for index in range(2)]
 
     def complete(prompts, count):

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from diloco.errors import UserError
+from diloco.options.flags import GrpoConfig
 from diloco.rl.answers import parsed
 from diloco.rl.math_answers import boxed, equivalent
 from diloco.rl.task_choice import open_task
@@ -22,6 +23,12 @@ ROWS = {
         "test_setup_code": "",
     },
 }
+
+
+def opened(name, *, seed=0):
+    return open_task(GrpoConfig(dataset=name), seed=seed)
+
+
 REASONED = "<think>so</think>"
 
 
@@ -35,7 +42,7 @@ def task(tmp_path, monkeypatch):
         directory.mkdir()
         for split in ("train", "test"):
             (directory / f"{split}.jsonl").write_text(json.dumps(ROWS[kind]) + "\n")
-        return open_task(f"{kind}={directory}", seed=0)
+        return opened(f"{kind}={directory}", seed=0)
 
     return make
 
@@ -47,9 +54,7 @@ def answer(text):
 def test_the_rewards_of_every_task_add_up_to_one():
     from diloco.rl.hub_tasks import HUB_TASKS
 
-    for rewards in [kind.rewards for kind in HUB_TASKS.values()] + [
-        open_task("reasoning-gym", seed=1).rewards
-    ]:
+    for rewards in [kind.rewards for kind in HUB_TASKS.values()] + [opened("reasoning-gym", seed=1).rewards]:
         assert sum(reward.weight for reward in rewards) == pytest.approx(1.0)
 
 
@@ -59,7 +64,7 @@ def test_a_data_set_that_is_torn_or_empty_is_named_at_the_start(tmp_path, monkey
     (tmp_path / "train.jsonl").write_text(json.dumps(ROWS["gsm8k"]) + "\n")
     (tmp_path / "test.jsonl").write_text(test_split)
     with pytest.raises(UserError, match="is not to be had"):
-        open_task(f"gsm8k={tmp_path}", seed=0)
+        opened(f"gsm8k={tmp_path}", seed=0)
 
 
 @pytest.mark.parametrize("kind", ROWS)
@@ -108,8 +113,8 @@ def test_mbpp_is_solved_by_code_that_passes_all_tests_and_pays_for_some(task):
 
 
 def test_generators_are_the_same_everywhere_and_hold_other_examples_out():
-    first, again = (open_task("reasoning-gym:chain_sum", seed=3) for _ in range(2))
-    assert first.example(17) == again.example(17) != open_task("reasoning-gym:chain_sum", seed=4).example(17)
+    first, again = (opened("reasoning-gym:chain_sum", seed=3) for _ in range(2))
+    assert first.example(17) == again.example(17) != opened("reasoning-gym:chain_sum", seed=4).example(17)
     trained = {first.example(index).prompt[-1]["content"] for index in range(200)}
     held_out = {first.held_out(index).prompt[-1]["content"] for index in range(200)}
     assert len(trained & held_out) < 5
@@ -119,7 +124,7 @@ def test_generators_are_the_same_everywhere_and_hold_other_examples_out():
 
 
 def test_options_of_a_generator_are_part_of_its_name():
-    task = open_task("reasoning-gym:chain_sum,min_terms=1,max_terms=1,min_digits=1,max_digits=1", seed=0)
+    task = opened("reasoning-gym:chain_sum,min_terms=1,max_terms=1,min_digits=1,max_digits=1", seed=0)
     assert all(0 <= int(task.example(index).gold) <= 9 for index in range(50))
 
 
@@ -135,7 +140,7 @@ def test_options_of_a_generator_are_part_of_its_name():
 )
 def test_a_task_that_there_is_not_is_refused_in_words(name, says):
     with pytest.raises(UserError, match=says):
-        open_task(name, seed=0)
+        opened(name, seed=0)
 
 
 def test_a_data_set_without_the_columns_of_its_task_is_refused(tmp_path, monkeypatch):
@@ -143,4 +148,4 @@ def test_a_data_set_without_the_columns_of_its_task_is_refused(tmp_path, monkeyp
     for split in ("train", "test"):
         (tmp_path / f"{split}.jsonl").write_text('{"question": "a"}\n')
     with pytest.raises(UserError, match="no column answer"):
-        open_task(f"gsm8k={tmp_path}", seed=0)
+        opened(f"gsm8k={tmp_path}", seed=0)

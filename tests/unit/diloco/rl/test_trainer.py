@@ -4,6 +4,7 @@ import pytest
 
 from benchmarks.format_model import bare_model
 from diloco.data.tokenizer import load_tokenizer
+from diloco.options.flags import GrpoConfig
 from diloco.rl.task_choice import open_task
 from diloco.rl.tasks import Example
 from diloco.rl.trainer import left_padded, reward_functions, token_ids
@@ -21,7 +22,7 @@ def test_a_prompt_ends_with_the_invitation_to_answer(tmp_path):
 
 
 def test_each_component_is_a_function_of_its_own_name_for_trl():
-    task = open_task("reasoning-gym:chain_sum", seed=0)
+    task = open_task(GrpoConfig(dataset="reasoning-gym:chain_sum"), seed=0)
     example: Example = task.example(0)
     completions = [
         [{"role": "assistant", "content": text}] for text in (f"<SOLUTION>{example.gold}</SOLUTION>", "")

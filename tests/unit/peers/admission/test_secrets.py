@@ -71,7 +71,9 @@ def test_the_file_beats_the_environment_and_neither_means_none(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", [SECRET.to_text()[:-5], "x" + SECRET.to_text(), KEY.to_text(), "diloco1.ä.ö"]
+    "text",
+    [SECRET.to_text()[:-5], "x" + SECRET.to_text(), KEY.to_text(), "diloco1.ä.ö"],
+    ids=["cut short", "of another form", "a key", "no text of ours"],
 )
 def test_no_error_repeats_what_was_read(tmp_path, text):
     path = tmp_path / "secret"
@@ -87,7 +89,7 @@ def test_no_error_repeats_what_was_read(tmp_path, text):
         assert not any(word in said for word in text.split(".")[1:])
 
 
-@pytest.mark.parametrize("text", [SECRET.to_text(), KEY.to_text()])
+@pytest.mark.parametrize("text", [SECRET.to_text(), KEY.to_text()], ids=["secret", "key"])
 def test_a_secret_where_a_path_belongs_is_refused_and_not_repeated(text):
     for read in (load_key, lambda given: load_secret(given, {})):
         with pytest.raises(UserError, match="name of its file") as caught:

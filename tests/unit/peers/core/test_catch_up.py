@@ -215,6 +215,20 @@ def test_two_runs_that_were_founded_apart_become_one_and_do_not_change_places():
     assert sorted([len(fetched_heads(a)) > 0, len(fetched_heads(b)) > 0]) == [False, True]
 
 
+def test_one_that_founded_a_run_anew_from_the_checkpoint_of_another_becomes_one_with_it():
+    two = genesis("ab")
+    shared = commit(two, "ab")
+    anew = genesis("b", epoch=1, parent=shared.head)
+    a, b = Driven.at(two, "b", me="a"), Driven.at(anew, me="b")
+    a.come_to([shared], "b")
+    a.announce(anew, "b")
+    b.know([two])
+    b.announce(shared, "a")
+    a.run(60)
+    b.run(60)
+    assert sorted([anew.head in fetched_heads(a), shared.head in fetched_heads(b)]) == [False, True]
+
+
 def test_both_sides_of_a_broken_link_agree_whose_state_counts():
     four = genesis("abcd")
     one, other = commit(four, "ab"), commit(four, "cd")
@@ -238,6 +252,25 @@ def test_a_newcomer_takes_what_most_of_those_who_answer_show():
     newest = commit(GENESIS, "abc")
     n.announce(newest, "abc")
     n.announce(commit(GENESIS, "x", epoch=1 << 40), "x")
+    n.run(10)
+    assert fetched_heads(n) == [newest.head]
+
+
+def test_a_newcomer_waits_for_nobody_else_once_most_of_the_roster_have_shown_their_chain():
+    n = Driven("n")
+    newest = commit(GENESIS, "abc")
+    n.announce(newest, "ab")
+    n.run(0.2)
+    assert fetched_heads(n) == [newest.head]
+
+
+@pytest.mark.parametrize(("roster", "show"), [("abc", "a"), ("x", "x")])
+def test_a_newcomer_to_whom_one_peer_has_spoken_gives_the_others_time_to(roster, show):
+    n = Driven("n")
+    newest = commit(genesis(roster), roster)
+    n.announce(newest, show)
+    n.run(0.2)
+    assert fetched_heads(n) == []
     n.run(10)
     assert fetched_heads(n) == [newest.head]
 

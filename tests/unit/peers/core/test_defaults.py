@@ -35,6 +35,14 @@ def test_streaming_and_top_k_have_rates_of_their_own():
     assert outer_lr_for(4, 100, num_fragments=4, compression="topk") == 1.0
 
 
+def test_muon_has_its_own_outer_rate_and_momentum_by_peers():
+    peers = (1, 4, 16, 64)
+    assert [outer_lr_for(n, 30, optimizer="muon") for n in peers] == [0.7, 0.85, 1.0, 1.0]
+    assert [outer_momentum_for("int8", n, optimizer="muon") for n in peers] == [0.6, 0.75, 0.9, 0.9]
+    assert outer_lr_for(4, 30, compression="topk", optimizer="muon") == 1.0
+    assert outer_momentum_for("topk", 4, optimizer="muon") == 0.0
+
+
 def test_only_top_k_goes_without_outer_momentum():
     assert outer_momentum_for("topk") == 0.0
     assert {outer_momentum_for(name) for name in ("fp32", "fp16", "bf16", "int8", "int4")} == {0.9}

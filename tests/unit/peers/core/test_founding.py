@@ -223,6 +223,17 @@ def test_a_founder_signs_what_it_would_propose_itself_and_writes_that_down_first
     assert effects.Pledge(NO_HEAD, body.plan.attempt) in a.effects
 
 
+def test_a_proposal_that_comes_before_the_status_of_a_founder_is_signed_once_that_has_come():
+    a = founder()
+    attempt = first_proposal(a).plan.attempt
+    bodies = [proposal("abcd", attempt=number) for number in range(attempt, attempt + 2)]
+    assert not any(votes_for(a, body, "b", "c", "d") for body in bodies)
+    before = len(a.effects)
+    a.announce(None, "d", "waiting", offer=OFFER)
+    (vote,) = a.of(Vote, a.effects[before:])
+    assert vote.plan in {body.plan.digest for body in bodies}
+
+
 @pytest.mark.parametrize(
     "changes",
     [

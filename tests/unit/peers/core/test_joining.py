@@ -113,3 +113,24 @@ def test_of_a_run_that_has_begun_the_manifest_counts_that_most_have():
     b = announced("b", world_rank=1, head="h", manifest_digest="bb")
     c, d = (announced(p, world_rank=rank, head="h", manifest_digest="cc") for rank, p in ((2, "c"), (3, "d")))
     assert source(a, b, c, d, announced("e", world_rank=-1), me="e") == "c"
+
+
+def test_models_that_differ_go_by_their_names_and_else_by_what_differs():
+    def told(here, there):
+        return joining.manifest_differences(here, there, {"model", "lr"})
+
+    small, large = '{"hidden_size": 64, "model_type": "llama"}', '{"hidden_size": 96, "model_type": "llama"}'
+    ours = {"model": small, "path_model": "2m", "lr": 0.1}
+    assert told(ours, {"model": large, "path_model": "demo", "lr": 0.2}) == [
+        "lr: here 0.1, in the swarm 0.2",
+        "model: here 2m, in the swarm demo",
+    ]
+    # A directory has no name elsewhere; what a peer says of it need not be JSON, nor fit for a terminal.
+    assert told(ours, {"model": large, "path_model": ""}) == [
+        "model: here hidden_size 64, in the swarm hidden_size 96"
+    ]
+    assert told(ours, {"model": large, "path_model": "\x1b[2J"}) == [
+        "model: here hidden_size 64, in the swarm hidden_size 96"
+    ]
+    (line,) = told(ours, {"model": "[" * 100_000, "path_model": ""})
+    assert "in the swarm hidden_size not set" in line

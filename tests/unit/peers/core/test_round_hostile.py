@@ -149,7 +149,8 @@ def test_a_group_of_two_is_taken_once_the_others_are_gone():
     a, leader = led_by_another()
     for other in set("bcde") - {leader}:
         a.hush(other)
-    a.run(9)
+    timing = a.peer.timing
+    a.run(timing.silence_s + timing.regain_s)
     attempt = a.peer.round.attempt
     while a.peer.round.leader_of(attempt) != leader:
         attempt += 1

@@ -47,7 +47,9 @@ def test_workers_that_are_killed_have_no_reason_and_come_back_as_long_as_they_pr
     ("code", "said"), [(0, ""), (2, "no such model"), (1, "the worker failed 3 times in a row: why")]
 )
 def test_who_has_finished_or_must_be_helped_or_has_given_up_itself_is_not_started_again(code, said):
-    assert not Restarts(POLICY).ended(code, said).restarts
+    end = Restarts(POLICY).ended(code, said)
+    assert not end.restarts
+    assert code != 1 or end.given_up(POLICY) == said
 
 
 def test_a_reason_is_told_once():

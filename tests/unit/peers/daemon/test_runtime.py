@@ -135,7 +135,7 @@ def test_the_parts_of_a_round_add_up_to_it_and_its_result_is_in_the_workers_memo
         mine = memories()
         async with running(runtime):
             await runtime.begin_worker(mine.inn, offered())
-            outcome = await runtime.average(mine, 0, tokens=1, step=2, last=False)
+            outcome = await runtime.average(mine, 0, tokens=1, step=2, last=False, ahead=asyncio.Future())
         parts = (outcome.connect_s, outcome.reduce_s, outcome.preview_s, outcome.vote_s, outcome.apply_s)
         assert all(part > 0 for part in parts)
         assert 0 < outcome.propose_s <= outcome.wait_s
@@ -153,7 +153,9 @@ def test_no_worker_begins_between_anothers_readiness_and_its_commit(tmp_path):
         first, second = memories(), memories()
         async with running(runtime):
             await runtime.begin_worker(first.inn, offered())
-            averaging = asyncio.create_task(runtime.average(first, 0, tokens=1, step=2, last=False))
+            averaging = asyncio.create_task(
+                runtime.average(first, 0, tokens=1, step=2, last=False, ahead=asyncio.Future())
+            )
             await asyncio.sleep(0)
             # The worker has died, and its successor asks where to begin: not before this work is in.
             runtime.post(events.WorkerGone())
@@ -173,11 +175,11 @@ def test_weights_that_are_not_finite_are_the_end_of_their_worker_and_its_next_li
         async with running(runtime) as task:
             await runtime.begin_worker(spoilt.inn, offered())
             with pytest.raises(PeersError, match="not finite"):
-                await runtime.average(spoilt, 0, tokens=1, step=2, last=False)
+                await runtime.average(spoilt, 0, tokens=1, step=2, last=False, ahead=asyncio.Future())
             runtime.post(events.WorkerGone())
             start = await runtime.begin_worker(mine.inn, offered())
             assert (start.epoch, start.head) == (0, runtime.core.head)
-            outcome = await runtime.average(mine, 0, tokens=1, step=2, last=False)
+            outcome = await runtime.average(mine, 0, tokens=1, step=2, last=False, ahead=asyncio.Future())
             assert (outcome.epoch, outcome.contributors) == (1, [0]) and not task.done()
             assert torch.isfinite(mine.inn[0]).all()
 
@@ -195,7 +197,9 @@ def test_what_goes_wrong_in_a_reduction_ends_the_daemon_with_that_reason(tmp_pat
         mine = memories()
         async with running(runtime) as task:
             await runtime.begin_worker(mine.inn, offered())
-            averaging = asyncio.create_task(runtime.average(mine, 0, tokens=1, step=2, last=False))
+            averaging = asyncio.create_task(
+                runtime.average(mine, 0, tokens=1, step=2, last=False, ahead=asyncio.Future())
+            )
             with pytest.raises(MemoryError):
                 await task
             averaging.cancel()
@@ -221,7 +225,9 @@ def test_while_an_effect_takes_long_the_last_status_is_repeated_and_cancelling_w
         async with running(runtime):
             await runtime.begin_worker(mine.inn, offered())
             monkeypatch.setattr(Pledges, "add", slow)
-            averaging = asyncio.create_task(runtime.average(mine, 0, tokens=1, step=2, last=False))
+            averaging = asyncio.create_task(
+                runtime.average(mine, 0, tokens=1, step=2, last=False, ahead=asyncio.Future())
+            )
             await asyncio.to_thread(began.wait, 20)
             told = runtime._messenger
             assert isinstance(told, Told)
@@ -253,7 +259,9 @@ def test_a_reduction_is_over_before_the_runtime_is(tmp_path, monkeypatch):
         mine = memories()
         async with running(runtime):
             await runtime.begin_worker(mine.inn, offered())
-            averaging = asyncio.create_task(runtime.average(mine, 0, tokens=1, step=2, last=False))
+            averaging = asyncio.create_task(
+                runtime.average(mine, 0, tokens=1, step=2, last=False, ahead=asyncio.Future())
+            )
             await asyncio.to_thread(began.wait, 20)
         assert over.is_set()
         averaging.cancel()
@@ -281,7 +289,7 @@ def test_what_top_k_holds_back_is_forgotten_by_the_step(tmp_path):
         mine = memories(value=1.0)
         async with running(runtime):
             await runtime.begin_worker(mine.inn, offered())
-            await runtime.average(mine, 0, tokens=1, step=local_steps, last=False)
+            await runtime.average(mine, 0, tokens=1, step=local_steps, last=False, ahead=asyncio.Future())
         kept = runtime.residuals[0].contribution
         assert kept is not None
         return kept

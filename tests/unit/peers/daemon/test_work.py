@@ -18,7 +18,7 @@ def put_back(how: str, *, is_rebased: bool) -> torch.Tensor:
 
     async def answered() -> torch.Tensor:
         memories = SimpleNamespace(out=[LOCAL.clone()], inn=[torch.zeros(8)])
-        work = WorkInHand(memories, 0, last=False)
+        work = WorkInHand(memories, 0, last=False, ahead=asyncio.Future())
         if is_rebased:
             work.rebase([OLD], [NEW])
         work.put_back(how, SimpleNamespace(anchor=[NEW]))

@@ -11,13 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from diloco.train.progress import Progress
 from peers.daemon.link import WorkerLink, listen
 from peers.daemon.worker_session import serve_workers
 from peers.errors import PeersError, UserError
-from peers.state.handover import EpochOutcome, Memories, Start
+from peers.state.handover import Ahead, EpochOutcome, Memories, Start
 from peers.state.layout import Layout, ParameterSlot
 from peers.state.saving import Written
 from peers.state.whole_files import FileRecord
+from tests.support.scripted_daemon import COMMITTED
+from tests.support.swarm import wait_until
 
 NUMEL = 8
 LAYOUT = Layout(((ParameterSlot("w", (NUMEL,), 0),),))
@@ -29,6 +32,7 @@ class SlowHost:
     run_id, world_rank, waits_for = "t", 0, "the test"
 
     def __init__(self) -> None:
+        self.news: list[tuple[Any, ...]] = []
         self.averaging, self.go_on = asyncio.Event(), asyncio.Event()
         self.averaged: list[float] = []
 
@@ -42,7 +46,9 @@ class SlowHost:
     async def start(self, memories: Memories, offer: dict[str, Any]) -> Start:
         raise AssertionError("no test gets so far")
 
-    async def average(self, memories: Memories, ready: dict[str, Any]) -> EpochOutcome:
+    async def average(
+        self, memories: Memories, ready: dict[str, Any], ahead: asyncio.Future[Ahead]
+    ) -> EpochOutcome:
         self.averaging.set()
         await self.go_on.wait()
         self.averaged.append(float(memories.out[0][0]))
@@ -55,6 +61,15 @@ class SlowHost:
     async def written(self, directory: Path) -> Written:
         await self.go_on.wait()
         return Written({"a": FileRecord(5, "digest")}, "head")
+
+    def doing(self, message: Mapping[str, Any] | None) -> None:
+        self.news.append(("doing", message["name"] if message else None))
+
+    def evaluated(self, message: Mapping[str, Any]) -> None:
+        self.news.append(("evaluated", message["step"], message["loss"]))
+
+    def is_in_trouble(self, what: str, text: str) -> None:
+        self.news.append((what, text))
 
     def progressed(self, progress: dict[str, Any]) -> None: ...
     def finished(self) -> None: ...
@@ -100,7 +115,9 @@ def test_the_next_life_of_a_worker_does_not_write_into_what_is_still_averaged(tm
 
 
 class FailingHost(SlowHost):
-    async def average(self, memories: Memories, ready: dict[str, Any]) -> EpochOutcome:
+    async def average(
+        self, memories: Memories, ready: dict[str, Any], ahead: asyncio.Future[Ahead]
+    ) -> EpochOutcome:
         raise PeersError("its weights are not finite any more")
 
 
@@ -153,3 +170,76 @@ def test_a_worker_goes_on_while_its_daemon_writes_and_hears_of_it_on_another_con
             await asyncio.gather(serving, return_exceptions=True)
 
     asyncio.run(scenario())
+
+
+def test_what_a_worker_tells_beside_its_training_is_heard_until_it_hangs_up(tmp_path):
+    async def scenario() -> list[tuple[Any, ...]]:
+        host = SlowHost()
+        async with listen(tmp_path / "link.sock") as accept:
+            serving = asyncio.create_task(serve_workers(accept, host))
+
+            def train() -> None:
+                progress = Progress(tmp_path / "link.sock")
+                with progress.phase("evaluating", total=5, unit="windows"):
+                    wait_until(lambda: ("doing", "evaluating") in host.news, "the phase")
+                progress.evaluated(7, 2.5)
+                progress.is_in_trouble("disk", "it is full")
+                progress.close()
+
+            await asyncio.to_thread(train)
+            await asyncio.to_thread(wait_until, lambda: host.news[-1] == ("doing", None), "its end")
+            serving.cancel()
+        return host.news
+
+    news = asyncio.run(scenario())
+    assert news[0] == ("doing", "evaluating") and ("evaluated", 7, 2.5) in news
+    assert ("disk", "it is full") in news and news[-1] == ("doing", None)
+
+
+class LateHost(SlowHost):
+    """Has the worker train on at once, and its commit when the test likes."""
+
+    async def average(
+        self, memories: Memories, ready: dict[str, Any], ahead: asyncio.Future[Ahead]
+    ) -> EpochOutcome:
+        ahead.set_result(Ahead(epoch=1, data_base=3))
+        self.averaging.set()
+        await self.go_on.wait()
+        figures = {**COMMITTED, "epoch": 1, "data_base": 3, "fragment": 0, "last": False}
+        return EpochOutcome(**figures, world_rank=0, num_failures=0)
+
+
+@pytest.mark.parametrize("may_go_ahead", [True, False])
+def test_a_worker_that_may_trains_on_and_asks_again_until_its_commit_is_there(tmp_path, may_go_ahead):
+    async def scenario() -> list[str]:
+        host, answers = LateHost(), list[str]()
+        async with listen(tmp_path / "link") as accept, asyncio.timeout(20):
+            serving = asyncio.create_task(serve_workers(accept, host))
+            link = await asyncio.to_thread(connect, tmp_path / "link", 1.0)
+
+            async def ask(kind: str, **fields: Any) -> dict[str, Any]:
+                link.send(kind, **fields)
+                answer = await asyncio.to_thread(link.receive, "committed", "ahead", "pending")
+                answers.append(answer["kind"])
+                return answer
+
+            link.send("ready", fragment=0, tokens=1, step=1, last=False)
+            await host.averaging.wait()
+            if may_go_ahead:
+                ahead = await ask("collect", may_go_ahead=True)
+                assert (ahead["epoch"], ahead["data_base"]) == (1, 3)
+                await ask("poll")
+                host.go_on.set()
+                while answers[-1] != "committed":
+                    await ask("poll")
+            else:
+                asyncio.get_running_loop().call_later(0.2, host.go_on.set)
+                await ask("collect", may_go_ahead=False)
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+            link.close()
+        return answers
+
+    answers = asyncio.run(scenario())
+    assert answers[-1] == "committed"
+    assert answers[:2] == (["ahead", "pending"] if may_go_ahead else ["committed"])

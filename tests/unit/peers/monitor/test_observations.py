@@ -12,7 +12,7 @@ from peers.monitor.observations import (
 )
 from peers.monitor.stragglers import stragglers_of
 from peers.monitor.summary import holders_of, path_in_a_word, summary_of
-from peers.protocol.reports import Certified, Incident, Point, Standing
+from peers.protocol.reports import Certified, Evaluation, Incident, Point, Standing
 from tests.support.announcements import announced
 from tests.support.certified import signed_genesis
 from tests.support.sighted import entry, figures_of, reported
@@ -341,3 +341,34 @@ def test_a_word_says_which_way_a_peers_streams_go():
     assert path_in_a_word(["direct", "direct"]) == "direct"
     assert path_in_a_word(["direct", "relay", "direct"]) == "direct 2, relay 1"
     assert path_in_a_word([]) == ""
+
+
+def test_in_what_peers_say_others_are_called_by_their_numbers():
+    observations = Observations()
+    ids = ("12D3KooWone", "12D3KooWtwo")
+    failed = entry(1, 2.0, num_failures=1, failures=("lost its leader 12D3KooWtwo",))
+    reported(observations, ids[0], 0.0, world_rank=0, rounds=(failed,))
+    incident = Incident(time=3.0, text="hung up on 12D3KooWtwo")
+    reported(observations, ids[1], 0.0, world_rank=1, incidents=(incident,))
+    swarm = summary_of("run", observations, now=0.0, unix_now=4.0)
+    assert swarm["rounds"][0]["failures"] == ["lost its leader peer 1"]
+    assert swarm["events"][-1]["what"] == "hung up on peer 1"
+
+
+def test_evaluations_of_all_peers_are_one_curve_by_step():
+    observations = Observations()
+    scores = (Evaluation(time=1.0, step=0, loss=5.0), Evaluation(time=9.0, step=20, loss=4.0))
+    reported(observations, "A", 0.0, world_rank=0, evaluations=scores)
+    reported(observations, "B", 0.0, world_rank=1, evaluations=(Evaluation(time=5.0, step=10, loss=None),))
+    reported(observations, "A", 1.0, world_rank=0, evaluations=scores)
+    swarm = summary_of("run", observations, now=1.0, unix_now=10.0)
+    assert swarm["evaluations"] == [{"step": 0, "loss": 5.0}, {"step": 20, "loss": 4.0}]
+
+
+def test_how_far_the_run_is_follows_the_peer_that_is_furthest():
+    observations, figures = Observations(), figures_of(end_step=100)
+    points = tuple(Point(time=10.0 + i, step=i, loss=1.0, tokens_per_s=1.0) for i in range(11))
+    reported(observations, "A", 0.0, world_rank=0, step=10, figures=figures, points=points)
+    reported(observations, "B", 0.0, world_rank=1, step=7, figures=figures)
+    swarm = summary_of("run", observations, now=0.0, unix_now=30.0)
+    assert swarm["progress"] == {"step": 10, "end_step": 100, "left_s": 90.0}

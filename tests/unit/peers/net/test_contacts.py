@@ -19,8 +19,8 @@ def test_who_does_not_answer_is_asked_less_and_less_often_and_never_given_up():
             asked.append(now)
             contacts.tried([(peer_id, False) for peer_id, _ in lost], now)
     pauses = [later - earlier for earlier, later in itertools.pairwise(asked)]
-    assert pauses[:4] == [10, 20, 40, 60]
-    assert set(pauses[3:]) == {60}
+    assert pauses[:5] == [5, 10, 20, 40, 60]
+    assert set(pauses[4:]) == {60}
 
 
 def test_who_has_answered_is_asked_soon_when_lost_again():

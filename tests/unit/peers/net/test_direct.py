@@ -1,7 +1,6 @@
 import asyncio
 import contextlib
 import os
-import resource
 import socket
 import ssl
 import threading
@@ -10,9 +9,9 @@ import time
 import pytest
 
 from peers.errors import PeerUnreachable, UserError
-from peers.net.paths import acceptor as reception
+from peers.net.paths import acceptor
 from peers.net.paths import direct as direct_module
-from peers.net.paths.acceptor import MAX_PER_PEER, MAX_PER_SOURCE, Reception
+from peers.net.paths.acceptor import MAX_PER_PEER, MAX_PER_SOURCE, Acceptor
 from peers.net.paths.direct import Direct
 from peers.net.paths.greeting import Hello
 from peers.net.streams import StreamPool
@@ -27,8 +26,8 @@ class Peer:
     def __init__(self, me, known, *, plain=False, allows=None):
         self.me, self.known, self.streams = me, known, asyncio.Queue()
         allows = allows or (lambda peer_id: peer_id in known)
-        self.reception = Reception(me, allows=allows, plain=plain)
-        self.direct = Direct(self.reception, lambda peer_id: known.get(peer_id, ()))
+        self.acceptor = Acceptor(me, allows=allows, plain=plain)
+        self.direct = Direct(self.acceptor, lambda peer_id: known.get(peer_id, ()))
         self.direct.listen("/ip4/127.0.0.1/tcp/0")
         known[me.peer_id] = [f"/ip4/127.0.0.1/tcp/{self.direct.port}"]
 
@@ -53,7 +52,6 @@ async def peers(directory, *, plain=(False, False), allows=None):
     finally:
         for peer in made:
             await peer.direct.close()
-            peer.reception.close()
 
 
 def run(coroutine):
@@ -102,7 +100,7 @@ def test_a_stolen_certificate_opens_nothing(tmp_path, plain):
             stolen = credentials(tmp_path, "a").certificate
             thief = credentials(tmp_path, "thief")
             object.__setattr__(thief, "certificate", stolen)
-            a.reception.credentials = thief
+            a.acceptor.credentials = thief
             with pytest.raises(PeerUnreachable):
                 await a.direct.open(b.me.peer_id, PROTOCOL, timeout_s=10)
             assert b.streams.empty()
@@ -123,7 +121,7 @@ def test_a_stranger_and_an_unknown_protocol_are_refused(tmp_path):
 
 
 def test_garbage_and_silence_on_the_port_keep_nobody_else_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(reception, "HELLO_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(acceptor, "CONNECT_S", 1.0)
 
     async def scenario():
         async with peers(tmp_path) as (a, b):
@@ -154,15 +152,15 @@ def test_who_begins_greetings_and_stops_in_the_middle_is_bounded(tmp_path):
                 with contextlib.suppress(OSError):
                     sock.sendall(hello)
             deadline = time.monotonic() + 5
-            while sum(b.reception._of.values()) < reception.MAX_PER_PEER:
+            while sum(b.acceptor._of.values()) < acceptor.MAX_PER_PEER:
                 assert time.monotonic() < deadline
                 await asyncio.sleep(0.01)
-            assert sum(b.reception._from.values()) <= MAX_PER_SOURCE
-            assert sum(b.reception._of.values()) == reception.MAX_PER_PEER
+            assert sum(b.acceptor._from.values()) <= MAX_PER_SOURCE
+            assert sum(b.acceptor._of.values()) == acceptor.MAX_PER_PEER
             for sock in stuck:
                 sock.close()
             await b.direct.close()
-            assert not b.reception._from and not b.reception._of
+            assert not b.acceptor._from and not b.acceptor._of
             assert a.streams.empty()
 
     run(scenario())
@@ -192,20 +190,28 @@ def test_who_shows_the_certificate_of_another_keeps_him_out_of_nothing(tmp_path)
         async with peers(tmp_path) as (a, b):
             hello = Hello.of(a.me, plain=False).encode()
             with half_greetings(b.direct.port, [hello] * MAX_PER_PEER, "127.0.0.2"):
-                await until(lambda: sum(b.reception._of.values()) == MAX_PER_PEER)
+                await until(lambda: sum(b.acceptor._of.values()) == MAX_PER_PEER)
                 (await a.direct.open(b.me.peer_id, PROTOCOL, timeout_s=5)).close()
                 assert (await b.next())[0] == a.me.peer_id
 
     run(scenario())
 
 
-def test_one_address_does_not_occupy_all_threads_that_answer(tmp_path):
+def test_who_begins_ever_new_greetings_is_not_answered_and_keeps_nobody_else_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(acceptor, "GREETINGS_AT_ONCE", 2.0)
+    monkeypatch.setattr(acceptor, "GREETINGS_PER_S", 0.0)
+
     async def scenario():
         async with peers(tmp_path, allows=lambda _: True) as (a, b):
-            shown = [Hello.of(credentials(tmp_path, f"sybil {n}"), plain=False) for n in range(5)]
-            hellos = [hello.encode() for hello in shown for _ in range(MAX_PER_PEER)]
-            with half_greetings(b.direct.port, hellos, "127.0.0.2"):
-                await until(lambda: sum(b.reception._of.values()) == len(hellos))
+            shown = [Hello.of(credentials(tmp_path, f"sybil {n}"), plain=False).encode() for n in range(3)]
+            with half_greetings(b.direct.port, shown[:2], "127.0.0.2"):
+                await until(lambda: sum(b.acceptor._of.values()) == 2)
+                reader, writer = await asyncio.open_connection(
+                    "127.0.0.1", b.direct.port, local_addr=("127.0.0.2", 0)
+                )
+                writer.write(shown[2])
+                assert await asyncio.wait_for(reader.read(1), 10) == b""
+                writer.close()
                 (await a.direct.open(b.me.peer_id, PROTOCOL, timeout_s=5)).close()
                 assert (await b.next())[0] == a.me.peer_id
 
@@ -213,12 +219,12 @@ def test_one_address_does_not_occupy_all_threads_that_answer(tmp_path):
 
 
 def test_the_silent_give_way_to_newcomers_when_there_are_too_many(tmp_path, monkeypatch):
-    monkeypatch.setattr(reception, "MAX_SILENT", 4)
+    monkeypatch.setattr(acceptor, "MAX_SILENT", 4)
 
     async def scenario():
         async with peers(tmp_path) as (a, b):
             with half_greetings(b.direct.port, [b"d"] * 8, "127.0.0.2"):
-                await until(lambda: len(b.reception._silent) == 4)
+                await until(lambda: len(b.acceptor._silent) == 4)
                 (await a.direct.open(b.me.peer_id, PROTOCOL, timeout_s=5)).close()
                 assert (await b.next())[0] == a.me.peer_id
 
@@ -251,7 +257,7 @@ def test_nobody_on_the_way_talks_two_peers_out_of_tls(tmp_path, plain, flips):
             server = await asyncio.start_server(between, "127.0.0.1", 0)
             a.known[b.me.peer_id] = [f"/ip4/127.0.0.1/tcp/{server.sockets[0].getsockname()[1]}"]
             try:
-                stream = await a.direct.open(b.me.peer_id, PROTOCOL, timeout_s=2)
+                stream = await a.direct.open(b.me.peer_id, PROTOCOL, timeout_s=0.5)
             except PeerUnreachable:
                 assert b.streams.empty()
             else:
@@ -296,25 +302,6 @@ def test_a_greeting_that_was_recorded_opens_nothing_when_it_is_played_again(tmp_
     run(scenario())
 
 
-def test_a_call_without_a_descriptor_left_closes_its_socket(tmp_path):
-    async def scenario():
-        calls = Reception(credentials(tmp_path, "a"), allows=lambda _: True)
-        ours, theirs = socket.socketpair()
-        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-        with contextlib.ExitStack() as stack:
-            stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
-            # The lowest free number is beyond it.
-            lowest = stack.enter_context(ours.dup()).fileno()
-            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 1, limits[1]))
-            with pytest.raises(PeerUnreachable, match="descriptor"):
-                await calls.call(ours, "somebody", PROTOCOL, timeout_s=5)
-        assert ours.fileno() == -1
-        theirs.close()
-        calls.close()
-
-    run(scenario())
-
-
 def why_no_ipv6() -> str:
     """Empty: this machine has it, on loopback at least."""
     try:
@@ -329,7 +316,7 @@ def why_no_ipv6() -> str:
 def test_a_peer_on_ipv6_alone_is_reached(tmp_path, shown):
     async def scenario():
         async with peers(tmp_path) as (a, b):
-            six = Direct(b.reception, lambda _: ())
+            six = Direct(b.acceptor, lambda _: ())
             six.listen("/ip6/::/tcp/0")
             if shown.startswith("/dns/"):
                 # The name may stand for either.
@@ -352,7 +339,7 @@ def test_names_that_are_looked_up_for_ever_hold_up_nobody_else(tmp_path, monkeyp
         raise socket.gaierror("no such name")
 
     monkeypatch.setattr(socket, "getaddrinfo", slow)
-    monkeypatch.setattr(direct_module, "CONNECT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(direct_module, "PROBE_S", 0.1)
 
     async def scenario():
         async with peers(tmp_path) as (a, b):
@@ -396,7 +383,7 @@ def test_a_call_that_is_given_up_leaves_no_socket(tmp_path):
     async def scenario():
         me = credentials(tmp_path, "a")
         silent = socket.create_server(("127.0.0.1", 0))
-        calls = Reception(me, allows=lambda _: True)
+        calls = Acceptor(me, allows=lambda _: True)
         direct = Direct(calls, lambda _: [f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}"])
         opening = asyncio.create_task(direct.open("somebody", PROTOCOL, timeout_s=60))
         answered, _ = await asyncio.to_thread(silent.accept)
@@ -410,7 +397,6 @@ def test_a_call_that_is_given_up_leaves_no_socket(tmp_path):
             pass
         answered.close()
         silent.close()
-        calls.close()
 
     run(scenario())
 

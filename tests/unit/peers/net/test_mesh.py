@@ -8,7 +8,6 @@ import pytest
 from peers.admission.secrets import AdmissionKey
 from peers.core.admission import Admission
 from peers.errors import PeerUnreachable
-from peers.net import live_peer
 from peers.net import mesh as mesh_module
 from peers.net.channel import Channel
 from peers.net.gate import Gate
@@ -78,14 +77,16 @@ def test_records_of_peers_that_do_not_exist_are_dialled_a_few_at_a_time_and_all_
     run(scenario())
 
 
-def test_a_peer_that_is_in_no_record_any_more_is_forgotten(monkeypatch):
-    monkeypatch.setattr(mesh_module, "LET_THE_OTHER_DIAL_S", 60.0)
-
+def test_the_smaller_peer_id_is_left_one_look_to_dial_in():
     async def scenario():
-        mesh = mesh_over(Transport())
-        for number in range(10):
-            mesh.discovered({f"A{number}": record(f"A{number}")})
-        assert list(mesh._first_heard_of) == ["A9"]
+        transport = Transport()
+        mesh = mesh_over(transport)
+        looks = [{"A": record("A"), "b": record("b")}, {}, {"A": record("A")}, {"A": record("A")}]
+        for records, dialled in zip(looks, (["b"], ["b"], ["b"], ["b", "A"]), strict=True):
+            mesh.discovered(records)
+            while mesh._dialling:
+                await asyncio.sleep(0)
+            assert transport.dialled == dialled
         await mesh.close()
 
     run(scenario())
@@ -117,14 +118,13 @@ def test_a_channel_that_breaks_is_made_anew_at_once_and_another_way_where_it_fel
     if not speaks:
         monkeypatch.setattr(mesh_module, "silence_s", lambda _num_peers: 0.2)
         monkeypatch.setattr(mesh_module, "heartbeat_s", lambda _num_peers: 0.001)
-        monkeypatch.setattr(live_peer, "QUIET_S", 0.01)
 
     async def scenario():
         transport = Transport()
         mesh = mesh_over(transport)
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            mesh._keep("b", Channel(ours), announced("b", state=state), b"")
+            mesh._keep("b", Channel(ours), announced("b", state=state), b"", caller="a")
             if speaks:
                 theirs.close()
             while mesh.peers or mesh._dialling:
@@ -142,7 +142,7 @@ def test_who_asks_pays_for_the_answers(num_asks, is_kept):
         mesh = mesh_over(Transport(), on_message=lambda _, message: heard.append(message))
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            mesh._keep("b", Channel(ours), announced("b"), b"")
+            mesh._keep("b", Channel(ours), announced("b"), b"", caller="a")
             asking = Channel(theirs)
             with contextlib.suppress(PeerUnreachable):
                 for _ in range(num_asks):
@@ -165,7 +165,7 @@ def test_who_was_frozen_itself_does_not_take_all_others_for_silent(monkeypatch):
         ours, theirs = socket.socketpair()
         with ours, theirs:
             # The time is over, and not one heartbeat has been sent.
-            mesh._keep("b", Channel(ours), announced("b", state="training"), b"")
+            mesh._keep("b", Channel(ours), announced("b", state="training"), b"", caller="a")
             while mesh.peers:
                 await asyncio.sleep(0.001)
             assert not transport.unanswered

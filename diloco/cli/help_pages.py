@@ -1,0 +1,242 @@
+"""The pages of `--help`, as the code has the flags. `make docs` writes them to diloco/help/; see options/help.py.
+
+A verb with many flags has two: the flags that most people need, and with `--help-all` all of them.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from cyclopts.annotations import resolve_optional
+
+from diloco.cli.app import VERBS, make_app
+from diloco.cli.described import (
+    arguments_of,
+    default_of,
+    field_of,
+    help_of,
+    names_of,
+    paragraphs_of,
+    verbs_of,
+)
+from diloco.cli.machine_recipes import RECIPES
+from diloco.options.help import PAGES_DIR, page_path
+from diloco.options.sources import ValueSource
+from diloco.options.trainer import trainer_app
+
+if TYPE_CHECKING:
+    from cyclopts import App
+    from cyclopts.argument import Argument
+
+_COLUMNS = 80
+_INDENT = 30
+# Whoever reads all flags of a verb looks for these first.
+_GROUPS_IN_ORDER = ("Swarm", "Training", "Checkpoints")
+
+_OF_A_PEER = ("--initial-peers", "--run-id", "--host-maddrs")
+_OF_A_RUN = ("--path-model", "--dataset-name-or-path", "--lr", "--total-batch-size", "--total-steps")
+_OF_AVERAGING = ("--hv.local-steps", "--hv.compression")
+FLAGS = {
+    "peer": (*_OF_A_PEER, *_OF_AVERAGING, *_OF_A_RUN, "--ckpt.path", "--ckpt.interval", "--ckpt.resume"),
+    "run": (
+        "--peers",
+        *_OF_AVERAGING,
+        *_OF_A_RUN,
+        "--seq-length",
+        "--ckpt.interval",
+        "--config",
+        "--run-dir",
+    ),
+    "doctor": (*_OF_A_PEER, "--path-model", "--dataset-name-or-path", "--run-dir", "--json"),
+    "grpo-sweep": ("--instances", "--seeds", "--average", "--path-model", "--dataset", "--rollout", "--lr"),
+    "simulate": (
+        *("--params", "--peers", "--gpu", "--bandwidth", "--rtt", "--local-steps", "--codec", "--fragments"),
+        *("--overlap", "--price", "--plot", "--assumptions"),
+    ),
+    "provision": (
+        *("--pods", "--provider", "--gpu-type", "--gpu-count", "--country", "--ttl-hours", "--max-price"),
+        *("--offers", "--plan", "--yes", "--run-id"),
+    ),
+    "experiments run": ("--name", "--provider", "--trainer", "--total-steps", "--max-price", "--ttl-hours"),
+    "launch": (
+        "--config",
+        "--num-nodes",
+        "--node-rank",
+        "--master-addr",
+        "--engine",
+        "--program",
+        "--dry-run",
+    ),
+}
+"""Of verbs with many flags, those that most people need."""
+
+_CHOSEN = {name for recipe in RECIPES for name in recipe.values}
+"""What `run`, `peer` and `provision` choose for the machine, unless a model is named."""
+
+_MADDR = "--initial-peers <maddr>"
+EXAMPLES = {
+    "trainer": "torchrun --nproc-per-node 2 diloco/train_fsdp.py --path-model 15m",
+    "run": "diloco run --peers 3 --path-model 2m --hv.local-steps 50",
+    "peer": f"diloco peer {_MADDR}",
+    "dht start": "diloco dht start --host-maddrs /ip4/0.0.0.0/tcp/30001",
+    "launch": "diloco launch train.toml 2 0 10.0.0.1",
+    "grpo-sweep": "diloco grpo-sweep --path-model tiny-grpo --rollout hf --instances 2",
+    "status": f"diloco status {_MADDR} --watch",
+    "dashboard": f"diloco dashboard {_MADDR}",
+    "doctor": f"diloco doctor {_MADDR} --path-model 150m",
+    "export": "diloco export checkpoints model",
+    "ckpt rebuild": "diloco ckpt rebuild deltas model --step 40",
+    "simulate": "diloco simulate --params 1e9 --peers 8 --gpu H100 --bandwidth 500mbit",
+    "provision": "diloco provision --pods 3 --provider lium --gpu-type H100 --max-price 2",
+    "pods status": "diloco pods status",
+    "pods logs": "diloco pods logs --follow",
+    "pods ssh": "diloco pods ssh pod-0",
+    "pods ssh-key add": "diloco pods ssh-key add laptop",
+    "pods cost": "diloco pods cost",
+    "pods extend": "diloco pods extend pod-0 --hours 2",
+    "pods fetch": "diloco pods fetch pod-0",
+    "pods down": "diloco pods down",
+    "pods forget": "diloco pods forget pod-0",
+    "pods reconcile": "diloco pods reconcile --watch",
+    "experiments run": "diloco experiments run --name first --provider lium",
+    "experiments list": "diloco experiments list",
+    "experiments status": "diloco experiments status first",
+    "experiments destroy": "diloco experiments destroy --name first",
+    "peers ban": f"diloco peers ban 6N1QwMW {_MADDR}",
+    "peers unban": f"diloco peers unban 6N1QwMW {_MADDR}",
+    "peers list": f"diloco peers list {_MADDR}",
+    "peers new-secret": "diloco peers new-secret",
+}
+
+
+def pages() -> dict[str, str]:
+    """The text of every page by the name of its file."""
+    app = make_app()
+    verbs = {" ".join(words): verb for words, verb in verbs_of(app)}
+    found = {"": _home()}
+    found |= {group: _group_page(group, app, verbs) for group in _groups(verbs)}
+    texts = {page_path(words.split()).name: text for words, text in found.items()}
+    for words, verb in verbs.items():
+        few = FLAGS.get(words, ())
+        texts[page_path(words.split()).name] = _page(words, verb, few)
+        if few:
+            texts[page_path(words.split(), everything=True).name] = _page(words, verb, ())
+    texts[page_path(["trainer"]).name] = _page("trainer", trainer_app(ValueSource()), ())
+    return texts
+
+
+def write_pages() -> None:
+    PAGES_DIR.mkdir(exist_ok=True)
+    texts = pages()
+    for path in PAGES_DIR.glob("*.txt"):
+        if path.name not in texts:
+            path.unlink()
+    for name, text in texts.items():
+        (PAGES_DIR / name).write_text(text, encoding="utf-8")
+
+
+def _home() -> str:
+    lines = ["Usage: diloco COMMAND [FLAGS]", "", "Train one model on machines scattered over the world.", ""]
+    for group, verbs in VERBS.items():
+        lines += [f"{group}:", *(f"  {verb.words:<14}{verb.help}" for verb in verbs), ""]
+    lines += ["`diloco COMMAND --help` says more of one. Without a clue: `diloco run`."]
+    return "\n".join(lines) + "\n"
+
+
+def _groups(verbs: Mapping[str, App]) -> list[str]:
+    """The words before the last one of a verb: what has verbs of its own."""
+    found = (words.split()[:number] for words in verbs for number in range(1, len(words.split())))
+    return sorted({" ".join(words) for words in found})
+
+
+def _group_page(group: str, app: App, verbs: Mapping[str, App]) -> str:
+    for word in group.split():
+        app = app[word]
+    below = {words: verb for words, verb in verbs.items() if words.startswith(f"{group} ")}
+    lines = [f"Usage: diloco {group} COMMAND [FLAGS]", ""]
+    lines += [*textwrap.wrap(paragraphs_of(app)[0], _COLUMNS), "", "Commands:"]
+    for words, verb in below.items():
+        lines += _row(words.removeprefix(f"{group} "), paragraphs_of(verb)[0], indent=16)
+    return "\n".join([*lines, "", f"`diloco {group} COMMAND --help` says more of one."]) + "\n"
+
+
+def _page(words: str, verb: App, few: Sequence[str]) -> str:
+    arguments = arguments_of(verb)
+    named = {name: _named(arguments, name) for name in few}
+    rows = [(one, name) for name, one in named.items()] or [(one, _label(one)) for one in arguments]
+    program = "torchrun diloco/train_fsdp.py" if words == "trainer" else f"diloco {words}"
+    lines = [str(verb.usage or f"Usage: {program}{_places(arguments)} [FLAGS]"), ""]
+    for paragraph in paragraphs_of(verb):
+        lines += [*textwrap.wrap(paragraph, _COLUMNS), ""]
+    lines += ["Example:", f"  {EXAMPLES[words]}", ""]
+    for group in _in_order([argument for argument, _name in rows]):
+        lines += [f"{group}:"]
+        for argument, name in rows:
+            if _group_of(argument) == group:
+                value = _value_of(argument) if name.startswith("-") else ""
+                lines += _row(f"{name} {value}".rstrip(), _meaning(argument))
+        lines += [""]
+    if few:
+        lines += [f"`diloco {words} --help-all` lists all {len(arguments)} flags."]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _places(arguments: Sequence[Argument]) -> str:
+    """What is said without a name in front."""
+    places = {_label(one): one.required for one in arguments if one.index is not None}
+    return "".join(f" {name}" if required else f" [{name}]" for name, required in places.items())
+
+
+def _label(argument: Argument) -> str:
+    if argument.index is not None:
+        return argument.names[0].lstrip("-").upper()
+    return ", ".join(names_of(argument))
+
+
+def _named(arguments: Sequence[Argument], name: str) -> Argument:
+    return next(argument for argument in arguments if name in argument.names)
+
+
+def _in_order(arguments: Sequence[Argument]) -> list[str]:
+    """The verb's own flags, then how to join, then what is trained, then the rest."""
+    groups = list(dict.fromkeys(map(_group_of, arguments)))
+    shared = [group for group in _GROUPS_IN_ORDER if group in groups]
+    reinforcement = [group for group in groups if group == "GRPO"]
+    own = [group for group in groups if group not in (*shared, *reinforcement)]
+    return [*own, *shared, *reinforcement]
+
+
+def _group_of(argument: Argument) -> str:
+    groups: Any = argument.parameter.group or ()
+    name = str(getattr(next(iter(groups), None), "name", "") or "")
+    return "Flags" if name in ("", "Parameters", "Arguments") else name
+
+
+def _value_of(argument: Argument) -> str:
+    """What stands for the value."""
+    if argument.parameter.metavar:
+        return str(argument.parameter.metavar)
+    hint: Any = resolve_optional(argument.hint)
+    if hint is bool:
+        return ""
+    if argument.get_choices():
+        return "CHOICE"
+    return {int: "INT", float: "NUMBER", str: "TEXT"}.get(hint, "PATH" if "Path" in str(hint) else "TEXT")
+
+
+def _meaning(argument: Argument) -> str:
+    default, text = default_of(argument), help_of(argument)
+    if default in ("", "off") or "default" in text or field_of(argument) in _CHOSEN:
+        return text
+    return f"{text} [{default if default == 'required' else f'default: {default}'}]"
+
+
+def _row(name: str, text: str, *, indent: int = _INDENT) -> Iterator[str]:
+    lines = textwrap.wrap(text, _COLUMNS - indent, break_long_words=False, break_on_hyphens=False) or [""]
+    if len(name) + 3 > indent:
+        yield f"  {name}"
+    else:
+        yield f"  {name:<{indent - 2}}{lines.pop(0)}".rstrip()
+    yield from (f"{'':<{indent}}{line}" for line in lines)

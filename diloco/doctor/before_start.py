@@ -1,0 +1,86 @@
+"""What doctor finds that keeps a peer from training here, found by the peers themselves before they start anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from diloco.doctor.p2pd import check_ports
+from diloco.doctor.resources import check_disk
+from diloco.doctor.software import check_vllm
+from diloco.errors import UserError
+from diloco.options.model_files import load_model_config
+from diloco.options.trainer import HvConfig, TrainConfig
+from diloco.rl.gpus import starts_server
+from diloco.rl.hub_tasks import HUB_TASKS
+from diloco.rl.task_choice import check_task, open_task
+from diloco.train.devices import Machine
+from diloco.train.memory import number_in
+from diloco.train.preflight import check_peers_fit
+
+# What lies in no layer: embeddings, the last norm, the head.
+_TABLES = 3
+
+
+def check_room(
+    config: TrainConfig, machine: Machine, state_dir: Path, *, num_ranks: int = 1, is_settled: bool = True
+) -> None:
+    """Raise UserError where memory or a disk does not do for all peers on this machine; loads no torch.
+
+    Not settled: batches may still come from the swarm.
+    """
+    num_peers, samples = machine.num_peers, config.per_device_train_batch_size
+    is_counted = is_settled and config.mode == "pretrain"
+    tokens = (1 if samples == "auto" else samples) * config.seq_length * num_ranks if is_counted else 0
+    check_peers_fit(
+        config.path_model,
+        num_peers=num_peers,
+        on_gpu=machine.num_gpus > 0,
+        activation_tokens=tokens,
+        gpu_bytes=machine.gpu_bytes * machine.num_gpus // num_peers or None,
+    )
+    for finding in check_disk(config, state_dir, num_peers=num_peers):
+        if finding.verdict == "fail":
+            raise UserError(f"{finding.name}: {finding.said}; try {finding.fix}")
+
+
+def check_choices(config: TrainConfig, machine: Machine, *, is_settled: bool = True) -> None:
+    """Raise UserError for what a worker would refuse, minutes later. Not settled: the swarm may say otherwise."""
+    if config.device == "cuda" and not machine.num_gpus:
+        raise UserError("--device cuda: nvidia-smi shows no GPU here; leave --device out, or mend the driver")
+    resume = config.ckpt.resume
+    if resume and resume != "auto" and "://" not in resume and not Path(resume).expanduser().is_dir():
+        raise UserError(
+            f"--ckpt.resume {resume}: there is no such directory; name a model_step_<N>, or `auto` for the newest"
+        )
+    if config.mode == "grpo":
+        _check_reinforcement(config, is_settled=is_settled)
+    elif is_settled:
+        _check_fragments(config)
+
+
+def _check_reinforcement(config: TrainConfig, *, is_settled: bool) -> None:
+    check_task(config.grpo)
+    # What has to be fetched from elsewhere may take longer than people wait for an answer.
+    name = config.grpo.dataset
+    if is_settled and (name not in HUB_TASKS or "=" in name):
+        open_task(config.grpo, seed=config.seed)
+    if starts_server(config):
+        for finding in check_vllm(config.grpo):
+            if finding.verdict == "fail":
+                raise UserError(finding.said)
+
+
+def _check_fragments(config: TrainConfig) -> None:
+    layers = number_in(load_model_config(config.path_model), "num_hidden_layers", "n_layer")
+    wanted = config.hv.num_fragments
+    if layers and wanted > layers + _TABLES:
+        raise UserError(
+            f"{config.path_model} has {layers} layers, too few for --hv.num-fragments {wanted}: {layers} would do"
+        )
+
+
+def check_ports_free(hv: HvConfig) -> None:
+    """Raise UserError where somebody else listens on a port that the peer is to have."""
+    finding = check_ports(hv)
+    if finding.verdict == "fail":
+        raise UserError(finding.said)

@@ -1,0 +1,139 @@
+"""The picture of a run: its losses over time, and what happened meanwhile."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from diloco.train.metrics_file import Record
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_SMOOTHED_STEPS = 20
+_INCHES = (9.0, 5.0)
+_DPI = 120
+_NOTICEABLE_S = 5.0
+_MOST_EPOCHS = 80
+"""More would be a grey wall."""
+
+
+@dataclass(frozen=True)
+class Life:
+    """The records of a peer from one start to its end."""
+
+    began_at: float
+    ended_at: float
+    steps: Sequence[Record]
+    has_finished: bool = False
+
+
+def lives_of(records: Sequence[Record]) -> list[Life]:
+    """Of one peer, in their order. Times are Unix seconds."""
+    parts: list[list[Record]] = []
+    for record in records:
+        if not parts or (record.get("event") == "start" and any("time" in r for r in parts[-1])):
+            parts.append([])
+        parts[-1].append(record)
+    found = []
+    for part in parts:
+        times = [float(record["time"]) for record in part if "time" in record]
+        steps = [r for r in part if r.get("kind") == "step" and r.get("loss") is not None]
+        if times:
+            has_finished = any(record.get("event") == "finished" for record in part)
+            found.append(Life(min(times), max(times), steps, has_finished))
+    return found
+
+
+def absences(lives: Sequence[Life], ended_at: float) -> list[tuple[float, float]]:
+    """From when to when a peer was not there; one that has not come back until the run's end."""
+    found = [(before.ended_at, after.began_at) for before, after in itertools.pairwise(lives)]
+    if lives and not lives[-1].has_finished and ended_at - lives[-1].ended_at > _NOTICEABLE_S:
+        found.append((lives[-1].ended_at, ended_at))
+    return found
+
+
+def plot(records_of: Mapping[str, Sequence[Record]], path: Path, *, title: str) -> None:
+    """Write a PNG: each peer's training loss and the validation loss over time, when peers were lost and came back, and
+    when they averaged."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    picture = Figure(figsize=_INCHES, dpi=_DPI, layout="constrained")
+    FigureCanvasAgg(picture)
+    axes = picture.add_subplot()
+    records = [record for peer in records_of.values() for record in peer]
+    times = [float(record["time"]) for record in records if "time" in record]
+    began_at, ended_at = min(times, default=0.0), max(times, default=0.0)
+    _draw_epochs(axes, records, began_at)
+    for index, (peer, own) in enumerate(records_of.items()):
+        _draw_peer(axes, peer, lives_of(own), began_at, ended_at, f"C{index % 10}")
+    evaluations = [r for r in records if r.get("kind") == "eval" and r.get("loss") is not None]
+    if evaluations:
+        evaluations.sort(key=lambda record: float(record["time"]))
+        times = [float(record["time"]) - began_at for record in evaluations]
+        losses = [record["loss"] for record in evaluations]
+        axes.plot(times, losses, "ko", label="validation", markersize=6, zorder=4)
+        for x, y in zip(times, losses, strict=True):
+            axes.annotate(f"{y:.2f}", (x, y), xytext=(0, 8), textcoords="offset points", ha="center")
+    axes.set(title=title, xlabel="seconds", ylabel="loss (nats per token)")
+    axes.grid(alpha=0.25)
+    axes.margins(y=0.12)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="upper right")
+    partial = path.with_suffix(".partial")
+    picture.savefig(partial, format="png")
+    partial.replace(path)
+
+
+def smoothed(values: Sequence[float], window: int) -> list[float]:
+    """Each value's mean with those up to `window` - 1 before it."""
+    means: list[float] = []
+    total = 0.0
+    for index, value in enumerate(values):
+        total += value - (values[index - window] if index >= window else 0.0)
+        means.append(total / min(index + 1, window))
+    return means
+
+
+def _draw_peer(
+    axes: Axes, peer: str, lives: Sequence[Life], began_at: float, ended_at: float, colour: str
+) -> None:
+    num_steps = sum(len(life.steps) for life in lives)
+    window = max(1, min(num_steps // 20, _SMOOTHED_STEPS))
+    label: str | None = peer
+    for life in lives:
+        if life.steps:
+            times = [float(record["time"]) - began_at for record in life.steps]
+            losses = smoothed([record["loss"] for record in life.steps], window)
+            axes.plot(times, losses, color=colour, label=label, linewidth=1.4)
+            label = None
+    for gone, back in absences(lives, ended_at):
+        gone, back = gone - began_at, back - began_at
+        axes.axvspan(gone, back, color=colour, alpha=0.12, linewidth=0)
+        is_back = back < ended_at - began_at
+        for x, what, side in ((gone, "lost", "right"), *([(back, "back", "left")] if is_back else [])):
+            axes.axvline(x, color=colour, linestyle="--", linewidth=1)
+            axes.annotate(
+                f" {peer} {what} ",
+                (x, 0.02),
+                xycoords=("data", "axes fraction"),
+                color=colour,
+                ha=side,
+                fontsize=9,
+            )
+
+
+def _draw_epochs(axes: Axes, records: Sequence[Record], began_at: float) -> None:
+    ended: dict[int, float] = {}
+    for record in records:
+        if record.get("kind") == "epoch" and "time" in record:
+            at = float(record["time"]) - began_at
+            ended[record["epoch"]] = min(at, ended.get(record["epoch"], at))
+    label: str | None = "averaged"
+    for at in ended.values() if len(ended) <= _MOST_EPOCHS else ():
+        axes.axvline(at, ymin=0.97, color="0.35", linewidth=1, label=label)
+        label = None

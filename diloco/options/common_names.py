@@ -1,0 +1,96 @@
+"""What other programs call our flags, so that whoever types one of those is told ours."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection
+
+_OURS = {
+    "accumulation_steps": "per_device_train_batch_size",
+    "address": "initial_peers",
+    "batch": "total_batch_size",
+    "batch_size": "total_batch_size",
+    "bootstrap": "initial_peers",
+    "bs": "total_batch_size",
+    "checkpoint": "ckpt.resume",
+    "checkpoint_dir": "ckpt.path",
+    "checkpoint_interval": "ckpt.interval",
+    "checkpoint_path": "ckpt.path",
+    "codec": "hv.compression",
+    "coordinator": "initial_peers",
+    "context_length": "seq_length",
+    "data": "dataset_name_or_path",
+    "data_path": "dataset_name_or_path",
+    "dataset": "dataset_name_or_path",
+    "dataset_name": "dataset_name_or_path",
+    "epochs": "total_steps",
+    "eval_steps": "eval_interval",
+    "fp16": "precision",
+    "bf16": "precision",
+    "global_batch_size": "total_batch_size",
+    "gpus": "nproc_per_node",
+    "gradient_accumulation_steps": "per_device_train_batch_size",
+    "gradient_checkpointing": "activation_checkpointing",
+    "gradient_clipping": "max_grad_norm",
+    "h": "hv.local_steps",
+    "host": "host_maddrs",
+    "inner_lr": "lr",
+    "inner_steps": "hv.local_steps",
+    "join": "initial_peers",
+    "learning_rate": "lr",
+    "listen": "host_maddrs",
+    "log_dir": "run_dir",
+    "logger": "metric_logger_type",
+    "max_length": "seq_length",
+    "max_seq_length": "seq_length",
+    "micro_batch_size": "per_device_train_batch_size",
+    "mixed_precision": "precision",
+    "model": "path_model",
+    "model_name": "path_model",
+    "model_name_or_path": "path_model",
+    "momentum": "hv.outer_momentum",
+    "name": "run_id",
+    "num_epochs": "total_steps",
+    "num_peers": "peers",
+    "num_steps": "total_steps",
+    "num_train_epochs": "total_steps",
+    "output": "run_dir",
+    "output_dir": "run_dir",
+    "peer": "initial_peers",
+    "port": "host_maddrs",
+    "quantization": "hv.compression",
+    "rank": "world_rank",
+    "report_to": "metric_logger_type",
+    "resume": "ckpt.resume",
+    "resume_from_checkpoint": "ckpt.resume",
+    "run_name": "run_id",
+    "save_dir": "ckpt.path",
+    "save_every": "ckpt.interval",
+    "save_interval": "ckpt.interval",
+    "save_steps": "ckpt.interval",
+    "seq_len": "seq_length",
+    "sequence_length": "seq_length",
+    "steps": "total_steps",
+    "sync_every": "hv.local_steps",
+    "train_steps": "total_steps",
+    "wandb": "metric_logger_type",
+    "warmup": "warmup_steps",
+    "wd": "weight_decay",
+    "workers": "nproc_per_node",
+    "world_size": "hv.galaxy_size",
+}
+"""Fields by their dotted names, underscores for dashes. `initial_peers` and the like are flags of their own too."""
+
+
+def meant(name: str, known: Collection[str]) -> str | None:
+    """The name of those known that somebody means who says this one; none where nothing is like it.
+
+    Names have underscores, sections in front (`hv.local_steps`), and no leading dashes.
+    """
+    ours = _OURS.get(name.rpartition(".")[2].lower(), "")
+    # A verb may know a field by its last part alone, and another verb in a section.
+    for candidate in (ours, ours.rpartition(".")[2], f"hv.{ours}"):
+        if candidate in known:
+            return candidate
+    close = difflib.get_close_matches(name, known, n=1)
+    return close[0] if close else None

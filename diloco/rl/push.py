@@ -1,0 +1,142 @@
+"""What a trainer offers to its servers over HTTP: its newest weights, and a sign that it is using a server.
+
+Weights lie at their sha256, which nobody knows who was not told; whole for any server, and as a patch for one that has
+the version before. A server that a trainer uses knows an address that answers as long as it does: another trainer gets
+it when that is gone, because it was taken back or because the trainer has died.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import http.server
+import logging
+import secrets
+import socket
+import sys
+import threading
+import uuid
+from collections.abc import Iterable
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from torch import Tensor
+
+from diloco.rl.weights import Label, State, digest_of, own_copies, packed, packed_smaller
+
+log = logging.getLogger(__name__)
+
+
+class Publisher:
+    """Numbers the versions of one trainer's weights, and keeps the last two in the servers' type."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.name = uuid.uuid4().hex
+        """Tells the versions of this life of this trainer from those of others."""
+        self.version = 0
+        self.state: State = {}
+        self._dtype = dtype
+        self._before: State = {}
+
+    @property
+    def whole_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.state.values())
+
+    def take(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """A new version: copies of the weights, on the CPU, in the servers' type."""
+        self._before, self.state = self.state, own_copies(dict(parameters), self._dtype)
+        self.version += 1
+        self._digest = digest_of(self.state)
+
+    def blob_for(self, publisher: str, version: int) -> tuple[Label, bytes]:
+        """What a server needs that serves this version of this publisher."""
+        has_last = publisher == self.name and version == self.version - 1 and bool(self._before)
+        label = Label(
+            version=self.version,
+            publisher=self.name,
+            base=version if has_last else None,
+            digest=self._digest,
+        )
+        return (
+            packed_smaller(self._before, self.state, label)
+            if has_last
+            else (label, packed(self.state, label))
+        )
+
+
+class Offers:
+    """An HTTP server in a thread, on one address of this machine that the servers can reach."""
+
+    def __init__(self, host: str) -> None:
+        self._offered: dict[str, bytes] = {}
+        offered = self._offered
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            timeout = 60
+
+            def do_GET(self) -> None:
+                content = offered.get(self.path)
+                if content is None:
+                    self.send_error(404)
+                    return
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                # Without a copy, which weights would not leave room for.
+                self.wfile.write(content)
+
+            def log_message(self, *_: object) -> None: ...
+
+        self._server = (_Ipv6Server if ":" in host else _Server)((host, 0), Handler)
+        shown = f"[{host}]" if ":" in host else host
+        self._url = f"http://{shown}:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, name="weights", daemon=True)
+        self._thread.start()
+
+    def blob(self, content: bytes) -> str:
+        """The address of this content, which ends with its sha256."""
+        return self._offered_at(f"/{hashlib.sha256(content).hexdigest()}", content)
+
+    def sign(self) -> str:
+        """An address that answers until it is withdrawn, or this process has ended."""
+        return self._offered_at(f"/{secrets.token_hex(16)}", b"")
+
+    def withdraw(self, url: str) -> None:
+        self._offered.pop(url.removeprefix(self._url), None)
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def _offered_at(self, path: str, content: bytes) -> str:
+        self._offered[path] = content
+        return self._url + path
+
+
+class _Server(http.server.ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        # Its own way is a traceback on stderr; who broke off a download says so itself.
+        log.debug("%s broke off: %r", client_address, sys.exception())
+
+
+class _Ipv6Server(_Server):
+    address_family = socket.AF_INET6
+
+
+def address_towards(url: str) -> str:
+    """This machine's own address on the way to a server. Raises OSError where there is none."""
+    parts = urlsplit(url)
+    failed = OSError(f"{url} has no address")
+    places = socket.getaddrinfo(parts.hostname or "127.0.0.1", parts.port or 80, type=socket.SOCK_DGRAM)
+    for family, kind, _, _, place in places:
+        try:
+            with socket.socket(family, kind) as probe:
+                # Connecting a datagram socket sends nothing; it only chooses the interface.
+                probe.connect(place)
+                return str(probe.getsockname()[0])
+        except OSError as error:
+            failed = error
+    raise failed

@@ -1,0 +1,182 @@
+"""The servers that a trainer uses: new weights to all of them, prompts dealt out among them, and lost ones back again.
+
+Several trainers may share servers. Each takes all of its own, in the same order as the others, from its push to the end
+of its rollouts, so that no completion is written by somebody else's weights; the version is asked again afterwards.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from diloco.errors import DilocoError, UserError
+from diloco.rl.own_server import OwnServer
+from diloco.rl.push import Offers, Publisher, address_towards
+from diloco.rl.server_client import RequestRefused, Sampling, ServerClient, ServerLost, Written
+
+log = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 5
+RETURN_TIMEOUT_S = 600.0
+_WAIT_FOR_OTHERS_S = 900.0
+_SAID_AFTER_S = 10.0
+_HEALTH_TIMEOUT_S = 10.0
+_POLL_S = 0.2
+_AT_ONCE = 64
+
+
+class PushRefused(DilocoError):
+    """A server would not take the weights; it still serves those it had."""
+
+
+class Rollouts:
+    """Used by the rank that speaks to servers. A server of the trainer's own is restarted, others' are waited for."""
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        publisher: Publisher,
+        own: OwnServer | None = None,
+        on_event: Callable[..., None] = lambda **_: None,
+    ) -> None:
+        # Two trainers that took the same servers in different orders would wait for each other.
+        self.servers = [ServerClient(url) for url in sorted(urls)]
+        self.publisher, self.own = publisher, own
+        self.last_push: dict[str, Any] = {}
+        """What a server said of the last push that sent something."""
+        self._on_event = on_event
+        self._offers = {host: Offers(host) for host in {address_towards(url) for url in urls}}
+        self._signs: dict[str, str] = {}
+
+    def push(self) -> None:
+        """The newest weights to all servers. Raises DilocoError where they cannot be had or would not take them."""
+        self._until_done(self._push_to_all)
+
+    def complete(
+        self, prompts: Sequence[Sequence[int]], count: int, sampling: Sampling, *, seed: int
+    ) -> list[Written]:
+        """`count` completions of each prompt, all by the newest weights; those of a failed attempt are thrown away."""
+
+        def attempt() -> list[Written]:
+            # After a restart it serves the weights it was started with; where nothing is to be sent, this is quick.
+            self._push_to_all()
+            return self._complete(prompts, count, sampling, seed)
+
+        return self._until_done(attempt)
+
+    def close(self) -> None:
+        for offers in self._offers.values():
+            offers.close()
+        if self.own:
+            self.own.stop()
+
+    def _push_to_all(self) -> None:
+        for server in self.servers:
+            self._take(server)
+            publisher, version = server.served()
+            if (publisher, version) != (self.publisher.name, self.publisher.version):
+                self.last_push = self._push(server, publisher, version)
+
+    def _push(self, server: ServerClient, publisher: str, version: int) -> dict[str, Any]:
+        began = time.monotonic()
+        label, blob = self.publisher.blob_for(publisher, version)
+        offers = self._offers_to(server)
+        url = offers.blob(blob)
+        try:
+            answer = server.pull(url)
+        finally:
+            offers.withdraw(url)
+        if answer.get("is_lost"):
+            raise ServerLost(f"{server.url} has not the weights: {answer['error']}")
+        if not answer["ok"]:
+            raise PushRefused(f"{server.url} refused version {label.version}: {answer['error']}")
+        return {
+            **answer,
+            "is_patch": label.base is not None,
+            "whole_bytes": self.publisher.whole_bytes,
+            "push_s": time.monotonic() - began,
+        }
+
+    def _complete(
+        self, prompts: Sequence[Sequence[int]], count: int, sampling: Sampling, seed: int
+    ) -> list[Written]:
+        def completed(number: int) -> Written:
+            server = self.servers[number % len(self.servers)]
+            return server.complete(prompts[number], count, sampling, seed=seed + number)
+
+        with ThreadPoolExecutor(max_workers=min(_AT_ONCE, len(prompts))) as pool:
+            written = list(pool.map(completed, range(len(prompts))))
+        for server in self.servers:
+            publisher, version = server.served()
+            if (publisher, version) != (self.publisher.name, self.publisher.version):
+                raise ServerLost(f"{server.url} changed to version {version} of {publisher} meanwhile")
+            self._give_back(server)
+        return written
+
+    def _take(self, server: ServerClient) -> None:
+        """Wait until no other trainer uses it, and use it."""
+        offers, began, said = self._offers_to(server), time.monotonic(), False
+        while True:
+            if server.url not in self._signs:
+                self._signs[server.url] = offers.sign()
+            answer = server.call("diloco_take", sign=self._signs[server.url])
+            if answer["ok"]:
+                return
+            # Of several workers some may have been taken: nobody is to wait for us meanwhile.
+            self._give_back(server)
+            waited_s = time.monotonic() - began
+            if waited_s > _WAIT_FOR_OTHERS_S:
+                raise ServerLost(f"{server.url}: {answer['error']}, for {_WAIT_FOR_OTHERS_S:g} s")
+            if waited_s > _SAID_AFTER_S and not said:
+                log.warning("%s: %s; waiting until it is free", server.url, answer["error"])
+                said = True
+            time.sleep(_POLL_S)
+
+    def _give_back(self, server: ServerClient) -> None:
+        self._offers_to(server).withdraw(self._signs.pop(server.url, ""))
+
+    def _offers_to(self, server: ServerClient) -> Offers:
+        return self._offers[address_towards(server.url)]
+
+    def _until_done(self, action: Callable[[], Any]) -> Any:
+        for attempt in range(1, MAX_ATTEMPTS + 1):
+            try:
+                result = action()
+            except RequestRefused as error:
+                raise UserError(
+                    f"a rollout server refuses what it is asked for: {error}. A prompt and "
+                    "--grpo.max-completion-length have to fit into the model's context together"
+                ) from error
+            except ServerLost as error:
+                log.warning("a rollout server was lost: %s", error)
+                self._on_event(event="server_lost", reason=str(error), attempt=attempt)
+                if attempt == MAX_ATTEMPTS:
+                    raise DilocoError(f"no rollout after {attempt} attempts: {error}") from error
+                if self.own:
+                    self.own.restart()
+                    self._on_event(event="server_restarted", restarts=self.own.num_restarts)
+                else:
+                    self._wait_for_others()
+            else:
+                if self.own:
+                    self.own.has_served()
+                return result
+        raise AssertionError
+
+    def _wait_for_others(self) -> None:
+        """Somebody else's servers come back by somebody else's doing. Raises DilocoError after the deadline."""
+        deadline = time.monotonic() + RETURN_TIMEOUT_S
+        for server in self.servers:
+            while True:
+                try:
+                    server.check_health(timeout_s=_HEALTH_TIMEOUT_S)
+                    break
+                except ServerLost as error:
+                    if time.monotonic() > deadline:
+                        raise DilocoError(
+                            f"{server.url} has not come back within {RETURN_TIMEOUT_S:g} s: {error}"
+                        ) from error
+                time.sleep(_POLL_S)

@@ -1,0 +1,89 @@
+"""What judge and answer say to each other. Runs inside the sandbox, so it needs nothing but Python's own library.
+
+Requests go to the answer as pickles. Replies come from code that may lie, so they are JSON, from which only plain
+values are made: nothing in a reply can bring an `__eq__` of its own into the judge.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+MAX_BYTES = 2**20
+_SCALARS = (bool, int, float, str)
+_CONTAINERS: dict[str, Callable[[Any], Any]] = {
+    "list": list,
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "deque": deque,
+    "dict": dict,
+}
+_WRITTEN: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
+    "bytes": (bytes, bytes.hex, bytes.fromhex),
+    "complex": (complex, str, complex),
+}
+
+held: list[Any] = []
+"""In the answer: values that are not plain, which the judge knows by their number."""
+
+
+def value_of(number: int) -> Any:
+    """What a reference in a pickle stands for, once it has arrived in the answer."""
+    return held[number]
+
+
+def send(stream: BinaryIO, content: bytes) -> None:
+    stream.write(len(content).to_bytes(4, "big") + content)
+    stream.flush()
+
+
+def receive(stream: BinaryIO) -> bytes:
+    """Raises EOFError where the other side is gone, or sends more than it may."""
+    length = int.from_bytes(stream.read(4), "big")
+    content = stream.read(length) if 0 < length <= MAX_BYTES else b""
+    if not content or len(content) < length:
+        raise EOFError("the other side is gone")
+    return content
+
+
+def encoded(value: Any) -> bytes:
+    return json.dumps(_plain(value)).encode()
+
+
+def decoded(content: bytes, reference: Callable[[int], Any]) -> Any:
+    """The value of a reply; `reference` makes what stands for a value that stays in the answer."""
+    return _value(json.loads(content), reference)
+
+
+def _plain(value: Any) -> Any:
+    if value is None:
+        return None
+    for scalar in _SCALARS:
+        if isinstance(value, scalar):
+            return scalar(value)
+    # In this order: a subclass, such as a Counter, goes as what it is made of.
+    for name, kind in _CONTAINERS.items():
+        if isinstance(value, kind):  # type: ignore[arg-type]
+            items = value.items() if name == "dict" else value
+            return [name, [_plain(tuple(item) if name == "dict" else item) for item in items]]
+    for name, (kind, write, _) in _WRITTEN.items():
+        if isinstance(value, kind):
+            return [name, write(value)]
+    held.append(value)
+    return ["reference", len(held) - 1]
+
+
+def _value(plain: Any, reference: Callable[[int], Any]) -> Any:
+    if not isinstance(plain, list):
+        if plain is None or isinstance(plain, _SCALARS):
+            return plain
+        raise ValueError("a reply of another form")
+    name, content = plain
+    if name == "reference":
+        return reference(int(content))
+    if name in _WRITTEN:
+        return _WRITTEN[name][2](content)
+    return _CONTAINERS[name](_value(item, reference) for item in content)

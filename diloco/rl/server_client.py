@@ -1,0 +1,158 @@
+"""One inference server, asked over HTTP: by a deadline, and without a proxy, for it is here or on a network of ours."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import httpx
+
+SHOWN = 500
+"""Of an answer that is of no use, so much is told."""
+_REFUSALS = (400, 422)
+_CONTROL_TIMEOUT_S = 60.0
+_TRANSFER_TIMEOUT_S = 600.0
+
+
+class ServerLost(Exception):
+    """A server did not answer, or answered with an error: nothing that it was asked for is to be used."""
+
+
+class RequestRefused(ServerLost):
+    """The server is well and will not do what it was asked for, however often it is asked."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How completions are drawn."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+@dataclass(frozen=True)
+class Written:
+    """Completions of one prompt: token ids, and the log-probability of each."""
+
+    token_ids: list[list[int]]
+    logprobs: list[list[float | None]]
+
+
+class ServerClient:
+    """A vLLM server with our worker extension. Every method raises ServerLost where it does not answer as it should."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._model = ""
+        # A connection that was kept may have been closed by the server as a request is sent on it.
+        self._http = httpx.Client(trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
+
+    def check_health(self, *, timeout_s: float) -> None:
+        self._ask("/health", timeout_s=timeout_s)
+
+    def model_names(self) -> list[str]:
+        answer = self._ask("/v1/models")
+        with self._understood(answer):
+            return [str(model["id"]) for model in answer["data"]]
+
+    def served(self) -> tuple[str, int]:
+        """Whose weights it has, and which version of them."""
+        state = self.call("diloco_state")
+        with self._understood(state):
+            return str(state["publisher"]), int(state["version"])
+
+    def dtype(self) -> str:
+        """The type of its weights, as torch prints it."""
+        state = self.call("diloco_state")
+        with self._understood(state):
+            return str(state["dtype"])
+
+    def pull(self, blob_url: str) -> dict[str, Any]:
+        """Have it fetch a blob and serve what is in it; its verdict, whose `ok` may be false."""
+        self._ask("/pause?mode=keep", {})
+        try:
+            answer = self.call(
+                "diloco_pull", timeout_s=_TRANSFER_TIMEOUT_S, url=blob_url, timeout=str(_TRANSFER_TIMEOUT_S)
+            )
+            # What it has computed of the beginnings of prompts was by the old weights.
+            self._ask("/reset_prefix_cache", {})
+        finally:
+            self._ask("/resume", {})
+        return answer
+
+    def complete(self, prompt: Sequence[int], count: int, sampling: Sampling, *, seed: int) -> Written:
+        self._model = self._model or self.model_names()[0]
+        body = {
+            "model": self._model,
+            "prompt": list(prompt),
+            "n": count,
+            "seed": seed % 2**31,
+            **asdict(sampling),
+            "logprobs": 0,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+        }
+        answer = self._ask("/v1/completions", body, timeout_s=_TRANSFER_TIMEOUT_S)
+        with self._understood(answer):
+            choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
+            reasons = [choice["finish_reason"] for choice in choices]
+            ids = [list(choice["token_ids"]) for choice in choices]
+            logprobs = [list(choice["logprobs"]["token_logprobs"]) for choice in choices]
+        if len(choices) != count or not set(reasons) <= {"stop", "length"}:
+            raise ServerLost(
+                f"{self.url} gave {len(choices)} of {count} completions, which ended by {reasons}"
+            )
+        if list(map(len, ids)) != list(map(len, logprobs)):
+            raise ServerLost(f"{self.url} gave other numbers of tokens than of log-probabilities")
+        return Written(ids, logprobs)
+
+    def try_out(self, model: str, *, timeout_s: float) -> None:
+        """Have it write one token."""
+        body = {"model": model, "prompt": [1, 2, 3], "max_tokens": 1}
+        answer = self._ask("/v1/completions", body, timeout_s=timeout_s)
+        with self._understood(answer):
+            if not answer["choices"]:
+                raise ServerLost(f"{self.url} completed nothing: {answer}")
+
+    def call(self, method: str, *, timeout_s: float = _CONTROL_TIMEOUT_S, **arguments: str) -> dict[str, Any]:
+        """Call a method of our extension on all its workers; one that refuses speaks for all."""
+        body = {"method": method, "kwargs": arguments, "timeout": timeout_s}
+        answer = self._ask("/collective_rpc", body, timeout_s=timeout_s)
+        results = answer.get("results") if isinstance(answer, dict) else None
+        if not isinstance(results, list) or not results or not all(map(_is_verdict, results)):
+            raise ServerLost(
+                f"{self.url} has no worker extension of diloco, or it failed: {str(answer)[:SHOWN]}"
+            )
+        refused = [result for result in results if not result["ok"]]
+        chosen: dict[str, Any] = (refused or results)[0]
+        return chosen
+
+    def _ask(self, path: str, body: Any = None, *, timeout_s: float = _CONTROL_TIMEOUT_S) -> Any:
+        """The answer to a GET, or with a body to a POST; None where it is empty."""
+        url = f"{self.url}{path}"
+        try:
+            method = "GET" if body is None else "POST"
+            answer = self._http.request(method, url, json=body, timeout=timeout_s)
+            if not answer.is_success:
+                kind = RequestRefused if answer.status_code in _REFUSALS else ServerLost
+                raise kind(f"{url} answered {answer.status_code}: {answer.text[:SHOWN]}")
+            return answer.json() if answer.content.strip() else None
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+            raise ServerLost(f"{url}: {error or type(error).__name__}") from error
+
+    @contextlib.contextmanager
+    def _understood(self, answer: Any) -> Iterator[None]:
+        try:
+            yield
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise ServerLost(f"{self.url} answered what nobody understands: {str(answer)[:SHOWN]}") from error
+
+
+def _is_verdict(result: Any) -> bool:
+    return isinstance(result, dict) and (result.get("ok") is True or isinstance(result.get("error"), str))

@@ -1,0 +1,161 @@
+"""Weights as bytes: whole, or only the elements that have changed, with everything needed to check them.
+
+A blob is a safetensors file with metadata. Whole ones hold tensors by name; patches hold, for each tensor that
+changed, flat indices (`<name>::at`) and the new values (`<name>::to`). Small learning rates change few of the bf16
+values that fp32 weights are rounded to (arXiv 2602.03839), so a patch may be a hundredth of the whole. Comparison and
+reconstruction are of bits: NaN payloads and signed zeros survive.
+
+Used by trainers and, in another Python environment, by the servers: nothing here imports more than torch and
+safetensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+FORMAT = "diloco-weights-2"
+_AT, _TO = "::at", "::to"
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+State = dict[str, Tensor]
+
+
+class BadBlob(ValueError):
+    """A blob that must not be used, and what is wrong with it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Label:
+    """What a blob is."""
+
+    version: int
+    publisher: str = ""
+    """Whose versions these are."""
+    base: int | None = None
+    """The version that a patch applies to; none: it is whole."""
+    digest: str = ""
+    """Of all the weights of the version (see digest_of)."""
+
+
+def digest_of(state: Mapping[str, Tensor]) -> str:
+    """sha256 of names, types, shapes and bits, in the order of the names."""
+    digest = hashlib.sha256()
+    for name in sorted(state):
+        tensor = state[name]
+        digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+        digest.update(_bits(tensor).numpy().data)
+    return digest.hexdigest()
+
+
+def own_copies(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> State:
+    """Copies on the CPU, in another type where they are floating point: training goes on to change its own."""
+    return {
+        name: tensor.detach()
+        .to("cpu", dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
+        .contiguous()
+        for name, tensor in tensors.items()
+    }
+
+
+def packed(state: Mapping[str, Tensor], label: Label) -> bytes:
+    """A whole blob."""
+    return _saved(dict(state), label)
+
+
+def packed_changes(old: Mapping[str, Tensor], new: Mapping[str, Tensor], label: Label) -> bytes:
+    """A patch from one state to another of the same names, shapes and types."""
+    return _saved(_changes(old, new), label)
+
+
+def packed_smaller(old: Mapping[str, Tensor], new: Mapping[str, Tensor], label: Label) -> tuple[Label, bytes]:
+    """A patch from the state that `label.base` names, or the whole where that is no longer."""
+    changes = _changes(old, new)
+    if sum(tensor.nbytes for tensor in changes.values()) < sum(tensor.nbytes for tensor in new.values()):
+        return label, _saved(changes, label)
+    whole = Label(version=label.version, publisher=label.publisher, digest=label.digest)
+    return whole, packed(new, whole)
+
+
+def unpacked(blob: bytes) -> tuple[Label, State]:
+    """What a blob holds. Raises BadBlob for anything that was not packed here."""
+    try:
+        tensors = load(blob)
+        length = int.from_bytes(blob[:8], "little")
+        metadata = json.loads(blob[8 : 8 + length])["__metadata__"]
+        if metadata["format"] != FORMAT:
+            raise BadBlob(f"its format is not {FORMAT}")
+        return Label(**json.loads(metadata["label"])), tensors
+    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, BadBlob):
+            raise
+        raise BadBlob(f"it is no blob of weights: {error}") from error
+
+
+def patched(old: Mapping[str, Tensor], changes: Mapping[str, Tensor]) -> State:
+    """The state after a patch; tensors without changes are the old ones themselves. Raises BadBlob."""
+    new = dict(old)
+    names = {name.removesuffix(_AT) for name in changes if name.endswith(_AT)}
+    if changes.keys() != {name + end for name in names for end in (_AT, _TO)}:
+        raise BadBlob("the patch's indices and values do not belong together")
+    for name in names:
+        if name not in old:
+            raise BadBlob(f"the patch changes {name}, which there is not")
+        at, values = changes[name + _AT].long(), changes[name + _TO]
+        tensor = old[name]
+        if at.shape != values.shape or at.ndim != 1 or values.dtype != tensor.dtype:
+            raise BadBlob(f"the patch of {name} has another type or other shapes")
+        if at.numel() and (int(at.min()) < 0 or int(at.max()) >= tensor.numel()):
+            raise BadBlob(f"the patch of {name} reaches past its end")
+        flat = _bits(tensor).clone()
+        flat[at] = _bits(values)
+        new[name] = flat.view(tensor.dtype).view(tensor.shape)
+    return new
+
+
+def check_state(state: Mapping[str, Tensor], expected: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+    """Raise BadBlob, naming the tensor, unless exactly the expected ones are there, of those types and shapes, finite.
+
+    `expected` holds (dtype as torch prints it, shape) by name. A part of what a server fuses, as q of qkv, would be
+    loaded without a word.
+    """
+    if missing := sorted(set(expected) - set(state)):
+        raise BadBlob(f"{missing[0]} is missing")
+    if unknown := sorted(set(state) - set(expected)):
+        raise BadBlob(f"the model has no {unknown[0]}")
+    for name, (dtype, shape) in expected.items():
+        tensor = state[name]
+        if tuple(tensor.shape) != tuple(shape):
+            raise BadBlob(f"{name} has the shape {tuple(tensor.shape)}, the model's has {tuple(shape)}")
+        if str(tensor.dtype) != dtype:
+            raise BadBlob(f"{name} is {tensor.dtype}, the model's is {dtype}")
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise BadBlob(f"{name} holds values that are not finite")
+
+
+def _changes(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> State:
+    changes: State = {}
+    for name, tensor in new.items():
+        before, after = _bits(old[name]), _bits(tensor)
+        at = (before != after).nonzero().flatten()
+        if at.numel():
+            # Four bytes reach as far as nearly all tensors do.
+            changes[name + _AT] = at.to(torch.int32) if before.numel() <= 2**31 else at
+            changes[name + _TO] = tensor.flatten()[at].contiguous()
+    return changes
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The same bytes as whole numbers, flat."""
+    return tensor.detach().contiguous().flatten().view(_BITS[tensor.element_size()])
+
+
+def _saved(tensors: State, label: Label) -> bytes:
+    return save(tensors, {"format": FORMAT, "label": json.dumps(asdict(label))})

@@ -1,0 +1,61 @@
+"""A training as lines of text: what is worth one, and when."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from diloco.train.metrics_file import Record, line_of
+from peers.monitor.phases import in_words
+from peers.protocol.reports import Phase
+
+LINE_INTERVAL_S = 5.0
+"""Between two lines of steps, or of one phase: every step would drown the epochs."""
+LEAST_PHASE_S = 2.0
+"""A phase that is over sooner is not worth a line."""
+_TOLD_BY_RECORDS = ("training", "leaving")
+
+
+@dataclass
+class RecordLines:
+    """Of one peer's records."""
+
+    _stepped_at: float = float("-inf")
+
+    def of(self, record: Record, now: float) -> str | None:
+        if record.get("kind") == "step":
+            if now - self._stepped_at < LINE_INTERVAL_S:
+                return None
+            self._stepped_at = now
+        return line_of(record)
+
+
+@dataclass
+class PhaseLines:
+    """Of one peer's phases."""
+
+    _told: str = ""
+    _told_at: float = float("-inf")
+
+    def of(self, phase: Phase, now: float) -> str | None:
+        if phase.name in _TOLD_BY_RECORDS or phase.for_s < LEAST_PHASE_S:
+            return None
+        line = in_words(phase)
+        if line == self._told or now - self._told_at < LINE_INTERVAL_S:
+            return None
+        self._told, self._told_at = line, now
+        return line
+
+
+class LinePrinter:
+    """A sink that prints: for whoever started a trainer by hand, and for its log."""
+
+    def __init__(self) -> None:
+        self._lines = RecordLines()
+
+    def write(self, record: dict[str, Any]) -> None:
+        if line := self._lines.of(record, time.monotonic()):
+            print(line, flush=True)
+
+    def close(self) -> None: ...

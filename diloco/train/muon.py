@@ -1,0 +1,129 @@
+"""Muon for hidden matrices, AdamW for everything else, in one optimizer.
+
+Muon (Jordan et al., https://kellerjordan.github.io/posts/muon) replaces the momentum of a matrix by the nearest
+orthogonal matrix, found by five Newton-Schulz steps. The settings are those of MuLoCo (arXiv 2505.23725): Nesterov
+momentum 0.95, and a step of rate x sqrt(fan_out / fan_in), which bounds by the rate how far a step may change the root
+mean square of a layer's output (Yang et al., arXiv 2310.17813).
+
+torch.optim.Muon takes no DTensor and always iterates in bf16; a test holds this one to it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+MOMENTUM = 0.95
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+_STEPS = 5
+_LEAST_NORM = 1e-7
+
+
+class Muon(torch.optim.Optimizer):
+    """`param_groups` are that of the matrices, then AdamW's; `lr_scale` of a group multiplies the scheduled rate.
+
+    Under FSDP2 each matrix is gathered on one rank, which orthogonalizes it and hands the shards back.
+    """
+
+    def __init__(
+        self, matrices: Sequence[nn.Parameter], adamw: torch.optim.AdamW, *, weight_decay: float
+    ) -> None:
+        """`adamw` has all other parameters; its state and groups become part of this optimizer's."""
+        group = {"params": list(matrices), "weight_decay": weight_decay, "momentum": MOMENTUM}
+        super().__init__([group, *adamw.param_groups], {"lr": 0.0})
+        self._adamw = adamw
+        adamw.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Takes no closure."""
+        assert closure is None
+        self._adamw.step()
+        group = self.param_groups[0]
+        parameters = [p for p in group["params"] if p.grad is not None]
+        updates = [self._with_momentum(p, group["momentum"]) for p in parameters]
+        for parameter, direction in _orthogonalized_all(parameters, updates):
+            fan_out, fan_in = parameter.shape
+            rate = group["lr"] * math.sqrt(fan_out / fan_in)
+            local = _local(parameter.detach())
+            local.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-rate)
+
+    def _with_momentum(self, parameter: nn.Parameter, momentum: float) -> Tensor:
+        """This rank's rows of Nesterov's update, of which only the direction counts."""
+        assert parameter.grad is not None
+        state = self.state[parameter]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(parameter.grad)
+        gradient, buffer = _local(parameter.grad), _local(state["momentum_buffer"])
+        buffer.lerp_(gradient, 1 - momentum)
+        return gradient.lerp(buffer, momentum)
+
+
+def orthogonalized(matrix: Tensor) -> Tensor:
+    """About the nearest orthogonal matrix: singular values between 0.7 and 1.2; zeros stay zeros."""
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    found = matrix.T if is_tall else matrix
+    found = found / found.norm().clamp(min=_LEAST_NORM)
+    a, b, c = _COEFFICIENTS
+    for _ in range(_STEPS):
+        gram = found @ found.T
+        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        found = torch.addmm(found, polynomial, found, beta=a)
+    return found.T if is_tall else found
+
+
+def _orthogonalized_all(
+    parameters: Iterable[nn.Parameter], updates: Iterable[Tensor]
+) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Each parameter with this rank's rows of its orthogonalized update."""
+    pairs = sorted(zip(parameters, updates, strict=True), key=lambda pair: tuple(pair[0].shape))
+    for shape, same in groupby(pairs, key=lambda pair: pair[0].shape):
+        these = list(same)
+        group = _shard_group(these[0][0])
+        num_ranks = dist.get_world_size(group) if group is not None else 1
+        for first in range(0, len(these), num_ranks):
+            some = these[first : first + num_ranks]
+            # bf16 is enough for the iteration and faster on GPUs; many CPUs only emulate it.
+            parts = [update.bfloat16() if update.is_cuda else update for _, update in some]
+            found = [orthogonalized(parts[0])] if group is None else _by_owners(parts, shape[0], group)
+            yield from zip((parameter for parameter, _ in some), found, strict=True)
+
+
+def _by_owners(parts: Sequence[Tensor], num_rows: int, group: dist.ProcessGroup) -> list[Tensor]:
+    """This rank's rows of each of the matrices, of which the k-th is orthogonalized by the group's k-th rank.
+
+    `parts` are its rows now: FSDP2 gives every rank ceil(rows / ranks) of them, and the last ones what is left.
+    """
+    num_ranks, num_columns = dist.get_world_size(group), parts[0].shape[1]
+    rows = parts[0].new_zeros(num_ranks, -(-num_rows // num_ranks), num_columns)
+    for place, part in zip(rows, parts, strict=False):
+        place[: len(part)] = part
+    whole = torch.empty_like(rows)
+    dist.all_to_all_single(whole, rows, group=group)
+    if dist.get_rank(group) < len(parts):
+        matrix = whole.view(-1, num_columns)[:num_rows]
+        matrix.copy_(orthogonalized(matrix))
+    dist.all_to_all_single(rows, whole, group=group)
+    return [place[: len(part)] for place, part in zip(rows, parts, strict=False)]
+
+
+def _shard_group(parameter: nn.Parameter) -> dist.ProcessGroup | None:
+    """The ranks that hold a parameter's rows together; none where this one has them all."""
+    if not isinstance(parameter, DTensor):
+        return None
+    for dim, placement in enumerate(parameter.placements):
+        if isinstance(placement, Shard) and parameter.device_mesh.size(dim) > 1:
+            group: dist.ProcessGroup = parameter.device_mesh.get_group(dim)
+            return group
+    return None
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,80 @@
+"""What one daemon is told, and what follows from it: how long a commit waits, which outer step it makes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from peers.core import defaults
+from peers.core.schedule import Schedule
+from peers.net.paths.paths import TransportMode
+from peers.protocol.mesh import Scalar
+from peers.state.outer_optimizer import OuterOptimizer
+
+DEFAULT_MATCHMAKING_S = 15.0
+"""What a commit waits for its members under NO_WAIT, as OpenDiLoCo does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DaemonConfig:
+    """What one daemon needs to know. `manifest` is this peer's proposal; `named` are the fields its user insists on."""
+
+    run_id: str = "diloco"
+    initial_peers: tuple[str, ...] = ()
+    host_maddrs: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
+    announce_maddrs: tuple[str, ...] = ()
+    transport: TransportMode = "auto"
+    data_port: int = 0
+    announce_data_maddrs: tuple[str, ...] = ()
+    world_rank: int | None = None
+    galaxy_size: int | None = None
+    matchmaking_time: float | None = None
+    averaging_timeout: float | None = None
+    all_reduce_strategy: Literal["WAIT_FOR_ALL", "NO_WAIT"] = "WAIT_FOR_ALL"
+    quorum: float = 0.5
+    grace: float | None = None
+    timeout_waiting_for_peers: float = 600.0
+    fail_rank_drop: bool = False
+    swarm_secret_file: str | None = None
+    admission_key_file: str | None = None
+    allowlist_file: str | None = None
+    manifest: Mapping[str, Scalar] = field(default_factory=dict)
+    named: frozenset[str] = frozenset()
+    state_dir: str = ""
+    hardware: str = ""
+    """What it trains on, for people."""
+    discover: bool = False
+    """Whether newcomers on the same network are told of it."""
+    metrics_port: int | None = None
+    """Where Prometheus finds this peer's figures, on loopback; 0: any free port, none: nowhere."""
+    link_path: str | None = None
+    """Where the worker finds the daemon; default: a private temporary directory."""
+
+
+def optimizer_of(manifest: Mapping[str, Scalar], num_members: int) -> OuterOptimizer:
+    """The outer optimizer of a round of so many members: what is not in the manifest follows the defaults."""
+    schedule, codec = Schedule.of(manifest), str(manifest.get("hv.compression") or "fp32")
+    lr, momentum = manifest.get("hv.outer_lr"), manifest.get("hv.outer_momentum")
+    inner = str(manifest.get("optimizer") or "adamw")
+    if lr is None:
+        lr = defaults.outer_lr_for(
+            num_members,
+            schedule.local_steps,
+            num_fragments=schedule.num_fragments,
+            compression=codec,
+            optimizer=inner,
+        )
+    if momentum is None:
+        momentum = defaults.outer_momentum_for(codec, num_members, optimizer=inner)
+    return OuterOptimizer(lr=float(lr), momentum=float(momentum))
+
+
+def grace_of(config: DaemonConfig) -> float:
+    """How long a commit waits for those who are not ready, at most."""
+    if config.grace is not None:
+        return config.grace
+    if config.all_reduce_strategy == "NO_WAIT":
+        return DEFAULT_MATCHMAKING_S if config.matchmaking_time is None else config.matchmaking_time
+    return math.inf

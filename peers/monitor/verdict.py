@@ -1,0 +1,251 @@
+"""Whether a run is well, in one sentence: else what is wrong, and what to do. A pure function of what peers tell.
+
+It says nothing of a peer that starts, and of figures that are not known: silence is no health, but neither a fault.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from peers.core.defaults import SHARE_OF_EPOCH, lighter_compression
+from peers.monitor.figures import short_figure, span
+from peers.monitor.learning import judged_losses, judged_rewards
+
+Level = Literal["good", "busy", "warning", "fault"]
+
+STILL_S = 5.0
+"""A training that has not got further for so long stands still, unless its steps take so long."""
+_STILL_STEPS = 8
+_BUSY_STILL_S = 120.0
+"""The same of everything else that tells how far it is."""
+CLOCK_OFF_S = 3.0
+SLOW = 2.0
+"""How many times the others' time a slow peer takes for a step."""
+MUCH_OF_EPOCH = 2 * SHARE_OF_EPOCH
+ENOUGH_BYTES = 1e6
+"""So many in a round say something of a link; of fewer, a round is round trips."""
+_MANY_FAILURES = 3
+_FRACTIONS = {2: "half", 3: "a third", 4: "a quarter", 5: "a fifth", 10: "a tenth"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerFacts:
+    """What is known of one peer. Nothing that is not known counts against it."""
+
+    world_rank: int
+    state: str = "training"
+    """As shown: `lost` and `silent` among them."""
+    doing: str = "training"
+    """The name of its phase."""
+    in_words: str = ""
+    """The phase with its progress."""
+    gone_s: float | None = None
+    """How long it has been lost or silent."""
+    idle_s: float = 0.0
+    """How long it has not got further."""
+    step: int = 0
+    step_s: float = 0.0
+    losses: Sequence[tuple[int, float]] = ()
+    rewards: Sequence[tuple[int, float]] = ()
+    """Of a training by rewards, whose losses say nothing."""
+    not_learning: Sequence[str] = ()
+    """Why it learns nothing from its last steps, and what to do."""
+    round_share: float = 0.0
+    """Of its time, what rounds took for which training stood still, from the group to the commit."""
+    wait_share: float = 0.0
+    """Of its time, what it waited for others to come to a round."""
+    bytes_per_s: float = 0.0
+    """At which it sends in a round."""
+    round_bytes: float = 0.0
+    """What it sends in one."""
+    compression: str = ""
+    clock_ahead_s: float = 0.0
+    """Of whoever looks."""
+    troubles: Sequence[str] = ()
+    num_failures: int = 0
+    """Attempts that failed in its last rounds."""
+    failure: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwarmFacts:
+    peers: Sequence[PeerFacts] = ()
+    has_lost_coordinator: bool = False
+    differs_at: int | None = None
+    """The first epoch after which peers held different anchors."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    level: Level
+    text: str
+    more: tuple[str, ...] = ()
+    """What else is wrong, the worst first."""
+
+
+def verdict_of(swarm: SwarmFacts) -> Verdict:
+    """The worst of what is wrong, else that all is well."""
+    faults = [text for check in _FAULTS for text in check(swarm)]
+    warnings = [text for check in _WARNINGS for text in check(swarm)]
+    found = faults + warnings
+    if found:
+        return Verdict("fault" if faults else "warning", found[0], tuple(found[1:]))
+    there = _there(swarm)
+    if not there:
+        return Verdict("busy", "nobody is there: start a peer")
+    busy = [peer for peer in there if peer.doing not in ("training", "averaging", "evaluating", "saving")]
+    if busy:
+        most = ", ".join(f"peer {peer.world_rank} is {peer.in_words or peer.doing}" for peer in busy[:3])
+        return Verdict("busy", f"getting ready: {most}{' and so on' if len(busy) > 3 else ''}")
+    return Verdict("good", _healthy(there))
+
+
+def is_still(peer: PeerFacts) -> bool:
+    """Whether its training stands still."""
+    if peer.state not in ("training", "joining"):
+        return False
+    if peer.doing == "training":
+        return peer.idle_s > max(STILL_S, _STILL_STEPS * peer.step_s)
+    return peer.doing not in ("averaging", "starting") and peer.idle_s > _BUSY_STILL_S
+
+
+def _healthy(there: Sequence[PeerFacts]) -> str:
+    text = f"healthy: {len(there)} peer{'' if len(there) == 1 else 's'}"
+    shares = [peer.round_share for peer in there if peer.round_share > 0]
+    return f"{text}, averaging takes {statistics.median(shares):.1%} of the time" if shares else text
+
+
+def _differing(swarm: SwarmFacts) -> Iterator[str]:
+    if swarm.differs_at is not None:
+        yield (
+            f"peers hold different weights since epoch {swarm.differs_at}: stop the run, and begin it again from a "
+            "checkpoint before that"
+        )
+
+
+def _troubles(swarm: SwarmFacts) -> Iterator[str]:
+    for peer in _there(swarm):
+        for trouble in peer.troubles:
+            yield f"peer {peer.world_rank}: {trouble}"
+
+
+def _gone(swarm: SwarmFacts) -> Iterator[str]:
+    others = "the others go on without it" if _there(swarm) else "nobody is left"
+    for peer in swarm.peers:
+        if peer.state in ("lost", "silent"):
+            since = f" {span(peer.gone_s)} ago" if peer.gone_s is not None else ""
+            what = f"was lost{since}" if peer.state == "lost" else "does not answer"
+            yield f"peer {peer.world_rank} {what}, {others}: the same command starts it again"
+
+
+def _standing_still(swarm: SwarmFacts) -> Iterator[str]:
+    for peer in _there(swarm):
+        if is_still(peer):
+            what = f"at step {peer.step}" if peer.doing == "training" else f"({peer.doing})"
+            yield (
+                f"peer {peer.world_rank} has stood still for {span(peer.idle_s)} {what}: see its worker.log, and "
+                "start it again if it does not go on"
+            )
+
+
+def _clocks(swarm: SwarmFacts) -> Iterator[str]:
+    """Against the middle one: the clock of whoever looks may be the false one."""
+    there = _there(swarm)
+    if not there:
+        return
+    middle = statistics.median_low([peer.clock_ahead_s for peer in there] + [0.0])
+    for peer in there:
+        ahead_s = peer.clock_ahead_s - middle
+        if abs(ahead_s) > CLOCK_OFF_S:
+            way = "ahead" if ahead_s > 0 else "behind"
+            yield (
+                f"peer {peer.world_rank}'s clock is {span(abs(ahead_s))} {way}: set it right, say by "
+                "`timedatectl set-ntp true`, or its records will be refused"
+            )
+
+
+def _coordinator(swarm: SwarmFacts) -> Iterator[str]:
+    if swarm.has_lost_coordinator:
+        yield (
+            "the coordinator is gone: training goes on, and newcomers join by the address of any peer; start it "
+            "again with the same command"
+        )
+
+
+def _slow_peers(swarm: SwarmFacts) -> Iterator[str]:
+    timed = [peer for peer in _there(swarm) if peer.step_s > 0]
+    for peer in timed:
+        others = [other for other in timed if other is not peer]
+        waited = max((other.wait_share for other in others), default=0.0)
+        if not others or waited <= SHARE_OF_EPOCH:
+            continue
+        times = peer.step_s / statistics.median(other.step_s for other in others)
+        if times >= SLOW:
+            yield (
+                f"peer {peer.world_rank} trains at {_fraction(times)} of the others' speed, who wait for it "
+                f"{waited:.0%} of the time: begin the run with --hv.local-time, or leave it out"
+            )
+
+
+def _slow_links(swarm: SwarmFacts) -> Iterator[str]:
+    there = [peer for peer in _there(swarm) if peer.round_share > 0]
+    if not there:
+        return
+    share = statistics.median(peer.round_share for peer in there)
+    if share <= MUCH_OF_EPOCH:
+        return
+    rates = [peer.bytes_per_s for peer in there if peer.bytes_per_s > 0 and peer.round_bytes >= ENOUGH_BYTES]
+    lighter = lighter_compression(there[0].compression, SHARE_OF_EPOCH / share) if rates else None
+    links = f"links carry {short_figure(8 * min(rates))}bit/s, " if rates else ""
+    fix = f"--hv.compression {lighter}" if lighter else "more --hv.local-steps"
+    yield f"{links}averaging takes {share:.0%} of the time: try {fix} or --hv.overlap-steps"
+
+
+def _losses(swarm: SwarmFacts) -> Iterator[str]:
+    yield from judged_losses(sorted(point for peer in _there(swarm) for point in peer.losses))
+
+
+def _rewards(swarm: SwarmFacts) -> Iterator[str]:
+    yield from judged_rewards(sorted(point for peer in _there(swarm) for point in peer.rewards))
+
+
+def _learning_nothing(swarm: SwarmFacts) -> Iterator[str]:
+    """Once, though it is so on every peer."""
+    yield from dict.fromkeys(text for peer in _there(swarm) for text in peer.not_learning)
+
+
+def _failing_rounds(swarm: SwarmFacts) -> Iterator[str]:
+    worst = max(_there(swarm), key=lambda peer: peer.num_failures, default=None)
+    if worst is not None and worst.num_failures >= _MANY_FAILURES:
+        why = f", the last one: {worst.failure}" if worst.failure else ""
+        yield f"{worst.num_failures} attempts at the last rounds failed{why}; `diloco doctor` checks the links"
+
+
+_FAULTS: tuple[Callable[[SwarmFacts], Iterator[str]], ...] = (
+    _differing,
+    _troubles,
+    _gone,
+    _standing_still,
+    _clocks,
+)
+_WARNINGS: tuple[Callable[[SwarmFacts], Iterator[str]], ...] = (
+    _slow_peers,
+    _slow_links,
+    _learning_nothing,
+    _losses,
+    _rewards,
+    _failing_rounds,
+    _coordinator,
+)
+
+
+def _there(swarm: SwarmFacts) -> list[PeerFacts]:
+    return [peer for peer in swarm.peers if peer.state not in ("lost", "silent")]
+
+
+def _fraction(times: float) -> str:
+    number = round(times)
+    return _FRACTIONS.get(number, f"1/{number}")

@@ -1,0 +1,29 @@
+"""What failed is left alone for a while, each time for longer. Pure: time is an argument."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class BackOff:
+    """From `first_s` to `longest_s`, doubling."""
+
+    first_s: float
+    longest_s: float
+    until: float = -float("inf")
+    _next_s: float = 0.0
+
+    def is_over(self, now: float) -> bool:
+        return now >= self.until
+
+    def failed(self, now: float) -> None:
+        if not self.is_over(now):
+            # The same failure, noticed once more.
+            return
+        wait_s = self._next_s or self.first_s
+        self.until, self._next_s = now + wait_s, min(2 * wait_s, self.longest_s)
+
+    def stood(self) -> None:
+        """It works."""
+        self.until, self._next_s = -float("inf"), 0.0

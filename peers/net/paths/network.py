@@ -1,0 +1,151 @@
+"""The ways to other peers that this one has, built, started and closed together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from peers.net.gate import Gate
+from peers.net.identity import Identity
+from peers.net.mesh import mesh_protocol
+from peers.net.paths.acceptor import Acceptor
+from peers.net.paths.direct import Direct
+from peers.net.paths.paths import Paths, TransportMode
+from peers.net.paths.relay import Relay
+from peers.net.paths.relay_service import RelayService
+from peers.net.paths.tls import Credentials
+from peers.net.transport import Libp2p
+from peers.protocol.maddrs import Maddr, is_loopback, parse_maddr
+from peers.protocol.records import MAX_ENDPOINTS, MAX_PATHS, NO_RANK, Announcement, Path
+from peers.protocol.refusal import Refused
+from peers.protocol.states import state_protocol
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkSettings:
+    """Where this peer listens, and by which paths its data may go."""
+
+    transport: TransportMode = "auto"
+    host_maddrs: Sequence[str] = ("/ip4/0.0.0.0/tcp/0",)
+    """Where libp2p listens; data has a port of its own on the same hosts."""
+    announce_maddrs: Sequence[str] = ()
+    data_port: int = 0
+    announce_data_maddrs: Sequence[str] = ()
+
+
+class Network:
+    """`peers` gives the newest status of every live peer of the run, without this one."""
+
+    paths: Paths
+
+    def __init__(
+        self,
+        *,
+        run_id: str,
+        identity: Identity,
+        libp2p: Libp2p,
+        settings: NetworkSettings,
+        peers: Callable[[], Iterable[Announcement]],
+        gate: Gate,
+    ) -> None:
+        self._settings, self._peers, self._gate = settings, peers, gate
+        self._acceptor = Acceptor(
+            Credentials.of(identity),
+            allows=self._may_call,
+            plain=settings.transport == "tcp",
+        )
+        self._direct = Direct(self._acceptor, self._endpoints_of) if settings.transport != "libp2p" else None
+        legs: dict[str, Any] = {
+            "run_id": run_id,
+            "libp2p": libp2p,
+            "acceptor": self._acceptor,
+            "peers": self._ids,
+            "rate_to": lambda peer_id: self.paths.rate_to(peer_id),
+        }
+        self._service = RelayService(**legs)
+        self.data_protocol = f"diloco/{run_id}/data"
+        self.paths = Paths(
+            libp2p=libp2p,
+            acceptor=self._acceptor,
+            direct=self._direct,
+            relay=Relay(**legs),
+            data=self.data_protocol,
+            bulk={state_protocol(run_id)},
+            check=gate.check_shown,
+            # There a peer shows its token.
+            unchecked={mesh_protocol(run_id)},
+        )
+
+    async def start(self) -> None:
+        """Take calls, and forward for others. Raises UserError."""
+        if self._direct is not None:
+            for maddr in data_hosts(self._settings.host_maddrs):
+                port = self._direct.port or self._settings.data_port
+                self._direct.listen(str(Maddr(maddr.kind, maddr.host, port, None)))
+        await self._service.start()
+
+    async def close(self) -> None:
+        """May be repeated."""
+        if self._direct is not None:
+            await self._direct.close()
+        await self._service.close()
+
+    @property
+    def forwarded_bytes(self) -> int:
+        """What this peer's link has carried for others so far, each way."""
+        return self._service.forwarded_bytes
+
+    def endpoints(self, maddrs: Iterable[str]) -> tuple[str, ...]:
+        """Where others can call this peer directly; `maddrs` are the addresses that libp2p is seen by."""
+        return announced_endpoints(self._settings, self._direct.port, maddrs) if self._direct else ()
+
+    def paths_shown(self) -> tuple[tuple[int, Path], ...]:
+        """World rank and path of every peer that this one has opened streams to, as far as a record has room."""
+        in_use = self.paths.in_use
+        shown: dict[int, Any] = {peer.world_rank: in_use.get(peer.peer_id) for peer in self._peers()}
+        shown.pop(NO_RANK, None)
+        return tuple((rank, path) for rank, path in sorted(shown.items()) if path)[:MAX_PATHS]
+
+    def _may_call(self, peer_id: str) -> bool:
+        """Whether to greet who claims to be this peer and calls directly."""
+        try:
+            self._gate.check_shown(peer_id, "data port")
+        except Refused:
+            return False
+        return peer_id in self._ids()
+
+    def _ids(self) -> set[str]:
+        return {peer.peer_id for peer in self._peers()}
+
+    def _endpoints_of(self, peer_id: str) -> Sequence[str]:
+        return next((peer.endpoints for peer in self._peers() if peer.peer_id == peer_id), ())
+
+
+def data_hosts(host_maddrs: Iterable[str]) -> list[Maddr]:
+    """One address for every host that data is taken on: those that libp2p listens on, each once."""
+    found = {(maddr.kind, maddr.host): maddr for maddr in map(parse_maddr, host_maddrs)}
+    # The one that means all of a kind leaves no port for any other.
+    everywhere = {maddr.kind: maddr for maddr in found.values() if maddr.host in ("0.0.0.0", "::")}
+    return list(dict.fromkeys(everywhere.get(maddr.kind, maddr) for maddr in found.values()))
+
+
+def announced_endpoints(settings: NetworkSettings, port: int, maddrs: Iterable[str]) -> tuple[str, ...]:
+    """The addresses of the data port, as others see it.
+
+    What the user says; else the hosts that libp2p is seen by. Where he says something of libp2p's port only, the data
+    port is seen on hosts that map ports to themselves, and not on those that map few.
+    """
+    if not port:
+        return ()
+    said = [parse_maddr(text) for text in settings.announce_data_maddrs]
+    if said:
+        return tuple(str(Maddr(m.kind, m.host, m.port or port, None)) for m in said)[:MAX_ENDPOINTS]
+    seen = [parse_maddr(text) for text in settings.announce_maddrs or maddrs]
+    if settings.announce_maddrs:
+        own_ports = {parse_maddr(text).port for text in settings.host_maddrs}
+        seen = [maddr for maddr in seen if maddr.port in own_ports]
+    # Elsewhere, a loopback address is somebody else's.
+    seen = [maddr for maddr in seen if not is_loopback(maddr)] or seen
+    hosts = dict.fromkeys((maddr.kind, maddr.host) for maddr in seen)
+    return tuple(str(Maddr(kind, host, port, None)) for kind, host in hosts)[:MAX_ENDPOINTS]

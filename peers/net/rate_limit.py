@@ -1,0 +1,36 @@
+"""How much one peer, or everybody together, may ask for. Pure: time is an argument."""
+
+from __future__ import annotations
+
+
+class RateLimit:
+    """A token bucket: `per_s` a second on average, and at most `at_once` of what was not taken before."""
+
+    def __init__(self, per_s: float, at_once: float) -> None:
+        self._per_s, self._at_once = per_s, at_once
+        self._left, self._at = at_once, 0.0
+
+    def take(self, now: float, amount: float = 1.0) -> bool:
+        """Whether so much is left; it is taken then. `now`: seconds of a steady clock."""
+        self._left = min(self._at_once, self._left + max(0.0, now - self._at) * self._per_s)
+        self._at = now
+        if amount > self._left:
+            return False
+        self._left -= amount
+        return True
+
+
+class RateLimits:
+    """One for each of many peers or addresses; of too many, that which was asked longest ago is forgotten."""
+
+    def __init__(self, per_s: float, at_once: float, *, max_keys: int = 1024) -> None:
+        self._per_s, self._at_once, self._max_keys = per_s, at_once, max_keys
+        self._limits: dict[str, RateLimit] = {}
+
+    def take(self, key: str, now: float, amount: float = 1.0) -> bool:
+        """As RateLimit.take."""
+        limit = self._limits.pop(key, None) or RateLimit(self._per_s, self._at_once)
+        self._limits[key] = limit
+        while len(self._limits) > self._max_keys:
+            del self._limits[next(iter(self._limits))]
+        return limit.take(now, amount)

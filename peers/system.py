@@ -1,0 +1,109 @@
+"""All that this program asks of Linux and other systems do not have, with what does instead of it there."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+IS_LINUX = sys.platform.startswith("linux")
+_PR_SET_PDEATHSIG = 1
+# Loaded before a fork, after which little is safe.
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+EXEC_WITH_PARENT = f"""
+import ctypes, os, sys
+try:
+    ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, {int(signal.SIGKILL)})
+except (OSError, AttributeError):
+    pass
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
+"""A program for `python -c`, with a parent's pid and a command as arguments: the kernel kills that with the parent.
+
+The parent may be gone before prctl is called, hence the look at getppid.
+"""
+
+
+def num_cores() -> int:
+    """Cores that this process may run on; elsewhere all that there are."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def anonymous_file(name: str) -> int:
+    """A descriptor of a new empty file that ends with its last user. The caller closes it."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name, os.MFD_CLOEXEC)
+    descriptor, path = tempfile.mkstemp(prefix=f"{name}-")
+    Path(path).unlink()
+    return descriptor
+
+
+@contextlib.contextmanager
+def private_file(content: bytes) -> Iterator[str]:
+    """A path that this process alone can read the content from, while the context lasts."""
+    if hasattr(os, "memfd_create"):
+        descriptor = anonymous_file("diloco-private")
+        try:
+            os.write(descriptor, content)
+            yield f"/proc/self/fd/{descriptor}"
+        finally:
+            os.close(descriptor)
+        return
+    # mkstemp makes it for its owner alone.
+    with tempfile.NamedTemporaryFile(prefix="diloco-private-") as file:
+        file.write(content)
+        file.flush()
+        yield file.name
+
+
+def die_with_parent(parent_pid: int, number: int = signal.SIGKILL) -> None:
+    """From now on send this process the signal when the thread that started it ends. Call it in the child.
+
+    Elsewhere only what has ended already is noticed: a child has to see for itself that its parent is gone.
+    """
+    if IS_LINUX:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, number)
+    # The parent may have died before the call.
+    if os.getppid() != parent_pid:
+        os._exit(128 + number)
+
+
+def make_thread_nicer(niceness: int) -> None:
+    """The calling thread alone; elsewhere priorities are whole processes' and nothing is done. Raises OSError."""
+    if IS_LINUX:
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + niceness)
+
+
+def keepalive_options(*, idle_s: int, interval_s: int, count: int) -> list[tuple[int, int]]:
+    """Options of a TCP socket, as far as there are such here."""
+    wanted = {
+        "TCP_KEEPIDLE": idle_s,
+        "TCP_KEEPALIVE": idle_s,
+        "TCP_KEEPINTVL": interval_s,
+        "TCP_KEEPCNT": count,
+    }
+    if hasattr(socket, "TCP_KEEPIDLE"):
+        # The same as macOS's name for it.
+        del wanted["TCP_KEEPALIVE"]
+    return [(getattr(socket, name), value) for name, value in wanted.items() if hasattr(socket, name)]
+
+
+def tcp_info(sock: socket.socket, num_bytes: int) -> bytes:
+    """The beginning of struct tcp_info (linux/tcp.h). Raises OSError where there is none."""
+    option = getattr(socket, "TCP_INFO", None)
+    if not IS_LINUX or option is None:
+        raise OSError(errno.ENOPROTOOPT, "no struct tcp_info here")
+    return sock.getsockopt(socket.IPPROTO_TCP, option, num_bytes)

@@ -1,0 +1,187 @@
+"""Running experiments on pods: sequential on each, parallel across them; called again, it goes on where it was."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeGuard
+
+from provisioning.errors import MachineError, ProvisioningError
+from provisioning.experiments.sets import ExperimentSet, Placed
+from provisioning.experiments.trainers import Trainer, argv, differences, environment, job_name, wanted_values
+from provisioning.ledger.ledger import Ledger
+from provisioning.ledger.row import Row, State
+from provisioning.machines import jobs
+from provisioning.machines.machine import Machine
+from provisioning.machines.paths import JOBS, pod_directory
+from provisioning.swarm.fleet import Fleet
+from provisioning.swarm.peer import record_in
+
+_POLL_S = 2.0
+_MAX_SILENT_LOOKS = 30
+_KEY = "experiment:"
+RUNS = "experiments"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What came of one experiment."""
+
+    name: str
+    pod: str
+    job: str
+    ok: bool
+    trouble: str = ""
+    resolved: Mapping[str, Any] = field(default_factory=dict)
+    """The values of the experiment as the trainer had them."""
+    step: int = 0
+    figure: float | None = None
+    """The last value of what the trainer is about: loss, or reward."""
+    seconds: float = 0.0
+
+
+async def run(fleet: Fleet, found: ExperimentSet, trainer: Trainer) -> list[Result]:
+    """All of them; one that fails hides no other. Results are in the ledger as soon as they are known."""
+    rows = {row.name: row for row in fleet.renters.rows if row.state in (State.SYNCED, State.RUNNING)}
+
+    async def on_pod(name: str) -> list[Result]:
+        placed = [one for one in found.experiments if one.pod == name]
+        return [await _one(fleet, rows.get(name), one, trainer) for one in placed]
+
+    by_pod = await asyncio.gather(*(on_pod(spec.name) for spec in found.pods))
+    order = {one.config.name: index for index, one in enumerate(found.experiments)}
+    return sorted((result for results in by_pod for result in results), key=lambda result: order[result.name])
+
+
+def recorded(ledger: Ledger, placed: Placed, trainer: Trainer) -> Result | None:
+    """The result of this experiment with these very values, if there is one."""
+    text = ledger.recall(_KEY + job_name(trainer, placed.config))
+    return Result(**json.loads(text)) if text else None
+
+
+def all_recorded(ledger: Ledger) -> list[Result]:
+    """Every result that there is, by the experiments' names."""
+    found = [Result(**json.loads(text)) for text in ledger.recall_all(_KEY)]
+    return sorted(found, key=lambda result: result.name)
+
+
+def unfinished_pods(ledger: Ledger, found: ExperimentSet, trainer: Trainer) -> set[str]:
+    """The names of the pods on which something is still to be run."""
+    return {one.pod for one in found.experiments if not _is_done(recorded(ledger, one, trainer))}
+
+
+def _is_done(known: Result | None) -> TypeGuard[Result]:
+    return known is not None and known.ok
+
+
+async def _one(fleet: Fleet, row: Row | None, placed: Placed, trainer: Trainer) -> Result:
+    known = recorded(fleet.renters.ledger, placed, trainer)
+    if _is_done(known):
+        fleet.renters.say(placed.pod, f"{placed.config.name} is done already")
+        return known
+    if row is None:
+        return _failed(placed, trainer, "its pod is not there, or not set up")
+    try:
+        result = await _trained(fleet, row, placed, trainer)
+    except ProvisioningError as error:
+        result = _failed(placed, trainer, str(error))
+    fleet.renters.ledger.remember(_KEY + result.job, json.dumps(asdict(result)))
+    fleet.renters.say(row.name, f"{result.name} {'is done' if result.ok else f'failed: {result.trouble}'}")
+    return result
+
+
+async def _trained(fleet: Fleet, row: Row, placed: Placed, trainer: Trainer) -> Result:
+    """Raises MachineError."""
+    machine = await fleet.renters.machine(row.name)
+    job, config = job_name(trainer, placed.config), placed.config
+    run_dir, has_gpus = f"{RUNS}/{job}", not row.offer.is_cpu
+    state = await jobs.state(machine, row.label, job)
+    if not state.is_running and state.code != 0:
+        words = argv(trainer, config, fleet.python_of(row.name), run_dir, has_gpus=has_gpus)
+        variables = environment(trainer, config, has_gpus=has_gpus)
+        # What a failed attempt left would be read as this one's.
+        await machine.run(f"rm -rf {shlex.quote(f'{pod_directory(row.label)}/{run_dir}')}")
+        await jobs.start(machine, row.label, job, words, variables)
+        fleet.renters.say(row.name, f"{config.name} begins")
+    code = await _end_of(machine, row, job)
+    resolved, step, figure, seconds, log = await _collected(machine, row, job, run_dir, trainer)
+    wanted = wanted_values(trainer, config, has_gpus=has_gpus)
+    trouble = f"its trainer ended with {code}: {log}" if code else "; ".join(differences(wanted, resolved))
+    if code is None:
+        trouble = f"its trainer was killed together with its pod's processes: {log}"
+    return Result(
+        name=config.name,
+        pod=row.name,
+        job=job,
+        ok=not trouble,
+        trouble=trouble,
+        resolved={name: resolved.get(name) for name in wanted},
+        step=step,
+        figure=figure,
+        seconds=seconds,
+    )
+
+
+async def _end_of(machine: Machine, row: Row, job: str) -> int | None:
+    silent_looks = 0
+    while True:
+        try:
+            state = await jobs.state(machine, row.label, job)
+            silent_looks = 0
+            if not state.is_running:
+                return state.code
+        except MachineError:
+            # A connection that is lost for a while is no lost experiment.
+            silent_looks += 1
+            if silent_looks > _MAX_SILENT_LOOKS:
+                raise
+        await asyncio.sleep(_POLL_S)
+
+
+async def _collected(
+    machine: Machine, row: Row, job: str, run_dir: str, trainer: Trainer
+) -> tuple[dict[str, Any], int, float | None, float, str]:
+    """The resolved configuration, the last step, the figure, the seconds it took, and the end of the log."""
+    script = f"""
+cd {shlex.quote(pod_directory(row.label))} || exit 9
+cat {run_dir}/config.toml 2>/dev/null; echo; echo ---metrics
+grep -m 1 -E '"kind": ?"(step|eval)"' {run_dir}/metrics.jsonl 2>/dev/null
+grep -E '"kind": ?"(step|eval)"' {run_dir}/metrics.jsonl 2>/dev/null | tail -n 200; echo ---log
+tail -n 12 {JOBS}/{job}/log 2>/dev/null; exit 0
+"""
+    text = (await machine.run(script)).checked("collecting the result")
+    config, _, rest = text.partition("---metrics\n")
+    metrics, _, log = rest.partition("---log\n")
+    records = [record for line in metrics.splitlines() if (record := record_in(line))]
+    figures = [record[trainer.result] for record in records if trainer.result in record]
+    times = [float(record["time"]) for record in records if "time" in record]
+    return (
+        _flat(tomllib.loads(config)),
+        max((int(record.get("step", 0)) for record in records), default=0),
+        figures[-1] if figures else None,
+        max(times) - min(times) if times else 0.0,
+        log.strip(),
+    )
+
+
+def _failed(placed: Placed, trainer: Trainer, trouble: str) -> Result:
+    name = placed.config.name
+    return Result(name=name, pod=placed.pod, job=job_name(trainer, placed.config), ok=False, trouble=trouble)
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in table.items():
+        if isinstance(value, dict):
+            flat.update(_flat(value, f"{prefix}{name}."))
+        else:
+            flat[prefix + name] = value
+    return flat
+
+
+def all_good(results: Sequence[Result]) -> bool:
+    return all(result.ok for result in results)

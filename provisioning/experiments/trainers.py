@@ -1,0 +1,122 @@
+"""From an experiment to a trainer's command line, and back from what the trainer says that it resolved to.
+
+Every value is compared with the resolved configuration on the pod: a value that did not arrive is a failure, not a
+result.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from provisioning.errors import UserError
+from provisioning.experiments.sets import ExperimentConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainer:
+    """One of our trainers, and where each value of an experiment goes."""
+
+    name: str
+    module: str
+    flags: Mapping[str, Callable[[ExperimentConfig], Any]]
+    """By the field of its resolved configuration; the flag is called the same."""
+    result: str
+    """The figure that an experiment is about, in its metrics."""
+    extras: tuple[str, ...] = ()
+    """What of pyproject.toml it needs beside the rest."""
+    gpu_flags: Mapping[str, Callable[[ExperimentConfig], Any]] = field(default_factory=dict)
+    """More of them where the pod has GPUs."""
+    gpus: Callable[[ExperimentConfig], str] = lambda config: config.train_gpu_device
+    """What it sees of them, in the order of CUDA_VISIBLE_DEVICES."""
+
+
+_FLAGS: Mapping[str, Callable[[ExperimentConfig], Any]] = {
+    "path_model": lambda config: config.model_id,
+    "lr": lambda config: config.learning_rate,
+    "per_device_train_batch_size": lambda config: config.batch_size,
+    "total_batch_size": lambda config: config.batch_size * config.grad_accum_steps,
+    "total_steps": lambda config: config.total_steps,
+    "eval_interval": lambda config: config.eval_every,
+}
+
+PRETRAIN = Trainer(
+    name="pretrain",
+    module="diloco.train_fsdp",
+    flags={**_FLAGS, "dataset_name_or_path": lambda config: config.dataset},
+    result="loss",
+)
+GRPO = Trainer(
+    name="grpo",
+    module="diloco.train_grpo",
+    flags={**_FLAGS, "grpo.dataset": lambda config: config.dataset},
+    gpu_flags={
+        "grpo.vllm_gpu": lambda config: config.gpu_devices,
+        "grpo.vllm_args": lambda config: [
+            *("--tensor-parallel-size", str(config.vllm_tensor_parallel)),
+            *("--gpu-memory-utilization", repr(config.gpu_memory_utilization)),
+        ],
+    },
+    # The trainer's first: its rank takes that one.
+    gpus=lambda config: f"{config.train_gpu_device},{config.gpu_devices}",
+    extras=("grpo", "vllm"),
+    result="reward",
+)
+TRAINERS = {trainer.name: trainer for trainer in (GRPO, PRETRAIN)}
+
+
+def trainer_named(name: str) -> Trainer:
+    """Raises UserError."""
+    if name not in TRAINERS:
+        raise UserError(f'--trainer "{name}" is not one of {", ".join(TRAINERS)}.')
+    return TRAINERS[name]
+
+
+def wanted_values(trainer: Trainer, config: ExperimentConfig, *, has_gpus: bool) -> dict[str, Any]:
+    """What the trainer's resolved configuration has to hold."""
+    flags = {**trainer.flags, **(trainer.gpu_flags if has_gpus else {})}
+    return {name: value(config) for name, value in flags.items()}
+
+
+def argv(
+    trainer: Trainer, config: ExperimentConfig, python: str, run_dir: str, *, has_gpus: bool
+) -> list[str]:
+    words = [python, "-m", trainer.module, "--run-dir", run_dir]
+    lists: list[str] = []
+    for name, value in wanted_values(trainer, config, has_gpus=has_gpus).items():
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(value, list):
+            lists += [flag, *value]
+        else:
+            words += [flag, repr(value) if isinstance(value, float) else str(value)]
+    # A flag that takes a list takes all that follows.
+    return [*words, *config.custom_args, *lists]
+
+
+def environment(trainer: Trainer, config: ExperimentConfig, *, has_gpus: bool) -> dict[str, str]:
+    gpus = {"CUDA_VISIBLE_DEVICES": trainer.gpus(config)} if has_gpus else {}
+    return {**gpus, **config.custom_env}
+
+
+def job_name(trainer: Trainer, config: ExperimentConfig) -> str:
+    """One job for each experiment with these very values: changed values are another job."""
+    text = repr((argv(trainer, config, "", "", has_gpus=True), sorted(config.custom_env.items())))
+    return f"{config.name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def differences(wanted: Mapping[str, Any], resolved: Mapping[str, Any]) -> list[str]:
+    """Values that the trainer does not have, in words."""
+    return [
+        f"{name} was to be {value} and is {resolved.get(name)}"
+        for name, value in wanted.items()
+        if not _same(value, resolved.get(name))
+    ]
+
+
+def _same(wanted: Any, found: Any) -> bool:
+    if isinstance(wanted, float) and isinstance(found, int | float):
+        return math.isclose(wanted, found, rel_tol=1e-12)
+    return bool(wanted == found)

@@ -1,0 +1,131 @@
+"""One order in the ledger: a pod that is wanted, rented or being given back; its states, and what it costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from provisioning.pods.pod import Offer, Order, Pod, PodSpec, name_in_label
+
+
+class State(StrEnum):
+    PLANNED = "planned"
+    """Chosen; nothing has been asked of the provider."""
+    CREATING = "creating"
+    """The request is about to be sent, or has been; there may be a pod."""
+    BOOTING = "booting"
+    """The provider has a pod; it costs money from here on."""
+    REACHABLE = "reachable"
+    """It answers, under its pinned host key."""
+    SYNCED = "synced"
+    """Code and environment are on it."""
+    RUNNING = "running"
+    """Its peer has been started."""
+    DELETING = "deleting"
+    """It is to be gone, and may cost money until its provider has said that it is."""
+    GONE = "gone"
+    """The provider has said that there is no such pod: the row goes."""
+
+
+_END = {State.DELETING, State.GONE}
+_NEXT = {
+    State.PLANNED: {State.CREATING, State.GONE},
+    State.CREATING: {State.BOOTING, *_END},
+    State.BOOTING: {State.REACHABLE, *_END},
+    State.REACHABLE: {State.SYNCED, *_END},
+    State.SYNCED: {State.RUNNING, *_END},
+    State.RUNNING: {State.SYNCED, *_END},
+    State.DELETING: {State.GONE},
+    State.GONE: set(),
+}
+
+
+def may_follow(old: State, new: State) -> bool:
+    """Whether a pod may go from one state to the other. Staying is always allowed."""
+    return old == new or new in _NEXT[old]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One order: a pod that is wanted, rented, or being given back."""
+
+    name: str
+    """Of the pods of one name, one at most is not being given back."""
+    label: str
+    """The order's own; no other row has it."""
+    idempotency_key: str
+    state: State
+    provider: str
+    provider_id: str | None
+    spec: PodSpec
+    offer: Offer
+    asked_at: float
+    """Unix time at which the order was written down before it was sent, or was answered."""
+    ends_at: float | None
+    host_key: str
+    trouble: str
+    """What went wrong last; empty when nothing did."""
+    absent_since: float | None = None
+    """Unix time of the first list that lacked it; all lists since did."""
+    num_absences: int = 0
+    """How many lists that makes."""
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Its order may have been sent, and nobody knows whether it made a pod."""
+        return self.provider_id is None and self.state in (State.CREATING, State.DELETING)
+
+    def order(self, public_key: str) -> Order:
+        return Order(
+            label=self.label,
+            idempotency_key=self.idempotency_key,
+            spec=self.spec,
+            offer=self.offer,
+            ends_at=self.ends_at,
+            public_key=public_key,
+        )
+
+    def is_pod(self, pod: Pod) -> bool:
+        return pod.id == self.provider_id if self.provider_id is not None else pod.label == self.label
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bill:
+    """What one pod cost, or costs."""
+
+    label: str
+    name: str
+    provider: str
+    price_per_hour: float
+    began_at: float
+    ended_at: float | None
+
+    def dollars(self, now: float) -> float:
+        until = now if self.ended_at is None else self.ended_at
+        return max(until - self.began_at, 0.0) / 3600 * self.price_per_hour
+
+
+def stray(pod: Pod, provider: str, owner: str, now: float) -> Row:
+    """A pod of ours that no row knows of, as a row: it is to be given back."""
+    name = name_in_label(pod.label, owner)
+    offer = Offer(
+        id="",
+        provider=provider,
+        gpu_type="unknown",
+        gpu_count=pod.gpu_count or 0,
+        price_per_hour=pod.price_per_hour or 0.0,
+    )
+    return Row(
+        name=name,
+        label=pod.label,
+        idempotency_key="",
+        state=State.DELETING,
+        provider=provider,
+        provider_id=pod.id,
+        spec=PodSpec(name=name, provider=provider, gpu_type=None, gpu_count=None),
+        offer=offer,
+        asked_at=now,
+        ends_at=None,
+        host_key="",
+        trouble="",
+    )

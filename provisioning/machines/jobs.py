@@ -1,0 +1,125 @@
+"""Jobs on a pod: they outlive the connection, one at a time by each name, and leave their exit code.
+
+A job's directory holds `run.sh`, `pid` (of the session's leader), `log` and, once it has ended, `code`.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from provisioning.machines.machine import Machine
+from provisioning.machines.paths import CODE, JOBS, MARK, SECRETS, STATE, pod_directory
+
+_STOP_S = 12
+_START_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class JobState:
+    """What is known of a job."""
+
+    is_running: bool
+    code: int | None
+    """As a shell shows it; None: it runs, was never started, or was killed together with its shell."""
+
+
+def run_script(argv: Sequence[str], env: Mapping[str, str]) -> str:
+    """What the job's shell runs: the secrets, the environment, the program, and its exit code into a file."""
+    lines = [
+        # Handled, not ignored, so that the program below gets its own SIGTERM, and its code is still written down.
+        "trap : TERM INT HUP",
+        "job=$1",
+        'echo $$ >"$job/pid.new" && mv "$job/pid.new" "$job/pid"',
+        f'export PYTHONUNBUFFERED=1 PYTHONPATH="$PWD/{CODE}" XDG_STATE_HOME="$PWD/{STATE}"',
+        f"if [ -f {SECRETS} ]; then set -a; . ./{SECRETS}; set +a; fi",
+        *(f"export {name}={shlex.quote(value)}" for name, value in env.items()),
+        shlex.join(argv),
+        'code=$?; echo "$code" >"$job/code.new" && mv "$job/code.new" "$job/code"',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+async def start(
+    machine: Machine, label: str, name: str, argv: Sequence[str], env: Mapping[str, str] | None = None
+) -> bool:
+    """Start a job in the pod's directory unless it runs already; whether it was started. Raises MachineError."""
+    script = f"""
+{_functions(label, name)}
+mkdir -p "$job" || exit 9
+if alive; then cat >/dev/null; echo runs; exit 0; fi
+cat >"$job/run.sh" && rm -f "$job/pid" "$job/code" || exit 9
+{MARK}={shlex.quote(label)} setsid -f sh "$job/run.sh" "$job" </dev/null >>"$job/log" 2>&1 || exit 9
+for _ in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20; do [ -f "$job/pid" ] && break; sleep 0.1; done
+echo started
+"""
+    stdin = run_script(argv, env or {}).encode()
+    answer = await machine.run(script, stdin=stdin, timeout_s=_START_TIMEOUT_S)
+    return answer.checked(f"starting {name}").strip() == "started"
+
+
+async def state(machine: Machine, label: str, name: str) -> JobState:
+    script = f"""
+{_functions(label, name)}
+if alive; then echo runs; elif [ -f "$job/code" ]; then cat "$job/code"; else echo none; fi
+"""
+    words = (await machine.run(script)).checked(f"looking at {name}").split()
+    word = words[0] if words else "none"
+    return JobState(word == "runs", int(word) if word.isdigit() else None)
+
+
+async def any_runs(machine: Machine, label: str) -> bool:
+    """Whether a job of any name runs on the pod."""
+    script = f"""
+cd {shlex.quote(pod_directory(label))} || exit 9
+for pid in $(cat {JOBS}/*/pid 2>/dev/null); do
+  grep -qzxF -e {shlex.quote(f"{MARK}={label}")} "/proc/$pid/environ" 2>/dev/null && echo runs
+done
+exit 0
+"""
+    return bool((await machine.run(script)).checked("looking at the jobs").strip())
+
+
+async def stop(machine: Machine, label: str, name: str) -> None:
+    """SIGTERM to the job's group, and SIGKILL to what is left of it. May be repeated."""
+    script = f"""
+{_functions(label, name)}
+alive || exit 0
+pid=$(cat "$job/pid")
+kill -TERM "-$pid" 2>/dev/null
+n=0; while alive && [ $n -lt {_STOP_S * 5} ]; do sleep 0.2; n=$((n+1)); done
+kill -KILL "-$pid" 2>/dev/null
+exit 0
+"""
+    (await machine.run(script, timeout_s=_STOP_S + 30.0)).checked(f"stopping {name}")
+
+
+def sweep_script(label: str) -> str:
+    """Ends every process that bears the pod's mark: politely first where it leads a job, then by SIGKILL."""
+    wanted = shlex.quote(f"{MARK}={label}")
+    # -z: environments are separated by zero bytes; the paths are /proc/<pid>/environ.
+    return f"""
+marked() {{ grep -lzxF -e {wanted} /proc/[0-9]*/environ 2>/dev/null | cut -d/ -f3; }}
+for pid in $(cat {shlex.quote(pod_directory(label))}/{JOBS}/*/pid 2>/dev/null); do
+  case " $(marked | tr '\\n' ' ') " in *" $pid "*) kill -TERM "-$pid" 2>/dev/null;; esac
+done
+n=0; while [ -n "$(marked)" ] && [ $n -lt {_STOP_S * 5} ]; do
+  # Without a job there is nobody to ask politely.
+  [ -d {shlex.quote(pod_directory(label))}/{JOBS} ] || break
+  sleep 0.2; n=$((n+1))
+done
+n=0; while [ -n "$(marked)" ]; do
+  kill -KILL $(marked) 2>/dev/null; sleep 0.1; n=$((n+1)); [ $n -lt 100 ] || exit 7
+done
+"""
+
+
+def _functions(label: str, name: str) -> str:
+    # A pid may have been given to another process since; the mark tells ours.
+    return f"""
+cd {shlex.quote(pod_directory(label))} || exit 9
+job={JOBS}/{shlex.quote(name)}
+alive() {{ [ -f "$job/pid" ] && grep -qzxF -e {shlex.quote(f"{MARK}={label}")} \
+"/proc/$(cat "$job/pid")/environ" 2>/dev/null; }}
+"""

@@ -1,0 +1,139 @@
+"""This machine as one to provision: scripts are processes, mirrors are copies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fnmatch
+import functools
+import os
+import shutil
+import signal
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+from provisioning.errors import MachineError
+from provisioning.machines.machine import EXCLUDED, Answer, OnShare, lines_of
+
+_BLOCK_BYTES = 1 << 16
+_COMPILED = "__pycache__"
+
+
+class LocalMachine:
+    """`home` stands for the home directory of a machine far away."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+
+    async def run(self, script: str, *, stdin: bytes = b"", timeout_s: float = 60.0) -> Answer:
+        process = await self._start(script, asyncio.subprocess.PIPE, asyncio.subprocess.PIPE)
+        try:
+            out, err = await asyncio.wait_for(process.communicate(stdin), timeout_s)
+        except TimeoutError as error:
+            raise MachineError(f"a script took longer than {timeout_s:g} s on this machine") from error
+        finally:
+            # Cancelled or too late: whatever the script started and did not detach goes with it.
+            await _end(process)
+        assert process.returncode is not None
+        return Answer(process.returncode, out.decode(errors="replace"), err.decode(errors="replace"))
+
+    async def sync(
+        self, source: Path, into: str, *, excluded: Sequence[str] = EXCLUDED, on_share: OnShare | None = None
+    ) -> None:
+        # Compiled here, and good here: without it each pod spends a quarter of a minute of a core on its kernels.
+        excluded = [pattern for pattern in excluded if pattern != _COMPILED]
+        target = self.home / into
+        fresh = target.with_name(f"{target.name}.new")
+
+        def ignored(_: str, names: list[str]) -> set[str]:
+            return _matching(names, excluded)
+
+        def copy() -> None:
+            shutil.rmtree(fresh, ignore_errors=True)
+            num_files, num_copied = _num_files(source, excluded) if on_share else 0, 0
+
+            def copied(from_path: str, to_path: str) -> None:
+                nonlocal num_copied
+                # A temporary file beside them may be renamed meanwhile.
+                lost = (FileNotFoundError,) if _COMPILED in Path(from_path).parts else ()
+                with contextlib.suppress(*lost):
+                    shutil.copy2(from_path, to_path)
+                num_copied += 1
+                if on_share:
+                    on_share(num_copied / max(num_files, num_copied))
+
+            shutil.copytree(source, fresh, ignore=ignored, copy_function=copied)
+            shutil.rmtree(target, ignore_errors=True)
+            fresh.rename(target)
+
+        try:
+            await asyncio.to_thread(copy)
+        except OSError as error:
+            raise MachineError(f"{source} cannot be copied to {target}: {error}") from error
+
+    async def fetch(self, directory: str, paths: Sequence[str], into: Path) -> None:
+        def copy() -> None:
+            for path in paths:
+                source, target = self.home / directory / path, into / path
+                target.parent.mkdir(parents=True, exist_ok=True)
+                if source.is_dir():
+                    shutil.copytree(source, target, ignore=_links, dirs_exist_ok=True)
+                elif not source.is_symlink():
+                    shutil.copy2(source, target)
+
+        try:
+            await asyncio.to_thread(copy)
+        except (OSError, shutil.Error) as error:
+            raise MachineError(f"{self.home / directory} cannot be copied to {into}: {error}") from error
+
+    async def follow(self, script: str) -> AsyncIterator[str]:
+        process = await self._start(script, asyncio.subprocess.DEVNULL, asyncio.subprocess.PIPE)
+        assert process.stdout is not None
+        try:
+            async for line in lines_of(functools.partial(process.stdout.read, _BLOCK_BYTES)):
+                yield line
+        finally:
+            await _end(process)
+
+    def shell_argv(self, directory: str, ports: Sequence[int] = ()) -> list[str]:
+        return ["sh", "-c", 'cd "$1" && exec "${SHELL:-sh}"', "sh", str(self.home / directory)]
+
+    async def close(self) -> None:
+        pass
+
+    async def _start(self, script: str, stdin: int, stdout: int) -> asyncio.subprocess.Process:
+        self.home.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return await asyncio.create_subprocess_exec(
+            "sh",
+            "-c",
+            script,
+            cwd=self.home,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stdout,
+            start_new_session=True,
+        )
+
+
+def _links(directory: str, names: list[str]) -> set[str]:
+    return {name for name in names if (Path(directory) / name).is_symlink()}
+
+
+def _num_files(source: Path, excluded: Sequence[str]) -> int:
+    count = 0
+    for _, directories, files in os.walk(source):
+        skipped = _matching(directories, excluded)
+        directories[:] = [name for name in directories if name not in skipped]
+        count += len(files) - len(_matching(files, excluded))
+    return count
+
+
+def _matching(names: Sequence[str], patterns: Sequence[str]) -> set[str]:
+    return {name for pattern in patterns for name in fnmatch.filter(names, pattern)}
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()

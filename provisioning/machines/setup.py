@@ -1,0 +1,222 @@
+"""Code, environment and secrets onto a pod. Every step may be repeated, and does nothing where nothing changed."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from provisioning.errors import MachineError, UserError
+from provisioning.machines.machine import Machine
+from provisioning.machines.paths import (
+    CODE,
+    JOBS,
+    PODS_RECORD,
+    SECRETS,
+    STATE,
+    SWARM_SECRET,
+    VENV,
+    pod_directory,
+)
+
+_INSTALL_TIMEOUT_S = 1800.0
+_MIN_FREE_MB = 2048
+_UV = "'uv>=0.8,<1'"
+_RESERVED = (CODE, JOBS, PODS_RECORD, SECRETS, STATE, SWARM_SECRET, VENV)
+PASSED_ON = ("WANDB_API_KEY", "WANDB_PROJECT", "HF_TOKEN")
+"""Variables of the operator's that programs on pods are given."""
+
+
+@dataclass(frozen=True)
+class Mount:
+    """A file or directory of the operator's, and its place below a pod's directory."""
+
+    source: Path
+    place: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What every pod is given."""
+
+    source: Path
+    """The directory of the code: one with a pyproject.toml."""
+    python: str | None = None
+    """A Python on the pods that has all that is needed; None: an environment is made from pyproject.toml."""
+    extras: Sequence[str] = ()
+    secrets: Mapping[str, str] | None = None
+    mounts: Sequence[Mount] = ()
+    min_free_mb: int = _MIN_FREE_MB
+
+
+def source_directory(named: Path | None) -> Path:
+    """The code to send: the directory named, else the one that this runs from. Raises UserError."""
+    source = named or Path(__file__).resolve().parents[2]
+    if not (source / "pyproject.toml").is_file():
+        raise UserError(
+            f"{source} has no pyproject.toml, so it is not the source of diloco; name a clone with --source."
+        )
+    return source
+
+
+def secrets_of(environment: Mapping[str, str], names: Sequence[str] = ()) -> dict[str, str]:
+    """PASSED_ON, and these. Raises UserError for one that is not set."""
+    for name in names:
+        if not environment.get(name):
+            raise UserError(f"--secret {name}: there is no such variable in your environment; export it.")
+    return {name: environment[name] for name in (*PASSED_ON, *names) if environment.get(name)}
+
+
+def mount_of(words: str) -> Mount:
+    """PATH or PATH:PLACE. Raises UserError."""
+    named, _, place = words.partition(":")
+    path = Path(named).expanduser().absolute()
+    place = PurePosixPath(place or path.name).as_posix()
+    if not path.exists():
+        raise UserError(f"--mount {named} is not there.")
+    parts = PurePosixPath(place).parts
+    if not parts or place.startswith("/") or ".." in parts or parts[0] in _RESERVED:
+        raise UserError(f"--mount {words}: {place!r} is no place below a pod's directory that is free.")
+    return Mount(path, place)
+
+
+Progress = Callable[[str, float | None], None]
+"""Told what is being done, and how much of that is done, from 0 to 1; None: nobody knows."""
+
+
+async def set_up(
+    machine: Machine,
+    label: str,
+    setup: Setup,
+    *,
+    num_gpus: int | None,
+    with_environment: bool = True,
+    progress: Progress | None = None,
+) -> str:
+    """All of it, in the order in which things fail cheaply; the pod's Python,
+    as jobs there name it. Raises MachineError, UserError.
+
+    `num_gpus`: how many GPUs have to be there; None where they do not matter.
+    """
+    told = progress or (lambda what, share: None)
+    on_share = functools.partial(told, "sending the code") if progress else None
+    directory = pod_directory(label)
+    answer = await machine.run(
+        f"mkdir -p {shlex.quote(directory)} && df -Pm {shlex.quote(directory)} | tail -n 1"
+    )
+    words = answer.checked("looking for space").split()
+    if len(words) > 3 and words[3].isdigit() and int(words[3]) < setup.min_free_mb:
+        raise MachineError(
+            f"the disk is full: {words[3]} MB are free, {setup.min_free_mb} are needed; take a larger machine or volume"
+        )
+    if num_gpus:
+        await _check_gpus(machine, num_gpus)
+    await machine.sync(setup.source, f"{directory}/{CODE}", on_share=on_share)
+    if setup.secrets:
+        await put_private(machine, f"{directory}/{SECRETS}", env_file(setup.secrets))
+    for mount in setup.mounts:
+        await _put(machine, mount.source, f"{directory}/{mount.place}")
+    if not with_environment:
+        return setup.python or f"{VENV}/bin/python"
+    if setup.python is not None:
+        probe = f"{shlex.quote(setup.python)} -c 'import sys; sys.exit(sys.version_info < (3, 11))'"
+        (await machine.run(probe)).checked(f"trying {setup.python}, which has to be Python 3.11 or newer,")
+        return setup.python
+    told("making its environment", None)
+    script = environment_script(directory, setup.extras, _fingerprint(setup))
+    (await machine.run(script, timeout_s=_INSTALL_TIMEOUT_S)).checked("making the Python environment")
+    return f"{VENV}/bin/python"
+
+
+async def _put(machine: Machine, source: Path, place: str) -> None:
+    if source.is_dir():
+        await machine.sync(source, place, excluded=())
+        return
+    (await machine.run(f"mkdir -p {shlex.quote(str(PurePosixPath(place).parent))}")).checked(
+        f"making {place}"
+    )
+    await put_private(machine, place, source.read_bytes())
+
+
+async def put_private(machine: Machine, path: str, content: bytes) -> None:
+    """A file that only its owner can read, whole or not at all. The content goes through stdin alone."""
+    quoted = shlex.quote(path)
+    script = f"umask 077; cat >{quoted}.new && mv {quoted}.new {quoted}"
+    (await machine.run(script, stdin=content)).checked(f"writing {path}")
+
+
+def env_file(values: Mapping[str, str]) -> bytes:
+    """Assignments that a shell reads. Raises UserError for names that are none."""
+    for name in values:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise UserError(f'"{name}" is no name for an environment variable.')
+    return "".join(f"{name}={shlex.quote(value)}\n" for name, value in values.items()).encode()
+
+
+async def _check_gpus(machine: Machine, num_gpus: int) -> None:
+    answer = await machine.run("nvidia-smi --query-gpu=name,memory.total --format=csv,noheader")
+    found = [line for line in answer.stdout.splitlines() if line.strip()] if answer.code == 0 else []
+    if len(found) < num_gpus:
+        said = (answer.stderr.strip() or answer.stdout.strip()) if answer.code else ""
+        raise MachineError(
+            f"nvidia-smi shows {len(found)} GPUs, {num_gpus} were rented{f': {said}' if said else ''}"
+        )
+
+
+def environment_script(directory: str, extras: Sequence[str], fingerprint: str) -> str:
+    """Makes the pod's environment unless it is there: by uv, which takes a fraction of pip's time.
+
+    By pip where uv cannot be had or fails, since it knows none of pip's settings, and where the image brings a torch,
+    which fits its driver and is kept: uv does not see it.
+    """
+    what = shlex.quote(f"{CODE}[{','.join(extras)}]" if extras else CODE)
+    return f"""
+cd {shlex.quote(directory)} || exit 9
+[ "$(cat {VENV}/fingerprint 2>/dev/null)" = {shlex.quote(fingerprint)} ] && [ -x {VENV}/bin/python ] && exit 0
+rm -rf {VENV}
+python=; site=
+for one in python3.12 python3.11 python3.13 python3; do
+  command -v $one >/dev/null 2>&1 || continue
+  $one -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || continue
+  python=$one; break
+done
+if [ -n "$python" ] && $python -c 'import importlib.metadata as m, sys
+sys.exit(not (2, 10) <= tuple(map(int, m.version("torch").split(".")[:2])) < (2, 14))' 2>/dev/null
+then site=--system-site-packages; fi
+uv=$(command -v uv)
+by_uv() {{
+  "$uv" pip install --quiet --python {VENV}/bin/python --constraint {CODE}/constraints.txt --editable {what}
+}}
+by_pip() {{ {VENV}/bin/python -m pip install --quiet --disable-pip-version-check "$@"; }}
+if [ -n "$python" ]; then
+  $python -m venv $site {VENV} || exit 1
+  [ -n "$uv$site" ] || {{ by_pip {_UV} && uv={VENV}/bin/uv; }}
+  if [ -n "$site" ]; then by_pip --editable {what} || exit 1
+  elif [ -z "$uv" ] || ! by_uv; then by_pip --constraint {CODE}/constraints.txt --editable {what} || exit 1
+  fi
+elif [ -n "$uv" ]; then
+  "$uv" venv --quiet --python 3.11 {VENV} && by_uv || exit 1
+else
+  echo "there is neither Python 3.11, 3.12 or 3.13 nor uv on this machine; take another image" >&2; exit 1
+fi
+printf %s {shlex.quote(fingerprint)} >{VENV}/fingerprint
+"""
+
+
+def _fingerprint(setup: Setup) -> str:
+    """Changes when the environment has to be made anew."""
+    digest = hashlib.sha256(",".join(setup.extras).encode())
+    for name in ("pyproject.toml", "constraints.txt"):
+        path = setup.source / name
+        digest.update(path.read_bytes() if path.exists() else b"")
+    return digest.hexdigest()
+
+
+def operator_environment() -> Mapping[str, str]:
+    """The one place where the operator's variables are read."""
+    return os.environ

@@ -1,0 +1,192 @@
+"""A machine over SSH: one connection, kept and opened again when it breaks, under a host key that is pinned."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import shlex
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from provisioning.errors import HostKeyChanged, MachineError, UserError
+from provisioning.machines.keys import key_at
+from provisioning.machines.machine import EXCLUDED, Answer, OnShare, lines_of
+from provisioning.machines.rsync import Remote, fetched, mirrored
+
+if TYPE_CHECKING:
+    import asyncssh
+
+_CONNECT_TIMEOUT_S = 20.0
+_KEEPALIVE_S = 15.0
+_SSH_PORT = 22
+_BLOCK_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Address:
+    """Where a machine is, and what proves who is who."""
+
+    host: str
+    port: int
+    user: str
+    key_path: Path
+    host_key: str
+    """OpenSSH public key line of the machine; nothing else is ever talked to."""
+
+    def __str__(self) -> str:
+        return f"{self.user}@{self.host}:{self.port}"
+
+    @property
+    def known_hosts(self) -> str:
+        # As OpenSSH and asyncssh look for it: the usual port is not named.
+        where = self.host if self.port == _SSH_PORT else f"[{self.host}]:{self.port}"
+        return f"{where} {self.host_key}\n"
+
+
+class SshMachine:
+    def __init__(self, address: Address) -> None:
+        self.address = address
+        self._connection: asyncssh.SSHClientConnection | None = None
+        self._lock = asyncio.Lock()
+        self._directory = tempfile.TemporaryDirectory(prefix="diloco-ssh-")
+        self._known_hosts = Path(self._directory.name) / "known_hosts"
+        self._known_hosts.write_text(address.known_hosts, encoding="utf-8")
+
+    async def run(self, script: str, *, stdin: bytes = b"", timeout_s: float = 60.0) -> Answer:
+        import asyncssh
+
+        connection = await self._connected()
+        try:
+            # The script goes to sh whatever the login shell is; stdin is the caller's.
+            result = await asyncio.wait_for(
+                connection.run(f"sh -c {shlex.quote(script)}", input=stdin, encoding=None), timeout_s
+            )
+        except TimeoutError as error:
+            raise MachineError(f"a script took longer than {timeout_s:g} s on {self.address}") from error
+        except (asyncssh.Error, OSError) as error:
+            await self._drop()
+            raise MachineError(f"the connection to {self.address} broke: {error}") from error
+        if result.exit_status is None or result.exit_status < 0:
+            raise MachineError(f"a script was killed on {self.address}: {result.exit_signal}")
+        return Answer(result.exit_status, _text(result.stdout), _text(result.stderr))
+
+    async def sync(
+        self, source: Path, into: str, *, excluded: Sequence[str] = EXCLUDED, on_share: OnShare | None = None
+    ) -> None:
+        (await self.run(f"mkdir -p {shlex.quote(into)}")).checked(f"making {into}")
+        there = self._there()
+        await mirrored(source, there.path(into), excluded, there, on_share=on_share)
+
+    async def fetch(self, directory: str, paths: Sequence[str], into: Path) -> None:
+        there = self._there()
+        await fetched(there.path(directory), paths, into, there)
+
+    def _there(self) -> Remote:
+        """For rsync. Raises UserError where there is none here."""
+        if shutil.which("rsync") is None:
+            raise UserError("rsync is not on this machine; install it (apt install rsync).")
+        shell = shlex.join([*ssh_argv(self.address, self._known_hosts), "-o", "BatchMode=yes"])
+        return Remote(shell=shell, login=f"{self.address.user}@{self.address.host}", name=str(self.address))
+
+    async def follow(self, script: str) -> AsyncIterator[str]:
+        import asyncssh
+
+        connection = await self._connected()
+        try:
+            argv = f"sh -c {shlex.quote(script)}"
+            async with connection.create_process(argv, encoding=None) as process:
+                async for line in lines_of(functools.partial(process.stdout.read, _BLOCK_BYTES)):
+                    yield line
+        except (asyncssh.Error, OSError) as error:
+            await self._drop()
+            raise MachineError(f"the connection to {self.address} broke: {error}") from error
+
+    def shell_argv(self, directory: str, ports: Sequence[int] = ()) -> list[str]:
+        command = f'cd {shlex.quote(directory)} && exec "$SHELL" -l'
+        target = f"{self.address.user}@{self.address.host}"
+        tunnels = [word for port in ports for word in ("-L", f"127.0.0.1:{port}:127.0.0.1:{port}")]
+        return [*ssh_argv(self.address, self._known_hosts), *tunnels, "-t", "--", target, command]
+
+    async def close(self) -> None:
+        await self._drop()
+        self._directory.cleanup()
+
+    async def _connected(self) -> asyncssh.SSHClientConnection:
+        import asyncssh
+
+        async with self._lock:
+            if self._connection is not None and not self._connection.is_closed():
+                return self._connection
+            key = key_at(self.address.key_path)
+            try:
+                self._connection = await asyncio.wait_for(
+                    asyncssh.connect(
+                        self.address.host,
+                        port=self.address.port,
+                        username=self.address.user,
+                        client_keys=[str(key)],
+                        known_hosts=asyncssh.import_known_hosts(self.address.known_hosts),
+                        config=None,
+                        agent_path=None,
+                        keepalive_interval=_KEEPALIVE_S,
+                    ),
+                    _CONNECT_TIMEOUT_S,
+                )
+            except asyncssh.HostKeyNotVerifiable as error:
+                raise HostKeyChanged(
+                    f"{self.address} shows another host key than the pinned one; nothing was sent to it. If the "
+                    "machine was made anew, `diloco pods down` and start again; else somebody is in between."
+                ) from error
+            except asyncssh.PermissionDenied as error:
+                raise MachineError(f"{self.address} does not let us in with the key {key}") from error
+            except (asyncssh.KeyImportError, asyncssh.KeyEncryptionError) as error:
+                raise UserError(f"{key} is no SSH key that can be used: {error}.") from error
+            except (asyncssh.Error, OSError, TimeoutError) as error:
+                raise MachineError(
+                    f"{self.address} cannot be reached: {error or 'no answer in time'}"
+                ) from error
+            return self._connection
+
+    async def _drop(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+            with contextlib.suppress(TimeoutError, OSError):
+                await asyncio.wait_for(connection.wait_closed(), 5.0)
+
+
+async def shown_host_key(host: str, port: int) -> str:
+    """The key that a machine shows to whoever asks: to be pinned at first sight. Raises MachineError."""
+    import asyncssh
+
+    try:
+        key = await asyncio.wait_for(
+            asyncssh.get_server_host_key(host, port, config=None), _CONNECT_TIMEOUT_S
+        )
+    except (asyncssh.Error, OSError, TimeoutError) as error:
+        raise MachineError(f"{host}:{port} cannot be reached: {error or 'no answer in time'}") from error
+    if key is None:
+        raise MachineError(f"{host}:{port} shows no host key")
+    return " ".join(key.export_public_key().decode().split()[:2])
+
+
+def ssh_argv(address: Address, known_hosts: Path) -> list[str]:
+    """`ssh` with nothing of the user's configuration, and no way around the pinned key."""
+    options = {
+        "IdentitiesOnly": "yes",
+        "StrictHostKeyChecking": "yes",
+        "UserKnownHostsFile": str(known_hosts),
+        "GlobalKnownHostsFile": "/dev/null",
+        "ServerAliveInterval": "15",
+    }
+    words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
+    return ["ssh", "-F", "none", "-p", str(address.port), "-i", str(address.key_path.expanduser()), *words]
+
+
+def _text(value: object) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value or "")

@@ -1,0 +1,122 @@
+"""Which offer serves which spec: a pure choice, and the reasons against the others."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+from provisioning.errors import NoOffer, UserError
+from provisioning.pods.pod import Offer, PodSpec
+
+
+def objections(spec: PodSpec, offer: Offer) -> list[str]:
+    """Why this offer is not for this spec; nothing: it is."""
+    found = []
+    if offer.provider not in spec.providers:
+        found.append(f"of {offer.provider}")
+    if spec.gpu_type is not None and not is_gpu(spec.gpu_type, offer.gpu_type):
+        found.append(f"not {spec.gpu_type} but {offer.gpu_type}")
+    if spec.gpu_count is not None and spec.gpu_count != offer.gpu_count:
+        found.append(f"{offer.gpu_count} GPUs, not {spec.gpu_count}")
+    if spec.country is not None and spec.country.upper() != (offer.country or "").upper():
+        found.append(f"in {offer.country or 'an unknown country'}, not {spec.country}")
+    found += _slow("upload", spec.min_upload_mbps, offer.upload_mbps)
+    found += _slow("download", spec.min_download_mbps, offer.download_mbps)
+    if spec.max_price is not None and offer.price_per_hour > spec.max_price:
+        found.append(f"dearer than {spec.max_price:g} $/h")
+    if offer.spot and not spec.spot:
+        found.append("only as spot")
+    if not found and spec.where is not None and not _is_so(spec, offer):
+        found.append("refused by your own condition")
+    return found
+
+
+def is_gpu(wanted: str, offered: str) -> bool:
+    """Whether a name like A100 or 4090 means this GPU: its words, in any case, occur in the offered name."""
+    words = re.findall(r"[a-z0-9]+", offered.lower())
+    return all(
+        any(word == have or (len(word) > 3 and _is_part(word, have)) for have in words)
+        for word in re.findall(r"[a-z0-9]+", wanted.lower())
+    )
+
+
+def candidates(spec: PodSpec, offers: Sequence[Offer], without: Collection[str] = ()) -> list[Offer]:
+    """The offers that serve the spec, cheapest first, in an order that does not depend on how they came."""
+    fitting = [offer for offer in offers if offer.key not in without and not objections(spec, offer)]
+    return sorted(fitting, key=lambda offer: (offer.price_per_hour, offer.key))
+
+
+def assign(specs: Sequence[PodSpec], offers: Sequence[Offer]) -> dict[str, Offer]:
+    """An offer for each spec, by name; cheap ones first, and none given out more often than it is there.
+
+    Raises NoOffer with the reasons if not all specs can be served at once: then nothing is to be bought.
+    """
+    choices = {spec.name: candidates(spec, offers) for spec in specs}
+    holders: dict[str, list[str]] = {offer.key: [] for offer in offers}
+
+    def place(name: str, tried: set[str]) -> bool:
+        untried = [offer for offer in choices[name] if offer.key not in tried]
+        for offer in untried:
+            if len(holders[offer.key]) < offer.num_available:
+                holders[offer.key].append(name)
+                return True
+        # An augmenting path: who holds what this one needs is asked to take something else.
+        for offer in untried:
+            tried.add(offer.key)
+            for other in holders[offer.key]:
+                if place(other, tried):
+                    holders[offer.key].remove(other)
+                    holders[offer.key].append(name)
+                    return True
+        return False
+
+    for spec in specs:
+        if not place(spec.name, set()):
+            raise NoOffer(_nothing_for(spec, offers, bool(choices[spec.name])))
+    by_key = {offer.key: offer for offer in offers}
+    return {name: by_key[key] for key, names in holders.items() for name in names}
+
+
+def _is_part(word: str, have: str) -> bool:
+    """As 4090 is of rtx4090. An A1000 is no A100: numbers go together."""
+    first, last = (r"(?<!\d)" if word[0].isdigit() else ""), (r"(?!\d)" if word[-1].isdigit() else "")
+    return re.search(f"{first}{word}{last}", have) is not None
+
+
+def _is_so(spec: PodSpec, offer: Offer) -> bool:
+    """What the user's own condition says. Raises UserError where it fails."""
+    assert spec.where is not None
+    try:
+        return bool(spec.where(offer))
+    except Exception as error:
+        raise UserError(
+            f"Your condition on pod {spec.name} fails for the offer {offer.id}: {type(error).__name__}: {error}. "
+            "What an offer does not tell is None."
+        ) from error
+
+
+def _slow(direction: str, wanted: float | None, offered: float | None) -> list[str]:
+    if wanted is None or (offered is not None and offered >= wanted):
+        return []
+    return [f"{direction} below {wanted:g} Mbit/s" if offered is not None else f"{direction} unknown"]
+
+
+def _nothing_for(spec: PodSpec, offers: Sequence[Offer], all_taken: bool) -> str:
+    what = (
+        f"{spec.gpu_count} × {spec.gpu_type or 'any GPU'}" if spec.gpu_count else spec.gpu_type or "a machine"
+    )
+    if all_taken:
+        why = "what would do is taken by the other pods; ask for fewer pods or for other GPU types"
+    elif not offers:
+        why = "nothing is offered at all"
+    else:
+        # Those that come closest say most: one objection only, else all of them.
+        lists = [objections(spec, offer) for offer in offers]
+        near = [found for found in lists if len(found) == min(map(len, lists))]
+        counts = Counter(reason for found in near for reason in found)
+        why = "; ".join(f"{number} offered {reason}" for reason, number in counts.most_common(4))
+    return (
+        f"No offer of {spec.provider} for pod {spec.name} ({what}): {why}. Nothing was rented; "
+        f"`diloco provision --provider {spec.provider} --offers` lists what there is."
+    )

@@ -1,0 +1,163 @@
+"""RunPod by its REST API, version 2. It keeps no time, so our watcher does; it knows no idempotency keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlencode
+
+from provisioning.pods.pod import Listing, Offer, Order, Pod
+from provisioning.providers.http import JsonApi, NotThere, Refusal
+from provisioning.providers.rented import PORTS, ApiPods, api_key
+
+KEY_ENV, URL_ENV = "RUNPOD_API_KEY", "RUNPOD_BASE_URL"
+BASE_URL = "https://api.runpod.io/v2"
+IMAGE = "runpod/pytorch:1.0.2-cu1281-torch280-ubuntu2404"
+_DISK_GB = 100
+_COUNTS = (1, 2, 4, 8)
+_CLOUDS = ("SECURE", "COMMUNITY")
+_SSH_PORT = 22
+_GONE = {"TERMINATED"}
+# One that was stopped, or taken back, still costs its disk.
+_FAILED = {"EXITED", "ERROR"}
+
+
+class RunPodProvider(ApiPods):
+    name = "runpod"
+
+    def __init__(self, environment: Mapping[str, str], ssh_key: Path) -> None:
+        super().__init__(ssh_key)
+        self._api = JsonApi(
+            name="RunPod",
+            url=environment.get(URL_ENV, BASE_URL).rstrip("/"),
+            key=api_key(environment, KEY_ENV, "https://console.runpod.io/user/settings"),
+            key_env=KEY_ENV,
+            refusal_of=_refusal,
+            is_capacity=_is_capacity,
+        )
+
+    async def check(self) -> None:
+        self.check_tools()
+        await self._api.request("GET", "/pods")
+
+    async def offers(self) -> list[Offer]:
+        """Prices are the same for every number of GPUs, and availability is not."""
+        found: list[Offer] = []
+        for cloud in _CLOUDS:
+            for count in _COUNTS:
+                query = urlencode(
+                    {"include": "AVAILABILITY", "product": "POD", "cloud": cloud, "count": count}
+                )
+                answer = await self._api.request("GET", f"/catalog/gpus?{query}")
+                for kind in self._api.understood(lambda data: list(data["gpus"]), answer):
+                    found += self._api.understood(lambda data: _offers(data, cloud, count), kind)  # noqa: B023
+        return found
+
+    async def create(self, order: Order) -> str:
+        details = order.offer.details
+        body: dict[str, Any] = {
+            "name": order.label,
+            "image": order.spec.image or IMAGE,
+            "cloud": details["cloud"],
+            "gpu": {"id": details["gpu"], "count": order.offer.gpu_count},
+            "disk": _DISK_GB,
+            "ports": [f"{port}/tcp" for port in (_SSH_PORT, *PORTS)],
+            "env": {"PUBLIC_KEY": order.public_key},
+            "startSsh": True,
+        }
+        if details["data_center"]:
+            body["dataCenterIds"] = [details["data_center"]]
+        if order.spec.volume_id:
+            body["mounts"] = {"network": [{"volumeId": order.spec.volume_id, "path": "/workspace"}]}
+        answer = await self._api.request("POST", "/pods", body, is_order=True)
+        return self._api.understood(lambda data: str(data["id"]), answer, is_order=True)
+
+    async def pods(self) -> Listing:
+        answer = await self._api.request("GET", "/pods")
+        return Listing(
+            pods=self._api.understood(
+                lambda data: [_pod(one) for one in data["pods"] if not _is_gone(one)], answer
+            )
+        )
+
+    async def find(self, pod_id: str) -> Pod | None:
+        try:
+            answer = await self._api.request("GET", f"/pods/{quote(pod_id, safe='')}")
+        except NotThere:
+            return None
+        return self._api.understood(lambda data: None if _is_gone(data) else _pod(data), answer)
+
+    async def destroy(self, pod_id: str) -> None:
+        try:
+            await self._api.request("DELETE", f"/pods/{quote(pod_id, safe='')}")
+        except NotThere:
+            return
+
+
+def _refusal(status: int, body: Any) -> Refusal:
+    more = "; ".join(str(one) for one in body.get("errors") or ())
+    return Refusal(
+        status, "", " ".join(filter(None, (str(body.get("detail") or body.get("title") or ""), more)))
+    )
+
+
+def _is_capacity(refusal: Refusal) -> bool:
+    # As its documents say: 400 is also what has no room, 403 a pool that this account may not use.
+    return refusal.status in (400, 403)
+
+
+def _offers(kind: Mapping[str, Any], cloud: str, count: int) -> list[Offer]:
+    """One for each data centre that has so many of this GPU; without data centres, one for the whole cloud."""
+    which = cloud.lower()
+    if not kind[which] or count > kind["maxCount"][which] or kind.get("availability", "NONE") == "NONE":
+        return []
+    listed = kind.get("dataCenters") or [{"id": "", "name": None, "availability": kind["availability"]}]
+    return [
+        Offer(
+            id=f"{kind['id']}:{which}:{count}:{place['id']}",
+            provider=RunPodProvider.name,
+            gpu_type=str(kind["id"]),
+            gpu_count=count,
+            price_per_hour=float(kind["price"][which]) * count,
+            country=_country(place["id"]),
+            city=place.get("name"),
+            # It does not say how many there are.
+            num_available=100,
+            details={"gpu": kind["id"], "cloud": cloud, "data_center": place["id"]},
+        )
+        for place in listed
+        if place.get("availability", "NONE") != "NONE"
+    ]
+
+
+def _country(data_center: str) -> str | None:
+    """The two letters in its name: US-KS-2, CA-MTL-1, EU-RO-1, EUR-IS-2."""
+    parts = data_center.split("-")
+    word = parts[0] if parts[0] in ("US", "CA") else (parts[1] if len(parts) > 1 else "")
+    return word if len(word) == 2 else None
+
+
+def _is_gone(found: Mapping[str, Any]) -> bool:
+    return found.get("status") in _GONE
+
+
+def _pod(found: Mapping[str, Any]) -> Pod:
+    status, direct = str(found.get("status", "")), (found.get("ssh") or {}).get("direct") or {}
+    opened = {
+        int(port["private"]): int(port["public"])
+        for port in (found.get("runtime") or {}).get("ports") or ()
+        if port.get("type") == "tcp" and port.get("public")
+    }
+    return Pod(
+        id=str(found["id"]),
+        label=str(found.get("name") or ""),
+        is_ready=status == "RUNNING" and bool(direct) and all(port in opened for port in PORTS),
+        failure=f"RunPod says that it is {status}" if status in _FAILED else "",
+        gpu_count=(found.get("gpu") or {}).get("count"),
+        price_per_hour=None if found.get("cost") is None else float(found["cost"]),
+        host=str(direct.get("host") or ""),
+        ssh_port=int(direct.get("port") or _SSH_PORT),
+        user=str(direct.get("username") or "root"),
+        ports=tuple((port, opened[port]) for port in PORTS if port in opened),
+    )

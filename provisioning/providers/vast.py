@@ -1,0 +1,155 @@
+"""Vast.ai by its REST API: a market where every machine is offered once. It keeps no time, so our watcher does."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlencode
+
+from provisioning.pods.pod import Listing, Offer, Order, Pod
+from provisioning.providers.http import JsonApi, NotThere, Refusal
+from provisioning.providers.rented import PORTS, ApiPods, api_key
+
+KEY_ENV, URL_ENV = "VAST_API_KEY", "VAST_BASE_URL"
+BASE_URL = "https://console.vast.ai/api"
+IMAGE = "pytorch/pytorch:latest"
+_DISK_GB = 100
+_MAX_OFFERS = 1000
+_PAGE = 25
+_MAX_PAGES = 400
+_FAILED = {"exited", "stopped", "offline"}
+
+
+class VastProvider(ApiPods):
+    name = "vast"
+
+    def __init__(self, environment: Mapping[str, str], ssh_key: Path, *, user: str = "root") -> None:
+        super().__init__(ssh_key)
+        self._user = user
+        self._api = JsonApi(
+            name="Vast.ai",
+            url=environment.get(URL_ENV, BASE_URL).rstrip("/"),
+            key=api_key(environment, KEY_ENV, "https://cloud.vast.ai/manage-keys/"),
+            key_env=KEY_ENV,
+            refusal_of=_refusal,
+            is_capacity=_is_capacity,
+        )
+
+    async def check(self) -> None:
+        self.check_tools()
+        await self._page("")
+
+    async def offers(self) -> list[Offer]:
+        """On demand, of hosts that Vast.ai has verified, with enough ports for a peer and a DHT."""
+        query = {
+            **{name: {"eq": True} for name in ("verified", "rentable")},
+            **{name: {"eq": False} for name in ("external", "rented")},
+            "direct_port_count": {"gte": len(PORTS) + 1},
+            "type": "on-demand",
+            "order": [["dph_total", "asc"]],
+            "limit": _MAX_OFFERS,
+            "allocated_storage": _DISK_GB,
+        }
+        answer = await self._api.request("POST", "/v0/bundles/", query)
+        return self._api.understood(lambda data: [_offer(one) for one in data["offers"]], answer)
+
+    async def create(self, order: Order) -> str:
+        # Lets our key in on this machine alone, and leaves the account's keys as they are.
+        key = shlex.quote(order.public_key)
+        body = {
+            "client_id": "me",
+            "image": order.spec.image or IMAGE,
+            "label": order.label,
+            "disk": _DISK_GB,
+            "runtype": "ssh_direct",
+            "env": {f"-p {port}:{port}": "1" for port in PORTS},
+            "onstart": f"mkdir -p ~/.ssh && printf '%s\\n' {key} >>~/.ssh/authorized_keys",
+        }
+        path = f"/v0/asks/{quote(str(order.offer.details['ask']), safe='')}/"
+        answer = await self._api.request("PUT", path, body, is_order=True)
+        return self._api.understood(lambda data: str(data["new_contract"]), answer, is_order=True)
+
+    async def pods(self) -> Listing:
+        found: list[Pod] = []
+        token = ""
+        for _ in range(_MAX_PAGES):
+            answer = await self._page(token)
+            found += self._api.understood(
+                lambda data: [_pod(one, self._user) for one in data["instances"]], answer
+            )
+            token = str(answer.get("next_token") or "")
+            if not token:
+                break
+        return Listing(pods=found)
+
+    async def find(self, pod_id: str) -> Pod | None:
+        try:
+            answer = await self._api.request("GET", f"/v0/instances/{quote(pod_id, safe='')}/?owner=me")
+        except NotThere:
+            return None
+        return self._api.understood(
+            lambda data: None if data["instances"] is None else _pod(data["instances"], self._user), answer
+        )
+
+    async def destroy(self, pod_id: str) -> None:
+        try:
+            await self._api.request("DELETE", f"/v0/instances/{quote(pod_id, safe='')}/", {})
+        except NotThere:
+            return
+
+    async def _page(self, token: str) -> Any:
+        query = {"limit": _PAGE, "order_by": json.dumps([{"col": "id", "dir": "asc"}])}
+        if token:
+            query["after_token"] = token
+        return await self._api.request("GET", f"/v1/instances/?{urlencode(query)}")
+
+
+def _refusal(status: int, body: Any) -> Refusal:
+    return Refusal(status, str(body.get("error") or ""), str(body.get("msg") or ""))
+
+
+def _is_capacity(refusal: Refusal) -> bool:
+    # Each machine is offered once: another was faster, or the host has taken it back.
+    return refusal.code == "no_such_ask" or refusal.status in (409, 410)
+
+
+def _offer(found: Mapping[str, Any]) -> Offer:
+    place = str(found.get("geolocation") or "")
+    country = place.rpartition(",")[2].strip()
+    return Offer(
+        id=str(found["id"]),
+        provider=VastProvider.name,
+        gpu_type=str(found["gpu_name"]),
+        gpu_count=int(found["num_gpus"]),
+        price_per_hour=float(found["dph_total"]),
+        country=country if len(country) == 2 else None,
+        city=place.rpartition(",")[0].strip() or None,
+        upload_mbps=found.get("inet_up"),
+        download_mbps=found.get("inet_down"),
+        details={"ask": found["id"]},
+    )
+
+
+def _pod(found: Mapping[str, Any], user: str) -> Pod:
+    status = str(found.get("actual_status") or "")
+    opened = {
+        int(inside.partition("/")[0]): int(outside[0]["HostPort"])
+        for inside, outside in (found.get("ports") or {}).items()
+        if inside.endswith("/tcp") and outside
+    }
+    host = str(found.get("public_ipaddr") or "").strip()
+    return Pod(
+        id=str(found["id"]),
+        label=str(found.get("label") or ""),
+        is_ready=status == "running" and bool(host) and all(port in opened for port in (22, *PORTS)),
+        failure=f"Vast.ai says that it is {status}" if status in _FAILED else "",
+        gpu_count=found.get("num_gpus"),
+        price_per_hour=None if found.get("dph_total") is None else float(found["dph_total"]),
+        host=host,
+        ssh_port=opened.get(22, 22),
+        user=user,
+        ports=tuple((port, opened[port]) for port in PORTS if port in opened),
+    )

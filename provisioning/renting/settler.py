@@ -1,0 +1,313 @@
+"""Making the ledger and one provider agree, and giving pods back: one is forgotten when its provider calls it gone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from provisioning.errors import NoCapacity, ProviderError, ProvisioningError, UserError
+from provisioning.ledger.ledger import Ledger
+from provisioning.ledger.row import Row, State
+from provisioning.pods.pod import Pod
+from provisioning.providers.backoff import repeated
+from provisioning.providers.protocol import Provider
+from provisioning.renting.reconcile import (
+    Action,
+    Adopt,
+    Destroy,
+    DestroyStray,
+    Forget,
+    GiveUp,
+    Missed,
+    Wait,
+    decide,
+)
+from provisioning.renting.view import ProviderView
+
+T = TypeVar("T")
+Say = Callable[[str, str], None]
+"""Tells people about a pod: its name, and what happens."""
+
+# For cents that are rounded; what costs more than was agreed to is not kept.
+_PRICE_SLACK = 1.02
+_END_SLACK_S = 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How long things may take, in seconds."""
+
+    boot_s: float = 900.0
+    destroy_s: float = 180.0
+    poll_s: float = 2.0
+    list_age_s: float = 0.5
+    """A list that is no older than this serves everybody who asks."""
+
+
+@dataclass(kw_only=True)
+class Settler:
+    """Finishes what is half done with the pods of one ledger at one provider. The caller holds the ledger's lock."""
+
+    ledger: Ledger
+    provider: Provider
+    say: Say
+    patience: Patience = field(default_factory=Patience)
+    clock: Callable[[], float] = time.time
+    on_state: Callable[[str, State], None] = lambda name, state: None
+
+    def __post_init__(self) -> None:
+        self.view = ProviderView(self.provider, self.clock, self.patience.list_age_s, self.tell)
+        self._settling = asyncio.Lock()
+
+    def tell(self, text: str) -> None:
+        """Tell people about the provider itself."""
+        self.say(self.provider.name, text)
+
+    @property
+    def rows(self) -> list[Row]:
+        return [row for row in self.ledger.rows() if row.provider == self.provider.name]
+
+    async def settle(self) -> dict[str, ProvisioningError]:
+        """Make the ledger and the provider agree; also after a crash at any point. Raises ProvisioningError.
+
+        Orders that nobody knows the outcome of are looked for; orphans and pods whose time is over are given back;
+        what the provider says is gone is forgotten. What could not be done, or is not known, by pod or machine.
+        """
+        # Several pods that are given back may all come here: what one settles, the next finds settled.
+        async with self._settling:
+            return await self._settle()
+
+    async def _settle(self) -> dict[str, ProvisioningError]:
+        deadline = self.clock() + self.provider.settle_s + self.patience.destroy_s
+        while True:
+            rows = self.rows
+            look = await self.view.look(rows)
+            actions = decide(
+                rows,
+                look,
+                owner=self.ledger.owner,
+                now=self.clock(),
+                settle_s=self.provider.settle_s,
+                doubt_s=self.provider.doubt_s,
+                repeatable=self.provider.repeatable,
+            )
+            failures: dict[str, ProvisioningError] = {
+                machine: ProviderError(why) for machine, why in look.silent.items()
+            }
+            failures |= {
+                row.name: ProviderError(
+                    f"it is not known whether it is still there, so it may cost money: {why}"
+                )
+                for row in rows
+                if (why := look.unknown.get(row.provider_id or ""))
+            }
+            failures |= await self._all_carried_out(actions)
+            orders = [
+                action.row
+                for action in actions
+                if isinstance(action, GiveUp)
+                or (isinstance(action, Wait | Missed) and action.row.is_in_doubt and action.until <= deadline)
+            ]
+            if not orders or self.clock() > deadline:
+                return failures
+            self.say(orders[0].name, "looking whether an order got through whose answer was lost")
+            await asyncio.sleep(self.patience.poll_s)
+
+    async def _all_carried_out(self, actions: Iterable[Action]) -> dict[str, ProvisioningError]:
+        failures: dict[str, ProvisioningError] = {}
+
+        async def one(action: Action) -> None:
+            try:
+                await self._carry_out(action)
+            except ProvisioningError as error:
+                name = action.pod.label if isinstance(action, DestroyStray) else action.row.name
+                failures[name] = error
+
+        await gathered(one(action) for action in actions)
+        return failures
+
+    async def _carry_out(self, action: Action) -> None:
+        if not isinstance(action, DestroyStray) and self.ledger.current(action.row) != action.row:
+            # It was changed beside this look: the next one decides.
+            return
+        match action:
+            case Adopt(row, pod):
+                if row.state == State.PLANNED:
+                    row = self.ledger.advance(row, State.CREATING)
+                self.say(row.name, f"the order had got through: it is {pod.id}")
+                # What is not as ordered has been given back, and said so.
+                with contextlib.suppress(NoCapacity):
+                    await self.rented(row, pod)
+            case GiveUp(row):
+                self.say(row.name, "its order is given up; if a pod of it comes yet, it is given back")
+                self.advance(row, State.DELETING)
+            case Missed(row, _):
+                self.ledger.missed(row, now=self.clock())
+            case Forget(row, reason):
+                self.say(row.name, reason)
+                self._forget(row)
+            case DestroyStray(pod, reason):
+                row = self.ledger.found(pod, self.provider.name, now=self.clock())
+                self.say(row.name, f"{pod.id} is given back: {reason}")
+                await self._end(row)
+            case Destroy(row, pod, reason):
+                self.say(row.name, f"given back: {reason}")
+                # Its time is over, whatever becomes of its results.
+                await self.bring_home(row, loses_results=True)
+                await self._end(self._identified(row, pod))
+
+    async def write_down_strays(self) -> None:
+        """Give the pods of ours that no row knows of rows, so that they can be given back. Raises ProviderError."""
+        rows = self.rows
+        for pod in (await self.view.look(rows)).strays(rows, self.ledger.owner):
+            self.ledger.found(pod, self.provider.name, now=self.clock())
+
+    async def give_back(self, row: Row, *, loses_results: bool = False) -> None:
+        """Until the provider says that there is no such pod; then the row goes. May be repeated, also while it is
+        under way. Raises ProviderError with what is to be done, and ResultsNotFetched, which keeps the pod.
+        """
+        current = self.ledger.current(row)
+        if current is None:
+            return
+        if current.state == State.PLANNED:
+            self._forget(current)
+            return
+        await self.bring_home(current, loses_results=loses_results)
+        row = self.advance(current, State.DELETING)
+        if row.provider_id is not None:
+            await self._end(row)
+            return
+        failures = await self.settle()
+        left = self.ledger.current(row)
+        if left is not None:
+            raise failures.get(row.name) or ProviderError(
+                f"NOBODY KNOWS YET WHETHER THE ORDER {row.label} MADE A POD AT {self.provider.name.upper()} THAT COSTS "
+                "MONEY: its answer was lost, and no list has shown one. `diloco pods reconcile` looks again, and gives "
+                "it back if it comes."
+            )
+
+    async def bring_home(self, row: Row, *, loses_results: bool = False) -> None:
+        """Fetch what was made on a pod that is to be given back. What cannot be is said, and raises
+        ResultsNotFetched unless it may be lost.
+        """
+
+    def _identified(self, row: Row, pod: Pod) -> Row:
+        """The row as one that is to be ended, with the id that its pod has."""
+        if row.provider_id is not None:
+            return self.advance(row, State.DELETING)
+        price = pod.price_per_hour if pod.price_per_hour is not None else row.offer.price_per_hour
+        return self.ledger.rented(row, pod.id, price, State.DELETING)
+
+    async def _end(self, row: Row) -> None:
+        """Have this very id deleted, whatever lists say, until its provider says that there is no such pod."""
+        deadline = max(
+            self.clock() + self.patience.destroy_s, self._settled_at(row) + 2 * self.patience.poll_s
+        )
+        said = ""
+        while (trouble := await self._deleted(row)) is not None:
+            if isinstance(trouble, UserError) or self.clock() > deadline:
+                raise ProviderError(
+                    f"POD {row.name} ({row.provider_id}) OF {self.provider.name.upper()} IS NOT KNOWN TO BE GONE AND "
+                    f"MAY COST MONEY: {trouble}. `diloco pods down` tries again; or end it on the provider's web site."
+                )
+            if str(trouble) != said:
+                said = str(trouble)
+                self.say(row.name, f"not given back yet: {said}")
+            await asyncio.sleep(self.patience.poll_s)
+        self._forget(row)
+        self.say(row.name, "given back")
+
+    async def _deleted(self, row: Row) -> ProvisioningError | None:
+        """Ask once for its deletion, and then whether it is there; why it cannot be called gone."""
+        pod_id = row.provider_id
+        assert pod_id is not None and row.state == State.DELETING
+        trouble: ProvisioningError = ProviderError("it is still there")
+        try:
+            await repeated(lambda: self.provider.destroy(pod_id), tell=self.tell)
+        except ProvisioningError as error:
+            trouble = error
+        try:
+            if await self.view.find(pod_id) is not None:
+                return trouble
+        except ProvisioningError as error:
+            return error
+        if self.clock() < self._settled_at(row):
+            return ProviderError(f"so new a pod may live and be unknown to {self.provider.name}")
+        return None
+
+    def _settled_at(self, row: Row) -> float:
+        return row.asked_at + self.provider.settle_s
+
+    def _forget(self, row: Row) -> None:
+        self.ledger.forget(row, now=self.clock())
+        self.on_state(row.name, State.GONE)
+
+    async def rented(self, row: Row, pod: Pod) -> None:
+        """Read back what was rented. What was not asked for is given back at once, and said aloud: NoCapacity."""
+        price = pod.price_per_hour if pod.price_per_hour is not None else row.offer.price_per_hour
+        wrong, offered = _wrong(row, pod, price), row.offer.price_per_hour
+        row = self.ledger.rented(row, pod.id, price)
+        self.on_state(row.name, State.BOOTING)
+        if price > offered * _PRICE_SLACK and not wrong:
+            self.say(row.name, f"costs {price:.2f} $/h now, and not {offered:.2f} as was offered")
+        if wrong:
+            self.say(row.name, f"{self.provider.name} rented {wrong}; giving it back")
+            await self.give_back(row)
+            raise NoCapacity(f"{self.provider.name} rented {wrong}, and it was given back")
+        await self.hold_to_end(row)
+
+    async def hold_to_end(self, row: Row) -> None:
+        """See to it that the provider takes the pod back in time, where it can; read back, and say it if not."""
+        if row.ends_at is None or not self.provider.keeps_time:
+            return
+        pod = await self.pod_of(row)
+        if _ends_at(pod, row.ends_at):
+            return
+        await repeated(functools.partial(self.provider.set_end, pod.id, row.ends_at))
+        deadline = self.clock() + self.provider.settle_s
+        # By its id: lists are older.
+        while not _ends_at(await self.view.find(pod.id), row.ends_at):
+            if self.clock() > deadline:
+                self.say(
+                    row.name,
+                    f"{self.provider.name} does not confirm when it ends; we watch the time ourselves",
+                )
+                return
+            await asyncio.sleep(self.patience.poll_s)
+
+    async def pod_of(self, row: Row) -> Pod:
+        """Raises NoCapacity where there is none any more, and ProviderError."""
+        return await self.view.pod_of(row, self.patience.poll_s)
+
+    def advance(self, row: Row, state: State, **changes: object) -> Row:
+        row = self.ledger.advance(row, state, **changes)
+        self.on_state(row.name, state)
+        return row
+
+
+def _ends_at(pod: Pod | None, ends_at: float) -> bool:
+    return pod is not None and pod.ends_at is not None and abs(pod.ends_at - ends_at) <= _END_SLACK_S
+
+
+def _wrong(row: Row, pod: Pod, price: float) -> str:
+    """What is not as ordered, in words."""
+    if row.spec.gpu_count is not None and pod.gpu_count not in (None, row.offer.gpu_count):
+        return f"{pod.gpu_count} GPUs in place of {row.offer.gpu_count}"
+    limit = row.spec.max_price if row.spec.max_price is not None else row.offer.price_per_hour
+    if price > limit * _PRICE_SLACK:
+        return f"for {price:.2f} $/h in place of {row.offer.price_per_hour:.2f}"
+    return ""
+
+
+async def gathered(work: Iterable[Awaitable[T]]) -> list[T]:
+    """All results; if one fails, the others are finished first."""
+    results = await asyncio.gather(*work, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if not isinstance(result, BaseException)]

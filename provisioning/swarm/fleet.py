@@ -1,0 +1,142 @@
+"""The whole way: settle what a crash left, rent, set up, start a swarm; and back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from provisioning.errors import ProviderError, ProvisioningError
+from provisioning.ledger.ledger import Ledger
+from provisioning.ledger.row import Row, State
+from provisioning.machines import jobs
+from provisioning.machines.paths import VENV
+from provisioning.machines.setup import Progress, Setup, set_up
+from provisioning.pods.pod import Offer, PodSpec
+from provisioning.providers.backoff import repeated
+from provisioning.providers.registry import Access
+from provisioning.renting.operations import PYTHON
+from provisioning.renting.plan import Plan, plan
+from provisioning.renting.renters import INVENTORY, Renters, renters
+from provisioning.renting.settler import Patience, Say, gathered
+from provisioning.swarm.swarm import Swarm, SwarmOptions
+
+
+@dataclass
+class Outcome:
+    """What became of each pod."""
+
+    failures: dict[str, ProvisioningError] = field(default_factory=dict)
+
+    @property
+    def is_good(self) -> bool:
+        return not self.failures
+
+
+@dataclass
+class Fleet:
+    """The pods of one state file. The caller holds the ledger's lock."""
+
+    renters: Renters
+    setup: Setup
+    progress_of: Callable[[str], Progress] | None = None
+    """Who is told how far the set-up of a pod is."""
+
+    async def planned(self, desired: Sequence[PodSpec]) -> tuple[Plan, list[Offer]]:
+        """What is to be done, after making the ledger true. Buys nothing. Raises ProvisioningError."""
+        names = list(dict.fromkeys(name for spec in desired for name in spec.providers))
+        for renter in [self.renters[name] for name in names]:
+            await repeated(renter.provider.check, tell=renter.tell)
+        for provider, failures in (await self.renters.settle()).items():
+            for name, error in failures.items():
+                if provider in names:
+                    raise ProviderError(f"{name}: {error}. Nothing was rented.")
+                self.renters.say(provider, f"it is not known whether a pod of ours is there: {name}: {error}")
+        offers = await self.renters.offers(names)
+        return plan(desired, self.renters.rows, offers), offers
+
+    async def rent(self, agreed: Plan, offers: Sequence[Offer]) -> Outcome:
+        return Outcome(await self.renters.apply(agreed, offers))
+
+    async def set_up(
+        self, outcome: Outcome, *, again: bool = False, with_environment: bool = True
+    ) -> Outcome:
+        """Code and environment onto all pods that answer and lack them; `again`: also where nothing runs on them."""
+
+        async def one(row: Row) -> None:
+            try:
+                machine = await self.renters.machine(row.name)
+                if row.state == State.SYNCED and await jobs.any_runs(machine, row.label):
+                    return
+                self.renters.say(row.name, "sending code, making its environment")
+                num_gpus = None if row.offer.is_cpu else row.offer.gpu_count
+                await set_up(
+                    machine,
+                    row.label,
+                    self.setup,
+                    num_gpus=num_gpus,
+                    with_environment=with_environment,
+                    progress=self.progress_of(row.name) if self.progress_of else None,
+                )
+                self.renters.of(row).advance(row, State.SYNCED)
+            except ProvisioningError as error:
+                outcome.failures[row.name] = error
+                self.renters.say(row.name, f"failed: {error}")
+
+        states = {State.REACHABLE, State.SYNCED} if again else {State.REACHABLE}
+        rows = [row for row in self.renters.rows if row.state in states]
+        await gathered(one(row) for row in rows if row.name not in outcome.failures)
+        return outcome
+
+    async def train(self, outcome: Outcome, options: SwarmOptions) -> Outcome:
+        """A peer on each pod, all in epoch 1. Starts nothing unless all pods are there."""
+        if outcome.is_good and self.renters.rows:
+            try:
+                outcome.failures.update(await Swarm(self.renters, options, self.python_of).start())
+            except ProvisioningError as error:
+                outcome.failures[self.renters.rows[0].name] = error
+        return outcome
+
+    def python_of(self, name: str) -> str:
+        return self.setup.python or f"{VENV}/bin/python"
+
+    async def give_back(self, names: Sequence[str] | None = None, *, loses_results: bool = False) -> Outcome:
+        """These pods, or all; each as far as it goes, whatever becomes of the others."""
+        outcome = Outcome()
+
+        async def one(row: Row) -> None:
+            try:
+                await self.renters.of(row).give_back(row, loses_results=loses_results)
+            except ProvisioningError as error:
+                outcome.failures[row.name] = error
+
+        await gathered(one(row) for row in self.renters.rows if names is None or row.name in names)
+        return outcome
+
+
+@contextlib.asynccontextmanager
+async def opened_fleet(
+    ledger: Ledger,
+    specs: Sequence[PodSpec],
+    access: Access,
+    say: Say,
+    setup: Setup,
+    *,
+    boot_timeout_s: float = 900.0,
+) -> AsyncIterator[Fleet]:
+    """The fleet for these specs; what its pods are to be given is filled up. Raises UserError."""
+    names = list(dict.fromkeys(name for spec in specs for name in spec.providers))
+    patience = Patience(boot_s=boot_timeout_s)
+    async with renters(ledger, access, say, patience, to_rent=names) as found:
+        if access.inventory:
+            ledger.remember(INVENTORY, str(access.inventory))
+        pythons = {found[name].provider.python() for name in names}
+        wandb = ["wandb"] if "WANDB_API_KEY" in (setup.secrets or {}) else []
+        setup = replace(
+            setup,
+            # Where pods are unlike, each gets an environment of its own.
+            python=setup.python or (pythons.pop() if len(pythons) == 1 else None),
+            extras=["data", *setup.extras, *wandb],
+        )
+        ledger.remember(PYTHON, setup.python or "")
+        yield Fleet(found, setup)

@@ -1,0 +1,237 @@
+"""Keeping a swarm as it was asked for while nobody looks, as the process that runs beside every command.
+
+Pods that died are replaced, a swarm that has ended is given back once its results are fetched, and pods whose time is
+over are. What was asked for is in the ledger, so a keeper that was killed is succeeded by the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from pathlib import Path
+
+from provisioning.errors import Busy, ProviderError, ProvisioningError
+from provisioning.ledger.ledger import Ledger
+from provisioning.ledger.row import State
+from provisioning.machines.setup import Mount, Setup, secrets_of
+from provisioning.pods.pod import PodSpec
+from provisioning.providers.registry import Access
+from provisioning.renting import operations
+from provisioning.renting.operations import WANTED, is_to_be_watched
+from provisioning.renting.settler import Say
+from provisioning.swarm.fleet import Fleet, Outcome, opened_fleet
+from provisioning.swarm.status import Status, overview
+from provisioning.swarm.swarm import SwarmOptions
+
+_INTERVAL_S = 15.0
+_SILENT_S = 300.0
+_EPOCH_TIMEOUT_S = 900.0
+KEPT = "kept"
+"""What the keeper did last, in the ledger, for people."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """The swarm that was asked for last."""
+
+    specs: Sequence[PodSpec]
+    """With the price that each may cost."""
+    replaces: bool
+    stops_when_idle: bool
+    budget: float | None = None
+    """Dollars for all pods of the ledger, beyond which none is replaced any more."""
+    setup: Setup
+    options: SwarmOptions
+    ends_at: Mapping[str, float | None] = field(default_factory=dict)
+    """By pod; a replacement ends with the pod that it replaces."""
+
+    def write(self, ledger: Ledger) -> None:
+        """Secrets by their names alone."""
+        setup, options = self.setup, self.options
+        ledger.remember(
+            WANTED,
+            json.dumps(
+                {
+                    "specs": [spec.to_json() for spec in self.specs],
+                    "policy": [self.replaces, self.stops_when_idle, self.budget],
+                    "source": str(setup.source),
+                    "python": setup.python,
+                    "extras": list(setup.extras),
+                    "secrets": list(setup.secrets or {}),
+                    "mounts": [[str(mount.source), mount.place] for mount in setup.mounts],
+                    "swarm": [options.run_id, list(options.flags)],
+                    "ends_at": dict(self.ends_at),
+                }
+            ),
+        )
+
+    @classmethod
+    def read(cls, ledger: Ledger, environment: Mapping[str, str]) -> Wanted | None:
+        """Raises UserError where a secret is not in the environment any more."""
+        text = ledger.recall(WANTED)
+        if not text:
+            return None
+        found = json.loads(text)
+        replaces, stops_when_idle, budget = found["policy"]
+        run_id, flags = found["swarm"]
+        return cls(
+            specs=[PodSpec.from_json(spec) for spec in found["specs"]],
+            replaces=replaces,
+            stops_when_idle=stops_when_idle,
+            budget=budget,
+            setup=Setup(
+                source=Path(found["source"]),
+                python=found["python"],
+                extras=found["extras"],
+                secrets=secrets_of(environment, found["secrets"]),
+                mounts=[Mount(Path(source), place) for source, place in found["mounts"]],
+            ),
+            options=SwarmOptions(run_id=run_id, flags=flags, epoch_timeout_s=_EPOCH_TIMEOUT_S),
+            ends_at=found["ends_at"],
+        )
+
+    def at(self, now: float, rows_end_at: Mapping[str, float | None]) -> Wanted:
+        """What is still wanted now: pods whose time is over are not, and the others only until then."""
+        ends_at = {**self.ends_at, **rows_end_at}
+        left = [spec for spec in self.specs if (end := ends_at.get(spec.name)) is None or end > now]
+        specs = [
+            spec if (end := ends_at.get(spec.name)) is None else replace(spec, ttl_hours=(end - now) / 3600)
+            for spec in left
+        ]
+        return replace(self, specs=specs, ends_at={spec.name: ends_at.get(spec.name) for spec in left})
+
+
+def no_longer_wanted(ledger: Ledger, names: Sequence[str]) -> None:
+    """Somebody gives these pods back, or all: they are not to be replaced."""
+    text = ledger.recall(WANTED)
+    found = json.loads(text) if text else {"specs": []}
+    found["specs"] = [spec for spec in found["specs"] if names and PodSpec.from_json(spec).name not in names]
+    ledger.remember(WANTED, json.dumps(found) if found["specs"] else "")
+
+
+class Fate(StrEnum):
+    LIVES = "lives"
+    DIED = "died"
+    ENDED = "ended"
+    """Its peer has finished, or failed and said why: another pod would do no better."""
+
+
+def fate(status: Status, silent_s: float) -> tuple[Fate, str]:
+    """What has become of a pod that was running, and why that is known. `silent_s`: for how long nothing answers."""
+    if status.row.state != State.RUNNING:
+        return Fate.LIVES, ""
+    if status.is_there is False:
+        return Fate.DIED, "its provider has no such pod any more"
+    if status.failure:
+        return Fate.DIED, status.failure
+    if status.look is None:
+        return (Fate.DIED, f"silent for {silent_s:.0f} s") if silent_s > _SILENT_S else (Fate.LIVES, "")
+    job = status.look.job
+    if job.is_running:
+        return Fate.LIVES, ""
+    if job.code is None:
+        return Fate.DIED, "all its processes were killed"
+    return Fate.ENDED, f"its peer ended with {job.code}"
+
+
+@dataclass
+class Keeper:
+    """`look` may be called again and again, by one process at a time."""
+
+    ledger: Ledger
+    access: Access
+    say: Say
+    clock: Callable[[], float] = time.time
+
+    def __post_init__(self) -> None:
+        self._silent_since: dict[str, float] = {}
+        self._said = ""
+
+    async def look(self) -> None:
+        """Look at all pods once, and do what has to be done. Raises ProvisioningError."""
+        wanted = Wanted.read(self.ledger, self.access.environment)
+        if wanted is None:
+            return
+        seen = [one for one in (await overview(self.ledger, self.access)).pods if one.is_in_ledger]
+        wanted = wanted.at(self.clock(), {one.row.name: one.row.ends_at for one in seen})
+        fates = {one.row.name: (one, *fate(one, self._silent_s(one))) for one in seen}
+        if wanted.stops_when_idle and fates and all(found is Fate.ENDED for _, found, _ in fates.values()):
+            await self._stop()
+            return
+        dead = {name: (one, why) for name, (one, found, why) in fates.items() if found is Fate.DIED}
+        missing = [spec.name for spec in wanted.specs if spec.name not in fates]
+        unfinished = [one.row.name for one, _, _ in fates.values() if one.row.state != State.RUNNING]
+        if wanted.replaces and (dead or missing or unfinished):
+            with self.ledger.locked():
+                wanted.write(self.ledger)
+                await self._restore(wanted, dead)
+
+    async def _stop(self) -> None:
+        self.tell("the run has ended: fetching its results, and giving its pods back")
+        with self.ledger.locked():
+            failures = await operations.down(self.ledger, self.access, (), self.say)
+        for name, error in failures.items():
+            self.tell(f"{name} is not given back: {error}")
+        if not failures:
+            self.ledger.remember(WANTED, "")
+
+    async def _restore(self, wanted: Wanted, dead: Mapping[str, tuple[Status, str]]) -> None:
+        now = self.clock()
+        spent = sum(bill.dollars(now) for bill in self.ledger.bills())
+        if wanted.budget is not None and spent >= wanted.budget:
+            self.tell(f"{spent:.2f} $ are spent, and the budget is {wanted.budget:.2f}: nothing is replaced")
+            return
+        for name, (_, why) in dead.items():
+            self.tell(f"{name} has died: {why}; it is replaced")
+        async with opened_fleet(self.ledger, wanted.specs, self.access, self.say, wanted.setup) as fleet:
+            for one, _ in dead.values():
+                await fleet.renters.of(one.row).give_back(one.row, loses_results=True)
+            outcome = await self._brought_up(fleet, wanted)
+        for name, error in outcome.failures.items():
+            self.tell(f"{name} is not there yet: {error}")
+        if outcome.is_good:
+            self.tell(f"all {len(wanted.specs)} pods train")
+
+    async def _brought_up(self, fleet: Fleet, wanted: Wanted) -> Outcome:
+        agreed, offers = await fleet.planned(wanted.specs)
+        if any(removal.row.state not in (State.DELETING, State.PLANNED) for removal in agreed.destroy):
+            raise ProviderError(
+                "pods that live would have to be given back; `diloco provision` asks about that"
+            )
+        return await fleet.train(await fleet.set_up(await fleet.rent(agreed, offers)), wanted.options)
+
+    def _silent_s(self, one: Status) -> float:
+        if one.look is not None or one.is_there is not True:
+            self._silent_since.pop(one.row.label, None)
+            return 0.0
+        return self.clock() - self._silent_since.setdefault(one.row.label, self.clock())
+
+    def tell(self, text: str) -> None:
+        if text != self._said:
+            self._said = text
+            self.say("keeper", text)
+            self.ledger.remember(KEPT, f"{time.strftime('%H:%M:%S', time.localtime(self.clock()))} {text}")
+
+
+async def watch(
+    ledger: Ledger, access: Access, say: Say, *, interval_s: float, stop: Callable[[], bool] = lambda: False
+) -> None:
+    """Until there is nothing to be watched any more: keep the swarm that is wanted, and give back what is to go."""
+    keeper, overseer = Keeper(ledger, access, say), operations.Overseer(ledger, access, say)
+    while not stop() and is_to_be_watched(ledger):
+        wait_s = await overseer.look(interval_s)
+        if ledger.recall(WANTED):
+            wait_s = min(wait_s, _INTERVAL_S)
+            try:
+                await keeper.look()
+            except Busy:
+                # Whoever holds the lock sees to it.
+                pass
+            except ProvisioningError as error:
+                keeper.tell(f"not done yet: {error}")
+        if is_to_be_watched(ledger):
+            await asyncio.sleep(wait_s)

@@ -1,0 +1,122 @@
+"""What a pod tells of its peer, and what of that is news to whoever waits for it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from provisioning.machines import jobs
+from provisioning.machines.machine import Machine
+from provisioning.machines.paths import JOBS, PEER_RUN, pod_directory
+from provisioning.swarm.commands import PEER_JOB
+
+_LOG_LINES = 15
+_LINE_INTERVAL_S = 10.0
+
+
+@dataclass(frozen=True)
+class PeerLook:
+    """What a pod tells of its peer."""
+
+    job: jobs.JobState
+    epoch: int = 0
+    step: int = 0
+    last_lines: str = ""
+    trains: str = ""
+    """Its own line on what it trains, and why that."""
+    num_contributors: int = 0
+    """Of its last epoch."""
+    loss: float | None = None
+    """Of its last step."""
+    tokens: int = 0
+    """That it has trained itself, since it joined."""
+
+    @property
+    def has_finished(self) -> bool:
+        return self.job.code == 0
+
+
+class PeerNews:
+    """Lines for people who wait for a peer's first epoch: what it trains, what it does, and the epoch itself.
+
+    `trainings` holds what other peers have said that they train, which is not said again.
+    """
+
+    def __init__(self, began_at: float, trainings: set[str]) -> None:
+        self._began_at, self._trainings = began_at, trainings
+        self._said_at, self._line = began_at, ""
+        self._num_looks = 0
+
+    def of(self, look: PeerLook, now: float) -> Iterator[str]:
+        self._num_looks += 1
+        if look.trains and look.trains not in self._trainings:
+            self._trainings.add(look.trains)
+            yield look.trains
+        if look.epoch >= 1 or look.has_finished:
+            yield self._end(look, now)
+            return
+        line = look.last_lines.rpartition("\n")[2].removeprefix("this peer: ")
+        if line and line not in (self._line, look.trains) and now - self._said_at >= _LINE_INTERVAL_S:
+            self._said_at, self._line = now, line
+            yield line
+
+    def _end(self, look: PeerLook, now: float) -> str:
+        if self._num_looks == 1 or not look.num_contributors:
+            return f"is in epoch {look.epoch}"
+        peers = f"{look.num_contributors} peer{'' if look.num_contributors == 1 else 's'}"
+        loss = "" if look.loss is None else f", loss {look.loss:.3f}"
+        return f"epoch {look.epoch} averaged by {peers}{loss}, {now - self._began_at:.0f} s after the start"
+
+
+async def look_at_peer(machine: Machine, label: str) -> PeerLook:
+    """Raises MachineError."""
+    job = await jobs.state(machine, label, PEER_JOB)
+    directory = shlex.quote(pod_directory(label))
+    log = f"{JOBS}/{PEER_JOB}/log"
+    script = f"""
+cd {directory} || exit 9
+grep -m 1 -E '"event": ?"start"' {PEER_RUN}/metrics.jsonl 2>/dev/null
+grep -E '"kind": ?"step"' {PEER_RUN}/metrics.jsonl 2>/dev/null | tail -n 1
+grep -E '"kind": ?"epoch"' {PEER_RUN}/metrics.jsonl 2>/dev/null | tail -n 1
+echo ---
+grep '^trains ' {log} 2>/dev/null | tail -n 1
+echo ---
+tail -n {_LOG_LINES} {log} 2>/dev/null; exit 0
+"""
+    answer = (await machine.run(script)).checked("looking at the peer")
+    figures, trains, lines = answer.split("---\n", 2)
+    records = [record_in(line) for line in figures.splitlines()]
+    epoch = next((record for record in records if record.get("kind") == "epoch"), {})
+    step = next((record for record in records if record.get("kind") == "step"), {})
+    start = next((record for record in records if record.get("kind") == "event"), {})
+    return PeerLook(
+        job,
+        epoch=int(epoch.get("epoch", 0)),
+        step=max(int(record.get("step", 0)) for record in (epoch, step)),
+        last_lines=end_of(lines),
+        trains=trains.strip(),
+        num_contributors=len(epoch.get("contributors") or ()),
+        loss=step.get("loss"),
+        tokens=max(int(step.get("tokens", 0)) - int(start.get("tokens", 0)), 0),
+    )
+
+
+def end_of(log: str) -> str:
+    """The text of the last box, else the last lines."""
+    lines = log.strip().splitlines()
+    starts = [index for index, line in enumerate(lines) if line.startswith("╭─")]
+    if starts:
+        return " ".join(line.strip("│ ") for line in lines[starts[-1] + 1 :] if not line.startswith("╰"))
+    return "\n".join(lines[-_LOG_LINES:])
+
+
+def record_in(line: str) -> dict[str, Any]:
+    """The metrics of one line; none for what is no line of metrics."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,161 @@
+"""What can be said of all pods now, and what each may cost. Changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+from provisioning.errors import ProvisioningError
+from provisioning.ledger.ledger import Ledger
+from provisioning.ledger.row import Row, State, stray
+from provisioning.machines.use import UNKNOWN, Use, use_of
+from provisioning.pods.pod import Pod
+from provisioning.providers.registry import Access
+from provisioning.renting.reconcile import Look
+from provisioning.renting.renter import Renter
+from provisioning.renting.renters import renters
+from provisioning.swarm.swarm import PeerLook, look_at_peer
+
+_LOOK_TIMEOUT_S = 30.0
+_HAS_ANSWERED = (State.REACHABLE, State.SYNCED, State.RUNNING)
+
+
+@dataclass(frozen=True)
+class Status:
+    """One pod, as far as it can be said now."""
+
+    row: Row
+    is_there: bool | None
+    """Whether its provider has it; None: that is not known, so it may."""
+    peer: str
+    """What its peer does, or what is known in its place, in words."""
+    look: PeerLook | None = None
+    use: Use = UNKNOWN
+    failure: str = ""
+    """Why its provider says that it will never be up again."""
+    is_in_ledger: bool = True
+    dollars: float = 0.0
+    """What it has cost so far."""
+
+    @property
+    def epoch(self) -> int | None:
+        return self.look.epoch if self.look else None
+
+    @property
+    def step(self) -> int | None:
+        return self.look.step if self.look else None
+
+    @property
+    def may_cost(self) -> bool:
+        return self.is_there is not False
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.row.name,
+            "state": str(self.row.state),
+            "provider": self.row.provider,
+            "provider_id": self.row.provider_id,
+            "gpu_type": self.row.offer.gpu_type,
+            "gpu_count": self.row.offer.gpu_count,
+            "price_per_hour": self.row.offer.price_per_hour,
+            "ends_at": self.row.ends_at,
+            "is_there": self.is_there,
+            "may_cost": self.may_cost,
+            "peer": self.peer,
+            "epoch": self.epoch,
+            "step": self.step,
+            "tokens": self.look.tokens if self.look else None,
+            "dollars": self.dollars,
+            "gpu_percent": self.use.gpu,
+            "cpu_percent": self.use.cpu,
+        }
+
+
+@dataclass
+class Overview:
+    """What all providers said."""
+
+    pods: list[Status]
+    silent: dict[str, str]
+    """Providers and machines that did not answer, and why: a pod of ours may be there that is not shown."""
+    dollars: float = 0.0
+    """What all pods of the ledger have cost so far, those that are gone included."""
+
+    @property
+    def tokens(self) -> int:
+        """That the peers of these pods have trained."""
+        return sum(one.look.tokens for one in self.pods if one.look)
+
+    @property
+    def dollars_per_billion_tokens(self) -> float | None:
+        return self.dollars / self.tokens * 1e9 if self.tokens else None
+
+
+async def overview(ledger: Ledger, access: Access) -> Overview:
+    """Of all pods at all providers that were ever used; one that does not answer hides no other."""
+    async with renters(ledger, access, lambda name, text: None) as by_provider:
+        found = await asyncio.gather(*(_at_one(renter) for renter in by_provider.values()))
+        failures = {name: str(error) for name, error in by_provider.failures.items()}
+    lost = [_unseen(row, failures[row.provider]) for row in ledger.rows() if row.provider in failures]
+    now = time.time()
+    dollars = {bill.label: bill.dollars(now) for bill in ledger.bills()}
+    pods = [*(status for one in found for status in one.pods), *lost]
+    return Overview(
+        [replace(one, dollars=dollars.get(one.row.label, 0.0)) for one in pods],
+        failures | {name: why for one in found for name, why in one.silent.items()},
+        sum(dollars.values()),
+    )
+
+
+async def _at_one(renter: Renter) -> Overview:
+    """At one provider, the pods of ours included that no row knows of."""
+    rows, owner, provider = renter.rows, renter.ledger.owner, renter.provider.name
+    try:
+        look = await asyncio.wait_for(renter.view.look(rows), _LOOK_TIMEOUT_S)
+    except (ProvisioningError, TimeoutError) as error:
+        return Overview([_unseen(row, _words(error)) for row in rows], {provider: _words(error)})
+    pods = look.pods_of(rows)
+    known = await asyncio.gather(*(_of_row(renter, row, pods.get(row.label), look) for row in rows))
+    strays = [stray(pod, provider, owner, time.time()) for pod in look.strays(rows, owner)]
+    why = "ours, but in no row: `diloco pods down` gives it back"
+    shown = [Status(row, True, why, is_in_ledger=False) for row in strays]
+    return Overview([*known, *shown], dict(look.silent))
+
+
+async def _of_row(renter: Renter, row: Row, pod: Pod | None, look: Look) -> Status:
+    if pod is None:
+        if row.provider_id in look.gone:
+            return Status(row, False, "gone, its provider says")
+        return _unseen(row, look.unknown.get(row.provider_id or "", "not listed"))
+    if row.state not in _HAS_ANSWERED:
+        return Status(row, True, "is being given back" if row.state == State.DELETING else "–")
+    try:
+        machine = await asyncio.wait_for(renter.machine_of(row, pod), _LOOK_TIMEOUT_S)
+        peer, use = await asyncio.wait_for(
+            asyncio.gather(look_at_peer(machine, row.label), use_of(machine)), _LOOK_TIMEOUT_S
+        )
+    except (ProvisioningError, TimeoutError) as error:
+        return Status(row, True, f"unknown: {_words(error)}", failure=pod.failure)
+    return Status(row, True, _activity(row, peer), peer, use)
+
+
+def _unseen(row: Row, why: str) -> Status:
+    if row.state == State.PLANNED:
+        return Status(row, False, "–")
+    if row.is_in_doubt:
+        return Status(row, None, "its order's answer was lost: it may be there, and cost")
+    return Status(row, None, f"not known, may cost: {why}")
+
+
+def _activity(row: Row, peer: PeerLook) -> str:
+    if peer.job.is_running:
+        return "trains" if peer.epoch or peer.step else "starts"
+    if peer.job.code is not None:
+        return "finished" if peer.has_finished else f"ended with {peer.job.code}: {peer.last_lines}"
+    return "does not run" if row.state == State.RUNNING else "–"
+
+
+def _words(error: Exception) -> str:
+    return str(error) or "no answer in time"

@@ -1,0 +1,304 @@
+"""What every provider has to do, whichever it is: a new one is named in the registry, and gets its line in `CLOUDS`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import getpass
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from provisioning.errors import NoCapacity, OutcomeUnknown, ProviderError, Unavailable, UserError
+from provisioning.machines.keys import public_key
+from provisioning.pods.pod import Order, Pod, PodSpec
+from provisioning.providers.lambda_cloud import LambdaProvider
+from provisioning.providers.lium import LiumProvider
+from provisioning.providers.local import LocalProvider
+from provisioning.providers.protocol import Provider
+from provisioning.providers.registry import NAMES
+from provisioning.providers.runpod import RunPodProvider
+from provisioning.providers.ssh import SshProvider
+from provisioning.providers.vast import VastProvider
+from tests.support.exhaustive import exhaustive_but
+from tests.support.http_api import Fault, HttpApi
+from tests.support.lambda_api import LambdaApi
+from tests.support.lium_api import LiumApi, executor
+from tests.support.runpod_api import RunPodApi
+from tests.support.ssh_machines import client_key, free_ports, needs_rsync, ssh_host
+from tests.support.vast_api import VastApi
+
+pytest.importorskip("asyncssh", reason="the package asyncssh is not installed")
+pytestmark = pytest.mark.skipif(bool(needs_rsync()), reason=needs_rsync())
+
+T = TypeVar("T")
+TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class Cloud:
+    """A provider by HTTP, as its emulator knows it."""
+
+    make_api: Callable[..., HttpApi]
+    make_provider: Callable[[dict[str, str], Path], Provider]
+    key: str
+    url: str
+    orders: str
+    lists: str
+    take_all: Callable[[Any], None]
+    """Nothing of what was offered can be had any more."""
+
+
+def _take_hosts(api: Any) -> None:
+    api.free_hosts.clear()
+
+
+def _lium(hosts: Any) -> HttpApi:
+    return LiumApi([executor("NVIDIA A100-SXM4-80GB", 2, 1.2, smallest=1)], hosts)
+
+
+def _lambda(environment: dict[str, str], key: Path) -> Provider:
+    user = getpass.getuser()
+    return LambdaProvider(environment, key, interval_s=0.0, launch_interval_s=0.0, user=user)
+
+
+CLOUDS = {
+    "lium": Cloud(
+        _lium, LiumProvider, "LIUM_API_KEY", "LIUM_BASE_URL", "POST /executors/", "GET /pods", _take_hosts
+    ),
+    "lambda": Cloud(
+        *(LambdaApi, _lambda, "LAMBDALABS_API_KEY", "LAMBDALABS_BASE_URL"),
+        *("POST /instance-operations/launch", "GET /instances", _take_hosts),
+    ),
+    "runpod": Cloud(
+        *(RunPodApi, RunPodProvider, "RUNPOD_API_KEY", "RUNPOD_BASE_URL"),
+        *("POST /pods", "GET /pods", _take_hosts),
+    ),
+    "vast": Cloud(
+        *(VastApi, lambda environment, key: VastProvider(environment, key, user=getpass.getuser())),
+        *("VAST_API_KEY", "VAST_BASE_URL", "PUT /v0/asks/", "GET /v1/instances/", _take_hosts),
+    ),
+}
+
+
+@dataclass
+class Kind:
+    """One provider, opened anew by `open` as each command does."""
+
+    name: str
+    open: Callable[..., Provider]
+    line: str
+    api: Any = None
+
+    def run(self, work: Callable[[Provider], Awaitable[T]], **changes: str) -> T:
+        async def main() -> T:
+            provider = self.open(**changes)
+            try:
+                return await asyncio.wait_for(work(provider), TIMEOUT_S)
+            finally:
+                await provider.close()
+
+        return asyncio.run(main())
+
+    def order(self) -> Order:
+        """For the cheapest offer there is."""
+        offers = self.run(lambda provider: provider.offers())
+        offer = min(offers, key=lambda one: (one.price_per_hour, one.id))
+        return Order(
+            label=f"diloco-0a0b0c0d-pod-0-{secrets.token_hex(4)}",
+            idempotency_key=secrets.token_hex(16),
+            spec=PodSpec(name="pod-0", provider=self.name),
+            offer=offer,
+            ends_at=time.time() + 7200,
+            public_key=self.line,
+        )
+
+    def until(self, wanted: Callable[[Pod | None], bool], pod_id: str) -> Pod | None:
+        """What the provider says of this id, once it is so."""
+
+        async def work(provider: Provider) -> Pod | None:
+            while not wanted(found := await provider.find(pod_id)):
+                await asyncio.sleep(0.05)
+            return found
+
+        return self.run(work)
+
+
+@pytest.fixture(params=exhaustive_but(("local", "ssh", "lium"), NAMES))
+def kind(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kind]:
+    name = request.param
+    # Lium's client writes below ~ and reads a .env.
+    (tmp_path / "home").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    with ExitStack() as stack:
+        if name == "local":
+            yield Kind(name, lambda: LocalProvider(tmp_path / "local"), "")
+        elif name == "ssh":
+            key = client_key(tmp_path)
+            host = stack.enter_context(ssh_host(tmp_path / "host", key.with_suffix(".pub").read_text()))
+            path = tmp_path / "machines.toml"
+            path.write_text(
+                f'[[machines]]\nname = "m"\nhost = "127.0.0.1"\nport = {host.port}\nuser = "{host.user}"\n'
+                f'key = "{key}"\nhost_key = "{host.host_key}"\n'
+            )
+            yield Kind(name, lambda: SshProvider(path), "")
+        else:
+            yield _of_cloud(name, stack, tmp_path)
+
+
+@pytest.fixture(params=exhaustive_but(("lium",), CLOUDS))
+def cloud(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kind]:
+    (tmp_path / "home").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    with ExitStack() as stack:
+        yield _of_cloud(request.param, stack, tmp_path)
+
+
+def _of_cloud(name: str, stack: ExitStack, directory: Path) -> Kind:
+    known, key = CLOUDS[name], directory / "ssh/id_ed25519"
+    host = stack.enter_context(ssh_host(directory / "host", ""))
+    api: Any = stack.enter_context(known.make_api([host]))
+
+    def opened(**changes: str) -> Provider:
+        return known.make_provider({**api.environment, **changes}, key)
+
+    return Kind(name, opened, public_key(key), api)
+
+
+def test_an_order_makes_one_pod_that_is_listed_reached_and_gone_when_it_is_deleted(kind):
+    order = kind.order()
+    assert order.offer.provider == kind.name and order.offer.price_per_hour >= 0
+    pod_id = kind.run(lambda provider: provider.create(order))
+    pod = kind.until(lambda found: found is not None and found.is_ready, pod_id)
+    assert pod is not None
+    assert (pod.id, pod.label, pod.failure) == (pod_id, order.label, "")
+    assert pod.gpu_count == order.offer.gpu_count
+    assert pod.price_per_hour == pytest.approx(order.offer.price_per_hour)
+    assert len(pod.ports) >= 3 and pod.host
+    listed = kind.run(lambda provider: provider.pods())
+    assert [(one.id, one.label) for one in listed.pods] == [(pod_id, order.label)] and not listed.silent
+
+    async def spoken_to(provider: Provider) -> str:
+        machine = await provider.machine(pod, await provider.host_key(pod))
+        try:
+            return (await machine.run("cat", stdin=b"hello")).checked("echoing")
+        finally:
+            await machine.close()
+
+    assert kind.run(spoken_to) == "hello"
+    for _ in range(2):
+        # Destroying what is gone succeeds.
+        kind.run(lambda provider: provider.destroy(pod_id))
+        kind.until(lambda found: found is None, pod_id)
+    assert kind.run(lambda provider: provider.pods()).pods == []
+
+
+def test_an_id_that_nobody_knows_is_no_pod_and_deleting_it_succeeds(kind):
+    order = kind.order()
+    known = kind.run(lambda provider: provider.create(order))
+    # Of the same form, and never given out.
+    unknown = known.replace(order.label, f"{order.label}0") if order.label in known else f"{known[:-1]}0"
+    unknown = unknown if unknown != known else f"{known[:-1]}1"
+    kind.run(lambda provider: provider.destroy(unknown))
+    assert kind.run(lambda provider: provider.find(unknown)) is None
+    assert kind.run(lambda provider: provider.find(known)) is not None
+    kind.run(lambda provider: provider.destroy(known))
+
+
+def test_offers_have_keys_of_their_own_and_a_second_order_makes_a_second_pod_only_where_it_says_so(kind):
+    offers = kind.run(lambda provider: provider.offers())
+    assert offers and len({offer.key for offer in offers}) == len(offers)
+    order = kind.order()
+    first = kind.run(lambda provider: provider.create(order))
+    if kind.run(_is_repeatable):
+        assert kind.run(lambda provider: provider.create(order)) == first
+        assert len(kind.run(lambda provider: provider.pods()).pods) == 1
+    kind.run(lambda provider: provider.destroy(first))
+
+
+async def _is_repeatable(provider: Provider) -> bool:
+    return provider.repeatable
+
+
+def test_an_end_is_kept_where_the_provider_says_that_it_keeps_time(kind):
+    order = kind.order()
+    pod_id = kind.run(lambda provider: provider.create(order))
+    ends_at = round(time.time() + 5400)
+
+    async def set_end(provider: Provider) -> bool:
+        await provider.set_end(pod_id, ends_at)
+        return provider.keeps_time
+
+    if kind.run(set_end):
+        found = kind.run(lambda provider: provider.find(pod_id))
+        assert found is not None and found.ends_at == ends_at
+    kind.run(lambda provider: provider.destroy(pod_id))
+
+
+def test_what_was_offered_and_is_not_there_any_more_is_no_capacity_and_makes_nothing(cloud):
+    order = cloud.order()
+    CLOUDS[cloud.name].take_all(cloud.api)
+    with pytest.raises(NoCapacity):
+        cloud.run(lambda provider: provider.create(order))
+    assert cloud.run(lambda provider: provider.pods()).pods == []
+
+
+@pytest.mark.parametrize("code", [500, 502])
+def test_an_order_whose_answer_is_lost_has_no_other_outcome_and_its_pod_is_found_by_its_label(cloud, code):
+    order = cloud.order()
+    cloud.api.faults.append(Fault(CLOUDS[cloud.name].orders, code, carried_out=True))
+    known = ""
+    # A client may look for it itself, and then know.
+    with contextlib.suppress(OutcomeUnknown):
+        known = cloud.run(lambda provider: provider.create(order))
+    (found,) = cloud.run(lambda provider: provider.pods()).pods
+    assert found.label == order.label and known in ("", found.id)
+    cloud.run(lambda provider: provider.destroy(found.id))
+
+
+def test_a_list_of_another_form_is_an_error_and_an_order_whose_answer_is_of_none_is_no_refusal(cloud):
+    known, order = CLOUDS[cloud.name], cloud.order()
+    cloud.api.faults.append(Fault(known.lists, 200, error={"nothing": "of use"}))
+    with pytest.raises(ProviderError):
+        cloud.run(lambda provider: provider.pods())
+    cloud.api.faults.append(Fault(known.orders, 200, carried_out=True, error={"nothing": "of use"}))
+    pod_id = ""
+    with contextlib.suppress(OutcomeUnknown):
+        pod_id = cloud.run(lambda provider: provider.create(order))
+    (found,) = cloud.run(lambda provider: provider.pods()).pods
+    assert found.label == order.label and pod_id in ("", found.id)
+
+
+@pytest.mark.parametrize("code", [429, 500, 503])
+def test_a_provider_that_is_busy_or_broken_is_asked_again_later(cloud, code):
+    cloud.api.faults.append(Fault(CLOUDS[cloud.name].lists, code, times=50, headers={"Retry-After": "7"}))
+    with pytest.raises(Unavailable) as caught:
+        cloud.run(lambda provider: provider.pods())
+    assert code != 429 or caught.value.retry_after_s == 7
+
+
+def test_a_wrong_key_is_said_and_not_shown_and_rents_nothing(cloud):
+    key = {CLOUDS[cloud.name].key: "a-wrong-key"}
+    order = cloud.order()
+    for work in (lambda provider: provider.pods(), lambda provider: provider.create(order)):
+        with pytest.raises(UserError, match=CLOUDS[cloud.name].key) as caught:
+            cloud.run(work, **key)
+        assert "a-wrong-key" not in str(caught.value)
+    assert cloud.run(lambda provider: provider.pods()).pods == []
+
+
+def test_where_nobody_listens_nothing_was_tried_or_nobody_knows(cloud):
+    order = cloud.order()
+    away = {CLOUDS[cloud.name].url: f"http://127.0.0.1:{free_ports(1)[0]}{cloud.api.prefix}"}
+    with pytest.raises(Unavailable):
+        cloud.run(lambda provider: provider.pods(), **away)
+    with pytest.raises((Unavailable, OutcomeUnknown)):
+        cloud.run(lambda provider: provider.create(replace(order, label=f"{order.label}0")), **away)

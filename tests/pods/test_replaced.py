@@ -1,0 +1,107 @@
+"""A pod that dies while nobody looks is replaced, and its peer trains with the others on the same bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from diloco.train.metrics_file import Tail
+from provisioning.ledger.ledger import Ledger
+from provisioning.machines.paths import MARK, PODS
+from tests.support.commands import Command, check_gone, model_directory, wait_until
+from tests.support.pods_commands import DOWN, PROVISION, argv_of, tiny_training
+
+pytestmark = pytest.mark.pods
+
+TIMEOUT_S = 240.0
+
+
+@pytest.fixture
+def commands() -> Iterator[list[Command]]:
+    started: list[Command] = []
+    yield started
+    for command in started:
+        command.close()
+
+
+def labels(directory: Path) -> dict[str, tuple[str, str]]:
+    ledger = Ledger(directory / "here/state/diloco/pods.sqlite")
+    try:
+        return {row.name: (row.label, str(row.state)) for row in ledger.rows()}
+    finally:
+        ledger.close()
+
+
+def epochs(directory: Path, label: str) -> dict[int, dict]:
+    path = directory / "here/state/diloco/local" / PODS / label / "runs/peer/metrics.jsonl"
+    records = Tail(path).read() if path.exists() else []
+    return {one["epoch"]: one for one in records if one["kind"] == "epoch"}
+
+
+def kill_all_of(label: str) -> int:
+    """kill -9 of every process of this pod; how many there were."""
+    wanted, number = f"{MARK}={label}".encode(), 0
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if wanted in (process / "environ").read_bytes().split(b"\0"):
+                os.kill(int(process.name), signal.SIGKILL)
+                number += 1
+        except OSError:
+            continue
+    return number
+
+
+@pytest.mark.parametrize("dies", ["pod-1", "pod-0"], ids=["a peer's", "the coordinator's"])
+def test_a_pod_killed_by_kill_9_is_replaced_and_its_peer_is_back_on_the_same_bits(tmp_path, commands, dies):
+    def run(argv: list[str]) -> Command:
+        commands.append(Command(argv, tmp_path / "here"))
+        commands[-1].wait(TIMEOUT_S)
+        return commands[-1]
+
+    flags = tiny_training(model_directory(tmp_path / "model"))
+    up = run(argv_of(PROVISION, "--replace", "--", *flags))
+    assert up.code == 0, up.stderr
+    before = labels(tmp_path)
+    assert kill_all_of(before[dies][0]) > 1
+
+    def is_replaced() -> bool:
+        label, state = labels(tmp_path).get(dies, before[dies])
+        return label != before[dies][0] and state == "running" and len(epochs(tmp_path, label)) >= 2
+
+    log = tmp_path / "here/state/diloco/pods.sqlite.watch.log"
+    wait_until(is_replaced, f"a pod in place of {dies} ({log})", TIMEOUT_S)
+    after = labels(tmp_path)
+    assert {name for name in after if after[name] != before[name]} == {dies}
+    assert "all its processes were killed; it is replaced" in log.read_text()
+
+    found = [epochs(tmp_path, label) for label, _ in after.values()]
+    common = set.intersection(*(set(one) for one in found))
+    assert common and all(len({one[epoch]["anchor_digest"] for one in found}) == 1 for epoch in common)
+    down = run(argv_of(DOWN))
+    assert down.code == 0, down.stderr
+    check_gone(up)
+    assert not (tmp_path / "here/state/diloco/local" / PODS).exists()
+    # What the dead pod had made came home, and what its successor made beside it.
+    assert len(list((tmp_path / "here/runs").glob(f"*/{dies}*/runs/peer/metrics.jsonl"))) == 2
+
+
+def test_a_swarm_that_has_ended_gives_itself_back_once_its_results_are_here(tmp_path, commands):
+    flags = tiny_training(model_directory(tmp_path / "model"), **{"max-steps": 20})
+    commands.append(
+        Command(argv_of("diloco provision --pods 2 --idle-stop", "--", *flags), tmp_path / "here")
+    )
+    assert commands[-1].wait(TIMEOUT_S) == 0, commands[-1].stderr
+    log = tmp_path / "here/state/diloco/pods.sqlite.watch.log"
+    wait_until(lambda: not labels(tmp_path), f"the end of both pods ({log})", TIMEOUT_S)
+    check_gone(commands[-1])
+    homes = sorted((tmp_path / "here/runs").glob("*/pod-*/runs/peer"))
+    assert [home.parts[-3] for home in homes] == ["pod-0", "pod-1"]
+    for home in homes:
+        assert (home / "model/model.safetensors").stat().st_size > 0
+        last = [json.loads(line) for line in (home / "metrics.jsonl").read_text().splitlines()][-1]
+        assert last["time"] > 0

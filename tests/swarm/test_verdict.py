@@ -1,0 +1,195 @@
+"""What goes wrong in a real swarm is named within ten seconds, one thing after the other."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.chaos.coordinator import Coordinator
+from benchmarks.chaos.links import free_port
+from diloco.train.metrics import Metrics
+from diloco.train.progress import Progress
+from peers.monitor.observer import Observer, observing
+from peers.net.lan import found_here
+from tests.support.false_clock import clock_off
+from tests.support.namespaces import hub, inside, why_not
+from tests.support.swarm import LightSwarm, wait_until
+
+RUN = "verdict"
+NAMED_WITHIN_S = 10.0
+STARTS_WITHIN_S = 60.0
+
+
+class LinkedSwarm(LightSwarm):
+    """Whose daemons' links lie where the test finds them."""
+
+    def link_of(self, rank: int) -> Path:
+        return self.directory / f"link{rank}"
+
+    def config_of(self, rank: int, directory: Path, worker: dict[str, Any]) -> dict[str, Any]:
+        self.link_of(rank).unlink(missing_ok=True)
+        return super().config_of(rank, directory, worker) | {"link_path": str(self.link_of(rank))}
+
+
+@pytest.fixture
+def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
+    made = Coordinator(tmp_path / "coordinator", RUN, free_port())
+    yield made
+    made.kill()
+
+
+@pytest.fixture
+def light(coordinator: Coordinator, tmp_path: Path) -> Iterator[LinkedSwarm]:
+    made = LinkedSwarm(tmp_path, [coordinator.start()], RUN, max_steps=10**6, step_s=0.1, tells_loss=True)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], check=True)
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+def fill(disk: Path) -> Path:
+    """To the last byte."""
+    filler = disk / "filler"
+    with pytest.raises(OSError, match="No space left"), filler.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(1024))
+    return filler
+
+
+def shape(namespace: str, rate: str) -> None:
+    """So much may leave a spoke's machine."""
+    limit = ("tbf", "rate", rate, "burst", "64kb", "latency", "400ms")
+    command = ["ip", "netns", "exec", namespace, "tc", "qdisc", "add", "dev", "up0", "root", *limit]
+    subprocess.run(command, check=True)
+
+
+async def named(observer: Observer, words: str, timeout_s: float = NAMED_WITHIN_S) -> float:
+    """Until a finding has these words: how long that took."""
+    began = time.monotonic()
+    while True:
+        verdict = observer.swarm()["verdict"]
+        if any(words in text for text in (verdict["text"], *verdict["more"])):
+            return time.monotonic() - began
+        took_s = time.monotonic() - began
+        assert took_s < timeout_s, f"{words!r} was not said in {timeout_s:g} s: {verdict}"
+        await observer.changed(timeout_s - took_s)
+
+
+async def happened(observer: Observer, what: str) -> None:
+    deadline = time.monotonic() + STARTS_WITHIN_S
+    while not any(event["what"] == what for event in observer.swarm()["events"]):
+        assert time.monotonic() < deadline, observer.swarm()["events"]
+        await observer.changed(1.0)
+
+
+async def mended(observer: Observer) -> None:
+    """Until nothing is wrong: such short epochs are warned of."""
+    deadline = time.monotonic() + STARTS_WITHIN_S
+    while observer.swarm()["verdict"]["level"] not in ("good", "warning"):
+        assert time.monotonic() < deadline, observer.swarm()["verdict"]
+        await observer.changed(1.0)
+
+
+@pytest.mark.exhaustive
+def test_whatever_goes_wrong_is_named_within_ten_seconds(light, coordinator):
+    light.galaxy_size = 3
+    light.preparations[2] = partial(clock_off, -8.0)
+    for rank in range(3):
+        light.start(rank)
+    wait_until(lambda: all(peer.epoch >= 1 for peer in light.peers.values()), "epoch 1")
+
+    async def watch() -> None:
+        async with observing(RUN, light.initial_peers, timeout_s=20) as observer:
+            await named(observer, "peer 2's clock is 8 s behind")
+
+            await asyncio.to_thread(light.peers[2].kill)
+            await named(observer, "peer 2 was lost")
+            del light.preparations[2]
+            light.start(2)
+            await happened(observer, "peer 2 is back")
+            await mended(observer)
+
+            worker = light.peers[1].worker_pid
+            os.kill(worker, signal.SIGSTOP)
+            try:
+                await named(observer, "peer 1 has stood still")
+            finally:
+                os.kill(worker, signal.SIGCONT)
+            await mended(observer)
+
+            await asyncio.to_thread(light.peers[2].kill)
+            light.start(2, push=float("inf"))
+            wait_until(lambda: light.peers[2].records("ready"), "a step")
+            await named(observer, "peer 2: its loss is not a number any more; is the learning rate too high?")
+
+            await asyncio.to_thread(coordinator.kill)
+            await named(observer, "the coordinator is gone: training goes on")
+
+    asyncio.run(watch())
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+def test_a_slow_link_and_a_full_disk_are_named_within_ten_seconds(tmp_path, small_disk):
+    with hub(2) as lan:
+        swarm = LinkedSwarm(
+            tmp_path, [], RUN, numel=500_000, local_steps=20, max_steps=10**6, step_s=0.1, tells_loss=True
+        )
+        swarm.extra = {"host_maddrs": ["/ip4/0.0.0.0/tcp/0"], "discover": True}
+        swarm.namespaces = {0: lan.middle, 1: lan.spokes[0]}
+        try:
+            first = swarm.start(0)
+            wait_until(lambda: first.address, "an address")
+            with inside(lan.spokes[0]):
+                swarm.initial_peers = found_here(RUN)
+            assert swarm.initial_peers[0].startswith(f"/ip4/{lan.addresses[lan.spokes[0]]}/tcp/")
+            second = swarm.start(1)
+            wait_until(lambda: second.epoch >= 2, "two epochs of the second peer")
+            with inside(lan.middle):
+                asyncio.run(watch_link_and_disk(swarm, lan.spokes[0], small_disk))
+        finally:
+            swarm.close()
+
+
+async def watch_link_and_disk(swarm: LinkedSwarm, spoke: str, disk: Path) -> None:
+    async with observing(RUN, [swarm.peers[0].address], timeout_s=20) as observer:
+        await mended(observer)
+        with (
+            contextlib.closing(Progress(swarm.link_of(0))) as progress,
+            Metrics(disk / "metrics.jsonl", on_trouble=progress.is_in_trouble) as metrics,
+        ):
+            filler = fill(disk)
+            metrics.write("step", step=1)
+            await named(observer, f"peer 0: cannot write to {disk}/metrics.jsonl (No space left on device)")
+            filler.unlink()
+            metrics.write("step", step=2)
+            await mended(observer)
+
+        assert "links carry" not in said(observer)
+        await asyncio.to_thread(shape, spoke, "8mbit")
+        await named(observer, "links carry")
+        assert float(re.search(r"links carry ([\d.]+)Mbit/s", said(observer))[1]) < 9
+        assert re.search(r"averaging takes \d+% of the time: try --hv.compression", said(observer))
+
+
+def said(observer: Observer) -> str:
+    """All that the verdict finds."""
+    verdict = observer.swarm()["verdict"]
+    return "\n".join((verdict["text"], *verdict["more"]))

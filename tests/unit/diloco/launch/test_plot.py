@@ -1,0 +1,54 @@
+"""The picture of a run."""
+
+from __future__ import annotations
+
+from diloco.launch.plot import absences, lives_of, plot, smoothed
+
+
+def step(number, loss, at):
+    return {"kind": "step", "step": number, "loss": loss, "time": at}
+
+
+START = {"kind": "event", "event": "start", "step": 0}
+RECORDS = {
+    "peer 0": [
+        {**START, "time": 1.0},
+        step(1, 5.0, 2.0),
+        {"kind": "epoch", "epoch": 1, "time": 3.0},
+        step(2, 4.0, 4.0),
+        {"kind": "eval", "step": 2, "loss": 4.2, "time": 5.0},
+    ],
+    "peer 1": [{**START, "time": 1.0}, step(1, 5.1, 2.0), {**START, "time": 20.0}, step(2, 4.1, 21.0)],
+}
+
+
+def test_a_peer_that_was_started_again_has_two_lives_and_nothing_is_known_of_between():
+    lives = lives_of(RECORDS["peer 1"])
+    assert [(life.began_at, life.ended_at) for life in lives] == [(1.0, 2.0), (20.0, 21.0)]
+    assert [[record["step"] for record in life.steps] for life in lives] == [[1], [2]]
+    assert len(lives_of(RECORDS["peer 0"])) == 1 and lives_of([]) == []
+
+
+def test_a_peer_is_absent_between_its_lives_and_after_one_that_did_not_finish():
+    lives = lives_of(RECORDS["peer 1"])
+    assert absences(lives, 22.0) == [(2.0, 20.0)]
+    assert absences(lives, 60.0) == [(2.0, 20.0), (21.0, 60.0)]
+    finished = [*RECORDS["peer 1"], {"kind": "event", "event": "finished", "time": 22.0}]
+    assert absences(lives_of(finished), 60.0) == [(2.0, 20.0)]
+
+
+def test_steps_without_a_loss_are_left_out():
+    (life,) = lives_of([step(1, None, 1.0), step(2, 4.0, 2.0)])
+    assert [record["step"] for record in life.steps] == [2]
+
+
+def test_smoothing_averages_over_a_window():
+    assert smoothed([1.0, 3.0, 5.0, 7.0], 2) == [1.0, 2.0, 4.0, 6.0]
+
+
+def test_the_plot_is_a_png_even_of_nothing_and_of_losses_that_are_null(tmp_path):
+    for name, records in {"a": RECORDS, "b": {}, "c": {"peer 0": [step(1, None, 1.0)]}}.items():
+        path = tmp_path / f"{name}.png"
+        plot(records, path, title="test")
+        assert path.read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".png"] * 3

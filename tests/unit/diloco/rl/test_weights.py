@@ -1,0 +1,118 @@
+"""Weights as bytes: what comes out is what went in, bit for bit, or nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from diloco.rl.push import Publisher
+from diloco.rl.weights import (
+    BadBlob,
+    Label,
+    check_state,
+    digest_of,
+    packed_changes,
+    patched,
+    unpacked,
+)
+
+LABEL = Label(version=2, base=1)
+
+
+def state(dtype=torch.bfloat16, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "a.weight": torch.randn(7, 5, generator=generator).to(dtype),
+        "b": torch.randn(11, generator=generator).to(dtype),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_patch_makes_the_new_weights_of_the_old_to_the_bit(dtype):
+    old = state(dtype)
+    new = {name: tensor.clone() for name, tensor in old.items()}
+    new["a.weight"][3, 2] = -0.0
+    new["b"][::3] += 1
+    old["a.weight"][3, 2] = 0.0
+    label, changes = unpacked(packed_changes(old, new, LABEL))
+    assert label == LABEL
+    again = patched(old, changes)
+    assert digest_of(again) == digest_of(new) != digest_of(old)
+    assert torch.signbit(again["a.weight"][3, 2])
+
+
+def test_weights_that_are_the_same_make_an_empty_patch():
+    assert unpacked(packed_changes(state(), state(), LABEL))[1] == {}
+
+
+@pytest.mark.parametrize("damage", [b"", b"\0" * 20, b"{}", b"\xff" * 8])
+def test_bytes_that_are_no_blob_are_refused(damage):
+    with pytest.raises(BadBlob):
+        unpacked(damage)
+
+
+def test_a_safetensors_file_of_others_is_refused():
+    from safetensors.torch import save
+
+    with pytest.raises(BadBlob):
+        unpacked(save(state()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"c::at": torch.tensor([0]), "c::to": torch.zeros(1, dtype=torch.bfloat16)}, "which there is not"),
+        ({"b::at": torch.tensor([0])}, "do not belong together"),
+        ({"b::at": torch.tensor([11]), "b::to": torch.zeros(1, dtype=torch.bfloat16)}, "past its end"),
+        ({"b::at": torch.tensor([-1]), "b::to": torch.zeros(1, dtype=torch.bfloat16)}, "past its end"),
+        ({"b::at": torch.tensor([0]), "b::to": torch.zeros(1)}, "another type"),
+        ({"b::at": torch.tensor([0, 1]), "b::to": torch.zeros(1, dtype=torch.bfloat16)}, "other shapes"),
+    ],
+)
+def test_a_patch_that_does_not_fit_is_refused(changes, says):
+    with pytest.raises(BadBlob, match=says):
+        patched(state(), changes)
+
+
+EXPECTED = {
+    f"l.{name}.weight": ("torch.float32", (4, 2)) for name in ("q_proj", "k_proj", "v_proj", "o_proj")
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"l.q_proj.weight": None}, r"l\.q_proj\.weight is missing$"),
+        ({"l.o_proj.weight": None}, r"l\.o_proj\.weight is missing$"),
+        ({"l.k_proj.weight": torch.zeros(2, 4)}, r"has the shape \(2, 4\), the model's has \(4, 2\)"),
+        ({"l.k_proj.weight": torch.zeros(4, 2).half()}, r"is torch\.float16, the model's is torch\.float32"),
+        ({"l.k_proj.weight": torch.full((4, 2), torch.inf)}, "values that are not finite"),
+        ({"lm_head.weight": torch.zeros(1)}, r"the model has no lm_head\.weight"),
+    ],
+)
+def test_weights_that_are_not_the_models_are_refused_by_name(change, says):
+    weights = {name: torch.zeros(shape) for name, (_, shape) in EXPECTED.items()}
+    check_state(weights, EXPECTED)
+    weights = {name: tensor for name, tensor in {**weights, **change}.items() if tensor is not None}
+    with pytest.raises(BadBlob, match=says):
+        check_state(weights, EXPECTED)
+
+
+def test_a_publisher_sends_changes_to_who_has_the_version_before_and_all_to_others():
+    weights = {"w": torch.randn(1000)}
+    publisher = Publisher(torch.bfloat16)
+    publisher.take(weights.items())
+    assert publisher.blob_for("", 0)[0].base is None
+    weights["w"][5] += 1
+    publisher.take(weights.items())
+    label, patch = publisher.blob_for(publisher.name, 1)
+    assert (label.base, label.version) == (1, 2) and len(patch) < publisher.whole_bytes
+    whole_label, whole = publisher.blob_for(publisher.name, 0)
+    assert whole_label.base is None and publisher.blob_for("somebody else", 1)[0].base is None
+    assert digest_of(unpacked(whole)[1]) == label.digest == whole_label.digest
+    weights["w"] += 1
+    publisher.take(weights.items())
+    label, blob = publisher.blob_for(publisher.name, 2)
+    assert label.base is None and unpacked(blob)[0] == label, (
+        "a patch of everything is longer than everything"
+    )

@@ -1,0 +1,90 @@
+"""What Linux has and other systems do not: one file, and everything goes without."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import ssl
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from peers import system
+from peers.daemon.link import LinkMemory
+from peers.net.identity import load_or_create
+from peers.net.paths.tls import Credentials, _load_key
+from peers.reduce import tcp_info
+
+ROOT = Path(__file__).parents[3]
+LINUX_ALONE = re.compile(
+    r"memfd_create|sched_getaffinity|prctl|socket\.TCP_(?:INFO|KEEP\w+)|/proc/self/fd|get_native_id|\.unshare\("
+)
+# Judging programs that models have written needs namespaces, and is refused elsewhere.
+ISOLATION = ROOT / "diloco" / "rl" / "sandbox" / "isolation.py"
+
+
+@pytest.fixture
+def elsewhere(monkeypatch):
+    """As on macOS, as far as Python shows the difference."""
+    for owner, name in (
+        *((os, name) for name in ("memfd_create", "sched_getaffinity")),
+        *((socket, name) for name in ("TCP_INFO", "TCP_KEEPIDLE")),
+    ):
+        monkeypatch.delattr(owner, name, raising=False)
+    monkeypatch.setattr(socket, "TCP_KEEPALIVE", 0x10, raising=False)
+    monkeypatch.setattr(system, "IS_LINUX", False)
+
+
+def test_calls_that_linux_alone_has_are_in_one_file():
+    files = [path for package in ("peers", "diloco") for path in (ROOT / package).rglob("*.py")]
+    users = [path for path in files if LINUX_ALONE.search(path.read_text(encoding="utf-8"))]
+    assert users == [ROOT / "peers" / "system.py", ISOLATION]
+
+
+def test_the_memories_of_worker_and_daemon_are_the_same_without_memfd(elsewhere):
+    memory, descriptors = LinkMemory.create(0, 4)
+    again = LinkMemory(descriptors, 4)
+    for descriptor in descriptors:
+        assert not os.get_inheritable(descriptor)
+        os.close(descriptor)
+    memory.out[:4] = b"abcd"
+    assert again.out[:4] == b"abcd" and again.inn[:4] == bytes(4)
+
+
+def test_a_key_that_tls_reads_from_a_file_is_nobody_elses_and_goes_again(elsewhere, tmp_path):
+    identity = load_or_create(tmp_path / "a.key")
+    _load_key(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), Credentials.of(identity)._pem)
+    identity.release()
+    with system.private_file(b"secret") as path:
+        assert Path(path).read_bytes() == b"secret"
+        assert stat.S_IMODE(Path(path).stat().st_mode) == 0o600
+    assert not Path(path).exists()
+
+
+def test_cores_are_counted_and_connections_kept_alive_by_the_names_that_are_there(elsewhere):
+    assert system.num_cores() == os.cpu_count()
+    options = dict(system.keepalive_options(idle_s=30, interval_s=10, count=3))
+    assert options == {0x10: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
+
+
+def test_a_connection_of_which_the_kernel_tells_nothing_is_one_of_another_kind(elsewhere):
+    left, right = socket.socketpair()
+    with left, right, pytest.raises(OSError, match="no struct tcp_info"):
+        tcp_info.bytes_acked(left)
+
+
+def test_no_other_process_is_made_nicer_in_a_threads_stead(elsewhere, monkeypatch):
+    monkeypatch.setattr(os, "setpriority", lambda *_: pytest.fail("a thread's id is no process's there"))
+    system.make_thread_nicer(5)
+
+
+def test_a_child_whose_parent_has_gone_before_it_could_ask_ends_at_once():
+    script = (
+        "from peers import system; system.IS_LINUX = False; system.die_with_parent(1, 15); print('lives')"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, timeout=30)
+    assert (ended.returncode, ended.stdout) == (128 + 15, b"")

@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import os
+import sqlite3
+
+import pytest
+
+from provisioning.errors import Busy, UserError
+from provisioning.ledger.ledger import Ledger
+from provisioning.ledger.row import State, may_follow
+from provisioning.pods.pod import Offer, Pod, PodSpec
+
+SPEC = PodSpec(name="pod-0", gpu_count=1, ttl_hours=2)
+OFFER = Offer(id="o", provider="lium", gpu_type="A100", gpu_count=1, price_per_hour=3.0, details={"a": [1]})
+
+
+@pytest.fixture
+def ledger(tmp_path):
+    opened = Ledger(tmp_path / "pods.sqlite")
+    yield opened
+    opened.close()
+
+
+def test_a_row_is_on_disk_with_all_that_it_needs_before_anything_is_asked_for(ledger):
+    row = ledger.plan(SPEC, OFFER, now=100.0, ends_at=7300.0)
+    other = Ledger(ledger.path)
+    assert other.rows() == [row]
+    assert (row.state, row.spec, row.offer, row.ends_at) == (State.PLANNED, SPEC, OFFER, 7300.0)
+    assert row.label.startswith(f"diloco-{ledger.owner}-pod-0-") and len(row.idempotency_key) == 32
+    assert other.owner == ledger.owner
+    other.close()
+
+
+def test_each_order_has_a_label_and_a_key_of_its_own(ledger):
+    first = ledger.plan(SPEC, OFFER, now=0, ends_at=None)
+    second = ledger.plan(SPEC, OFFER, now=0, ends_at=None)
+    assert first.label != second.label and first.idempotency_key != second.idempotency_key
+    assert ledger.rows() == [second]
+
+
+def test_a_pod_that_was_ordered_is_never_planned_over(ledger):
+    ledger.advance(ledger.plan(SPEC, OFFER, now=0, ends_at=None), State.CREATING)
+    with pytest.raises(sqlite3.IntegrityError):
+        ledger.plan(SPEC, OFFER, now=0, ends_at=None)
+
+
+def test_states_follow_each_other_only_as_they_may(ledger):
+    row = ledger.plan(SPEC, OFFER, now=0, ends_at=None)
+    with pytest.raises(AssertionError):
+        ledger.advance(row, State.RUNNING)
+    assert all(may_follow(state, State.DELETING) for state in State if state not in ("planned", "gone"))
+    assert not any(may_follow(State.DELETING, state) for state in State if state not in ("deleting", "gone"))
+
+
+def test_a_provider_that_was_used_once_is_remembered(ledger):
+    ledger.forget(ledger.plan(SPEC, OFFER, now=0, ends_at=None), now=1)
+    assert (ledger.rows(), ledger.providers()) == ([], ["lium"])
+
+
+def test_what_a_pod_cost_stays_when_its_row_goes(ledger):
+    row = ledger.advance(ledger.plan(SPEC, OFFER, now=3600.0, ends_at=None), State.CREATING)
+    ledger.rented(row, "id-1", 3.0)
+    ledger.rented(row, "id-1", 2.0)
+    (bill,) = ledger.bills()
+    assert bill.dollars(now=3600.0 + 1800.0) == 1.0
+    ledger.forget(row, now=2 * 3600.0)
+    (bill,) = ledger.bills()
+    assert ledger.rows() == [] and bill.dollars(now=9e9) == 2.0
+
+
+def test_one_command_at_a_time_changes_pods(ledger):
+    other = Ledger(ledger.path)
+    with ledger.locked(), pytest.raises(Busy, match=str(os.getpid())), other.locked():
+        raise AssertionError
+    with other.locked():
+        pass
+    other.close()
+
+
+def test_the_state_file_is_its_owners_alone(ledger):
+    assert ledger.path.stat().st_mode & 0o077 == 0
+
+
+def test_a_file_that_is_no_ledger_is_named(tmp_path):
+    (tmp_path / "pods.sqlite").write_text("hello, this is no database at all" * 40)
+    with pytest.raises(UserError, match=r"pods\.sqlite cannot be used"):
+        Ledger(tmp_path / "pods.sqlite")
+
+
+def test_a_file_of_the_first_version_keeps_its_pods(tmp_path):
+    """Its rows had their names as keys."""
+    path = tmp_path / "pods.sqlite"
+    Ledger(path).close()
+    db = sqlite3.connect(path)
+    columns = [
+        *("name TEXT PRIMARY KEY", "label TEXT NOT NULL UNIQUE", "idempotency_key TEXT NOT NULL"),
+        *("state TEXT NOT NULL", "provider TEXT NOT NULL", "provider_id TEXT", "spec TEXT NOT NULL"),
+        *("offer TEXT NOT NULL", "asked_at REAL NOT NULL", "ends_at REAL"),
+        *("host_key TEXT NOT NULL DEFAULT ''", "trouble TEXT NOT NULL DEFAULT ''"),
+    ]
+    db.execute("DROP TABLE pods")
+    db.execute("DROP TABLE providers")
+    db.execute(f"CREATE TABLE pods ({', '.join(columns)})")
+    db.execute(
+        "INSERT INTO pods VALUES ('pod-0', 'l', 'k', 'running', 'lium', 'id', ?, ?, 1.0, 2.0, 'h', '')",
+        (SPEC.to_json(), OFFER.to_json()),
+    )
+    db.execute("PRAGMA user_version = 0")
+    db.commit()
+    db.close()
+    for _ in range(2):
+        ledger = Ledger(path)
+        (row,) = ledger.rows()
+        assert (row.name, row.provider_id, row.state, row.ends_at) == ("pod-0", "id", State.RUNNING, 2.0)
+        assert (row.spec, row.offer, row.host_key) == (SPEC, OFFER, "h")
+        assert ledger.providers() == ["lium"]
+        ledger.close()
+
+
+def test_a_pod_that_no_row_knows_of_is_written_down_beside_the_one_that_has_its_name(ledger):
+    row = ledger.advance(ledger.plan(SPEC, OFFER, now=0, ends_at=None), State.CREATING)
+    ledger.rented(row, "id-1", 3.0)
+    twin = ledger.found(Pod(id="id-2", label=row.label, is_ready=True, price_per_hour=3.0), "lium", now=5.0)
+    assert (twin.name, twin.state, twin.provider_id) == ("pod-0", State.DELETING, "id-2")
+    assert ledger.found(Pod(id="id-2", label=row.label, is_ready=True), "lium", now=6.0) == twin
+    assert ledger.row("pod-0").provider_id == "id-1"
+    ledger.forget(twin, now=7.0)
+    assert [one.provider_id for one in ledger.rows()] == ["id-1"]
+    assert [bill.ended_at for bill in ledger.bills()] == [None, 7.0]
+
+
+def test_a_full_disk_is_said_and_what_was_written_before_stays(tmp_path):
+    ledger = Ledger(tmp_path / "pods.sqlite")
+    ledger.remember("key", "value")
+    (pages,) = ledger._db.execute("PRAGMA page_count").fetchone()
+    ledger._db.execute(f"PRAGMA max_page_count = {pages}")
+    with pytest.raises(UserError, match=r"cannot be written: database or disk is full\. Mend that"):
+        ledger.remember("key", "x" * 100_000)
+    assert ledger.recall("key") == "value"
+    ledger._db.execute("PRAGMA max_page_count = 100000")
+    ledger.remember("key", "other")
+    assert ledger.recall("key") == "other"
+    ledger.close()
+
+
+def test_while_jobs_run_pods_can_be_changed_and_no_second_command_runs_jobs(tmp_path):
+    ledger = Ledger(tmp_path / "pods.sqlite")
+    with ledger.locked(for_jobs=True):
+        with ledger.locked():
+            pass
+        with pytest.raises(Busy, match=r"is running jobs on the pods of"), ledger.locked(for_jobs=True):
+            pass
+    ledger.close()

@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from provisioning.errors import Unavailable
+from provisioning.providers import backoff
+
+
+@given(st.integers(1, 50), st.none() | st.floats(0, 1e6), st.floats(0, 1))
+def test_delays_grow_have_an_end_and_respect_the_provider(attempt, retry_after_s, seed):
+    delay = backoff.delay_s(attempt, retry_after_s, seed)
+    assert 0 < delay <= max(backoff.MAX_DELAY_S, 60.0)
+    assert delay >= min(retry_after_s or 0.0, 60.0)
+    assert delay <= backoff.delay_s(attempt + 1, retry_after_s, seed)
+
+
+def test_it_asks_again_until_there_is_an_answer(monkeypatch):
+    monkeypatch.setattr(backoff, "FIRST_DELAY_S", 0.001)
+    answers = [Unavailable("busy"), Unavailable("broken"), 7]
+
+    async def request():
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    assert asyncio.run(backoff.repeated(request)) == 7
+
+
+def test_it_gives_up_with_the_last_reason(monkeypatch):
+    monkeypatch.setattr(backoff, "FIRST_DELAY_S", 0.001)
+
+    async def request():
+        raise Unavailable("502 from the provider")
+
+    with pytest.raises(Unavailable, match="502"):
+        asyncio.run(backoff.repeated(request, max_attempts=3))

@@ -1,0 +1,190 @@
+"""Whatever a provider answers, and wherever a command dies: every pod that was ever made is deleted, or shown.
+
+DILOCO_POD_SCHEDULES=10000 tries so many schedules in place of a few.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from provisioning.errors import ProvisioningError
+from provisioning.ledger.ledger import Ledger
+from provisioning.ledger.row import Row
+from provisioning.machines.setup import Setup
+from provisioning.pods.pod import Order, PodSpec
+from provisioning.renting.reconcile import Look
+from provisioning.renting.renter import Renter
+from provisioning.renting.renters import Renters
+from provisioning.renting.settler import Patience
+from provisioning.swarm.fleet import Fleet
+from tests.support.hostile_provider import (
+    DELAYS_S,
+    DOUBT_S,
+    NUM_FATES,
+    SETTLE_S,
+    TWIN,
+    Fates,
+    HostileProvider,
+    RealPod,
+)
+from tests.support.virtual_time import run_virtually
+
+NUM_SCHEDULES = int(os.environ.get("DILOCO_POD_SCHEDULES", "200"))
+PATIENCE = Patience(poll_s=10.0, boot_s=100.0, destroy_s=60.0, list_age_s=0.0)
+
+
+class Killed(BaseException):
+    """kill -9: nothing is caught, and nothing more is done."""
+
+
+@dataclass
+class Life:
+    """Of one command: it ends at this step, or never."""
+
+    steps_left: int | None
+
+    def step(self) -> None:
+        if self.steps_left is not None:
+            self.steps_left -= 1
+            if self.steps_left < 0:
+                raise Killed
+
+
+class MortalLedger(Ledger):
+    """Its command may die before and after everything that it writes."""
+
+    life = Life(None)
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self.life.step()
+        with super()._transaction():
+            yield
+        self.life.step()
+
+
+@dataclass
+class World:
+    """One state file and one provider, through many commands."""
+
+    path: Path
+    provider: HostileProvider = field(init=False)
+    now: float = 1e6
+    ever_known: set[str] = field(default_factory=set)
+
+    def run(self, what: str, num_pods: int, steps_left: int | None, fates: Fates) -> None:
+        ledger = MortalLedger(self.path)
+        ledger.life = Life(steps_left)
+        self.provider.begin(fates, ledger.life.step)
+        ledger._db.execute("PRAGMA synchronous = OFF")
+        result, self.now = run_virtually(self._command(what, num_pods, ledger), now=self.now)
+        ledger.close()
+        self.provider.clock = lambda: self.now
+        if isinstance(result, BaseException) and not isinstance(result, ProvisioningError | Killed):
+            raise result
+
+    async def _command(self, what: str, num_pods: int, ledger: MortalLedger) -> None:
+        clock = asyncio.get_running_loop().time
+        self.provider.clock = clock
+        self.provider.before_order = lambda order: self.check_not_rented_twice(ledger, order)
+        renter = Renter(
+            ledger=ledger,
+            provider=self.provider,  # type: ignore[arg-type]
+            public_key="",
+            say=lambda name, text: None,
+            patience=PATIENCE,
+            clock=clock,
+        )
+        fleet = Fleet(Renters.only(renter), Setup(source=self.path.parent))
+        match what:
+            case "provision":
+                specs = [PodSpec(name=f"pod-{index}", provider="hostile") for index in range(num_pods)]
+                agreed, offers = await fleet.planned(specs)
+                await fleet.rent(agreed, offers)
+            case "down":
+                await fleet.give_back()
+            case "reconcile":
+                await renter.settle()
+
+    def check_not_rented_twice(self, ledger: Ledger, order: Order) -> None:
+        """While a pod of its name is known and lives, no other is ordered."""
+        living = {pod.id for pod in self.living}
+        rows = [row for row in ledger.rows() if row.name == order.spec.name and row.provider_id in living]
+        assert not rows, f"{order.label} is ordered while {rows[0].provider_id} lives"
+
+    @property
+    def living(self) -> list[RealPod]:
+        return [pod for pod in self.provider.pods_made if pod.lives(self.provider.clock())]
+
+    @property
+    def rows(self) -> list[Row]:
+        return self.rows_and_owner()[0]
+
+    def rows_and_owner(self) -> tuple[list[Row], str]:
+        ledger = Ledger(self.path)
+        try:
+            return ledger.rows(), ledger.owner
+        finally:
+            ledger.close()
+
+    def check(self) -> None:
+        rows, owner = self.rows_and_owner()
+        self.ever_known |= {row.provider_id for row in rows if row.provider_id}
+        in_ledger = {
+            pod.id for pod in self.living if any(row.is_pod(self.provider._shown(pod)) for row in rows)
+        }
+        seen = [self.provider._shown(pod) for pod in self.living if pod.is_known(self.now)]
+        strays = {pod.id for pod in Look(pods=seen).strays(rows, owner)}
+        for pod in self.living:
+            if pod.id in self.ever_known:
+                assert pod.id in in_ledger, f"{pod} was known, lives, and has no row any more"
+            if pod.is_known(self.now):
+                assert pod.id in in_ledger | strays, f"{pod} is neither in the ledger nor shown as a stray"
+            is_extra = pod.id.endswith(TWIN) or pod.was_denied
+            if not is_extra and self.now < pod.ordered_at + SETTLE_S + DOUBT_S:
+                assert pod.id in in_ledger, f"{pod} may come yet, and its order is forgotten"
+
+
+# By the number of the request within its command; all others go well.
+fates = st.dictionaries(
+    st.integers(1, 4) | st.integers(1, 20),
+    st.tuples(st.integers(0, NUM_FATES - 1), st.sampled_from(DELAYS_S)),
+    max_size=4,
+)
+commands = st.lists(
+    st.tuples(
+        st.sampled_from(["provision", "provision", "down", "reconcile"]),
+        st.integers(1, 2),
+        st.none() | st.integers(0, 30),
+        fates,
+        st.sampled_from([1.0, 61.0, 700.0]),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@settings(max_examples=NUM_SCHEDULES)
+@given(commands, st.booleans())
+def test_every_pod_ever_made_is_deleted_or_shown(tmp_path_factory, commands, repeatable):
+    world = World(tmp_path_factory.mktemp("ledger") / "pods.sqlite")
+    world.provider = HostileProvider(repeatable=repeatable)
+    for what, num_pods, steps_left, fates, pause_s in commands:
+        world.run(what, num_pods, steps_left, fates)
+        world.check()
+        world.now += pause_s
+    # From here on the provider behaves.
+    world.now += max(DELAYS_S)
+    for what in ("down", "reconcile", "reconcile", "down"):
+        world.run(what, 0, None, {})
+        world.check()
+        world.now += DOUBT_S / 2
+    assert (world.living, world.rows) == ([], [])

@@ -1,0 +1,121 @@
+"""Renting and giving back at a provider that is a list."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from provisioning.errors import NoCapacity
+from provisioning.ledger.ledger import Ledger
+from provisioning.ledger.row import State
+from provisioning.pods.pod import Listing, Offer, Order, Pod, PodSpec
+from provisioning.renting.plan import plan
+from provisioning.renting.renter import Renter
+from provisioning.renting.renters import Renters
+from provisioning.renting.settler import Patience
+from tests.support.hostile_provider import TAKEN, HostileProvider
+
+
+@dataclass
+class ListProvider:
+    """Each request takes a moment, as real ones do; `settle_s` after an order its pod may be missing."""
+
+    there: list[Pod] = field(default_factory=list)
+    orders: list[Order] = field(default_factory=list)
+    refuses: bool = False
+    name = "list"
+    repeatable = False
+    settle_s = doubt_s = 0.05
+    keeps_time = False
+
+    async def pods(self) -> Listing:
+        await asyncio.sleep(0.001)
+        return Listing(pods=list(self.there))
+
+    async def find(self, pod_id: str) -> Pod | None:
+        return next((pod for pod in self.there if pod.id == pod_id), None)
+
+    async def create(self, order: Order) -> str:
+        self.orders.append(order)
+        if self.refuses:
+            raise NoCapacity("it is gone")
+        return "id"
+
+    async def destroy(self, pod_id: str) -> None:
+        await asyncio.sleep(0.001)
+        self.there = [pod for pod in self.there if pod.id != pod_id]
+
+
+def offer(name: str, city: str) -> Offer:
+    return Offer(
+        id=name, provider="list", gpu_type="A100", gpu_count=8, price_per_hour=1.0, city=city, num_available=9
+    )
+
+
+PRICES = {"dear": 1.2, "cheap": 1.0}
+OFFERS = [offer("a", "Paris"), offer("b", "Oslo")]
+
+
+def renter(path: Path, provider: ListProvider) -> Renter:
+    return Renter(
+        ledger=Ledger(path / "pods.sqlite"),
+        provider=provider,
+        public_key="",
+        say=lambda name, text: None,
+        patience=Patience(poll_s=0.005, destroy_s=5.0),
+    )
+
+
+def test_several_pods_of_which_nobody_knows_whether_they_were_rented_are_given_back_at_once(tmp_path):
+    """As when a command died that had just ordered them, and `down` is typed at once."""
+    provider = ListProvider()
+    one = renter(tmp_path, provider)
+    for index in range(4):
+        row = one.ledger.plan(
+            PodSpec(name=f"pod-{index}", provider="list"), OFFERS[0], now=one.clock(), ends_at=None
+        )
+        row = one.ledger.advance(row, State.CREATING, asked_at=one.clock())
+        if index < 2:
+            # These two got through; the second is known.
+            provider.there.append(Pod(id=f"id-{index}", label=row.label, is_ready=True))
+            if index:
+                one.ledger.rented(row, f"id-{index}", 1.0)
+
+    async def down() -> None:
+        await asyncio.gather(*(one.give_back(row) for row in one.rows))
+
+    asyncio.run(asyncio.wait_for(down(), 10.0))
+    assert (one.rows, provider.there) == ([], [])
+
+
+def test_a_condition_holds_also_for_what_is_ordered_anew_after_a_crash(tmp_path):
+    """The pod's row was written by a command that died; conditions are code, and are not in it."""
+    provider = ListProvider(refuses=True)
+    one = renter(tmp_path, provider)
+    spec = PodSpec(name="pod-0", provider="list", where=lambda offer: offer.city == "Paris")
+    row = one.ledger.plan(spec, OFFERS[0], now=one.clock(), ends_at=None)
+    one.ledger.advance(row, State.CREATING, asked_at=one.clock())
+    agreed = plan([spec], one.rows, OFFERS)
+    failures = asyncio.run(Renters.only(one).apply(agreed, OFFERS))
+    assert "no other offer fits" in str(failures["pod-0"])
+    assert [order.offer.city for order in provider.orders] == ["Paris"]
+
+
+def test_an_order_that_one_provider_refuses_goes_to_the_next_offer_at_another_one(tmp_path):
+    cheap, dear = HostileProvider(repeatable=True), HostileProvider(repeatable=True)
+    cheap.name, dear.name = "cheap", "dear"
+    cheap.begin({1: (TAKEN, 0.0)}, lambda: None)
+    dear.begin({}, lambda: None)
+    one, other = renter(tmp_path, cheap), renter(tmp_path, dear)
+    other.ledger = one.ledger
+    both = Renters.only(one)
+    both["dear"] = other
+    spec = PodSpec(name="pod-0", provider="dear,cheap")
+    offers = [replace(OFFERS[0], provider=name, price_per_hour=price) for name, price in PRICES.items()]
+    agreed = plan([spec], [], offers)
+    assert agreed.create[0].offer.provider == "cheap"
+    assert asyncio.run(asyncio.wait_for(both.apply(agreed, offers), 10.0)) == {}
+    assert (len(cheap.pods_made), len(dear.pods_made)) == (0, 1)
+    assert [(found.provider, found.state) for found in both.rows] == [("dear", State.REACHABLE)]
+    assert one.ledger.providers() == ["cheap", "dear"]

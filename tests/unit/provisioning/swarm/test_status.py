@@ -1,0 +1,24 @@
+"""What is said of all pods together."""
+
+from __future__ import annotations
+
+from provisioning.ledger.row import Row, State
+from provisioning.machines.jobs import JobState
+from provisioning.pods.pod import Offer, PodSpec
+from provisioning.swarm.peer import PeerLook
+from provisioning.swarm.status import Overview, Status
+
+OFFER = Offer(id="o", provider="lium", gpu_type="A100", gpu_count=8, price_per_hour=2.0)
+ROW = Row(
+    **{"name": "pod-0", "label": "l", "idempotency_key": "", "state": State.RUNNING, "provider": "lium"},
+    **{"provider_id": "id", "spec": PodSpec(name="pod-0"), "offer": OFFER, "asked_at": 0.0, "ends_at": None},
+    **{"host_key": "", "trouble": ""},
+)
+
+
+def test_a_billion_tokens_cost_what_all_pods_cost_for_what_those_that_are_there_have_trained():
+    looks = [PeerLook(JobState(True, None), tokens=tokens) for tokens in (1_500_000_000, 500_000_000)]
+    pods = [Status(ROW, True, "trains", look, dollars=2.0) for look in looks]
+    seen = Overview([*pods, Status(ROW, None, "not known")], {}, dollars=7.0)
+    assert (seen.tokens, seen.dollars_per_billion_tokens) == (2_000_000_000, 3.5)
+    assert Overview(pods[:0], {}, dollars=7.0).dollars_per_billion_tokens is None
