@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 _SOURCE = ValueSource()
 _LINK_ENV = "DILOCO_LINK"
-_TOLD = tuple(f"peers.daemon.{name}" for name in ("agreement", "host", "main", "runtime"))
+TOLD = tuple(f"peers.daemon.{name}" for name in ("agreement", "daemon", "host", "main", "runtime"))
 
 app = App(name="peer", config=[_SOURCE])
 
@@ -260,7 +260,7 @@ def _log_to(path: Path) -> None:
 
 def _tell_progress() -> None:
     """What the daemon does before and between the epochs, which people would otherwise wait for in the dark."""
-    for name in _TOLD:
+    for name in TOLD:
         logging.getLogger(name).addHandler(_Printer())
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+import peers.daemon
 from diloco.cli.machine_recipes import Choice
-from diloco.cli.peer import Workplace, program_of, unread_by_a_program
+from diloco.cli.peer import TOLD, Workplace, program_of, unread_by_a_program
 from diloco.errors import UserError
 from diloco.options.trainer import TrainConfig
 
@@ -50,3 +51,11 @@ def test_a_peer_that_joins_a_run_of_reinforcement_starts_that_trainer(tmp_path):
     command = workplace.command({"mode": "grpo", "grpo.dataset": "gsm8k"}, 3, tmp_path / "link.sock")
     assert command.argv[1:] == ("-m", "diloco.train_grpo", "--config", str(tmp_path / "config.toml"))
     assert 'dataset = "gsm8k"' in (tmp_path / "config.toml").read_text()
+
+
+def test_what_the_daemon_says_of_its_life_is_told_in_the_terminal():
+    """All but where it listens: that is of use in its log."""
+    folder = Path(peers.daemon.__file__).parent
+    texts = {f"peers.daemon.{path.stem}": path.read_text() for path in folder.glob("*.py")}
+    assert {name for name in texts if "log.info(" in texts[name]} - {"peers.daemon.presence"} <= set(TOLD)
+    assert all("log." in texts[name] for name in TOLD)
