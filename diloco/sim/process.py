@@ -11,8 +11,8 @@ from typing import Protocol
 from diloco.sim.clock import Clock
 from peers.core.effects import Effect
 from peers.core.events import Event
-from peers.core.timing import BEAT_S
 from peers.protocol.certificates import Certificate
+from peers.timing import BEAT_S
 
 LOOK_AGAIN_S = 0.1
 MAX_TICKS = 100

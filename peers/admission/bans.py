@@ -21,10 +21,10 @@ from peers.net.channel import Channel, call
 from peers.net.dht.node import Dht
 from peers.net.gate import Gate
 from peers.net.private_files import write_private
-from peers.net.timing import PROBE_S
 from peers.protocol.admission import Bans
 from peers.protocol.limits import MAX_BANS_BYTES
 from peers.protocol.records import PEERS_KEY, Announcement, CoordinatorRecord
+from peers.timing import PROBE_S
 
 MAX_ASKED = 256
 """Peers that lists are exchanged with directly; the others hear of a newer one from these."""

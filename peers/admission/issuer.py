@@ -19,11 +19,11 @@ from peers.admission.secrets import load_key
 from peers.admission.token_request import MAX_MESSAGE_BYTES
 from peers.errors import ProtocolError, UserError
 from peers.net.channel import Channel
-from peers.net.timing import ANSWER_S
 from peers.protocol.admission import NONCE_BYTES, Issued, Join, Nonce, Proof
 from peers.protocol.maddrs import is_peer_id
 from peers.protocol.refusal import Refusal, Refused, Why
 from peers.protocol.tokens import BanList, Token
+from peers.timing import ANSWER_S
 
 DEFAULT_LIFETIME_DAYS = 30.0
 """Far longer than a coordinator is usually gone: a swarm that goes on without it must not lose its peers."""

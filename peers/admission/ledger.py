@@ -10,8 +10,8 @@ from pathlib import Path
 
 from peers.errors import UserError
 from peers.protocol.ranks import Grant, Taken
+from peers.timing import ANSWER_S
 
-_BUSY_TIMEOUT_S = 5.0
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS ranks (
     world_rank INTEGER PRIMARY KEY,
@@ -30,7 +30,7 @@ class RankLedger:
         """Open the ledger at `path`, or make it. Raises UserError when it cannot be read or written."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._db = sqlite3.connect(path, timeout=_BUSY_TIMEOUT_S, isolation_level=None)
+            self._db = sqlite3.connect(path, timeout=ANSWER_S, isolation_level=None)
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=FULL")
             self._db.executescript(_SCHEMA)

@@ -12,9 +12,9 @@ from peers.core.admission import Admission
 from peers.errors import PeersError, PeerUnreachable, UserError
 from peers.net.dht.node import Dht
 from peers.net.private_files import write_private
-from peers.net.timing import CONNECT_S, PROBE_S
 from peers.protocol.refusal import Refused, Why
 from peers.protocol.tokens import Token
+from peers.timing import CONNECT_S, PROBE_S
 
 _RENEWALS = 100
 """Attempts at renewing a token in its time, about: one of 30 days is tried every seven hours."""

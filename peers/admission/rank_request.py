@@ -13,14 +13,13 @@ from peers.net.announced import announced
 from peers.net.channel import call
 from peers.net.dht.node import Dht
 from peers.net.gate import Gate
-from peers.net.timing import ANSWER_S, PROBE_S, RETRY_S
 from peers.protocol.ranks import AskRank, Grant, Taken
 from peers.protocol.records import COORDINATOR_KEY, CoordinatorRecord
 from peers.protocol.refusal import Refusal, Refused
+from peers.timing import ANSWER_S, OFTEN_S, PROBE_S, RETRY_S
 
 MAX_REQUEST_BYTES = 1024
 
-_BRIEF_SEARCH_S = 1.0
 _ANSWER: Decoder[Grant | Taken | Refusal] = Decoder(Grant | Taken | Refusal)
 
 logger = logging.getLogger(__name__)
@@ -44,7 +43,7 @@ async def request_rank(
     gate = gate or Gate.open(run_id)
     deadline = time.monotonic() + timeout_s
     # With a rank of its own a peer needs no coordinator, and most likely there is none.
-    search_until = deadline if wanted is None else time.monotonic() + min(timeout_s, _BRIEF_SEARCH_S)
+    search_until = deadline if wanted is None else time.monotonic() + min(timeout_s, OFTEN_S)
     while time.monotonic() < deadline:
         records = await coordinators(dht, run_id, gate)
         refused: UserError | None = None

@@ -19,12 +19,12 @@ from peers.net.announced import announced
 from peers.net.channel import Channel
 from peers.net.dht.node import Dht
 from peers.net.gate import Gate
-from peers.net.timing import ANSWER_S, PROBE_S
 from peers.protocol.ranks import AskRank, Grant, Taken
 from peers.protocol.records import PEERS_KEY, Announcement
 from peers.protocol.refusal import Refusal, Refused
+from peers.timing import ANSWER_S, PROBE_S, START_S
 
-ARRIVAL_S = 30.0
+ARRIVAL_S = START_S
 """A peer that was given a rank so recently counts as present, announced or not."""
 _ASKED = Decoder(AskRank)
 

@@ -24,11 +24,11 @@ from peers.errors import PeersError, UserError
 from peers.net.dht.node import Dht
 from peers.net.gate import Gate
 from peers.net.identity import Identity
-from peers.net.timing import LOOK_S
 from peers.protocol.records import MAX_MADDRS, CoordinatorRecord
 from peers.protocol.refusal import Why
+from peers.timing import LOOK_S, RECORD_TTL_S
 
-_RECORD_TTL_S = 30.0
+_RECORD_TTL_S = 1.5 * RECORD_TTL_S
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,9 @@ from peers.errors import ProtocolError
 from peers.net.dht.node import Dht
 from peers.net.gate import Gate
 from peers.protocol.records import COORDINATOR_KEY, PEERS_KEY, Announcement, CoordinatorRecord
+from peers.timing import RECORD_TTL_S
 
-MAX_TTL_S = 40.0
+MAX_TTL_S = 2 * RECORD_TTL_S
 """The longest of ours is 30 s. An old record that somebody else stores again for longer would block newer ones."""
 MAX_FOUND = 1024
 """Records that are known to be in order."""

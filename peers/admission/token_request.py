@@ -15,11 +15,11 @@ from peers.errors import PeerUnreachable, ProtocolError
 from peers.net.announced import announced
 from peers.net.channel import call
 from peers.net.dht.node import Dht
-from peers.net.timing import ANSWER_S, RETRY_S
 from peers.protocol.admission import Issued, Join, Nonce, Proof
 from peers.protocol.records import COORDINATOR_KEY, CoordinatorRecord
 from peers.protocol.refusal import Refusal, Refused, unless_refused
 from peers.protocol.tokens import Token
+from peers.timing import ANSWER_S, RETRY_S
 
 MAX_MESSAGE_BYTES = 1024
 MAX_ASKED = 16

@@ -10,9 +10,8 @@ from __future__ import annotations
 from peers.errors import ProtocolError
 from peers.protocol.refusal import Refused, Why
 from peers.protocol.tokens import BanList, Token
+from peers.timing import CLOCK_TOLERANCE_S
 
-CLOCK_TOLERANCE_S = 10.0
-"""How far ahead of ours the clock of whoever issued a token may be."""
 MAX_SHOWN = 4096
 """Peers whose tokens are remembered; of more, the one that came first is forgotten until it shows its token again."""
 

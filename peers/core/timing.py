@@ -11,10 +11,8 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from peers.core.settings import Settings
+from peers.timing import BEAT_PEERS, BEAT_S, START_S, STREAMS_S
 
-BEAT_S = 0.5
-"""Between two heartbeats of a peer. Among more than BEAT_PEERS rarer, since everybody hears everybody."""
-BEAT_PEERS = 8
 SILENT_BEATS = 6
 """Missed heartbeats after which a peer is not waited for: a busy machine misses two or three."""
 REGAIN = 4
@@ -23,7 +21,7 @@ commits as soon as the others are heard again. Twelve seconds, in which most pro
 which workers train on."""
 ROUND_TRIPS = 8
 """What an answer may take, in round trips: both ends queue, and packets are lost and sent again."""
-FIRST_GRACE_S = 30.0
+FIRST_GRACE_S = START_S
 """Before any epoch is known: models compile and caches fill at different speeds."""
 LEAST_GRACE_SHARE = 0.1
 """Of an epoch: what training steps may vary by."""
@@ -37,13 +35,11 @@ SLOWEST_PEER = 8.0
 """A peer that takes so many times as long for an epoch is never waited for."""
 SLOWEST_LINK = 1e6
 """Bytes per second, 8 Mbit/s: what the first round, and a fetch, are given time for."""
-LEAST_ROUND_S = 30.0
+LEAST_ROUND_S = START_S
 """The first round is given this much: streams are opened, kernels compiled."""
-CONNECT_S = 4.0
-"""For streams to open in later rounds."""
 ROUNDS = 4.0
 """An attempt may take so many usual rounds before it is given up."""
-FETCH_S = 30.0
+FETCH_S = START_S
 """A fetch may take this long beside what its bytes need."""
 _NORMAL_MAD = 1.4826
 """Of a normal distribution, the standard deviation over the median absolute deviation."""
@@ -107,7 +103,7 @@ class Timing:
     @property
     def connect_s(self) -> float:
         """For all streams of an attempt to stand; among many they share processors."""
-        return CONNECT_S * self.beat_s / BEAT_S
+        return STREAMS_S * self.beat_s / BEAT_S
 
     @property
     def prompt_s(self) -> float:

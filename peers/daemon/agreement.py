@@ -13,10 +13,11 @@ from peers.errors import ProtocolError, UserError
 from peers.protocol.mesh import Manifest, Scalar, WantManifest
 from peers.protocol.records import Announcement
 from peers.reduce.codecs import codec_named
+from peers.timing import PROBE_S
 
 log = logging.getLogger(__name__)
 
-FETCH_TIMEOUT_S = 3.0
+FETCH_TIMEOUT_S = PROBE_S
 MAX_FAILURES = 3
 """A peer that announces a manifest and so often has none to give is passed over."""
 

@@ -12,9 +12,7 @@ from peers.core.schedule import Schedule
 from peers.net.paths.paths import TransportMode
 from peers.protocol.mesh import Scalar
 from peers.state.outer_optimizer import OuterOptimizer
-
-DEFAULT_MATCHMAKING_S = 15.0
-"""What a commit waits for its members under NO_WAIT, as OpenDiLoCo does."""
+from peers.timing import MATCHMAKING_S
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,5 +74,5 @@ def grace_of(config: DaemonConfig) -> float:
     if config.grace is not None:
         return config.grace
     if config.all_reduce_strategy == "NO_WAIT":
-        return DEFAULT_MATCHMAKING_S if config.matchmaking_time is None else config.matchmaking_time
+        return MATCHMAKING_S if config.matchmaking_time is None else config.matchmaking_time
     return math.inf

@@ -28,13 +28,12 @@ from peers.net.gate import Gate
 from peers.net.identity import Identity, check_run_id, load_or_create
 from peers.net.lan import answering
 from peers.net.paths.reachability import Reachability
-from peers.net.timing import LOOK_S
 from peers.protocol.maddrs import parse_maddr
 from peers.protocol.records import COORDINATOR_KEY, PEERS_KEY, Announcement
+from peers.timing import LOOK_S, OFTEN_S
 
 __all__ = ["CoordinatorConfig", "request_rank", "serve"]
 
-_POLL_INTERVAL_S = 1.0
 
 logger = logging.getLogger(__name__)
 
@@ -188,7 +187,7 @@ async def _report_forever(dht: Dht, run_id: str, gate: Gate, say: Callable[[str]
         here = await announced(dht, PEERS_KEY(run_id), Announcement, run_id, gate.check_record)
         for line in watcher.update(here, time.monotonic()):
             say(line)
-        await asyncio.sleep(_POLL_INTERVAL_S)
+        await asyncio.sleep(OFTEN_S)
 
 
 async def _fail_with_p2pd(dht: Dht) -> None:

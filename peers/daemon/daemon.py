@@ -46,10 +46,10 @@ from peers.protocol.signatures import verify_signature
 from peers.reduce.all_reduce import OVERLAPPED_NICENESS
 from peers.state.outer_state import OuterState
 from peers.threads import give_way
+from peers.timing import BEAT_S
 
 log = logging.getLogger(__name__)
 
-PHASE_INTERVAL_S = 0.5
 WorkerFactory = Callable[[Mapping[str, Scalar], int, Path], WorkerCommand]
 """(manifest, world rank, link socket) -> the command that trains."""
 
@@ -129,7 +129,7 @@ class Daemon:
         async def tell() -> None:
             while True:
                 on_phase(self._host.phase)
-                await asyncio.sleep(PHASE_INTERVAL_S)
+                await asyncio.sleep(BEAT_S)
 
         self._spawn(tell())
 

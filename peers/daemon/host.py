@@ -41,12 +41,13 @@ from peers.state.handover import Ahead, EpochOutcome, Memories, Start
 from peers.state.layout import Layout
 from peers.state.outer_state import OuterState
 from peers.state.saving import Saving, Written
+from peers.timing import START_S
 
 log = logging.getLogger(__name__)
 
 _FLOAT_BYTES = 4
 DIVERGED = "its loss is not a number any more; is the learning rate too high?"
-REFUSAL_TIMEOUT_S = 30.0
+REFUSAL_TIMEOUT_S = START_S
 """How long a worker that has to be told why it cannot join may take to connect."""
 
 

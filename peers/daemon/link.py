@@ -56,14 +56,15 @@ import msgspec
 from peers.errors import LinkLost, PeersError, ProtocolError, UserError
 from peers.state.layout import Layout
 from peers.system import anonymous_file
+from peers.timing import COMMIT_S, OFTEN_S, RETRY_S, START_S
 
 LINK_ENV = "DILOCO_LINK"
 """The environment variable that names the link's socket to the worker."""
 
-SILENCE_TIMEOUT_S = 60.0
+SILENCE_TIMEOUT_S = COMMIT_S
 """How long a waiting worker hears nothing at all before it takes its daemon for dead."""
 
-WAITING_INTERVAL_S = 1.0
+WAITING_INTERVAL_S = OFTEN_S
 _LENGTH = struct.Struct("<I")
 _MAX_FRAME_BYTES = 64 << 20
 _FLOAT_BYTES = 4
@@ -112,7 +113,7 @@ class WorkerLink:
         """Called with what the daemon is doing, while an answer is awaited."""
 
     @classmethod
-    def connect(cls, path: str | Path, *, timeout_s: float = 30.0) -> WorkerLink:
+    def connect(cls, path: str | Path, *, timeout_s: float = START_S) -> WorkerLink:
         """Connect to the daemon's socket, waiting for it to appear. Raises LinkLost."""
         deadline = time.monotonic() + timeout_s
         while True:
@@ -125,7 +126,7 @@ class WorkerLink:
                 sock.close()
                 if time.monotonic() > deadline:
                     raise LinkLost(f"no daemon answers at {path}: {error}") from error
-                time.sleep(0.05)
+                time.sleep(RETRY_S / 5)
 
     def hello(self, layout: Layout, *, local_rank: int, num_local_ranks: int) -> dict[str, Any]:
         """Introduce this rank and map the shared memories. Returns the `welcome` message."""
@@ -264,7 +265,7 @@ class DaemonConnection:
 Accept = Callable[[], Awaitable[DaemonConnection]]
 
 
-async def refuse(accept: Accept, message: str, *, timeout_s: float = 30.0) -> None:
+async def refuse(accept: Accept, message: str, *, timeout_s: float = START_S) -> None:
     """Tell the next worker that connects what its user has to mend."""
     with contextlib.suppress(TimeoutError, LinkLost):
         async with asyncio.timeout(timeout_s):

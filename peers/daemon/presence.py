@@ -21,20 +21,20 @@ from peers.net.identity import Identity
 from peers.net.mesh import Mesh, StreamOpener
 from peers.protocol.mesh import Carried
 from peers.protocol.records import MAX_MADDRS, NO_RANK, PEERS_KEY, Announcement, View
+from peers.timing import ANSWER_S, BEAT_S, OFTEN_S, RECORD_TTL_S, STOP_S
 
 log = logging.getLogger(__name__)
 
-ANNOUNCE_INTERVAL_S = 3.0
-EARLY_INTERVAL_S = 0.5
+ANNOUNCE_INTERVAL_S = 3 * OFTEN_S
+EARLY_INTERVAL_S = BEAT_S
 """While nobody is reached, or this peer has no rank, announcements and look-ups are this frequent."""
-RECORD_TTL_S = 20.0
 _MANY_PEERS = 8
-LEAVING_TTL_S = 5.0
-LEAVE_TIMEOUT_S = 2.0
+LEAVING_TTL_S = STOP_S
+LEAVE_TIMEOUT_S = 2 * OFTEN_S
 """How long saying goodbye may take: somebody may be waiting for this process to end."""
-COORDINATOR_TIMEOUT_S = 5.0
+COORDINATOR_TIMEOUT_S = ANSWER_S
 """How long to look for a coordinator by a peer that needs a rank from it."""
-COORDINATOR_GLANCE_S = 2.0
+COORDINATOR_GLANCE_S = 2 * OFTEN_S
 """The same by a peer that has brought its rank: the ledger should know of it, but need not."""
 
 
@@ -172,7 +172,7 @@ class Presence:
             self._announce_now.set()
         self._view_changed()
 
-    async def wait_for_change(self, timeout_s: float = 1.0) -> None:
+    async def wait_for_change(self, timeout_s: float = OFTEN_S) -> None:
         """Until the view changes, at most `timeout_s`."""
         self._changed.clear()
         with contextlib.suppress(TimeoutError):

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from peers.timing import CONNECT_S, PROBE_S, RETRY_S
+
 FINISHED = 0
 USER_ERROR = 2
 """Exit code of a worker whose user must mend something: starting it again would change nothing."""
@@ -16,8 +18,8 @@ GAVE_UP = "the worker failed"
 """How the message of a peer begins that has given up on its worker; starting that peer again changes nothing either."""
 
 _FIRST_SIGNAL = 128
-_FIRST_DELAY_S = 0.5
-_MAX_DELAY_S = 10.0
+_FIRST_DELAY_S = 2 * RETRY_S
+_MAX_DELAY_S = CONNECT_S
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class RestartPolicy:
     """Deaths in a row without progress."""
     max_same: int = 3
     """Deaths in a row for the same reason, without an epoch between them."""
-    stop_timeout_s: float = 3.0
+    stop_timeout_s: float = PROBE_S
     """Between SIGTERM and SIGKILL."""
 
 

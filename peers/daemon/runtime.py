@@ -32,13 +32,13 @@ from peers.reduce.residuals import Residuals
 from peers.state.handover import Ahead, EpochOutcome, Memories, Start
 from peers.state.outer_optimizer import OuterOptimizer, norm_of_pseudo_gradient
 from peers.state.outer_state import OuterState
+from peers.timing import COMMIT_S, FORGET_S
 
 log = logging.getLogger(__name__)
 
-_LONGEST_WAIT_S = 3600.0
 _MOST_EVENTS = 4096
 """That wait: beyond, messages are dropped."""
-_NEWCOMER_S = 60.0
+_NEWCOMER_S = COMMIT_S
 """For so long after a peer was first heard, its download may be about to begin: commits are recorded for it."""
 
 
@@ -238,7 +238,7 @@ class Runtime:
                 self._reductions.expect(peer_id)
 
     async def _next_event(self) -> events.Event | None:
-        wait_s = min(max(0.0, self.core.deadline - time.monotonic()), _LONGEST_WAIT_S)
+        wait_s = min(max(0.0, self.core.deadline - time.monotonic()), FORGET_S)
         try:
             # Not wait_for: in Python 3.11 it swallows a cancellation that meets an event.
             async with asyncio.timeout(wait_s):

@@ -12,9 +12,10 @@ from peers.daemon.config import DaemonConfig
 from peers.daemon.main import run_daemon
 from peers.errors import PeersError, UserError
 from peers.net.dht.node import load_hivemind
+from peers.timing import PROBE_S, STOP_S
 
 _MAX_CONFIG_BYTES = 1 << 24
-_CLEAN_UP_TIMEOUT_S = 8.0
+_CLEAN_UP_TIMEOUT_S = STOP_S + PROBE_S
 log = logging.getLogger(__name__)
 
 

@@ -22,9 +22,9 @@ from peers.daemon.restarts import (
     restart_delay_s,
 )
 from peers.system import die_with_parent
+from peers.timing import OFTEN_S
 
 # How long after the first rank's death the others may still tell why (a UserError beats a broken connection).
-_LAST_WORDS_S = 1.0
 _MAX_SAID_BYTES = 1 << 16
 
 
@@ -116,7 +116,7 @@ class Supervisor:
             while pending and not any(wait.done() and wait.result() for wait in waits):
                 _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             if pending and not self._stopping.is_set():
-                await asyncio.wait(pending, timeout=_LAST_WORDS_S)
+                await asyncio.wait(pending, timeout=OFTEN_S)
         finally:
             for wait in waits:
                 wait.cancel()

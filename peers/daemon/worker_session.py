@@ -23,12 +23,12 @@ from peers.errors import LinkLost, PeersError, ProtocolError, UserError
 from peers.state.handover import Ahead, EpochOutcome, Memories, Start
 from peers.state.layout import Layout
 from peers.state.saving import Written
+from peers.timing import START_S
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_HELLO_TIMEOUT_S = 30.0
 _NEWS = ("doing", "evaluated", "trouble")
 
 
@@ -96,11 +96,11 @@ class WorkerSession:
     async def serve(self, connection: DaemonConnection) -> None:
         """Serve one local rank until it hangs up; only rank 0's end is an event of its own."""
         try:
-            hello = await asyncio.wait_for(connection.receive(), _HELLO_TIMEOUT_S)
+            hello = await asyncio.wait_for(connection.receive(), START_S)
             if hello["kind"] == "adopt":
                 manifest = await self._answer(connection, self._host.manifest())
                 await connection.send("manifest", manifest=dict(manifest), world_rank=self._host.world_rank)
-                hello = await asyncio.wait_for(connection.receive(), _HELLO_TIMEOUT_S)
+                hello = await asyncio.wait_for(connection.receive(), START_S)
             if hello["kind"] == "written":
                 await self._report_written(connection, Path(hello["directory"]))
                 return

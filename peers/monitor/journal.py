@@ -22,12 +22,13 @@ from peers.protocol.reports import (
     Point,
     RoundEntry,
 )
+from peers.timing import OFTEN_S
 
 
 class Curve:
     """A run of points, thinned as it grows: at most MAX_POINTS, evenly over the whole time."""
 
-    def __init__(self, least_interval_s: float = 1.0) -> None:
+    def __init__(self, least_interval_s: float = OFTEN_S) -> None:
         self.points: list[Point] = []
         self._interval_s = least_interval_s
 

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from peers.protocol.records import Announcement, shown_rank
+from peers.timing import OFTEN_S, STALL_S
 
-LOST_AFTER_S = 15.0
+LOST_AFTER_S = STALL_S
 """A peer whose announcement has not been renewed for so long counts as lost."""
-QUIET_AFTER_S = 7.0
+QUIET_AFTER_S = 7 * OFTEN_S
 """After so long without news of it a peer is not counted any more; announcements are seconds apart."""
 
 

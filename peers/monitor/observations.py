@@ -24,14 +24,13 @@ from peers.protocol.reports import (
     Report,
     RoundEntry,
 )
+from peers.timing import FORGET_S, LOOK_S, OFTEN_S, RECORD_TTL_S, STALL_S
 
-QUIET_AFTER_S = 4.0
+QUIET_AFTER_S = 4 * OFTEN_S
 """A peer that has told nothing for so long, though several reports were due, does not count as one that answers."""
-FORGET_AFTER_S = 600.0
-"""For so long a lost peer is shown."""
-COMING_BACK_S = 15.0
+COMING_BACK_S = STALL_S
 """For so long a peer that was started again need not be met by anybody, until it has answered."""
-NEVER_MET_S = 25.0
+NEVER_MET_S = RECORD_TTL_S + LOOK_S
 """One that nobody has met is shown as long as the DHT may have its announcement."""
 MAX_OBSERVATIONS = 1024
 MAX_EVENTS = 100
@@ -184,7 +183,7 @@ class Observations:
     def _is_forgotten(self, peer: Observation, now: float, unix_now: float) -> bool:
         if not peer.was_told_of and not peer.answers(now):
             return unix_now - peer.announcement.time > NEVER_MET_S
-        return peer.lost_at is not None and now - peer.lost_at > FORGET_AFTER_S
+        return peer.lost_at is not None and now - peer.lost_at > FORGET_S
 
     def shown(self) -> Mapping[str, Observation]:
         """Everybody but those who have left."""

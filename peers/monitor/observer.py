@@ -37,16 +37,17 @@ from peers.protocol.records import PEERS_KEY, Announcement, CoordinatorRecord
 from peers.protocol.refusal import Refusal, unless_refused
 from peers.protocol.reports import Report
 from peers.protocol.signatures import verify_signature
+from peers.timing import OFTEN_S, PROBE_S, RETRY_S
 
-LOOK_INTERVAL_S = 2.0
+LOOK_INTERVAL_S = 2 * OFTEN_S
 """Between two looks into the DHT."""
-DIAL_TIMEOUT_S = 1.5
+DIAL_TIMEOUT_S = PROBE_S / 2
 """What a peer may take to be reached, and to say its first word."""
-SILENCE_S = 6.0
+SILENCE_S = 6 * OFTEN_S
 """A stream on which nothing comes for so long is given up."""
-AGAIN_S = (0.3, 3.0)
+AGAIN_S = (RETRY_S, PROBE_S)
 """Before a peer is asked again: the first time, and at the longest."""
-SETTLE_S = 4.0
+SETTLE_S = 4 * OFTEN_S
 """How long a single look waits for those who are slow to answer."""
 ENOUGH_MISSES = 2
 """Of a peer that is asked for the first time: one slow answer, on a busy machine or a long way, is no absence."""

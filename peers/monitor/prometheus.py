@@ -24,12 +24,12 @@ from peers.errors import UserError
 from peers.monitor.observations import LOST, SILENT
 from peers.protocol.records import STATES
 from peers.protocol.reports import PARTS
+from peers.timing import ANSWER_S
 
 HOST = "127.0.0.1"
 MAX_RANK = 4096
 MAX_PEERS = 256
 ALL_STATES = (*sorted(STATES), LOST, SILENT)
-_TIMEOUT_S = 5.0
 _RUN = ("run_id",)
 _RANK = ("run_id", "world_rank")
 
@@ -121,9 +121,9 @@ async def metrics_served(
     def collect() -> Iterator[Metric]:
         # Whoever asks has a thread of its own, and what is told belongs to the loop's.
         try:
-            swarm, only_rank = asyncio.run_coroutine_threadsafe(current(), loop).result(_TIMEOUT_S)
+            swarm, only_rank = asyncio.run_coroutine_threadsafe(current(), loop).result(ANSWER_S)
         except TimeoutError:
-            log.warning("no figures for Prometheus: the daemon was busy for %g s", _TIMEOUT_S)
+            log.warning("no figures for Prometheus: the daemon was busy for %g s", ANSWER_S)
             return iter(())
         return metrics_of(swarm, only_rank=only_rank)
 
@@ -147,7 +147,7 @@ async def metrics_served(
 class _Handler(WSGIRequestHandler):
     """Waits for nobody for long, and logs nothing."""
 
-    timeout = _TIMEOUT_S
+    timeout = ANSWER_S
 
     def log_message(self, format: str, *args: object) -> None:
         pass

@@ -22,13 +22,12 @@ from peers.net.channel import Channel
 from peers.protocol.admission import NONCE_BYTES, Nonce, Proof
 from peers.protocol.refusal import Refusal, Why
 from peers.protocol.reports import Busy, Hello, Report, report_protocol
+from peers.timing import ANSWER_S, OFTEN_S
 
 MAX_OBSERVERS = 16
-REPORT_INTERVAL_S = 1.0
-LEAST_INTERVAL_S = 0.2
+REPORT_INTERVAL_S = OFTEN_S
+LEAST_INTERVAL_S = OFTEN_S / 5
 """Between two reports on one stream, whatever happens."""
-HELLO_TIMEOUT_S = 5.0
-SEND_TIMEOUT_S = 5.0
 _HELLO, _PROOF = Decoder(Hello), Decoder(Proof)
 
 log = logging.getLogger(__name__)
@@ -84,19 +83,19 @@ class ReportService:
             channel.close()
 
     async def _is_admitted(self, observer_id: str, channel: Channel) -> bool:
-        await channel.read(_HELLO, HELLO_TIMEOUT_S)
+        await channel.read(_HELLO, ANSWER_S)
         if len(self._observers) >= MAX_OBSERVERS:
-            await channel.send(Busy(), SEND_TIMEOUT_S)
+            await channel.send(Busy(), ANSWER_S)
             return False
         if self._secret is None:
             return True
         nonce = secrets.token_bytes(NONCE_BYTES)
-        await channel.send(Nonce(nonce=nonce), SEND_TIMEOUT_S)
-        proof = (await channel.read(_PROOF, HELLO_TIMEOUT_S)).proof
+        await channel.send(Nonce(nonce=nonce), ANSWER_S)
+        proof = (await channel.read(_PROOF, ANSWER_S)).proof
         expected = proof_of(self._secret, self._run_id, observer_id, self._peer_id, nonce)
         if secrets.compare_digest(proof, expected) and not self._is_banned(observer_id):
             return True
-        await channel.send(Refusal(why=Why.WRONG_SECRET), SEND_TIMEOUT_S)
+        await channel.send(Refusal(why=Why.WRONG_SECRET), ANSWER_S)
         return False
 
     async def _tell(self, channel: Channel) -> None:
@@ -109,7 +108,7 @@ class ReportService:
                 news.clear()
                 report = self._report(since)
                 since = newest_of(report, since)
-                await channel.send(report, SEND_TIMEOUT_S)
+                await channel.send(report, ANSWER_S)
                 await asyncio.sleep(LEAST_INTERVAL_S)
                 await _first_of(hung_up, news, REPORT_INTERVAL_S - LEAST_INTERVAL_S)
         finally:

@@ -13,15 +13,15 @@ from typing import Literal
 from peers.core.defaults import SHARE_OF_EPOCH, lighter_compression
 from peers.monitor.figures import short_figure, span
 from peers.monitor.learning import judged_losses, judged_rewards
+from peers.timing import CLOCK_OFF_S, COMMIT_S, OFTEN_S
 
 Level = Literal["good", "busy", "warning", "fault"]
 
-STILL_S = 5.0
+STILL_S = 5 * OFTEN_S
 """A training that has not got further for so long stands still, unless its steps take so long."""
 _STILL_STEPS = 8
-_BUSY_STILL_S = 120.0
+_BUSY_STILL_S = 2 * COMMIT_S
 """The same of everything else that tells how far it is."""
-CLOCK_OFF_S = 3.0
 SLOW = 2.0
 """How many times the others' time a slow peer takes for a step."""
 MUCH_OF_EPOCH = 2 * SHARE_OF_EPOCH

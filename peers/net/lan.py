@@ -21,11 +21,12 @@ from peers.net.rate_limit import RateLimit
 from peers.protocol.lan import LAN_GROUP, LAN_PORT, MAX_LAN_BYTES, AskLan, HereOnLan
 from peers.protocol.maddrs import Maddr, is_loopback, is_peer_id, parse_maddr
 from peers.protocol.wire import decode, encode
+from peers.timing import ANSWER_S, GRACE_S, OFTEN_S
 
-ASK_TIMEOUT_S = 5.0
-_AGAIN_S = 1.0
+ASK_TIMEOUT_S = ANSWER_S
+_AGAIN_S = OFTEN_S
 """Datagrams get lost."""
-_MORE_S = 0.5
+_MORE_S = GRACE_S
 """For others, once one has answered."""
 _MOST_FOUND = 8
 _ANSWERS_PER_S, _ANSWERS_AT_ONCE = 5.0, 20.0

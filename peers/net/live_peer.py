@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from peers.core.timing import BEAT_PEERS, BEAT_S
 from peers.errors import PeerUnreachable
 from peers.net.channel import Channel
-from peers.net.timing import DOUBT_BEATS, LEAST_SILENCE_S, SILENT_BEATS
 from peers.protocol.mesh import Announced, Said
 from peers.protocol.records import Announcement
+from peers.timing import BEAT_PEERS, BEAT_S, DOUBT_BEATS, LEAST_SILENCE_S, LOST_BEATS
 
 _MAX_QUEUED = 1024
 
@@ -79,4 +78,4 @@ def heartbeat_s(num_peers: int) -> float:
 
 def silence_s(num_peers: int) -> float:
     """After which each of so many peers counts as lost."""
-    return max(LEAST_SILENCE_S, SILENT_BEATS * heartbeat_s(num_peers))
+    return max(LEAST_SILENCE_S, LOST_BEATS * heartbeat_s(num_peers))

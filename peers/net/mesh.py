@@ -17,26 +17,25 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from msgspec.msgpack import Decoder
 
-from peers.core.timing import BEAT_S
 from peers.errors import PeersError, PeerSilent, PeerUnreachable, ProtocolError
 from peers.net.channel import Channel
 from peers.net.dht.bootstrap import is_nobody_there
 from peers.net.gate import Gate
 from peers.net.live_peer import LivePeer, heartbeat_s, silence_s
 from peers.net.rate_limit import RateLimits
-from peers.net.timing import ANSWER_S, LET_THE_OTHER_REDIAL_S, REDIAL_AFTER_S
 from peers.net.transport import StreamTransport
 from peers.protocol.admission import Bans
 from peers.protocol.mesh import Announced, Carried, Introduction, Said
 from peers.protocol.messages import Ask
 from peers.protocol.records import Announcement
 from peers.protocol.refusal import Refusal, Refused, Why
+from peers.timing import ANSWER_S, BEAT_S, GRACE_S, OFTEN_S, RETRY_S
 
 log = logging.getLogger(__name__)
 
 _FRESH_S = BEAT_S / 2
 """A signed status is used again in the heartbeats to other peers for so long: among fifty, signing takes time."""
-_LAST_WORD_S = 0.3
+_LAST_WORD_S = RETRY_S
 """For a refused peer to read the reason before this end closes."""
 MESSAGES_PER_S, MESSAGES_AT_ONCE, BYTES_PER_MESSAGE = 200.0, 1000.0, 20_000
 """What a peer may send: so many small messages, or 4 MB, a second; longer ones count as several. Many times what an
@@ -186,7 +185,7 @@ class Mesh:
     async def _redial(self, record: Announcement) -> None:
         """Perhaps only the connection is gone. The larger peer id waits a little, and tries where the other cannot."""
         if self._peer_id > record.peer_id:
-            await asyncio.sleep(LET_THE_OTHER_REDIAL_S)
+            await asyncio.sleep(GRACE_S)
         await self.reach(record)
 
     async def _introduced(self, record: Announcement) -> tuple[Channel, Announcement, bytes]:
@@ -335,7 +334,7 @@ class Mesh:
                 may_be_back = (
                     isinstance(broken_by, PeerUnreachable)
                     and peer.status.state != "leaving"
-                    and time.monotonic() > stood_since + REDIAL_AFTER_S
+                    and time.monotonic() > stood_since + OFTEN_S
                 )
                 self._on_lost(peer_id)
                 self._on_change()

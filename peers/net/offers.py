@@ -7,7 +7,7 @@ from collections.abc import Coroutine, Iterable, Mapping
 from typing import Any, Protocol, TypeVar
 
 from peers.errors import PeersError
-from peers.net.timing import GRACE_S, PROBE_S
+from peers.timing import GRACE_S, PROBE_S
 
 
 class Closable(Protocol):

@@ -11,12 +11,13 @@ import time
 from pathlib import Path
 from typing import Self
 
+from peers.timing import COMMIT_S
+
 _PREFIX = "diloco-sockets-"
 _LOCK = "lock"
 # A Unix socket's path has 108 bytes, and the longest name in the directory is short.
 _MAX_PATH_BYTES = 80
 # Younger ones may be about to take their lock.
-_MIN_AGE_S = 60.0
 
 
 class SocketDirectory:
@@ -49,7 +50,7 @@ def _sweep(parent: Path) -> None:
     for directory in parent.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             status = directory.lstat()
-            if status.st_uid != os.getuid() or time.time() - status.st_mtime < _MIN_AGE_S:
+            if status.st_uid != os.getuid() or time.time() - status.st_mtime < COMMIT_S:
                 continue
             with (directory / _LOCK).open() as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -21,10 +21,10 @@ from typing import Any, Protocol
 
 from peers.errors import PeersError, RoundFailed
 from peers.net import socket_io
-from peers.net.timing import ANSWER_S, CONNECT_S, DETOUR_S
 from peers.net.transport import StreamTransport
 from peers.reduce.frames import HEADER, NOBODY, Kind, is_silent, slice_s
 from peers.reduce.plan import ATTEMPT_BYTES
+from peers.timing import ANSWER_S, CONNECT_S, OFTEN_S
 
 log = logging.getLogger(__name__)
 
@@ -202,7 +202,7 @@ class StreamPool:
         """Wait for all streams; for those of the prompt ones not as long. Raises RoundFailed."""
         began = time.monotonic()
         prompt_ones, prompt_s = prompt
-        deadline, heeds_silence_at = began + timeout_s, began + min(DETOUR_S, timeout_s / 4)
+        deadline, heeds_silence_at = began + timeout_s, began + min(OFTEN_S, timeout_s / 4)
         # A peer that was quiet before this attempt may still come by another path.
         quiet_before = set(quiet())
         pending = {*outgoing.values(), *incoming.values()}

@@ -26,15 +26,14 @@ from peers.protocol.limits import (
 from peers.protocol.maddrs import parse_maddr
 from peers.protocol.signatures import verify_signature
 from peers.protocol.wire import Struct, decode, encode
+from peers.timing import CLOCK_TOLERANCE_S, RECORD_TTL_S
 
 MAX_RECORD_BYTES = 4096
 State = Literal["joining", "waiting", "training", "averaging", "leaving"]
 STATES = frozenset(get_args(State))
 TRAINING_STATES = frozenset({"training", "averaging"})
 """States of a peer that counts for what the swarm has reached."""
-CLOCK_TOLERANCE_S = 10.0
-"""How far in the future another machine's clock may put a record."""
-MAX_AGE_S = 120.0
+MAX_AGE_S = 6 * RECORD_TTL_S
 """An older announcement is nobody's present, whatever its expiry says."""
 
 NO_RANK = -1

@@ -14,9 +14,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from peers.reduce.tcp_info import bytes_acked, bytes_received
+from peers.timing import WINDOW_S
 
-WINDOW_S = 0.5
-"""Long enough to outlast the bursts of queues and shapers, short enough to lie within a round that is worth sharing."""
 SAMPLE_S = WINDOW_S / 4
 """Not more often: asking the kernel about a socket waits until a copy on it has ended, holding the interpreter."""
 

@@ -23,8 +23,9 @@ from peers.reduce.codecs import result_codec_named
 from peers.reduce.kernels import Bytes
 from peers.reduce.plan import CHUNK_NUMEL
 from peers.reduce.shares import bounds_of
+from peers.timing import START_S
 
-KEPT_FOR_S = 30.0
+KEPT_FOR_S = START_S
 """After the last download: a joiner comes back for the commits when it has put its state together."""
 _FLOAT_BYTES = 4
 

@@ -20,13 +20,12 @@ from functools import partial
 from typing import NamedTuple
 
 from peers.reduce.tcp_info import min_round_trip_s
+from peers.timing import NEAR_S, SLICE_S
 
 HEADER = struct.Struct("<BII")
-SLICE_S = 0.05
 _MOST_WAKES_PER_S = 200
 """Of all threads of one reduction together: with fifty peers on a machine, most of its time went into waking up."""
 NOBODY = 0xFFFF_FFFF
-_NEAR_S = 200e-6
 _NEAR_WINDOW_BYTES = 1 << 20
 """The receive window with which a reduction begins, where the peer is no further away than that; the kernel raises it
 if need be. Otherwise it would begin with the tens of MB to which earlier reductions have raised it. This way threads
@@ -83,7 +82,7 @@ def prepare(sock: socket.socket, num_others: int = 1) -> None:
     and a blocking socket whose time in the kernel is over it would just try again, for ever.
     """
     with contextlib.suppress(OSError, struct.error):
-        if 0 < min_round_trip_s(sock) < _NEAR_S:
+        if 0 < min_round_trip_s(sock) < NEAR_S:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_WINDOW_CLAMP, _NEAR_WINDOW_BYTES)
     if isinstance(sock, ssl.SSLSocket):
         sock.settimeout(slice_s(num_others))

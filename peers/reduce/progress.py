@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 from peers.reduce.frames import NOBODY, Kind, Stopped, slice_s
 from peers.reduce.plan import ReducePlan
+from peers.timing import OFTEN_S
 
-LAST_WORDS_S = 2.0
+LAST_WORDS_S = 2 * OFTEN_S
 """At most so long a failed reduction takes to tell the others whom it blames."""
 
 

@@ -11,19 +11,18 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from peers.net.back_off import BackOff
-from peers.net.timing import LOOK_S
+from peers.timing import COMMIT_S, LOOK_S
 
 MAX_CONTACTS = 128
 """Besides those that the user has given."""
 MAX_AT_ONCE = 8
-_LONGEST_RETRY_S = 60.0
 
 
 @dataclass
 class _Contact:
     maddrs: tuple[str, ...]
     is_given: bool
-    silence: BackOff = field(default_factory=lambda: BackOff(LOOK_S, _LONGEST_RETRY_S))
+    silence: BackOff = field(default_factory=lambda: BackOff(LOOK_S, COMMIT_S))
 
 
 class Contacts:

@@ -20,9 +20,9 @@ from peers.net.dht.descriptors import raise_limit
 from peers.net.dht.values import MAX_VALUE_BYTES, value_in
 from peers.net.identity import Identity
 from peers.net.libp2p.p2pd import P2pd
-from peers.net.timing import LOOK_S, PROBE_S
 from peers.protocol.maddrs import by_reach, check_listenable, is_maddr, parse_maddr, validate_maddr
 from peers.protocol.wire import encode
+from peers.timing import CONNECT_S, LOOK_S, OFTEN_S, PROBE_S
 
 if TYPE_CHECKING:
     from hivemind.dht.node import DHTNode
@@ -38,10 +38,9 @@ _MAX_VALUES = 4096
 BUCKET_SIZE = 8
 """Kademlia's k, as in BitTorrent's DHT. Every look-up and every store asks so many nodes at least: with Hivemind's 20,
 everybody in a small swarm."""
-_LONELY_LOOK_S = 1.0
+_LONELY_LOOK_S = OFTEN_S
 """How often lost contacts are looked for while the node knows nobody at all."""
-_CLOCK_TICK_S = 0.001
-_DEFAULT_JOIN_TIMEOUT_S = 20.0
+_CLOCK_TICK = 1e-3
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +78,7 @@ class Dht:
         host_maddrs: Sequence[str] = ("/ip4/0.0.0.0/tcp/0",),
         announce_maddrs: Sequence[str] = (),
         client_mode: bool = False,
-        timeout_s: float = _DEFAULT_JOIN_TIMEOUT_S,
+        timeout_s: float = 2 * CONNECT_S,
     ) -> Dht:
         """Join the DHT that any of `initial_peers` belongs to, or begin one when there are none.
 
@@ -133,7 +132,7 @@ class Dht:
         if len(value) > MAX_VALUE_BYTES:
             raise ValueError(f"a DHT value of {len(value)} bytes; at most {MAX_VALUE_BYTES} are kept")
         # Nodes compare wall-clock times, and refuse what expires no later than the value they have.
-        expiry = max(time.time() + ttl_s, self._expiry.get((key, subkey), 0.0) + _CLOCK_TICK_S)
+        expiry = max(time.time() + ttl_s, self._expiry.get((key, subkey), 0.0) + _CLOCK_TICK)
         self._expiry[key, subkey] = expiry
         stored = await asyncio.gather(
             self._node.store(key, value, expiry, subkey=subkey),

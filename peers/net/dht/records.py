@@ -21,6 +21,7 @@ from peers.errors import ProtocolError
 from peers.net.dht.values import value_in
 from peers.net.rate_limit import RateLimit
 from peers.protocol.wire import decode
+from peers.timing import ANSWER_S, RECORD_TTL_S
 
 if TYPE_CHECKING:
     from hivemind.dht.protocol import DHTProtocol
@@ -34,7 +35,7 @@ class Check(Protocol):
 
 MAX_OTHER_PER_S = 400.0
 MAX_OTHER_AT_ONCE = 1000
-MAX_OTHER_TTL_S = 45.0
+MAX_OTHER_TTL_S = 2 * RECORD_TTL_S + ANSWER_S
 MAX_OTHER_BYTES = 4200
 """Of values under keys that this node knows nothing of: in all, that bounds the memory they take, to some 80 MB."""
 _MAX_SUBKEY_BYTES = 256

@@ -13,10 +13,9 @@ from pathlib import Path
 
 from peers.errors import PeersError, UserError
 from peers.net.socket_directory import SocketDirectory
-from peers.net.timing import STOP_S
 from peers.system import EXEC_WITH_PARENT
+from peers.timing import START_S, STOP_S
 
-_IDLE_TIMEOUT_S = 30
 _CONTROL = "control.sock"
 
 
@@ -40,7 +39,7 @@ class P2pd:
         host_maddrs: Sequence[str],
         announce_maddrs: Sequence[str] = (),
         client_mode: bool = False,
-        timeout_s: float = 15.0,
+        timeout_s: float = START_S,
     ) -> P2pd:
         """Start it and wait until it listens. Raises UserError with p2pd's last words when it does not."""
         directory = SocketDirectory()
@@ -136,7 +135,7 @@ def _arguments(
         str(binary),
         f"-listen=/unix{control}",
         f"-id={identity_path.absolute()}",
-        f"-idleTimeout={_IDLE_TIMEOUT_S}s",
+        f"-idleTimeout={START_S:.0f}s",
         *("-natPortMap=0", "-autonat=0", "-autoRelay=0", "-relay=0", "-b=0", "-connManager=1", "-tls=1"),
         "-noListenAddrs=1" if client_mode else f"-hostAddrs={','.join(host_maddrs)}",
         "-dhtClient=1" if client_mode else "-dhtServer=1",

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from peers.errors import PeersError, PeerUnreachable, ProtocolError
 from peers.net.libp2p import p2pd_control
-from peers.net.timing import CONNECT_S, RETRY_S
 from peers.net.transport import Handler
 from peers.protocol.maddrs import parse_maddr
+from peers.timing import CONNECT_S, RETRY_S
 
 MAX_HANDLED_PER_PEER = 4
 """Handlers that run at once for the streams of one peer on one protocol; further streams are closed."""

@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from peers.errors import UserError
 from peers.protocol import libp2p_keys
 from peers.protocol.maddrs import Maddr
+from peers.timing import PROBE_S
 
 _EXTENSION = x509.ObjectIdentifier("1.3.6.1.4.1.53594.1.1")
 _SIGNED = b"libp2p-tls-handshake:"
@@ -26,7 +27,7 @@ _HELLO = "/multistream/1.0.0"
 _MAX_CERTIFICATE_BYTES = 8192
 
 
-def with_peer_id(address: Maddr, *, timeout_s: float = 3.0) -> Maddr:
+def with_peer_id(address: Maddr, *, timeout_s: float = PROBE_S) -> Maddr:
     """The address with the id of the peer that answers there. Raises UserError where none does."""
     where = f"{address.host}:{address.port}"
     paste = (

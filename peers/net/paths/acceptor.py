@@ -19,8 +19,8 @@ from peers.net.paths import greeting
 from peers.net.paths.greeting import Hello
 from peers.net.paths.tls import Credentials
 from peers.net.rate_limit import RateLimits
-from peers.net.timing import CONNECT_S
 from peers.net.transport import Handler
+from peers.timing import CONNECT_S
 
 log = logging.getLogger(__name__)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from peers.net.back_off import BackOff
-from peers.net.timing import FIRST_BACK_OFF_S, LONGEST_BACK_OFF_S
 from peers.protocol.records import Path
+from peers.timing import FORGET_S, START_S
 
 
 def path_back_off() -> BackOff:
-    return BackOff(FIRST_BACK_OFF_S, LONGEST_BACK_OFF_S)
+    return BackOff(START_S, FORGET_S)
 
 
 @dataclass

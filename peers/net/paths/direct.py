@@ -19,11 +19,11 @@ from typing import Any
 
 from peers.errors import PeersError, PeerUnreachable, UserError
 from peers.net.paths.acceptor import Acceptor
-from peers.net.timing import PROBE_S, RETRY_S
 from peers.net.transport import Handler
 from peers.protocol.maddrs import Maddr, parse_maddr
 from peers.protocol.records import MAX_ENDPOINTS
 from peers.system import keepalive_options
+from peers.timing import PROBE_S, RETRY_S
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 
 from peers.errors import PeerUnreachable
-from peers.net.timing import STOP_S
+from peers.timing import STOP_S
 
 log = logging.getLogger(__name__)
 

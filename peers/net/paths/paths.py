@@ -22,9 +22,9 @@ from peers.net.paths.choice import Pair
 from peers.net.paths.direct import Direct
 from peers.net.paths.head_start import Attempt, first_to_stand
 from peers.net.paths.relay import Relay
-from peers.net.timing import CONNECT_S, DIRECT_HEAD_START_S, LIBP2P_HEAD_START_S, RELAY_HEAD_START_S
 from peers.net.transport import Handler, Libp2p
 from peers.protocol.records import Path
+from peers.timing import CONNECT_S, DIRECT_HEAD_START_S, LIBP2P_HEAD_START_S, RELAY_HEAD_START_S
 
 log = logging.getLogger(__name__)
 

@@ -29,10 +29,10 @@ from peers.net.paths.reachability_request import (
 )
 from peers.net.paths.tls import Credentials
 from peers.net.rate_limit import RateLimits
-from peers.net.timing import ANSWER_S, PROBE_S
 from peers.protocol import reach
 from peers.protocol.maddrs import Maddr, parse_maddr
 from peers.protocol.refusal import Refusal, Refused
+from peers.timing import ANSWER_S, COMMIT_S, PROBE_S
 
 if TYPE_CHECKING:
     from peers.net.libp2p.transport import Transport
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 MAX_DIALS = 4
 """In one conversation: a peer has two ports."""
 MAX_AT_ONCE = 8
-CONVERSATION_S = 60.0
 _CONVERSATIONS_PER_S, _CONVERSATIONS_AT_ONCE = 1 / 15, 8
 """Of one host."""
 _HELLO = Decoder(reach.Hello)
@@ -66,7 +65,7 @@ class Reachability:
         channel = Channel(sock, max_message_bytes=reach.MAX_MESSAGE_BYTES)
         self._num_asking += 1
         try:
-            async with asyncio.timeout(CONVERSATION_S):
+            async with asyncio.timeout(COMMIT_S):
                 hello = await channel.read(_HELLO, ANSWER_S)
                 try:
                     self._gate.check(peer_id, hello.token, "door for questions")
@@ -90,7 +89,7 @@ class Reachability:
         num_dials, has_measured = 0, False
         while True:
             try:
-                question = await channel.read(_QUESTION, CONVERSATION_S)
+                question = await channel.read(_QUESTION, COMMIT_S)
             except PeerUnreachable:
                 return
             if isinstance(question, reach.Dial) and num_dials < MAX_DIALS:

@@ -12,12 +12,12 @@ from msgspec.msgpack import Decoder
 
 from peers.errors import PeerUnreachable, ProtocolError
 from peers.net.channel import Channel, call
-from peers.net.timing import ANSWER_S, PROBE_S, STALL_S
 from peers.net.transport import StreamTransport
 from peers.protocol import reach
 from peers.protocol.refusal import Refusal, unless_refused
+from peers.timing import ANSWER_S, OFTEN_S, PROBE_S, STALL_S
 
-SPEED_S = 1.0
+SPEED_S = OFTEN_S
 """A measurement of speed ends with the first burst that took longer, in each direction."""
 BURSTS = tuple(4 << power for power in range(6))
 """In chunks, each when the one before has arrived: a slow link is not given more than it carries in a few seconds."""

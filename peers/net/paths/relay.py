@@ -19,9 +19,9 @@ from peers.net.channel import Channel, call
 from peers.net.offers import collect_offers
 from peers.net.paths.acceptor import Acceptor
 from peers.net.paths.choice import path_back_off
-from peers.net.timing import PROBE_S
 from peers.net.transport import Libp2p
 from peers.protocol.relays import MAX_MESSAGE_BYTES, Go, No, Offer, Ready, Want, asking
+from peers.timing import PROBE_S
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,6 @@ from peers.errors import ProtocolError
 from peers.net.channel import Channel
 from peers.net.paths.acceptor import Acceptor
 from peers.net.paths.forwarding import Forwarder
-from peers.net.timing import PROBE_S
 from peers.net.transport import Libp2p
 from peers.protocol.relays import (
     MAX_MESSAGE_BYTES,
@@ -31,6 +30,7 @@ from peers.protocol.relays import (
     asking,
     delivering,
 )
+from peers.timing import PROBE_S
 
 log = logging.getLogger(__name__)
 

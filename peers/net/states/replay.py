@@ -18,7 +18,6 @@ from msgspec.msgpack import Decoder
 from peers.errors import PeersError, StateUnavailable
 from peers.net.channel import Channel, call
 from peers.net.offers import collect_offers
-from peers.net.timing import COMMIT_S, STALL_S
 from peers.net.transport import StreamTransport
 from peers.protocol.certificates import Certificate
 from peers.protocol.states import (
@@ -32,6 +31,7 @@ from peers.protocol.states import (
 from peers.reduce.commit_log import CommitLog, decoded, parts_of
 from peers.state.outer_optimizer import OuterOptimizer
 from peers.state.outer_state import OuterState, Snapshot
+from peers.timing import COMMIT_S, STALL_S
 
 log = logging.getLogger(__name__)
 

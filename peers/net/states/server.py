@@ -22,7 +22,6 @@ from peers.net.states.transfer import (
     bytes_of,
     download_timeout_s,
 )
-from peers.net.timing import COMMIT_S, STALL_S
 from peers.net.transport import StreamTransport
 from peers.protocol.states import (
     MAX_MESSAGE_BYTES,
@@ -36,12 +35,13 @@ from peers.protocol.states import (
 from peers.reduce.commit_log import CommitLog
 from peers.state.header import StateChunk, chunks_of
 from peers.state.outer_state import OuterState, Snapshot
+from peers.timing import COMMIT_S, RETRY_S, STALL_S
 
 log = logging.getLogger(__name__)
 
 MAX_DOWNLOADS = 8
 """Streams a donor serves at once, of as many joiners; further ones wait."""
-_POLL_S = 0.02
+_POLL_S = RETRY_S / 10
 _REQUEST: Decoder[WantState | WantCommits] = Decoder(WantState | WantCommits)
 _CHUNK = Decoder(WantChunk)
 

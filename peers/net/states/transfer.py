@@ -20,7 +20,6 @@ from torch import Tensor
 
 from peers.errors import PeersError, PeerSilent, PeerUnreachable, ProtocolError, StateUnavailable
 from peers.net.channel import Channel, call
-from peers.net.timing import COMMIT_S, PATIENCE_S, STALL_S
 from peers.net.transport import StreamTransport
 from peers.protocol.certificates import Certificate
 from peers.protocol.states import (
@@ -34,10 +33,10 @@ from peers.protocol.states import (
 )
 from peers.state.header import DIGEST_BYTES, StateChunk, StateHeader, chunks_of
 from peers.state.outer_state import OuterState, Snapshot, hash_chunk
+from peers.timing import ANSWER_S, COMMIT_S, STALL_S, START_S
 
 log = logging.getLogger(__name__)
 
-_OVERHEAD_S = 30.0
 _SLOWEST_BYTES_PER_S = 2e6
 """A state that comes more slowly is no use."""
 _WINDOW = 2
@@ -51,7 +50,7 @@ Progress = Callable[[int, int], None]
 
 def download_timeout_s(sizes: Sequence[int]) -> float:
     """What a joiner gives the download of a state with so many values in each fragment, anchor and momentum."""
-    return _OVERHEAD_S + 2 * _FLOAT_BYTES * sum(sizes) / _SLOWEST_BYTES_PER_S
+    return START_S + 2 * _FLOAT_BYTES * sum(sizes) / _SLOWEST_BYTES_PER_S
 
 
 async def download_state(
@@ -256,12 +255,12 @@ class _Download:
         begun = moved_at = time.monotonic()
         while done < len(view):
             try:
-                done += await channel.receive_bytes(view[done:], PATIENCE_S)
+                done += await channel.receive_bytes(view[done:], ANSWER_S)
                 moved_at = time.monotonic()
             except PeerSilent:
                 if time.monotonic() - moved_at > STALL_S:
                     raise
-            if done < len(view) and self._num_idle and time.monotonic() - begun > PATIENCE_S:
+            if done < len(view) and self._num_idle and time.monotonic() - begun > ANSWER_S:
                 raise PeerUnreachable("others may be quicker")
 
     async def _notify(self) -> None:

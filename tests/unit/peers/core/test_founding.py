@@ -7,10 +7,10 @@ from msgspec.structs import replace
 
 from peers.core import effects, events
 from peers.core.founding import NO_HEAD, genesis_of
-from peers.core.timing import BEAT_S
 from peers.protocol.certificates import Body, Certificate
 from peers.protocol.limits import MAX_EPOCH
 from peers.protocol.messages import Certificates, Found, Message, Offer, Vote
+from peers.timing import BEAT_S
 from tests.unit.peers.core.driven import Driven
 from tests.unit.peers.core.made import OFFER, SETTINGS, Keys, chain_of, digest, genesis, status, verify
 from tests.unit.peers.core.pump import Pump, with_settings

@@ -9,7 +9,6 @@ import pytest
 from peers.core.timing import (
     BEAT_PEERS,
     BEAT_S,
-    CONNECT_S,
     ENOUGH_ROUNDS,
     FETCH_S,
     FIRST_GRACE_S,
@@ -19,6 +18,7 @@ from peers.core.timing import (
     SILENT_BEATS,
     SLOWEST_LINK,
     SLOWEST_PEER,
+    STREAMS_S,
     Timing,
 )
 from tests.unit.peers.core.pump import with_settings
@@ -43,7 +43,7 @@ def test_before_anything_is_known_waiting_times_are_those_of_few_peers_nearby():
     assert timing.regain_s == REGAIN * timing.silence_s
     assert timing.reaction_s == 2 * BEAT_S
     assert timing.attempt_s == LEAST_ROUND_S
-    assert timing.prompt_s == CONNECT_S
+    assert timing.prompt_s == STREAMS_S
     assert timing.fetch_timeout_s == FETCH_S
 
 
@@ -69,12 +69,12 @@ def test_the_first_round_and_a_fetch_are_given_time_for_their_bytes():
 
 def test_who_has_a_stream_begins_within_a_reaction_and_what_rounds_take_here():
     assert learned(rounds=0.3).prompt_s == pytest.approx(2 * BEAT_S + 0.3)
-    assert learned(rounds=60.0).prompt_s == CONNECT_S
+    assert learned(rounds=60.0).prompt_s == STREAMS_S
 
 
 def test_an_attempt_takes_a_few_usual_rounds_beside_what_connections_take():
     timing = learned(rounds=10.0)
-    assert CONNECT_S + 4 * 10.0 < timing.attempt_s < CONNECT_S + 4 * 10.0 + 3 * timing.silence_s
+    assert STREAMS_S + 4 * 10.0 < timing.attempt_s < STREAMS_S + 4 * 10.0 + 3 * timing.silence_s
     assert learned(rounds=10.0, attempt_timeout_s=7.0).attempt_s == 7.0
 
 

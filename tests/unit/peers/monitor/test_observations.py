@@ -4,7 +4,7 @@ import time
 
 from peers.monitor.observations import (
     COMING_BACK_S,
-    FORGET_AFTER_S,
+    FORGET_S,
     MAX_OBSERVATIONS,
     NEVER_MET_S,
     QUIET_AFTER_S,
@@ -163,7 +163,7 @@ def test_the_lost_are_shown_for_a_while_and_then_forgotten():
     observations.missed("A")
     observations.note(1.0, 1001.0)
     assert list(observations.peers) == ["A"]
-    observations.note(2.0 + FORGET_AFTER_S, 1002.0 + FORGET_AFTER_S)
+    observations.note(2.0 + FORGET_S, 1002.0 + FORGET_S)
     assert list(observations.peers) == []
 
 

@@ -1,10 +1,10 @@
 import asyncio
 import socket
 
-from peers.core.timing import BEAT_S
 from peers.net.channel import Channel
 from peers.net.live_peer import LEAST_SILENCE_S, LivePeer, heartbeat_s, silence_s
 from peers.protocol.mesh import WantManifest
+from peers.timing import BEAT_S
 from tests.support.announcements import announced
 
 

@@ -114,7 +114,7 @@ def test_one_signature_serves_all_heartbeats_of_a_moment_and_none_is_older_than_
 def test_a_channel_that_breaks_is_made_anew_at_once_and_another_way_where_it_fell_silent(
     monkeypatch, state, speaks, wait_s, dialled, unanswered
 ):
-    monkeypatch.setattr(mesh_module, "REDIAL_AFTER_S", wait_s)
+    monkeypatch.setattr(mesh_module, "OFTEN_S", wait_s)
     if not speaks:
         monkeypatch.setattr(mesh_module, "silence_s", lambda _num_peers: 0.2)
         monkeypatch.setattr(mesh_module, "heartbeat_s", lambda _num_peers: 0.001)
@@ -200,7 +200,7 @@ class Wire:
 @pytest.mark.parametrize("lag_s", [0.0, 0.005, 0.02])
 def test_of_two_calls_that_cross_one_stands_and_nobody_is_lost(tmp_path, monkeypatch, delays_s, lag_s):
     # However short a channel stood, its loss is noted.
-    monkeypatch.setattr(mesh_module, "REDIAL_AFTER_S", 0.0)
+    monkeypatch.setattr(mesh_module, "OFTEN_S", 0.0)
     identities = [claim_slot(tmp_path, "run", rank) for rank in range(2)]
     by_id = sorted(identities, key=lambda identity: identity.peer_id)
     delays_s = dict(zip((identity.peer_id for identity in by_id), delays_s.values(), strict=True))

@@ -14,8 +14,8 @@ from peers.net.paths.acceptor import Acceptor
 from peers.net.paths.direct import Direct
 from peers.net.paths.paths import Paths
 from peers.net.streams import StreamPool
-from peers.net.timing import FIRST_BACK_OFF_S
 from peers.protocol.records import Path
+from peers.timing import START_S
 from tests.support.keys import credentials
 
 DATA, BULK, CONTROL = "run/data", "run/state", "run/control"
@@ -157,7 +157,7 @@ def test_data_moves_to_a_direct_stream_once_that_stands(tmp_path):
                 peer.paths._pair(other.peer_id).direct.failed(time.monotonic())
             assert await a_round(a, b) is Path.LIBP2P
             for peer, other in ((a, b), (b, a)):
-                peer.paths._pair(other.peer_id).direct.until -= FIRST_BACK_OFF_S
+                peer.paths._pair(other.peer_id).direct.until -= START_S
             await a_round(a, b)
             assert await a_round(a, b) is Path.DIRECT
 

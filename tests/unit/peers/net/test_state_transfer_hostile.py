@@ -63,7 +63,7 @@ def test_a_donor_that_says_nothing_at_all_delays_no_other():
 
 
 def test_a_donor_that_trickles_is_left_when_others_have_nothing_to_do(monkeypatch):
-    monkeypatch.setattr(state_transfer, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(state_transfer, "ANSWER_S", 0.3)
     state = committed_state()
 
     async def scenario(network):
@@ -85,7 +85,7 @@ def test_a_donor_that_trickles_is_left_when_others_have_nothing_to_do(monkeypatc
 
 
 def test_the_only_donor_may_be_as_slow_as_it_likes(monkeypatch):
-    monkeypatch.setattr(state_transfer, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(state_transfer, "ANSWER_S", 0.1)
     state = committed_state((100,))
 
     async def scenario(network):
