@@ -1,7 +1,8 @@
 """Tokens per second of a peer between rounds against a bare torch loop of the same model, interleaved in one process.
 
 The peer's side is all that train_fsdp does in a step: read the data, train, record the metrics, look what is due.
-The bare loop is what anybody would write: tokens in memory, forward, backward, clip, AdamW.
+The bare loop is what anybody would write: tokens in memory, forward, backward, clip, AdamW. A third side is a peer
+under Muon, whose step orthogonalizes every matrix.
 """
 
 from __future__ import annotations
@@ -63,8 +64,12 @@ def measured(
     config: TrainConfig, device: torch.device, directory: Path, *, repetitions: int, steps: int
 ) -> list[Result]:
     """Both sides in turns, so that what else the machine does hits both."""
-    ours, bare = peer_steps(config, device, directory), bare_steps(config, device)
-    sides: dict[str, Callable[[int], float]] = {"peer": ours, "bare": bare}
+    with_muon = replace(config, optimizer="muon")
+    sides: dict[str, Callable[[int], float]] = {
+        "peer": peer_steps(config, device, directory),
+        "bare": bare_steps(config, device),
+        "muon": peer_steps(with_muon, device, directory / "muon"),
+    }
     rates: dict[str, list[float]] = {name: [] for name in sides}
     for run in sides.values():
         run(3)
@@ -72,10 +77,13 @@ def measured(
         for name in sorted(sides, reverse=bool(repetition % 2)):
             tokens = steps * config.total_batch_size * config.seq_length
             rates[name].append(tokens / sides[name](steps))
-    ratios = [a / b for a, b in zip(rates["peer"], rates["bare"], strict=True)]
+    ratios, times = (
+        [a / b for a, b in zip(rates["peer"], rates[other], strict=True)] for other in ("bare", "muon")
+    )
     case = f"{config.path_model} {device.type} {Precision.of(config.precision, device).compute}"
     results = [Result.of(f"{case} {name}", "throughput", "tokens/s", rates[name]) for name in sides]
     results.append(Result.of(case, "peer / bare", "ratio", ratios))
+    results.append(Result.of(case, "time of a step, muon / adamw", "ratio", times))
     if device.type == "cuda":
         results += utilisation(config, case, rates)
     return results

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import msgspec
 from peers.protocol.reports import Phase
 
 PHASE = "phase.json"
+_LENGTH = 512
 
 
 class _Written(msgspec.Struct, frozen=True):
@@ -20,12 +22,15 @@ class _Written(msgspec.Struct, frozen=True):
 
 
 def write_phase(run_dir: Path, phase: Phase) -> None:
-    """In one piece. A disk that is full costs the picture, and no training."""
-    path = run_dir / PHASE
-    new = path.with_suffix(".new")
-    with contextlib.suppress(OSError):
-        new.write_bytes(msgspec.json.encode(_Written(time.time(), phase)))
-        new.replace(path)
+    """In one piece, whoever is killed meanwhile. A disk that is full costs the picture, and no training."""
+    text = msgspec.json.encode(_Written(time.time(), phase))
+    with (
+        contextlib.suppress(OSError),
+        os.fdopen(os.open(run_dir / PHASE, os.O_WRONLY | os.O_CREAT, 0o644), "wb", 0) as file,
+    ):
+        # Over what was there, with blanks to a length that few phases exceed; who reads between the two finds nothing.
+        file.write(text.ljust(_LENGTH))
+        file.truncate()
 
 
 def read_phase(run_dir: Path, since: float) -> Phase | None:

@@ -9,6 +9,7 @@ import pytest
 
 from diloco.cli.app import make_app
 from diloco.cli.machine_recipes import RECIPES
+from diloco.options.flags import MUON_DEFAULTS
 from diloco.options.model_files import load_model_config
 from diloco.options.sources import read_toml
 from diloco.options.trainer import parse_train_config
@@ -75,5 +76,7 @@ def test_it_says_what_it_takes(name):
 @pytest.mark.parametrize(("name", "index"), [("laptop", 0), ("one-gpu", -1)])
 def test_what_a_machine_is_given_by_itself_is_the_recipe_for_it(name, index):
     written = read_toml(ROOT / "recipes" / f"{name}.toml")
-    chosen = RECIPES[index].values
+    chosen = {"optimizer": "muon", **RECIPES[index].values}
     assert {field: written[field] for field in chosen} == chosen
+    config = config_of(name)
+    assert {rate: getattr(config, rate) for rate in MUON_DEFAULTS} == RECIPES[index].rates["muon"]

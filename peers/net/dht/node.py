@@ -250,7 +250,12 @@ async def _attach(p2pd: P2pd) -> P2P:
     from hivemind.p2p import P2P
     from hivemind.utils.multiaddr import Multiaddr
 
-    return await P2P.replicate(Multiaddr(f"/unix{p2pd.control}"))
+    p2p = await P2P.replicate(Multiaddr(f"/unix{p2pd.control}"))
+    control = p2p._client.control
+    for task in (control._read_task, control._write_task):
+        # When p2pd dies, whoever waits for it is told; asyncio would say it once more, in a traceback of hivemind's.
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())
+    return p2p
 
 
 async def _create_node(

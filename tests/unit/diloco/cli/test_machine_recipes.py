@@ -73,7 +73,8 @@ def test_a_recipe_fits_the_least_machine_that_it_is_chosen_for(recipe):
 
 def test_recipes_name_fields_that_there_are_and_go_from_light_to_heavy():
     known = flat_values(TrainConfig()).keys()
-    assert all(recipe.values.keys() <= known for recipe in RECIPES)
+    for recipe in RECIPES:
+        assert recipe.values.keys() | recipe.rates["muon"].keys() | recipe.rates["adamw"].keys() <= known
     needs = [(recipe.cores, recipe.memory_gib, recipe.gpu_gib) for recipe in RECIPES]
     assert needs == sorted(needs)
 
@@ -87,11 +88,17 @@ def test_what_the_user_names_is_kept_and_the_rest_is_chosen():
     assert "lr" not in choice.fields and "hv.local_steps" in choice.fields
 
 
-def test_rates_that_were_tuned_for_adamw_are_not_given_to_muon():
-    own = for_mode(TrainConfig(optimizer="muon"), {"optimizer"})
-    values = flat_values(chosen(own, {"optimizer"}, machine(2)).config)
-    assert (values["lr"], values["hv.outer_lr"], values["hv.outer_momentum"]) == (0.02, None, None)
-    assert (values["path_model"], values["hv.local_steps"]) == ("demo", 50)
+@pytest.mark.parametrize(
+    ("given", "named", "optimizer", "lr", "weight_decay"),
+    [
+        (TrainConfig(), (), "muon", 0.012, 2e-3),
+        (TrainConfig(optimizer="adamw"), ("optimizer",), "adamw", 1e-2, 0.1),
+        (TrainConfig(lr=0.5), ("lr",), "muon", 0.5, 2e-3),
+    ],
+)
+def test_rates_are_those_of_the_optimizer(given, named, optimizer, lr, weight_decay):
+    config = chosen(for_mode(given, named), named, machine(2)).config
+    assert (config.optimizer, config.lr, config.weight_decay) == (optimizer, lr, weight_decay)
 
 
 def test_who_names_a_model_or_learns_by_reinforcement_is_given_nothing():
