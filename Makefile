@@ -19,19 +19,17 @@ export TOKENIZERS_PARALLELISM ?= false
 demo: .venv/.installed
 	$(BIN)/diloco run --lose-peer 1
 
-# Two processes at a time. A swarm of real processes, which has so many seconds for each step, has the machine to itself.
-PARALLEL := tests/unit tests/numerics
-SERIAL := tests/swarm tests/hostile tests/e2e tests/pods
+# Several at a time: who waits for a swarm of real processes leaves the cores to others. Those that take longest first.
+PYTEST := $(BIN)/python -m pytest --dist loadfile
+TESTS := tests/swarm tests/hostile tests/e2e tests/pods tests/numerics tests/unit
 
 ## Every kind of test that needs no GPU, in its main cases: minutes.
 test: .venv/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(PARALLEL)
-	$(BIN)/python -m pytest $(SERIAL)
+	$(PYTEST) -n 3 $(TESTS)
 
-## All of their cases: over half an hour.
+## All of their cases: half an hour.
 test-all: .venv/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --exhaustive $(PARALLEL)
-	$(BIN)/python -m pytest --exhaustive $(SERIAL)
+	$(PYTEST) -n 2 --exhaustive $(TESTS)
 
 ## Every process of a swarm is killed at a random moment, twenty times; each resume equals the undisturbed run.
 test-kill: .venv/.installed

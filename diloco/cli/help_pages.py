@@ -72,7 +72,7 @@ FLAGS = {
 }
 """Of verbs with many flags, those that most people need."""
 
-_CHOSEN = {name for recipe in RECIPES for name in recipe.values}
+_CHOSEN = {name for recipe in RECIPES for name in ("optimizer", *recipe.values, *recipe.rates["muon"])}
 """What `run`, `peer` and `provision` choose for the machine, unless a model is named."""
 
 _MADDR = "--initial-peers <maddr>"

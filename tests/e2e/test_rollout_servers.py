@@ -98,6 +98,7 @@ def test_after_every_push_the_server_has_the_trainers_log_probabilities(director
     assert processes_of(server.command.port) == []
 
 
+@pytest.mark.exhaustive
 def test_what_is_not_to_be_loaded_is_refused_by_name_and_the_old_weights_serve_on(directory, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     publisher = Publisher(torch.float32)
@@ -144,6 +145,7 @@ def test_a_server_killed_in_a_rollout_comes_back_with_the_current_weights_and_th
     assert processes_of(server.command.port) == []
 
 
+@pytest.mark.exhaustive
 def test_a_download_that_breaks_off_and_an_address_that_is_none_leave_the_old_weights_serving(
     directory, tmp_path
 ):
@@ -175,6 +177,7 @@ def test_a_download_that_breaks_off_and_an_address_that_is_none_leave_the_old_we
         rollouts.close()
 
 
+@pytest.mark.exhaustive
 def test_a_proxy_in_the_environment_stands_between_no_trainer_and_its_server(
     directory, tmp_path, monkeypatch
 ):
@@ -192,6 +195,7 @@ def test_a_proxy_in_the_environment_stands_between_no_trainer_and_its_server(
         rollouts.close()
 
 
+@pytest.mark.exhaustive
 def test_what_a_server_will_never_do_is_asked_once_and_kills_no_server(directory, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     publisher = Publisher(torch.float32)
@@ -204,6 +208,7 @@ def test_what_a_server_will_never_do_is_asked_once_and_kills_no_server(directory
         rollouts.close()
 
 
+@pytest.mark.exhaustive
 def test_a_server_is_not_taken_for_another_one_at_its_port(directory, tmp_path):
     with serving(directory, tmp_path, name="first") as first:
         port = first.command.port
@@ -246,6 +251,7 @@ def test_servers_die_with_a_trainer_that_is_killed(directory, tmp_path):
         trainer.wait()
 
 
+@pytest.mark.exhaustive
 def test_trainers_that_name_their_servers_in_different_orders_do_not_wait_for_each_other_for_ever(
     directory, tmp_path
 ):
@@ -341,6 +347,7 @@ def test_a_server_that_breaks_off_a_download_prints_nothing(capfd):
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.exhaustive
 def test_trainers_that_share_a_server_wait_for_each_other(tmp_path):
     path = tmp_path / "model"
     tiny_llama().save_pretrained(path)

@@ -103,7 +103,10 @@ def test_under_torchrun_the_box_is_there_once(tmp_path):
     assert "nowhere is not a model" in output
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.exhaustive)],
+)
 def test_a_signal_ends_it_at_once_and_leaves_nothing_half_written(tmp_path, number, code):
     checkpoints = tmp_path / "checkpoints"
     command = [sys.executable, *BY_MODULE, *flags(tmp_path)]

@@ -239,6 +239,7 @@ def test_initial_peers_that_do_not_answer_are_named(start, places):
     check_refused(command, f"{address}: connection refused")
 
 
+@pytest.mark.exhaustive
 def test_a_worker_by_hand_refuses_a_model_that_does_not_fit(start, places):
     command = start(*DILOCO[:1], *TRAINER, *training_flags(Path(places["HUGE"])))
     check_refused(command, "GiB of memory, ")
@@ -319,6 +320,7 @@ def test_settings_that_differ_from_the_swarms_are_listed(swarm, start, model):
     assert "hv.local_steps: here 3, in the swarm 2" in said and "seq_length" in said and "batch" not in said
 
 
+@pytest.mark.exhaustive
 def test_two_ranks_under_torchrun_print_one_box(swarm, start, model):
     flags = training_flags(model, per_device_train_batch_size=2, **{"hv.local-steps": 3})
     command = start(

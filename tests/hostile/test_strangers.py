@@ -22,6 +22,7 @@ from peers.protocol.refusal import Why
 from peers.reduce.frames import HEADER, Kind
 from peers.reduce.plan import ATTEMPT_BYTES
 from peers.reduce.shares import bounds_of
+from tests.support.exhaustive import exhaustive_but
 from tests.support.hostile import INTRODUCTION, Hostile
 from tests.support.swarm import LightPeer, LightSwarm, wait_until
 
@@ -235,7 +236,9 @@ def test_a_claim_to_a_rank_that_is_taken_displaces_nobody(light, enemy):
     assert all(record["contributors"] == [1, 2] for record in light.peers[2].epochs[-3:])
 
 
-@pytest.mark.parametrize("manifest", [None, {"hv.local_steps": 5, "numel": "all of them"}])
+@pytest.mark.parametrize(
+    "manifest", exhaustive_but((None,), [None, {"hv.local_steps": 5, "numel": "all of them"}])
+)
 def test_a_newcomer_takes_the_manifest_of_an_honest_peer(light, enemy, manifest):
     digest = joining.manifest_digest(manifest) if manifest else "ab" * 32
     hostile = enemy(world_rank=0, manifest_digest=digest)

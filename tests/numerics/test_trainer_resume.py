@@ -24,6 +24,7 @@ from diloco.options.flags import CkptConfig, HvConfig
 from diloco.outer.world import World, gathered
 from diloco.train_fsdp import Trainer
 from peers.daemon.link import LINK_ENV
+from tests.support.exhaustive import exhaustive_but
 from tests.support.scripted_daemon import ScriptedDaemon, halving
 from tests.support.torch_ranks import Ranks
 from tests.support.training import of_kind, tiny_config, train
@@ -47,7 +48,7 @@ def two():
         yield ranks
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "fp16-mixed"])
+@pytest.mark.parametrize("precision", exhaustive_but(("32-true",), ["32-true", "bf16-mixed", "fp16-mixed"]))
 def test_resumed_figures_equal_the_undisturbed_ones(tmp_path, monkeypatch, precision):
     monkeypatch.delenv(LINK_ENV, raising=False)
     whole, resumed = stopped_and_resumed(World(), tmp_path, precision)
@@ -55,7 +56,7 @@ def test_resumed_figures_equal_the_undisturbed_ones(tmp_path, monkeypatch, preci
     assert resumed == whole[2:]
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", exhaustive_but(("muon",), ["adamw", "muon"]))
 def test_sharded_ranks_resume_from_their_own_shards(tmp_path, two, optimizer):
     whole, resumed = two.run(stopped_and_resumed, tmp_path, "32-true", optimizer)[0]
     assert [figures[0] for figures in resumed] == [3, 4, 5, 6]
@@ -250,7 +251,7 @@ def test_what_is_on_every_rank_is_saved_once_and_resumed_by_other_numbers_of_ran
     assert sizes[0] > 4 * sum(tensor.numel() for tensor in saved.values()) > 3 * sizes[1]
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", exhaustive_but(("muon",), ["adamw", "muon"]))
 def test_what_one_rank_saved_goes_on_over_two_with_the_same_figures_but_for_rounding(
     tmp_path, monkeypatch, two, optimizer
 ):

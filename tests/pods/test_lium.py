@@ -287,6 +287,7 @@ def test_a_pod_that_has_died_is_not_called_new(fleet, api, tmp_path):
     ledger.close()
 
 
+@pytest.mark.exhaustive
 def test_a_provider_that_cannot_be_reached_is_said_in_plain_words(tmp_path, monkeypatch):
     monkeypatch.setattr("provisioning.providers.backoff.MAX_DELAY_S", 0.0)
     line = public_key(tmp_path / "ssh/id_ed25519")

@@ -86,6 +86,7 @@ def test_logs_metrics_and_the_model_come_home_and_no_secret_or_link(home: Home):
     )
 
 
+@pytest.mark.exhaustive
 def test_a_pod_whose_results_cannot_be_fetched_stays_until_somebody_says_so(home: Home):
     fleet, spec, there = home
     assert fleet.up([spec], trains=False).is_good, fleet.said
@@ -101,6 +102,7 @@ def test_a_pod_whose_results_cannot_be_fetched_stays_until_somebody_says_so(home
     assert fleet.states == {} and not pod.exists()
 
 
+@pytest.mark.exhaustive
 def test_a_later_pod_of_the_same_name_does_not_overwrite_what_the_first_one_made(home: Home):
     fleet, spec, there = home
     for weights in ("first", "second"):
@@ -112,6 +114,7 @@ def test_a_later_pod_of_the_same_name_does_not_overwrite_what_the_first_one_made
     assert found == ["first", "second"]
 
 
+@pytest.mark.exhaustive
 def test_a_pod_that_is_gone_is_no_reason_to_keep_anything(home: Home):
     fleet, spec, there = home
     assert fleet.up([spec], trains=False).is_good, fleet.said

@@ -120,6 +120,7 @@ def test_a_host_key_that_nobody_pinned_is_shown_and_not_trusted(tmp_path, hosts,
     assert fleet.down().is_good
 
 
+@pytest.mark.exhaustive
 def test_a_machine_that_does_not_answer_hides_no_other(fleet, hosts, key, tmp_path):
     """And what is on it is not called given back, also when it is no longer in the inventory."""
     assert fleet.up(SPECS, trains=False).is_good, fleet.said

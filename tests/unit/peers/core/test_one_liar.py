@@ -16,6 +16,7 @@ from peers.core.chain import KEPT
 from peers.core.peer import MAX_PLEDGES
 from peers.protocol.certificates import Body, Certificate, Plan
 from peers.protocol.messages import Abort, Certificates, Decline, Message, Propose, Status, Vote
+from tests.support.exhaustive import exhaustive_but
 from tests.unit.peers.core.driven import Driven
 from tests.unit.peers.core.made import Keys, commit, digest, genesis, vote_of, work
 from tests.unit.peers.core.pump import Node, Pump, with_settings
@@ -50,7 +51,7 @@ def say_for_ever(pump: Pump, sender: str, status_for: Callable[[Node], Status]) 
     beat()
 
 
-@pytest.mark.parametrize("names", ["abcd", "abcde", "abcdef"])
+@pytest.mark.parametrize("names", exhaustive_but(("abcde",), ["abcd", "abcde", "abcdef"]))
 def test_one_that_declines_and_names_others_each_time(names):
     pump, liar, turn = founded(names), names[-1], count()
 
@@ -72,7 +73,7 @@ def test_one_that_declines_and_names_others_each_time(names):
     assert_they_go_on(pump, names[:-1], epochs=25, seconds=300)
 
 
-@pytest.mark.parametrize("names", ["abcd", "abcde"])
+@pytest.mark.parametrize("names", exhaustive_but(("abcd",), ["abcd", "abcde"]))
 @pytest.mark.parametrize("declines", [False, True])
 def test_a_leader_that_says_it_has_lost_everybody_else(names, declines):
     pump, liar, honest = founded(names), names[-1], names[:-1]
@@ -118,7 +119,7 @@ def test_a_stranger_that_tells_each_member_another_world_rank(phase):
     assert sum(taken_in) >= 10
 
 
-@pytest.mark.parametrize("names", ["abcd", "abcde"])
+@pytest.mark.parametrize("names", exhaustive_but(("abcd",), ["abcd", "abcde"]))
 def test_one_that_votes_at_once_and_then_slows_everybody_down(names):
     liar = names[-1]
 
@@ -148,7 +149,7 @@ def test_one_that_votes_at_once_and_then_slows_everybody_down(names):
     assert_they_go_on(pump, names[:-1], epochs=18, seconds=300)
 
 
-@pytest.mark.parametrize("names", ["abcd", "abcde", "abcdef"])
+@pytest.mark.parametrize("names", exhaustive_but(("abcde",), ["abcd", "abcde", "abcdef"]))
 def test_an_owner_of_a_share_that_sends_other_bits_to_just_as_many_as_make_a_tie(names):
     pump, liar = founded(names), names[-1]
 
@@ -293,7 +294,7 @@ def test_who_went_on_alone_goes_back_to_where_most_stand_and_need_it():
     assert pump.signed_twice() == {}
 
 
-@pytest.mark.parametrize("names", ["abcd", "abcde", "abcdef"])
+@pytest.mark.parametrize("names", exhaustive_but(("abcde",), ["abcd", "abcde", "abcdef"]))
 def test_one_that_keeps_its_results_and_says_that_it_waits_for_another(names):
     """What each member's reduction makes of it: another one is suspected, by the word of this one."""
     pump, liar, turn = founded(names), names[-1], count()
