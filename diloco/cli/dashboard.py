@@ -11,6 +11,7 @@ from cyclopts import App, Parameter
 
 from diloco.errors import UserError
 from diloco.options.checks import at_least, up_to, whole
+from diloco.options.extras import require
 from diloco.options.flags import HvConfig, Name, Seconds, address_list
 
 if TYPE_CHECKING:
@@ -58,13 +59,7 @@ def dashboard(
     """
     if not initial_peers:
         raise UserError("--initial-peers is missing: the address that `diloco dht start` printed.")
-    try:
-        import starlette  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise UserError(
-            "diloco dashboard needs starlette and uvicorn: pip install 'diloco[dashboard]'"
-        ) from error
+    require("dashboard", "diloco dashboard")
     token = token_from(os.environ.get(TOKEN_ENV))
     listener = listening(host, port)
     from diloco.cli.interrupts import run_interruptible

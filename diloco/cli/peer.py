@@ -19,6 +19,7 @@ from cyclopts import App, Parameter
 from diloco.cli.machine_recipes import Choice, chosen
 from diloco.errors import UserError
 from diloco.options.checks import at_least, whole
+from diloco.options.extras import check_extras
 from diloco.options.flags import HvConfig
 from diloco.options.sources import ValueSource
 from diloco.options.trainer import (
@@ -197,6 +198,7 @@ class Workplace:
             self.choice.config, manifest, self.named, run_dir=self.run_dir, num_ranks=self.num_ranks
         )
         if not self.program:
+            check_extras(config)
             print(self.choice.in_words(config), flush=True)
         config = replace(config, run_dir=str(self.run_dir), hv=replace(config.hv, world_rank=world_rank))
         path = written_config(config, self.run_dir)
