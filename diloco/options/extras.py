@@ -27,7 +27,7 @@ def require(extra: str, what: str) -> None:
     """Raise UserError where a module of this extra is not installed; `what` is the flag or command that needs it."""
     missing = [name for name in MODULES[extra] if importlib.util.find_spec(name) is None]
     if missing:
-        raise UserError(f"{what} needs {' and '.join(missing)}: pip install 'diloco[{extra}]'")
+        raise UserError(f"{what} needs {', '.join(missing)}: pip install 'diloco[{extra}]'")
 
 
 def check_extras(config: TrainConfig) -> None:

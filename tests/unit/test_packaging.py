@@ -1,4 +1,4 @@
-"""What is published: the wheel and the source distribution, the extras, and the workflows that test and release them."""
+"""What is published: the wheel and the source distribution, the extras, and the workflows that test and release it."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ def built(tmp_path_factory) -> tuple[set[str], set[str]]:
     (clone / "tests/__init__.py").touch()
     for name in PACKAGES:
         shutil.copytree(ROOT / name, clone / name, ignore=shutil.ignore_patterns("__pycache__"))
-    build = f"from setuptools.build_meta import build_sdist, build_wheel as w; w({str(dist)!r}); build_sdist({str(dist)!r})"
-    subprocess.run([sys.executable, "-c", build], cwd=clone, check=True, capture_output=True)
+    for build in ("build_wheel", "build_sdist"):
+        code = f"from setuptools import build_meta; build_meta.{build}({str(dist)!r})"
+        subprocess.run([sys.executable, "-c", code], cwd=clone, check=True, capture_output=True)
     (wheel,), (sdist,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         packed = {name.partition("/")[2] for name in archive.getnames()}
