@@ -22,8 +22,8 @@ _HEAD = """\
 Generated from `results/*.json` by `python -m benchmarks.table`; change nothing here by hand.
 
 Each benchmark is one command, `python -m benchmarks.NAME [--quick] [--json FILE] [--plot FILE]`; `--quick` ends in
-under a minute. Figures are medians, with the least and the greatest of all repetitions. A `+` after a commit means
-that files differed from it.
+under a minute. A figure is the median (least–greatest, × repetitions). A `+` after a commit means that files differed
+from it.
 """
 
 
@@ -61,13 +61,41 @@ def _section(path: Path, record: Mapping[str, Any]) -> Iterator[str]:
             yield f"![{path.stem}](results/{plot.name})\n"
     if summary := record.get("summary"):
         yield _summary_table(summary)
-    yield _table(
-        ("case", "metric", "median", "unit", "min", "max", "runs"),
-        [
-            (row["case"], row["metric"], row["median"], row["unit"], row["min"], row["max"], row["runs"])
-            for row in record["results"]
-        ],
-    )
+    for cases in _alike(record["results"]):
+        yield _cases_table(cases)
+
+
+Rows = Mapping[str, Mapping[str, Any]]
+"""Of one case, by what is measured."""
+
+
+def _alike(results: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Rows]]:
+    """Cases of which the same things were measured, for one table each."""
+    cases: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for row in results:
+        what = f"{row['metric']}, {row['unit']}" if row["unit"] else row["metric"]
+        cases.setdefault(row["case"], {})[what] = row
+    for measured in dict.fromkeys(tuple(rows) for rows in cases.values()):
+        yield {case: rows for case, rows in cases.items() if tuple(rows) == measured}
+
+
+def _cases_table(cases: Mapping[str, Rows]) -> str:
+    """The longer side goes down the page."""
+    measured = list(next(iter(cases.values())))
+    if len(cases) >= len(measured):
+        lines = [[case, *(_figure(rows[what]) for what in measured)] for case, rows in cases.items()]
+        return _table(["case", *measured], lines)
+    lines = [[what, *(_figure(rows[what]) for rows in cases.values())] for what in measured]
+    return _table(["", *cases], lines)
+
+
+def _figure(row: Mapping[str, Any]) -> str:
+    """The median, and where there are several the least, the greatest, and how many."""
+    if row["runs"] < 2:
+        return _text(row["median"])
+    if row["min"] == row["max"]:
+        return f"{_text(row['median'])} (×{row['runs']})"
+    return f"{_text(row['median'])} ({row['min']:.3g}–{row['max']:.3g}, ×{row['runs']})"
 
 
 def _origin(record: Mapping[str, Any]) -> str:
