@@ -62,7 +62,7 @@ def _section(path: Path, record: Mapping[str, Any]) -> Iterator[str]:
     if summary := record.get("summary"):
         yield _summary_table(summary)
     for cases in _alike(record["results"]):
-        yield _cases_table(cases)
+        yield from _cases_table(cases)
 
 
 Rows = Mapping[str, Mapping[str, Any]]
@@ -79,23 +79,28 @@ def _alike(results: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Rows]]:
         yield {case: rows for case, rows in cases.items() if tuple(rows) == measured}
 
 
-def _cases_table(cases: Mapping[str, Rows]) -> str:
-    """The longer side goes down the page."""
+def _cases_table(cases: Mapping[str, Rows]) -> Iterator[str]:
+    """The longer side goes down the page. The number of runs is said once where it is that of all."""
     measured = list(next(iter(cases.values())))
+    runs = {row["runs"] for rows in cases.values() for row in rows.values()} - {0, 1}
+    if told := len(runs) == 1:
+        yield f"Figures with a range are of {runs.pop()} runs.\n"
     if len(cases) >= len(measured):
-        lines = [[case, *(_figure(rows[what]) for what in measured)] for case, rows in cases.items()]
-        return _table(["case", *measured], lines)
-    lines = [[what, *(_figure(rows[what]) for rows in cases.values())] for what in measured]
-    return _table(["", *cases], lines)
+        lines = [[case, *(_figure(rows[what], told) for what in measured)] for case, rows in cases.items()]
+        yield _table(["case", *measured], lines)
+    else:
+        lines = [[what, *(_figure(rows[what], told) for rows in cases.values())] for what in measured]
+        yield _table(["", *cases], lines)
 
 
-def _figure(row: Mapping[str, Any]) -> str:
-    """The median, and where there are several the least, the greatest, and how many."""
+def _figure(row: Mapping[str, Any], runs_are_told: bool) -> str:
+    """The median, and of several runs the least, the greatest, and how many."""
     if row["runs"] < 2:
         return _text(row["median"])
-    if row["min"] == row["max"]:
-        return f"{_text(row['median'])} (×{row['runs']})"
-    return f"{_text(row['median'])} ({row['min']:.3g}–{row['max']:.3g}, ×{row['runs']})"
+    same = row["min"] == row["max"]
+    parts = [] if same else [f"{row['min']:.3g}–{row['max']:.3g}"]
+    parts += [] if runs_are_told else [f"×{row['runs']}"]
+    return f"{_text(row['median'])} ({', '.join(parts)})" if parts else _text(row["median"])
 
 
 def _origin(record: Mapping[str, Any]) -> str:
