@@ -64,7 +64,7 @@ def grpo_sweep(
     for remark in [*remarks(train, named), *overruled(train, named)]:
         print(f"note: {remark}", file=sys.stderr, flush=True)
     train = settled(for_mode(train, named), named)
-    # A name that is mistyped is one mistake, and not one of each instance.
+    # So that a mistyped name is reported once, not by each instance.
     load_model_config(train.path_model)
     check_extras(train)
     check_task(train.grpo)

@@ -1,4 +1,4 @@
-"""Several ways to open a stream, tried at once, the preferred ones a little sooner."""
+"""Tries several transports at once, preferred ones a little earlier ("happy eyeballs")."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from peers.protocol.records import Path
 
 
 class Attempt(NamedTuple):
-    """One way; the next is tried `head_start_s` later, or as soon as this one has failed."""
+    """One transport. The next one starts `head_start_s` later, or as soon as this one fails."""
 
     path: Path
     head_start_s: float
@@ -21,7 +21,9 @@ class Attempt(NamedTuple):
 
 
 async def first_to_stand(attempts: Sequence[Attempt], timeout_s: float) -> tuple[Path, socket.socket]:
-    """The first stream that stands, and its path. Raises the PeersError of the most preferred way that failed."""
+    """The first stream that connects, and its path. Raises the PeersError of the most preferred transport that
+    failed.
+    """
     running: dict[asyncio.Future[socket.socket], Attempt] = {}
     waiting, failures = list(attempts), dict[Path, PeersError]()
     deadline = time.monotonic() + timeout_s

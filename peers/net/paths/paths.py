@@ -76,7 +76,7 @@ class Paths:
         preferred = [attempt.path for attempt in attempts]
         path, stream = await first_to_stand(attempts, timeout_s)
         for slower in preferred[: preferred.index(path)]:
-            # Else every stream to come would wait for it.
+            # Otherwise every later stream would wait for it, too.
             pair.passed_over(slower, time.monotonic())
         if path is Path.LIBP2P:
             pair.libp2p.stood()
@@ -121,7 +121,7 @@ class Paths:
             pair.doubt.stood()
 
     def failed(self, peer_id: str, stream: socket.socket) -> None:
-        """A round was lost to this peer: in case it was the path's fault, another one is taken next."""
+        """A round was lost to this peer. In case the path was at fault, the next stream takes another one."""
         path = self._path_of.get(stream)
         if path in (Path.DIRECT, Path.PLAIN):
             self._pair(peer_id).direct.failed(time.monotonic())
@@ -129,11 +129,11 @@ class Paths:
             self._relay.blame(stream)
 
     def missed(self, peer_id: str) -> None:
-        """This peer did not answer in time. The connection to it may carry nothing: for a while, prefer a relay."""
+        """This peer did not answer in time. The connection may be dead: prefer a relay for a while."""
         self._pair(peer_id).doubt.failed(time.monotonic())
 
     def doubts(self, peer_id: str, stream: socket.socket) -> bool:
-        """Whether this stream is on a connection that may carry nothing."""
+        """Whether this stream is on a connection that may be dead."""
         is_relayed = self._path_of.get(stream) is Path.RELAY
         return not is_relayed and not self._pair(peer_id).doubt.is_over(time.monotonic())
 
@@ -182,7 +182,7 @@ class Paths:
             pair.direct.failed(time.monotonic())
             log.info("%s", error)
             raise
-        # It has been greeted on, so the link carries.
+        # The greeting succeeded over it, so the link works.
         pair.direct.stood()
         pair.late.stood()
         pair.doubt.stood()
@@ -202,7 +202,7 @@ class Paths:
         return stream
 
     def _pair(self, peer_id: str) -> Pair:
-        # To the end: records of peers that do not exist push none out that takes part in rounds.
+        # Appended at the end, so that invented records cannot push out peers that take part in rounds.
         pair = self._pairs.pop(peer_id) if peer_id in self._pairs else Pair()
         self._pairs[peer_id] = pair
         while len(self._pairs) > _MAX_PAIRS:
