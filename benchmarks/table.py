@@ -51,7 +51,8 @@ def _section(path: Path, record: Mapping[str, Any]) -> Iterator[str]:
     others = [(_origin(row if "commit" in row else record), row["case"]) for row in record["results"]]
     for origin in dict.fromkeys(origin for origin, _ in others if origin != _origin(record)):
         cases = ", ".join(dict.fromkeys(case for other, case in others if other == origin))
-        yield f"But {cases}: {origin}.\n"
+        known = _origin(record).split("; ")
+        yield f"But {cases}: {'; '.join(part for part in origin.split('; ') if part not in known)}.\n"
     if record.get("partial"):
         yield "**Partial**: not all of this benchmark's runs have been made.\n"
     for note in record.get("notes", ()):
@@ -73,7 +74,7 @@ def _alike(results: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Rows]]:
     """Cases of which the same things were measured, for one table each."""
     cases: dict[str, dict[str, Mapping[str, Any]]] = {}
     for row in results:
-        what = f"{row['metric']}, {row['unit']}" if row["unit"] else row["metric"]
+        what = f"{row['metric']}, {row['unit']}" if row["unit"] not in ("", "ratio") else row["metric"]
         cases.setdefault(row["case"], {})[what] = row
     for measured in dict.fromkeys(tuple(rows) for rows in cases.values()):
         yield {case: rows for case, rows in cases.items() if tuple(rows) == measured}

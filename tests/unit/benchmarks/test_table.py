@@ -28,6 +28,13 @@ def test_a_record_is_shown_with_its_origin_its_plot_and_what_it_lacks(tmp_path):
         "results": [
             row,
             {**row, "case": "c", "commit": "old", "hardware": "1 core", "date": "2026-11-20T00:00:00Z"},
+            {
+                **row,
+                "case": "d",
+                "commit": "abc",
+                "hardware": "2 cores; slow",
+                "date": "2026-11-21T00:00:00Z",
+            },
         ],
         "partial": True,
         "notes": ["Beside it: 9."],
@@ -38,6 +45,7 @@ def test_a_record_is_shown_with_its_origin_its_plot_and_what_it_lacks(tmp_path):
     lines = rendered(tmp_path).splitlines()
     assert "[wire-2.json](results/wire-2.json): 2 cores; fast; commit abc; 2026-11-21." in lines
     assert "But c: 1 core; commit old; 2026-11-20." in lines
+    assert "But d: slow." in lines
     assert "![wire-2](results/wire-2.svg)" in lines
     assert any(line.startswith("**Partial**") for line in lines) and "Beside it: 9." in lines
     assert "| x | yes |" in lines and "| y |  |" in lines
