@@ -24,6 +24,6 @@ class BackOff:
         wait_s = self._next_s or self.first_s
         self.until, self._next_s = now + wait_s, min(2 * wait_s, self.longest_s)
 
-    def stood(self) -> None:
+    def succeeded(self) -> None:
         """It worked: forget the failures."""
         self.until, self._next_s = -float("inf"), 0.0

@@ -57,6 +57,6 @@ class Contacts:
         for peer_id, has_answered in answered:
             if (contact := self._contacts.get(peer_id)) is not None:
                 if has_answered:
-                    contact.silence.stood()
+                    contact.silence.succeeded()
                 else:
                     contact.silence.failed(now)

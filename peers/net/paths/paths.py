@@ -20,7 +20,7 @@ from peers.errors import PeersError, PeerUnreachable
 from peers.net.paths.acceptor import Acceptor
 from peers.net.paths.choice import Pair
 from peers.net.paths.direct import Direct
-from peers.net.paths.head_start import Attempt, first_to_stand
+from peers.net.paths.happy_eyeballs import Dial, first_connected
 from peers.net.paths.relay import Relay
 from peers.net.timing import CONNECT_S, DIRECT_HEAD_START_S, LIBP2P_HEAD_START_S, RELAY_HEAD_START_S
 from peers.net.transport import Handler, Libp2p
@@ -72,14 +72,14 @@ class Paths:
     ) -> socket.socket:
         """A non-blocking socket, perhaps of TLS, at the start of a new stream. Raises PeerUnreachable."""
         pair = self._pair(peer_id)
-        attempts = self._attempts(peer_id, protocol, maddrs, pair, timeout_s)
-        preferred = [attempt.path for attempt in attempts]
-        path, stream = await first_to_stand(attempts, timeout_s)
+        dials = self._dials(peer_id, protocol, maddrs, pair, timeout_s)
+        preferred = [dial.path for dial in dials]
+        path, stream = await first_connected(dials, timeout_s)
         for slower in preferred[: preferred.index(path)]:
             # Otherwise every later stream would wait for it, too.
             pair.passed_over(slower, time.monotonic())
         if path is Path.LIBP2P:
-            pair.libp2p.stood()
+            pair.libp2p.succeeded()
         return self._taken(peer_id, protocol, path, stream)
 
     async def serve(self, protocol: str, handler: Handler) -> None:
@@ -118,7 +118,7 @@ class Paths:
         pair = self._pair(peer_id)
         pair.rate = num_bytes / seconds if seconds > 0 else 0.0
         if self._path_of.get(stream) is not Path.RELAY:
-            pair.doubt.stood()
+            pair.doubt.succeeded()
 
     def failed(self, peer_id: str, stream: socket.socket) -> None:
         """A round was lost to this peer. In case the path was at fault, the next stream takes another one."""
@@ -139,9 +139,9 @@ class Paths:
 
     # Opening
 
-    def _attempts(
+    def _dials(
         self, peer_id: str, protocol: str, maddrs: Sequence[str], pair: Pair, timeout_s: float
-    ) -> list[Attempt]:
+    ) -> list[Dial]:
         """The paths to try, in order of preference."""
         now, relay = time.monotonic(), self._relay
         is_doubted = not pair.doubt.is_over(now)
@@ -152,15 +152,15 @@ class Paths:
                 raise PeerUnreachable(f"{peer_id} is connected, a relay would change nothing")
             return await relay.open(peer_id, protocol, timeout_s=timeout_s)
 
-        direct = Attempt(
+        direct = Dial(
             Path.DIRECT, DIRECT_HEAD_START_S, lambda: self._open_direct(peer_id, protocol, pair, timeout_s)
         )
-        libp2p = Attempt(
+        libp2p = Dial(
             Path.LIBP2P,
             LIBP2P_HEAD_START_S if pair.libp2p.is_over(now) else 0.0,
             lambda: self._libp2p.open(peer_id, protocol, timeout_s=timeout_s, maddrs=maddrs),
         )
-        relayed = [Attempt(Path.RELAY, RELAY_HEAD_START_S, over_relay)] if relay is not None else []
+        relayed = [Dial(Path.RELAY, RELAY_HEAD_START_S, over_relay)] if relay is not None else []
         if is_doubted:
             return [*relayed, libp2p]
         may_wait = pair.late.is_over(now) and self._may_go_direct(peer_id, protocol, pair)
@@ -183,9 +183,9 @@ class Paths:
             log.info("%s", error)
             raise
         # The greeting succeeded over it, so the link works.
-        pair.direct.stood()
-        pair.late.stood()
-        pair.doubt.stood()
+        pair.direct.succeeded()
+        pair.late.succeeded()
+        pair.doubt.succeeded()
         return stream
 
     def _taken(self, peer_id: str, protocol: str, path: Path, stream: socket.socket) -> socket.socket:
