@@ -22,8 +22,8 @@ _HEAD = """\
 Generated from `results/*.json` by `python -m benchmarks.table`; change nothing here by hand.
 
 Each benchmark is one command, `python -m benchmarks.NAME [--quick] [--json FILE] [--plot FILE]`; `--quick` ends in
-under a minute. Figures are medians, with the least and the greatest of all repetitions. A `+` after a commit means
-that files differed from it.
+under a minute. A figure is the median (least–greatest, × repetitions). A `+` after a commit means that files differed
+from it.
 """
 
 
@@ -51,7 +51,8 @@ def _section(path: Path, record: Mapping[str, Any]) -> Iterator[str]:
     others = [(_origin(row if "commit" in row else record), row["case"]) for row in record["results"]]
     for origin in dict.fromkeys(origin for origin, _ in others if origin != _origin(record)):
         cases = ", ".join(dict.fromkeys(case for other, case in others if other == origin))
-        yield f"But {cases}: {origin}.\n"
+        known = _origin(record).split("; ")
+        yield f"But {cases}: {'; '.join(part for part in origin.split('; ') if part not in known)}.\n"
     if record.get("partial"):
         yield "**Partial**: not all of this benchmark's runs have been made.\n"
     for note in record.get("notes", ()):
@@ -61,13 +62,46 @@ def _section(path: Path, record: Mapping[str, Any]) -> Iterator[str]:
             yield f"![{path.stem}](results/{plot.name})\n"
     if summary := record.get("summary"):
         yield _summary_table(summary)
-    yield _table(
-        ("case", "metric", "median", "unit", "min", "max", "runs"),
-        [
-            (row["case"], row["metric"], row["median"], row["unit"], row["min"], row["max"], row["runs"])
-            for row in record["results"]
-        ],
-    )
+    for cases in _alike(record["results"]):
+        yield from _cases_table(cases)
+
+
+Rows = Mapping[str, Mapping[str, Any]]
+"""Of one case, by what is measured."""
+
+
+def _alike(results: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Rows]]:
+    """Cases of which the same things were measured, for one table each."""
+    cases: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for row in results:
+        what = f"{row['metric']}, {row['unit']}" if row["unit"] not in ("", "ratio") else row["metric"]
+        cases.setdefault(row["case"], {})[what] = row
+    for measured in dict.fromkeys(tuple(rows) for rows in cases.values()):
+        yield {case: rows for case, rows in cases.items() if tuple(rows) == measured}
+
+
+def _cases_table(cases: Mapping[str, Rows]) -> Iterator[str]:
+    """The longer side goes down the page. The number of runs is said once where it is that of all."""
+    measured = list(next(iter(cases.values())))
+    runs = {row["runs"] for rows in cases.values() for row in rows.values()} - {0, 1}
+    if told := len(runs) == 1:
+        yield f"Figures with a range are of {runs.pop()} runs.\n"
+    if len(cases) >= len(measured):
+        lines = [[case, *(_figure(rows[what], told) for what in measured)] for case, rows in cases.items()]
+        yield _table(["case", *measured], lines)
+    else:
+        lines = [[what, *(_figure(rows[what], told) for rows in cases.values())] for what in measured]
+        yield _table(["", *cases], lines)
+
+
+def _figure(row: Mapping[str, Any], runs_are_told: bool) -> str:
+    """The median, and of several runs the least, the greatest, and how many."""
+    if row["runs"] < 2:
+        return _text(row["median"])
+    same = row["min"] == row["max"]
+    parts = [] if same else [f"{row['min']:.3g}–{row['max']:.3g}"]
+    parts += [] if runs_are_told else [f"×{row['runs']}"]
+    return f"{_text(row['median'])} ({', '.join(parts)})" if parts else _text(row["median"])
 
 
 def _origin(record: Mapping[str, Any]) -> str:

@@ -8,27 +8,27 @@ from __future__ import annotations
 # One message, stream or process
 
 RETRY_S = 0.25
-"""Before something that failed in passing is tried again: a dial that crossed another, a lack of descriptors."""
+"""Before retrying after a transient failure: crossed dials, a lack of descriptors."""
 GRACE_S = 0.5
-"""For the next answer, once one peer has offered what is wanted: more than round trips differ by."""
+"""For the next answer after one peer has offered what is wanted: more than round trips differ by."""
 OFTEN_S = 1.0
 """Between two looks at what somebody waits for, two reports of a peer, two steps of a brief search."""
 PROBE_S = 3.0
-"""For whoever may be gone, where others can be asked instead: an endpoint, a DHT node, the holder of a rank."""
+"""For a peer that may be gone, if others can be asked instead: an endpoint, a DHT node, the holder of a rank."""
 ANSWER_S = 5.0
-"""For one message of a peer that is there: several times what a busy machine takes."""
+"""For one message of a peer that is alive: several times what a busy machine takes."""
 LOOK_S = 5.0
-"""Between two looks at what changes slowly: lost contacts, the own token, what a coordinator announces."""
+"""Between two checks of what changes slowly: lost contacts, the own token, a coordinator's announcements."""
 STOP_S = 5.0
 """For a process or a thread of ours to end, and for what it still has to say."""
 CONNECT_S = 10.0
-"""For a stream to stand, greeting and all, where nothing waits for it; for p2pd, where fifty start on one machine."""
+"""To open a stream, greeting included, if nothing waits for it."""
 STALL_S = 15.0
 """A transfer that moves nothing for so long has failed; a peer that shows nothing of itself for so long is lost."""
 START_S = 30.0
 """For a process to come to its first word, whatever it loads and compiles before; for a newcomer to come back."""
 COMMIT_S = 60.0
-"""For what may have to wait at the other end: for a commit under way, or for a free place."""
+"""For what may have to wait at the other end: a commit under way, or a free slot."""
 FORGET_S = 600.0
 """For so long people are shown what is over, and a path that has failed again and again is not tried: a few streams a
 day at the most. The first failure costs it START_S, each further one twice as much."""
@@ -46,11 +46,13 @@ CLOCK_OFF_S = 3.0
 # Which path a stream takes
 
 DIRECT_HEAD_START_S = 1.0
-"""For a greeting over some 200 ms of round trip. Where nobody answers, a stream is this late, once per back-off."""
+"""Enough for a greeting over a round trip of 200 ms. If nobody answers directly, a stream is this late, once per
+back-off.
+"""
 LIBP2P_HEAD_START_S = 0.75
 """For libp2p to open a connection, before a third peer is asked as well."""
 RELAY_HEAD_START_S = 2.0
-"""For a third peer, where the connection that libp2p has may carry nothing: libp2p would always be first to stand."""
+"""Head start of a relay when libp2p's connection may be dead: opening a libp2p stream would always succeed first."""
 
 # The mesh
 

@@ -1,4 +1,7 @@
-"""A wide-area network on one machine: a namespace per peer and a switch between them that we wrote (switch/)."""
+"""A wide-area network on one machine: a namespace per peer, and a switch between them.
+
+Start with lab.py; build.py compiles the switch (switch/), raw_tcp.py and gloo.py are rivals that run in it.
+"""
 
 from benchmarks.lab.lab import Counters, Lab, LabError, Link, Rule, unavailable
 

@@ -1,1 +1,4 @@
-"""Who takes part in benchmarks/reduce.py, and the processes they run in."""
+"""The candidates of benchmarks/reduce.py, and the processes they run in.
+
+Start with seats.py, the processes; ours.py and rivals.py are the candidates, vectors.py what they average.
+"""

@@ -61,7 +61,7 @@ VERBS = {
     ),
     "Say who may join": (Verb("peers", "peers:app", "Ban peers from a swarm, or let them back in."),),
 }
-"""By what somebody wants to do."""
+"""Sections of `diloco --help`, by purpose."""
 _GROUPS = {"dht": "The DHT's bootstrap node and the run's coordinator.", "ckpt": "What trainings have saved."}
 
 
@@ -102,13 +102,13 @@ def exit_code(argv: list[str]) -> int:
         print(page, end="", flush=True)
         return 0
     except BrokenPipeError:
-        # Whoever read it, as `head` does, has seen enough; Python must not write what is left there at its end.
+        # The reader, `head` for instance, has closed the pipe; keep Python from writing its buffer there at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
 
 
 def _ran(argv: list[str]) -> int:
-    # Not at the top: a signal while this loads would meet Python's own handlers, and show a traceback.
+    # Not at the top: while this loads, Python's own signal handlers would print a traceback.
     from cyclopts import CycloptsError
 
     from diloco.options.trainer import explained
@@ -117,7 +117,7 @@ def _ran(argv: list[str]) -> int:
         result = make_app()(
             argv, exit_on_error=False, print_error=False, verbose=False, result_action="return_value"
         )
-        # What is still buffered is part of the command: at its end the interpreter would complain of a lost reader.
+        # Flush while errors are still handled here, not by the interpreter at exit.
         sys.stdout.flush()
     except CycloptsError as error:
         verb = " ".join(["diloco", *known_verb(argv)[0]])

@@ -11,6 +11,7 @@ from cyclopts import App, Parameter
 
 from diloco.errors import UserError
 from diloco.options.checks import at_least, up_to, whole
+from diloco.options.extras import require
 from diloco.options.flags import HvConfig, Name, Seconds, address_list
 
 if TYPE_CHECKING:
@@ -58,13 +59,7 @@ def dashboard(
     """
     if not initial_peers:
         raise UserError("--initial-peers is missing: the address that `diloco dht start` printed.")
-    try:
-        import starlette  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise UserError(
-            "diloco dashboard needs starlette and uvicorn: pip install 'diloco[dashboard]'"
-        ) from error
+    require("dashboard", "diloco dashboard")
     token = token_from(os.environ.get(TOKEN_ENV))
     listener = listening(host, port)
     from diloco.cli.interrupts import run_interruptible
@@ -72,13 +67,13 @@ def dashboard(
     from peers.net.dht.node import load_hivemind
 
     secret = load_secret(swarm_secret_file, os.environ)
-    # Takes seconds, in which an event loop would not notice a signal.
+    # Takes seconds, during which an event loop would not notice a signal.
     load_hivemind()
     return run_interruptible(_serve(run_id, initial_peers, timeout, secret, listener, token))
 
 
 def token_from(text: str | None) -> str:
-    """The user's, or a new one. Raises UserError for one that could be guessed."""
+    """The user's token, or a new one. Raises UserError for one that is easy to guess."""
     if text is None:
         return secrets.token_urlsafe(24)
     if len(text) < LEAST_TOKEN_CHARACTERS or not text.isascii() or not text.isprintable() or " " in text:
@@ -95,7 +90,7 @@ def listening(host: str, port: int) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server((str(address[0]), port), family=family)
     except (OSError, UnicodeError) as error:
-        # Of a name that is none, as the resolver's own encoding says it.
+        # Raised for an invalid name by the resolver's own encoding.
         said = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise UserError(f"--host {host} --port {port}: {said}; --port 0 takes any free port.") from error
 

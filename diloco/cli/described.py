@@ -1,4 +1,4 @@
-"""What the code says of its verbs and flags, for what is written of them: the pages of `--help`, and the reference."""
+"""What the code says of its verbs and flags, read for the `--help` pages and the reference."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def field_of(argument: Argument) -> str:
 
 
 def names_of(argument: Argument) -> list[str]:
-    """All ways to say it but the negative ones; of what is said by its place, its name in capitals."""
+    """All its names but the negative ones; of a positional argument, its name in capitals."""
     names = [name for name in argument.names if name not in argument.negatives]
     return [name for name in names if name.startswith("-")] or [name.upper() for name in names[-1:]]
 
 
 def default_of(argument: Argument) -> str:
-    """Empty where there is none to speak of."""
+    """Empty if there is none worth showing."""
     value: Any = argument.field_info.default
     if argument.required:
         return "required"

@@ -17,6 +17,7 @@ from cyclopts import App, Parameter
 from diloco.cli.peer import RanksFlag, WorkerFlag, program_of
 from diloco.doctor.findings import Finding, as_json, broken, examined, failed
 from diloco.errors import UserError
+from diloco.options.extras import extras_of
 from diloco.options.flags import Seconds
 from diloco.options.sources import ValueSource
 from diloco.options.trainer import ConfigPath, HvConfig, TrainConfig, TrainFlags, for_mode, settled
@@ -91,7 +92,7 @@ def _of_machine(train: TrainConfig, ranks: int) -> Iterator[Finding]:
     from diloco.launch.swarm_config import state_dir
 
     yield from examined("python", check_python, _INSTALL)
-    yield from examined("packages", lambda: check_packages({"grpo"} & {train.mode}), _INSTALL)
+    yield from examined("packages", lambda: check_packages(extras_of(train)), _INSTALL)
     loaded = list(examined("torch", check_torch, _INSTALL))
     yield from loaded
     if all(finding.verdict == "pass" for finding in loaded):

@@ -12,6 +12,7 @@ from cyclopts import App, Parameter
 from diloco.errors import UserError
 from diloco.launch.sweep import check_room, overruled, planned
 from diloco.options.checks import at_least, whole
+from diloco.options.extras import check_extras
 from diloco.options.model_files import load_model_config
 from diloco.options.sources import ValueSource
 from diloco.options.trainer import ConfigPath, TrainConfig, TrainFlags, for_mode, remarks, settled
@@ -63,8 +64,9 @@ def grpo_sweep(
     for remark in [*remarks(train, named), *overruled(train, named)]:
         print(f"note: {remark}", file=sys.stderr, flush=True)
     train = settled(for_mode(train, named), named)
-    # A name that is mistyped is one mistake, and not one of each instance.
+    # So that a mistyped name is reported once, not by each instance.
     load_model_config(train.path_model)
+    check_extras(train)
     check_task(train.grpo)
     plan = planned(
         train,

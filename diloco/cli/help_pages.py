@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _COLUMNS = 80
 _INDENT = 30
-# Whoever reads all flags of a verb looks for these first.
+# Shown first when all flags of a verb are listed.
 _GROUPS_IN_ORDER = ("Swarm", "Training", "Checkpoints")
 
 _OF_A_PEER = ("--initial-peers", "--run-id", "--host-maddrs")
@@ -146,7 +146,7 @@ def _home() -> str:
 
 
 def _groups(verbs: Mapping[str, App]) -> list[str]:
-    """The words before the last one of a verb: what has verbs of its own."""
+    """The leading words of a verb: the groups that have verbs of their own."""
     found = (words.split()[:number] for words in verbs for number in range(1, len(words.split())))
     return sorted({" ".join(words) for words in found})
 
@@ -184,7 +184,7 @@ def _page(words: str, verb: App, few: Sequence[str]) -> str:
 
 
 def _places(arguments: Sequence[Argument]) -> str:
-    """What is said without a name in front."""
+    """Positional arguments."""
     places = {_label(one): one.required for one in arguments if one.index is not None}
     return "".join(f" {name}" if required else f" [{name}]" for name, required in places.items())
 
@@ -215,7 +215,7 @@ def _group_of(argument: Argument) -> str:
 
 
 def _value_of(argument: Argument) -> str:
-    """What stands for the value."""
+    """The placeholder for the value."""
     if argument.parameter.metavar:
         return str(argument.parameter.metavar)
     hint: Any = resolve_optional(argument.hint)

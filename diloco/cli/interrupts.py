@@ -14,7 +14,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def exit_at_once_on_signals() -> None:
-    """For the time before `run_interruptible`, while nothing is started that would have to be stopped."""
+    """Signal handling before `run_interruptible`, while nothing has been started."""
 
     def leave(number: int, _frame: FrameType | None) -> None:
         os._exit(128 + number)

@@ -101,12 +101,12 @@ RECIPES = (
         rates={"muon": MUON_DEFAULTS, "adamw": {"lr": 4e-4}},
     ),
 )
-"""From the lightest on."""
+"""From the lightest to the heaviest."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A configuration, and what of it was chosen here; none where the user named the model."""
+    """A configuration, and which fields were chosen here; none if the user named the model."""
 
     config: TrainConfig
     fields: frozenset[str] = frozenset()
@@ -121,7 +121,7 @@ class Choice:
 
 
 def recipe_for(machine: Machine) -> Recipe:
-    """The heaviest one that a peer's share of the machine is enough for; the lightest is always tried."""
+    """The heaviest recipe for which a peer's share of the machine is enough; the lightest is always tried."""
     return next((recipe for recipe in reversed(RECIPES) if _is_enough(machine, recipe)), RECIPES[0])
 
 

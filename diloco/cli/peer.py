@@ -19,6 +19,7 @@ from cyclopts import App, Parameter
 from diloco.cli.machine_recipes import Choice, chosen
 from diloco.errors import UserError
 from diloco.options.checks import at_least, whole
+from diloco.options.extras import check_extras
 from diloco.options.flags import HvConfig
 from diloco.options.sources import ValueSource
 from diloco.options.trainer import (
@@ -93,7 +94,7 @@ def peer(
     for remark in remarks(train, _SOURCE.named):
         print(f"note: {remark}", file=sys.stderr, flush=True)
     program, train = program_of(worker), for_mode(train, _SOURCE.named)
-    # A program of the user's own has its own model.
+    # A program of the user's own brings its own model.
     choice = Choice(config=train) if program else chosen(train, _SOURCE.named, machine, num_ranks=ranks)
     train = settled(choice.config, _SOURCE.named, num_ranks=ranks)
     if program and (unread := unread_by_a_program(_SOURCE.named)):
@@ -103,19 +104,19 @@ def peer(
     is_first = not train.hv.initial_peers
     if not program:
         check_choices(train, machine, is_settled=is_first)
-    # What is not named comes from the swarm.
+    # Fields that are not named come from the swarm.
     if not program and "dataset_name_or_path" in _SOURCE.named:
         check_data(train if is_first or "seq_length" in _SOURCE.named else replace(train, seq_length=2))
     fields = {**daemon_config(train, _SOURCE.named), "discover": discover}
-    # What other peers here have taken is no longer free.
+    # Ports and memory taken by other peers here are not free any more.
     alone = replace(machine, num_peers=1)
     check_room(train, alone, state_dir(), num_ranks=ranks, is_settled=is_first and not program)
     check_ports_free(train.hv)
     run_dir = created_run_dir(train)
     print(f"run directory: {run_dir}", flush=True)
     write_phase(run_dir, Phase(name="starting", detail="loading torch and hivemind"))
-    # Seconds, so only once the arguments have proved right, and before the event loop runs, which would not notice a
-    # signal meanwhile.
+    # Takes seconds: only after the arguments have been checked, and before the event loop, which would not notice a
+    # signal.
     import peers.daemon.main  # noqa: F401
     from peers.net.dht.node import load_hivemind
 
@@ -172,7 +173,7 @@ def _path_with_this_python() -> str:
 
 @dataclass(frozen=True)
 class Workplace:
-    """What the workers of this peer are started with."""
+    """How this peer's workers are started."""
 
     choice: Choice
     named: frozenset[str]
@@ -197,6 +198,7 @@ class Workplace:
             self.choice.config, manifest, self.named, run_dir=self.run_dir, num_ranks=self.num_ranks
         )
         if not self.program:
+            check_extras(config)
             print(self.choice.in_words(config), flush=True)
         config = replace(config, run_dir=str(self.run_dir), hv=replace(config.hv, world_rank=world_rank))
         path = written_config(config, self.run_dir)
@@ -204,7 +206,8 @@ class Workplace:
         return WorkerCommand(
             argv=self.program or (sys.executable, "-m", trainer_of(config), "--config", str(path)),
             env={
-                # The daemon's alone: what trains has no use for it, and may log its environment.
+                # The secret is for the daemon alone: a training program has no use for it, and may log its
+                # environment.
                 **{name: value for name, value in os.environ.items() if name != SECRET_ENV},
                 # "python" in --worker is the one that runs this.
                 "PATH": _path_with_this_python(),
@@ -232,7 +235,7 @@ async def _live(workplace: Workplace, fields: Mapping[str, Any]) -> int:
 
     _tell_progress()
     shown = Shown("this peer", workplace.run_dir, since=time.time())
-    # Only the trainer writes metrics; a program of the user's own says what it likes.
+    # Only our trainers write metrics; the user's own program prints what it likes.
     watched = show_log(workplace.worker_log) if workplace.program else show([shown])
     view = asyncio.create_task(watched)
     try:
@@ -259,7 +262,7 @@ def _log_to(path: Path) -> None:
 
 
 def _tell_progress() -> None:
-    """What the daemon does before and between the epochs, which people would otherwise wait for in the dark."""
+    """What the daemon does before and between epochs, so that the user does not wait in the dark."""
     for name in TOLD:
         logging.getLogger(name).addHandler(_Printer())
 

@@ -107,7 +107,7 @@ async def _typed_line() -> str:
 
 @contextlib.contextmanager
 def interruption_told(ledger: Ledger, give_back: str) -> Iterator[None]:
-    """Whoever interrupts what is in here is told what stays, and by which command it can be given back."""
+    """On an interruption inside, tell which pods stay and how to give them back."""
     import asyncio
 
     try:

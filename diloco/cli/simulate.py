@@ -32,8 +32,9 @@ _TOLD_EVERY_S = 2.0
 _ENOUGH_LOSSES = 30
 _LEAST_EPOCHS, _USUAL_EPOCHS, _MOST_EPOCHS = 4, 20, 300
 _PEER_EPOCHS, _MOST_PEER_EPOCHS = 1000, 4500
-"""Times that a peer makes a commit; of two hundred peers the second takes about a minute. At most, where failures have
-to be counted."""
+"""Peers times epochs to simulate: usually, and at most, where failures have to be counted. For two hundred peers the
+latter takes about a minute.
+"""
 
 Switch = Annotated[bool, Parameter(negative="")]
 Positive = Parameter(validator=(finite, at_least(0)))
@@ -185,7 +186,7 @@ def simulate(
 
 
 def _specs(pods: Pods) -> tuple[list[PeerSpec], list[str]]:
-    """What each peer is to have, and what had to be assumed."""
+    """Each peer's machine and link, and what had to be assumed."""
     from diloco.sim.command import given_peers as simulate_peers
 
     sources = {"--peers-file": pods.peers_file, "--from-offers": pods.from_offers}

@@ -75,21 +75,21 @@ _COLUMNS: Sequence[tuple[str, str, Callable[[Peer], str]]] = (
     ("seen", "right", lambda peer: f"{peer['last_seen_s']:.0f} s ago"),
     ("up/s", "right", lambda peer: size(peer["upload_bytes_per_s"] or None)),
     ("down/s", "right", lambda peer: size(peer["download_bytes_per_s"] or None)),
-    # As the coordinator names it; --json has all of it.
+    # Shortened as the coordinator prints it; --json has all of it.
     ("peer", "left", lambda peer: f"…{peer['peer_id'][-6:]}"),
     ("on", "left", lambda peer: peer["hardware"] or "–"),
 )
 
 
 def doing_of(peer: Peer) -> str:
-    """What a peer says that it is doing, where it says it."""
+    """The phase that a peer reports, if it reports one."""
     phase = peer["phase"]
     doing = str(phase["short"] if phase else peer["state"])
     return f"{doing}, stands still" if peer["is_still"] else doing
 
 
 _LESS_WANTED = ("on", "peer", "down/s", "up/s", "anchor", "seen")
-"""What a narrow terminal goes without, in this order."""
+"""Columns that a narrow terminal drops, in this order."""
 
 
 def _peers_table(peers: Sequence[Peer], width: int) -> Table:

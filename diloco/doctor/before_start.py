@@ -8,6 +8,7 @@ from diloco.doctor.p2pd import check_ports
 from diloco.doctor.resources import check_disk
 from diloco.doctor.software import check_vllm
 from diloco.errors import UserError
+from diloco.options.extras import check_extras
 from diloco.options.model_files import load_model_config
 from diloco.options.trainer import HvConfig, TrainConfig
 from diloco.rl.gpus import starts_server
@@ -52,6 +53,7 @@ def check_choices(config: TrainConfig, machine: Machine, *, is_settled: bool = T
         raise UserError(
             f"--ckpt.resume {resume}: there is no such directory; name a model_step_<N>, or `auto` for the newest"
         )
+    check_extras(config)
     if config.mode == "grpo":
         _check_reinforcement(config, is_settled=is_settled)
     elif is_settled:

@@ -27,7 +27,7 @@ _USER_ERROR = 2
 
 
 def wants_swarm(config: TrainConfig) -> bool:
-    """Whether the flags speak of a swarm that this peer shall join."""
+    """Whether any flag asks for a swarm."""
     hv = config.hv
     return bool(hv.initial_peers) or hv.world_rank is not None or hv.galaxy_size is not None
 
@@ -72,7 +72,7 @@ class DaemonProcess:
         try:
             yield
         except LinkLost as error:
-            # It hangs up before it has said why.
+            # The daemon closes the link before it has printed the reason.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(STOP_TIMEOUT_S)
             raise self._failure(f"the swarm's daemon hung up: {error}") from error

@@ -43,9 +43,9 @@ class Shown:
     run_dir: Path
     state: str = "starting"
     since: float = 0.0
-    """Unix time of its last start: older records are of a life before."""
+    """Unix time of its last start: older records are from an earlier start."""
     phase: Phase | None = None
-    """What it says that it is doing."""
+    """The phase that it reports."""
 
     @property
     def doing(self) -> str:
@@ -57,7 +57,7 @@ class Shown:
         self.state, self.since, self.phase = "restarting", now, None
 
     def look(self) -> None:
-        """Read what it says."""
+        """Read the phase file."""
         self.phase = read_phase(self.run_dir, self.since)
 
     def saw(self, records: Iterable[Record]) -> None:

@@ -74,7 +74,7 @@ class LocalSwarm:
             self.config.hv.run_id, free_port(), self._environment, self.run_dir / "logs" / "dht.log"
         )
         self._coordinator = Supervisor(command, policy=_POLICY)
-        # What an earlier life has left in the run directory is no sign of this one.
+        # Files of an earlier run in this directory must not be taken for this run's.
         now = time.time()
         self.shown = [
             Shown(f"peer {rank}", self.run_dir / f"peer-{rank}", since=now) for rank in range(self.num_peers)
@@ -89,7 +89,7 @@ class LocalSwarm:
             one.run_dir.mkdir(parents=True, exist_ok=True)
             write_phase(one.run_dir, Phase(name="waiting for the coordinator"))
         log = self._coordinator.command.log_path
-        # Of a life before, at another port.
+        # An earlier run's, at another port.
         said_before = log.stat().st_size if log.exists() else 0
         coordinator = asyncio.create_task(self._coordinator.run())
         tasks = [coordinator]
@@ -113,7 +113,7 @@ class LocalSwarm:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _give_up(self, peer: LocalPeer) -> None:
-        """Stop a peer that was not back yet when the others had finished: there is nobody left to train with."""
+        """Stop a peer that was not back when the others had finished: it would train alone."""
         self.say(f"the training ended before {peer.shown.name} was back in it")
         await peer.supervisor.stop()
         peer.shown.state = "late"
@@ -220,7 +220,9 @@ def _check_end(code: int, name: str, log: Path) -> None:
 
 
 def free_port() -> int:
-    """One on which nobody listens, and none of those that systems give to connections: it is bound seconds later."""
+    """A port on which nobody listens, outside the range that systems use for outgoing connections: it is bound
+    seconds later.
+    """
     for port in random.sample(_PORTS, 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))

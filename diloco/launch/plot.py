@@ -1,4 +1,4 @@
-"""The picture of a run: its losses over time, and what happened meanwhile."""
+"""The plot of a run: its losses over time, losses and returns of peers, and averagings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _INCHES = (9.0, 5.0)
 _DPI = 120
 _NOTICEABLE_S = 5.0
 _MOST_EPOCHS = 80
-"""More would be a grey wall."""
+"""More lines than this could not be told apart."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def lives_of(records: Sequence[Record]) -> list[Life]:
 
 
 def absences(lives: Sequence[Life], ended_at: float) -> list[tuple[float, float]]:
-    """From when to when a peer was not there; one that has not come back until the run's end."""
+    """When a peer was gone, from and to; until the run's end if it did not come back."""
     found = [(before.ended_at, after.began_at) for before, after in itertools.pairwise(lives)]
     if lives and not lives[-1].has_finished and ended_at - lives[-1].ended_at > _NOTICEABLE_S:
         found.append((lives[-1].ended_at, ended_at))

@@ -91,7 +91,7 @@ def run_all(programs: Sequence[tuple[Sequence[str], Mapping[str, str]]]) -> int:
     try:
         for argv, env in programs:
             processes.append(_started(argv, env))
-        # In short waits: Ray stops a worker by an exception, which a blocking wait would not let through.
+        # In short waits: Ray stops a worker by raising an exception in it, which a blocking wait would delay.
         while True:
             codes = [process.poll() for process in processes]
             failed = [code for code in codes if code]
@@ -175,7 +175,7 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def _agreed(node: int, make: Callable[[], T]) -> T:
-    """What the first worker makes, for all of them."""
+    """A value that the first worker makes, sent to all."""
     import torch.distributed as dist
 
     found: list[Any] = [make() if node == 0 else None]
@@ -185,7 +185,7 @@ def _agreed(node: int, make: Callable[[], T]) -> T:
 
 
 def _gathered(mine: str, num_nodes: int) -> list[str]:
-    """What each worker says, in their order."""
+    """A value from each worker, in their order."""
     import torch.distributed as dist
 
     found: list[Any] = [None] * num_nodes

@@ -22,7 +22,7 @@ _SHOWN_SHARE = 0.0005
 
 @dataclass(frozen=True)
 class Summary:
-    """The figures of a run, from the records of all its peers. None: it was not recorded."""
+    """The figures of a run, from the records of all its peers. None: not recorded."""
 
     bits_before: float | None
     bits_after: float | None
@@ -34,13 +34,13 @@ class Summary:
     num_epochs: int
     num_peers: int
     num_full_epochs: int
-    """Epochs that hold the work of all those peers."""
+    """Epochs that contain the work of all those peers."""
     still_share: float | None
-    """Share of the time that trainings stood still, for rounds and for each other."""
+    """Share of the time that training stood still, for rounds and for other peers."""
     waited_share: float
-    """What of it was spent until the last peer had come to its round."""
+    """The part of `still_share` spent until the last peer had come to its round."""
     overlap_advice: int | None
-    """Steps that would hide a usual round, where that is worth it and known to be harmless."""
+    """Overlap steps that would hide a typical round, if that is worth it and known to be harmless."""
     verdict: Verdict
     lost: Sequence[str]
     """Peers that were lost, and when, in words."""
@@ -145,7 +145,7 @@ def told_lost(lost: Sequence[str]) -> list[str]:
 
 
 def seen_from_here(path: Path) -> Path:
-    """Shorter where it lies below the current directory."""
+    """Relative to the current directory, if it is below."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 

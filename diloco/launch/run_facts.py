@@ -1,4 +1,4 @@
-"""From the records of a run to what a verdict on it rests on. Pure."""
+"""Turns the records of a run into the facts that a verdict is based on. Pure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def facts_of(
     peers = [
         replace(
             _facts(rank, records, tokens_per_step, compression),
-            # Where none has finished, all were ended together.
+            # If no peer has finished, all were stopped together.
             state="lost" if any(has_finished) and not has_finished[rank] else "training",
         )
         for rank, records in enumerate(records_of.values())
@@ -44,7 +44,7 @@ def disagreements(records_of: Mapping[str, Sequence[Record]]) -> dict[int, dict[
 
 
 def waited_s(record: Record) -> float:
-    """Seconds of an epoch's record in which the training stood still for the slowest peer, not for the round."""
+    """Seconds of an epoch for which training waited for the slowest peer, not for the round."""
     beyond_s = float(record["blocked_s"]) - float(record.get("round_s") or 0.0)
     return max(0.0, min(beyond_s, float(record.get("wait_s") or 0.0)))
 

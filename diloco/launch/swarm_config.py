@@ -67,7 +67,7 @@ def daemon_config(
         "all_reduce_strategy": hv.all_reduce_strategy,
         "timeout_waiting_for_peers": hv.timeout_waiting_for_peers,
         "fail_rank_drop": hv.fail_rank_drop,
-        # Peers may have different ones: what all hold is computed without it, and the same bits.
+        # Peers may have different torch versions: what all hold is computed without torch's kernels.
         "hardware": f"{hardware_in_words(os.environ, config.device)}, torch {version('torch')}",
         "metrics_port": hv.metrics_port,
         "manifest": manifest_of(config),
@@ -81,7 +81,7 @@ def manifest_of(config: TrainConfig) -> dict[str, Scalar]:
     """This peer's proposal of what all peers of the run agree on."""
     manifest = shared_values(config)
     if Path(config.path_model).expanduser().is_dir() and not _is_preset(config.path_model):
-        # A path means nothing on another machine.
+        # Paths differ between machines.
         manifest[_PATH] = ""
     manifest[_MODEL] = json.dumps(load_model_config(config.path_model), sort_keys=True)
     manifest[_TOKENIZER] = _tokenizer_digest(directory_of(config.path_model, weights=False))

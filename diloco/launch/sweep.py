@@ -1,4 +1,4 @@
-"""What a sweep is: for each instance its seed, GPUs, port, directories and commands. Pure, but for the checks."""
+"""What a sweep is: each instance's seed, GPUs, port, directories and commands. Pure, except for the checks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Instance:
     server_gpu: str | None
     trainer_gpu: str | None
     dataset: str
-    """As it is written in names."""
+    """Its number as it is written in names."""
 
     @property
     def suffix(self) -> str:
@@ -62,7 +62,7 @@ class Instance:
         return LOGS / f"{what}_instance{self.number}_{where}_seed{self.seed}.log"
 
     def flags(self, *, url: str | None, seed: int) -> list[str]:
-        """What sets this instance's trainer apart from the others'."""
+        """The flags in which this instance differs from the others."""
         own = {
             "--seed": str(seed),
             "--vllm-port": str(self.port),

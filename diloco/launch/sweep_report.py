@@ -16,7 +16,7 @@ from diloco.train.run_dir import METRICS
 from peers.monitor.verdict import Verdict, verdict_of
 
 _SMOOTHED_STEPS = 10
-# The beginning and the end of a run, as shares of its steps.
+# Shares of the steps that count as the beginning and the end of a run.
 _EDGE = 0.1
 _PLOT_INCHES = (8.0, 4.5)
 _PLOT_DPI = 120
@@ -36,7 +36,7 @@ class RewardSummary:
     num_epochs: int
     num_peers: int
     logp_difference: float | None
-    """The largest between a server's log-probabilities and a trainer's."""
+    """The largest difference between a server's and a trainer's log-probabilities."""
     verdict: Verdict
     lost: Sequence[str]
     """Peers that were lost, and when, in words."""
@@ -71,7 +71,7 @@ def summarise(
         num_epochs=len({record["epoch"] for record in epochs}),
         num_peers=len(records_of),
         logp_difference=max(differences, default=None),
-        # Its steps tell themselves how long they took.
+        # Each step's record says how long it took.
         verdict=verdict_of(facts_of(records_of, tokens_per_step=0, compression=compression)),
         lost=told_losses(records_of),
         disagreements=disagreements(records_of),

@@ -27,7 +27,7 @@ from peers.daemon.supervisor import Supervisor, WorkerCommand
 BETWEEN_SERVERS_S = 2.0
 BETWEEN_TRAINERS_S = 5.0
 _WATCH_INTERVAL_S = 1.0
-# A trainer that ends is not started again: its server, and what it has saved, are there for that.
+# A trainer that ends is not restarted: its server and its checkpoints are still there.
 _ONCE = RestartPolicy(max_deaths=1, stop_timeout_s=6.0)
 
 
@@ -50,7 +50,7 @@ class Sweep:
         self._codes: dict[int, int] = {}
         self._environment = dict(os.environ)
         if self.average:
-            # Keys and ledger of this swarm alone, so that another sweep is another swarm.
+            # Keys and ledger of this sweep's swarm alone.
             self._environment["XDG_STATE_HOME"] = str((self.instances[0].output_dir / "state").absolute())
 
     async def until_reported(self) -> int:
@@ -104,7 +104,7 @@ class Sweep:
         }
 
     async def _started(self, servers: dict[int, OwnServer]) -> dict[int, str]:
-        """Start them one after the other, and wait until all of them serve. Raises UserError for one that does not."""
+        """Start them one after the other, and wait until all serve. Raises UserError for one that does not."""
         starts: list[asyncio.Task[None]] = []
         for number, server in servers.items():
             if starts:
@@ -204,7 +204,7 @@ async def _kept_alive(servers: dict[int, OwnServer]) -> None:
                 try:
                     await asyncio.to_thread(server.restart)
                 except DilocoError as error:
-                    # Its trainer gives up by itself; the others need not.
+                    # Its trainer gives up by itself; the other trainers need not.
                     _say(f"instance {number}: {error}")
                     server.stop()
 

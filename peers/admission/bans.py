@@ -39,7 +39,7 @@ def bans_protocol(run_id: str) -> str:
 
 
 def load_into(gate: Gate, path: Path) -> None:
-    """Start from the list that was kept at `path`, if that is one."""
+    """Start from the ban list kept at `path`, if there is a valid one."""
     try:
         gate.learn(path.read_bytes()[: MAX_BANS_BYTES + 1])
     except FileNotFoundError:
@@ -49,7 +49,7 @@ def load_into(gate: Gate, path: Path) -> None:
 
 
 def keep(gate: Gate, path: Path) -> None:
-    """Keep the newest list at `path`, so that a restart forgets nobody."""
+    """Keep the newest ban list at `path`, so that a restart keeps all bans."""
     try:
         if gate.bans_blob:
             write_private(path, gate.bans_blob)

@@ -36,11 +36,11 @@ class OwnToken:
         return token.expires - token.not_before
 
     async def obtain(self) -> None:
-        """Have one. Raises UserError."""
+        """Get a token. Raises UserError."""
         if self.blob and not self._is_half_over():
             return
         try:
-            # While the old one is still good, nothing is to wait long for a new one.
+            # While the old token is valid, do not wait long for a new one.
             self._take(await self._new(PROBE_S if self.blob else CONNECT_S))
         except Refused as error:
             raise UserError(error.why.advice(self._applicant.peer_id)) from error
@@ -49,7 +49,7 @@ class OwnToken:
                 raise UserError(_nobody(error)) from error
 
     async def renew(self) -> None:
-        """Where it is time to. Raises PeersError once the token is over."""
+        """Renew the token if it is time. Raises PeersError once it has expired."""
         if time.time() >= (expires := self._token().expires):
             raise PeersError(Why.EXPIRED.advice(self._applicant.peer_id))
         if not self._is_half_over() or time.monotonic() < self._renew_at:
@@ -59,7 +59,7 @@ class OwnToken:
         except (Refused, PeerUnreachable, UserError) as error:
             left_h = (expires - time.time()) / 3600
             log.warning("the token was not renewed (%s); it is good for %.1f h more", error, left_h)
-            # Whoever issues tokens may be gone for days.
+            # Issuers may be gone for days.
             self._renew_at = time.monotonic() + self.lifetime_s / _RENEWALS
 
     async def _new(self, timeout_s: float) -> bytes:
@@ -75,7 +75,7 @@ class OwnToken:
             log.warning("cannot keep the token at %s: %s", self._path, error.strerror)
 
     def _kept(self) -> bytes:
-        """That of a former life, where it is still good."""
+        """The token kept on disk, if it is still valid."""
         who = self._applicant
         try:
             blob = self._path.read_bytes()

@@ -42,14 +42,14 @@ async def request_rank(
     """
     gate = gate or Gate.open(run_id)
     deadline = time.monotonic() + timeout_s
-    # With a rank of its own a peer needs no coordinator, and most likely there is none.
+    # A peer with a rank of its own needs no coordinator, and most likely there is none.
     search_until = deadline if wanted is None else time.monotonic() + min(timeout_s, OFTEN_S)
     while time.monotonic() < deadline:
         records = await coordinators(dht, run_id, gate)
         refused: UserError | None = None
         for record in records:
             try:
-                # One that has died is in the DHT for a while.
+                # The announcement of a dead coordinator stays in the DHT for a while.
                 left_s = min(ANSWER_S, deadline - time.monotonic())
                 return await _ask(dht, record, wanted, token, timeout_s=left_s)
             except Refused as error:
@@ -71,8 +71,9 @@ def protocol_of(run_id: str) -> str:
 
 
 async def coordinators(dht: Dht, run_id: str, gate: Gate) -> list[CoordinatorRecord]:
-    """All that announce themselves as the run's coordinator, and may be. Initial peers, which the user has
-    named, first; then the newest announcement."""
+    """All peers that announce themselves as this run's coordinator and are admitted. Initial peers first, which the
+    user has named; then the newest announcement.
+    """
     found = await announced(dht, COORDINATOR_KEY(run_id), CoordinatorRecord, run_id, gate.check_record)
     return sorted(found.values(), key=lambda record: (record.peer_id not in dht.initial_peers, -record.time))
 
@@ -85,7 +86,7 @@ async def _ask(
         dht.transport, record.peer_id, protocol, timeout_s=timeout_s, maddrs=record.maddrs
     ) as channel:
         await channel.send(AskRank(wanted=wanted, token=token), timeout_s)
-        # It may have to ask the holder of the rank first.
+        # The coordinator may have to ask the holder of the rank first.
         answer = await channel.read(_ANSWER, timeout_s + PROBE_S)
     return granted(answer, wanted)
 

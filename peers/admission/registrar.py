@@ -51,9 +51,8 @@ class Registrar:
                 await channel.send(await self.assign(peer_id, asked.wanted), ANSWER_S)
 
     async def assign(self, peer_id: str, wanted: int | None) -> Grant | Taken:
-        """As RankLedger.assign, but a holder that does not answer loses the rank to one that asks for it.
-
-        Peers that came with ranks of their own while no coordinator was there hold them, too.
+        """As RankLedger.assign, but a holder that does not answer loses the rank to a peer that asks for it. Peers
+        that took ranks while no coordinator was there keep them.
         """
         here = await announced(
             self._dht, PEERS_KEY(self._run_id), Announcement, self._run_id, self._gate.check_record
@@ -70,7 +69,7 @@ class Registrar:
         return replace(answer, galaxy_size=self._num_around(peer_id, others))
 
     def _num_around(self, peer_id: str, others: Iterable[Announcement]) -> int:
-        """The peers that are present or arriving, the asking one included. (The ledger has those that died, too.)"""
+        """Peers that are present or arriving, the asking one included. (The ledger also has dead ones.)"""
         now = time.monotonic()
         self._granted_at[peer_id] = now
         arriving = {peer for peer, at in self._granted_at.items() if now - at < ARRIVAL_S}

@@ -48,7 +48,7 @@ class SwarmSecret:
         return _text(_SECRET, self.public_key, self._random)
 
     def proof(self, run_id: str, peer_id: str, issuer_id: str, nonce: bytes) -> bytes:
-        """That this peer has the secret, told to this issuer, now. Says nothing of the secret itself."""
+        """Proof, bound to this issuer and time, that this peer has the secret; it reveals nothing of the secret."""
         parts = (run_id.encode(), peer_id.encode(), issuer_id.encode(), nonce)
         said = _PROVED + b"".join(len(part).to_bytes(4, "little") + part for part in parts)
         return hmac.digest(self._random, said, hashlib.sha256)
@@ -84,7 +84,7 @@ class AdmissionKey:
         return SwarmSecret(public, self._random)
 
     def with_new_secret(self) -> AdmissionKey:
-        """The same key; whoever knows only the old secret is given no token any more."""
+        """The same key with a new secret: who knows only the old secret gets no more tokens."""
         return AdmissionKey(self.private_key, secrets.token_bytes(_PART_BYTES))
 
 

@@ -35,16 +35,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class AdmissionSettings:
-    """What a process was given: nothing means an open swarm. Files only, so that no secret is where others read."""
+    """What a process was started with; nothing means an open swarm. Paths only, so that no secret shows in a command
+    line.
+    """
 
     swarm_secret_file: str | None = None
-    """Default: the secret itself in DILOCO_SWARM_SECRET."""
+    """None: the secret is taken from DILOCO_SWARM_SECRET."""
     admission_key_file: str | None = None
-    """Makes this process one that issues tokens."""
+    """Makes this process an issuer of tokens."""
     allowlist_file: str | None = None
     token_days: float = DEFAULT_LIFETIME_DAYS
     use_environment: bool = True
-    """False: the secret is in the file or nowhere. A coordinator's variable may be meant for a peer beside it."""
+    """False: ignore DILOCO_SWARM_SECRET, which a coordinator's shell may have set for a peer beside it."""
 
     def secret(self) -> SwarmSecret | None:
         """The swarm secret, from wherever it is to be had. Raises UserError."""
@@ -142,8 +144,9 @@ class AdmissionService:
         await self._dht.store(key, self._dht.peer_id, record.encode(self._identity), _RECORD_TTL_S)
 
     def _load_bans(self) -> None:
-        """Start from the list of a former life, unless it bans this peer, which may have been let back in since: the
-        first peer that it meets has the newest."""
+        """Start from the ban list on disk, unless it bans this peer, which may have been unbanned since: the first
+        peer that it meets has the newest list.
+        """
         assert self.secret is not None
         kept = Gate(Admission(self._run_id, self.secret.public_key))
         bans.load_into(kept, self._bans_path)

@@ -15,13 +15,15 @@ from peers.protocol.records import COORDINATOR_KEY, PEERS_KEY, Announcement, Coo
 from peers.timing import RECORD_TTL_S
 
 MAX_TTL_S = 2 * RECORD_TTL_S
-"""The longest of ours is 30 s. An old record that somebody else stores again for longer would block newer ones."""
+"""Our longest is 30 s. Without a limit, an old record stored again by somebody else with a later expiry would block
+newer ones.
+"""
 MAX_FOUND = 1024
-"""Records that are known to be in order."""
+"""Records that have been checked and are valid."""
 
 
 def guard_storage(dht: Dht, run_id: str, gate: Gate) -> None:
-    """From now on, keep under the run's keys nothing else."""
+    """From now on store only such records under the run's keys."""
 
     def keep_records(key: str, kind: type[Announcement] | type[CoordinatorRecord]) -> None:
         found: dict[tuple[str, bytes], None] = {}
@@ -29,7 +31,7 @@ def guard_storage(dht: Dht, run_id: str, gate: Gate) -> None:
         def check(subkey: str, value: bytes, *, expiry: float, is_found: bool) -> bool:
             if expiry > time.time() + MAX_TTL_S:
                 return False
-            # Every node that has it returns it, every few seconds.
+            # Every node that has the record returns it, every few seconds.
             if is_found and (subkey, value) in found:
                 return True
             try:

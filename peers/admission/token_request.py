@@ -41,7 +41,7 @@ def ISSUERS_KEY(run_id: str) -> str:
 
 @dataclass(frozen=True)
 class Applicant:
-    """Whom the token is for, and what it has been given to get one."""
+    """The peer that wants a token, and its credentials."""
 
     run_id: str
     peer_id: str
@@ -49,8 +49,8 @@ class Applicant:
 
 
 class NoIssuer(PeerUnreachable):
-    """Nobody who issues tokens answers. What answers instead: `others`, with another admission key, or `coordinators`
-    without any.
+    """No issuer answers. What answers instead: `others`, issuers with another admission key; `coordinators` without
+    one.
     """
 
     def __init__(self, *, others: bool, coordinators: bool) -> None:
@@ -70,7 +70,7 @@ async def request_token(dht: Dht, applicant: Applicant, *, timeout_s: float) -> 
         records = (await issuers(dht, applicant))[:MAX_ASKED]
         if (token := await _ask_all(dht, records, applicant, left_s)) is not None:
             return token
-        # One look may miss what the next one finds.
+        # A single look-up may miss records.
         found = await announced(dht, ISSUERS_KEY(run_id), CoordinatorRecord, run_id, lambda _: None)
         others = others or any(record.token for record in found.values())
         found = await announced(dht, COORDINATOR_KEY(run_id), CoordinatorRecord, run_id, lambda _: None)
@@ -82,7 +82,7 @@ async def request_token(dht: Dht, applicant: Applicant, *, timeout_s: float) -> 
 async def _ask_all(
     dht: Dht, records: Sequence[CoordinatorRecord], applicant: Applicant, timeout_s: float
 ) -> bytes | None:
-    """The first token that one of them grants; None if none answers. Raises Refused where nobody does better."""
+    """The first token that an issuer grants; None if none answers. Raises Refused if none grants one."""
     refused: Refused | None = None
     asking = [asyncio.create_task(_ask(dht, record, applicant, timeout_s)) for record in records]
     try:

@@ -1,4 +1,4 @@
-"""From what an observer has heard to what a verdict rests on. Pure."""
+"""Turns an observer's data into the facts that a verdict is based on. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from peers.protocol.records import NO_RANK
 from peers.protocol.reports import RoundEntry
 
 _LAST_ROUNDS = 9
-"""Rounds that shares of time are taken from."""
+"""How many recent rounds are used for shares of time."""
 
 
 def swarm_facts(

@@ -1,6 +1,7 @@
-"""What a peer remembers of its own training, for those who look on: totals, a curve, the last rounds, what went wrong.
+"""What a peer remembers of its own training for observers: totals, a curve, the last rounds, what went wrong.
 
-Bounded, however long it trains, and pure: times are arguments, in Unix seconds. The whole of it is in metrics.jsonl.
+Bounded however long it trains, and pure: times are arguments, in Unix seconds. The complete history is in
+metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Journal:
     incidents: deque[Incident] = field(default_factory=lambda: deque(maxlen=MAX_INCIDENTS))
     evaluations: deque[Evaluation] = field(default_factory=lambda: deque(maxlen=MAX_POINTS))
     troubles: dict[str, str] = field(default_factory=dict)
-    """What is wrong now, by what it concerns."""
+    """Current problems, by what they concern."""
     num_rounds: int = 0
     num_failures: int = 0
     num_worker_losses: int = 0
@@ -77,33 +78,33 @@ class Journal:
         self.received_bytes += entry.received_bytes
 
     def happened(self, now: float, text: str) -> None:
-        """One line for people. No peer's own words: they would be shown as this one's."""
+        """One line for people. Never text that another peer wrote: it would be shown as this peer's own."""
         self.incidents.append(Incident(time=now, text=text[:MAX_TEXT]))
 
     def is_in_trouble(self, what: str, text: str) -> None:
-        """From now on, until it is told with no text that it is not any more."""
+        """Set a problem; an empty text clears it."""
         self.troubles.pop(what, None)
         if text and len(self.troubles) < MAX_TROUBLES:
             self.troubles[what] = printable(text)
 
     @property
     def upload_bytes_per_s(self) -> float:
-        """What went out in the last reduction, over how long it took; 0: nothing has gone out yet."""
+        """Send rate of the last reduction; 0 before the first."""
         return _rate(self.rounds, lambda entry: entry.sent_bytes)
 
     @property
     def download_bytes_per_s(self) -> float:
-        """The same of what came in."""
+        """Receive rate of the last reduction; 0 before the first."""
         return _rate(self.rounds, lambda entry: entry.received_bytes)
 
 
 def shown_ranks(ranks: Iterable[int]) -> tuple[int, ...]:
-    """As many as are told."""
+    """As many as a report may hold."""
     return tuple(sorted(ranks))[:MAX_SHOWN_RANKS]
 
 
 def shown_failures(reasons: Iterable[str]) -> tuple[str, ...]:
-    """The last of them, short, in characters that are safe to show."""
+    """The last of them, shortened, without unsafe characters."""
     return tuple(printable(reason) for reason in list(reasons)[-MAX_FAILURES:])
 
 

@@ -1,4 +1,4 @@
-"""Whether a training gets better, by its losses or its rewards: what is wrong, and what to do. Pure."""
+"""Whether training improves, by its losses or its rewards; if not, what is wrong and what to do. Pure."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _RISE = 1.2
 def judged_losses(found: Points) -> Iterator[str]:
     """By their steps."""
     window, means = _window_means(found)
-    # Not every loss is one that falls: GRPO's lies around zero.
+    # Not every loss falls: GRPO's is around zero.
     if not means or min(means) <= 0:
         return
     best = min(range(len(means)), key=means.__getitem__)
-    # The window's end: what came after it was not better.
+    # End of the window: nothing after it was better.
     step, last = found[best + window - 1][0], found[-1][0]
-    # For a while: where few steps lie between averagings, a loss goes up and down with them.
+    # With few steps between averagings, a loss goes up and down with them.
     lately = min(means[-window:])
     if lately > _RISE * means[best]:
         yield (

@@ -1,4 +1,4 @@
-"""What changed in a swarm between two looks at its announcements, in words."""
+"""What changed in a swarm between two looks at its announcements, as lines of text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from peers.timing import OFTEN_S, STALL_S
 LOST_AFTER_S = STALL_S
 """A peer whose announcement has not been renewed for so long counts as lost."""
 QUIET_AFTER_S = 7 * OFTEN_S
-"""After so long without news of it a peer is not counted any more; announcements are seconds apart."""
+"""A peer that has not announced itself for so long is forgotten; announcements are seconds apart."""
 
 
 @dataclass
@@ -21,14 +21,14 @@ class Watcher:
     _present: dict[str, tuple[Announcement, float]] = field(default_factory=dict)
     _newest: dict[str, float] = field(default_factory=dict)
     _gone: dict[str, int] = field(default_factory=dict)
-    """Of those that have left, the incarnation that did."""
+    """The incarnation with which each peer that is gone has left."""
     _epoch: int = 0
 
     def update(self, announcements: Mapping[str, Announcement], now_s: float) -> list[str]:
-        """One line for each peer that joined, left or was lost, and for each epoch reached, since the last call.
+        """One line for each peer that joined, left or was lost and for each epoch reached since the last call.
 
-        A peer that is still joining, and may yet be refused, is no news; nor is a record that goes missing for a
-        moment. One that says the same as before keeps nobody alive.
+        A peer that is still joining is not reported, since it may be refused, nor is a record that is missing for a
+        moment. A record with unchanged content does not count as a sign of life.
         """
         renewed = []
         for peer_id, announcement in sorted(announcements.items(), key=lambda item: item[1].world_rank):
@@ -46,7 +46,7 @@ class Watcher:
         if announcement.state == "joining" and before is None:
             return []
         if announcement.state == "leaving":
-            # Who was there for so short that it was never seen has come, too, if it took part in anything.
+            # A peer that left before it was ever seen is reported as joined, if it took part in an epoch.
             is_told = before is not None or self._gone.get(peer_id) == announcement.incarnation
             if is_told or announcement.epoch == 0:
                 return []

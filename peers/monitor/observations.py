@@ -29,9 +29,9 @@ from peers.timing import FORGET_S, LOOK_S, OFTEN_S, RECORD_TTL_S, STALL_S
 QUIET_AFTER_S = 4 * OFTEN_S
 """A peer that has told nothing for so long, though several reports were due, does not count as one that answers."""
 COMING_BACK_S = STALL_S
-"""For so long a peer that was started again need not be met by anybody, until it has answered."""
+"""A restarted peer that nobody has a channel with yet is not called lost for so long."""
 NEVER_MET_S = RECORD_TTL_S + LOOK_S
-"""One that nobody has met is shown as long as the DHT may have its announcement."""
+"""A peer that nobody has a channel with is shown for so long: the DHT may still have its announcement."""
 MAX_OBSERVATIONS = 1024
 MAX_EVENTS = 100
 
@@ -50,14 +50,14 @@ class Observation:
     heard_at: float | None = None
     """When the last report came."""
     is_failing: bool = False
-    """The last attempt to ask it came to nothing, or the stream broke."""
+    """The last attempt to ask it failed, or the stream broke."""
     was_told_of: bool = False
-    """It, or another peer, has told that it is there."""
+    """It, or another peer, has said that it is there."""
     shown_state: str = ""
-    """As the events have it."""
+    """Its state in the last event."""
     lost_at: float | None = None
     clock_ahead_s: float = 0.0
-    """Its clock, against this machine's."""
+    """How far its clock is ahead of this machine's."""
     reborn_at: float | None = None
     """When it was first heard of after it was started again."""
     curve: Curve = field(default_factory=Curve)
@@ -97,7 +97,7 @@ class Observations:
     def __init__(self) -> None:
         self.peers: dict[str, Observation] = {}
         self.has_lost_coordinator = False
-        """There was one, and it does not answer any more."""
+        """There was a stream, and it has broken."""
         self.events: deque[Event] = deque(maxlen=MAX_EVENTS)
 
     def announced(self, announcement: Announcement, now: float) -> None:
@@ -124,7 +124,7 @@ class Observations:
             known.clock_ahead_s = announcement.time - unix_now
         if report.certified is not None:
             known.certificate = report.certified.certificate
-        # By its own clock none of it is yet to come: a lie about that could not even be shown as a time of day.
+        # Discard what lies in the future by its own clock: it could not be shown as a time.
         latest = announcement.time
         last = known.rounds[-1].time if known.rounds else 0.0
         known.rounds.extend(entry for entry in report.rounds if last < entry.time <= latest)
@@ -138,12 +138,12 @@ class Observations:
                 known.curve.add(point)
 
     def missed(self, peer_id: str) -> None:
-        """A peer could not be asked, or has hung up."""
+        """A peer could not be asked, or has closed the stream."""
         if (known := self.peers.get(peer_id)) is not None:
             known.is_failing = True
 
     def witnesses(self, now: float, *, besides: str = "") -> list[Observation]:
-        """Those whose word counts on who is there."""
+        """Peers whose reports count for who is there."""
         return [
             peer
             for peer_id, peer in self.peers.items()
@@ -160,15 +160,14 @@ class Observations:
         if any(other.report and peer_id in other.report.sees for other in witnesses):
             peer.was_told_of = True
             return said
-        # A peer that has only just come, or come back, may be in the DHT before anybody can meet it.
+        # A peer that has just come, or come back, may be in the DHT before it has any channel.
         if peer.is_coming_back(now) or (said == "joining" and not peer.was_told_of):
             return said
         return LOST if witnesses or (peer.heard_at is not None and peer.is_failing) else SILENT
 
     def note(self, now: float, unix_now: float, *, silently: bool = False) -> None:
-        """Write down what has become of whom since the last call, and forget who has been gone for long.
-
-        `silently`: whoever is there now has always been.
+        """Record what has become of each peer since the last call, and forget those that have been gone for long.
+        `silently`: record no event for peers that are there now.
         """
         for peer_id, peer in list(self.peers.items()):
             state = self.state_of(peer_id, now)

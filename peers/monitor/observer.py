@@ -42,7 +42,7 @@ from peers.timing import OFTEN_S, PROBE_S, RETRY_S
 LOOK_INTERVAL_S = 2 * OFTEN_S
 """Between two looks into the DHT."""
 DIAL_TIMEOUT_S = PROBE_S / 2
-"""What a peer may take to be reached, and to say its first word."""
+"""For reaching a peer and hearing its first report."""
 SILENCE_S = 6 * OFTEN_S
 """A stream on which nothing comes for so long is given up."""
 AGAIN_S = (RETRY_S, PROBE_S)
@@ -132,14 +132,16 @@ class Observer:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def settled(self, timeout_s: float) -> None:
-        """Until every peer that is known has answered or proved unreachable. Who was there by then is no news."""
+        """Until every known peer has answered or proved unreachable. Peers that are there by then are not reported as
+        new.
+        """
         deadline = time.monotonic() + timeout_s
         while self._unasked and time.monotonic() < deadline:
             await self.changed(deadline - time.monotonic())
         self._observations.note(time.monotonic(), time.time(), silently=True)
 
     async def changed(self, timeout_s: float) -> None:
-        """Until there is news, at most so long. Raises PeersError where there can be none any more."""
+        """Until something has changed, at most so long. Raises PeersError if nothing can change any more."""
         if self._watching is not None and self._watching.done():
             raise PeersError("p2pd, the process that carries the connections to the swarm, has died")
         self._news.clear()
@@ -148,7 +150,7 @@ class Observer:
                 await self._news.wait()
 
     def swarm(self, *, num_rounds: int = MAX_SHOWN_ROUNDS) -> dict[str, Any]:
-        """As it stands now."""
+        """The current state."""
         now, unix_now = time.monotonic(), time.time()
         self._observations.note(now, unix_now)
         return summary_of(self._run_id, self._observations, now=now, unix_now=unix_now, num_rounds=num_rounds)
@@ -174,7 +176,7 @@ class Observer:
                 log.debug("no look into the DHT: %s", error)
 
     async def _watch_coordinator(self) -> None:
-        """Whether one that was there answers still: its record outlives it by half a minute."""
+        """Whether the coordinator still answers: its record outlives it by half a minute."""
         while True:
             with contextlib.suppress(PeersError):
                 await self._look_for_coordinator()
@@ -207,7 +209,7 @@ class Observer:
         self._news.set()
 
     def _is_reborn(self, record: Announcement) -> bool:
-        """Whether it has been started again: what is known of its former self's stream is out of date."""
+        """Whether it was restarted: then what is known of its earlier stream is out of date."""
         known = self._observations.peers.get(record.peer_id)
         return (
             known is not None
@@ -228,7 +230,7 @@ class Observer:
                 self._following[peer_id] = asyncio.create_task(self._keep_asking(peer_id))
 
     async def _keep_asking(self, peer_id: str) -> None:
-        """Have a peer report, again and again, until it is gone for good."""
+        """Ask a peer for reports, again and again, until it is gone for good."""
         rest_s, num_missed = AGAIN_S[0], 0
         while True:
             asked_at = time.monotonic()
@@ -241,7 +243,7 @@ class Observer:
             if num_missed >= ENOUGH_MISSES:
                 self._unasked.discard(peer_id)
             self._news.set()
-            # What it said last of all may be that it leaves; and where it is now, if it is back.
+            # Its last report may have said that it leaves. Read its address anew, in case it is back.
             self._look_now.set()
             if self._is_over(peer_id):
                 return
@@ -249,7 +251,7 @@ class Observer:
             await asyncio.sleep(rest_s)
 
     def _is_over(self, peer_id: str) -> bool:
-        """Nobody has it any more: it is asked again when it announces itself anew."""
+        """No other peer sees it either: it is asked again when it announces itself."""
         peer = self._observations.peers.get(peer_id)
         if peer is None or peer.announcement.state == "leaving":
             return True

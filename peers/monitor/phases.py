@@ -26,7 +26,7 @@ class Doing:
 
     @classmethod
     def told(cls, message: Mapping[str, Any]) -> Doing:
-        """By a worker, which may be anybody's program: what cannot be shown is left out."""
+        """From a worker, which may be any program: what cannot be shown is dropped."""
         return cls(
             name=printable(str(message.get("name", "")))[:MAX_PHASE_CHARACTERS],
             detail=printable(str(message.get("detail", ""))),
@@ -72,7 +72,7 @@ class PhaseClock:
 
 
 def time_left_s(done: float, elapsed_s: float, left: float) -> float | None:
-    """By the pace so far; None where that cannot be told."""
+    """By the pace so far; None if unknown."""
     if done <= 0 or elapsed_s <= 0 or left < 0:
         return None
     return min(left * elapsed_s / done, MAX_REAL)

@@ -42,7 +42,7 @@ class StreamServer(Protocol):
 
 
 def proof_of(secret: SwarmSecret, run_id: str, observer_id: str, peer_id: str, nonce: bytes) -> bytes:
-    """That an observer has the secret. Good for nothing else: no run's id has a slash in it."""
+    """Proof that an observer has the secret. It cannot serve as anything else: no run id contains a slash."""
     return secret.proof(f"{run_id}/report", observer_id, peer_id, nonce)
 
 
@@ -68,7 +68,7 @@ class ReportService:
         await self._transport.serve(report_protocol(self._run_id), self._accepted)
 
     def changed(self) -> None:
-        """There is news that observers should have at once."""
+        """Something changed that observers should hear at once."""
         for news in self._observers:
             news.set()
 
@@ -101,7 +101,7 @@ class ReportService:
     async def _tell(self, channel: Channel) -> None:
         news, since = asyncio.Event(), 0.0
         self._observers.add(news)
-        # Nothing more is to come: whatever does ends the reports, as does the end of the stream.
+        # Observers send nothing more: anything that arrives ends the reports, as does the end of the stream.
         hung_up = asyncio.ensure_future(channel.read(_HELLO))
         try:
             while not hung_up.done():

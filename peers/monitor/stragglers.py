@@ -1,4 +1,4 @@
-"""Whom a swarm's rounds wait for, and why: read off what their leaders and those who are missing tell. Pure."""
+"""Which peers a swarm's rounds wait for, and why, from what leaders and late peers report. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Straggler:
 
     world_rank: int
     leader: int
-    """Who waits for it: the leader of the attempt, or where that is the one who is late, somebody who is ready."""
+    """Who waits for it: the leader of the attempt, or, if the leader itself is late, a peer that is ready."""
     reason: str
     """For people."""
 
@@ -28,7 +28,7 @@ def stragglers_of(peers: Mapping[int, Observation], states: Mapping[int, str]) -
         if report is None:
             continue
         standing = report.standing
-        # Leadership goes round, also to those who are late, and who then cannot tell.
+        # The lead rotates, also to peers that are late and so cannot report.
         if standing.leader != teller and standing.leader not in standing.missing:
             continue
         for rank in standing.missing:

@@ -66,7 +66,7 @@ def holders_of(observations: Observations, *, now: float) -> dict[int, Observati
 
 
 def _progress(peers: Sequence[Observation]) -> dict[str, Any]:
-    """Of the run: where the peer is that is furthest, of how many steps, and how long the rest takes."""
+    """Progress of the run: the step of the peer that is furthest, of how many, and the time left."""
     step = max((peer.announcement.step for peer in peers), default=0)
     end_step = max((peer.report.figures.end_step for peer in peers if peer.report), default=0)
     left = [training_left_s(peer.curve.points, step, end_step) for peer in peers]
@@ -105,7 +105,7 @@ def _peer(peer_id: str, peer: Observation, state: str, now: float, unix_now: flo
         "local_step": said.local_step,
         "anchor_digest": said.anchor_digest,
         "head": said.head,
-        # Of the certificate with that hash, which the observer has checked; empty where the peer has not shown it.
+        # Of the certificate with that hash, once the observer has checked it; empty if the peer has not shown it.
         "signers": list(certificate.plan.signers) if certificate else [],
         "roster": [
             {"peer_id": member.peer_id, "world_rank": member.world_rank}
@@ -119,7 +119,7 @@ def _peer(peer_id: str, peer: Observation, state: str, now: float, unix_now: flo
         # As this peer says of its own streams, by the world rank of the other end.
         "paths": {str(rank): path for rank, path in said.paths},
         "path": path_in_a_word(path for _, path in said.paths),
-        # None where the peer has not answered: the announcement does not have them.
+        # None if the peer has not answered: announcements do not have these.
         **{name: getattr(figures, name) if figures else None for name in Figures.__struct_fields__},
         "standing": standing.known_step if standing else None,
         "leader": standing.leader if standing else None,
@@ -146,7 +146,7 @@ def path_in_a_word(paths: Iterable[str]) -> str:
 
 
 def evaluations_of(peers: Mapping[int, Observation]) -> list[dict[str, Any]]:
-    """Scores on held-out text, by step: who evaluates goes round."""
+    """Held-out losses by step; the peer that evaluates changes."""
     found = {
         one.step: one.loss
         for _, peer in sorted(peers.items())
@@ -157,7 +157,7 @@ def evaluations_of(peers: Mapping[int, Observation]) -> list[dict[str, Any]]:
 
 
 def rounds_of(peers: Mapping[int, Observation]) -> list[dict[str, Any]]:
-    """The epochs that peers remember, in their order, each with what every peer tells of it."""
+    """The epochs that peers remember, in order, each with every peer's figures."""
     ranks = {peer.announcement.peer_id: rank for rank, peer in peers.items()}
     by_epoch: dict[int, dict[int, RoundEntry]] = {}
     for rank, peer in sorted(peers.items()):
@@ -167,7 +167,7 @@ def rounds_of(peers: Mapping[int, Observation]) -> list[dict[str, Any]]:
 
 
 def _with_ranks(text: str, ranks: Mapping[str, int]) -> str:
-    """A reason in which peers are called by their numbers: nobody knows one by its id."""
+    """A reason, with peer ids replaced by world ranks."""
     for peer_id, rank in ranks.items():
         text = text.replace(peer_id, f"peer {rank}")
     return text

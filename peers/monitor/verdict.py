@@ -1,6 +1,6 @@
-"""Whether a run is well, in one sentence: else what is wrong, and what to do. A pure function of what peers tell.
+"""Whether a run is well, in one sentence: else what is wrong, and what to do. A pure function of what peers report.
 
-It says nothing of a peer that starts, and of figures that are not known: silence is no health, but neither a fault.
+It says nothing about a peer that is starting, nor about unknown figures.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from peers.timing import CLOCK_OFF_S, COMMIT_S, OFTEN_S
 Level = Literal["good", "busy", "warning", "fault"]
 
 STILL_S = 5 * OFTEN_S
-"""A training that has not got further for so long stands still, unless its steps take so long."""
+"""A training without progress for so long stands still, unless its steps take as long."""
 _STILL_STEPS = 8
 _BUSY_STILL_S = 2 * COMMIT_S
-"""The same of everything else that tells how far it is."""
+"""As above, for every other phase that reports progress."""
 SLOW = 2.0
-"""How many times the others' time a slow peer takes for a step."""
+"""A peer whose steps take this many times as long as the others' is slow."""
 MUCH_OF_EPOCH = 2 * SHARE_OF_EPOCH
 ENOUGH_BYTES = 1e6
-"""So many in a round say something of a link; of fewer, a round is round trips."""
+"""Bytes in a round from which its rate says something about the link; with fewer, round trips dominate."""
 _MANY_FAILURES = 3
 _FRACTIONS = {2: "half", 3: "a third", 4: "a quarter", 5: "a fifth", 10: "a tenth"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeerFacts:
-    """What is known of one peer. Nothing that is not known counts against it."""
+    """What is known of one peer. Unknown figures do not count against it."""
 
     world_rank: int
     state: str = "training"
@@ -50,20 +50,20 @@ class PeerFacts:
     step_s: float = 0.0
     losses: Sequence[tuple[int, float]] = ()
     rewards: Sequence[tuple[int, float]] = ()
-    """Of a training by rewards, whose losses say nothing."""
+    """Of a training by rewards, whose loss says nothing."""
     not_learning: Sequence[str] = ()
-    """Why it learns nothing from its last steps, and what to do."""
+    """Why its last steps taught it nothing, and what to do."""
     round_share: float = 0.0
-    """Of its time, what rounds took for which training stood still, from the group to the commit."""
+    """Share of its time for which training stood still for rounds, from the group to the commit."""
     wait_share: float = 0.0
-    """Of its time, what it waited for others to come to a round."""
+    """Share of its time spent waiting for other peers to come to a round."""
     bytes_per_s: float = 0.0
-    """At which it sends in a round."""
+    """Its send rate in a round."""
     round_bytes: float = 0.0
-    """What it sends in one."""
+    """Bytes that it sends in a round."""
     compression: str = ""
     clock_ahead_s: float = 0.0
-    """Of whoever looks."""
+    """The observer's."""
     troubles: Sequence[str] = ()
     num_failures: int = 0
     """Attempts that failed in its last rounds."""
@@ -83,7 +83,7 @@ class Verdict:
     level: Level
     text: str
     more: tuple[str, ...] = ()
-    """What else is wrong, the worst first."""
+    """Other problems, the worst first."""
 
 
 def verdict_of(swarm: SwarmFacts) -> Verdict:
@@ -152,7 +152,7 @@ def _standing_still(swarm: SwarmFacts) -> Iterator[str]:
 
 
 def _clocks(swarm: SwarmFacts) -> Iterator[str]:
-    """Against the middle one: the clock of whoever looks may be the false one."""
+    """Against the median clock: the observer's own may be the wrong one."""
     there = _there(swarm)
     if not there:
         return
@@ -213,7 +213,7 @@ def _rewards(swarm: SwarmFacts) -> Iterator[str]:
 
 
 def _learning_nothing(swarm: SwarmFacts) -> Iterator[str]:
-    """Once, though it is so on every peer."""
+    """Said once, even if it is so on every peer."""
     yield from dict.fromkeys(text for peer in _there(swarm) for text in peer.not_learning)
 
 

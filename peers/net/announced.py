@@ -1,4 +1,4 @@
-"""What peers announce of themselves in the DHT, as far as it is in order."""
+"""Peers' announcements in the DHT that pass all checks."""
 
 from __future__ import annotations
 
@@ -19,10 +19,8 @@ log = logging.getLogger(__name__)
 async def announced(
     dht: Dht, key: str, kind: type[R], run_id: str, check: Callable[[R], object]
 ) -> dict[str, R]:
-    """By peer id: the records under this key that are signed, fresh, of this run, and pass `check`.
-
-    That one raises ProtocolError where a record does not count, as Gate.check_record does for a peer that is not
-    admitted.
+    """By peer id: the records under this key that are signed, fresh, of this run, and accepted by `check`, which
+    raises ProtocolError for the others (such as Gate.check_record for a peer that is not admitted).
     """
     found = {}
     for peer_id, blob in (await dht.get(key)).items():

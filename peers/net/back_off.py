@@ -1,4 +1,4 @@
-"""What failed is left alone for a while, each time for longer. Pure: time is an argument."""
+"""Back-off after failures: wait before trying again, longer each time. Pure: time is an argument."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class BackOff:
 
     def failed(self, now: float) -> None:
         if not self.is_over(now):
-            # The same failure, noticed once more.
+            # A second report of the same failure.
             return
         wait_s = self._next_s or self.first_s
         self.until, self._next_s = now + wait_s, min(2 * wait_s, self.longest_s)
 
-    def stood(self) -> None:
-        """It works."""
+    def succeeded(self) -> None:
+        """It worked: forget the failures."""
         self.until, self._next_s = -float("inf"), 0.0

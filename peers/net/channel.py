@@ -57,7 +57,8 @@ class Channel:
                 async with asyncio.timeout(timeout_s), self._sending:
                     await socket_io.send_all(self.sock, _LENGTH.pack(len(body)) + body)
         except TimeoutError as error:
-            # Part of the frame may be out: nothing after it would make sense. Whoever receives still has the socket.
+            # Part of the frame may have been sent, so nothing after it could be parsed. The receiver still owns the
+            # socket.
             self.break_off()
             raise PeerUnreachable(f"could not send within {timeout_s:g} s") from error
 
@@ -123,14 +124,14 @@ class Channel:
             self._received += piece
 
     def break_off(self) -> None:
-        """End the stream under whoever sends or receives on it right now; its owner still has to close it."""
+        """End the stream while another task may be sending or receiving on it; its owner still has to close it."""
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
 
     async def let_the_other_close(self, timeout_s: float) -> None:
-        """Wait for that, for so long; what comes instead is not heard.
+        """Wait until the other end closes, for at most this long; ignore what it sends.
 
-        Where p2pd sees this end close first, it may reset the stream before the other has read what was sent last.
+        If p2pd sees this end close first, it may reset the stream before the other end has read what was sent last.
         """
         with contextlib.suppress(PeerUnreachable, ProtocolError):
             await self._whole_message(timeout_s)

@@ -1,4 +1,6 @@
-"""peers/core/admission.py at this peer's doors: with its clock, its log, and word of new ban lists."""
+"""Applies peers/core/admission.py to incoming and outgoing connections of this peer, with its clock, its log, and
+callbacks for new ban lists.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from peers.protocol.refusal import Refused
 from peers.protocol.tokens import BanList
 
 _LOGGED_PER_S, _LOGGED_AT_ONCE = 1 / 3, 20
-"""Refusals that are worth a line in the log: keys cost a stranger nothing."""
+"""Refusals that are logged. Bounded, since a stranger can make any number of keys."""
 _MAX_TOLD = 1024
 
 log = logging.getLogger(__name__)
@@ -30,7 +32,7 @@ class Gate:
 
     @classmethod
     def open(cls, run_id: str) -> Gate:
-        """One that lets everybody in."""
+        """A gate that admits everybody."""
         return cls(Admission(run_id))
 
     @property
@@ -47,7 +49,7 @@ class Gate:
         return self._admission.bans_blob
 
     def check(self, peer_id: str, token: bytes, door: str) -> None:
-        """Raises Refused, and logs the first time, unless this peer may be here by this token."""
+        """Raise Refused, and log it the first time, unless this peer is admitted by this token."""
         try:
             self._admission.check(peer_id, token, time.time())
         except Refused as error:
@@ -55,7 +57,7 @@ class Gate:
             raise
 
     def check_shown(self, peer_id: str, door: str) -> None:
-        """The same by the token that this peer has shown before."""
+        """As `check`, with the token that this peer has shown before."""
         try:
             self._admission.check_shown(peer_id, time.time())
         except Refused as error:
@@ -63,15 +65,15 @@ class Gate:
             raise
 
     def check_record(self, record: Record) -> None:
-        """The same of whoever has announced this."""
+        """As `check`, for the peer of this record."""
         self.check(record.peer_id, record.token, "DHT")
 
     def check_quietly(self, record: Record) -> None:
-        """The same for whoever only looks on: nothing is logged."""
+        """As `check_record`, without logging: for observers."""
         self._admission.check(record.peer_id, record.token, time.time())
 
     def is_admitted(self, record: Record) -> bool:
-        """The same, as an answer."""
+        """As `check_quietly`, as a bool."""
         try:
             self.check_quietly(record)
         except Refused:
@@ -79,7 +81,7 @@ class Gate:
         return True
 
     def learn(self, blob: bytes) -> bool:
-        """Take over a ban list if it is newer: whether it is. Raises ProtocolError."""
+        """Adopt a ban list if it is newer; returns whether it was. Raises ProtocolError."""
         if not self._admission.learn(blob):
             return False
         for heard in self.on_bans:

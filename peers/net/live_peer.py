@@ -27,19 +27,19 @@ class LivePeer:
 
     @property
     def is_silent(self) -> bool:
-        """It has left several heartbeats unanswered."""
+        """It has not answered several heartbeats."""
         return self._num_unanswered >= DOUBT_BEATS
 
     def heard(self) -> None:
-        """It has said something."""
+        """It has answered."""
         self._num_unanswered = 0
 
     def enqueue(self, message: Said | None) -> None:
-        """None ends the channel, once all before it is sent."""
+        """Queue a message. None closes the channel once everything before it is sent."""
         try:
             self._queue.put_nowait(message)
         except asyncio.QueueFull:
-            # It has stopped reading. Its silence would lead to the same.
+            # It has stopped reading. Treat that like silence.
             self.channel.break_off()
 
     async def send_forever(

@@ -38,8 +38,10 @@ _FRESH_S = BEAT_S / 2
 _LAST_WORD_S = RETRY_S
 """For a refused peer to read the reason before this end closes."""
 MESSAGES_PER_S, MESSAGES_AT_ONCE, BYTES_PER_MESSAGE = 200.0, 1000.0, 20_000
-"""What a peer may send: so many small messages, or 4 MB, a second; longer ones count as several. Many times what an
-honest peer says. To stop reading would be no remedy: what a flood leaves in the buffers hides the sender's end."""
+"""What a peer may send per second: this many small messages, or 4 MB; longer messages count as several. Many times
+what an honest peer sends. Not reading would be no remedy: the end of the stream would stay hidden behind what a
+flood leaves in the buffers.
+"""
 ANSWER_BYTES = 256 << 10
 """What a question counts for beside its own bytes: about as much as the answer, which costs this peer as much."""
 MAX_DIALLED = 32
@@ -54,11 +56,11 @@ T = TypeVar("T")
 _INTRODUCTION: Decoder[Introduction] = Decoder(Introduction)
 _SAID: Decoder[Said] = Decoder(Said)
 Reached = Literal["here", "gone", "silent"]
-"""Gone: nobody listens at its addresses, or it has turned this peer away."""
+"""Nobody listens at its addresses, or it has refused this peer."""
 
 
 class TurnedAway(PeerUnreachable):
-    """A peer that was reached says that this one may not be here."""
+    """A peer that was reached says that this one is not admitted."""
 
     def __init__(self, why: Why) -> None:
         super().__init__(f"turned away: {why}")
@@ -96,7 +98,7 @@ class Mesh:
         self._dialling: dict[str, asyncio.Task[Reached]] = {}
         self._dials = asyncio.Semaphore(MAX_DIALLED)
         self._left_to_them: set[str] = set()
-        # They outlive channels: a flood must not begin anew with every new one.
+        # Kept when channels close, so that reconnecting does not reset a flood's limit.
         self._limits = RateLimits(MESSAGES_PER_S, MESSAGES_AT_ONCE)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._gate = gate or Gate.open(run_id)
@@ -105,7 +107,7 @@ class Mesh:
 
     @property
     def turned_away(self) -> Why | None:
-        """Why the others do not let this peer in; None while any of them does, or nobody is there."""
+        """Why the other peers refuse this one; None while any of them admits it, or none is there."""
         return None if self._peers else self._turned_away
 
     @property
@@ -183,7 +185,9 @@ class Mesh:
         return "here"
 
     async def _redial(self, record: Announcement) -> None:
-        """Perhaps only the connection is gone. The larger peer id waits a little, and tries where the other cannot."""
+        """The peer may be alive and only the connection broken: dial again. The larger peer id lets the other dial
+        first.
+        """
         if self._peer_id > record.peer_id:
             await asyncio.sleep(GRACE_S)
         await self.reach(record)
@@ -222,7 +226,7 @@ class Mesh:
         return bans
 
     async def _turn_away(self, channel: Channel, why: Why) -> None:
-        """Say why, and to a banned peer by whose word."""
+        """Tell a refused peer the reason, and a banned one the signed ban list."""
         try:
             await self._tell_bans(channel)
             await channel.send(Refusal(why=why), timeout_s=ANSWER_S)
@@ -238,7 +242,7 @@ class Mesh:
         return bans
 
     def _recent_status(self) -> bytes:
-        """Never older than the last that was broadcast."""
+        """Never older than the status that was broadcast last."""
         now = time.monotonic()
         if now - self._signed_at > _FRESH_S:
             self._signed, self._signed_at = self._status(), now
@@ -263,7 +267,7 @@ class Mesh:
         return status
 
     def _spread_bans(self) -> None:
-        """Pass the new list on to everybody, then have nothing to do any more with those on it."""
+        """Pass the new ban list on to every peer, then close the channels to those on it."""
         message = Bans(signed=self._gate.bans_blob)
         banned = self._gate.bans.peer_ids & self._peers.keys()
         for peer in self._peers.values():
@@ -298,7 +302,7 @@ class Mesh:
         """Own the channel until it breaks."""
 
         def fell_silent() -> None:
-            # Where many are silent it is this peer that hears badly.
+            # If many peers are silent at once, it is this peer's connection that is bad.
             if sum(other.is_silent for other in self._peers.values()) <= max(1, len(self._peers) // 4):
                 self._transport.missed(peer_id)
 
@@ -320,7 +324,7 @@ class Mesh:
                 if not self._limits.take(peer_id, time.monotonic(), 1 + size / BYTES_PER_MESSAGE):
                     raise ProtocolError("sends more messages than anybody has reason to")
                 self._received(peer, peer_id, message)
-                # Reading what is there already does not let anybody else run.
+                # Reading what has arrived already does not yield to other tasks.
                 await asyncio.sleep(0)
         except (PeerUnreachable, ProtocolError) as error:
             log.debug("lost the channel to peer %d: %s", peer.status.world_rank, error)
@@ -356,7 +360,7 @@ class Mesh:
 
 
 def _essence(status: Announcement) -> tuple[Any, ...]:
-    """What decisions depend on; the rest only informs people."""
+    """The fields of a status that decisions depend on; the others only inform people."""
     return (
         status.world_rank,
         status.incarnation,

@@ -1,4 +1,4 @@
-"""Several peers are asked for something that each of them may offer, or not; one that does not answer delays nobody."""
+"""Ask several peers at once for something that each may offer or decline; one that does not answer delays nobody."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def collect_offers(asked: Mapping[str, Coroutine[Any, Any, T]]) -> tuple[d
 
 
 async def _withdraw(pending: Iterable[asyncio.Task[Any]]) -> None:
-    """Ask no further, and turn down what is offered after all."""
+    """Stop asking, and decline what is offered later."""
     for task in (tasks := list(pending)):
         task.cancel()
     for outcome in await asyncio.gather(*tasks, return_exceptions=True):

@@ -29,7 +29,7 @@ class SocketDirectory:
             parent = "/tmp"
         _sweep(Path(parent))
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-        # Held for the life of the process, so that the sweep of another tells the living from the dead.
+        # Held as long as the process lives, so that another one's clean-up can tell live directories from stale ones.
         self._lock = (self.path / _LOCK).open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 

@@ -17,15 +17,14 @@ T = TypeVar("T")
 
 
 async def receive(sock: socket.socket, num_bytes: int) -> bytes:
-    """Between 1 and `num_bytes` bytes, not one more is taken; none at the end of the stream. Raises OSError.
-
-    Cancelled, it has taken none.
+    """Between 1 and `num_bytes` bytes; empty at the end of the stream. Raises OSError. If cancelled, nothing was
+    read.
     """
     return await once_ready(sock, lambda: sock.recv(num_bytes), select.POLLIN)
 
 
 async def receive_into(sock: socket.socket, buffer: memoryview) -> int:
-    """The same, to the beginning of `buffer`; how many bytes there are."""
+    """As `receive`, into the start of `buffer`; returns how many bytes."""
     return await once_ready(sock, lambda: sock.recv_into(buffer), select.POLLIN)
 
 
@@ -56,7 +55,7 @@ async def once_ready(sock: socket.socket, attempt: Callable[[], T], event: int) 
     """
     loop = asyncio.get_running_loop()
     if isinstance(sock, ssl.SSLSocket):
-        # There may always be another record, each as small as the other end likes: let others run.
+        # There may always be another record, however small: yield to other tasks.
         await asyncio.sleep(0)
     while True:
         try:

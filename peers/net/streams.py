@@ -81,7 +81,7 @@ class StreamPool:
         await self._transport.serve(self._protocol, self._accepted)
 
     def open_ahead(self, peer_id: str) -> None:
-        """This peer is likely to be in the next round: have a stream to it by then. Nothing if there is one."""
+        """This peer is likely to be in the next round: open a stream to it, unless there is one."""
         if peer_id not in self._outgoing:
             self._open_in_background(
                 peer_id, lambda: self._transport.open(peer_id, self._protocol, timeout_s=CONNECT_S)
@@ -203,13 +203,13 @@ class StreamPool:
         began = time.monotonic()
         prompt_ones, prompt_s = prompt
         deadline, heeds_silence_at = began + timeout_s, began + min(OFTEN_S, timeout_s / 4)
-        # A peer that was quiet before this attempt may still come by another path.
+        # A peer that was silent before this attempt may still come by another path.
         quiet_before = set(quiet())
         pending = {*outgoing.values(), *incoming.values()}
         while pending:
             slice_, waits_from = slice_s(len(outgoing)), time.monotonic()
             _, pending = await asyncio.wait(pending, timeout=slice_, return_when=asyncio.FIRST_EXCEPTION)
-            # While this process stood still nothing could be heard of anybody.
+            # While this process was stopped it could hear from nobody.
             prompt_s += max(0.0, time.monotonic() - waits_from - 2 * slice_)
             is_late = time.monotonic() > deadline - _MUCH_OF_IT * timeout_s
             if failed := {
@@ -221,7 +221,7 @@ class StreamPool:
                     silent=failed if is_late else (),
                 )
             missing = {rank for rank in outgoing if pending & {outgoing[rank], incoming[rank]}}
-            # Where many are missing it is this peer or its machine that is slow.
+            # If many are missing, this peer or its machine is slow.
             many = 1 + max(1, len(outgoing) // 4)
             silent = missing if is_late and len(missing) < many else set[int]()
             if cancelled is not None and cancelled.is_set():
@@ -230,7 +230,7 @@ class StreamPool:
             if fallen and time.monotonic() > heeds_silence_at:
                 few = fallen if len(fallen) < many else set[int]()
                 raise RoundFailed(f"{_named(fallen)} has fallen silent", fallen, silent=few)
-            # A peer that has closed its idle stream is opening another one.
+            # A peer that has closed its idle stream is opening another.
             tardy = {
                 rank
                 for rank, peer in prompt_ones.items()
@@ -258,7 +258,9 @@ class StreamPool:
         return sock
 
     def _is_usable(self, peer: str, kept: socket.socket) -> bool:
-        """Whether nothing has come on a stream that waits for us, and its path is not in doubt."""
+        """Whether nothing has arrived on this idle outgoing stream, on which nothing should, and its path is not
+        suspected.
+        """
         is_doubted = self._choice is not None and self._choice.doubts(peer, kept)
         return not is_doubted and is_silent(kept)
 
@@ -342,7 +344,7 @@ async def _read_name(sock: socket.socket) -> bytes:
     """The attempt that the next bytes on an idle stream belong to; takes not one byte more."""
     name = b""
     while len(name) < ATTEMPT_BYTES:
-        # An idle stream is silent for as long as training takes; a name that was begun is not.
+        # An idle stream is silent as long as training takes; a name that has begun to arrive is not.
         async with asyncio.timeout(ANSWER_S if name else None):
             piece = await socket_io.receive(sock, ATTEMPT_BYTES - len(name))
         if not piece:

@@ -22,7 +22,7 @@ import pytest
 from diloco.train.metrics_file import Tail
 from tests.support import checkpoint_commands, pods_commands
 from tests.support.commands import ROOT, Command, wait_until
-from tests.support.documents import CONTRIBUTING, PAGES, README, blocks, commands, typed
+from tests.support.documents import CONTRIBUTING, PAGES, README, blocks, commands, names_in_table, typed
 
 DEMO = "make demo"
 RUN = ".venv/bin/diloco run --peers 3 --max-steps 200"
@@ -100,6 +100,13 @@ KEYS = {
     "eval": {"step", "epoch", "loss", "bits_per_byte", "time"},
     "event": {"event", "time"},
 }
+DOCUMENTED = {
+    kind: names_in_table(PAGES["docs/api.md"], f"<!-- test: record {kind} -->") for kind in ("step", "eval")
+} | {
+    "epoch": {"step"}
+    | names_in_table(PAGES["docs/api.md"], "<!-- test: fields diloco.outer.diloco.Commit -->")
+}
+"""What docs/api.md says of a pretraining's records."""
 STATUS_KEYS = {
     *("peer_id", "world_rank", "state", "epoch", "step"),
     *("anchor_digest", "tokens_per_s", "last_seen_s"),
@@ -184,6 +191,8 @@ def run_dir_of(command: Command) -> Path:
 def records_of(run_dir: Path, kind: str) -> list[dict[str, Any]]:
     found = [record for record in Tail(run_dir / "metrics.jsonl").read() if record["kind"] == kind]
     assert all(KEYS[kind] <= record.keys() for record in found)
+    if kind in DOCUMENTED:
+        assert all(DOCUMENTED[kind] | {"kind", "time"} == record.keys() for record in found)
     return [dict(record) for record in found]
 
 

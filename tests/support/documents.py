@@ -62,6 +62,13 @@ def features(text: str) -> dict[str, str]:
     return {what.removeprefix("| "): command.strip("`| ") for what, command in rows}
 
 
+def names_in_table(text: str, before: str) -> set[str]:
+    """The names in backticks in the first column of the table that begins with, or stands below, this line."""
+    rows = text.partition(f"{before}\n")[2].partition("\n\n")[0].splitlines()
+    assert rows, before
+    return {name for row in rows for name in re.findall(r"`(\w+)`", row.split(" | ")[0])}
+
+
 def typed(command: str, *more: Any, **replaced: Any) -> list[str]:
     """The words of a command, with `more` behind them, the values of some flags replaced, and <maddr> filled in.
 

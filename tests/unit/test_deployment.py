@@ -1,4 +1,4 @@
-"""Dockerfile and systemd unit, as far as can be told without building an image or starting a service."""
+"""Dockerfile and systemd unit, read. tests/pods/test_image.py carries the Dockerfile out."""
 
 from __future__ import annotations
 
@@ -15,22 +15,9 @@ import pytest
 
 from diloco.cli.app import make_app
 from tests.support.commands import ROOT
+from tests.support.image import instructions, values
 
 UNIT = ROOT / "deploy/diloco-peer.service"
-
-
-def instructions() -> list[tuple[str, str]]:
-    """Of the Dockerfile, without comments, continued lines joined."""
-    text = re.sub(r"^\s*#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)
-    lines = text.replace("\\\n", " ").splitlines()
-    return [
-        (name, " ".join(rest.split()))
-        for name, _, rest in (line.partition(" ") for line in lines if line.strip())
-    ]
-
-
-def values(name: str) -> list[str]:
-    return [rest for instruction, rest in instructions() if instruction == name]
 
 
 def test_the_image_has_only_instructions_that_docker_knows_and_two_stages():

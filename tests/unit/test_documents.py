@@ -148,6 +148,21 @@ def test_the_picture_is_well_formed_says_what_it_shows_and_follows_the_dark():
         assert x + w <= width and y + h <= height
 
 
+ENTRIES = re.findall(r"^\| ([\w -]+) \| .+ \| \[(.+)\]\((.+)\) \|$", PAGES["docs/glossary.md"], re.MULTILINE)
+
+
+@pytest.mark.parametrize(("word", "name", "path"), ENTRIES, ids=[word for word, _, _ in ENTRIES])
+def test_each_word_of_the_glossary_is_in_the_file_that_it_leads_to(word, name, path):
+    text = name + (ROOT / "docs" / path).read_text(encoding="utf-8")
+    assert Path(path).name == name
+    assert re.search(rf"\b{re.escape(word)}", text.replace("_", " "), re.IGNORECASE)
+
+
+def test_no_row_of_the_glossary_goes_unread():
+    rows = [line for line in PAGES["docs/glossary.md"].splitlines() if line.startswith("| ")]
+    assert len(ENTRIES) == len(rows) - 1 == len({word for word, _, _ in ENTRIES})
+
+
 def test_no_page_is_left_out_of_the_index():
     index = PAGES["docs/README.md"]
     pages = {Path(name).relative_to("docs").as_posix() for name in PAGES} - {"README.md"}

@@ -1,1 +1,4 @@
-"""The Hivemind DHT: who is there, found by keys of the run. Start with node.py."""
+"""The Hivemind DHT: small expiring records that all peers can read, under keys of the run.
+
+Start with node.py. records.py says which records are stored and accepted, contacts.py which nodes are dialled again.
+"""

@@ -32,7 +32,7 @@ class Contacts:
         self._contacts = {peer_id: _Contact(tuple(maddrs), True) for peer_id, maddrs in given.items()}
 
     def remember(self, peer_id: str, maddrs: Sequence[str]) -> None:
-        """This peer has been heard of at these addresses; of too many, who was heard of longest ago is forgotten."""
+        """Record this peer's addresses. If there are too many contacts, the one recorded longest ago is dropped."""
         known = self._contacts.pop(peer_id, None) or _Contact((), False)
         if not known.is_given:
             known.maddrs = tuple(maddrs)
@@ -42,7 +42,7 @@ class Contacts:
             del self._contacts[oldest]
 
     def lost(self, reached: Collection[str], now: float) -> list[tuple[str, tuple[str, ...]]]:
-        """Peer ids and addresses to try now: contacts that are not reached, and have been left alone long enough."""
+        """Peer ids and addresses to dial now: contacts that are not connected and whose back-off is over."""
         due = [
             (contact.silence.until, peer_id)
             for peer_id, contact in self._contacts.items()
@@ -52,10 +52,10 @@ class Contacts:
         return [(peer_id, self._contacts[peer_id].maddrs) for peer_id in chosen]
 
     def tried(self, answered: Iterable[tuple[str, bool]], now: float) -> None:
-        """What came of it: whoever is silent is asked less and less often."""
+        """Record the outcome of a dial: a silent contact is dialled less and less often."""
         for peer_id, has_answered in answered:
             if (contact := self._contacts.get(peer_id)) is not None:
                 if has_answered:
-                    contact.silence.stood()
+                    contact.silence.succeeded()
                 else:
                     contact.silence.failed(now)

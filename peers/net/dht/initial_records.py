@@ -30,7 +30,7 @@ Found = Mapping[str, tuple[bytes, float]]
 
 
 class InitialRecords:
-    """`silent`: those that have a connection, and did not answer the last look-up."""
+    """`silent`: initial peers that are connected and did not answer the last look-up."""
 
     def __init__(
         self, transport: Transport, protocol: DHTProtocol, kept: KeptRecords, peer_ids: Collection[str]
@@ -39,10 +39,10 @@ class InitialRecords:
         self._peer_ids = frozenset(list(peer_ids)[:MAX_ASKED])
         self.silent: frozenset[str] = frozenset()
         self.is_answered = not self._peer_ids
-        """Whether any of them has answered, ever."""
+        """Whether any of them has ever answered."""
 
     async def find(self, key: str) -> Found:
-        """Whatever they have under this key, the newest of each subkey; what is in order is kept here, too."""
+        """What they have under this key, the newest of each subkey. Valid records are stored here too."""
         key_id = DHTID.generate(source=key)
         asked = await self._connected()
         answers = await asyncio.gather(
@@ -83,7 +83,7 @@ class InitialRecords:
             self._protocol.storage.store_subkey(key_id, subkey, value, expiry)
 
     async def _connected(self) -> list[str]:
-        """Only those with a connection: one that is away would delay every look-up."""
+        """Only those with a connection: dialling one that is gone would delay every look-up."""
         if not self._peer_ids:
             return []
         try:

@@ -151,16 +151,18 @@ class Dht:
 
     @property
     def silent_initial_peers(self) -> frozenset[str]:
-        """Those that are connected, and did not answer the last look-up: what they know is not known here."""
+        """Initial peers that are connected and did not answer the last look-up, so that their records are unknown
+        here.
+        """
         return self._initial.silent
 
     @property
     def is_answered(self) -> bool:
-        """Whether any initial peer has answered a look-up; True where there are none."""
+        """Whether any initial peer has answered a look-up; True if there are none."""
         return self._initial.is_answered
 
     def remember(self, peer_id: str, maddrs: Sequence[str]) -> None:
-        """This peer is one of the DHT's: where it is lost, it is looked for there."""
+        """Remember this peer as a node of the DHT, to be dialled again when it is lost."""
         if maddrs and peer_id != self.peer_id:
             self._contacts.remember(peer_id, maddrs)
 
@@ -198,7 +200,7 @@ class Dht:
         await self._p2pd.stop()
 
     async def _keep_contacts(self) -> None:
-        """Come back to peers that were down when we joined, have restarted since, or were silent once too often."""
+        """Dial peers again that were down when we joined, have restarted since, or missed an answer."""
         while True:
             known = self._peers_in_table()
             await asyncio.sleep(LOOK_S if known else _LONELY_LOOK_S)
@@ -210,7 +212,9 @@ class Dht:
                 self._contacts.tried(tried, time.monotonic())
 
     async def _meet(self, peer_id: str, maddrs: Sequence[str]) -> bool:
-        """Whether this peer's node answers; ours knows it then, whatever it had held against it."""
+        """Whether this peer's DHT node answers. If so, our node takes it back into its routing table, failures or
+        not.
+        """
         from hivemind.p2p import PeerID
 
         if maddrs:
@@ -225,7 +229,7 @@ class Dht:
         return True
 
     def _peers_in_table(self) -> set[str]:
-        """Whom the node would ask: it forgets those who have not answered in time."""
+        """The nodes in the routing table, which drops those that did not answer in time."""
         return {str(peer) for peer in self._node.protocol.routing_table.peer_id_to_uid}
 
 
@@ -242,7 +246,7 @@ def load_hivemind() -> None:
 
     import peers.net.libp2p.transport  # noqa: F401
 
-    # It warns of every peer that comes or goes, which is a swarm's ordinary life, with tracebacks.
+    # It logs a warning with a traceback for every peer that comes or goes, which is normal in a swarm.
     logging.getLogger("hivemind").setLevel(logging.CRITICAL)
 
 
@@ -273,7 +277,7 @@ async def _create_node(
             p2p=p2p,
             initial_peers=list(initial_peers),
             client_mode=client_mode,
-            # Who is busy, as with fifty that join at once, is asked once and has to be waited for.
+            # A busy node, as when fifty join at once, is asked once and waited for.
             wait_timeout=timeout_s,
             bootstrap_timeout=PROBE_S,
             cache_locally=False,

@@ -37,7 +37,7 @@ MAX_OTHER_PER_S = 400.0
 MAX_OTHER_AT_ONCE = 1000
 MAX_OTHER_TTL_S = 2 * RECORD_TTL_S + ANSWER_S
 MAX_OTHER_BYTES = 4200
-"""Of values under keys that this node knows nothing of: in all, that bounds the memory they take, to some 80 MB."""
+"""For values under keys that this node has no check for: bounds their memory to some 80 MB."""
 _MAX_SUBKEY_BYTES = 256
 _SUBKEY = Decoder(str)
 
@@ -62,9 +62,9 @@ class KeptRecords(RecordValidatorBase):
         return key in self._checks
 
     def guard(self, protocol: DHTProtocol) -> None:
-        """Pass over the values that other nodes have and this one would not keep, each by itself.
+        """Drop, one by one, the values that other nodes return and this one would not store.
 
-        Hivemind's own way is to drop all that a node has found for one value that is not in order.
+        Hivemind drops everything found at a node if one value is invalid.
         """
         find = protocol.call_find
 
@@ -102,7 +102,7 @@ class KeptRecords(RecordValidatorBase):
         if check is None or found is None:
             return item
         if not isinstance(found.value, DictionaryDHTValue):
-            # It would take the place of all values with subkeys.
+            # It would replace all values with subkeys.
             return None, nearest
         sifted = DictionaryDHTValue()
         for subkey, (value, expiry) in found.value.items():

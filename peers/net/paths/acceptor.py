@@ -25,13 +25,15 @@ from peers.timing import CONNECT_S
 log = logging.getLogger(__name__)
 
 MAX_SILENT = 128
-"""Connections that have not yet shown a certificate; of more, the oldest gives way."""
+"""Connections that have not shown a certificate yet. When there are more, the oldest is closed."""
 MAX_PER_SOURCE = 32
 """Connections from one address, or through one relay, that are not yet handed over: a machine may hold many peers."""
 MAX_PER_PEER = 4
 """Greetings at once by one claimed identity from one source; streams of one peer that one handler works on."""
 GREETINGS_PER_S, GREETINGS_AT_ONCE = 50.0, 200.0
-"""From one source. A handshake takes a millisecond of the event loop, whoever only shows another's certificate."""
+"""Per source. A handshake takes a millisecond of the event loop, also for a caller that shows somebody else's
+certificate.
+"""
 
 
 class Acceptor:
@@ -92,7 +94,7 @@ class Acceptor:
                     self._check(hello.peer_id, expected, strangers)
                     if not self._greetings.take(source, time.monotonic()):
                         raise ProtocolError("more greetings than anybody has reason to begin")
-                    # By source too: whoever this peer has called can show its certificate, and stop there.
+                    # Counted by source too: whoever this peer has called can replay its certificate and then stop.
                     with _counted(self._of, f"{source} {hello.peer_id}", MAX_PER_PEER):
                         stream, protocol = await greeting.answer(
                             sock, self.credentials, hello, plain=plain, serves=self._handlers.__contains__

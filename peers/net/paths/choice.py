@@ -19,10 +19,10 @@ class Pair:
 
     direct: BackOff = field(default_factory=path_back_off)
     late: BackOff = field(default_factory=path_back_off)
-    """Another path stood before a direct one did: only streams that nobody waits for try it."""
+    """A less preferred path connected before the direct one: from now on only background streams try the direct one."""
     libp2p: BackOff = field(default_factory=path_back_off)
     doubt: BackOff = field(default_factory=path_back_off)
-    """The peer did not answer on a connection that stands: that one may carry nothing."""
+    """The peer did not answer on an open connection, so that connection may be dead."""
     in_use: Path | None = None
     """The path of the newest data stream; before there is one, of any stream."""
     in_use_for_data: bool = False
@@ -30,7 +30,7 @@ class Pair:
     """Bytes/s that the last round moved to this peer; 0: not known."""
 
     def passed_over(self, path: Path, now: float) -> None:
-        """A less preferred path stood before this one."""
+        """A less preferred path connected before this one."""
         if path is Path.DIRECT:
             self.late.failed(now)
         elif path is Path.LIBP2P:

@@ -63,7 +63,7 @@ class Forwarder:
         async def forward() -> None:
             directions = {asyncio.ensure_future(self._copy(*pair)) for pair in ((one, other), (other, one))}
             try:
-                # Neither end can close half of a stream, so the end of one direction is that of both.
+                # Neither end supports half-close, so the end of one direction ends both.
                 await asyncio.wait(directions, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 for direction in directions:
@@ -76,7 +76,7 @@ class Forwarder:
             self._tasks.discard(task)
             one.close()
             other.close()
-            # Its owner may be gone, and its event loop with it.
+            # Its owner and its event loop may be gone.
             with contextlib.suppress(RuntimeError):
                 on_end()
 
@@ -92,5 +92,5 @@ class Forwarder:
         while num_bytes := await loop.sock_recv_into(source, buffer):
             await loop.sock_sendall(target, buffer[:num_bytes])
             self.num_bytes += num_bytes
-            # Reading what is there already does not let any other stream move.
+            # Reading what has arrived already does not yield to other streams.
             await asyncio.sleep(0)

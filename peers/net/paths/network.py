@@ -1,4 +1,4 @@
-"""The ways to other peers that this one has, built, started and closed together."""
+"""The transports and paths of this peer, built, started and closed together."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Network:
             data=self.data_protocol,
             bulk={state_protocol(run_id)},
             check=gate.check_shown,
-            # There a peer shows its token.
+            # Peers show their tokens on the mesh's protocol.
             unchecked={mesh_protocol(run_id)},
         )
 
@@ -93,7 +93,7 @@ class Network:
 
     @property
     def forwarded_bytes(self) -> int:
-        """What this peer's link has carried for others so far, each way."""
+        """Bytes that this peer has forwarded for others so far, in each direction."""
         return self._service.forwarded_bytes
 
     def endpoints(self, maddrs: Iterable[str]) -> tuple[str, ...]:
@@ -108,7 +108,7 @@ class Network:
         return tuple((rank, path) for rank, path in sorted(shown.items()) if path)[:MAX_PATHS]
 
     def _may_call(self, peer_id: str) -> bool:
-        """Whether to greet who claims to be this peer and calls directly."""
+        """Whether to accept a direct connection from a caller that claims to be this peer."""
         try:
             self._gate.check_shown(peer_id, "data port")
         except Refused:
@@ -125,16 +125,16 @@ class Network:
 def data_hosts(host_maddrs: Iterable[str]) -> list[Maddr]:
     """One address for every host that data is taken on: those that libp2p listens on, each once."""
     found = {(maddr.kind, maddr.host): maddr for maddr in map(parse_maddr, host_maddrs)}
-    # The one that means all of a kind leaves no port for any other.
+    # The unspecified address leaves no port for any other address of its family.
     everywhere = {maddr.kind: maddr for maddr in found.values() if maddr.host in ("0.0.0.0", "::")}
     return list(dict.fromkeys(everywhere.get(maddr.kind, maddr) for maddr in found.values()))
 
 
 def announced_endpoints(settings: NetworkSettings, port: int, maddrs: Iterable[str]) -> tuple[str, ...]:
-    """The addresses of the data port, as others see it.
+    """The data port's addresses, as others see them.
 
-    What the user says; else the hosts that libp2p is seen by. Where he says something of libp2p's port only, the data
-    port is seen on hosts that map ports to themselves, and not on those that map few.
+    What the user announces; else the hosts at which libp2p is seen. If the user announces libp2p's port only, a host
+    that maps ports one to one is used for data too; a host that maps single ports is not.
     """
     if not port:
         return ()
@@ -145,7 +145,7 @@ def announced_endpoints(settings: NetworkSettings, port: int, maddrs: Iterable[s
     if settings.announce_maddrs:
         own_ports = {parse_maddr(text).port for text in settings.host_maddrs}
         seen = [maddr for maddr in seen if maddr.port in own_ports]
-    # Elsewhere, a loopback address is somebody else's.
+    # On another machine, a loopback address is that machine's own.
     seen = [maddr for maddr in seen if not is_loopback(maddr)] or seen
     hosts = dict.fromkeys((maddr.kind, maddr.host) for maddr in seen)
     return tuple(str(Maddr(kind, host, port, None)) for kind, host in hosts)[:MAX_ENDPOINTS]

@@ -20,7 +20,7 @@ from peers.errors import PeersError, PeerUnreachable
 from peers.net.paths.acceptor import Acceptor
 from peers.net.paths.choice import Pair
 from peers.net.paths.direct import Direct
-from peers.net.paths.head_start import Attempt, first_to_stand
+from peers.net.paths.happy_eyeballs import Dial, first_connected
 from peers.net.paths.relay import Relay
 from peers.net.transport import Handler, Libp2p
 from peers.protocol.records import Path
@@ -72,14 +72,14 @@ class Paths:
     ) -> socket.socket:
         """A non-blocking socket, perhaps of TLS, at the start of a new stream. Raises PeerUnreachable."""
         pair = self._pair(peer_id)
-        attempts = self._attempts(peer_id, protocol, maddrs, pair, timeout_s)
-        preferred = [attempt.path for attempt in attempts]
-        path, stream = await first_to_stand(attempts, timeout_s)
+        dials = self._dials(peer_id, protocol, maddrs, pair, timeout_s)
+        preferred = [dial.path for dial in dials]
+        path, stream = await first_connected(dials, timeout_s)
         for slower in preferred[: preferred.index(path)]:
-            # Else every stream to come would wait for it.
+            # Otherwise every later stream would wait for it, too.
             pair.passed_over(slower, time.monotonic())
         if path is Path.LIBP2P:
-            pair.libp2p.stood()
+            pair.libp2p.succeeded()
         return self._taken(peer_id, protocol, path, stream)
 
     async def serve(self, protocol: str, handler: Handler) -> None:
@@ -118,10 +118,10 @@ class Paths:
         pair = self._pair(peer_id)
         pair.rate = num_bytes / seconds if seconds > 0 else 0.0
         if self._path_of.get(stream) is not Path.RELAY:
-            pair.doubt.stood()
+            pair.doubt.succeeded()
 
     def failed(self, peer_id: str, stream: socket.socket) -> None:
-        """A round was lost to this peer: in case it was the path's fault, another one is taken next."""
+        """A round was lost to this peer. In case the path was at fault, the next stream takes another one."""
         path = self._path_of.get(stream)
         if path in (Path.DIRECT, Path.PLAIN):
             self._pair(peer_id).direct.failed(time.monotonic())
@@ -129,19 +129,19 @@ class Paths:
             self._relay.blame(stream)
 
     def missed(self, peer_id: str) -> None:
-        """This peer did not answer in time. The connection to it may carry nothing: for a while, prefer a relay."""
+        """This peer did not answer in time. The connection may be dead: prefer a relay for a while."""
         self._pair(peer_id).doubt.failed(time.monotonic())
 
     def doubts(self, peer_id: str, stream: socket.socket) -> bool:
-        """Whether this stream is on a connection that may carry nothing."""
+        """Whether this stream is on a connection that may be dead."""
         is_relayed = self._path_of.get(stream) is Path.RELAY
         return not is_relayed and not self._pair(peer_id).doubt.is_over(time.monotonic())
 
     # Opening
 
-    def _attempts(
+    def _dials(
         self, peer_id: str, protocol: str, maddrs: Sequence[str], pair: Pair, timeout_s: float
-    ) -> list[Attempt]:
+    ) -> list[Dial]:
         """The paths to try, in order of preference."""
         now, relay = time.monotonic(), self._relay
         is_doubted = not pair.doubt.is_over(now)
@@ -152,15 +152,15 @@ class Paths:
                 raise PeerUnreachable(f"{peer_id} is connected, a relay would change nothing")
             return await relay.open(peer_id, protocol, timeout_s=timeout_s)
 
-        direct = Attempt(
+        direct = Dial(
             Path.DIRECT, DIRECT_HEAD_START_S, lambda: self._open_direct(peer_id, protocol, pair, timeout_s)
         )
-        libp2p = Attempt(
+        libp2p = Dial(
             Path.LIBP2P,
             LIBP2P_HEAD_START_S if pair.libp2p.is_over(now) else 0.0,
             lambda: self._libp2p.open(peer_id, protocol, timeout_s=timeout_s, maddrs=maddrs),
         )
-        relayed = [Attempt(Path.RELAY, RELAY_HEAD_START_S, over_relay)] if relay is not None else []
+        relayed = [Dial(Path.RELAY, RELAY_HEAD_START_S, over_relay)] if relay is not None else []
         if is_doubted:
             return [*relayed, libp2p]
         may_wait = pair.late.is_over(now) and self._may_go_direct(peer_id, protocol, pair)
@@ -182,10 +182,10 @@ class Paths:
             pair.direct.failed(time.monotonic())
             log.info("%s", error)
             raise
-        # It has been greeted on, so the link carries.
-        pair.direct.stood()
-        pair.late.stood()
-        pair.doubt.stood()
+        # The greeting succeeded over it, so the link works.
+        pair.direct.succeeded()
+        pair.late.succeeded()
+        pair.doubt.succeeded()
         return stream
 
     def _taken(self, peer_id: str, protocol: str, path: Path, stream: socket.socket) -> socket.socket:
@@ -202,7 +202,7 @@ class Paths:
         return stream
 
     def _pair(self, peer_id: str) -> Pair:
-        # To the end: records of peers that do not exist push none out that takes part in rounds.
+        # Appended at the end, so that invented records cannot push out peers that take part in rounds.
         pair = self._pairs.pop(peer_id) if peer_id in self._pairs else Pair()
         self._pairs[peer_id] = pair
         while len(self._pairs) > _MAX_PAIRS:

@@ -103,7 +103,7 @@ class Reachability:
                 raise ProtocolError(f"one question too many: {question!r:.80}")
 
     async def _dial(self, peer_id: str, caller: Maddr | None, port: int) -> str:
-        """Why nobody with the caller's key answers there; nothing: it does."""
+        """Why no peer with the caller's key answers at that port; empty if one does."""
         if caller is None:
             return "you come here through a third peer"
         endpoint = str(Maddr(caller.kind, caller.host, port, None))
@@ -129,7 +129,7 @@ class Reachability:
 
 
 def caller_of(addresses: Iterable[str]) -> Maddr | None:
-    """Where a connection comes from, of those that a peer has; none where all go through another peer."""
+    """The address that the caller's connection comes from; none if all its connections are relayed."""
     for text in addresses:
         # A relayed connection has the relay's address, which must not be dialled for somebody else.
         if "p2p-circuit" in text:

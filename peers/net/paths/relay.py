@@ -82,7 +82,7 @@ class Relay:
                 relay = max(offers, key=lambda relay: self._merit(relay, offers[relay].offer, peer_id))
                 channel, left_s = offers.pop(relay).channel, deadline - time.monotonic()
                 try:
-                    # A relay that does not do what it offered leaves time for the next one, or to be blamed.
+                    # A relay that breaks its promise must leave time for the next one.
                     async with asyncio.timeout(left_s * (0.5 if offers else 0.9)):
                         stream = await self._accept(channel, peer_id, protocol, left_s)
                     self._way_of[stream] = relay, peer_id
@@ -98,7 +98,7 @@ class Relay:
         raise PeerUnreachable(f"nobody relays to {peer_id}: {reasons or 'no peer to ask'}")
 
     def blame(self, stream: socket.socket) -> None:
-        """A round was lost on this stream: its relay comes last for a while, for streams to that peer."""
+        """A round was lost on this stream: for streams to that peer, its relay is tried last for a while."""
         if (way := self._way_of.get(stream)) is not None:
             self._blame(*way)
 
@@ -118,7 +118,7 @@ class Relay:
         return by_merit[:MAX_ASKED]
 
     async def _ask(self, relay: str, peer_id: str) -> _Offered:
-        """Raises PeersError where it offers nothing."""
+        """Raises PeersError if the relay offers nothing."""
         channel = await call(
             self._libp2p,
             relay,
@@ -137,7 +137,7 @@ class Relay:
             raise
 
     def _merit(self, relay: str, offer: Offer, peer_id: str) -> tuple[bool, float, int, str]:
-        """By bandwidth, shared with what it forwards already; legs that nobody has measured count as fast."""
+        """By bandwidth, divided by the streams that it forwards already; unmeasured links count as fast."""
         slower_leg = min(rate or math.inf for rate in (offer.rate, self._rate_to(relay)))
         return not self._is_blamed(relay, peer_id), slower_leg / (1 + offer.load), -offer.load, relay
 

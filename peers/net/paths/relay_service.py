@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 MAX_FORWARDED = 128
 """Streams that one peer forwards at once."""
 MAX_FORWARDED_PER_CALLER = MAX_FORWARDED // 2
-"""No caller takes the place of all others."""
+"""So that one caller cannot take every place."""
 MAX_FORWARDED_PER_PAIR = 8
 """A pair needs one for control, two for data and a few for the state."""
 _WANT, _GO, _DELIVER = Decoder(Want), Decoder(Go), Decoder(Deliver)
@@ -71,7 +71,7 @@ class RelayService:
         return self._forwarder.num_bytes
 
     async def close(self) -> None:
-        """Forward nothing more: what still goes through here breaks off."""
+        """Forward nothing more; open streams are cut."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -134,7 +134,7 @@ class RelayService:
             raise ProtocolError(f"{relay} is no peer of this run, so it relays nothing to here")
         channel = Channel(sock, max_message_bytes=MAX_MESSAGE_BYTES)
         caller = (await channel.read(_DELIVER, PROBE_S)).caller
-        # Not awaited: libp2p's transport runs few handlers per peer at once, and this one may last.
+        # In the background: libp2p's transport runs few handlers per peer at once, and this one may take long.
         greeting = asyncio.create_task(
             self._acceptor.receive(
                 sock,

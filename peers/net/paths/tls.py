@@ -32,7 +32,7 @@ MAX_CERTIFICATE_BYTES = 2048
 """An RSA key of 4096 bits makes one of 1.3 kB."""
 _WRITE_BYTES = 1 << 18
 _READ_RECORDS = 64
-"""Per call: a megabyte of full ones. Whoever sends records of one byte is not to keep the caller in here."""
+"""Per call: a megabyte, if records are full. A sender of one-byte records must not keep the caller in this loop."""
 # Peers differ in their clocks, and a key has no end: RFC 5280 has these dates for it.
 _NOT_BEFORE = datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC)
 _NOT_AFTER = datetime.datetime(9999, 12, 31, 23, 59, 59, tzinfo=datetime.UTC)
@@ -81,7 +81,7 @@ class TlsSocket(ssl.SSLSocket):
         return super().send(memoryview(data)[:_WRITE_BYTES], flags)
 
     def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:
-        """As much as there is, where SSLSocket's own gives one record: a call costs more than it copies."""
+        """Reads as much as is there, while SSLSocket reads one record per call: calls cost more than copies."""
         view = memoryview(buffer)[: nbytes or None]
         done = 0
         try:
@@ -91,7 +91,7 @@ class TlsSocket(ssl.SSLSocket):
                 if not piece or done == len(view):
                     break
         except (TimeoutError, ssl.SSLError):
-            # What ended it shows again at the next call.
+            # The error that ended it shows again at the next call.
             if not done:
                 raise
         return done
@@ -108,7 +108,7 @@ def public_key_of(certificate: bytes) -> bytes:
     try:
         parsed = x509.load_der_x509_certificate(certificate)
         message = libp2p_keys.public_key_message(parsed.public_key())
-        # The handshake proves the key anyway; this keeps those who only know it from starting one.
+        # The handshake proves possession of the key; this check rejects earlier those who only know the public key.
         parsed.verify_directly_issued_by(parsed)
         return message
     except (ValueError, TypeError, x509.InvalidVersion, InvalidSignature, UnsupportedAlgorithm) as error:
@@ -155,7 +155,7 @@ def _context(credentials: Credentials, certificate: bytes, server: bool) -> ssl.
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
     if server:
-        # A ticket would be the only thing that ever arrives on an idle outgoing stream.
+        # A session ticket would be the only thing that ever arrives on an idle outgoing stream.
         context.num_tickets = 0
     _load_key(context, credentials._pem)
     try:

@@ -1,1 +1,4 @@
-"""The outer state from one peer to another: whole (transfer.py), or the commits since (replay.py); server.py serves."""
+"""The outer state from one peer to another.
+
+Start with transfer.py, the whole state from several donors; replay.py is the commits since, server.py the donor.
+"""

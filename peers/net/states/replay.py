@@ -1,8 +1,8 @@
-"""A joiner that holds a state repeats the commits that have come since, as their members made them.
+"""A joiner that holds an older state applies the commits made since, from recorded averages.
 
-The messages are those of peers/protocol/states.py. The averages come as they went on the wire, so the outer steps give
-the same bits, and the digests in each commit's certificate, which the joiner has, prove it. A donor that sends anything
-else is found out by them, and costs nothing but the time.
+The messages are those of peers/protocol/states.py. Averages come as they went over the wire, so the outer steps give
+the same bits; the joiner checks them against the digests in each commit's certificate. A donor that sends anything
+else wastes time only.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ async def replay_commits(
 
 
 async def _offer(donor: str, transport: StreamTransport, run_id: str, path: Sequence[Certificate]) -> Channel:
-    """A channel with a donor that has the commits, and waits to hear that they are wanted of it. Raises PeersError."""
+    """A channel with a donor that has the commits and waits to be chosen. Raises PeersError."""
     channel = await call(
         transport,
         donor,
@@ -98,7 +98,7 @@ async def _replay(
     """Raises PeersError where what comes does not lead to what is certified."""
     await channel.send(Go(), STALL_S)
     state = OuterState(have.header, have.anchor, have.momentum)
-    # The values belong to the state that is here: commits write beside them.
+    # Commits write beside these values, which belong to the current state.
     kept = state.snapshot()
     assert kept is not None, "nobody else has seen this state yet"
     with kept:
@@ -124,7 +124,7 @@ async def _replay(
 
 
 def can_be_repeated(have: Snapshot, path: Sequence[Certificate]) -> bool:
-    """Whether these certificates lead on from the state that is here, one by one, by commits of its fragments."""
+    """Whether these certificates continue the state that is here, one by one, by commits of its fragments."""
     parents = [have.header.head, *(certificate.head for certificate in path[:-1])]
     return (
         0 < len(path) <= MAX_COMMITS
@@ -153,7 +153,7 @@ def _commit(
 
 
 def _let_go(state: OuterState, have: Snapshot) -> None:
-    """Copy the fragments that no commit has changed: whoever holds the old state must not see them change later."""
+    """Copy the fragments that no commit has changed: holders of the old state must not see them change later."""
     for own, old in ((state.anchor, have.anchor), (state.momentum, have.momentum)):
         for fragment, values in enumerate(old):
             if own[fragment] is values:

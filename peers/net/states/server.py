@@ -72,7 +72,7 @@ class StateServer:
 
     async def _accepted(self, peer_id: str, sock: socket.socket) -> None:
         channel = Channel(sock, max_message_bytes=MAX_MESSAGE_BYTES)
-        # A joiner that asks again has given up its earlier stream, or has been restarted.
+        # A joiner that asks again has given up its earlier stream, or was restarted.
         if (older := self._newest.get(peer_id)) is not None:
             older.break_off()
         self._newest[peer_id] = channel
@@ -129,7 +129,7 @@ async def _serve_snapshot(snapshot: Snapshot, channel: Channel) -> None:
     while True:
         wanted = await channel.read(_CHUNK, COMMIT_S)
         await channel.send_bytes(bytes_of(_wanted_values(snapshot, chunks, wanted)), STALL_S)
-        # Neither call waits while requests are there already and small answers fit the buffers: let others run.
+        # Neither call yields while requests are there and small answers fit the buffers.
         await asyncio.sleep(0)
 
 

@@ -38,7 +38,7 @@ from peers.timing import ANSWER_S, COMMIT_S, STALL_S, START_S
 log = logging.getLogger(__name__)
 
 _SLOWEST_BYTES_PER_S = 2e6
-"""A state that comes more slowly is no use."""
+"""Slower than this, the state would be out of date on arrival."""
 _WINDOW = 2
 _FLOAT_BYTES = 4
 _NAMES: tuple[Values, ...] = ("anchor", "momentum")
@@ -77,7 +77,7 @@ async def download_state(
     try:
         async with asyncio.timeout(timeout_s):
             pending = set(tasks.values())
-            # Complete is enough: donors that have not answered are not waited for.
+            # One complete answer is enough: do not wait for donors that have not answered.
             while pending and not download.is_complete:
                 _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
     except TimeoutError:
@@ -139,7 +139,9 @@ class _Download:
         return OuterState(self._header, self._values["anchor"], self._values["momentum"])
 
     async def run(self, donor: str, transport: StreamTransport, protocol: str) -> str:
-        """Take from this donor whatever is wanted until nothing is. Returns why it was given up, empty: not."""
+        """Fetch wanted chunks from this donor until none is left. Returns why the donor was given up; empty if it was
+        not.
+        """
         try:
             with await call(
                 transport, donor, protocol, timeout_s=STALL_S, max_message_bytes=MAX_MESSAGE_BYTES
@@ -173,11 +175,11 @@ class _Download:
             if self._header is None:
                 self._wanted.extend(await asyncio.to_thread(self._parts_to_fetch, header))
                 self.total_bytes = _FLOAT_BYTES * sum(part.chunk.numel for part in self._wanted)
-                # The first good header says what every chunk must be.
+                # The first valid header says what every chunk must be.
                 self._header = header
 
     def _parts_to_fetch(self, header: StateHeader) -> list[_Part]:
-        """Chunks that are neither zero nor here already; the latter are put in place."""
+        """Chunks that are neither zero nor present already; the latter are copied into place."""
         missing = []
         for name in _NAMES:
             digests = _digests_of(header, name)
@@ -201,7 +203,7 @@ class _Download:
         ):
             return False
         part.target.copy_(own[chunk.fragment][chunk.start : chunk.stop])
-        # What this peer holds may itself be what was wrong.
+        # The state that this peer holds may itself be wrong.
         return not _fault_of(part)
 
     async def _take_chunks(self, channel: Channel) -> None:
@@ -221,14 +223,14 @@ class _Download:
                     self._num_open -= 1
                     self._changed.notify_all()
         finally:
-            # Whatever this donor still owes, another one may deliver.
+            # Another donor may deliver what this one still owes.
             self._wanted.extend(asked)
             self._num_open -= len(asked)
             if asked:
                 await self._notify()
 
     async def _next_part(self, *, wait: bool) -> _Part | None:
-        """A part that nobody has been asked for. None: there is none now, or (after waiting) never again."""
+        """The next part that nobody has been asked for. None: there is none now, or (after waiting) never again."""
         async with self._changed:
             while wait and not self._wanted and self._num_open:
                 self._num_idle += 1

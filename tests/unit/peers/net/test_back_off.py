@@ -10,7 +10,7 @@ def test_a_path_that_fails_is_left_alone_each_time_for_longer_but_not_for_ever()
         now = direct.until
         assert direct.is_over(now)
     assert waits[0] == 30.0 and waits == sorted(waits) and waits[-1] == 600.0
-    direct.stood()
+    direct.succeeded()
     direct.failed(now)
     assert direct.until - now == 30.0
 

@@ -1,4 +1,4 @@
-"""Several ways to open a stream, tried at once, the preferred ones a little sooner."""
+"""Tries several transports at once, preferred ones a little earlier ("happy eyeballs")."""
 
 from __future__ import annotations
 
@@ -12,25 +12,27 @@ from peers.errors import PeersError, PeerUnreachable
 from peers.protocol.records import Path
 
 
-class Attempt(NamedTuple):
-    """One way; the next is tried `head_start_s` later, or as soon as this one has failed."""
+class Dial(NamedTuple):
+    """One transport. The next one starts `head_start_s` later, or as soon as this one fails."""
 
     path: Path
     head_start_s: float
     open: Callable[[], Awaitable[socket.socket]]
 
 
-async def first_to_stand(attempts: Sequence[Attempt], timeout_s: float) -> tuple[Path, socket.socket]:
-    """The first stream that stands, and its path. Raises the PeersError of the most preferred way that failed."""
-    running: dict[asyncio.Future[socket.socket], Attempt] = {}
-    waiting, failures = list(attempts), dict[Path, PeersError]()
+async def first_connected(dials: Sequence[Dial], timeout_s: float) -> tuple[Path, socket.socket]:
+    """The first stream that connects, and its path. Raises the PeersError of the most preferred transport that
+    failed.
+    """
+    running: dict[asyncio.Future[socket.socket], Dial] = {}
+    waiting, failures = list(dials), dict[Path, PeersError]()
     deadline = time.monotonic() + timeout_s
     try:
         while (waiting or running) and (left_s := deadline - time.monotonic()) > 0:
             if waiting:
-                attempt = waiting.pop(0)
-                running[asyncio.ensure_future(attempt.open())] = attempt
-                left_s = min(attempt.head_start_s, left_s) if waiting else left_s
+                dial = waiting.pop(0)
+                running[asyncio.ensure_future(dial.open())] = dial
+                left_s = min(dial.head_start_s, left_s) if waiting else left_s
             done, _ = await asyncio.wait(running, timeout=left_s, return_when="FIRST_COMPLETED")
             for task in done:
                 path, error = running.pop(task).path, task.exception()
@@ -41,7 +43,7 @@ async def first_to_stand(attempts: Sequence[Attempt], timeout_s: float) -> tuple
                 failures[path] = error
     finally:
         await _close_late(running)
-    in_order = (failures[attempt.path] for attempt in attempts if attempt.path in failures)
+    in_order = (failures[dial.path] for dial in dials if dial.path in failures)
     raise next(in_order, PeerUnreachable("took too long"))
 
 
