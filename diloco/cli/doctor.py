@@ -9,12 +9,13 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from diloco.cli.peer import RanksFlag, WorkerFlag, program_of
+from diloco.cli.peer import DiscoverFlag, RanksFlag, WorkerFlag, program_of
 from diloco.doctor.findings import Finding, as_json, broken, examined, failed
 from diloco.errors import UserError
 from diloco.options.flags import Seconds
@@ -41,6 +42,7 @@ def doctor(
     *,
     config: ConfigPath = None,
     nproc_per_node: RanksFlag = "auto",
+    discover: DiscoverFlag = False,
     worker: WorkerFlag = None,
     as_json_: JsonFlag = False,
     timeout: TimeoutFlag = 20.0,
@@ -56,6 +58,8 @@ def doctor(
         A TOML file of these flags, with sections [hv] and [ckpt]; flags beat it.
     nproc_per_node: str
         Training processes of this peer: a number, or `auto` for one per GPU (one without GPUs).
+    discover: bool
+        Find the run on this network, in place of --initial-peers, by asking over UDP multicast.
     worker: str
         Your own program with `Diloco(model)` in it; default: the trainer of diloco.
     as_json_: bool
@@ -63,6 +67,8 @@ def doctor(
     timeout: float
         Seconds to wait for the swarm's first answer.
     """
+    from diloco.doctor.discover import check_discover
+
     gpus = gpus_for_ranks(train, len(visible_gpus(os.environ)))
     ranks = num_ranks(nproc_per_node, train.device, gpus) if gpus or train.device != "cuda" else 1
     train = settled(for_mode(train, _SOURCE.named), _SOURCE.named, num_ranks=ranks)
@@ -76,11 +82,16 @@ def doctor(
 
     for finding in _of_machine(train, ranks):
         tell(finding)
-    code = _examine_network(train.hv, timeout, found, tell)
+    hv = train.hv
+    if discover and not hv.initial_peers:
+        finding, answering = check_discover(hv)
+        tell(finding)
+        hv = replace(hv, initial_peers=answering)
+    code = _examine_network(hv, timeout, found, tell)
     if as_json_:
         print(json.dumps(as_json(found)), flush=True)
     else:
-        _print_end(found, asked=bool(train.hv.initial_peers))
+        _print_end(found, asked=discover or bool(hv.initial_peers))
     return code or int(any(finding.verdict == "fail" for finding in found))
 
 
