@@ -11,7 +11,7 @@ def check_discover(hv: HvConfig) -> tuple[Finding, tuple[str, ...]]:
     """What --discover finds, and the addresses of those who answer."""
     found = tuple(found_here(hv.run_id))
     if found:
-        return passed("discover", f"found {', '.join(found)}"), found
+        return passed("discover", f"the run {hv.run_id!r} answers at {' '.join(found)}"), found
     nobody = f"nobody on this network said within {ASK_TIMEOUT_S:g} s that it is in the run {hv.run_id!r}"
     if hv.world_rank is not None:
         return passed("discover", f"{nobody}: this peer would begin it"), ()

@@ -23,10 +23,9 @@ def test_a_peer_trains_with_a_coordinator_that_it_finds_by_itself(start, model):
         with inside(machines.spokes[0]):
             doctor = start(*DILOCO, "doctor", "--discover", "--path-model", model, name="doctor")
             assert doctor.wait() == 0, doctor.stdout
+            there = rf"/ip4/{machines.addresses[machines.spokes[0]]}/tcp/\d+/p2p/"
             assert re.search(
-                rf"^pass  discover +found /ip4/{machines.addresses[machines.spokes[0]]}/tcp/\d+/p2p/",
-                doctor.stdout,
-                re.MULTILINE,
+                rf"^pass  discover +the run 'diloco' answers at\s+{there}", doctor.stdout, re.MULTILINE
             )
             assert re.search(r"^pass  initial peers +answers$", doctor.stdout, re.MULTILINE)
             peer = start(
