@@ -22,6 +22,7 @@ from diloco.train.run_dir import last_words, reason_in
 from peers.daemon.restarts import RestartPolicy
 from peers.daemon.supervisor import Supervisor, WorkerCommand
 from peers.monitor.phases import Doing, PhaseClock
+from peers.protocol.reports import Phase
 
 NAME = "alone"
 # It saves nothing to go on from.
@@ -43,6 +44,7 @@ class LoneTraining:
         """To its end, and show it meanwhile. Raises DilocoError. No process is left, cancellation included."""
         shown = Shown(NAME, self.run_dir / NAME, since=time.time())
         shown.run_dir.mkdir(parents=True, exist_ok=True)
+        write_phase(shown.run_dir, Phase(name="starting", detail="loading torch, the model and the data"))
         command, clock = self._command(shown.run_dir), PhaseClock()
 
         def received(_index: int, new: Sequence[Record]) -> None:

@@ -115,7 +115,11 @@ def test_who_answers_on_the_network_is_whom_the_doctor_asks(monkeypatch):
     maddr = "/ip4/192.168.1.5/tcp/30001/p2p/12D3KooW"
     monkeypatch.setattr("diloco.doctor.discover.found_here", lambda run_id: [maddr])
     finding, found = check_discover(HvConfig())
-    assert (finding.verdict, finding.said, found) == ("pass", f"the run 'diloco' answers at {maddr}", (maddr,))
+    assert (finding.verdict, finding.said, found) == (
+        "pass",
+        f"the run 'diloco' answers at {maddr}",
+        (maddr,),
+    )
 
 
 def test_packages_out_of_their_range_are_named_with_the_range():
