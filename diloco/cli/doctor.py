@@ -15,14 +15,15 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from diloco.cli.peer import DiscoverFlag, RanksFlag, WorkerFlag, program_of
+from diloco.cli.machine_recipes import chosen
+from diloco.cli.peer import DiscoverFlag, PeersHereFlag, RanksFlag, WorkerFlag, program_of
 from diloco.doctor.findings import Finding, as_json, broken, examined, failed
 from diloco.errors import UserError
 from diloco.options.flags import Seconds
 from diloco.options.sources import ValueSource
 from diloco.options.trainer import ConfigPath, HvConfig, TrainConfig, TrainFlags, for_mode, settled
 from diloco.rl.gpus import gpus_for_ranks, starts_server
-from diloco.train.devices import num_ranks, visible_gpus
+from diloco.train.devices import num_ranks, this_machine
 
 _SOURCE = ValueSource()
 _INSTALL = "pip install --constraint constraints.txt --editable .  # in a clone of diloco"
@@ -42,6 +43,7 @@ def doctor(
     *,
     config: ConfigPath = None,
     nproc_per_node: RanksFlag = "auto",
+    peers_here: PeersHereFlag = 1,
     discover: DiscoverFlag = False,
     worker: WorkerFlag = None,
     as_json_: JsonFlag = False,
@@ -58,6 +60,8 @@ def doctor(
         A TOML file of these flags, with sections [hv] and [ckpt]; flags beat it.
     nproc_per_node: str
         Training processes of this peer: a number, or `auto` for one per GPU (one without GPUs).
+    peers_here: int
+        Peers on this machine, with this one: they share its cores and memory.
     discover: bool
         Find the run on this network, in place of --initial-peers, by asking over UDP multicast.
     worker: str
@@ -69,10 +73,13 @@ def doctor(
     """
     from diloco.doctor.discover import check_discover
 
-    gpus = gpus_for_ranks(train, len(visible_gpus(os.environ)))
+    machine = this_machine(os.environ, train.device, num_peers=peers_here)
+    gpus = gpus_for_ranks(train, machine.num_gpus)
     ranks = num_ranks(nproc_per_node, train.device, gpus) if gpus or train.device != "cuda" else 1
-    train = settled(for_mode(train, _SOURCE.named), _SOURCE.named, num_ranks=ranks)
-    program_of(worker)
+    train = for_mode(train, _SOURCE.named)
+    if not program_of(worker):
+        train = chosen(train, _SOURCE.named, machine, num_ranks=ranks).config
+    train = settled(train, _SOURCE.named, num_ranks=ranks)
     found: list[Finding] = []
 
     def tell(finding: Finding) -> None:

@@ -17,6 +17,7 @@ _SMOOTHED_STEPS = 20
 _INCHES = (9.0, 5.0)
 _DPI = 120
 _NOTICEABLE_S = 5.0
+_LATE = 0.85
 _MOST_EPOCHS = 80
 """More would be a grey wall."""
 
@@ -119,7 +120,9 @@ def _draw_peer(
         gone, back = gone - began_at, back - began_at
         axes.axvspan(gone, back, color=colour, alpha=0.12, linewidth=0)
         is_back = back < ended_at - began_at
-        for x, what, side in ((gone, "lost", "right"), *([(back, "back", "left")] if is_back else [])):
+        # Near the end there is no room behind the line.
+        side_of_back = "right" if back > _LATE * (ended_at - began_at) else "left"
+        for x, what, side in ((gone, "lost", "right"), *([(back, "back", side_of_back)] if is_back else [])):
             axes.axvline(x, color=colour, linestyle="--", linewidth=1)
             axes.annotate(
                 f" {peer} {what} ",
