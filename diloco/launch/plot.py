@@ -135,10 +135,20 @@ def _draw_peer(
 
 
 def _draw_validation(axes: Axes, points: Sequence[tuple[float, float]], label: str, *, below: bool) -> None:
-    style = {"linestyle": ":", "markerfacecolor": "white"} if below else {"linestyle": ""}
+    line, face = (":", "white") if below else ("", "black")
     if points:
         times, losses = zip(*points, strict=True)
-        axes.plot(times, losses, "o", color="black", label=label, markersize=6, zorder=4, **style)
+        axes.plot(
+            times,
+            losses,
+            color="black",
+            marker="o",
+            markerfacecolor=face,
+            markersize=6,
+            linestyle=line,
+            label=label,
+            zorder=4,
+        )
     for x, y in points:
         side = (0, -16) if below else (0, 8)
         axes.annotate(f"{y:.2f}", (x, y), xytext=side, textcoords="offset points", ha="center")
