@@ -91,7 +91,7 @@ class Trainer:
         config = assignment.config
         self.config, self.world, self.run_dir = config, world, assignment.run_dir
         self.progress = progress = progress or Progress(tells=False)
-        self.end_step = min(config.max_steps or config.total_steps, config.total_steps)
+        self.end_step = config.end_step
         self.tokens_per_step = config.total_batch_size * config.seq_length
         check_fits(config, world, device)
         with progress.phase("starting", "loading the tokenizer"):

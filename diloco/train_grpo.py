@@ -107,7 +107,7 @@ class Training:
         self.config, self.world, self.run_dir = config, world, assignment.run_dir
         self.progress = progress = progress or Progress(tells=False)
         self.world_rank = on_rank_zero(known_world_rank)
-        self.end_step = min(config.max_steps or config.total_steps, config.total_steps)
+        self.end_step = config.end_step
         self.task = open_task(config.grpo, seed=config.seed)
         args = grpo_arguments(
             config,

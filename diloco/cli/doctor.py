@@ -9,12 +9,14 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from diloco.cli.peer import RanksFlag, WorkerFlag, program_of
+from diloco.cli.machine_recipes import chosen
+from diloco.cli.peer import DiscoverFlag, PeersHereFlag, RanksFlag, WorkerFlag, program_of
 from diloco.doctor.findings import Finding, as_json, broken, examined, failed
 from diloco.errors import UserError
 from diloco.options.extras import extras_of
@@ -22,7 +24,7 @@ from diloco.options.flags import Seconds
 from diloco.options.sources import ValueSource
 from diloco.options.trainer import ConfigPath, HvConfig, TrainConfig, TrainFlags, for_mode, settled
 from diloco.rl.gpus import gpus_for_ranks, starts_server
-from diloco.train.devices import num_ranks, visible_gpus
+from diloco.train.devices import num_ranks, this_machine
 
 _SOURCE = ValueSource()
 _INSTALL = "pip install --constraint constraints.txt --editable .  # in a clone of diloco"
@@ -42,6 +44,8 @@ def doctor(
     *,
     config: ConfigPath = None,
     nproc_per_node: RanksFlag = "auto",
+    peers_here: PeersHereFlag = 1,
+    discover: DiscoverFlag = False,
     worker: WorkerFlag = None,
     as_json_: JsonFlag = False,
     timeout: TimeoutFlag = 20.0,
@@ -57,6 +61,10 @@ def doctor(
         A TOML file of these flags, with sections [hv] and [ckpt]; flags beat it.
     nproc_per_node: str
         Training processes of this peer: a number, or `auto` for one per GPU (one without GPUs).
+    peers_here: int
+        Peers on this machine, with this one: they share its cores and memory.
+    discover: bool
+        Find the run on this network, in place of --initial-peers, by asking over UDP multicast.
     worker: str
         Your own program with `Diloco(model)` in it; default: the trainer of diloco.
     as_json_: bool
@@ -64,10 +72,15 @@ def doctor(
     timeout: float
         Seconds to wait for the swarm's first answer.
     """
-    gpus = gpus_for_ranks(train, len(visible_gpus(os.environ)))
+    from diloco.doctor.discover import check_discover
+
+    machine = this_machine(os.environ, train.device, num_peers=peers_here)
+    gpus = gpus_for_ranks(train, machine.num_gpus)
     ranks = num_ranks(nproc_per_node, train.device, gpus) if gpus or train.device != "cuda" else 1
-    train = settled(for_mode(train, _SOURCE.named), _SOURCE.named, num_ranks=ranks)
-    program_of(worker)
+    train = for_mode(train, _SOURCE.named)
+    if not program_of(worker):
+        train = chosen(train, _SOURCE.named, machine, num_ranks=ranks).config
+    train = settled(train, _SOURCE.named, num_ranks=ranks)
     found: list[Finding] = []
 
     def tell(finding: Finding) -> None:
@@ -77,11 +90,16 @@ def doctor(
 
     for finding in _of_machine(train, ranks):
         tell(finding)
-    code = _examine_network(train.hv, timeout, found, tell)
+    hv = train.hv
+    if discover and not hv.initial_peers:
+        finding, answering = check_discover(hv)
+        tell(finding)
+        hv = replace(hv, initial_peers=answering)
+    code = _examine_network(hv, timeout, found, tell)
     if as_json_:
         print(json.dumps(as_json(found)), flush=True)
     else:
-        _print_end(found, asked=bool(train.hv.initial_peers))
+        _print_end(found, asked=discover or bool(hv.initial_peers))
     return code or int(any(finding.verdict == "fail" for finding in found))
 
 

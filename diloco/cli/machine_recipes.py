@@ -154,9 +154,8 @@ def trained(config: TrainConfig) -> str:
     else:
         data = "random tokens" if config.fake_data else config.dataset_name_or_path
         batch = f"{config.total_batch_size} samples of {config.seq_length} tokens"
-    num_steps = min(config.max_steps or config.total_steps, config.total_steps)
     return (
-        f"trains {config.path_model} on {data}: {num_steps} steps of {batch}, "
+        f"trains {config.path_model} on {data}: {config.end_step} steps of {batch}, "
         f"averaged every {config.hv.local_steps}"
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -23,12 +23,14 @@ from diloco.train.run_dir import METRICS, created_run_dir
 if TYPE_CHECKING:
     from diloco.launch.live import Shown
     from diloco.launch.local_swarm import LocalSwarm
+    from diloco.launch.report import Summary
 
 _SOURCE = ValueSource()
 
 app = App(name="run", config=[_SOURCE])
 
 NumPeers = Annotated[int, Parameter(group="Swarm", converter=whole, validator=at_least(1))]
+Baseline = Annotated[bool, Parameter(group="Swarm", negative="")]
 LostPeer = Annotated[int | None, Parameter(group="Swarm", converter=whole, validator=at_least(0))]
 
 
@@ -38,6 +40,7 @@ def run(
     *,
     peers: NumPeers = 2,
     lose_peer: LostPeer = None,
+    baseline: Baseline = False,
     config: ConfigPath = None,
 ) -> int:
     """Train one model with several peers on this machine.
@@ -52,6 +55,8 @@ def run(
         How many peers.
     lose_peer: int
         Kill this peer (its world rank) half-way, and start it again.
+    baseline: bool
+        Afterwards train one peer alone for as many steps, and show beside the swarm's result what it came to.
     config: Path
         A TOML file of these flags, with sections [hv] and [ckpt]; flags beat it.
     """
@@ -63,6 +68,8 @@ def run(
 
     if lose_peer is not None and lose_peer >= peers:
         raise UserError(f"--lose-peer {lose_peer}: with --peers {peers} the last one is {peers - 1}.")
+    if baseline and train.mode == "grpo":
+        raise UserError("--baseline is for pretraining: leave it out under --mode grpo.")
     for remark in remarks(train, _SOURCE.named):
         print(f"note: {remark}", file=sys.stderr, flush=True)
     machine = this_machine(os.environ, train.device, num_peers=peers)
@@ -77,7 +84,9 @@ def run(
         raise UserError(f"--run-dir {run_dir} already holds a run; name another, or remove it.")
     named = _SOURCE.named | choice.fields | {"per_device_train_batch_size"}
     return run_interruptible(
-        _Run(train, named, run_dir, peers, lose_peer, choice.in_words(choice.config)).until_reported()
+        _Run(
+            train, named, run_dir, peers, lose_peer, baseline, choice.in_words(choice.config)
+        ).until_reported()
     )
 
 
@@ -88,14 +97,10 @@ class _Run:
     run_dir: Path
     num_peers: int
     lose_peer: int | None
+    has_baseline: bool
     trained: str
     """What, in one line."""
     records: dict[str, list[Record]] = field(default_factory=dict)
-
-    @property
-    def num_steps(self) -> int:
-        """Nominal steps at which training ends."""
-        return min(self.config.max_steps or self.config.total_steps, self.config.total_steps)
 
     async def until_reported(self) -> int:
         # Not at the top: `--help` needs no event loop.
@@ -116,7 +121,22 @@ class _Run:
             view.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await view
-        return self._report(swarm.shown)
+        code = self._report(swarm.shown)
+        if self.has_baseline:
+            await self._compare()
+        return code
+
+    async def _compare(self) -> None:
+        """After the report: whatever comes of this, the swarm's figures have been told."""
+        from diloco.launch.baseline import NAME, LoneTraining
+        from diloco.launch.report import told_alone
+
+        _say("trains one peer alone for as many steps, to compare")
+        lone = LoneTraining(self.config, self.named, self.run_dir, self.num_peers)
+        await lone.run()
+        swarm = self._summary(self.records)
+        self._plot(swarm, alone=lone.records)
+        print(told_alone(self._summary({NAME: lone.records}), swarm), flush=True)
 
     def _received(self, swarm: LocalSwarm, index: int, new: Sequence[Record]) -> None:
         """New records of a peer: it lives; and when it is half-way, it may be the one to lose."""
@@ -124,11 +144,11 @@ class _Run:
         self.records[peer.shown.name] += new
         peer.supervisor.notify_progress()
         step = max((int(record["step"]) for record in new if record.get("kind") == "step"), default=0)
-        if self.lose_peer == peer.world_rank and 2 * step >= self.num_steps:
+        if self.lose_peer == peer.world_rank and 2 * step >= self.config.end_step:
             self.lose_peer = None
             lost = peer.lose()
             _say(
-                f"killed {peer.shown.name} (SIGKILL to its {lost} processes) at step {step} of {self.num_steps}"
+                f"killed {peer.shown.name} (SIGKILL to its {lost} processes) at step {step} of {self.config.end_step}"
             )
 
     def _report(self, shown: Sequence[Shown]) -> int:
@@ -139,17 +159,24 @@ class _Run:
         return 0 if agrees else 1
 
     def _loss_report(self, paths: dict[str, Path]) -> tuple[str, bool]:
-        from diloco.launch.plot import plot
-        from diloco.launch.report import summarise, text_of
+        from diloco.launch.report import text_of
+
+        summary = self._summary(self.records)
+        paths |= {"plot of the losses": self._plot(summary), "everything": self.run_dir}
+        return text_of(summary, paths), summary.agrees
+
+    def _summary(self, records: Mapping[str, Sequence[Record]]) -> Summary:
+        from diloco.launch.report import summarise
 
         tokens_per_step = self.config.total_batch_size * self.config.seq_length
-        summary = summarise(
-            self.records, tokens_per_step=tokens_per_step, compression=self.config.hv.compression
-        )
+        return summarise(records, tokens_per_step=tokens_per_step, compression=self.config.hv.compression)
+
+    def _plot(self, summary: Summary, alone: Sequence[Record] = ()) -> Path:
+        from diloco.launch.plot import plot
+
         picture = self.run_dir / "loss.png"
-        plot(self.records, picture, title=self._title(summary.num_epochs))
-        paths |= {"plot of the losses": picture, "everything": self.run_dir}
-        return text_of(summary, paths), summary.agrees
+        plot(self.records, picture, title=self._title(summary.num_epochs), alone=alone)
+        return picture
 
     def _rewards_report(self, paths: dict[str, Path]) -> tuple[str, bool]:
         from diloco.launch.sweep_report import plot, summarise, text_of

@@ -50,15 +50,15 @@ class Shown:
     @property
     def doing(self) -> str:
         """For a table."""
-        is_running = self.state in ("starting", "restarting", "training")
-        return in_short(self.phase) if is_running and self.phase is not None else self.state
+        return in_short(self.phase) if self.phase is not None else self.state
 
     def restarted(self, now: float) -> None:
         self.state, self.since, self.phase = "restarting", now, None
 
     def look(self) -> None:
-        """Read the phase file."""
-        self.phase = read_phase(self.run_dir, self.since)
+        """Read the phase file, of a peer that has not ended."""
+        is_running = self.state in ("starting", "restarting", "training")
+        self.phase = read_phase(self.run_dir, self.since) if is_running else None
 
     def saw(self, records: Iterable[Record]) -> None:
         if any(float(record.get("time") or 0.0) >= self.since for record in records):
@@ -217,8 +217,9 @@ def caption_of(
 def cells_of(newest: PeerFigures) -> list[str]:
     """The figures of one row, from the epoch on; a dash where nothing is known yet."""
     step, epoch = newest.step, newest.epoch
+    epochs = [int(record["epoch"]) for record in (step, epoch) if record.get("epoch") is not None]
     return [
-        str(step.get("epoch", epoch.get("epoch", "–"))),
+        str(max(epochs, default="–")),
         str(step.get("step", "–")),
         _decimals(step.get("loss"), 3),
         figure(step.get("tokens_per_s")),

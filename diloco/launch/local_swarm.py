@@ -31,7 +31,7 @@ _START_TIMEOUT_S = 60.0
 # A peer needs its own few seconds to stop its workers and its p2pd.
 _POLICY = RestartPolicy(stop_timeout_s=6.0)
 # Given to each peer by the swarm itself.
-_OWN_FIELDS = frozenset(
+OWN_FIELDS = frozenset(
     {"run_dir", "hv.initial_peers", "hv.world_rank", "hv.galaxy_size", "hv.host_maddrs", "hv.data_port"}
     # Its coordinator is its own, on loopback, and admits everybody.
     | {"hv.swarm_secret_file", "hv.admission_key_file", "hv.allowlist_file"}
@@ -68,7 +68,7 @@ class LocalSwarm:
 
     def __post_init__(self) -> None:
         self._config_path = self.run_dir / "config.toml"
-        self._config_path.write_text(to_toml(self.config, only=self.named - _OWN_FIELDS), encoding="utf-8")
+        self._config_path.write_text(to_toml(self.config, only=self.named - OWN_FIELDS), encoding="utf-8")
         self._environment = environment_of_peers(os.environ, self.run_dir, self.num_peers)
         command = coordinator_command(
             self.config.hv.run_id, free_port(), self._environment, self.run_dir / "logs" / "dht.log"

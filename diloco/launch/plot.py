@@ -17,6 +17,7 @@ _SMOOTHED_STEPS = 20
 _INCHES = (9.0, 5.0)
 _DPI = 120
 _NOTICEABLE_S = 5.0
+_LATE = 0.85
 _MOST_EPOCHS = 80
 """More lines than this could not be told apart."""
 
@@ -56,9 +57,18 @@ def absences(lives: Sequence[Life], ended_at: float) -> list[tuple[float, float]
     return found
 
 
-def plot(records_of: Mapping[str, Sequence[Record]], path: Path, *, title: str) -> None:
+def validation_of(records: Sequence[Record]) -> list[tuple[float, float]]:
+    """The losses of the evaluations, each with the seconds since the first of the records, in the order of time."""
+    began_at = min((float(record["time"]) for record in records if "time" in record), default=0.0)
+    evaluations = [r for r in records if r.get("kind") == "eval" and r.get("loss") is not None]
+    return sorted((float(record["time"]) - began_at, float(record["loss"])) for record in evaluations)
+
+
+def plot(
+    records_of: Mapping[str, Sequence[Record]], path: Path, *, title: str, alone: Sequence[Record] = ()
+) -> None:
     """Write a PNG: each peer's training loss and the validation loss over time, when peers were lost and came back, and
-    when they averaged."""
+    when they averaged. Beside it the validation loss of a peer that trained `alone`, since its own beginning."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -71,14 +81,9 @@ def plot(records_of: Mapping[str, Sequence[Record]], path: Path, *, title: str) 
     _draw_epochs(axes, records, began_at)
     for index, (peer, own) in enumerate(records_of.items()):
         _draw_peer(axes, peer, lives_of(own), began_at, ended_at, f"C{index % 10}")
-    evaluations = [r for r in records if r.get("kind") == "eval" and r.get("loss") is not None]
-    if evaluations:
-        evaluations.sort(key=lambda record: float(record["time"]))
-        times = [float(record["time"]) - began_at for record in evaluations]
-        losses = [record["loss"] for record in evaluations]
-        axes.plot(times, losses, "ko", label="validation", markersize=6, zorder=4)
-        for x, y in zip(times, losses, strict=True):
-            axes.annotate(f"{y:.2f}", (x, y), xytext=(0, 8), textcoords="offset points", ha="center")
+    if alone:
+        _draw_validation(axes, validation_of(alone), "validation, alone", below=True)
+    _draw_validation(axes, validation_of(records), "validation", below=False)
     axes.set(title=title, xlabel="seconds", ylabel="loss (nats per token)")
     axes.grid(alpha=0.25)
     axes.margins(y=0.12)
@@ -115,7 +120,9 @@ def _draw_peer(
         gone, back = gone - began_at, back - began_at
         axes.axvspan(gone, back, color=colour, alpha=0.12, linewidth=0)
         is_back = back < ended_at - began_at
-        for x, what, side in ((gone, "lost", "right"), *([(back, "back", "left")] if is_back else [])):
+        # Near the end there is no room behind the line.
+        side_of_back = "right" if back > _LATE * (ended_at - began_at) else "left"
+        for x, what, side in ((gone, "lost", "right"), *([(back, "back", side_of_back)] if is_back else [])):
             axes.axvline(x, color=colour, linestyle="--", linewidth=1)
             axes.annotate(
                 f" {peer} {what} ",
@@ -125,6 +132,26 @@ def _draw_peer(
                 ha=side,
                 fontsize=9,
             )
+
+
+def _draw_validation(axes: Axes, points: Sequence[tuple[float, float]], label: str, *, below: bool) -> None:
+    line, face = (":", "white") if below else ("", "black")
+    if points:
+        times, losses = zip(*points, strict=True)
+        axes.plot(
+            times,
+            losses,
+            color="black",
+            marker="o",
+            markerfacecolor=face,
+            markersize=6,
+            linestyle=line,
+            label=label,
+            zorder=4,
+        )
+    for x, y in points:
+        side = (0, -16) if below else (0, 8)
+        axes.annotate(f"{y:.2f}", (x, y), xytext=side, textcoords="offset points", ha="center")
 
 
 def _draw_epochs(axes: Axes, records: Sequence[Record], began_at: float) -> None:

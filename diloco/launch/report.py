@@ -110,6 +110,14 @@ def text_of(summary: Summary, paths: Mapping[str, Path], *, in_swarm: bool = Tru
     return "\n".join(lines)
 
 
+def told_alone(alone: Summary, swarm: Summary) -> str:
+    """What the same training came to without the others, as a line of a report."""
+    return (
+        f"alone                   {_bits(alone.bits_after)} bits per byte after as many steps as each peer's, in "
+        f"{alone.duration_s:.0f} s; the swarm {_bits(swarm.bits_after)}, in {swarm.duration_s:.0f} s"
+    )
+
+
 def report(config: TrainConfig, run_dir: Path) -> None:
     """Print the report of a trainer that was started by hand, from what it has written, and draw its plot."""
     tokens_per_step = config.total_batch_size * config.seq_length

@@ -329,6 +329,11 @@ class TrainConfig:
     hv: Annotated[HvConfig, Parameter(group="Swarm")] = field(default_factory=HvConfig)
 
     @property
+    def end_step(self) -> int:
+        """Nominal steps at which training ends."""
+        return min(self.max_steps or self.total_steps, self.total_steps)
+
+    @property
     def metric_loggers(self) -> tuple[str, ...]:
         """What records go to beside metrics.jsonl."""
         return tuple(name for name in self.metric_logger_type.split(",") if name != "dummy")

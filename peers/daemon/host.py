@@ -320,7 +320,8 @@ class WorkerHost:
         """The state at the end of this path. Raises StateUnavailable, PeerUnreachable or ProtocolError."""
         assert self._layout is not None
         runtime, sizes, until = self.ready.result(), self._layout.sizes, time.monotonic() + timeout_s
-        log.info("asking %d peers for the state of epoch %d", len(donors), path[-1].plan.epoch)
+        asked = f"{len(donors)} peer{'' if len(donors) == 1 else 's'}"
+        log.info("asking %s for the state of epoch %d", asked, path[-1].plan.epoch)
         with contextlib.ExitStack() as stack:
             stack.callback(self._received, None)
             self._received((0, 2 * _FLOAT_BYTES * sum(sizes)))

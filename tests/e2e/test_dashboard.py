@@ -5,6 +5,7 @@ They are in DILOCO_SCREENSHOTS, or in pytest's temporary directory of the test.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import time
@@ -30,6 +31,8 @@ pytestmark = [
 HOSTILE = "<img src=x onerror=window.hacked=1> & <b>"
 SEEN_WITHIN_S = 2.0
 FIRST_PICTURE_S = 5.0
+MOST_PAGE_BYTES = 100_000
+SCREENS = (("desk", 1280, 900), ("phone", 375, 740))
 
 
 @pytest.fixture
@@ -78,6 +81,7 @@ def test_the_dashboard_shows_a_swarm_by_day_and_night_on_every_screen_and_who_ha
             "return document.querySelectorAll('#peers tbody tr').length >= 4", "the peers"
         )
         assert drawn_at - opened_at < FIRST_PICTURE_S
+        check_light(window)
         for rank in range(4):
             window.until(state_is(rank, "training", "averaging"), f"peer {rank}")
         window.until("return document.querySelectorAll('#loss path.line').length === 4", "four curves")
@@ -125,7 +129,7 @@ def test_the_dashboard_shows_a_swarm_by_day_and_night_on_every_screen_and_who_ha
 def pictures_of(window: Browser, pictures: Path, name: str) -> None:
     """At both widths and in both modes; nothing is wider than the screen, and no label cut off."""
     taken = set()
-    for screen, width, height in (("desk", 1280, 900), ("phone", 375, 740)):
+    for screen, width, height in SCREENS:
         for dark in (False, True):
             window.shows(width=width, height=height, dark=dark)
             # What is drawn follows the width in the next frame.
@@ -167,16 +171,28 @@ def check_accessible(window: Browser) -> None:
     path = Path(os.environ.get("DILOCO_AXE", ""))
     if not path.is_file():
         return
-    for dark in (False, True):
-        window.shows(width=1280, dark=dark)
-        window.run(path.read_text(encoding="utf-8"))
+    window.run(path.read_text(encoding="utf-8"))
+    for (_, width, height), dark in itertools.product(SCREENS, (False, True)):
+        window.shows(width=width, height=height, dark=dark)
         found = window.run("return axe.run().then(result => result.violations)")
         serious = [
             (one["id"], [node["html"][:200] for node in one["nodes"][:3]])
             for one in found
             if one["impact"] in ("serious", "critical")
         ]
-        assert serious == []
+        assert serious == [], (width, dark)
+
+
+def check_light(window: Browser) -> None:
+    """What the page has loaded by now, and how soon it was painted (shown by pytest -s)."""
+    page = window.run(
+        "const entries = [...performance.getEntriesByType('navigation'), ...performance.getEntriesByType('resource')];"
+        "const painted = performance.getEntriesByName('first-contentful-paint')[0];"
+        "return {bytes: entries.reduce((sum, entry) => sum + entry.decodedBodySize, 0),"
+        "painted_ms: painted ? painted.startTime : null}"
+    )
+    print(f"page: {page['bytes']} bytes, first painted after {page['painted_ms']} ms")
+    assert 10_000 < page["bytes"] < MOST_PAGE_BYTES
 
 
 def check_hostile_text(window: Browser) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.e2e.test_readme import DISCOVERABLE, DISCOVERING
-from tests.support.commands import wait_until
+from tests.support.commands import DILOCO, wait_until
 from tests.support.documents import typed
 from tests.support.namespaces import hub, inside, why_not
 
@@ -19,6 +21,13 @@ def test_a_peer_trains_with_a_coordinator_that_it_finds_by_itself(start, model):
             coordinator = start(*typed(DISCOVERABLE), name="coordinator")
         wait_until(lambda: "--initial-peers" in coordinator.stdout, "the coordinator")
         with inside(machines.spokes[0]):
+            doctor = start(*DILOCO, "doctor", "--discover", "--path-model", model, name="doctor")
+            assert doctor.wait() == 0, doctor.stdout
+            there = rf"/ip4/{machines.addresses[machines.spokes[0]]}/tcp/\d+/p2p/"
+            assert re.search(
+                rf"^pass  discover +the run 'diloco' answers at\s+{there}", doctor.stdout, re.MULTILINE
+            )
+            assert re.search(r"^pass  initial peers +answers$", doctor.stdout, re.MULTILINE)
             peer = start(
                 *typed(DISCOVERING, *SHORT, "--path-model", model, "--hv.local-steps", 2), name="peer"
             )

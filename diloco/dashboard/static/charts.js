@@ -75,7 +75,7 @@ export class Chart {
     if (this.fromZero) low = Math.min(0, low);
     const air = (high - low) * 0.05 || Math.abs(high) * 0.05 || 1;
     [this.lowY, this.highY] = [this.fromZero ? low : low - air, high + air];
-    const longest = Math.max(...ticks(this.lowY, this.highY, 4).map((y) => this.formatY(y).length));
+    const longest = Math.max(...this.labels().map(([, label]) => label.length));
     // As wide as the labels are.
     this.left = Math.max(LEAST_LEFT, longest * DIGIT + 10);
     const spanX = this.highX - this.lowX || 1, inner = width - this.left - MARGIN.right;
@@ -85,11 +85,21 @@ export class Chart {
     this.fromX = (pixels) => this.lowX + ((pixels - this.left) / inner) * spanX;
   }
 
+  /** The ticks of the vertical axis, with what stands beside them: 3, 4, 5 for 3.000, 4.000, 5.000. */
+  labels() {
+    const values = ticks(this.lowY, this.highY, 4);
+    let labels = values.map((y) => this.formatY(y));
+    while (labels.length && labels.every((label) => /\.\d*0$/.test(label))) {
+      labels = labels.map((label) => label.replace(/\.?0$/, ""));
+    }
+    return values.map((y, index) => [y, labels[index]]);
+  }
+
   drawAxes(width) {
-    for (const y of ticks(this.lowY, this.highY, 4)) {
+    for (const [y, label] of this.labels()) {
       const at = this.atY(y).toFixed(1);
       this.svg.append(shape("path", { d: `M${this.left} ${at}H${width - MARGIN.right}`, class: "grid" }));
-      this.svg.append(shape("text", { x: this.left - 6, y: at, class: "axis y" }, this.formatY(y)));
+      this.svg.append(shape("text", { x: this.left - 6, y: at, class: "axis y" }, label));
     }
     for (const x of ticks(this.lowX, this.highX, Math.max(2, width / 110))) {
       const text = this.formatX(x), half = (text.length * DIGIT) / 2;

@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from diloco.cli.app import VERBS, exit_code, make_app
-from diloco.cli.described import verbs_of
+from diloco.cli.described import arguments_of, verbs_of
 from diloco.cli.help_pages import EXAMPLES, FLAGS, pages
 from diloco.options.help import PAGES_DIR, asked_for
 from diloco.options.trainer import parse_train_config
@@ -35,6 +35,12 @@ def test_every_verb_has_an_example_that_the_parser_takes():
         assert command is not app.default_command and not unused
     example = shlex.split(EXAMPLES["trainer"])
     assert parse_train_config(example[example.index("diloco/train_fsdp.py") + 1 :])[1] == {"path_model"}
+
+
+def test_doctor_takes_every_flag_of_the_peer_that_it_stands_in_for():
+    verbs = {" ".join(words): verb for words, verb in verbs_of(make_app())}
+    peer, doctor = ({one.names for one in arguments_of(verbs[name])} for name in ("peer", "doctor"))
+    assert peer <= doctor
 
 
 def test_the_first_page_groups_the_verbs_by_what_they_are_for():

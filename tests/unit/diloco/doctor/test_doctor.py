@@ -7,6 +7,7 @@ from importlib import metadata
 
 import pytest
 
+from diloco.doctor.discover import check_discover
 from diloco.doctor.findings import Finding, as_json, examined, passed
 from diloco.doctor.gpu import Cuda, judged, last_words
 from diloco.doctor.nat import Port, Seen, judged_announcement, judged_nat, judged_port
@@ -100,6 +101,25 @@ def test_of_ranks_that_failed_the_first_error_is_told_and_not_torchruns_own():
     )
     assert last_words(log) == "torch.distributed.DistBackendError: NCCL error: Duplicate GPU detected"
     assert last_words(["NCCL INFO bootstrap\n", "killed\n"]) == "killed"
+
+
+def test_a_network_on_which_nobody_answers_is_a_fault_of_who_does_not_begin_the_run(monkeypatch):
+    monkeypatch.setattr("diloco.doctor.discover.found_here", lambda run_id: [])
+    finding, found = check_discover(HvConfig(run_id="pod"))
+    assert (finding.verdict, found) == ("fail", ())
+    assert "diloco dht start --discover --run-id pod" in finding.fix
+    assert check_discover(HvConfig(world_rank=0))[0].verdict == "pass"
+
+
+def test_who_answers_on_the_network_is_whom_the_doctor_asks(monkeypatch):
+    maddr = "/ip4/192.168.1.5/tcp/30001/p2p/12D3KooW"
+    monkeypatch.setattr("diloco.doctor.discover.found_here", lambda run_id: [maddr])
+    finding, found = check_discover(HvConfig())
+    assert (finding.verdict, finding.said, found) == (
+        "pass",
+        f"the run 'diloco' answers at {maddr}",
+        (maddr,),
+    )
 
 
 def test_packages_out_of_their_range_are_named_with_the_range():

@@ -172,6 +172,22 @@ def test_what_a_peer_does_is_shown_in_the_table_and_said_in_lines_once_it_has_la
     assert peer.doing == "restarting" and peer.phase is None
 
 
+def test_of_a_peer_that_is_done_nobody_is_told_what_it_did_last(tmp_path):
+    write_phase(tmp_path, Phase(name="leaving"))
+    peer = Shown("peer 0", tmp_path, state="training")
+    peer.look()
+    assert peer.doing == "leaving"
+    peer.state = "done"
+    peer.look()
+    assert peer.doing == "done" and peer.phase is None
+
+
+def test_a_row_shows_the_epoch_that_its_last_steps_ended_in():
+    figures = PeerFigures("peer 0")
+    figures.fold([{"kind": "step", "step": 8, "epoch": 1}, {"kind": "epoch", "epoch": 2}])
+    assert cells_of(figures)[0] == "2"
+
+
 def test_the_caption_says_how_far_the_run_is_and_when_it_will_be_done():
     training = Phase(name="training", done=20.0, total=80.0, unit="steps", left_s=600.0)
     phases = {"peer 0": training, "peer 1": None, "peer 2": Phase(name="starting")}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diloco.launch.plot import absences, lives_of, plot, smoothed
+from diloco.launch.plot import absences, lives_of, plot, smoothed, validation_of
 
 
 def step(number, loss, at):
@@ -44,6 +44,22 @@ def test_steps_without_a_loss_are_left_out():
 
 def test_smoothing_averages_over_a_window():
     assert smoothed([1.0, 3.0, 5.0, 7.0], 2) == [1.0, 2.0, 4.0, 6.0]
+
+
+def test_validation_losses_stand_at_the_seconds_since_their_own_trainings_beginning():
+    later = {"kind": "eval", "step": 9, "loss": 3.0, "time": 9.0}
+    unknown = {"kind": "eval", "step": 5, "loss": None, "time": 7.0}
+    assert validation_of([later, *RECORDS["peer 0"], unknown]) == [(4.0, 4.2), (8.0, 3.0)]
+    assert validation_of([{**record, "time": record["time"] + 100} for record in RECORDS["peer 0"]]) == [
+        (4.0, 4.2)
+    ]
+    assert validation_of([]) == []
+
+
+def test_a_training_alone_is_drawn_beside_the_swarms(tmp_path):
+    plot(RECORDS, tmp_path / "without.png", title="test")
+    plot(RECORDS, tmp_path / "with.png", title="test", alone=RECORDS["peer 0"])
+    assert (tmp_path / "with.png").read_bytes() != (tmp_path / "without.png").read_bytes()
 
 
 def test_the_plot_is_a_png_even_of_nothing_and_of_losses_that_are_null(tmp_path):

@@ -1,0 +1,86 @@
+"""What one peer learns alone: the same training as a peer's, beside which a swarm's result is judged."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from diloco.errors import DilocoError
+from diloco.launch.live import Shown, show
+from diloco.launch.local_swarm import OWN_FIELDS, environment_of_peers, gpu_of_peer
+from diloco.launch.phase_file import write_phase
+from diloco.options.trainer import TrainConfig, flat_values, to_toml
+from diloco.train.devices import visible_gpus
+from diloco.train.metrics_file import Record
+from diloco.train.run_dir import last_words, reason_in
+from peers.daemon.restarts import RestartPolicy
+from peers.daemon.supervisor import Supervisor, WorkerCommand
+from peers.monitor.phases import Doing, PhaseClock
+from peers.protocol.reports import Phase
+
+NAME = "alone"
+# It saves nothing to go on from.
+_POLICY = RestartPolicy(max_deaths=1)
+
+
+@dataclass
+class LoneTraining:
+    """One training without a swarm, with the flags, data, seed and threads of a peer of `num_peers`."""
+
+    config: TrainConfig
+    named: frozenset[str]
+    run_dir: Path
+    """The run's; its own lies beneath it."""
+    num_peers: int
+    records: list[Record] = field(default_factory=list)
+
+    async def run(self) -> None:
+        """To its end, and show it meanwhile. Raises DilocoError. No process is left, cancellation included."""
+        shown = Shown(NAME, self.run_dir / NAME, since=time.time())
+        shown.run_dir.mkdir(parents=True, exist_ok=True)
+        write_phase(shown.run_dir, Phase(name="starting", detail="loading torch, the model and the data"))
+        command, clock = self._command(shown.run_dir), PhaseClock()
+
+        def received(_index: int, new: Sequence[Record]) -> None:
+            self.records += new
+            if steps := [record for record in new if record.get("kind") == "step"]:
+                doing = Doing("training", done=steps[-1]["step"], total=self.config.end_step, unit="steps")
+                write_phase(shown.run_dir, clock.at(doing, time.time()))
+
+        view = asyncio.create_task(show([shown], on_records=received))
+        try:
+            end = await Supervisor(command, policy=_POLICY).run()
+        finally:
+            view.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await view
+        if end.code:
+            raise DilocoError(
+                f"The training alone ended with {end.code}. The end of {command.log_path}:\n"
+                f"{last_words(command.log_path)}"
+            )
+
+    def _command(self, own_dir: Path) -> WorkerCommand:
+        path = own_dir / "flags.toml"
+        path.write_text(to_toml(self.config, only=self._fields), encoding="utf-8")
+        flags = ("--config", str(path), "--run-dir", str(own_dir))
+        environment = environment_of_peers(os.environ, self.run_dir, self.num_peers)
+        return WorkerCommand(
+            argv=(sys.executable, "-m", "diloco.train_fsdp", *flags),
+            env={**environment, **gpu_of_peer(0, visible_gpus(os.environ))},
+            cwd=Path.cwd(),
+            log_path=own_dir / "logs" / "peer.log",
+            reason_in=reason_in,
+        )
+
+    @property
+    def _fields(self) -> frozenset[str]:
+        """Without the swarm's own, and without checkpoints, which would land among those of peers."""
+        checkpoints = {name for name in flat_values(self.config) if name.startswith("ckpt.")}
+        return self.named - OWN_FIELDS - checkpoints

@@ -1,0 +1,54 @@
+"""`diloco run --baseline`: what the same training comes to without the other peers."""
+
+from __future__ import annotations
+
+import re
+
+from diloco.train.metrics_file import Tail
+from tests.support.commands import DILOCO, check_gone, training_flags
+
+
+def test_one_peer_trains_alone_afterwards_on_the_same_data_and_is_told_beside_the_swarm(
+    start, model, tmp_path
+):
+    run_dir = tmp_path / "run"
+    flags = training_flags(model, total_steps=6, warmup_steps=0, hv__local_steps=2, ckpt__interval=3)
+    flags = [flag.replace("--hv--", "--hv.").replace("--ckpt--", "--ckpt.") for flag in flags]
+    command = start(
+        *(*DILOCO, "run", "--peers", "2", "--baseline", *flags),
+        *("--ckpt.path", tmp_path / "checkpoints", "--run-dir", run_dir),
+    )
+    assert command.wait() == 0, command.stdout + command.stderr
+    assert command.stderr == ""
+    check_gone(command)
+
+    peer, alone = (Tail(run_dir / name / "metrics.jsonl").read() for name in ("peer-0", "alone"))
+    steps = {
+        "peer": [r for r in peer if r["kind"] == "step"],
+        "alone": [r for r in alone if r["kind"] == "step"],
+    }
+    assert [record["step"] for record in steps["alone"]] == [1, 2, 3, 4, 5, 6]
+    # The same weights, samples and rates, until the first averaging.
+    assert [r["loss"] for r in steps["alone"][:2]] == [r["loss"] for r in steps["peer"][:2]]
+    assert [r["lr"] for r in steps["alone"]] == [r["lr"] for r in steps["peer"]]
+    assert steps["alone"][3]["loss"] != steps["peer"][3]["loss"]
+    assert not any(record["kind"] == "epoch" for record in alone)
+
+    report, _, after = command.stdout.partition("--- trains one peer alone for as many steps, to compare\n")
+    assert "all peers held bit-identical anchors after every epoch" in report
+    own = [f"{r['bits_per_byte']:.3f}" for r in alone if r["kind"] == "eval"][-1]
+    shared = [f"{r['bits_per_byte']:.3f}" for r in peer if r["kind"] == "eval"][-1]
+    line = rf"^alone +{own} bits per byte after as many steps as each peer's, in \d+ s; the swarm {shared}, in \d+ s$"
+    assert re.search(line, after, re.MULTILINE), after
+    assert (run_dir / "loss.png").stat().st_mtime > (run_dir / "alone" / "metrics.jsonl").stat().st_mtime
+    # Checkpoints are those of peers.
+    assert {path.name for path in (tmp_path / "checkpoints").glob("*/*")} == {
+        "diloco_rank_0",
+        "diloco_rank_1",
+    }
+
+
+def test_reinforcement_has_no_baseline(start, model):
+    command = start(*DILOCO, "run", "--mode", "grpo", "--path-model", model, "--baseline")
+    assert command.wait() == 2
+    assert "--baseline is for pretraining" in command.stderr
