@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
-from diloco.cli.pods_board import Board
 from diloco.cli.pods_flags import (
     GIVEN,
     AsJson,
@@ -27,6 +26,7 @@ from diloco.cli.pods_flags import (
     opened,
     opened_existing,
     remember_results,
+    say,
 )
 from diloco.cli.pods_plan import agreed_to, given_back, interruption_told, plan_json, print_plan, shouted
 from diloco.errors import UserError
@@ -189,14 +189,13 @@ class _Run:
     async def run(self, where: Access, setup: Setup) -> int:
         from provisioning.swarm.fleet import opened_fleet
 
-        board = Board()
         setup = replace(setup, extras=self.trainer.extras)
-        async with opened_fleet(self.ledger, list(self.found.pods), where, board.say, setup) as fleet:
+        async with opened_fleet(self.ledger, list(self.found.pods), where, say, setup) as fleet:
             give_back = f"diloco experiments destroy --state-file {shlex.quote(str(self.ledger.path))}"
             with interruption_told(self.ledger, give_back):
-                return await self._run(fleet, board)
+                return await self._run(fleet)
 
-    async def _run(self, fleet: Fleet, board: Board) -> int:
+    async def _run(self, fleet: Fleet) -> int:
         from provisioning.experiments import runs
 
         failures: dict[str, Exception] = {}
@@ -206,7 +205,7 @@ class _Run:
                 agreed, offers = await self._planned(fleet, unfinished)
                 if self.plan_only:
                     return 0
-                failures.update((await self._deployed(fleet, board, agreed, offers)).failures)
+                failures.update((await self._deployed(fleet, agreed, offers)).failures)
         if self.deploy_only:
             return shouted(failures)
         # Not under that lock: meanwhile pods' ends are put off, and whose time is over is given back.
@@ -227,13 +226,11 @@ class _Run:
             print(json.dumps({"plan": plan_json(agreed)}), flush=True)
         return agreed, offers
 
-    async def _deployed(self, fleet: Fleet, board: Board, agreed: Plan, offers: Sequence[Offer]) -> Outcome:
+    async def _deployed(self, fleet: Fleet, agreed: Plan, offers: Sequence[Offer]) -> Outcome:
         await agreed_to(agreed, yes=not self.asks)
-        board.attach(fleet)
-        fleet.renters.on_planned = lambda: ensure_watcher(self.ledger, board.say)
-        with board:
-            outcome = await fleet.rent(agreed, offers)
-            return await fleet.set_up(outcome, again=self.syncs, with_environment=self.sets_up)
+        fleet.renters.on_planned = lambda: ensure_watcher(self.ledger)
+        outcome = await fleet.rent(agreed, offers)
+        return await fleet.set_up(outcome, again=self.syncs, with_environment=self.sets_up)
 
     def _tell(self, results: Sequence[Result]) -> None:
         if self.as_json:

@@ -43,11 +43,7 @@ AsJson = Annotated[bool, Parameter(name="--json", negative="", help="One JSON ob
 
 def say(name: str, text: str) -> None:
     """One line of progress; stdout is for results."""
-    print(line_of(name, text), file=sys.stderr, flush=True)
-
-
-def line_of(name: str, text: str) -> str:
-    return f"{time.strftime('%H:%M:%S')} {name:<10} {text}"
+    print(f"{time.strftime('%H:%M:%S')} {name:<10} {text}", file=sys.stderr, flush=True)
 
 
 def opened(state_file: Path | None) -> Ledger:
@@ -138,7 +134,7 @@ def locked(ledger: Ledger, work: Callable[[], Coroutine[Any, Any, int]], *, for_
         return run(work())
 
 
-def ensure_watcher(ledger: Ledger, tell: Callable[[str, str], None] = say) -> None:
+def ensure_watcher(ledger: Ledger) -> None:
     """Where a pod has an end, or an order is in doubt, a process of ours sees to it beside every command."""
     import os
 
@@ -152,7 +148,7 @@ def ensure_watcher(ledger: Ledger, tell: Callable[[str, str], None] = say) -> No
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     if watcher.start(ledger.path, argv, {**os.environ, "PYTHONPATH": path}):
-        tell(
+        say(
             "–",
             "a process in the background gives back pods whose time is over or whose orders were in doubt, and keeps "
             "the swarm as it was asked for",

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
-from diloco.cli.pods_board import Board
 from diloco.cli.pods_flags import (
     GIVEN,
     AsJson,
@@ -206,10 +205,10 @@ def _any_machine(spec: PodSpec, wish: Wish) -> PodSpec:
     return spec
 
 
-async def _waited(board: Board, why: str) -> None:
+async def _waited(why: str) -> None:
     import asyncio
 
-    board.say("–", f"{why} Asking again in {_RETRY_S:g} s")
+    say("–", f"{why} Asking again in {_RETRY_S:g} s")
     await asyncio.sleep(_RETRY_S)
 
 
@@ -306,22 +305,21 @@ class _Provision:
     async def run(self) -> int:
         from provisioning.swarm.fleet import opened_fleet
 
-        board = Board()
         async with opened_fleet(
             self.ledger,
             self.specs,
             self.where,
-            board.say,
+            say,
             self.setup,
             boot_timeout_s=self.boot_timeout_s,
         ) as fleet:
-            return await self._bring_up(fleet, board)
+            return await self._bring_up(fleet)
 
-    async def _bring_up(self, fleet: Fleet, board: Board) -> int:
+    async def _bring_up(self, fleet: Fleet) -> int:
         from provisioning.errors import NoCapacity
 
         while True:
-            agreed, offers = await self._planned(fleet, board)
+            agreed, offers = await self._planned(fleet)
             print_plan(agreed, to_stderr=self.as_json)
             if self.plan_only:
                 if self.as_json:
@@ -330,9 +328,8 @@ class _Provision:
             await agreed_to(agreed, yes=not self.asks)
             remember_results(self.ledger, self.given, self.run_id)
             self._remember(agreed, fleet.setup)
-            board.attach(fleet)
-            fleet.renters.on_planned = lambda: ensure_watcher(self.ledger, board.say)
-            with interruption_told(self.ledger, "diloco pods down"), board:
+            fleet.renters.on_planned = lambda: ensure_watcher(self.ledger)
+            with interruption_told(self.ledger, "diloco pods down"):
                 outcome = await fleet.rent(agreed, offers)
                 lacking = [name for name, error in outcome.failures.items() if isinstance(error, NoCapacity)]
                 if not (lacking and self.care.retry_until_up):
@@ -340,9 +337,9 @@ class _Provision:
                     if not self.deploy_only:
                         outcome = await fleet.train(outcome, self._options)
                     return self._told(agreed, outcome)
-            await _waited(board, f"{', '.join(lacking)} cannot be had now")
+            await _waited(f"{', '.join(lacking)} cannot be had now")
 
-    async def _planned(self, fleet: Fleet, board: Board) -> tuple[Plan, list[Offer]]:
+    async def _planned(self, fleet: Fleet) -> tuple[Plan, list[Offer]]:
         from provisioning.errors import NoOffer
 
         while True:
@@ -351,7 +348,7 @@ class _Provision:
             except NoOffer as error:
                 if not self.care.retry_until_up or self.plan_only:
                     raise
-                await _waited(board, str(error))
+                await _waited(str(error))
 
     @property
     def _options(self) -> SwarmOptions:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from provisioning.errors import HostKeyChanged, MachineError, UserError
 from provisioning.machines.keys import key_at
-from provisioning.machines.machine import EXCLUDED, Answer, OnShare, lines_of
+from provisioning.machines.machine import EXCLUDED, Answer, lines_of
 from provisioning.machines.rsync import Remote, fetched, mirrored
 
 if TYPE_CHECKING:
@@ -75,12 +75,10 @@ class SshMachine:
             raise MachineError(f"a script was killed on {self.address}: {result.exit_signal}")
         return Answer(result.exit_status, _text(result.stdout), _text(result.stderr))
 
-    async def sync(
-        self, source: Path, into: str, *, excluded: Sequence[str] = EXCLUDED, on_share: OnShare | None = None
-    ) -> None:
+    async def sync(self, source: Path, into: str, *, excluded: Sequence[str] = EXCLUDED) -> None:
         (await self.run(f"mkdir -p {shlex.quote(into)}")).checked(f"making {into}")
         there = self._there()
-        await mirrored(source, there.path(into), excluded, there, on_share=on_share)
+        await mirrored(source, there.path(into), excluded, there)
 
     async def fetch(self, directory: str, paths: Sequence[str], into: Path) -> None:
         there = self._there()

@@ -62,19 +62,19 @@ class Renter(Settler):
             await self.rented(row, await self.pod_of(row))
             return
         was_sent = row.state == State.CREATING
-        row = self.advance(row, State.CREATING, asked_at=self.clock())
+        row = self.ledger.advance(row, State.CREATING, asked_at=self.clock())
         try:
             # Unavailable means that it was not carried out, and is asked again; nothing else ever is.
             order = row.order(self.public_key)
             pod_id = await repeated(lambda: self.provider.create(order), tell=self.tell)
         except OutcomeUnknown as error:
             self.has_unclear = True
-            row = self.advance(row, State.CREATING, asked_at=self.clock())
+            row = self.ledger.advance(row, State.CREATING, asked_at=self.clock())
             self.say(row.name, f"no clear answer to the order ({error}); looking whether it got through")
         except (ProviderError, UserError):
             if was_sent:
                 # That this one was refused says nothing of the one before it, whose answer was lost.
-                self.advance(row, State.DELETING)
+                self.ledger.advance(row, State.DELETING)
             else:
                 self.ledger.forget(row, now=self.clock())
             raise
@@ -87,7 +87,7 @@ class Renter(Settler):
         pod = await self._appeared(row)
         if pod is None:
             # It may come yet, and is given back then.
-            self.advance(row, State.DELETING)
+            self.ledger.advance(row, State.DELETING)
             raise NoCapacity("the answer to the order was lost, and no list shows a pod of it")
         await self.rented(row, pod)
 
@@ -132,7 +132,7 @@ class Renter(Settler):
         (await machine.run("true")).checked("the first command")
         self._machines[row.label] = machine
         if row.state == State.BOOTING:
-            self.advance(row, State.REACHABLE)
+            self.ledger.advance(row, State.REACHABLE)
 
     async def bring_home(self, row: Row, *, loses_results: bool = False) -> None:
         words = self.fetches if self.fetches is not None else self.ledger.recall(FETCH).split()

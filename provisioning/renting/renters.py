@@ -12,7 +12,7 @@ from pathlib import Path
 
 from provisioning.errors import NoCapacity, ProviderError, ProvisioningError, UserError
 from provisioning.ledger.ledger import Ledger
-from provisioning.ledger.row import Row, State
+from provisioning.ledger.row import Row
 from provisioning.machines.keys import public_key
 from provisioning.machines.machine import Machine
 from provisioning.pods.choice import candidates
@@ -50,11 +50,6 @@ class Renters(dict[str, Renter]):
 
     def __missing__(self, name: str) -> Renter:
         raise self.failures.get(name) or UserError(f"No provider {name} is open.")
-
-    def listen(self, on_state: Callable[[str, State], None]) -> None:
-        """Be told of every state that a pod gets into."""
-        for renter in self.values():
-            renter.on_state = on_state
 
     async def close(self) -> None:
         for renter in self.values():
@@ -144,9 +139,7 @@ class Renters(dict[str, Renter]):
     def _plan(self, spec: PodSpec, offer: Offer) -> Row:
         now = self._clock()
         ends_at = now + spec.ttl_hours * 3600 if spec.ttl_hours is not None else None
-        row = self.ledger.plan(spec, offer, now=now, ends_at=ends_at)
-        self[offer.provider].on_state(row.name, State.PLANNED)
-        return row
+        return self.ledger.plan(spec, offer, now=now, ends_at=ends_at)
 
     async def _until_reachable(self, spec: PodSpec, offers: Sequence[Offer]) -> None:
         """Try offers until one of them answers. Raises the last reason."""

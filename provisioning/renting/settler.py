@@ -58,7 +58,6 @@ class Settler:
     say: Say
     patience: Patience = field(default_factory=Patience)
     clock: Callable[[], float] = time.time
-    on_state: Callable[[str, State], None] = lambda name, state: None
 
     def __post_init__(self) -> None:
         self.view = ProviderView(self.provider, self.clock, self.patience.list_age_s, self.tell)
@@ -145,7 +144,7 @@ class Settler:
                     await self.rented(row, pod)
             case GiveUp(row):
                 self.say(row.name, "its order is given up; if a pod of it comes yet, it is given back")
-                self.advance(row, State.DELETING)
+                self.ledger.advance(row, State.DELETING)
             case Missed(row, _):
                 self.ledger.missed(row, now=self.clock())
             case Forget(row, reason):
@@ -178,7 +177,7 @@ class Settler:
             self._forget(current)
             return
         await self.bring_home(current, loses_results=loses_results)
-        row = self.advance(current, State.DELETING)
+        row = self.ledger.advance(current, State.DELETING)
         if row.provider_id is not None:
             await self._end(row)
             return
@@ -199,7 +198,7 @@ class Settler:
     def _identified(self, row: Row, pod: Pod) -> Row:
         """The row as one that is to be ended, with the id that its pod has."""
         if row.provider_id is not None:
-            return self.advance(row, State.DELETING)
+            return self.ledger.advance(row, State.DELETING)
         price = pod.price_per_hour if pod.price_per_hour is not None else row.offer.price_per_hour
         return self.ledger.rented(row, pod.id, price, State.DELETING)
 
@@ -245,14 +244,12 @@ class Settler:
 
     def _forget(self, row: Row) -> None:
         self.ledger.forget(row, now=self.clock())
-        self.on_state(row.name, State.GONE)
 
     async def rented(self, row: Row, pod: Pod) -> None:
         """Read back what was rented. What was not asked for is given back at once, and said aloud: NoCapacity."""
         price = pod.price_per_hour if pod.price_per_hour is not None else row.offer.price_per_hour
         wrong, offered = _wrong(row, pod, price), row.offer.price_per_hour
         row = self.ledger.rented(row, pod.id, price)
-        self.on_state(row.name, State.BOOTING)
         if price > offered * _PRICE_SLACK and not wrong:
             self.say(row.name, f"costs {price:.2f} $/h now, and not {offered:.2f} as was offered")
         if wrong:
@@ -283,11 +280,6 @@ class Settler:
     async def pod_of(self, row: Row) -> Pod:
         """Raises NoCapacity where there is none any more, and ProviderError."""
         return await self.view.pod_of(row, self.patience.poll_s)
-
-    def advance(self, row: Row, state: State, **changes: object) -> Row:
-        row = self.ledger.advance(row, state, **changes)
-        self.on_state(row.name, state)
-        return row
 
 
 def _ends_at(pod: Pod | None, ends_at: float) -> bool:

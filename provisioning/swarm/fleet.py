@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from provisioning.errors import ProviderError, ProvisioningError
@@ -11,7 +11,7 @@ from provisioning.ledger.ledger import Ledger
 from provisioning.ledger.row import Row, State
 from provisioning.machines import jobs
 from provisioning.machines.paths import VENV
-from provisioning.machines.setup import Progress, Setup, set_up
+from provisioning.machines.setup import Setup, set_up
 from provisioning.pods.pod import Offer, PodSpec
 from provisioning.providers.backoff import repeated
 from provisioning.providers.registry import Access
@@ -39,8 +39,6 @@ class Fleet:
 
     renters: Renters
     setup: Setup
-    progress_of: Callable[[str], Progress] | None = None
-    """Who is told how far the set-up of a pod is."""
 
     async def planned(self, desired: Sequence[PodSpec]) -> tuple[Plan, list[Offer]]:
         """What is to be done, after making the ledger true. Buys nothing. Raises ProvisioningError."""
@@ -76,9 +74,8 @@ class Fleet:
                     self.setup,
                     num_gpus=num_gpus,
                     with_environment=with_environment,
-                    progress=self.progress_of(row.name) if self.progress_of else None,
                 )
-                self.renters.of(row).advance(row, State.SYNCED)
+                self.renters.ledger.advance(row, State.SYNCED)
             except ProvisioningError as error:
                 outcome.failures[row.name] = error
                 self.renters.say(row.name, f"failed: {error}")

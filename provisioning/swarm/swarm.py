@@ -87,7 +87,7 @@ class Swarm:
             await asyncio.gather(*(attempt(row, self._start_peer(row, len(wanted))) for row in missing))
         for row in rows:
             if row.name not in failures and row.state == State.SYNCED:
-                self._renters.of(row).advance(row, State.RUNNING)
+                self._ledger.advance(row, State.RUNNING)
         waiting = [row for row in rows if row.name not in failures]
         return failures | await self._until_in_epoch_one(waiting)
 
