@@ -291,14 +291,14 @@ def status(*names: str, as_json: AsJson = False, state_file: StateFile = None) -
 @app.command(name="list")
 def list_(*, as_json: AsJson = False) -> int:
     """List the built-in sets, and what each would run."""
-    from provisioning.experiments.sets import BUILT_IN
+    from provisioning.experiments.sets import BUILT_IN, built_in
 
-    sets = [make() for make in BUILT_IN.values()]
+    sets = [built_in(name) for name in BUILT_IN]
     if as_json:
         found = [
             {
                 "name": one.name,
-                "pods": [json.loads(spec.to_json()) for spec in one.pods],
+                "pods": [asdict(spec) for spec in one.pods],
                 "experiments": [{"pod": placed.pod, **asdict(placed.config)} for placed in one.experiments],
             }
             for one in sets

@@ -152,15 +152,15 @@ def cost(*, as_json: AsJson = False, state_file: StateFile = None) -> int:
     now = time.time()
     bills = ledger.bills()
     total = sum(bill.dollars(now) for bill in bills)
-    rate = sum(bill.price_per_hour for bill in bills if bill.ended_at is None)
+    rate = sum(bill.offer.price_per_hour for bill in bills if bill.ended_at is None)
     if as_json:
         found = [
             {
                 "name": bill.name,
                 "provider": bill.provider,
                 "label": bill.label,
-                "price_per_hour": bill.price_per_hour,
-                "hours": ((bill.ended_at or now) - bill.began_at) / 3600,
+                "price_per_hour": bill.offer.price_per_hour,
+                "hours": ((bill.ended_at or now) - bill.asked_at) / 3600,
                 "dollars": bill.dollars(now),
                 "is_over": bill.ended_at is not None,
             }
@@ -170,8 +170,8 @@ def cost(*, as_json: AsJson = False, state_file: StateFile = None) -> int:
         return 0
     for bill in bills:
         until = "until now" if bill.ended_at is None else "given back"
-        hours = _hours((bill.ended_at or now) - bill.began_at)
-        rate_text, dollars = f"{bill.price_per_hour:7.2f} $/h", f"{bill.dollars(now):9.2f} $"
+        hours = _hours((bill.ended_at or now) - bill.asked_at)
+        rate_text, dollars = f"{bill.offer.price_per_hour:7.2f} $/h", f"{bill.dollars(now):9.2f} $"
         print(f"{bill.name:<12} {bill.provider:<8} {rate_text} {hours:>9} {dollars}  {until}")
     print(f"{total:.2f} $ in all, {rate:.2f} $/h now", flush=True)
     return 0

@@ -58,7 +58,7 @@ class Wish:
     pods: Number = None
     """How many pods."""
     file: Path | None = None
-    """Instead: a TOML file with [[pods]], or a Python file with a function pods() that returns PodSpecs."""
+    """Instead: a TOML file with [[pods]]."""
     provider: str = "local"
     """local (pods on this machine), ssh (your own machines), lium, lambda, runpod, vast; or several: lium,runpod."""
     gpu_type: Words = ()
@@ -365,10 +365,6 @@ class _Provision:
         prices = {creation.spec.name: creation.offer.price_per_hour for creation in agreed.create}
         prices |= {row.name: row.offer.price_per_hour for row in agreed.keep}
         stops = any(prices.values()) if self.care.idle_stop is None else self.care.idle_stop
-        if self.care.replace and any(spec.where for spec in self.specs):
-            raise UserError(
-                "--replace cannot write down a condition `where`, which is code; leave one of them out."
-            )
         if self.deploy_only or not (self.care.replace or stops):
             self.ledger.remember(WANTED, "")
             return

@@ -82,7 +82,7 @@ class LiumProvider(RentedPods):
                 ssh_keys=[order.public_key],
                 # Without a number it would take every GPU that is free.
                 gpu_count=order.offer.gpu_count,
-                idempotency_key=order.idempotency_key,
+                idempotency_key=order.label,
                 **more,
             ),
             is_order=True,

@@ -112,7 +112,6 @@ class Kind:
         offer = min(offers, key=lambda one: (one.price_per_hour, one.id))
         return Order(
             label=f"diloco-0a0b0c0d-pod-0-{secrets.token_hex(4)}",
-            idempotency_key=secrets.token_hex(16),
             spec=PodSpec(name="pod-0", provider=self.name),
             offer=offer,
             ends_at=time.time() + 7200,

@@ -76,7 +76,7 @@ def total(fleet: TestFleet) -> tuple[int, float, bool]:
     ledger = Ledger(fleet.ledger_path)
     bills = ledger.bills()
     ledger.close()
-    return len(bills), sum(bill.price_per_hour for bill in bills), all(bill.ended_at for bill in bills)
+    return len(bills), sum(bill.offer.price_per_hour for bill in bills), all(bill.ended_at for bill in bills)
 
 
 @pytest.mark.pods

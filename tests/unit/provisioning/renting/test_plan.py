@@ -20,16 +20,12 @@ def row(spec: PodSpec, state: State = State.RUNNING, price: float = 5.0) -> Row:
     return Row(
         name=spec.name,
         label=f"diloco-x-{spec.name}",
-        idempotency_key="k",
         state=state,
-        provider=spec.provider,
         provider_id="id",
         spec=spec,
         offer=replace(OFFERS[0], price_per_hour=price),
         asked_at=0.0,
         ends_at=None,
-        host_key="",
-        trouble="",
     )
 
 

@@ -25,14 +25,10 @@ OFFER = Offer(id="o", provider="p", gpu_type="A100", gpu_count=1, price_per_hour
 def row(name: str = "pod-0", state: State = State.RUNNING, pod_id: str | None = "id", **values) -> Row:
     common = {
         "label": f"diloco-{OWNER}-{name}-1",
-        "idempotency_key": "k",
-        "provider": "p",
         "spec": PodSpec(name=name),
         "offer": OFFER,
         "asked_at": 0.0,
         "ends_at": None,
-        "host_key": "",
-        "trouble": "",
     }
     return Row(name=name, state=state, provider_id=pod_id, **{**common, **values})
 
