@@ -75,7 +75,7 @@ async def down(
     """
     failures: dict[str, ProvisioningError] = {}
     async with renters(ledger, access, say, patience, fetches=fetches) as by_provider:
-        await asyncio.gather(*(_write_down_strays(renter, say) for renter in by_provider.values()))
+        await asyncio.gather(*(_looked(renter, say) for renter in by_provider.values()))
         rows = checked_names(ledger, names)
         for name, error in by_provider.failures.items():
             say(name, f"cannot be asked whether a pod of ours is there: {error}")
@@ -116,9 +116,9 @@ def forget(ledger: Ledger, rows: Sequence[Row]) -> None:
         ledger.forget(row, now=time.time())
 
 
-async def _write_down_strays(renter: Renter, say: Say) -> None:
+async def _looked(renter: Renter, say: Say) -> None:
     try:
-        await renter.write_down_strays()
+        await renter.look()
     except ProvisioningError as error:
         # Known pods are given back by their ids all the same.
         say(renter.provider.name, f"does not say what is there: {error}")

@@ -94,7 +94,7 @@ class Renter(Settler):
     async def _appeared(self, row: Row) -> Pod | None:
         deadline = self.clock() + self.provider.settle_s + self.patience.poll_s
         while True:
-            for pod in (await self.view.listing(fresh=True)).pods:
+            for pod in (await self.view.look([])).pods:
                 if row.is_pod(pod):
                     return pod
             if self.clock() > deadline:

@@ -16,17 +16,7 @@ from provisioning.ledger.row import Row, State
 from provisioning.pods.pod import Pod
 from provisioning.providers.backoff import repeated
 from provisioning.providers.protocol import Provider
-from provisioning.renting.reconcile import (
-    Action,
-    Adopt,
-    Destroy,
-    DestroyStray,
-    Forget,
-    GiveUp,
-    Missed,
-    Wait,
-    decide,
-)
+from provisioning.renting.reconcile import Action, Do, Habits, Look, decide
 from provisioning.renting.view import ProviderView
 
 T = TypeVar("T")
@@ -45,8 +35,6 @@ class Patience:
     boot_s: float = 900.0
     destroy_s: float = 180.0
     poll_s: float = 2.0
-    list_age_s: float = 0.5
-    """A list that is no older than this serves everybody who asks."""
 
 
 @dataclass(kw_only=True)
@@ -60,7 +48,7 @@ class Settler:
     clock: Callable[[], float] = time.time
 
     def __post_init__(self) -> None:
-        self.view = ProviderView(self.provider, self.clock, self.patience.list_age_s, self.tell)
+        self.view = ProviderView(self.provider, self.clock, self.tell)
         self._settling = asyncio.Lock()
 
     def tell(self, text: str) -> None:
@@ -70,6 +58,18 @@ class Settler:
     @property
     def rows(self) -> list[Row]:
         return [row for row in self.ledger.rows() if row.provider == self.provider.name]
+
+    async def look(self) -> Look:
+        """What the provider says. Pods of ours that no row knows of get rows, so that they are given back.
+
+        Raises ProviderError.
+        """
+        rows = self.rows
+        look = await self.view.look(rows)
+        for pod in look.strays(rows, self.ledger.owner):
+            row = self.ledger.found(pod, self.provider.name, now=self.clock())
+            self.say(row.name, f"{pod.id} is ours, but in no row of the state file: it is to be given back")
+        return look
 
     async def settle(self) -> dict[str, ProvisioningError]:
         """Make the ledger and the provider agree; also after a crash at any point. Raises ProvisioningError.
@@ -82,37 +82,29 @@ class Settler:
             return await self._settle()
 
     async def _settle(self) -> dict[str, ProvisioningError]:
-        deadline = self.clock() + self.provider.settle_s + self.patience.destroy_s
+        provider, clock = self.provider, self.clock
+        habits = Habits(settle_s=provider.settle_s, doubt_s=provider.doubt_s, repeatable=provider.repeatable)
+        deadline = clock() + habits.settle_s + self.patience.destroy_s
         while True:
+            look = await self.look()
             rows = self.rows
-            look = await self.view.look(rows)
-            actions = decide(
-                rows,
-                look,
-                owner=self.ledger.owner,
-                now=self.clock(),
-                settle_s=self.provider.settle_s,
-                doubt_s=self.provider.doubt_s,
-                repeatable=self.provider.repeatable,
-            )
             failures: dict[str, ProvisioningError] = {
                 machine: ProviderError(why) for machine, why in look.silent.items()
             }
-            failures |= {
-                row.name: ProviderError(
-                    f"it is not known whether it is still there, so it may cost money: {why}"
-                )
-                for row in rows
-                if (why := look.unknown.get(row.provider_id or ""))
-            }
-            failures |= await self._all_carried_out(actions)
+            for row in rows:
+                if why := look.unknown.get(row.provider_id or ""):
+                    failures[row.name] = ProviderError(
+                        f"it is not known whether it is still there, so it may cost money: {why}"
+                    )
+            failures |= await self._all_carried_out(decide(rows, look, habits, now=clock()))
             orders = [
-                action.row
-                for action in actions
-                if isinstance(action, GiveUp)
-                or (isinstance(action, Wait | Missed) and action.row.is_in_doubt and action.until <= deadline)
+                row
+                for row in self.rows
+                if row.is_in_doubt
+                and not (row.state == State.CREATING and habits.repeatable)
+                and habits.known_at(row, clock()) <= deadline
             ]
-            if not orders or self.clock() > deadline:
+            if not orders or look.silent or clock() > deadline:
                 return failures
             self.say(orders[0].name, "looking whether an order got through whose answer was lost")
             await asyncio.sleep(self.patience.poll_s)
@@ -122,49 +114,37 @@ class Settler:
 
         async def one(action: Action) -> None:
             try:
-                await self._carry_out(action)
+                # One that was changed beside this look is for the next one.
+                if self.ledger.current(action.row) == action.row:
+                    await self._carry_out(action)
             except ProvisioningError as error:
-                name = action.pod.label if isinstance(action, DestroyStray) else action.row.name
-                failures[name] = error
+                failures[action.row.name] = error
 
         await gathered(one(action) for action in actions)
         return failures
 
     async def _carry_out(self, action: Action) -> None:
-        if not isinstance(action, DestroyStray) and self.ledger.current(action.row) != action.row:
-            # It was changed beside this look: the next one decides.
-            return
-        match action:
-            case Adopt(row, pod):
-                if row.state == State.PLANNED:
-                    row = self.ledger.advance(row, State.CREATING)
-                self.say(row.name, f"the order had got through: it is {pod.id}")
-                # What is not as ordered has been given back, and said so.
-                with contextlib.suppress(NoCapacity):
-                    await self.rented(row, pod)
-            case GiveUp(row):
-                self.say(row.name, "its order is given up; if a pod of it comes yet, it is given back")
-                self.ledger.advance(row, State.DELETING)
-            case Missed(row, _):
-                self.ledger.missed(row, now=self.clock())
-            case Forget(row, reason):
-                self.say(row.name, reason)
-                self._forget(row)
-            case DestroyStray(pod, reason):
-                row = self.ledger.found(pod, self.provider.name, now=self.clock())
-                self.say(row.name, f"{pod.id} is given back: {reason}")
-                await self._end(row)
-            case Destroy(row, pod, reason):
-                self.say(row.name, f"given back: {reason}")
-                # Its time is over, whatever becomes of its results.
-                await self.bring_home(row, loses_results=True)
-                await self._end(self._identified(row, pod))
-
-    async def write_down_strays(self) -> None:
-        """Give the pods of ours that no row knows of rows, so that they can be given back. Raises ProviderError."""
-        rows = self.rows
-        for pod in (await self.view.look(rows)).strays(rows, self.ledger.owner):
-            self.ledger.found(pod, self.provider.name, now=self.clock())
+        row, pod = action.row, action.pod
+        if action.do == Do.ADOPT and pod is not None:
+            if row.state == State.PLANNED:
+                row = self.ledger.advance(row, State.CREATING)
+            self.say(row.name, f"the order had got through: it is {pod.id}")
+            # What is not as ordered has been given back, and said so.
+            with contextlib.suppress(NoCapacity):
+                await self.rented(row, pod)
+        elif action.do == Do.GIVE_UP:
+            self.say(row.name, "its order is given up; if a pod of it comes yet, it is given back")
+            self.ledger.advance(row, State.DELETING)
+        elif action.do == Do.MISS:
+            self.ledger.missed(row, now=self.clock())
+        elif action.do == Do.FORGET:
+            self.say(row.name, action.reason)
+            self._forget(row)
+        elif action.do == Do.DESTROY and pod is not None:
+            self.say(row.name, f"given back: {action.reason}")
+            # Its time is over, whatever becomes of its results.
+            await self.bring_home(row, loses_results=True)
+            await self._end(self._identified(row, pod))
 
     async def give_back(self, row: Row, *, loses_results: bool = False) -> None:
         """Until the provider says that there is no such pod; then the row goes. May be repeated, also while it is

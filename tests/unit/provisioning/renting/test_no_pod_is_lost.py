@@ -38,7 +38,7 @@ from tests.support.hostile_provider import (
 from tests.support.virtual_time import run_virtually
 
 NUM_SCHEDULES = int(os.environ.get("DILOCO_POD_SCHEDULES", "200"))
-PATIENCE = Patience(poll_s=10.0, boot_s=100.0, destroy_s=60.0, list_age_s=0.0)
+PATIENCE = Patience(poll_s=10.0, boot_s=100.0, destroy_s=60.0)
 
 
 class Killed(BaseException):
