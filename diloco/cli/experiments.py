@@ -40,8 +40,9 @@ if TYPE_CHECKING:
     from provisioning.machines.setup import Setup
     from provisioning.pods.pod import Offer
     from provisioning.providers.registry import Access
+    from provisioning.renting.each import Failures
     from provisioning.renting.plan import Plan
-    from provisioning.swarm.fleet import Fleet, Outcome
+    from provisioning.swarm.fleet import Fleet
 
 app = App(name="experiments", help="Run many trainings over rented pods.")
 
@@ -205,7 +206,7 @@ class _Run:
                 agreed, offers = await self._planned(fleet, unfinished)
                 if self.plan_only:
                     return 0
-                failures.update((await self._deployed(fleet, agreed, offers)).failures)
+                failures.update(await self._deployed(fleet, agreed, offers))
         if self.deploy_only:
             return shouted(failures)
         # Not under that lock: meanwhile pods' ends are put off, and whose time is over is given back.
@@ -213,7 +214,7 @@ class _Run:
         self._tell(results)
         if self.destroys:
             with self.ledger.locked(wait_s=_LOCK_WAIT_S):
-                failures.update((await fleet.give_back()).failures)
+                failures.update(await fleet.renters.give_back())
         return max(shouted(failures), 0 if runs.all_good(results) else 1)
 
     async def _planned(self, fleet: Fleet, unfinished: set[str]) -> tuple[Plan, list[Offer]]:
@@ -226,11 +227,11 @@ class _Run:
             print(json.dumps({"plan": plan_json(agreed)}), flush=True)
         return agreed, offers
 
-    async def _deployed(self, fleet: Fleet, agreed: Plan, offers: Sequence[Offer]) -> Outcome:
+    async def _deployed(self, fleet: Fleet, agreed: Plan, offers: Sequence[Offer]) -> Failures:
         await agreed_to(agreed, yes=not self.asks)
         fleet.renters.on_planned = lambda: ensure_watcher(self.ledger)
-        outcome = await fleet.rent(agreed, offers)
-        return await fleet.set_up(outcome, again=self.syncs, with_environment=self.sets_up)
+        failures = await fleet.rent(agreed, offers)
+        return await fleet.set_up(failures, again=self.syncs, with_environment=self.sets_up)
 
     def _tell(self, results: Sequence[Result]) -> None:
         if self.as_json:

@@ -302,8 +302,9 @@ def reconcile(
     interval: float
         Seconds between two looks.
     """
-    from provisioning.renting import operations
-    from provisioning.renting.watcher import watching
+    from provisioning.errors import Busy
+    from provisioning.ledger.lock import held
+    from provisioning.renting import operations, watcher
     from provisioning.swarm import keeper
 
     ledger = opened_existing(state_file)
@@ -320,8 +321,12 @@ def reconcile(
         await keeper.watch(ledger, access(inventory), say, interval_s=interval)
         return 0
 
-    with watching(ledger.path) as is_mine:
-        return run(forever()) if is_mine else 0
+    try:
+        with held(watcher.lock_path(ledger.path)):
+            return run(forever())
+    except Busy:
+        # There is one already.
+        return 0
 
 
 @ssh_key.command

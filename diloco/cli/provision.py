@@ -37,8 +37,9 @@ if TYPE_CHECKING:
     from provisioning.ledger.ledger import Ledger
     from provisioning.machines.setup import Setup
     from provisioning.pods.pod import Offer, PodSpec
+    from provisioning.renting.each import Failures
     from provisioning.renting.plan import Plan
-    from provisioning.swarm.fleet import Fleet, Outcome
+    from provisioning.swarm.fleet import Fleet
     from provisioning.swarm.swarm import SwarmOptions
 
 DEFAULTS = HvConfig()
@@ -330,13 +331,13 @@ class _Provision:
             self._remember(agreed, fleet.setup)
             fleet.renters.on_planned = lambda: ensure_watcher(self.ledger)
             with interruption_told(self.ledger, "diloco pods down"):
-                outcome = await fleet.rent(agreed, offers)
-                lacking = [name for name, error in outcome.failures.items() if isinstance(error, NoCapacity)]
+                failures = await fleet.rent(agreed, offers)
+                lacking = [name for name, error in failures.items() if isinstance(error, NoCapacity)]
                 if not (lacking and self.care.retry_until_up):
-                    outcome = await fleet.set_up(outcome)
+                    failures = await fleet.set_up(failures)
                     if not self.deploy_only:
-                        outcome = await fleet.train(outcome, self._options)
-                    return self._told(agreed, outcome)
+                        failures = await fleet.train(failures, self._options)
+                    return self._told(agreed, failures)
             await _waited(f"{', '.join(lacking)} cannot be had now")
 
     async def _planned(self, fleet: Fleet) -> tuple[Plan, list[Offer]]:
@@ -380,7 +381,7 @@ class _Provision:
             options=self._options,
         ).write(self.ledger)
 
-    def _told(self, agreed: Plan, outcome: Outcome) -> int:
+    def _told(self, agreed: Plan, failures: Failures) -> int:
         rows = self.ledger.rows()
         if self.as_json:
             pods = [
@@ -392,14 +393,13 @@ class _Provision:
                 }
                 for row in rows
             ]
-            failures = {name: str(error) for name, error in outcome.failures.items()}
-            print(json.dumps({"plan": plan_json(agreed), "pods": pods, "failures": failures}), flush=True)
+            told = {name: str(error) for name, error in failures.items()}
+            print(json.dumps({"plan": plan_json(agreed), "pods": pods, "failures": told}), flush=True)
         else:
             for row in rows:
-                print(f"{row.name}: {row.state}{', failed' if row.name in outcome.failures else ''}")
-        if outcome.is_good:
+                print(f"{row.name}: {row.state}{', failed' if row.name in failures else ''}")
+        if not shouted(failures):
             return 0
-        shouted(outcome.failures)
         print(
             "The same command goes on from here; `diloco pods down` gives everything back.",
             file=sys.stderr,

@@ -8,19 +8,18 @@ command at a time.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import secrets
 import sqlite3
-import time
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import msgspec
 
 from provisioning.errors import Busy, UserError
+from provisioning.ledger.lock import held
 from provisioning.ledger.row import Row, State, may_follow, stray
 from provisioning.ledger.schema import make_tables
 from provisioning.pods.pod import Offer, Pod, PodSpec, label_prefix
@@ -61,24 +60,14 @@ class Ledger:
         `for_jobs`: the one that runs jobs on them, for hours perhaps, while others may put their end off, or end them.
         """
         path = self.path.with_name(f"{self.path.name}.{'jobs-' if for_jobs else ''}lock")
-        with _opened(path) as file:
-            deadline = time.monotonic() + wait_s
-            while True:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() >= deadline:
-                        file.seek(0)
-                        raise Busy(
-                            f"Another command (process {file.read().strip() or 'unknown'}) is "
-                            f"{'running jobs on' if for_jobs else 'changing'} the pods of {self.path}; wait for it, or "
-                            "stop it."
-                        ) from None
-                    time.sleep(0.05)
-            file.truncate(0)
-            file.write(str(os.getpid()))
-            file.flush()
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(held(path, wait_s=wait_s))
+            except Busy as busy:
+                doing = "running jobs on" if for_jobs else "changing"
+                raise Busy(
+                    f"Another command (process {busy}) is {doing} the pods of {self.path}; wait for it, or stop it."
+                ) from None
             yield
 
     def rows(self) -> list[Row]:
@@ -222,13 +211,6 @@ class Ledger:
             raise UserError(
                 f"--state-file {self.path} cannot be written: {error}. Mend that, and the same command goes on."
             ) from error
-
-
-def _opened(path: Path) -> TextIO:
-    try:
-        return path.open("a+", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}.") from error
 
 
 def _row(values: tuple[Any, ...]) -> Row:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from provisioning.errors import MachineError
@@ -19,45 +18,25 @@ _VANISHED = 24
 _MAX_TRIES = 3
 
 
-@dataclass(frozen=True, kw_only=True)
-class Remote:
-    """The machine at the other end."""
-
-    shell: str
-    """The ssh to use."""
-    login: str
-    name: str
-    """As people are told of it."""
-
-    def path(self, directory: str) -> str:
-        return f"{self.login}:{directory}/"
-
-
-async def mirrored(source: Path, target: str, excluded: Sequence[str], there: Remote) -> None:
-    """Make `target`, a path of `there`, equal to `source`. Raises MachineError."""
-    await _done(rsync_argv(source, target, excluded, there.shell), f"sending the code to {there.name}", there)
-
-
-async def fetched(source: str, paths: Sequence[str], into: Path, there: Remote) -> None:
-    """Copy these below `source`, a path of `there`, to `into`: files and directories, no links. Raises MachineError."""
-    argv = ["rsync", "-rtz", "--files-from=-", "-e", there.shell, "--", source, f"{into}/"]
-    names = "".join(f"{path}\n" for path in paths).encode()
-    await _done(argv, f"fetching from {there.name}", there, names)
-
-
-def rsync_argv(source: Path, target: str, excluded: Sequence[str], shell: str) -> list[str]:
-    """No shell of ours in between."""
+def mirror_argv(source: Path, target: str, excluded: Sequence[str], shell: str) -> list[str]:
+    """Makes `target` equal to `source`; no shell of ours in between."""
     excludes = [f"--exclude={pattern}" for pattern in excluded]
     return ["rsync", "-az", "--delete", *excludes, "-e", shell, "--", f"{source}/", target]
 
 
-async def _done(argv: Sequence[str], what: str, there: Remote, stdin: bytes = b"") -> None:
+def fetch_argv(source: str, into: Path, shell: str) -> list[str]:
+    """Copies what is named on its stdin: files and directories, no links."""
+    return ["rsync", "-rtz", "--files-from=-", "-e", shell, "--", source, f"{into}/"]
+
+
+async def run_rsync(argv: Sequence[str], what: str, where: str, stdin: bytes = b"") -> None:
+    """To its end. Raises MachineError; `what` was done, and `where`, as people are told of it."""
     for number in range(1, _MAX_TRIES + 1):
         code, said = await _run(argv, what, stdin)
         if code in (0, _VANISHED):
             return
         if said.strip() or number == _MAX_TRIES:
-            raise MachineError(_trouble(code, said, what, there.name))
+            raise MachineError(_trouble(code, said, what, where))
 
 
 async def _run(argv: Sequence[str], what: str, stdin: bytes) -> tuple[int, str]:

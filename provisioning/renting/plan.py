@@ -31,10 +31,6 @@ class Plan:
     destroy: tuple[Removal, ...]
 
     @property
-    def changes_nothing(self) -> bool:
-        return not self.create and not self.destroy
-
-    @property
     def new_dollars_per_hour(self) -> float:
         return sum(creation.offer.price_per_hour for creation in self.create)
 

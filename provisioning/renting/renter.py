@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from provisioning.errors import (
     HostKeyChanged,
@@ -157,12 +156,12 @@ class Renter(Settler):
         else:
             self.say(row.name, f"its results are in {into}" if number else "it has no results to be fetched")
 
-    def _home_of(self, row: Row) -> Path:
-        """The directory of a pod's results: of this very pod alone, where another one of its name had some."""
-        into = Path(self.ledger.recall(RUN_DIR)) / row.name
+    def _home_of(self, row: Row) -> str:
+        """Where a pod's results go: this very pod's alone, where another one of its name had some."""
+        into = f"{self.ledger.recall(RUN_DIR).rstrip('/')}/{row.name}"
         key = f"results:{into}"
         if self.ledger.recall(key) not in ("", row.label):
-            return into.with_name(f"{row.name}-{row.label.rpartition('-')[2]}")
+            return f"{into}-{row.label.rpartition('-')[2]}"
         self.ledger.remember(key, row.label)
         return into
 

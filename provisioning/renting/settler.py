@@ -6,9 +6,8 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from provisioning.errors import NoCapacity, ProviderError, ProvisioningError, UserError
 from provisioning.ledger.ledger import Ledger
@@ -16,10 +15,10 @@ from provisioning.ledger.row import Row, State
 from provisioning.pods.pod import Pod
 from provisioning.providers.backoff import repeated
 from provisioning.providers.protocol import Provider
+from provisioning.renting.each import Failures, each
 from provisioning.renting.reconcile import Action, Do, Habits, Look, decide
 from provisioning.renting.view import ProviderView
 
-T = TypeVar("T")
 Say = Callable[[str, str], None]
 """Tells people about a pod: its name, and what happens."""
 
@@ -71,7 +70,7 @@ class Settler:
             self.say(row.name, f"{pod.id} is ours, but in no row of the state file: it is to be given back")
         return look
 
-    async def settle(self) -> dict[str, ProvisioningError]:
+    async def settle(self) -> Failures:
         """Make the ledger and the provider agree; also after a crash at any point. Raises ProvisioningError.
 
         Orders that nobody knows the outcome of are looked for; orphans and pods whose time is over are given back;
@@ -81,22 +80,21 @@ class Settler:
         async with self._settling:
             return await self._settle()
 
-    async def _settle(self) -> dict[str, ProvisioningError]:
+    async def _settle(self) -> Failures:
         provider, clock = self.provider, self.clock
         habits = Habits(settle_s=provider.settle_s, doubt_s=provider.doubt_s, repeatable=provider.repeatable)
         deadline = clock() + habits.settle_s + self.patience.destroy_s
         while True:
             look = await self.look()
             rows = self.rows
-            failures: dict[str, ProvisioningError] = {
-                machine: ProviderError(why) for machine, why in look.silent.items()
-            }
+            failures: Failures = {machine: ProviderError(why) for machine, why in look.silent.items()}
             for row in rows:
                 if why := look.unknown.get(row.provider_id or ""):
                     failures[row.name] = ProviderError(
                         f"it is not known whether it is still there, so it may cost money: {why}"
                     )
-            failures |= await self._all_carried_out(decide(rows, look, habits, now=clock()))
+            actions = decide(rows, look, habits, now=clock())
+            failures |= await each(actions, lambda action: action.row.name, self._unless_changed)
             orders = [
                 row
                 for row in self.rows
@@ -109,19 +107,10 @@ class Settler:
             self.say(orders[0].name, "looking whether an order got through whose answer was lost")
             await asyncio.sleep(self.patience.poll_s)
 
-    async def _all_carried_out(self, actions: Iterable[Action]) -> dict[str, ProvisioningError]:
-        failures: dict[str, ProvisioningError] = {}
-
-        async def one(action: Action) -> None:
-            try:
-                # One that was changed beside this look is for the next one.
-                if self.ledger.current(action.row) == action.row:
-                    await self._carry_out(action)
-            except ProvisioningError as error:
-                failures[action.row.name] = error
-
-        await gathered(one(action) for action in actions)
-        return failures
+    async def _unless_changed(self, action: Action) -> None:
+        """One that was changed beside this look is for the next one."""
+        if self.ledger.current(action.row) == action.row:
+            await self._carry_out(action)
 
     async def _carry_out(self, action: Action) -> None:
         row, pod = action.row, action.pod
@@ -274,12 +263,3 @@ def _wrong(row: Row, pod: Pod, price: float) -> str:
     if price > limit * _PRICE_SLACK:
         return f"for {price:.2f} $/h in place of {row.offer.price_per_hour:.2f}"
     return ""
-
-
-async def gathered(work: Iterable[Awaitable[T]]) -> list[T]:
-    """All results; if one fails, the others are finished first."""
-    results = await asyncio.gather(*work, return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return [result for result in results if not isinstance(result, BaseException)]

@@ -22,9 +22,10 @@ from provisioning.machines.setup import Setup, secrets_of
 from provisioning.pods.pod import PodSpec
 from provisioning.providers.registry import Access
 from provisioning.renting import operations
+from provisioning.renting.each import Failures
 from provisioning.renting.operations import WANTED, is_to_be_watched
 from provisioning.renting.settler import Say
-from provisioning.swarm.fleet import Fleet, Outcome, opened_fleet
+from provisioning.swarm.fleet import Fleet, opened_fleet
 from provisioning.swarm.status import Status, overview
 from provisioning.swarm.swarm import SwarmOptions
 
@@ -163,15 +164,16 @@ class Keeper:
         for name, (_, why) in dead.items():
             self.tell(f"{name} has died: {why}; it is replaced")
         async with opened_fleet(self.ledger, wanted.specs, self.access, self.say, wanted.setup) as fleet:
-            for one, _ in dead.values():
-                await fleet.renters.of(one.row).give_back(one.row, loses_results=True)
-            outcome = await self._brought_up(fleet, wanted)
-        for name, error in outcome.failures.items():
+            failures = await fleet.renters.give_back(
+                [one.row for one, _ in dead.values()], loses_results=True
+            )
+            failures = failures or await self._brought_up(fleet, wanted)
+        for name, error in failures.items():
             self.tell(f"{name} is not there yet: {error}")
-        if outcome.is_good:
+        if not failures:
             self.tell(f"all {len(wanted.specs)} pods train")
 
-    async def _brought_up(self, fleet: Fleet, wanted: Wanted) -> Outcome:
+    async def _brought_up(self, fleet: Fleet, wanted: Wanted) -> Failures:
         agreed, offers = await fleet.planned(wanted.specs)
         if any(removal.row.state not in (State.DELETING, State.PLANNED) for removal in agreed.destroy):
             raise ProviderError(
@@ -196,9 +198,9 @@ async def watch(
     ledger: Ledger, access: Access, say: Say, *, interval_s: float, stop: Callable[[], bool] = lambda: False
 ) -> None:
     """Until there is nothing to be watched any more: keep the swarm that is wanted, and give back what is to go."""
-    keeper, overseer = Keeper(ledger, access, say), operations.Overseer(ledger, access, say)
+    keeper, at_home = Keeper(ledger, access, say), set[str]()
     while not stop() and is_to_be_watched(ledger):
-        wait_s = await overseer.look(interval_s)
+        wait_s = await operations.keep_time(ledger, access, say, at_home, interval_s)
         if ledger.recall(WANTED):
             wait_s = min(wait_s, _INTERVAL_S)
             try:

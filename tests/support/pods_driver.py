@@ -106,14 +106,14 @@ async def drive(what: str, state_dir: Path, point: str) -> int:
             Renters.only(renter), Setup(source=source_of(state_dir), python=str(STAND_IN), min_free_mb=1)
         )
         if what == "down":
-            outcome = await fleet.give_back()
+            failures = await fleet.renters.give_back()
         else:
             agreed, offers = await fleet.planned(SPECS)
-            outcome = await fleet.set_up(await fleet.rent(agreed, offers))
-            outcome = await fleet.train(outcome, SwarmOptions(epoch_timeout_s=30.0))
-    for name, error in outcome.failures.items():
+            failures = await fleet.set_up(await fleet.rent(agreed, offers))
+            failures = await fleet.train(failures, SwarmOptions(epoch_timeout_s=30.0))
+    for name, error in failures.items():
         print(f"{name} failed: {error}", file=sys.stderr, flush=True)
-    return 0 if outcome.is_good else 1
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

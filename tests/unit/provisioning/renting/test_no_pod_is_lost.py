@@ -110,7 +110,7 @@ class World:
                 agreed, offers = await fleet.planned(specs)
                 await fleet.rent(agreed, offers)
             case "down":
-                await fleet.give_back()
+                await fleet.renters.give_back()
             case "reconcile":
                 await renter.settle()
 
