@@ -129,9 +129,13 @@ BUILT_IN = tuple(_TRAININGS)
 
 def built_in(name: str) -> ExperimentSet:
     num_pods, ttl_hours, trainings = _TRAININGS[name]
-    links = {"min_upload_mbps": 500, "min_download_mbps": 500}
     specs = [
-        PodSpec(name=f"{name.replace('_', '-')}-{index}", ttl_hours=ttl_hours, **links)
+        PodSpec(
+            name=f"{name.replace('_', '-')}-{index}",
+            ttl_hours=ttl_hours,
+            min_upload_mbps=500,
+            min_download_mbps=500,
+        )
         for index in range(num_pods)
     ]
     configs = [ExperimentConfig(name=one, eval_every=20, **values) for one, values in trainings.items()]

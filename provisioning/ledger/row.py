@@ -46,20 +46,15 @@ def may_follow(old: State, new: State) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """One order: a pod that is wanted, rented, or being given back."""
+class Row(Order):
+    """One order, and what is known of it: a pod that is wanted, rented, or being given back."""
 
     name: str
     """Of the pods of one name, one at most is not being given back."""
-    label: str
-    """The order's own; no other row has it."""
     state: State
     provider_id: str | None
-    spec: PodSpec
-    offer: Offer
     asked_at: float
     """Unix time at which the order was written down before it was sent, or was answered."""
-    ends_at: float | None
     host_key: str = ""
     absent_since: float | None = None
     """Unix time of the first list that lacked it; all lists since did."""
@@ -81,15 +76,6 @@ class Row:
         """What it has cost."""
         until = now if self.ended_at is None else self.ended_at
         return max(until - self.asked_at, 0.0) / 3600 * self.offer.price_per_hour
-
-    def order(self, public_key: str) -> Order:
-        return Order(
-            label=self.label,
-            spec=self.spec,
-            offer=self.offer,
-            ends_at=self.ends_at,
-            public_key=public_key,
-        )
 
     def is_pod(self, pod: Pod) -> bool:
         return pod.id == self.provider_id if self.provider_id is not None else pod.label == self.label

@@ -85,8 +85,6 @@ class Order:
     offer: Offer
     ends_at: float | None
     """Unix time at which the pod is to be gone."""
-    public_key: str
-    """OpenSSH line that is to be let in."""
 
 
 @dataclass(frozen=True, kw_only=True)

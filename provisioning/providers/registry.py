@@ -53,8 +53,3 @@ def open_provider(name: str, access: Access) -> Provider:
     if name == "local":
         return make(access.state_dir / "local")
     return make(access.inventory) if name == "ssh" else make(access.environment, access.ssh_key)
-
-
-def needs_key(name: str) -> bool:
-    """Whether pods of this provider are reached by our own SSH key."""
-    return name not in ("local", "ssh")

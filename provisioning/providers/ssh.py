@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import getpass
-import shutil
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from provisioning.errors import HostKeyChanged, MachineError, UserError
@@ -15,46 +12,18 @@ from provisioning.machines.keys import key_at
 from provisioning.machines.machine import Machine
 from provisioning.machines.ssh import Address, SshMachine, shown_host_key
 from provisioning.pods.files import read_toml, tables_in, typed
-from provisioning.pods.pod import Figure, Offer, PodSpec
+from provisioning.pods.pod import Offer, PodSpec
 from provisioning.providers.hosts import Host, HostsProvider
+from provisioning.providers.rented import check_programs
 
 
-@dataclass(frozen=True, kw_only=True)
-class Entry:
-    """One of the `[[machines]]`."""
-
-    host: str
-    name: str = ""
-    """Default: as `host`."""
-    user: str = field(default_factory=getpass.getuser)
-    port: int = 22
-    key: str = "~/.ssh/id_ed25519"
-    host_key: str = ""
-    """Such as "ssh-ed25519 AAAA…"; default: as ~/.ssh/known_hosts has it."""
-    gpu_type: str = "cpu"
-    gpu_count: int = 0
-    """0: it trains on its processors."""
-    nproc_per_node: int = 1
-    """How many processes train, where it has no GPUs."""
-    ports: Sequence[int] = (30001, 30002, 30003)
-    """Open to the other machines."""
-    address: str = ""
-    """How they reach it, where that is not `host`."""
-    price_per_hour: Figure = 0.0
-    country: str | None = None
-    upload_mbps: Figure | None = None
-    download_mbps: Figure | None = None
-    python: str | None = None
-    """One that has all that training needs; default: an environment is made."""
-
-
-def read_inventory(path: Path | None) -> list[Entry]:
+def read_inventory(path: Path | None) -> list[Host]:
     """Raises UserError with the field that is wrong."""
     if path is None:
         raise UserError("--provider ssh needs --inventory FILE.toml with your [[machines]].")
     origin = f"--inventory {path}"
     found = [
-        typed(Entry, {"name": str(table.get("host", "")), **table}, f"{origin}, machine {index}")
+        typed(Host, {"name": str(table.get("host", "")), **table}, f"{origin}, machine {index}")
         for index, table in enumerate(tables_in(read_toml(path), "machines", origin))
     ]
     if len({entry.name for entry in found}) < len(found):
@@ -73,27 +42,16 @@ class SshProvider(HostsProvider):
 
     @property
     def hosts(self) -> Sequence[Host]:
-        return [
-            Host(
-                name=entry.name,
-                num_pods=1,
-                host=entry.address or entry.host,
-                ssh_port=entry.port,
-                user=entry.user,
-            )
-            for entry in self._entries.values()
-        ]
+        return list(self._entries.values())
 
     @property
     def listens_on(self) -> str:
         # On loopback alone, where all machines are this one.
-        addresses = {entry.address or entry.host for entry in self._entries.values()}
+        addresses = {host.reached_at for host in self.hosts}
         return "127.0.0.1" if addresses == {"127.0.0.1"} else "0.0.0.0"
 
     async def check(self) -> None:
-        for program in ("rsync", "ssh"):
-            if shutil.which(program) is None:
-                raise UserError(f"{program} is not on this machine, and pods need it; install it first.")
+        check_programs()
         for entry in self._entries.values():
             key_at(Path(entry.key))
         found = await asyncio.gather(*(self.connect(host) for host in self.hosts), return_exceptions=True)
@@ -123,15 +81,14 @@ class SshProvider(HostsProvider):
         ]
 
     async def connect(self, host: Host) -> Machine:
-        entry = self._entries[host.name]
         async with self._connecting[host.name]:
             if host.name not in self._machines:
                 address = Address(
-                    host=entry.host,
-                    port=entry.port,
-                    user=entry.user,
-                    key_path=key_at(Path(entry.key)),
-                    host_key=await _pinned(entry),
+                    host=host.host,
+                    port=host.port,
+                    user=host.user,
+                    key_path=key_at(Path(host.key)),
+                    host_key=await _pinned(host),
                 )
                 self._machines[host.name] = SshMachine(address)
         machine = self._machines[host.name]
@@ -139,7 +96,7 @@ class SshProvider(HostsProvider):
         return machine
 
     def ports(self, host: Host) -> list[int]:
-        return list(self._entries[host.name].ports)
+        return list(host.ports)
 
     def swarm_flags(self, spec: PodSpec, offer: Offer) -> list[str]:
         return ["--nproc-per-node", str(offer.gpu_count)] if offer.is_cpu else []
@@ -154,7 +111,7 @@ class SshProvider(HostsProvider):
         self._machines.clear()
 
 
-async def _pinned(entry: Entry) -> str:
+async def _pinned(entry: Host) -> str:
     """The machine's host key by the inventory or known_hosts; never by what it shows itself. Raises UserError."""
     import asyncssh
 

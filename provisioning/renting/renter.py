@@ -31,7 +31,6 @@ RUN_DIR, FETCH = "run_dir", "fetch"
 class Renter(Settler):
     """Rents and gives back the pods of one ledger at one provider. The caller holds the ledger's lock."""
 
-    public_key: str
     fetches: Sequence[str] | None = None
     """What is brought home of a pod before it is given back; None: what was said when it was rented."""
 
@@ -64,8 +63,7 @@ class Renter(Settler):
         row = self.ledger.advance(row, State.CREATING, asked_at=self.clock())
         try:
             # Unavailable means that it was not carried out, and is asked again; nothing else ever is.
-            order = row.order(self.public_key)
-            pod_id = await repeated(lambda: self.provider.create(order), tell=self.tell)
+            pod_id = await repeated(lambda: self.provider.create(row), tell=self.tell)
         except OutcomeUnknown as error:
             self.has_unclear = True
             row = self.ledger.advance(row, State.CREATING, asked_at=self.clock())

@@ -13,12 +13,11 @@ from pathlib import Path
 from provisioning.errors import NoCapacity, ProviderError, ProvisioningError, UserError
 from provisioning.ledger.ledger import Ledger
 from provisioning.ledger.row import Row
-from provisioning.machines.keys import public_key
 from provisioning.machines.machine import Machine
 from provisioning.pods.choice import candidates
 from provisioning.pods.pod import Offer, Pod, PodSpec
 from provisioning.providers.backoff import repeated
-from provisioning.providers.registry import Access, needs_key, open_provider
+from provisioning.providers.registry import Access, open_provider
 from provisioning.renting.each import Failures, each, gathered
 from provisioning.renting.plan import Plan
 from provisioning.renting.renter import Renter
@@ -213,7 +212,6 @@ async def renters(
             found[name] = Renter(
                 ledger=ledger,
                 provider=provider,
-                public_key=public_key(access.ssh_key) if name in to_rent and needs_key(name) else "",
                 say=say,
                 patience=patience or Patience(),
                 fetches=fetches,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shlex
 from collections.abc import Callable, Sequence
 
@@ -12,7 +11,7 @@ from provisioning.ledger.row import Row
 from provisioning.machines.machine import Machine
 from provisioning.machines.paths import JOBS, pod_directory
 from provisioning.providers.registry import Access
-from provisioning.renting.each import Failures, each
+from provisioning.renting.each import Failures, each, gathered
 from provisioning.renting.operations import checked_names
 from provisioning.renting.renters import renters
 from provisioning.swarm.commands import DHT_JOB, PEER_JOB
@@ -38,27 +37,21 @@ async def follow_all(
 
         async def one(row: Row) -> None:
             machine = await by_provider.of(row).machine(row)
-            chosen = await chosen_jobs(machine, row)
-            await asyncio.gather(*(follow(machine, row, name, shown) for name, shown in chosen.items()))
+            there, wanted = await _jobs(machine, row), job or PEER_JOB
+            shown = {name: f"{row.name}/{name}" for name in there} if job is None else {}
+            if wanted in there or (goes_on and not shown and wanted in (PEER_JOB, DHT_JOB)):
+                shown = {wanted: row.name}
+            if not shown:
+                known = ", ".join(there) or "none yet"
+                without[row.name] = MachineError(f"there is no log of a job {wanted}; there are: {known}")
+            await gathered(follow(machine, row, name, as_what) for name, as_what in shown.items())
 
-        async def chosen_jobs(machine: Machine, row: Row) -> dict[str, str]:
-            """Jobs, and what their lines are shown under."""
-            there = await _jobs(machine, row)
-            wanted = job or PEER_JOB
-            if wanted in there or (goes_on and wanted in (PEER_JOB, DHT_JOB) and not (job is None and there)):
-                return {wanted: row.name}
-            if job is None and there:
-                return {name: f"{row.name}/{name}" for name in there}
-            known = ", ".join(there) or "none yet"
-            without[row.name] = MachineError(f"there is no log of a job {wanted}; there are: {known}")
-            return {}
-
-        async def follow(machine: Machine, row: Row, name: str, shown: str) -> None:
+        async def follow(machine: Machine, row: Row, name: str, as_what: str) -> None:
             path = shlex.quote(f"{pod_directory(row.label)}/{JOBS}/{name}/log")
             # -F waits for a log that is not there yet.
             script = f"exec tail -n {lines} {'-F ' if goes_on else ''}{path} 2>/dev/null"
             async for line in machine.follow(script):
-                write(shown, line)
+                write(as_what, line)
 
         failures = await each(rows, lambda row: row.name, one)
     # Only one pod has a DHT: that the others have none is no failure, unless they were asked for by name.

@@ -43,7 +43,6 @@ class TestFleet:
 
     directory: Path
     open_provider: Callable[[], Provider]
-    public_key: str = ""
     patience: Patience = PATIENCE
     python: str | None = str(STAND_IN)
     said: list[str] = field(default_factory=list)
@@ -90,7 +89,6 @@ class TestFleet:
             renter = Renter(
                 ledger=ledger,
                 provider=provider,
-                public_key=self.public_key,
                 say=lambda name, text: self.said.append(f"{name}: {text}"),
                 patience=self.patience,
             )

@@ -98,7 +98,6 @@ async def drive(what: str, state_dir: Path, point: str) -> int:
         renter = Renter(
             ledger=ledger,
             provider=provider,
-            public_key="",
             say=said,
             patience=PATIENCE,
         )

@@ -98,7 +98,6 @@ class World:
         renter = Renter(
             ledger=ledger,
             provider=self.provider,  # type: ignore[arg-type]
-            public_key="",
             say=lambda name, text: None,
             patience=PATIENCE,
             clock=clock,

@@ -61,7 +61,6 @@ def renter(path: Path, provider: ListProvider) -> Renter:
     return Renter(
         ledger=Ledger(path / "pods.sqlite"),
         provider=provider,
-        public_key="",
         say=lambda name, text: None,
         patience=Patience(poll_s=0.005, destroy_s=5.0),
     )
