@@ -63,9 +63,9 @@ class Settler:
 
         Raises ProviderError.
         """
-        rows = self.rows
-        look = await self.view.look(rows)
-        for pod in look.strays(rows, self.ledger.owner):
+        look = await self.view.look(self.rows)
+        # Read anew: what was ordered beside this look has a row by now.
+        for pod in look.strays(self.rows, self.ledger.owner):
             row = self.ledger.found(pod, self.provider.name, now=self.clock())
             self.say(row.name, f"{pod.id} is ours, but in no row of the state file: it is to be given back")
         return look
