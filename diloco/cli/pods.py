@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -34,7 +35,7 @@ from diloco.options.checks import at_least, finite
 from diloco.options.flags import Seconds
 
 if TYPE_CHECKING:
-    from provisioning.ledger.ledger import Ledger
+    from provisioning.renting.each import Failures
     from provisioning.swarm.status import Overview
 
 app = App(name="pods", help="Look after rented pods.")
@@ -97,8 +98,7 @@ def logs(
 
     ledger = opened_existing(state_file)
     return run(
-        _each(
-            ledger,
+        _told(
             follow_all(ledger, access(inventory), names, job=job, lines=lines, goes_on=follow, write=_line),
         )
     )
@@ -213,7 +213,7 @@ def fetch(*names: str, fetch: Fetch = None, state_file: StateFile = None, invent
 
     ledger = opened_existing(state_file)
     remember_results(ledger, GIVEN, "pods")
-    return run(_each(ledger, operations.bring_home(ledger, access(inventory), names, say, fetched(fetch))))
+    return run(_told(operations.bring_home(ledger, access(inventory), names, say, fetched(fetch))))
 
 
 @app.command
@@ -358,9 +358,8 @@ def add(name: str, *, key_file: Path | None = None) -> int:
     return run(work())
 
 
-async def _each(ledger: Ledger, work: object) -> int:
-    failures = await work  # type: ignore[misc]
-    return shouted(failures)
+async def _told(work: Awaitable[Failures]) -> int:
+    return shouted(await work)
 
 
 def _line(name: str, text: str) -> None:
