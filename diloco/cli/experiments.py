@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
-from diloco.cli.pods_board import Board
 from diloco.cli.pods_flags import (
     GIVEN,
     AsJson,
@@ -27,6 +26,7 @@ from diloco.cli.pods_flags import (
     opened,
     opened_existing,
     remember_results,
+    say,
 )
 from diloco.cli.pods_plan import agreed_to, given_back, interruption_told, plan_json, print_plan, shouted
 from diloco.errors import UserError
@@ -40,8 +40,9 @@ if TYPE_CHECKING:
     from provisioning.machines.setup import Setup
     from provisioning.pods.pod import Offer
     from provisioning.providers.registry import Access
+    from provisioning.renting.each import Failures
     from provisioning.renting.plan import Plan
-    from provisioning.swarm.fleet import Fleet, Outcome
+    from provisioning.swarm.fleet import Fleet
 
 app = App(name="experiments", help="Run many trainings over rented pods.")
 
@@ -189,14 +190,13 @@ class _Run:
     async def run(self, where: Access, setup: Setup) -> int:
         from provisioning.swarm.fleet import opened_fleet
 
-        board = Board()
         setup = replace(setup, extras=self.trainer.extras)
-        async with opened_fleet(self.ledger, list(self.found.pods), where, board.say, setup) as fleet:
+        async with opened_fleet(self.ledger, list(self.found.pods), where, say, setup) as fleet:
             give_back = f"diloco experiments destroy --state-file {shlex.quote(str(self.ledger.path))}"
             with interruption_told(self.ledger, give_back):
-                return await self._run(fleet, board)
+                return await self._run(fleet)
 
-    async def _run(self, fleet: Fleet, board: Board) -> int:
+    async def _run(self, fleet: Fleet) -> int:
         from provisioning.experiments import runs
 
         failures: dict[str, Exception] = {}
@@ -206,7 +206,7 @@ class _Run:
                 agreed, offers = await self._planned(fleet, unfinished)
                 if self.plan_only:
                     return 0
-                failures.update((await self._deployed(fleet, board, agreed, offers)).failures)
+                failures.update(await self._deployed(fleet, agreed, offers))
         if self.deploy_only:
             return shouted(failures)
         # Not under that lock: meanwhile pods' ends are put off, and whose time is over is given back.
@@ -214,7 +214,7 @@ class _Run:
         self._tell(results)
         if self.destroys:
             with self.ledger.locked(wait_s=_LOCK_WAIT_S):
-                failures.update((await fleet.give_back()).failures)
+                failures.update(await fleet.renters.give_back())
         return max(shouted(failures), 0 if runs.all_good(results) else 1)
 
     async def _planned(self, fleet: Fleet, unfinished: set[str]) -> tuple[Plan, list[Offer]]:
@@ -227,13 +227,11 @@ class _Run:
             print(json.dumps({"plan": plan_json(agreed)}), flush=True)
         return agreed, offers
 
-    async def _deployed(self, fleet: Fleet, board: Board, agreed: Plan, offers: Sequence[Offer]) -> Outcome:
+    async def _deployed(self, fleet: Fleet, agreed: Plan, offers: Sequence[Offer]) -> Failures:
         await agreed_to(agreed, yes=not self.asks)
-        board.attach(fleet)
-        fleet.renters.on_planned = lambda: ensure_watcher(self.ledger, board.say)
-        with board:
-            outcome = await fleet.rent(agreed, offers)
-            return await fleet.set_up(outcome, again=self.syncs, with_environment=self.sets_up)
+        fleet.renters.on_planned = lambda: ensure_watcher(self.ledger)
+        failures = await fleet.rent(agreed, offers)
+        return await fleet.set_up(failures, again=self.syncs, with_environment=self.sets_up)
 
     def _tell(self, results: Sequence[Result]) -> None:
         if self.as_json:
@@ -294,14 +292,14 @@ def status(*names: str, as_json: AsJson = False, state_file: StateFile = None) -
 @app.command(name="list")
 def list_(*, as_json: AsJson = False) -> int:
     """List the built-in sets, and what each would run."""
-    from provisioning.experiments.sets import BUILT_IN
+    from provisioning.experiments.sets import BUILT_IN, built_in
 
-    sets = [make() for make in BUILT_IN.values()]
+    sets = [built_in(name) for name in BUILT_IN]
     if as_json:
         found = [
             {
                 "name": one.name,
-                "pods": [json.loads(spec.to_json()) for spec in one.pods],
+                "pods": [asdict(spec) for spec in one.pods],
                 "experiments": [{"pod": placed.pod, **asdict(placed.config)} for placed in one.experiments],
             }
             for one in sets

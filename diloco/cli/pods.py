@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -34,7 +35,7 @@ from diloco.options.checks import at_least, finite
 from diloco.options.flags import Seconds
 
 if TYPE_CHECKING:
-    from provisioning.ledger.ledger import Ledger
+    from provisioning.renting.each import Failures
     from provisioning.swarm.status import Overview
 
 app = App(name="pods", help="Look after rented pods.")
@@ -97,8 +98,7 @@ def logs(
 
     ledger = opened_existing(state_file)
     return run(
-        _each(
-            ledger,
+        _told(
             follow_all(ledger, access(inventory), names, job=job, lines=lines, goes_on=follow, write=_line),
         )
     )
@@ -152,15 +152,15 @@ def cost(*, as_json: AsJson = False, state_file: StateFile = None) -> int:
     now = time.time()
     bills = ledger.bills()
     total = sum(bill.dollars(now) for bill in bills)
-    rate = sum(bill.price_per_hour for bill in bills if bill.ended_at is None)
+    rate = sum(bill.offer.price_per_hour for bill in bills if bill.ended_at is None)
     if as_json:
         found = [
             {
                 "name": bill.name,
                 "provider": bill.provider,
                 "label": bill.label,
-                "price_per_hour": bill.price_per_hour,
-                "hours": ((bill.ended_at or now) - bill.began_at) / 3600,
+                "price_per_hour": bill.offer.price_per_hour,
+                "hours": ((bill.ended_at or now) - bill.asked_at) / 3600,
                 "dollars": bill.dollars(now),
                 "is_over": bill.ended_at is not None,
             }
@@ -170,8 +170,8 @@ def cost(*, as_json: AsJson = False, state_file: StateFile = None) -> int:
         return 0
     for bill in bills:
         until = "until now" if bill.ended_at is None else "given back"
-        hours = _hours((bill.ended_at or now) - bill.began_at)
-        rate_text, dollars = f"{bill.price_per_hour:7.2f} $/h", f"{bill.dollars(now):9.2f} $"
+        hours = _hours((bill.ended_at or now) - bill.asked_at)
+        rate_text, dollars = f"{bill.offer.price_per_hour:7.2f} $/h", f"{bill.dollars(now):9.2f} $"
         print(f"{bill.name:<12} {bill.provider:<8} {rate_text} {hours:>9} {dollars}  {until}")
     print(f"{total:.2f} $ in all, {rate:.2f} $/h now", flush=True)
     return 0
@@ -213,7 +213,7 @@ def fetch(*names: str, fetch: Fetch = None, state_file: StateFile = None, invent
 
     ledger = opened_existing(state_file)
     remember_results(ledger, GIVEN, "pods")
-    return run(_each(ledger, operations.bring_home(ledger, access(inventory), names, say, fetched(fetch))))
+    return run(_told(operations.bring_home(ledger, access(inventory), names, say, fetched(fetch))))
 
 
 @app.command
@@ -302,8 +302,9 @@ def reconcile(
     interval: float
         Seconds between two looks.
     """
-    from provisioning.renting import operations
-    from provisioning.renting.watcher import watching
+    from provisioning.errors import Busy
+    from provisioning.ledger.lock import held
+    from provisioning.renting import operations, watcher
     from provisioning.swarm import keeper
 
     ledger = opened_existing(state_file)
@@ -320,8 +321,12 @@ def reconcile(
         await keeper.watch(ledger, access(inventory), say, interval_s=interval)
         return 0
 
-    with watching(ledger.path) as is_mine:
-        return run(forever()) if is_mine else 0
+    try:
+        with held(watcher.lock_path(ledger.path)):
+            return run(forever())
+    except Busy:
+        # There is one already.
+        return 0
 
 
 @ssh_key.command
@@ -353,9 +358,8 @@ def add(name: str, *, key_file: Path | None = None) -> int:
     return run(work())
 
 
-async def _each(ledger: Ledger, work: object) -> int:
-    failures = await work  # type: ignore[misc]
-    return shouted(failures)
+async def _told(work: Awaitable[Failures]) -> int:
+    return shouted(await work)
 
 
 def _line(name: str, text: str) -> None:

@@ -43,11 +43,7 @@ AsJson = Annotated[bool, Parameter(name="--json", negative="", help="One JSON ob
 
 def say(name: str, text: str) -> None:
     """One line of progress; stdout is for results."""
-    print(line_of(name, text), file=sys.stderr, flush=True)
-
-
-def line_of(name: str, text: str) -> str:
-    return f"{time.strftime('%H:%M:%S')} {name:<10} {text}"
+    print(f"{time.strftime('%H:%M:%S')} {name:<10} {text}", file=sys.stderr, flush=True)
 
 
 def opened(state_file: Path | None) -> Ledger:
@@ -82,8 +78,8 @@ class Given:
     mount: Words = ()
     """Files and directories to copy there: PATH, or PATH:PLACE with a place below the pod's directory."""
     fetch: Fetch = None
-    run_dir: Path | None = None
-    """Where that goes, in a directory for each pod; default: runs/<UTC time>-<name>."""
+    run_dir: str | None = None
+    """Where that goes, a directory for each pod: a path, or a URL for fsspec; default: runs/<UTC time>-<name>."""
 
     def setup(self, python: str | None, source: Path | None) -> Setup:
         """Raises UserError for a secret or a file that is not there."""
@@ -106,11 +102,12 @@ GIVEN = Given()
 def remember_results(ledger: Ledger, given: Given, name: str) -> None:
     """Where what is made on these pods goes, and what of it, unless that is known from the command before this one."""
     from diloco.train.run_dir import default_run_dir
-    from provisioning.machines.results import DEFAULT
+    from provisioning.machines.results import DEFAULT, is_url
     from provisioning.renting.renter import FETCH, RUN_DIR
 
     if given.run_dir is not None or not ledger.rows() or not ledger.recall(RUN_DIR):
-        ledger.remember(RUN_DIR, str((given.run_dir or default_run_dir(name)).absolute()))
+        place = given.run_dir or str(default_run_dir(name))
+        ledger.remember(RUN_DIR, place if is_url(place) else str(Path(place).absolute()))
     if given.fetch is not None or not ledger.recall(FETCH):
         ledger.remember(FETCH, " ".join(fetched(given.fetch) or DEFAULT))
 
@@ -138,7 +135,7 @@ def locked(ledger: Ledger, work: Callable[[], Coroutine[Any, Any, int]], *, for_
         return run(work())
 
 
-def ensure_watcher(ledger: Ledger, tell: Callable[[str, str], None] = say) -> None:
+def ensure_watcher(ledger: Ledger) -> None:
     """Where a pod has an end, or an order is in doubt, a process of ours sees to it beside every command."""
     import os
 
@@ -152,7 +149,7 @@ def ensure_watcher(ledger: Ledger, tell: Callable[[str, str], None] = say) -> No
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     if watcher.start(ledger.path, argv, {**os.environ, "PYTHONPATH": path}):
-        tell(
+        say(
             "–",
             "a process in the background gives back pods whose time is over or whose orders were in doubt, and keeps "
             "the swarm as it was asked for",

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
-from diloco.cli.pods_board import Board
 from diloco.cli.pods_flags import (
     GIVEN,
     AsJson,
@@ -38,8 +37,9 @@ if TYPE_CHECKING:
     from provisioning.ledger.ledger import Ledger
     from provisioning.machines.setup import Setup
     from provisioning.pods.pod import Offer, PodSpec
+    from provisioning.renting.each import Failures
     from provisioning.renting.plan import Plan
-    from provisioning.swarm.fleet import Fleet, Outcome
+    from provisioning.swarm.fleet import Fleet
     from provisioning.swarm.swarm import SwarmOptions
 
 DEFAULTS = HvConfig()
@@ -59,7 +59,7 @@ class Wish:
     pods: Number = None
     """How many pods."""
     file: Path | None = None
-    """Instead: a TOML file with [[pods]], or a Python file with a function pods() that returns PodSpecs."""
+    """Instead: a TOML file with [[pods]]."""
     provider: str = "local"
     """local (pods on this machine), ssh (your own machines), lium, lambda, runpod, vast; or several: lium,runpod."""
     gpu_type: Words = ()
@@ -206,10 +206,10 @@ def _any_machine(spec: PodSpec, wish: Wish) -> PodSpec:
     return spec
 
 
-async def _waited(board: Board, why: str) -> None:
+async def _waited(why: str) -> None:
     import asyncio
 
-    board.say("–", f"{why} Asking again in {_RETRY_S:g} s")
+    say("–", f"{why} Asking again in {_RETRY_S:g} s")
     await asyncio.sleep(_RETRY_S)
 
 
@@ -306,22 +306,21 @@ class _Provision:
     async def run(self) -> int:
         from provisioning.swarm.fleet import opened_fleet
 
-        board = Board()
         async with opened_fleet(
             self.ledger,
             self.specs,
             self.where,
-            board.say,
+            say,
             self.setup,
             boot_timeout_s=self.boot_timeout_s,
         ) as fleet:
-            return await self._bring_up(fleet, board)
+            return await self._bring_up(fleet)
 
-    async def _bring_up(self, fleet: Fleet, board: Board) -> int:
+    async def _bring_up(self, fleet: Fleet) -> int:
         from provisioning.errors import NoCapacity
 
         while True:
-            agreed, offers = await self._planned(fleet, board)
+            agreed, offers = await self._planned(fleet)
             print_plan(agreed, to_stderr=self.as_json)
             if self.plan_only:
                 if self.as_json:
@@ -330,19 +329,18 @@ class _Provision:
             await agreed_to(agreed, yes=not self.asks)
             remember_results(self.ledger, self.given, self.run_id)
             self._remember(agreed, fleet.setup)
-            board.attach(fleet)
-            fleet.renters.on_planned = lambda: ensure_watcher(self.ledger, board.say)
-            with interruption_told(self.ledger, "diloco pods down"), board:
-                outcome = await fleet.rent(agreed, offers)
-                lacking = [name for name, error in outcome.failures.items() if isinstance(error, NoCapacity)]
+            fleet.renters.on_planned = lambda: ensure_watcher(self.ledger)
+            with interruption_told(self.ledger, "diloco pods down"):
+                failures = await fleet.rent(agreed, offers)
+                lacking = [name for name, error in failures.items() if isinstance(error, NoCapacity)]
                 if not (lacking and self.care.retry_until_up):
-                    outcome = await fleet.set_up(outcome)
+                    failures = await fleet.set_up(failures)
                     if not self.deploy_only:
-                        outcome = await fleet.train(outcome, self._options)
-                    return self._told(agreed, outcome)
-            await _waited(board, f"{', '.join(lacking)} cannot be had now")
+                        failures = await fleet.train(failures, self._options)
+                    return self._told(agreed, failures)
+            await _waited(f"{', '.join(lacking)} cannot be had now")
 
-    async def _planned(self, fleet: Fleet, board: Board) -> tuple[Plan, list[Offer]]:
+    async def _planned(self, fleet: Fleet) -> tuple[Plan, list[Offer]]:
         from provisioning.errors import NoOffer
 
         while True:
@@ -351,7 +349,7 @@ class _Provision:
             except NoOffer as error:
                 if not self.care.retry_until_up or self.plan_only:
                     raise
-                await _waited(board, str(error))
+                await _waited(str(error))
 
     @property
     def _options(self) -> SwarmOptions:
@@ -368,10 +366,6 @@ class _Provision:
         prices = {creation.spec.name: creation.offer.price_per_hour for creation in agreed.create}
         prices |= {row.name: row.offer.price_per_hour for row in agreed.keep}
         stops = any(prices.values()) if self.care.idle_stop is None else self.care.idle_stop
-        if self.care.replace and any(spec.where for spec in self.specs):
-            raise UserError(
-                "--replace cannot write down a condition `where`, which is code; leave one of them out."
-            )
         if self.deploy_only or not (self.care.replace or stops):
             self.ledger.remember(WANTED, "")
             return
@@ -387,7 +381,7 @@ class _Provision:
             options=self._options,
         ).write(self.ledger)
 
-    def _told(self, agreed: Plan, outcome: Outcome) -> int:
+    def _told(self, agreed: Plan, failures: Failures) -> int:
         rows = self.ledger.rows()
         if self.as_json:
             pods = [
@@ -399,14 +393,13 @@ class _Provision:
                 }
                 for row in rows
             ]
-            failures = {name: str(error) for name, error in outcome.failures.items()}
-            print(json.dumps({"plan": plan_json(agreed), "pods": pods, "failures": failures}), flush=True)
+            told = {name: str(error) for name, error in failures.items()}
+            print(json.dumps({"plan": plan_json(agreed), "pods": pods, "failures": told}), flush=True)
         else:
             for row in rows:
-                print(f"{row.name}: {row.state}{', failed' if row.name in outcome.failures else ''}")
-        if outcome.is_good:
+                print(f"{row.name}: {row.state}{', failed' if row.name in failures else ''}")
+        if not shouted(failures):
             return 0
-        shouted(outcome.failures)
         print(
             "The same command goes on from here; `diloco pods down` gives everything back.",
             file=sys.stderr,

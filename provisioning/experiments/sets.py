@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-import tomllib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+import runpy
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from provisioning.errors import UserError
-from provisioning.pods.files import called, check_field_types, checked, specs_of
+from provisioning.pods.files import checked, read_toml, specs_of, tables_in, typed
 from provisioning.pods.pod import PodSpec
 
 QWEN = "Qwen/Qwen2.5-1.5B-Instruct"
@@ -40,9 +40,6 @@ class ExperimentConfig:
     """Environment variables of the trainer."""
     custom_args: Sequence[str] = ()
     """More words for the trainer's command line; they come last."""
-
-
-_CONFIG_FIELDS = {item.name for item in fields(ExperimentConfig)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +96,7 @@ def _checked(found: ExperimentSet, origin: str) -> ExperimentSet:
     seen: set[str] = set()
     for placed in found.experiments:
         name = placed.config.name
-        check_field_types(placed.config, f"{origin}, experiment {name}")
+        typed(ExperimentConfig, asdict(placed.config), f"{origin}, experiment {name}")
         if name in seen:
             raise UserError(f"{origin} has two experiments named {name}.")
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,60}", name):
@@ -110,59 +107,39 @@ def _checked(found: ExperimentSet, origin: str) -> ExperimentSet:
     return found
 
 
-def _pods(name: str, number: int, ttl_hours: float) -> list[PodSpec]:
-    return [
+_TRAININGS: Mapping[str, tuple[int, float, Mapping[str, Mapping[str, Any]]]] = {
+    "lr_sweep": (2, 6, {f"lr-{rate:.0e}": {"learning_rate": rate} for rate in (1e-6, 3e-6, 5e-6, 1e-5)}),
+    "multi_dataset": (3, 8, {name: {"dataset": name} for name in ("gsm8k", "math", "mbpp")}),
+    "model_size": (
+        *(3, 12),
+        {f"qwen-{size}": {"model_id": f"Qwen/Qwen2.5-{size}-Instruct"} for size in ("1.5B", "3B", "7B")},
+    ),
+    "batch_grid": (
+        *(4, 8),
+        {
+            f"batch-{size}x{steps}": {"batch_size": size, "grad_accum_steps": steps}
+            for size, steps in ((2, 256), (4, 128), (8, 64), (16, 32))
+        },
+    ),
+    "custom_advanced": (1, 10, {"advanced": {"custom_env": {"GRAIL_TRAINER_WARMUP_STEPS": "50"}}}),
+}
+"""By the set: how many pods, for how many hours, and what of each training is not as in all of them."""
+BUILT_IN = tuple(_TRAININGS)
+
+
+def built_in(name: str) -> ExperimentSet:
+    num_pods, ttl_hours, trainings = _TRAININGS[name]
+    specs = [
         PodSpec(
             name=f"{name.replace('_', '-')}-{index}",
-            gpu_type="A100",
-            gpu_count=8,
             ttl_hours=ttl_hours,
             min_upload_mbps=500,
             min_download_mbps=500,
         )
-        for index in range(number)
+        for index in range(num_pods)
     ]
-
-
-def _lr_sweep() -> ExperimentSet:
-    rates = (1e-6, 3e-6, 5e-6, 1e-5)
-    configs = [ExperimentConfig(name=f"lr-{rate:.0e}", learning_rate=rate, eval_every=20) for rate in rates]
-    return spread("lr_sweep", _pods("lr_sweep", 2, 6), configs)
-
-
-def _multi_dataset() -> ExperimentSet:
-    configs = [ExperimentConfig(name=name, dataset=name, eval_every=20) for name in ("gsm8k", "math", "mbpp")]
-    return spread("multi_dataset", _pods("multi_dataset", 3, 8), configs)
-
-
-def _model_size() -> ExperimentSet:
-    configs = [
-        ExperimentConfig(name=f"qwen-{size}", model_id=f"Qwen/Qwen2.5-{size}-Instruct", eval_every=20)
-        for size in ("1.5B", "3B", "7B")
-    ]
-    return spread("model_size", _pods("model_size", 3, 12), configs)
-
-
-def _batch_grid() -> ExperimentSet:
-    configs = [
-        ExperimentConfig(name=f"batch-{size}x{steps}", batch_size=size, grad_accum_steps=steps, eval_every=20)
-        for size, steps in ((2, 256), (4, 128), (8, 64), (16, 32))
-    ]
-    return spread("batch_grid", _pods("batch_grid", 4, 8), configs)
-
-
-def _custom_advanced() -> ExperimentSet:
-    config = ExperimentConfig(name="advanced", eval_every=20, custom_env={"GRAIL_TRAINER_WARMUP_STEPS": "50"})
-    return spread("custom_advanced", _pods("custom_advanced", 1, 10), [config])
-
-
-BUILT_IN: Mapping[str, Callable[[], ExperimentSet]] = {
-    "lr_sweep": _lr_sweep,
-    "multi_dataset": _multi_dataset,
-    "model_size": _model_size,
-    "batch_grid": _batch_grid,
-    "custom_advanced": _custom_advanced,
-}
+    configs = [ExperimentConfig(name=one, eval_every=20, **values) for one, values in trainings.items()]
+    return spread(name, specs, configs)
 
 
 def load(name: str) -> ExperimentSet:
@@ -173,7 +150,7 @@ def load(name: str) -> ExperimentSet:
     ExperimentConfigs.
     """
     if name in BUILT_IN:
-        return BUILT_IN[name]()
+        return built_in(name)
     path = Path(name)
     if path.suffix == ".py":
         return _of_python(path)
@@ -183,7 +160,7 @@ def load(name: str) -> ExperimentSet:
 
 
 def _of_python(path: Path) -> ExperimentSet:
-    found = called(path, "experiments")
+    found = _called(path)
     if isinstance(found, ExperimentSet):
         return _checked(found, str(path))
     if isinstance(found, tuple) and len(found) == 2:
@@ -200,27 +177,27 @@ def _all_are(kind: type, items: object) -> bool:
 
 
 def _of_toml(path: Path) -> ExperimentSet:
-    try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not TOML: {error}.") from error
-    specs = specs_of(tables.get("pods"), str(path))
-    entries = tables.get("experiments") or []
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise UserError(f"{path} has no [[experiments]].")
-    configs = []
-    for index, entry in enumerate(entries):
-        unknown = sorted(set(entry) - _CONFIG_FIELDS - {"pod"})
-        if unknown:
-            known = ", ".join(sorted(_CONFIG_FIELDS))
-            raise UserError(f"{path}, experiment {index}: unknown field {unknown[0]}; there are {known}.")
-        values = {key: value for key, value in entry.items() if key != "pod"}
-        configs.append(ExperimentConfig(**{"name": f"experiment-{index}", **values}))
+    values = read_toml(path)
+    specs, entries = specs_of(values, str(path)), tables_in(values, "experiments", str(path))
+    pods = [entry.pop("pod", None) for entry in entries]
+    configs = [
+        typed(ExperimentConfig, {"name": f"experiment-{index}", **entry}, f"{path}, experiment {index}")
+        for index, entry in enumerate(entries)
+    ]
     found = spread(path.stem, specs, configs)
     placed = [
-        replace(one, pod=entry.get("pod", one.pod))
-        for entry, one in zip(entries, found.experiments, strict=True)
+        one if pod is None else replace(one, pod=str(pod))
+        for pod, one in zip(pods, found.experiments, strict=True)
     ]
     return _checked(replace(found, experiments=placed), str(path))
+
+
+def _called(path: Path) -> Any:
+    """What `experiments()` returns in a Python file of the user's. Raises UserError."""
+    try:
+        found = runpy.run_path(str(path)).get("experiments")
+        return found() if callable(found) else None
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"experiments() in {path} failed: {type(error).__name__}: {error}") from error

@@ -92,85 +92,82 @@ async def _network_env(machine: Machine) -> dict[str, str]:
     return {"GLOO_SOCKET_IFNAME": interface} if interface else {}
 
 
+@dataclass(frozen=True)
+class _Node:
+    row: Row
+    machine: Machine
+    pod: Pod
+
+
 class RayCluster:
     """Starts what does not run yet; called again, it changes nothing that works."""
 
     def __init__(self, renters: Renters, rows: Sequence[Row], python: str) -> None:
         """`python`: as jobs on a pod name it."""
-        self._renters, self._rows, self._python = renters, list(rows), python
+        self._renters, self._rows, self._python = renters, rows, python
 
     async def start(self, *, cpus: int | None = None) -> None:
         """Until all nodes are in the cluster. Raises MachineError."""
-        head_row = self._rows[0]
-        pods = [await self._renters.pod(row.name) for row in self._rows]
-        for row, pod in zip(self._rows, pods, strict=True):
-            machine = await self._renters.machine(row.name)
-            first = row is head_row
-            argv = (
-                head_argv(self._python, pod, cpus=cpus)
-                if first
-                else node_argv(self._python, pods[0], pod, cpus=cpus)
-            )
-            if await jobs.start(machine, row.label, RAY_JOB, argv, {**ENV, **await _network_env(machine)}):
-                self._renters.say(row.name, "starting Ray's head" if first else "starting Ray")
-            if first:
-                await self._until_nodes(1)
-        await self._until_nodes(len(self._rows))
-        self._renters.say(head_row.name, f"the Ray cluster has {len(self._rows)} nodes")
+        nodes = [await self._node(row) for row in self._rows]
+        for number, node in enumerate(nodes, 1):
+            argv = node_argv(self._python, nodes[0].pod, node.pod, cpus=cpus)
+            if node is nodes[0]:
+                argv = head_argv(self._python, node.pod, cpus=cpus)
+            env = {**ENV, **await _network_env(node.machine)}
+            if await jobs.start(node.machine, node.row.label, RAY_JOB, argv, env):
+                self._renters.say(node.row.name, "starting Ray" if number > 1 else "starting Ray's head")
+            if number in (1, len(nodes)):
+                await self._until_there(nodes[:number])
+        self._renters.say(nodes[0].row.name, f"the Ray cluster has {len(nodes)} nodes")
 
     async def run(self, job: RayJob) -> int:
         """Submit it, and print its output until its end; its exit code. Raises MachineError."""
-        row = self._rows[0]
-        machine = await self._renters.machine(row.name)
-        log = f"{shlex.quote(pod_directory(row.label))}/{JOBS}/{SUBMIT_JOB}/log"
-        if (await jobs.state(machine, row.label, SUBMIT_JOB)).is_running:
-            self._renters.say(row.name, "the job submitted before still runs; this is what it says")
+        head = await self._node(self._rows[0])
+        machine, label = head.machine, head.row.label
+        log = f"{shlex.quote(pod_directory(label))}/{JOBS}/{SUBMIT_JOB}/log"
+        if (await jobs.state(machine, label, SUBMIT_JOB)).is_running:
+            self._renters.say(head.row.name, "the job submitted before still runs; this is what it says")
         else:
-            # Ray runs its entry point in another directory.
-            python = await self._absolute_python()
             await machine.run(f"rm -f {log}")
-            await jobs.start(machine, row.label, SUBMIT_JOB, submit_argv(self._python, python, job), ENV)
+            argv = submit_argv(self._python, await self._absolute_python(head), job)
+            await jobs.start(machine, label, SUBMIT_JOB, argv, ENV)
         shown = 0
         while True:
-            state = await jobs.state(machine, row.label, SUBMIT_JOB)
+            state = await jobs.state(machine, label, SUBMIT_JOB)
             text = (await machine.run(f"tail -c +{shown + 1} {log} 2>/dev/null; exit 0")).stdout
             shown += len(text.encode())
-            if text:
-                print(text, end="", flush=True)
+            print(text, end="", flush=True)
             if not state.is_running:
                 return 1 if state.code is None else state.code
             await asyncio.sleep(_POLL_S)
 
-    async def _absolute_python(self) -> str:
-        if self._python.startswith("/"):
-            return self._python
-        row = self._rows[0]
-        machine = await self._renters.machine(row.name)
-        answer = await machine.run(f"cd {shlex.quote(pod_directory(row.label))} && pwd")
-        return f"{answer.checked('looking for its directory').strip()}/{self._python}"
+    async def _node(self, row: Row) -> _Node:
+        return _Node(row, await self._renters.machine(row.name), await self._renters.pod(row.name))
 
-    async def _until_nodes(self, wanted: int) -> None:
-        row = self._rows[0]
-        machine = await self._renters.machine(row.name)
-        python = self._python if self._python.startswith("/") else f"./{self._python}"
-        directory = shlex.quote(pod_directory(row.label))
-        pod = await self._renters.pod(row.name)
-        ask = f"{python} -m ray.scripts.scripts status --address {pod.host}:{PORT}"
+    async def _absolute_python(self, node: _Node) -> str:
+        """Ray runs its entry point in another directory."""
+        answer = await node.machine.run(f"cd {shlex.quote(pod_directory(node.row.label))} && pwd")
+        directory = answer.checked("looking for its directory").strip()
+        return self._python if self._python.startswith("/") else f"{directory}/{self._python}"
+
+    async def _until_there(self, nodes: Sequence[_Node]) -> None:
+        head = nodes[0]
+        python = await self._absolute_python(head)
+        ask = f"{shlex.quote(python)} -m ray.scripts.scripts status --address {head.pod.host}:{PORT} 2>&1"
         deadline = time.monotonic() + _READY_TIMEOUT_S
         while True:
-            answer = await machine.run(f"cd {directory} && {ask} 2>&1", timeout_s=120.0)
+            answer = await head.machine.run(ask, timeout_s=120.0)
             active = answer.stdout.partition("Active:")[2].partition("Pending:")[0]
-            if len(re.findall(r"^ *\d+ node_", active, re.MULTILINE)) >= wanted:
+            if len(re.findall(r"^ *\d+ node_", active, re.MULTILINE)) >= len(nodes):
                 return
-            for one in self._rows[:wanted]:
-                look = await jobs.state(await self._renters.machine(one.name), one.label, RAY_JOB)
-                if not look.is_running:
-                    log = await (await self._renters.machine(one.name)).run(
-                        f"tail -n 8 {shlex.quote(pod_directory(one.label))}/{JOBS}/{RAY_JOB}/log"
-                    )
-                    raise MachineError(f"Ray ended on {one.name} ({look.code}): {log.stdout.strip()}")
+            for node in nodes:
+                state = await jobs.state(node.machine, node.row.label, RAY_JOB)
+                if not state.is_running:
+                    log = f"{shlex.quote(pod_directory(node.row.label))}/{JOBS}/{RAY_JOB}/log"
+                    said = (await node.machine.run(f"tail -n 8 {log}")).stdout.strip()
+                    raise MachineError(f"Ray ended on {node.row.name} ({state.code}): {said}")
             if time.monotonic() > deadline:
                 raise MachineError(
-                    f"Ray has not {wanted} nodes after {_READY_TIMEOUT_S:g} s: {answer.stdout[-400:]}"
+                    f"Ray has not {len(nodes)} nodes after {_READY_TIMEOUT_S:g} s: {answer.stdout[-400:]}"
                 )
             await asyncio.sleep(_POLL_S)

@@ -1,32 +1,31 @@
 """What this machine has rented or is about to: one SQLite file, written before every request that costs money.
 
-There is one row for each order, known by its label. A row goes only when the provider has said that there is no such
-pod; what it cost stays. Readers need no lock; whoever changes pods holds the lock of the file, one command at a time.
+There is one row for each order, known by its label. A pod is gone only when the provider has said that there is no such
+pod; its row stays, and tells what it cost. Readers need no lock; whoever changes pods holds the lock of the file, one
+command at a time.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import secrets
 import sqlite3
-import time
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
+
+import msgspec
 
 from provisioning.errors import Busy, UserError
-from provisioning.ledger.row import Bill, Row, State, may_follow, stray
-from provisioning.ledger.schema import brought_up_to_date
+from provisioning.ledger.lock import held
+from provisioning.ledger.row import Row, State, may_follow, stray
+from provisioning.ledger.schema import make_tables
 from provisioning.pods.pod import Offer, Pod, PodSpec, label_prefix
 
 _BUSY_TIMEOUT_S = 10.0
-_FIELDS = (
-    "name, label, idempotency_key, state, provider, provider_id, spec, offer, asked_at, ends_at, "
-    "host_key, trouble, absent_since, num_absences"
-)
+_COLUMNS = tuple(item.name for item in fields(Row))
 
 
 class Ledger:
@@ -41,7 +40,7 @@ class Ledger:
             self._db = sqlite3.connect(path, timeout=_BUSY_TIMEOUT_S, isolation_level=None)
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=FULL")
-            brought_up_to_date(self._db)
+            make_tables(self._db)
             self._db.execute("INSERT OR IGNORE INTO meta VALUES ('owner', ?)", (secrets.token_hex(4),))
         except (sqlite3.Error, OSError) as error:
             raise UserError(
@@ -61,96 +60,90 @@ class Ledger:
         `for_jobs`: the one that runs jobs on them, for hours perhaps, while others may put their end off, or end them.
         """
         path = self.path.with_name(f"{self.path.name}.{'jobs-' if for_jobs else ''}lock")
-        with _opened(path) as file:
-            deadline = time.monotonic() + wait_s
-            while True:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() >= deadline:
-                        file.seek(0)
-                        raise Busy(
-                            f"Another command (process {file.read().strip() or 'unknown'}) is "
-                            f"{'running jobs on' if for_jobs else 'changing'} the pods of {self.path}; wait for it, or "
-                            "stop it."
-                        ) from None
-                    time.sleep(0.05)
-            file.truncate(0)
-            file.write(str(os.getpid()))
-            file.flush()
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(held(path, wait_s=wait_s))
+            except Busy as busy:
+                doing = "running jobs on" if for_jobs else "changing"
+                raise Busy(
+                    f"Another command (process {busy}) is {doing} the pods of {self.path}; wait for it, or stop it."
+                ) from None
             yield
 
     def rows(self) -> list[Row]:
-        return self._rows("ORDER BY rowid")
+        """Of all pods that may be there, or are to be."""
+        return self._rows("WHERE state != ?", State.GONE)
+
+    def bills(self) -> list[Row]:
+        """Of all pods that there ever were."""
+        return self._rows("WHERE provider_id IS NOT NULL")
 
     def row(self, name: str) -> Row | None:
         """The pod of this name; one that is being given back only where there is no other."""
-        found = self._rows("WHERE name = ? ORDER BY state = ?, rowid DESC", name, State.DELETING)
-        return found[0] if found else None
+        found = [row for row in self.rows() if row.name == name]
+        return min(reversed(found), key=lambda row: row.state == State.DELETING, default=None)
 
     def current(self, row: Row) -> Row | None:
-        """The same row as it is now."""
-        found = self._rows("WHERE label = ?", row.label)
-        return found[0] if found else None
+        """The same row as it is now; None: it is gone."""
+        return next((one for one in self.rows() if one.label == row.label), None)
 
     def providers(self) -> list[str]:
         """All that pods were ever to be ordered of: a pod of ours may turn up at each, also without a row."""
-        return [str(name) for (name,) in self._db.execute("SELECT name FROM providers ORDER BY rowid")]
+        return list(dict.fromkeys(row.provider for row in self._rows("")))
 
     def plan(self, spec: PodSpec, offer: Offer, *, now: float, ends_at: float | None) -> Row:
-        """Write down that this pod is wanted, with a label and a key that no other order has.
+        """Write down that this pod is wanted, with a label that no other order has.
 
         Replaces a row that is planned still; any other row of that name is an error of the caller's.
         """
+        label = f"{label_prefix(self.owner)}{spec.name}-{secrets.token_hex(4)}"
         row = Row(
             name=spec.name,
-            label=f"{label_prefix(self.owner)}{spec.name}-{secrets.token_hex(4)}",
-            idempotency_key=secrets.token_hex(16),
+            label=label,
             state=State.PLANNED,
-            provider=offer.provider,
             provider_id=None,
             spec=spec,
             offer=offer,
             asked_at=now,
             ends_at=ends_at,
-            host_key="",
-            trouble="",
         )
         with self._transaction():
             self._db.execute("DELETE FROM pods WHERE name = ? AND state = ?", (spec.name, State.PLANNED))
             self._insert(row)
-            self._db.execute("INSERT OR IGNORE INTO providers VALUES (?)", (offer.provider,))
         return row
 
     def found(self, pod: Pod, provider: str, *, now: float) -> Row:
         """Write down a pod of ours that no row knows of, before it is given back. May be repeated."""
         with self._transaction():
-            for row in self._rows("WHERE provider = ? AND provider_id = ?", provider, pod.id):
-                return row
+            known = [row for row in self._rows("WHERE provider_id = ?", pod.id) if row.provider == provider]
+            if known:
+                # One that was called gone may be there after all.
+                if known[0].state == State.GONE:
+                    return self._set(known[0], state=State.DELETING, ended_at=None)
+                return known[0]
             row = stray(pod, provider, self.owner, now)
-            if self.current(row):
+            if self._rows("WHERE label = ?", row.label):
                 # Made twice by one order, whose row has its label.
                 row = replace(row, label=f"{pod.label}/{pod.id}")
             self._insert(row)
-            self._bill(row, row.offer.price_per_hour)
             return row
 
     def advance(self, row: Row, state: State, **changes: Any) -> Row:
         """Put a pod into another state, with what is known by then (columns of the row)."""
         with self._transaction():
-            return self._advance(row, state, changes)
+            known = self.current(row)
+            assert known is not None, row.label
+            assert may_follow(known.state, state) and state != State.GONE, (
+                f"{row.name}: {known.state} -> {state}"
+            )
+            return self._set(row, state=state, **changes)
 
     def rented(
         self, row: Row, provider_id: str, price_per_hour: float, state: State = State.BOOTING, **more: Any
     ) -> Row:
         """There is a pod of this order: it is paid for since the order, at the provider's price. May be repeated."""
-        with self._transaction():
-            offer = replace(row.offer, price_per_hour=price_per_hour)
-            changes = {"provider_id": provider_id, "offer": offer.to_json(), "trouble": "", **more}
-            row = self._advance(row, state, changes)
-            self._bill(row, price_per_hour)
-            return row
+        offer = _to_json(replace(row.offer, price_per_hour=price_per_hour))
+        return self.advance(row, state, provider_id=provider_id, offer=offer, **more)
 
     def missed(self, row: Row, *, now: float) -> None:
         """One more list lacks the pod of this order."""
@@ -158,21 +151,12 @@ class Ledger:
         self.advance(row, row.state, absent_since=since, num_absences=row.num_absences + 1)
 
     def forget(self, row: Row, *, now: float) -> None:
-        """There is no such pod: its row goes, and its bill ends. May be repeated."""
+        """There is no such pod, and it costs nothing from here on. May be repeated."""
         with self._transaction():
             known = self.current(row)
-            if known is None:
-                return
-            assert may_follow(known.state, State.GONE), known.state
-            self._db.execute("DELETE FROM pods WHERE label = ?", (row.label,))
-            self._db.execute(
-                "UPDATE bills SET ended_at = ? WHERE label = ? AND ended_at IS NULL", (now, row.label)
-            )
-
-    def bills(self) -> list[Bill]:
-        columns = "label, name, provider, price_per_hour, began_at, ended_at"
-        found = self._db.execute(f"SELECT {columns} FROM bills ORDER BY began_at").fetchall()
-        return [Bill(**dict(zip(columns.split(", "), values, strict=True))) for values in found]
+            if known is not None:
+                assert may_follow(known.state, State.GONE), known.state
+                self._set(known, state=State.GONE, ended_at=now)
 
     def remember(self, key: str, value: str) -> None:
         """Keep something about all pods, such as the address of their swarm. An empty value forgets it."""
@@ -195,32 +179,21 @@ class Ledger:
         return str(self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()[0])
 
     def _rows(self, condition: str, *values: Any) -> list[Row]:
-        return [_row(found) for found in self._db.execute(f"SELECT {_FIELDS} FROM pods {condition}", values)]
+        query = f"SELECT {', '.join(_COLUMNS)} FROM pods {condition} ORDER BY rowid"
+        return [_row(found) for found in self._db.execute(query, values)]
 
     def _insert(self, row: Row) -> None:
-        columns = _FIELDS.split(", ")
-        values = {**vars(row), "spec": row.spec.to_json(), "offer": row.offer.to_json()}
-        marks = ", ".join("?" for _ in columns)
+        values = {**vars(row), "spec": _to_json(row.spec), "offer": _to_json(row.offer)}
+        marks = ", ".join("?" for _ in _COLUMNS)
         self._db.execute(
-            f"INSERT INTO pods ({_FIELDS}) VALUES ({marks})", [values[column] for column in columns]
+            f"INSERT INTO pods ({', '.join(_COLUMNS)}) VALUES ({marks})", [values[name] for name in _COLUMNS]
         )
 
-    def _advance(self, row: Row, state: State, changes: Mapping[str, Any]) -> Row:
-        known = self.current(row)
-        assert known is not None, row.label
-        assert may_follow(known.state, state) and state != State.GONE, f"{row.name}: {known.state} -> {state}"
-        columns = {"state": state, **changes}
+    def _set(self, row: Row, **columns: Any) -> Row:
         assignments = ", ".join(f"{column} = ?" for column in columns)
         self._db.execute(f"UPDATE pods SET {assignments} WHERE label = ?", (*columns.values(), row.label))
         (changed,) = self._rows("WHERE label = ?", row.label)
         return changed
-
-    def _bill(self, row: Row, price_per_hour: float) -> None:
-        self._db.execute(
-            "INSERT INTO bills VALUES (?, ?, ?, ?, ?, NULL) "
-            "ON CONFLICT (label) DO UPDATE SET price_per_hour = excluded.price_per_hour",
-            (row.label, row.name, row.provider, price_per_hour, row.asked_at),
-        )
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -240,20 +213,12 @@ class Ledger:
             ) from error
 
 
-def _opened(path: Path) -> TextIO:
-    try:
-        return path.open("a+", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}.") from error
-
-
 def _row(values: tuple[Any, ...]) -> Row:
-    named = dict(zip(_FIELDS.split(", "), values, strict=True))
-    return Row(
-        **{
-            **named,
-            "state": State(named["state"]),
-            "spec": PodSpec.from_json(named["spec"]),
-            "offer": Offer.from_json(named["offer"]),
-        }
-    )
+    found = dict(zip(_COLUMNS, values, strict=True))
+    found["spec"] = msgspec.json.decode(found["spec"], type=PodSpec)
+    found["offer"] = msgspec.json.decode(found["offer"], type=Offer)
+    return Row(**{**found, "state": State(found["state"])})
+
+
+def _to_json(item: PodSpec | Offer) -> str:
+    return msgspec.json.encode(item).decode()

@@ -24,7 +24,7 @@ class State(StrEnum):
     DELETING = "deleting"
     """It is to be gone, and may cost money until its provider has said that it is."""
     GONE = "gone"
-    """The provider has said that there is no such pod: the row goes."""
+    """The provider has said that there is no such pod: the row only tells what it cost."""
 
 
 _END = {State.DELETING, State.GONE}
@@ -46,63 +46,39 @@ def may_follow(old: State, new: State) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """One order: a pod that is wanted, rented, or being given back."""
+class Row(Order):
+    """One order, and what is known of it: a pod that is wanted, rented, or being given back."""
 
     name: str
     """Of the pods of one name, one at most is not being given back."""
-    label: str
-    """The order's own; no other row has it."""
-    idempotency_key: str
     state: State
-    provider: str
     provider_id: str | None
-    spec: PodSpec
-    offer: Offer
     asked_at: float
     """Unix time at which the order was written down before it was sent, or was answered."""
-    ends_at: float | None
-    host_key: str
-    trouble: str
-    """What went wrong last; empty when nothing did."""
+    host_key: str = ""
     absent_since: float | None = None
     """Unix time of the first list that lacked it; all lists since did."""
     num_absences: int = 0
     """How many lists that makes."""
+    ended_at: float | None = None
+    """Unix time at which its provider had said that there is no such pod."""
+
+    @property
+    def provider(self) -> str:
+        return self.offer.provider
 
     @property
     def is_in_doubt(self) -> bool:
         """Its order may have been sent, and nobody knows whether it made a pod."""
         return self.provider_id is None and self.state in (State.CREATING, State.DELETING)
 
-    def order(self, public_key: str) -> Order:
-        return Order(
-            label=self.label,
-            idempotency_key=self.idempotency_key,
-            spec=self.spec,
-            offer=self.offer,
-            ends_at=self.ends_at,
-            public_key=public_key,
-        )
+    def dollars(self, now: float) -> float:
+        """What it has cost."""
+        until = now if self.ended_at is None else self.ended_at
+        return max(until - self.asked_at, 0.0) / 3600 * self.offer.price_per_hour
 
     def is_pod(self, pod: Pod) -> bool:
         return pod.id == self.provider_id if self.provider_id is not None else pod.label == self.label
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bill:
-    """What one pod cost, or costs."""
-
-    label: str
-    name: str
-    provider: str
-    price_per_hour: float
-    began_at: float
-    ended_at: float | None
-
-    def dollars(self, now: float) -> float:
-        until = now if self.ended_at is None else self.ended_at
-        return max(until - self.began_at, 0.0) / 3600 * self.price_per_hour
 
 
 def stray(pod: Pod, provider: str, owner: str, now: float) -> Row:
@@ -118,14 +94,10 @@ def stray(pod: Pod, provider: str, owner: str, now: float) -> Row:
     return Row(
         name=name,
         label=pod.label,
-        idempotency_key="",
         state=State.DELETING,
-        provider=provider,
         provider_id=pod.id,
         spec=PodSpec(name=name, provider=provider, gpu_type=None, gpu_count=None),
         offer=offer,
         asked_at=now,
         ends_at=None,
-        host_key="",
-        trouble="",
     )

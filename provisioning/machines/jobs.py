@@ -81,20 +81,6 @@ exit 0
     return bool((await machine.run(script)).checked("looking at the jobs").strip())
 
 
-async def stop(machine: Machine, label: str, name: str) -> None:
-    """SIGTERM to the job's group, and SIGKILL to what is left of it. May be repeated."""
-    script = f"""
-{_functions(label, name)}
-alive || exit 0
-pid=$(cat "$job/pid")
-kill -TERM "-$pid" 2>/dev/null
-n=0; while alive && [ $n -lt {_STOP_S * 5} ]; do sleep 0.2; n=$((n+1)); done
-kill -KILL "-$pid" 2>/dev/null
-exit 0
-"""
-    (await machine.run(script, timeout_s=_STOP_S + 30.0)).checked(f"stopping {name}")
-
-
 def sweep_script(label: str) -> str:
     """Ends every process that bears the pod's mark: politely first where it leads a job, then by SIGKILL."""
     wanted = shlex.quote(f"{MARK}={label}")

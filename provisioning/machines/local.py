@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fnmatch
 import functools
 import os
 import shutil
@@ -13,7 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from provisioning.errors import MachineError
-from provisioning.machines.machine import EXCLUDED, Answer, OnShare, lines_of
+from provisioning.machines.machine import EXCLUDED, Answer, lines_of
 
 _BLOCK_BYTES = 1 << 16
 _COMPILED = "__pycache__"
@@ -37,32 +36,21 @@ class LocalMachine:
         assert process.returncode is not None
         return Answer(process.returncode, out.decode(errors="replace"), err.decode(errors="replace"))
 
-    async def sync(
-        self, source: Path, into: str, *, excluded: Sequence[str] = EXCLUDED, on_share: OnShare | None = None
-    ) -> None:
+    async def sync(self, source: Path, into: str, *, excluded: Sequence[str] = EXCLUDED) -> None:
         # Compiled here, and good here: without it each pod spends a quarter of a minute of a core on its kernels.
         excluded = [pattern for pattern in excluded if pattern != _COMPILED]
         target = self.home / into
         fresh = target.with_name(f"{target.name}.new")
 
-        def ignored(_: str, names: list[str]) -> set[str]:
-            return _matching(names, excluded)
+        def copied(from_path: str, to_path: str) -> None:
+            # A temporary file beside what is compiled may be renamed meanwhile.
+            lost = (FileNotFoundError,) if _COMPILED in Path(from_path).parts else ()
+            with contextlib.suppress(*lost):
+                shutil.copy2(from_path, to_path)
 
         def copy() -> None:
             shutil.rmtree(fresh, ignore_errors=True)
-            num_files, num_copied = _num_files(source, excluded) if on_share else 0, 0
-
-            def copied(from_path: str, to_path: str) -> None:
-                nonlocal num_copied
-                # A temporary file beside them may be renamed meanwhile.
-                lost = (FileNotFoundError,) if _COMPILED in Path(from_path).parts else ()
-                with contextlib.suppress(*lost):
-                    shutil.copy2(from_path, to_path)
-                num_copied += 1
-                if on_share:
-                    on_share(num_copied / max(num_files, num_copied))
-
-            shutil.copytree(source, fresh, ignore=ignored, copy_function=copied)
+            shutil.copytree(source, fresh, ignore=shutil.ignore_patterns(*excluded), copy_function=copied)
             shutil.rmtree(target, ignore_errors=True)
             fresh.rename(target)
 
@@ -117,19 +105,6 @@ class LocalMachine:
 
 def _links(directory: str, names: list[str]) -> set[str]:
     return {name for name in names if (Path(directory) / name).is_symlink()}
-
-
-def _num_files(source: Path, excluded: Sequence[str]) -> int:
-    count = 0
-    for _, directories, files in os.walk(source):
-        skipped = _matching(directories, excluded)
-        directories[:] = [name for name in directories if name not in skipped]
-        count += len(files) - len(_matching(files, excluded))
-    return count
-
-
-def _matching(names: Sequence[str], patterns: Sequence[str]) -> set[str]:
-    return {name for pattern in patterns for name in fnmatch.filter(names, pattern)}
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

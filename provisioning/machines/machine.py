@@ -25,9 +25,6 @@ EXCLUDED = (
 _SHOWN_CHARACTERS = 1500
 _MAX_LINE_BYTES = 1 << 16
 
-OnShare = Callable[[float], None]
-"""Told again and again how much of something is done, from 0 to 1."""
-
 
 @dataclass(frozen=True)
 class Answer:
@@ -68,9 +65,7 @@ class Machine(Protocol):
         """A POSIX shell script, to its end. Raises MachineError where it cannot be run, or not in time."""
         ...
 
-    async def sync(
-        self, source: Path, into: str, *, excluded: Sequence[str] = EXCLUDED, on_share: OnShare | None = None
-    ) -> None:
+    async def sync(self, source: Path, into: str, *, excluded: Sequence[str] = EXCLUDED) -> None:
         """Make the directory `into` equal to `source`. May be repeated. Raises MachineError or UserError."""
         ...
 

@@ -1,17 +1,13 @@
-"""rsync to and from a machine: told by argv, watched while it works, and its exit codes in words."""
+"""rsync to and from a machine: told by argv, and its exit codes in words."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
-import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from provisioning.errors import MachineError
-from provisioning.machines.machine import OnShare
 
 _TIMEOUT_S = 1800.0
 _NO_SPACE = "No space left on device"
@@ -22,64 +18,37 @@ _VANISHED = 24
 _MAX_TRIES = 3
 
 
-@dataclass(frozen=True, kw_only=True)
-class Remote:
-    """The machine at the other end."""
-
-    shell: str
-    """The ssh to use."""
-    login: str
-    name: str
-    """As people are told of it."""
-
-    def path(self, directory: str) -> str:
-        return f"{self.login}:{directory}/"
-
-
-async def mirrored(
-    source: Path, target: str, excluded: Sequence[str], there: Remote, *, on_share: OnShare | None
-) -> None:
-    """Make `target`, a path of `there`, equal to `source`. Raises MachineError."""
-    argv = rsync_argv(source, target, excluded, there.shell)
-    if on_share and _tells_progress():
-        argv[1:1] = ["--info=progress2", "--no-inc-recursive", "--outbuf=N"]
-    await _done(argv, f"sending the code to {there.name}", there, on_share=on_share)
-
-
-async def fetched(source: str, paths: Sequence[str], into: Path, there: Remote) -> None:
-    """Copy these below `source`, a path of `there`, to `into`: files and directories, no links. Raises MachineError."""
-    argv = ["rsync", "-rtz", "--files-from=-", "-e", there.shell, "--", source, f"{into}/"]
-    names = "".join(f"{path}\n" for path in paths).encode()
-    await _done(argv, f"fetching from {there.name}", there, stdin=names)
-
-
-def rsync_argv(source: Path, target: str, excluded: Sequence[str], shell: str) -> list[str]:
-    """No shell of ours in between."""
+def mirror_argv(source: Path, target: str, excluded: Sequence[str], shell: str) -> list[str]:
+    """Makes `target` equal to `source`; no shell of ours in between."""
     excludes = [f"--exclude={pattern}" for pattern in excluded]
     return ["rsync", "-az", "--delete", *excludes, "-e", shell, "--", f"{source}/", target]
 
 
-async def _done(
-    argv: Sequence[str], what: str, there: Remote, *, stdin: bytes = b"", on_share: OnShare | None = None
-) -> None:
+def fetch_argv(source: str, into: Path, shell: str) -> list[str]:
+    """Copies what is named on its stdin: files and directories, no links."""
+    return ["rsync", "-rtz", "--files-from=-", "-e", shell, "--", source, f"{into}/"]
+
+
+async def run_rsync(argv: Sequence[str], what: str, where: str, stdin: bytes = b"") -> None:
+    """To its end. Raises MachineError; `what` was done, and `where`, as people are told of it."""
     for number in range(1, _MAX_TRIES + 1):
-        code, said = await _run(argv, what, stdin, on_share)
+        code, said = await _run(argv, what, stdin)
         if code in (0, _VANISHED):
             return
         if said.strip() or number == _MAX_TRIES:
-            raise MachineError(_trouble(code, said, what, there.name))
+            raise MachineError(_trouble(code, said, what, where))
 
 
-async def _run(argv: Sequence[str], what: str, stdin: bytes, on_share: OnShare | None) -> tuple[int, str]:
+async def _run(argv: Sequence[str], what: str, stdin: bytes) -> tuple[int, str]:
     """Its exit code and its errors."""
     process = await asyncio.create_subprocess_exec(
         *argv,
         stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
     )
     try:
-        said = await asyncio.wait_for(_watched(process, stdin, on_share), _TIMEOUT_S)
+        _, said = await asyncio.wait_for(process.communicate(stdin), _TIMEOUT_S)
     except TimeoutError as error:
         raise MachineError(f"{what} took over {_TIMEOUT_S:g} s") from error
     finally:
@@ -89,26 +58,6 @@ async def _run(argv: Sequence[str], what: str, stdin: bytes, on_share: OnShare |
             await process.wait()
     assert process.returncode is not None
     return process.returncode, said.decode(errors="replace")
-
-
-async def _watched(process: asyncio.subprocess.Process, stdin: bytes, on_share: OnShare | None) -> bytes:
-    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-    with contextlib.suppress(ConnectionError):
-        process.stdin.write(stdin)
-        await process.stdin.drain()
-    process.stdin.close()
-    errors = asyncio.ensure_future(process.stderr.read())
-    while block := await process.stdout.read(4096):
-        if on_share and (found := re.findall(rb"(\d+)%", block)):
-            on_share(int(found[-1]) / 100)
-    await process.wait()
-    return await errors
-
-
-def _tells_progress() -> bool:
-    """Whether the rsync here can: a Mac's own cannot."""
-    answer = subprocess.run(["rsync", "--version"], capture_output=True, text=True, timeout=10.0, check=False)
-    return re.match(r"rsync +version [3-9]", answer.stdout) is not None
 
 
 def _trouble(code: int, said: str, what: str, where: str) -> str:

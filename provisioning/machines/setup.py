@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -85,10 +84,6 @@ def mount_of(words: str) -> Mount:
     return Mount(path, place)
 
 
-Progress = Callable[[str, float | None], None]
-"""Told what is being done, and how much of that is done, from 0 to 1; None: nobody knows."""
-
-
 async def set_up(
     machine: Machine,
     label: str,
@@ -96,15 +91,12 @@ async def set_up(
     *,
     num_gpus: int | None,
     with_environment: bool = True,
-    progress: Progress | None = None,
 ) -> str:
     """All of it, in the order in which things fail cheaply; the pod's Python,
     as jobs there name it. Raises MachineError, UserError.
 
     `num_gpus`: how many GPUs have to be there; None where they do not matter.
     """
-    told = progress or (lambda what, share: None)
-    on_share = functools.partial(told, "sending the code") if progress else None
     directory = pod_directory(label)
     answer = await machine.run(
         f"mkdir -p {shlex.quote(directory)} && df -Pm {shlex.quote(directory)} | tail -n 1"
@@ -116,7 +108,7 @@ async def set_up(
         )
     if num_gpus:
         await _check_gpus(machine, num_gpus)
-    await machine.sync(setup.source, f"{directory}/{CODE}", on_share=on_share)
+    await machine.sync(setup.source, f"{directory}/{CODE}")
     if setup.secrets:
         await put_private(machine, f"{directory}/{SECRETS}", env_file(setup.secrets))
     for mount in setup.mounts:
@@ -127,7 +119,6 @@ async def set_up(
         probe = f"{shlex.quote(setup.python)} -c 'import sys; sys.exit(sys.version_info < (3, 11))'"
         (await machine.run(probe)).checked(f"trying {setup.python}, which has to be Python 3.11 or newer,")
         return setup.python
-    told("making its environment", None)
     script = environment_script(directory, setup.extras, _fingerprint(setup))
     (await machine.run(script, timeout_s=_INSTALL_TIMEOUT_S)).checked("making the Python environment")
     return f"{VENV}/bin/python"

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from provisioning.errors import HostKeyChanged, MachineError, UserError
 from provisioning.machines.keys import key_at
-from provisioning.machines.machine import EXCLUDED, Answer, OnShare, lines_of
-from provisioning.machines.rsync import Remote, fetched, mirrored
+from provisioning.machines.machine import EXCLUDED, Answer, lines_of
+from provisioning.machines.rsync import fetch_argv, mirror_argv, run_rsync
 
 if TYPE_CHECKING:
     import asyncssh
@@ -75,23 +75,24 @@ class SshMachine:
             raise MachineError(f"a script was killed on {self.address}: {result.exit_signal}")
         return Answer(result.exit_status, _text(result.stdout), _text(result.stderr))
 
-    async def sync(
-        self, source: Path, into: str, *, excluded: Sequence[str] = EXCLUDED, on_share: OnShare | None = None
-    ) -> None:
+    async def sync(self, source: Path, into: str, *, excluded: Sequence[str] = EXCLUDED) -> None:
         (await self.run(f"mkdir -p {shlex.quote(into)}")).checked(f"making {into}")
-        there = self._there()
-        await mirrored(source, there.path(into), excluded, there, on_share=on_share)
+        argv = mirror_argv(source, self._rsync_path(into), excluded, self._rsync_shell())
+        await run_rsync(argv, f"sending the code to {self.address}", str(self.address))
 
     async def fetch(self, directory: str, paths: Sequence[str], into: Path) -> None:
-        there = self._there()
-        await fetched(there.path(directory), paths, into, there)
+        argv = fetch_argv(self._rsync_path(directory), into, self._rsync_shell())
+        names = "".join(f"{path}\n" for path in paths).encode()
+        await run_rsync(argv, f"fetching from {self.address}", str(self.address), names)
 
-    def _there(self) -> Remote:
-        """For rsync. Raises UserError where there is none here."""
+    def _rsync_path(self, directory: str) -> str:
+        return f"{self.address.user}@{self.address.host}:{directory}/"
+
+    def _rsync_shell(self) -> str:
+        """Raises UserError where there is no rsync here."""
         if shutil.which("rsync") is None:
             raise UserError("rsync is not on this machine; install it (apt install rsync).")
-        shell = shlex.join([*ssh_argv(self.address, self._known_hosts), "-o", "BatchMode=yes"])
-        return Remote(shell=shell, login=f"{self.address.user}@{self.address.host}", name=str(self.address))
+        return shlex.join([*ssh_argv(self.address, self._known_hosts), "-o", "BatchMode=yes"])
 
     async def follow(self, script: str) -> AsyncIterator[str]:
         import asyncssh

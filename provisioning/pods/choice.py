@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Sequence
 
-from provisioning.errors import NoOffer, UserError
+from provisioning.errors import NoOffer
 from provisioning.pods.pod import Offer, PodSpec
 
 
@@ -27,8 +27,6 @@ def objections(spec: PodSpec, offer: Offer) -> list[str]:
         found.append(f"dearer than {spec.max_price:g} $/h")
     if offer.spot and not spec.spot:
         found.append("only as spot")
-    if not found and spec.where is not None and not _is_so(spec, offer):
-        found.append("refused by your own condition")
     return found
 
 
@@ -82,18 +80,6 @@ def _is_part(word: str, have: str) -> bool:
     """As 4090 is of rtx4090. An A1000 is no A100: numbers go together."""
     first, last = (r"(?<!\d)" if word[0].isdigit() else ""), (r"(?!\d)" if word[-1].isdigit() else "")
     return re.search(f"{first}{word}{last}", have) is not None
-
-
-def _is_so(spec: PodSpec, offer: Offer) -> bool:
-    """What the user's own condition says. Raises UserError where it fails."""
-    assert spec.where is not None
-    try:
-        return bool(spec.where(offer))
-    except Exception as error:
-        raise UserError(
-            f"Your condition on pod {spec.name} fails for the offer {offer.id}: {type(error).__name__}: {error}. "
-            "What an offer does not tell is None."
-        ) from error
 
 
 def _slow(direction: str, wanted: float | None, offered: float | None) -> list[str]:

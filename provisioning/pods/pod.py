@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any
 
+from msgspec import Meta
+
+Figure = Annotated[float, Meta(ge=0, lt=1e12)]
 # Fields that say how a pod is bought and for how long, not what machine it is.
-_TERMS = frozenset({"ttl_hours", "max_price", "where"})
+_TERMS = frozenset({"ttl_hours", "max_price"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,38 +19,27 @@ class PodSpec:
 
     name: str
     gpu_type: str | None = "A100"
-    gpu_count: int | None = 8
+    gpu_count: Annotated[int, Meta(ge=1)] | None = 8
     country: str | None = None
     """Two letters, such as NL."""
     volume_id: str | None = None
     """A volume of the provider's to attach."""
-    ttl_hours: float | None = None
+    ttl_hours: Annotated[float, Meta(gt=0, lt=1e12)] | None = None
     """Hours after which the pod is given back by itself."""
-    min_upload_mbps: float | None = None
-    min_download_mbps: float | None = None
+    min_upload_mbps: Figure | None = None
+    min_download_mbps: Figure | None = None
     provider: str = "lium"
     """One, or several with commas between them: the cheapest offer that fits is taken first, wherever it is."""
-    max_price: float | None = None
+    max_price: Figure | None = None
     """Dollars per hour for the whole pod."""
     image: str | None = None
     """Container image or template, where the provider takes one."""
     spot: bool = False
     """Take machines that may be taken back at any time."""
-    where: Callable[[Offer], bool] | None = field(default=None, compare=False)
-    """The user's own condition on an offer."""
 
     @property
     def providers(self) -> tuple[str, ...]:
         return tuple(name for name in self.provider.split(",") if name)
-
-    def to_json(self) -> str:
-        """Everything but `where`, which is code."""
-        values = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "where"}
-        return json.dumps(values)
-
-    @classmethod
-    def from_json(cls, text: str) -> PodSpec:
-        return cls(**json.loads(text))
 
     def same_machine(self, other: PodSpec) -> bool:
         """Whether a pod rented for the one serves as the other."""
@@ -83,27 +74,17 @@ class Offer:
         """Its id among those of all providers."""
         return f"{self.provider}/{self.id}"
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Offer:
-        return cls(**json.loads(text))
-
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
     """One request for a pod, as it was written down before it is sent."""
 
     label: str
-    """The pod's name at the provider, new for each order, by which it is found again."""
-    idempotency_key: str
+    """The pod's name at the provider, new for each order, by which it is found again; and its idempotency key."""
     spec: PodSpec
     offer: Offer
     ends_at: float | None
     """Unix time at which the pod is to be gone."""
-    public_key: str
-    """OpenSSH line that is to be let in."""
 
 
 @dataclass(frozen=True, kw_only=True)

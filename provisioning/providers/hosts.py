@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import getpass
 import json
 import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from provisioning.errors import MachineError, NoCapacity, ProviderError, ProvisioningError, UserError
 from provisioning.machines.jobs import sweep_script
 from provisioning.machines.machine import Machine
 from provisioning.machines.paths import PODS, pod_directory, temporary_directory
-from provisioning.pods.pod import Listing, Offer, Order, Pod, PodSpec
+from provisioning.pods.pod import Figure, Listing, Offer, Order, Pod, PodSpec
 
 _FULL = 8
 _DESTROY_TIMEOUT_S = 90.0
@@ -23,14 +24,35 @@ _ANSWER_TIMEOUT_S = 12.0
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """One machine and how many pods it takes."""
+    """One machine: what an inventory's `[[machines]]` says of it."""
 
-    name: str
-    num_pods: int
     host: str
-    """How other pods reach it."""
-    ssh_port: int = 22
-    user: str = ""
+    name: str = ""
+    """Default: as `host`."""
+    user: str = field(default_factory=getpass.getuser)
+    port: int = 22
+    key: str = "~/.ssh/id_ed25519"
+    host_key: str = ""
+    """Such as "ssh-ed25519 AAAA…"; default: as ~/.ssh/known_hosts has it."""
+    gpu_type: str = "cpu"
+    gpu_count: int = 0
+    """0: it trains on its processors."""
+    nproc_per_node: int = 1
+    """How many processes train, where it has no GPUs."""
+    ports: Sequence[int] = (30001, 30002, 30003)
+    """Open to the other machines."""
+    address: str = ""
+    """How they reach it, where that is not `host`."""
+    price_per_hour: Figure = 0.0
+    country: str | None = None
+    upload_mbps: Figure | None = None
+    download_mbps: Figure | None = None
+    python: str | None = None
+    """One that has all that training needs; default: an environment is made."""
+
+    @property
+    def reached_at(self) -> str:
+        return self.address or self.host
 
 
 class HostsProvider(ABC):
@@ -41,6 +63,7 @@ class HostsProvider(ABC):
     settle_s = 0.0
     doubt_s = 0.0
     keeps_time = False
+    pods_per_host = 1
 
     @property
     @abstractmethod
@@ -67,7 +90,7 @@ class HostsProvider(ABC):
             "ports": self.ports(host),
         }
         machine = await self.connect(host)
-        answer = await machine.run(_create_script(order.label, json.dumps(record), host.num_pods))
+        answer = await machine.run(_create_script(order.label, json.dumps(record), self.pods_per_host))
         if answer.code == _FULL:
             raise NoCapacity(f"{host.name} is taken: {answer.stdout.strip()}")
         answer.checked(f"making a pod on {host.name}")
@@ -140,11 +163,10 @@ rmdir {PODS} 2>/dev/null; exit 0
     async def _pods_on(self, host: Host) -> Sequence[Pod]:
         machine = await self.connect(host)
         text = (await machine.run(_LIST_SCRIPT)).checked(f"listing the pods on {host.name}")
-        found = [_pod(json.loads(line), host) for line in text.splitlines() if line]
-        return [replace(pod, user=host.user, ssh_port=host.ssh_port) for pod in found]
+        return [_pod(json.loads(line), host) for line in text.splitlines() if line]
 
     async def free_places(self, host: Host) -> int:
-        return host.num_pods - len(await self._pods_on(host))
+        return self.pods_per_host - len(await self._pods_on(host))
 
 
 def _pod(record: dict[str, Any], host: Host) -> Pod:
@@ -155,7 +177,9 @@ def _pod(record: dict[str, Any], host: Host) -> Pod:
         failure=record.get("failure", ""),
         gpu_count=record.get("gpu_count"),
         price_per_hour=record.get("price"),
-        host=host.host,
+        host=host.reached_at,
+        ssh_port=host.port,
+        user=host.user,
         ports=tuple((port, port) for port in record.get("ports", ())),
     )
 

@@ -54,7 +54,7 @@ class LambdaProvider(ApiPods):
 
     async def create(self, order: Order) -> str:
         async with self._key_lock:
-            key_name = await self._key_name(order.public_key)
+            key_name = await self._key_name(self.public_key())
         body: dict[str, Any] = {
             "region_name": order.offer.details["region"],
             "instance_type_name": order.offer.details["type"],

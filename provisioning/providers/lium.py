@@ -79,10 +79,10 @@ class LiumProvider(RentedPods):
                 name=order.label,
                 volume_id=order.spec.volume_id,
                 ports=_NUM_PORTS,
-                ssh_keys=[order.public_key],
+                ssh_keys=[self.public_key()],
                 # Without a number it would take every GPU that is free.
                 gpu_count=order.offer.gpu_count,
-                idempotency_key=order.idempotency_key,
+                idempotency_key=order.label,
                 **more,
             ),
             is_order=True,

@@ -26,6 +26,7 @@ class LocalProvider(HostsProvider):
     """`home` gets a directory for each pod."""
 
     name = "local"
+    pods_per_host = MAX_PODS
 
     def __init__(self, home: Path) -> None:
         self._machine = LocalMachine(home)
@@ -37,7 +38,7 @@ class LocalProvider(HostsProvider):
 
     @property
     def hosts(self) -> Sequence[Host]:
-        return (Host(name="here", num_pods=MAX_PODS, host="127.0.0.1"),)
+        return (Host(name="here", host="127.0.0.1"),)
 
     async def check(self) -> None:
         missing = [program for program in _PROGRAMS if shutil.which(program) is None]

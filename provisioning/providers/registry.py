@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from provisioning.errors import UserError
 from provisioning.providers.protocol import Provider
 
-NAMES = ("local", "ssh", "lium", "lambda", "runpod", "vast")
+_PLACES = {
+    "local": ("local", "LocalProvider"),
+    "ssh": ("ssh", "SshProvider"),
+    "lium": ("lium", "LiumProvider"),
+    "lambda": ("lambda_cloud", "LambdaProvider"),
+    "runpod": ("runpod", "RunPodProvider"),
+    "vast": ("vast", "VastProvider"),
+}
+NAMES = tuple(_PLACES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,38 +41,15 @@ class Access:
 
 def open_provider(name: str, access: Access) -> Provider:
     """Raises UserError for a name that is none, and for what the provider lacks."""
-    if name == "local":
-        from provisioning.providers.local import LocalProvider
-
-        return LocalProvider(access.state_dir / "local")
-    for package in ("asyncssh", "httpx"):
-        if name in NAMES and importlib.util.find_spec(package) is None:
+    if name not in NAMES:
+        close = difflib.get_close_matches(name, NAMES, n=1)
+        hint = f' Did you mean "{close[0]}"?' if close else ""
+        raise UserError(f'--provider "{name}" is not one of {", ".join(NAMES)}.{hint}')
+    for package in ("asyncssh", "httpx") if name != "local" else ():
+        if importlib.util.find_spec(package) is None:
             raise UserError(f"--provider {name} needs the package {package}: pip install 'diloco[pods]'.")
-    if name == "ssh":
-        from provisioning.providers.ssh import SshProvider
-
-        return SshProvider(access.inventory)
-    if name == "lium":
-        from provisioning.providers.lium import LiumProvider
-
-        return LiumProvider(access.environment, access.ssh_key)
-    if name == "lambda":
-        from provisioning.providers.lambda_cloud import LambdaProvider
-
-        return LambdaProvider(access.environment, access.ssh_key)
-    if name == "runpod":
-        from provisioning.providers.runpod import RunPodProvider
-
-        return RunPodProvider(access.environment, access.ssh_key)
-    if name == "vast":
-        from provisioning.providers.vast import VastProvider
-
-        return VastProvider(access.environment, access.ssh_key)
-    close = difflib.get_close_matches(name, NAMES, n=1)
-    hint = f' Did you mean "{close[0]}"?' if close else ""
-    raise UserError(f'--provider "{name}" is not one of {", ".join(NAMES)}.{hint}')
-
-
-def needs_key(name: str) -> bool:
-    """Whether pods of this provider are reached by our own SSH key."""
-    return name not in ("local", "ssh")
+    module, kind = _PLACES[name]
+    make: Callable[..., Provider] = getattr(importlib.import_module(f"provisioning.providers.{module}"), kind)
+    if name == "local":
+        return make(access.state_dir / "local")
+    return make(access.inventory) if name == "ssh" else make(access.environment, access.ssh_key)

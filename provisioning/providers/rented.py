@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from provisioning.errors import UserError
-from provisioning.machines.keys import key_at
+from provisioning.machines.keys import public_key
 from provisioning.machines.machine import Machine
 from provisioning.machines.ssh import Address, SshMachine, shown_host_key
 from provisioning.pods.pod import Offer, Pod, PodSpec
@@ -42,12 +42,21 @@ class RentedPods:
     def python(self) -> str | None:
         return None
 
+    def public_key(self) -> str:
+        """The OpenSSH line to be let in; the key is made where there is none. Raises UserError."""
+        return public_key(self._ssh_key)
+
     def check_tools(self) -> None:
         """Raises UserError for what is missing on this machine."""
-        for program in ("rsync", "ssh"):
-            if shutil.which(program) is None:
-                raise UserError(f"{program} is not on this machine, and pods need it; install it first.")
-        key_at(self._ssh_key)
+        check_programs()
+        self.public_key()
+
+
+def check_programs() -> None:
+    """Raises UserError for what is missing on this machine to reach others."""
+    for program in ("rsync", "ssh"):
+        if shutil.which(program) is None:
+            raise UserError(f"{program} is not on this machine, and pods need it; install it first.")
 
 
 class ApiPods(RentedPods):

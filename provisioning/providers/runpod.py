@@ -63,7 +63,7 @@ class RunPodProvider(ApiPods):
             "gpu": {"id": details["gpu"], "count": order.offer.gpu_count},
             "disk": _DISK_GB,
             "ports": [f"{port}/tcp" for port in (_SSH_PORT, *PORTS)],
-            "env": {"PUBLIC_KEY": order.public_key},
+            "env": {"PUBLIC_KEY": self.public_key()},
             "startSsh": True,
         }
         if details["data_center"]:

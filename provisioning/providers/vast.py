@@ -58,7 +58,7 @@ class VastProvider(ApiPods):
 
     async def create(self, order: Order) -> str:
         # Lets our key in on this machine alone, and leaves the account's keys as they are.
-        key = shlex.quote(order.public_key)
+        key = shlex.quote(self.public_key())
         body = {
             "client_id": "me",
             "image": order.spec.image or IMAGE,

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from provisioning.errors import Busy, ProvisioningError, UserError
+from provisioning.errors import Busy, UserError
 from provisioning.ledger.ledger import Ledger
 from provisioning.ledger.row import Row, State
 from provisioning.providers.registry import Access
-from provisioning.renting.renter import Renter
+from provisioning.renting.each import Failures, each
 from provisioning.renting.renters import renters
 from provisioning.renting.settler import Patience, Say
 
@@ -33,30 +31,24 @@ def checked_names(ledger: Ledger, names: Sequence[str]) -> list[Row]:
     return [row for row in rows if not names or row.name in names]
 
 
-async def extend(
-    ledger: Ledger, access: Access, names: Sequence[str], hours: float, say: Say
-) -> dict[str, ProvisioningError]:
+async def extend(ledger: Ledger, access: Access, names: Sequence[str], hours: float, say: Say) -> Failures:
     """Let pods live longer: first the provider, then the ledger, so that a pod that failed can be extended again.
 
     What went wrong, by pod. Raises UserError where one has no end, before any is changed.
     """
     rows = checked_names(ledger, names)
-    failures: dict[str, ProvisioningError] = {}
     for row in rows:
         if row.ends_at is None:
             raise UserError(f"{row.name} has no end that could be put off.")
     async with renters(ledger, access, say) as by_provider:
-        for row in rows:
-            assert row.ends_at is not None
-            ends_at = row.ends_at + hours * 3600
-            try:
-                await by_provider[row.provider].hold_to_end(replace(row, ends_at=ends_at))
-            except ProvisioningError as error:
-                failures[row.name] = error
-                continue
+
+        async def one(row: Row) -> None:
+            ends_at = (row.ends_at or 0.0) + hours * 3600
+            await by_provider[row.provider].hold_to_end(replace(row, ends_at=ends_at))
             ledger.advance(row, row.state, ends_at=ends_at)
             say(row.name, f"lives {hours:g} h longer")
-    return failures
+
+        return await each(rows, lambda row: row.name, one)
 
 
 async def down(
@@ -68,44 +60,26 @@ async def down(
     *,
     fetches: Sequence[str] | None = None,
     loses_results: bool = False,
-) -> dict[str, ProvisioningError]:
+) -> Failures:
     """Give pods back, those that no row knows of included; what could not be, by pod.
 
     `fetches`: as for a Renter. `loses_results`: also those whose results cannot be fetched.
     """
-    failures: dict[str, ProvisioningError] = {}
     async with renters(ledger, access, say, patience, fetches=fetches) as by_provider:
-        await asyncio.gather(*(_write_down_strays(renter, say) for renter in by_provider.values()))
-        rows = checked_names(ledger, names)
-        for name, error in by_provider.failures.items():
+        unseen = await each(by_provider.values(), lambda one: one.provider.name, lambda one: one.look())
+        # Known pods are given back by their ids all the same.
+        for name, error in (unseen | by_provider.failures).items():
             say(name, f"cannot be asked whether a pod of ours is there: {error}")
-
-        async def one(row: Row) -> None:
-            try:
-                await by_provider.of(row).give_back(row, loses_results=loses_results)
-            except ProvisioningError as error:
-                failures[row.name] = error
-
-        await asyncio.gather(*(one(row) for row in rows))
-    return failures
+        return await by_provider.give_back(checked_names(ledger, names), loses_results=loses_results)
 
 
 async def bring_home(
     ledger: Ledger, access: Access, names: Sequence[str], say: Say, fetches: Sequence[str] | None = None
-) -> dict[str, ProvisioningError]:
+) -> Failures:
     """Fetch what was made on pods, which stay; what could not be, by pod."""
-    failures: dict[str, ProvisioningError] = {}
     rows = checked_names(ledger, names)
     async with renters(ledger, access, say, fetches=fetches) as by_provider:
-
-        async def one(row: Row) -> None:
-            try:
-                await by_provider[row.provider].bring_home(row)
-            except ProvisioningError as error:
-                failures[row.name] = error
-
-        await asyncio.gather(*(one(row) for row in rows))
-    return failures
+        return await each(rows, lambda row: row.name, lambda row: by_provider[row.provider].bring_home(row))
 
 
 def forget(ledger: Ledger, rows: Sequence[Row]) -> None:
@@ -116,17 +90,9 @@ def forget(ledger: Ledger, rows: Sequence[Row]) -> None:
         ledger.forget(row, now=time.time())
 
 
-async def _write_down_strays(renter: Renter, say: Say) -> None:
-    try:
-        await renter.write_down_strays()
-    except ProvisioningError as error:
-        # Known pods are given back by their ids all the same.
-        say(renter.provider.name, f"does not say what is there: {error}")
-
-
 async def reconcile(
     ledger: Ledger, access: Access, providers: Sequence[str], say: Say, patience: Patience | None = None
-) -> dict[str, ProvisioningError]:
+) -> Failures:
     """Make the ledger true and end orphans, at all providers that were ever used and at these; what was not done, by
     pod, machine or provider. Without a check of what renting needs: giving back needs neither money nor programs.
     """
@@ -141,44 +107,26 @@ def is_to_be_watched(ledger: Ledger) -> bool:
     return bool(ledger.recall(WANTED)) or any(row.ends_at is not None or row.is_in_doubt for row in rows)
 
 
-@dataclass
-class Overseer:
-    """Gives back pods whose time is over, and those of orders in doubt, whenever it looks."""
+async def keep_time(ledger: Ledger, access: Access, say: Say, at_home: set[str], interval_s: float) -> float:
+    """Give back pods whose time is over, and those of orders in doubt; how long to wait until the next look.
 
-    ledger: Ledger
-    access: Access
-    say: Say
-
-    def __post_init__(self) -> None:
-        self._at_home: set[str] = set()
-
-    async def look(self, interval_s: float) -> float:
-        """How long to wait until the next look: ends may be put off, so no longer than this interval.
-
-        Nobody is asked before a time is over, unless an order is in doubt; but what was made on pods is fetched
-        shortly before, since some providers take them back to the minute.
-        """
-        rows, now = self.ledger.rows(), time.time()
-        in_doubt = any(row.is_in_doubt for row in rows)
-        left_s = min((row.ends_at for row in rows if row.ends_at is not None), default=math.inf) - now
-        if left_s > 0 and not in_doubt:
-            ending = [row for row in rows if (row.ends_at or math.inf) - now <= _HOME_BEFORE_END_S]
-            await self._bring_home([row for row in ending if row.label not in self._at_home])
-            return min(left_s if ending else left_s - _HOME_BEFORE_END_S, interval_s)
-        return interval_s if not await self._settled() or in_doubt else 0.0
-
-    async def _bring_home(self, rows: Sequence[Row]) -> None:
-        if rows:
-            self._at_home |= {row.label for row in rows}
-            await bring_home(self.ledger, self.access, [row.name for row in rows], self.say)
-
-    async def _settled(self) -> bool:
+    What was made on a pod is fetched shortly before its end, once, since some providers take it back to the minute;
+    `at_home` holds the labels of those of which it was. Ends may be put off, so nobody waits longer than `interval_s`.
+    """
+    rows, now = ledger.rows(), time.time()
+    ends_in_s = [(row, row.ends_at - now) for row in rows if row.ends_at is not None]
+    if any(row.is_in_doubt for row in rows) or any(seconds <= 0 for _, seconds in ends_in_s):
         try:
-            with self.ledger.locked():
-                failures = await reconcile(self.ledger, self.access, (), self.say)
+            with ledger.locked():
+                for name, error in (await reconcile(ledger, access, (), say)).items():
+                    say(name, f"failed: {error}")
         except Busy:
             # Whoever holds the lock sees to it.
-            return False
-        for name, error in failures.items():
-            self.say(name, f"failed: {error}")
-        return not failures
+            pass
+        return interval_s
+    ending = [row for row, seconds in ends_in_s if seconds <= _HOME_BEFORE_END_S and row.label not in at_home]
+    if ending:
+        at_home |= {row.label for row in ending}
+        await bring_home(ledger, access, [row.name for row in ending], say)
+    left_s = (s if s <= _HOME_BEFORE_END_S else s - _HOME_BEFORE_END_S for _, s in ends_in_s)
+    return min([interval_s, *left_s])

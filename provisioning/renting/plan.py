@@ -31,10 +31,6 @@ class Plan:
     destroy: tuple[Removal, ...]
 
     @property
-    def changes_nothing(self) -> bool:
-        return not self.create and not self.destroy
-
-    @property
     def new_dollars_per_hour(self) -> float:
         return sum(creation.offer.price_per_hour for creation in self.create)
 
@@ -74,7 +70,7 @@ def plan(desired: Sequence[PodSpec], rows: Sequence[Row], offers: Sequence[Offer
         elif not row.spec.same_machine(spec):
             destroy.append(Removal(row, "another machine is wanted in its place"))
         else:
-            # As it is wished for now: a condition, which is code, is not written down.
+            # On the terms of now.
             keep.append(replace(row, spec=spec))
     kept = {row.name for row in keep}
     missing = [spec for spec in desired if spec.name not in kept]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from provisioning.ledger.row import Row, State
 from provisioning.pods.pod import Pod, label_prefix
@@ -46,120 +47,72 @@ class Look:
         return [pod for pod in self.pods if pod.id not in own and pod.label.startswith(prefix)]
 
 
-@dataclass(frozen=True)
-class Adopt:
+class Do(StrEnum):
+    ADOPT = "adopt"
     """The order did get through: this is its pod."""
-
-    row: Row
-    pod: Pod
-
-
-@dataclass(frozen=True)
-class GiveUp:
+    GIVE_UP = "give up"
     """No pod of this order was listed in time: if one comes yet, it is given back."""
-
-    row: Row
-
-
-@dataclass(frozen=True)
-class Missed:
-    """One more list lacks the pod of an order that was given up; until `until` (Unix time) one may come."""
-
-    row: Row
-    until: float
-
-
-@dataclass(frozen=True)
-class Wait:
-    """Too early to say whether there is a pod; look again at `until` (Unix time)."""
-
-    row: Row
-    until: float
-
-
-@dataclass(frozen=True)
-class Forget:
-    """There is no such pod: the row can go."""
-
-    row: Row
-    reason: str
-
-
-@dataclass(frozen=True)
-class Destroy:
+    MISS = "miss"
+    """One more list lacks the pod of an order that was given up."""
+    FORGET = "forget"
+    """There is no such pod."""
+    DESTROY = "destroy"
     """A pod that must not be there any more."""
 
-    row: Row
-    pod: Pod
-    reason: str
-
 
 @dataclass(frozen=True)
-class DestroyStray:
-    """A pod of ours that no row knows of."""
-
-    pod: Pod
-    reason: str
-
-
-Action = Adopt | GiveUp | Missed | Wait | Forget | Destroy | DestroyStray
+class Action:
+    do: Do
+    row: Row
+    pod: Pod | None = None
+    reason: str = ""
 
 
-def decide(
-    rows: Sequence[Row],
-    look: Look,
-    *,
-    owner: str,
-    now: float,
-    settle_s: float,
-    doubt_s: float,
-    repeatable: bool,
-) -> list[Action]:
-    """All that has to be done for one provider; nothing where ledger and provider agree.
+@dataclass(frozen=True, kw_only=True)
+class Habits:
+    """Of a provider, as its protocol has them."""
 
-    `settle_s`, `doubt_s`, `repeatable`: as its provider has them.
-    """
+    settle_s: float
+    doubt_s: float
+    repeatable: bool
+
+    def known_at(self, row: Row, now: float) -> float:
+        """When at the earliest it can be said whether an order in doubt made a pod (Unix time)."""
+        settled_at = row.asked_at + self.settle_s
+        if row.state == State.CREATING:
+            return settled_at
+        return max(settled_at, (now if row.absent_since is None else row.absent_since) + self.doubt_s)
+
+
+def decide(rows: Sequence[Row], look: Look, habits: Habits, *, now: float) -> list[Action]:
+    """All that has to be done for one provider; nothing where ledger and provider agree."""
     actions: list[Action] = []
     pods = look.pods_of(rows)
     for row in rows:
-        pod = pods.get(row.label)
+        pod, is_new = pods.get(row.label), now < row.asked_at + habits.settle_s
         if pod is not None:
             actions += _about_pod(row, pod, now)
         elif row.provider_id is not None:
-            if row.provider_id in look.gone:
-                actions.append(_about_gone(row, now, settle_s))
-        elif row.is_in_doubt and not look.silent:
-            actions += _about_order(row, now, settle_s, doubt_s, repeatable)
-    labels = {row.label for row in rows}
-    for pod in look.strays(rows, owner):
-        reason = "ordered twice" if pod.label in labels else "ours, but in no row of the state file"
-        actions.append(DestroyStray(pod, reason))
+            if row.provider_id in look.gone and not is_new:
+                what = "gone" if row.state == State.DELETING else "vanished: there is no such pod any more"
+                actions.append(Action(Do.FORGET, row, reason=what))
+        elif row.is_in_doubt and not look.silent and not is_new:
+            actions += _about_order(row, habits, now)
     return actions
 
 
 def _about_pod(row: Row, pod: Pod, now: float) -> list[Action]:
     if row.state == State.DELETING:
-        return [Destroy(row, pod, "to be given back")]
+        return [Action(Do.DESTROY, row, pod, "to be given back")]
     if row.ends_at is not None and now >= row.ends_at:
-        return [Destroy(row, pod, "its time is over")]
-    return [Adopt(row, pod)] if row.state in (State.PLANNED, State.CREATING) else []
+        return [Action(Do.DESTROY, row, pod, "its time is over")]
+    return [Action(Do.ADOPT, row, pod)] if row.state in (State.PLANNED, State.CREATING) else []
 
 
-def _about_gone(row: Row, now: float, settle_s: float) -> Action:
-    if now < row.asked_at + settle_s:
-        return Wait(row, row.asked_at + settle_s)
-    return Forget(row, "gone" if row.state == State.DELETING else "vanished: there is no such pod any more")
-
-
-def _about_order(row: Row, now: float, settle_s: float, doubt_s: float, repeatable: bool) -> list[Action]:
-    if row.state == State.CREATING and repeatable:
-        # Sent again under its key, it makes the same pod.
-        return []
-    if now < row.asked_at + settle_s:
-        return [Wait(row, row.asked_at + settle_s)]
+def _about_order(row: Row, habits: Habits, now: float) -> list[Action]:
     if row.state == State.CREATING:
-        return [GiveUp(row)]
-    since = now if row.absent_since is None else row.absent_since
-    if row.num_absences + 1 >= _MIN_ABSENCES and now >= since + doubt_s:
-        return [Forget(row, "its order made no pod")]
-    return [Missed(row, since + doubt_s)]
+        # Sent again under its label, it makes the same pod where orders are repeatable.
+        return [] if habits.repeatable else [Action(Do.GIVE_UP, row)]
+    if row.num_absences + 1 >= _MIN_ABSENCES and now >= habits.known_at(row, now):
+        return [Action(Do.FORGET, row, reason="its order made no pod")]
+    return [Action(Do.MISS, row)]

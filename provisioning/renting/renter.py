@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from provisioning.errors import (
     HostKeyChanged,
@@ -32,7 +31,6 @@ RUN_DIR, FETCH = "run_dir", "fetch"
 class Renter(Settler):
     """Rents and gives back the pods of one ledger at one provider. The caller holds the ledger's lock."""
 
-    public_key: str
     fetches: Sequence[str] | None = None
     """What is brought home of a pod before it is given back; None: what was said when it was rented."""
 
@@ -62,19 +60,18 @@ class Renter(Settler):
             await self.rented(row, await self.pod_of(row))
             return
         was_sent = row.state == State.CREATING
-        row = self.advance(row, State.CREATING, asked_at=self.clock())
+        row = self.ledger.advance(row, State.CREATING, asked_at=self.clock())
         try:
             # Unavailable means that it was not carried out, and is asked again; nothing else ever is.
-            order = row.order(self.public_key)
-            pod_id = await repeated(lambda: self.provider.create(order), tell=self.tell)
+            pod_id = await repeated(lambda: self.provider.create(row), tell=self.tell)
         except OutcomeUnknown as error:
             self.has_unclear = True
-            row = self.advance(row, State.CREATING, asked_at=self.clock())
+            row = self.ledger.advance(row, State.CREATING, asked_at=self.clock())
             self.say(row.name, f"no clear answer to the order ({error}); looking whether it got through")
         except (ProviderError, UserError):
             if was_sent:
                 # That this one was refused says nothing of the one before it, whose answer was lost.
-                self.advance(row, State.DELETING)
+                self.ledger.advance(row, State.DELETING)
             else:
                 self.ledger.forget(row, now=self.clock())
             raise
@@ -87,14 +84,14 @@ class Renter(Settler):
         pod = await self._appeared(row)
         if pod is None:
             # It may come yet, and is given back then.
-            self.advance(row, State.DELETING)
+            self.ledger.advance(row, State.DELETING)
             raise NoCapacity("the answer to the order was lost, and no list shows a pod of it")
         await self.rented(row, pod)
 
     async def _appeared(self, row: Row) -> Pod | None:
         deadline = self.clock() + self.provider.settle_s + self.patience.poll_s
         while True:
-            for pod in (await self.view.listing(fresh=True)).pods:
+            for pod in (await self.view.look([])).pods:
                 if row.is_pod(pod):
                     return pod
             if self.clock() > deadline:
@@ -132,7 +129,7 @@ class Renter(Settler):
         (await machine.run("true")).checked("the first command")
         self._machines[row.label] = machine
         if row.state == State.BOOTING:
-            self.advance(row, State.REACHABLE)
+            self.ledger.advance(row, State.REACHABLE)
 
     async def bring_home(self, row: Row, *, loses_results: bool = False) -> None:
         words = self.fetches if self.fetches is not None else self.ledger.recall(FETCH).split()
@@ -157,12 +154,12 @@ class Renter(Settler):
         else:
             self.say(row.name, f"its results are in {into}" if number else "it has no results to be fetched")
 
-    def _home_of(self, row: Row) -> Path:
-        """The directory of a pod's results: of this very pod alone, where another one of its name had some."""
-        into = Path(self.ledger.recall(RUN_DIR)) / row.name
+    def _home_of(self, row: Row) -> str:
+        """Where a pod's results go: this very pod's alone, where another one of its name had some."""
+        into = f"{self.ledger.recall(RUN_DIR).rstrip('/')}/{row.name}"
         key = f"results:{into}"
         if self.ledger.recall(key) not in ("", row.label):
-            return into.with_name(f"{row.name}-{row.label.rpartition('-')[2]}")
+            return f"{into}-{row.label.rpartition('-')[2]}"
         self.ledger.remember(key, row.label)
         return into
 

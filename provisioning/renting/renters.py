@@ -6,22 +6,22 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from provisioning.errors import NoCapacity, ProviderError, ProvisioningError, UserError
 from provisioning.ledger.ledger import Ledger
-from provisioning.ledger.row import Row, State
-from provisioning.machines.keys import public_key
+from provisioning.ledger.row import Row
 from provisioning.machines.machine import Machine
 from provisioning.pods.choice import candidates
 from provisioning.pods.pod import Offer, Pod, PodSpec
 from provisioning.providers.backoff import repeated
-from provisioning.providers.registry import Access, needs_key, open_provider
+from provisioning.providers.registry import Access, open_provider
+from provisioning.renting.each import Failures, each, gathered
 from provisioning.renting.plan import Plan
 from provisioning.renting.renter import Renter
-from provisioning.renting.settler import Patience, Say, gathered
+from provisioning.renting.settler import Patience, Say
 
 INVENTORY = "inventory"
 """What is remembered of the last command that set pods up on machines of one's own."""
@@ -36,7 +36,7 @@ class Renters(dict[str, Renter]):
     def __init__(self, ledger: Ledger, say: Say, clock: Callable[[], float] = time.time) -> None:
         super().__init__()
         self.ledger, self.say, self._clock = ledger, say, clock
-        self.failures: dict[str, ProvisioningError] = {}
+        self.failures: Failures = {}
         self.on_planned: Callable[[], None] = lambda: None
         """All that is to be ordered is written down, and nothing has been ordered yet."""
         self._taken: Counter[str] = Counter()
@@ -50,11 +50,6 @@ class Renters(dict[str, Renter]):
 
     def __missing__(self, name: str) -> Renter:
         raise self.failures.get(name) or UserError(f"No provider {name} is open.")
-
-    def listen(self, on_state: Callable[[str, State], None]) -> None:
-        """Be told of every state that a pod gets into."""
-        for renter in self.values():
-            renter.on_state = on_state
 
     async def close(self) -> None:
         for renter in self.values():
@@ -95,10 +90,10 @@ class Renters(dict[str, Renter]):
             raise failures[0]
         return found
 
-    async def settle(self) -> dict[str, dict[str, ProvisioningError]]:
+    async def settle(self) -> dict[str, Failures]:
         """Make the ledger and all providers agree; what was not done, by provider, and there by pod or machine."""
 
-        async def one(renter: Renter) -> dict[str, ProvisioningError]:
+        async def one(renter: Renter) -> Failures:
             try:
                 return await renter.settle()
             except ProvisioningError as error:
@@ -109,28 +104,17 @@ class Renters(dict[str, Renter]):
             zip(self, settled, strict=True)
         )
 
-    async def apply(self, plan: Plan, offers: Sequence[Offer]) -> dict[str, ProvisioningError]:
+    async def apply(self, plan: Plan, offers: Sequence[Offer]) -> Failures:
         """Give back, then rent in parallel, until all answer. What went wrong, by pod; the others are not held up."""
-        failures: dict[str, ProvisioningError] = {}
-
-        async def attempt(name: str, work: Awaitable[object]) -> None:
-            try:
-                await work
-            except ProvisioningError as error:
-                failures[name] = error
-                self.say(name, f"failed: {error}")
-
-        await gathered(attempt(removal.row.name, self._give_back(removal.row)) for removal in plan.destroy)
+        failures = await self.give_back([removal.row for removal in plan.destroy], failed=self.say)
         creations = [creation for creation in plan.create if creation.spec.name not in failures]
         for creation in creations:
             self._plan(creation.spec, creation.offer)
         self._taken.update(creation.offer.key for creation in creations)
         self.on_planned()
-        await gathered(
-            [
-                *(attempt(item.spec.name, self._until_reachable(item.spec, offers)) for item in creations),
-                *(attempt(row.name, self._until_reachable(row.spec, offers)) for row in plan.keep),
-            ]
+        specs = [*(creation.spec for creation in creations), *(row.spec for row in plan.keep)]
+        failures |= await each(
+            specs, lambda spec: spec.name, lambda spec: self._until_reachable(spec, offers), self.say
         )
         for renter in self.values():
             if renter.has_unclear:
@@ -138,15 +122,24 @@ class Renters(dict[str, Renter]):
                 failures = await renter.settle() | failures
         return failures
 
-    async def _give_back(self, row: Row) -> None:
-        await self.of(row).give_back(row)
+    async def give_back(
+        self,
+        rows: Sequence[Row] | None = None,
+        *,
+        loses_results: bool = False,
+        failed: Say = lambda name, text: None,
+    ) -> Failures:
+        """These pods, or all; each as far as it goes, whatever becomes of the others."""
+
+        async def one(row: Row) -> None:
+            await self.of(row).give_back(row, loses_results=loses_results)
+
+        return await each(self.rows if rows is None else rows, lambda row: row.name, one, failed)
 
     def _plan(self, spec: PodSpec, offer: Offer) -> Row:
         now = self._clock()
         ends_at = now + spec.ttl_hours * 3600 if spec.ttl_hours is not None else None
-        row = self.ledger.plan(spec, offer, now=now, ends_at=ends_at)
-        self[offer.provider].on_state(row.name, State.PLANNED)
-        return row
+        return self.ledger.plan(spec, offer, now=now, ends_at=ends_at)
 
     async def _until_reachable(self, spec: PodSpec, offers: Sequence[Offer]) -> None:
         """Try offers until one of them answers. Raises the last reason."""
@@ -162,7 +155,7 @@ class Renters(dict[str, Renter]):
                 reason = str(error)
             current = self.ledger.row(spec.name)
             if current and not current.is_in_doubt:
-                await self._give_back(current)
+                await self.of(current).give_back(current)
             limit = spec.max_price if spec.max_price is not None else confirmed * DEARER
             left = [
                 offer
@@ -219,7 +212,6 @@ async def renters(
             found[name] = Renter(
                 ledger=ledger,
                 provider=provider,
-                public_key=public_key(access.ssh_key) if name in to_rent and needs_key(name) else "",
                 say=say,
                 patience=patience or Patience(),
                 fetches=fetches,

@@ -6,9 +6,8 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from provisioning.errors import NoCapacity, ProviderError, ProvisioningError, UserError
 from provisioning.ledger.ledger import Ledger
@@ -16,20 +15,10 @@ from provisioning.ledger.row import Row, State
 from provisioning.pods.pod import Pod
 from provisioning.providers.backoff import repeated
 from provisioning.providers.protocol import Provider
-from provisioning.renting.reconcile import (
-    Action,
-    Adopt,
-    Destroy,
-    DestroyStray,
-    Forget,
-    GiveUp,
-    Missed,
-    Wait,
-    decide,
-)
+from provisioning.renting.each import Failures, each
+from provisioning.renting.reconcile import Action, Do, Habits, Look, decide
 from provisioning.renting.view import ProviderView
 
-T = TypeVar("T")
 Say = Callable[[str, str], None]
 """Tells people about a pod: its name, and what happens."""
 
@@ -45,8 +34,6 @@ class Patience:
     boot_s: float = 900.0
     destroy_s: float = 180.0
     poll_s: float = 2.0
-    list_age_s: float = 0.5
-    """A list that is no older than this serves everybody who asks."""
 
 
 @dataclass(kw_only=True)
@@ -58,10 +45,9 @@ class Settler:
     say: Say
     patience: Patience = field(default_factory=Patience)
     clock: Callable[[], float] = time.time
-    on_state: Callable[[str, State], None] = lambda name, state: None
 
     def __post_init__(self) -> None:
-        self.view = ProviderView(self.provider, self.clock, self.patience.list_age_s, self.tell)
+        self.view = ProviderView(self.provider, self.clock, self.tell)
         self._settling = asyncio.Lock()
 
     def tell(self, text: str) -> None:
@@ -72,7 +58,19 @@ class Settler:
     def rows(self) -> list[Row]:
         return [row for row in self.ledger.rows() if row.provider == self.provider.name]
 
-    async def settle(self) -> dict[str, ProvisioningError]:
+    async def look(self) -> Look:
+        """What the provider says. Pods of ours that no row knows of get rows, so that they are given back.
+
+        Raises ProviderError.
+        """
+        look = await self.view.look(self.rows)
+        # Read anew: what was ordered beside this look has a row by now.
+        for pod in look.strays(self.rows, self.ledger.owner):
+            row = self.ledger.found(pod, self.provider.name, now=self.clock())
+            self.say(row.name, f"{pod.id} is ours, but in no row of the state file: it is to be given back")
+        return look
+
+    async def settle(self) -> Failures:
         """Make the ledger and the provider agree; also after a crash at any point. Raises ProvisioningError.
 
         Orders that nobody knows the outcome of are looked for; orphans and pods whose time is over are given back;
@@ -82,90 +80,60 @@ class Settler:
         async with self._settling:
             return await self._settle()
 
-    async def _settle(self) -> dict[str, ProvisioningError]:
-        deadline = self.clock() + self.provider.settle_s + self.patience.destroy_s
+    async def _settle(self) -> Failures:
+        provider, clock = self.provider, self.clock
+        habits = Habits(settle_s=provider.settle_s, doubt_s=provider.doubt_s, repeatable=provider.repeatable)
+        deadline = clock() + habits.settle_s + self.patience.destroy_s
         while True:
+            look = await self.look()
             rows = self.rows
-            look = await self.view.look(rows)
-            actions = decide(
-                rows,
-                look,
-                owner=self.ledger.owner,
-                now=self.clock(),
-                settle_s=self.provider.settle_s,
-                doubt_s=self.provider.doubt_s,
-                repeatable=self.provider.repeatable,
-            )
-            failures: dict[str, ProvisioningError] = {
-                machine: ProviderError(why) for machine, why in look.silent.items()
-            }
-            failures |= {
-                row.name: ProviderError(
-                    f"it is not known whether it is still there, so it may cost money: {why}"
-                )
-                for row in rows
-                if (why := look.unknown.get(row.provider_id or ""))
-            }
-            failures |= await self._all_carried_out(actions)
+            failures: Failures = {machine: ProviderError(why) for machine, why in look.silent.items()}
+            for row in rows:
+                if why := look.unknown.get(row.provider_id or ""):
+                    failures[row.name] = ProviderError(
+                        f"it is not known whether it is still there, so it may cost money: {why}"
+                    )
+            actions = decide(rows, look, habits, now=clock())
+            failures |= await each(actions, lambda action: action.row.name, self._unless_changed)
             orders = [
-                action.row
-                for action in actions
-                if isinstance(action, GiveUp)
-                or (isinstance(action, Wait | Missed) and action.row.is_in_doubt and action.until <= deadline)
+                row
+                for row in self.rows
+                if row.is_in_doubt
+                and not (row.state == State.CREATING and habits.repeatable)
+                and habits.known_at(row, clock()) <= deadline
             ]
-            if not orders or self.clock() > deadline:
+            if not orders or look.silent or clock() > deadline:
                 return failures
             self.say(orders[0].name, "looking whether an order got through whose answer was lost")
             await asyncio.sleep(self.patience.poll_s)
 
-    async def _all_carried_out(self, actions: Iterable[Action]) -> dict[str, ProvisioningError]:
-        failures: dict[str, ProvisioningError] = {}
-
-        async def one(action: Action) -> None:
-            try:
-                await self._carry_out(action)
-            except ProvisioningError as error:
-                name = action.pod.label if isinstance(action, DestroyStray) else action.row.name
-                failures[name] = error
-
-        await gathered(one(action) for action in actions)
-        return failures
+    async def _unless_changed(self, action: Action) -> None:
+        """One that was changed beside this look is for the next one."""
+        if self.ledger.current(action.row) == action.row:
+            await self._carry_out(action)
 
     async def _carry_out(self, action: Action) -> None:
-        if not isinstance(action, DestroyStray) and self.ledger.current(action.row) != action.row:
-            # It was changed beside this look: the next one decides.
-            return
-        match action:
-            case Adopt(row, pod):
-                if row.state == State.PLANNED:
-                    row = self.ledger.advance(row, State.CREATING)
-                self.say(row.name, f"the order had got through: it is {pod.id}")
-                # What is not as ordered has been given back, and said so.
-                with contextlib.suppress(NoCapacity):
-                    await self.rented(row, pod)
-            case GiveUp(row):
-                self.say(row.name, "its order is given up; if a pod of it comes yet, it is given back")
-                self.advance(row, State.DELETING)
-            case Missed(row, _):
-                self.ledger.missed(row, now=self.clock())
-            case Forget(row, reason):
-                self.say(row.name, reason)
-                self._forget(row)
-            case DestroyStray(pod, reason):
-                row = self.ledger.found(pod, self.provider.name, now=self.clock())
-                self.say(row.name, f"{pod.id} is given back: {reason}")
-                await self._end(row)
-            case Destroy(row, pod, reason):
-                self.say(row.name, f"given back: {reason}")
-                # Its time is over, whatever becomes of its results.
-                await self.bring_home(row, loses_results=True)
-                await self._end(self._identified(row, pod))
-
-    async def write_down_strays(self) -> None:
-        """Give the pods of ours that no row knows of rows, so that they can be given back. Raises ProviderError."""
-        rows = self.rows
-        for pod in (await self.view.look(rows)).strays(rows, self.ledger.owner):
-            self.ledger.found(pod, self.provider.name, now=self.clock())
+        row, pod = action.row, action.pod
+        if action.do == Do.ADOPT and pod is not None:
+            if row.state == State.PLANNED:
+                row = self.ledger.advance(row, State.CREATING)
+            self.say(row.name, f"the order had got through: it is {pod.id}")
+            # What is not as ordered has been given back, and said so.
+            with contextlib.suppress(NoCapacity):
+                await self.rented(row, pod)
+        elif action.do == Do.GIVE_UP:
+            self.say(row.name, "its order is given up; if a pod of it comes yet, it is given back")
+            self.ledger.advance(row, State.DELETING)
+        elif action.do == Do.MISS:
+            self.ledger.missed(row, now=self.clock())
+        elif action.do == Do.FORGET:
+            self.say(row.name, action.reason)
+            self._forget(row)
+        elif action.do == Do.DESTROY and pod is not None:
+            self.say(row.name, f"given back: {action.reason}")
+            # Its time is over, whatever becomes of its results.
+            await self.bring_home(row, loses_results=True)
+            await self._end(self._identified(row, pod))
 
     async def give_back(self, row: Row, *, loses_results: bool = False) -> None:
         """Until the provider says that there is no such pod; then the row goes. May be repeated, also while it is
@@ -178,7 +146,7 @@ class Settler:
             self._forget(current)
             return
         await self.bring_home(current, loses_results=loses_results)
-        row = self.advance(current, State.DELETING)
+        row = self.ledger.advance(current, State.DELETING)
         if row.provider_id is not None:
             await self._end(row)
             return
@@ -199,7 +167,7 @@ class Settler:
     def _identified(self, row: Row, pod: Pod) -> Row:
         """The row as one that is to be ended, with the id that its pod has."""
         if row.provider_id is not None:
-            return self.advance(row, State.DELETING)
+            return self.ledger.advance(row, State.DELETING)
         price = pod.price_per_hour if pod.price_per_hour is not None else row.offer.price_per_hour
         return self.ledger.rented(row, pod.id, price, State.DELETING)
 
@@ -245,14 +213,12 @@ class Settler:
 
     def _forget(self, row: Row) -> None:
         self.ledger.forget(row, now=self.clock())
-        self.on_state(row.name, State.GONE)
 
     async def rented(self, row: Row, pod: Pod) -> None:
         """Read back what was rented. What was not asked for is given back at once, and said aloud: NoCapacity."""
         price = pod.price_per_hour if pod.price_per_hour is not None else row.offer.price_per_hour
         wrong, offered = _wrong(row, pod, price), row.offer.price_per_hour
         row = self.ledger.rented(row, pod.id, price)
-        self.on_state(row.name, State.BOOTING)
         if price > offered * _PRICE_SLACK and not wrong:
             self.say(row.name, f"costs {price:.2f} $/h now, and not {offered:.2f} as was offered")
         if wrong:
@@ -284,11 +250,6 @@ class Settler:
         """Raises NoCapacity where there is none any more, and ProviderError."""
         return await self.view.pod_of(row, self.patience.poll_s)
 
-    def advance(self, row: Row, state: State, **changes: object) -> Row:
-        row = self.ledger.advance(row, state, **changes)
-        self.on_state(row.name, state)
-        return row
-
 
 def _ends_at(pod: Pod | None, ends_at: float) -> bool:
     return pod is not None and pod.ends_at is not None and abs(pod.ends_at - ends_at) <= _END_SLACK_S
@@ -302,12 +263,3 @@ def _wrong(row: Row, pod: Pod, price: float) -> str:
     if price > limit * _PRICE_SLACK:
         return f"for {price:.2f} $/h in place of {row.offer.price_per_hour:.2f}"
     return ""
-
-
-async def gathered(work: Iterable[Awaitable[T]]) -> list[T]:
-    """All results; if one fails, the others are finished first."""
-    results = await asyncio.gather(*work, return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return [result for result in results if not isinstance(result, BaseException)]

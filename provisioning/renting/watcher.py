@@ -6,13 +6,14 @@ It runs beside no command, holds the lock `<state file>.watch` while it lives, a
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from provisioning.ledger.lock import holder
 
 _STOP_TIMEOUT_S = 5.0
 
@@ -21,30 +22,9 @@ def lock_path(state_file: Path) -> Path:
     return state_file.with_name(f"{state_file.name}.watch")
 
 
-@contextlib.contextmanager
-def watching(state_file: Path) -> Iterator[bool]:
-    """Be the one watcher of this state file; False if there is one already."""
-    with lock_path(state_file).open("a+", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
-        yield True
-
-
 def running_pid(state_file: Path) -> int | None:
     """The watcher's, if there is one."""
-    with contextlib.suppress(OSError), lock_path(state_file).open("r+", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            text = file.read().strip()
-            return int(text) if text.isdigit() else None
-    return None
+    return holder(lock_path(state_file)) if lock_path(state_file).exists() else None
 
 
 def start(state_file: Path, argv: Sequence[str], environment: Mapping[str, str]) -> bool:

@@ -48,9 +48,9 @@ def peer_argv(
     return [*argv, *flags]
 
 
-def secret_path(run_id: str) -> str:
-    """Where the coordinator keeps the swarm secret, relative to the pod's directory."""
-    return f"{STATE}/coordinator/{run_id}.swarm-secret"
+def coordinator_file(run_id: str, what: str) -> str:
+    """Where the coordinator keeps its swarm-secret, or its admission-key, relative to the pod's directory."""
+    return f"{STATE}/coordinator/{run_id}.{what}"
 
 
 def address_in(log: str) -> str | None:

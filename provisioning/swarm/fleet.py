@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
 
 from provisioning.errors import ProviderError, ProvisioningError
 from provisioning.ledger.ledger import Ledger
 from provisioning.ledger.row import Row, State
 from provisioning.machines import jobs
 from provisioning.machines.paths import VENV
-from provisioning.machines.setup import Progress, Setup, set_up
+from provisioning.machines.setup import Setup, set_up
 from provisioning.pods.pod import Offer, PodSpec
 from provisioning.providers.backoff import repeated
 from provisioning.providers.registry import Access
+from provisioning.renting.each import Failures, each
 from provisioning.renting.operations import PYTHON
 from provisioning.renting.plan import Plan, plan
 from provisioning.renting.renters import INVENTORY, Renters, renters
-from provisioning.renting.settler import Patience, Say, gathered
+from provisioning.renting.settler import Patience, Say
 from provisioning.swarm.swarm import Swarm, SwarmOptions
-
-
-@dataclass
-class Outcome:
-    """What became of each pod."""
-
-    failures: dict[str, ProvisioningError] = field(default_factory=dict)
-
-    @property
-    def is_good(self) -> bool:
-        return not self.failures
 
 
 @dataclass
@@ -39,8 +29,6 @@ class Fleet:
 
     renters: Renters
     setup: Setup
-    progress_of: Callable[[str], Progress] | None = None
-    """Who is told how far the set-up of a pod is."""
 
     async def planned(self, desired: Sequence[PodSpec]) -> tuple[Plan, list[Offer]]:
         """What is to be done, after making the ledger true. Buys nothing. Raises ProvisioningError."""
@@ -55,63 +43,41 @@ class Fleet:
         offers = await self.renters.offers(names)
         return plan(desired, self.renters.rows, offers), offers
 
-    async def rent(self, agreed: Plan, offers: Sequence[Offer]) -> Outcome:
-        return Outcome(await self.renters.apply(agreed, offers))
+    async def rent(self, agreed: Plan, offers: Sequence[Offer]) -> Failures:
+        return await self.renters.apply(agreed, offers)
 
     async def set_up(
-        self, outcome: Outcome, *, again: bool = False, with_environment: bool = True
-    ) -> Outcome:
-        """Code and environment onto all pods that answer and lack them; `again`: also where nothing runs on them."""
+        self, failures: Failures, *, again: bool = False, with_environment: bool = True
+    ) -> Failures:
+        """Code and environment onto all pods that answer and lack them; `again`: also where nothing runs on them.
+
+        What went wrong, `failures` included: those pods are left alone.
+        """
 
         async def one(row: Row) -> None:
-            try:
-                machine = await self.renters.machine(row.name)
-                if row.state == State.SYNCED and await jobs.any_runs(machine, row.label):
-                    return
-                self.renters.say(row.name, "sending code, making its environment")
-                num_gpus = None if row.offer.is_cpu else row.offer.gpu_count
-                await set_up(
-                    machine,
-                    row.label,
-                    self.setup,
-                    num_gpus=num_gpus,
-                    with_environment=with_environment,
-                    progress=self.progress_of(row.name) if self.progress_of else None,
-                )
-                self.renters.of(row).advance(row, State.SYNCED)
-            except ProvisioningError as error:
-                outcome.failures[row.name] = error
-                self.renters.say(row.name, f"failed: {error}")
+            machine = await self.renters.machine(row.name)
+            if row.state == State.SYNCED and await jobs.any_runs(machine, row.label):
+                return
+            self.renters.say(row.name, "sending code, making its environment")
+            num_gpus = None if row.offer.is_cpu else row.offer.gpu_count
+            await set_up(machine, row.label, self.setup, num_gpus=num_gpus, with_environment=with_environment)
+            self.renters.ledger.advance(row, State.SYNCED)
 
         states = {State.REACHABLE, State.SYNCED} if again else {State.REACHABLE}
-        rows = [row for row in self.renters.rows if row.state in states]
-        await gathered(one(row) for row in rows if row.name not in outcome.failures)
-        return outcome
+        rows = [row for row in self.renters.rows if row.state in states and row.name not in failures]
+        return failures | await each(rows, lambda row: row.name, one, self.renters.say)
 
-    async def train(self, outcome: Outcome, options: SwarmOptions) -> Outcome:
+    async def train(self, failures: Failures, options: SwarmOptions) -> Failures:
         """A peer on each pod, all in epoch 1. Starts nothing unless all pods are there."""
-        if outcome.is_good and self.renters.rows:
-            try:
-                outcome.failures.update(await Swarm(self.renters, options, self.python_of).start())
-            except ProvisioningError as error:
-                outcome.failures[self.renters.rows[0].name] = error
-        return outcome
+        if failures or not self.renters.rows:
+            return failures
+        try:
+            return await Swarm(self.renters, options, self.python_of).start()
+        except ProvisioningError as error:
+            return {self.renters.rows[0].name: error}
 
     def python_of(self, name: str) -> str:
         return self.setup.python or f"{VENV}/bin/python"
-
-    async def give_back(self, names: Sequence[str] | None = None, *, loses_results: bool = False) -> Outcome:
-        """These pods, or all; each as far as it goes, whatever becomes of the others."""
-        outcome = Outcome()
-
-        async def one(row: Row) -> None:
-            try:
-                await self.renters.of(row).give_back(row, loses_results=loses_results)
-            except ProvisioningError as error:
-                outcome.failures[row.name] = error
-
-        await gathered(one(row) for row in self.renters.rows if names is None or row.name in names)
-        return outcome
 
 
 @contextlib.asynccontextmanager

@@ -12,18 +12,20 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from pathlib import Path
+
+import msgspec
 
 from provisioning.errors import Busy, ProviderError, ProvisioningError
 from provisioning.ledger.ledger import Ledger
 from provisioning.ledger.row import State
-from provisioning.machines.setup import Mount, Setup, secrets_of
+from provisioning.machines.setup import Setup, secrets_of
 from provisioning.pods.pod import PodSpec
 from provisioning.providers.registry import Access
 from provisioning.renting import operations
+from provisioning.renting.each import Failures
 from provisioning.renting.operations import WANTED, is_to_be_watched
 from provisioning.renting.settler import Say
-from provisioning.swarm.fleet import Fleet, Outcome, opened_fleet
+from provisioning.swarm.fleet import Fleet, opened_fleet
 from provisioning.swarm.status import Status, overview
 from provisioning.swarm.swarm import SwarmOptions
 
@@ -51,23 +53,9 @@ class Wanted:
 
     def write(self, ledger: Ledger) -> None:
         """Secrets by their names alone."""
-        setup, options = self.setup, self.options
-        ledger.remember(
-            WANTED,
-            json.dumps(
-                {
-                    "specs": [spec.to_json() for spec in self.specs],
-                    "policy": [self.replaces, self.stops_when_idle, self.budget],
-                    "source": str(setup.source),
-                    "python": setup.python,
-                    "extras": list(setup.extras),
-                    "secrets": list(setup.secrets or {}),
-                    "mounts": [[str(mount.source), mount.place] for mount in setup.mounts],
-                    "swarm": [options.run_id, list(options.flags)],
-                    "ends_at": dict(self.ends_at),
-                }
-            ),
-        )
+        names = dict.fromkeys(self.setup.secrets or (), "")
+        text = msgspec.json.encode(replace(self, setup=replace(self.setup, secrets=names)), enc_hook=str)
+        ledger.remember(WANTED, text.decode())
 
     @classmethod
     def read(cls, ledger: Ledger, environment: Mapping[str, str]) -> Wanted | None:
@@ -75,23 +63,11 @@ class Wanted:
         text = ledger.recall(WANTED)
         if not text:
             return None
-        found = json.loads(text)
-        replaces, stops_when_idle, budget = found["policy"]
-        run_id, flags = found["swarm"]
-        return cls(
-            specs=[PodSpec.from_json(spec) for spec in found["specs"]],
-            replaces=replaces,
-            stops_when_idle=stops_when_idle,
-            budget=budget,
-            setup=Setup(
-                source=Path(found["source"]),
-                python=found["python"],
-                extras=found["extras"],
-                secrets=secrets_of(environment, found["secrets"]),
-                mounts=[Mount(Path(source), place) for source, place in found["mounts"]],
-            ),
-            options=SwarmOptions(run_id=run_id, flags=flags, epoch_timeout_s=_EPOCH_TIMEOUT_S),
-            ends_at=found["ends_at"],
+        found = msgspec.json.decode(text, type=cls, dec_hook=lambda kind, value: kind(value))
+        return replace(
+            found,
+            setup=replace(found.setup, secrets=secrets_of(environment, list(found.setup.secrets or ()))),
+            options=replace(found.options, epoch_timeout_s=_EPOCH_TIMEOUT_S),
         )
 
     def at(self, now: float, rows_end_at: Mapping[str, float | None]) -> Wanted:
@@ -109,7 +85,7 @@ def no_longer_wanted(ledger: Ledger, names: Sequence[str]) -> None:
     """Somebody gives these pods back, or all: they are not to be replaced."""
     text = ledger.recall(WANTED)
     found = json.loads(text) if text else {"specs": []}
-    found["specs"] = [spec for spec in found["specs"] if names and PodSpec.from_json(spec).name not in names]
+    found["specs"] = [spec for spec in found["specs"] if names and spec["name"] not in names]
     ledger.remember(WANTED, json.dumps(found) if found["specs"] else "")
 
 
@@ -181,22 +157,23 @@ class Keeper:
 
     async def _restore(self, wanted: Wanted, dead: Mapping[str, tuple[Status, str]]) -> None:
         now = self.clock()
-        spent = sum(bill.dollars(now) for bill in self.ledger.bills())
+        spent = sum(row.dollars(now) for row in self.ledger.bills())
         if wanted.budget is not None and spent >= wanted.budget:
             self.tell(f"{spent:.2f} $ are spent, and the budget is {wanted.budget:.2f}: nothing is replaced")
             return
         for name, (_, why) in dead.items():
             self.tell(f"{name} has died: {why}; it is replaced")
         async with opened_fleet(self.ledger, wanted.specs, self.access, self.say, wanted.setup) as fleet:
-            for one, _ in dead.values():
-                await fleet.renters.of(one.row).give_back(one.row, loses_results=True)
-            outcome = await self._brought_up(fleet, wanted)
-        for name, error in outcome.failures.items():
+            failures = await fleet.renters.give_back(
+                [one.row for one, _ in dead.values()], loses_results=True
+            )
+            failures = failures or await self._brought_up(fleet, wanted)
+        for name, error in failures.items():
             self.tell(f"{name} is not there yet: {error}")
-        if outcome.is_good:
+        if not failures:
             self.tell(f"all {len(wanted.specs)} pods train")
 
-    async def _brought_up(self, fleet: Fleet, wanted: Wanted) -> Outcome:
+    async def _brought_up(self, fleet: Fleet, wanted: Wanted) -> Failures:
         agreed, offers = await fleet.planned(wanted.specs)
         if any(removal.row.state not in (State.DELETING, State.PLANNED) for removal in agreed.destroy):
             raise ProviderError(
@@ -221,9 +198,9 @@ async def watch(
     ledger: Ledger, access: Access, say: Say, *, interval_s: float, stop: Callable[[], bool] = lambda: False
 ) -> None:
     """Until there is nothing to be watched any more: keep the swarm that is wanted, and give back what is to go."""
-    keeper, overseer = Keeper(ledger, access, say), operations.Overseer(ledger, access, say)
+    keeper, at_home = Keeper(ledger, access, say), set[str]()
     while not stop() and is_to_be_watched(ledger):
-        wait_s = await overseer.look(interval_s)
+        wait_s = await operations.keep_time(ledger, access, say, at_home, interval_s)
         if ledger.recall(WANTED):
             wait_s = min(wait_s, _INTERVAL_S)
             try:

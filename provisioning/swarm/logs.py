@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import shlex
 from collections.abc import Callable, Sequence
 
-from provisioning.errors import MachineError, ProvisioningError
+from provisioning.errors import MachineError
 from provisioning.ledger.ledger import Ledger
 from provisioning.ledger.row import Row
 from provisioning.machines.machine import Machine
 from provisioning.machines.paths import JOBS, pod_directory
 from provisioning.providers.registry import Access
+from provisioning.renting.each import Failures, each, gathered
 from provisioning.renting.operations import checked_names
 from provisioning.renting.renters import renters
 from provisioning.swarm.commands import DHT_JOB, PEER_JOB
@@ -26,44 +26,34 @@ async def follow_all(
     lines: int,
     goes_on: bool,
     write: Callable[[str, str], None],
-) -> dict[str, ProvisioningError]:
+) -> Failures:
     """Give the lines of a job's log on each pod to `write(name, line)`; what went wrong, by pod.
 
     Without a job it is the peer's; a pod that has none gives those of all its jobs, to `write(name/job, line)`.
     """
     rows = checked_names(ledger, names)
-    failures: dict[str, ProvisioningError] = {}
-    without: dict[str, ProvisioningError] = {}
+    without: Failures = {}
     async with renters(ledger, access, lambda name, text: None) as by_provider:
 
         async def one(row: Row) -> None:
-            try:
-                machine = await by_provider.of(row).machine(row)
-                chosen = await chosen_jobs(machine, row)
-                await asyncio.gather(*(follow(machine, row, name, shown) for name, shown in chosen.items()))
-            except ProvisioningError as error:
-                failures[row.name] = error
+            machine = await by_provider.of(row).machine(row)
+            there, wanted = await _jobs(machine, row), job or PEER_JOB
+            shown = {name: f"{row.name}/{name}" for name in there} if job is None else {}
+            if wanted in there or (goes_on and not shown and wanted in (PEER_JOB, DHT_JOB)):
+                shown = {wanted: row.name}
+            if not shown:
+                known = ", ".join(there) or "none yet"
+                without[row.name] = MachineError(f"there is no log of a job {wanted}; there are: {known}")
+            await gathered(follow(machine, row, name, as_what) for name, as_what in shown.items())
 
-        async def chosen_jobs(machine: Machine, row: Row) -> dict[str, str]:
-            """Jobs, and what their lines are shown under."""
-            there = await _jobs(machine, row)
-            wanted = job or PEER_JOB
-            if wanted in there or (goes_on and wanted in (PEER_JOB, DHT_JOB) and not (job is None and there)):
-                return {wanted: row.name}
-            if job is None and there:
-                return {name: f"{row.name}/{name}" for name in there}
-            known = ", ".join(there) or "none yet"
-            without[row.name] = MachineError(f"there is no log of a job {wanted}; there are: {known}")
-            return {}
-
-        async def follow(machine: Machine, row: Row, name: str, shown: str) -> None:
+        async def follow(machine: Machine, row: Row, name: str, as_what: str) -> None:
             path = shlex.quote(f"{pod_directory(row.label)}/{JOBS}/{name}/log")
             # -F waits for a log that is not there yet.
             script = f"exec tail -n {lines} {'-F ' if goes_on else ''}{path} 2>/dev/null"
             async for line in machine.follow(script):
-                write(shown, line)
+                write(as_what, line)
 
-        await asyncio.gather(*(one(row) for row in rows))
+        failures = await each(rows, lambda row: row.name, one)
     # Only one pod has a DHT: that the others have none is no failure, unless they were asked for by name.
     return failures | without if names or len(without) == len(rows) else failures
 

@@ -100,7 +100,7 @@ async def overview(ledger: Ledger, access: Access) -> Overview:
         failures = {name: str(error) for name, error in by_provider.failures.items()}
     lost = [_unseen(row, failures[row.provider]) for row in ledger.rows() if row.provider in failures]
     now = time.time()
-    dollars = {bill.label: bill.dollars(now) for bill in ledger.bills()}
+    dollars = {row.label: row.dollars(now) for row in ledger.bills()}
     pods = [*(status for one in found for status in one.pods), *lost]
     return Overview(
         [replace(one, dollars=dollars.get(one.row.label, 0.0)) for one in pods],

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import shlex
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from provisioning.errors import MachineError, ProvisioningError
+from provisioning.errors import MachineError
 from provisioning.ledger.ledger import Ledger
 from provisioning.ledger.row import Row, State
 from provisioning.machines import jobs
@@ -17,15 +17,16 @@ from provisioning.machines.keys import write_private
 from provisioning.machines.machine import Machine
 from provisioning.machines.paths import JOBS, PEER_RUN, SWARM_SECRET, pod_directory
 from provisioning.machines.setup import put_private
+from provisioning.renting.each import Failures, each
 from provisioning.renting.renters import Renters
 from provisioning.renting.settler import Say
 from provisioning.swarm.commands import (
     DHT_JOB,
     PEER_JOB,
     address_in,
+    coordinator_file,
     dht_argv,
     peer_argv,
-    secret_path,
 )
 from provisioning.swarm.peer import PeerLook, PeerNews, end_of, look_at_peer
 
@@ -55,40 +56,34 @@ class Swarm:
         self._say: Say = renters.say
         self._dht_address, self._secret = "", b""
 
-    async def start(self) -> dict[str, ProvisioningError]:
+    async def start(self) -> Failures:
         """Until all peers are in epoch 1, or have finished; what went wrong, by pod."""
         wanted = [row for row in self._renters.rows if row.state in (State.SYNCED, State.RUNNING)]
-        failures: dict[str, ProvisioningError] = {}
         looks: dict[str, PeerLook] = {}
-
-        async def attempt(row: Row, work: Awaitable[object]) -> None:
-            try:
-                await work
-            except ProvisioningError as error:
-                failures[row.name] = error
-                self._say(row.name, f"failed: {error}")
 
         async def look(row: Row) -> None:
             looks[row.name] = await self.look(row)
 
-        await asyncio.gather(*(attempt(row, look(row)) for row in wanted))
+        async def attempt(rows: Sequence[Row], work: Callable[[Row], Awaitable[object]]) -> Failures:
+            return await each(rows, lambda row: row.name, work, self._say)
+
+        failures = await attempt(wanted, look)
         if self._ledger.recall(_DHT_POD) in failures:
             # Its coordinator may live: a second one would give out the same ranks.
             return failures
         rows = [row for row in wanted if row.name in looks]
-        missing = [
-            row for row in rows if not looks[row.name].job.is_running and not looks[row.name].has_finished
-        ]
-        if missing or any(looks[row.name].job.is_running for row in rows):
+        running = [row for row in rows if looks[row.name].job.is_running]
+        missing = [row for row in rows if row not in running and not looks[row.name].has_finished]
+        if missing or running:
             # Also where all peers run: they train without a coordinator, but nobody could join them by its address.
-            await attempt(self._dht_row(rows), self._join_dht(rows, looks))
+            failures |= await attempt([self._dht_row(rows)], lambda row: self._join_dht(row, running))
             if not self._dht_address:
                 return failures
-            await asyncio.gather(*(attempt(row, self._start_peer(row, len(wanted))) for row in missing))
-        for row in rows:
-            if row.name not in failures and row.state == State.SYNCED:
-                self._renters.of(row).advance(row, State.RUNNING)
+            failures |= await attempt(missing, lambda row: self._start_peer(row, len(wanted)))
         waiting = [row for row in rows if row.name not in failures]
+        for row in waiting:
+            if row.state == State.SYNCED:
+                self._ledger.advance(row, State.RUNNING)
         return failures | await self._until_in_epoch_one(waiting)
 
     async def look(self, row: Row) -> PeerLook:
@@ -100,14 +95,12 @@ class Swarm:
         known = self._ledger.recall(_DHT_POD)
         return next((row for row in rows if row.name == known), rows[0])
 
-    async def _join_dht(self, rows: Sequence[Row], looks: Mapping[str, PeerLook]) -> None:
+    async def _join_dht(self, row: Row, running: Sequence[Row]) -> None:
         """Learn how the DHT can be joined, after starting it where it does not run."""
-        row = self._dht_row(rows)
         machine, pod = await self._renters.machine(row.name), await self._renters.pod(row.name)
-        key_path = admission_key_path(self._ledger.path, self._options.run_id)
-        remote_key = f"{pod_directory(row.label)}/{secret_path(self._options.run_id)}".replace(
-            ".swarm-secret", ".admission-key"
-        )
+        run_id, directory = self._options.run_id, pod_directory(row.label)
+        key_path = admission_key_path(self._ledger.path, run_id)
+        remote_key = f"{directory}/{coordinator_file(run_id, 'admission-key')}"
         if key_path.exists():
             # A coordinator on another pod than before admits those whom the first one did.
             await machine.run(f"mkdir -p {shlex.quote(remote_key.rpartition('/')[0])}")
@@ -115,28 +108,24 @@ class Swarm:
         argv = dht_argv(
             self._python_of(row.name),
             pod,
-            run_id=self._options.run_id,
+            run_id=run_id,
             listens_on=self._renters.of(row).provider.listens_on,
         )
-        others = [other for other in rows if other.name != row.name and looks[other.name].job.is_running]
+        others = [other for other in running if other.name != row.name]
         if others and not (await jobs.state(machine, row.label, DHT_JOB)).is_running:
             argv += await self._member_address(others[0])
         if await jobs.start(machine, row.label, DHT_JOB, argv):
             self._say(row.name, "starting the DHT")
         address = await self._printed_address(machine, row)
+
+        async def read(path: str) -> bytes:
+            answer = await machine.run(f"cat {shlex.quote(path)}")
+            return answer.checked(f"reading {path}").encode()
+
         if not key_path.exists():
-            text = (await machine.run(f"cat {shlex.quote(remote_key)}")).checked("reading the admission key")
-            write_private(key_path, text.encode())
+            write_private(key_path, await read(remote_key))
+        self._secret = await read(f"{directory}/{coordinator_file(run_id, 'swarm-secret')}")
         self._ledger.remember(_DHT_POD, row.name)
-        self._secret = (
-            (
-                await machine.run(
-                    f"cat {shlex.quote(f'{pod_directory(row.label)}/{secret_path(self._options.run_id)}')}"
-                )
-            )
-            .checked("reading the swarm secret")
-            .encode()
-        )
         self._dht_address = address
 
     async def _printed_address(self, machine: Machine, row: Row) -> str:
@@ -182,40 +171,39 @@ class Swarm:
         host = row.offer.details.get("host")
         return sum(host == other.offer.details.get("host") for other in self._renters.rows) if host else 1
 
-    async def _until_in_epoch_one(self, rows: Sequence[Row]) -> dict[str, ProvisioningError]:
+    async def _until_in_epoch_one(self, rows: Sequence[Row]) -> Failures:
         """What went wrong, by pod. Once one peer has ended, those that may be waiting for it are left to it."""
-        failures: dict[str, ProvisioningError] = {}
         began_at = time.monotonic()
         deadline = began_at + self._options.epoch_timeout_s
         trainings: set[str] = set()
+        has_failed = False
 
         async def watch(row: Row) -> None:
+            nonlocal has_failed
             silent_looks, news = 0, PeerNews(began_at, trainings)
-            while True:
-                error: ProvisioningError | None = None
+            while not has_failed:
                 try:
                     look = await self.look(row)
                     silent_looks = 0
-                    for text in news.of(look, time.monotonic()):
-                        self._say(row.name, text)
-                    if look.epoch >= 1 or look.has_finished:
-                        return
-                    error = self._trouble(row, look, is_late=time.monotonic() > deadline)
-                except MachineError as lost:
+                except MachineError:
                     # One lost connection is no dead pod.
                     silent_looks += 1
-                    error = lost if silent_looks > _MAX_SILENT_LOOKS else None
-                if error is not None:
-                    failures[row.name] = error
-                    self._say(row.name, f"failed: {error}")
+                    if silent_looks > _MAX_SILENT_LOOKS:
+                        has_failed = True
+                        raise
+                    await asyncio.sleep(_POLL_S)
+                    continue
+                for text in news.of(look, time.monotonic()):
+                    self._say(row.name, text)
+                if look.epoch >= 1 or look.has_finished:
                     return
-                if failures:
-                    self._say(row.name, "is not in epoch 1 yet; its peer goes on")
-                    return
+                if trouble := self._trouble(row, look, is_late=time.monotonic() > deadline):
+                    has_failed = True
+                    raise trouble
                 await asyncio.sleep(_POLL_S)
+            self._say(row.name, "is not in epoch 1 yet; its peer goes on")
 
-        await asyncio.gather(*(watch(row) for row in rows))
-        return failures
+        return await each(rows, lambda row: row.name, watch, self._say)
 
     def _trouble(self, row: Row, look: PeerLook, *, is_late: bool) -> MachineError | None:
         if not look.job.is_running:

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import pytest
 
 from provisioning.errors import NoCapacity, OutcomeUnknown, ProviderError, Unavailable, UserError
-from provisioning.machines.keys import public_key
 from provisioning.pods.pod import Order, Pod, PodSpec
 from provisioning.providers.lambda_cloud import LambdaProvider
 from provisioning.providers.lium import LiumProvider
@@ -93,7 +92,6 @@ class Kind:
 
     name: str
     open: Callable[..., Provider]
-    line: str
     api: Any = None
 
     def run(self, work: Callable[[Provider], Awaitable[T]], **changes: str) -> T:
@@ -112,11 +110,9 @@ class Kind:
         offer = min(offers, key=lambda one: (one.price_per_hour, one.id))
         return Order(
             label=f"diloco-0a0b0c0d-pod-0-{secrets.token_hex(4)}",
-            idempotency_key=secrets.token_hex(16),
             spec=PodSpec(name="pod-0", provider=self.name),
             offer=offer,
             ends_at=time.time() + 7200,
-            public_key=self.line,
         )
 
     def until(self, wanted: Callable[[Pod | None], bool], pod_id: str) -> Pod | None:
@@ -139,7 +135,7 @@ def kind(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     with ExitStack() as stack:
         if name == "local":
-            yield Kind(name, lambda: LocalProvider(tmp_path / "local"), "")
+            yield Kind(name, lambda: LocalProvider(tmp_path / "local"))
         elif name == "ssh":
             key = client_key(tmp_path)
             host = stack.enter_context(ssh_host(tmp_path / "host", key.with_suffix(".pub").read_text()))
@@ -148,7 +144,7 @@ def kind(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
                 f'[[machines]]\nname = "m"\nhost = "127.0.0.1"\nport = {host.port}\nuser = "{host.user}"\n'
                 f'key = "{key}"\nhost_key = "{host.host_key}"\n'
             )
-            yield Kind(name, lambda: SshProvider(path), "")
+            yield Kind(name, lambda: SshProvider(path))
         else:
             yield _of_cloud(name, stack, tmp_path)
 
@@ -170,7 +166,7 @@ def _of_cloud(name: str, stack: ExitStack, directory: Path) -> Kind:
     def opened(**changes: str) -> Provider:
         return known.make_provider({**api.environment, **changes}, key)
 
-    return Kind(name, opened, public_key(key), api)
+    return Kind(name, opened, api)
 
 
 def test_an_order_makes_one_pod_that_is_listed_reached_and_gone_when_it_is_deleted(kind):

@@ -15,7 +15,6 @@ import pytest
 
 from provisioning.errors import UserError
 from provisioning.ledger.ledger import Ledger
-from provisioning.machines.keys import public_key
 from provisioning.pods.pod import PodSpec
 from provisioning.providers.lambda_cloud import LambdaProvider
 from provisioning.providers.registry import Access
@@ -46,7 +45,6 @@ def api(tmp_path: Path) -> Iterator[LambdaApi]:
 @pytest.fixture
 def fleet(tmp_path: Path, api: LambdaApi) -> TestFleet:
     key = tmp_path / "ssh" / "id_ed25519"
-    line = public_key(key)
 
     def opened() -> LambdaProvider:
         # As fast as loopback allows; the API's own limits are tested apart.
@@ -56,7 +54,7 @@ def fleet(tmp_path: Path, api: LambdaApi) -> TestFleet:
         provider.settle_s = 1.0
         return provider
 
-    return TestFleet(tmp_path, opened, public_key=line, patience=Patience(poll_s=0.2, boot_s=20, destroy_s=5))
+    return TestFleet(tmp_path, opened, patience=Patience(poll_s=0.2, boot_s=20, destroy_s=5))
 
 
 def one(name: str = "pod-0", **changes) -> PodSpec:

@@ -12,7 +12,6 @@ import pytest
 
 from provisioning.errors import ProvisioningError, UserError
 from provisioning.ledger.ledger import Ledger
-from provisioning.machines.keys import public_key
 from provisioning.machines.paths import PODS
 from provisioning.pods.pod import PodSpec
 from provisioning.providers.lium import LiumProvider
@@ -54,14 +53,13 @@ def api(tmp_path: Path) -> Iterator[LiumApi]:
 @pytest.fixture
 def fleet(tmp_path: Path, api: LiumApi) -> TestFleet:
     key = tmp_path / "ssh" / "id_ed25519"
-    line = public_key(key)
 
     def opened() -> LiumProvider:
         provider = LiumProvider(api.environment, key)
         provider.settle_s = 1.0
         return provider
 
-    return TestFleet(tmp_path, opened, public_key=line, patience=Patience(poll_s=0.2, boot_s=20, destroy_s=3))
+    return TestFleet(tmp_path, opened, patience=Patience(poll_s=0.2, boot_s=20, destroy_s=3))
 
 
 def one(name: str = "pod-0", **changes) -> PodSpec:
@@ -76,7 +74,7 @@ def total(fleet: TestFleet) -> tuple[int, float, bool]:
     ledger = Ledger(fleet.ledger_path)
     bills = ledger.bills()
     ledger.close()
-    return len(bills), sum(bill.price_per_hour for bill in bills), all(bill.ended_at for bill in bills)
+    return len(bills), sum(bill.offer.price_per_hour for bill in bills), all(bill.ended_at for bill in bills)
 
 
 @pytest.mark.pods
@@ -290,11 +288,8 @@ def test_a_pod_that_has_died_is_not_called_new(fleet, api, tmp_path):
 @pytest.mark.exhaustive
 def test_a_provider_that_cannot_be_reached_is_said_in_plain_words(tmp_path, monkeypatch):
     monkeypatch.setattr("provisioning.providers.backoff.MAX_DELAY_S", 0.0)
-    line = public_key(tmp_path / "ssh/id_ed25519")
     environment = {"LIUM_API_KEY": "k", "LIUM_BASE_URL": f"http://127.0.0.1:{free_ports(1)[0]}/api"}
-    away = TestFleet(
-        tmp_path, lambda: LiumProvider(environment, tmp_path / "ssh/id_ed25519"), public_key=line
-    )
+    away = TestFleet(tmp_path, lambda: LiumProvider(environment, tmp_path / "ssh/id_ed25519"))
     said = r"^Lium: http://127\.0\.0\.1:\d+/api/\S+ cannot be reached: no connection$"
     with pytest.raises(ProvisioningError, match=said):
         away.settle()

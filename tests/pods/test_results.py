@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import fsspec
 import pytest
 
 from provisioning.errors import ResultsNotFetched, UserError
@@ -75,7 +76,7 @@ def test_logs_metrics_and_the_model_come_home_and_no_secret_or_link(home: Home):
     assert fleet.up([spec], trains=False).is_good, fleet.said
     trained(there, "weights")
     assert fleet.down().is_good, fleet.said
-    assert fleet.run_dir is not None
+    assert isinstance(fleet.run_dir, Path)
     assert files_in(fleet.run_dir) == [
         "pod-0/jobs/peer/log",
         *(f"pod-0/runs/peer/{name}" for name in ("config.toml", "logs/daemon.log", "metrics.jsonl")),
@@ -91,7 +92,7 @@ def test_a_pod_whose_results_cannot_be_fetched_stays_until_somebody_says_so(home
     fleet, spec, there = home
     assert fleet.up([spec], trains=False).is_good, fleet.said
     pod = trained(there, "weights")
-    assert fleet.run_dir is not None
+    assert isinstance(fleet.run_dir, Path)
     # A file in the place of the directory.
     fleet.run_dir.write_text("")
     failure = fleet.down().failures["pod-0"]
@@ -109,7 +110,7 @@ def test_a_later_pod_of_the_same_name_does_not_overwrite_what_the_first_one_made
         assert fleet.up([spec], trains=False).is_good, fleet.said
         trained(there, weights)
         assert fleet.down().is_good, fleet.said
-    assert fleet.run_dir is not None
+    assert isinstance(fleet.run_dir, Path)
     found = sorted(path.read_text() for path in fleet.run_dir.glob("*/runs/peer/model/model.safetensors"))
     assert found == ["first", "second"]
 
@@ -134,9 +135,24 @@ def test_a_path_below_the_pod_may_be_named(tmp_path: Path):
     (pod / "checkpoints/model_step_5").mkdir(parents=True)
     (pod / "checkpoints/model_step_5/a").write_text("whole")
     number = asyncio.run(
-        fetch_results(LocalMachine(tmp_path), "label", ["checkpoints/*_5"], tmp_path / "into")
+        fetch_results(LocalMachine(tmp_path), "label", ["checkpoints/*_5"], str(tmp_path / "into"))
     )
     assert (number, files_in(tmp_path / "into")) == (1, ["checkpoints/model_step_5/a"])
+
+
+def test_results_go_to_any_url_that_fsspec_knows_and_one_that_takes_none_keeps_the_pod(tmp_path: Path):
+    files = fsspec.filesystem("memory")
+    fleet = TestFleet(tmp_path, lambda: LocalProvider(tmp_path / "local"), run_dir="nowhere://results")
+    spec = PodSpec(name="pod-0", provider="local", gpu_type="cpu-1", gpu_count=None)
+    assert fleet.up([spec], trains=False).is_good, fleet.said
+    trained(tmp_path / "local", "weights")
+    assert "nowhere://results/pod-0 does not take its results" in str(fleet.down().failures["pod-0"])
+    fleet.run_dir = f"memory://{tmp_path.name}/run/"
+    assert fleet.down().is_good, fleet.said
+    root = f"/{tmp_path.name}/run/pod-0"
+    assert files.cat_file(f"{root}/runs/peer/model/model.safetensors") == b"weights"
+    assert len(files.find(root)) == 5
+    files.rm(f"/{tmp_path.name}", recursive=True)
 
 
 def test_secrets_that_are_not_set_and_files_that_are_not_there_are_said(tmp_path: Path):

@@ -15,8 +15,9 @@ from provisioning.machines.setup import Setup
 from provisioning.pods.pod import PodSpec
 from provisioning.providers.registry import Access
 from provisioning.renting import operations
-from provisioning.swarm.fleet import Outcome, opened_fleet
+from provisioning.swarm.fleet import opened_fleet
 from provisioning.swarm.status import overview
+from tests.support.fleets import Outcome
 from tests.support.http_api import Fault
 from tests.support.pods_driver import STAND_IN, source_of
 from tests.support.runpod_api import RunPodApi
@@ -55,7 +56,7 @@ class Clouds:
             setup = Setup(source=source_of(self.directory), python=str(STAND_IN), min_free_mb=1)
             async with opened_fleet(self.ledger, SPECS, self.access, self.say, setup) as fleet:
                 agreed, offers = await fleet.planned(SPECS)
-                return await fleet.set_up(await fleet.rent(agreed, offers))
+                return Outcome(await fleet.set_up(await fleet.rent(agreed, offers)))
 
         return asyncio.run(work())
 

@@ -243,28 +243,6 @@ def test_a_disk_that_fills_up_while_code_is_sent_is_said(on_small_disk, key, tmp
     and_once_there_is_space(fleet, small, key)
 
 
-def test_sending_code_tells_how_far_it_is(tmp_path, hosts, key):
-    source = tmp_path / "source"
-    source.mkdir()
-    for number in range(20):
-        (source / f"{number}").write_bytes(os.urandom(400_000))
-    shares: list[float] = []
-
-    async def work() -> None:
-        host = hosts[0]
-        machine = SshMachine(
-            Address(host="127.0.0.1", port=host.port, user=host.user, key_path=key, host_key=host.host_key)
-        )
-        try:
-            await machine.sync(source, "code", on_share=shares.append)
-        finally:
-            await machine.close()
-
-    asyncio.run(work())
-    assert shares == sorted(shares) and shares[-1] == 1.0 and shares[0] < 0.5, shares
-    assert len(list((hosts[0].home / "code").iterdir())) == 20
-
-
 @pytest.mark.pods
 def test_gpus_that_do_not_show_are_missed(tmp_path, hosts, key):
     path = inventory(tmp_path / "machines.toml", hosts, key, gpu_count="2")

@@ -13,14 +13,26 @@ from provisioning.machines.results import DEFAULT
 from provisioning.machines.setup import Setup
 from provisioning.pods.pod import PodSpec
 from provisioning.providers.protocol import Provider
+from provisioning.renting.each import Failures
 from provisioning.renting.renter import FETCH, RUN_DIR, Renter
 from provisioning.renting.renters import Renters
 from provisioning.renting.settler import Patience
-from provisioning.swarm.fleet import Fleet, Outcome
+from provisioning.swarm.fleet import Fleet
 from provisioning.swarm.swarm import SwarmOptions
 from tests.support.pods_driver import STAND_IN, source_of
 
 PATIENCE = Patience(poll_s=0.1, boot_s=20.0, destroy_s=5.0)
+
+
+@dataclass
+class Outcome:
+    """What became of each pod."""
+
+    failures: Failures
+
+    @property
+    def is_good(self) -> bool:
+        return not self.failures
 
 
 @dataclass
@@ -31,12 +43,11 @@ class TestFleet:
 
     directory: Path
     open_provider: Callable[[], Provider]
-    public_key: str = ""
     patience: Patience = PATIENCE
     python: str | None = str(STAND_IN)
     said: list[str] = field(default_factory=list)
     min_free_mb: int = 1
-    run_dir: Path | None = None
+    run_dir: Path | str | None = None
     """Where results go; None: they are not fetched."""
     loses_results: bool = False
 
@@ -49,15 +60,18 @@ class TestFleet:
     ) -> Outcome:
         async def work(fleet: Fleet) -> Outcome:
             agreed, offers = await fleet.planned(specs)
-            outcome = await fleet.set_up(await fleet.rent(agreed, offers))
+            failures = await fleet.set_up(await fleet.rent(agreed, offers))
             if trains:
-                outcome = await fleet.train(outcome, options or SwarmOptions(epoch_timeout_s=60.0))
-            return outcome
+                failures = await fleet.train(failures, options or SwarmOptions(epoch_timeout_s=60.0))
+            return Outcome(failures)
 
         return self.run(work)
 
     def down(self) -> Outcome:
-        return self.run(lambda fleet: fleet.give_back(loses_results=self.loses_results))
+        async def work(fleet: Fleet) -> Outcome:
+            return Outcome(await fleet.renters.give_back(loses_results=self.loses_results))
+
+        return self.run(work)
 
     def settle(self) -> None:
         async def work(fleet: Fleet) -> Outcome:
@@ -75,7 +89,6 @@ class TestFleet:
             renter = Renter(
                 ledger=ledger,
                 provider=provider,
-                public_key=self.public_key,
                 say=lambda name, text: self.said.append(f"{name}: {text}"),
                 patience=self.patience,
             )

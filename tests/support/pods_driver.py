@@ -9,10 +9,11 @@ A point is a state that the ledger has just written, `created` (the provider mad
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,22 @@ class Death:
         return wrapped
 
 
+class MortalLedger(Ledger):
+    """Its command may die once a state is on disk."""
+
+    death = Death("")
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        before = {row.label: str(row.state) for row in self.rows()}
+        with super()._transaction():
+            yield
+        after = {row.label: str(row.state) for row in self.rows()}
+        for label in before.keys() | after.keys():
+            if before.get(label) != after.get(label):
+                self.death.at(after.get(label, "gone"))
+
+
 def source_of(state_dir: Path) -> Path:
     """Next to nothing to copy."""
     source = state_dir / "source"
@@ -75,28 +92,27 @@ async def drive(what: str, state_dir: Path, point: str) -> int:
         if text.startswith("starting the DHT"):
             death.at("dht")
 
-    ledger = Ledger(state_dir / "pods.sqlite")
+    ledger = MortalLedger(state_dir / "pods.sqlite")
+    ledger.death = death
     with ledger.locked():
         renter = Renter(
             ledger=ledger,
             provider=provider,
-            public_key="",
             say=said,
             patience=PATIENCE,
-            on_state=lambda name, state: death.at(str(state)),
         )
         fleet = Fleet(
             Renters.only(renter), Setup(source=source_of(state_dir), python=str(STAND_IN), min_free_mb=1)
         )
         if what == "down":
-            outcome = await fleet.give_back()
+            failures = await fleet.renters.give_back()
         else:
             agreed, offers = await fleet.planned(SPECS)
-            outcome = await fleet.set_up(await fleet.rent(agreed, offers))
-            outcome = await fleet.train(outcome, SwarmOptions(epoch_timeout_s=30.0))
-    for name, error in outcome.failures.items():
+            failures = await fleet.set_up(await fleet.rent(agreed, offers))
+            failures = await fleet.train(failures, SwarmOptions(epoch_timeout_s=30.0))
+    for name, error in failures.items():
         print(f"{name} failed: {error}", file=sys.stderr, flush=True)
-    return 0 if outcome.is_good else 1
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

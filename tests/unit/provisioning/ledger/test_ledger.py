@@ -26,15 +26,15 @@ def test_a_row_is_on_disk_with_all_that_it_needs_before_anything_is_asked_for(le
     other = Ledger(ledger.path)
     assert other.rows() == [row]
     assert (row.state, row.spec, row.offer, row.ends_at) == (State.PLANNED, SPEC, OFFER, 7300.0)
-    assert row.label.startswith(f"diloco-{ledger.owner}-pod-0-") and len(row.idempotency_key) == 32
+    assert row.label.startswith(f"diloco-{ledger.owner}-pod-0-")
     assert other.owner == ledger.owner
     other.close()
 
 
-def test_each_order_has_a_label_and_a_key_of_its_own(ledger):
+def test_each_order_has_a_label_of_its_own(ledger):
     first = ledger.plan(SPEC, OFFER, now=0, ends_at=None)
     second = ledger.plan(SPEC, OFFER, now=0, ends_at=None)
-    assert first.label != second.label and first.idempotency_key != second.idempotency_key
+    assert first.label != second.label
     assert ledger.rows() == [second]
 
 
@@ -87,34 +87,26 @@ def test_a_file_that_is_no_ledger_is_named(tmp_path):
         Ledger(tmp_path / "pods.sqlite")
 
 
-def test_a_file_of_the_first_version_keeps_its_pods(tmp_path):
-    """Its rows had their names as keys."""
+def test_a_file_of_another_version_is_refused_and_left_as_it_was(tmp_path):
     path = tmp_path / "pods.sqlite"
     Ledger(path).close()
     db = sqlite3.connect(path)
-    columns = [
-        *("name TEXT PRIMARY KEY", "label TEXT NOT NULL UNIQUE", "idempotency_key TEXT NOT NULL"),
-        *("state TEXT NOT NULL", "provider TEXT NOT NULL", "provider_id TEXT", "spec TEXT NOT NULL"),
-        *("offer TEXT NOT NULL", "asked_at REAL NOT NULL", "ends_at REAL"),
-        *("host_key TEXT NOT NULL DEFAULT ''", "trouble TEXT NOT NULL DEFAULT ''"),
-    ]
-    db.execute("DROP TABLE pods")
-    db.execute("DROP TABLE providers")
-    db.execute(f"CREATE TABLE pods ({', '.join(columns)})")
-    db.execute(
-        "INSERT INTO pods VALUES ('pod-0', 'l', 'k', 'running', 'lium', 'id', ?, ?, 1.0, 2.0, 'h', '')",
-        (SPEC.to_json(), OFFER.to_json()),
-    )
-    db.execute("PRAGMA user_version = 0")
-    db.commit()
+    db.execute("PRAGMA user_version = 1")
     db.close()
-    for _ in range(2):
-        ledger = Ledger(path)
-        (row,) = ledger.rows()
-        assert (row.name, row.provider_id, row.state, row.ends_at) == ("pod-0", "id", State.RUNNING, 2.0)
-        assert (row.spec, row.offer, row.host_key) == (SPEC, OFFER, "h")
-        assert ledger.providers() == ["lium"]
-        ledger.close()
+    before = path.read_bytes()
+    with pytest.raises(UserError, match=r"it is of version 1, and this is version 2"):
+        Ledger(path)
+    assert path.read_bytes() == before
+
+
+def test_a_pod_that_was_called_gone_and_is_there_is_to_be_given_back_again(ledger):
+    row = ledger.advance(ledger.plan(SPEC, OFFER, now=0, ends_at=None), State.CREATING)
+    row = ledger.rented(row, "id-1", 3.0)
+    ledger.forget(row, now=3600.0)
+    assert (ledger.rows(), ledger.bills()[0].dollars(now=9e9)) == ([], 3.0)
+    again = ledger.found(Pod(id="id-1", label=row.label, is_ready=True), "lium", now=7000.0)
+    assert (again.label, again.state, ledger.rows()) == (row.label, State.DELETING, [again])
+    assert ledger.bills()[0].dollars(now=7200.0) == 6.0
 
 
 def test_a_pod_that_no_row_knows_of_is_written_down_beside_the_one_that_has_its_name(ledger):

@@ -38,7 +38,7 @@ from tests.support.hostile_provider import (
 from tests.support.virtual_time import run_virtually
 
 NUM_SCHEDULES = int(os.environ.get("DILOCO_POD_SCHEDULES", "200"))
-PATIENCE = Patience(poll_s=10.0, boot_s=100.0, destroy_s=60.0, list_age_s=0.0)
+PATIENCE = Patience(poll_s=10.0, boot_s=100.0, destroy_s=60.0)
 
 
 class Killed(BaseException):
@@ -98,7 +98,6 @@ class World:
         renter = Renter(
             ledger=ledger,
             provider=self.provider,  # type: ignore[arg-type]
-            public_key="",
             say=lambda name, text: None,
             patience=PATIENCE,
             clock=clock,
@@ -110,7 +109,7 @@ class World:
                 agreed, offers = await fleet.planned(specs)
                 await fleet.rent(agreed, offers)
             case "down":
-                await fleet.give_back()
+                await fleet.renters.give_back()
             case "reconcile":
                 await renter.settle()
 

@@ -5,17 +5,7 @@ from hypothesis import strategies as st
 
 from provisioning.ledger.row import Row, State
 from provisioning.pods.pod import Offer, Pod, PodSpec
-from provisioning.renting.reconcile import (
-    Adopt,
-    Destroy,
-    DestroyStray,
-    Forget,
-    GiveUp,
-    Look,
-    Missed,
-    Wait,
-    decide,
-)
+from provisioning.renting.reconcile import Action, Do, Habits, Look, decide
 
 OWNER = "0a1b2c3d"
 SETTLE_S, DOUBT_S = 60.0, 600.0
@@ -25,14 +15,10 @@ OFFER = Offer(id="o", provider="p", gpu_type="A100", gpu_count=1, price_per_hour
 def row(name: str = "pod-0", state: State = State.RUNNING, pod_id: str | None = "id", **values) -> Row:
     common = {
         "label": f"diloco-{OWNER}-{name}-1",
-        "idempotency_key": "k",
-        "provider": "p",
         "spec": PodSpec(name=name),
         "offer": OFFER,
         "asked_at": 0.0,
         "ends_at": None,
-        "host_key": "",
-        "trouble": "",
     }
     return Row(name=name, state=state, provider_id=pod_id, **{**common, **values})
 
@@ -43,7 +29,7 @@ def pod(pod_id: str = "id", label: str = f"diloco-{OWNER}-pod-0-1") -> Pod:
 
 def decided(rows, listed, *, now=1000.0, repeatable=False, **said):
     look = Look(pods=listed, **said)
-    return decide(rows, look, owner=OWNER, now=now, settle_s=SETTLE_S, doubt_s=DOUBT_S, repeatable=repeatable)
+    return decide(rows, look, Habits(settle_s=SETTLE_S, doubt_s=DOUBT_S, repeatable=repeatable), now=now)
 
 
 def test_where_ledger_and_provider_agree_there_is_nothing_to_do():
@@ -53,13 +39,13 @@ def test_where_ledger_and_provider_agree_there_is_nothing_to_do():
 
 def test_an_order_whose_answer_was_lost_is_found_by_its_label():
     waiting = row(state=State.CREATING, pod_id=None)
-    assert decided([waiting], [pod()]) == [Adopt(waiting, pod())]
+    assert decided([waiting], [pod()]) == [Action(Do.ADOPT, waiting, pod())]
 
 
 def test_an_order_that_made_no_pod_in_time_is_given_up_unless_it_can_be_sent_again():
     waiting = row(state=State.CREATING, pod_id=None)
-    assert decided([waiting], [], now=10.0) == [Wait(waiting, SETTLE_S)]
-    assert decided([waiting], [], now=61.0) == [GiveUp(waiting)]
+    assert decided([waiting], [], now=10.0) == []
+    assert decided([waiting], [], now=61.0) == [Action(Do.GIVE_UP, waiting)]
     assert decided([waiting], [], now=61.0, repeatable=True) == []
 
 
@@ -70,46 +56,46 @@ def test_a_list_that_lacks_a_known_pod_proves_nothing():
 
 
 def test_a_known_pod_is_forgotten_once_the_provider_says_that_there_is_none_and_it_is_not_too_new():
-    assert decided([row()], [], gone={"id"}, now=10.0) == [Wait(row(), SETTLE_S)]
+    assert decided([row()], [], gone={"id"}, now=10.0) == []
     (action,) = decided([row()], [], gone={"id"})
-    assert isinstance(action, Forget) and "vanished" in action.reason
+    assert action.do == Do.FORGET and "vanished" in action.reason
     leaving = row(state=State.DELETING)
-    assert decided([leaving], [], gone={"id"}) == [Forget(leaving, "gone")]
+    assert decided([leaving], [], gone={"id"}) == [Action(Do.FORGET, leaving, reason="gone")]
 
 
 def test_a_pod_that_is_being_given_back_is_asked_for_again_until_it_is_gone():
     leaving = row(state=State.DELETING)
-    assert decided([leaving], [pod()]) == [Destroy(leaving, pod(), "to be given back")]
+    assert decided([leaving], [pod()]) == [Action(Do.DESTROY, leaving, pod(), "to be given back")]
 
 
 def test_an_order_that_was_given_up_is_looked_for_until_several_lists_over_minutes_agree():
     leaving = row(state=State.DELETING, pod_id=None)
-    assert decided([leaving], [], now=10.0) == [Wait(leaving, SETTLE_S)]
-    assert decided([leaving], [], now=100.0) == [Missed(leaving, 100.0 + DOUBT_S)]
+    assert decided([leaving], [], now=10.0) == []
+    assert decided([leaving], [], now=100.0) == [Action(Do.MISS, leaving)]
     for since, number, now in ((100.0, 1, 2000.0), (100.0, 20, 650.0)):
         missed = row(state=State.DELETING, pod_id=None, absent_since=since, num_absences=number)
-        assert decided([missed], [], now=now) == [Missed(missed, since + DOUBT_S)]
+        assert decided([missed], [], now=now) == [Action(Do.MISS, missed)]
     missed = row(state=State.DELETING, pod_id=None, absent_since=100.0, num_absences=2)
-    assert decided([missed], [], now=701.0) == [Forget(missed, "its order made no pod")]
+    assert decided([missed], [], now=701.0) == [Action(Do.FORGET, missed, reason="its order made no pod")]
     assert decided([missed], [], now=701.0, silent={"office": "no answer"}) == []
-    assert decided([missed], [pod()], now=701.0) == [Destroy(missed, pod(), "to be given back")]
+    assert decided([missed], [pod()], now=701.0) == [Action(Do.DESTROY, missed, pod(), "to be given back")]
 
 
 def test_when_its_time_is_over_a_pod_goes():
     (action,) = decided([row(ends_at=999.0)], [pod()])
-    assert isinstance(action, Destroy) and action.reason == "its time is over"
+    assert action.do == Do.DESTROY and action.reason == "its time is over"
 
 
 def test_our_orphans_go_and_nobody_elses_machine_is_touched():
     orphan, neighbour = pod("b", f"diloco-{OWNER}-pod-7-9"), pod("c", "diloco-ffffffff-pod-0-1")
     others = [neighbour, pod("d", "web server"), pod("e", f"my diloco-{OWNER}-pod")]
-    assert decided([row()], [pod(), orphan, *others]) == [
-        DestroyStray(orphan, "ours, but in no row of the state file")
-    ]
+    look = Look(pods=[pod(), orphan, *others])
+    assert look.strays([row()], OWNER) == [orphan] and decided([row()], look.pods) == []
 
 
 def test_of_two_pods_that_one_order_made_the_one_that_the_ledger_names_stays():
-    assert decided([row()], [pod("a"), pod()]) == [DestroyStray(pod("a"), "ordered twice")]
+    look = Look(pods=[pod("a"), pod()])
+    assert look.strays([row()], OWNER) == [pod("a")] and decided([row()], look.pods) == []
 
 
 rows = st.lists(
@@ -140,7 +126,8 @@ def test_whatever_there_is_only_pods_of_ours_are_destroyed_and_each_row_keeps_on
     rows, listed, repeatable
 ):
     actions = decided(rows, listed, repeatable=repeatable)
-    destroyed = {action.pod.id for action in actions if isinstance(action, Destroy | DestroyStray)}
+    destroyed = {action.pod.id for action in actions if action.do == Do.DESTROY}
+    destroyed |= {one.id for one in Look(pods=listed).strays(rows, OWNER)}
     for one in listed:
         ours = one.label.startswith(f"diloco-{OWNER}-") or any(row.is_pod(one) for row in rows)
         assert ours or one.id not in destroyed

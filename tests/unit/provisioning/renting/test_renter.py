@@ -61,7 +61,6 @@ def renter(path: Path, provider: ListProvider) -> Renter:
     return Renter(
         ledger=Ledger(path / "pods.sqlite"),
         provider=provider,
-        public_key="",
         say=lambda name, text: None,
         patience=Patience(poll_s=0.005, destroy_s=5.0),
     )
@@ -87,19 +86,6 @@ def test_several_pods_of_which_nobody_knows_whether_they_were_rented_are_given_b
 
     asyncio.run(asyncio.wait_for(down(), 10.0))
     assert (one.rows, provider.there) == ([], [])
-
-
-def test_a_condition_holds_also_for_what_is_ordered_anew_after_a_crash(tmp_path):
-    """The pod's row was written by a command that died; conditions are code, and are not in it."""
-    provider = ListProvider(refuses=True)
-    one = renter(tmp_path, provider)
-    spec = PodSpec(name="pod-0", provider="list", where=lambda offer: offer.city == "Paris")
-    row = one.ledger.plan(spec, OFFERS[0], now=one.clock(), ends_at=None)
-    one.ledger.advance(row, State.CREATING, asked_at=one.clock())
-    agreed = plan([spec], one.rows, OFFERS)
-    failures = asyncio.run(Renters.only(one).apply(agreed, OFFERS))
-    assert "no other offer fits" in str(failures["pod-0"])
-    assert [order.offer.city for order in provider.orders] == ["Paris"]
 
 
 def test_an_order_that_one_provider_refuses_goes_to_the_next_offer_at_another_one(tmp_path):

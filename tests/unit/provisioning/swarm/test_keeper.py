@@ -24,9 +24,8 @@ OFFER = Offer(id="o", provider="lium", gpu_type="A100", gpu_count=8, price_per_h
 
 def row(state: State = State.RUNNING) -> Row:
     return Row(
-        **{"name": "pod-0", "label": "l", "idempotency_key": "", "state": state, "provider": "lium"},
+        **{"name": "pod-0", "label": "l", "state": state},
         **{"provider_id": "id", "spec": SPECS[0], "offer": OFFER, "asked_at": 0.0, "ends_at": None},
-        **{"host_key": "", "trouble": ""},
     )
 
 

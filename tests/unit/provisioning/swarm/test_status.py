@@ -10,9 +10,8 @@ from provisioning.swarm.status import Overview, Status
 
 OFFER = Offer(id="o", provider="lium", gpu_type="A100", gpu_count=8, price_per_hour=2.0)
 ROW = Row(
-    **{"name": "pod-0", "label": "l", "idempotency_key": "", "state": State.RUNNING, "provider": "lium"},
+    **{"name": "pod-0", "label": "l", "state": State.RUNNING},
     **{"provider_id": "id", "spec": PodSpec(name="pod-0"), "offer": OFFER, "asked_at": 0.0, "ends_at": None},
-    **{"host_key": "", "trouble": ""},
 )
 
 

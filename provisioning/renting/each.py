@@ -1,0 +1,42 @@
+"""One piece of work for each of several pods, all at once: what fails for one does not keep the others from theirs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TypeVar
+
+from provisioning.errors import ProvisioningError
+
+T = TypeVar("T")
+Failures = dict[str, ProvisioningError]
+"""What went wrong, by the name of a pod."""
+
+
+async def gathered(work: Iterable[Awaitable[T]]) -> list[T]:
+    """All results; if one fails, the others are finished first."""
+    results = await asyncio.gather(*work, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if not isinstance(result, BaseException)]
+
+
+async def each(
+    items: Iterable[T],
+    name: Callable[[T], str],
+    work: Callable[[T], Awaitable[object]],
+    failed: Callable[[str, str], None] = lambda name, text: None,
+) -> Failures:
+    """What went wrong, which `failed` is told at once."""
+    failures: Failures = {}
+
+    async def one(item: T) -> None:
+        try:
+            await work(item)
+        except ProvisioningError as error:
+            failures[name(item)] = error
+            failed(name(item), f"failed: {error}")
+
+    await gathered(one(item) for item in items)
+    return failures
