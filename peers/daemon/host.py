@@ -214,9 +214,21 @@ class WorkerHost:
         self.is_in_trouble("worker", "")
         if outcome.world_rank in outcome.contributors:
             self.on_commit()
+            self._tell_of_likeness(runtime.likeness.world_ranks)
         self._advise(runtime, outcome)
         self._show("leaving" if last else "training" if self.has_worker else "joining")
         return outcome
+
+    def _tell_of_likeness(self, world_ranks: Sequence[int]) -> None:
+        # Of two, the first tells it.
+        others = [rank for rank in world_ranks if rank > self.world_rank]
+        text = ""
+        if others:
+            of = f"peer{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
+            text = f"sends nearly the same as {of}: do they train on the same data? Deal it out by world rank"
+            if not self.journal.troubles.get("data"):
+                log.warning("this peer %s", text)
+        self.is_in_trouble("data", text)
 
     def _advise(self, runtime: Runtime, outcome: EpochOutcome) -> None:
         usual = self._advice.epoch_ended(

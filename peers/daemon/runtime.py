@@ -28,6 +28,7 @@ from peers.protocol.certificates import Certificate, Plan, Work
 from peers.protocol.messages import Message, Offer, Status
 from peers.reduce.bandwidth import Bandwidth
 from peers.reduce.commit_log import CommitLog, Recording
+from peers.reduce.likeness import Likeness
 from peers.reduce.residuals import Residuals
 from peers.state.handover import Ahead, EpochOutcome, Memories, Start
 from peers.state.outer_optimizer import OuterOptimizer, norm_of_pseudo_gradient
@@ -98,6 +99,7 @@ class Runtime:
         self._reducing: asyncio.Task[None] | None = None
         self._fetching: asyncio.Task[None] | None = None
         self._bandwidth = Bandwidth()
+        self.likeness = Likeness()
         self._last_status: Status | None = None
         self._expected: tuple[str, set[str]] = "", set()
         """A head, and the peers on it that streams were opened to ahead of its round."""
@@ -330,7 +332,7 @@ class Runtime:
         self._bandwidth.saw(report.bandwidth)
         work.sent_bytes += report.sent_bytes
         work.received_bytes += report.received_bytes
-        work.previewed = header
+        work.previewed, work.parallel = header, report.parallel
         self.post(events.Reduced(digest, header.anchor_digest, header.momentum_digest))
 
     def _is_somebody_joining(self) -> bool:
@@ -378,6 +380,7 @@ class Runtime:
             work.recording, parent=parent, head=certificate.head, state_numel=sum(state.sizes)
         )
         work.contributors = [contributor.world_rank for contributor in plan.contributors]
+        self.likeness.committed(work.parallel)
         work.clock.lap("apply_s")
 
     # States of others

@@ -66,6 +66,8 @@ class WorkInHand:
         """What the outer step makes of that result."""
         self.recording: Recording | None = None
         """Of that attempt, where somebody downloads the state meanwhile."""
+        self.parallel: tuple[int, ...] = ()
+        """World ranks whose work in that attempt pointed where this does."""
         self.contributors: list[int] = []
         """World ranks of the commit that this work is in."""
         self.clock = Stopwatch()

@@ -134,6 +134,7 @@ def reduce_pseudo_gradients(
         reduction.received_bytes,
         arithmetic.share_digests(),
         reduction.bandwidth(),
+        arithmetic.parallel(),
     )
 
 

@@ -116,6 +116,8 @@ class ReduceReport:
     """xxh3_128 (hex) over each share's encoded result, in member order."""
     bandwidth: float = 0.0
     """Bytes/s that this peer's link was seen to carry, the lesser of both directions; 0: too short to tell."""
+    parallel: tuple[int, ...] = ()
+    """World ranks whose pseudo-gradients point where this peer's does."""
 
 
 def equal_bounds(numel: int, num_members: int) -> tuple[int, ...]:
