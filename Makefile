@@ -20,7 +20,7 @@ demo: .venv/.installed
 	$(BIN)/diloco run --lose-peer 1
 
 # Several at a time: who waits for a swarm of real processes leaves the cores to others. Those that take longest first.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist loadfile
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 TESTS := tests/swarm tests/hostile tests/e2e tests/pods tests/numerics tests/unit
 
 ## Every kind of test that needs no GPU, in its main cases: minutes.

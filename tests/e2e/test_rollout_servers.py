@@ -277,6 +277,7 @@ def test_trainers_that_name_their_servers_in_different_orders_do_not_wait_for_ea
             trainer.close()
 
 
+@pytest.mark.exhaustive
 def test_a_server_is_its_trainers_until_that_gives_it_back_or_has_died(directory, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     with serving(directory, tmp_path) as server:

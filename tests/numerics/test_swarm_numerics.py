@@ -45,6 +45,7 @@ def test_two_peers_with_one_local_step_and_sgd_are_distributed_data_parallel(swa
     np.testing.assert_allclose(synced, expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_three_peers_are_plain_diloco_of_one_process(swarm):
     light = swarm(local_steps=5, max_steps=20, optimizer="adamw")
     light.worker_module = "tests.support.torch_worker"

@@ -226,6 +226,7 @@ def saved_by_two_and_restored(two, tmp_path, strategy):
     return saved, alone, again, config
 
 
+@pytest.mark.exhaustive
 def test_other_numbers_of_ranks_resume_what_two_have_saved_bit_for_bit(tmp_path, monkeypatch, two):
     monkeypatch.delenv(LINK_ENV, raising=False)
     saved, alone, again, config = saved_by_two_and_restored(two, tmp_path, "FULL_SHARD")

@@ -15,6 +15,7 @@ import pytest
 
 from provisioning.errors import UserError
 from provisioning.ledger.ledger import Ledger
+from provisioning.machines.keys import public_key
 from provisioning.pods.pod import PodSpec
 from provisioning.providers.lambda_cloud import LambdaProvider
 from provisioning.providers.registry import Access
@@ -194,7 +195,9 @@ def test_a_line_end_behind_the_key_does_not_matter(fleet, api, tmp_path):
 
 
 def test_a_key_file_that_others_can_read_ends_it_before_anything_is_rented(fleet, api, tmp_path):
-    (tmp_path / "ssh/id_ed25519").chmod(0o640)
+    key = tmp_path / "ssh/id_ed25519"
+    public_key(key)
+    key.chmod(0o640)
     with pytest.raises(UserError, match=r"Others can read the key file"):
         fleet.up([one()])
     assert api.count(LAUNCH) == 0

@@ -106,6 +106,7 @@ def test_an_address_with_another_peers_id_is_told_apart_from_a_silent_one(tmp_pa
     asyncio.run(scenario())
 
 
+@pytest.mark.exhaustive
 def test_a_member_that_is_busy_for_some_seconds_is_waited_for(swarm, tmp_path):
     light = swarm(step_s=0.05, max_steps=100000)
     member = light.start_all(1)[0]
