@@ -20,7 +20,14 @@ from peers.net.gate import Gate
 from peers.net.identity import Identity
 from peers.net.mesh import Mesh, StreamOpener
 from peers.protocol.mesh import Carried
-from peers.protocol.records import MAX_MADDRS, NO_RANK, PEERS_KEY, Announcement, View
+from peers.protocol.records import (
+    MAX_MADDRS,
+    NO_RANK,
+    PEERS_KEY,
+    TRAINING_STATES,
+    Announcement,
+    View,
+)
 from peers.timing import ANSWER_S, BEAT_S, OFTEN_S, RECORD_TTL_S, STOP_S
 
 log = logging.getLogger(__name__)
@@ -230,9 +237,9 @@ class Presence:
 
 
 def _identity_in(status: Announcement) -> tuple[object, ...]:
-    """What others decide by, and who watches: a dead peer that was joining may yet come. How far a peer is, its core
-    tells theirs."""
-    return status.world_rank, status.manifest_digest, status.state == "joining"
+    """What others decide by, and who watches: one that trained and is gone is lost, one that was joining may yet come.
+    How far a peer is, its core tells theirs."""
+    return status.world_rank, status.manifest_digest, status.state in TRAINING_STATES
 
 
 def announce_interval_s(num_peers: int, *, is_early: bool) -> float:

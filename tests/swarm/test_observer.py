@@ -130,7 +130,9 @@ def check_figures(seen: dict[str, Any], observer: Observer) -> None:
     one = next(peer for peer in seen["peers"] if peer["world_rank"] == 1)
     assert one["loss"] > 0 and one["steps_per_epoch"] == 4
     assert one["num_rounds"] >= 1 and one["sent_bytes"] > 0 and one["upload_bytes_per_s"] > 0
-    assert any(event["said_by"] == 1 and event["what"] == "lost peer 0" for event in seen["events"])
+    assert any(event["said_by"] == 1 and event["what"] == "lost peer 0" for event in seen["events"]), seen[
+        "events"
+    ]
     told = [round_ for round_ in seen["rounds"] if len(round_["peers"]) >= 2]
     assert told and all(round_["agrees"] for round_ in told)
     for peer in told[-1]["peers"]:
