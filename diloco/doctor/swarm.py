@@ -79,7 +79,7 @@ async def _check_members(
             f"diloco dht start --run-id {hv.run_id}  # or the right --run-id",
         )
         return
-    shown = f"{len(members)} members of the run {hv.run_id}"
+    shown = f"{len(members)} member{'s' if len(members) > 1 else ''} of the run {hv.run_id}"
     yield passed("swarm", shown if len(members) <= MAX_ASKED else f"{shown}; {MAX_ASKED} of them are asked")
     outside = Outside(hv, identity)
     try:

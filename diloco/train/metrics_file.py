@@ -75,7 +75,7 @@ def line_of(record: Record) -> str | None:
         case "epoch":
             number = num_contributors(record)
             if number == "0":
-                return f"epoch {_number(record, 'epoch')} was averaged without this peer"
+                return f"epoch {_number(record, 'epoch')} was averaged without this peer, whose work goes into the next"
             return (
                 f"epoch {_number(record, 'epoch')} averaged by {number} peer{'' if number == '1' else 's'} in "
                 f"{_decimal(record, 'round_s', 2)} s, {size(record.get('sent_bytes'))} sent, "
