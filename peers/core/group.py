@@ -96,12 +96,6 @@ class Group:
                 return left, expected - left_out
         return ready, expected
 
-    def counts_on(self, peer_ids: Collection[str]) -> bool:
-        """Whether any of these was in the last commits. Who only says that it trains may say so for ever."""
-        return any(
-            peer_id in self.roster and self._absent.get(peer_id, 0) < ABSENT_COMMITS for peer_id in peer_ids
-        )
-
     def is_enough(self, turn: Turn, ready: Collection[str]) -> bool:
         """Whether these may commit."""
         if not ready or len(ready) < self._settings.aggregation.least_group:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import replace
 
+from peers.core.plans import ABSENT_COMMITS
 from peers.core.timing import Timing
 from peers.core.turn import Turn
 from peers.protocol.messages import Status
@@ -43,6 +44,8 @@ class Health:
     """It has been lost for longer than the time to regain it."""
     at_head_at: float = 0.0
     """When it was last heard to train on this peer's head, or this peer came to it."""
+    missed: int = 0
+    """Commits that it is not in, since it came or was last in one."""
     round_trip_s: float = 0.0
     """0: not measured."""
     strikes: float = 0.0
@@ -80,6 +83,8 @@ class Swarm:
             return True
         if health.lost_at != math.inf:
             self._live = None
+        if health.is_gone:
+            health.missed = 0
         health.heard_at, health.lost_at, health.is_gone = now, math.inf, False
         if status is None:
             return True
@@ -183,14 +188,26 @@ class Swarm:
         self._timing.num_peers = len(self.roster) or min(FOUNDERS, 1 + len(round_trips))
         self._timing.round_trip_s = statistics.median(round_trips) if round_trips else 0.0
 
-    def head_moved(self, now: float, head: str, *, is_first: bool) -> None:
-        """Who was on the one before has its time to come to this peer's new head; where it is the first, everybody.
+    def head_moved(self, now: float, head: str, signers: Collection[str], *, is_first: bool) -> None:
+        """By commits of these signers. Who was on the one before has its time to come to this peer's new head; where it
+        is the first, everybody.
 
         Who was there already when it was lost has not gone on: it may be back."""
         its_time_s = self._timing.silence_s + self._timing.regain_s
         for health in self._peers.values():
             if is_first or now < health.at_head_at + its_time_s or health.trains_at(head):
                 health.at_head_at = now
+        for peer_id, health in self._peers.items():
+            if is_first or peer_id in signers:
+                health.missed = 0
+            elif health.status.head:
+                health.missed += 1
+
+    def counts_on(self, peer_id: str) -> bool:
+        """Whether a commit waits for it as for all others: it has come, or was in one of the last commits. Who only
+        says that it trains may say so for ever."""
+        health = self._peers.get(peer_id)
+        return health is not None and health.missed < ABSENT_COMMITS
 
     def live(self) -> Sequence[tuple[str, Status]]:
         """Everybody who is there, and has not said that it leaves."""

@@ -518,7 +518,8 @@ class Peer:
         self.swarm.roster = frozenset(roster)
         for peer_id in sorted(roster.keys() - {self.me}):
             self.swarm.expect(peer_id, turn.now)
-        self.swarm.head_moved(turn.now, parent.head, is_first=is_first)
+        signers = {peer_id for certificate in path for peer_id in certificate.plan.signers}
+        self.swarm.head_moved(turn.now, parent.head, signers, is_first=is_first)
         self.catch_up.head_moved()
         self._head_since = turn.now
         self.round = Round(

@@ -154,7 +154,7 @@ class Round:
         if leader == self._me:
             if not turn.passed(self._not_before):
                 return False
-            self._begin_to_lead(turn, ready, is_complete=not self._group.counts_on(late))
+            self._begin_to_lead(turn, ready, is_complete=not self._counts_on(late))
             return True
         if not self._can_lead(leader):
             if not any(peer_id == self._me or self._can_lead(peer_id) for peer_id in self._order):
@@ -166,8 +166,8 @@ class Round:
             self.attempt += self.attempt < MAX_ATTEMPT
             return self.attempt < MAX_ATTEMPT
         self._could_at = max(turn.now, self._not_before) if self._could_at is None else self._could_at
-        if self.attempt > self._usual_attempt():
-            # The others have yet to come to it.
+        if entry is None or self.attempt > self._usual_attempt():
+            # It may be this peer that the leader waits for, or the others have yet to come to this attempt.
             return False
         # After a failure the leader pauses, for as long as it has seen attempts fail.
         pause_s = self._timing.silence_s if self.attempt > 0 else 0.0
@@ -179,9 +179,12 @@ class Round:
     def _grace_s(self, late: set[str]) -> float:
         """How long a quorum that is ready waits for these."""
         assert self._quorum_at is not None
-        if self._group.counts_on(late):
+        if self._counts_on(late):
             return self._timing.grace_s(self._quorum_at - self._began_at)
         return self._timing.least_grace_s
+
+    def _counts_on(self, peer_ids: Iterable[str]) -> bool:
+        return any(peer_id == self._me or self._swarm.counts_on(peer_id) for peer_id in peer_ids)
 
     def _ready_and_expected(
         self, turn: Turn, entry: Entry | None, *, is_training: bool
@@ -308,7 +311,7 @@ class Round:
         if is_busy and self._plan is not None and plan == self._plan:
             return
         if is_stale or is_busy:
-            self._decline(turn, sender, plan.attempt, f"is at attempt {self.attempt}")
+            self._decline(turn, sender, plan.attempt, "it had given this attempt up already")
         elif plan.attempt < self.attempt + len(self._order):
             self._proposals[plan.attempt] = plan
 
@@ -331,7 +334,7 @@ class Round:
             return
         if self._quorum_at is not None:
             _, expected = self._ready_and_expected(turn, entry, is_training=True)
-            self.gathered = turn.now - self._quorum_at, not self._group.counts_on(expected - present)
+            self.gathered = turn.now - self._quorum_at, not self._counts_on(expected - present)
         self._accept(turn, plan)
 
     def _accept(self, turn: Turn, plan: Plan) -> None:

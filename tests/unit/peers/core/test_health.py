@@ -209,6 +209,6 @@ def test_a_peer_that_was_lost_where_this_one_comes_to_has_its_time_to_be_back():
         look(swarm, float(now))
     assert swarm.has_gone_on("b", Turn(30.0))
     swarm.disconnected("b", 30.0)
-    swarm.head_moved(31.0, ahead.head, is_first=False)
+    swarm.head_moved(31.0, ahead.head, (), is_first=False)
     assert not swarm.has_gone_on("b", Turn(31.0))
     assert not swarm.is_gone("b")

@@ -6,6 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from peers.core import effects, events
+from peers.core.plans import ABSENT_COMMITS
 from peers.core.weights import Aggregation
 from peers.protocol.certificates import Plan
 from peers.protocol.messages import Abort, Certificates, Decline, Message, Propose, Vote
@@ -238,6 +239,25 @@ def test_a_newcomer_is_in_the_next_roster_with_the_lowest_free_rank():
     assert roster.keys() == set("abcd")
     assert pump["d"].peer.world_rank == 3
     assert pump["d"].answers[-1] == "contributed"
+
+
+@pytest.mark.parametrize("num", [1, 3])
+@pytest.mark.parametrize("train_s", [7.0, 9.0])
+def test_a_newcomer_that_is_somewhat_slower_is_in_the_first_commit_of_its_work(num, train_s):
+    pump = founded("abc"[:num])
+    pump.start("d", train_s=train_s)
+    assert pump.run(60, lambda: "contributed" in pump["d"].answers)
+    assert pump["d"].answers[:2] == ["begin", "contributed"]
+
+
+def test_who_only_says_that_it_trains_is_waited_for_in_a_few_commits():
+    pump = founded("abc")
+    pump.start("d", trains=False)
+    assert pump.run(20, lambda: pump["d"].peer.phase == "training")
+    assert pump.reach(max(pump.epochs()) + ABSENT_COMMITS, 120)
+    before = pump.now
+    assert pump.reach(max(pump.epochs()) + 4, 60)
+    assert pump.now - before < 4 * (5.0 + 1.5)
 
 
 def test_a_peer_that_restarts_comes_back_as_the_same_member():
