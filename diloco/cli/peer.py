@@ -132,7 +132,8 @@ def discovered(hv: HvConfig) -> tuple[str, ...]:
 
     found = tuple(found_here(hv.run_id))
     for maddr in found:
-        print(f"note: found {maddr} on this network, which is whom it says by its own word", file=sys.stderr)
+        note = f"{maddr} answered on this network, where anybody can; give --initial-peers to be sure whom you meet"
+        print(f"note: {note}", file=sys.stderr)
     if not found and hv.world_rank is None:
         raise UserError(
             f"nobody on this network said within {ASK_TIMEOUT_S:g} s that it is in the run {hv.run_id!r}. Is "

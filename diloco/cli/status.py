@@ -13,6 +13,8 @@ from diloco.errors import UserError
 from diloco.options.flags import HvConfig, Name, Seconds, address_list
 
 if TYPE_CHECKING:
+    from rich.status import Status
+
     from peers.admission.secrets import SwarmSecret
     from peers.monitor.observer import Observer
 
@@ -55,14 +57,18 @@ def status(
     """
     if not initial_peers:
         raise UserError("--initial-peers is missing: the address that `diloco dht start` printed.")
+    from rich.console import Console
+
     from diloco.cli.interrupts import run_interruptible
     from peers.admission.secrets import load_secret
     from peers.net.dht.node import load_hivemind
 
     secret = load_secret(swarm_secret_file, os.environ)
-    # Takes seconds, in which an event loop would not notice a signal.
-    load_hivemind()
-    return run_interruptible(_look(run_id, initial_peers, timeout, secret, watch=watch, as_json=as_json))
+    with Console(stderr=True).status(f"asking the peers of {run_id} how they are") as waiting:
+        # Takes seconds, in which an event loop would not notice a signal.
+        load_hivemind()
+        look = _look(run_id, initial_peers, timeout, secret, waiting, watch=watch, as_json=as_json)
+        return run_interruptible(look)
 
 
 async def _look(
@@ -70,6 +76,7 @@ async def _look(
     initial_peers: tuple[str, ...],
     timeout_s: float,
     secret: SwarmSecret | None,
+    waiting: Status,
     *,
     watch: bool,
     as_json: bool,
@@ -78,6 +85,7 @@ async def _look(
 
     async with observing(run_id, initial_peers, timeout_s=timeout_s, secret=secret) as observer:
         await observer.settled(SETTLE_S)
+        waiting.stop()
         if not watch:
             _print(observer.swarm(), as_json=as_json)
         elif as_json or not sys.stdout.isatty():

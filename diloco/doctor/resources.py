@@ -87,9 +87,9 @@ def check_model_memory(config: TrainConfig, num_ranks: int, gpu_bytes: int | Non
         yield failed("memory", said, fix)
         return
     need, left = need_of(samples), available_memory_bytes()
-    free = f", {left / _GIB:.1f} GiB are free" if left is not None else ""
-    gpus = f" and {need.device_bytes / _GIB:.1f} GiB on GPUs" if on_gpu else ""
-    yield passed("memory", f"{config.path_model} needs {need.host_bytes / _GIB:.1f} GiB{gpus}{free}")
+    free = f", {_room(left)} are free" if left is not None else ""
+    gpus = f" and {_room(need.device_bytes)} on GPUs" if on_gpu else ""
+    yield passed("memory", f"{config.path_model} needs {_room(need.host_bytes)}{gpus}{free}")
 
 
 def check_disk(config: TrainConfig, state_dir: Path, *, num_peers: int = 1) -> Iterator[Finding]:

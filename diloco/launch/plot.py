@@ -75,7 +75,9 @@ def plot(
     picture = Figure(figsize=_INCHES, dpi=_DPI, layout="constrained")
     FigureCanvasAgg(picture)
     axes = picture.add_subplot()
-    records = [record for peer in records_of.values() for record in peer]
+    factor, unit = _unit_of([record for peer in records_of.values() for record in peer])
+    records_of = {peer: _scaled(own, factor) for peer, own in records_of.items()}
+    records, alone = [record for peer in records_of.values() for record in peer], _scaled(alone, factor)
     times = [float(record["time"]) for record in records if "time" in record]
     began_at, ended_at = min(times, default=0.0), max(times, default=0.0)
     _draw_epochs(axes, records, began_at)
@@ -84,14 +86,30 @@ def plot(
     if alone:
         _draw_validation(axes, validation_of(alone), "validation, alone", below=True)
     _draw_validation(axes, validation_of(records), "validation", below=False)
-    axes.set(title=title, xlabel="seconds", ylabel="loss (nats per token)")
+    axes.set(title=title, xlabel="seconds", ylabel=f"loss ({unit})")
     axes.grid(alpha=0.25)
     axes.margins(y=0.12)
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(loc="upper right")
+        picture.legend(loc="outside lower center", ncols=8, frameon=False)
     partial = path.with_suffix(".partial")
     picture.savefig(partial, format="png")
     partial.replace(path)
+
+
+def _unit_of(records: Sequence[Record]) -> tuple[float, str]:
+    """What losses in nats per token are multiplied by, and the unit they are in then: the report's, where an evaluation
+    says how many bits per byte its loss is."""
+    for record in records:
+        if record.get("kind") == "eval" and record.get("loss") and record.get("bits_per_byte"):
+            return float(record["bits_per_byte"]) / float(record["loss"]), "bits per byte"
+    return 1.0, "nats per token"
+
+
+def _scaled(records: Sequence[Record], factor: float) -> list[Record]:
+    return [
+        record if record.get("loss") is None else {**record, "loss": float(record["loss"]) * factor}
+        for record in records
+    ]
 
 
 def smoothed(values: Sequence[float], window: int) -> list[float]:

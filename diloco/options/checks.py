@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
+
+from diloco.options.common_names import nearest
 
 if TYPE_CHECKING:
     from cyclopts import Token
@@ -128,8 +129,8 @@ def codec(_type: Any, tokens: Sequence[Token]) -> str:
     """Our codec for a name of ours or of hivemind's."""
     name = tokens[-1].value
     if name not in _CODECS:
-        close = difflib.get_close_matches(name, _CODECS, n=1)
-        hint = f' Did you mean "{close[0]}"?' if close else ""
+        close = nearest(name, _CODECS)
+        hint = f' Did you mean "{close}"?' if close else ""
         raise ValueError(f'"{name}" is not one of {", ".join(_CODECS)}.{hint}')
     return _CODECS[name]
 
@@ -174,5 +175,7 @@ def _named_peer(text: str) -> str:
     if address is None or address.peer_id is not None or not address.port:
         return text
     whole = str(with_peer_id(address))
-    print(f"note: {text} is {whole}, by its own word; give that to be sure whom you meet", file=sys.stderr)
+    print(
+        f"note: {text} says that it is {whole}; give that address to be sure whom you meet", file=sys.stderr
+    )
     return whole

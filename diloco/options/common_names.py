@@ -92,5 +92,10 @@ def meant(name: str, known: Collection[str]) -> str | None:
     for candidate in (ours, ours.rpartition(".")[2], f"hv.{ours}"):
         if candidate in known:
             return candidate
+    return nearest(name, known)
+
+
+def nearest(name: str, known: Collection[str]) -> str | None:
+    """The one of those known that this is a misspelling of, if it is one."""
     close = difflib.get_close_matches(name, known, n=1)
     return close[0] if close else None

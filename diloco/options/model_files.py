@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diloco.errors import UserError
+from diloco.options.common_names import nearest
 
 if TYPE_CHECKING:
     import torch
@@ -70,7 +71,9 @@ def directory_of(path_model: str, *, weights: bool) -> Path:
         return local
     if local.exists() or not _may_be_hub_id(path_model):
         what = "has no config.json" if local.exists() else "does not exist"
-        raise UserError(f"{path_model} is not a model: it {what}; {_what_is_one()}")
+        close = nearest(path_model, preset_names())
+        hint = f". Did you mean {close}? Otherwise " if close and not local.exists() else "; "
+        raise UserError(f"{path_model} is not a model: it {what}{hint}{_what_is_one()}")
     return _from_hub(path_model, weights=weights)
 
 

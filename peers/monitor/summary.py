@@ -174,7 +174,9 @@ def _with_ranks(text: str, ranks: Mapping[str, int]) -> str:
 
 
 def _round(epoch: int, entries: Mapping[int, RoundEntry], ranks: Mapping[str, int]) -> dict[str, Any]:
+    """The figures under "peers" are of those whose work was in it: who came too late took part in no round."""
     digests = {entry.anchor_digest for entry in entries.values()}
+    inside = {rank: entry for rank, entry in entries.items() if rank in entry.contributors}
     return {
         "epoch": epoch,
         "fragment": next(iter(entries.values())).fragment,
@@ -196,7 +198,7 @@ def _round(epoch: int, entries: Mapping[int, RoundEntry], ranks: Mapping[str, in
                 "round_s": entry.round_s,
                 **msgspec.structs.asdict(entry.parts),
             }
-            for rank, entry in entries.items()
+            for rank, entry in (inside or entries).items()
         ],
     }
 

@@ -14,8 +14,8 @@ let rounds = [];
 
 function showSwarm(swarm) {
   const there = swarm.peers.filter((peer) => !GONE.has(peer.state));
-  document.title = `${swarm.verdict.level === "fault" ? "(!) " : ""}diloco ${swarm.run_id}: epoch ${swarm.epoch}`;
-  at("run").textContent = swarm.run_id;
+  document.title = `${swarm.verdict.level === "fault" ? "(!) " : ""}${swarm.run_id}: epoch ${swarm.epoch}`;
+  at("run").textContent = `run ${swarm.run_id}`;
   showVerdict(swarm.verdict);
   at("totals").replaceChildren(...tiles(swarm, there).map(tileOf));
   const gone = new Map(swarm.peers.filter((peer) => GONE.has(peer.state)).map((peer) => [peer.world_rank, peer.state]));

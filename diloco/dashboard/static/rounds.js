@@ -74,7 +74,7 @@ function roundOf({ round, bars, start, length }, scale, longest, width) {
   const box = element("div", "", "round");
   const missing = round.peers.length - bars.length;
   const heading = element("h3", `epoch ${round.epoch} `);
-  heading.append(element("small", `${round.contributors.length} peers, ${duration(length)}` +
+  heading.append(element("small", `${round.contributors.length} peer${round.contributors.length === 1 ? "" : "s"}, ${duration(length)}` +
     (missing > 0 ? `, ${missing} more` : "")));
   if (round.num_failures) heading.append(element("strong", failuresOf(round), "fault"));
   if (!round.agrees) heading.append(element("strong", "anchors differ", "fault"));

@@ -56,6 +56,15 @@ def test_validation_losses_stand_at_the_seconds_since_their_own_trainings_beginn
     assert validation_of([]) == []
 
 
+def test_the_plot_is_in_the_reports_unit(tmp_path, monkeypatch):
+    labels = []
+    monkeypatch.setattr("matplotlib.axes.Axes.set", lambda axes, **names: labels.append(names["ylabel"]))
+    scored = {"kind": "eval", "step": 2, "loss": 4.0, "bits_per_byte": 2.0, "time": 5.0}
+    plot({"peer 0": [step(1, 5.0, 2.0), scored]}, tmp_path / "a.png", title="test")
+    plot({"peer 0": [step(1, 5.0, 2.0)]}, tmp_path / "b.png", title="test")
+    assert labels == ["loss (bits per byte)", "loss (nats per token)"]
+
+
 def test_a_training_alone_is_drawn_beside_the_swarms(tmp_path):
     plot(RECORDS, tmp_path / "without.png", title="test")
     plot(RECORDS, tmp_path / "with.png", title="test", alone=RECORDS["peer 0"])
