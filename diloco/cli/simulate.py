@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
@@ -17,6 +17,7 @@ from diloco.errors import UserError
 from diloco.options.checks import at_least, finite, up_to, whole
 from diloco.sim.command.given_peers import LEAST_CORES, LEAST_FLOPS, MAX_PEERS
 from diloco.sim.command.values import bits_per_s, count, long_seconds, one, seconds, several
+from peers.protocol.codecs import CodecName
 
 if TYPE_CHECKING:
     from diloco.sim.command.given_peers import PeerSpec
@@ -72,9 +73,7 @@ class Training:
     """Parts of the model, averaged in turn; local steps are rounded up to a multiple of them."""
     overlap: Annotated[int, Parameter(converter=whole, validator=at_least(0), alias="--hv.overlap-steps")] = 0
     """Inner steps trained while a round takes place (tau)."""
-    codec: Annotated[
-        Literal["fp32", "fp16", "bf16", "int8", "int4", "2bit", "topk"], Parameter(alias="--hv.compression")
-    ] = "fp32"
+    codec: Annotated[CodecName, Parameter(alias="--hv.compression")] = "fp32"
     """What pseudo-gradients look like on the wire."""
     batch_tokens: Annotated[float, Number, Parameter(validator=(at_least(1), up_to(1e12)))] = 524288
     """Tokens that one peer trains in a step."""

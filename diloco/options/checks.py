@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from diloco.options.common_names import nearest
+from peers.protocol.codecs import CODEC_NAMES
 
 if TYPE_CHECKING:
     from cyclopts import Token
 
 Check = Callable[[Any, Any], None]
 
-_OUR_CODECS = ("fp32", "fp16", "bf16", "int8", "int4", "2bit", "topk")
 _HIVEMIND_CODECS = {
     "none": "fp32",
     "scaled-fp16": "fp16",
@@ -24,7 +24,7 @@ _HIVEMIND_CODECS = {
     "blockwise8bit": "int8",
 }
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
-_CODECS = {name: name for name in _OUR_CODECS} | _HIVEMIND_CODECS
+_CODECS = {name: name for name in CODEC_NAMES} | _HIVEMIND_CODECS
 _ATTENTION = (
     "sdpa",
     "eager",

@@ -26,6 +26,7 @@ from diloco.options.checks import (
     up_to,
     whole,
 )
+from peers.protocol.codecs import CodecName
 
 SHARED = {"shared": True}
 GRPO_DEFAULTS: dict[str, int | float] = {
@@ -128,7 +129,7 @@ class HvConfig:
     outer_momentum: Annotated[float | None, auto(1.0)] = field(default=None, metadata=SHARED)
     """Momentum of the outer Nesterov SGD; auto: 0.9, under Muon 0.6 to 0.9 by the peers, 0 for topk."""
     compression: Annotated[
-        Literal["fp32", "fp16", "bf16", "int8", "int4", "2bit", "topk"],
+        CodecName,
         Parameter(alias="--hv.hivemind-compression", converter=codec),
     ] = field(default="fp32", metadata=SHARED)
     """What pseudo-gradients look like on the wire; hivemind's 8-bit codecs mean int8, scaled-fp16 means fp16."""

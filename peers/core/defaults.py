@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 
+from peers.protocol.codecs import BITS_BY_CODEC
+
 _LR_BY_PEERS = ((1, 0.4), (2, 0.6), (4, 0.6), (8, 0.8))
 _LR_MEASURED_AT_H = 30
 _LR_FALL_PER_DECADE = 0.2
@@ -23,7 +25,6 @@ _OUTER_MOMENTUM = 0.9
 _SPARSE, _MUON = "topk", "muon"
 _LAYERS_PER_FRAGMENT = 3
 _HARMLESS_OVERLAP_STEPS = 5
-_BITS_BY_CODEC = (("fp32", 32.0), ("fp16", 16.0), ("int8", 8.1), ("int4", 4.2), ("2bit", 2.2), ("topk", 0.44))
 SHARE_OF_EPOCH = 0.05
 """What a round that training waits for may take of an epoch."""
 
@@ -136,26 +137,24 @@ def compression_for(numel: int, bits_per_s: float, epoch_s: float, *, num_peers:
         raise ValueError("values, bandwidth, epoch and peers must be positive")
     budget_bits = bits_per_s * epoch_s * SHARE_OF_EPOCH
     values = 2 * (num_peers - 1) / num_peers * numel
-    for codec, bits in _BITS_BY_CODEC:
+    for codec, bits in BITS_BY_CODEC.items():
         if values * bits <= budget_bits:
             return codec
     return _SPARSE
 
 
 def lighter_compression(codec: str, factor: float) -> str | None:
-    """The least lossy codec whose bytes are at most this share of another's, else the
-    lightest; None where that is what it is."""
-    bits = dict(_BITS_BY_CODEC)
-    most = bits.get("fp16" if codec == "bf16" else codec, bits["fp32"])
-    lighter = [name for name, size in _BITS_BY_CODEC if size < most]
-    return next((name for name in lighter if bits[name] <= factor * most), lighter[-1] if lighter else None)
+    """The least lossy codec whose bytes are at most `factor` times this one's, else the lightest; None if this one is
+    the lightest, or is not known here."""
+    most = BITS_BY_CODEC.get(codec, 0.0)
+    lighter = [name for name, bits in BITS_BY_CODEC.items() if bits < most]
+    enough = (name for name in lighter if BITS_BY_CODEC[name] <= factor * most)
+    return next(enough, lighter[-1] if lighter else None)
 
 
 def is_lossier(codec: str, other: str) -> bool:
-    """Whether a codec sends fewer bits than another one; bf16 as many as fp16."""
-    bits = dict(_BITS_BY_CODEC)
-    bits["bf16"] = bits["fp16"]
-    return bits[codec] < bits[other]
+    """Whether a codec sends fewer bits than another one."""
+    return BITS_BY_CODEC[codec] < BITS_BY_CODEC[other]
 
 
 def _by_peers(table: tuple[tuple[int, float], ...], num_peers: int) -> float:
