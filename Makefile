@@ -15,9 +15,9 @@ export TOKENIZERS_PARALLELISM ?= false
 	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-## Two peers train one language model on this machine, lose one, and get it back.
+## Two peers train one language model on this machine, lose one, and get it back; then one trains alone, to compare.
 demo: .venv/.installed
-	$(BIN)/diloco run --lose-peer 1
+	$(BIN)/diloco run --lose-peer 1 --baseline
 
 # Several at a time: who waits for a swarm of real processes leaves the cores to others. Those that take longest first.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
