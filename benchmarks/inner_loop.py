@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 from benchmarks.record import Result, parser, report
+from diloco.cli.machine_recipes import RECIPES
 from diloco.launch.worker import Assignment
 from diloco.options.flags import HvConfig, TrainConfig
 from diloco.outer.world import World
@@ -28,19 +29,29 @@ from diloco.train_fsdp import Trainer
 # Dense bf16 rates as the manufacturers state them.
 _PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
 _LR = 1e-4
+_SMALL_TOKENS = 2048
+"""Of a step."""
+_SIZES = ("seq_length", "total_batch_size")
 
 
 def main() -> None:
     flags = parser(__doc__)
-    flags.add_argument("--path-model", default=None, help="default: 2m on CPU, 150m on GPU")
+    flags.add_argument(
+        "--path-model",
+        default=None,
+        help="a preset, in its recipe's batches; default: 2m in small ones, 150m on GPU",
+    )
     flags.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     arguments = flags.parse_args()
     device = World().device(arguments.device)
     config = configuration(arguments.path_model, device, quick=arguments.quick)
     repetitions, steps = (5, 3) if arguments.quick else (9, 8 if device.type == "cpu" else 30)
+    if device.type == "cpu":
+        # As many tokens as in the small batches, in whole steps.
+        steps = max(1, steps * _SMALL_TOKENS // (config.total_batch_size * config.seq_length))
     with tempfile.TemporaryDirectory() as directory:
         results = measured(config, device, Path(directory), repetitions=repetitions, steps=steps)
-    report("inner_loop", results, arguments.json)
+    report("inner_loop", results, arguments.json, keeps=True)
 
 
 def configuration(path_model: str | None, device: torch.device, *, quick: bool) -> TrainConfig:
@@ -49,7 +60,7 @@ def configuration(path_model: str | None, device: torch.device, *, quick: bool) 
     config = TrainConfig(
         path_model=path_model or ("150m" if on_gpu else "2m"),
         seq_length=1024 if on_gpu else 256,
-        total_batch_size=64 if on_gpu else 8,
+        total_batch_size=64 if on_gpu else _SMALL_TOKENS // 256,
         per_device_train_batch_size=32 if on_gpu else 4,
         lr=_LR,
         warmup_steps=0,
@@ -57,6 +68,8 @@ def configuration(path_model: str | None, device: torch.device, *, quick: bool) 
         eval_tokens=256,
         hv=HvConfig(local_steps=100_000),
     )
+    recipe = next((recipe.values for recipe in RECIPES if recipe.values["path_model"] == path_model), {})
+    config = replace(config, **{name: recipe[name] for name in _SIZES if name in recipe})
     return replace(config, total_batch_size=16) if quick and on_gpu else config
 
 

@@ -8,7 +8,6 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -55,14 +54,6 @@ def placements(said: str) -> list[tuple[str, str]]:
 
 def left_in_tmp() -> set[str]:
     return {path.name for pattern in ("diloco-pod-*", "ray*") for path in Path("/tmp").glob(pattern)}
-
-
-@pytest.fixture
-def commands() -> Iterator[list[Command]]:
-    started: list[Command] = []
-    yield started
-    for command in started:
-        command.close()
 
 
 def ranks(command: Command) -> list[int]:

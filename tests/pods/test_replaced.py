@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,14 +18,6 @@ from tests.support.pods_commands import DOWN, PROVISION, argv_of, tiny_training
 pytestmark = pytest.mark.pods
 
 TIMEOUT_S = 240.0
-
-
-@pytest.fixture
-def commands() -> Iterator[list[Command]]:
-    started: list[Command] = []
-    yield started
-    for command in started:
-        command.close()
 
 
 def labels(directory: Path) -> dict[str, tuple[str, str]]:

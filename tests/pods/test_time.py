@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
 
 import pytest
 
@@ -17,14 +16,6 @@ from tests.support.pods_commands import STATUS, argv_of
 pytestmark = pytest.mark.pods
 
 TTL_HOURS = 0.012
-
-
-@pytest.fixture
-def commands() -> Iterator[list[Command]]:
-    started: list[Command] = []
-    yield started
-    for command in started:
-        command.close()
 
 
 def test_a_pod_is_given_back_in_time_though_the_process_that_watches_was_lost(tmp_path, commands):

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from benchmarks.chaos.coordinator import Coordinator
-from benchmarks.chaos.links import free_port
 from tests.support.swarm import LightPeer, LightSwarm, wait_until
 
 RUN = "coordinatorloss"
@@ -20,13 +19,6 @@ class CoordinatedSwarm(LightSwarm):
 
     def config_of(self, rank: int, directory: Path, worker: dict[str, Any]) -> dict[str, Any]:
         return super().config_of(rank, directory, worker) | {"world_rank": None}
-
-
-@pytest.fixture
-def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
-    made = Coordinator(tmp_path / "coordinator", RUN, free_port())
-    yield made
-    made.kill()
 
 
 @pytest.fixture

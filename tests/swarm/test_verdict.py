@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 from benchmarks.chaos.coordinator import Coordinator
-from benchmarks.chaos.links import free_port
 from diloco.train.metrics import Metrics
 from diloco.train.progress import Progress
 from peers.monitor.observer import Observer, observing
@@ -40,13 +39,6 @@ class LinkedSwarm(LightSwarm):
     def config_of(self, rank: int, directory: Path, worker: dict[str, Any]) -> dict[str, Any]:
         self.link_of(rank).unlink(missing_ok=True)
         return super().config_of(rank, directory, worker) | {"link_path": str(self.link_of(rank))}
-
-
-@pytest.fixture
-def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
-    made = Coordinator(tmp_path / "coordinator", RUN, free_port())
-    yield made
-    made.kill()
 
 
 @pytest.fixture

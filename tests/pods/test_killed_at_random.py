@@ -1,0 +1,70 @@
+"""`diloco provision --pods 3` killed at ten random moments: the same command goes on, and nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import time
+
+import pytest
+
+from provisioning.machines.paths import PODS
+from tests.support.commands import Command, check_gone, model_directory
+from tests.support.pods_commands import DOWN, PROVISION, STATUS, argv_of, tiny_training
+
+pytestmark = pytest.mark.pods
+
+NUM_KILLS = 10
+SEED = int(os.environ.get("DILOCO_KILL_SEED", "0"))
+LONGEST_S = 20.0
+"""More than the command takes from its start until all three train, on two cores."""
+TIMEOUT_S = 200.0
+
+
+def test_killed_at_ten_random_moments_the_same_command_goes_on(tmp_path, commands):
+    here = tmp_path / "here"
+
+    def begin(argv: list[str]) -> Command:
+        commands.append(Command(argv, here))
+        return commands[-1]
+
+    def run(argv: list[str]) -> Command:
+        command = begin(argv)
+        assert command.wait(TIMEOUT_S) == 0, command.stderr
+        return command
+
+    provision = argv_of(PROVISION, "--", *tiny_training(model_directory(tmp_path / "model")))
+    moments = random.Random(SEED)
+    for _ in range(NUM_KILLS):
+        command = begin(provision)
+        ends_at = time.monotonic() + moments.uniform(0.2, LONGEST_S)
+        while command.code is None and time.monotonic() < ends_at:
+            time.sleep(0.02)
+        # The command alone: what it has started goes on, as after a closed laptop.
+        command.send(signal.SIGKILL)
+        command.process.wait()
+
+    whole = run(provision)
+    assert whole.stdout.splitlines()[-3:] == ["pod-0: running", "pod-1: running", "pod-2: running"]
+    pods = sorted((here / "state/diloco/local" / PODS).iterdir())
+    assert len(pods) == 3
+    jobs = [path.parent.name for pod in pods for path in pod.rglob("jobs/*/pid")]
+    assert sorted(jobs) == ["dht", "peer", "peer", "peer"]
+    # Of each job one process group, whatever was begun and begun again.
+    running = [line for one in commands for line in one.processes().values()]
+    assert len([line for line in running if re.search(r" -m diloco peer | diloco peer ", line)]) >= 3
+    found = json.loads(run(argv_of(STATUS, "--json")).stdout)
+    assert [(one["name"], one["state"], one["peer"]) for one in found] == [
+        (f"pod-{index}", "running", "trains") for index in range(3)
+    ]
+
+    run(argv_of(DOWN))
+    for command in commands:
+        check_gone(command)
+    assert not (here / "state/diloco/local" / PODS).exists()
+    assert json.loads(run(argv_of(STATUS, "--json")).stdout) == []
+    cost = json.loads(run(argv_of("diloco pods cost", "--json")).stdout)
+    assert all(one["is_over"] for one in cost["pods"])
