@@ -154,7 +154,7 @@ class Round:
         if leader == self._me:
             if not turn.passed(self._not_before):
                 return False
-            self._begin_to_lead(turn, ready, is_complete=not self._counts_on(late))
+            self._begin_to_lead(turn, ready, is_complete=self._is_complete(late))
             return True
         if not self._can_lead(leader):
             if not any(peer_id == self._me or self._can_lead(peer_id) for peer_id in self._order):
@@ -165,9 +165,13 @@ class Round:
                 return True
             self.attempt += self.attempt < MAX_ATTEMPT
             return self.attempt < MAX_ATTEMPT
+        if entry is None:
+            # It may be this peer that the leader waits for.
+            self._could_at = None
+            return False
         self._could_at = max(turn.now, self._not_before) if self._could_at is None else self._could_at
-        if entry is None or self.attempt > self._usual_attempt():
-            # It may be this peer that the leader waits for, or the others have yet to come to this attempt.
+        if self.attempt > self._usual_attempt():
+            # The others have yet to come to it.
             return False
         # After a failure the leader pauses, for as long as it has seen attempts fail.
         pause_s = self._timing.silence_s if self.attempt > 0 else 0.0
@@ -179,12 +183,17 @@ class Round:
     def _grace_s(self, late: set[str]) -> float:
         """How long a quorum that is ready waits for these."""
         assert self._quorum_at is not None
-        if self._counts_on(late):
-            return self._timing.grace_s(self._quorum_at - self._began_at)
-        return self._timing.least_grace_s
+        epoch_s = self._quorum_at - self._began_at
+        grace_s, least_s = self._timing.grace_s(epoch_s), self._timing.least_grace_s
+        counted_on = {peer_id for peer_id in late if peer_id == self._me or self._swarm.counts_on(peer_id)}
+        if counted_on & self._group.roster:
+            return grace_s
+        # As long as the epoch has taken: strangers can come without end, and each only says that it trains.
+        return min(grace_s, max(least_s, epoch_s)) if counted_on else least_s
 
-    def _counts_on(self, peer_ids: Iterable[str]) -> bool:
-        return any(peer_id == self._me or self._swarm.counts_on(peer_id) for peer_id in peer_ids)
+    def _is_complete(self, late: Collection[str]) -> bool:
+        """Nobody of the roster is late whom this peer counts on: then what was waited is what peers take."""
+        return not any(map(self._swarm.counts_on, self._group.roster & set(late)))
 
     def _ready_and_expected(
         self, turn: Turn, entry: Entry | None, *, is_training: bool
@@ -334,7 +343,7 @@ class Round:
             return
         if self._quorum_at is not None:
             _, expected = self._ready_and_expected(turn, entry, is_training=True)
-            self.gathered = turn.now - self._quorum_at, not self._counts_on(expected - present)
+            self.gathered = turn.now - self._quorum_at, self._is_complete(expected - present)
         self._accept(turn, plan)
 
     def _accept(self, turn: Turn, plan: Plan) -> None:

@@ -260,6 +260,18 @@ def test_who_only_says_that_it_trains_is_waited_for_in_a_few_commits():
     assert pump.now - before < 4 * (5.0 + 1.5)
 
 
+def test_strangers_without_end_that_only_say_that_they_train_double_an_epoch_at_the_most():
+    pump = founded("abc")
+    assert pump.reach(max(pump.epochs()) + 4, 60)
+    for number in range(20):
+        pump.start(f"stranger {number}", trains=False)
+        before, epoch = pump.now, pump["a"].peer.epoch
+        assert pump.run(30, lambda epoch=epoch: pump["a"].peer.epoch > epoch)
+        assert pump.now - before < 2 * 5.0 + 2.5
+        if number > 2:
+            pump.kill(f"stranger {number - 3}")
+
+
 def test_a_peer_that_restarts_comes_back_as_the_same_member():
     pump = founded("abc")
     rank = pump["b"].peer.world_rank
