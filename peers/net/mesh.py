@@ -59,7 +59,7 @@ Reached = Literal["here", "gone", "silent"]
 """Nobody listens at its addresses, or it has refused this peer."""
 
 
-class TurnedAway(PeerUnreachable):
+class NotAdmitted(PeerUnreachable):
     """A peer that was reached says that this one is not admitted."""
 
     def __init__(self, why: Why) -> None:
@@ -70,7 +70,7 @@ class TurnedAway(PeerUnreachable):
 class StreamOpener(StreamTransport, Protocol):
     """The part of peers/net/paths/paths.py that the mesh needs."""
 
-    def missed(self, peer_id: str) -> None: ...
+    def no_answer(self, peer_id: str) -> None: ...
 
 
 class Mesh:
@@ -171,13 +171,13 @@ class Mesh:
         try:
             async with self._dials:
                 channel, status, told = await self._introduced(record)
-        except TurnedAway as error:
+        except NotAdmitted as error:
             self._turned_away = error.why
             return "gone"
         except (PeerUnreachable, ProtocolError) as error:
             log.debug("cannot reach %s: %s", peer_id, error)
             if isinstance(error, PeerSilent):
-                self._transport.missed(peer_id)
+                self._transport.no_answer(peer_id)
             return "gone" if is_nobody_there(str(error)) else "silent"
         finally:
             self._dialling.pop(peer_id, None)
@@ -249,7 +249,7 @@ class Mesh:
         return self._signed
 
     async def _hear_introduction(self, channel: Channel, peer_id: str) -> Announcement:
-        """How the other end stands. Raises Refused, TurnedAway, PeerUnreachable, ProtocolError."""
+        """How the other end stands. Raises Refused, NotAdmitted, PeerUnreachable, ProtocolError."""
         said = await channel.read(_INTRODUCTION, timeout_s=ANSWER_S)
         if isinstance(said, Bans):
             self._gate.learn(said.signed)
@@ -258,7 +258,7 @@ class Mesh:
             case Announced(record):
                 return self._decode(peer_id, record)
             case Refusal(why):
-                raise TurnedAway(why)
+                raise NotAdmitted(why)
         raise ProtocolError("two ban lists in one introduction")
 
     def _decode(self, peer_id: str, record: bytes) -> Announcement:
@@ -304,7 +304,7 @@ class Mesh:
         def fell_silent() -> None:
             # If many peers are silent at once, it is this peer's connection that is bad.
             if sum(other.is_silent for other in self._peers.values()) <= max(1, len(self._peers) // 4):
-                self._transport.missed(peer_id)
+                self._transport.no_answer(peer_id)
 
         sender = asyncio.create_task(
             peer.send_forever(
@@ -343,7 +343,7 @@ class Mesh:
                 self._on_lost(peer_id)
                 self._on_change()
                 if isinstance(broken_by, PeerSilent) and peer.is_silent:
-                    self._transport.missed(peer_id)
+                    self._transport.no_answer(peer_id)
                 if may_be_back:
                     self._spawn(self._redial(peer.status))
 

@@ -47,9 +47,9 @@ class PathChoice(Protocol):
 
     def failed(self, peer_id: str, stream: socket.socket) -> None: ...
 
-    def missed(self, peer_id: str) -> None: ...
+    def no_answer(self, peer_id: str) -> None: ...
 
-    def doubts(self, peer_id: str, stream: socket.socket) -> bool: ...
+    def may_be_dead(self, peer_id: str, stream: socket.socket) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class StreamPool:
     def _miss(self, peer_ids: Mapping[int, str], silent: Iterable[int]) -> None:
         if self._choice is not None:
             for rank in silent:
-                self._choice.missed(peer_ids[rank])
+                self._choice.no_answer(peer_ids[rank])
 
     def drop(self, peer_id: str) -> None:
         """Close every stream with a peer that is lost, but those of a round."""
@@ -261,8 +261,8 @@ class StreamPool:
         """Whether nothing has arrived on this idle outgoing stream, on which nothing should, and its path is not
         suspected.
         """
-        is_doubted = self._choice is not None and self._choice.doubts(peer, kept)
-        return not is_doubted and is_silent(kept)
+        may_be_dead = self._choice is not None and self._choice.may_be_dead(peer, kept)
+        return not may_be_dead and is_silent(kept)
 
     def _improve(self, peer: str, current: socket.socket) -> None:
         """Look for a better stream than the current one while no round waits for it; the next round takes it."""

@@ -14,24 +14,25 @@ def path_back_off() -> BackOff:
 
 
 @dataclass
-class Pair:
-    """The paths to one peer."""
+class PathsToPeer:
+    """Each back-off says for how long something is not tried, or not tried first."""
 
-    direct: BackOff = field(default_factory=path_back_off)
-    late: BackOff = field(default_factory=path_back_off)
-    """A less preferred path connected before the direct one: from now on only background streams try the direct one."""
-    libp2p: BackOff = field(default_factory=path_back_off)
-    doubt: BackOff = field(default_factory=path_back_off)
-    """The peer did not answer on an open connection, so that connection may be dead."""
+    direct_failures: BackOff = field(default_factory=path_back_off)
+    direct_delays: BackOff = field(default_factory=path_back_off)
+    """A less preferred path connected before the direct one: only background streams try the direct one meanwhile."""
+    libp2p_delays: BackOff = field(default_factory=path_back_off)
+    """A relay connected before libp2p: the relay is asked at once, without libp2p's head start."""
+    libp2p_silence: BackOff = field(default_factory=path_back_off)
+    """The peer did not answer on an open connection of libp2p, so that connection may be dead: relays come first."""
     in_use: Path | None = None
     """The path of the newest data stream; before there is one, of any stream."""
     in_use_for_data: bool = False
     rate: float = 0.0
     """Bytes/s that the last round moved to this peer; 0: not known."""
 
-    def passed_over(self, path: Path, now: float) -> None:
+    def was_slower(self, path: Path, now: float) -> None:
         """A less preferred path connected before this one."""
         if path is Path.DIRECT:
-            self.late.failed(now)
+            self.direct_delays.failed(now)
         elif path is Path.LIBP2P:
-            self.libp2p.failed(now)
+            self.libp2p_delays.failed(now)

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 from peers.errors import PeersError, PeerUnreachable
 from peers.net.paths.acceptor import Acceptor
-from peers.net.paths.choice import Pair
+from peers.net.paths.choice import PathsToPeer
 from peers.net.paths.direct import Direct
 from peers.net.paths.happy_eyeballs import Dial, first_connected
 from peers.net.paths.relay import Relay
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 TransportMode = Literal["auto", "libp2p", "tcp"]
 
-_MAX_PAIRS = 4096
+_MAX_PEERS = 4096
 
 
 class Paths:
@@ -55,31 +55,31 @@ class Paths:
         self._libp2p, self._acceptor, self._direct, self._relay = libp2p, acceptor, direct, relay
         self._data, self._bulk = data, {data, *bulk}
         self._check, self._unchecked = check, frozenset(unchecked)
-        self._pairs: dict[str, Pair] = {}
+        self._paths_to: dict[str, PathsToPeer] = {}
         self._path_of: WeakKeyDictionary[socket.socket, Path] = WeakKeyDictionary()
 
     @property
     def in_use(self) -> Mapping[str, Path]:
         """The path to every peer that this one has opened a stream to, by peer id."""
-        return {peer_id: pair.in_use for peer_id, pair in self._pairs.items() if pair.in_use}
+        return {peer_id: known.in_use for peer_id, known in self._paths_to.items() if known.in_use}
 
     def rate_to(self, peer_id: str) -> float:
         """Bytes/s that the last round moved to this peer; 0: not known."""
-        return self._pairs[peer_id].rate if peer_id in self._pairs else 0.0
+        return self._paths_to[peer_id].rate if peer_id in self._paths_to else 0.0
 
     async def open(
         self, peer_id: str, protocol: str, *, timeout_s: float, maddrs: Sequence[str] = ()
     ) -> socket.socket:
         """A non-blocking socket, perhaps of TLS, at the start of a new stream. Raises PeerUnreachable."""
-        pair = self._pair(peer_id)
-        dials = self._dials(peer_id, protocol, maddrs, pair, timeout_s)
+        known = self._to(peer_id)
+        dials = self._dials(peer_id, protocol, maddrs, known, timeout_s)
         preferred = [dial.path for dial in dials]
         path, stream = await first_connected(dials, timeout_s)
         for slower in preferred[: preferred.index(path)]:
             # Otherwise every later stream would wait for it, too.
-            pair.passed_over(slower, time.monotonic())
+            known.was_slower(slower, time.monotonic())
         if path is Path.LIBP2P:
-            pair.libp2p.succeeded()
+            known.libp2p_delays.succeeded()
         return self._taken(peer_id, protocol, path, stream)
 
     async def serve(self, protocol: str, handler: Handler) -> None:
@@ -100,92 +100,94 @@ class Paths:
 
     async def improved(self, peer_id: str, current: socket.socket) -> socket.socket | None:
         """A stream on a better path than the current one, if there is one. No round waits for this."""
-        pair, path = self._pair(peer_id), self._path_of.get(current)
+        known, path = self._to(peer_id), self._path_of.get(current)
         if path in (Path.DIRECT, Path.PLAIN):
             return None
-        if self._may_go_direct(peer_id, self._data, pair):
+        if self._may_go_direct(peer_id, self._data, known):
             with contextlib.suppress(PeersError):
-                stream = await self._open_direct(peer_id, self._data, pair, CONNECT_S)
+                stream = await self._open_direct(peer_id, self._data, known, CONNECT_S)
                 return self._taken(peer_id, self._data, Path.DIRECT, stream)
-        is_doubted = not pair.doubt.is_over(time.monotonic())
-        if path is Path.RELAY and not is_doubted and peer_id in await self._libp2p.connected_peers():
+        is_silent = not known.libp2p_silence.is_over(time.monotonic())
+        if path is Path.RELAY and not is_silent and peer_id in await self._libp2p.connected_peers():
             stream = await self._libp2p.open(peer_id, self._data, timeout_s=CONNECT_S)
             return self._taken(peer_id, self._data, Path.LIBP2P, stream)
         return None
 
     def used(self, peer_id: str, stream: socket.socket, num_bytes: float, seconds: float) -> None:
         """A round has moved so many bytes on this stream in so long."""
-        pair = self._pair(peer_id)
-        pair.rate = num_bytes / seconds if seconds > 0 else 0.0
+        known = self._to(peer_id)
+        known.rate = num_bytes / seconds if seconds > 0 else 0.0
         if self._path_of.get(stream) is not Path.RELAY:
-            pair.doubt.succeeded()
+            known.libp2p_silence.succeeded()
 
     def failed(self, peer_id: str, stream: socket.socket) -> None:
         """A round was lost to this peer. In case the path was at fault, the next stream takes another one."""
         path = self._path_of.get(stream)
         if path in (Path.DIRECT, Path.PLAIN):
-            self._pair(peer_id).direct.failed(time.monotonic())
+            self._to(peer_id).direct_failures.failed(time.monotonic())
         elif path is Path.RELAY and self._relay is not None:
             self._relay.blame(stream)
 
-    def missed(self, peer_id: str) -> None:
+    def no_answer(self, peer_id: str) -> None:
         """This peer did not answer in time. The connection may be dead: prefer a relay for a while."""
-        self._pair(peer_id).doubt.failed(time.monotonic())
+        self._to(peer_id).libp2p_silence.failed(time.monotonic())
 
-    def doubts(self, peer_id: str, stream: socket.socket) -> bool:
+    def may_be_dead(self, peer_id: str, stream: socket.socket) -> bool:
         """Whether this stream is on a connection that may be dead."""
         is_relayed = self._path_of.get(stream) is Path.RELAY
-        return not is_relayed and not self._pair(peer_id).doubt.is_over(time.monotonic())
+        return not is_relayed and not self._to(peer_id).libp2p_silence.is_over(time.monotonic())
 
     # Opening
 
     def _dials(
-        self, peer_id: str, protocol: str, maddrs: Sequence[str], pair: Pair, timeout_s: float
+        self, peer_id: str, protocol: str, maddrs: Sequence[str], known: PathsToPeer, timeout_s: float
     ) -> list[Dial]:
         """The paths to try, in order of preference."""
         now, relay = time.monotonic(), self._relay
-        is_doubted = not pair.doubt.is_over(now)
+        is_silent = not known.libp2p_silence.is_over(now)
 
         async def over_relay() -> socket.socket:
             assert relay is not None
-            if not is_doubted and peer_id in await self._libp2p.connected_peers():
+            if not is_silent and peer_id in await self._libp2p.connected_peers():
                 raise PeerUnreachable(f"{peer_id} is connected, a relay would change nothing")
             return await relay.open(peer_id, protocol, timeout_s=timeout_s)
 
         direct = Dial(
-            Path.DIRECT, DIRECT_HEAD_START_S, lambda: self._open_direct(peer_id, protocol, pair, timeout_s)
+            Path.DIRECT, DIRECT_HEAD_START_S, lambda: self._open_direct(peer_id, protocol, known, timeout_s)
         )
         libp2p = Dial(
             Path.LIBP2P,
-            LIBP2P_HEAD_START_S if pair.libp2p.is_over(now) else 0.0,
+            LIBP2P_HEAD_START_S if known.libp2p_delays.is_over(now) else 0.0,
             lambda: self._libp2p.open(peer_id, protocol, timeout_s=timeout_s, maddrs=maddrs),
         )
         relayed = [Dial(Path.RELAY, RELAY_HEAD_START_S, over_relay)] if relay is not None else []
-        if is_doubted:
+        if is_silent:
             return [*relayed, libp2p]
-        may_wait = pair.late.is_over(now) and self._may_go_direct(peer_id, protocol, pair)
-        return [*([direct] if may_wait else []), libp2p, *relayed]
+        goes_direct = known.direct_delays.is_over(now) and self._may_go_direct(peer_id, protocol, known)
+        return [*([direct] if goes_direct else []), libp2p, *relayed]
 
-    def _may_go_direct(self, peer_id: str, protocol: str, pair: Pair) -> bool:
+    def _may_go_direct(self, peer_id: str, protocol: str, known: PathsToPeer) -> bool:
         return (
             self._direct is not None
             and protocol in self._bulk
-            and pair.direct.is_over(time.monotonic())
+            and known.direct_failures.is_over(time.monotonic())
             and self._direct.knows(peer_id)
         )
 
-    async def _open_direct(self, peer_id: str, protocol: str, pair: Pair, timeout_s: float) -> socket.socket:
+    async def _open_direct(
+        self, peer_id: str, protocol: str, known: PathsToPeer, timeout_s: float
+    ) -> socket.socket:
         assert self._direct is not None
         try:
             stream = await self._direct.open(peer_id, protocol, timeout_s=timeout_s)
         except PeersError as error:
-            pair.direct.failed(time.monotonic())
+            known.direct_failures.failed(time.monotonic())
             log.info("%s", error)
             raise
         # The greeting succeeded over it, so the link works.
-        pair.direct.succeeded()
-        pair.late.succeeded()
-        pair.doubt.succeeded()
+        known.direct_failures.succeeded()
+        known.direct_delays.succeeded()
+        known.libp2p_silence.succeeded()
         return stream
 
     def _taken(self, peer_id: str, protocol: str, path: Path, stream: socket.socket) -> socket.socket:
@@ -193,18 +195,18 @@ class Paths:
         if path is Path.DIRECT and not isinstance(stream, ssl.SSLSocket):
             path = Path.PLAIN
         self._path_of[stream] = path
-        pair, is_data = self._pair(peer_id), protocol == self._data
-        if is_data or not pair.in_use_for_data:
-            before = pair.in_use if pair.in_use_for_data else "nothing"
+        known, is_data = self._to(peer_id), protocol == self._data
+        if is_data or not known.in_use_for_data:
+            before = known.in_use if known.in_use_for_data else "nothing"
             if is_data and before is not path:
                 log.info("data for %s goes by %s (before: %s)", peer_id, path, before)
-            pair.in_use, pair.in_use_for_data = path, is_data
+            known.in_use, known.in_use_for_data = path, is_data
         return stream
 
-    def _pair(self, peer_id: str) -> Pair:
+    def _to(self, peer_id: str) -> PathsToPeer:
         # Appended at the end, so that invented records cannot push out peers that take part in rounds.
-        pair = self._pairs.pop(peer_id) if peer_id in self._pairs else Pair()
-        self._pairs[peer_id] = pair
-        while len(self._pairs) > _MAX_PAIRS:
-            del self._pairs[next(iter(self._pairs))]
-        return pair
+        known = self._paths_to.pop(peer_id) if peer_id in self._paths_to else PathsToPeer()
+        self._paths_to[peer_id] = known
+        while len(self._paths_to) > _MAX_PEERS:
+            del self._paths_to[next(iter(self._paths_to))]
+        return known

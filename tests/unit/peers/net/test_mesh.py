@@ -43,7 +43,7 @@ class Transport:
     async def serve(self, protocol, handler):
         pass
 
-    def missed(self, peer_id):
+    def no_answer(self, peer_id):
         self.unanswered.append(peer_id)
 
 

@@ -154,10 +154,10 @@ def test_data_moves_to_a_direct_stream_once_that_stands(tmp_path):
     async def scenario():
         async with pair(tmp_path) as (_, a, b):
             for peer, other in ((a, b), (b, a)):
-                peer.paths._pair(other.peer_id).direct.failed(time.monotonic())
+                peer.paths._to(other.peer_id).direct_failures.failed(time.monotonic())
             assert await a_round(a, b) is Path.LIBP2P
             for peer, other in ((a, b), (b, a)):
-                peer.paths._pair(other.peer_id).direct.until -= START_S
+                peer.paths._to(other.peer_id).direct_failures.until -= START_S
             await a_round(a, b)
             assert await a_round(a, b) is Path.DIRECT
 
@@ -175,7 +175,7 @@ def test_a_direct_stream_that_is_only_slow_carries_the_second_round(tmp_path, mo
 
 
 def test_peers_that_are_only_talked_of_push_none_out_that_is_used(tmp_path, monkeypatch):
-    monkeypatch.setattr(paths_module, "_MAX_PAIRS", 4)
+    monkeypatch.setattr(paths_module, "_MAX_PEERS", 4)
 
     async def scenario():
         async with pair(tmp_path) as (_, a, b):
@@ -184,7 +184,7 @@ def test_peers_that_are_only_talked_of_push_none_out_that_is_used(tmp_path, monk
                 with pytest.raises(PeerUnreachable):
                     await a.paths.open(f"nobody {number}", CONTROL, timeout_s=1)
             assert a.paths.in_use[b.peer_id] is Path.DIRECT
-            assert len(a.paths._pairs) == 4
+            assert len(a.paths._paths_to) == 4
 
     run(scenario())
 
@@ -288,18 +288,18 @@ def test_whoever_did_not_answer_is_reached_through_a_third_peer_until_a_direct_s
         async with pair(tmp_path, "auto", relay) as (_, a, b):
             assert await a_round(a, b) is Path.DIRECT
             standing = await a.paths.open(b.peer_id, DATA, timeout_s=5)
-            assert not a.paths.doubts(b.peer_id, standing)
-            a.paths.missed(b.peer_id)
-            assert a.paths.doubts(b.peer_id, standing)
+            assert not a.paths.may_be_dead(b.peer_id, standing)
+            a.paths.no_answer(b.peer_id)
+            assert a.paths.may_be_dead(b.peer_id, standing)
             relayed = await a.paths.open(b.peer_id, DATA, timeout_s=5)
             assert a.paths.in_use == {b.peer_id: Path.RELAY}
-            assert not a.paths.doubts(b.peer_id, relayed)
+            assert not a.paths.may_be_dead(b.peer_id, relayed)
             better = await a.paths.improved(b.peer_id, relayed)
             assert a.paths.in_use == {b.peer_id: Path.DIRECT}
             # That one has been greeted on, so the link carries again.
             control = await a.paths.open(b.peer_id, CONTROL, timeout_s=5)
             assert relay.num_asked == 1
-            assert not a.paths.doubts(b.peer_id, standing)
+            assert not a.paths.may_be_dead(b.peer_id, standing)
             for stream in (standing, relayed, relay.theirs, better, control):
                 stream.close()
 
@@ -310,7 +310,7 @@ def test_whoever_did_not_answer_and_whom_nobody_relays_to_is_reached_as_before(t
     async def scenario():
         relay = StandIn(works=False)
         async with pair(tmp_path, "libp2p", relay) as (_, a, b):
-            a.paths.missed(b.peer_id)
+            a.paths.no_answer(b.peer_id)
             (await a.paths.open(b.peer_id, CONTROL, timeout_s=5)).close()
             assert relay.num_asked == 1 and a.paths.in_use == {b.peer_id: Path.LIBP2P}
 
