@@ -223,6 +223,12 @@ class Swarm:
         health = self._peers.get(peer_id)
         return health is not None and math.isinf(health.lost_at) and health.status.phase != "leaving"
 
+    def is_prompt(self, peer_id: str, turn: Turn) -> bool:
+        """It is there, and has been heard within the time that a peer which is well takes to react."""
+        return self.is_live(peer_id) and not turn.passed(
+            self._peers[peer_id].heard_at + self._timing.reaction_s
+        )
+
     def is_gone(self, peer_id: str) -> bool:
         """It has left, or was lost so long ago that nobody waits for it any more."""
         health = self._peers.get(peer_id)

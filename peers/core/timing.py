@@ -144,9 +144,11 @@ class Timing:
 
     def patience_s(self, *, is_troubled: bool) -> float:
         """How long a worker stands still for the commit of its work, before it trains on meanwhile."""
+        if is_troubled:
+            return self.usual_round_s
         if len(self._waits) < ENOUGH_ROUNDS:
             return self.first_round_s
-        return self.usual_round_s if is_troubled else self.reaction_s + statistics.median_low(self._waits)
+        return self.beat_s + statistics.median_low(self._waits)
 
     def answered(self, seconds: float) -> None:
         """A worker's work is in a commit, so long after it was handed over."""
