@@ -96,6 +96,13 @@ class Group:
                 return left, expected - left_out
         return ready, expected
 
+    def counts_on(self, peer_id: str) -> bool:
+        """Whether a commit waits for it: it was in one of the last commits, or has come since. Who only says that it
+        trains may say so for ever; and of members all say the same, by certificates."""
+        is_member = peer_id in self.roster
+        num_missed = self._absent.get(peer_id, 0) if is_member else self._swarm.num_missed(peer_id)
+        return num_missed < ABSENT_COMMITS
+
     def is_enough(self, turn: Turn, ready: Collection[str]) -> bool:
         """Whether these may commit."""
         if not ready or len(ready) < self._settings.aggregation.least_group:

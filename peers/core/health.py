@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from peers.core.plans import ABSENT_COMMITS
 from peers.core.timing import Timing
 from peers.core.turn import Turn
 from peers.protocol.messages import Status
@@ -203,11 +202,10 @@ class Swarm:
             elif health.status.head:
                 health.missed += 1
 
-    def counts_on(self, peer_id: str) -> bool:
-        """Whether a commit waits for it as for all others: it has come, or was in one of the last commits. Who only
-        says that it trains may say so for ever."""
+    def num_missed(self, peer_id: str) -> int:
+        """Commits that it is not in, since it came or was last in one."""
         health = self._peers.get(peer_id)
-        return health is not None and health.missed < ABSENT_COMMITS
+        return health.missed if health else 0
 
     def live(self) -> Sequence[tuple[str, Status]]:
         """Everybody who is there, and has not said that it leaves."""

@@ -423,8 +423,8 @@ class Peer:
 
     def _learn_from(self, turn: Turn, round_: Round) -> None:
         if round_.gathered is not None:
-            seconds, is_complete = round_.gathered
-            self.timing.gathered(seconds, complete=is_complete)
+            waited_s, last_s, is_complete = round_.gathered
+            self.timing.gathered(waited_s, last_s, complete=is_complete)
         self.timing.committed(round_s=round_.reduced_s, epoch_s=turn.now - self._head_since)
 
     def _answer_contributor(self, turn: Turn, certificate: Certificate, local_step: int = 0) -> None:

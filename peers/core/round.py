@@ -86,8 +86,9 @@ class Round:
         self.is_odd = False
         """This peer's digests were not those of the others: its state may be damaged."""
         self.failures: list[str] = []
-        self.gathered: tuple[float, bool] | None = None
-        """Of the last group: seconds from the quorum to it, and whether everybody was in it."""
+        self.gathered: tuple[float, float, bool] | None = None
+        """Of the last group: seconds from the quorum to it, and to the last one that became ready; and whether
+        everybody was in it whom this peer counts on."""
         self.reduced_s = 0.0
         """What the last reduction took: waiting for votes is not in it, which one member can prolong."""
         self._accepted_at = 0.0
@@ -100,6 +101,7 @@ class Round:
         self._until = self._not_before = 0.0
         self._followed_at = -math.inf
         self._quorum_at: float | None = None
+        self._num_ready, self._last_ready_at = 0, now
         self._could_at: float | None = None
         self._order = self._ordered(self._group.roster)
 
@@ -143,9 +145,11 @@ class Round:
     def _gather(self, turn: Turn, entry: Entry | None, is_training: bool) -> bool:
         ready, expected = self._ready_and_expected(turn, entry, is_training=is_training)
         if not self._group.is_enough(turn, ready):
-            self._quorum_at = self._could_at = None
+            self._quorum_at, self._could_at, self._num_ready = None, None, 0
             return False
         self._quorum_at = turn.now if self._quorum_at is None else self._quorum_at
+        if len(ready) > self._num_ready:
+            self._num_ready, self._last_ready_at = len(ready), turn.now
         late = expected - ready.keys()
         if late and not turn.passed(self._quorum_at + self._grace_s(late)):
             self._could_at = None
@@ -154,7 +158,8 @@ class Round:
         if leader == self._me:
             if not turn.passed(self._not_before):
                 return False
-            self._begin_to_lead(turn, ready, is_complete=self._is_complete(late))
+            self._note_group(turn, late)
+            self._begin_to_lead(turn, ready)
             return True
         if not self._can_lead(leader):
             if not any(peer_id == self._me or self._can_lead(peer_id) for peer_id in self._order):
@@ -165,8 +170,8 @@ class Round:
                 return True
             self.attempt += self.attempt < MAX_ATTEMPT
             return self.attempt < MAX_ATTEMPT
-        if entry is None:
-            # It may be this peer that the leader waits for.
+        if entry is None or self._me not in self._order:
+            # It may be this peer that the leader waits for; and a newcomer sees others than the members do.
             self._could_at = None
             return False
         self._could_at = max(turn.now, self._not_before) if self._could_at is None else self._could_at
@@ -184,16 +189,16 @@ class Round:
         """How long a quorum that is ready waits for these."""
         assert self._quorum_at is not None
         epoch_s = self._quorum_at - self._began_at
-        grace_s, least_s = self._timing.grace_s(epoch_s), self._timing.least_grace_s
-        counted_on = {peer_id for peer_id in late if peer_id == self._me or self._swarm.counts_on(peer_id)}
+        counted_on = set(filter(self._group.counts_on, late))
         if counted_on & self._group.roster:
-            return grace_s
-        # As long as the epoch has taken: strangers can come without end, and each only says that it trains.
-        return min(grace_s, max(least_s, epoch_s)) if counted_on else least_s
+            return self._timing.grace_s(epoch_s)
+        return self._timing.newcomers_grace_s(epoch_s) if counted_on else self._timing.least_grace_s
 
-    def _is_complete(self, late: Collection[str]) -> bool:
-        """Nobody of the roster is late whom this peer counts on: then what was waited is what peers take."""
-        return not any(map(self._swarm.counts_on, self._group.roster & set(late)))
+    def _note_group(self, turn: Turn, late: Collection[str]) -> None:
+        """One is formed, without these. Waiting for newcomers in vain says nothing of what peers take."""
+        assert self._quorum_at is not None
+        is_complete = not any(map(self._group.counts_on, self._group.roster.intersection(late)))
+        self.gathered = turn.now - self._quorum_at, self._last_ready_at - self._quorum_at, is_complete
 
     def _ready_and_expected(
         self, turn: Turn, entry: Entry | None, *, is_training: bool
@@ -213,10 +218,8 @@ class Round:
 
     # Leading
 
-    def _begin_to_lead(self, turn: Turn, ready: Mapping[str, Entry], *, is_complete: bool) -> None:
-        assert self._quorum_at is not None
+    def _begin_to_lead(self, turn: Turn, ready: Mapping[str, Entry]) -> None:
         plan = self._group.plan_of(self.attempt, ready)
-        self.gathered = turn.now - self._quorum_at, is_complete
         self._lead = Lead(plan, turn.now + self._timing.attempt_s)
         for peer_id in ready:
             if peer_id != self._me:
@@ -343,7 +346,7 @@ class Round:
             return
         if self._quorum_at is not None:
             _, expected = self._ready_and_expected(turn, entry, is_training=True)
-            self.gathered = turn.now - self._quorum_at, self._is_complete(expected - present)
+            self._note_group(turn, expected - present)
         self._accept(turn, plan)
 
     def _accept(self, turn: Turn, plan: Plan) -> None:

@@ -142,6 +142,12 @@ class Timing:
         learned = max(self.least_grace_s, median + DEVIATIONS * deviation)
         return min(self.most_grace_s, learned, SLOWEST_PEER * max(slowest, self.reaction_s))
 
+    def newcomers_grace_s(self, epoch_s: float) -> float:
+        """The same where only newcomers are late: no longer than an epoch takes. Strangers can come without end, and
+        each only says that it trains. The usual one counts as well: for who came to this one late it is shorter."""
+        longest = max(epoch_s, statistics.median_low(self._epochs) if self._epochs else 0.0)
+        return min(self.grace_s(epoch_s), max(self.least_grace_s, longest))
+
     def patience_s(self, *, is_troubled: bool) -> float:
         """How long a worker stands still for the commit of its work, before it trains on meanwhile."""
         if is_troubled:
@@ -167,11 +173,11 @@ class Timing:
         self._epochs.append(max(0.0, epoch_s - self._waited_s))
         self._waited_s = 0.0
 
-    def gathered(self, seconds: float, *, complete: bool) -> None:
-        """From a quorum's readiness to the proposal."""
-        if math.isfinite(seconds):
-            self._waited_s = seconds
-            self._gathers.append(seconds if complete else LATER * seconds)
+    def gathered(self, waited_s: float, last_s: float, *, complete: bool) -> None:
+        """From a quorum's readiness to the proposal, and until the last one was ready that is in it."""
+        if math.isfinite(waited_s):
+            self._waited_s = waited_s
+            self._gathers.append(last_s if complete else LATER * waited_s)
 
     def attempt_timed_out(self) -> None:
         """Rounds take longer now than they used to."""

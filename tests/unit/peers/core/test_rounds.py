@@ -272,6 +272,68 @@ def test_strangers_without_end_that_only_say_that_they_train_double_an_epoch_at_
             pump.kill(f"stranger {number - 3}")
 
 
+@pytest.mark.parametrize("others", ["a", "abc"])
+def test_a_newcomer_that_enters_late_in_an_epoch_is_in_its_commit_though_another_is_waited_for(others):
+    pump = founded(others)
+    pump.start("slow", train_s=20.0)
+    pump.run(3)
+    pump.start("fast", train_s=1.5)
+    assert pump.run(20, lambda: pump["a"].peer.epoch == 3)
+    assert last(pump, "a").plan.signer_set == {*others, "fast"}
+    assert last(pump, "a").plan.attempt == 0
+
+
+def test_a_member_that_hears_late_of_a_commit_waits_for_a_newcomer_as_long_as_the_others_do():
+    pump = founded("abc")
+    pump.start("slow", train_s=30.0)
+    pump.tamper = lambda sender, to, message: (
+        None if to == "b" and isinstance(message, Certificates) else message
+    )
+    assert pump.run(20, lambda: {pump[name].peer.epoch for name in "ac"} == {3})
+    pump.run(3.5)
+    assert pump["b"].peer.epoch == 2
+    pump.tamper = lambda sender, to, message: message
+    assert pump.reach(4, 60)
+    assert commits(pump["a"])[-1] == (4, 0, 3)
+
+
+def test_strangers_that_never_contribute_do_not_lengthen_the_grace():
+    pump = founded("abc")
+    for number in range(20):
+        if number % 2:
+            pump.start(f"stranger {number}", trains=False)
+        epoch = pump["a"].peer.epoch
+        assert pump.run(30, lambda epoch=epoch: pump["a"].peer.epoch > epoch)
+        if number % 2:
+            pump.kill(f"stranger {number}")
+    assert all(pump[name].peer.timing.grace_s(5.0) < 1.5 for name in "abc")
+
+
+def test_a_member_that_only_says_that_it_trains_leads_as_the_others_expect():
+    pump = founded("abc")
+    pump["c"].trains = False
+    assert pump.reach(max(pump.epochs()) + ABSENT_COMMITS, 200)
+    epoch = max(pump.epochs())
+    assert pump.reach(epoch + 12, 200)
+    late = commits(pump["a"])[epoch:]
+    assert late == [(number, 0, 2) for number in range(epoch + 1, epoch + 13)]
+
+
+def test_a_member_that_never_contributes_is_not_waited_for_again_each_time_it_comes_back():
+    pump = founded("abcd")
+    assert pump.reach(8, 60)
+    for node in pump.up:
+        node.train_s = 60.0
+    pump["d"].trains = False
+    for number in range(16):
+        pump.disconnect("ad", "bd", "cd")
+        pump.run(17)
+        pump.mend()
+        before, epoch = pump.now, pump["a"].peer.epoch
+        assert pump.run(600, lambda epoch=epoch: pump["a"].peer.epoch > epoch)
+        assert number < ABSENT_COMMITS or pump.now - before < 60 + 7
+
+
 def test_a_peer_that_restarts_comes_back_as_the_same_member():
     pump = founded("abc")
     rank = pump["b"].peer.world_rank

@@ -31,7 +31,7 @@ def a_timing(**settings) -> Timing:
 def learned(epochs: float = 60.0, gathers: float = 2.0, rounds: float = 3.0, **settings) -> Timing:
     timing = a_timing(**settings)
     for _ in range(16):
-        timing.gathered(gathers, complete=True)
+        timing.gathered(gathers, gathers, complete=True)
         timing.committed(round_s=rounds, epoch_s=epochs + gathers)
     return timing
 
@@ -108,7 +108,7 @@ def test_the_grace_is_learned_from_how_far_apart_the_peers_are():
     assert learned(gathers=0.0, epochs=5.0).grace_s(5.0) == pytest.approx(2 * BEAT_S)
     few = a_timing()
     for _ in range(ENOUGH_ROUNDS - 1):
-        few.gathered(0.1, complete=True)
+        few.gathered(0.1, 0.1, complete=True)
     assert few.grace_s(1.0) == FIRST_GRACE_S
 
 
@@ -126,7 +126,7 @@ def test_a_member_that_is_never_ready_does_not_make_the_others_wait_ever_longer(
     timing, waits = a_timing(), []
     for _ in range(300):
         wait = timing.grace_s(60.0)
-        timing.gathered(wait, complete=False)
+        timing.gathered(wait, wait, complete=False)
         timing.committed(round_s=1.0, epoch_s=60.0 + wait)
         waits.append(wait)
     assert max(waits) <= SLOWEST_PEER * 60.0
@@ -136,7 +136,7 @@ def test_who_was_left_out_by_little_is_waited_for_a_little_longer_next_time():
     timing = learned(gathers=10.0, epochs=20.0)
     before = timing.grace_s(20.0)
     for _ in range(16):
-        timing.gathered(before, complete=False)
+        timing.gathered(before, before, complete=False)
     assert before < timing.grace_s(20.0) <= 2 * before
 
 
@@ -153,6 +153,6 @@ def test_pauses_between_failures_double_up_to_the_time_of_silence():
 def test_no_waiting_time_is_ever_infinite_or_negative():
     timing = learned()
     for seconds in (0.0, math.inf, 1e15):
-        timing.gathered(seconds, complete=False)
+        timing.gathered(seconds, seconds, complete=False)
     times = (timing.grace_s(10.0), timing.attempt_s, timing.silence_s, timing.reaction_s, timing.beat_s)
     assert all(0 < seconds < math.inf for seconds in times)
