@@ -149,7 +149,7 @@ class Invariants:
         split = split_between(peer.state, state) if peer.state is not None else None
         if split is None or split.ancestor is None:
             self._check_is_known(peer, certificate.head)
-        elif not (split.ours and self._truth.counts_for_more(split)):
+        elif not (split.ours and self._truth.fork_rule_allows(split)):
             for theirs in split.theirs:
                 self._check_support(peer, self._truth.certificates[theirs.head])
 

@@ -140,7 +140,7 @@ class Truth:
     def roster_after(self, head: str) -> frozenset[str]:
         return frozenset(member.peer_id for member in self.certificates[head].plan.roster)
 
-    def counts_for_more(self, split: Split) -> bool:
+    def fork_rule_allows(self, split: Split) -> bool:
         """Rule 3, of all certificates there are: whether their side wins, or neither does by its members."""
         assert split.ancestor is not None
         votes = 0

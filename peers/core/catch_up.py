@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from peers.core.chain import Chain, Fork, acceptable_part, prefers_theirs
+from peers.core.chain import Chain, Fork, adoptable_prefix, prefers_theirs
 from peers.core.effects import Fetch, Send, Tell
 from peers.core.health import Swarm
 from peers.core.plans import fault_of_successor, is_quorum
@@ -121,7 +121,7 @@ class CatchUp:
         """The fetch that ran, if there was one, has brought its state, or is not needed any more."""
         self.target, self.path = None, ()
 
-    def counts_for_more_than(self, certificate: Certificate) -> bool:
+    def target_outweighs(self, certificate: Certificate) -> bool:
         """Whether what is being fetched, if anything is, does not come after this commit on the own head, and counts
         for more by rule 3."""
         if self.target is None or any(certificate.head == other.head for other in self.path):
@@ -138,7 +138,7 @@ class CatchUp:
         heads: Heads = defaultdict(list)
         own = self.chain.head
         for peer_id, status in self.swarm.live():
-            if status.head and status.head != own and not self.chain.has_passed(status.head):
+            if status.head and status.head != own and not self.chain.is_on_own_chain(status.head):
                 heads[status.head].append(peer_id)
         return heads
 
@@ -151,7 +151,7 @@ class CatchUp:
     def _ask_for_the_way(self, turn: Turn, head: str, holders: Sequence[str]) -> None:
         path = self.chain.path_back(head)
         wanted = path[0].plan.parent if path else head
-        if path and (path[0].is_genesis or self.chain.has_passed(wanted)):
+        if path and (path[0].is_genesis or self.chain.is_on_own_chain(wanted)):
             return
         if path and not self.chain.head:
             # A newcomer has no past in common with anybody.
@@ -176,7 +176,7 @@ class CatchUp:
         best: tuple[Certificate, ...] = ()
         for head in sorted(heads):
             path = self._acceptable_way(turn, head, heads, has_worker)
-            if path and path[-1].head in heads and (not best or _counts_for_more(self.chain, path, best)):
+            if path and path[-1].head in heads and (not best or _prefers_path(self.chain, path, best)):
                 best = path
         return best or self._way_back(turn)
 
@@ -184,7 +184,7 @@ class CatchUp:
         """To where most of a roster stand, if what this peer has gone on to from there binds nobody; once that has been
         so for long enough that all have said where they stand now."""
         own = self.chain.head
-        heads = {s.head for _, s in self.swarm.live() if s.head != own and self.chain.has_passed(s.head)}
+        heads = {s.head for _, s in self.swarm.live() if s.head != own and self.chain.is_on_own_chain(s.head)}
         back = [fork for head in heads if (fork := self.chain.fork_to(head)) is not None]
         found = [fork.ancestor for fork in back if self._binds_nobody(fork.ancestor, fork.ours)]
         if not found:
@@ -212,12 +212,12 @@ class CatchUp:
         if fork is None or (fork.theirs and fork.theirs[0].is_genesis):
             return self._way_of_the_lost(turn, head, heads)
 
-        part = acceptable_part(
+        part = adoptable_prefix(
             fork,
             me=self.me,
             has_worker=has_worker,
             may_object=lambda peer_id, certificate: self._may_object(turn, peer_id, certificate),
-            has_gone_on=lambda peer_id, at: at != self.chain.head or self.swarm.has_gone_on(peer_id, turn),
+            is_off_head=lambda peer_id, at: at != self.chain.head or self.swarm.is_off_head(peer_id, turn),
             is_gone=self.swarm.is_gone,
             is_sound=self._is_sound,
         )
@@ -236,7 +236,7 @@ class CatchUp:
     def _stands_here(self, turn: Turn, peer_id: str) -> bool:
         """On this peer's chain, at its head or beyond it: now, or soon."""
         is_beyond = self.chain.follows(self._head_of(peer_id), self.chain.head)
-        return self._may_be_heard(peer_id) and (is_beyond or not self.swarm.has_gone_on(peer_id, turn))
+        return self._may_be_heard(peer_id) and (is_beyond or not self.swarm.is_off_head(peer_id, turn))
 
     def _may_be_heard(self, peer_id: str) -> bool:
         is_left_out = self.swarm.is_left_out(peer_id, self.chain.newest.plan.epoch)
@@ -271,7 +271,7 @@ class CatchUp:
             lead = len(gone_over) - 1 - len(objectors)
             # Those who have begun anew decide in the same way, where neither side has more.
             wins = lead > 0 or (lead == 0 and (not path[0].is_genesis or path[0].head < self.genesis))
-            may_go = all(self.swarm.has_gone_on(p, turn) for p in gone_over)
+            may_go = all(self.swarm.is_off_head(p, turn) for p in gone_over)
             return tuple(path[-1:]) if may_go and wins else ()
         if any(not self.swarm.is_gone(p) for p in roster):
             return ()
@@ -317,7 +317,7 @@ class CatchUp:
         return self._leads_to(head, other) or self._leads_to(other, head)
 
 
-def _counts_for_more(chain: Chain, path: Sequence[Certificate], other: Sequence[Certificate]) -> bool:
+def _prefers_path(chain: Chain, path: Sequence[Certificate], other: Sequence[Certificate]) -> bool:
     """Of two ways that may both be adopted: the longer where one leads on from the other, else rule 3 between them."""
     mine = [certificate.head for certificate in other]
     theirs = [certificate.head for certificate in path]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from peers.protocol.certificates import Certificate
 from peers.protocol.limits import MAX_CERTIFICATES_BYTES
 
-KEPT = 256
+MAX_OWN = 256
 """Certificates of its own chain that a peer keeps: who was away for longer is a newcomer."""
 MAX_OTHERS = 1024
 MAX_OTHERS_BYTES = 32 << 20
@@ -50,7 +50,7 @@ class Chain:
     def get(self, head: str) -> Certificate | None:
         return self._own.get(head) or self._others.get(head)
 
-    def has_passed(self, head: str) -> bool:
+    def is_on_own_chain(self, head: str) -> bool:
         """This peer's chain leads over this head, or to it."""
         return head in self._own
 
@@ -76,7 +76,7 @@ class Chain:
         """Whether any certificate of another chain is here but geneses."""
         return any(not certificate.is_genesis for certificate in self._others.values())
 
-    def before(self, count: int) -> frozenset[str]:
+    def recent_heads(self, count: int) -> frozenset[str]:
         """The last so many heads of the own chain before this one."""
         return frozenset(list(self._own)[-1 - count : -1])
 
@@ -117,7 +117,7 @@ class Chain:
 
     def follows(self, head: str, earlier: str) -> bool:
         """Whether this head is known to come after the earlier one, on whichever chain."""
-        for _ in range(KEPT):
+        for _ in range(MAX_OWN):
             certificate = self.get(head)
             if certificate is None or certificate.is_genesis:
                 return False
@@ -140,7 +140,7 @@ class Chain:
         self.head = path[-1].head
         for certificate in reversed(left):
             self.add(certificate)
-        while len(self._own) > KEPT:
+        while len(self._own) > MAX_OWN:
             del self._own[next(iter(self._own))]
 
     def num_absent(self, peer_id: str) -> int:
@@ -173,13 +173,13 @@ def _signed_last(side: Sequence[Certificate], peer_id: str) -> tuple[int, int]:
     )
 
 
-def acceptable_part(
+def adoptable_prefix(
     fork: Fork,
     *,
     me: str,
     has_worker: bool,
     may_object: Callable[[str, Certificate], bool],
-    has_gone_on: Callable[[str, str], bool],
+    is_off_head: Callable[[str, str], bool],
     is_gone: Callable[[str], bool],
     is_sound: Callable[[Certificate, Certificate], bool],
 ) -> tuple[Certificate, ...]:
@@ -187,7 +187,7 @@ def acceptable_part(
 
     A certificate must be signed by a majority of the roster before it. Fewer will do where no fewer have signed it than
     could object to it (`may_object`; this peer itself, if it has a worker), and where this peer has
-    signed it, or its signers have not been on that head for so long (`has_gone_on`) that this peer might go on without
+    signed it, or its signers have not been on that head for so long (`is_off_head`) that this peer might go on without
     them. Where all of that roster `is_gone`, those who held its state may have gone on; so may they where this peer did
     so itself, and nobody of that roster stands there any more. `is_sound`: whether a certificate can follow another,
     whoever has signed it.
@@ -202,7 +202,7 @@ def acceptable_part(
         if has_worker and me in roster - signers and before is fork.ancestor and not fork.ours:
             objectors.add(me)
         is_majority = 2 * len(signers) > len(roster)
-        is_due = me in plan_signers or all(has_gone_on(p, before.head) for p in signers or plan_signers)
+        is_due = me in plan_signers or all(is_off_head(p, before.head) for p in signers or plan_signers)
         may_go_on = len(signers) >= len(objectors) and is_due
         # Those who held its state may go on without all of its roster; of two who did so apart, one gives way.
         are_all_gone = all(map(is_gone, roster)) or (bool(fork.ours) and not objectors)

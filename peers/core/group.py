@@ -27,7 +27,7 @@ from peers.protocol.certificates import Certificate, Keys, Plan, Verify
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
+class RoundContext:
     """What rounds of one peer share."""
 
     keys: Keys
@@ -45,11 +45,16 @@ class Group:
     """
 
     def __init__(
-        self, parts: Parts, parent: Certificate, *, absent: Mapping[str, int], recent: Collection[str]
+        self,
+        context: RoundContext,
+        parent: Certificate,
+        *,
+        absent: Mapping[str, int],
+        recent: Collection[str],
     ) -> None:
         self._parent, self._absent, self._recent = parent, absent, recent
-        self._swarm, self._settings = parts.swarm, parts.settings
-        self._me = parts.keys.peer_id
+        self._swarm, self._settings = context.swarm, context.settings
+        self._me = context.keys.peer_id
 
     @cached_property
     def roster(self) -> frozenset[str]:
@@ -111,7 +116,7 @@ class Group:
     def can_do_without(self, turn: Turn, others: Collection[str]) -> bool:
         """Each of them is gone, or has gone on elsewhere."""
         return all(
-            self._swarm.is_gone(peer_id) or self._swarm.has_gone_on(peer_id, turn) for peer_id in others
+            self._swarm.is_gone(peer_id) or self._swarm.is_off_head(peer_id, turn) for peer_id in others
         )
 
     # Plans

@@ -38,7 +38,7 @@ class Health:
     heard_at: float
     lost_at: float = math.inf
     """When its channel broke or its silence became too long; infinite: it is there."""
-    has_shown: bool = False
+    in_started_run: bool = False
     """The certificate of a head that it has announced is here: it is in a run that has begun."""
     is_gone: bool = False
     """It has been lost for longer than the time to regain it."""
@@ -118,15 +118,15 @@ class Swarm:
             self._live = None
         return True
 
-    def has_shown(self, head: str) -> None:
+    def certificate_arrived(self, head: str) -> None:
         """The certificate of this head is here."""
         for health in self._peers.values():
-            health.has_shown = health.has_shown or health.status.head == head
+            health.in_started_run = health.in_started_run or health.status.head == head
 
-    def runs(self) -> bool:
+    def has_started_run(self) -> bool:
         """Whether anybody who is there is in a run that has begun."""
         return any(
-            health.has_shown and health.status.head and math.isinf(health.lost_at)
+            health.in_started_run and health.status.head and math.isinf(health.lost_at)
             for health in self._peers.values()
         )
 
@@ -158,7 +158,7 @@ class Swarm:
         if (health := self._peers.get(peer_id)) is not None and math.isinf(health.lost_at):
             health.lost_at, self._live = now, None
 
-    def overslept(self, seconds: float) -> None:
+    def excuse_own_freeze(self, seconds: float) -> None:
         """This peer itself was frozen for so long: nobody else has been silent meanwhile."""
         for health in self._peers.values():
             health.heard_at += seconds
@@ -203,7 +203,7 @@ class Swarm:
             elif health.status.head:
                 health.missed += 1
 
-    def counts_on(self, peer_id: str) -> bool:
+    def relies_on(self, peer_id: str) -> bool:
         """Whether a commit waits for it as for all others: it has come, or was in one of the last commits. Who only
         says that it trains may say so for ever."""
         health = self._peers.get(peer_id)
@@ -228,7 +228,7 @@ class Swarm:
         health = self._peers.get(peer_id)
         return health is not None and (health.is_gone or health.status.phase == "leaving")
 
-    def has_gone_on(self, peer_id: str, turn: Turn) -> bool:
+    def is_off_head(self, peer_id: str, turn: Turn) -> bool:
         """It does not train on this peer's head, and has had its time to: the others may go on without it."""
         health = self._peers.get(peer_id)
         if health is None:

@@ -38,7 +38,7 @@ class LateWork:
     settings: Settings
     timing: Timing
 
-    def go_on(self, turn: Turn, round_: Round | None) -> bool:
+    def answer_late(self, turn: Turn, round_: Round | None) -> bool:
         """Answer the worker, where its work came too late. True if anything was due."""
         worker = self.worker
         if worker.work is None:
@@ -46,7 +46,7 @@ class LateWork:
         target = self.catch_up.target
         if target is not None and not self.catch_up.is_checking:
             # What this peer has voted for may have been committed: then the work is in it.
-            is_in_doubt = bool(worker.voted)
+            is_in_doubt = bool(worker.voted_heads)
             if worker.epoch >= target.plan.epoch or is_in_doubt:
                 return False
             if round_ is not None:
@@ -78,7 +78,9 @@ class LateWork:
 
     def commit_in(self, path: Sequence[Certificate]) -> Certificate | None:
         """The commit on this path that has taken the work in hand in: this peer has voted for it."""
-        return next((certificate for certificate in path if certificate.head in self.worker.voted), None)
+        return next(
+            (certificate for certificate in path if certificate.head in self.worker.voted_heads), None
+        )
 
     def entry_step(self, turn: Turn, head: str = "") -> int:
         """Where the worker enters the epoch of those who train on `head`; default: on this peer's own."""
@@ -117,8 +119,8 @@ class LateWork:
             turn.do(Tell("lost_work", f"{work.tokens} tokens are lost with the worker that trained them"))
         if round_ is not None:
             # A commit that comes to light now would answer for the same work again.
-            round_.held = None
+            round_.voted_result = None
         step = self.entry_step(turn, towards.head)
-        worker.goes_on(towards.plan.epoch, step)
+        worker.resume(towards.plan.epoch, step)
         turn.do(Answer(how, towards, step))
         return True

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from peers.core import events
 from peers.core.catch_up import CatchUp
-from peers.core.chain import KEPT, Chain
+from peers.core.chain import MAX_OWN, Chain
 from peers.core.effects import (
     Adopt,
     Answer,
@@ -30,10 +30,11 @@ from peers.core.effects import (
 )
 from peers.core.events import Event
 from peers.core.founding import NO_HEAD, Founding, is_offer_sound
+from peers.core.group import RoundContext
 from peers.core.health import Swarm
 from peers.core.late_work import LateWork
 from peers.core.plans import Entry, claim_of, is_quorum
-from peers.core.round import Parts, Round, Stage
+from peers.core.round import Round, Stage
 from peers.core.settings import Settings
 from peers.core.timing import Timing
 from peers.core.turn import Turn
@@ -54,7 +55,7 @@ from peers.protocol.messages import (
     Vote,
 )
 
-MAX_PLEDGES = 2 * KEPT
+MAX_PLEDGES = 2 * MAX_OWN
 """A peer may go back to any head of its chain that it knows."""
 _MAX_RULES = 10_000
 """Evaluations after one event: more is a bug."""
@@ -85,7 +86,9 @@ class Peer:
         self.round: Round | None = None
         self.catch_up = CatchUp(self.me, settings, self.chain, self.swarm, self.timing)
         self._late_work = LateWork(self.worker, self.chain, self.swarm, self.catch_up, settings, self.timing)
-        self._parts = Parts(keys=keys, verify=verify, settings=settings, timing=self.timing, swarm=self.swarm)
+        self._round_context = RoundContext(
+            keys=keys, verify=verify, settings=settings, timing=self.timing, swarm=self.swarm
+        )
         self._founding = Founding(
             keys=keys,
             verify=verify,
@@ -201,7 +204,7 @@ class Peer:
         late_s = now - max(self.deadline, self._last_handled)
         self._last_handled = now
         if late_s > self.timing.reaction_s:
-            self.swarm.overslept(late_s)
+            self.swarm.excuse_own_freeze(late_s)
 
     def _take_in(self, turn: Turn, event: Event) -> None:
         round_, worker = self.round, self.worker
@@ -223,18 +226,18 @@ class Peer:
             case events.StateOffered(offer):
                 self._offer = offer
             case events.WorkerWaits():
-                worker.arrives()
+                worker.arrive()
             case events.WorkerTrains(local_step, step_s):
                 worker.local_step, worker.step_s = local_step, step_s
             case events.WorkReady(work):
-                worker.hands_over(work, self._settings.fragment_of(worker.epoch), turn.now)
+                worker.hand_over(work, self._settings.fragment_of(worker.epoch), turn.now)
             case events.WorkerGone():
-                worker.ends()
+                worker.end()
             case events.Reduced(plan, anchor, momentum):
                 if round_ is not None and not self._is_leaving:
                     round_.on_reduced(turn, plan, anchor, momentum)
-                    if round_.held is not None:
-                        worker.voted.add(round_.held.head)
+                    if round_.voted_result is not None:
+                        worker.voted_heads.add(round_.voted_result.head)
             case events.ReduceFailed():
                 if round_ is not None:
                     round_.on_reduce_failed(turn, event)
@@ -302,7 +305,7 @@ class Peer:
                 self.swarm.strike(sender, self.epoch)
                 return
             self.chain.add(certificate)
-            self.swarm.has_shown(certificate.head)
+            self.swarm.certificate_arrived(certificate.head)
 
     def _concerns_me(self, plan: Plan) -> bool:
         """A majority of the roster is said to have signed what follows this peer's head, or this peer itself."""
@@ -327,7 +330,7 @@ class Peer:
                 turn, can_fetch=self._can_fetch, has_worker=self.worker.state in ("trains", "ready")
             )
             or self._check_own_state(turn)
-            or self._late_work.go_on(turn, self.round)
+            or self._late_work.answer_late(turn, self.round)
             or self._late_work.go_ahead(turn, self.round)
             or self._begin_worker(turn)
             or self._advance_round(turn)
@@ -370,7 +373,11 @@ class Peer:
                 return True
             if not self._is_given_up(turn, genesis):
                 return False
-        if self.swarm.runs() or self.swarm.has_unheard() or not turn.passed(self._founding.not_before):
+        if (
+            self.swarm.has_started_run()
+            or self.swarm.has_unheard()
+            or not turn.passed(self._founding.not_before)
+        ):
             return False
         return self._founding.advance(turn, self.world_rank, self._offer)
 
@@ -407,11 +414,11 @@ class Peer:
             self.chain.add(certificate)
             turn.do(Broadcast(Certificates(head=certificate.head, certificates=(certificate,))))
             return True
-        if round_.held is None or self.chain.get(round_.held.head) is None:
+        if round_.voted_result is None or self.chain.get(round_.voted_result.head) is None:
             return False
-        certificate = self.chain.get(round_.held.head)
+        certificate = self.chain.get(round_.voted_result.head)
         assert certificate is not None
-        if self.catch_up.counts_for_more_than(certificate):
+        if self.catch_up.target_outweighs(certificate):
             return False
         # What is being fetched may be held back; the commit that is here waits for nobody.
         self.catch_up.end()
@@ -431,9 +438,9 @@ class Peer:
         plan, worker = certificate.plan, self.worker
         is_last = worker.work is not None and worker.work.last
         self.timing.answered(turn.now - worker.ready_at)
-        worker.is_in(plan.fragment, plan.epoch)
+        worker.was_committed(plan.fragment, plan.epoch)
         worker.base = self.head
-        worker.goes_on(self.epoch, local_step)
+        worker.resume(self.epoch, local_step)
         turn.do(Answer("contributed", self.chain.newest, local_step))
         if is_last:
             self._is_leaving = True
@@ -441,9 +448,9 @@ class Peer:
     def _check_own_state(self, turn: Turn) -> bool:
         """Its digests were not the others': compare what is here with what they hold."""
         round_ = self.round
-        if round_ is None or not round_.is_odd or self.catch_up.target is not None:
+        if round_ is None or not round_.is_outlier or self.catch_up.target is not None:
             return False
-        round_.is_odd = False
+        round_.is_outlier = False
         donors = [p for p, status in self.swarm.live() if status.head == self.head]
         if not donors:
             return False
@@ -468,10 +475,10 @@ class Peer:
         if fork is not None and fork.ours:
             lost = sum(self.me in certificate.plan.signers for certificate in fork.ours)
             turn.do(Tell("fork", f"gave up {len(fork.ours)} commits of this side", {"commits": lost}))
-            worker.gives_up_since(fork.ancestor.plan.epoch)
+            worker.roll_back_to(fork.ancestor.plan.epoch)
         self._move_to(turn, path)
         # Also where no common past is known: no work is based on an epoch that is yet to come.
-        worker.gives_up_since(self.epoch)
+        worker.roll_back_to(self.epoch)
         if worker.work is None:
             return
         mine = self._late_work.commit_in(path)
@@ -482,7 +489,7 @@ class Peer:
         if self.worker.state != "waits" or not self.head or self.catch_up.target is not None:
             return False
         step = self._late_work.entry_step(turn)
-        self.worker.begins(self.head, self.epoch, step)
+        self.worker.begin(self.head, self.epoch, step)
         turn.do(Answer("begin", self.chain.newest, step))
         return True
 
@@ -523,12 +530,12 @@ class Peer:
         self.catch_up.head_moved()
         self._head_since = turn.now
         self.round = Round(
-            self._parts,
+            self._round_context,
             parent,
             now=turn.now,
             signed=self._pledges.get(parent.head, -1),
             absent={peer_id: self.chain.num_absent(peer_id) for peer_id in roster},
-            recent=self.chain.before(2),
+            recent=self.chain.recent_heads(2),
         )
 
     def _take_rank(self, turn: Turn, plan: Plan) -> None:

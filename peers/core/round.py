@@ -22,7 +22,7 @@ from enum import Enum
 
 from peers.core.effects import CancelReduce, Pledge, Reduce, Send, Tell
 from peers.core.events import ReduceFailed
-from peers.core.group import Group, Parts
+from peers.core.group import Group, RoundContext
 from peers.core.plans import Entry
 from peers.core.turn import Turn
 from peers.protocol.certificates import Body, Certificate, Plan
@@ -64,7 +64,7 @@ class Round:
 
     def __init__(
         self,
-        parts: Parts,
+        context: RoundContext,
         parent: Certificate,
         *,
         now: float,
@@ -72,18 +72,18 @@ class Round:
         absent: Mapping[str, int],
         recent: Collection[str],
     ) -> None:
-        self._parts, self.parent = parts, parent
-        self._swarm, self._timing = parts.swarm, parts.timing
-        self._me = parts.keys.peer_id
+        self._context, self.parent = context, parent
+        self._swarm, self._timing = context.swarm, context.timing
+        self._me = context.keys.peer_id
         self._began_at = now
-        self._group = Group(parts, parent, absent=absent, recent=recent)
+        self._group = Group(context, parent, absent=absent, recent=recent)
         self.attempt, self._signed = signed + 1, signed
         self.stage = Stage.GATHER
         self.certificate: Certificate | None = None
         """Of an attempt that this peer led, and that has succeeded."""
-        self.held: Body | None = None
+        self.voted_result: Body | None = None
         """What this peer has voted for and holds the result of."""
-        self.is_odd = False
+        self.is_outlier = False
         """This peer's digests were not those of the others: its state may be damaged."""
         self.failures: list[str] = []
         self.gathered: tuple[float, bool] | None = None
@@ -154,7 +154,7 @@ class Round:
         if leader == self._me:
             if not turn.passed(self._not_before):
                 return False
-            self._begin_to_lead(turn, ready, is_complete=not self._counts_on(late))
+            self._begin_to_lead(turn, ready, is_complete=not self._relies_on_any(late))
             return True
         if not self._can_lead(leader):
             if not any(peer_id == self._me or self._can_lead(peer_id) for peer_id in self._order):
@@ -179,12 +179,12 @@ class Round:
     def _grace_s(self, late: set[str]) -> float:
         """How long a quorum that is ready waits for these."""
         assert self._quorum_at is not None
-        if self._counts_on(late):
+        if self._relies_on_any(late):
             return self._timing.grace_s(self._quorum_at - self._began_at)
         return self._timing.least_grace_s
 
-    def _counts_on(self, peer_ids: Iterable[str]) -> bool:
-        return any(peer_id == self._me or self._swarm.counts_on(peer_id) for peer_id in peer_ids)
+    def _relies_on_any(self, peer_ids: Iterable[str]) -> bool:
+        return any(peer_id == self._me or self._swarm.relies_on(peer_id) for peer_id in peer_ids)
 
     def _ready_and_expected(
         self, turn: Turn, entry: Entry | None, *, is_training: bool
@@ -220,7 +220,7 @@ class Round:
         if lead is None or vote.plan != lead.plan.digest or sender not in lead.plan.signer_set:
             return
         body = Body(plan=lead.plan, anchor=vote.anchor, momentum=vote.momentum)
-        if sender != self._me and not self._parts.verify(sender, body.signed_bytes, vote.signature):
+        if sender != self._me and not self._context.verify(sender, body.signed_bytes, vote.signature):
             self._strike(turn, sender, "it sends votes that are not signed")
             self._abort(turn, f"a vote of {sender} is not signed by it", (sender,))
             return
@@ -246,7 +246,7 @@ class Round:
             OddVote(peer_id=peer_id, anchor=vote.anchor, momentum=vote.momentum, signature=vote.signature)
             for peer_id, vote in sorted(lead.votes.items())
         )
-        odd, _ = _odd_ones({peer_id: (vote.anchor, vote.momentum) for peer_id, vote in lead.votes.items()})
+        odd, _ = _outliers({peer_id: (vote.anchor, vote.momentum) for peer_id, vote in lead.votes.items()})
         others = odd - {self._me}
         lost = (self._one_of(others),) if others else ()
         self._abort(turn, "the digests of its members differ", lost, votes)
@@ -334,11 +334,11 @@ class Round:
             return
         if self._quorum_at is not None:
             _, expected = self._ready_and_expected(turn, entry, is_training=True)
-            self.gathered = turn.now - self._quorum_at, not self._counts_on(expected - present)
+            self.gathered = turn.now - self._quorum_at, not self._relies_on_any(expected - present)
         self._accept(turn, plan)
 
     def _accept(self, turn: Turn, plan: Plan) -> None:
-        self._plan, self.stage, self.held = plan, Stage.REDUCE, None
+        self._plan, self.stage, self.voted_result = plan, Stage.REDUCE, None
         self._until, self._accepted_at = turn.now + self._timing.attempt_s, turn.now
         turn.do(Reduce(plan, REDUCE_SHARE * self._timing.attempt_s))
 
@@ -346,7 +346,7 @@ class Round:
         plan = self._plan
         if self.stage is not Stage.REDUCE or plan is None or plan.digest != plan_digest:
             return
-        self.held = Body(plan=plan, anchor=anchor, momentum=momentum)
+        self.voted_result = Body(plan=plan, anchor=anchor, momentum=momentum)
         self.reduced_s = turn.now - self._accepted_at
         self.stage, self._signed = Stage.VOTE, plan.attempt
         self._until = turn.now + self._timing.attempt_s
@@ -357,7 +357,7 @@ class Round:
             plan=plan_digest,
             anchor=anchor,
             momentum=momentum,
-            signature=self._parts.keys.sign(self.held.signed_bytes),
+            signature=self._context.keys.sign(self.voted_result.signed_bytes),
         )
         leader = self.leader_of(plan.attempt)
         if leader == self._me:
@@ -424,7 +424,7 @@ class Round:
             vote
             for vote in votes
             if vote.peer_id in plan.signers
-            and self._parts.verify(
+            and self._context.verify(
                 vote.peer_id,
                 Body(plan=plan, anchor=vote.anchor, momentum=vote.momentum).signed_bytes,
                 vote.signature,
@@ -434,8 +434,8 @@ class Round:
         if len(voted) < len(plan.signers) or len(proven) > len(voted) or len(set(voted.values())) < 2:
             # Not all votes, each once: it proves nothing.
             return
-        odd, has_majority = _odd_ones(voted)
-        self.is_odd = self.is_odd or self._me in odd
+        odd, has_majority = _outliers(voted)
+        self.is_outlier = self.is_outlier or self._me in odd
         # One alone has only itself to blame. Of several, one may have sent the others wrong sums.
         weight = 1.0 if has_majority and len(odd) == 1 else 0.5 / len(odd)
         for peer_id in sorted(odd - {self._me}):
@@ -516,7 +516,7 @@ class Round:
         self._leave_attempt(turn, self.attempt + 1)
 
 
-def _odd_ones(voted: Mapping[str, tuple[str, str]]) -> tuple[set[str], bool]:
+def _outliers(voted: Mapping[str, tuple[str, str]]) -> tuple[set[str], bool]:
     """Who did not vote for what most have, and whether there is such a majority; where there is none, everybody."""
     usual, count = Counter(voted.values()).most_common(1)[0]
     if 2 * count <= len(voted):

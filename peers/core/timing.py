@@ -67,7 +67,7 @@ class Timing:
     def of(cls, settings: Settings) -> Timing:
         return cls(most_grace_s=settings.grace_s, most_attempt_s=settings.attempt_timeout_s)
 
-    def is_to_move(self, *, fragment_bytes: int, state_bytes: int) -> None:
+    def set_sizes(self, *, fragment_bytes: int, state_bytes: int) -> None:
         """How much a commit and a fetch have to move, as soon as the worker has said how large its model is."""
         self.first_round_s = max(LEAST_ROUND_S, 2 * fragment_bytes / SLOWEST_LINK)
         self.fetch_timeout_s = FETCH_S + state_bytes / SLOWEST_LINK

@@ -34,7 +34,7 @@ class Worker:
     """When it handed over its work."""
     is_ahead: bool = False
     """It trains on meanwhile."""
-    voted: set[str] = field(default_factory=set)
+    voted_heads: set[str] = field(default_factory=set)
     """Heads of the commits with the work in hand that this peer has voted for."""
     _is_gone: bool = False
     """The worker that has handed over the work has ended."""
@@ -52,42 +52,42 @@ class Worker:
         """Nobody is there any more to go on from the work in hand."""
         return self.work is not None and self._is_gone
 
-    def arrives(self) -> None:
+    def arrive(self) -> None:
         """A worker asks where to begin."""
         if self.state == "ready":
             self._is_gone = self._next_waits = True
         else:
             self.state = "waits"
 
-    def ends(self) -> None:
+    def end(self) -> None:
         if self.state == "ready":
             self._is_gone, self._next_waits = True, False
         else:
             self.state = "none"
 
-    def begins(self, head: str, epoch: int, local_step: int) -> None:
+    def begin(self, head: str, epoch: int, local_step: int) -> None:
         """From an anchor, with nothing that is not in it."""
         self.base, self._began, self._based_on = head, epoch, {}
-        self.goes_on(epoch, local_step)
+        self.resume(epoch, local_step)
 
-    def hands_over(self, work: Work, fragment: int, now: float) -> None:
-        self.voted.clear()
+    def hand_over(self, work: Work, fragment: int, now: float) -> None:
+        self.voted_heads.clear()
         self.ready_at = now
         self.work = replace(work, based_on=self._based_on.get(fragment, self._began))
         self.state = "ready"
 
-    def is_in(self, fragment: int, epoch: int) -> None:
+    def was_committed(self, fragment: int, epoch: int) -> None:
         """Its work on this fragment is in the commit that led to this epoch."""
         self._based_on[fragment] = epoch
 
-    def gives_up_since(self, epoch: int) -> None:
+    def roll_back_to(self, epoch: int) -> None:
         """Its commits after this epoch were of a fork that lost."""
         self._began = min(self._began, epoch)
         if self.work is not None:
             self.work = replace(self.work, based_on=min(self.work.based_on, epoch))
         self._based_on = {fragment: min(at, epoch) for fragment, at in self._based_on.items()}
 
-    def goes_on(self, epoch: int, local_step: int) -> None:
+    def resume(self, epoch: int, local_step: int) -> None:
         """It has been answered."""
         self.state = "waits" if self._next_waits else "none" if self._is_gone else "trains"
         self.work, self.is_ahead, self._is_gone, self._next_waits = None, False, False, False

@@ -257,7 +257,7 @@ class _Reduction:
                         self._settled(self._plan.chunk(self._plan.me, index))
                 else:
                     size = self._arithmetic.contribution_bytes(other, index)
-                    pieces = self._arithmetic.contribution(other, index, scratch)
+                    pieces = self._arithmetic.encoded_contribution(other, index, scratch)
                     self._send_frame(other, kind, index, size, pieces)
             if progress.failure is not None:
                 culprit, told_by = progress.failure.culprit, progress.failure.told_by

@@ -61,7 +61,7 @@ class Arithmetic:
         self._plan, self._result = plan, result.numpy()
         self._codec, self._result_codec = codec_named(plan.codec), result_codec_named(plan.codec)
         self._kept = residuals.for_attempt(plan) if residuals is not None else None
-        residual = self._kept.contribution if self._kept is not None else None
+        residual = self._kept.contribution_residual if self._kept is not None else None
         self._contribution = contribution(anchor, local, residual)
         self._weights = [np.float32(weight) for weight in plan.weights_fp32()]
         self._energy_left = [plan.contribution_bound(index) for index in range(len(plan.members))]
@@ -81,7 +81,7 @@ class Arithmetic:
         """Of the payload that brings the average of a chunk of this owner's share."""
         return self._result_codec.encoded_bytes(self._plan.chunk_size(owner, index))
 
-    def contribution(self, owner: int, index: int, scratch: Scratch) -> Iterator[memoryview]:
+    def encoded_contribution(self, owner: int, index: int, scratch: Scratch) -> Iterator[memoryview]:
         """This peer's pseudo-gradient (anchor - local) and residual for one chunk, as it goes on the wire.
 
         Piece by piece; each is overwritten by the next. Once for each chunk, in their order.

@@ -62,7 +62,7 @@ class AttemptResiduals:
         self, plan: ReducePlan, contribution: Tensor | None, result: _Stretch | None, lent: Tensor | None
     ) -> None:
         """What will be pending is kept in `lent`, if that is as long as the share."""
-        self.plan, self.contribution, self._result = plan, contribution, result
+        self.plan, self.contribution_residual, self._result = plan, contribution, result
         share = slice(plan.bounds[plan.me], plan.bounds[plan.me + 1])
         size = share.stop - share.start
         fits = lent is not None and lent.numel() == size
@@ -106,7 +106,7 @@ class Residuals:
 
     def __init__(self, numel: int) -> None:
         self.numel = numel
-        self.contribution: Tensor | None = None
+        self.contribution_residual: Tensor | None = None
         """Belongs into this peer's next contribution, and so into the norm that it announces."""
         self._result: _Stretch | None = None
         self._attempt: AttemptResiduals | None = None
@@ -123,7 +123,7 @@ class Residuals:
         self.drop_attempt()
         if not lossless:
             lent, self._spare = self._spare, None
-            self._attempt = AttemptResiduals(plan, self.contribution, self._result, lent)
+            self._attempt = AttemptResiduals(plan, self.contribution_residual, self._result, lent)
         return self._attempt
 
     def drop_attempt(self) -> None:
@@ -141,11 +141,11 @@ class Residuals:
         if codec.lossless:
             return
         with self._lock:
-            new = self.contribution
+            new = self.contribution_residual
             if new is None or self._num_holders:
                 new = torch.empty(self.numel)
-            _store_losses(plan, anchor, local, self.contribution, new, np.float32(decay))
-            self.contribution = new
+            _store_losses(plan, anchor, local, self.contribution_residual, new, np.float32(decay))
+            self.contribution_residual = new
             attempt, self._attempt = self._attempt, None
             same = attempt is not None and attempt.plan.attempt == plan.attempt
             replaced, self._result = self._result, attempt.pending if attempt is not None and same else None
@@ -154,7 +154,7 @@ class Residuals:
 
     def reset(self) -> None:
         """After joining, a fork, or a commit this peer only heard of: what was lost belongs to another history."""
-        self.contribution = self._result = self._attempt = self._spare = None
+        self.contribution_residual = self._result = self._attempt = self._spare = None
 
     @contextmanager
     def held(self) -> Iterator[dict[str, Tensor]]:
@@ -170,8 +170,8 @@ class Residuals:
 
     def _to_tensors(self) -> dict[str, Tensor]:
         tensors = {}
-        if self.contribution is not None:
-            tensors["contribution"] = self.contribution
+        if self.contribution_residual is not None:
+            tensors["contribution"] = self.contribution_residual
         if self._result is not None and self._result.values.numel():
             tensors["result"] = self._result.values
             tensors["result_start"] = torch.tensor([self._result.start])
@@ -184,7 +184,7 @@ class Residuals:
         if unknown := tensors.keys() - {"contribution", "result", "result_start"}:
             raise ValueError(f"no residual is named {', '.join(sorted(unknown))}")
         if "contribution" in tensors:
-            residuals.contribution = _checked(tensors["contribution"], "contribution", numel)
+            residuals.contribution_residual = _checked(tensors["contribution"], "contribution", numel)
         if ("result" in tensors) != ("result_start" in tensors):
             raise ValueError("the residual of results and its start come together")
         if "result" in tensors:
