@@ -554,7 +554,7 @@ class Peer:
         )
 
     def _take_rank(self, turn: Turn, plan: Plan) -> None:
-        """Take the world rank that the certificate assigns; if it gives this peer's rank to another, claim a free one."""
+        """Take the world rank that the plan assigns; if it gives this peer's rank to another, claim a free one."""
         # Contributors first: a peer is not on the roster any more after its last commit.
         given = {c.peer_id: c.world_rank for c in plan.contributors}.get(self.me, self._ranks.get(self.me))
         if given is None and self.world_rank in self._ranks.values():
