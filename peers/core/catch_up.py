@@ -120,8 +120,8 @@ class CatchUp:
         self.target, self.path = None, ()
 
     def target_outweighs(self, certificate: Certificate) -> bool:
-        """Whether the fetch target wins over this commit on the own head: it is not its descendant, and the Fork rule
-        prefers it."""
+        """Whether the fetch target wins over this commit on this peer's head: it is not its descendant, and the Fork
+        rule prefers it."""
         if self.target is None or any(certificate.head == other.head for other in self.path):
             return False
         forks_at_own_head = self.path[0].plan.parent == self.chain.head
@@ -179,8 +179,8 @@ class CatchUp:
         return best or self._rollback_path(turn)
 
     def _rollback_path(self, turn: Turn) -> tuple[Certificate, ...]:
-        """To the earliest head of the own chain at which a majority stayed, see `_majority_stayed_at`. Only after that
-        has held for long enough that every peer has announced its current head."""
+        """To the earliest head of this peer's chain at which a majority stayed, see `_majority_stayed_at`. Only after
+        that has held for long enough that every peer has announced its current head."""
         own = self.chain.head
         heads = {s.head for _, s in self.swarm.live() if s.head != own and self.chain.is_on_own_chain(s.head)}
         back = [fork for head in heads if (fork := self.chain.fork_to(head)) is not None]
@@ -228,8 +228,8 @@ class CatchUp:
         return () if self._majority_stayed_at(fork.ancestor, part) else part
 
     def _may_object(self, turn: Turn, peer_id: str, certificate: Certificate) -> bool:
-        """Whether this peer is live, is not left out for strikes, and is at the certificate's parent or, if that is the
-        own head, on another chain from there."""
+        """Whether `peer_id` is live, is not left out for strikes, and is at the certificate's parent or, if that is
+        this peer's head, on another chain from there."""
         parent, head = certificate.plan.parent, self._head_of(peer_id)
         if parent == self.chain.head:
             return self._is_at_or_past_own_head(turn, peer_id) and not self._is_or_follows(
@@ -238,7 +238,7 @@ class CatchUp:
         return head == parent and self._is_heard_and_trusted(peer_id)
 
     def _is_at_or_past_own_head(self, turn: Turn, peer_id: str) -> bool:
-        """Whether this peer is at the own head or a descendant of it, or was until recently and may be again."""
+        """Whether `peer_id` is at this peer's head or a descendant of it, or was until recently and may be again."""
         is_beyond = self.chain.follows(self._head_of(peer_id), self.chain.head)
         return self._is_heard_and_trusted(peer_id) and (
             is_beyond or not self.swarm.is_off_head(peer_id, turn)
@@ -264,7 +264,7 @@ class CatchUp:
         return self._sound[key]
 
     def _path_without_common_past(self, turn: Turn, head: str, heads: Heads) -> tuple[Certificate, ...]:
-        """The path to a head that has no known common ancestor with the own chain, if this peer should go there.
+        """The path to a head that has no known common ancestor with this peer's chain, if this peer should go there.
 
         The members of this peer's roster decide: those that hold the other head against those, with this peer, that are
         still here. If the whole roster is gone, any two holders of the other head are enough, as for a newcomer.

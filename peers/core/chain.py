@@ -56,7 +56,7 @@ class Chain:
         return self._own.get(head) or self._others.get(head)
 
     def is_on_own_chain(self, head: str) -> bool:
-        """Whether this head is on this peer's own chain, its newest included."""
+        """Whether this head is on this peer's chain, its newest included."""
         return head in self._own
 
     def add(self, certificate: Certificate) -> None:
@@ -74,7 +74,7 @@ class Chain:
             self._others_bytes -= certificate.num_bytes
 
     def genesis_of(self, founder: str) -> Certificate | None:
-        """A genesis that this founder has signed, and that is not on this peer's own chain."""
+        """A genesis that this founder has signed, and that is not on this peer's chain."""
         return next((c for c in self._others.values() if c.is_genesis and founder in c.plan.signers), None)
 
     def knows_commits(self) -> bool:
@@ -82,11 +82,11 @@ class Chain:
         return any(not certificate.is_genesis for certificate in self._others.values())
 
     def recent_heads(self, count: int) -> frozenset[str]:
-        """The last `count` heads of the own chain before the newest."""
+        """The last `count` heads of this peer's chain before the newest."""
         return frozenset(list(self._own)[-1 - count : -1])
 
     def path_back(self, head: str) -> list[Certificate]:
-        """The known certificates that lead to `head`, oldest first, without those of the own chain."""
+        """The known certificates that lead to `head`, oldest first, without those of this peer's chain."""
         path: list[Certificate] = []
         while head not in self._own and (certificate := self._others.get(head)) is not None:
             path.append(certificate)
@@ -96,9 +96,9 @@ class Chain:
         return path[::-1]
 
     def fork_to(self, head: str) -> Fork | None:
-        """Where the chain of `head` parts from the own chain; None if no common ancestor is known.
+        """Where the chain of `head` parts from this peer's chain; None if no common ancestor is known.
 
-        If `head` is on the own chain, `theirs` is empty.
+        If `head` is on this peer's chain, `theirs` is empty.
         """
         theirs = self.path_back(head)
         ancestor = self._own.get(theirs[0].plan.parent if theirs else head)

@@ -79,7 +79,7 @@ class Swarm:
         """Heartbeats and timeouts scale with its size and round trips; while it is empty, with those of all peers."""
 
     def heard(self, peer_id: str, status: Status | None, now: float) -> bool:
-        """Any message came from this peer. False if its status is older than the one held."""
+        """A message came from `peer_id`. False if its status is older than the one held."""
         health = self._peers.get(peer_id)
         if health is None:
             if status is None or not self._make_room():
@@ -143,7 +143,7 @@ class Swarm:
             self._live = None
 
     def connected(self, peer_id: str, now: float) -> None:
-        """A channel to this peer is open. A peer that has sent no status yet gets `silence_s` to do so, once only."""
+        """A channel to `peer_id` is open. If it has sent no status yet, it gets `silence_s` to do so, once only."""
         if peer_id not in self._peers and self._make_room():
             self.expect(peer_id, now)
         elif not self._is_unheard(peer_id):
@@ -211,7 +211,7 @@ class Swarm:
                 health.missed += 1
 
     def relies_on(self, peer_id: str) -> bool:
-        """Whether commits wait the full grace for this peer: it contributed to one of the last commits, or has just
+        """Whether commits wait the full grace for `peer_id`: it contributed to one of the last commits, or has just
         come. A peer that says for ever that it trains, and never contributes, is not relied on."""
         health = self._peers.get(peer_id)
         return health is not None and health.missed < ABSENT_COMMITS
@@ -231,13 +231,13 @@ class Swarm:
         return health is not None and math.isinf(health.lost_at) and health.status.phase != "leaving"
 
     def is_gone(self, peer_id: str) -> bool:
-        """It has left, or has been lost for `regain_s`: nothing waits for it any more."""
+        """Whether `peer_id` has left, or has been lost for `regain_s`: nothing waits for it any more."""
         health = self._peers.get(peer_id)
         return health is not None and (health.is_gone or health.status.phase == "leaving")
 
     def is_off_head(self, peer_id: str, turn: Turn) -> bool:
-        """It has not been seen training on this peer's head for a while: it is elsewhere, or dead. Commits may do
-        without it."""
+        """Whether `peer_id` has not been seen training on this peer's head for a while: it is elsewhere, or dead. A
+        commit may do without it."""
         health = self._peers.get(peer_id)
         if health is None:
             return False
@@ -255,7 +255,7 @@ class Swarm:
         return now - self._peers[peer_id].heard_at
 
     def genesis(self, peer_id: str) -> str:
-        """Head of the genesis of the run that it says it is in."""
+        """Head of the genesis of the run that `peer_id` says it is in."""
         health = self._peers.get(peer_id)
         return health.status.genesis if health else ""
 
@@ -264,7 +264,7 @@ class Swarm:
         return health.strikes if health else 0.0
 
     def strike(self, peer_id: str, epoch: int, weight: float = 1.0) -> bool:
-        """Count a fault of this peer. True: it is left out from now on, for twice as long as the last time."""
+        """Count a fault of `peer_id`. True: it is left out from now on, for twice as long as the last time."""
         health = self._peers.get(peer_id)
         if health is None or self.is_left_out(peer_id, epoch):
             return False
@@ -280,7 +280,7 @@ class Swarm:
         return True
 
     def term(self, peer_id: str) -> int:
-        """How many epochs it was left out the last time."""
+        """How many epochs `peer_id` was left out the last time."""
         health = self._peers.get(peer_id)
         return health.term if health else 0
 

@@ -10,7 +10,7 @@ silent peers, found the run, commit, catch up, answer the worker, advance the ro
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
@@ -174,13 +174,16 @@ class Peer:
             raise AssertionError("the rules of a peer do not terminate")
         self._broadcast_status(turn)
         self.deadline = turn.deadline
-        for effect in turn.effects:
+        self._remember_pledges(turn.effects)
+        return turn.effects
+
+    def _remember_pledges(self, effects: Sequence[Effect]) -> None:
+        for effect in effects:
             if isinstance(effect, Pledge):
                 self._pledges.pop(effect.head, None)
                 self._pledges[effect.head] = effect.attempt
                 if len(self._pledges) > MAX_PLEDGES:
                     del self._pledges[next(iter(self._pledges))]
-        return turn.effects
 
     def _is_routine(self, event: Event | None, now: float) -> bool:
         """Record a heartbeat or a worker's progress, on which nothing is decided, and return True. The deadline stays:
@@ -253,15 +256,8 @@ class Peer:
     def _receive(self, turn: Turn, peer_id: str, message: Message) -> None:
         if peer_id == self.me:
             return
-        if isinstance(message, Status) and message.offer is not None and not self.head:
-            said = self.swarm.status(peer_id)
-            is_known = said is not None and said.offer == message.offer
-            if not is_known and not is_offer_sound(message.offer, self._verify):
-                message = replace(message, offer=None)
         if isinstance(message, Status):
-            self.swarm.heard(peer_id, message, turn.now)
-            if message.head:
-                self._founding.heard_of_a_run(turn.now)
+            self._receive_status(turn, peer_id, message)
             return
         self.swarm.heard(peer_id, None, turn.now)
         round_ = self.round
@@ -286,6 +282,16 @@ class Peer:
             case Abort() if round_ is not None and message.head == self.head:
                 round_.on_abort(turn, peer_id, message)
 
+    def _receive_status(self, turn: Turn, peer_id: str, status: Status) -> None:
+        if status.offer is not None and not self.head:
+            last = self.swarm.status(peer_id)
+            is_verified = last is not None and last.offer == status.offer
+            if not is_verified and not is_offer_sound(status.offer, self._verify):
+                status = replace(status, offer=None)
+        self.swarm.heard(peer_id, status, turn.now)
+        if status.head:
+            self._founding.heard_of_a_run(turn.now)
+
     def _take_certificates(self, sender: str, message: Certificates) -> None:
         """Add those that were asked for or that concern this peer, up to the first invalid one."""
         if not message.certificates:
@@ -309,7 +315,7 @@ class Peer:
             self.swarm.certificate_arrived(certificate.head)
 
     def _concerns_me(self, plan: Plan) -> bool:
-        """Whether this peer is named as a signer, or a majority of the roster is, of a commit on this peer's head."""
+        """Whether this commit names this peer as a signer, or follows its head and names a majority of its roster."""
         if self.me in plan.signer_set:
             return True
         return (
@@ -459,7 +465,7 @@ class Peer:
             self._is_leaving = True
 
     def _recheck_own_state(self, turn: Turn) -> bool:
-        """Fetch the state of the own head from others if this peer's digests differed from theirs."""
+        """Fetch the state of this peer's head from others if its digests differed from theirs."""
         round_ = self.round
         if round_ is None or not round_.is_outlier or self.catch_up.target is not None:
             return False

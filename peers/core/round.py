@@ -56,7 +56,7 @@ class Lead:
     """An attempt that this peer leads."""
 
     plan: Plan
-    until: float
+    deadline: float
     """When the attempt times out."""
     votes: dict[str, Vote] = field(default_factory=dict)
 
@@ -92,7 +92,7 @@ class Round:
         self.certificate: Certificate | None = None
         """Set when an attempt that this peer led has succeeded; the peer takes it from here."""
         self.voted_result: Body | None = None
-        """What this peer voted for last; the result of that reduction is still in its memory."""
+        """What this peer voted for last, and still has the result of; None from the next reduction on."""
         self.is_outlier = False
         """This peer's digests differed from the majority's: its state may be damaged."""
         self.failures: list[str] = []
@@ -109,7 +109,7 @@ class Round:
         """Peers blamed for failed attempts on this head."""
         self._last_suspects: frozenset[str] = frozenset()
         """Peers blamed for the last failed attempt."""
-        self._until = 0.0
+        self._deadline = 0.0
         """When the attempt in which this peer takes part times out."""
         self._not_before = 0.0
         """This peer proposes nothing earlier: the pause after a failure."""
@@ -252,7 +252,9 @@ class Round:
             return
         lead.votes[sender] = vote
         if lead.has_majority:
-            lead.until = min(lead.until, turn.now + self._timing.silence_s + 2 * self._timing.usual_round_s)
+            lead.deadline = min(
+                lead.deadline, turn.now + self._timing.silence_s + 2 * self._timing.usual_round_s
+            )
         if len(lead.votes) == len(lead.plan.signers):
             self._count_votes(turn, lead)
 
@@ -308,7 +310,7 @@ class Round:
                 self._strike(turn, peer_id, "it was lost in the middle of a round", 0.5)
             self._abort(turn, f"lost {', '.join(lost)}", lost)
             return True
-        if turn.passed(lead.until):
+        if turn.passed(lead.deadline):
             self._timing.attempt_timed_out()
             # If most members have not voted, the cause is probably not theirs: blame nobody.
             late = not_voted if lead.has_majority else []
@@ -371,7 +373,7 @@ class Round:
 
     def _accept(self, turn: Turn, plan: Plan) -> None:
         self._plan, self.stage, self.voted_result = plan, Stage.REDUCE, None
-        self._until, self._accepted_at = turn.now + self._timing.attempt_s, turn.now
+        self._deadline, self._accepted_at = turn.now + self._timing.attempt_s, turn.now
         turn.do(Reduce(plan, REDUCE_SHARE * self._timing.attempt_s))
 
     def on_reduced(self, turn: Turn, plan_digest: str, anchor: str, momentum: str) -> None:
@@ -381,7 +383,7 @@ class Round:
         self.voted_result = Body(plan=plan, anchor=anchor, momentum=momentum)
         self.reduced_s = turn.now - self._accepted_at
         self.stage, self._signed = Stage.VOTE, plan.attempt
-        self._until = turn.now + self._timing.attempt_s
+        self._deadline = turn.now + self._timing.attempt_s
         turn.do(Pledge(self.head, plan.attempt))
         vote = Vote(
             head=self.head,
@@ -435,7 +437,7 @@ class Round:
         if leader != self._me and not self._swarm.is_live(leader):
             self._fail(turn, f"lost its leader {leader}", (leader,))
             return True
-        if leader != self._me and turn.passed(self._until):
+        if leader != self._me and turn.passed(self._deadline):
             self._timing.attempt_timed_out()
             self._fail(turn, "it took too long")
             return True

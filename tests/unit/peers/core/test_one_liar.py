@@ -173,7 +173,7 @@ def test_one_that_votes_as_late_as_it_may_does_so_no_later_each_time():
             lead = pump[to].peer.round._lead
             if lead is None or lead.plan.digest != message.plan:
                 return
-            if len(lead.votes) < len(lead.plan.signers) - 1 or pump.now < lead.until - 0.6:
+            if len(lead.votes) < len(lead.plan.signers) - 1 or pump.now < lead.deadline - 0.6:
                 pump.after(0.1, later)
             else:
                 pump.say(liar, to, message)
