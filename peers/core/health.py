@@ -231,7 +231,7 @@ class Swarm:
         return health is not None and math.isinf(health.lost_at) and health.status.phase != "leaving"
 
     def is_gone(self, peer_id: str) -> bool:
-        """Whether `peer_id` has left, or has been lost for `regain_s`: nothing waits for it any more."""
+        """Whether `peer_id` has left, or has been lost for `regain_s`: even a minority may commit without it."""
         health = self._peers.get(peer_id)
         return health is not None and (health.is_gone or health.status.phase == "leaving")
 
