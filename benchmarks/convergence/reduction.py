@@ -61,7 +61,7 @@ def plans_of(
     anchor: Tensor, members: Sequence[Member], codec: str, aggregation: Aggregation
 ) -> list[ReducePlan]:
     """As the round's leader makes them, one for each member."""
-    norms = [norm_of_pseudo_gradient(anchor, m.local, m.residuals.contribution) for m in members]
+    norms = [norm_of_pseudo_gradient(anchor, m.local, m.residuals.contribution_residual) for m in members]
     works = [
         Work(tokens=member.tokens, norm=norm, step=0, based_on=0)
         for member, norm in zip(members, norms, strict=True)

@@ -1,4 +1,4 @@
-"""Simulated time: events in the order of their moments, and of their making where those are equal."""
+"""Simulated time: events in order of their times; events of the same time in the order in which they were scheduled."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Event = Callable[[], object]
 
 
 class Timer:
-    """One event to come."""
+    """One scheduled event."""
 
     __slots__ = ("event",)
 
@@ -18,7 +18,7 @@ class Timer:
         self.event: Event | None = event
 
     def cancel(self) -> None:
-        """It does not happen. Repeating it is safe, also afterwards."""
+        """Cancel the event. May be repeated, and has no effect after the event."""
         self.event = None
 
 
@@ -34,13 +34,13 @@ class Clock:
         return self.at(self.now + max(0.0, seconds), event)
 
     def at(self, when: float, event: Event) -> Timer:
-        """Not in the past."""
+        """`when` in the past means now."""
         timer = Timer(event)
         heapq.heappush(self._events, (max(when, self.now), next(self._order), timer))
         return timer
 
     def run(self, is_over: Callable[[], bool], *, until: float) -> bool:
-        """Until it is over: True; False where nothing is to come any more by that time."""
+        """Run events until `is_over`: True. False if no event is left before `until`."""
         while not is_over():
             if not self._events or self._events[0][0] > until:
                 return False
@@ -51,6 +51,6 @@ class Clock:
         return True
 
     def advance(self, until: float) -> None:
-        """Everything that happens up to this moment, which is now."""
+        """Run all events up to this time, and move the clock to it."""
         self.run(lambda: False, until=until)
         self.now = max(self.now, until)

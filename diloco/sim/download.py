@@ -1,4 +1,4 @@
-"""How a state comes from its donors: it takes a while, and needs one that has it and is heard until the end."""
+"""Simulated state transfer: takes a while, and succeeds if one donor has the state and stays reachable."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from diloco.sim.values import State
 from peers.protocol.certificates import Body
 
 QUICK_S = (0.05, 0.5)
-"""After which somebody without a donor knows it."""
+"""How long a fetch without any reachable donor takes to fail."""
 
 
 class Donor(Protocol):
@@ -23,7 +23,7 @@ class Donor(Protocol):
     def is_frozen(self) -> bool: ...
 
     def state_of(self, head: str) -> State | None:
-        """What it hands over as the state of this head."""
+        """The state that it serves for this head."""
 
 
 class Fetcher(Donor, Protocol):
@@ -33,7 +33,7 @@ class Fetcher(Donor, Protocol):
 
 
 class Downloads:
-    """A peer has one at a time. `donors`: all live peers, by id; `fetch_s`: least and most that one takes."""
+    """Each peer has one download at a time. `donors`: all live peers, by id. `fetch_s`: least and most duration."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Downloads:
         self._timers: dict[str, Timer] = {}
 
     def begin(self, fetcher: Fetcher, wanted: Body, donors: Sequence[str], timeout_s: float) -> None:
-        """Answered by `fetched` or `fetch_failed`, unless it is ended before."""
+        """Start a download; `fetched` or `fetch_failed` follows, unless `end` is called before."""
         self.end(fetcher.peer_id)
         asked = [p for p in donors if self._deliver(fetcher, p, wanted) is not None]
         takes_s = min(timeout_s, self._rng.uniform(*(self.fetch_s if asked else QUICK_S)))
@@ -65,12 +65,12 @@ class Downloads:
         self._timers[fetcher.peer_id] = self._clock.after(takes_s, end)
 
     def end(self, peer_id: str) -> None:
-        """Nothing comes of it any more. Repeating it is safe."""
+        """Cancel this peer's download. May be repeated."""
         if (timer := self._timers.pop(peer_id, None)) is not None:
             timer.cancel()
 
     def _deliver(self, fetcher: Fetcher, peer_id: str, wanted: Body) -> State | None:
-        """The state, if this donor can be heard and what it has matches the digests."""
+        """The donor's state, if the donor is reachable and the state matches the digests."""
         donor = self._donors.get(peer_id)
         if donor is None or donor.is_frozen or not self._network.is_linked(fetcher.peer_id, peer_id):
             return None

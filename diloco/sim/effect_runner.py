@@ -1,4 +1,4 @@
-"""What each effect does to a virtual peer."""
+"""Carries out the effects of a virtual peer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def carry_out(peer: VirtualPeer, effect: Effect) -> None:
-    """Instant ones are over when it returns; those that take time keep the peer busy."""
+    """Instant effects are done on return; those that take time keep the peer busy."""
     world = peer.world
     if (happens := peer.before.pop(type(effect), None)) is not None:
         happens()
@@ -126,14 +126,14 @@ def _answer(peer: VirtualPeer, effect: effects.Answer) -> None:
         peer.world.invariants.answers(peer, effect)
         head = peer.state.head if peer.state is not None else ""
         if effect.how == "begin":
-            # Another one may have come since, which has yet to ask.
+            # A new worker may have started since, which has not asked yet.
             if peer.worker is not None and peer.worker is peer.asking:
                 peer.worker.begin(head, effect)
             return
         handed, peer.in_hand = peer.in_hand, None
-        # The worker may have ended since, or another one come.
+        # The worker may have been replaced since.
         if handed is not None and handed.worker is peer.worker:
-            # Work that has been rebased stays on its new base, also where the state is yet to come.
+            # With "keep", work that was rebased before stays on its new base.
             handed.worker.answered(handed.base if effect.how == "keep" else head, effect)
 
     _take_time(peer, end)

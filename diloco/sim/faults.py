@@ -1,4 +1,4 @@
-"""Faults of a schedule: drawn from a seed, and injected into a swarm. All of them are over by the schedule's end."""
+"""Random faults of a schedule: drawn from a seed, and injected into a swarm. All are over by the schedule's end."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ MOMENTS = {
         effects.Adopt,
     )
 }
-"""Effects just before which a fault may strike."""
+"""Effects just before which a fault may be injected."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """From `at` on, for so many seconds.
+    """A fault from `at` on, for `seconds`.
 
-    `before`: it strikes at the first rank's next effect of this kind, if that comes in time.
+    `before`: it is injected just before the first rank's next effect of this kind, if that comes before its end.
     """
 
     at: float
@@ -47,11 +47,11 @@ class Fault:
 
 
 Begin = Callable[[VirtualSwarm, Fault], Callable[[], object]]
-"""Returns what ends it."""
+"""Injects a fault; returns the function that ends it."""
 
 
 def draw_faults(rng: random.Random, num_peers: int, end_s: float) -> list[Fault]:
-    """In order of time; the last is over by `end_s`."""
+    """Random faults in order of time; all are over by `end_s`."""
     kinds = rng.sample(list(KINDS), k=rng.randint(1, 4))
     faults = [_draw(rng, rng.choice(kinds), num_peers, end_s) for _ in range(rng.randint(0, MOST_FAULTS))]
     return sorted(faults, key=lambda fault: fault.at)
@@ -166,7 +166,7 @@ def _garble(swarm: VirtualSwarm, fault: Fault) -> Callable[[], object]:
 
 
 def _bad_links(swarm: VirtualSwarm, fault: Fault) -> Callable[[], object]:
-    """All of them lose, double and hold back messages."""
+    """All links lose, duplicate and delay messages."""
     rng, quality = swarm.world.rng, swarm.world.network.quality
     quality.loss, quality.duplication, quality.reordering = (rng.uniform(0.0, 0.2) for _ in range(3))
 
@@ -193,7 +193,7 @@ KINDS: dict[str, Begin] = {
 
 
 def is_over(swarm: VirtualSwarm) -> bool:
-    """Nothing of what was injected lasts."""
+    """Whether all injected faults are over."""
     everybody = {peer_id_of(rank) for rank in range(swarm.num_peers)}
     return (
         everybody == set(swarm.world.peers)

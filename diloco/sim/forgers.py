@@ -1,4 +1,4 @@
-"""Members that make plans and certificates which no honest peer would: leaders of wrong groups, and made-up commits."""
+"""Byzantine members that make plans and certificates no honest peer would: wrong groups, and made-up commits."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ LONG_CHAIN = 8
 MANY_TOKENS = 1 << 61
 
 Twist = Callable[[str, Plan], Plan]
-"""(liar, plan) -> what it proposes instead."""
+"""(liar, honest plan) -> the plan that the liar proposes instead."""
 
 
 @dataclass(kw_only=True)
 class RogueLeader(Liar):
-    """Proposes other plans than the rules lead to, reduces them with who takes part, and shows the certificate."""
+    """Proposes plans that break the rules, reduces them with the members that accept, and publishes the certificate."""
 
     twist: Twist
     _plans: dict[str, Plan] = field(default_factory=dict)
-    """By the digest of the plan that its Peer has made."""
+    """The plan it proposed, by the digest of the honest plan that its Peer made."""
     _signatures: dict[tuple[str, str, str], dict[str, Signature]] = field(default_factory=dict)
 
     def say(self, effect: Effect) -> Iterable[Effect]:
@@ -85,7 +85,7 @@ def _own_weight(me: str, plan: Plan) -> Plan:
 
 
 def _sybils(me: str, plan: Plan) -> Plan:
-    """The next commit can be signed by peers of its own making."""
+    """Adds identities of its own to the roster, which can then sign the next commit."""
     ranks = {member.world_rank for member in plan.roster}
     free = [rank for rank in range(64) if rank not in ranks]
     sybils = tuple(Member(peer_id=f"sybil{rank}", world_rank=rank) for rank in free[:16])
@@ -93,14 +93,14 @@ def _sybils(me: str, plan: Plan) -> Plan:
 
 
 def _alone(me: str, plan: Plan) -> Plan:
-    """Nobody else may sign the next commit."""
+    """Removes all others from the roster, so that it alone can sign the next commit."""
     roster = tuple(member for member in plan.roster if member.peer_id == me)
     return replace(plan, roster=roster or (Member(peer_id=me, world_rank=99),))
 
 
 @dataclass(kw_only=True)
 class Forger(Liar):
-    """Shows certificates that it alone has signed, announces their head, and hands over a state of it."""
+    """Publishes certificates that it alone has signed, announces their head, and serves a made-up state for it."""
 
     length: int
     _shown: Certificate | None = None
@@ -116,7 +116,7 @@ class Forger(Liar):
 
     def invent(self) -> Iterable[Effect]:
         if self.inner.certificate is None or self.rng.random() < 0.5:
-            # For a while it is as honest as the others.
+            # Behave honestly for a while.
             self._shown = None
             return ()
         chain = self._forge(self._where_to_part())
@@ -124,7 +124,7 @@ class Forger(Liar):
         return (Broadcast(Certificates(head=self._shown.head, certificates=tuple(chain))),)
 
     def _where_to_part(self) -> Certificate:
-        """The head, or a commit before it."""
+        """The head, or one of the two commits before it."""
         certificate = self.inner.certificate
         assert certificate is not None
         for _ in range(self.rng.randint(0, 2)):

@@ -1,4 +1,4 @@
-"""What has to hold at every moment, whatever goes wrong; the first violation ends the run."""
+"""The invariants: what must hold after every event, under any faults. The first violation ends the run."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ if TYPE_CHECKING:
     from diloco.sim.runtime import VirtualPeer
 
 LEAST_OUTAGE_S = 2.0
-"""A peer that could not be heard for so long may have been taken for lost."""
+"""A peer that could not be heard for this long may have been taken for lost."""
 SLACK_S = 3.0
-"""An outage that ended so shortly before still shows: channels are opened anew, statuses come at heartbeats."""
+"""An outage that ended less than this ago still has effects: channels have to reopen, statuses come at heartbeats."""
 TELL_S = 1.0
-"""In which a peer has told the others that it has come to a head."""
+"""A peer needs at most this long to tell the others that it has reached a head."""
 GENESIS = ""
+"""The head on which a genesis is signed."""
 
 
 class InvariantViolated(AssertionError):
@@ -30,13 +31,13 @@ class InvariantViolated(AssertionError):
 
 
 class Invariants:
-    """`liars` may do what they like."""
+    """Checks honest peers; `liars` may do anything."""
 
     def __init__(self, clock: Clock, truth: Truth, verify: Verify, liars: Collection[str]) -> None:
         self._clock, self._truth, self._verify, self._liars = clock, truth, verify, frozenset(liars)
         self._signed: dict[tuple[str, str, int], tuple[str, str, str]] = {}
         self._began_to_reduce: dict[str, float] = {}
-        """By peer id: when its last group was formed."""
+        """By peer id: when its last reduction began."""
         self._seen: set[tuple[str, str]] = set()
 
     def violated(self, text: str) -> None:
@@ -149,12 +150,12 @@ class Invariants:
         split = split_between(peer.state, state) if peer.state is not None else None
         if split is None or split.ancestor is None:
             self._check_is_known(peer, certificate.head)
-        elif not (split.ours and self._truth.counts_for_more(split)):
+        elif not (split.ours and self._truth.fork_rule_allows(split)):
             for theirs in split.theirs:
                 self._check_support(peer, self._truth.certificates[theirs.head])
 
     def _check_is_known(self, peer: VirtualPeer, head: str) -> None:
-        """A newcomer takes what honest peers have, as long as it hears more of them than liars."""
+        """A newcomer adopts only states of honest peers, as long as it hears more of them than there are liars."""
         if head in self._truth.held_by_honest:
             return
         me, peers = peer.peer_id, peer.world.peers
@@ -166,7 +167,7 @@ class Invariants:
             )
 
     def _check_support(self, peer: VirtualPeer, certificate: Certificate) -> None:
-        """Signed by a majority of the roster before it, or by no fewer than could object."""
+        """The certificate is signed by a majority of the roster before it, or by as many members as could object."""
         me, before = peer.peer_id, certificate.plan.parent
         if self._has_majority(certificate):
             return
@@ -188,9 +189,10 @@ class Invariants:
         return 2 * len(roster.intersection(certificate.plan.signers)) > len(roster)
 
     def _who_takes_part(self, me: str, certificate: Certificate) -> list[str]:
-        """Honest members of the roster that have not signed, and that this peer could have waited for.
+        """Honest roster members that have not signed, and that this peer should have waited for.
 
-        Not those who are elsewhere, or have no worker; nor, once everybody has led in vain, those who may be to blame.
+        Not members that were on another head or had no worker. Once every member has led a failed attempt, nobody: any
+        of them may have been excluded as a suspect.
         """
         plan = certificate.plan
         if plan.attempt >= len(self._truth.roster_after(plan.parent)):
@@ -205,7 +207,7 @@ class Invariants:
         ]
 
     def _reachable(self, me: str, certificate: Certificate) -> list[str]:
-        """Honest members of the roster that have not signed, and that this peer could hear all the time."""
+        """Honest roster members that have not signed, and that this peer could hear all the time."""
         absent = self._truth.roster_after(certificate.plan.parent) - {me, *certificate.plan.signers}
         return [p for p in sorted(absent - self._liars) if not self._is_excused(me, p)]
 

@@ -1,4 +1,4 @@
-"""Signatures of virtual peers: keyed hashes. Only the owner's keys and the ring's `verify` hold its secret."""
+"""Signatures of virtual peers: keyed hashes. Only the owner's keys and the key ring's `verify` hold the secret."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class KeyRing:
         self._secrets: dict[str, bytes] = {}
 
     def keys_of(self, peer_id: str) -> VirtualKeys:
-        """The same at every call: a peer keeps its key when it restarts."""
+        """The keys of this peer, the same at every call: a peer keeps its key when it restarts."""
         secret = self._secrets.setdefault(peer_id, _mac(b"ring", f"{self._seed} {peer_id}".encode()))
         return VirtualKeys(peer_id, secret)
 
@@ -43,7 +43,7 @@ class KeyRing:
 
 @dataclass(frozen=True)
 class BelievedKeys:
-    """The keys of a peer where nobody lies: signatures as long as real ones, which cost nothing."""
+    """Keys for simulations without liars: signatures as long as real ones that cost nothing to make."""
 
     peer_id: str
 
@@ -52,7 +52,7 @@ class BelievedKeys:
 
 
 def believe(peer_id: str, payload: bytes, signature: Signature) -> bool:
-    """Nobody lies."""
+    """A `Verify` that accepts every signature."""
     return True
 
 

@@ -1,5 +1,5 @@
-"""Members that lie: a Peer whose words are altered on their way out, or that invents some. Each signs with its own key
-only, and nothing else about it is special: it has a worker, a disk, and links."""
+"""Byzantine members: a Peer whose messages are altered on their way out, or that invents messages. Each signs with its
+own key only, and is otherwise a normal peer with a worker, a disk and links."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ LIE_EVERY_S = 2.0
 
 @dataclass(kw_only=True)
 class Liar:
-    """Says and hears what its Peer does; kinds of liars change that. Stands in for a Peer in either runtime."""
+    """Behaves like its inner Peer; subclasses override that. Takes the place of a Peer in either runtime."""
 
     inner: Peer
     keys: Keys
     rng: random.Random
     now: float
     made_up: dict[str, State] = field(default_factory=dict)
-    """States that it hands over though no run has led to them, by head."""
+    """States that it serves although no run has led to them, by head."""
     lies_at: float = 0.0
 
     def __getattr__(self, name: str) -> Any:
@@ -66,7 +66,7 @@ class Liar:
         return ()
 
     def invent(self) -> Iterable[Effect]:
-        """Every now and then."""
+        """Effects of its own, every LIE_EVERY_S."""
         return ()
 
     def others(self) -> list[str]:
@@ -77,7 +77,7 @@ class Liar:
 
 @dataclass(kw_only=True)
 class OtherDigests(Liar):
-    """Votes for other digests each time."""
+    """Votes for random digests."""
 
     _plans: dict[str, Plan] = field(default_factory=dict)
 
@@ -94,7 +94,7 @@ class OtherDigests(Liar):
 
 
 class ClaimsTokens(Liar):
-    """Says that it has trained more than anybody can."""
+    """Claims to have trained more tokens than any peer can."""
 
     def hear(self, event: Event | None) -> Event | None:
         if isinstance(event, events.WorkReady):
@@ -103,7 +103,7 @@ class ClaimsTokens(Liar):
 
 
 class SilentLeader(Liar):
-    """Never proposes anything, nor says that an attempt has failed."""
+    """As the leader, neither proposes nor aborts."""
 
     def say(self, effect: Effect) -> Iterable[Effect]:
         is_silent = isinstance(effect, Send) and isinstance(effect.message, Propose | Abort)
@@ -111,7 +111,7 @@ class SilentLeader(Liar):
 
 
 class AbortingLeader(Liar):
-    """Proposes, and says that it has failed."""
+    """As the leader, proposes and aborts at once."""
 
     def say(self, effect: Effect) -> Iterable[Effect]:
         if isinstance(effect, Send) and isinstance(effect.message, Propose):
@@ -124,14 +124,14 @@ class AbortingLeader(Liar):
 
 
 class Staller(Liar):
-    """Says that it takes part, and does not reduce."""
+    """Accepts plans, but does not reduce."""
 
     def say(self, effect: Effect) -> Iterable[Effect]:
         return () if isinstance(effect, effects.Reduce) else (effect,)
 
 
 class Decliner(Liar):
-    """Declines what it is asked to take part in, and proposes nothing itself."""
+    """Declines every plan, and proposes none itself."""
 
     def say(self, effect: Effect) -> Iterable[Effect]:
         is_proposal = isinstance(effect, Send) and isinstance(effect.message, Propose)
@@ -148,7 +148,7 @@ class Decliner(Liar):
 
 
 class Accuser(Decliner):
-    """Blames another each time; its own proposals are honest."""
+    """Declines every plan and blames a random other member; its own proposals are honest."""
 
     def say(self, effect: Effect) -> Iterable[Effect]:
         return () if isinstance(effect, effects.Reduce) else (effect,)
@@ -175,7 +175,7 @@ class Withholder(Liar):
 
 @dataclass(kw_only=True)
 class Replayer(Liar):
-    """Says again what it has said long ago, and what others have."""
+    """Sends old messages again, its own and those of others."""
 
     _old: list[Message] = field(default_factory=list)
 
@@ -194,7 +194,7 @@ class Replayer(Liar):
 
 
 MakeLiar = Callable[..., Liar]
-"""Takes the fields of a Liar."""
+"""Makes a liar from the fields of Liar."""
 
 LIARS: dict[str, MakeLiar] = {
     "votes for other digests": OtherDigests,

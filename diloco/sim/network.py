@@ -1,8 +1,8 @@
-"""Messages between virtual peers: with delay, jitter, loss, duplication, reordering, cuts and broken channels.
+"""The simulated network: delay, jitter, loss, duplication, reordering, cuts and broken channels.
 
-Every two live peers have a channel, which is opened again by itself. Where a link is cut both ways, or a process dies,
-the channel breaks and each end is told after a short while; a link that is cut one way loses what goes that way, and
-nobody is told. Messages really are encoded and decoded, once for all their receivers.
+Every two live peers have a channel, which reopens by itself. If a link is cut in both directions, or a process dies,
+the channel breaks and each end is told after a short while. A link that is cut in one direction drops what is sent that
+way, and nobody is told. Messages really are encoded and decoded, once for all their receivers.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from peers.protocol.wire import encode
 
 CONNECT_S = (0.05, 0.8)
 NOTICE_S = (0.0, 0.5)
-"""How long an end takes to see that a channel has broken."""
+"""How long an end takes to notice that a channel has broken."""
 FIFO_GAP_S = 1e-6
 
 
 @dataclass(kw_only=True)
 class Quality:
-    """Of all links."""
+    """The quality of all links."""
 
     delay_s: tuple[float, float] = (0.001, 0.05)
     loss: float = 0.0
     duplication: float = 0.0
     reordering: float = 0.0
-    """The chance that a message is held back, so that others overtake it."""
+    """The probability that a message is held back, so that later ones overtake it."""
     held_back_s: float = 1.0
 
 
 class Port(Protocol):
-    """One life of a peer, as the network sees it."""
+    """One process of a peer, as the network sees it."""
 
     @property
     def peer_id(self) -> str: ...
@@ -49,39 +49,39 @@ class Port(Protocol):
 
 
 class Network:
-    """`encodes=False` hands messages over as they are, which is faster."""
+    """`encodes=False` delivers the message objects themselves, which is faster."""
 
     def __init__(
         self, clock: Clock, rng: random.Random, quality: Quality | None = None, *, encodes: bool = True
     ) -> None:
         self.quality = quality or Quality()
         self.num_refused = 0
-        """Messages that could not be decoded: no honest peer sends one."""
+        """Messages that could not be decoded; honest peers send none."""
         self.on_channel: Callable[[str, str, bool], None] = lambda one, other, is_open: None
         """Called when the channel between two peers opens, and when it breaks."""
         self._clock, self._rng, self._encodes = clock, rng, encodes
         self._ports: dict[str, Port] = {}
         self._cut: set[tuple[str, str]] = set()
         self._channels: set[tuple[str, str]] = set()
-        """Both ways each."""
+        """Each channel in both directions."""
         self._last_arrival: dict[tuple[str, str], float] = {}
 
     # Processes and links
 
     def open(self, port: Port) -> None:
-        """This life begins, and dials everybody."""
+        """This process starts, and dials all others."""
         self._ports[port.peer_id] = port
         for other in self._others(port.peer_id):
             self._dial(port.peer_id, other)
 
     def close(self, peer_id: str, *, notice_s: tuple[float, float] = NOTICE_S) -> None:
-        """This life ends. What it has sent still arrives."""
+        """This process ends. Messages that it has sent still arrive."""
         del self._ports[peer_id]
         for other in self._others(peer_id):
             self._break(peer_id, other, notice_s)
 
     def cut(self, sender: str, receiver: str) -> None:
-        """Nothing gets from the one to the other any more; cut both ways, the channel breaks."""
+        """Drop everything from sender to receiver; once both directions are cut, the channel breaks."""
         self._cut.add((sender, receiver))
         if (receiver, sender) in self._cut:
             self._break(sender, receiver, NOTICE_S)
@@ -91,7 +91,7 @@ class Network:
         self._dial(sender, receiver)
 
     def carries(self, sender: str, receiver: str) -> bool:
-        """Whether what the one sends now gets to the other, its loss aside."""
+        """Whether messages get from sender to receiver, random loss aside."""
         return sender in self._ports and receiver in self._ports and (sender, receiver) not in self._cut
 
     def is_linked(self, one: str, other: str) -> bool:
@@ -106,7 +106,7 @@ class Network:
     # Messages
 
     def send(self, sender: str, receiver: str, message: Message) -> None:
-        """What there is no channel for is lost."""
+        """A message without an open channel is lost."""
         if (sender, receiver) in self._channels and (known := self._through_wire(message)) is not None:
             self._transmit(sender, receiver, known)
 
@@ -177,7 +177,7 @@ class Network:
 
     def _notice_after(self, seconds: float, port: Port, far: str) -> None:
         def notice() -> None:
-            # Where a new channel stands by now, it has taken the place of the broken one.
+            # If a new channel has opened meanwhile, it has replaced the broken one.
             if self._ports.get(port.peer_id) is port and (port.peer_id, far) not in self._channels:
                 port.disconnected(far)
 

@@ -1,4 +1,4 @@
-"""Hands events to one machine, in order, and has its effects carried out, each before the next event is handled."""
+"""Passes events to one state machine in order, and carries out all effects of one before the next."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from peers.timing import BEAT_S
 
 LOOK_AGAIN_S = 0.1
 MAX_TICKS = 100
-"""At one moment: a machine that wants more does not let time pass."""
+"""Deadlines handled at one moment; a machine that wants more never lets time pass."""
 
 
 class Machine(Protocol):
-    """A peers.core Peer, or one that lies."""
+    """A peers.core Peer, or a liar."""
 
     @property
     def deadline(self) -> float: ...
@@ -41,7 +41,7 @@ class Machine(Protocol):
 
 
 class Process(ABC):
-    """One life of one peer's daemon. `machine` is given before the first event."""
+    """One process of one peer's daemon. `machine` is set before the first event."""
 
     def __init__(self, clock: Clock) -> None:
         self.machine: Machine
@@ -55,11 +55,11 @@ class Process(ABC):
 
     @abstractmethod
     def carry_out(self, effect: Effect) -> None:
-        """What takes time calls `busy`."""
+        """Carry out one effect; if it takes time, call `busy`."""
 
     @abstractmethod
     def repeat_status(self) -> None:
-        """Say again where this peer stands."""
+        """Broadcast the last status again."""
 
     def on_event(self, event: Event | None) -> None:  # noqa: B027
         """Called before the machine handles it."""
@@ -68,25 +68,25 @@ class Process(ABC):
         """Called when all effects of an event are carried out."""
 
     def may_sleep(self) -> bool:
-        """Whether its deadline may pass, until the next event: the machine takes that for a freeze of its own."""
+        """Whether its deadline may be ignored until the next event. The machine takes that for a freeze of its own."""
         return False
 
     def on_always_due(self) -> None:
-        """The machine wants to be called again and again, and no time passes."""
+        """The machine's deadline is always due, so that no time would pass."""
         raise AssertionError(f"always due at {self._clock.now}")
 
     def due_event(self) -> Event | None:
-        """What to tell the machine when its deadline has come."""
+        """The event to pass to the machine when its deadline has come."""
         return None
 
     def post(self, event: Event, before: Callable[[], object] | None = None) -> None:
-        """`before`: called just before the machine is told."""
+        """Queue an event. `before` is called just before the machine handles it."""
         if self.is_running:
             self._inbox.append((event, before))
             self.pump()
 
     def pump(self) -> None:
-        """Go on, as far as this moment lets it."""
+        """Carry out effects and handle events that are due now."""
         if self._is_pumping:
             return
         self._is_pumping = True
@@ -112,7 +112,7 @@ class Process(ABC):
         self._set_tick()
 
     def busy(self, seconds: float, then: Callable[[], None]) -> None:
-        """Nothing else is done until then; its last status is repeated meanwhile."""
+        """Do nothing else for so long, then call `then`; heartbeats go on meanwhile."""
         self._is_busy = True
         for beat in range(1, int(seconds / BEAT_S) + 1):
             self._clock.after(beat * BEAT_S, self._beat)

@@ -1,9 +1,9 @@
-"""How the reduction of an attempt ends, at each member: all have it, none has it, or some have it and others do not.
+"""Simulated reductions: how the reduction of an attempt ends at each member; it may succeed at some and fail at others.
 
-It runs once all members of the plan have begun and hear each other, and each member has its result at a moment of its
-own. A member that dies or gives up, or a link that is cut, breaks it for those who have not finished, but for those
-who were about to; each of them suspects what it sees. Where nothing is heard (a frozen member, a link cut one way), a
-member gives up after a while. Those who gave up break it for the rest.
+A reduction runs once all members of the plan have begun and can reach each other, and each member finishes at a time of
+its own. A member that dies or aborts, or a link that is cut, makes it fail at the members that are not finished or
+about to finish; each suspects what it can see itself. If bytes just stop (a frozen member, a link cut in one
+direction), a member fails after the stall timeout. A member that fails makes the others fail.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from diloco.sim.values import Pieces
 from peers.protocol.certificates import Plan
 
 OPEN_S = 4.0
-"""In which all members have to begin."""
+"""The time in which all members have to begin."""
 PROMPT_S = 1.5
-"""The same where they have streams with each other from a reduction before."""
+"""The same if they have open streams from an earlier reduction."""
 STALL_S = 5.0
-"""Without a byte from a member."""
+"""The stall timeout."""
 NOTICE_S = (0.0, 0.5)
-"""How long others take to see that a member has given up."""
+"""How long the others take to notice that a member has failed."""
 LAST_MOMENT_S = 0.05
-"""A member that is so close to its end has all bytes."""
+"""A member this close to its end has received all bytes."""
 SPREAD = 0.3
-"""Members end at up to so much more than the time that the reduction takes."""
+"""Members finish up to this share later than the first."""
 LOOK_AGAIN_S = 0.2
 
 Suspects = frozenset[str]
 
 
 class Member(Protocol):
-    """One life of a peer, as a reduction sees it."""
+    """One process of a peer, as a reduction sees it."""
 
     @property
     def peer_id(self) -> str: ...
@@ -57,7 +57,7 @@ class Member(Protocol):
 
 @dataclass
 class Part:
-    """One member's."""
+    """One member's part in an attempt."""
 
     member: Member
     pieces: Pieces
@@ -77,7 +77,7 @@ class Attempt:
 
 
 class Reductions:
-    """Of all attempts; a member takes part in one at a time. `reduce_s`: least and most that one takes."""
+    """All attempts. A member takes part in one at a time. `reduce_s`: shortest and longest duration."""
 
     def __init__(
         self, clock: Clock, rng: random.Random, network: Network, reduce_s: tuple[float, float]
@@ -86,11 +86,11 @@ class Reductions:
         self._clock, self._rng, self._network = clock, rng, network
         self._attempts: dict[str, Attempt] = {}
         self._joined: set[frozenset[str]] = set()
-        """Pairs with streams between them: a failed reduction closes those of its members."""
+        """Pairs with open streams; a failed reduction closes those of its members."""
         self._of_member: dict[str, Attempt] = {}
 
     def begin(self, member: Member, plan: Plan, pieces: Pieces, timeout_s: float) -> None:
-        """Answered by `reduced` or `reduce_failed` of this member, unless it ends it before."""
+        """Start this member's part; its `reduced` or `reduce_failed` follows, unless `end` is called before."""
         self.end(member.peer_id, "began another")
         attempt = self._attempts.setdefault(plan.digest, Attempt(plan))
         part = Part(member, pieces, self._clock.now + timeout_s)
@@ -107,7 +107,7 @@ class Reductions:
         self._try_to_flow(attempt)
 
     def end(self, peer_id: str, why: str = "cancelled") -> None:
-        """This member takes part no more: it has died, or wants something else."""
+        """End this member's part: it has died, or cancelled."""
         attempt = self._of_member.pop(peer_id, None)
         if attempt is not None and (part := attempt.parts[peer_id]).state == "running":
             part.state = "over"
@@ -115,7 +115,7 @@ class Reductions:
             self._break_for_others(attempt, peer_id)
 
     def links_changed(self) -> None:
-        """Links were cut, or healed."""
+        """Links were cut or healed."""
         for attempt in list(self._of_member.values()):
             if not attempt.is_flowing:
                 self._try_to_flow(attempt)
@@ -125,7 +125,7 @@ class Reductions:
                     self._stall(attempt, part, broken)
 
     def frozen(self, peer_id: str) -> None:
-        """Nothing more comes from this member, until it goes on."""
+        """This member sends nothing until it thaws."""
         attempt = self._of_member.get(peer_id)
         if attempt is None or not attempt.is_flowing:
             return
@@ -139,7 +139,7 @@ class Reductions:
 
         self._after(STALL_S, look)
 
-    # How it goes on
+    # Progress
 
     def _try_to_flow(self, attempt: Attempt) -> None:
         signers = attempt.plan.signers
@@ -174,7 +174,7 @@ class Reductions:
         self._clock.at(part.ends_at, finish)
 
     def _break_for_others(self, attempt: Attempt, gone: str, told: Suspects = frozenset()) -> None:
-        """Those who have not finished see it soon; whom they suspect is whom they saw go, or whom that one named."""
+        """Members that have not finished fail soon. Each suspects the member that is gone, or those it named."""
         for part in attempt.running():
             if part.ends_at > self._clock.now + LAST_MOMENT_S:
                 named = told - {part.member.peer_id}
@@ -183,7 +183,7 @@ class Reductions:
                 )
 
     def _stall(self, attempt: Attempt, part: Part, broken: Suspects) -> None:
-        """A link both ways breaks its streams at once; one way, bytes just do not come."""
+        """A link cut in both directions breaks its streams at once; cut in one, bytes just stop."""
         if part.ends_at <= self._clock.now + LAST_MOMENT_S:
             return
         me = part.member.peer_id
@@ -205,7 +205,7 @@ class Reductions:
 
     def _fail_soon(self, attempt: Attempt, part: Part, suspects: Suspects) -> None:
         after_s = self._rng.uniform(*NOTICE_S)
-        # Broken now: what was scheduled as its end does not come before it.
+        # Cancel the scheduled success, which might come before the failure.
         part.ends_at = math.inf
         self._after(after_s, lambda: self._fail(attempt, part, "a stream broke", suspects))
 
@@ -230,7 +230,7 @@ class Reductions:
         return frozenset(p for p in attempt.plan.signers if p != me and not self._network.is_linked(me, p))
 
     def _unheard_by(self, attempt: Attempt, part: Part) -> Suspects:
-        """Who has not begun, or is not linked, or frozen; else somebody whom another cannot reach."""
+        """Members that have not begun, are unreachable or frozen; else one that another member cannot reach."""
         missing = frozenset(p for p in attempt.plan.signers if p not in attempt.parts)
         frozen = frozenset(p for p, other in attempt.parts.items() if other.member.is_frozen)
         if own := (missing | frozen | self._unlinked_to(attempt, part)) - {part.member.peer_id}:

@@ -1,4 +1,4 @@
-"""`python -m diloco.sim.replay SEED`: one schedule again, with all that happened in it."""
+"""`python -m diloco.sim.replay SEED`: run one schedule again, and print all that happened in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One life of one peer: carries out the effects of its machine, in order, each before the next event is handled."""
+"""A virtual peer: one process of one peer, with its worker, its state and its machine."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from peers.protocol.certificates import Plan
 from peers.protocol.messages import Message, Status
 
 NUM_KEPT = 3
-"""States that a peer hands over: its own and those before it."""
+"""States that a peer can serve: its own and those before it."""
 
 
 class VirtualPeer(Process):
-    """`machine` is given by `start`. `is_honest`: what it does has to keep the invariants."""
+    """`start` sets `machine`. `is_honest`: the invariants are checked for it."""
 
     def __init__(
         self, world: World, peer_id: str, disk: Disk, offered: State, *, is_honest: bool = True
@@ -33,20 +33,20 @@ class VirtualPeer(Process):
         self._peer_id = peer_id
         self.slowness = 1.0
         self.before: dict[type, Callable[[], object]] = {}
-        """By kind of effect: what happens, once, just before the next such effect is carried out."""
+        """By kind of effect: what to do once, just before the next effect of that kind."""
         self.garbles = False
-        """Its next reduction comes to other bits than everybody else's."""
+        """Its next reduction gives other bits than everybody else's."""
         self.saves = False
         """It writes a checkpoint at every commit."""
         self.state: State | None = None
         self.made_up: dict[str, State] = {}
-        """What a liar hands over beside its states."""
+        """Made-up states that a liar serves, by head."""
         self.in_hand: Handed | None = None
         self.worker: VirtualWorker | None = None
         self.asking: VirtualWorker | None = None
-        """Who has asked last where to begin."""
+        """The worker that asked last where to begin."""
         self.outcome: Reduced | None = None
-        """Of its last reduction."""
+        """The outcome of its last reduction."""
         self.fetched_state: State | None = None
         self.said: Status | None = None
         self.kept: deque[State] = deque(maxlen=NUM_KEPT)
@@ -62,7 +62,7 @@ class VirtualPeer(Process):
         self.pump()
 
     def kill(self) -> None:
-        """Everything that is not on the disk is gone. Its network ends elsewhere."""
+        """End the process: everything that is not on the disk is gone. The caller closes its network port."""
         self.is_running = False
         if self.worker is not None:
             self.worker.crash()
@@ -70,7 +70,7 @@ class VirtualPeer(Process):
         self.world.downloads.end(self.peer_id)
 
     def freeze(self) -> None:
-        """Nothing is handled until it thaws; what comes waits."""
+        """Handle nothing until `thaw`; events are queued."""
         self.is_frozen = True
         self.world.reductions.frozen(self.peer_id)
 
@@ -99,7 +99,7 @@ class VirtualPeer(Process):
             self.worker = None
 
     def told(self, worker: VirtualWorker, event: Event, handed: Handed | None = None) -> None:
-        """By the worker."""
+        """The worker tells the daemon of this event."""
         if isinstance(event, events.StateOffered):
             if self._has_offered:
                 return
@@ -139,7 +139,7 @@ class VirtualPeer(Process):
         self._post(events.FetchFailed(head, reason, suspects))
 
     def state_of(self, head: str) -> State | None:
-        """What it hands over as the state of this head."""
+        """The state that it serves for this head."""
         return next((state for state in self.kept if state.head == head), self.made_up.get(head))
 
     def _post(self, event: Event, handed: Handed | None = None, asking: VirtualWorker | None = None) -> None:
@@ -150,7 +150,7 @@ class VirtualPeer(Process):
         self.post(event, take)
 
     def leave(self) -> None:
-        """It is asked to end."""
+        """Ask the peer to leave."""
         self._post(events.Leave())
 
     # As a process

@@ -1,4 +1,4 @@
-"""One seed, from its beginning to its verdict: a swarm, its faults, its liar, and what must have become of it."""
+"""Random schedules: from one seed a swarm, its faults and its liar are drawn and run, and the outcome is judged."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ ALL_LIARS = LIARS | FORGERS
 FAULTS_S = 40.0
 LOOK_S = 2.0
 COMMITS = 2
-"""Further ones, that all honest peers have in common."""
+"""Commits after the last fault that all honest peers must have in common: liveness."""
 SETTLE_S = 100.0
-"""After the last fault, in which those have to come.
+"""The time after the last fault in which these commits have to be made.
 
-10 s until everybody is back, heard and trusted again, one attempt or download that hangs (30 s), two epochs, in each
-of which a quorum may wait a grace of 30 s for a slow peer.
+10 s until all peers are back, heard and trusted again, one attempt or download that hangs (30 s), and two epochs, in
+each of which a quorum may wait a grace of 30 s for a slow peer.
 """
 LIAR_S = 100.0
-"""Longer, where a member lies: it leads every fourth or fifth attempt, and three that hang (30 s) leave it out."""
+"""Additional time if a member lies: it leads every fourth or fifth attempt, and is left out after three that hang
+(30 s)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +40,9 @@ class Schedule:
     """By rank."""
     faults: tuple[Fault, ...]
     liar: tuple[int, str] | None
-    """Its rank, and how it lies."""
+    """Its rank, and the kind of lie."""
     saves: bool
-    """Peers write checkpoints, and offer them when they come back."""
+    """Peers write checkpoints, and offer them when they restart."""
     offers_differ: bool
     grace_s: float
     delay_s: tuple[float, float]
@@ -62,7 +63,7 @@ class Schedule:
 class Verdict:
     schedule: Schedule
     fault: str
-    """Empty: everything held."""
+    """The invariant that was violated; empty: none."""
     settled_after_s: float = 0.0
     num_commits: int = 0
     trace: list[str] = field(default_factory=list)
@@ -143,7 +144,8 @@ def run(seed: int, *, traced: bool = False) -> Verdict:
 
 
 def why_unsettled(swarm: VirtualSwarm) -> str:
-    """Empty: all honest peers live, on one chain, and have made further commits on it since the last fault."""
+    """Why liveness does not hold yet. Empty: all honest peers are live, on one chain, and have made COMMITS further
+    commits on it since the last fault."""
     if not injected.is_over(swarm):
         return "faults last"
     states = [peer.state for peer in swarm.honest]
@@ -153,14 +155,14 @@ def why_unsettled(swarm: VirtualSwarm) -> str:
     for state in states:
         if state is not None:
             by_genesis.setdefault(state.genesis, []).append(state)
-    # Runs that were founded apart, while a partition stood, stay apart: nobody of either may be overruled.
+    # Runs that were founded apart during a partition stay apart: neither roster may be overruled by the other.
     return next(filter(None, map(_why_apart, by_genesis.values())), "")
 
 
 def has_lying_roster(swarm: VirtualSwarm) -> bool:
-    """Whether honest members are no majority of a roster that honest peers hold: then no further commit is promised.
+    """Whether an honest peer is on a roster without an honest majority: then no further commit is guaranteed.
 
-    So it is where the liar founded the run alone, or with one other, before most peers had come.
+    This happens if the liar founded the run alone, or with one other, before most peers had started.
     """
     rosters = [
         swarm.world.truth.roster_after(peer.machine.head) for peer in swarm.honest if peer.machine.head
@@ -181,9 +183,9 @@ def _why_apart(held: list[State]) -> str:
 
 
 def lost_pieces(swarm: VirtualSwarm) -> str:
-    """Pieces that live workers of honest peers have trained, and that are nowhere.
+    """Pieces that live workers of honest peers have trained and that are lost, as a sentence; empty: none.
 
-    They may be in a state, also that of a chain that lost, or on their way to one.
+    A piece is not lost if it is in any state, also of a chain that lost, or pending in its worker.
     """
     everywhere = {piece for state in swarm.world.truth.states.values() for piece in state.pieces}
     for peer in swarm.honest:
@@ -195,6 +197,6 @@ def lost_pieces(swarm: VirtualSwarm) -> str:
 
 
 def report(seed: int) -> str:
-    """The schedule of this seed, what happened in it, and the verdict."""
+    """The schedule of this seed, the trace of its run, and the verdict, as text."""
     verdict = run(seed, traced=True)
     return "\n".join([str(verdict.schedule), *verdict.trace, verdict.fault or "everything held"])

@@ -1,4 +1,4 @@
-"""A virtual swarm: peers that start, die, freeze and lose each other on a virtual clock, by one seed."""
+"""A virtual swarm: peers that start, die, freeze and are partitioned on a virtual clock, determined by one seed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from peers.core.settings import Settings
 MANIFEST = digest("manifest")
 START_NANOSECONDS = 1_700_000_000_000_000_000
 VANISHED_S = (5.0, 30.0)
-"""In which others are told that the machine of a peer is gone."""
+"""How long the others take to notice that a peer's machine is gone."""
 
 
 def peer_id_of(rank: int) -> str:
@@ -33,7 +33,7 @@ def peer_id_of(rank: int) -> str:
 
 
 def settings_for(num_founders: int, **changes: object) -> Settings:
-    """Short epochs, and a grace that does not hide what else is wrong."""
+    """Settings with short epochs, and a grace too short to hide other faults."""
     known: dict[str, object] = {
         "manifest": MANIFEST,
         "steps_per_epoch": 6,
@@ -45,9 +45,9 @@ def settings_for(num_founders: int, **changes: object) -> Settings:
 
 
 class VirtualSwarm:
-    """Ranks 0 to num_peers - 1 exist from the beginning; `starts` them at once unless told otherwise.
+    """Peers with ranks 0 to num_peers - 1; all start at once unless `starts` is False.
 
-    `liars`: by rank, what makes its machine. Raises InvariantViolated out of whatever lets time pass.
+    `liars`: by rank, the function that makes the machine. Every method that lets time pass raises InvariantViolated.
     """
 
     def __init__(
@@ -66,11 +66,11 @@ class VirtualSwarm:
     ) -> None:
         self.seed, self.num_peers, self.saves = seed, num_peers, saves
         self.machines = {peer_id_of(rank): make for rank, make in (liars or {}).items()}
-        """By peer id: what makes the machine of those that are not simply a Peer."""
+        """By peer id: the functions that make the liars' machines."""
         self.liars = frozenset(self.machines)
         self.disks = {peer_id_of(rank): Disk() for rank in range(num_peers)}
         self.offers: dict[str, State] = {}
-        """What peers offer where it is not the same for all."""
+        """By peer id: the state it offers, if not the common initial one."""
         self.slowness: dict[str, float] = {}
         self.world = self._make_world(
             settings or settings_for(num_peers),
@@ -81,7 +81,7 @@ class VirtualSwarm:
         )
         self._incarnations = 0
         self._cuts: dict[Pair, int] = {}
-        """How many causes keep a direction (sender, receiver) cut."""
+        """By (sender, receiver): how many faults keep this direction cut."""
         self.world.truth.outages.begin(permutations(self.disks, 2), 0.0)
         self.world.network.on_channel = self._on_channel
         if starts:
@@ -125,7 +125,7 @@ class VirtualSwarm:
         self.world.clock.advance(self.now + seconds)
 
     def run_until(self, is_over: Callable[[], bool], within_s: float) -> bool:
-        """Whether it came to that."""
+        """Run until `is_over`, for at most so long. Whether it came to be over."""
         return self.world.clock.run(is_over, until=self.now + within_s)
 
     def at(self, when: float, event: Callable[[], object]) -> None:
@@ -134,7 +134,7 @@ class VirtualSwarm:
     # Processes
 
     def start(self, rank: int) -> None:
-        """A new life of this peer; nothing happens where it lives."""
+        """Start a process of this peer, unless it runs."""
         peer_id = peer_id_of(rank)
         if peer_id in self.world.peers:
             return
@@ -170,15 +170,15 @@ class VirtualSwarm:
             verify=world.ring.verify,
             settings=world.settings,
             incarnation=incarnation,
-            # Every other one brings none, and claims one.
+            # Every other peer has no rank, and claims one.
             world_rank=-1 if rank % 2 else rank,
             pledges=peer.disk.pledges,
             now=self.now,
         )
 
     def kill(self, rank: int, *, vanishes: bool = False) -> None:
-        """The daemon and the worker of this peer end at once; `vanishes`: with their machine, so that the others only
-        hear nothing any more. Repeating it is safe."""
+        """Kill the daemon and the worker of this peer. `vanishes`: with their machine, so that channels do not break at
+        once. May be repeated."""
         peer_id, notice_s = peer_id_of(rank), VANISHED_S if vanishes else NOTICE_S
         peer = self.world.peers.pop(peer_id, None)
         if peer is None:
@@ -189,7 +189,7 @@ class VirtualSwarm:
         self.world.truth.drops(peer_id, self.now)
 
     def freeze(self, rank: int, seconds: float) -> None:
-        """Its daemon is stopped for so long; its worker goes on."""
+        """Stop its daemon for so long; its worker continues."""
         peer_id = peer_id_of(rank)
         peer = self.world.peers.get(peer_id)
         if peer is None or peer.is_frozen:
@@ -208,7 +208,7 @@ class VirtualSwarm:
         self.world.clock.after(seconds, thaw)
 
     def slow_down(self, rank: int, factor: float) -> None:
-        """It trains, reduces and writes its state so many times as slowly; 1: as usual."""
+        """Make it train, reduce and write its state `factor` times as slowly; 1: at normal speed."""
         peer_id = peer_id_of(rank)
         self.slowness[peer_id] = factor
         if (peer := self.world.peers.get(peer_id)) is not None:
@@ -218,7 +218,7 @@ class VirtualSwarm:
             self._note(peer_id, f"takes {factor:.1f} times as long from now on")
 
     def leave(self, rank: int, ends_after_s: float = 1.0) -> None:
-        """It is asked to end, says so, and ends."""
+        """Ask it to leave: it announces that, and ends."""
         if (peer := self.world.peers.get(peer_id_of(rank))) is not None:
             self._note(peer.peer_id, "leaves")
             self.world.truth.left_until[peer.peer_id] = math.inf
@@ -226,7 +226,7 @@ class VirtualSwarm:
             self.world.clock.after(ends_after_s, lambda: self.kill(rank) if peer.is_running else None)
 
     def finish(self, rank: int) -> None:
-        """Its worker trains to the end of its epoch, and no further: the peer leaves with the commit of that."""
+        """End its training with this epoch: the peer leaves with the commit that contains this work."""
         if (peer := self.world.peers.get(peer_id_of(rank))) is not None and peer.worker is not None:
             self._note(peer.peer_id, "is to end with its next commit")
             self.world.truth.left_until[peer.peer_id] = math.inf
@@ -250,7 +250,7 @@ class VirtualSwarm:
     # Links
 
     def cut(self, one: int, other: int, *, one_way: bool = False) -> None:
-        """Nothing gets from the one to the other, nor back unless it is one way."""
+        """Cut the link in both directions; `one_way`: from `one` to `other` only."""
         for sender, receiver in self._directions(one, other, one_way):
             self._cuts[sender, receiver] = self._cuts.get((sender, receiver), 0) + 1
             self.world.truth.outages.begin([(receiver, sender)], self.now)
@@ -259,7 +259,7 @@ class VirtualSwarm:
         self.world.reductions.links_changed()
 
     def heal(self, one: int, other: int, *, one_way: bool = False) -> None:
-        """Ends one cut."""
+        """End one cut."""
         for sender, receiver in self._directions(one, other, one_way):
             self._cuts[sender, receiver] -= 1
             self.world.truth.outages.end([(receiver, sender)], self.now)
@@ -276,7 +276,7 @@ class VirtualSwarm:
         for one, other in _across(sides):
             self.heal(one, other)
 
-    # What came of it
+    # Results
 
     @property
     def peers(self) -> dict[int, VirtualPeer]:
@@ -327,6 +327,6 @@ class VirtualSwarm:
 
 
 def _across(sides: Sequence[Iterable[int]]) -> list[tuple[int, int]]:
-    """Pairs of ranks on different sides, each once."""
+    """All pairs of ranks on different sides, each once."""
     known = [tuple(side) for side in sides]
     return [(a, b) for one, other in permutations(known, 2) for a in one for b in other if a < b]

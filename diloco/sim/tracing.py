@@ -1,4 +1,4 @@
-"""Events and effects in a few words, for the trace of a run."""
+"""Events and effects as short texts, for the trace of a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def short(head: str) -> str:
 
 
 def describe(event: Event | None) -> str:
-    """Empty: not worth a line."""
+    """Empty: omitted from the trace."""
     match event:
         case events.Received(peer_id, message):
             text = describe_message(message)

@@ -1,4 +1,4 @@
-"""What has really happened in a simulation: the states and certificates there are, and who could not hear whom."""
+"""Ground truth of a simulation: all states and certificates that exist, and which peer could not hear which."""
 
 from __future__ import annotations
 
@@ -12,17 +12,14 @@ from diloco.sim.values import State
 from peers.protocol.certificates import Certificate
 
 HEARD_AGAIN_S = 1.0
-"""In a shorter time between two outages perhaps nothing was said."""
+"""Two outages closer together than this count as one: between them perhaps no message was sent."""
 
 Pair = tuple[str, str]
-"""Who listens, and to whom."""
+"""(listener, speaker)."""
 
 
 class Outages:
-    """When a peer could not hear another.
-
-    Causes overlap, and follow on each other: an outage lasts until none of them has come back soon.
-    """
+    """When one peer could not hear another. An outage may have several overlapping causes, and ends with the last."""
 
     def __init__(self) -> None:
         self._causes: Counter[Pair] = Counter()
@@ -44,7 +41,7 @@ class Outages:
                 self._past[pair].append((self._since.pop(pair), now))
 
     def longest_s(self, listener: str, speaker: str, since: float, now: float) -> float:
-        """The longest outage that had not ended by `since`; 0: there was none."""
+        """The longest outage that had not ended before `since`; 0: there was none."""
         pair = (listener, speaker)
         lasted = [end - begin for begin, end in self._past[pair] if end >= since]
         if pair in self._since:
@@ -62,10 +59,10 @@ class Holder(Protocol):
 
 @dataclass(frozen=True)
 class Split:
-    """Where two chains part: what each has after the state that they share."""
+    """Where two chains part: the states of each after the last one that they share."""
 
     ancestor: State | None
-    """None: they have begun apart."""
+    """None: they were founded apart."""
     ours: tuple[State, ...]
     theirs: tuple[State, ...]
 
@@ -93,19 +90,19 @@ def _back_from(state: State | None) -> list[State]:
 class Truth:
     outages: Outages = field(default_factory=Outages)
     states: dict[str, State] = field(default_factory=dict)
-    """By head: all that anybody has held."""
+    """By head: every state that a peer has ever held."""
     certificates: dict[str, Certificate] = field(default_factory=dict)
     held_by_honest: set[str] = field(default_factory=set)
     held_since: dict[str, float] = field(default_factory=dict)
-    """By peer id: since when it holds its head."""
+    """By peer id: since when it has held its head."""
     head_of: dict[str, str] = field(default_factory=dict)
     """By peer id: the head it holds."""
     _on_head: dict[Pair, tuple[float, float]] = field(default_factory=dict)
-    """From when to when a peer (the first of the pair) last held a head."""
+    """By (peer id, head): from when to when the peer last held this head."""
     left_until: dict[str, float] = field(default_factory=dict)
-    """Of peers that have said that they leave: when they came back; infinite: not yet."""
+    """For peers that announced that they leave: when they came back; infinite: not yet."""
     idle_until: dict[str, float] = field(default_factory=dict)
-    """Of peers that have lost their worker: when they got another; infinite: not yet."""
+    """For peers that lost their worker: when they got another; infinite: not yet."""
     contradictions: list[str] = field(default_factory=list)
     """Heads under which two peers have different values."""
 
@@ -114,7 +111,7 @@ class Truth:
             self.certificates.setdefault(certificate.head, certificate)
 
     def holds(self, peer: Holder, state: State, now: float) -> State:
-        """This peer has this state from now on; returned as the one that all who hold it share."""
+        """This peer holds this state from now on. Returns the object that all holders of the state share."""
         known = self.states.setdefault(state.head, state)
         if (known.anchor, known.momentum, known.pieces) != (state.anchor, state.momentum, state.pieces):
             self.contradictions.append(state.head)
@@ -127,27 +124,31 @@ class Truth:
         return known
 
     def drops(self, peer_id: str, now: float) -> None:
-        """This peer holds its head no more: it goes on, or it has died."""
+        """This peer does not hold its head any more: it has moved to another, or has died."""
         if (head := self.head_of.pop(peer_id, None)) is not None:
             began, _ = self._on_head[peer_id, head]
             self._on_head[peer_id, head] = (began, now)
 
     def was_on_head(self, peer_id: str, head: str, since: float, until: float) -> bool:
-        """Whether this peer has come to this head by `until`, and not left it before `since`."""
+        """Whether this peer reached this head by `until`, and did not leave it before `since`."""
         began, ended = self._on_head.get((peer_id, head), (math.inf, math.inf))
         return began <= until and ended >= since
 
     def roster_after(self, head: str) -> frozenset[str]:
         return frozenset(member.peer_id for member in self.certificates[head].plan.roster)
 
-    def counts_for_more(self, split: Split) -> bool:
-        """Rule 3, of all certificates there are: whether their side wins, or neither does by its members."""
+    def fork_rule_allows(self, split: Split) -> bool:
+        """Whether the Fork rule allows to move to their side: at least as many members count for it as for ours.
+
+        Independent of chain.prefers_theirs, and counted over all certificates that exist: an invariant must not share a
+        bug with the code that it checks. The hash that breaks ties is not checked.
+        """
         assert split.ancestor is not None
-        votes = 0
+        lead = 0
         for peer_id in self.roster_after(split.ancestor.head):
             ours, theirs = self._signed_last(split.ours, peer_id), self._signed_last(split.theirs, peer_id)
-            votes += (theirs > ours) - (ours > theirs)
-        return votes >= 0
+            lead += (theirs > ours) - (ours > theirs)
+        return lead >= 0
 
     def _signed_last(self, side: Sequence[State], peer_id: str) -> tuple[int, int]:
         plans = [self.certificates[state.head].plan for state in side]

@@ -1,8 +1,8 @@
-"""The values of a state, as what is in them.
+"""The values of a state, represented by the training that they contain.
 
-Every inner step of a worker makes a piece, which is a number of its own. An anchor is the set of pieces that commits
-have brought into it, a worker's weights are an anchor and the pieces that no commit has taken in yet, and a reduction
-adds up what its members have handed over. So a lost or doubled step is seen, which real weights would hide.
+Every inner step of a worker makes a *piece*, a unique number. An anchor is the set of pieces that commits have added to
+it. A worker's weights are an anchor and the pieces that no commit contains yet. A reduction is the union of its
+members' pieces. So a lost or doubled step is detected, which real weights would hide.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ class State:
 
     @property
     def offer(self) -> Offer:
-        """As what a founder starts a run from."""
+        """This state as the offer of a founder."""
         return Offer(anchor=self.anchor, momentum=self.momentum, certificate=self.certificate)
 
     @property
     def genesis(self) -> str:
-        """Head of the first commit that it comes of."""
+        """Head of the first certificate that it descends from."""
         state = self
         while state.parent is not None:
             state = state.parent
         return state.head
 
     def leads_to(self, other: State | None) -> bool:
-        """Whether `other` is this state, or follows it."""
+        """Whether `other` is this state, or a descendant of it."""
         while other is not None and other.head != self.head and other.epoch >= self.epoch:
             other = other.parent
         return other is not None and other.head == self.head
@@ -58,23 +58,23 @@ class State:
 
 @dataclass(frozen=True)
 class Reduced:
-    """What the reduction of a plan has brought to a member, and what a commit of it leads to."""
+    """The result of a reduction at one member, and the digests of the state that its commit would lead to."""
 
     plan: Plan
     pieces: Pieces
     doubled: Pieces
-    """What two members have brought, or what was in the state before."""
+    """Pieces that two members contributed, or that were in the state before."""
     anchor: str
     momentum: str
 
 
 def initial_state(name: str) -> State:
-    """Weights that have never been trained; equal where the names are."""
+    """An untrained state; equal names give equal states."""
     return State("", 0, digest("initial anchor", name), digest("no momentum"))
 
 
 def reduce_parts(state: State, plan: Plan, parts: Mapping[str, Pieces]) -> Reduced:
-    """What a member in this state computes from everybody's part; members in the same state get the same digests."""
+    """The result that a member in this state computes from all parts. Members in equal states get equal digests."""
     pieces: Pieces = NOTHING.union(*parts.values())
     doubled = pieces & state.pieces
     if sum(map(len, parts.values())) != len(pieces):
@@ -88,7 +88,7 @@ def apply_outcome(state: State, outcome: Reduced, certificate: Certificate, now:
 
 
 def begin_from(offered: State, certificate: Certificate, now: float) -> State:
-    """The state of a genesis, of a founder that offers its values."""
+    """The state of a genesis, at a founder that offered its values."""
     parent = offered if offered.head else None
     return _state_of(certificate, offered.pieces, offered.anchor, offered.momentum, parent, now)
 

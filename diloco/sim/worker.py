@@ -1,4 +1,4 @@
-"""A virtual worker: trains steps, each of which makes a piece, hands over, waits for its answer, and goes on."""
+"""A virtual worker: trains steps, each of which makes a piece, hands over its work, waits for the answer, continues."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ STEP_JITTER = 0.2
 
 @dataclass(frozen=True)
 class Handed:
-    """The weights that a worker has handed over: what is in them beyond the anchor of `base`, a head."""
+    """The work that a worker has handed over: the pieces in its weights beyond the anchor of the head `base`."""
 
     worker: VirtualWorker
     pieces: Pieces
     base: str
 
     def on(self, head: str) -> Handed:
-        """Rebased."""
+        """The same work, rebased onto the anchor of this head."""
         return Handed(self.worker, self.pieces, head)
 
 
@@ -42,7 +42,7 @@ class Daemon(Protocol):
 
 
 class VirtualWorker:
-    """One life. `new_piece` numbers the pieces of all workers."""
+    """One worker process. `new_piece` numbers the pieces of all workers."""
 
     def __init__(
         self,
@@ -59,17 +59,17 @@ class VirtualWorker:
         self.trained: set[int] = set()
         """All pieces that it has ever made."""
         self.pending: set[int] = set()
-        """Those that are in its weights, and in no commit that it has been told of."""
+        """The pieces in its weights that are in no commit it was told of."""
         self.ends_after_this = False
-        """Its next work is its last: it ends once that is in."""
+        """Its next work is its last: it ends once a commit contains it."""
         self._daemon, self._clock, self._rng, self._new_piece = daemon, clock, rng, new_piece
         self._steps_per_epoch = steps_per_epoch
         self._base, self._epoch, self._local_step = "", 0, 0
         self._handed: Pieces | None = None
         self._is_ahead = False
-        """It trains on while what it has handed over waits."""
+        """It trains on while the work it handed over waits for its commit."""
         self._is_last = False
-        """What it has handed over is its last."""
+        """The work it handed over is its last."""
 
     @property
     def has_begun(self) -> bool:
@@ -77,11 +77,11 @@ class VirtualWorker:
 
     @property
     def waits(self) -> bool:
-        """It stands still, for an answer to what it has handed over."""
+        """Whether it idles until the work it handed over is answered."""
         return self._handed is not None and not (self._is_ahead and self._local_step < self._steps_per_epoch)
 
     def start(self, after_s: float) -> None:
-        """It loads its model, offers it and asks where to begin."""
+        """Load the model, offer its state, and ask where to begin."""
         self._after(after_s, self._arrive)
 
     def crash(self) -> None:
@@ -94,7 +94,7 @@ class VirtualWorker:
         self._step_or_hand_over()
 
     def answered(self, head: str, answer: Answer) -> None:
-        """To what it has handed over; the weights that come with the answer are those of this head."""
+        """The work it handed over is answered. `head`: whose anchor its weights are based on now."""
         if answer.how == "contributed":
             self.pending -= self._handed or set()
         was_standing, was_ahead = self.waits, self._is_ahead
@@ -108,7 +108,7 @@ class VirtualWorker:
             self._step_or_hand_over()
 
     def goes_ahead(self, order: GoAhead) -> None:
-        """Its commit takes long."""
+        """Its commit is late: train on in the next epoch."""
         if self.waits:
             self._is_ahead, self._epoch, self._local_step = True, order.epoch, 0
             self._step_or_hand_over()
@@ -116,7 +116,7 @@ class VirtualWorker:
     def _arrive(self) -> None:
         self._daemon.told(self, StateOffered(self._daemon.offered.offer))
         if self.is_running:
-            # What came of that offer may have been its end.
+            # The offer may have ended this worker.
             self._daemon.told(self, WorkerWaits())
 
     def _step_or_hand_over(self) -> None:

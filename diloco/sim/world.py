@@ -1,4 +1,4 @@
-"""What all virtual peers of one simulation share."""
+"""What all virtual peers of one simulation share: clock, randomness, network, and the checks."""
 
 from __future__ import annotations
 
@@ -20,24 +20,22 @@ if TYPE_CHECKING:
     from diloco.sim.truth import Truth
 
 Span = tuple[float, float]
-"""Least and most seconds."""
+"""Shortest and longest duration in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Durations:
-    """What things take."""
-
     load_s: Span = (0.2, 1.5)
-    """A worker, to load its model."""
+    """Until a worker has loaded its model."""
     step_s: float = 0.5
     reduce_s: Span = (0.1, 0.8)
     fetch_s: Span = (0.1, 2.0)
     apply_s: Span = (0.001, 0.1)
-    """Apply, Adopt, Rebase and Answer."""
+    """Of the effects Apply, Adopt, Rebase and Answer."""
 
 
 class Trace:
-    """What happened, for people; empty unless it is switched on."""
+    """A log of all events and effects for people; empty unless switched on."""
 
     def __init__(self, clock: Clock, *, is_on: bool) -> None:
         self.is_on = is_on
@@ -62,7 +60,7 @@ class World:
     invariants: Invariants
     trace: Trace
     peers: dict[str, VirtualPeer] = field(default_factory=dict)
-    """The live ones, by peer id."""
+    """The live peers, by peer id."""
     num_pieces: int = 0
 
     def new_piece(self) -> int:
@@ -75,7 +73,7 @@ class World:
 
 @dataclass
 class Disk:
-    """What survives the death of a peer's processes."""
+    """What survives when a peer's processes die."""
 
     pledges: dict[str, int] = field(default_factory=dict)
     checkpoint: State | None = None

@@ -1,6 +1,6 @@
-"""The peer as a pure machine: `handle(event, now) -> effects` and `deadline`. No I/O, no clock, no torch.
+"""The peer as a pure state machine: `handle(event, now) -> effects` and `deadline`. No I/O, no clock, no torch.
 
-Start with peer.py. The four rules: who leads is in round.py, who is in a commit in group.py (and what its plan must be
-in plans.py), which of two chains counts in chain.py, what becomes of late work in late_work.py. Who is well is in
-health.py, and every waiting time in timing.py.
+Start with peer.py. The four rules: the Leader rule is in round.py, the Group rule in group.py (what a plan must be in
+plans.py), the Fork rule in chain.py, the Late-work rule in late_work.py. Failure detection is in health.py, and every
+timeout in timing.py.
 """

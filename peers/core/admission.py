@@ -1,8 +1,8 @@
-"""Who may be in a run: decided here and nowhere else, asked at every door. Pure: the clock is an argument.
+"""Which peers may be in a run: decided here only, checked wherever a peer connects. Pure: the clock is an argument.
 
-Whoever holds a run's *admission key* issues *tokens* and signs *ban lists*; its public half, which comes with the swarm
-secret, tells whose to believe. A token is worth nothing without the identity key of the peer that it names. Without
-an admission key a run is open: everybody may be in it.
+The holder of a run's *admission key* issues *tokens* and signs *ban lists*; the key's public half, which comes with the
+swarm secret, verifies them. A token is useless without the identity key of the peer that it names. A run without an
+admission key is open to every peer.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from peers.protocol.tokens import BanList, Token
 from peers.timing import CLOCK_TOLERANCE_S
 
 MAX_SHOWN = 4096
-"""Peers whose tokens are remembered; of more, the one that came first is forgotten until it shows its token again."""
+"""Peers whose tokens are remembered. Beyond that the oldest is dropped, and that peer has to show its token again."""
 
 
 class Admission:
-    """The decision, and what it rests on: the public admission key, the newest ban list, tokens that were shown."""
+    """Decides by the public admission key, the newest ban list, and the tokens that peers have shown."""
 
     def __init__(self, run_id: str, public_key: bytes | None = None) -> None:
         self.run_id = run_id
@@ -32,7 +32,7 @@ class Admission:
         return self._public_key is None
 
     def check(self, peer_id: str, blob: bytes, now: float) -> None:
-        """Raises Refused unless this peer, which has proved its identity, may be here by this token."""
+        """Raises Refused unless this token admits this peer, which has already proved its identity."""
         if self._public_key is None:
             return
         if peer_id in self.bans.peer_ids:
@@ -53,12 +53,12 @@ class Admission:
             del self._shown[next(iter(self._shown))]
 
     def check_shown(self, peer_id: str, now: float) -> None:
-        """Raises Refused unless this peer has shown such a token before."""
+        """Raises Refused unless a token that this peer has shown before still admits it."""
         shown = self._shown.get(peer_id)
         self.check(peer_id, shown[0] if shown else b"", now)
 
     def learn(self, blob: bytes) -> bool:
-        """Take over a ban list if it is newer than the one held: whether it is. Empty: there is none.
+        """Adopt a signed ban list if it is newer than the one held. True if so. `blob` empty: there is none.
 
         Raises ProtocolError.
         """

@@ -1,4 +1,4 @@
-"""What to change where rounds take too much of the time: told once, when a few epochs have shown it."""
+"""Advice on flags for a run whose rounds take too much of its time, given once after a few epochs."""
 
 from __future__ import annotations
 
@@ -21,26 +21,23 @@ class Usual:
 
     epoch_s: float
     round_s: float
-    """Of it, from the group to the commit."""
+    """The part of the epoch from the group to the commit."""
     bytes_per_s: float
-    """That the peer's link carries; 0: not known."""
+    """Bandwidth of the peer's link; 0: not known."""
     num_peers: int
 
 
 class Advice:
-    """Of one peer."""
-
     def __init__(self) -> None:
         self._epochs: deque[Usual] = deque(maxlen=_ENOUGH_EPOCHS)
         self._ended_at: float | None = None
         self._is_given = False
 
     def epoch_ended(self, now: float, *, round_s: float, bytes_per_s: float, num_peers: int) -> Usual | None:
-        """What is usual, once enough epochs have shown it and if that was not told before."""
+        """The medians over the last epochs, once only, as soon as there are enough of them."""
         began_at, self._ended_at = self._ended_at, now
         if began_at is None or self._is_given or num_peers < 2:
-            # The first epoch began with waiting for others; and of one that it came too late for, or was alone in, this
-            # peer knows nothing.
+            # The first epoch includes waiting for others to join; an epoch alone says nothing about rounds.
             return None
         self._epochs.append(
             Usual(epoch_s=now - began_at, round_s=round_s, bytes_per_s=bytes_per_s, num_peers=num_peers)
@@ -57,9 +54,9 @@ class Advice:
 
 
 def advice_on(usual: Usual, schedule: Schedule, *, codec: str, sizes: Iterable[int], num_layers: int) -> str:
-    """Flags that published experiments found harmless, for a log; empty where rounds take little or are hidden.
+    """A log line of flags that published experiments found harmless; empty if rounds are short or overlapped.
 
-    `sizes` are the values of each fragment.
+    `sizes`: the number of values in each fragment.
     """
     share = usual.round_s / usual.epoch_s if usual.epoch_s > 0 else 0.0
     if schedule.overlap_steps or share <= SHARE_OF_EPOCH:
@@ -83,5 +80,5 @@ def advice_on(usual: Usual, schedule: Schedule, *, codec: str, sizes: Iterable[i
 
 
 def num_layers_of(names: Iterable[str]) -> int:
-    """Of a model with parameters of these names, as `model.layers.3.mlp.weight`; 0: it has none."""
+    """The number of layers of a model with these parameter names, like `model.layers.3.mlp.weight`; 0: none found."""
     return len({match[1] for name in names if (match := _LAYER.search(name))})

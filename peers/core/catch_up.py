@@ -1,8 +1,8 @@
-"""Whose state to take: newer commits on this peer's chain, a chain that counts for more, the state before commits that
-no majority has signed, or any chain for a newcomer.
+"""Which state to fetch from other peers: newer commits on this peer's chain, a chain that wins by the Fork rule, an
+earlier head to roll back to, or, for a newcomer, any chain.
 
-Targets are heads that live peers announce. Certificates that lead to them are asked for, then judged (chain.py), then
-the state is fetched; nothing is adopted before its certificates are here.
+Targets are heads that live peers announce. This peer requests the certificates that lead to them, tests those
+(chain.py), and then fetches the state. Nothing is adopted before its certificates have arrived.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from peers.core.chain import Chain, Fork, acceptable_part, prefers_theirs
+from peers.core.chain import Chain, Fork, adoptable_prefix, prefers_theirs
 from peers.core.effects import Fetch, Send, Tell
 from peers.core.health import Swarm
 from peers.core.plans import fault_of_successor, is_quorum
@@ -25,44 +25,42 @@ from peers.protocol.messages import Ask, Certificates
 
 MAX_DONORS = 8
 MAX_ASKED = 64
-"""Heads that one peer was asked for and whose answer is still awaited."""
+"""Requests for certificates that are remembered per peer."""
 MAX_SOUND = 4096
 
 Heads = dict[str, list[str]]
-"""Announced heads, and the live peers that announce them."""
+"""By announced head, the live peers that announce it."""
 
 
 @dataclass
 class CatchUp:
-    """Of one peer."""
-
     me: str
     settings: Settings
     chain: Chain
     swarm: Swarm
     timing: Timing
     target: Certificate | None = None
-    """Whose state is being fetched."""
+    """The certificate of the state that is being fetched; None: nothing is."""
     genesis: str = ""
-    """Of the run that this peer is in."""
+    """Head of the genesis of the run that this peer is in."""
     path: tuple[Certificate, ...] = ()
-    """To it, from this peer's chain where that is known."""
+    """The certificates up to the target, from this peer's chain on if that link is known."""
     _asked: dict[str, dict[str, float]] = field(default_factory=dict)
-    """By peer, when it was last asked for which heads."""
+    """By peer and head, when the peer was last asked for the certificates up to that head."""
     _unknown: set[tuple[str, str]] = field(default_factory=set)
-    """Who has answered that it does not know which head."""
+    """(peer, head): the peer has answered that it does not know this head."""
     _sound: dict[str, bool] = field(default_factory=dict)
-    """Whether a certificate can follow its parent."""
+    """By head, whether its certificate can follow its parent by the rules."""
     _failed: tuple[str, float] = "", 0.0
-    """The head that was fetched in vain last, and until when it is not fetched again."""
-    _since: float | None = None
-    """When the first of the heads was heard that are announced now."""
-    _back_since: float | None = None
-    """Since when it would go back to an earlier head."""
+    """The head whose fetch failed last, and until when it is not fetched again."""
+    _heads_since: float | None = None
+    """Since when other peers have announced heads that are not on this peer's chain; None: nobody does."""
+    _rollback_since: float | None = None
+    """Since when the conditions for a rollback have held."""
 
     @property
     def is_checking(self) -> bool:
-        """What is fetched is the state of this peer's own head, to compare it with the others'."""
+        """Whether the fetch is of this peer's own head, because its own copy of the state may be damaged."""
         return self.target is not None and self.target.head == self.chain.head
 
     def on_ask(self, turn: Turn, sender: str, ask: Ask) -> None:
@@ -73,29 +71,29 @@ class CatchUp:
         return head in self._asked.get(peer_id, ())
 
     def on_unknown(self, peer_id: str, head: str) -> None:
-        """A peer that was asked does not know what leads to this head."""
+        """A peer that was asked does not know this head."""
         if self.has_asked(peer_id, head):
             self._unknown.add((peer_id, head))
 
     def advance(self, turn: Turn, *, can_fetch: bool, has_worker: bool) -> bool:
-        """Ask for what is missing, and fetch the state that counts. True if a fetch began."""
+        """Request missing certificates, and fetch the best state that may be adopted. True if a fetch began."""
         heads = self._announced()
         for head, holders in heads.items():
-            self._ask_for_the_way(turn, head, holders)
+            self._ask_for_path(turn, head, holders)
         if not heads:
-            self._since = None
-        elif self._since is None:
-            self._since = turn.now
+            self._heads_since = None
+        elif self._heads_since is None:
+            self._heads_since = turn.now
         if not can_fetch:
             return False
-        path = self._best(turn, heads, has_worker)
-        # Donors that had gone on say so by announcing the next head, which is fetched at once.
+        path = self._best_path(turn, heads, has_worker)
+        # The pause after a failure is for one head only: donors that have moved on announce the next head.
         if not path or (path[-1].head == self._failed[0] and not turn.passed(self._failed[1])):
             return False
         if self.target is not None and (
             path[-1].head == self.target.head or self.chain.follows(path[-1].head, self.target.head)
         ):
-            # A target on the way to somewhere further is fetched first: commits are repeated after it.
+            # Finish the fetch of a target that is an ancestor of the new one: later commits are replayed on top of it.
             return False
         self.fetch(turn, path, self._donors(path[-1]))
         return True
@@ -108,7 +106,7 @@ class CatchUp:
         )
 
     def on_failed(self, turn: Turn, suspects: frozenset[str]) -> None:
-        """The fetch that ran has brought nothing."""
+        """The running fetch has failed."""
         if self.target is None:
             return
         for peer_id in suspects:
@@ -118,43 +116,43 @@ class CatchUp:
         self.target, self.path = None, ()
 
     def end(self) -> None:
-        """The fetch that ran, if there was one, has brought its state, or is not needed any more."""
+        """The running fetch, if any, has succeeded or is not needed any more."""
         self.target, self.path = None, ()
 
-    def counts_for_more_than(self, certificate: Certificate) -> bool:
-        """Whether what is being fetched, if anything is, does not come after this commit on the own head, and counts
-        for more by rule 3."""
+    def target_outweighs(self, certificate: Certificate) -> bool:
+        """Whether the fetch target wins over this commit on this peer's head: it is not its descendant, and the Fork
+        rule prefers it."""
         if self.target is None or any(certificate.head == other.head for other in self.path):
             return False
-        parts_here = self.path[0].plan.parent == self.chain.head
-        return not parts_here or prefers_theirs(Fork(self.chain.newest, (certificate,), self.path))
+        forks_at_own_head = self.path[0].plan.parent == self.chain.head
+        return not forks_at_own_head or prefers_theirs(Fork(self.chain.newest, (certificate,), self.path))
 
     def head_moved(self) -> None:
         self._asked.clear()
         self._unknown.clear()
 
     def _announced(self) -> Heads:
-        """Heads that this peer is not past."""
+        """The heads of live peers that are not on this peer's chain."""
         heads: Heads = defaultdict(list)
         own = self.chain.head
         for peer_id, status in self.swarm.live():
-            if status.head and status.head != own and not self.chain.has_passed(status.head):
+            if status.head and status.head != own and not self.chain.is_on_own_chain(status.head):
                 heads[status.head].append(peer_id)
         return heads
 
     def _donors(self, target: Certificate) -> list[str]:
-        """Holders of the state: those who have spoilt least first, then those of its roster."""
+        """Peers that hold the target's state: those with the fewest strikes first, then members of its roster."""
         roster = {member.peer_id for member in target.plan.roster}
         holders = [p for p, status in self.swarm.live() if status.head == target.head]
         return sorted(holders, key=lambda p: (self.swarm.strikes(p), p not in roster, p))
 
-    def _ask_for_the_way(self, turn: Turn, head: str, holders: Sequence[str]) -> None:
+    def _ask_for_path(self, turn: Turn, head: str, holders: Sequence[str]) -> None:
         path = self.chain.path_back(head)
         wanted = path[0].plan.parent if path else head
-        if path and (path[0].is_genesis or self.chain.has_passed(wanted)):
+        if path and (path[0].is_genesis or self.chain.is_on_own_chain(wanted)):
             return
         if path and not self.chain.head:
-            # A newcomer has no past in common with anybody.
+            # A newcomer has no chain that the path could lead back to.
             return
         for peer_id in holders:
             asked = self._asked.setdefault(peer_id, {})
@@ -168,77 +166,85 @@ class CatchUp:
                 turn.do(Send(peer_id, Ask(head=wanted, have=self.chain.head)))
                 turn.passed(turn.now + self.timing.reaction_s)
 
-    # Which of them
+    # Which state is best
 
-    def _best(self, turn: Turn, heads: Heads, has_worker: bool) -> tuple[Certificate, ...]:
+    def _best_path(self, turn: Turn, heads: Heads, has_worker: bool) -> tuple[Certificate, ...]:
         if not self.chain.head:
-            return self._for_newcomer(turn, heads)
+            return self._newcomer_path(turn, heads)
         best: tuple[Certificate, ...] = ()
         for head in sorted(heads):
-            path = self._acceptable_way(turn, head, heads, has_worker)
-            if path and path[-1].head in heads and (not best or _counts_for_more(self.chain, path, best)):
+            path = self._adoptable_path(turn, head, heads, has_worker)
+            if path and path[-1].head in heads and (not best or _prefers_path(self.chain, path, best)):
                 best = path
-        return best or self._way_back(turn)
+        return best or self._rollback_path(turn)
 
-    def _way_back(self, turn: Turn) -> tuple[Certificate, ...]:
-        """To where most of a roster stand, if what this peer has gone on to from there binds nobody; once that has been
-        so for long enough that all have said where they stand now."""
+    def _rollback_path(self, turn: Turn) -> tuple[Certificate, ...]:
+        """To the earliest head of this peer's chain at which a majority stayed, see `_majority_stayed_at`. Only after
+        that has held for long enough that every peer has announced its current head."""
         own = self.chain.head
-        heads = {s.head for _, s in self.swarm.live() if s.head != own and self.chain.has_passed(s.head)}
+        heads = {s.head for _, s in self.swarm.live() if s.head != own and self.chain.is_on_own_chain(s.head)}
         back = [fork for head in heads if (fork := self.chain.fork_to(head)) is not None]
-        found = [fork.ancestor for fork in back if self._binds_nobody(fork.ancestor, fork.ours)]
+        found = [fork.ancestor for fork in back if self._majority_stayed_at(fork.ancestor, fork.ours)]
         if not found:
-            self._back_since = None
+            self._rollback_since = None
             return ()
-        self._back_since = turn.now if self._back_since is None else self._back_since
-        if not turn.passed(self._back_since + self.timing.reaction_s):
+        self._rollback_since = turn.now if self._rollback_since is None else self._rollback_since
+        if not turn.passed(self._rollback_since + self.timing.reaction_s):
             return ()
         return (min(found, key=lambda certificate: certificate.plan.epoch),)
 
-    def _binds_nobody(self, certificate: Certificate, after: Sequence[Certificate]) -> bool:
-        """Most of a roster stand where it was given out, and most have not signed what came after: they will not follow
-        (rule 3), and without the others may be too few to commit."""
-        signers = {peer_id for commit in after for peer_id in commit.plan.signers}
-        standing = {p for p, status in self.swarm.live() if status.head == certificate.head}
-        if self.chain.head == certificate.head:
-            standing.add(self.me)
-        return is_quorum(standing, certificate, 0.5) and not is_quorum(signers, certificate, 0.5)
+    def _majority_stayed_at(self, certificate: Certificate, after: Sequence[Certificate]) -> bool:
+        """Whether a majority of this certificate's roster is at its head, and no majority of it has signed the commits
+        `after` it.
 
-    def _acceptable_way(
+        By the Fork rule that majority will not adopt those commits, and without their signers it may be too small to
+        commit. So their signers go back to it.
+        """
+        signers = {peer_id for commit in after for peer_id in commit.plan.signers}
+        stayed = {p for p, status in self.swarm.live() if status.head == certificate.head}
+        if self.chain.head == certificate.head:
+            stayed.add(self.me)
+        return is_quorum(stayed, certificate, 0.5) and not is_quorum(signers, certificate, 0.5)
+
+    def _adoptable_path(
         self, turn: Turn, head: str, heads: Heads, has_worker: bool
     ) -> tuple[Certificate, ...]:
         fork = self.chain.fork_to(head)
-        # A run founded anew, if only from a checkpoint of this one, has no past in common with it.
+        # A run that was founded anew has no common past with this one, even if it started from this one's checkpoint.
         if fork is None or (fork.theirs and fork.theirs[0].is_genesis):
-            return self._way_of_the_lost(turn, head, heads)
+            return self._path_without_common_past(turn, head, heads)
 
-        part = acceptable_part(
+        part = adoptable_prefix(
             fork,
             me=self.me,
             has_worker=has_worker,
             may_object=lambda peer_id, certificate: self._may_object(turn, peer_id, certificate),
-            has_gone_on=lambda peer_id, at: at != self.chain.head or self.swarm.has_gone_on(peer_id, turn),
+            is_off_head=lambda peer_id, at: at != self.chain.head or self.swarm.is_off_head(peer_id, turn),
             is_gone=self.swarm.is_gone,
             is_sound=self._is_sound,
         )
         if not part or (fork.ours and not prefers_theirs(Fork(fork.ancestor, fork.ours, part))):
             return ()
-        return () if self._binds_nobody(fork.ancestor, part) else part
+        return () if self._majority_stayed_at(fork.ancestor, part) else part
 
     def _may_object(self, turn: Turn, peer_id: str, certificate: Certificate) -> bool:
-        """It may be heard, spoils no rounds, and stands at the head before this certificate, or has gone on from there
-        another way."""
-        at, head = certificate.plan.parent, self._head_of(peer_id)
-        if at == self.chain.head:
-            return self._stands_here(turn, peer_id) and not self._leads_to(head, certificate.head)
-        return head == at and self._may_be_heard(peer_id)
+        """Whether `peer_id` is live, is not left out for strikes, and is at the certificate's parent or, if that is
+        this peer's head, on another chain from there."""
+        parent, head = certificate.plan.parent, self._head_of(peer_id)
+        if parent == self.chain.head:
+            return self._is_at_or_past_own_head(turn, peer_id) and not self._is_or_follows(
+                head, certificate.head
+            )
+        return head == parent and self._is_heard_and_trusted(peer_id)
 
-    def _stands_here(self, turn: Turn, peer_id: str) -> bool:
-        """On this peer's chain, at its head or beyond it: now, or soon."""
+    def _is_at_or_past_own_head(self, turn: Turn, peer_id: str) -> bool:
+        """Whether `peer_id` is at this peer's head or a descendant of it, or was until recently and may be again."""
         is_beyond = self.chain.follows(self._head_of(peer_id), self.chain.head)
-        return self._may_be_heard(peer_id) and (is_beyond or not self.swarm.has_gone_on(peer_id, turn))
+        return self._is_heard_and_trusted(peer_id) and (
+            is_beyond or not self.swarm.is_off_head(peer_id, turn)
+        )
 
-    def _may_be_heard(self, peer_id: str) -> bool:
+    def _is_heard_and_trusted(self, peer_id: str) -> bool:
         is_left_out = self.swarm.is_left_out(peer_id, self.chain.newest.plan.epoch)
         return not (is_left_out or self.swarm.is_gone(peer_id))
 
@@ -246,7 +252,7 @@ class CatchUp:
         status = self.swarm.status(peer_id)
         return status.head if status is not None else ""
 
-    def _leads_to(self, head: str, earlier: str) -> bool:
+    def _is_or_follows(self, head: str, earlier: str) -> bool:
         return head == earlier or self.chain.follows(head, earlier)
 
     def _is_sound(self, certificate: Certificate, before: Certificate) -> bool:
@@ -257,45 +263,51 @@ class CatchUp:
             self._sound[key] = not fault_of_successor(certificate, before, self.settings)
         return self._sound[key]
 
-    def _way_of_the_lost(self, turn: Turn, head: str, heads: Heads) -> tuple[Certificate, ...]:
-        """A common past is not known any more, to nobody who announces it. Then what the roster here shows counts, this
-        peer included; and where nobody of it is left, whatever others show, as for a newcomer."""
+    def _path_without_common_past(self, turn: Turn, head: str, heads: Heads) -> tuple[Certificate, ...]:
+        """The path to a head that has no known common ancestor with this peer's chain, if this peer should go there.
+
+        The members of this peer's roster decide: those that hold the other head against those, with this peer, that are
+        still here. If the whole roster is gone, any two holders of the other head are enough, as for a newcomer.
+        """
         path = self.chain.path_back(head)
         holders = {p for certificate in path for p in heads.get(certificate.head, ())}
         if not path or not (path[0].is_genesis or self._is_unknown_to(holders, path[0].plan.parent)):
             return ()
         roster = {member.peer_id for member in self.chain.newest.plan.roster} - {self.me}
-        gone_over = roster & holders
-        objectors = {p for p in roster - holders if self._stands_here(turn, p)}
-        if gone_over:
-            lead = len(gone_over) - 1 - len(objectors)
-            # Those who have begun anew decide in the same way, where neither side has more.
+        switched = roster & holders
+        objectors = {p for p in roster - holders if self._is_at_or_past_own_head(turn, p)}
+        if switched:
+            lead = len(switched) - 1 - len(objectors)
+            # On a tie between two runs that were founded apart, the smaller genesis hash wins: so on both sides.
             wins = lead > 0 or (lead == 0 and (not path[0].is_genesis or path[0].head < self.genesis))
-            may_go = all(self.swarm.has_gone_on(p, turn) for p in gone_over)
+            may_go = all(self.swarm.is_off_head(p, turn) for p in switched)
             return tuple(path[-1:]) if may_go and wins else ()
         if any(not self.swarm.is_gone(p) for p in roster):
             return ()
-        # Two that have begun apart, and each alone: by the hash of what they began from.
+        # This peer is alone. If the other side is a single peer too, the smaller genesis hash decides.
         theirs = path[0].head if path[0].is_genesis else min(map(self.swarm.genesis, holders))
         return tuple(path[-1:]) if len(holders) > 1 or "" < theirs < self.genesis else ()
 
     def _is_unknown_to(self, holders: set[str], head: str) -> bool:
         return bool(holders) and all((p, head) in self._unknown for p in holders)
 
-    def run_of_most(self, turn: Turn) -> Certificate | None:
-        """For a newcomer: the newest of the run that most of those who are here show, once it is certified."""
-        path = self._for_newcomer(turn, self._announced())
+    def newest_of_largest_run(self, turn: Turn) -> Certificate | None:
+        """For a newcomer: the newest certificate of the chain that most live peers are on, once it has arrived."""
+        path = self._newcomer_path(turn, self._announced())
         return path[-1] if path else None
 
-    def _for_newcomer(self, turn: Turn, heads: Heads) -> tuple[Certificate, ...]:
-        """The chain that most of those who answer are on, once it is certified, and on it the head that most are at; of
-        equals what more have signed, then the newest. So no single peer leads a newcomer back to an old head, and none
-        that speaks first leads it anywhere: the others have their time to speak, unless most of the roster have."""
-        if not heads or self._since is None:
+    def _newcomer_path(self, turn: Turn, heads: Heads) -> tuple[Certificate, ...]:
+        """The head that most live peers are at, on the chain that most are on; on ties the one with more signers, then
+        the newest. Empty until its certificate has arrived.
+
+        A single peer therefore cannot lead a newcomer to an old head. Nor can the first one to answer: this waits for
+        the others, unless a majority of the roster has answered already.
+        """
+        if not heads or self._heads_since is None:
             return ()
 
         def supporters_of(head: str) -> set[str]:
-            return {p for other in heads if self._is_on(other, head) for p in heads[other]}
+            return {p for other in heads if self._are_on_one_chain(other, head) for p in heads[other]}
 
         def rank(head: str) -> tuple[int, int, int, int, str]:
             supporters = supporters_of(head)
@@ -305,28 +317,29 @@ class CatchUp:
             return -len(supporters), -len(heads[head]), -num_signers, -epoch, head
 
         best = min(heads, key=rank)
-        certificate, has_waited = self.chain.get(best), turn.passed(self._since + self.timing.reaction_s)
+        certificate = self.chain.get(best)
+        has_waited = turn.passed(self._heads_since + self.timing.reaction_s)
         if certificate is None:
             return ()
         supporters = supporters_of(best)
         is_agreed = len(supporters) > 1 and is_quorum(supporters, certificate, 0.5)
         return (certificate,) if has_waited or (is_agreed and not self.swarm.has_unheard()) else ()
 
-    def _is_on(self, head: str, other: str) -> bool:
-        """Both are of one chain."""
-        return self._leads_to(head, other) or self._leads_to(other, head)
+    def _are_on_one_chain(self, head: str, other: str) -> bool:
+        """Whether one of the two heads is a descendant of the other, or the same."""
+        return self._is_or_follows(head, other) or self._is_or_follows(other, head)
 
 
-def _counts_for_more(chain: Chain, path: Sequence[Certificate], other: Sequence[Certificate]) -> bool:
-    """Of two ways that may both be adopted: the longer where one leads on from the other, else rule 3 between them."""
-    mine = [certificate.head for certificate in other]
-    theirs = [certificate.head for certificate in path]
+def _prefers_path(chain: Chain, path: Sequence[Certificate], other: Sequence[Certificate]) -> bool:
+    """Whether `path` is the better of two that may both be adopted: the longer one if it continues the other, else the
+    one that the Fork rule prefers; without a common ancestor the one with the later epoch."""
     shared = 0
-    while shared < min(len(mine), len(theirs)) and mine[shared] == theirs[shared]:
+    while shared < min(len(other), len(path)) and other[shared].head == path[shared].head:
         shared += 1
-    if shared in (len(mine), len(theirs)) and path[0].plan.parent == other[0].plan.parent:
-        return len(theirs) > len(mine)
+    have_same_start = path[0].plan.parent == other[0].plan.parent
+    if shared in (len(other), len(path)) and have_same_start:
+        return len(path) > len(other)
     ancestor = path[shared - 1] if shared else chain.get(path[0].plan.parent)
-    if ancestor is None or (not shared and path[0].plan.parent != other[0].plan.parent):
+    if ancestor is None or (not shared and not have_same_start):
         return path[-1].plan.epoch > other[-1].plan.epoch
     return prefers_theirs(Fork(ancestor, tuple(other[shared:]), tuple(path[shared:])))

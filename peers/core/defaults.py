@@ -1,7 +1,7 @@
-"""What published experiments say about settings nobody has tuned, each with its source and how far it holds.
+"""Defaults from published experiments for settings that the user did not tune, each with its source and its limits.
 
-Pure functions of what a run knows beforehand. They give starting points: a value somebody tuned on their own model
-beats them.
+Pure functions of what a run knows beforehand. They are starting points: a value tuned on the user's own model beats
+them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SPARSE, _MUON = "topk", "muon"
 _LAYERS_PER_FRAGMENT = 3
 _HARMLESS_OVERLAP_STEPS = 5
 SHARE_OF_EPOCH = 0.05
-"""What a round that training waits for may take of an epoch."""
+"""The share of an epoch that a round which training waits for may take."""
 
 
 def outer_lr_for(
@@ -87,14 +87,14 @@ def outer_momentum_for(compression: str, num_peers: int = 1, *, optimizer: str =
 
 
 def residual_decay_for(compression: str, local_steps: int) -> float:
-    """The part of what a lossy codec kept back of a contribution that is still there at the next one, H steps later.
+    """The factor by which a contribution's residual decays from one contribution to the next, H steps later.
 
-    1 but for top-k: SparseLoCo (arXiv 2508.15706, algorithm 1) forgets 5 % of it in every epoch. A value that moves a
-    little in each epoch, always the same way, gathers twenty times that and no more; where this is less than what top-k
-    asks for, it is never sent. The fewer the steps of an epoch the fewer values get there, so this forgets as much per
-    step as 5 % per epoch of 30 steps, the cadence of Covenant, the 72B run built on that paper: 0.95^(H/30) below it,
-    and 0.95 above; by nominal steps, where epochs have a time budget. The paper has no such rule, it is ours: at H = 6
-    top-k ended 2.8 % above fp32 with 0.95 in benchmarks/convergence (three seeds), and 0.8 % with this (seven, +- 0.5).
+    1 except for top-k: SparseLoCo (arXiv 2508.15706, algorithm 1) has 0.95 per epoch. With that, a value that moves by
+    the same small amount in each epoch accumulates to at most twenty times the amount; if that is below top-k's
+    threshold, it is never sent. The shorter the epochs, the more values stay below it. So this decays as much per step
+    as 5 % per epoch of 30 steps, the cadence of Covenant, the 72B run built on that paper: 0.95^(H/30) for H below 30,
+    and 0.95 above; with a time budget, by nominal steps. This rule is ours, not the paper's: at H = 6 top-k ended 2.8 %
+    above fp32 with 0.95 in benchmarks/convergence (three seeds), and 0.8 % with this (seven seeds, +- 0.5).
     """
     return _SPARSE_DECAY ** min(1.0, local_steps / _DECAYS_IN_STEPS) if compression == _SPARSE else 1.0
 
@@ -111,7 +111,7 @@ def fragments_for(num_layers: int) -> int:
 
 
 def overlap_steps_for(round_s: float, step_s: float) -> int | None:
-    """The fewest steps τ that hide a round of this length, or None where that is more than is known to be harmless.
+    """The fewest steps τ that hide a round of this length, or None if that is more than is known to be harmless.
 
     Streaming DiLoCo, arXiv 2501.18512, section 4: up to τ = 5 costs less than 0.2 % of the loss (1B parameters,
     H = 100). For more, the one-epoch delay of eager updates (arXiv 2502.12996) is what was published, at a higher
@@ -144,8 +144,8 @@ def compression_for(numel: int, bits_per_s: float, epoch_s: float, *, num_peers:
 
 
 def lighter_compression(codec: str, factor: float) -> str | None:
-    """The least lossy codec whose bytes are at most `factor` times this one's, else the lightest; None if this one is
-    the lightest, or is not known here."""
+    """The least lossy codec whose bytes are at most `factor` times those of `codec`, else the smallest; None if `codec`
+    is the smallest already, or is unknown."""
     most = BITS_BY_CODEC.get(codec, 0.0)
     lighter = [name for name, bits in BITS_BY_CODEC.items() if bits < most]
     enough = (name for name in lighter if BITS_BY_CODEC[name] <= factor * most)
@@ -158,7 +158,7 @@ def is_lossier(codec: str, other: str) -> bool:
 
 
 def _by_peers(table: tuple[tuple[int, float], ...], num_peers: int) -> float:
-    """Between the table's counts of peers interpolated in their logarithm, beyond them the nearest one's value."""
+    """Interpolates between the table's numbers of peers in their logarithm; beyond them the nearest entry holds."""
     for (fewer, low), (more, high) in pairwise(table):
         if fewer <= num_peers <= more:
             return low + (high - low) * math.log2(num_peers / fewer) / math.log2(more / fewer)

@@ -1,7 +1,7 @@
-"""What a peer wants done. A runtime carries effects out in order, each before the next event is handled.
+"""The outputs of `Peer.handle`. A runtime carries effects out in order, all of them before the next event is handled.
 
-Reduce and Fetch only begin something; its outcome is an event. All others are over when they are carried out. While an
-effect takes long, the runtime repeats the last Status at each heartbeat: a busy peer is not a silent one.
+Reduce and Fetch only start something, whose outcome is an event; all others are done when they return. While an effect
+takes long, the runtime repeats the last Status at each heartbeat, so that others do not take a busy peer for lost.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from peers.protocol.messages import Message
 
 @dataclass(frozen=True)
 class Send:
-    """To one peer. What cannot be delivered is lost: a Disconnected or silence tells of it."""
+    """Send to one peer. A message that cannot be delivered is dropped; Disconnected or silence reveals it."""
 
     peer_id: str
     message: Message
@@ -24,16 +24,16 @@ class Send:
 
 @dataclass(frozen=True)
 class Broadcast:
-    """To every peer that this one has a channel to."""
+    """Send to every peer that this one has a channel to."""
 
     message: Message
 
 
 @dataclass(frozen=True)
 class Pledge:
-    """Write down, before anything after it is sent, that this peer has signed at this attempt on this head.
+    """Store durably, before any later effect, that this peer has signed at this attempt on this head.
 
-    A peer that comes back is given it, so that it does not sign twice.
+    After a restart the peer is given its pledges, so that it never signs twice at one attempt.
     """
 
     head: str
@@ -42,7 +42,7 @@ class Pledge:
 
 @dataclass(frozen=True)
 class Reduce:
-    """Reduce the work in hand with the members of this plan; end whatever reduction still runs.
+    """Reduce the work in hand with the members of this plan. A reduction that still runs ends.
 
     Answered by Reduced or ReduceFailed, within `timeout_s`.
     """
@@ -53,7 +53,7 @@ class Reduce:
 
 @dataclass(frozen=True)
 class CancelReduce:
-    """End the reduction that runs; its outcome no longer matters."""
+    """End the running reduction and report no outcome."""
 
 
 @dataclass(frozen=True)
@@ -65,22 +65,22 @@ class Apply:
 
 @dataclass(frozen=True)
 class Fetch:
-    """Get the state of `path[-1]`, from any of the donors: whole, or by repeating the commits of `path`.
+    """Get the state of `path[-1]` from any of the donors: whole, or by replaying the commits of `path`.
 
     Answered by Fetched or FetchFailed, within `timeout_s`. A fetch that still runs ends.
     """
 
     path: tuple[Certificate, ...]
-    """Linked; the first follows the state that is here, where that is known."""
+    """Linked. The first one follows this peer's state, if that link is known."""
     donors: tuple[str, ...]
     timeout_s: float
 
 
 @dataclass(frozen=True)
 class Adopt:
-    """Make the state that has been fetched (or, of a founder, offered) this peer's state.
+    """Make the fetched state (a founder's: the offered one) this peer's state.
 
-    The anchor that the worker's weights are based on is kept until they are rebased.
+    The old anchor, which the worker's weights are based on, is kept until they are rebased.
     """
 
     certificate: Certificate
@@ -95,21 +95,21 @@ class Rebase:
 class Answer:
     """Answer the worker that has handed over its work, or that waits to begin.
 
-    contributed: the work is in the state; go on from the anchor.
-    rebase: it is not; go on from anchor + (local - the anchor it was trained on), and keep counting its tokens.
-    keep: the same, but the newer state is not here yet; go on from the weights as they are.
-    begin: to a worker that asked where to begin; from the anchor.
+    contributed: the work is in the state; continue from the anchor.
+    rebase: it is not; continue from anchor + (local - the anchor it was trained on), and keep counting its tokens.
+    keep: it is not, and the newer state is still being fetched; continue from the weights as they are.
+    begin: to a worker that asked where to begin; start from the anchor.
     """
 
     how: Literal["contributed", "rebase", "keep", "begin"]
     certificate: Certificate
-    """Of the state that the worker goes on from; with keep, of the one that is being fetched."""
+    """Of the state that the worker continues from; with keep, of the one that is being fetched."""
     local_step: int
-    """Of its epoch, to go on from."""
+    """The local step of its epoch to continue from."""
 
     @property
     def epoch(self) -> int:
-        """Outer steps done where the worker goes on."""
+        """Outer steps done when the worker continues."""
         return self.certificate.plan.epoch
 
     @property
@@ -120,12 +120,12 @@ class Answer:
 
 @dataclass(frozen=True)
 class GoAhead:
-    """Let the worker train on while what it has handed over waits for its commit: in the next epoch, as if that were
-    made. An Answer still follows, and what was trained meanwhile stays on top of it."""
+    """Let the worker train on in the next epoch while the work it handed over waits for its commit. An Answer still
+    follows; what was trained meanwhile is put on top of it."""
 
     epoch: int
     data_base: int
-    """Where that epoch's data begins, as far as this peer can tell."""
+    """First data block of that epoch, as this peer predicts it."""
 
 
 @dataclass(frozen=True)

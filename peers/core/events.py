@@ -1,4 +1,4 @@
-"""What happens to a peer."""
+"""The inputs of `Peer.handle`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class Received:
 
 @dataclass(frozen=True)
 class StatusesReceived:
-    """Where several peers stand, by peer id; handled together."""
+    """Statuses of several peers, by peer id; handled together."""
 
     statuses: tuple[tuple[str, Status], ...]
 
 
 @dataclass(frozen=True)
 class Connected:
-    """There is a channel to a peer: it has yet to say where it stands."""
+    """A channel to a peer has opened. The peer's status is still to come."""
 
     peer_id: str
 
@@ -39,14 +39,14 @@ class Disconnected:
 
 @dataclass(frozen=True)
 class StateOffered:
-    """A worker is here for the first time, and this is the state that it could start the run from."""
+    """The first worker of this peer has connected; this is the state that it could start the run from."""
 
     offer: Offer
 
 
 @dataclass(frozen=True)
 class WorkerWaits:
-    """A worker asks where to begin. Whatever the worker before it had handed over is still averaged."""
+    """A worker asks where to begin. Work that its predecessor handed over is still averaged."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class WorkerGone:
 
 @dataclass(frozen=True)
 class Reduced:
-    """The reduction of this attempt is done; a commit of it leads to a state with these digests."""
+    """A reduction has succeeded; committing it would lead to a state with these digests."""
 
     plan: str
     """Digest of the plan."""
@@ -85,16 +85,16 @@ class ReduceFailed:
     plan: str
     reason: str
     suspects: frozenset[str] = frozenset()
-    """Peers that it was lost to."""
+    """Peers that made it fail."""
     told_by: frozenset[str] = frozenset()
-    """Where they are suspected by the word of others alone, those others."""
+    """If `suspects` is hearsay only: the peers that named them."""
     offenders: frozenset[str] = frozenset()
-    """Peers that have sent what no honest peer sends, on streams of their own."""
+    """Peers that sent, on their own streams, what no honest peer sends."""
 
 
 @dataclass(frozen=True)
 class Fetched:
-    """The state of this head is here, and its digests are those of the certificate."""
+    """The state of this head was fetched, and its digests are those of the certificate."""
 
     head: str
 
@@ -109,12 +109,12 @@ class FetchFailed:
 
 @dataclass(frozen=True)
 class Leave:
-    """This peer is about to end."""
+    """This peer is about to shut down."""
 
 
 @dataclass(frozen=True)
 class RoundTrip:
-    """Measured to a peer."""
+    """A measured round trip to a peer."""
 
     peer_id: str
     seconds: float

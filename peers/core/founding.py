@@ -1,4 +1,8 @@
-"""How a run begins: the founders sign a genesis, which names the first roster and the state that all start from."""
+"""How a run begins: all founders sign a genesis, which names the first roster and the state that they start from.
+
+As in a round (round.py), attempts are led by the founders in turn. The leader proposes a genesis, and every founder
+signs it if it would have proposed the same.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ NO_HEAD = ""
 
 @dataclass
 class Founding:
-    """This peer's part in it. Founders are live peers that offer a state, and none has a head."""
+    """This peer's part in it. Founders are live peers that offer a state and have no head yet."""
 
     keys: Keys
     verify: Verify
@@ -31,31 +35,34 @@ class Founding:
     swarm: Swarm
     began_at: float
     signed: int = -1
-    """The last attempt that this peer has signed, in an earlier life too."""
+    """The last attempt that this peer has signed, also before a restart; -1: none."""
     attempt: int = 0
     not_before: float = -math.inf
-    """A run was heard of, and has this long to prove that it has begun."""
+    """Found no run before this time: a peer has announced an existing one, whose certificates may still arrive."""
     certificate: Certificate | None = None
-    """The genesis, if this peer led to it."""
+    """The genesis, set when an attempt that this peer led has succeeded."""
     _body: Body | None = None
-    """That this peer has proposed, and the signatures under it."""
+    """What this peer has proposed in this attempt."""
     _signatures: dict[str, Signature] = field(default_factory=dict)
-    _could_at: float | None = None
+    """The signatures under `_body` so far, by founder."""
+    _attempt_since: float | None = None
+    """Since when the founders have been complete and this attempt has run; starts its timeout."""
     _unwilling: set[str] = field(default_factory=set)
-    """Founders that did not sign what this peer has proposed."""
-    _heard: dict[str, Body] = field(default_factory=dict)
-    """The last proposal of each other founder: it may come before the statuses that it follows from."""
+    """Founders that did not sign what this peer proposed."""
+    _proposals: dict[str, Body] = field(default_factory=dict)
+    """The last proposal of each other founder. It may arrive before the statuses that it was made from."""
 
     def __post_init__(self) -> None:
         self.attempt = self.signed + 1
 
     def heard_of_a_run(self, now: float) -> None:
-        """Once: who makes runs up is not to hold the founders up for ever."""
+        """A peer announces a head. Has an effect once only, so that announcing runs which do not exist cannot delay the
+        founding for ever."""
         if math.isinf(self.not_before):
             self.not_before = now + 4 * self.timing.reaction_s
 
     def founders(self, world_rank: int, offer: Offer) -> dict[str, tuple[int, Offer]]:
-        """By peer id, with the world ranks that they claim."""
+        """By peer id, the world rank that each founder claims and the state that it offers."""
         others = {
             peer_id: (status.world_rank, status.offer)
             for peer_id, status in self.swarm.live()
@@ -64,6 +71,7 @@ class Founding:
         return others | {self.keys.peer_id: (world_rank, offer)}
 
     def is_complete(self, turn: Turn, num_founders: int) -> bool:
+        """Whether enough founders are here, or the time to wait for more has passed."""
         return num_founders >= self.settings.galaxy_size or turn.passed(
             self.began_at + self.settings.founders_timeout_s
         )
@@ -72,18 +80,18 @@ class Founding:
         """True if anything was due."""
         founders = self.founders(world_rank, offer)
         if not self.is_complete(turn, len(founders)):
-            self._could_at = None
+            self._attempt_since = None
             return False
-        self._heard = {p: body for p, body in self._heard.items() if p in founders}
-        if any(self._answer(turn, sender, body, founders) for sender, body in self._heard.items()):
+        self._proposals = {p: body for p, body in self._proposals.items() if p in founders}
+        if any(self._answer(turn, sender, body, founders) for sender, body in self._proposals.items()):
             return True
-        self._could_at = turn.now if self._could_at is None else self._could_at
+        self._attempt_since = turn.now if self._attempt_since is None else self._attempt_since
         if self._follow_majority(turn, founders):
             return True
-        # Each attempt is given time for statuses to agree on who is there, and for an answer.
+        # An attempt gets one reaction time for statuses to agree on who the founders are, and one for the answers.
         is_ahead = self.attempt > self._majority_attempt(founders)
-        if not is_ahead and turn.passed(self._could_at + 2 * self.timing.reaction_s):
-            self._next(turn, self.attempt + 1)
+        if not is_ahead and turn.passed(self._attempt_since + 2 * self.timing.reaction_s):
+            self._enter_attempt(turn, self.attempt + 1)
             return True
         chosen = self._chosen(turn, founders)
         is_mine = _leader(self.settings.manifest, chosen, self.attempt) == self.keys.peer_id
@@ -93,7 +101,7 @@ class Founding:
         return True
 
     def _majority_attempt(self, founders: Iterable[str]) -> int:
-        """That most of the founders have reached."""
+        """The highest attempt that a majority of the founders has reached."""
         statuses = [self.swarm.status(peer_id) for peer_id in founders if peer_id != self.keys.peer_id]
         attempts = sorted([self.attempt, *(status.attempt for status in statuses if status is not None)])
         return attempts[(len(attempts) - 1) // 2]
@@ -102,17 +110,17 @@ class Founding:
         most_reached = min(self._majority_attempt(founders), self.attempt + 2 * len(founders))
         if most_reached <= self.attempt:
             return False
-        self._next(turn, most_reached)
+        self._enter_attempt(turn, most_reached)
         return True
 
-    def _next(self, turn: Turn, attempt: int) -> None:
+    def _enter_attempt(self, turn: Turn, attempt: int) -> None:
         if self._body is not None:
-            # They were there, and have not signed what this peer has proposed.
+            # These founders were live and did not sign this peer's proposal.
             self._unwilling |= set(self._body.plan.signers) - self._signatures.keys()
-        self.attempt, self._could_at, self._body = min(attempt, MAX_ATTEMPT), turn.now, None
+        self.attempt, self._attempt_since, self._body = min(attempt, MAX_ATTEMPT), turn.now, None
 
     def _chosen(self, turn: Turn, founders: Mapping[str, tuple[int, Offer]]) -> dict[str, tuple[int, Offer]]:
-        """Without those who would not sign, where there are enough without them."""
+        """The founders to propose: without the unwilling ones, if the others are complete."""
         willing = {p: founder for p, founder in founders.items() if p not in self._unwilling}
         return willing if self.is_complete(turn, len(willing)) else dict(founders)
 
@@ -125,10 +133,10 @@ class Founding:
                 turn.do(Send(peer_id, Found(body=body)))
 
     def on_found(self, sender: str, body: Body) -> None:
-        self._heard[sender] = body
+        self._proposals[sender] = body
 
     def _answer(self, turn: Turn, sender: str, body: Body, founders: Mapping[str, tuple[int, Offer]]) -> bool:
-        """Sign it, if it is what this peer would propose of these founders, and it is the sender's turn."""
+        """Sign this proposal if it is the sender's turn and this peer would propose the same. True if signed."""
         attempt = body.plan.attempt
         if not self.signed < attempt or not self.attempt <= attempt <= self.attempt + 1:
             return False
@@ -141,7 +149,7 @@ class Founding:
             return False
         if body != genesis_of(self.settings, named, attempt):
             return False
-        self._next(turn, attempt)
+        self._enter_attempt(turn, attempt)
         self._sign(turn, body, sender)
         return True
 
@@ -183,10 +191,8 @@ def _leader(manifest: str, founders: Iterable[str], attempt: int) -> str:
 
 
 def genesis_of(settings: Settings, founders: Mapping[str, tuple[int, Offer]], attempt: int) -> Body:
-    """What these founders begin from: a state that was trained before one that was not.
-
-    Of several the one that most of them offer or have signed, then the later epoch, then the smaller digest.
-    """
+    """The genesis of these founders. Of the states that they offer it takes one that was trained over one that was not,
+    then the one that most founders offer or have signed, then the later epoch, then the smaller digest."""
     offers = {offer for _, offer in founders.values()}
 
     def rank(offer: Offer) -> tuple[bool, int, int, str, str]:
@@ -220,7 +226,7 @@ def genesis_of(settings: Settings, founders: Mapping[str, tuple[int, Offer]], at
 
 
 def is_offer_sound(offer: Offer, verify: Verify) -> bool:
-    """A state that was trained before comes with the certificate of its last commit."""
+    """Whether an offered state, unless it is untrained, comes with a valid certificate of its last commit."""
     certificate = offer.certificate
     if certificate is None:
         return True

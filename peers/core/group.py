@@ -1,7 +1,8 @@
-"""The group rule: who is in the next commit on a head, whom it waits for, and when those who are ready are enough.
+"""The group rule: which peers are in the next commit on a head, whom it waits for, and how many are enough.
 
-Everybody who trains on the head is waited for, within the grace (round.py); a quorum of the roster is enough; and fewer
-are, where this peer can do without all others. Every member evaluates this for itself, and checks the leader's plan.
+A commit waits, within the grace (round.py), for every peer that trains on the head. A quorum of the roster is enough.
+Fewer are enough if every other roster member is gone or has been off this head for long (`can_do_without`). Every
+member evaluates this for itself, and checks the leader's plan against it.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from peers.protocol.certificates import Certificate, Keys, Plan, Verify
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
-    """What rounds of one peer share."""
+class RoundContext:
+    """What all rounds of one peer have in common."""
 
     keys: Keys
     verify: Verify
@@ -38,18 +39,22 @@ class Parts:
 
 
 class Group:
-    """Of the commit that follows `parent`, as this peer sees it.
+    """The group rule for the commit that follows `parent`, as this peer evaluates it.
 
-    `absent`: members of the roster that were not in the last commits, and how many. `recent`: the heads before this
-    one.
+    `absent`: for each roster member, how many commits in a row it has missed. `recent`: the heads just before this one.
     """
 
     def __init__(
-        self, parts: Parts, parent: Certificate, *, absent: Mapping[str, int], recent: Collection[str]
+        self,
+        context: RoundContext,
+        parent: Certificate,
+        *,
+        absent: Mapping[str, int],
+        recent: Collection[str],
     ) -> None:
         self._parent, self._absent, self._recent = parent, absent, recent
-        self._swarm, self._settings = parts.swarm, parts.settings
-        self._me = parts.keys.peer_id
+        self._swarm, self._settings = context.swarm, context.settings
+        self._me = context.keys.peer_id
 
     @cached_property
     def roster(self) -> frozenset[str]:
@@ -65,17 +70,18 @@ class Group:
         suspects: frozenset[str],
         last_suspects: frozenset[str],
     ) -> tuple[dict[str, Entry], set[str]]:
-        """Who is ready to commit on this head, and who is to be waited for. `entry`: this peer's own work.
+        """The peers that are ready to commit on this head, and those to wait for. `entry`: this peer's own work.
 
-        Those who have spoilt attempts are left out of both, as many of them as there are enough without: first all
-        `suspects` of attempts on this head, else those of the last one.
+        Peers that made attempts fail are excluded from both if the rest is enough (`is_enough`). This tries to exclude,
+        in this order: peers left out for strikes and all `suspects` of attempts on this head; only the former; only the
+        suspects of the last attempt; nobody.
         """
         head, epoch = self._parent.head, self._parent.plan.epoch
         ready = {} if entry is None else {self._me: entry}
         expected = {self._me} if is_training or entry is not None else set()
         for peer_id, status in self._swarm.live():
             if self._parent.is_genesis and not status.head and peer_id in self.roster:
-                # A founder that is about to begin.
+                # A founder that has not received the genesis yet.
                 expected.add(peer_id)
             if status.phase not in ("training", "ready", "fetching"):
                 continue
@@ -83,28 +89,29 @@ class Group:
             if is_here and status.work is not None and status.work.based_on <= epoch:
                 ready[peer_id] = Entry(status.world_rank, status.work)
             if is_here or status.head in self._recent:
-                # The latter is about to hear of the last commit, or repeats it.
+                # One on a recent head is about to receive the last commit, or is applying it.
                 expected.add(peer_id)
         others = ready.keys() | expected
-        out = self._swarm.left_out(epoch) & others - {self._me}
+        out = self._swarm.left_out(epoch) & (others - {self._me})
         if attempt > 0:
-            # Who is not in the roster yet has one attempt a head: anybody may say that it is ready.
+            # A newcomer that claims to be ready can make only the first attempt on a head fail.
             out |= others - self.roster - {self._me}
-        for left_out in (out | suspects, out, last_suspects):
-            left = {peer_id: mine for peer_id, mine in ready.items() if peer_id not in left_out}
-            if self.is_enough(turn, left):
-                return left, expected - left_out
+        for excluded in (out | suspects, out, last_suspects):
+            rest = {peer_id: entry for peer_id, entry in ready.items() if peer_id not in excluded}
+            if self.is_enough(turn, rest):
+                return rest, expected - excluded
         return ready, expected
 
-    def counts_on(self, peer_id: str) -> bool:
-        """Whether a commit waits for it: it was in one of the last commits, or has come since. Who only says that it
-        trains may say so for ever; and of members all say the same, by certificates."""
+    def relies_on(self, peer_id: str) -> bool:
+        """Whether a commit waits more than the least grace for `peer_id`: it contributed to one of the last commits, or
+        has come since. A peer that only claims to train is not relied on for long. About members all peers agree,
+        because the certificates say it."""
         is_member = peer_id in self.roster
         num_missed = self._absent.get(peer_id, 0) if is_member else self._swarm.num_missed(peer_id)
         return num_missed < ABSENT_COMMITS
 
     def is_enough(self, turn: Turn, ready: Collection[str]) -> bool:
-        """Whether these may commit."""
+        """Whether these peers may commit."""
         if not ready or len(ready) < self._settings.aggregation.least_group:
             return False
         if self.is_quorum(ready):
@@ -116,27 +123,27 @@ class Group:
         return is_quorum(present, self._parent, self._settings.quorum)
 
     def can_do_without(self, turn: Turn, others: Collection[str]) -> bool:
-        """Each of them is gone, or has gone on elsewhere."""
+        """Whether each of them is gone, or has not been seen on this head for a while."""
         return all(
-            self._swarm.is_gone(peer_id) or self._swarm.has_gone_on(peer_id, turn) for peer_id in others
+            self._swarm.is_gone(peer_id) or self._swarm.is_off_head(peer_id, turn) for peer_id in others
         )
 
     # Plans
 
     def plan_of(self, attempt: int, ready: Mapping[str, Entry]) -> Plan:
-        """What this peer proposes as the leader of this attempt."""
+        """The plan that this peer proposes as the leader of this attempt."""
         return plan_of(
             self._parent,
             attempt,
             ready,
-            # Members may disagree who is gone: then they go on with all of them.
+            # Members may disagree on who is gone: after a failed attempt nobody is removed for that.
             off=self._off(ready) if attempt == 0 else (),
             data_width=self.data_width(ready),
             settings=self._settings,
         )
 
     def fault_in(self, plan: Plan) -> str:
-        """Why this peer does not take part in another one's plan; empty: nothing is wrong with it."""
+        """Why this peer declines another peer's plan; empty: it is acceptable."""
         entries = {c.peer_id: Entry(c.world_rank, c.work) for c in plan.contributors}
         return fault_in(
             plan,
@@ -147,7 +154,7 @@ class Group:
         )
 
     def _off(self, entries: Mapping[str, Entry]) -> set[str]:
-        """Members that left, or are gone and were not in the last commits."""
+        """Roster members to remove: those that left, and those that are gone and missed the last commits."""
         return {
             peer_id
             for peer_id in self.roster - entries.keys() - {self._me}
@@ -156,8 +163,8 @@ class Group:
         }
 
     def data_width(self, entries: Mapping[str, Entry]) -> int:
-        """One block for each rank of the roster and of these, and one for each newcomer that trains here, whatever rank
-        it claims: that is the next free one where it is honest."""
+        """How many data blocks the epoch hands out: one per rank up to the highest of the roster and of `entries`, plus
+        one per newcomer that trains here, whatever rank it claims: an honest newcomer claims the next free one."""
         ranks = [member.world_rank for member in self._parent.plan.roster]
         ranks += [min(entry.claimed_rank, MAX_CLAIMED_RANK) for entry in entries.values()]
         num_newcomers = sum(

@@ -1,4 +1,9 @@
-"""Who is there, and who is well: one record per peer, from this peer's own evidence only."""
+"""Failure detection: which peers are live, and which are left out of groups. One record per peer, from this peer's own
+evidence only.
+
+A peer is *live* while it is heard, *lost* once its channel breaks or it misses heartbeats for `silence_s`, and *gone*
+once it has left or been lost for `regain_s` (timing.py). It is *left out* of groups for some epochs after `STRIKES`.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +19,17 @@ from peers.core.turn import Turn
 from peers.protocol.messages import Status
 
 STRIKES = 2.0
-"""A peer that has spoilt so many rounds is left out for a while."""
+"""A peer with this many strikes is left out of groups."""
 FADE_EPOCHS = 8
-"""One strike is forgotten in so many epochs."""
+"""Strikes decay by one in this many epochs."""
 FIRST_TERM_EPOCHS = 4
 MAX_OUT_EPOCHS = 256
-MOST_AT_ONCE = 0.5
-"""What is left to the next term of who has been left out."""
+"""Each term of being left out is twice as long as the last, up to this."""
+LEFT_TO_NEXT_TERM = 0.5
+"""Strikes that a peer still lacks, after a term, until it is left out again."""
 MAX_PEERS_HEARD = 4096
 FOUNDERS = 64
-"""So many founders are believed to be there: strangers slow down nobody's heartbeat for long."""
+"""Before there is a roster, heartbeats are slowed down for at most this many peers, so that strangers cannot do it."""
 
 
 _UNHEARD = Status(incarnation=0, sequence=0, world_rank=-1, phase="waiting")
@@ -31,48 +37,48 @@ _UNHEARD = Status(incarnation=0, sequence=0, world_rank=-1, phase="waiting")
 
 @dataclass
 class Health:
-    """What this peer knows of another."""
+    """What this peer knows of another one."""
 
     status: Status
     heard_at: float
     lost_at: float = math.inf
-    """When its channel broke or its silence became too long; infinite: it is there."""
-    has_shown: bool = False
-    """The certificate of a head that it has announced is here: it is in a run that has begun."""
+    """When its channel broke or its silence became too long; infinite: it is live."""
+    in_started_run: bool = False
+    """It has announced a head whose certificate this peer holds: its run exists."""
     is_gone: bool = False
-    """It has been lost for longer than the time to regain it."""
+    """It has been lost for longer than `regain_s`."""
     at_head_at: float = 0.0
-    """When it was last heard to train on this peer's head, or this peer came to it."""
+    """When it was last seen training on this peer's head; reset when this peer's head moves (`head_moved`)."""
     missed: int = 0
-    """Commits that it is not in, since it came or was last in one."""
+    """Commits in a row that it did not contribute to, since it came (back)."""
     round_trip_s: float = 0.0
     """0: not measured."""
     strikes: float = 0.0
     fades_from: int = 0
-    """The epoch from which strikes fade."""
+    """The epoch from which strikes decay."""
     out_until: int = 0
     """The epoch up to which it is left out."""
     term: int = 0
-    """For how many epochs it was left out the last time; 0: that is forgotten."""
+    """How many epochs it was left out the last time; 0: never, or its strikes have decayed since."""
 
     def trains_at(self, head: str) -> bool:
-        """As far as it has said."""
+        """By its last status."""
         return self.status.head == head and self.status.phase in ("training", "ready")
 
 
 class Swarm:
-    """All peers that this one has heard, itself aside."""
+    """The records of all peers that this one has heard, without itself."""
 
     def __init__(self, timing: Timing) -> None:
         self._timing = timing
         self._peers: dict[str, Health] = {}
         self._live: list[tuple[str, Status]] | None = None
-        """What `live` says; None: something has changed since."""
+        """Cache of `live`; None: stale."""
         self.roster: frozenset[str] = frozenset()
-        """By whom waiting times are scaled; before there is one, by everybody."""
+        """Heartbeats and timeouts scale with its size and round trips; while it is empty, with those of all peers."""
 
     def heard(self, peer_id: str, status: Status | None, now: float) -> bool:
-        """Anything from this peer; False where the status is older than one that is here."""
+        """A message came from `peer_id`. False if its status is older than the one held."""
         health = self._peers.get(peer_id)
         if health is None:
             if status is None or not self._make_room():
@@ -94,7 +100,7 @@ class Swarm:
         return True
 
     def heard_again(self, peer_id: str, status: Status, now: float) -> bool:
-        """Whether this peer says no more than before, but for its progress; it is heard then."""
+        """Record a status that differs from the last one in progress alone, and return True. Else do nothing."""
         health = self._peers.get(peer_id)
         if health is None or math.isfinite(health.lost_at):
             return False
@@ -108,7 +114,7 @@ class Swarm:
         return True
 
     def _make_room(self) -> bool:
-        """For one more; who is gone gives way."""
+        """Make room for one more record, if need be in place of a peer that is gone. False: there is none."""
         if len(self._peers) >= MAX_PEERS_HEARD:
             gone = next((p for p in self._peers if self.is_gone(p) and p not in self.roster), None)
             if gone is None:
@@ -117,33 +123,33 @@ class Swarm:
             self._live = None
         return True
 
-    def has_shown(self, head: str) -> None:
-        """The certificate of this head is here."""
+    def certificate_arrived(self, head: str) -> None:
+        """This peer now holds the certificate of this head."""
         for health in self._peers.values():
-            health.has_shown = health.has_shown or health.status.head == head
+            health.in_started_run = health.in_started_run or health.status.head == head
 
-    def runs(self) -> bool:
-        """Whether anybody who is there is in a run that has begun."""
+    def has_started_run(self) -> bool:
+        """Whether any live peer is in a run that exists."""
         return any(
-            health.has_shown and health.status.head and math.isinf(health.lost_at)
+            health.in_started_run and health.status.head and math.isinf(health.lost_at)
             for health in self._peers.values()
         )
 
     def expect(self, peer_id: str, now: float) -> None:
-        """A member of the roster, which has its time to be heard."""
+        """Record a roster member that was never heard. It is lost only after `silence_s` from now."""
         if peer_id not in self._peers:
             self._peers[peer_id] = Health(_UNHEARD, now, at_head_at=now)
             self._live = None
 
     def connected(self, peer_id: str, now: float) -> None:
-        """A peer to which there is a channel, and that may have said nothing yet: it has its time to, once."""
+        """A channel to `peer_id` is open. If it has sent no status yet, it gets `silence_s` to do so, once only."""
         if peer_id not in self._peers and self._make_room():
             self.expect(peer_id, now)
         elif not self._is_unheard(peer_id):
             self.heard(peer_id, None, now)
 
     def has_unheard(self) -> bool:
-        """Whether anybody is there who has yet to say where it stands."""
+        """Whether any live peer has not sent its first status yet."""
         return any(self._is_unheard(peer_id) for peer_id, _ in self.live())
 
     def _is_unheard(self, peer_id: str) -> bool:
@@ -157,15 +163,15 @@ class Swarm:
         if (health := self._peers.get(peer_id)) is not None and math.isinf(health.lost_at):
             health.lost_at, self._live = now, None
 
-    def overslept(self, seconds: float) -> None:
-        """This peer itself was frozen for so long: nobody else has been silent meanwhile."""
+    def excuse_own_freeze(self, seconds: float) -> None:
+        """This process was frozen for `seconds`: do not count that as silence of the others."""
         for health in self._peers.values():
             health.heard_at += seconds
             health.at_head_at += seconds
             health.lost_at += seconds
 
     def notice_silence(self, turn: Turn, head: str) -> None:
-        """`head`: this peer's own."""
+        """Mark peers as lost and gone, and update what timeouts depend on. `head`: this peer's own."""
         now, silence_s, regain_s = turn.now, self._timing.silence_s, self._timing.regain_s
         roster, round_trips, first_silent_at = self.roster, list[float](), math.inf
         for peer_id, health in self._peers.items():
@@ -188,13 +194,14 @@ class Swarm:
         self._timing.round_trip_s = statistics.median(round_trips) if round_trips else 0.0
 
     def head_moved(self, now: float, head: str, signers: Collection[str], *, is_first: bool) -> None:
-        """By commits of these signers. Who was on the one before has its time to come to this peer's new head; where it
-        is the first, everybody.
+        """This peer has moved to a new head by commits of these signers; `is_first`: it had none before.
 
-        Who was there already when it was lost has not gone on: it may be back."""
-        its_time_s = self._timing.silence_s + self._timing.regain_s
+        Peers that were not off the old head (`is_off_head`) get the same time again to reach the new one. So do those
+        whose last status was at the new head already, even if they are lost: they may come back.
+        """
+        off_head_s = self._timing.silence_s + self._timing.regain_s
         for health in self._peers.values():
-            if is_first or now < health.at_head_at + its_time_s or health.trains_at(head):
+            if is_first or now < health.at_head_at + off_head_s or health.trains_at(head):
                 health.at_head_at = now
         for peer_id, health in self._peers.items():
             if is_first or peer_id in signers:
@@ -203,12 +210,12 @@ class Swarm:
                 health.missed += 1
 
     def num_missed(self, peer_id: str) -> int:
-        """Commits that it is not in, since it came or was last in one."""
+        """How many commits have been made without `peer_id` since it came, or since its last contribution."""
         health = self._peers.get(peer_id)
         return health.missed if health else 0
 
     def live(self) -> Sequence[tuple[str, Status]]:
-        """Everybody who is there, and has not said that it leaves."""
+        """All live peers that have not announced that they leave, with their last statuses."""
         if self._live is None:
             self._live = [
                 (peer_id, health.status)
@@ -222,18 +229,19 @@ class Swarm:
         return health is not None and math.isinf(health.lost_at) and health.status.phase != "leaving"
 
     def is_prompt(self, peer_id: str, turn: Turn) -> bool:
-        """It is there, and has been heard within the time that a peer which is well takes to react."""
+        """Whether `peer_id` is live and was heard within `reaction_s`: it has missed no two heartbeats."""
         return self.is_live(peer_id) and not turn.passed(
             self._peers[peer_id].heard_at + self._timing.reaction_s
         )
 
     def is_gone(self, peer_id: str) -> bool:
-        """It has left, or was lost so long ago that nobody waits for it any more."""
+        """Whether `peer_id` has left, or has been lost for `regain_s`: even a minority may commit without it."""
         health = self._peers.get(peer_id)
         return health is not None and (health.is_gone or health.status.phase == "leaving")
 
-    def has_gone_on(self, peer_id: str, turn: Turn) -> bool:
-        """It does not train on this peer's head, and has had its time to: the others may go on without it."""
+    def is_off_head(self, peer_id: str, turn: Turn) -> bool:
+        """Whether `peer_id` has not been seen training on this peer's head for a while: it is elsewhere, or dead. A
+        commit may do without it."""
         health = self._peers.get(peer_id)
         if health is None:
             return False
@@ -251,7 +259,7 @@ class Swarm:
         return now - self._peers[peer_id].heard_at
 
     def genesis(self, peer_id: str) -> str:
-        """Of the run that it says to be in."""
+        """Head of the genesis of the run that `peer_id` says it is in."""
         health = self._peers.get(peer_id)
         return health.status.genesis if health else ""
 
@@ -260,7 +268,7 @@ class Swarm:
         return health.strikes if health else 0.0
 
     def strike(self, peer_id: str, epoch: int, weight: float = 1.0) -> bool:
-        """It has spoilt something. True: it is left out from now on, for twice as long as the last time."""
+        """Count a fault of `peer_id`. True: it is left out from now on, for twice as long as the last time."""
         health = self._peers.get(peer_id)
         if health is None or self.is_left_out(peer_id, epoch):
             return False
@@ -271,12 +279,12 @@ class Swarm:
             return False
         health.term = min(MAX_OUT_EPOCHS, 2 * health.term or FIRST_TERM_EPOCHS)
         health.out_until = health.fades_from = epoch + health.term
-        # One more, soon after it is back, and it is out again.
-        health.strikes = STRIKES - MOST_AT_ONCE
+        # Another half a strike soon after its return leaves it out again.
+        health.strikes = STRIKES - LEFT_TO_NEXT_TERM
         return True
 
     def term(self, peer_id: str) -> int:
-        """For how many epochs it was left out the last time."""
+        """How many epochs `peer_id` was left out the last time."""
         health = self._peers.get(peer_id)
         return health.term if health else 0
 
@@ -285,5 +293,5 @@ class Swarm:
         return health is not None and epoch < health.out_until
 
     def left_out(self, epoch: int) -> set[str]:
-        """All of them."""
+        """All peers that are left out."""
         return {peer_id for peer_id, health in self._peers.items() if epoch < health.out_until}

@@ -1,6 +1,6 @@
-"""How a peer enters a run: which manifest it takes, which state it starts from. Pure decisions on a view.
+"""How a peer enters a run: which manifest it adopts, and whether that contradicts the user. Pure functions of a view.
 
-Every peer evaluates these whenever its view changes, so whoever dies in between, the next evaluation leads on.
+Every peer evaluates them again whenever its view changes, so a peer that dies meanwhile holds nobody up.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _OuterReal = Annotated[float, Meta(ge=0, le=MAX_OUTER_REAL)]
 
 
 class _Outer(msgspec.Struct, frozen=True, rename=lambda name: f"hv.{name}"):
-    """The fields of a manifest that outer steps follow; what is not there follows the literature."""
+    """The fields of a manifest that define the outer steps. Missing ones have published defaults (defaults.py)."""
 
     local_steps: Annotated[int, Meta(ge=1, le=MAX_LOCAL_STEPS)] | None = None
     local_time: Annotated[float, Meta(gt=0, le=MAX_LOCAL_TIME_S)] | None = None
@@ -44,7 +44,7 @@ class _Outer(msgspec.Struct, frozen=True, rename=lambda name: f"hv.{name}"):
     aggregation: Rule | None = None
     max_weight: Annotated[float, Meta(ge=1, le=MAX_OUTER_REAL)] | None = None
     trim: Annotated[float, Meta(gt=0, le=0.5)] | None = None
-    """Of the peers."""
+    """A share of the peers."""
     mixing: Share | None = None
     staleness_discount: Share | None = None
 
@@ -55,7 +55,7 @@ def manifest_digest(manifest: Mapping[str, Scalar]) -> str:
 
 
 def check_manifest(manifest: Mapping[str, Scalar]) -> None:
-    """Raises ValueError unless a peer can reckon with this manifest of another."""
+    """Raises ValueError unless this peer can run by another peer's manifest."""
     try:
         msgspec.convert(manifest, _Outer)
         Schedule.of(manifest)
@@ -67,7 +67,7 @@ def check_manifest(manifest: Mapping[str, Scalar]) -> None:
 
 
 def misfits(proposal: Mapping[str, Scalar], theirs: Mapping[str, Scalar]) -> list[str]:
-    """Fields of a manifest whose type is not the one that this peer's own proposal has there."""
+    """Fields of another peer's manifest whose type differs from that in this peer's own proposal."""
     return [
         field
         for field in sorted(theirs.keys() & proposal.keys())
@@ -76,14 +76,14 @@ def misfits(proposal: Mapping[str, Scalar], theirs: Mapping[str, Scalar]) -> lis
 
 
 def _kind(value: Scalar) -> type:
-    """Whole numbers are real numbers, truth values are not."""
+    """int counts as float, bool does not."""
     return float if type(value) is int else type(value)
 
 
 def manifest_differences(
     ours: Mapping[str, Scalar], theirs: Mapping[str, Scalar], named: Collection[str]
 ) -> list[str]:
-    """What the user named that the swarm's manifest contradicts, one line a field."""
+    """One line per field that the user set (`named`) and that the swarm's manifest contradicts."""
     return [
         f"{field}: here {here}, in the swarm {there}"
         for field in sorted(named)
@@ -93,7 +93,7 @@ def manifest_differences(
 
 
 def _told_apart(field: str, ours: Mapping[str, Scalar], theirs: Mapping[str, Scalar]) -> tuple[str, str]:
-    """Both values of a field, as people call them."""
+    """Both values of a field, as text that shows where they differ."""
     if field == "model":
         names = str(ours.get("path_model") or ""), str(theirs.get("path_model") or "")
         if all(name and name.isprintable() for name in names) and names[0] != names[1]:
@@ -110,7 +110,7 @@ def _listed(members: Mapping[str, Any], names: Sequence[str]) -> str:
 
 
 def _members(value: Scalar) -> dict[str, Any]:
-    """Of a JSON object; none of what is none."""
+    """The members of a JSON object; empty for anything else."""
     try:
         found = json.loads(str(value))
     except (ValueError, RecursionError):
@@ -126,10 +126,10 @@ def _short(value: Any) -> str:
 def manifest_source(
     view: View, *, me: str, galaxy_size: int, waited_out: bool
 ) -> Announcement | Literal["own"] | None:
-    """Whose manifest to adopt. None: wait on. The view includes this peer.
+    """Whose manifest to adopt; "own": this peer's; None: wait. The view includes this peer.
 
-    Of a run that has begun, the one that most of its peers have; before that the lowest rank's, and of peers that have
-    none yet the smallest peer id's.
+    If the run has begun, the manifest that most of its peers have. Before that, the manifest of the peer with the
+    lowest world rank; among peers without a rank, of the one with the smallest peer id.
     """
     order = sorted(view.values(), key=lambda p: (p.world_rank == NO_RANK, p.world_rank, p.peer_id))
     holders = [peer for peer in order if peer.peer_id != me and peer.manifest_digest]

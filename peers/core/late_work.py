@@ -1,11 +1,11 @@
-"""Rule 4: work that comes too late for the commit it was meant for is not lost, and nobody stands still for one that
-comes late itself.
+"""The Late-work rule: work that missed its commit goes into the next one, and no worker idles while a commit is late.
 
-A worker whose work was too late trains on at once, where the others are, and its weights are rebased: new anchor +
-(local - old anchor). All of it is brought to the next commit, with the epoch since which it was trained.
+Late work: a worker whose work missed the commit trains on at once, in the epoch that the others are in. Its weights are
+rebased: new anchor + (local - old anchor). Its next work contains the late work, with the epoch since which it was
+trained (`based_on`).
 
-A worker whose work waits for a commit that meets with a fault trains on meanwhile, in the epoch that is to follow; what
-it has handed over stays as it is, and what it has trained since lies on top of whatever becomes of that.
+Going ahead: a worker that waits for a commit which a fault delays trains on in the next epoch. The work it has handed
+over stays unchanged; what it trains meanwhile is put on top of the result.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ from peers.protocol.certificates import Certificate
 
 @dataclass
 class LateWork:
-    """Of one peer."""
-
     worker: Worker
     chain: Chain
     swarm: Swarm
@@ -38,33 +36,33 @@ class LateWork:
     settings: Settings
     timing: Timing
 
-    def go_on(self, turn: Turn, round_: Round | None) -> bool:
-        """Answer the worker, where its work came too late. True if anything was due."""
+    def answer_late(self, turn: Turn, round_: Round | None) -> bool:
+        """Answer the worker if its work missed the commit, or rebase that work. True if anything was due."""
         worker = self.worker
         if worker.work is None:
             return False
         target = self.catch_up.target
         if target is not None and not self.catch_up.is_checking:
-            # What this peer has voted for may have been committed: then the work is in it.
-            is_in_doubt = bool(worker.voted)
-            if worker.epoch >= target.plan.epoch or is_in_doubt:
+            # What this peer has voted for may have been committed, and then contains the work.
+            may_be_committed = bool(worker.voted_heads)
+            if worker.epoch >= target.plan.epoch or may_be_committed:
                 return False
             if round_ is not None:
                 round_.give_up(turn, "it has to catch up")
             return self._answer(turn, "keep", target, round_)
         if worker.base != self.chain.head:
-            # Its anchor has moved under it.
+            # The anchor has changed since the work was handed over.
             turn.do(Rebase())
             worker.base = self.chain.head
             return True
         epoch, fragment_of = self.chain.epoch, self.settings.fragment_of
         if worker.epoch < epoch or fragment_of(worker.epoch) != fragment_of(epoch):
-            # Of an epoch that is over; or not what this one averages, of one that never came here.
+            # Work of a past epoch; or, after a rollback, of an epoch that averages another fragment than this one.
             return self._answer(turn, "rebase", self.chain.newest, round_)
         return False
 
     def go_ahead(self, turn: Turn, round_: Round | None) -> bool:
-        """Where a commit takes longer than usual, the worker trains on meanwhile. True if it was told to."""
+        """Let the worker train on if its commit takes longer than usual. True if it was told to."""
         worker, work = self.worker, self.worker.work
         if round_ is None or work is None or work.last or worker.is_ahead or worker.has_lost_work:
             return False
@@ -76,12 +74,14 @@ class LateWork:
         turn.do(GoAhead(worker.epoch + 1, round_.next_data_base))
         return True
 
-    def commit_in(self, path: Sequence[Certificate]) -> Certificate | None:
-        """The commit on this path that has taken the work in hand in: this peer has voted for it."""
-        return next((certificate for certificate in path if certificate.head in self.worker.voted), None)
+    def own_commit_in(self, path: Sequence[Certificate]) -> Certificate | None:
+        """The commit on this path that contains the work in hand: one that this peer voted for."""
+        return next(
+            (certificate for certificate in path if certificate.head in self.worker.voted_heads), None
+        )
 
     def entry_step(self, turn: Turn, head: str = "") -> int:
-        """Where the worker enters the epoch of those who train on `head`; default: on this peer's own."""
+        """The local step at which the worker joins the peers that train on `head`; default: this peer's own head."""
         head = head or self.chain.head
         others = [
             (status, self.swarm.age_s(peer_id, turn.now))
@@ -91,9 +91,11 @@ class LateWork:
         return entry_step(others, self.settings.steps_per_epoch, self.worker.step_s)
 
     def head_start(self, turn: Turn, commit: Certificate) -> int:
-        """The local step at which most of its other contributors begin the epoch after this commit: later than 0 where
-        they trained on while it was made. Who begins with them is done with them. Whatever they say, no more than this
-        peer's own worker would have done since it was ready."""
+        """The local step at which this peer's worker starts the epoch after this commit, so that it finishes with the
+        others: the median of the contributors' local steps, which are above 0 where they went ahead.
+
+        At most what this peer's own worker could have done since it was ready, whatever the others claim.
+        """
         worker, steps_per_epoch, steps = self.worker, self.settings.steps_per_epoch, list[float]()
         for peer_id in commit.plan.signers:
             status = self.swarm.status(peer_id)
@@ -116,9 +118,9 @@ class LateWork:
         if worker.has_lost_work:
             turn.do(Tell("lost_work", f"{work.tokens} tokens are lost with the worker that trained them"))
         if round_ is not None:
-            # A commit that comes to light now would answer for the same work again.
-            round_.held = None
+            # If a certificate of that vote still arrived, the same work would be answered twice.
+            round_.voted_result = None
         step = self.entry_step(turn, towards.head)
-        worker.goes_on(towards.plan.epoch, step)
+        worker.resume(towards.plan.epoch, step)
         turn.do(Answer(how, towards, step))
         return True

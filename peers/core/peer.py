@@ -1,22 +1,22 @@
-"""The peer: every decision of one member of the swarm, as a pure machine.
+"""The peer: every decision of one member of the swarm, as a pure state machine.
 
-`handle(event, now)` takes in what has happened and returns what is to be done; `deadline` says when to call it again if
-nothing happens. Runtimes carry effects out and report back; they decide nothing.
+`handle(event, now)` takes an event and returns effects; `deadline` says when to call it again if no event comes.
+Runtimes carry effects out and report their outcomes as events; they decide nothing.
 
-After each event, rules are evaluated until none of them has anything more to do: notice who is silent, found the run,
-catch up with a state that counts for more, commit, go on with the round, answer the worker.
+After each event, rules are applied in a fixed order (`_apply_one_rule`) until none of them applies any more: detect
+silent peers, found the run, commit, catch up, answer the worker, advance the round.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
 from peers.core import events
 from peers.core.catch_up import CatchUp
-from peers.core.chain import KEPT, Chain
+from peers.core.chain import MAX_OWN, Chain
 from peers.core.effects import (
     Adopt,
     Answer,
@@ -30,10 +30,11 @@ from peers.core.effects import (
 )
 from peers.core.events import Event
 from peers.core.founding import NO_HEAD, Founding, is_offer_sound
+from peers.core.group import RoundContext
 from peers.core.health import Swarm
 from peers.core.late_work import LateWork
 from peers.core.plans import Entry, claim_of, is_quorum
-from peers.core.round import Parts, Round, Stage
+from peers.core.round import Round, Stage
 from peers.core.settings import Settings
 from peers.core.timing import Timing
 from peers.core.turn import Turn
@@ -54,15 +55,15 @@ from peers.protocol.messages import (
     Vote,
 )
 
-MAX_PLEDGES = 2 * KEPT
-"""A peer may go back to any head of its chain that it knows."""
+MAX_PLEDGES = 2 * MAX_OWN
+"""Enough for every head that it may roll back to."""
 _MAX_RULES = 10_000
-"""Evaluations after one event: more is a bug."""
+"""Rules applied after one event: more is a bug."""
 
 
 class Peer:
-    """`world_rank`: -1 where nobody has given one. `pledges`: by head, the attempt that was written down last for an
-    effect Pledge, in earlier lives of this peer."""
+    """`world_rank`: -1 if none was given. `pledges`: by head, the last attempt that an effect Pledge has stored, from
+    before this peer restarted."""
 
     def __init__(
         self,
@@ -85,7 +86,9 @@ class Peer:
         self.round: Round | None = None
         self.catch_up = CatchUp(self.me, settings, self.chain, self.swarm, self.timing)
         self._late_work = LateWork(self.worker, self.chain, self.swarm, self.catch_up, settings, self.timing)
-        self._parts = Parts(keys=keys, verify=verify, settings=settings, timing=self.timing, swarm=self.swarm)
+        self._round_context = RoundContext(
+            keys=keys, verify=verify, settings=settings, timing=self.timing, swarm=self.swarm
+        )
         self._founding = Founding(
             keys=keys,
             verify=verify,
@@ -103,12 +106,12 @@ class Peer:
         self._head_since = now
         self._last_handled = now
         self._sequence = 0
-        self._said: Status | None = None
-        self._said_at = -math.inf
+        self._last_status: Status | None = None
+        self._status_sent_at = -math.inf
         self._genesis_heard_at = now
         self.deadline = now
 
-    # What others may read
+    # Read by runtimes and monitoring
 
     @property
     def head(self) -> str:
@@ -142,7 +145,7 @@ class Peer:
 
     @property
     def missing_ranks(self) -> tuple[int, ...]:
-        """World ranks of those that the next commit waits for."""
+        """World ranks of the peers that the next commit waits for."""
         if self.round is None:
             return ()
         missing = self.round.missing(self._entry, self._last_handled, is_training=self.worker.is_training)
@@ -150,42 +153,46 @@ class Peer:
 
     @property
     def num_lacking(self) -> int:
-        """Peers that have to come before any commit is possible: robust rules need a group of several."""
+        """How many more peers have to join before any commit is possible: robust rules need a group of several."""
         return max(0, self._settings.aggregation.least_group - 1 - len(self.swarm.live()))
 
     # Events
 
     def handle(self, event: Event | None, now: float) -> list[Effect]:
-        """None: only time has passed."""
+        """`event` None: the deadline has passed."""
         turn = Turn(now)
         self._notice_own_freeze(now)
-        if now < self.deadline and self._is_no_news(event, now):
+        if now < self.deadline and self._is_routine(event, now):
             return []
         if event is not None:
-            self._take_in(turn, event)
+            self._dispatch(turn, event)
         for _ in range(_MAX_RULES):
             turn.look_again()
-            if not self._follow_a_rule(turn):
+            if not self._apply_one_rule(turn):
                 break
         else:
-            raise AssertionError("the rules of a peer do not come to an end")
-        self._say_where_it_stands(turn)
+            raise AssertionError("the rules of a peer do not terminate")
+        self._broadcast_status(turn)
         self.deadline = turn.deadline
-        for effect in turn.effects:
+        self._remember_pledges(turn.effects)
+        return turn.effects
+
+    def _remember_pledges(self, effects: Sequence[Effect]) -> None:
+        for effect in effects:
             if isinstance(effect, Pledge):
                 self._pledges.pop(effect.head, None)
                 self._pledges[effect.head] = effect.attempt
                 if len(self._pledges) > MAX_PLEDGES:
                     del self._pledges[next(iter(self._pledges))]
-        return turn.effects
 
-    def _is_no_news(self, event: Event | None, now: float) -> bool:
-        """A heartbeat, or a worker's progress: nothing to decide on. Deadlines noted before stay right, or early."""
+    def _is_routine(self, event: Event | None, now: float) -> bool:
+        """Record a heartbeat or a worker's progress, on which nothing is decided, and return True. The deadline stays:
+        it may fire early, never late."""
         match event:
             case events.Received(peer_id, Status() as status):
                 return peer_id != self.me and self.swarm.heard_again(peer_id, status, now)
             case events.StatusesReceived(statuses):
-                # All of them, so that those that are no news are noted either way.
+                # Visits every status, so that each heartbeat is recorded even if another status is news.
                 news = [
                     (peer_id, status)
                     for peer_id, status in statuses
@@ -201,9 +208,9 @@ class Peer:
         late_s = now - max(self.deadline, self._last_handled)
         self._last_handled = now
         if late_s > self.timing.reaction_s:
-            self.swarm.overslept(late_s)
+            self.swarm.excuse_own_freeze(late_s)
 
-    def _take_in(self, turn: Turn, event: Event) -> None:
+    def _dispatch(self, turn: Turn, event: Event) -> None:
         round_, worker = self.round, self.worker
         match event:
             case events.Received(peer_id, message):
@@ -213,9 +220,9 @@ class Peer:
                     self._receive(turn, peer_id, status)
             case events.Connected(peer_id):
                 self.swarm.connected(peer_id, turn.now)
-                if self._said is not None:
-                    # Not at the next heartbeat only: it may be about to found a run of its own.
-                    turn.do(Send(peer_id, replace(self._said, sequence=self._sequence)))
+                if self._last_status is not None:
+                    # Do not wait for the next heartbeat: it may be about to found a run of its own.
+                    turn.do(Send(peer_id, replace(self._last_status, sequence=self._sequence)))
             case events.Disconnected(peer_id):
                 self.swarm.disconnected(peer_id, turn.now)
             case events.RoundTrip(peer_id, seconds):
@@ -223,18 +230,18 @@ class Peer:
             case events.StateOffered(offer):
                 self._offer = offer
             case events.WorkerWaits():
-                worker.arrives()
+                worker.arrive()
             case events.WorkerTrains(local_step, step_s):
                 worker.local_step, worker.step_s = local_step, step_s
             case events.WorkReady(work):
-                worker.hands_over(work, self._settings.fragment_of(worker.epoch), turn.now)
+                worker.hand_over(work, self._settings.fragment_of(worker.epoch), turn.now)
             case events.WorkerGone():
-                worker.ends()
+                worker.end()
             case events.Reduced(plan, anchor, momentum):
                 if round_ is not None and not self._is_leaving:
                     round_.on_reduced(turn, plan, anchor, momentum)
-                    if round_.held is not None:
-                        worker.voted.add(round_.held.head)
+                    if round_.voted_result is not None:
+                        worker.voted_heads.add(round_.voted_result.head)
             case events.ReduceFailed():
                 if round_ is not None:
                     round_.on_reduce_failed(turn, event)
@@ -249,15 +256,8 @@ class Peer:
     def _receive(self, turn: Turn, peer_id: str, message: Message) -> None:
         if peer_id == self.me:
             return
-        if isinstance(message, Status) and message.offer is not None and not self.head:
-            said = self.swarm.status(peer_id)
-            is_known = said is not None and said.offer == message.offer
-            if not is_known and not is_offer_sound(message.offer, self._verify):
-                message = replace(message, offer=None)
         if isinstance(message, Status):
-            self.swarm.heard(peer_id, message, turn.now)
-            if message.head:
-                self._founding.heard_of_a_run(turn.now)
+            self._receive_status(turn, peer_id, message)
             return
         self.swarm.heard(peer_id, None, turn.now)
         round_ = self.round
@@ -267,7 +267,7 @@ class Peer:
             case Ask():
                 self.catch_up.on_ask(turn, peer_id, message)
             case Found() if (genesis := self.chain.genesis_of(peer_id)) is not None:
-                # It has come back, and does not know that its run was founded.
+                # A founder that restarted, and does not know that its run exists.
                 turn.do(Send(peer_id, Certificates(head=genesis.head, certificates=(genesis,))))
             case Found(body) if not self.head:
                 self._founding.on_found(peer_id, body)
@@ -282,8 +282,18 @@ class Peer:
             case Abort() if round_ is not None and message.head == self.head:
                 round_.on_abort(turn, peer_id, message)
 
+    def _receive_status(self, turn: Turn, peer_id: str, status: Status) -> None:
+        if status.offer is not None and not self.head:
+            last = self.swarm.status(peer_id)
+            is_verified = last is not None and last.offer == status.offer
+            if not is_verified and not is_offer_sound(status.offer, self._verify):
+                status = replace(status, offer=None)
+        self.swarm.heard(peer_id, status, turn.now)
+        if status.head:
+            self._founding.heard_of_a_run(turn.now)
+
     def _take_certificates(self, sender: str, message: Certificates) -> None:
-        """Those that were asked for, or that concern this peer; the first false one ends it."""
+        """Add those that were asked for or that concern this peer, up to the first invalid one."""
         if not message.certificates:
             self.catch_up.on_unknown(sender, message.head)
         is_wanted = self.catch_up.has_asked(sender, message.head)
@@ -297,15 +307,15 @@ class Peer:
                 certificate.is_genesis and plan.epoch > MAX_EPOCH
             ):
                 return
-            # The roster's first: whoever lets strangers sign has signatures without number.
+            # Verify roster members first, so that a forged certificate with many unknown signers fails cheaply.
             if not certificate.is_signed(self._verify, first=self._ranks.keys()):
                 self.swarm.strike(sender, self.epoch)
                 return
             self.chain.add(certificate)
-            self.swarm.has_shown(certificate.head)
+            self.swarm.certificate_arrived(certificate.head)
 
     def _concerns_me(self, plan: Plan) -> bool:
-        """A majority of the roster is said to have signed what follows this peer's head, or this peer itself."""
+        """Whether this commit names this peer as a signer, or follows its head and names a majority of its roster."""
         if self.me in plan.signer_set:
             return True
         return (
@@ -314,20 +324,20 @@ class Peer:
 
     # Rules
 
-    def _follow_a_rule(self, turn: Turn) -> bool:
-        """The first that has anything to do does it."""
+    def _apply_one_rule(self, turn: Turn) -> bool:
+        """Apply the first rule that applies. False: none does."""
         self.swarm.notice_silence(turn, self.head)
         if self._is_leaving:
             return False
         return (
             self._claim_rank(turn)
-            or self._found(turn)
+            or self._found_run(turn)
             or self._commit(turn)
             or self.catch_up.advance(
                 turn, can_fetch=self._can_fetch, has_worker=self.worker.state in ("trains", "ready")
             )
-            or self._check_own_state(turn)
-            or self._late_work.go_on(turn, self.round)
+            or self._recheck_own_state(turn)
+            or self._late_work.answer_late(turn, self.round)
             or self._late_work.go_ahead(turn, self.round)
             or self._begin_worker(turn)
             or self._advance_round(turn)
@@ -335,27 +345,27 @@ class Peer:
 
     @property
     def _can_fetch(self) -> bool:
-        """A newcomer needs a worker first, which says how large the state is."""
+        """A newcomer needs its worker's offer first, which says how large the state is."""
         return bool(self.head) or self._offer is not None
 
     def _claim_rank(self, turn: Turn) -> bool:
-        """Where nobody has given this peer a world rank: the one that the roster has for it, else one that is free.
+        """If this peer was given no world rank, take the one that the roster has for it, else claim a free one.
 
-        Its worker needs one before a certificate can say which: data is dealt out by it.
+        Its worker needs a rank before any certificate can assign one: data blocks are assigned by rank.
         """
         if self.world_rank >= 0 or self.head:
             return False
-        newest = self.catch_up.run_of_most(turn)
+        newest = self.catch_up.newest_of_largest_run(turn)
         if newest is None and not turn.passed(self._founding.not_before):
             return False
         roster = {member.peer_id: member.world_rank for member in newest.plan.roster} if newest else {}
-        # By then everybody has been heard who is there.
+        # A rank is claimed only after one silence timeout: by then every live peer has been heard.
         if self.me not in roster and not turn.passed(self._founding.began_at + self.timing.silence_s):
             return False
         self.world_rank = roster.get(self.me, claim_of(self.me, roster, self.swarm.live()))
         return True
 
-    def _found(self, turn: Turn) -> bool:
+    def _found_run(self, turn: Turn) -> bool:
         if self.head or self._offer is None:
             return False
         if (genesis := self._founding.certificate) is not None:
@@ -364,32 +374,42 @@ class Peer:
             turn.do(Broadcast(Certificates(head=genesis.head, certificates=(genesis,))))
             return self._begin_from(turn, genesis)
         if (genesis := self.chain.genesis_of(self.me)) is not None:
-            # Of a run that has gone on since, this peer is a newcomer.
-            may_begin = not self.chain.knows_commits() and self._certified_heads <= {genesis.head}
-            if may_begin and self.catch_up.target is None and self._begin_from(turn, genesis):
+            if self._begin_as_founder(turn, genesis):
                 return True
-            if not self._is_given_up(turn, genesis):
+            if not self._forget_unreachable(turn, genesis):
                 return False
-        if self.swarm.runs() or self.swarm.has_unheard() or not turn.passed(self._founding.not_before):
+        if (
+            self.swarm.has_started_run()
+            or self.swarm.has_unheard()
+            or not turn.passed(self._founding.not_before)
+        ):
             return False
         return self._founding.advance(turn, self.world_rank, self._offer)
 
-    def _is_given_up(self, turn: Turn, genesis: Certificate) -> bool:
-        """Nobody has announced it for long: whoever could hand its state over is gone."""
+    def _begin_as_founder(self, turn: Turn, genesis: Certificate) -> bool:
+        """Begin from a genesis that this peer has signed. True if it did.
+
+        If the run has commits beyond this genesis, join as a newcomer instead (catch_up.py).
+        """
+        has_commits = self.chain.knows_commits() or not self._certified_heads <= {genesis.head}
+        return not has_commits and self.catch_up.target is None and self._begin_from(turn, genesis)
+
+    def _forget_unreachable(self, turn: Turn, genesis: Certificate) -> bool:
+        """Forget this genesis if no peer has announced a head for long: nobody can provide its state. True if so."""
         if any(status.head for _, status in self.swarm.live()):
             self._genesis_heard_at = turn.now
-        if not turn.passed(self._genesis_heard_at + self.timing.most_patience_s):
+        if not turn.passed(self._genesis_heard_at + self.timing.last_resort_s):
             return False
         self.chain.forget(genesis.head)
         return True
 
     @property
     def _certified_heads(self) -> set[str]:
-        """Heads that live peers announce, of which the certificates are here: a run that has begun."""
+        """Heads that live peers announce and whose certificates this peer holds."""
         return {status.head for _, status in self.swarm.live() if status.head and self.chain.get(status.head)}
 
     def _begin_from(self, turn: Turn, genesis: Certificate) -> bool:
-        """At once where the offered state is the one; others fetch it from those who announce it."""
+        """Adopt the genesis if its state is the one that this peer offered; otherwise it is fetched (catch_up.py)."""
         offer = self._offer
         assert offer is not None
         if (offer.anchor, offer.momentum) != (genesis.body.anchor, genesis.body.momentum):
@@ -398,22 +418,27 @@ class Peer:
         return True
 
     def _commit(self, turn: Turn) -> bool:
-        """What this peer has led to, or voted for and holds the result of."""
         round_ = self.round
         if round_ is None or self.catch_up.is_checking:
             return False
-        if (certificate := round_.certificate) is not None:
-            round_.certificate = None
-            self.chain.add(certificate)
-            turn.do(Broadcast(Certificates(head=certificate.head, certificates=(certificate,))))
-            return True
-        if round_.held is None or self.chain.get(round_.held.head) is None:
+        return self._publish_certificate(turn, round_) or self._apply_commit(turn, round_)
+
+    def _publish_certificate(self, turn: Turn, round_: Round) -> bool:
+        """Broadcast the certificate of an attempt that this peer led, once it is complete."""
+        if (certificate := round_.certificate) is None:
             return False
-        certificate = self.chain.get(round_.held.head)
-        assert certificate is not None
-        if self.catch_up.counts_for_more_than(certificate):
+        round_.certificate = None
+        self.chain.add(certificate)
+        turn.do(Broadcast(Certificates(head=certificate.head, certificates=(certificate,))))
+        return True
+
+    def _apply_commit(self, turn: Turn, round_: Round) -> bool:
+        """Apply the result that this peer voted for, once its certificate is known."""
+        if round_.voted_result is None or (certificate := self.chain.get(round_.voted_result.head)) is None:
             return False
-        # What is being fetched may be held back; the commit that is here waits for nobody.
+        if self.catch_up.target_outweighs(certificate):
+            return False
+        # Do not wait for a fetch that donors may hold back: this commit can be applied now.
         self.catch_up.end()
         turn.do(Apply(certificate))
         self._learn_from(turn, round_)
@@ -422,28 +447,30 @@ class Peer:
         return True
 
     def _learn_from(self, turn: Turn, round_: Round) -> None:
+        """Update the timeouts by how long this round and epoch took."""
         if round_.gathered is not None:
             waited_s, last_s, is_complete = round_.gathered
             self.timing.gathered(waited_s, last_s, complete=is_complete)
         self.timing.committed(round_s=round_.reduced_s, epoch_s=turn.now - self._head_since)
 
     def _answer_contributor(self, turn: Turn, certificate: Certificate, local_step: int = 0) -> None:
+        """Tell the worker that this commit contains its work, and let it train on from the current head."""
         plan, worker = certificate.plan, self.worker
         is_last = worker.work is not None and worker.work.last
         self.timing.answered(turn.now - worker.ready_at)
-        worker.is_in(plan.fragment, plan.epoch)
+        worker.was_committed(plan.fragment, plan.epoch)
         worker.base = self.head
-        worker.goes_on(self.epoch, local_step)
+        worker.resume(self.epoch, local_step)
         turn.do(Answer("contributed", self.chain.newest, local_step))
         if is_last:
             self._is_leaving = True
 
-    def _check_own_state(self, turn: Turn) -> bool:
-        """Its digests were not the others': compare what is here with what they hold."""
+    def _recheck_own_state(self, turn: Turn) -> bool:
+        """Fetch the state of this peer's head from others if its digests differed from theirs."""
         round_ = self.round
-        if round_ is None or not round_.is_odd or self.catch_up.target is not None:
+        if round_ is None or not round_.is_outlier or self.catch_up.target is not None:
             return False
-        round_.is_odd = False
+        round_.is_outlier = False
         donors = [p for p, status in self.swarm.live() if status.head == self.head]
         if not donors:
             return False
@@ -461,28 +488,30 @@ class Peer:
         self._adopt(turn, path)
 
     def _adopt(self, turn: Turn, path: tuple[Certificate, ...]) -> None:
-        """Take over the state at the end of `path`, and what becomes of the work in hand."""
+        """Adopt the state at the end of `path`, which was fetched or offered, and settle what happens to the work in
+        hand."""
         worker, old = self.worker, self.head
         turn.do(Adopt(path[-1]))
         fork = self.chain.fork_to(path[-1].head) if old else None
         if fork is not None and fork.ours:
             lost = sum(self.me in certificate.plan.signers for certificate in fork.ours)
             turn.do(Tell("fork", f"gave up {len(fork.ours)} commits of this side", {"commits": lost}))
-            worker.gives_up_since(fork.ancestor.plan.epoch)
+            worker.roll_back_to(fork.ancestor.plan.epoch)
         self._move_to(turn, path)
-        # Also where no common past is known: no work is based on an epoch that is yet to come.
-        worker.gives_up_since(self.epoch)
+        # Clamp `based_on` to the adopted epoch, also without a known common ancestor: plans with work based on a later
+        # epoch are declined.
+        worker.roll_back_to(self.epoch)
         if worker.work is None:
             return
-        mine = self._late_work.commit_in(path)
-        if mine is not None:
-            self._answer_contributor(turn, mine, self._late_work.entry_step(turn))
+        own_commit = self._late_work.own_commit_in(path)
+        if own_commit is not None:
+            self._answer_contributor(turn, own_commit, self._late_work.entry_step(turn))
 
     def _begin_worker(self, turn: Turn) -> bool:
         if self.worker.state != "waits" or not self.head or self.catch_up.target is not None:
             return False
         step = self._late_work.entry_step(turn)
-        self.worker.begins(self.head, self.epoch, step)
+        self.worker.begin(self.head, self.epoch, step)
         turn.do(Answer("begin", self.chain.newest, step))
         return True
 
@@ -494,13 +523,13 @@ class Peer:
 
     @property
     def _entry(self) -> Entry | None:
-        """This peer's work, where it may be in the next commit."""
+        """This peer's work, if it may be in the next commit."""
         worker = self.worker
         is_here = worker.work is not None and worker.base == self.head
         return Entry(self.world_rank, worker.work) if is_here and worker.work is not None else None
 
     def _move_to(self, turn: Turn, path: tuple[Certificate, ...]) -> None:
-        """Epoch, head, round and chain advance together, here and nowhere else."""
+        """Move to the end of `path`: epoch, head, round and chain change together, here and nowhere else."""
         if self.round is not None:
             self.last_failures = tuple(self.round.failures)
             if self.round.stage is Stage.REDUCE:
@@ -523,17 +552,17 @@ class Peer:
         self.catch_up.head_moved()
         self._head_since = turn.now
         self.round = Round(
-            self._parts,
+            self._round_context,
             parent,
             now=turn.now,
             signed=self._pledges.get(parent.head, -1),
             absent={peer_id: self.chain.num_absent(peer_id) for peer_id in roster},
-            recent=self.chain.before(2),
+            recent=self.chain.recent_heads(2),
         )
 
     def _take_rank(self, turn: Turn, plan: Plan) -> None:
-        """The world rank that the certificate gives; instead of one that it gives to another, one that is free."""
-        # After its last commit it is not in the roster any more.
+        """Take the world rank that the plan assigns; if it gives this peer's rank to another, claim a free one."""
+        # Contributors first: a peer is not on the roster any more after its last commit.
         given = {c.peer_id: c.world_rank for c in plan.contributors}.get(self.me, self._ranks.get(self.me))
         if given is None and self.world_rank in self._ranks.values():
             given = claim_of(self.me, self._ranks, self.swarm.live())
@@ -546,14 +575,14 @@ class Peer:
 
     # Status
 
-    def _say_where_it_stands(self, turn: Turn) -> None:
-        status, said = self._status(), self._said
-        # Progress alone can wait for the next heartbeat.
+    def _broadcast_status(self, turn: Turn) -> None:
+        status, said = self._status(), self._last_status
+        # A status that differs in the worker's progress alone waits for the next heartbeat.
         is_news = said is None or status != replace(said, local_step=status.local_step, step_s=status.step_s)
-        if not is_news and not turn.passed(self._said_at + self.timing.beat_s):
+        if not is_news and not turn.passed(self._status_sent_at + self.timing.beat_s):
             return
         self._sequence += 1
-        self._said, self._said_at = status, turn.now
+        self._last_status, self._status_sent_at = status, turn.now
         turn.passed(turn.now + self.timing.beat_s)
         turn.do(Broadcast(replace(status, sequence=self._sequence)))
 

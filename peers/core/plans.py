@@ -1,7 +1,7 @@
-"""What a plan of a commit must be. The leader makes it, every member makes it again and compares.
+"""What the plan of a commit must be. The leader makes it; every member recomputes it and compares.
 
-Roster. Contributors that are not in it are added, with the world rank they claim where that is free, else the lowest
-free one. Taken off are those whose last commit this is, and those who left or were absent for a while.
+Roster: contributors that are not on it are added, with the world rank that they claim if that is free, else the lowest
+free one. Members are removed if this is their last commit, if they left, or if they were absent for `ABSENT_COMMITS`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from peers.protocol.limits import MAX_COUNT
 from peers.protocol.messages import Status
 
 ABSENT_COMMITS = 3
-"""A member that was lost, and absent from so many commits in a row, is taken off the roster by the next one."""
+"""A member that is gone and has missed this many commits in a row is removed from the roster by the next one."""
 SPARE_BLOCKS = 64
-"""Data blocks that an epoch may hand out beyond what a member can see: for newcomers that it has not met."""
+"""Data blocks that a plan may hand out beyond those that a member can account for: for newcomers it has not met."""
 MAX_CLAIMED_RANK = 1023
-"""A peer that claims a higher world rank is given another: an epoch hands out a data block for each up to the
+"""A peer that claims a higher world rank is given another: an epoch hands out one data block per rank up to the
 highest."""
 
 
@@ -41,8 +41,8 @@ def plan_of(
     data_width: int,
     settings: Settings,
 ) -> Plan:
-    """The plan by which these peers commit. `off`: members to take off the roster beside those who say it is their
-    last; `data_width`: data blocks that the epoch hands out, at least one for every rank in the plan."""
+    """The plan by which these peers commit. `off`: roster members to remove, besides those whose last commit it is.
+    `data_width`: data blocks that the epoch hands out, at least one for every rank in the plan."""
     before, epoch = parent.plan, parent.plan.epoch + 1
     ranks = _ranks_of(before.roster, entries)
     order = sorted(entries, key=lambda peer_id: ranks[peer_id])
@@ -86,7 +86,7 @@ def _ranks_of(roster: Sequence[Member], entries: Mapping[str, Entry]) -> dict[st
 
 
 def is_free(claimed: int, taken: Collection[int]) -> bool:
-    """Whether a peer may have the world rank that it claims."""
+    """Whether a peer may have this world rank."""
     return 0 <= claimed <= MAX_CLAIMED_RANK and claimed not in taken
 
 
@@ -95,15 +95,15 @@ def lowest_free(taken: Collection[int]) -> int:
 
 
 def claim_of(me: str, roster: Mapping[str, int], live: Iterable[tuple[str, Status]]) -> int:
-    """What a peer claims that nobody has given a world rank: one that is free, as far as it sees.
+    """The world rank that a peer without one claims: one that is free, as far as it can see.
 
-    Others that have none yet are about to claim one, too: they have them in the order of their peer ids.
+    Other peers without a rank are about to claim one too: the free ranks go to them in the order of their peer ids.
     """
     claimed = {peer_id: status.world_rank for peer_id, status in live if peer_id not in roster}
-    place = sum(rank < 0 and peer_id < me for peer_id, rank in claimed.items())
+    num_before_me = sum(rank < 0 and peer_id < me for peer_id, rank in claimed.items())
     taken = {*roster.values(), *claimed.values()}
     free = (rank for rank in range(MAX_CLAIMED_RANK) if rank not in taken)
-    return next(islice(free, place, None), MAX_CLAIMED_RANK)
+    return next(islice(free, num_before_me, None), MAX_CLAIMED_RANK)
 
 
 def fault_in(
@@ -114,10 +114,10 @@ def fault_in(
     data_width: int,
     settings: Settings,
 ) -> str:
-    """Why a member does not take part in this plan; empty: nothing is wrong with it.
+    """Why a member declines this plan; empty: it is acceptable.
 
-    `off_allowed`: whom it would take off itself; `data_width`: what it would hand out itself. The world rank of a
-    newcomer may be any that is free: what it claims it may tell each member differently.
+    `off_allowed`: the members that it would remove itself. `data_width`: the blocks that it would hand out itself. A
+    newcomer's world rank may be any free one: a newcomer can claim a different rank towards each member.
     """
     before = {member.peer_id for member in parent.plan.roster}
     peer_ids = [contributor.peer_id for contributor in plan.contributors]
@@ -142,13 +142,13 @@ def fault_in(
 
 
 def is_quorum(present: Collection[str], parent: Certificate, quorum: float) -> bool:
-    """Whether so many of the roster are more than the part of it that has to be in a commit."""
+    """Whether more than this share of the parent's roster is present."""
     roster = {member.peer_id for member in parent.plan.roster}
     return len(roster.intersection(present)) > quorum * len(roster)
 
 
 def fault_of_successor(certificate: Certificate, parent: Certificate, settings: Settings) -> str:
-    """Why a certificate cannot follow this one, whoever has signed it; empty: it can."""
+    """Why a certificate cannot follow `parent` by the rules, whoever has signed it; empty: it can."""
     plan, everybody = certificate.plan, {member.peer_id for member in parent.plan.roster}
     everybody |= {contributor.peer_id for contributor in plan.contributors}
     if plan.parent != parent.head or certificate.is_genesis:

@@ -1,14 +1,14 @@
-"""One head's round: attempts to make the commit that follows it, until one succeeds.
+"""The round on one head: a state machine that makes attempts at the next commit until one succeeds.
 
     gather -> reduce -> vote -> certificate | next attempt
 
-Leader rule (`leader_of`): the roster, ordered by the hash of head and peer id, leads in turn, one attempt each. Whoever
-is not there, or not on this head, is passed over. So nobody chooses to lead, and a bad leader costs one attempt. Where
-all of the roster is gone, those who hold its state take its place.
+Leader rule (`leader_of`): roster members lead one attempt each, in the order of hash(head, peer id). A member that is
+not live, or not on this head, is skipped. So no peer can choose to lead, and a bad leader costs one attempt. If the
+whole roster is gone, the peers that are ready on this head lead instead.
 
-Group rule (group.py, `_gather`): a group is formed when everybody who trains on this head is ready, or when a quorum
-of the roster is and the grace has passed. Every peer evaluates this for itself from the statuses that it hears, so it
-knows when the leader should have acted.
+Group rule (group.py, `_gather`): the leader proposes a group once every peer that trains on this head is ready, or once
+a quorum of the roster is ready and the grace has passed. Every peer evaluates this from the statuses that it receives,
+so it knows when the leader should have proposed, and times it out if it does not.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from peers.core.effects import CancelReduce, Pledge, Reduce, Send, Tell
 from peers.core.events import ReduceFailed
-from peers.core.group import Group, Parts
+from peers.core.group import Group, RoundContext
 from peers.core.plans import Entry
 from peers.core.turn import Turn
 from peers.protocol.certificates import Body, Certificate, Plan
@@ -30,9 +31,9 @@ from peers.protocol.limits import MAX_ATTEMPT
 from peers.protocol.messages import Abort, Decline, OddVote, Propose, Vote
 
 MAX_FAILURES = 64
-"""That are remembered of one head, for people and for pauses."""
+"""Failures remembered per head: they are reported to people, and their number sets the pause between attempts."""
 REDUCE_SHARE = 0.75
-"""Of the time for an attempt, what its reduction may take: its failure has to be told before the leader gives up."""
+"""The reduction's timeout as a share of the attempt's: a member must report its failure before the leader times out."""
 
 
 class Stage(Enum):
@@ -41,30 +42,41 @@ class Stage(Enum):
     VOTE = "vote"
 
 
+class Gathering(NamedTuple):
+    """How the last group was formed."""
+
+    waited_s: float
+    """From quorum to proposal."""
+    last_s: float
+    """From quorum until its last member was ready."""
+    is_complete: bool
+    """No member that we still rely on was excluded."""
+
+
 @dataclass
 class Lead:
     """An attempt that this peer leads."""
 
     plan: Plan
-    until: float
+    deadline: float
+    """When the attempt times out."""
     votes: dict[str, Vote] = field(default_factory=dict)
 
     @property
     def has_majority(self) -> bool:
-        """Most have voted."""
+        """Most members have voted."""
         return 2 * len(self.votes) > len(self.plan.signers)
 
 
 class Round:
-    """`signed`: the last attempt on this head that this peer has signed, in an earlier life; -1: none.
+    """`signed`: the last attempt on this head that this peer signed before it restarted; -1: none.
 
-    `absent`: members of the roster that were not in the last commits, and how many. `recent`: the heads before this
-    one.
+    `absent`: for each roster member, how many commits in a row it has missed. `recent`: the heads just before this one.
     """
 
     def __init__(
         self,
-        parts: Parts,
+        context: RoundContext,
         parent: Certificate,
         *,
         now: float,
@@ -72,37 +84,45 @@ class Round:
         absent: Mapping[str, int],
         recent: Collection[str],
     ) -> None:
-        self._parts, self.parent = parts, parent
-        self._swarm, self._timing = parts.swarm, parts.timing
-        self._me = parts.keys.peer_id
+        self._context, self.parent = context, parent
+        self._swarm, self._timing = context.swarm, context.timing
+        self._me = context.keys.peer_id
         self._began_at = now
-        self._group = Group(parts, parent, absent=absent, recent=recent)
+        self._group = Group(context, parent, absent=absent, recent=recent)
         self.attempt, self._signed = signed + 1, signed
         self.stage = Stage.GATHER
         self.certificate: Certificate | None = None
-        """Of an attempt that this peer led, and that has succeeded."""
-        self.held: Body | None = None
-        """What this peer has voted for and holds the result of."""
-        self.is_odd = False
-        """This peer's digests were not those of the others: its state may be damaged."""
+        """Set when an attempt that this peer led has succeeded; the peer takes it from here."""
+        self.voted_result: Body | None = None
+        """What this peer voted for last, and still has the result of; None from the next reduction on."""
+        self.is_outlier = False
+        """This peer's digests differed from the majority's: its state may be damaged."""
         self.failures: list[str] = []
-        self.gathered: tuple[float, float, bool] | None = None
-        """Of the last group: seconds from the quorum to it, and to the last one that became ready; and whether
-        everybody was in it whom this peer counts on."""
+        self.gathered: Gathering | None = None
         self.reduced_s = 0.0
-        """What the last reduction took: waiting for votes is not in it, which one member can prolong."""
+        """How long the last reduction took, without the vote: a single slow voter must not make rounds look long."""
         self._accepted_at = 0.0
         self._lead: Lead | None = None
         self._plan: Plan | None = None
+        """The plan that this peer last took part in."""
         self._proposals: dict[int, Plan] = {}
+        """Plans received for this attempt and later ones."""
         self._suspects: frozenset[str] = frozenset()
-        """Those whom attempts on this head were lost to."""
+        """Peers blamed for failed attempts on this head."""
         self._last_suspects: frozenset[str] = frozenset()
-        self._until = self._not_before = 0.0
-        self._followed_at = -math.inf
+        """Peers blamed for the last failed attempt."""
+        self._deadline = 0.0
+        """When the attempt in which this peer takes part times out."""
+        self._not_before = 0.0
+        """This peer proposes nothing earlier: the pause after a failure."""
+        self._skipped_at = -math.inf
+        """When this peer last skipped to the attempt of the others."""
         self._quorum_at: float | None = None
+        """Since when enough peers have been ready; starts the grace."""
         self._num_ready, self._last_ready_at = 0, now
-        self._could_at: float | None = None
+        """How many are ready, and when the last of them became so."""
+        self._leader_could_propose_at: float | None = None
+        """The earliest time at which the current leader could have proposed; starts its timeout."""
         self._order = self._ordered(self._group.roster)
 
     @property
@@ -116,8 +136,8 @@ class Round:
         return self._order[attempt % len(self._order)]
 
     def advance(self, turn: Turn, entry: Entry | None, *, is_training: bool) -> bool:
-        """Whatever is due; True if anything was. `entry`: this peer's work, where it is handed over."""
-        if self._follow_the_others(turn):
+        """Do what is due; True if anything was. `entry`: this peer's work, None while its worker trains."""
+        if self._skip_to_median_attempt(turn):
             return True
         if self._lead is not None and self._watch_group(turn, self._lead):
             return True
@@ -132,11 +152,11 @@ class Round:
 
     @property
     def next_data_base(self) -> int:
-        """Where the data of the next epoch begins, if nobody comes who is not here yet."""
+        """The first data block of the next epoch, if no further peer joins before."""
         return self.parent.plan.data_base + self._group.data_width({})
 
     def missing(self, entry: Entry | None, now: float, *, is_training: bool) -> set[str]:
-        """Whom a commit on this head waits for."""
+        """The peers that the next commit waits for."""
         ready, expected = self._ready_and_expected(Turn(now), entry, is_training=is_training)
         return expected - ready.keys()
 
@@ -145,14 +165,14 @@ class Round:
     def _gather(self, turn: Turn, entry: Entry | None, is_training: bool) -> bool:
         ready, expected = self._ready_and_expected(turn, entry, is_training=is_training)
         if not self._group.is_enough(turn, ready):
-            self._quorum_at, self._could_at, self._num_ready = None, None, 0
+            self._quorum_at, self._leader_could_propose_at, self._num_ready = None, None, 0
             return False
         self._quorum_at = turn.now if self._quorum_at is None else self._quorum_at
         if len(ready) > self._num_ready:
             self._num_ready, self._last_ready_at = len(ready), turn.now
         late = expected - ready.keys()
         if late and not turn.passed(self._quorum_at + self._grace_s(late)):
-            self._could_at = None
+            self._leader_could_propose_at = None
             return False
         leader = self.leader_of(self.attempt)
         if leader == self._me:
@@ -162,43 +182,54 @@ class Round:
             self._begin_to_lead(turn, ready)
             return True
         if not self._can_lead(leader):
-            if not any(peer_id == self._me or self._can_lead(peer_id) for peer_id in self._order):
-                if self._me in self._order:
-                    return False
-                # All of the roster is gone: those who have its state go on.
-                self._order = self._ordered(ready)
-                return True
-            self.attempt += self.attempt < MAX_ATTEMPT
+            return self._skip_leader(ready)
+        return self._time_out_leader(turn, leader, entry)
+
+    def _skip_leader(self, ready: Collection[str]) -> bool:
+        """Go to the next attempt or, if nobody in the order can lead, to another order. True: evaluate again."""
+        if any(peer_id == self._me or self._can_lead(peer_id) for peer_id in self._order):
+            if self.attempt < MAX_ATTEMPT:
+                self.attempt += 1
             return self.attempt < MAX_ATTEMPT
+        # The whole roster is gone: the peers that are ready on its head lead instead.
+        self._order = self._ordered(ready)
+        return True
+
+    def _time_out_leader(self, turn: Turn, leader: str, entry: Entry | None) -> bool:
+        """Fail this attempt if its leader could have proposed and has not. True if it failed."""
         if entry is None or self._me not in self._order:
-            # It may be this peer that the leader waits for; and a newcomer sees others than the members do.
-            self._could_at = None
+            # The leader may be waiting for this peer; and a newcomer does not see what the members see.
+            self._leader_could_propose_at = None
             return False
-        self._could_at = max(turn.now, self._not_before) if self._could_at is None else self._could_at
-        if self.attempt > self._usual_attempt():
-            # The others have yet to come to it.
+        if self._leader_could_propose_at is None:
+            self._leader_could_propose_at = max(turn.now, self._not_before)
+        if self.attempt > self._median_attempt():
+            # The others have yet to come to this attempt.
             return False
-        # After a failure the leader pauses, for as long as it has seen attempts fail.
+        # After a failure the leader pauses too, at most for the silence timeout (Timing.pause_s).
         pause_s = self._timing.silence_s if self.attempt > 0 else 0.0
-        if not turn.passed(self._could_at + pause_s + self._timing.reaction_s):
+        if not turn.passed(self._leader_could_propose_at + pause_s + self._timing.reaction_s):
             return False
         self._fail(turn, f"its leader {leader} is silent")
         return True
 
     def _grace_s(self, late: set[str]) -> float:
-        """How long a quorum that is ready waits for these."""
+        """How long a quorum that is ready waits for these peers."""
         assert self._quorum_at is not None
         epoch_s = self._quorum_at - self._began_at
-        counted_on = set(filter(self._group.counts_on, late))
-        if counted_on & self._group.roster:
+        relied_on = set(filter(self._group.relies_on, late))
+        if relied_on & self._group.roster:
             return self._timing.grace_s(epoch_s)
-        return self._timing.newcomers_grace_s(epoch_s) if counted_on else self._timing.least_grace_s
+        return self._timing.newcomers_grace_s(epoch_s) if relied_on else self._timing.least_grace_s
 
     def _note_group(self, turn: Turn, late: Collection[str]) -> None:
-        """One is formed, without these. Waiting for newcomers in vain says nothing of what peers take."""
+        """Note how long the group took that is formed now, without the peers that are `late`."""
         assert self._quorum_at is not None
-        is_complete = not any(map(self._group.counts_on, self._group.roster.intersection(late)))
-        self.gathered = turn.now - self._quorum_at, self._last_ready_at - self._quorum_at, is_complete
+        # Newcomers are not counted: waiting for one in vain says nothing about how long members take.
+        is_complete = not any(map(self._group.relies_on, self._group.roster.intersection(late)))
+        self.gathered = Gathering(
+            turn.now - self._quorum_at, self._last_ready_at - self._quorum_at, is_complete
+        )
 
     def _ready_and_expected(
         self, turn: Turn, entry: Entry | None, *, is_training: bool
@@ -232,18 +263,20 @@ class Round:
         if lead is None or vote.plan != lead.plan.digest or sender not in lead.plan.signer_set:
             return
         body = Body(plan=lead.plan, anchor=vote.anchor, momentum=vote.momentum)
-        if sender != self._me and not self._parts.verify(sender, body.signed_bytes, vote.signature):
+        if sender != self._me and not self._context.verify(sender, body.signed_bytes, vote.signature):
             self._strike(turn, sender, "it sends votes that are not signed")
             self._abort(turn, f"a vote of {sender} is not signed by it", (sender,))
             return
         lead.votes[sender] = vote
         if lead.has_majority:
-            lead.until = min(lead.until, turn.now + self._timing.silence_s + 2 * self._timing.usual_round_s)
+            lead.deadline = min(
+                lead.deadline, turn.now + self._timing.silence_s + 2 * self._timing.usual_round_s
+            )
         if len(lead.votes) == len(lead.plan.signers):
-            self._count(turn, lead)
+            self._count_votes(turn, lead)
 
-    def _count(self, turn: Turn, lead: Lead) -> None:
-        """All votes are here."""
+    def _count_votes(self, turn: Turn, lead: Lead) -> None:
+        """All members have voted: make the certificate, or abort if their digests differ."""
         digests = {(vote.anchor, vote.momentum) for vote in lead.votes.values()}
         anchor, momentum = next(iter(digests))
         if len(digests) == 1:
@@ -251,53 +284,56 @@ class Round:
             signatures = tuple(lead.votes[peer_id].signature for peer_id in lead.plan.signers)
             self.certificate = Certificate(body=body, signatures=signatures)
             self._lead = None
-            # A leader that has no part in it comes to this head by the others; until then it leads to no other.
+            # A leader that did not contribute has no result to apply and must fetch the new state; it proposes nothing
+            # more on this head until that has had time.
             self._not_before = turn.now + self._timing.silence_s + self._timing.regain_s
             return
         votes = tuple(
             OddVote(peer_id=peer_id, anchor=vote.anchor, momentum=vote.momentum, signature=vote.signature)
             for peer_id, vote in sorted(lead.votes.items())
         )
-        odd, _ = _odd_ones({peer_id: (vote.anchor, vote.momentum) for peer_id, vote in lead.votes.items()})
-        others = odd - {self._me}
-        lost = (self._one_of(others),) if others else ()
+        outliers, _ = _outliers({p: (vote.anchor, vote.momentum) for p, vote in lead.votes.items()})
+        others = outliers - {self._me}
+        lost = (self._pick_suspect(others),) if others else ()
         self._abort(turn, "the digests of its members differ", lost, votes)
 
     def on_decline(self, turn: Turn, sender: str, decline: Decline) -> None:
         lead = self._lead
         if lead is None or decline.attempt != self.attempt or sender not in lead.plan.signer_set:
             return
-        # Whoever declines has cost this attempt: the fault is its own, or of one that it names, or of a link between.
-        named = sorted({*decline.suspects, *decline.told_by} & lead.plan.signer_set - {sender, self._me})
+        # The fault may lie with the sender, with a member that it names, or with the link between them: the sender and
+        # those it names share the blame.
+        named = sorted(({*decline.suspects, *decline.told_by} & lead.plan.signer_set) - {sender, self._me})
         self._strike(turn, sender, decline.reason, 0.5)
         for peer_id in named:
             self._strike(turn, peer_id, decline.reason, 0.5 / len(named))
         gone = [peer_id for peer_id in named if not self._swarm.is_live(peer_id)]
-        lost = gone[0] if gone else self._one_of([sender, *named])
+        lost = gone[0] if gone else self._pick_suspect([sender, *named])
         self._abort(turn, f"{sender} declines: {decline.reason}", (lost,))
 
-    def _one_of(self, peer_ids: Iterable[str]) -> str:
-        """Any of them may be at fault. Nobody has it always decided for him."""
+    def _pick_suspect(self, peer_ids: Iterable[str]) -> str:
+        """Choose one candidate pseudo-randomly but deterministically from (head, attempt), so that blame rotates."""
         return min(
             peer_ids, key=lambda p: hashlib.sha256(f"{self.head} {self.attempt} {p}".encode()).digest()
         )
 
     def _watch_group(self, turn: Turn, lead: Lead) -> bool:
-        unheard = [
+        """Abort if a member is lost or votes are late. True if so."""
+        not_voted = [
             peer_id for peer_id in lead.plan.signers if peer_id not in lead.votes and peer_id != self._me
         ]
-        if lost := [peer_id for peer_id in unheard if not self._swarm.is_live(peer_id)]:
+        if lost := [peer_id for peer_id in not_voted if not self._swarm.is_live(peer_id)]:
             for peer_id in lost:
                 self._strike(turn, peer_id, "it was lost in the middle of a round", 0.5)
             self._abort(turn, f"lost {', '.join(lost)}", lost)
             return True
-        if turn.passed(lead.until):
+        if turn.passed(lead.deadline):
             self._timing.attempt_timed_out()
-            # Where most have not voted, it is hardly their fault.
-            late = unheard if lead.has_majority else []
+            # If most members have not voted, the cause is probably not theirs: blame nobody.
+            late = not_voted if lead.has_majority else []
             for peer_id in late:
                 self._strike(turn, peer_id, "it does not vote")
-            self._abort(turn, f"no vote of {', '.join(unheard)} in time", late)
+            self._abort(turn, f"no vote of {', '.join(not_voted)} in time", late)
             return True
         return False
 
@@ -328,6 +364,7 @@ class Round:
             self._proposals[plan.attempt] = plan
 
     def _consider(self, turn: Turn, plan: Plan, entry: Entry | None) -> None:
+        """Check a proposed plan: accept it and reduce, or decline it and fail the attempt."""
         leader = self.leader_of(plan.attempt)
         mine = next((c.work for c in plan.contributors if c.peer_id == self._me), None)
         if entry is None or mine != entry.work:
@@ -350,18 +387,18 @@ class Round:
         self._accept(turn, plan)
 
     def _accept(self, turn: Turn, plan: Plan) -> None:
-        self._plan, self.stage, self.held = plan, Stage.REDUCE, None
-        self._until, self._accepted_at = turn.now + self._timing.attempt_s, turn.now
+        self._plan, self.stage, self.voted_result = plan, Stage.REDUCE, None
+        self._deadline, self._accepted_at = turn.now + self._timing.attempt_s, turn.now
         turn.do(Reduce(plan, REDUCE_SHARE * self._timing.attempt_s))
 
     def on_reduced(self, turn: Turn, plan_digest: str, anchor: str, momentum: str) -> None:
         plan = self._plan
         if self.stage is not Stage.REDUCE or plan is None or plan.digest != plan_digest:
             return
-        self.held = Body(plan=plan, anchor=anchor, momentum=momentum)
+        self.voted_result = Body(plan=plan, anchor=anchor, momentum=momentum)
         self.reduced_s = turn.now - self._accepted_at
         self.stage, self._signed = Stage.VOTE, plan.attempt
-        self._until = turn.now + self._timing.attempt_s
+        self._deadline = turn.now + self._timing.attempt_s
         turn.do(Pledge(self.head, plan.attempt))
         vote = Vote(
             head=self.head,
@@ -369,7 +406,7 @@ class Round:
             plan=plan_digest,
             anchor=anchor,
             momentum=momentum,
-            signature=self._parts.keys.sign(self.held.signed_bytes),
+            signature=self._context.keys.sign(self.voted_result.signed_bytes),
         )
         leader = self.leader_of(plan.attempt)
         if leader == self._me:
@@ -383,24 +420,25 @@ class Round:
             return
         for peer_id in sorted(failed.offenders):
             self._strike(turn, peer_id, failed.reason)
-        # Whoever says it of another may have caused it.
-        either = failed.suspects - failed.offenders | failed.told_by - {self._me}
-        for peer_id in sorted(either):
-            self._strike(turn, peer_id, failed.reason, 0.5 / (len(either) if failed.told_by else 1))
+        # Under hearsay the accuser may itself be at fault, so accuser and accused share half a strike.
+        possible_culprits = (failed.suspects - failed.offenders) | (failed.told_by - {self._me})
+        weight = 0.5 / len(possible_culprits) if failed.told_by and possible_culprits else 0.5
+        for peer_id in sorted(possible_culprits):
+            self._strike(turn, peer_id, failed.reason, weight)
         self._give_up(turn, failed.reason, failed.suspects, failed.told_by)
 
     def give_up(self, turn: Turn, reason: str) -> None:
-        """This peer cannot go on with the reduction that runs, if there is one."""
+        """Abandon the running reduction, if there is one."""
         if self.stage is Stage.REDUCE:
             self._give_up(turn, reason, frozenset())
 
     def _give_up(
         self, turn: Turn, reason: str, suspects: frozenset[str], told_by: frozenset[str] = frozenset()
     ) -> None:
-        """Out of this attempt, and say why."""
+        """Fail this attempt and tell the leader why; as the leader, abort it."""
         lost = suspects
-        if either := (suspects | told_by) - {self._me} if told_by else frozenset():
-            lost = frozenset({self._one_of(either)})
+        if told_by and (possible_culprits := (suspects | told_by) - {self._me}):
+            lost = frozenset({self._pick_suspect(possible_culprits)})
         if self._lead is not None:
             self._abort(turn, reason, tuple(lost))
             return
@@ -408,12 +446,13 @@ class Round:
         self._fail(turn, reason, lost)
 
     def _watch_attempt(self, turn: Turn) -> bool:
+        """Fail the attempt that this peer takes part in if its leader is lost or it timed out. True if so."""
         assert self._plan is not None
         leader = self.leader_of(self.attempt)
         if leader != self._me and not self._swarm.is_live(leader):
             self._fail(turn, f"lost its leader {leader}", (leader,))
             return True
-        if leader != self._me and turn.passed(self._until):
+        if leader != self._me and turn.passed(self._deadline):
             self._timing.attempt_timed_out()
             self._fail(turn, "it took too long")
             return True
@@ -425,18 +464,18 @@ class Round:
         if self._plan is not None and self._plan.attempt == abort.attempt:
             self._judge(turn, abort.votes, self._plan)
         for peer_id in sorted(set(abort.lost) - {self._me, sender}):
-            # One leader's word is little: it fades before the same one leads again.
+            # Half a strike, which fades before the same leader's next turn: no single leader can exclude a peer.
             if self._swarm.is_live(peer_id):
                 self._strike(turn, peer_id, abort.reason, 0.5)
         self._fail(turn, f"its leader gave it up: {abort.reason}", set(abort.lost) - {self._me})
 
     def _judge(self, turn: Turn, votes: Sequence[OddVote], plan: Plan) -> None:
-        """Signed votes for different digests show who is odd."""
+        """Strike the members whose signed digests differ from the majority's."""
         proven = [
             vote
             for vote in votes
             if vote.peer_id in plan.signers
-            and self._parts.verify(
+            and self._context.verify(
                 vote.peer_id,
                 Body(plan=plan, anchor=vote.anchor, momentum=vote.momentum).signed_bytes,
                 vote.signature,
@@ -444,13 +483,13 @@ class Round:
         ]
         voted = {vote.peer_id: (vote.anchor, vote.momentum) for vote in proven}
         if len(voted) < len(plan.signers) or len(proven) > len(voted) or len(set(voted.values())) < 2:
-            # Not all votes, each once: it proves nothing.
+            # A vote is missing, doubled or not valid: this proves nothing.
             return
-        odd, has_majority = _odd_ones(voted)
-        self.is_odd = self.is_odd or self._me in odd
-        # One alone has only itself to blame. Of several, one may have sent the others wrong sums.
-        weight = 1.0 if has_majority and len(odd) == 1 else 0.5 / len(odd)
-        for peer_id in sorted(odd - {self._me}):
+        outliers, has_majority = _outliers(voted)
+        self.is_outlier = self.is_outlier or self._me in outliers
+        # A single outlier is at fault itself. Several outliers may have been sent wrong sums by one of them.
+        weight = 1.0 if has_majority and len(outliers) == 1 else 0.5 / len(outliers)
+        for peer_id in sorted(outliers - {self._me}):
             self._strike(turn, peer_id, "its digests are not the others'", weight)
 
     def _strike(self, turn: Turn, peer_id: str, why: str, weight: float = 1.0) -> None:
@@ -487,8 +526,8 @@ class Round:
             )
             turn.do(Send(leader, decline))
 
-    def _usual_attempt(self) -> int:
-        """That half of those on this head have reached."""
+    def _median_attempt(self) -> int:
+        """The median attempt of the roster members on this head, this peer included."""
         head, roster = self.head, self._group.roster
         attempts = [
             status.attempt
@@ -498,29 +537,29 @@ class Round:
         attempts = sorted([*attempts, self.attempt])
         return attempts[len(attempts) // 2]
 
-    def _follow_the_others(self, turn: Turn) -> bool:
-        """Half of those on this head are at a later attempt: this one leads nowhere."""
-        if turn.now <= self._followed_at:
+    def _skip_to_median_attempt(self, turn: Turn) -> bool:
+        """Skip to the median attempt if that is later: half of the members do not take part in this one any more."""
+        if turn.now <= self._skipped_at:
             return False
-        # Within reach: no number that anybody names ends this peer's counting.
-        most_reached = min(self._usual_attempt(), self.attempt + 2 * len(self._order), MAX_ATTEMPT)
-        if most_reached <= self.attempt:
+        # Bounded steps: a peer that announces a huge attempt number cannot use up all attempts of this one.
+        next_attempt = min(self._median_attempt(), self.attempt + 2 * len(self._order), MAX_ATTEMPT)
+        if next_attempt <= self.attempt:
             return False
-        self._followed_at = turn.now
-        self._leave_attempt(turn, most_reached)
+        self._skipped_at = turn.now
+        self._leave_attempt(turn, next_attempt)
         return True
 
     def _leave_attempt(self, turn: Turn, next_attempt: int) -> None:
         if self.stage is Stage.REDUCE:
             turn.do(CancelReduce())
         self.attempt = min(MAX_ATTEMPT, next_attempt)
-        self.stage, self._lead, self._could_at = Stage.GATHER, None, None
+        self.stage, self._lead, self._leader_could_propose_at = Stage.GATHER, None, None
         self._proposals = {a: plan for a, plan in self._proposals.items() if a >= self.attempt}
 
     def _fail(
         self, turn: Turn, reason: str, suspects: Sequence[str] | set[str] | frozenset[str] = ()
     ) -> None:
-        """This attempt has failed; on to the next, after a pause."""
+        """Record why this attempt failed, and go to the next one after a pause."""
         self.failures = [*self.failures[-MAX_FAILURES:], reason]
         self._last_suspects = frozenset(suspects) - {self._me}
         self._suspects |= self._last_suspects
@@ -528,9 +567,9 @@ class Round:
         self._leave_attempt(turn, self.attempt + 1)
 
 
-def _odd_ones(voted: Mapping[str, tuple[str, str]]) -> tuple[set[str], bool]:
-    """Who did not vote for what most have, and whether there is such a majority; where there is none, everybody."""
-    usual, count = Counter(voted.values()).most_common(1)[0]
+def _outliers(voted: Mapping[str, tuple[str, str]]) -> tuple[set[str], bool]:
+    """The peers whose digests differ from the majority's, and True; without a majority all peers, and False."""
+    most_common, count = Counter(voted.values()).most_common(1)[0]
     if 2 * count <= len(voted):
         return set(voted), False
-    return {peer_id for peer_id, digests in voted.items() if digests != usual}, True
+    return {peer_id for peer_id, digests in voted.items() if digests != most_common}, True

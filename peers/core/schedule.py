@@ -1,17 +1,17 @@
 """When which fragment is averaged, and how its result comes back: arithmetic on step numbers.
 
-Streaming DiLoCo (arXiv 2501.18512) averages one fragment at a time: each of them every `local_steps` inner steps, one
-after the other at even distances. An epoch is the way to one such outer step, so P fragments make epochs of
+Streaming DiLoCo (arXiv 2501.18512) averages one fragment at a time: each fragment every `local_steps` inner steps, one
+after the other at even distances. An epoch ends with one such outer step, so with P fragments an epoch has
 local_steps / P inner steps, and epoch e averages fragment e mod P. One fragment is classic DiLoCo.
 
-With overlap the weights of the fragment leave `overlap_steps` before the epoch's end and their average is merged at its
-end, so that the round has that many steps to take place in. At most one round is under way at a time. An overlap of
-all but one step of the epoch is the one-epoch delay of eager updates (arXiv 2502.12996): every peer goes on from its
-own fresh progress, and the others' reaches it one epoch late.
+With overlap the weights of the fragment are handed over `overlap_steps` before the epoch's end, and their average is
+merged at its end; the round takes place during those steps. At most one round runs at a time. An overlap of all but one
+step of the epoch is the one-epoch delay of eager updates (arXiv 2502.12996): every peer continues from its own fresh
+progress, and the other peers' progress reaches it one epoch late.
 
-With a time budget an epoch ends when its steps are done or its time is up, so that a slow peer does what it can and
-keeps nobody waiting. Where a peer stands in the epoch is counted in nominal steps then, too: the share of the time that
-is over, where that is further than the steps it has done. Learning rates and overlap follow that count.
+With a time budget an epoch ends when its steps are done or its time is up, so that nobody waits for a slow peer. A
+peer's position in the epoch is then its nominal local step: the steps it has done or, if larger, the elapsed share of
+the time times the steps of the epoch. Learning rates and overlap follow that position.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Schedule:
     overlap_steps: int = 0
     """Inner steps trained while a round takes place (tau)."""
     mixing: float | None = None
-    """What a peer keeps of its weights where overlapped ones are merged with the anchor (alpha); none: all progress."""
+    """Weight of the local weights when an overlapped average is merged (alpha); None: keep all local progress."""
     local_time_s: float = 0.0
-    """Seconds after which the local steps count as done, however many were; 0: there is no such budget."""
+    """Seconds after which the local steps count as done, however many were done; 0: no time budget."""
 
     def __post_init__(self) -> None:
         if self.local_steps < 1 or self.num_fragments < 1 or self.local_steps % self.num_fragments:
@@ -52,7 +52,7 @@ class Schedule:
 
     @classmethod
     def of(cls, manifest: Mapping[str, str | int | float | bool | None]) -> Schedule:
-        """What a manifest says. Raises UserError where its numbers do not go together."""
+        """The schedule of a manifest. Raises UserError if its numbers do not fit each other."""
         return cls(
             local_steps=int(manifest.get("hv.local_steps") or DEFAULT_LOCAL_STEPS),
             num_fragments=int(manifest.get("hv.num_fragments") or 1),
@@ -67,18 +67,18 @@ class Schedule:
 
     @property
     def seconds_per_epoch(self) -> float:
-        """The time budget between two rounds; 0: there is none."""
+        """The time budget between two rounds; 0: none."""
         return self.local_time_s / self.num_fragments
 
     def local_step_after(self, local_step: int, elapsed_s: float) -> int:
-        """The nominal local step of a peer that has just done its `local_step`-th, so long after the epoch began."""
+        """The nominal local step of a peer that has done `local_step` steps, `elapsed_s` after the epoch began."""
         if not self.local_time_s:
             return local_step
         by_time = int(self.steps_per_epoch * elapsed_s / self.seconds_per_epoch)
         return max(local_step, min(by_time, self.steps_per_epoch))
 
     def elapsed_at(self, local_step: int) -> float:
-        """Seconds since the epoch's beginning that a peer which enters it at this local step counts as over."""
+        """Seconds of the epoch that count as elapsed for a peer that enters it at this local step."""
         return self.seconds_per_epoch * local_step / self.steps_per_epoch
 
     def fragment_of(self, epoch: int) -> int:
@@ -86,18 +86,18 @@ class Schedule:
         return epoch % self.num_fragments
 
     def leaves_at(self, epoch: int, end_step: int | None) -> int:
-        """Local step of the epoch at which its fragment's weights are handed over.
+        """The local step of the epoch at which its fragment's weights are handed over.
 
-        The run's last epoch overlaps nothing: there is no training left that could hide its round.
+        The run's last epoch has no overlap: no training is left during which its round could take place.
         """
         is_last = end_step is not None and (epoch + 1) * self.steps_per_epoch >= end_step
         return self.steps_per_epoch if is_last else self.steps_per_epoch - self.overlap_steps
 
     def final_epoch(self, end_step: int) -> int:
-        """Epochs of a run of so many nominal steps: in the end every fragment is averaged once more."""
+        """Epochs in a run of `end_step` nominal steps: at its end every fragment is averaged once more."""
         return -(-end_step // self.steps_per_epoch) + self.num_fragments - 1
 
     def nominal_step(self, epoch: int, local_step: int, end_step: int | None) -> int:
-        """Inner steps since the start of the run as schedules count them, the same for fast and slow peers."""
+        """Inner steps since the start of the run, the same for fast and slow peers; learning rates follow them."""
         step = epoch * self.steps_per_epoch + min(local_step, self.steps_per_epoch)
         return step if end_step is None else min(step, end_step)

@@ -1,4 +1,4 @@
-"""What a peer needs to know about its run and its user's settings. The same on all peers but for the last five."""
+"""What the core needs to know of its run and of its user's settings."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from peers.core.weights import Aggregation
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
+    """The fields up to `aggregation` are the same on all peers of a run; the others are the user's."""
+
     manifest: str
     """Digest of the manifest."""
     steps_per_epoch: int
     num_fragments: int = 1
     aggregation: Aggregation = field(default_factory=Aggregation)
     quorum: float = 0.5
-    """The part of the roster of which more must be in a commit."""
+    """A commit needs more than this share of the roster."""
     grace_s: float = math.inf
-    """How long a commit waits, once a quorum is ready, for the others at most."""
+    """The longest time that a ready quorum waits for the others."""
     attempt_timeout_s: float = math.inf
-    """How long an attempt may take at most."""
+    """The longest time that an attempt may take."""
     galaxy_size: int = 1
-    """How many founders a run waits for."""
+    """How many founders a run waits for, at most `founders_timeout_s`."""
     founders_timeout_s: float = 600.0
-    """For so long."""
 
     def fragment_of(self, epoch: int) -> int:
         """The fragment that is averaged at the end of this epoch."""

@@ -1,6 +1,6 @@
-"""Every waiting time of the core: constants, each with its reason, and what is learned from rounds and epochs.
+"""Every timeout of the core: constants, each with its reason, and values learned from past rounds and epochs.
 
-All follow from the heartbeat, the round trip, the length of rounds and the length of epochs.
+All of them derive from the heartbeat, the round trip, the length of rounds and the length of epochs.
 """
 
 from __future__ import annotations
@@ -14,61 +14,67 @@ from peers.core.settings import Settings
 from peers.timing import BEAT_PEERS, BEAT_S, START_S, STREAMS_S
 
 SILENT_BEATS = 6
-"""Missed heartbeats after which a peer is not waited for: a busy machine misses two or three."""
+"""Missed heartbeats after which a peer counts as lost: a busy machine misses two or three."""
 REGAIN = 4
-"""Silences for which a lost peer may come back before it counts as gone: who goes on without a majority loses what it
-commits as soon as the others are heard again. Twelve seconds, in which most processes and links are well again, and for
-which workers train on."""
+"""Silence timeouts for which a lost peer may come back before it counts as gone and a minority may commit without it.
+Not shorter: such a commit is lost if the majority is heard again. Twelve seconds among few peers, in which most
+processes and links recover; workers train on meanwhile."""
 ROUND_TRIPS = 8
-"""What an answer may take, in round trips: both ends queue, and packets are lost and sent again."""
+"""Round trips that an answer may take: both ends queue, and packets are lost and sent again."""
 FIRST_GRACE_S = START_S
-"""Before any epoch is known: models compile and caches fill at different speeds."""
+"""The least grace while fewer than ENOUGH_ROUNDS are known: models compile and caches fill at different speeds."""
 LEAST_GRACE_SHARE = 0.1
-"""Of an epoch: what training steps may vary by."""
+"""The least grace as a share of an epoch: training steps vary by that much."""
 DEVIATIONS = 6.0
-"""So many robust standard deviations beyond the median are late."""
+"""The learned grace is the median waiting time plus this many robust standard deviations."""
 ENOUGH_ROUNDS = 4
-"""Fewer say little about what is usual."""
+"""Rounds to have seen before waiting times are learned from them."""
 LATER = 1.5
-"""Where somebody was left out, waiting this much longer would perhaps have sufficed."""
+"""A waiting time after which a peer was still missing counts this many times: a longer grace might have sufficed."""
 SLOWEST_PEER = 8.0
-"""A peer that takes so many times as long for an epoch is never waited for."""
+"""The grace is at most this many epochs: slower peers are never waited for."""
 SLOWEST_LINK = 1e6
-"""Bytes per second, 8 Mbit/s: what the first round, and a fetch, are given time for."""
+"""Bytes per second (8 Mbit/s): the first round and a fetch are given the time that this link needs."""
 LEAST_ROUND_S = START_S
-"""The first round is given this much: streams are opened, kernels compiled."""
+"""The least timeout of the first round, in which streams are opened and kernels compiled."""
 ROUNDS = 4.0
-"""An attempt may take so many usual rounds before it is given up."""
+"""An attempt times out after this many usual rounds."""
 FETCH_S = START_S
-"""A fetch may take this long beside what its bytes need."""
+"""A fetch may take this long in addition to what its bytes need."""
 _NORMAL_MAD = 1.4826
-"""Of a normal distribution, the standard deviation over the median absolute deviation."""
+"""The standard deviation of a normal distribution over its median absolute deviation."""
 
 
 @dataclass(kw_only=True)
 class Timing:
-    """What one peer has seen of its swarm. Times in seconds."""
+    """The timeouts of one peer, by what it has seen of its swarm. All times are in seconds."""
 
     most_grace_s: float
-    """The user's bound."""
+    """The user's bound on the grace."""
     most_attempt_s: float
-    """Likewise."""
+    """The user's bound on the length of an attempt."""
     first_round_s: float = LEAST_ROUND_S
     fetch_timeout_s: float = FETCH_S
     num_peers: int = 1
     round_trip_s: float = 0.0
+    """The median over the roster."""
     _waited_s: float = 0.0
+    """How long the last commit waited from quorum to proposal."""
     _rounds: deque[float] = field(default_factory=lambda: deque(maxlen=8))
+    """Lengths of the last reductions."""
     _epochs: deque[float] = field(default_factory=lambda: deque(maxlen=8))
+    """Lengths of the last epochs, without waiting for others."""
     _waits: deque[float] = field(default_factory=lambda: deque(maxlen=16))
+    """How long workers waited from handing over their work to their answer."""
     _gathers: deque[float] = field(default_factory=lambda: deque(maxlen=16))
+    """Times from quorum to proposal."""
 
     @classmethod
     def of(cls, settings: Settings) -> Timing:
         return cls(most_grace_s=settings.grace_s, most_attempt_s=settings.attempt_timeout_s)
 
-    def is_to_move(self, *, fragment_bytes: int, state_bytes: int) -> None:
-        """How much a commit and a fetch have to move, as soon as the worker has said how large its model is."""
+    def set_sizes(self, *, fragment_bytes: int, state_bytes: int) -> None:
+        """How many bytes a commit and a fetch move; known once the worker has said how large its model is."""
         self.first_round_s = max(LEAST_ROUND_S, 2 * fragment_bytes / SLOWEST_LINK)
         self.fetch_timeout_s = FETCH_S + state_bytes / SLOWEST_LINK
 
@@ -78,22 +84,22 @@ class Timing:
 
     @property
     def silence_s(self) -> float:
-        """A peer that says nothing for so long is not there, as far as this one can tell."""
+        """The failure detector's timeout: a peer that is silent for this long counts as lost."""
         return max(SILENT_BEATS * self.beat_s, ROUND_TRIPS * self.round_trip_s)
 
     @property
     def regain_s(self) -> float:
-        """After so long without it, others may go on without a peer even if they are no majority."""
+        """A peer that has been lost for this long counts as gone: others may commit without it, even as a minority."""
         return REGAIN * self.silence_s
 
     @property
-    def most_patience_s(self) -> float:
-        """For what has to come from a peer that may be gone, and nobody else can do."""
+    def last_resort_s(self) -> float:
+        """How long to wait for what only a peer that may be gone can provide."""
         return 10 * self.silence_s
 
     @property
     def reaction_s(self) -> float:
-        """What a peer that is well takes to do what it has to do next."""
+        """How long a healthy peer may take to react to a message."""
         return max(2 * self.beat_s, ROUND_TRIPS * self.round_trip_s)
 
     @property
@@ -102,24 +108,24 @@ class Timing:
 
     @property
     def connect_s(self) -> float:
-        """For all streams of an attempt to stand; among many they share processors."""
+        """For all streams of an attempt to open; longer in large groups."""
         return STREAMS_S * self.beat_s / BEAT_S
 
     @property
     def prompt_s(self) -> float:
-        """For a member of an attempt to begin, where a stream with it stands."""
+        """For a member to begin to send, once a stream with it is open."""
         if not self._rounds:
             return self.connect_s
         return min(self.connect_s, self.reaction_s + min(self.silence_s, self.usual_round_s))
 
     @property
     def stall_s(self) -> float:
-        """A stream of a reduction may be silent for so long."""
+        """How long a stream of a reduction may be silent."""
         return self.silence_s + min(self.silence_s, self.usual_round_s)
 
     @property
     def attempt_s(self) -> float:
-        """From the proposal to the certificate."""
+        """The timeout of an attempt, from proposal to certificate."""
         if not self._rounds:
             return min(self.most_attempt_s, self.first_round_s)
         usual = self.connect_s + self.stall_s + ROUNDS * self.usual_round_s
@@ -127,13 +133,13 @@ class Timing:
 
     @property
     def least_grace_s(self) -> float:
-        """What steps vary by, and what everybody takes to say that it is ready."""
+        """The grace for peers that are not relied on: the spread of step times, and the time to announce readiness."""
         return min(
             self.most_grace_s, max(self.reaction_s, LEAST_GRACE_SHARE * max(self._epochs, default=0.0))
         )
 
     def grace_s(self, epoch_s: float) -> float:
-        """How long a quorum that is ready, so long after the epoch began, waits for the others."""
+        """How long a quorum waits for the other peers, if it was ready `epoch_s` after the epoch began."""
         slowest = max(self._epochs, default=epoch_s)
         if len(self._gathers) < ENOUGH_ROUNDS:
             return min(self.most_grace_s, max(FIRST_GRACE_S, slowest))
@@ -143,13 +149,15 @@ class Timing:
         return min(self.most_grace_s, learned, SLOWEST_PEER * max(slowest, self.reaction_s))
 
     def newcomers_grace_s(self, epoch_s: float) -> float:
-        """The same where only newcomers are late: no longer than an epoch takes. Strangers can come without end, and
-        each only says that it trains. The usual one counts as well: for who came to this one late it is shorter."""
+        """The grace if only newcomers are late: at most the length of an epoch, because strangers can come without end
+        and need only claim that they train. `epoch_s` is the epoch as this peer has seen it, which is short if this
+        peer came late to it; so the usual length counts as well."""
         longest = max(epoch_s, statistics.median_low(self._epochs) if self._epochs else 0.0)
         return min(self.grace_s(epoch_s), max(self.least_grace_s, longest))
 
     def patience_s(self, *, is_troubled: bool) -> float:
-        """How long a worker stands still for the commit of its work, before it trains on meanwhile."""
+        """How long a worker waits for the commit of its work before it goes ahead. `is_troubled`: an attempt has failed
+        or a roster member has fallen silent."""
         if is_troubled:
             return self.usual_round_s
         if len(self._waits) < ENOUGH_ROUNDS:
@@ -157,30 +165,34 @@ class Timing:
         return self.beat_s + statistics.median_low(self._waits)
 
     def answered(self, seconds: float) -> None:
-        """A worker's work is in a commit, so long after it was handed over."""
+        """A commit contains the worker's work, `seconds` after it was handed over."""
         self._waits.append(seconds)
 
     def pause_s(self, num_failures: int) -> float:
-        """Before the next attempt, after so many have failed one after the other."""
+        """The pause before the next attempt after this many failures in a row: exponential back-off."""
         if not num_failures:
             return 0.0
         return min(self.silence_s, max(self.round_trip_s, 0.05) * 2.0 ** min(num_failures - 1, 16))
 
     def committed(self, *, round_s: float, epoch_s: float) -> None:
-        """An epoch is over. What it has waited for others, as was told to `gathered` just before, does not count as
-        the length of an epoch: else one that never comes would be waited for ever longer."""
+        """A commit was made, at the end of an epoch of this length.
+
+        The time from quorum to proposal, which `gathered` was just told, is not counted as part of the epoch: otherwise
+        each wait for a peer that never comes would lengthen the next one.
+        """
         self._rounds.append(min(round_s, self.first_round_s))
         self._epochs.append(max(0.0, epoch_s - self._waited_s))
         self._waited_s = 0.0
 
     def gathered(self, waited_s: float, last_s: float, *, complete: bool) -> None:
-        """From a quorum's readiness to the proposal, and until the last one was ready that is in it."""
+        """The last group was proposed `waited_s` after its quorum, and its last member was ready `last_s` after it;
+        `complete`: no member that is relied on was missing."""
         if math.isfinite(waited_s):
             self._waited_s = waited_s
             self._gathers.append(last_s if complete else LATER * waited_s)
 
     def attempt_timed_out(self) -> None:
-        """Rounds take longer now than they used to."""
+        """Double the usual round: rounds take longer now than they used to."""
         longer = min(self.first_round_s, 2 * self.usual_round_s)
         self._rounds.clear()
         self._rounds.append(longer)

@@ -1,4 +1,4 @@
-"""One handling of an event: what time it is, what is to be done, and when to look again."""
+"""One call of `Peer.handle`: the current time, the effects so far, and the next deadline."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from peers.core.effects import Effect
 
 
 class Turn:
-    """Whoever waits for a moment asks `passed`, which notes it as the deadline: no waiting time is kept elsewhere."""
+    """Rules that wait for a moment ask `passed`, which lowers the deadline to it: no timers are kept elsewhere."""
 
     def __init__(self, now: float) -> None:
         self.now = now
@@ -19,11 +19,12 @@ class Turn:
         self.effects += effects
 
     def passed(self, moment: float) -> bool:
+        """Whether this moment has come. If not, the peer is called again at that moment."""
         if self.now >= moment:
             return True
         self.deadline = min(self.deadline, moment)
         return False
 
     def look_again(self) -> None:
-        """Every rule is about to be evaluated anew, and notes its moments again."""
+        """Forget the deadline: every rule is about to be evaluated again, and sets it anew."""
         self.deadline = math.inf

@@ -1,4 +1,4 @@
-"""What each contribution weighs. Pure functions of the contributions: every member recomputes what the leader says."""
+"""The weight of each contribution. Pure functions: every member recomputes the weights that the leader proposes."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ DEFAULT_MAX_WEIGHT = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Aggregation:
-    """How pseudo-gradients become one; the same on all peers of a run.
+    """How pseudo-gradients are averaged; the same on all peers of a run.
 
-    mean: by tokens, as claimed. clip: token claims bounded by the manifest and by a multiple of the median, long
-    pseudo-gradients scaled down. trimmed-mean (arXiv 1803.01498) and centered-clip (2012.10333): all weigh alike.
+    mean: weighted by the tokens that peers claim. clip: as mean, with claims bounded by the manifest and by a multiple
+    of the median, and long pseudo-gradients scaled down. trimmed-mean (arXiv 1803.01498) and centered-clip
+    (2012.10333): equal weights.
     """
 
     rule: Rule = "clip"
     max_weight: float = DEFAULT_MAX_WEIGHT
-    """Under clip, a member counts for this many times the median of the group's tokens at most."""
+    """Under clip, a member counts for at most this many times the median of the group's tokens."""
     max_tokens_per_epoch: int = 0
-    """What the manifest lets one peer train in one epoch; 0: the manifest does not say."""
+    """The tokens that one peer can train in one epoch by the manifest; 0: the manifest does not say."""
     trim: float = DEFAULT_TRIM
-    """Under trimmed-mean, the part of the members that is left out on either side."""
+    """Under trimmed-mean, the share of the members that is left out at either end."""
     staleness_discount: float = 1.0
-    """Each commit that a contribution has missed multiplies its weight by this (arXiv 2401.09135 has such decays)."""
+    """A contribution's weight is multiplied by this for each commit that it missed (cf. arXiv 2401.09135)."""
 
     @classmethod
     def of(cls, manifest: Mapping[str, str | int | float | bool | None]) -> Aggregation:
-        """What a checked manifest says."""
+        """The aggregation of a checked manifest."""
         rule, most = manifest.get("hv.aggregation"), manifest.get("hv.max_weight")
         sizes = [manifest.get(f"train.{name}") for name in ("total_batch_size", "seq_length")]
         steps, fragments = manifest.get("hv.local_steps"), manifest.get("hv.num_fragments")
@@ -62,7 +63,7 @@ class Aggregation:
         ]
         if self.rule == "mean":
             return _shares(claims)
-        # Of two, the lower one: the median of a pair would let one of them have twice the other's weight raised.
+        # Of two claims, median_low takes the lower one: with their mean, a peer could raise its own bound.
         most = self.max_weight * statistics.median_low(claims)
         shares = _shares([min(claim, most) for claim in claims] if most > 0 else claims)
         if len(works) < LEAST_ROBUST_GROUP:

@@ -1,4 +1,4 @@
-"""What a peer knows of its worker: where it trains, on what its weights are based, and what it has handed over."""
+"""What a peer knows of its worker: its epoch, the anchor its weights are based on, and the work it has handed over."""
 
 from __future__ import annotations
 
@@ -14,18 +14,21 @@ from peers.protocol.certificates import Work
 from peers.protocol.messages import Status
 
 LEAST_LEFT_STEPS = 1
-"""Of an epoch, for a peer that enters it late."""
+"""A peer that enters an epoch late still trains at least this many steps of it."""
 
 
 @dataclass
 class Worker:
-    """By fragment it is known since which epoch the work on it is not in any commit."""
+    """The state machine of one peer's worker, over restarts of the worker process.
+
+    none: there is no worker. waits: it asked where to begin. trains. ready: it has handed over its work.
+    """
 
     state: Literal["none", "waits", "trains", "ready"] = "none"
     base: str = ""
     """The head whose anchor its weights are based on."""
     epoch: int = -1
-    """The one that it was told to train in."""
+    """The epoch that it was told to train in."""
     work: Work | None = None
     """Handed over, and not yet answered."""
     local_step: int = 0
@@ -33,15 +36,17 @@ class Worker:
     ready_at: float = 0.0
     """When it handed over its work."""
     is_ahead: bool = False
-    """It trains on meanwhile."""
-    voted: set[str] = field(default_factory=set)
+    """It trains in the next epoch while its work waits for a commit."""
+    voted_heads: set[str] = field(default_factory=set)
     """Heads of the commits with the work in hand that this peer has voted for."""
     _is_gone: bool = False
-    """The worker that has handed over the work has ended."""
+    """The process that handed over the work has ended."""
     _next_waits: bool = False
-    """And the one after it waits to begin."""
+    """`_is_gone`, and its successor has asked where to begin."""
     _began: int = 0
+    """The epoch in which it began from an anchor."""
     _based_on: dict[int, int] = field(default_factory=dict)
+    """By fragment, the epoch of the last commit that contains its work on it."""
 
     @property
     def is_training(self) -> bool:
@@ -49,55 +54,55 @@ class Worker:
 
     @property
     def has_lost_work(self) -> bool:
-        """Nobody is there any more to go on from the work in hand."""
+        """The process that handed over the work has ended: if the work is not committed, it is lost."""
         return self.work is not None and self._is_gone
 
-    def arrives(self) -> None:
-        """A worker asks where to begin."""
+    def arrive(self) -> None:
+        """A worker process asks where to begin."""
         if self.state == "ready":
             self._is_gone = self._next_waits = True
         else:
             self.state = "waits"
 
-    def ends(self) -> None:
+    def end(self) -> None:
         if self.state == "ready":
             self._is_gone, self._next_waits = True, False
         else:
             self.state = "none"
 
-    def begins(self, head: str, epoch: int, local_step: int) -> None:
-        """From an anchor, with nothing that is not in it."""
+    def begin(self, head: str, epoch: int, local_step: int) -> None:
+        """It begins from an anchor, without uncommitted work."""
         self.base, self._began, self._based_on = head, epoch, {}
-        self.goes_on(epoch, local_step)
+        self.resume(epoch, local_step)
 
-    def hands_over(self, work: Work, fragment: int, now: float) -> None:
-        self.voted.clear()
+    def hand_over(self, work: Work, fragment: int, now: float) -> None:
+        self.voted_heads.clear()
         self.ready_at = now
         self.work = replace(work, based_on=self._based_on.get(fragment, self._began))
         self.state = "ready"
 
-    def is_in(self, fragment: int, epoch: int) -> None:
-        """Its work on this fragment is in the commit that led to this epoch."""
+    def was_committed(self, fragment: int, epoch: int) -> None:
+        """Its work on this fragment is in the commit of this epoch."""
         self._based_on[fragment] = epoch
 
-    def gives_up_since(self, epoch: int) -> None:
-        """Its commits after this epoch were of a fork that lost."""
+    def roll_back_to(self, epoch: int) -> None:
+        """Its commits after this epoch were on a fork that lost: its work is based on this epoch at the latest."""
         self._began = min(self._began, epoch)
         if self.work is not None:
             self.work = replace(self.work, based_on=min(self.work.based_on, epoch))
         self._based_on = {fragment: min(at, epoch) for fragment, at in self._based_on.items()}
 
-    def goes_on(self, epoch: int, local_step: int) -> None:
-        """It has been answered."""
+    def resume(self, epoch: int, local_step: int) -> None:
+        """It was answered, and trains in this epoch from this local step on."""
         self.state = "waits" if self._next_waits else "none" if self._is_gone else "trains"
         self.work, self.is_ahead, self._is_gone, self._next_waits = None, False, False, False
         self.epoch, self.local_step = epoch, local_step
 
 
 def entry_step(others: Iterable[tuple[Status, float]], steps_per_epoch: int, own_step_s: float) -> int:
-    """The local step at which a peer that comes late enters the others' epoch, to be done when they are.
+    """The local step at which a peer that joins late enters the others' epoch, so that it finishes with them.
 
-    `others`: those who train on the same head, with the age of their statuses in seconds.
+    `others`: the peers that train on the same head, with the age of their statuses in seconds.
     """
     steps: list[float] = []
     paces: list[float] = []

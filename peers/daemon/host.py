@@ -164,7 +164,7 @@ class WorkerHost:
             raise UserError("the worker came back with another model than before; start the peer anew")
         self._layout = layout
         timing = self.ready.result().core.timing
-        timing.is_to_move(
+        timing.set_sizes(
             fragment_bytes=_FLOAT_BYTES * max(layout.sizes), state_bytes=2 * _FLOAT_BYTES * sum(layout.sizes)
         )
 

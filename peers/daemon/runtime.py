@@ -190,7 +190,7 @@ class Runtime:
                 norm_of_pseudo_gradient,
                 self._state.anchor[fragment],
                 work.local,
-                self.residuals[fragment].contribution,
+                self.residuals[fragment].contribution_residual,
             )
             if not math.isfinite(norm):
                 # The end of this worker's life, not of the daemon: its next one begins from the anchor.

@@ -1,17 +1,17 @@
-"""How a peer is given its token, and how the ban list gets about.
+"""How a peer gets its token, and how the ban list spreads.
 
 protocol diloco/<run_id>/admission
-    peer    -> issuer   Join     I ask for a token
-    issuer  -> peer     Nonce    to be proved about
-    peer    -> issuer   Proof    that I have the swarm secret
+    peer    -> issuer   Join     a request for a token
+    issuer  -> peer     Nonce    a challenge
+    peer    -> issuer   Proof    that the peer has the swarm secret
     issuer  -> peer     Issued, or Refusal
 
 protocol diloco/<run_id>/bans, and within the mesh (mesh.py)
-    anybody -> anybody  Bans     the newest list that I know; over the first protocol the answer is another one
+    any     -> any      Bans     the newest list that the sender knows; over the former, the answer is another one
 
-libp2p proves both identities; the proof is an HMAC by the swarm secret over them, the run and the nonce, so the secret
-never travels and a proof is good for nothing else. Issuers announce themselves in the DHT, with tokens of their own.
-The list is believed for its signature, so it matters nothing who brings it.
+libp2p authenticates both ends. The proof is an HMAC with the swarm secret over both identities, the run and the nonce:
+the secret is never sent, and a proof cannot be reused. Issuers announce themselves in the DHT, with tokens of their
+own. A ban list is signed by the admission key, so any peer may pass it on.
 """
 
 from __future__ import annotations
@@ -44,4 +44,4 @@ class Issued(Struct, frozen=True, tag="token"):
 
 class Bans(Struct, frozen=True, tag="bans"):
     signed: Annotated[bytes, Meta(max_length=MAX_BANS_BYTES)]
-    """A BanList; empty: this peer has none."""
+    """A signed BanList; empty: the sender has none."""

@@ -45,20 +45,20 @@ class Member(Struct, frozen=True):
 
 
 class Work(Struct, frozen=True):
-    """What one worker has handed over for a fragment."""
+    """What one worker has handed over for a fragment, without the values."""
 
     tokens: Tokens
     """Trained since its work on this fragment was last in a commit."""
     norm: Norm
-    """L2 norm of its pseudo-gradient."""
+    """L2 norm of its contribution."""
     step: Count
-    """The nominal inner step its weights were copied at."""
+    """The nominal inner step at which its weights were copied."""
     based_on: Count
-    """The epoch since which it was trained: later commits have been taken over by rebasing."""
+    """The epoch since which it was trained; onto the commits after it, it was rebased."""
     last: bool = False
     """The peer leaves after this commit."""
     bandwidth: Real = 0.0
-    """Bytes per second that its link carries, as measured; 0: not known."""
+    """Measured bandwidth of its link in bytes per second; 0: not known."""
 
 
 class Contributor(Struct, frozen=True):
@@ -71,33 +71,33 @@ class Contributor(Struct, frozen=True):
 
 
 class Plan(Struct, frozen=True, dict=True):
-    """Everything about a commit that is known before it is reduced. The leader proposes it, every member checks it."""
+    """Everything about a commit that is known before its reduction. The leader proposes it, every member checks it."""
 
     manifest: Hash
     """Digest of the manifest; the whole chain has the same."""
     parent: HashOrNone
-    """The head that this follows. Of a genesis: that of the checkpoint it starts from, or empty."""
+    """The head that this follows. In a genesis: the head of the checkpoint that it starts from, or empty."""
     epoch: Epoch
-    """Outer steps done after this one."""
+    """Outer steps done, this one included."""
     fragment: Count
     attempt: AttemptNumber
     contributors: Annotated[tuple[Contributor, ...], Meta(max_length=MAX_PEERS)]
-    """In order of world rank; none: this is a genesis."""
+    """In order of world rank; empty in a genesis."""
     roster: Annotated[tuple[Member, ...], Meta(min_length=1, max_length=MAX_PEERS)]
     """Who may sign the next commit, in order of world rank."""
     data_base: Count
     """The first data block of the next epoch."""
     tokens: Count
-    """Averaged into the anchor so far, over all epochs and peers. For people: it decides nothing."""
+    """Averaged into the anchor so far, over all epochs and peers. Informational: no decision depends on it."""
 
     @cached_property
     def digest(self) -> str:
-        """Names the plan in votes."""
+        """Identifies the plan in votes."""
         return hashlib.sha256(encode(self)).hexdigest()
 
     @cached_property
     def signers(self) -> tuple[str, ...]:
-        """Who has to sign."""
+        """The peers that have to sign: the contributors; in a genesis, the roster."""
         return tuple(member.peer_id for member in self.contributors or self.roster)
 
     @cached_property
@@ -157,7 +157,7 @@ class Certificate(Struct, frozen=True):
 
     @property
     def num_bytes(self) -> int:
-        """Of its encoding, about."""
+        """Approximate size of its encoding."""
         return 512 + 256 * len(self.plan.roster) + 512 * len(self.plan.contributors)
 
     @property
@@ -165,7 +165,7 @@ class Certificate(Struct, frozen=True):
         return not self.plan.contributors
 
     def is_signed(self, verify: Verify, *, first: Collection[str] = ()) -> bool:
-        """Whether every one of its signers has signed it, each of them once. `first`: whose to check first."""
+        """Whether each of its signers has signed it, once. `first`: the signers to verify first."""
         signers = self.plan.signers
         if len(signers) != len(self.signatures) or len(set(signers)) != len(signers):
             return False
@@ -178,5 +178,5 @@ _decoder = Decoder(Certificate)
 
 
 def decode_certificate(blob: bytes) -> Certificate:
-    """Raises ProtocolError for what is none."""
+    """Raises ProtocolError if `blob` is no certificate."""
     return decode(_decoder, blob, MAX_MESSAGE_BYTES, what="certificate")

@@ -3,8 +3,8 @@
 newcomer -> group      AskLan      a few times
 member   -> newcomer   HereOnLan   from the address that it is reached at
 
-An answer names a port and a key, and no host: who answers can send nobody to another machine. What is asked is padded,
-so that an answer is never longer: nobody is flooded by way of those who answer.
+An answer contains a port and a peer id but no host, so it cannot send the newcomer to another machine. Requests are
+padded to at least the length of an answer, so that answers cannot be used to amplify a flood.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from peers.protocol.limits import PeerId, RunId
 from peers.protocol.wire import Struct
 
 LAN_GROUP = "239.192.68.76"
-"""Of those that stay inside a site (RFC 2365)."""
+"""From the range that routers keep inside a site (RFC 2365)."""
 LAN_PORT = 30_068
 MAX_LAN_BYTES = 512
 

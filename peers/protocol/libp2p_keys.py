@@ -1,4 +1,4 @@
-"""libp2p's keys and peer ids as bytes: what p2pd reads from a key file, and what names a peer in an address.
+"""libp2p's keys and peer ids as bytes, as in p2pd's key files and in multiaddresses.
 
 A peer id is the base58 multihash of the public key (https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md).
 """
@@ -27,7 +27,7 @@ PrivateKey = Ed25519PrivateKey | RSAPrivateKey
 
 _RSA, _ED25519 = 0, 1
 _RSA_BITS = range(2048, 4097)
-# Everybody's. With one as long as the modulus, a stranger's signature would take a hundred times as long to check.
+# The usual exponent. With one as long as the modulus, verifying a signature would take a hundred times as long.
 _RSA_EXPONENT = 65537
 _SEED_BYTES = 32
 _MAX_INLINE_MULTIHASH_BYTES = 42
@@ -35,7 +35,7 @@ _BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 
 
 def verify(peer_id: str, public_key: bytes, payload: bytes, signature: bytes) -> bool:
-    """Whether `payload` was signed by the peer of this id. False, never an error, for anything malformed."""
+    """Whether `payload` was signed by the peer with this id. False for anything malformed; never raises."""
     if len(public_key) > MAX_KEY_BYTES or peer_id_of(public_key) != peer_id:
         return False
     try:
@@ -87,7 +87,7 @@ def public_key(key: PrivateKey) -> bytes:
 
 
 def public_key_message(key: object) -> bytes:
-    """The same of a public key from elsewhere. Raises ValueError for a kind that names no peer."""
+    """The PublicKey message of any key object. Raises ValueError for a kind of key that no peer has."""
     if isinstance(key, Ed25519PublicKey):
         return _pack_key(_ED25519, key.public_bytes(Encoding.Raw, PublicFormat.Raw))
     if isinstance(key, RSAPublicKey) and _is_usual(key):
@@ -97,7 +97,7 @@ def public_key_message(key: object) -> bytes:
 
 @lru_cache(maxsize=1024)
 def peer_id_of(public_key: bytes) -> str:
-    """The base58 peer id of a protobuf PublicKey; short keys are their own hash."""
+    """The base58 peer id of a protobuf PublicKey. Short keys are contained in it, longer ones are hashed."""
     if len(public_key) <= _MAX_INLINE_MULTIHASH_BYTES:
         return base58_encode(bytes([0x00, len(public_key)]) + public_key)
     return base58_encode(b"\x12\x20" + hashlib.sha256(public_key).digest())

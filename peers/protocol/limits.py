@@ -8,18 +8,18 @@ from msgspec import Meta
 
 MAX_MESSAGE_BYTES = 1 << 20
 MAX_PEERS = 1024
-"""In one roster or group: the messages of so many still fit."""
+"""In one roster or group. Messages about that many still fit into MAX_MESSAGE_BYTES."""
 MAX_WORLD_RANK = 1 << 20
 MAX_EPOCH = 1 << 40
-"""A state that is offered or certified; what follows it can still be counted."""
+"""Of a state that is offered or certified. Lower than the limit of the type Epoch: later epochs can be counted."""
 MAX_TOKENS = 1 << 40
-"""Of one peer in one epoch: far more than anybody trains."""
+"""Of one peer in one epoch: far more than any peer trains."""
 MAX_COUNT = 1 << 62
 MAX_NORM = 1e30
-"""Of one pseudo-gradient: its square is far from the limit of a double."""
+"""Of one contribution: its square is far below the limit of a double."""
 MAX_REAL = 1e15
 MAX_CERTIFICATES = 32
-"""In one message, and no more than MAX_CERTIFICATES_BYTES of them, of which one fits always."""
+"""In one message; together at most MAX_CERTIFICATES_BYTES, or a single larger one."""
 MAX_CERTIFICATES_BYTES = 1 << 19
 MAX_SHORT_TEXT = 300
 
@@ -48,8 +48,8 @@ ShownText = Annotated[
         r"\ufeff\ufff9-\ufffb\U000e0000-\U000e007f]*\Z"
     ),
 ]
-"""Shown to people: without control characters, which a terminal would obey, line and paragraph separators, and
-characters that turn the direction of writing or have no width. Its length is bounded by each user of the type.
+"""Text shown to people: no control characters, which a terminal would obey, no line and paragraph separators, and no
+characters that change the direction of writing or have no width. Each user of the type bounds its length.
 """
 Port = Annotated[int, Meta(ge=1, le=65535)]
 KeyBytes = Annotated[bytes, Meta(max_length=1024)]

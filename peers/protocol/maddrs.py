@@ -1,4 +1,4 @@
-"""libp2p addresses (/ip4/…/tcp/…/p2p/…): checked before anything is started with them."""
+"""libp2p multiaddresses (/ip4/…/tcp/…/p2p/…), which are checked before anything is started with them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PEER_ID_BYTES = range(34, 43)
 
 @dataclass(frozen=True)
 class Maddr:
-    """A TCP address; `kind` is ip4, ip6, dns, dns4 or dns6; `peer_id` is None where it names no peer."""
+    """A TCP address. `kind` is ip4, ip6, dns, dns4 or dns6; `peer_id` is None if the address names no peer."""
 
     kind: str
     host: str
@@ -33,7 +33,7 @@ class Maddr:
 
 
 def validate_maddr(text: str, *, peer_id: bool | None = None) -> None:
-    """Raises UserError unless `text` is an address; `peer_id`: must it end in /p2p/…, or must it not?"""
+    """Raises UserError unless `text` is an address. `peer_id`: whether it must end in /p2p/…; None: either way."""
     maddr = parse_maddr(text)
     if peer_id is True and maddr.peer_id is None:
         raise UserError(
@@ -46,7 +46,7 @@ def validate_maddr(text: str, *, peer_id: bool | None = None) -> None:
 
 
 def maddr_of_host(text: str) -> Maddr | None:
-    """What `host:port` or `[host]:port` means; none for anything else."""
+    """The address that `host:port` or `[host]:port` means; None for anything else."""
     match = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([^/:\s]+)):([0-9]{1,5})", text)
     if match is None:
         return None
@@ -55,7 +55,7 @@ def maddr_of_host(text: str) -> Maddr | None:
     return parse_maddr(f"/{kind}/{six or host}/tcp/{port}")
 
 
-@lru_cache(maxsize=4096)  # Every status of every peer brings the same ones again.
+@lru_cache(maxsize=4096)  # Every announcement of a peer contains the same addresses again.
 def parse_maddr(text: str) -> Maddr:
     """Raises UserError."""
     parts = text.split("/")
@@ -83,7 +83,7 @@ def is_maddr(text: str) -> bool:
 
 
 def is_peer_id(text: str) -> bool:
-    """Whether `text` is the base58 of a multihash as keys have them."""
+    """Whether `text` is the base58 multihash of a public key."""
     try:
         data = base58_decode(text[:64])
     except ValueError:
@@ -92,10 +92,8 @@ def is_peer_id(text: str) -> bool:
 
 
 def check_listenable(host_maddrs: Iterable[str]) -> None:
-    """Raises UserError for an address that this machine cannot listen on now.
-
-    Sooner than p2pd would find out, and in words that say what to do.
-    """
+    """Raises UserError for an address that this machine cannot listen on now: earlier than p2pd would fail, and with
+    advice."""
     for text in host_maddrs:
         maddr = parse_maddr(text)
         if maddr.kind not in ("ip4", "ip6"):
@@ -116,7 +114,7 @@ def is_loopback(maddr: Maddr) -> bool:
 
 
 def by_reach(maddrs: Iterable[str]) -> list[str]:
-    """The addresses, those reachable from farthest away first; loopback ones last."""
+    """The addresses sorted by how far they are reachable: public ones first, loopback ones last."""
     return sorted(maddrs, key=lambda text: _nearness(parse_maddr(text)))
 
 
@@ -125,7 +123,7 @@ def _is_host(kind: str, host: str) -> bool:
         if kind == "ip4":
             return bool(ipaddress.IPv4Address(host))
         if kind == "ip6":
-            # A zone (fe80::1%eth0) means something on one machine only, and to no other parser the same.
+            # A zone (fe80::1%eth0) is valid on one machine only, and other parsers treat it differently.
             return "%" not in host and bool(ipaddress.IPv6Address(host))
     except ValueError:
         return False

@@ -1,17 +1,17 @@
-"""What peers say to each other over the mesh (protocol diloco/<run_id>/mesh).
+"""All messages of a mesh channel (protocol diloco/<run_id>/mesh).
 
-A channel begins with an introduction of both ends, each of which knows the other's ban list before it decides:
+A channel begins with an introduction of both ends. Each receives the other's ban list before it admits the other:
 
     caller  -> called    Bans, if it has any; Announced
     called  -> caller    Bans, if it has any; Announced, or Refusal and the end
 
-Then both say, whenever they like:
+Then either end sends at any time:
 
-    Announced      how I stand: when I am somebody else (rank, manifest, leaving), and at every heartbeat
-    Bans           a newer list
-    WantManifest   which is answered by
+    Announced      its announcement: when rank or manifest change, when it leaves, and at every heartbeat
+    Bans           a newer ban list
+    WantManifest   a request for
     Manifest       the settings of the run
-    Message        about the run itself (messages.py)
+    Message        a message of the core (messages.py)
 """
 
 from __future__ import annotations
@@ -46,5 +46,5 @@ class Manifest(Struct, frozen=True, tag="manifest"):
 
 Introduction = Bans | Announced | Refusal
 Carried = Message | WantManifest | Manifest
-"""What is for others than the mesh itself."""
+"""Messages that the mesh passes on to other parts of the daemon."""
 Said = Carried | Announced | Bans

@@ -1,13 +1,13 @@
-"""What peers say to each other about the run.
+"""The messages of the protocol between peers' cores (peers/core), part of the wire format of the mesh (mesh.py).
 
-everybody -> everybody  Status        where I stand, what my worker has handed over; at every change and heartbeat
-leader    -> member     Propose       who averages, with which weights, and what the roster is after it
-member    -> leader     Vote          my signature under what I would commit
-member    -> leader     Decline       I cannot take part, and why
-leader    -> member     Abort         this attempt has failed
-anybody   -> anybody    Certificates  commits that happened; they prove themselves, whoever hands them over
-anybody   -> anybody    Ask           for certificates that lead to a head
-founder   -> founder    Found         the genesis that I propose
+any     -> any      Status        head, phase, work handed over; at every change and heartbeat
+leader  -> member   Propose       who averages, with which weights, and the roster after it
+member  -> leader   Vote          the member's signature under what it would commit
+member  -> leader   Decline       the member cannot take part, and why
+leader  -> member   Abort         this attempt has failed
+any     -> any      Certificates  commits that happened; self-certifying, so any peer may pass them on
+any     -> any      Ask           for the certificates that lead to a head
+founder -> founder  Found         the proposed genesis
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Offer(Struct, frozen=True):
     anchor: Hash
     momentum: Hash
     certificate: Certificate | None = None
-    """Of the checkpoint that it comes from; none: it has never been trained."""
+    """Of the checkpoint that it comes from; None: it was never trained."""
 
     @property
     def epoch(self) -> int:
@@ -57,10 +57,10 @@ class Offer(Struct, frozen=True):
 
 
 class Status(Struct, frozen=True, tag="status"):
-    """Where one peer stands. A newer one of the same incarnation has a larger sequence number."""
+    """The state of one peer. Ordered by (incarnation, sequence)."""
 
     incarnation: Count
-    """Start of the process, Unix nanoseconds: tells a restarted peer from its former self."""
+    """Start of the process in Unix nanoseconds: increases when the peer restarts."""
     sequence: Count
     world_rank: ClaimedRank
     phase: Phase
@@ -71,10 +71,10 @@ class Status(Struct, frozen=True, tag="status"):
     work: Work | None = None
     """Handed over for the next commit on this head."""
     offer: Offer | None = None
-    """Of a founder."""
+    """From a peer without a head: the state that it could start the run from."""
     local_step: Count = 0
     step_s: Real = 0.0
-    """Seconds that an inner step takes; 0: not known."""
+    """Seconds per inner step; 0: not known."""
 
 
 class Propose(Struct, frozen=True, tag="propose"):
@@ -82,7 +82,7 @@ class Propose(Struct, frozen=True, tag="propose"):
 
 
 class Vote(Struct, frozen=True, tag="vote"):
-    """`plan` is the digest of the plan that was reduced; the signature is under the body with these digests."""
+    """`plan` is the digest of the plan that was reduced. The signature is over the body with these digests."""
 
     head: HashOrNone
     attempt: AttemptNumber
@@ -97,9 +97,9 @@ class Decline(Struct, frozen=True, tag="decline"):
     attempt: AttemptNumber
     reason: ShortText
     suspects: Annotated[tuple[PeerId, ...], Meta(max_length=MAX_PEERS)] = ()
-    """Where the reduction failed: the members it was lost to."""
+    """If the reduction failed: the members that made it fail."""
     told_by: Annotated[tuple[PeerId, ...], Meta(max_length=MAX_PEERS)] = ()
-    """Where those are suspected by the word of other members alone, these."""
+    """If `suspects` is hearsay only: the members that named them."""
 
 
 class OddVote(Struct, frozen=True):
@@ -118,21 +118,21 @@ class Abort(Struct, frozen=True, tag="abort"):
     lost: Annotated[tuple[PeerId, ...], Meta(max_length=MAX_PEERS)] = ()
     """Members to leave out of the next attempt."""
     votes: Annotated[tuple[OddVote, ...], Meta(max_length=MAX_PEERS)] = ()
-    """Where digests differed: all votes, so that everybody sees who is the odd one."""
+    """If digests differed: all votes, so that every member can see whose differ."""
 
 
 class Certificates(Struct, frozen=True, tag="certificates"):
-    """Linked, oldest first, up to `head`. None: `head` is not known here, or not any more."""
+    """Linked, oldest first, up to `head`. Empty: the sender does not know `head`, or not any more."""
 
     head: Hash
     certificates: Annotated[tuple[Certificate, ...], Meta(max_length=MAX_CERTIFICATES)]
 
 
 class Ask(Struct, frozen=True, tag="ask"):
+    """A request for the certificates that lead to `head`, back to but without that of `have`."""
+
     head: Hash
-    """Wanted: the certificates that lead to this one."""
     have: HashOrNone = ""
-    """No further back than to this one."""
 
 
 class Found(Struct, frozen=True, tag="found"):

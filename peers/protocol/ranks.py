@@ -1,6 +1,6 @@
 """How a peer asks the coordinator of its run for a world rank (protocol diloco/<run_id>/coordinator).
 
-peer        -> coordinator   AskRank   again and again on one stream, if it likes
+peer        -> coordinator   AskRank   any number of times on one stream
 coordinator -> peer          Grant, Taken or Refusal
 """
 
@@ -16,12 +16,12 @@ from peers.protocol.wire import Struct
 
 class AskRank(Struct, frozen=True, tag="rank"):
     wanted: WorldRank | None
-    """None: whichever is free."""
+    """None: any free rank."""
     token: TokenBytes
 
 
 class Grant(Struct, frozen=True, tag="grant"):
-    """A world rank. Of two claims to one rank the higher `fencing` number is the later, and holds."""
+    """A world rank. If two peers claim one rank, the grant with the higher `fencing` number is later, and wins."""
 
     world_rank: WorldRank
     fencing: Count
@@ -30,6 +30,6 @@ class Grant(Struct, frozen=True, tag="grant"):
 
 
 class Taken(Struct, frozen=True, tag="taken"):
-    """The rank that was asked for belongs to another identity."""
+    """The wanted rank belongs to another identity."""
 
     holder: PeerId

@@ -1,4 +1,5 @@
-"""What a machine asks a member of the swarm about itself: how it is seen, whether it is reached, how fast bytes go.
+"""The reachability protocol: a machine asks a member of the swarm which address it comes from, whether it can be
+dialled, and how fast bytes go between the two.
 
     caller                     asked                          protocol diloco/<run_id>/reach
     Hello                ->
@@ -7,12 +8,12 @@
                          <-    Dialled
     Speed                ->
                          <-    Chunk... Mark | Busy           a burst
-    Got                  ->                                   another one, twice as long, or End
-    the same the other way round
+    Got                  ->                                   then another one, twice as long, or End
+    the same in the other direction
                          <-    Took
 
-No request holds an address: what is dialled is the host that the caller's own connection comes from. On the port it has
-to answer with the caller's key (peers/net/paths/greeting.py), so "reached" means that this machine was.
+No request contains an address: the member dials the host that the caller's own connection comes from. Whoever answers
+there has to prove the caller's key (peers/net/paths/greeting.py), so a success means that it reached this machine.
 """
 
 from __future__ import annotations
@@ -46,22 +47,22 @@ class Here(Struct, frozen=True, tag="here"):
 
 
 class Busy(Struct, frozen=True, tag="busy"):
-    """The asked peer has done as much of this as it does in a while."""
+    """The asked peer has reached its limit for such requests; try later."""
 
 
 class Dial(Struct, frozen=True, tag="dial"):
-    """Call the caller back."""
+    """Dial the caller back."""
 
     port: Port
 
 
 class Dialled(Struct, frozen=True, tag="dialled"):
     error: Annotated[ShownText, Meta(max_length=200)]
-    """Empty: who answers there has the caller's key."""
+    """Empty: the caller was reached, and proved its key."""
 
 
 class Speed(Struct, frozen=True, tag="speed"):
-    """Measure how fast bytes go in either direction; once in a conversation."""
+    """Measure the bandwidth in both directions; once per conversation."""
 
 
 class Chunk(Struct, frozen=True, tag="chunk"):
@@ -73,7 +74,7 @@ class Mark(Struct, frozen=True, tag="mark"):
 
 
 class Got(Struct, frozen=True, tag="got"):
-    """A burst has arrived."""
+    """The burst has arrived."""
 
 
 class End(Struct, frozen=True, tag="end"):
@@ -81,7 +82,7 @@ class End(Struct, frozen=True, tag="end"):
 
 
 class Took(Struct, frozen=True, tag="took"):
-    """How the last burst from the caller arrived."""
+    """The size and duration of the last burst from the caller, as received."""
 
     num_bytes: Count
     seconds: Real

@@ -1,4 +1,4 @@
-"""What peers tell each other through the DHT: signed, bounded, and soon out of date."""
+"""The records that peers publish in the DHT: signed, bounded, and short-lived."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ MAX_RECORD_BYTES = 4096
 State = Literal["joining", "waiting", "training", "averaging", "leaving"]
 STATES = frozenset(get_args(State))
 TRAINING_STATES = frozenset({"training", "averaging"})
-"""States of a peer that counts for what the swarm has reached."""
+"""States of a peer that counts when the swarm's progress is determined."""
 MAX_AGE_S = 6 * RECORD_TTL_S
-"""An older announcement is nobody's present, whatever its expiry says."""
+"""Older announcements are ignored, whatever their expiry says."""
 
 NO_RANK = -1
-"""The world rank of a peer that has none yet."""
+"""Stands for the world rank of a peer that has none yet."""
 MAX_MADDRS = 8
 MAX_ENDPOINTS = 4
 MAX_PATHS = 32
-"""A larger swarm is shown in part."""
+"""Paths in one announcement; in a larger swarm the others are left out."""
 
 T = TypeVar("T")
 
@@ -57,35 +57,35 @@ def COORDINATOR_KEY(run_id: str) -> str:
 
 
 class Path(StrEnum):
-    """How bytes get to a peer. The order is that of preference."""
+    """The kinds of path for bytes to a peer, in order of preference."""
 
     DIRECT = "direct"
     """TCP with TLS 1.3."""
     PLAIN = "plain"
     """TCP without TLS."""
     LIBP2P = "libp2p"
-    """A stream of libp2p's daemon."""
+    """A stream of libp2p's daemon, p2pd."""
     RELAY = "relay"
     """Through a third peer, TLS 1.3 from end to end."""
 
 
 class Record(Struct, frozen=True, kw_only=True):
-    """What a peer says of itself at `time` (Unix seconds)."""
+    """What a peer states about itself at `time` (Unix seconds)."""
 
     peer_id: PeerId
     run_id: RunId
     maddrs: Annotated[tuple[ShortText, ...], Meta(max_length=MAX_MADDRS)]
     time: Real
     token: TokenBytes = b""
-    """Its right to be here (peers/core/admission.py), for the reader to check; empty in an open swarm."""
+    """Admits the peer (peers/core/admission.py); the reader checks it. Empty in an open swarm."""
 
     def encode(self, keys: Keys) -> bytes:
-        """The record for the DHT, under `peer_id` as its subkey. Raises ValueError where it is too long."""
+        """The signed record to store in the DHT under the subkey `peer_id`. Raises ValueError if it is too long."""
         return seal(encode(self), keys)
 
     @classmethod
     def decode(cls, peer_id: str, blob: bytes, now: float, *, run_id: str | None = None) -> Self:
-        """What this peer has signed. Raises ProtocolError unless all of it is in order, and of `run_id`."""
+        """The record in `blob`. Raises ProtocolError unless it is valid, current, signed by this peer, of `run_id`."""
         record = decode(_decoder(cls), unseal(peer_id, blob), MAX_RECORD_BYTES, what=f"record of {peer_id}")
         if record.peer_id != peer_id or run_id not in (None, record.run_id):
             raise ProtocolError(
@@ -106,31 +106,31 @@ class Record(Struct, frozen=True, kw_only=True):
 
 
 class Announcement(Record, frozen=True, kw_only=True):
-    """How one peer stands."""
+    """The current state of one peer."""
 
     world_rank: ClaimedRank
     incarnation: Count
-    """Start of the process, Unix nanoseconds: tells a restarted peer from its former self."""
+    """Start of the process in Unix nanoseconds: increases when the peer restarts."""
     state: State
     epoch: Count
     head: HashOrNone
-    """Hash of the certificate of its state; empty before it has one of the run."""
+    """Hash of the certificate of its state; empty before it has a state of the run."""
     step: Count
-    """Nominal: epoch times local steps plus local step."""
+    """Nominal step: epoch times steps per epoch plus local step."""
     local_step: Count
     committed_tokens: Count
-    """Tokens averaged into the anchor, over all epochs and peers: for people, it decides nothing."""
+    """Tokens averaged into the anchor, over all epochs and peers. Informational: no decision depends on it."""
     tokens_per_s: Real
     anchor_digest: HashOrNone
-    """Empty before the peer has any anchor."""
+    """Empty before the peer has an anchor."""
     manifest_digest: HashOrNone
     """Empty before the peer has agreed on a manifest."""
     step_s: Real = 0.0
-    """Seconds that a local step takes; 0: not known."""
+    """Seconds per local step; 0: not known."""
     endpoints: Annotated[tuple[ShortText, ...], Meta(max_length=MAX_ENDPOINTS)] = ()
-    """Where this peer takes calls for data over TCP of its own (/ip4/…/tcp/…)."""
+    """TCP addresses on which this peer accepts data streams (/ip4/…/tcp/…)."""
     paths: Annotated[tuple[tuple[WorldRank, Path], ...], Meta(max_length=MAX_PATHS)] = ()
-    """By which path its streams go, by world rank: for people to see."""
+    """The path of its streams to each peer, by world rank. Informational."""
 
     def check_addresses(self) -> None:
         Record.check_addresses(self)
@@ -140,11 +140,11 @@ class Announcement(Record, frozen=True, kw_only=True):
 
 
 class CoordinatorRecord(Record, frozen=True):
-    """Where the coordinator of a run, or whoever issues its tokens, is to be found."""
+    """The addresses of a run's coordinator, or of a peer that issues its tokens."""
 
 
 View = Mapping[str, Announcement]
-"""Peer id -> newest announcement, of live peers only, this peer itself included."""
+"""By peer id, the newest announcement of each live peer, this peer included."""
 
 
 class Sealed(Struct, frozen=True):
@@ -155,7 +155,7 @@ class Sealed(Struct, frozen=True):
 
 
 def seal(payload: bytes, keys: Keys) -> bytes:
-    """Raises ValueError if it would exceed MAX_RECORD_BYTES."""
+    """Sign a payload. Raises ValueError if the result would exceed MAX_RECORD_BYTES."""
     blob = encode(Sealed(payload=payload, signature=keys.sign(payload)))
     if len(blob) > MAX_RECORD_BYTES:
         raise ValueError(f"a record of {len(blob)} bytes; at most {MAX_RECORD_BYTES} are read")
@@ -163,7 +163,7 @@ def seal(payload: bytes, keys: Keys) -> bytes:
 
 
 def unseal(peer_id: str, blob: bytes) -> bytes:
-    """The payload, if this peer has signed it. Raises ProtocolError."""
+    """The payload of a sealed record. Raises ProtocolError unless this peer has signed it."""
     sealed = decode(_decoder(Sealed), blob, MAX_RECORD_BYTES, what="record")
     if not _is_signed(peer_id, sealed.payload, sealed.signature):
         raise ProtocolError(f"a record of {peer_id} is not signed by it")
@@ -171,11 +171,11 @@ def unseal(peer_id: str, blob: bytes) -> bytes:
 
 
 def shown_rank(world_rank: int) -> str:
-    """For people."""
+    """The rank as shown to people."""
     return "–" if world_rank == NO_RANK else str(world_rank)
 
 
-# The same record is found at several DHT nodes, and by its reader once more.
+# Cached: the same record comes from several DHT nodes, and is read repeatedly.
 _is_signed = lru_cache(maxsize=1024)(verify_signature)
 
 

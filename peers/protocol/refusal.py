@@ -1,4 +1,4 @@
-"""Why a peer may not be here: what it is told at any door, and what the user of it can do."""
+"""Why a peer was refused: the reason it is told, and what its user can do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Why(StrEnum):
-    """Why a peer is refused, as it is told and as the log has it."""
+    """The reasons to refuse a peer, in the words of its answer and of the log."""
 
     NO_TOKEN = "it has shown no token"
     FORGED = "its token is not of this run"
@@ -24,7 +24,7 @@ class Why(StrEnum):
     NOT_LISTED = "it is not on the allowlist"
 
     def advice(self, peer_id: str) -> str:
-        """What this means to the user of the refused peer, and the next move."""
+        """What the reason means to the user of the refused peer, and what to do about it."""
         return _ADVICE[self].format(peer_id=peer_id)
 
 
@@ -49,7 +49,7 @@ _ADVICE = {
 
 
 class Refused(ProtocolError):
-    """A peer that may not be here."""
+    """A peer that is not admitted."""
 
     def __init__(self, why: Why) -> None:
         super().__init__(f"refused: {why}")
@@ -61,7 +61,7 @@ class Refusal(Struct, frozen=True, tag="refused"):
 
 
 def unless_refused(answer: T | Refusal) -> T:
-    """Raises Refused."""
+    """The answer. Raises Refused if it is a Refusal."""
     if isinstance(answer, Refusal):
         raise Refused(answer.why)
     return answer

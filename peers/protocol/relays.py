@@ -1,4 +1,4 @@
-"""How a stream through a third peer begins, for two that reach it but not each other.
+"""The relay protocol: how two peers that cannot reach each other open a stream through a third one.
 
     caller               relay                called
     Want           ->                                       protocol diloco/<run_id>/relay
@@ -8,8 +8,8 @@
                    <-    Ready
     <---- the greeting, TLS 1.3 from end to end, the stream ----->
 
-The relay (peers/net/paths/relay_service.py) sees ciphertext; the ends are sure of each other by the same greeting as on
-a direct connection.
+The relay (peers/net/paths/relay_service.py) sees ciphertext only; the two ends authenticate each other by the same
+greeting as on a direct connection.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ MAX_MESSAGE_BYTES = 1024
 
 
 def asking(run_id: str) -> str:
-    """The protocol on which a relay is asked."""
+    """The protocol between caller and relay."""
     return f"diloco/{run_id}/relay"
 
 
 def delivering(run_id: str) -> str:
-    """The protocol on which a relay brings a stream."""
+    """The protocol between relay and called peer."""
     return f"diloco/{run_id}/relayed"
 
 
@@ -44,17 +44,17 @@ class No(Struct, frozen=True, tag="no"):
 
 class Offer(Struct, frozen=True, tag="offer"):
     rate: Real
-    """Bytes/s that rounds have moved from the relay to the called; 0: not known."""
+    """Bytes/s that rounds have moved from the relay to the called peer; 0: not known."""
     load: Count
-    """Streams it forwards already."""
+    """Streams that the relay forwards already."""
 
 
 class Go(Struct, frozen=True, tag="go"):
-    """The offer is taken."""
+    """The caller accepts the offer."""
 
 
 class Ready(Struct, frozen=True, tag="ready"):
-    """What follows goes to the called and comes from it."""
+    """The stream is connected: what follows is between caller and called peer."""
 
 
 class Deliver(Struct, frozen=True, tag="deliver"):

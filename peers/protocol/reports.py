@@ -1,13 +1,13 @@
-"""What a peer tells those who look on.
+"""The monitoring protocol: reports that a peer sends to observers.
 
     observer                  peer                           protocol diloco/<run_id>/report
     Hello               ->
-                        <-    Nonce | Busy                   a nonce only where the run has a swarm secret
+                        <-    Nonce | Busy                   a nonce only if the run has a swarm secret
     Proof               ->
                         <-    Report... | Refusal            at once, on news, and every second
 
-The first report holds what the peer remembers, the next ones what has come since. A reader passes over fields of a
-report that it does not know, so a later version may add some.
+The first report holds everything that the peer remembers, each later one what is new. Readers ignore fields of a report
+that they do not know, so that a later version may add some.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ MAX_POINTS = 256
 MAX_ROUNDS = 32
 MAX_INCIDENTS = 32
 MAX_SHOWN_RANKS = 256
-"""Of a larger round, the lowest world ranks are shown."""
+"""Ranks shown per round; of a larger round, the lowest ones."""
 MAX_FAILURES = 8
 MAX_TEXT = 160
 MAX_PHASE_CHARACTERS = 32
 MAX_TROUBLES = 8
 MAX_HARDWARE_CHARACTERS = 64
 MAX_SEEN = 512
-"""Peers that one peer tells of; a larger swarm is shown by what several tell."""
+"""Peers in one report; an observer sees a larger swarm through several peers."""
 MAX_CERTIFICATE_BYTES = 256 << 10
-"""Of some three hundred members; a larger one is not shown."""
+"""Enough for some three hundred members; a larger certificate is not reported."""
 
 Step = Literal["joining", "idle", "seeking", "reducing", "voted"]
 STEPS = frozenset(get_args(Step))
@@ -53,7 +53,7 @@ class Hello(Struct, frozen=True, tag="hello"):
 
 
 class Busy(Struct, frozen=True, tag="busy"):
-    """The peer has as many observers as it answers."""
+    """The peer serves its maximum number of observers already."""
 
 
 class _Told(Struct, frozen=True, forbid_unknown_fields=False):
@@ -61,20 +61,20 @@ class _Told(Struct, frozen=True, forbid_unknown_fields=False):
 
 
 class Point(_Told, frozen=True):
-    """How the training went at one moment."""
+    """The progress of training at one moment."""
 
     time: Real
     step: Count
-    """Nominal."""
+    """Nominal step."""
     loss: Loss
-    """None where the worker does not say."""
+    """None: the worker does not report it."""
     tokens_per_s: Real
 
 
 class Parts(_Told, frozen=True):
-    """Seconds of one epoch, in the order in which they come: peers/state/handover.py says what each is.
+    """Durations of the parts of one epoch, in their order; peers/state/handover.py defines them.
 
-    Of the last attempt, and of what came before it.
+    Those of a round are of its last attempt.
     """
 
     wait_s: Real = 0.0
@@ -92,7 +92,7 @@ class RoundEntry(_Told, frozen=True):
     """How one epoch ended on one peer."""
 
     time: Real
-    """When its worker had the answer."""
+    """When its worker was answered."""
     epoch: Count
     """Outer steps done, this one included."""
     fragment: Count
@@ -102,21 +102,21 @@ class RoundEntry(_Told, frozen=True):
     received_bytes: Count
     num_failures: Count
     failures: Annotated[tuple[Text, ...], Meta(max_length=MAX_FAILURES)]
-    """Why attempts failed, as far as this peer has been told."""
+    """Why attempts failed, as far as this peer knows."""
     parts: Parts
     round_s: Real
     """From the group to the commit, failed attempts included."""
 
 
 class Incident(_Told, frozen=True):
-    """Something that people would want to know of."""
+    """An event worth showing to people."""
 
     time: Real
     text: Text
 
 
 class Evaluation(_Told, frozen=True):
-    """A score of the weights on held-out text."""
+    """The loss of the weights on held-out text."""
 
     time: Real
     step: Count
@@ -124,36 +124,36 @@ class Evaluation(_Told, frozen=True):
 
 
 class Phase(_Told, frozen=True):
-    """What a peer is doing, and how far it is with it. Durations are by its own clock."""
+    """What a peer is doing, and its progress. Durations are by its own clock."""
 
     name: Annotated[ShownText, Meta(max_length=MAX_PHASE_CHARACTERS)] = ""
-    """Starting, tokenizing, compiling, waiting for peers, receiving the state, training and so on, by whoever does it;
-    empty where the peer does not say."""
+    """Starting, tokenizing, compiling, waiting for peers, receiving the state, training and so on, as named by the part
+    that does it; empty: not reported."""
     detail: Text = ""
-    """Which step of it, or whom it waits for."""
+    """A step within the phase, or the peers that it waits for."""
     done: Real = 0.0
     total: Real = 0.0
-    """In `unit`; 0: nobody knows."""
+    """In `unit`; 0: not known."""
     unit: Annotated[ShownText, Meta(max_length=MAX_PHASE_CHARACTERS)] = ""
     left_s: Annotated[float, Meta(ge=0, le=MAX_REAL)] | None = None
-    """Seconds until it is done, by the pace so far; None: cannot be told."""
+    """Estimated seconds until the phase ends; None: no estimate."""
     for_s: Real = 0.0
-    """How long it has been in it."""
+    """Seconds since the phase began."""
     idle_s: Real = 0.0
-    """How long it has not got any further."""
+    """Seconds without progress."""
 
 
 class Figures(_Told, frozen=True):
-    """How a peer is doing: for people, decisions rest on none of it."""
+    """Figures about a peer. Informational: no decision depends on them."""
 
     loss: Loss
     hardware: Annotated[ShownText, Meta(max_length=MAX_HARDWARE_CHARACTERS)]
-    """What it trains on: "2 × NVIDIA A100-SXM4-80GB", "CPU, 8 cores"."""
+    """For example "2 × NVIDIA A100-SXM4-80GB" or "CPU, 8 cores"."""
     steps_per_epoch: Count
     num_rounds: Count
     """Since the peer was started, as are the next five."""
     num_failures: Count
-    """Attempts at rounds that failed."""
+    """Failed attempts."""
     num_worker_losses: Count
     sent_bytes: Count
     received_bytes: Count
@@ -162,26 +162,27 @@ class Figures(_Told, frozen=True):
     """Of the last reduction; 0 before there is one."""
     download_bytes_per_s: Real
     link_bytes_per_s: Real
-    """What its link carries each way at the most, as the shares of rounds go by; 0: not known."""
+    """The bandwidth of its link in each direction, by which shares are divided; 0: not known."""
     end_step: Count = 0
     """The nominal step at which training ends; 0: not known."""
     step_s: Real = 0.0
-    """Seconds that an inner step takes, of late; 0: not known."""
+    """Recent seconds per inner step; 0: not known."""
     compression: Annotated[ShownText, Meta(max_length=MAX_PHASE_CHARACTERS)] = ""
     overlap_steps: Count = 0
 
 
 class Standing(_Told, frozen=True):
-    """What one peer waits for, and for whom."""
+    """The stage of one peer's round, and what the peer waits for."""
 
     step: Text = "joining"
-    """One of STEPS, of the round (peers/core/round.py) or `joining` before there is one, or a later version's."""
+    """One of STEPS: the stage of the round (peers/core/round.py), or `joining` before the first. A later version may
+    have others."""
     leader: WorldRank | None = None
-    """World rank of whom it has told that it is ready; None while its worker trains."""
+    """World rank of the leader of its attempt; None while its worker trains."""
     missing: Ranks = ()
-    """Of a leader: the world ranks that it waits for, to join or to vote."""
+    """From a leader: the world ranks that it waits for, to join or to vote."""
     waits_for: Text = ""
-    """The same in words; empty while it waits for nothing."""
+    """What it waits for, in words; empty: nothing."""
 
     @property
     def known_step(self) -> str:
@@ -192,19 +193,19 @@ class Certified(_Told, frozen=True):
     """The certificate of a peer's state."""
 
     time: Real
-    """Since when the peer has had it, Unix seconds."""
+    """Since when the peer has held this state, Unix seconds."""
     certificate: Certificate
 
 
 class Report(_Told, frozen=True, tag="report"):
-    """One of a peer's answers."""
+    """One message from a peer to an observer."""
 
     status: Annotated[bytes, Meta(max_length=MAX_RECORD_BYTES)]
-    """Its signed announcement, for the reader to check as any other."""
+    """Its signed announcement, which the reader has to verify."""
     figures: Figures
     standing: Standing
     sees: Annotated[dict[Annotated[ShownText, Meta(max_length=100)], Real], Meta(max_length=MAX_SEEN)]
-    """The peers it has live channels with, and when each last said so, by its own clock."""
+    """The peers that it has open channels with, and the time of each one's last announcement, by that one's clock."""
     points: Annotated[tuple[Point, ...], Meta(max_length=MAX_POINTS + 1)]
     rounds: Annotated[tuple[RoundEntry, ...], Meta(max_length=MAX_ROUNDS)]
     incidents: Annotated[tuple[Incident, ...], Meta(max_length=MAX_INCIDENTS)]
@@ -212,4 +213,4 @@ class Report(_Told, frozen=True, tag="report"):
     phase: Phase = Phase()
     evaluations: Annotated[tuple[Evaluation, ...], Meta(max_length=MAX_POINTS)] = ()
     troubles: Annotated[tuple[Text, ...], Meta(max_length=MAX_TROUBLES)] = ()
-    """What is wrong with it now, by its own account."""
+    """Current problems of the peer, as it reports them."""

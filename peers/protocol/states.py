@@ -1,18 +1,18 @@
-"""How an outer state gets from those who hold it to one who needs it: whole, or by the commits that lead to it.
+"""The state transfer protocol: how a joiner gets an outer state from donors, whole or by the commits that lead to it.
 
     joiner                    donor                          protocol diloco/<run_id>/state
     WantState           ->
                         <-    State, digests of all chunks | Unavailable
     WantChunk           ->
-                        <-    the chunk's bytes, whose number both know
+                        <-    the chunk's bytes; both ends know their number
 
     WantCommits         ->
                         <-    Commits | Unavailable
     Go                  ->
-                        <-    the payloads of all commits, whose number of bytes both know
+                        <-    the payloads of all commits; both ends know their number of bytes
 
-The joiner has the certificates of what it asks for. The digests must be those that were signed, and every chunk must be
-what they say, so chunks may come from any donor, several at once.
+The joiner holds the certificates of what it asks for. It verifies the digests against the certificate, and every chunk
+against its digest, so chunks may come from any donors, in parallel.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class WantState(Struct, frozen=True, tag="want state"):
 
 
 class State(Struct, frozen=True, tag="state"):
-    """The donor holds the state; the digests of its anchor's chunks follow, then those of its momentum's."""
+    """The donor holds the state. The digests of the anchor's chunks follow, then those of the momentum's."""
 
 
 class WantChunk(Struct, frozen=True, tag="want chunk"):
@@ -58,11 +58,11 @@ class Commits(Struct, frozen=True, tag="commits"):
 
 
 class Go(Struct, frozen=True, tag="go"):
-    """The joiner takes the commits from this donor."""
+    """The joiner wants the commits from this donor."""
 
 
 class Unavailable(Struct, frozen=True, tag="unavailable"):
-    """What was asked for is not here."""
+    """The donor does not have what was asked for."""
 
     head: HashOrNone = ""
-    """Of the state that the donor holds."""
+    """Head of the state that the donor holds."""

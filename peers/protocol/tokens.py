@@ -1,4 +1,4 @@
-"""What the admission key of a run signs: tokens and ban lists."""
+"""Tokens and ban lists, both signed by the admission key of a run."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from peers.protocol.refusal import Refused, Why
 from peers.protocol.wire import Struct, decode, encode
 
 MAX_BANNED = 400
-"""So many fit into MAX_BANS_BYTES."""
+"""As many as fit into MAX_BANS_BYTES."""
 
-# So that no signature of the admission key can be taken for one on something else.
+# Signed prefixes (domain separation): a signature under a token is never valid under a ban list, and vice versa.
 _TOKEN, _BANS = b"diloco token v2\0", b"diloco bans v2\0"
 
 T = TypeVar("T")
 
 
 class Token(Struct, frozen=True):
-    """The right of one identity to be in one run for a while. Times are Unix seconds."""
+    """Admits one identity to one run for a limited time. Times are Unix seconds."""
 
     run_id: RunId
     peer_id: PeerId
@@ -46,7 +46,7 @@ class Token(Struct, frozen=True):
 
     @classmethod
     def decode(cls, blob: bytes, public_key: bytes) -> Token:
-        """Raises Refused unless the holder of this admission key signed exactly this."""
+        """Raises Refused unless `blob` is a token signed by this admission key."""
         try:
             return decode(_TOKENS, _payload(_TOKEN, blob, MAX_TOKEN_BYTES, public_key), MAX_TOKEN_BYTES)
         except ProtocolError as error:
@@ -54,7 +54,7 @@ class Token(Struct, frozen=True):
 
 
 class BanList(Struct, frozen=True):
-    """Whom no door opens for any more, token or not. Of two lists of a run the higher version holds."""
+    """Peers that are refused even with a token. Of two lists of a run the one with the greater `order` is valid."""
 
     run_id: RunId
     version: Count = 0
@@ -62,25 +62,25 @@ class BanList(Struct, frozen=True):
 
     @property
     def order(self) -> tuple[int, list[str]]:
-        """Of two lists the greater holds: two holders of the key may each have made the next version."""
+        """Total order of a run's lists: two holders of the key may each have made the same version."""
         return self.version, sorted(self.peer_ids)
 
     def encode(self, key: Ed25519PrivateKey) -> bytes:
-        """Raises ValueError where there are too many."""
+        """Raises ValueError for too many peers."""
         if len(self.peer_ids) > MAX_BANNED:
             raise ValueError(f"{len(self.peer_ids)} banned peers; at most {MAX_BANNED} fit into a list")
         return _signed(_BANS, encode(self), key)
 
     @classmethod
     def decode(cls, blob: bytes, public_key: bytes) -> BanList:
-        """Raises ProtocolError unless the holder of this admission key signed exactly this."""
+        """Raises ProtocolError unless `blob` is a ban list signed by this admission key."""
         return decode(
             _BAN_LISTS, _payload(_BANS, blob, MAX_BANS_BYTES, public_key), MAX_BANS_BYTES, what="ban list"
         )
 
 
 def banned_more(bans: BanList, *, ban: Collection[str] = (), unban: Collection[str] = ()) -> BanList:
-    """The next version of a list."""
+    """The next version of this list, with these peers added and removed."""
     peer_ids = (bans.peer_ids | set(ban)) - set(unban)
     return BanList(run_id=bans.run_id, version=bans.version + 1, peer_ids=peer_ids)
 
@@ -98,7 +98,7 @@ def _signed(kind: bytes, payload: bytes, key: Ed25519PrivateKey) -> bytes:
 
 
 def _payload(kind: bytes, blob: bytes, most_bytes: int, public_key: bytes) -> bytes:
-    """What the holder of the admission key has signed. Raises ProtocolError."""
+    """The payload of `blob`. Raises ProtocolError unless it is signed by the admission key."""
     signed = decode(_SIGNED, blob, most_bytes)
     try:
         Ed25519PublicKey.from_public_bytes(public_key).verify(signed.signature, kind + signed.payload)

@@ -1,24 +1,24 @@
 """The weighted all-reduce of pseudo-gradients: reduce-scatter, then all-gather, over blocking sockets in threads.
 
-Each member owns a share of the vector. To every other member a sender thread sends this peer's contribution to that
-member's share, and the averaged chunks of its own share as soon as they are finished; a receiver thread takes the same
-from the other side. Everyone, the owner too, takes the decoded bytes that went on the wire.
+Each member owns a share of the vector. For every other member, a sender thread sends this peer's contribution to that
+member's share, and the averaged chunks of this peer's own share as soon as they are finished; a receiver thread
+receives the same from the other side. Every member, the owner too, uses the values decoded from the bytes sent.
 
-Order. For every chunk the owner adds its members in ascending order, so the sum is one and the same whatever comes
-first: the receiver of member j waits for its turn, until the member before j has added the chunk. Meanwhile it does not
-read, which holds back whoever runs ahead.
+Order. For every chunk the owner adds its members in ascending order, so the sum has the same bits whatever arrives
+first: the receiver of member j waits for its turn until the member before j has added the chunk. Meanwhile it does not
+read, which throttles a member that is ahead of the others.
 
-No deadlock. A sender never waits for anything while it has contributions left, and a receiver waits for its turn only
-on the receiver of a smaller member. So the receiver of the smallest other member always reads, its stream always moves,
-and by induction those of all others do. Finished chunks lie in `result`, encoded once by the receiver of the last
-member, until every sender has come to them: they take no buffer that could run out.
+No deadlock. A sender never waits while it has contributions left, and a receiver waits for its turn only on the
+receiver of a smaller member. So the receiver of the smallest other member always reads, its stream always makes
+progress, and by induction so do all others. Finished chunks stay in `result`, encoded once by the receiver of the last
+member, until every sender has sent them: no buffer can run out.
 
-Blame. The last frame of a stream that fails says whom the sender gives the round up for, and which member said so
-first: a member that stops because of another is not taken for the culprit, and hearsay does not become evidence. A
-member that hears that it is to blame itself blames the one that said so. A member that has sent its contributions and
-waits for a third one says for which: if others wait for it, they blame that one, by its word. A member that does not
-read may be waiting for another's frame, which must come within the stall timeout; senders are patient for longer than
-that, so that the member that waits for the culprit itself is the first to know.
+Blame. The last frame of a failed stream is an abort that names the culprit and the member that accused it first. So a
+member that stops because of another is not taken for the culprit, and hearsay is not taken for evidence. A member that
+is accused itself blames its accuser. A member that has sent its contributions and waits for a third member names that
+one in its signs of life: members that wait for it then blame the third, as hearsay. A member that does not read may be
+waiting for another's frame, which must arrive within the stall timeout. Senders time out later than that, so that the
+member that waits for the culprit itself is the first to notice.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ Sockets = Mapping[int, socket.socket]
 """By world rank."""
 
 OVERLAPPED_NICENESS = 5
-"""Of the threads of a reduction that training does not wait for: below training, above hashing (state/preview.py)."""
+"""Niceness of a reduction's threads while training goes on: below training, above hashing (state/preview.py)."""
 
 CHUNK_BYTES = 4 * CHUNK_NUMEL
-"""At most, under any codec."""
+"""The largest payload of a chunk under any codec."""
 
 Settled = Callable[[slice], None]
 """Called from the threads that reduce; must return at once."""
@@ -93,19 +93,21 @@ def reduce_pseudo_gradients(
     niceness: int = 0,
     recording: Recording | None = None,
 ) -> ReduceReport:
-    """Write the weighted average of all members' `anchor - local` to `result`: the same bits on each of them.
+    """Write the weighted average of all members' `anchor - local` to `result`: the same bits on every member.
 
-    The tensors are flat, fp32, contiguous, on the CPU and of one size; the sockets are blocking, by
-    world rank, one for each direction, and no byte is in them. A frame that is waited for must have come within
-    `stall_timeout_s`, and what a link of `slowest_link` bytes/s needs for one from each member; `timeout_s` is for all
-    of it; for `connect_timeout_s` another member may still wait for streams with a third one, and not have begun.
-    Raises RoundFailed, within such a time of the fault, or a slice (0.05 s; longer in groups above six) of
-    `cancelled`; then all sockets are shut down and `result` is undefined. Afterwards no thread is left in any case.
+    The tensors are flat, contiguous fp32 on the CPU, of one size. The sockets are blocking, by world rank, one for each
+    direction, with no unread byte.
 
-    `settled` is called with every part of `result` once nothing will change it any more, unless the reduction fails.
+    Timeouts: a frame must arrive within `stall_timeout_s`, plus the time that a link of `slowest_link` bytes/s needs
+    for one frame from each member. Before its first frame a member has `connect_timeout_s` more, to open its streams
+    with others. The whole reduction has `timeout_s`. Raises RoundFailed when one of them is over, or a slice (0.05 s;
+    longer in groups above six) after `cancelled` is set; then all sockets are shut down and `result` is undefined. No
+    thread is left in any case.
+
+    `settled` is called with every part of `result` once its values are final, unless the reduction fails.
     `forwarded_bytes`: what this peer's link has carried for others so far, which counts towards its bandwidth.
-    `niceness`: of the threads, above the caller's. `recording` keeps the averages as they went on the wire.
-    `residuals` (those of this fragment) add what a lossy codec lost in earlier rounds; the caller commits them.
+    `niceness` of the threads is relative to the caller's. `recording` keeps the averages as they went on the wire.
+    `residuals` of this fragment add what a lossy codec lost in earlier rounds; the caller commits them.
     """
     if not anchor.numel() == local.numel() == result.numel() == plan.bounds[-1]:
         raise ValueError(f"the shares cover {plan.bounds[-1]} values, the tensors have {anchor.numel()}")
@@ -157,7 +159,7 @@ class _Reduction:
         self._plan, self._arithmetic, self._settled = plan, arithmetic, settled
         self._forwarded_bytes, self._niceness = forwarded_bytes, niceness
         others = plan.others
-        # Inside, a member goes by its index in the group.
+        # From here on members are identified by their index in the group.
         self._send = {index: send[plan.members[index]] for index in others}
         self._receive = {index: receive[plan.members[index]] for index in others}
         for sock in (*self._send.values(), *self._receive.values()):
@@ -183,7 +185,7 @@ class _Reduction:
         return sum(self._received.values())
 
     def bandwidth(self) -> float:
-        """What this peer's link carried at its best, in bytes/s; 0: too short to tell."""
+        """The peak rate of this peer's link in bytes/s; 0: the reduction was too short to tell."""
         return self._meter.bytes_per_s()
 
     def run(self, cancelled: threading.Event, timeout_s: float) -> None:
@@ -216,7 +218,7 @@ class _Reduction:
             _shut_down(sock, socket.SHUT_RDWR)
         for future in futures:
             future.result()
-        # All members are cancelled at about the same time: which of them gave up first says nothing.
+        # Members are cancelled at about the same time: the first one to close its streams is not at fault.
         culprit = None if cancelled.is_set() else failure.culprit
         suspects = () if culprit is None else (self._plan.members[culprit],)
         silent = [self._plan.members[index] for index in self._silent]
@@ -257,7 +259,7 @@ class _Reduction:
                         self._settled(self._plan.chunk(self._plan.me, index))
                 else:
                     size = self._arithmetic.contribution_bytes(other, index)
-                    pieces = self._arithmetic.contribution(other, index, scratch)
+                    pieces = self._arithmetic.encoded_contribution(other, index, scratch)
                     self._send_frame(other, kind, index, size, pieces)
             if progress.failure is not None:
                 culprit, told_by = progress.failure.culprit, progress.failure.told_by
@@ -279,15 +281,15 @@ class _Reduction:
         payload_bytes: int = 0,
         pieces: Iterable[memoryview] = (memoryview(b""),),
     ) -> None:
-        patience_s = self._stall_timeout_s + self._frame_timeout_s(CHUNK_BYTES)
+        timeout_s = self._stall_timeout_s + self._frame_timeout_s(CHUNK_BYTES)
         if other not in self._heard_at:
-            # It reads nothing before it has begun.
-            patience_s += self._connect_timeout_s
+            # A member that still opens its streams does not read yet.
+            timeout_s += self._connect_timeout_s
         send_frame(
             self._send[other],
             Header(kind, chunk, payload_bytes),
             pieces,
-            patience_s,
+            timeout_s,
             lambda: self._progress.must_stop_sending(other),
             partial(_count, self._moved_out, other),
         )
@@ -310,21 +312,21 @@ class _Reduction:
             if self._progress.has_failed():
                 if self._has_gone_silent(other):
                     self._silent.add(other)
-                # Whoever still sends to us need not wait to find that nobody reads.
+                # Tell the sender at once that nobody reads any more.
                 _shut_down(self._receive[other], socket.SHUT_RD)
 
     def _receive_all(self, other: int, scratch: Scratch) -> None:
-        """Take every contribution and every result that `other` owes, in any interleaving that keeps each in order."""
+        """Receive all contributions and results that `other` owes: each kind in order, interleaved in any way."""
         expected = [self._plan.num_chunks(self._plan.me), self._plan.num_chunks(other)]
         taken = [0, 0]
         buffer = np.empty_like(scratch.payload)
-        patience_s = self._stall_timeout_s + self._connect_timeout_s
+        timeout_s = self._stall_timeout_s + self._connect_timeout_s
         while taken != expected:
             waits_since = time.monotonic()
-            header = receive_header(self._receive[other], patience_s, self._progress.has_failed)
+            header = receive_header(self._receive[other], timeout_s, self._progress.has_failed)
             if other not in self._heard_at:
-                # Before it had begun, it may have waited for streams of its own.
-                waits_since, patience_s = time.monotonic(), self._stall_timeout_s
+                # The first frame may be late because the member had to open its streams: the stall timeout starts now.
+                waits_since, timeout_s = time.monotonic(), self._stall_timeout_s
             self._heard_at[other] = time.monotonic()
             kind = header.kind
             if kind == Kind.ABORT:
@@ -360,7 +362,7 @@ class _Reduction:
             taken[kind] += 1
 
     def _frame_timeout_s(self, num_bytes: int) -> float:
-        """From when its receiver waits for a frame to its end."""
+        """The timeout of one whole frame, from when its receiver starts to wait."""
         return self._stall_timeout_s + num_bytes / self._slowest_stream
 
     def _hear(self, other: int, num_bytes: int) -> None:
@@ -368,7 +370,7 @@ class _Reduction:
         self._heard_at[other] = time.monotonic()
 
     def _has_gone_silent(self, other: int) -> bool:
-        """It had begun, nothing has come for half of the stall timeout, and nothing is left to read."""
+        """Whether `other` began to send, then sent nothing for half the stall timeout, and nothing is left to read."""
         heard_at = self._heard_at.get(other, math.inf)
         return time.monotonic() - heard_at > self._stall_timeout_s / 2 and is_silent(self._receive[other])
 
@@ -405,20 +407,20 @@ class _Reduction:
             self._progress.fail(f"{self._name(other)} {error}", other)
 
     def _heed_abort(self, other: int, header: Header) -> None:
-        """`other` has given up. Whom it blames is hearsay, for the leader to weigh; if it blames this peer, this peer
-        blames the member that said so first."""
+        """`other` has aborted. The culprit that it names is hearsay, for the leader to weigh; if it is this peer, this
+        peer blames the first accuser."""
         num_members, me = len(self._plan.members), self._plan.me
-        # A member that gives up and blames nobody has left the group, or could not stay in it.
+        # A member that aborts without naming a culprit has left the group.
         culprit = header.chunk if header.chunk < num_members else other
-        first = header.payload_bytes - 1
-        first = first if 0 <= first < num_members and first != me else other
-        told_by: tuple[int, ...] = (first,) if first == other else (first, other)
+        accuser = header.payload_bytes - 1
+        accuser = accuser if 0 <= accuser < num_members and accuser != me else other
+        told_by: tuple[int, ...] = (accuser,) if accuser == other else (accuser, other)
         if culprit == me:
-            culprit, told_by = first, told_by[1:]
+            culprit, told_by = accuser, told_by[1:]
         self._progress.fail(f"{self._name(other)} gave up", culprit, told_by)
 
     def _hear_last_words(self, other: int) -> None:
-        """Skip what `other` still sends until its abort says why it takes nothing any more, or it is found dead."""
+        """Skip what `other` still sends, up to the abort that says why it stopped reading, or until it is dead."""
         deadline = time.monotonic() + LAST_WORDS_S
         skipped = Scratch(self._plan).payload.data
 
@@ -442,11 +444,11 @@ class _Reduction:
 
 
 def _count(moved: dict[int, int], other: int, num_bytes: int) -> None:
-    # Each entry has one writer, its thread.
+    # No lock: each entry is written by one thread only.
     moved[other] += num_bytes
 
 
 def _shut_down(sock: socket.socket, how: int) -> None:
-    # One that the other end has closed already is as good as shut down.
+    # A socket that the other end has closed already needs no shutdown.
     with contextlib.suppress(OSError):
         sock.shutdown(how)

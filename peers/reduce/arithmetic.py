@@ -1,4 +1,4 @@
-"""The sums of the reduction, chunk by chunk, in an order and in operations that every machine rounds alike."""
+"""The sums of the reduction, chunk by chunk, in an order and with operations that give every machine the same bits."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from peers.reduce.residuals import Residuals, contribution
 from peers.reduce.robust_sums import combine, rows_for
 
 _PIECE_NUMEL = 1 << 16
-"""What is worked out and sent at a time, of a codec that lets it: 256 KiB in fp32, which stay in a core's cache between
+"""Values encoded and sent at a time, if the codec is divisible: 256 KiB in fp32, which stay in a core's cache between
 the two."""
 
 
 class Scratch:
-    """Buffers of one thread, reused for every chunk: a fresh megabyte costs half a millisecond of page faults."""
+    """The buffers of one thread, reused for every chunk: a fresh megabyte costs half a millisecond of page faults."""
 
     def __init__(self, plan: ReducePlan) -> None:
         self.values = np.empty(CHUNK_NUMEL, np.float32)
@@ -41,11 +41,11 @@ class Scratch:
 class Arithmetic:
     """All values of one attempt. Methods work on disjoint chunks, so threads share it without a lock.
 
-    Memory traffic decides the speed. So values that need no decoding are received at their place in `result`; and a
-    finished chunk of this peer's share is encoded once, into the memory of its own values, from where all senders send
-    it, and decoded in place when the last of them has.
+    Memory traffic limits the speed. So values that need no decoding are received at their place in `result`, and a
+    finished chunk of this peer's share is encoded once, into the memory of its own values. All senders send it from
+    there; when the last has sent it, it is decoded in place.
 
-    `residuals`, if there are any, add what a lossy codec lost before, and keep what it loses now.
+    `residuals` add what a lossy codec lost before, and keep what it loses now.
     """
 
     def __init__(
@@ -61,30 +61,31 @@ class Arithmetic:
         self._plan, self._result = plan, result.numpy()
         self._codec, self._result_codec = codec_named(plan.codec), result_codec_named(plan.codec)
         self._kept = residuals.for_attempt(plan) if residuals is not None else None
-        residual = self._kept.contribution if self._kept is not None else None
+        residual = self._kept.contribution_residual if self._kept is not None else None
         self._contribution = contribution(anchor, local, residual)
         self._weights = [np.float32(weight) for weight in plan.weights_fp32()]
         self._energy_left = [plan.contribution_bound(index) for index in range(len(plan.members))]
         self._result_energy_left = [plan.result_bound()] * len(plan.members)
         self._digests = [xxhash.xxh3_128() for _ in plan.members]
-        self._unhoused: dict[int, Bytes] = {}
+        self._oversized: dict[int, Bytes] = {}
+        """Finished chunks that are longer encoded than their values, by index."""
         self._samples = Samples()
         share = plan.bounds[plan.me + 1] - plan.bounds[plan.me]
         count = len(plan.members)
         self._rows = rows_for(count, share) if holds_all(plan.rule, count) else None
 
     def contribution_bytes(self, owner: int, index: int) -> int:
-        """Of the payload with which a member contributes to a chunk of this owner's share."""
+        """Payload size of a member's contribution to a chunk of this owner's share."""
         return self._codec.encoded_bytes(self._plan.chunk_size(owner, index))
 
     def result_bytes(self, owner: int, index: int) -> int:
-        """Of the payload that brings the average of a chunk of this owner's share."""
+        """Payload size of the average of a chunk of this owner's share."""
         return self._result_codec.encoded_bytes(self._plan.chunk_size(owner, index))
 
-    def contribution(self, owner: int, index: int, scratch: Scratch) -> Iterator[memoryview]:
-        """This peer's pseudo-gradient (anchor - local) and residual for one chunk, as it goes on the wire.
+    def encoded_contribution(self, owner: int, index: int, scratch: Scratch) -> Iterator[memoryview]:
+        """This peer's contribution (pseudo-gradient plus residual) to one chunk, encoded, in pieces.
 
-        Piece by piece; each is overwritten by the next. Once for each chunk, in their order.
+        Each piece is overwritten by the next. To be called once for each chunk, in their order.
         """
         chunk = self._plan.chunk(owner, index)
         numel = _PIECE_NUMEL if self._codec.divisible else chunk.stop - chunk.start
@@ -92,7 +93,7 @@ class Arithmetic:
             yield self._encoded(owner, slice(start, min(start + numel, chunk.stop)), scratch).data
 
     def add_own(self, index: int, scratch: Scratch) -> None:
-        """Accumulate this peer's contribution to its own share, after the codec as everyone else's."""
+        """Accumulate this peer's contribution to its own share, encoded and decoded like everyone else's."""
         me = self._plan.me
         self.add(me, index, self._encoded(me, self._plan.chunk(me, index), scratch), scratch)
 
@@ -136,20 +137,20 @@ class Arithmetic:
         if not self._result_codec.lossless:
             home = total.view(np.uint8)
             if payload.size > home.size:
-                # A few values in a block of their own may take more room encoded than they had.
-                self._unhoused[index] = payload.copy()
+                # A short last block, with its scales, may be longer encoded than its values were.
+                self._oversized[index] = payload.copy()
             else:
                 home[: payload.size] = payload
 
     def finished(self, index: int) -> Bytes:
-        """What `finish` has made of this chunk, until it is settled."""
-        if (payload := self._unhoused.get(index)) is not None:
+        """The encoded average of a chunk that `finish` has made; valid until it is settled."""
+        if (payload := self._oversized.get(index)) is not None:
             return payload
         values = self._result[self._plan.chunk(self._plan.me, index)]
         return values.view(np.uint8)[: self._result_codec.encoded_bytes(values.size)]
 
     def settle(self, index: int, scratch: Scratch) -> None:
-        """Once nobody needs to send this chunk any more: keep the values that went on the wire, as all others do."""
+        """To be called when all senders have sent this chunk: decode it in place, to the values all others hold."""
         if self._recording is not None:
             self._recording.keep(self._plan.me, index, self.finished(index))
         if self._result_codec.lossless:
@@ -160,16 +161,16 @@ class Arithmetic:
         decoded = self._result_codec.decode(payload, self._result[part])
         if self._kept is not None:
             self._kept.after_coding(part, decoded)
-        self._unhoused.pop(index, None)
+        self._oversized.pop(index, None)
 
     def place_for_result(self, owner: int, index: int) -> Bytes | None:
-        """Where the payload of this chunk of another owner's share may be received, if it needs no decoding."""
+        """Where to receive the payload of a chunk of another owner's share if it needs no decoding; else None."""
         if not self._result_codec.lossless:
             return None
         return self._result[self._plan.chunk(owner, index)].view(np.uint8)
 
     def take_result(self, owner: int, index: int, payload: Bytes) -> None:
-        """One chunk of another owner's share; a lossless one lies at its place already."""
+        """Decode and check one chunk of another owner's share; a lossless one is at its place already."""
         values = self._result_codec.decode(payload, self._result[self._plan.chunk(owner, index)])
         found = energy(values)
         self._result_energy_left[owner] = spend(self._result_energy_left[owner], found, "average")
@@ -187,7 +188,7 @@ class Arithmetic:
         return slice(part.start - start, part.stop - start)
 
     def parallel(self) -> tuple[int, ...]:
-        """World ranks of the members whose pseudo-gradients point where this peer's does."""
+        """World ranks of the members whose pseudo-gradients are parallel to this peer's (likeness.py)."""
         return tuple(self._plan.members[index] for index in self._samples.parallel_to(self._plan.me))
 
     def share_digests(self) -> tuple[str, ...]:
@@ -195,7 +196,7 @@ class Arithmetic:
 
 
 def reduce_alone(plan: ReducePlan, arithmetic: Arithmetic, cancelled: threading.Event) -> None:
-    """The same sums in a group of one; returns early when cancelled."""
+    """The reduction of a group of one; returns early when cancelled."""
     scratch = Scratch(plan)
     for index in range(plan.num_chunks(plan.me)):
         if cancelled.is_set():
@@ -210,7 +211,8 @@ def _digests_of(hashers: Iterable[Any]) -> tuple[str, ...]:
 
 
 def spend(energy_left: float, energy: float, what: str) -> float:
-    """What is left of it. Raises ProtocolError on values that are not finite, or too large."""
+    """Subtract the energy of values received from what their sender may still send. Raises ProtocolError if they are
+    not finite, or larger."""
     if not math.isfinite(energy):
         raise ProtocolError(f"sent a {what} with values that are not finite")
     if not energy <= energy_left:

@@ -1,8 +1,8 @@
 """The bandwidth of this peer's link, measured in the reductions that it takes part in.
 
-The shares of the next rounds depend on it, so it must be the link's own limit and not the pace of the slowest member,
-for which everybody waits. Therefore it is the highest rate in any short window: at the start of a round every peer has
-bytes for every other, and all links are busy.
+The shares of the next rounds depend on it, so it must be the limit of this link, not the pace of the slowest member,
+which all others wait for. It is therefore the highest rate in any short window: at the start of a round every peer has
+bytes to send to every other, and all links are busy.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from peers.reduce.tcp_info import bytes_acked, bytes_received
 from peers.timing import WINDOW_S
 
 SAMPLE_S = WINDOW_S / 4
-"""Not more often: asking the kernel about a socket waits until a copy on it has ended, holding the interpreter."""
+"""Not shorter: a getsockopt waits for a running copy on that socket, and holds the interpreter lock meanwhile."""
 
 _REMEMBERED = 5
 
 
 class PeakRate:
-    """The highest rate over any window, from samples of a count that never falls."""
+    """The highest rate over any window, from samples of a counter that never decreases."""
 
     def __init__(self) -> None:
         self._samples: list[tuple[float, float]] = []
@@ -33,7 +33,7 @@ class PeakRate:
         self._samples.append((now, total_bytes))
 
     def bytes_per_s(self) -> float:
-        """0 if all of it is shorter than a window: that would measure the work there was, not the link."""
+        """0 if the samples span less than a window: that would measure the amount of work, not the link."""
         best, first, samples = 0.0, 0, self._samples
         for now, total in samples:
             if now - samples[0][0] < WINDOW_S:
@@ -47,10 +47,10 @@ class PeakRate:
 
 
 class Bandwidth:
-    """The bandwidth of this peer's link: the second highest of the last five reductions.
+    """The bandwidth of this peer's link: the second highest rate of the last five reductions.
 
-    A reduction in which others are slower, or which has little for this peer to do, leaves the link idle; taking its
-    rate for the limit would give the peer still less to do. The first reduction does not count: it touches all its
+    A reduction in which others are slower, or which has little for this peer to do, leaves the link idle; a low rate
+    measured in it would give this peer a still smaller share. The first reduction does not count: it touches all its
     memory for the first time, which may be slower than the link.
     """
 
@@ -65,7 +65,7 @@ class Bandwidth:
         return descending[min(1, len(descending) // 3)] if descending else 0.0
 
     def saw(self, bytes_per_s: float) -> None:
-        """A reduction's; 0 if it was too short to tell."""
+        """Record the rate of one reduction; 0: it was too short to tell."""
         if bytes_per_s <= 0:
             return
         if self._has_begun:
@@ -74,33 +74,33 @@ class Bandwidth:
 
 
 class LinkMeter:
-    """Follows one reduction; what its link carried is then the lesser of the two directions' peaks."""
+    """Measures the link during one reduction: the lower of the two directions' peak rates."""
 
     def __init__(self, send: Iterable[socket.socket], receive: Iterable[socket.socket]) -> None:
         self._send, self._receive = tuple(send), tuple(receive)
         self._sent, self._received = PeakRate(), PeakRate()
 
     def sample(self, now: float, sent_bytes: int, received_bytes: int, forwarded_bytes: int = 0) -> None:
-        """The byte counts are our own, for sockets whose kernel has none; several times per window, and at both ends.
+        """To be called several times per window, and at start and end.
 
-        They run ahead of the link by what fits into the buffers on the way, so the kernel's are preferred.
-        `forwarded_bytes` is what the link has carried for others, each way. Without them a relay would seem to have a
-        slow link and be given a smaller share, although the more it owns, the less its two peers send each other
-        through it.
+        `sent_bytes` and `received_bytes` are this process's counts, used only where the kernel has no counters: they
+        run ahead of the link by what fits into the buffers on the way. `forwarded_bytes` is what the link has carried
+        for others, each way: without it a relay would seem to have a slow link and get a smaller share, although the
+        more it owns, the less its two peers send each other through it.
         """
         self._sent.add(now, forwarded_bytes + _on_the_wire(self._send, bytes_acked, sent_bytes))
         received = _on_the_wire(self._receive, bytes_received, received_bytes)
         self._received.add(now, forwarded_bytes + received)
 
     def bytes_per_s(self) -> float:
-        """0: too short to tell."""
+        """0: the reduction was too short to tell."""
         return min(self._sent.bytes_per_s(), self._received.bytes_per_s())
 
 
 def _on_the_wire(
     sockets: Iterable[socket.socket], count: Callable[[socket.socket], int], otherwise: int
 ) -> int:
-    """Sum over TCP sockets; `otherwise` if any of them is of another kind, or gone."""
+    """The sum of the kernel's counts over all sockets; `otherwise` if one of them is not TCP, or closed."""
     with contextlib.suppress(OSError, struct.error):
         return sum(map(count, sockets))
     return otherwise

@@ -1,8 +1,8 @@
-"""The commits that a donor records while somebody downloads its state, for the joiner to repeat.
+"""The commits that a donor records while a peer downloads its state, for that peer to replay.
 
-Where epochs are shorter than a download of the state, each state would be old by the time it has arrived. A commit is
-far smaller: the average as it went on the wire. So the joiner then asks for the commits since
-(peers/net/states/replay.py), and catches up, since a round moves more bytes than that through every link.
+If epochs are shorter than a download of the state, the state is out of date when it arrives. A commit is far smaller:
+the average as it went on the wire. So the joiner then requests the commits made since (peers/net/states/replay.py). It
+catches up, because a round moves more bytes than a commit through every link.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from peers.reduce.shares import bounds_of
 from peers.timing import START_S
 
 KEPT_FOR_S = START_S
-"""After the last download: a joiner comes back for the commits when it has put its state together."""
+"""After the last download ended: a joiner requests the commits once it has assembled its state."""
 _FLOAT_BYTES = 4
 
 
 class Recording:
-    """The averages of one attempt as they went on the wire. Chunks come from several threads, each of them once."""
+    """The averages of one attempt as they went on the wire. Several threads add chunks, each chunk once."""
 
     def __init__(self) -> None:
         self._payloads: dict[tuple[int, int], Bytes] = {}
@@ -46,7 +46,7 @@ class Recording:
 
 @dataclass(frozen=True)
 class RecordedCommit:
-    """`parent` and `head`: the hashes of the certificates before and after it."""
+    """`parent` and `head`: the heads before and after the commit."""
 
     parent: str
     head: str
@@ -58,9 +58,9 @@ class RecordedCommit:
 
 
 class CommitLog:
-    """Of one peer: consecutive commits, the newest led to the state it holds.
+    """Consecutive commits of one peer; the newest led to the state that it holds.
 
-    It takes as much memory as anchor and momentum at most. Used from the event loop and from threads that commit.
+    Takes at most as much memory as anchor and momentum. Used from the event loop and from threads that commit.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class CommitLog:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Somebody downloads."""
+        """Record commits while this context is open: a peer downloads the state."""
         with self._lock:
             self._num_downloads += 1
         try:
@@ -86,7 +86,7 @@ class CommitLog:
         return self._num_downloads > 0 or time.monotonic() < self._wanted_until
 
     def add(self, recording: Recording | None, *, parent: str, head: str, state_numel: int) -> None:
-        """A commit is done. None: nothing was recorded of it, and what came before leads nowhere."""
+        """A commit was made. `recording` None: it was not recorded, so earlier ones are useless and dropped."""
         with self._lock:
             if recording is None or (self._commits and self._commits[-1].head != parent):
                 self._commits.clear()
@@ -97,12 +97,12 @@ class CommitLog:
                 del self._commits[0]
 
     def clear(self) -> None:
-        """The state comes from elsewhere."""
+        """The state was replaced by another one: drop all commits."""
         with self._lock:
             self._commits.clear()
 
     def between(self, since: str, until: str) -> list[RecordedCommit]:
-        """Those that lead from one head to the other; empty where they are not here."""
+        """The commits that lead from one head to the other; empty if one of them is missing."""
         with self._lock:
             commits = list(self._commits)
         first = next((i for i, commit in enumerate(commits) if commit.parent == since), None)
@@ -111,7 +111,7 @@ class CommitLog:
 
 
 def parts_of(plan: Plan, numel: int, codec: str) -> Iterator[tuple[slice, int]]:
-    """Where each chunk of a commit's average lies in its fragment of so many values, and the bytes of its payload."""
+    """For each chunk of a commit's average: its place in the fragment of `numel` values, and its payload size."""
     result_codec = result_codec_named(codec)
     for start, stop in pairwise(bounds_of([c.work.bandwidth for c in plan.contributors], numel)):
         for first in range(start, stop, CHUNK_NUMEL):
@@ -120,7 +120,7 @@ def parts_of(plan: Plan, numel: int, codec: str) -> Iterator[tuple[slice, int]]:
 
 
 def decoded(codec: str, part: slice, payload: Bytes, average: np.ndarray[Any, Any]) -> None:
-    """One chunk, to its place. Raises ProtocolError for what no encoder wrote or is not finite."""
+    """Decode one chunk to its place. Raises ProtocolError if no encoder wrote it, or values are not finite."""
     values = result_codec_named(codec).decode(payload, average[part])
     if not np.isfinite(values).all():
         raise ProtocolError("a commit with values that are not finite")

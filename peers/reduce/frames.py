@@ -1,9 +1,10 @@
-"""Frames of the reduction on one socket, with deadlines that a stop interrupts.
+"""The wire format of a reduction: frames on one socket, sent and received under deadlines that can be interrupted.
 
     1 byte kind | 4 bytes chunk | 4 bytes payload length | payload          (little-endian)
 
-Sockets are used from one thread per direction, once `prepare` has seen them. Every wait is made of slices, after each
-of which a stop is noticed. In a large group slices are longer: each has two threads for every other member.
+Payloads are values as a codec encodes them (codecs.py). After `prepare`, a socket is used by one thread per direction.
+Every wait consists of slices, and a stop is noticed after each of them. Slices are longer in a large group, where each
+member has two threads for every other one.
 """
 
 from __future__ import annotations
@@ -24,32 +25,32 @@ from peers.timing import NEAR_S, SLICE_S
 
 HEADER = struct.Struct("<BII")
 _MOST_WAKES_PER_S = 200
-"""Of all threads of one reduction together: with fifty peers on a machine, most of its time went into waking up."""
+"""Over all threads of one reduction: with fifty peers on one machine, wake-ups took most of its time."""
 NOBODY = 0xFFFF_FFFF
 _NEAR_WINDOW_BYTES = 1 << 20
-"""The receive window with which a reduction begins, where the peer is no further away than that; the kernel raises it
-if need be. Otherwise it would begin with the tens of MB to which earlier reductions have raised it. This way threads
-are switched 40 % less often, and over plain TCP within one machine 10 to 15 % of the time is saved."""
+"""The receive window at the start of a reduction with a peer that is near (NEAR_S); the kernel raises it if need be.
+Without this the window starts at the tens of MB to which earlier reductions raised it. It saves 40 % of thread switches
+and, over plain TCP within one machine, 10 to 15 % of the time."""
 _SLICE_IS_OVER = (BlockingIOError, TimeoutError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 class Kind(IntEnum):
     CONTRIBUTION = 0
-    """This chunk of the receiver's share, as the sender has it."""
+    """The sender's values of a chunk of the receiver's share."""
     RESULT = 1
-    """This chunk of the sender's share, averaged."""
+    """The average of a chunk of the sender's share."""
     ALIVE = 2
-    """The sender has no more to contribute, and waits; `chunk` is the index of the member that it waits for, or
+    """The sender has sent all contributions, and waits. `chunk` is the index of the member that it waits for, or
     NOBODY."""
     ABORT = 3
-    """The sender has given up; `chunk` is the index of the member it blames, or NOBODY. In place of a length: one more
-    than the index of the member that said so first, 0 where the sender does. The last frame of a stream."""
+    """The sender has aborted; the last frame of a stream. `chunk` is the index of the member that it blames, or NOBODY.
+    In place of the payload length: 1 + the index of the first accuser, or 0 if that is the sender."""
 
 
 class Header(NamedTuple):
     kind: int
     chunk: int
-    """The chunk, or whom an abort blames or a sign of life names."""
+    """The chunk's index; for ABORT and ALIVE the index of a member."""
     payload_bytes: int
 
 
@@ -62,24 +63,24 @@ class Stopped(Exception):
 
 
 class Stalled(Exception):
-    """What a socket was to take or to give has not moved in time."""
+    """A socket has not sent or received its bytes in time."""
 
 
 class Closed(Exception):
-    """The other end of the socket is gone, or takes nothing any more."""
+    """The other end of the socket is gone, or does not read any more."""
 
 
 def slice_s(num_others: int) -> float:
-    """What one wait takes at most in a reduction with so many other members."""
+    """The longest single wait in a reduction with this many other members."""
     return max(SLICE_S, 2 * num_others / _MOST_WAKES_PER_S)
 
 
 def prepare(sock: socket.socket, num_others: int = 1) -> None:
-    """Have every call on this socket block for a slice at most, by the kernel's own timeout.
+    """Make every call on this socket block for one slice at most, by the kernel's timeout (SO_RCVTIMEO, SO_SNDTIMEO).
 
-    Python's would poll before every call and leave the socket non-blocking, so that a chunk took many calls, each of
-    which waits for the interpreter; this way it takes one. TLS keeps to Python's: there, it tries first and polls then,
-    and a blocking socket whose time in the kernel is over it would just try again, for ever.
+    Python's own timeout makes the socket non-blocking and polls before every call, so that a chunk takes many calls,
+    each of which waits for the interpreter lock; with the kernel's it takes one. TLS sockets use Python's timeout: the
+    ssl module retries a blocking socket for ever when the kernel's timeout is over.
     """
     with contextlib.suppress(OSError, struct.error):
         if 0 < min_round_trip_s(sock) < NEAR_S:
@@ -101,11 +102,11 @@ def send_frame(
     stop: Callable[[], bool],
     moved: Callable[[int], None] = _ignore,
 ) -> None:
-    """Send a whole frame. The deadline counts from the last byte that moved: the other end may have to wait between two
-    of them. Raises Stopped, Stalled, Closed.
+    """Send a whole frame. The timeout restarts with every byte sent, because the receiver may have to wait within a
+    frame. Raises Stopped, Stalled, Closed.
 
-    The payload comes in one piece or more, each of which may be overwritten when the next is asked for. `moved` hears
-    of bytes as they leave.
+    The payload comes in one or more pieces, each of which may be overwritten when the next is asked for. `moved` is
+    called with the number of bytes as they are sent.
     """
     packed = HEADER.pack(*header)
     for piece in pieces:
@@ -125,7 +126,7 @@ def receive_into(
     stop: Callable[[], bool],
     moved: Callable[[int], None] = _ignore,
 ) -> None:
-    """Fill the buffer, all of it in this time. Raises Stopped, Stalled, Closed."""
+    """Fill the whole buffer within `timeout_s`. Raises Stopped, Stalled, Closed."""
     flags = 0 if isinstance(sock, ssl.SSLSocket) else socket.MSG_WAITALL
     _until_done(
         len(buffer),
@@ -144,7 +145,7 @@ def receive_header(sock: socket.socket, timeout_s: float, stop: Callable[[], boo
 
 
 def is_silent(sock: socket.socket) -> bool:
-    """Whether a stream is open on which the other end never sends: anything to read there would be its end."""
+    """Whether this stream is open and nothing on it is left to read, not even its end."""
     if sock.fileno() < 0:
         return False
     poll = select.poll()

@@ -1,13 +1,13 @@
-"""Loops over a chunk, compiled: one pass over the cache where array operations would make four to seven.
+"""Compiled loops over a chunk: one pass over the data where array operations would make four to seven.
 
-Compiled when this module is first imported on a machine (a few seconds), kept beside it for later (numba's cache).
-While they run, other threads do. Multiplies and adds are never fused, and sums have a fixed order, so that every
-machine gets the same bits.
+Numba compiles them when this module is first imported on a machine (a few seconds), and caches them beside it. They
+release the interpreter lock. Multiplies and adds are never fused, and sums have a fixed order, so that every machine
+gets the same bits.
 
-Numba makes 64-bit numbers of what two integers of 32 bits give, and half as many of these go into a vector: so each
-such result is made one of 32 bits again at once.
+Numba widens the result of two 32-bit integers to 64 bits, which halves the values per vector register. So each such
+result is cast back to 32 bits at once.
 
-All arrays are C-contiguous and one-dimensional, and none overlaps another but where that is said.
+All arrays are C-contiguous and one-dimensional, and none overlaps another unless a docstring says so.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ _BF16_NAN = np.uint16(0x7FC0)
 
 
 def compiled(*signatures: str) -> Callable[[Kernel], Kernel]:
-    """For arguments of these types, in numba's words."""
+    """Compile for arguments of these types, in numba's notation."""
 
     def wrapped(function: Kernel, *, cache: bool) -> Any:
         return numba.njit(list(signatures), cache=cache, nogil=True, error_model="numpy")(function)
 
-    def kept_if_possible(function: Kernel) -> Any:
+    def cached_if_possible(function: Kernel) -> Any:
         try:
             return wrapped(function, cache=True)
         except RuntimeError:
-            # Nowhere to keep it: compiled by every process anew.
+            # No writable place for the cache: every process compiles anew.
             return wrapped(function, cache=False)
 
-    return kept_if_possible
+    return cached_if_possible
 
 
 @compiled("float64(float32[::1])")
 def energy(values: Floats) -> float:
-    """The sum of the squares; not finite where a value is not."""
+    """The sum of the squares; not finite if a value is not."""
     total = 0.0
     lanes = np.empty(_LANES, np.float32)
     for start in range(0, values.size, _SUMMED_AT_ONCE):
@@ -77,7 +77,7 @@ def energy(values: Floats) -> float:
 
 @compiled("float64(float32[::1], float32, float32[::1], boolean)")
 def accumulate(values: Floats, weight: np.float32, total: Floats, is_first: bool) -> float:
-    """Add weight x values to `total`, or put it there. Returns the energy of the values."""
+    """Add weight x values to `total`, or write it there if `is_first`. Returns the energy of the values."""
     found = 0.0
     for start in range(0, values.size, _SUMMED_AT_ONCE):
         part, place = values[start : start + _SUMMED_AT_ONCE], total[start : start + _SUMMED_AT_ONCE]
@@ -109,14 +109,14 @@ def encode_blocks(
     scales: Words,
     integers: Integers,
 ) -> None:
-    """Give each `block` of (values - minus) + plus a scale, and round them to its multiples, nearest even.
+    """Round each `block` of (values - minus) + plus to multiples of a scale of its own, ties to even.
 
-    The scale (bf16 bits) is `step` x the largest magnitude. A block with a value that is not finite gets one that is
-    not, and zeros.
+    The scale (bf16 bits) is `step` x the largest magnitude. A block with a value that is not finite gets the scale NaN
+    and zeros.
     """
     row = np.empty(block, np.float32)
     row_bits = row.view(np.uint32)
-    # One number, seen as a float and as its bits.
+    # Two views of one number: its bits, and the float.
     bits = np.empty(1, np.uint32)
     number = bits.view(np.float32)
     for index in range(scales.size):
@@ -155,7 +155,7 @@ def encode_blocks(
 
 @compiled("void(uint16[::1], int8[::1], int64, float32[::1])")
 def decode_blocks(scales: Words, integers: Integers, block: int, values: Floats) -> None:
-    """The multiples of their blocks' scales (bf16 bits)."""
+    """Each integer times the scale (bf16 bits) of its block."""
     bits = np.empty(1, np.uint32)
     number = bits.view(np.float32)
     for index in range(scales.size):
@@ -180,7 +180,7 @@ def losses_of_blocks(
     smallest_scale: np.float32,
     losses: Floats,
 ) -> None:
-    """What `encode_blocks` loses: the values less those that `decode_blocks` gives. `losses` may be `plus`."""
+    """What `encode_blocks` loses: the values minus those that `decode_blocks` returns. `losses` may be `plus`."""
     at_once = block * _BLOCKS_LOST_AT_ONCE
     row, decoded = np.empty(at_once, np.float32), np.empty(at_once, np.float32)
     integers, scales = np.empty(at_once, np.int8), np.empty(_BLOCKS_LOST_AT_ONCE, np.uint16)
@@ -206,7 +206,7 @@ def losses_of_blocks(
 def accumulate_blocks(
     scales: Words, integers: Integers, block: int, weight: np.float32, total: Floats, is_first: bool
 ) -> float:
-    """`accumulate` of what `decode_blocks` would give."""
+    """`accumulate` of the values that `decode_blocks` would return, without storing them."""
     bits = np.empty(1, np.uint32)
     number = bits.view(np.float32)
     found = 0.0
@@ -230,7 +230,7 @@ def accumulate_blocks(
 
 @compiled("void(int8[::1], int8[::1])")
 def pack_nibbles(integers: Integers, packed: Integers) -> None:
-    """Two integers of -7..7 in a byte: low + 16 x high, the first half of them as lows, the second as highs."""
+    """Pack two integers of -7..7 into a byte, low + 16 x high: the first half of them as lows, the second as highs."""
     lows, highs = integers[: packed.size], integers[packed.size :]
     for i in range(highs.size):
         packed[i] = lows[i] + np.int8(16) * highs[i]
@@ -240,7 +240,7 @@ def pack_nibbles(integers: Integers, packed: Integers) -> None:
 
 @compiled("void(int8[::1], int8[::1])")
 def unpack_nibbles(packed: Integers, integers: Integers) -> None:
-    """What `pack_nibbles` was given. Any byte gives some integers of -8..8."""
+    """The inverse of `pack_nibbles`. Any byte is valid and gives integers of -8..8."""
     lows, highs = integers[: packed.size], integers[packed.size :]
     for i in range(lows.size):
         lows[i] = ((packed[i] + np.int32(8)) & np.int32(15)) - np.int32(8)
@@ -260,7 +260,7 @@ def outer_step(
     anchor: Floats,
     momentum: Floats,
 ) -> None:
-    """A step of Nesterov SGD, `factor` times the momentum."""
+    """A step of SGD with Nesterov momentum; `factor` is the momentum coefficient."""
     for i in range(average.size):
         moved = old_momentum[i] * factor + average[i]
         momentum[i] = moved
@@ -269,7 +269,7 @@ def outer_step(
 
 @compiled("void(float32[:, :], float32[::1], int64, float32[::1])")
 def trimmed_mean(rows: Floats, weights: Floats, trim: int, total: Floats) -> None:
-    """For each value the weighted mean of all members but `trim` (< half) on either side; rows: [members, n]."""
+    """For each value, the weighted mean without the `trim` (< half) lowest and highest members; rows: [members, n]."""
     members = rows.shape[0]
     values, order = np.empty(members, np.float32), np.empty(members, np.int64)
     for i in range(total.size):
@@ -292,7 +292,7 @@ def trimmed_mean(rows: Floats, weights: Floats, trim: int, total: Floats) -> Non
 
 @compiled("float64(float64[::1])")
 def _median(values: Reals) -> float:
-    """Leaves them in order."""
+    """The median; sorts `values` in place."""
     for stop in range(1, values.size):
         value, place = values[stop], stop
         while place > 0 and values[place - 1] > value:
@@ -304,8 +304,8 @@ def _median(values: Reals) -> float:
 
 @compiled("void(float32[:, :], float32[::1], int64, float32[::1])")
 def centered_clip(rows: Floats, weights: Floats, iterations: int, total: Floats) -> None:
-    """A centre (at first the median of each value) that moves towards the members, each from no farther away than the
-    median distance; rows: [members, n]."""
+    """CenteredClip: a centre, at first the coordinate-wise median, moves by the weighted mean of the members'
+    differences from it, each clipped to the median distance; rows: [members, n]."""
     members = rows.shape[0]
     distances, ordered = np.empty(members, np.float64), np.empty(members, np.float64)
     weighed = 0.0
@@ -326,7 +326,7 @@ def centered_clip(rows: Floats, weights: Floats, iterations: int, total: Floats)
         for member in range(members):
             share = np.float64(weights[member]) / weighed if weighed > 0 else 1.0 / members
             far = distances[member] > radius
-            # From here on: how much of the way to each member the centre goes.
+            # From here on `distances` holds the factor of each member's difference.
             distances[member] = share * (radius / distances[member] if far else 1.0)
         for i in range(total.size):
             moved = 0.0

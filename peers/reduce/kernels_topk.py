@@ -1,6 +1,6 @@
-"""Loops of the codec that keeps the largest values of each block (codecs_topk.py), compiled as those of kernels.py are.
+"""Compiled loops, like those of kernels.py, of the codec that keeps the largest values of each block (codecs_topk.py).
 
-A magnitude's bits, taken as an integer, are in the order of the magnitudes; NaN counts as infinite.
+Magnitudes are compared by their bits as integers, which have the same order; NaN counts as infinite.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ Numbers = NDArray[np.uint32]
 Indices = NDArray[np.int64]
 
 SECTION_NUMEL = 256
-"""An index is a byte within its section; how many values a section keeps is a byte, too."""
+"""Indices are bytes within a section; the number of values that a section keeps is a byte, too."""
 STEPS_OF_TWO_MEANS = 2
 RIGHT, WRONG_COUNT, NOT_ASCENDING = 0, 1, 2
-"""What `keep_apart` finds a payload to be."""
+"""The results of `places_of`."""
 
 _MAGNITUDE = np.uint32(0x7FFF_FFFF)
 _INFINITY = np.uint32(0x7F80_0000)
 _DIGIT_BITS = 8
 _DIGITS = 1 << _DIGIT_BITS
 _GUESS_BELOW = np.uint32(1 << 21)
-"""Of a magnitude's bits: a quarter of an octave."""
+"""Subtracted from a magnitude's bits: a quarter of an octave."""
 
 
 @compiled("uint32(uint32[::1], int64, int64, int64[::1])")
 def largest_at(numbers: Numbers, size: int, rank: int, counts: Indices) -> np.uint32:
-    """The `rank`-th largest (1: the largest) of the first `size` numbers below 2^31, which are put in another order.
+    """The `rank`-th largest (1: the largest) of the first `size` numbers, which are below 2^31. Reorders them.
 
-    `counts` is lent.
+    `counts` is scratch memory.
     """
     shift = 31
     prefix = np.uint32(0)
@@ -59,7 +59,7 @@ def largest_at(numbers: Numbers, size: int, rank: int, counts: Indices) -> np.ui
 
 @compiled("float64(float64[::1], int64)")
 def folded_sum(values: Doubles, size: int) -> float:
-    """The sum of the first `size`, by halves: its order, and so its bits, depend on no machine. Overwrites them."""
+    """The sum of the first `size` values by halves: the same order and bits on every machine. Overwrites them."""
     while size > 1:
         half = (size + 1) // 2
         for i in range(size - half):
@@ -70,7 +70,7 @@ def folded_sum(values: Doubles, size: int) -> float:
 
 @compiled("void(float64[::1], float64[::1], float32[::1], boolean[::1])")
 def two_means(magnitudes: Doubles, scratch: Doubles, levels: Floats, is_larger: NDArray[np.bool_]) -> None:
-    """Two magnitudes, the smaller first, and which of the given are to be rounded to the larger one."""
+    """Two-means clustering: two levels, the smaller first, and which magnitudes are rounded to the larger one."""
     size = magnitudes.size
     scratch[:size] = magnitudes
     split = folded_sum(scratch, size) / size
@@ -102,7 +102,7 @@ def keep_largest(
     is_negative: NDArray[np.bool_],
     is_larger: NDArray[np.bool_],
 ) -> None:
-    """Of each `block` of values, whole ones, the `kept` of largest magnitude; of equal ones the first.
+    """Of each whole `block` of values, keep the `kept` values of largest magnitude; of equal ones the first.
 
     `levels` [2 a block], `counts` [one a section]; `lows`, `is_negative` and `is_larger` [kept a block].
     """
@@ -118,7 +118,7 @@ def keep_largest(
         for i in range(block):
             magnitude = np.uint32(row_bits[i] & _MAGNITUDE)
             bits[i] = magnitude if magnitude < _INFINITY else _INFINITY
-        # Blocks of a vector are much alike: what is well below the last one's threshold need not be looked at again.
+        # Blocks of a vector are similar: values well below the last block's threshold are skipped.
         found = 0
         for i in range(block):
             places[found] = i
@@ -157,7 +157,8 @@ def keep_largest(
 
 @compiled("int64(uint8[::1], uint8[::1], int64, int64, int64[::1])")
 def places_of(counts: Bytes, lows: Bytes, block: int, kept: int, places: Indices) -> int:
-    """Where the values lie that `keep_largest` kept of whole blocks; or what is wrong with a payload that says so."""
+    """Write the places of the values that `keep_largest` kept to `places`. Returns RIGHT, or what is wrong with the
+    payload."""
     sections = -(-block // SECTION_NUMEL)
     entry = 0
     for index in range(counts.size // sections):
@@ -182,7 +183,7 @@ def places_of(counts: Bytes, lows: Bytes, block: int, kept: int, places: Indices
 def kept_values(
     signs: Bytes, choices: Bytes, levels: Floats, kept: int, first: int, num_blocks: int, values: Floats
 ) -> None:
-    """What a payload says of `num_blocks` blocks that keep so many each, whose bits begin at `first`."""
+    """The kept values of `num_blocks` blocks with `kept` values each, whose bits in the payload begin at `first`."""
     for index in range(num_blocks):
         for i in range(index * kept, (index + 1) * kept):
             byte, bit = (first + i) >> 3, np.uint8(128) >> ((first + i) & 7)
@@ -192,7 +193,7 @@ def kept_values(
 
 @compiled("void(int64[::1], float32[::1], float32[::1])")
 def put_kept(places: Indices, kept: Floats, values: Floats) -> None:
-    """Zeros, but for those kept at their places."""
+    """Write the kept values to their places, and zeros elsewhere."""
     values[:] = 0
     for i in range(places.size):
         values[places[i]] = kept[i]
@@ -202,7 +203,7 @@ def put_kept(places: Indices, kept: Floats, values: Floats) -> None:
 def accumulate_kept(
     places: Indices, kept: Floats, weight: np.float32, total: Floats, is_first: bool
 ) -> float:
-    """Add weight x those kept to `total`, or put them there with zeros around. Returns the energy of those kept."""
+    """Add weight x the kept values to `total`; if `is_first`, to zeros. Returns the energy of the kept values."""
     if is_first:
         total[:] = 0
     found = 0.0

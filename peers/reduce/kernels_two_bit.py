@@ -1,4 +1,4 @@
-"""Loops of the codec of two bits a value (codecs_two_bit.py), compiled as those of kernels.py are."""
+"""Compiled loops, like those of kernels.py, of the codec with two bits per value (codecs_two_bit.py)."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from peers.reduce.kernels import Bytes, Floats, compiled
 
 VALUES_PER_BYTE = 4
 _SPLIT = np.float32(1.23)
-"""Times the mean magnitude; for a normal distribution 0.98 standard deviations."""
+"""Values above this many mean magnitudes get the larger level; in a normal distribution 0.98 standard deviations."""
 _LANES = 64
 _LARGER, _NEGATIVE = np.uint8(1), np.uint8(2)
 
 
 @compiled("void(float32[::1], int64, float32[::1], uint8[::1])")
 def encode_two_bits(values: Floats, block: int, levels: Floats, codes: Bytes) -> None:
-    """A block's values lie in its bytes by quarters: byte k has value k of the first one in its lowest bits."""
+    """Encode each block with two levels. Its values are packed by quarters: byte k holds value k of each quarter, the
+    first quarter's in its lowest bits."""
     lanes, larger_lanes = np.empty(_LANES, np.float32), np.empty(_LANES, np.float32)
     found = np.empty(block, np.uint8)
     first_code = 0
     for index in range(levels.size // 2):
         part = values[index * block : (index + 1) * block]
         whole = part.size // _LANES * _LANES
-        # Sums go by lanes, whose order is fixed and which fit into vectors.
+        # Sum by lanes: a fixed order that the compiler can vectorise.
         lanes[:] = 0
         for start in range(0, whole, _LANES):
             row = part[start : start + _LANES]
@@ -74,7 +75,7 @@ def encode_two_bits(values: Floats, block: int, levels: Floats, codes: Bytes) ->
 
 @compiled("void(float32[::1], uint8[::1], int64, float32[::1])")
 def decode_two_bits(levels: Floats, codes: Bytes, block: int, values: Floats) -> None:
-    """The values of what `encode_two_bits` wrote; any codes give some."""
+    """The inverse of `encode_two_bits`. Any codes are valid."""
     first_code = 0
     for index in range(levels.size // 2):
         smaller, larger = levels[2 * index], levels[2 * index + 1]

@@ -1,7 +1,7 @@
-"""Members whose pseudo-gradients point the same way: they seem to train on the same data, so that one adds nothing.
+"""Detects members with parallel pseudo-gradients: they seem to train on the same data, so one of them adds nothing.
 
-The owner of a share has all members' values of it, and compares its own first ones with theirs. People are told;
-nothing is decided by it.
+The owner of a share has all members' values of it, and compares the first of its own with theirs. The result is shown
+to people; no decision depends on it.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import numpy as np
 from peers.reduce.kernels import Floats
 
 SAMPLE_NUMEL = 4096
-"""Values of a share that are compared: the cosine of unrelated ones lies within 0.05 of zero then."""
+"""Values of a share that are compared: with so many, the cosine of unrelated vectors is within 0.05 of zero."""
 _LEAST_NUMEL = 256
 PARALLEL = 0.98
-"""The cosine from which on two members count as parallel. On unlike data the noise of each one's batches, which is most
-of a pseudo-gradient, keeps them well below."""
+"""The least cosine of parallel members. On different data the noise of each member's batches, which is most of a
+pseudo-gradient, keeps the cosine well below."""
 ENOUGH_COMMITS = 3
-"""In a row: in the first epochs everybody learns the same simple things."""
+"""Parallel commits in a row before members are reported: in the first epochs all learn the same simple things."""
 
 
 class Samples:
-    """Of one attempt, the first values of this peer's share, by member's index."""
+    """The first values of this peer's share in one attempt, by member's index."""
 
     def __init__(self) -> None:
         self._rows: dict[int, Floats] = {}
@@ -34,7 +34,7 @@ class Samples:
         self._rows[member] = values[:SAMPLE_NUMEL].copy()
 
     def parallel_to(self, me: int) -> tuple[int, ...]:
-        """The members, by index, whose values point where mine do."""
+        """The members, by index, whose values are parallel to this peer's."""
         mine = self._rows.get(me)
         if mine is None or mine.size < _LEAST_NUMEL:
             return ()
@@ -42,7 +42,7 @@ class Samples:
 
 
 class Likeness:
-    """Over the commits of one peer: whose work was parallel to its own in the last ones."""
+    """Which members' work was parallel to this peer's in its last commits."""
 
     def __init__(self) -> None:
         self._in_a_row: Counter[int] = Counter()

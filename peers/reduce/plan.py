@@ -1,4 +1,4 @@
-"""What the members of one attempt have agreed on before they reduce, and what each of them knows afterwards."""
+"""What the members of an attempt have agreed on before they reduce (ReducePlan), and what each knows afterwards."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from peers.reduce.codecs import codec_named, result_codec_named
 from peers.reduce.robust_sums import norm_bound
 
 CHUNK_NUMEL = 1 << 18
-"""Values per frame, and at a time where no frames are sent: 1 MiB in fp32.
+"""Values per chunk, and per frame: 1 MiB in fp32.
 
-A frame costs some ten microseconds of the interpreter at both ends, however long it is; the longer they are, the later
-the first one is added, the less of it is still in a core's cache, and the more memory all threads lend. Twice as long,
-plain fp32 within one machine took 2 to 8 % more time, int8 as long or 2 % less.
+Every frame costs some ten microseconds of the interpreter at both ends. Longer frames, on the other hand, are added
+later, are less often still in a core's cache, and need more memory for all threads. At twice the length, plain fp32
+within one machine took 2 to 8 % more time, int8 the same or 2 % less.
 """
 
 ATTEMPT_BYTES = 16
@@ -26,7 +26,7 @@ ATTEMPT_BYTES = 16
 
 @dataclass(frozen=True)
 class ReducePlan:
-    """The same on all members but for `me`. It comes from the round's leader, so it is checked like any message."""
+    """The same on all members but for `me`. Derived from the leader's plan, so it is checked like any message."""
 
     attempt: bytes
     members: tuple[int, ...]
@@ -34,16 +34,16 @@ class ReducePlan:
     me: int
     """Index of this peer in `members`."""
     weights: tuple[float, ...]
-    """Factor of each member's pseudo-gradient: normalised weight times clipping scale."""
+    """The factor of each member's contribution: normalised weight times clipping scale."""
     norms: tuple[float, ...]
-    """L2 norm each member announced for its whole pseudo-gradient."""
+    """The L2 norm that each member announced for its whole contribution."""
     bounds: tuple[int, ...]
     """Member i owns the values [bounds[i], bounds[i + 1])."""
     codec: str
     rule: Rule = "clip"
-    """How the members' values become one."""
+    """How the members' values are combined."""
     trim: float = DEFAULT_TRIM
-    """Under trimmed-mean, the part of the members that is left out on either side."""
+    """Under trimmed-mean, the share of the members that is left out at either end."""
 
     def __post_init__(self) -> None:
         count = len(self.members)
@@ -72,32 +72,32 @@ class ReducePlan:
         return -(-(self.bounds[owner + 1] - self.bounds[owner]) // CHUNK_NUMEL)
 
     def chunk(self, owner: int, index: int) -> slice:
-        """Where chunk `index` of this owner's share lies in the whole vector."""
+        """The place of chunk `index` of this owner's share in the whole vector."""
         start = self.bounds[owner] + index * CHUNK_NUMEL
         return slice(start, min(start + CHUNK_NUMEL, self.bounds[owner + 1]))
 
     def chunk_size(self, owner: int, index: int) -> int:
-        """Values in it."""
+        """How many values a chunk has."""
         chunk = self.chunk(owner, index)
         return chunk.stop - chunk.start
 
     def contribution_bound(self, member: int) -> float:
-        """The most energy (sum of squares) that this member's decoded contribution to one share may have."""
+        """The largest energy (sum of squares) that this member's decoded contribution to one share may have."""
         return codec_named(self.codec).energy_bound(self.norms[member], self.bounds[-1])
 
     def average_bound(self) -> float:
-        """The largest L2 norm that the average may have: weighted norms add up at worst."""
+        """The largest L2 norm that the average may have: at worst, weighted norms add up."""
         norms = [math.sqrt(self.contribution_bound(index)) for index in range(len(self.members))]
         if holds_all(self.rule, len(self.members)):
             return norm_bound(self.rule, self.trim, norms)
         return sum(weight * norm for weight, norm in zip(self.weights, norms, strict=True))
 
     def result_residual_bound(self) -> float:
-        """The largest L2 norm of what an owner may add to its share of the average: the losses of earlier rounds."""
+        """The largest L2 norm of the residual that an owner may add to its share of the average."""
         return result_codec_named(self.codec).residual_reach * self.average_bound()
 
     def result_bound(self) -> float:
-        """The most energy that the decoded result of one share may have."""
+        """The largest energy that the decoded result of one share may have."""
         norm = self.average_bound() + self.result_residual_bound()
         return result_codec_named(self.codec).energy_bound(norm, self.bounds[-1])
 
@@ -108,16 +108,16 @@ class ReducePlan:
 
 @dataclass(frozen=True)
 class ReduceReport:
-    """Bytes are those of contributions and results with their headers."""
+    """Bytes count contributions and results with their headers."""
 
     sent_bytes: int
     received_bytes: int
     share_digests: tuple[str, ...]
     """xxh3_128 (hex) over each share's encoded result, in member order."""
     bandwidth: float = 0.0
-    """Bytes/s that this peer's link was seen to carry, the lesser of both directions; 0: too short to tell."""
+    """Peak bytes/s of this peer's link, the lower of both directions; 0: too short to tell."""
     parallel: tuple[int, ...] = ()
-    """World ranks whose pseudo-gradients point where this peer's does."""
+    """World ranks of members whose pseudo-gradients are parallel to this peer's (likeness.py)."""
 
 
 def equal_bounds(numel: int, num_members: int) -> tuple[int, ...]:

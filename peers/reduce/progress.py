@@ -1,4 +1,4 @@
-"""How far the threads of one reduction are, whose turn it is to add, and whether and why the reduction has failed."""
+"""What the threads of one reduction share: how far each is, whose turn it is to add, and why the reduction failed."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from peers.reduce.plan import ReducePlan
 from peers.timing import OFTEN_S
 
 LAST_WORDS_S = 2 * OFTEN_S
-"""At most so long a failed reduction takes to tell the others whom it blames."""
+"""How long a failed reduction may take to send its aborts."""
 
 
 class Blame(NamedTuple):
     culprit: int | None
-    """Index of the member it was lost to."""
+    """Index of the member at fault; None: not known."""
     told_by: tuple[int, ...] = ()
-    """Where others say so: the member that said it first, then the one from which it was heard. Empty: own evidence."""
+    """For hearsay: the first accuser, then the member that passed it on. Empty: own evidence."""
 
 
 class Failure(NamedTuple):
@@ -30,11 +30,11 @@ class Failure(NamedTuple):
 
 
 class Departed(Exception):
-    """A member takes no more of our bytes; its last frame tells why."""
+    """A member does not read any more; its abort says why."""
 
 
 class Progress:
-    """Shared by all threads of one attempt; members go by their index in the group."""
+    """Shared by all threads of one attempt. Members are identified by their index in the group."""
 
     def __init__(self, plan: ReducePlan) -> None:
         others = plan.others
@@ -45,7 +45,7 @@ class Progress:
         self._successor = dict(pairwise(others))
         self._last = others[-1] if others else None
         self._lock = threading.Lock()
-        # One each: to wake all receivers for a turn that one of them has costs more than the turn.
+        # One condition per receiver: waking all of them for the turn of one costs more than the turn.
         self._turn_changed = {other: threading.Condition(self._lock) for other in others}
         self._result_finished = threading.Condition(self._lock)
         self._num_added = dict.fromkeys(others, 0)
@@ -53,20 +53,18 @@ class Progress:
         self._num_sent_contributions = dict.fromkeys(others, 0)
         self._num_sent_results = dict.fromkeys(others, 0)
         self._waits_for: dict[int, int] = {}
-        """Members, and for whom each says that it waits."""
+        """By member, the third member that it says it waits for."""
         self._received_all: set[int] = set()
         self._departed: set[int] = set()
         self._stop_sending_at = float("inf")
         self.failure: Failure | None = None
-        """The first one; later ones follow from it."""
+        """The first failure; later ones are its consequences."""
 
     # Senders
 
     def next_frame(self, other: int, idle_timeout_s: float) -> tuple[Kind, int] | None:
-        """What to send next, results first. Waits for it; every `idle_timeout_s` a sign of life, with whom we wait for.
-
-        None: there is nothing any more, or the reduction has failed.
-        """
+        """The next frame to send, results first. Waits for one; after `idle_timeout_s` that is a sign of life with the
+        member that this peer waits for. None: everything is sent, or the reduction has failed."""
         with self._lock:
             while self.failure is None:
                 if (result := self._num_sent_results[other]) < self._num_finished:
@@ -82,15 +80,15 @@ class Progress:
         return None
 
     def result_sent(self, other: int, index: int) -> bool:
-        """Whether all senders have now sent this chunk: True for one of them, once for every chunk."""
+        """Record that this chunk's result was sent to `other`. True for the last sender to do so."""
         with self._lock:
             self._num_sent_results[other] = index + 1
             senders = self._num_sent_results.values()
             return min(senders) == index + 1
 
     def must_stop_sending(self, other: int) -> bool:
-        """A frame that was begun is finished first, so that the abort after it can be read. The culprit is sent no
-        abort, unless it is one by hearsay only."""
+        """Whether to interrupt the frame that is being sent. After a failure it is normally finished, so that the abort
+        after it can be read, but not for longer than LAST_WORDS_S, and not for a culprit by own evidence."""
         failure = self.failure
         if failure is None:
             return False
@@ -98,7 +96,7 @@ class Progress:
         return is_culprit or time.monotonic() >= self._stop_sending_at
 
     def lost_while_sending(self, other: int) -> bool:
-        """`other` takes nothing any more. True: its receiver has ended, so the caller must read its last frame."""
+        """`other` does not read any more. True: its receiver thread has ended, so the caller must read its abort."""
         with self._lock:
             self._departed.add(other)
             self._turn_changed[other].notify_all()
@@ -107,7 +105,7 @@ class Progress:
     # Receivers
 
     def wait_for_turn(self, other: int, index: int) -> None:
-        """Until the member before `other` has added this chunk. Raises Stopped, Departed."""
+        """Wait until the member before `other` has added this chunk. Raises Stopped, Departed."""
         with self._lock:
             while other in self._predecessor and self._num_added[self._predecessor[other]] <= index:
                 if self.failure is not None:
@@ -126,14 +124,14 @@ class Progress:
                 self._result_finished.notify_all()
 
     def everything_received(self, other: int) -> None:
-        """Raises Departed if `other` has stopped taking our bytes before: its receiver must read its last frame."""
+        """Raises Departed if `other` had stopped reading before: then its receiver thread must read its abort."""
         with self._lock:
             self._received_all.add(other)
             if other in self._departed:
                 raise Departed
 
     def says_it_waits(self, other: int, third: int) -> None:
-        """`other` owes results because it waits for a third member; NOBODY: it no longer does."""
+        """`other` says that it owes results because it waits for a third member; NOBODY: it does not wait any more."""
         with self._lock:
             if third in self._num_added and third != other:
                 self._waits_for[other] = third
@@ -143,10 +141,11 @@ class Progress:
     # All
 
     def slowest(self) -> Blame:
-        """The member that keeps this peer waiting: the first of those that have contributed least. If all have: the
-        one that owes results, or for which all that owe some wait. If none owes any: the one that has not taken ours.
+        """The member to blame for the delay; None if it is more than one.
 
-        None where it is more than one.
+        If contributions are missing, the first member of those that have contributed least. Else, if results are
+        missing, the one that owes them, or the one that all who owe them say they wait for. Else the one that has not
+        taken this peer's results.
         """
         with self._lock:
             return self._slowest()
@@ -163,7 +162,7 @@ class Progress:
         return Blame(not_taking[0] if len(not_taking) == 1 else None)
 
     def on_waiting_for(self, other: int) -> Blame:
-        """Whom to blame where `other` keeps this peer waiting: itself, unless it has said that it waits for a third."""
+        """The member to blame if this peer waits for `other`: that one, unless it says that it waits for a third."""
         with self._lock:
             return self._for_waiting_on(other)
 

@@ -1,4 +1,4 @@
-"""The rules (peers/protocol/rules.py) that hold all members' values at once, by compiled loops."""
+"""The robust aggregation rules (peers/protocol/rules.py), which need all members' values at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CLIP_ITERATIONS = 3
 
 
 def combine(rule: str, trim: float, rows: Floats, weights: Floats, total: Floats) -> None:
-    """What these members' values come to, in `total`: fp32 [n], `rows` [members, n], `weights` [members]."""
+    """Combine the members' values to `total`: fp32 [n], `rows` [members, n], `weights` [members]."""
     if rule == "trimmed-mean":
         trimmed_mean(rows, weights, num_trimmed(trim, len(rows)), total)
     else:
@@ -21,12 +21,12 @@ def combine(rule: str, trim: float, rows: Floats, weights: Floats, total: Floats
 
 
 def norm_bound(rule: str, trim: float, norms: Sequence[float]) -> float:
-    """The largest L2 norm of what `combine` makes of values of these norms at most; the longest have no say in it.
+    """An upper bound on the L2 norm of what `combine` returns for members of these norms. The longest do not raise it.
 
-    What k members' values are cut off at either side of lies, for every value, within what all but any k bring. So the
-    trimmed mean, and the median that the centre begins at, are no longer than the others' norms together; from there
-    each iteration moves by no more than the median distance, which is one of those norms and the centre's at most, and
-    never beyond all of them.
+    With k values trimmed at either end, each value of the trimmed mean lies within the range of the values of all but
+    any k members. So the trimmed mean is no longer than the sum of the others' norms, and neither is the median, where
+    centered-clip starts. From there each iteration moves the centre by at most the median distance, which is at most
+    the norm of one of those members plus that of the centre; and the centre never leaves the range of all members.
     """
     count, ascending = len(norms), sorted(norms)
     if rule == "trimmed-mean":

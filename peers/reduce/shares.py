@@ -1,4 +1,4 @@
-"""Who owns how much of the reduction, by what each member's link carries.
+"""How large a share each member owns, by the bandwidth of its link.
 
 With N members, a vector of D bytes and shares s_i that sum to 1, member i sends D (1 - s_i) of contributions and
 D s_i (N - 1) of results, and receives as much: D (1 + s_i (N - 2)) each way. On a link of b_i bytes/s that takes
@@ -6,10 +6,11 @@ t_i = D (1 + s_i (N - 2)) / b_i, and the round takes max t_i. No share takes mem
 
     T* = max(max_i D / b_i, T_w),   where the water level T_w is the T with   sum_i max(0, T b_i / D - 1) / (N - 2) = 1
 
-and it is reached by s_i = max(0, T_w b_i / D - 1) / (N - 2): every member that owns anything is done at T_w, and who
-needs longer for its own contributions and results alone owns nothing. With two members every share costs the same.
+and it is reached by s_i = max(0, T_w b_i / D - 1) / (N - 2): every member that owns anything finishes at T_w, and a
+member that needs longer for its own contributions and results alone owns nothing. With two members every division into
+shares costs the same.
 
-Every member computes the bounds for itself, so they are made of single IEEE operations: the same everywhere.
+Every member computes the bounds for itself, so they use single IEEE operations, which give the same bits everywhere.
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ from peers.protocol.rules import Rule
 from peers.reduce.plan import ATTEMPT_BYTES, ReducePlan, equal_bounds
 
 MAX_ADVANTAGE = 3.0
-"""No member owns more than so many equal shares. What links carry is the members' own word; with this, one that boasts
-at most doubles the time of a round: 1 + 3/N (N - 2) against 1 + 1/N (N - 2). It matters to honest members only where
-one link carries several times what the others do."""
+"""No member owns more than this many equal shares. Bandwidths are the members' own claims; with this bound, one that
+overstates its bandwidth at most doubles the time of a round: 1 + 3/N (N - 2) against 1 + 1/N (N - 2). Honest members
+are affected only if one link is several times as fast as the others."""
 
 ALIGNMENT = 4096
-"""Bounds are multiples of this, so that no codec's block is cut, unless the vector is too short for it to be fair."""
+"""Bounds are multiples of this, so that they cut no codec's block, unless the vector is too short to divide fairly."""
 _MIN_BLOCKS = 256
 _MAX_RATIO = 64.0
-# Measurements scatter. Within one step of 2 ** 0.25 they count as equal, and the bounds stay where they were: what
-# error feedback holds of a share is lost where the share moves on.
+# Bandwidths are rounded to powers of 2 ** 0.25, so that bounds stay in place although measurements scatter: where a
+# share moves, the residuals of its old owner are lost.
 _STEP, _HALF_STEP = 1.189207115002721, 1.0905077326652577
 _NUM_HALVINGS = 100
 
 
 def reduce_plan_of(plan: Plan, me: str, numel: int, codec: str, rule: Rule, trim: float) -> ReducePlan:
-    """How the members of a plan reduce: the same on all of them. Raises ProtocolError for a group that cannot."""
+    """The reduction of a plan, the same on all members but for `me`. Raises ProtocolError for an invalid group."""
     contributors = plan.contributors
     return ReducePlan(
         attempt=bytes.fromhex(plan.digest)[:ATTEMPT_BYTES],
@@ -54,10 +55,10 @@ def reduce_plan_of(plan: Plan, me: str, numel: int, codec: str, rule: Rule, trim
 
 
 def bounds_of(bandwidths: Sequence[float], numel: int) -> tuple[int, ...]:
-    """The bounds for members, in order, whose links carry so many bytes/s: 0 or not finite where that is not known.
+    """The bounds of shares for members with these bandwidths in bytes/s; 0 or not finite: not known.
 
-    Who is not known is taken for the median of those that are; what is known, for at most 64 times more or less than
-    that median. Shares may be empty.
+    Unknown bandwidths count as the median of the known ones; known ones as at most 64 times more or less than that.
+    Shares may be empty.
     """
     count = len(bandwidths)
     known = [b for b in bandwidths if math.isfinite(b) and b > 0]
@@ -74,7 +75,7 @@ def bounds_of(bandwidths: Sequence[float], numel: int) -> tuple[int, ...]:
 
 
 def shares_of(speeds: Sequence[float]) -> list[float]:
-    """The shares by the water level, none above `MAX_ADVANTAGE` equal ones; for three members or more."""
+    """The shares by the water level, none above `MAX_ADVANTAGE` equal shares; for three members or more."""
     spread = len(speeds) - 2
     most = min(1.0, MAX_ADVANTAGE / len(speeds))
 
@@ -94,7 +95,7 @@ def shares_of(speeds: Sequence[float]) -> list[float]:
 
 
 def _stepped(ratio: float) -> float:
-    """The nearest power of the step."""
+    """The nearest power of `_STEP`."""
     ratio, level = min(max(ratio, 1 / _MAX_RATIO), _MAX_RATIO), 1.0
     while ratio > level * _HALF_STEP:
         level *= _STEP

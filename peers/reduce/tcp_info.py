@@ -1,4 +1,4 @@
-"""What the kernel tells about a TCP connection: struct tcp_info of linux/tcp.h, as it is since Linux 4.6.
+"""The kernel's counters of a TCP connection: struct tcp_info of linux/tcp.h, as it is since Linux 4.6.
 
 Raises OSError or struct.error for sockets of another kind.
 """
@@ -16,7 +16,7 @@ _MIN_RTT_US = struct.Struct("148xI")
 
 
 def bytes_acked(sock: socket.socket) -> int:
-    """Of what was sent, what the other end has."""
+    """Bytes sent that the other end has acknowledged."""
     return _field(sock, _BYTES_ACKED)
 
 
@@ -25,7 +25,7 @@ def bytes_received(sock: socket.socket) -> int:
 
 
 def min_round_trip_s(sock: socket.socket) -> float:
-    """The shortest of the last minutes, without what queues."""
+    """The shortest round trip of the last minutes, without queueing."""
     return 1e-6 * _field(sock, _MIN_RTT_US)
 
 

@@ -1,5 +1,5 @@
-"""The outer state: anchor and momentum, the outer step, and how they lie in files.
+"""The outer state: anchor and momentum, the outer step, and the files they are saved in.
 
-Start with outer_state.py, then outer_optimizer.py (the outer step). handover.py and layout.py say what the daemon and
-its workers hand each other.
+Start with outer_state.py, then outer_optimizer.py (the outer step). handover.py and layout.py define what the daemon
+and its workers pass to each other.
 """

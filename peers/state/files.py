@@ -1,6 +1,6 @@
-"""An outer state on disk: `outer.safetensors` and `outer.json`, which says what must be in the former.
+"""An outer state on disk: `outer.safetensors`, and its header `outer.json` with the digests of the former.
 
-Where a lossy codec has kept something back, `residuals.safetensors` lies beside them.
+Under a lossy codec `residuals.safetensors` is saved beside them.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ RESIDUALS_FILE = "residuals.safetensors"
 
 
 class HeldState:
-    """An outer state and its residuals as they were at one moment: later commits write elsewhere.
+    """A snapshot of an outer state and its residuals: later commits write to other memory.
 
-    A context manager: leaving it lets go of the memory.
+    A context manager: leaving it releases the memory.
     """
 
     def __init__(self, state: OuterState, residuals: Sequence[Residuals] = ()) -> None:
-        """May wait for a commit under way. Raises OSError where the state is being changed."""
+        """May wait for a running commit. Raises OSError if the state is being changed."""
         snapshot = state.snapshot()
         if snapshot is None:
             raise OSError("the outer state is being changed; save it between two commits")
@@ -49,10 +49,10 @@ class HeldState:
         }
 
     def write(self, directory: Path) -> dict[str, FileRecord]:
-        """Write the files, each complete or not at all, the header last. May be repeated. Raises OSError.
+        """Write the files, each atomically, the header last. May be repeated. Raises OSError.
 
-        The directory must exist: whoever made it may have removed it, which takes the checkpoint back. Returns what
-        was written, by name.
+        The directory must exist: its owner may have removed it to cancel the checkpoint. Returns what was written, by
+        file name.
         """
         header, written = self.snapshot.header, {}
         metadata = {"head": header.head}
@@ -81,13 +81,13 @@ class HeldState:
 
 
 def save(state: OuterState, directory: Path, residuals: Sequence[Residuals] = ()) -> dict[str, FileRecord]:
-    """Hold the state and write it at once; see HeldState. Raises OSError."""
+    """Snapshot the state and write it at once; see HeldState. Raises OSError."""
     with HeldState(state, residuals) as held:
         return held.write(directory)
 
 
 def load(directory: Path) -> OuterState:
-    """The state saved there, every bit of it checked. Raises UserError, which names the file that is at fault."""
+    """Load the state saved there and verify every digest. Raises UserError, which names the file at fault."""
     header = _load_header(directory / HEADER_FILE)
     path = directory / TENSORS_FILE
     try:
@@ -110,7 +110,7 @@ def load(directory: Path) -> OuterState:
 
 
 def load_residuals(directory: Path, state: OuterState) -> list[Residuals]:
-    """The residuals saved with this state, by fragment. Raises UserError."""
+    """Load the residuals saved with this state, by fragment. Raises UserError."""
     path = directory / RESIDUALS_FILE
     if not path.exists():
         return [Residuals(size) for size in state.sizes]
@@ -134,13 +134,13 @@ def load_residuals(directory: Path, state: OuterState) -> list[Residuals]:
 
 
 class _HeaderFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A StateHeader as it is saved, bytes in hex. `head` and what follows it are for whoever reads the file."""
+    """A StateHeader as it is saved, bytes in hex. `head` and the fields after it are for people and not read back."""
 
     sizes: tuple[Count, ...]
     anchor_chunks: str
     momentum_chunks: str
     certificate: str = ""
-    """A version without certificates wrote none: its model can be exported, and training cannot go on from it."""
+    """Empty in files of a version without certificates: the model can be exported, but training cannot resume."""
     head: str = ""
     epoch: int = 0
     anchor_digest: str = ""
@@ -189,5 +189,5 @@ def _header_in(text: bytes) -> StateHeader:
 def _checked(values: Tensor, size: int) -> Tensor:
     if values.dtype != torch.float32 or values.shape != (size,):
         raise ValueError(f"a tensor of {values.dtype} {tuple(values.shape)} where {size} fp32 values belong")
-    # What was read may be a view of the file, which the next commit would write to.
+    # The tensor may be a view of the mapped file, which the next commit would write to.
     return values.clone()

@@ -1,4 +1,4 @@
-"""What the daemon and its worker hand each other over the link."""
+"""What the daemon and its worker pass to each other over the link."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Where a worker begins; what `start` says. The weights are in *in*, unless it keeps its own."""
+    """The message `start`: where a worker begins. The weights are in *in*, unless it keeps its own."""
 
     world_rank: int
-    """By which data is dealt out: what it was told before was a claim, which the certificate may not have met."""
+    """By which data is assigned. An earlier rank was only a claim; the certificate may have assigned another."""
     epoch: int
     local_step: int
     data_base: int
@@ -24,7 +24,7 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True)
 class Ahead:
-    """Where a worker trains on while its commit takes long; what `ahead` says."""
+    """The message `ahead`: where a worker trains on while its commit is late."""
 
     epoch: int
     data_base: int
@@ -32,7 +32,7 @@ class Ahead:
 
 @dataclass(frozen=True)
 class Memories:
-    """One life's shared memories as flat fp32 tensors, by fragment."""
+    """The shared memories of one worker process as flat fp32 tensors, by fragment."""
 
     out: tuple[torch.Tensor, ...]
     inn: tuple[torch.Tensor, ...]
@@ -40,12 +40,12 @@ class Memories:
 
 @dataclass(frozen=True, kw_only=True)
 class EpochFigures:
-    """How an epoch ended, for people and programs: metrics.jsonl has these names."""
+    """How an epoch ended, for people and programs. metrics.jsonl has these names."""
 
     epoch: int
     """Outer steps done, this one included."""
     fragment: int
-    """Which part of the model this peer had handed over."""
+    """The fragment that this peer had handed over."""
     head: str
     anchor_digest: str
     num_peers: int
@@ -56,33 +56,33 @@ class EpochFigures:
     round_s: float
     """From the group to the commit, failed attempts included."""
     connect_s: float
-    """Of the last attempt, as are the next four: until all streams stood."""
+    """Of the last attempt, as are the next four: until all streams were open."""
     reduce_s: float
-    """From then on until all sums were in place."""
+    """From then until all sums were in place."""
     preview_s: float
-    """From then on until this peer knew what to vote for: the part of the outer step's digests that was left."""
+    """From then until this peer could vote: the digests of the outer step that were left to compute."""
     vote_s: float
-    """From then on until the commit, by everybody's vote."""
+    """From then until the commit: waiting for all votes."""
     apply_s: float
     """The outer step."""
     wait_s: float
-    """From this peer's readiness to the group."""
+    """From when this peer was ready to when the group was formed."""
     propose_s: float
-    """The part of it until this peer knew what to propose: the norm of its work."""
+    """The part of `wait_s` in which this peer computed the norm of its work."""
     bandwidth: float
     """Bytes per second that this peer's link carries, as measured; 0: not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EpochOutcome(EpochFigures):
-    """What the worker's `committed` says: the figures, and where it goes on from."""
+    """The message `committed` to the worker: the figures, and where it continues."""
 
     world_rank: int
     local_step: int
     data_base: int
     shifted: list[int]
-    """Other fragments whose anchor has moved; their *in* holds by how much."""
+    """Other fragments whose anchor has changed; their *in* holds the difference."""
     last: bool
     num_failures: int
     failures: list[str] = field(default_factory=list)
-    """Why, as far as this peer was told."""
+    """Why attempts failed, as far as this peer knows."""

@@ -1,7 +1,8 @@
 """What identifies an outer state: the certificate of the commit that led to it, and the digests of its chunks.
 
-Chunks are hashed one by one, and the digests of the chunks again: so hashing runs on several cores, one who knows only
-the certificate can check a header, and one who holds the header can check every single chunk, whoever it comes from.
+A hash tree of two levels: each chunk is hashed, and the digests are hashed again. So several cores can hash at once, a
+peer that knows only the certificate can verify a header, and with the header it can verify every single chunk,
+whichever donor sent it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from peers.errors import ProtocolError
 from peers.protocol.certificates import Certificate
 
 HEADER_FILE = "outer.json"
-"""Where a state that is kept on a disk has its header."""
+"""The file of a saved state's header."""
 STATE_CHUNK_NUMEL = 1 << 20
 """Values per hashed chunk: 4 MiB."""
 DIGEST_BYTES = 32
@@ -46,7 +47,7 @@ def chunks_of(sizes: Sequence[int]) -> Iterator[StateChunk]:
 
 @dataclass(frozen=True, kw_only=True)
 class StateHeader:
-    """Everything about an outer state but its values. Immutable: a commit makes a new one."""
+    """Everything about an outer state except its values. Immutable: a commit makes a new one."""
 
     sizes: tuple[int, ...]
     """Values in each fragment."""
@@ -83,7 +84,7 @@ class StateHeader:
         return self.certificate.plan.tokens if self.certificate else 0
 
     def certified_by(self, certificate: Certificate) -> StateHeader:
-        """The same values as the state of this commit. Raises ProtocolError where they are not what it says."""
+        """This header with the certificate of the commit that led to it. Raises ProtocolError if the digests differ."""
         body = certificate.body
         if (body.anchor, body.momentum) != (self.anchor_digest, self.momentum_digest):
             raise ProtocolError(f"a state that is not the one of the commit {certificate.head[:12]}")
@@ -92,7 +93,7 @@ class StateHeader:
     def with_chunks(
         self, chunks: Sequence[StateChunk], digests: Sequence[tuple[bytes, bytes]]
     ) -> StateHeader:
-        """The same with other digests, of anchor and momentum, of these chunks, which follow one another."""
+        """This header with new digests (anchor, momentum) of these consecutive chunks."""
         return replace(
             self,
             anchor_chunks=_spliced(self.anchor_chunks, chunks, [anchor for anchor, _ in digests]),

@@ -1,6 +1,6 @@
-"""Where every parameter lies in the flat fp32 fragments that peers average.
+"""The layout: the place of every parameter in the flat fp32 fragments that peers average.
 
-The worker derives the layout from its model, the daemon and the other peers only compare and address by it.
+The worker derives it from its model; the daemon and the other peers only compare it and address values by it.
 """
 
 from __future__ import annotations

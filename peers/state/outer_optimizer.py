@@ -1,7 +1,7 @@
-"""The outer step, and what else is computed on whole fragments.
+"""The outer step, and other computations on whole fragments.
 
-Every peer computes every commit by itself, so the step is made of single IEEE operations in a fixed order, and gives
-the same bits on every CPU. Nothing here takes more memory than a few chunks.
+Every peer computes every commit itself, so the step consists of single IEEE operations in a fixed order, which give the
+same bits on every CPU. Nothing here needs more memory than a few chunks.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from peers.state.outer_state import Digests, OuterState
 from peers.threads import num_threads
 
 _PART_NUMEL = 1 << 16
-"""Values at a time: what is computed of them is still in the cache when it is hashed."""
+"""Values computed at a time, few enough that the results are still in the cache when they are hashed."""
 
 
 class Target(NamedTuple):
-    """Where a commit writes."""
+    """The tensors that a commit writes to."""
 
     anchor: Tensor
     momentum: Tensor
     copy: Tensor | None
-    """Is given the anchor, too."""
+    """A second destination of the anchor."""
 
 
 class OuterOptimizer:
     """Nesterov SGD on averaged pseudo-gradients, as torch.optim.SGD(nesterov=True) does it, without its fused adds.
 
-    Both parameters are rounded to fp32 once, here, as every peer applies them.
+    Both parameters are rounded to fp32 here, so that every peer applies the same values.
     """
 
     def __init__(self, *, lr: float, momentum: float) -> None:
@@ -57,12 +57,12 @@ class OuterOptimizer:
         previewed: StateHeader | None = None,
         into: Tensor | None = None,
     ) -> Digests:
-        """Advance anchor, momentum and certificate together: with it the epoch, the head and the data blocks.
+        """Advance anchor, momentum and certificate together, and with the certificate epoch, head and data blocks.
 
-        `average` is the averaged pseudo-gradient. `previewed` is the header of a Preview of the same state and average:
-        with it nothing is hashed a second time. The new anchor is copied to `into`, which may be `average`. Raises
-        ProtocolError where the result is not what the certificate says; the state is of no use then. Without a
-        certificate (for those who want the arithmetic alone) the state's own stays.
+        `average` is the averaged pseudo-gradient. `previewed` is the header of a Preview of the same state and average;
+        with it nothing is hashed a second time. The new anchor is also copied to `into`, which may be `average`. Raises
+        ProtocolError if the result does not match the certificate; then the state must not be used any more. Without a
+        certificate (for callers that want the arithmetic alone) the state keeps its old one.
         """
         old, chunks = state.header, state.chunks(fragment)
         target = Target(*state.begin_change(fragment), into)
@@ -81,14 +81,14 @@ class OuterOptimizer:
     def step_chunk(
         self, state: OuterState, chunk: StateChunk, average: Tensor, target: Target | None, *, hashing: bool
     ) -> tuple[bytes, bytes]:
-        """One chunk's step, into `target` if there is one. Returns BLAKE3 of anchor and momentum, if `hashing`."""
+        """One chunk's step, written to `target` if there is one. Returns BLAKE3 of anchor and momentum if `hashing`."""
         fragment = chunk.fragment
         old_anchor, old_momentum = state.anchor[fragment].numpy(), state.momentum[fragment].numpy()
         if average.numel() != old_anchor.size:
             raise ValueError(f"an average of {average.numel()} values for a fragment of {old_anchor.size}")
         averages, hashes = average.numpy(), (blake3(), blake3())
         lr, factor = np.float32(self.lr), np.float32(self.momentum)
-        # Not in place: loops over arrays that overlap take three times as long.
+        # Not in place: the compiled loop takes three times as long on arrays that overlap.
         new_anchor, new_momentum = (np.empty(min(chunk.numel, _PART_NUMEL), np.float32) for _ in range(2))
         for start in range(chunk.start, chunk.stop, _PART_NUMEL):
             part = slice(start, min(start + _PART_NUMEL, chunk.stop))
@@ -105,9 +105,9 @@ class OuterOptimizer:
 
 
 def norm_of_pseudo_gradient(anchor: Tensor, local: Tensor, residual: Tensor | None = None) -> float:
-    """The L2 norm of what a peer has to send, `(anchor - local) + residual`; this is the norm to announce.
+    """The L2 norm of a peer's contribution, `(anchor - local) + residual`: the norm that it announces.
 
-    Not finite if any value of it is not, or its square overflows fp32.
+    Not finite if a value is not, or if its square overflows fp32.
     """
     parts, at_once = list(slices(anchor.numel())), num_threads()
     sent = contribution(anchor, local, residual)
@@ -118,13 +118,13 @@ def norm_of_pseudo_gradient(anchor: Tensor, local: Tensor, residual: Tensor | No
 
     with ThreadPoolExecutor(at_once, "norm", keep_denormals) as pool:
         found = pool.map(energies, [parts[first::at_once] for first in range(at_once)])
-    # The same sum, however many threads there are.
+    # fsum is exact: the result does not depend on the number of threads.
     total = math.fsum(chain.from_iterable(found))
     return math.sqrt(total) if total >= 0 else math.nan
 
 
 def rebase(new_anchor: Tensor, local: Tensor, base: Tensor, out: Tensor) -> None:
-    """Carry local work over to another anchor: out = new_anchor + (local - base). `out` may be any of the three."""
+    """Put local work on top of another anchor: out = new_anchor + (local - base). `out` may be any of the three."""
     scratch = torch.empty(min(local.numel(), CHUNK_NUMEL))
     for part in slices(local.numel()):
         work = scratch[: part.stop - part.start]
@@ -133,6 +133,6 @@ def rebase(new_anchor: Tensor, local: Tensor, base: Tensor, out: Tensor) -> None
 
 
 def keep_denormals() -> None:
-    """For a thread to begin with, that computes what all peers must have the same bits of."""
-    # Flushing is a state of the thread, and a library loaded elsewhere may have changed what new threads inherit.
+    """Switch flushing of denormals off, in a thread whose results must have the same bits on all peers."""
+    # Flushing is a state of each thread, and a library loaded elsewhere may have changed what new threads inherit.
     torch.set_flush_denormal(False)

@@ -1,4 +1,4 @@
-"""The outer state of a run: the anchor all peers agreed on, its momentum, and what has been committed so far."""
+"""The outer state of a run: the anchor that all peers agreed on, the outer momentum, and the certificate of both."""
 
 from __future__ import annotations
 
@@ -21,16 +21,15 @@ from peers.threads import num_threads
 
 @dataclass(frozen=True)
 class Digests:
-    """Hex, over the digests of all chunks of a state; what members of a round vote on."""
+    """Hex digests over the digests of all chunks of a state; members of a round vote on them."""
 
     anchor: str
     momentum: str
 
 
 class OuterState:
-    """Flat fp32 tensors per fragment, and the header that describes them. They advance together, in `commit` only.
-
-    One thread commits; others may take snapshots meanwhile.
+    """Flat fp32 tensors per fragment, and the header that describes them. They advance together, in
+    `OuterOptimizer.commit` only. One thread commits; others may take snapshots meanwhile.
     """
 
     def __init__(self, header: StateHeader, anchor: Sequence[Tensor], momentum: Sequence[Tensor]) -> None:
@@ -43,7 +42,7 @@ class OuterState:
 
     @classmethod
     def initial(cls, anchor: Sequence[Tensor]) -> OuterState:
-        """A run that has not begun, on these weights, which it takes over, with zero momentum."""
+        """The state of a run that has not begun: these weights, which it takes ownership of, and zero momentum."""
         momentum = [torch.zeros_like(values) for values in anchor]
         sizes = tuple(values.numel() for values in anchor)
         header = StateHeader(
@@ -86,19 +85,19 @@ class OuterState:
         return [chunk for chunk in chunks_of(self.sizes) if chunk.fragment == fragment]
 
     def certify(self, certificate: Certificate) -> None:
-        """This is the state of that commit. Raises ProtocolError where its values are not what it says."""
+        """Attach the certificate of the commit that led to this state. Raises ProtocolError if the digests differ."""
         with self._lock:
             self.header = self.header.certified_by(certificate)
 
     def verify(self) -> Digests:
-        """The digests of the values as they are, not as the header says."""
+        """Recompute the digests from the values; the header may say otherwise."""
         anchor, momentum = (_hash_all(values, self.sizes) for values in (self.anchor, self.momentum))
         return Digests(hashlib.sha256(anchor).hexdigest(), hashlib.sha256(momentum).hexdigest())
 
     def snapshot(self) -> Snapshot | None:
-        """This very state, kept for as long as the snapshot is open: later commits write elsewhere.
+        """This state, unchanged for as long as the snapshot is open: later commits write to other memory.
 
-        None while a commit is being written: try again soon.
+        None while a commit is being written; try again soon.
         """
         with self._lock:
             if self._is_changing:
@@ -113,10 +112,11 @@ class OuterState:
                 self._snapshots.remove(snapshot)
 
     def begin_change(self, fragment: int) -> tuple[Tensor, Tensor]:
-        """Where the new anchor and momentum of a fragment go: in place, or beside what a snapshot still holds.
+        """The tensors to write a fragment's new anchor and momentum to: the old ones or, if a snapshot holds them, new
+        memory.
 
-        A change that is never ended leaves a state that nobody can take a snapshot of: nothing half-applied is served
-        or saved.
+        A change that fails is never ended. Then no snapshot is possible any more, so that a half-applied state is
+        neither served nor saved.
         """
         with self._lock:
             self._is_changing = True
@@ -136,7 +136,7 @@ class OuterState:
 
 
 class Snapshot:
-    """An outer state that no commit changes. A context manager: leaving it lets go of the memory."""
+    """An outer state that no commit changes. A context manager: leaving it releases the memory."""
 
     def __init__(self, state: OuterState) -> None:
         self._state = state

@@ -1,8 +1,9 @@
-"""What an attempt would make of the outer state, computed and hashed while its sums still arrive.
+"""The digests of the state that an attempt would lead to, computed while the sums of its reduction still arrive.
 
-Members vote on the result before anybody stores it, so the step is computed twice: here, to be hashed, and once more at
-the commit. Here it waits for nothing: where a link sets the pace, processors have the time while the bytes come in, and
-when the last sum is in place only the last chunks are left. Where processors set it, the reduction comes first.
+Members vote on these digests before anybody stores the result, so the outer step is computed twice: here, to be hashed,
+and again at the commit. Each chunk is hashed as soon as its sums are final. If links limit the reduction, processors
+are idle meanwhile, and only the last chunks remain when the last sum arrives. If processors limit it, the reduction
+goes first: these threads have a lower priority.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from peers.state.outer_state import OuterState
 from peers.threads import num_threads, stand_back
 
 NICENESS = 10
-"""Of the threads that hash while sums arrive, above that of the others."""
+"""Niceness of the threads that hash while sums arrive, relative to that of the others."""
 
 
 class Preview:
-    """A context manager that owns its threads; they only read, and afterwards none of them is left.
+    """A context manager that owns its threads. They only read the state; none is left afterwards.
 
-    The digests are BLAKE3 of the values that this peer would hold. An owner chooses what it sends, so by a hash that is
-    merely fast it could give two members unlike sums that vote alike; by this one it cannot.
+    The digests are BLAKE3 of the values that this peer would hold. The hash must resist collisions: otherwise the owner
+    of a share could send two members different sums for which both would vote alike.
     """
 
     def __init__(self, optimizer: OuterOptimizer, state: OuterState, fragment: int, average: Tensor) -> None:
-        """Of `average`, the fragment's averaged pseudo-gradient, no value counts before it is `settled`."""
+        """`average`: the fragment's averaged pseudo-gradient. Its values are read only after `settled` was called."""
         self._optimizer, self._state, self._average = optimizer, state, average
         self._chunks = state.chunks(fragment)
         self._num_missing = [chunk.numel for chunk in self._chunks]
@@ -50,7 +51,7 @@ class Preview:
         self._pool.shutdown(cancel_futures=True)
 
     def settled(self, part: slice) -> None:
-        """These values of the average will not change any more. Once for each, from any thread; takes no time."""
+        """These values of the average are final. Call once for each value, from any thread; returns at once."""
         if part.start == part.stop:
             return
         for index in range(part.start // STATE_CHUNK_NUMEL, -(-part.stop // STATE_CHUNK_NUMEL)):
@@ -64,9 +65,9 @@ class Preview:
                 self._begun.append(self._pool.submit(self._hash_next))
 
     def header(self) -> StateHeader:
-        """The state's header with the digests that a commit would arrive at, once all values have settled."""
+        """The header of the state that a commit would lead to. All values must have settled."""
         assert not any(self._num_missing), "part of the average has not settled"
-        # Now somebody waits, so what is left is done by threads that stand back for nobody.
+        # The vote waits for the rest, so it is hashed at normal priority.
         with ThreadPoolExecutor(num_threads(), "preview", keep_denormals) as pool:
             rest = [pool.submit(self._hash_next) for _ in range(len(self._whole))]
         for hashed in (*rest, *self._begun):
@@ -78,7 +79,7 @@ class Preview:
         try:
             index = self._whole.popleft()
         except IndexError:
-            # Another thread was quicker.
+            # Another thread has taken the chunk.
             return
         self._digests[index] = self._optimizer.step_chunk(
             self._state, self._chunks[index], self._average, None, hashing=True

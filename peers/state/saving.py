@@ -1,4 +1,4 @@
-"""Writing the outer state while rounds go on: held at one moment, written by a thread, asked about later."""
+"""Saving the outer state while rounds go on: `begin` takes a snapshot that a thread writes, `finish` waits for it."""
 
 from __future__ import annotations
 
@@ -14,42 +14,42 @@ from peers.state.outer_state import OuterState
 from peers.state.whole_files import FileRecord
 from peers.threads import stand_back
 
-# Rounds go first.
+# Below the priority of rounds.
 _NICENESS = 10
-# Two are never under way; a worker that died has not asked what became of its own.
+# More than the one that is being written: a worker that died never asks for the outcome of its own.
 _MAX_REMEMBERED = 4
 
 
 @dataclass(frozen=True)
 class Written:
-    """What is in the directory now."""
+    """What was written to the directory."""
 
     files: dict[str, FileRecord]
     head: str
 
 
 class Saving:
-    """Of one daemon. Used from its event loop."""
+    """Used from the daemon's event loop."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, "saving", stand_back, (_NICENESS,))
         self._writing: dict[Path, asyncio.Future[Written]] = {}
 
     async def begin(self, state: OuterState, residuals: Sequence[Residuals], directory: Path) -> None:
-        """Hold the state as it is now, and begin to write it; later commits take nothing from it.
+        """Take a snapshot of the state, and begin to write it; later commits do not change what is written.
 
-        Raises OSError where the state is being changed.
+        Raises OSError if a commit is being applied.
         """
         held = await asyncio.to_thread(HeldState, state, residuals)
         while len(self._writing) >= _MAX_REMEMBERED:
             self._writing.pop(next(iter(self._writing)))
         writing = asyncio.get_running_loop().run_in_executor(self._pool, _write, held, directory)
-        # Nobody may ever ask.
+        # Retrieve the exception: perhaps nobody ever calls `finish`.
         writing.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._writing[directory] = writing
 
     async def finish(self, directory: Path) -> Written:
-        """What was begun for this directory, once it is done; to be asked once. Raises OSError."""
+        """Wait for what `begin` started for this directory. To be called once. Raises OSError."""
         writing = self._writing.pop(directory, None)
         if writing is None:
             raise OSError(f"nothing is being saved to {directory}")

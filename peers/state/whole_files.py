@@ -1,8 +1,8 @@
-"""Files that are whole or absent, hashed while they are written: safetensors, and small ones of any content.
+"""Files written atomically and hashed while they are written: safetensors, and small files of any content.
 
-The digest is of what was meant to be written, in the same pass: a disk that keeps something else is found out. Where
-the file system lets it, the page cache is passed by (O_DIRECT): filling it takes several times the processor time that
-the disk does, and pushes out what training reads.
+The digest is computed from memory in the same pass, so that corruption on the disk is detected later. If the file
+system allows it, writes bypass the page cache (O_DIRECT): filling the cache takes several times the processor time of
+the write itself, and evicts what training reads.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 
 _PART_BYTES = 1 << 20
 _BLOCK_BYTES = 4096
-"""What passes the page cache by begins and ends at multiples of it, on the disk and in memory."""
+"""O_DIRECT writes begin and end at multiples of this, on the disk and in memory."""
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _ALIGNMENT = 8
 _DTYPES = {
@@ -44,7 +44,7 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a file has to be; `digest` is BLAKE3 in hex."""
+    """The expected size and content of a file; `digest` is BLAKE3 in hex."""
 
     num_bytes: int
     digest: str
@@ -53,7 +53,7 @@ class FileRecord:
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> FileRecord:
-    """A safetensors file of CPU tensors, of which none is copied. Survives a power cut. Raises OSError naming it."""
+    """Write CPU tensors, without copying, as a safetensors file. Durable on return. Raises OSError naming the file."""
     # Wide types first, so that every tensor is aligned.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -73,12 +73,12 @@ def write_tensors(
 
 
 def write_bytes(path: Path, content: bytes) -> FileRecord:
-    """A file of this content. Survives a power cut. Raises OSError naming it."""
+    """Write a file of this content. Durable on return. Raises OSError naming the file."""
     return _written(path, (memoryview(content),))
 
 
 def record_of(path: Path) -> FileRecord:
-    """Of a file as it is. Raises OSError; what is no regular file counts as such an error."""
+    """The size and digest of an existing file. Raises OSError, also if it is no regular file."""
     hasher, num_bytes, buffer = blake3(), 0, bytearray(_PART_BYTES)
     with path.open("rb", buffering=0) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -90,7 +90,7 @@ def record_of(path: Path) -> FileRecord:
 
 
 def problem_with(path: Path, expected: FileRecord) -> str | None:
-    """What is wrong with a file, in words that follow its name; None where nothing is."""
+    """What is wrong with a file, as words to put after its name; None: nothing."""
     try:
         num_bytes = path.stat().st_size
         if num_bytes != expected.num_bytes:
@@ -105,7 +105,7 @@ def problem_with(path: Path, expected: FileRecord) -> str | None:
 
 
 def flush_to_disk(path: Path) -> None:
-    """What has been written to the file survives a power cut; of a directory, its entries. Raises OSError."""
+    """Make what was written to a file (or a directory's entries) durable: fsync. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -115,7 +115,7 @@ def flush_to_disk(path: Path) -> None:
 
 def _written(path: Path, parts: Iterable[memoryview]) -> FileRecord:
     hasher, num_bytes, filled = blake3(), 0, 0
-    # Anonymous memory begins at a page.
+    # Anonymous memory is aligned to pages, as O_DIRECT requires.
     room = memoryview(mmap.mmap(-1, _PART_BYTES))
     with _new_file(path) as descriptor:
 
@@ -124,7 +124,7 @@ def _written(path: Path, parts: Iterable[memoryview]) -> FileRecord:
             whole_blocks = filled - filled % _BLOCK_BYTES
             _write_all(descriptor, room[:whole_blocks])
             if whole_blocks < filled:
-                # The end of the file.
+                # The end of the file is no whole block.
                 _buffered(descriptor)
                 _write_all(descriptor, room[whole_blocks:filled])
 
@@ -146,13 +146,13 @@ def _write_all(descriptor: int, content: memoryview) -> None:
         try:
             content = content[os.write(descriptor, content) :]
         except OSError as error:
-            # Blocks larger than ours, or a file system that took the flag and not the data.
+            # The device has larger blocks, or the file system accepted O_DIRECT at open and refuses the data.
             if error.errno != errno.EINVAL or not _buffered(descriptor):
                 raise
 
 
 def _buffered(descriptor: int) -> bool:
-    """From here on through the page cache. Returns whether it was not before."""
+    """Switch O_DIRECT off: write through the page cache from here on. True if it was on."""
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~_DIRECT)
     return bool(flags & _DIRECT)
@@ -160,7 +160,7 @@ def _buffered(descriptor: int) -> bool:
 
 @contextlib.contextmanager
 def _new_file(path: Path) -> Iterator[int]:
-    """A descriptor of a file that takes `path`'s place in one step, once the block has ended well."""
+    """A descriptor of a temporary file, which atomically replaces `path` when the block ends without an error."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         descriptor = _opened(temporary)
@@ -172,7 +172,7 @@ def _new_file(path: Path) -> Iterator[int]:
         temporary.replace(path)
         flush_to_disk(path.parent)
     except OSError as error:
-        # Not the temporary name: nobody knows it.
+        # Name the file that the caller asked for, not the temporary one.
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error
     finally:
         temporary.unlink(missing_ok=True)

@@ -134,7 +134,7 @@ class CostSwarm:
             pledges=self.pledges[rank],
             now=self.clock.now,
         )
-        core.timing.is_to_move(
+        core.timing.set_sizes(
             fragment_bytes=FP32_BYTES * max(self.scenario.fragment_sizes),
             state_bytes=self.scenario.state_bytes,
         )

@@ -227,7 +227,7 @@ def test_who_has_finished_brings_its_last_work_and_is_taken_off_the_roster():
 
 
 def test_who_was_away_for_longer_than_certificates_are_kept_takes_what_the_others_show(monkeypatch):
-    monkeypatch.setattr("peers.core.chain.KEPT", 6)
+    monkeypatch.setattr("peers.core.chain.MAX_OWN", 6)
     swarm = VirtualSwarm(3)
     in_epoch(swarm, 3)
     swarm.freeze(2, 12 * EPOCH_S)

@@ -6,7 +6,7 @@ import pytest
 
 from peers.core import effects, events
 from peers.core.catch_up import MAX_ASKED
-from peers.core.chain import KEPT
+from peers.core.chain import MAX_OWN
 from peers.core.timing import FETCH_S
 from peers.protocol.messages import Ask, Certificates, decode_message
 from peers.protocol.wire import encode
@@ -189,8 +189,8 @@ def test_what_strangers_do_not_know_is_not_kept_for_ever():
     a = Driven.at(GENESIS, "bc")
     for n in range(2000):
         a.say("z", Certificates(head=digest("made up", n), certificates=()))
-    way = chain_of(GENESIS, "bc", KEPT + 50)
-    a.know(way[-KEPT:])
+    way = chain_of(GENESIS, "bc", MAX_OWN + 50)
+    a.know(way[-MAX_OWN:])
     a.announce(way[-1], "bc")
     a.run(30)
     assert fetched_heads(a) == [way[-1].head]
@@ -198,8 +198,8 @@ def test_what_strangers_do_not_know_is_not_kept_for_ever():
 
 def test_who_is_behind_by_more_than_others_keep_takes_what_its_roster_shows():
     a = Driven.at(GENESIS, "bc")
-    way = chain_of(GENESIS, "bc", KEPT + 50)
-    a.know(way[-KEPT:])
+    way = chain_of(GENESIS, "bc", MAX_OWN + 50)
+    a.know(way[-MAX_OWN:])
     a.announce(way[-1], "bc")
     a.run(30)
     assert fetched_heads(a) == [way[-1].head]

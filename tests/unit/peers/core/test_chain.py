@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from peers.core.chain import KEPT, Chain, Fork, acceptable_part, prefers_theirs
+from peers.core.chain import MAX_OWN, Chain, Fork, adoptable_prefix, prefers_theirs
 from tests.unit.peers.core.made import chain_of, commit, genesis, members
 
 GENESIS = genesis("abcde")
@@ -116,16 +116,16 @@ def test_a_peer_that_has_not_moved_since_the_split_prefers_whatever_somebody_has
 
 
 def test_a_chain_keeps_its_newest_certificates_and_forgets_what_came_before():
-    certificates = [GENESIS, *chain_of(GENESIS, "abc", KEPT + 5)]
+    certificates = [GENESIS, *chain_of(GENESIS, "abc", MAX_OWN + 5)]
     kept = chain(*certificates)
     assert kept.head == kept.newest.head == certificates[-1].head
-    assert kept.has_passed(certificates[-KEPT].head)
-    assert not kept.has_passed(certificates[-KEPT - 1].head)
+    assert kept.is_on_own_chain(certificates[-MAX_OWN].head)
+    assert not kept.is_on_own_chain(certificates[-MAX_OWN - 1].head)
     assert kept.get(certificates[0].head) is None
 
 
 def test_a_way_that_parts_from_a_forgotten_certificate_has_no_known_past_in_common():
-    certificates = [GENESIS, *chain_of(GENESIS, "abc", KEPT + 5)]
+    certificates = [GENESIS, *chain_of(GENESIS, "abc", MAX_OWN + 5)]
     kept = chain(*certificates)
     old, recent = commit(certificates[2], "de"), commit(certificates[-3], "de")
     kept.add(old)
@@ -156,7 +156,7 @@ def test_who_goes_over_to_another_side_still_knows_the_one_that_it_came_from():
     kept = chain(GENESIS, *ours)
     kept.move_to(theirs)
     assert kept.head == theirs[-1].head
-    assert not kept.has_passed(ours[0].head)
+    assert not kept.is_on_own_chain(ours[0].head)
     back = kept.fork_to(ours[-1].head)
     assert back is not None
     assert (back.ours, back.theirs) == (tuple(theirs), tuple(ours))
@@ -202,12 +202,12 @@ def test_what_strangers_send_takes_a_few_tens_of_megabytes_at_most():
 
 def part_of(way: Fork, *, me: str, gone: str = "", stands: str = "") -> int:
     """How many certificates of it may be adopted by a peer that sees these gone, and these where the two part."""
-    part = acceptable_part(
+    part = adoptable_prefix(
         way,
         me=me,
         has_worker=True,
         may_object=lambda peer_id, certificate: peer_id in stands,
-        has_gone_on=lambda peer_id, head: True,
+        is_off_head=lambda peer_id, head: True,
         is_gone=gone.__contains__,
         is_sound=lambda certificate, before: True,
     )
@@ -231,7 +231,7 @@ def test_an_earlier_head_of_the_own_chain_is_a_fork_without_another_side():
     assert back is not None
     assert (back.ancestor, back.ours, back.theirs) == (way[1], tuple(way[2:]), ())
     kept.move_to((way[1],))
-    assert kept.head == way[1].head and not kept.has_passed(way[2].head)
+    assert kept.head == way[1].head and not kept.is_on_own_chain(way[2].head)
     again = kept.fork_to(way[3].head)
     assert again is not None and again.theirs == tuple(way[2:])
     kept.move_to((way[0],))

@@ -107,7 +107,7 @@ def test_a_restarted_peer_counts_anew_and_its_former_self_is_heard_no_more():
 
 def test_nobody_has_been_silent_while_this_peer_itself_was_frozen():
     swarm = a_swarm("b")
-    swarm.overslept(100.0)
+    swarm.excuse_own_freeze(100.0)
     look(swarm, 100.0 + SILENCE_S / 2)
     assert swarm.is_live("b")
     look(swarm, 100.0 + SILENCE_S)
@@ -117,7 +117,7 @@ def test_nobody_has_been_silent_while_this_peer_itself_was_frozen():
 def test_who_was_lost_before_a_freeze_is_no_more_lost_after_it():
     swarm = a_swarm("b")
     swarm.disconnected("b", 1.0)
-    swarm.overslept(100.0)
+    swarm.excuse_own_freeze(100.0)
     look(swarm, 101.1)
     assert not swarm.is_gone("b")
 
@@ -207,8 +207,8 @@ def test_a_peer_that_was_lost_where_this_one_comes_to_has_its_time_to_be_back():
     for now in range(2, 31):
         swarm.heard("b", None, float(now))
         look(swarm, float(now))
-    assert swarm.has_gone_on("b", Turn(30.0))
+    assert swarm.is_off_head("b", Turn(30.0))
     swarm.disconnected("b", 30.0)
     swarm.head_moved(31.0, ahead.head, (), is_first=False)
-    assert not swarm.has_gone_on("b", Turn(31.0))
+    assert not swarm.is_off_head("b", Turn(31.0))
     assert not swarm.is_gone("b")

@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from peers.core import effects, events
-from peers.core.chain import KEPT
+from peers.core.chain import MAX_OWN
 from peers.core.peer import MAX_PLEDGES
 from peers.protocol.certificates import Body, Certificate, Plan
 from peers.protocol.messages import Abort, Certificates, Decline, Message, Propose, Status, Vote
@@ -173,7 +173,7 @@ def test_one_that_votes_as_late_as_it_may_does_so_no_later_each_time():
             lead = pump[to].peer.round._lead
             if lead is None or lead.plan.digest != message.plan:
                 return
-            if len(lead.votes) < len(lead.plan.signers) - 1 or pump.now < lead.until - 0.6:
+            if len(lead.votes) < len(lead.plan.signers) - 1 or pump.now < lead.deadline - 0.6:
                 pump.after(0.1, later)
             else:
                 pump.say(liar, to, message)
@@ -223,7 +223,7 @@ def test_a_commit_that_is_here_waits_for_no_state_that_is_held_back(is_preferred
     liar = next(name for name in "bcde" if name != leader)
     a.say(leader, Propose(plan=plan))
     reduced(a, plan)
-    body = a.peer.round.held
+    body = a.peer.round.voted_result
     rivals = (commit(a.peer.certificate, "abcde", salt=salt) for salt in range(100))
     # As many have signed the one as the other: the smaller hash counts for more.
     rival = next(rival for rival in rivals if (body.head < rival.head) == is_preferred)
@@ -372,7 +372,7 @@ def test_a_pledge_is_kept_for_every_head_that_a_peer_may_go_back_to():
     pump.disconnect("ab", "ac", "ad")
     pump.run(400)
     assert pump["a"].peer.epoch > pump["b"].peer.epoch + 64
-    assert MAX_PLEDGES > KEPT
+    assert MAX_PLEDGES > MAX_OWN
     pump.mend()
     pump.run(20)
     assert pump["a"].peer.head == head

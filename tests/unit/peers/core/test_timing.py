@@ -62,7 +62,7 @@ def test_far_peers_are_given_round_trips():
 
 def test_the_first_round_and_a_fetch_are_given_time_for_their_bytes():
     timing = a_timing()
-    timing.is_to_move(fragment_bytes=10**9, state_bytes=4 * 10**9)
+    timing.set_sizes(fragment_bytes=10**9, state_bytes=4 * 10**9)
     assert timing.attempt_s == pytest.approx(2 * 10**9 / SLOWEST_LINK)
     assert timing.fetch_timeout_s == pytest.approx(FETCH_S + 4 * 10**9 / SLOWEST_LINK)
 

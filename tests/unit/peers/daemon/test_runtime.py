@@ -290,7 +290,7 @@ def test_what_top_k_holds_back_is_forgotten_by_the_step(tmp_path):
         async with running(runtime):
             await runtime.begin_worker(mine.inn, offered())
             await runtime.average(mine, 0, tokens=1, step=local_steps, last=False, ahead=asyncio.Future())
-        kept = runtime.residuals[0].contribution
+        kept = runtime.residuals[0].contribution_residual
         assert kept is not None
         return kept
 

@@ -54,7 +54,7 @@ class Group:
     def plans(self, locals_, bounds=None):
         self.num_attempts += 1
         norms = [
-            norm_of_pseudo_gradient(self.anchor, local, residuals.contribution)
+            norm_of_pseudo_gradient(self.anchor, local, residuals.contribution_residual)
             for local, residuals in zip(locals_, self.residuals, strict=True)
         ]
         return [
@@ -156,7 +156,7 @@ def test_all_that_was_trained_arrives_but_for_the_last_residuals(group, num_memb
         trained += sum((swarm.anchor - local).double() for local in locals_) / num_members
         swarm.epoch(locals_)
         received += swarm.results[0].double()
-    kept = sum(residuals.contribution.double() for residuals in swarm.residuals) / num_members
+    kept = sum(residuals.contribution_residual.double() for residuals in swarm.residuals) / num_members
     kept += kept_of_results(swarm)
     assert float(kept.norm()) > 1e-6 * float(trained.norm())
     assert float((trained - kept - received).abs().max()) < 1e-6 * float(trained.abs().max())
@@ -198,7 +198,7 @@ def test_pseudo_gradients_that_shrink_at_once_leave_owners_within_their_bounds(g
     swarm.epoch(swarm.trained(size=100.0))
     for residuals in swarm.residuals:
         # Otherwise the contributions themselves would carry the large values along.
-        residuals.contribution.zero_()
+        residuals.contribution_residual.zero_()
     for size in (1e-6, 0.0, 1e-3):
         # A reduction that finds too much energy fails.
         swarm.epoch(swarm.trained(size=size))
@@ -224,7 +224,7 @@ def test_nothing_is_kept_where_nothing_is_lost(group):
     plans, _ = swarm.attempt(locals_)
     assert swarm.residuals[0].for_attempt(plans[0]) is None
     swarm.commit(plans, locals_)
-    assert swarm.residuals[0].contribution is None
+    assert swarm.residuals[0].contribution_residual is None
     with swarm.residuals[0].held() as tensors:
         assert tensors == {}
 
@@ -232,7 +232,7 @@ def test_nothing_is_kept_where_nothing_is_lost(group):
 def test_lossy_codecs_hold_nothing_before_the_first_commit(group):
     swarm = group(2, SMALL, "int4")
     swarm.attempt(swarm.trained())
-    assert swarm.residuals[0].contribution is None
+    assert swarm.residuals[0].contribution_residual is None
 
 
 @pytest.mark.parametrize("codec", LOSSY)
@@ -243,7 +243,7 @@ def test_what_is_kept_is_what_the_wire_lost_of_every_share_times_the_decay(group
     bounds = (0, 100_003, numel)
     swarm.epoch(swarm.trained(), bounds)
     locals_ = swarm.trained()
-    before = swarm.residuals[0].contribution.clone()
+    before = swarm.residuals[0].contribution_residual.clone()
     plan = swarm.plans(locals_, bounds)[0]
     values = (swarm.anchor - locals_[0]) + before
     swarm.residuals[0].commit(plan, swarm.anchor, locals_[0], decay=decay)
@@ -252,7 +252,7 @@ def test_what_is_kept_is_what_the_wire_lost_of_every_share_times_the_decay(group
         for index in range(plan.num_chunks(owner)):
             part = plan.chunk(owner, index)
             expected = (values[part] - coded(coder, values[part])) * np.float32(decay)
-            assert torch.equal(swarm.residuals[0].contribution[part], expected)
+            assert torch.equal(swarm.residuals[0].contribution_residual[part], expected)
 
 
 def test_the_announced_norm_is_that_of_what_is_sent():
@@ -294,7 +294,7 @@ def test_results_of_another_attempt_than_the_committed_one_are_not_taken_over(gr
     swarm.attempt(locals_)
     swarm.commit(plans, locals_)
     assert torch.count_nonzero(kept_of_results(swarm)) == 0
-    assert torch.count_nonzero(swarm.residuals[0].contribution) > 0
+    assert torch.count_nonzero(swarm.residuals[0].contribution_residual) > 0
 
 
 def test_reset_forgets_everything(group):
@@ -327,7 +327,7 @@ def test_a_commit_writes_elsewhere_while_the_tensors_are_held(group):
         copies = {name: values.clone() for name, values in tensors.items()}
         swarm.epoch(swarm.trained())
         assert all(torch.equal(tensors[name], copies[name]) for name in copies)
-    assert not torch.equal(swarm.residuals[0].contribution, copies["contribution"])
+    assert not torch.equal(swarm.residuals[0].contribution_residual, copies["contribution"])
 
 
 @pytest.mark.parametrize(

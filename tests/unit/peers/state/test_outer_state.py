@@ -186,7 +186,7 @@ def test_what_lossy_codecs_have_kept_back_is_saved_with_its_state(tmp_path):
         assert second["result"].tolist() == [0.5, 0.5] and second["result_start"].tolist() == [1]
     with pytest.raises(UserError, match="belongs to another state"):
         state_files.load_residuals(tmp_path, some_state(seed=5, sizes=(4, 3)))
-    assert state_files.load_residuals(tmp_path / "elsewhere", state)[0].contribution is None
+    assert state_files.load_residuals(tmp_path / "elsewhere", state)[0].contribution_residual is None
 
 
 def flip_a_byte(path):

@@ -51,7 +51,7 @@ def test_a_commit_while_it_is_written_waits_for_nothing_and_changes_nothing_of_i
     assert written.head == head != state.head
     loaded = state_files.load(tmp_path)
     assert loaded.head == head and torch.equal(loaded.anchor[0], anchor)
-    assert state_files.load_residuals(tmp_path, loaded)[0].contribution.tolist() == [1.0] * SIZE
+    assert state_files.load_residuals(tmp_path, loaded)[0].contribution_residual.tolist() == [1.0] * SIZE
     assert set(written.files) == {"outer.json", "outer.safetensors", "residuals.safetensors"}
     assert all(problem_with(tmp_path / name, record) is None for name, record in written.files.items())
 
@@ -79,4 +79,4 @@ def test_residuals_of_a_save_before_do_not_stay_beside_a_state_that_has_none(tmp
     state = some_state()
     commit(state)
     state_files.save(state, tmp_path, [Residuals(SIZE)])
-    assert state_files.load_residuals(tmp_path, state_files.load(tmp_path))[0].contribution is None
+    assert state_files.load_residuals(tmp_path, state_files.load(tmp_path))[0].contribution_residual is None
