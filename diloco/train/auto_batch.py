@@ -1,7 +1,7 @@
-"""How many samples to put through the model at once: found by trying, on the very device, before training begins.
+"""Finds the micro-batch size by timing forward and backward passes on the device, before training begins.
 
-Larger forward passes use a device better until it is full. Memory is not found out by running out of it, which would
-leave other ranks waiting in a collective: what the next size needs is foretold from the sizes before.
+Throughput rises with the micro-batch size until memory is full. The search never runs out of memory, since a rank that
+failed would leave the others waiting in a collective: it predicts the memory of each size from the smaller sizes.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from diloco.train.memory import available_memory_bytes
 log = logging.getLogger(__name__)
 
 PAYS = 1.05
-"""A larger size has to be faster by this factor; small ones fit beside more."""
+"""A larger size must be faster by this factor to be preferred: a smaller one leaves more memory free."""
 MOST_MEMORY = 0.85
-"""Of what is there: fragments, the optimizer's first step and the daemon's copies need the rest."""
+"""Fraction of the memory to use. Fragmentation, the optimizer's first step and the daemon's copies need the rest."""
 _TIMED_PASSES = 3
 
 
 def find_micro_batch_size(
     inner: InnerLoop, *, num_samples: int, seq_length: int, vocab_size: int, room_bytes: int | None = None
 ) -> int:
-    """The divisor of `num_samples` (this rank's part of a batch) that trains the most tokens a second and fits.
+    """The divisor of `num_samples` (this rank's part of a batch) that fits and has the highest tokens per second.
 
-    Runs forward and backward on random tokens; weights, gradients and random state are afterwards as before. All ranks
-    call it together and get the same. `room_bytes`: what may be used beyond now (default: as the device has it).
+    Runs forward and backward on random tokens; weights and random state are unchanged, gradients are cleared. A
+    collective: all ranks get the same size. `room_bytes` is how much more memory may be used (default: measured).
     """
     sizes = [size for size in range(1, num_samples + 1) if num_samples % size == 0]
     room = _room_bytes(inner) if room_bytes is None else room_bytes
@@ -59,14 +59,14 @@ def find_micro_batch_size(
 
 
 def _tried(inner: InnerLoop, samples: Tensor) -> tuple[float, int]:
-    """Seconds that a forward and backward pass of these samples takes, and the most bytes in use meanwhile."""
+    """Seconds for a forward and backward pass over these samples, and the peak memory in bytes."""
 
     def run() -> None:
         inner.loss(samples, reduction="mean").backward()
 
     if inner.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(inner.device)
-    # The first pass compiles, allocates, and finds its kernels.
+    # Warm-up: the first pass compiles, allocates and selects kernels.
     run()
     seconds = min(_timed(run, inner.device) for _ in range(_TIMED_PASSES))
     inner.optimizer.zero_grad()
@@ -82,9 +82,9 @@ def _timed(run: Callable[[], None], device: torch.device) -> float:
 
 
 def _room_bytes(inner: InnerLoop) -> int:
-    """What may still be taken, beside what the optimizer takes in its first step."""
+    """Memory that activations may use: what is free, less what the optimizer will allocate in its first step."""
     parameters = [p for p in inner.model.parameters() if p.requires_grad]
-    # AdamW's two moments are like the parameters.
+    # AdamW's two moments have the parameters' sizes.
     moments = 0 if inner.optimizer.state else 2 * sum(_local_bytes(p) for p in parameters)
     if inner.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(inner.device)
@@ -107,7 +107,7 @@ def _local_bytes(parameter: Tensor) -> int:
 
 
 def _slowest(rate: float, device: torch.device) -> float:
-    """The least of all ranks, so that they decide alike."""
+    """The minimum over all ranks, so that all take the same decision."""
     if not in_group():
         return rate
     least = torch.tensor(rate, dtype=torch.float64, device=device)

@@ -1,4 +1,4 @@
-"""A training as lines of text: what is worth one, and when."""
+"""Chooses which records and phases of a training are printed, and how often."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from peers.monitor.phases import in_words
 from peers.protocol.reports import Phase
 
 LINE_INTERVAL_S = 5.0
-"""Between two lines of steps, or of one phase: every step would drown the epochs."""
+"""Least time between two step lines, or two lines of phases: more of them would hide the lines of epochs."""
 LEAST_PHASE_S = 2.0
-"""A phase that is over sooner is not worth a line."""
+"""A phase is printed only after it has lasted this long."""
 _TOLD_BY_RECORDS = ("training", "leaving")
 
 
 @dataclass
 class RecordLines:
-    """Of one peer's records."""
+    """Formats one peer's metric records as lines, with step records limited to one per LINE_INTERVAL_S."""
 
     _stepped_at: float = float("-inf")
 
@@ -33,7 +33,7 @@ class RecordLines:
 
 @dataclass
 class PhaseLines:
-    """Of one peer's phases."""
+    """Formats one peer's phases as lines: only long ones, at most one line per LINE_INTERVAL_S, none twice in a row."""
 
     _told: str = ""
     _told_at: float = float("-inf")
@@ -49,7 +49,7 @@ class PhaseLines:
 
 
 class LinePrinter:
-    """A sink that prints: for whoever started a trainer by hand, and for its log."""
+    """A sink that prints records to stdout."""
 
     def __init__(self) -> None:
         self._lines = RecordLines()

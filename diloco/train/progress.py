@@ -1,7 +1,7 @@
-"""What a trainer does beside its steps, told to its daemon and to whoever reads its output.
+"""Reports what a trainer does outside its steps, such as loading or evaluating, to its daemon and on stdout.
 
-Rank 0 of a peer tells; on the others, nothing happens. A thread does it: whoever does not listen costs no step any
-time, and a daemon that is gone is noticed by those who need it.
+Only rank 0 reports. It does so from a thread, so that a daemon that does not read never delays a step. If the daemon is
+gone the thread ends silently: the outer step detects that by itself.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _CONNECT_TIMEOUT_S = 5.0
 
 
 class Progress:
-    """Used from one thread, but for `waits_for`."""
+    """Not thread-safe, except for `waits_for`."""
 
     def __init__(self, link_path: Path | None = None, *, tells: bool = True) -> None:
-        """`link_path` is the daemon's, if there is one."""
+        """`link_path` is the daemon's socket, if there is a daemon; `tells` is true on the rank that reports."""
         self._link_path = link_path
         self._doing: Doing | None = None
         self._clock, self._lines = PhaseClock(), PhaseLines()
@@ -44,7 +44,7 @@ class Progress:
     def phase(
         self, name: str, detail: str = "", *, total: float = 0.0, unit: str = ""
     ) -> Iterator[Callable[[float], None]]:
-        """While the block runs, this is what the trainer does. Gives what to call with how much of it is done."""
+        """Report this phase while the block runs. Yields a function to call with the amount done, out of `total`."""
         before, doing = self._doing, Doing(name, detail, 0.0, total, unit)
         self._doing = doing
 
@@ -57,15 +57,15 @@ class Progress:
             self._doing = before
 
     def evaluated(self, step: int, loss: float) -> None:
-        """The weights of this step have been scored."""
+        """Report the loss of an evaluation."""
         self._news.put(("evaluated", {"step": step, "loss": loss}))
 
     def is_in_trouble(self, what: str, text: str) -> None:
-        """Something is wrong with `what`; no text: not any more."""
+        """Report a problem that concerns `what`; an empty text reports that it is over."""
         self._news.put(("trouble", {"what": what, "text": text}))
 
     def waits_for(self, reason: str) -> None:
-        """What the daemon does while this rank waits for it: printed where it changes, now and then."""
+        """Print what the daemon does while this rank waits for it: changes only, at most one per LINE_INTERVAL_S."""
         said, said_at = self._waited
         now = time.monotonic()
         if self._thread is not None and reason != said and now - said_at > LINE_INTERVAL_S:
@@ -73,7 +73,7 @@ class Progress:
             print(reason, flush=True)
 
     def close(self) -> None:
-        """Tell what is left to be told, by a deadline. Repeating it is safe."""
+        """Send the remaining reports, for at most `_CLOSE_TIMEOUT_S`. Repeating it is safe."""
         self._is_over.set()
         if self._thread is not None:
             self._thread.join(_CLOSE_TIMEOUT_S)
