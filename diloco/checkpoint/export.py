@@ -1,4 +1,4 @@
-"""From a checkpoint to a transformers directory, and from there to Hugging Face."""
+"""Exports the model of a checkpoint as a transformers directory, and uploads it to Hugging Face."""
 
 from __future__ import annotations
 
@@ -32,11 +32,15 @@ log = logging.getLogger(__name__)
 
 Weights = Literal["agreed", "own"]
 
+# Metadata key of the format before torch.distributed.checkpoint.
 _OLD_PLACES = "pieces"
 
 
 def exported(checkpoint: str, directory: Path, *, weights: Weights) -> dict[str, Any]:
-    """Write the model of a checkpoint; returns what was written, from what. Raises UserError."""
+    """Write the model of a checkpoint to `directory`; returns a summary for the user. Raises UserError.
+
+    `weights`: the anchor that the swarm agreed on, or the peer's own weights.
+    """
     with contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="export-")))
         try:
@@ -72,7 +76,7 @@ def exported(checkpoint: str, directory: Path, *, weights: Weights) -> dict[str,
 
 
 def pushed(directory: Path, repository: str, *, step: int) -> str:
-    """Upload a model's directory; returns its address. Raises UserError."""
+    """Upload a model's directory; returns its URL. Raises UserError."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
@@ -92,7 +96,7 @@ def pushed(directory: Path, repository: str, *, step: int) -> str:
 
 
 def _opened(checkpoint: str, scratch: Path, stack: contextlib.ExitStack) -> tuple[Store, Candidate, Path]:
-    """The checkpoint that is meant, whole, and its files. Raises OSError and UserError."""
+    """Find the checkpoint and verify its files; returns its local directory, too. Raises OSError and UserError."""
     place, name, part = split(checkpoint)
     problems = list[str]()
     if name.startswith("model_step_") or part:
@@ -120,7 +124,7 @@ def _opened(checkpoint: str, scratch: Path, stack: contextlib.ExitStack) -> tupl
 
 
 def own_weights(source: Path) -> dict[str, Tensor]:
-    """The weights that a peer had itself, in one piece each. Raises UserError."""
+    """The weights of the peer's worker, unsharded. Raises UserError."""
     files = sorted(source.glob("rank_*.safetensors"))
     with safe_open(files[0], framework="pt") as file:
         is_of_earlier_version = _OLD_PLACES in (file.metadata() or {})
@@ -134,7 +138,7 @@ def own_weights(source: Path) -> dict[str, Tensor]:
 
 
 def _old_weights(files: Sequence[Path]) -> dict[str, Tensor]:
-    """As saved before torch.distributed.checkpoint: the metadata says from which row on each file has a tensor."""
+    """Read the format before torch.distributed.checkpoint, whose metadata has each shard's first row."""
     rows: dict[str, dict[int, Tensor]] = {}
     for path in files:
         with safe_open(path, framework="pt") as file:
@@ -145,7 +149,7 @@ def _old_weights(files: Sequence[Path]) -> dict[str, Tensor]:
 
 
 def _agreed_weights(source: Path, model: Path) -> dict[str, Tensor]:
-    """The anchor, under the names of the model's own parameters."""
+    """The anchor, by the model's parameter names."""
     state = state_files.load(source)
     layout = layout_of(outline(load_model_config(str(model))), len(state.sizes))
     if layout.sizes != state.sizes:
@@ -158,7 +162,7 @@ def _agreed_weights(source: Path, model: Path) -> dict[str, Tensor]:
 
 
 def _trainers_weights(source: Path) -> dict[str, Tensor]:
-    """What transformers' own trainer has saved."""
+    """The weights in a checkpoint of transformers' Trainer."""
     files = sorted(source.glob("model*.safetensors"))
     if not files:
         raise UserError(f"{source} holds no weights of a whole model; merge its adapters with peft first")

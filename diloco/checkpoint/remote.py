@@ -1,4 +1,4 @@
-"""Checkpoints at a URL: any file system that fsspec knows, object stores among them."""
+"""Checkpoints at a URL, on any file system that fsspec supports, such as object stores."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from diloco.checkpoint.store import Store
 
 
 class RemoteStore(Store):
-    """An fsspec file system. Nothing there is renamed, and a file is there once it has been written as a whole."""
+    """A store on an fsspec file system. It does not rely on renames, only on single files being written atomically."""
 
     def __init__(self, url: str, filesystem: Any, root: str, scratch: Path) -> None:
         self._url, self._scratch = url.rstrip("/"), scratch
@@ -31,7 +31,8 @@ class RemoteStore(Store):
 
     def send(self, staging: Path, names: Iterable[str], step: int, part: str) -> None:
         with _as_os_errors():
-            # Without its mark, what lies there of an earlier life is no checkpoint while its files are replaced.
+            # The mark goes first, so that an earlier checkpoint of this step is not taken for complete while its
+            # files are replaced.
             self._remove(self._at(step_name(step), part, COMPLETE))
             for name in names:
                 path = self._at(step_name(step), part, name)
@@ -46,7 +47,7 @@ class RemoteStore(Store):
         shutil.rmtree(staging, ignore_errors=True)
 
     def clear(self, part: str) -> None:
-        """What has been sent of a checkpoint without a mark is replaced by the next of its step."""
+        """Removes local leftovers only. Files uploaded without a mark are overwritten by the next save of that step."""
         for left in self._scratch.glob("model_step_*"):
             shutil.rmtree(left, ignore_errors=True)
 
@@ -58,7 +59,7 @@ class RemoteStore(Store):
                 self._remove(path)
             around = {path.rpartition("/")[0] for path in files} | {self._at(name, part), self._at(name)}
             for directory in sorted(around, key=len, reverse=True):
-                # Where there are directories at all; what is not empty is other peers'.
+                # Fails on stores without directories, and on directories that still hold other peers' checkpoints.
                 with contextlib.suppress(OSError, NotImplementedError):
                     self._files.rmdir(directory)
 
@@ -75,7 +76,7 @@ class RemoteStore(Store):
             yield Path(directory)
 
     def _own_files(self, name: str, part: str) -> list[str]:
-        """Of a checkpoint, other peers' parts left out."""
+        """Paths of a checkpoint's files, without other peers' parts."""
         self._files.invalidate_cache()
         root = self._at(name, part)
         return [path for path in self._files.find(root) if not path[len(root) + 1 :].startswith(PEER_PART)]
@@ -90,7 +91,7 @@ class RemoteStore(Store):
 
     def _marked_parts(self) -> list[str]:
         with _as_os_errors():
-            # Only what the words say is a pattern, whatever letters the URL has.
+            # The URL itself may contain characters that glob would interpret.
             pattern = f"{glob.escape(self._root)}/model_step_*/{PEER_PART}*/{COMPLETE}"
             return [path.split("/")[-2] for path in self._files.glob(pattern)]
 
@@ -101,7 +102,7 @@ class RemoteStore(Store):
         return None
 
     def _put(self, content: bytes, *words: str) -> None:
-        """In one request, so whole or absent."""
+        """One request, so the file is written atomically."""
         path = self._at(*words)
         with _as_os_errors():
             self._make_parent(path)
@@ -112,7 +113,7 @@ class RemoteStore(Store):
             self._files.rm_file(path)
 
     def _make_parent(self, path: str) -> None:
-        """Where there are directories at all."""
+        """No effect on stores without directories."""
         self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
 
     def _at(self, *words: str) -> str:
@@ -121,7 +122,7 @@ class RemoteStore(Store):
 
 @contextlib.contextmanager
 def _as_os_errors() -> Iterator[None]:
-    """Whatever the library behind a URL raises, as what a disk would."""
+    """Convert every exception of the library behind a URL to OSError."""
     try:
         yield
     except OSError:
