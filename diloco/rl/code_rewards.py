@@ -1,4 +1,4 @@
-"""What a piece of code earns: by how many of its tests it passes, in the sandbox."""
+"""Rewards for code, by the share of tests that it passes in the sandbox."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from diloco.rl.sandbox.run import Verdict, run_tests
 from diloco.rl.tasks import Example, Reward, answered, reasoned
 
 _FENCE = re.compile(r"```(?:python|py)?\s*\n(.*?)```", re.DOTALL)
-# A group's completions are often alike, and each is judged for its reward and for being solved.
+# Verdicts are cached: completions of a group are often identical, and each is judged for its reward and as solved.
 _REMEMBERED = 512
 _remembered: dict[tuple[str, str, tuple[str, ...]], Verdict] = {}
 
@@ -25,13 +25,13 @@ def code_rewards() -> tuple[Reward, ...]:
 
 
 def code_of(completion: Completion) -> str:
-    """The code of an answer, out of its Markdown fence if it has one."""
+    """The code of an answer, without its Markdown fence if it has one."""
     match = _FENCE.search(completion.answer)
     return match[1] if match else completion.answer
 
 
 def compiles(completion: Completion, _example: Example) -> float:
-    """Whether it is Python at all. No code is none."""
+    """1 if the answer parses as Python and is not empty, else 0."""
     try:
         tree = ast.parse(code_of(completion))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -50,7 +50,7 @@ def passes_all(completion: Completion, example: Example) -> bool:
 
 
 def judged(completion: Completion, example: Example) -> Verdict:
-    """Run the tests of an example on a completion's code; code that does not parse is not run."""
+    """Run the tests of an example on a completion's code. Code that does not parse is not run and fails all tests."""
     tests = tuple(example.data["tests"])
     if not compiles(completion, example):
         return Verdict(num_passed=0, num_tests=len(tests))

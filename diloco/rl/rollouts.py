@@ -1,7 +1,8 @@
-"""The servers that a trainer uses: new weights to all of them, prompts dealt out among them, and lost ones back again.
+"""The servers of a trainer: pushes weights to them, distributes prompts among them, and recovers lost ones.
 
-Several trainers may share servers. Each takes all of its own, in the same order as the others, from its push to the end
-of its rollouts, so that no completion is written by somebody else's weights; the version is asked again afterwards.
+Several trainers may share servers. A trainer locks all of its servers, in an order common to all trainers, from the
+push until the end of the rollouts, so that no completion is generated with another trainer's weights. The version is
+checked again afterwards.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ _AT_ONCE = 64
 
 
 class PushRefused(DilocoError):
-    """A server would not take the weights; it still serves those it had."""
+    """A server has rejected the weights and still serves its previous ones."""
 
 
 class Rollouts:
-    """Used by the rank that speaks to servers. A server of the trainer's own is restarted, others' are waited for."""
+    """Used on the main rank only. A lost server is restarted if it is the trainer's own, else waited for."""
 
     def __init__(
         self,
@@ -42,26 +43,26 @@ class Rollouts:
         own: OwnServer | None = None,
         on_event: Callable[..., None] = lambda **_: None,
     ) -> None:
-        # Two trainers that took the same servers in different orders would wait for each other.
+        # Sorted: two trainers that lock the same servers in different orders would deadlock.
         self.servers = [ServerClient(url) for url in sorted(urls)]
         self.publisher, self.own = publisher, own
         self.last_push: dict[str, Any] = {}
-        """What a server said of the last push that sent something."""
+        """A server's answer to the last push that sent weights, with our own figures added."""
         self._on_event = on_event
         self._offers = {host: Offers(host) for host in {address_towards(url) for url in urls}}
         self._signs: dict[str, str] = {}
 
     def push(self) -> None:
-        """The newest weights to all servers. Raises DilocoError where they cannot be had or would not take them."""
+        """Push the newest weights to all servers. Raises DilocoError if one is lost for good or rejects them."""
         self._until_done(self._push_to_all)
 
     def complete(
         self, prompts: Sequence[Sequence[int]], count: int, sampling: Sampling, *, seed: int
     ) -> list[Written]:
-        """`count` completions of each prompt, all by the newest weights; those of a failed attempt are thrown away."""
+        """`count` completions of each prompt by the newest weights. Completions of a failed attempt are discarded."""
 
         def attempt() -> list[Written]:
-            # After a restart it serves the weights it was started with; where nothing is to be sent, this is quick.
+            # A restarted server has its initial weights. If no weights have to be sent, this is quick.
             self._push_to_all()
             return self._complete(prompts, count, sampling, seed)
 
@@ -117,7 +118,7 @@ class Rollouts:
         return written
 
     def _take(self, server: ServerClient) -> None:
-        """Wait until no other trainer uses it, and use it."""
+        """Lock the server, waiting until no other trainer uses it."""
         offers, began, said = self._offers_to(server), time.monotonic(), False
         while True:
             if server.url not in self._signs:
@@ -125,7 +126,7 @@ class Rollouts:
             answer = server.call("diloco_take", sign=self._signs[server.url])
             if answer["ok"]:
                 return
-            # Of several workers some may have been taken: nobody is to wait for us meanwhile.
+            # Some of the server's workers may have accepted our lock: release it while we wait.
             self._give_back(server)
             waited_s = time.monotonic() - began
             if waited_s > _WAIT_FOR_OTHERS_S:
@@ -167,7 +168,7 @@ class Rollouts:
         raise AssertionError
 
     def _wait_for_others(self) -> None:
-        """Somebody else's servers come back by somebody else's doing. Raises DilocoError after the deadline."""
+        """Wait for servers that this trainer has not started. Raises DilocoError after RETURN_TIMEOUT_S."""
         deadline = time.monotonic() + RETURN_TIMEOUT_S
         for server in self.servers:
             while True:

@@ -1,4 +1,4 @@
-"""One inference server, asked over HTTP: by a deadline, and without a proxy, for it is here or on a network of ours."""
+"""HTTP client of one inference server. Every request has a deadline, and none uses a proxy: servers are local."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any
 import httpx
 
 SHOWN = 500
-"""Of an answer that is of no use, so much is told."""
+"""Error messages quote at most this many characters of an answer."""
 _REFUSALS = (400, 422)
 _CONTROL_TIMEOUT_S = 60.0
 _TRANSFER_TIMEOUT_S = 600.0
 
 
 class ServerLost(Exception):
-    """A server did not answer, or answered with an error: nothing that it was asked for is to be used."""
+    """A server did not answer, or answered with an error. Nothing from the request may be used."""
 
 
 class RequestRefused(ServerLost):
-    """The server is well and will not do what it was asked for, however often it is asked."""
+    """The server works but rejects the request; repeating it is useless."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How completions are drawn."""
+    """Sampling parameters."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -38,19 +38,19 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Written:
-    """Completions of one prompt: token ids, and the log-probability of each."""
+    """Completions of one prompt: their token ids and log-probabilities, in nats."""
 
     token_ids: list[list[int]]
     logprobs: list[list[float | None]]
 
 
 class ServerClient:
-    """A vLLM server with our worker extension. Every method raises ServerLost where it does not answer as it should."""
+    """A vLLM server with our worker extension. Every method raises ServerLost if the answer is not as expected."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         self._model = ""
-        # A connection that was kept may have been closed by the server as a request is sent on it.
+        # No keep-alive: the server might close an idle connection just as a request is sent on it.
         self._http = httpx.Client(trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
 
     def check_health(self, *, timeout_s: float) -> None:
@@ -62,25 +62,25 @@ class ServerClient:
             return [str(model["id"]) for model in answer["data"]]
 
     def served(self) -> tuple[str, int]:
-        """Whose weights it has, and which version of them."""
+        """The publisher and the version of its weights."""
         state = self.call("diloco_state")
         with self._understood(state):
             return str(state["publisher"]), int(state["version"])
 
     def dtype(self) -> str:
-        """The type of its weights, as torch prints it."""
+        """The dtype of its weights, as torch prints it."""
         state = self.call("diloco_state")
         with self._understood(state):
             return str(state["dtype"])
 
     def pull(self, blob_url: str) -> dict[str, Any]:
-        """Have it fetch a blob and serve what is in it; its verdict, whose `ok` may be false."""
+        """Make it fetch a blob and serve its weights. Returns its answer, whose `ok` may be false."""
         self._ask("/pause?mode=keep", {})
         try:
             answer = self.call(
                 "diloco_pull", timeout_s=_TRANSFER_TIMEOUT_S, url=blob_url, timeout=str(_TRANSFER_TIMEOUT_S)
             )
-            # What it has computed of the beginnings of prompts was by the old weights.
+            # The prefix cache holds activations of the old weights.
             self._ask("/reset_prefix_cache", {})
         finally:
             self._ask("/resume", {})
@@ -113,7 +113,7 @@ class ServerClient:
         return Written(ids, logprobs)
 
     def try_out(self, model: str, *, timeout_s: float) -> None:
-        """Have it write one token."""
+        """Make it generate one token."""
         body = {"model": model, "prompt": [1, 2, 3], "max_tokens": 1}
         answer = self._ask("/v1/completions", body, timeout_s=timeout_s)
         with self._understood(answer):
@@ -121,7 +121,7 @@ class ServerClient:
                 raise ServerLost(f"{self.url} completed nothing: {answer}")
 
     def call(self, method: str, *, timeout_s: float = _CONTROL_TIMEOUT_S, **arguments: str) -> dict[str, Any]:
-        """Call a method of our extension on all its workers; one that refuses speaks for all."""
+        """Call a method of our extension on all workers. Returns the answer of one that refused, if any did."""
         body = {"method": method, "kwargs": arguments, "timeout": timeout_s}
         answer = self._ask("/collective_rpc", body, timeout_s=timeout_s)
         results = answer.get("results") if isinstance(answer, dict) else None
@@ -134,7 +134,7 @@ class ServerClient:
         return chosen
 
     def _ask(self, path: str, body: Any = None, *, timeout_s: float = _CONTROL_TIMEOUT_S) -> Any:
-        """The answer to a GET, or with a body to a POST; None where it is empty."""
+        """The JSON answer to a GET, or to a POST if there is a body; None if it is empty."""
         url = f"{self.url}{path}"
         try:
             method = "GET" if body is None else "POST"
