@@ -1,10 +1,10 @@
-"""Messages on their way: they take a link's time by their size, one after the other, and then its delay.
+"""Control messages between peers: each occupies its sender's uplink for its size, one after the other, then is delayed.
 
-Their sizes are those of the product's own encoding. In large swarms they matter: a plan names every member and goes to
-every member. What is not simulated: the size of statuses, and that bulk data is under way on the same link, where it
-would hold a message up by what is queued there.
+Sizes are those of the real encoding, which matters in large swarms, where a plan lists all members and is sent to all
+of them. Not simulated: the size of statuses, and queueing behind bulk data on the same link.
 
-Statuses go to everybody. In large swarms those of a short time are handed over together, so that they can be computed.
+Statuses go to all peers. In large swarms, statuses are collected for a short time and delivered together, since the
+simulation would otherwise take too long.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from peers.protocol.messages import Certificates, Message, Propose, Status
 from peers.protocol.wire import encode
 
 _FRAME_BYTES = 60
-"""Of the mesh's own header and of TLS and TCP, about."""
+"""Approximate overhead of the mesh's header, TLS and TCP per message."""
 _GATHERED_S = 1e-3
-"""Per peer of a large swarm: how long statuses are gathered."""
+"""Statuses in a large swarm are collected for this time per peer."""
 _LARGE = 32
-"""Peers, beyond which statuses are gathered."""
+"""A swarm with more peers than this is large."""
 
 
 class Receiver(Protocol):
@@ -33,10 +33,10 @@ class Receiver(Protocol):
 
 
 class Messages:
-    """`receivers`: everybody who can be written to, by peer id; what comes for others is lost."""
+    """Delivers messages to `receivers`, by peer id; messages to other peers are lost."""
 
     def __init__(self, clock: Clock, links: Mapping[str, Link], hop_s: Mapping[str, float]) -> None:
-        """`hop_s`: what a message takes from a peer's socket to its core."""
+        """`hop_s` is the latency from a peer's socket to its core."""
         self._clock, self._links, self._hop_s = clock, links, hop_s
         self.receivers: dict[str, Receiver] = {}
         self._up_free_at = dict.fromkeys(links, 0.0)
@@ -48,11 +48,11 @@ class Messages:
         self._gathered: list[tuple[str, Status]] = []
 
     def delay_s(self, one: str, other: str) -> float:
-        """One way."""
+        """One-way delay between two peers."""
         return self._links[one].delay_s + self._links[other].delay_s
 
     def open(self, peer_id: str, receiver: Receiver) -> None:
-        """It can be written to, and hears where the others stand."""
+        """Add a receiver, and send it the last status of the others."""
         self.receivers[peer_id] = receiver
         said = tuple((other, status) for other, status in self._said.items() if other in self.receivers)
         if said:
@@ -77,11 +77,11 @@ class Messages:
                 self.send(sender, to, message)
 
     def _gone_at(self, sender: str) -> float:
-        """When all that it has sent until now has left: what is sent then comes after it."""
+        """The time at which the sender's uplink is free, after all earlier messages."""
         return max(self._clock.now, self._up_free_at[sender])
 
     def _say(self, sender: str, status: Status) -> None:
-        """Once what it has sent before is on its way: the others hear of it in that order."""
+        """Send a status after all earlier messages of the sender, so that the order is kept."""
 
         def leave() -> None:
             if sender not in self.receivers:
@@ -120,7 +120,7 @@ class Messages:
             receiver.post(events.Received(sender, message))
 
     def _size_of(self, message: Message) -> int:
-        """Messages of one kind about the same plan have the same size, to within a few bytes: encoded once."""
+        """The encoded size. Messages of one kind about the same plan differ by a few bytes, so only one is encoded."""
         key: object = type(message)
         match message:
             case Propose(plan):
