@@ -1,4 +1,4 @@
-"""What came out of a run: the figures at its end."""
+"""The report at the end of a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SHOWN_SHARE = 0.0005
 
 @dataclass(frozen=True)
 class Summary:
-    """The figures of a run, from the records of all its peers. None: not recorded."""
+    """The figures of a run, from the records of all its peers. None means not recorded."""
 
     bits_before: float | None
     bits_after: float | None
@@ -34,29 +34,29 @@ class Summary:
     num_epochs: int
     num_peers: int
     num_full_epochs: int
-    """Epochs that contain the work of all those peers."""
+    """Epochs to which all peers contributed."""
     still_share: float | None
-    """Share of the time that training stood still, for rounds and for other peers."""
+    """Fraction of the time for which training was blocked, by rounds and by waiting for other peers."""
     waited_share: float
-    """The part of `still_share` spent until the last peer had come to its round."""
+    """The part of `still_share` spent waiting for the last peer to be ready."""
     overlap_advice: int | None
-    """Overlap steps that would hide a typical round, if that is worth it and known to be harmless."""
+    """Overlap steps that would hide a typical round, if that is worthwhile and known to be harmless."""
     verdict: Verdict
     lost: Sequence[str]
-    """Peers that were lost, and when, in words."""
+    """Sentences on the peers that were lost, and when."""
     disagreements: Mapping[int, Mapping[str, str]]
-    """Epoch -> peer -> anchor digest, of epochs after which peers held different anchors."""
+    """Epoch -> peer -> anchor digest, for epochs after which peers had different anchors."""
 
     @property
     def agrees(self) -> bool:
-        """Whether there was an epoch, and all peers held equal bits after each."""
+        """Whether there was at least one epoch, and all peers had identical anchors after each."""
         return self.num_epochs > 0 and not self.disagreements
 
 
 def summarise(
     records_of: Mapping[str, Sequence[Record]], *, tokens_per_step: int, compression: str = "fp32"
 ) -> Summary:
-    """`records_of` holds each peer's records in the order written."""
+    """`records_of` holds each peer's records in the order of writing."""
     records = [record for peer in records_of.values() for record in peer]
     evaluations = sorted((r for r in records if r.get("kind") == "eval"), key=_time)
     epochs = [record for record in records if record.get("kind") == "epoch"]
@@ -92,7 +92,7 @@ def summarise(
 
 
 def text_of(summary: Summary, paths: Mapping[str, Path], *, in_swarm: bool = True) -> str:
-    """The report, as it is printed."""
+    """The text of the report."""
     held_out = f" ({figure(summary.eval_bytes)}B held out)" if summary.eval_bytes else ""
     lines = [
         *told_verdict(summary.verdict),
@@ -111,7 +111,7 @@ def text_of(summary: Summary, paths: Mapping[str, Path], *, in_swarm: bool = Tru
 
 
 def told_alone(alone: Summary, swarm: Summary) -> str:
-    """What the same training came to without the others, as a line of a report."""
+    """The line of the report that compares the swarm with the same training without a swarm."""
     return (
         f"alone                   {_bits(alone.bits_after)} bits per byte after as many steps as each peer's, in "
         f"{alone.duration_s:.0f} s; the swarm {_bits(swarm.bits_after)}, in {swarm.duration_s:.0f} s"
@@ -119,7 +119,7 @@ def told_alone(alone: Summary, swarm: Summary) -> str:
 
 
 def report(config: TrainConfig, run_dir: Path) -> None:
-    """Print the report of a trainer that was started by hand, from what it has written, and draw its plot."""
+    """Print the report of a trainer that was started by hand, from its metrics, and write its plot."""
     tokens_per_step = config.total_batch_size * config.seq_length
     records_of = {"this peer": Tail(run_dir / METRICS).read()}
     summary = summarise(records_of, tokens_per_step=tokens_per_step, compression=config.hv.compression)
@@ -137,7 +137,7 @@ def told_verdict(verdict: Verdict) -> list[str]:
 
 
 def told_losses(records_of: Mapping[str, Sequence[Record]]) -> list[str]:
-    """Which peers were lost, how long after the run's beginning, and when they were back."""
+    """Sentences on which peers were lost, how long after the start of the run, and when they returned."""
     times = [_time(record) for records in records_of.values() for record in records if "time" in record]
     began_at, ended_at = min(times, default=0.0), max(times, default=0.0)
     return [
@@ -153,7 +153,7 @@ def told_lost(lost: Sequence[str]) -> list[str]:
 
 
 def seen_from_here(path: Path) -> Path:
-    """Relative to the current directory, if it is below."""
+    """The path relative to the current directory, if it is below it."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
@@ -195,7 +195,7 @@ def _still(summary: Summary) -> list[str]:
 
 
 def told_agreement(num_epochs: int, disagreements: Mapping[int, Mapping[str, str]]) -> str:
-    """Whether all peers held the same bits, as a line of a report."""
+    """The line of the report on whether all peers had bit-identical anchors."""
     if not num_epochs:
         return "PROBLEM: no epoch was completed, so nothing was averaged"
     if not disagreements:
