@@ -1,4 +1,4 @@
-"""One run: peers train, faults strike as planned, and in the end everybody has to get on together again."""
+"""One run: peers train, the planned faults are injected, and in the end all peers must commit together again."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from benchmarks.light_swarm import wait_until
 
 _POLL_S = 0.05
 _RESTART_S = 1.0
-"""After which a peer that has ended by itself is started again, as a service manager would."""
+"""Delay before a peer that has ended by itself is restarted, as by a service manager."""
 _SETTLES_WITHIN_S = 120.0
 _START_WITHIN_S = 120.0
 _MAX_TRIES = 5
 
 
 class Unrecoverable(RuntimeError):
-    """The swarm did not come back from what happened to it."""
+    """The swarm did not recover from the faults."""
 
 
 @dataclass
 class Outcome:
     history: History
     unplanned: list[str]
-    """Ends of peers that no fault explains: what the daemon said."""
+    """The last output of peers whose end no fault explains."""
     failed_checkpoints: int = 0
     by_kind: Counter[str] = field(default_factory=Counter)
 
@@ -39,7 +39,7 @@ class Outcome:
 def run(
     directory: Path, *, num_peers: int, seconds: float, faults: Sequence[Fault], **worker: object
 ) -> Outcome:
-    """Raises Unrecoverable, and AssertionError where a process does not end."""
+    """Run a swarm under these faults. Raises Unrecoverable, and AssertionError if a process does not end."""
     directory.mkdir(parents=True, exist_ok=True)
     with ChaosSwarm(directory, num_peers, **{"max_steps": 10**9, **worker}) as swarm:
         chaos = _Chaos(swarm, faults)
@@ -77,7 +77,7 @@ class _Chaos:
             self._work_off()
 
     def settle(self) -> None:
-        """What lasts comes to its end, and then everybody commits together. Raises Unrecoverable."""
+        """Wait until all faults are over and all peers have made a commit together. Raises Unrecoverable."""
         while self._due:
             self._work_off()
         peers = self._swarm.peers
@@ -137,7 +137,7 @@ class _Chaos:
             self._later(until, undo)
 
     def _begin(self, fault: Fault) -> Callable[[], None] | None:
-        """Do it, and return what ends it."""
+        """Inject a fault that is no death, and return the function that ends it, if it lasts."""
         swarm, doors, ranks = self._swarm, self._swarm.doors, fault.ranks
         pairs = [frozenset(ranks)]
         match fault.kind:
@@ -178,7 +178,7 @@ class _Chaos:
 
 
 def _kill_worker(swarm: ChaosSwarm, rank: int) -> None:
-    # It may be between two lives.
+    # The worker may be restarting.
     try:
         swarm.peers[rank].kill_worker()
     except (StopIteration, ProcessLookupError):

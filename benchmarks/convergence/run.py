@@ -1,4 +1,4 @@
-"""One run from its beginning, or from where it was interrupted, to its result."""
+"""Runs one job from its beginning, or from where it was interrupted, to its result."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Say = Callable[[str], None]
 
 
 def run_job(job: Job, directory: Path, say: Say = print) -> Outcome:
-    """Returns the outcome at once where the run has finished before. May be killed and called again."""
+    """Run a job, or return its outcome if it has finished before. If it is killed, the next call resumes it."""
     store = Store(directory)
     if (known := store.outcome(job)) is not None:
         return known
@@ -89,7 +89,7 @@ class _Run:
         return evaluate(inner, validation, world=World(), micro_batch_size=EVAL_BATCH).loss
 
     def _few(self) -> Validation:
-        """As many windows as the curve needs, from all over the held-out text."""
+        """The windows for points of the curve, spread evenly over the held-out text."""
         windows = self._validation.windows
         count = max(1, min(len(windows), self._job.scale.curve_tokens // (windows.shape[1] - 1)))
         return replace(self._validation, windows=windows[np.arange(count) * len(windows) // count])
