@@ -34,7 +34,7 @@ from diloco.outer.world import barrier, on_rank_zero
 log = logging.getLogger(__name__)
 
 # Distance between two peers' sampler seeds. A sampler adds 1 to its seed every pass, so small distances would collide.
-_SEEDS_BETWEEN_PEERS = 1_000_003
+_SEED_STRIDE = 1_000_003
 
 
 class DilocoCallback(TrainerCallback):
@@ -66,7 +66,7 @@ class DilocoCallback(TrainerCallback):
         self._on_commit = on_commit
         self._resume, self._is_own = resume, is_own
         self._tokens_seen = 0
-        self._owes_checkpoint = False
+        self._is_save_postponed = False
 
     def on_train_begin(
         self,
@@ -95,7 +95,7 @@ class DilocoCallback(TrainerCallback):
         self._tokens_seen = state.num_input_tokens_seen
         if self.outer.active:
             check_divides(args, steps_per_epoch=self.outer.steps_per_epoch)
-            self._stand_where_the_swarm_does(state, lr_scheduler)
+            self._follow_nominal_step(state, lr_scheduler)
             if train_dataloader is not None:
                 shuffle_by_world_rank(train_dataloader, args, self.outer.world_rank or 0)
 
@@ -112,15 +112,15 @@ class DilocoCallback(TrainerCallback):
         if not outer.active:
             return
         outer.step(num_tokens=self._new_tokens(args, state), loss=_last_loss(state))
-        self._tell_commits(outer)
+        self._call_on_commit(outer)
         reached_end = state.global_step >= state.max_steps
-        self._stand_where_the_swarm_does(state, lr_scheduler)
+        self._follow_nominal_step(state, lr_scheduler)
         if outer.done:
             control.should_training_stop = True
         elif reached_end and state.global_step < state.max_steps:
             # This peer abandoned its fork and adopted weights from an earlier step, so training is not over.
             control.should_training_stop = False
-        self._save_between_flights(outer, control)
+        self._postpone_save_in_flight(outer, control)
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -136,7 +136,7 @@ class DilocoCallback(TrainerCallback):
                 outer.checkpoint(directory)
                 on_rank_zero(lambda: mark_whole(directory, outer, num_ranks=args.world_size))
         except (DilocoError, OSError) as error:
-            log.error("%s has nothing of the swarm in it, and cannot be resumed from: %s", directory, error)
+            log.error("the swarm's state was not saved to %s, which cannot be resumed: %s", directory, error)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -144,7 +144,7 @@ class DilocoCallback(TrainerCallback):
         """Average the steps of the unfinished epoch, and leave the swarm."""
         outer = self._joined
         outer.finish()
-        self._tell_commits(outer)
+        self._call_on_commit(outer)
 
     @property
     def _joined(self) -> Diloco:
@@ -154,7 +154,7 @@ class DilocoCallback(TrainerCallback):
             )
         return self.outer
 
-    def _tell_commits(self, outer: Diloco) -> None:
+    def _call_on_commit(self, outer: Diloco) -> None:
         for commit in outer.commits:
             if self._on_commit:
                 self._on_commit(commit)
@@ -187,28 +187,28 @@ class DilocoCallback(TrainerCallback):
         new, self._tokens_seen = state.num_input_tokens_seen - self._tokens_seen, state.num_input_tokens_seen
         return int(new) // args.world_size
 
-    def _stand_where_the_swarm_does(self, state: TrainerState, lr_scheduler: LRScheduler | None) -> None:
+    def _follow_nominal_step(self, state: TrainerState, lr_scheduler: LRScheduler | None) -> None:
         assert self.outer is not None
         if state.global_step != self.outer.nominal_step:
             state.global_step = self.outer.nominal_step
             _set_schedule(lr_scheduler, state.global_step)
 
-    def _save_between_flights(self, outer: Diloco, control: TrainerControl) -> None:
+    def _postpone_save_in_flight(self, outer: Diloco, control: TrainerControl) -> None:
         """Postpone a due checkpoint while an outer step is in flight: it would hold one half of that step."""
         if outer.in_flight:
-            self._owes_checkpoint |= control.should_save
+            self._is_save_postponed |= control.should_save
             control.should_save = False
-        elif self._owes_checkpoint:
-            control.should_save, self._owes_checkpoint = True, False
+        elif self._is_save_postponed:
+            control.should_save, self._is_save_postponed = True, False
 
 
 def shuffle_by_world_rank(dataloader: Any, args: TrainingArguments, world_rank: int) -> None:
     """Give the trainer's sampler a seed that differs between peers; warn if the sampler has no seed."""
     sampler = get_sampler(dataloader)
     seed = args.seed if args.data_seed is None else args.data_seed
-    own = seed + _SEEDS_BETWEEN_PEERS * world_rank
+    own = seed + _SEED_STRIDE * world_rank
     if isinstance(sampler, SeedableRandomSampler):
-        sampler.initial_seed += _SEEDS_BETWEEN_PEERS * world_rank
+        sampler.initial_seed += _SEED_STRIDE * world_rank
     elif hasattr(sampler, "generator"):
         sampler.generator = torch.Generator().manual_seed(own)
     elif sampler is None or isinstance(sampler, SequentialSampler):

@@ -30,6 +30,7 @@ from torch.futures import Future
 from diloco.errors import UserError
 from diloco.outer.flat import trainable_parameters
 from diloco.train.inner import InnerLoop
+from diloco.train.sharding import local_tensor
 from peers.state.whole_files import FileRecord
 
 Files = dict[str, FileRecord]
@@ -38,7 +39,7 @@ Files = dict[str, FileRecord]
 # What reading a malformed file may raise.
 _MALFORMED = (OSError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
 # DCP's metadata key for the offset of each shard in its tensor.
-_PLACES = "DCP_SHARDING_INFO"
+_OFFSETS_KEY = "DCP_SHARDING_INFO"
 
 
 def file_of(rank: int) -> str:
@@ -59,7 +60,9 @@ def state_of(inner: InnerLoop) -> dict[str, Tensor]:
 def state_to_write(inner: InnerLoop, rank: int) -> dict[str, Tensor]:
     """The tensors that this rank has to write: those of which it holds the first replica, and its random state."""
     state = state_of(inner)
-    return {name: tensor for name, tensor in state.items() if _is_first(tensor, rank)} | _random_state(rank)
+    return {
+        name: tensor for name, tensor in state.items() if _holds_first_replica(tensor, rank)
+    } | _random_state(rank)
 
 
 def save(
@@ -75,7 +78,7 @@ def save(
     saving only, None for a single rank. If one rank fails, all ranks raise OSError.
     """
     writer = _Writer(write, finish)
-    _expect_a_single_rank()
+    _suppress_single_rank_warning()
     try:
         dcp.save(
             dict(state),
@@ -85,7 +88,7 @@ def save(
             no_dist=group is None,
         )
     except CheckpointException as error:
-        reason = _first_of(error)
+        reason = _first_failure(error)
         raise OSError(str(reason) or repr(reason)) from reason
     return writer.num_bytes
 
@@ -111,7 +114,7 @@ def load(directory: Path, inner: InnerLoop, *, rank: int, with_random: bool = Tr
 
 def read(directory: Path, wanted: Callable[[Mapping[str, Any]], dict[str, Tensor]]) -> dict[str, Tensor]:
     """Fill and return the tensors that `wanted` makes, given the saved tensors' metadata by name. Raises UserError."""
-    _expect_a_single_rank()
+    _suppress_single_rank_warning()
     try:
         reader = HuggingFaceStorageReader(str(directory))
         there = reader.read_metadata().state_dict_metadata
@@ -120,7 +123,7 @@ def read(directory: Path, wanted: Callable[[Mapping[str, Any]], dict[str, Tensor
         # Each rank reads by itself, so that none waits in a collective for a rank that has failed.
         dcp.load(state, storage_reader=reader, no_dist=True)
     except (CheckpointException, SafetensorError, *_MALFORMED) as error:
-        reason = _first_of(error) if isinstance(error, CheckpointException) else error
+        reason = _first_failure(error) if isinstance(error, CheckpointException) else error
         raise UserError(
             f"{directory} holds another model than this one, or of an earlier version: {reason!r:.200}"
         ) from reason
@@ -146,15 +149,15 @@ class HostCopies:
     @torch.no_grad()
     def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copy this rank's shards. Overwrites the result of the previous call, which must no longer be in use."""
-        local = {name: one.to_local() if isinstance(one, DTensor) else one for name, one in tensors.items()}
-        self._copies = {name: self._room_for(name, tensor) for name, tensor in local.items()}
+        local = {name: local_tensor(one) for name, one in tensors.items()}
+        self._copies = {name: self._buffer_for(name, tensor) for name, tensor in local.items()}
         for name, tensor in local.items():
             self._copies[name].copy_(tensor, non_blocking=True)
         if any(tensor.is_cuda for tensor in local.values()):
             torch.cuda.synchronize()
         return dict(self._copies)
 
-    def _room_for(self, name: str, tensor: Tensor) -> Tensor:
+    def _buffer_for(self, name: str, tensor: Tensor) -> Tensor:
         room = self._copies.get(name)
         if room is not None and (room.shape, room.dtype) == (tensor.shape, tensor.dtype):
             return room
@@ -191,7 +194,7 @@ class _Writer(HuggingFaceStorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         tensors: dict[str, Any] = {item.index.fqn: planner.resolve_data(item) for item in plan.items}
         places = {item.index.fqn: {"saved_offsets": list(item.index.offset or ())} for item in plan.items}
-        files = self._write(tensors, {_PLACES: json.dumps(places)})
+        files = self._write(tensors, {_OFFSETS_KEY: json.dumps(places)})
         written: Future[list[WriteResult]] = Future()
         written.set_result(
             [
@@ -211,7 +214,7 @@ def _check_whole(there: Mapping[str, Any]) -> None:
     """Raise ValueError if a tensor's shards are incomplete: DCP would silently leave the missing rows unchanged."""
     for name, tensor in there.items():
         if sum(piece.sizes.numel() for piece in tensor.chunks) != tensor.size.numel():
-            raise ValueError(f"{name} is not there as a whole")
+            raise ValueError(f"{name} is incomplete")
 
 
 def _random_state(rank: int) -> dict[str, Tensor]:
@@ -221,7 +224,7 @@ def _random_state(rank: int) -> dict[str, Tensor]:
     return states
 
 
-def _is_first(tensor: Tensor, rank: int) -> bool:
+def _holds_first_replica(tensor: Tensor, rank: int) -> bool:
     """Whether this rank holds the first replica of its shard."""
     if not isinstance(tensor, DTensor):
         return rank == 0
@@ -229,10 +232,10 @@ def _is_first(tensor: Tensor, rank: int) -> bool:
     return all(tensor.device_mesh.get_local_rank(dim) == 0 for dim in replicas)
 
 
-def _first_of(error: CheckpointException) -> BaseException:
+def _first_failure(error: CheckpointException) -> BaseException:
     return next(iter(error.failures.values()))[0]
 
 
-def _expect_a_single_rank() -> None:
+def _suppress_single_rank_warning() -> None:
     """Suppress DCP's warning about running without torch.distributed, which is intended for a single rank."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -14,17 +14,17 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from diloco.outer.world import in_group
 from diloco.train.inner import InnerLoop
 from diloco.train.memory import available_memory_bytes
+from diloco.train.sharding import local_tensor
 
 log = logging.getLogger(__name__)
 
-PAYS = 1.05
+MIN_SPEEDUP = 1.05
 """A larger size must be faster by this factor to be preferred: a smaller one leaves more memory free."""
-MOST_MEMORY = 0.85
+MEMORY_FRACTION = 0.85
 """Fraction of the memory to use. Fragmentation, the optimizer's first step and the daemon's copies need the rest."""
 _TIMED_PASSES = 3
 
@@ -38,19 +38,19 @@ def find_micro_batch_size(
     collective: all ranks get the same size. `room_bytes` is how much more memory may be used (default: measured).
     """
     sizes = [size for size in range(1, num_samples + 1) if num_samples % size == 0]
-    room = _room_bytes(inner) if room_bytes is None else room_bytes
+    room = _available_bytes(inner) if room_bytes is None else room_bytes
     devices = [inner.device] if inner.device.type == "cuda" else []
     best, best_rate = sizes[0], 0.0
     gradients = sum(_local_bytes(p) for p in inner.model.parameters() if p.requires_grad)
-    base, foretold_per_sample = _peak_bytes(inner.device), 0.0
+    base, predicted_per_sample = _peak_bytes(inner.device), 0.0
     with torch.random.fork_rng(devices=devices):
         for size in sizes:
-            if not _all_agree(gradients + foretold_per_sample * size <= room, inner.device):
+            if not _all_agree(gradients + predicted_per_sample * size <= room, inner.device):
                 break
-            seconds, peak = _tried(inner, torch.randint(vocab_size, (size, seq_length + 1)))
-            foretold_per_sample = max(0, peak - base - gradients) / size
-            rate = _slowest(size / seconds, inner.device)
-            if rate > PAYS * best_rate:
+            seconds, peak = _timed_and_peak(inner, torch.randint(vocab_size, (size, seq_length + 1)))
+            predicted_per_sample = max(0, peak - base - gradients) / size
+            rate = _min_over_ranks(size / seconds, inner.device)
+            if rate > MIN_SPEEDUP * best_rate:
                 best, best_rate = size, rate
             elif size >= 4 * best:
                 break
@@ -58,7 +58,7 @@ def find_micro_batch_size(
     return best
 
 
-def _tried(inner: InnerLoop, samples: Tensor) -> tuple[float, int]:
+def _timed_and_peak(inner: InnerLoop, samples: Tensor) -> tuple[float, int]:
     """Seconds for a forward and backward pass over these samples, and the peak memory in bytes."""
 
     def run() -> None:
@@ -81,17 +81,17 @@ def _timed(run: Callable[[], None], device: torch.device) -> float:
     return time.perf_counter() - started
 
 
-def _room_bytes(inner: InnerLoop) -> int:
+def _available_bytes(inner: InnerLoop) -> int:
     """Memory that activations may use: what is free, less what the optimizer will allocate in its first step."""
     parameters = [p for p in inner.model.parameters() if p.requires_grad]
     # AdamW's two moments have the parameters' sizes.
     moments = 0 if inner.optimizer.state else 2 * sum(_local_bytes(p) for p in parameters)
     if inner.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(inner.device)
-        return int(free - (1 - MOST_MEMORY) * total) - moments
+        return int(free - (1 - MEMORY_FRACTION) * total) - moments
     available = available_memory_bytes()
     ranks = dist.get_world_size() if in_group() else 1
-    return int(MOST_MEMORY * available / ranks) - moments if available is not None else 1 << 62
+    return int(MEMORY_FRACTION * available / ranks) - moments if available is not None else 1 << 62
 
 
 def _peak_bytes(device: torch.device) -> int:
@@ -102,11 +102,11 @@ def _peak_bytes(device: torch.device) -> int:
 
 
 def _local_bytes(parameter: Tensor) -> int:
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    local = local_tensor(parameter)
     return local.numel() * local.element_size()
 
 
-def _slowest(rate: float, device: torch.device) -> float:
+def _min_over_ranks(rate: float, device: torch.device) -> float:
     """The minimum over all ranks, so that all take the same decision."""
     if not in_group():
         return rate
@@ -116,4 +116,4 @@ def _slowest(rate: float, device: torch.device) -> float:
 
 
 def _all_agree(mine: bool, device: torch.device) -> bool:
-    return _slowest(float(mine), device) == 1.0
+    return _min_over_ranks(float(mine), device) == 1.0

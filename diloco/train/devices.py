@@ -52,7 +52,7 @@ class Machine:
 def this_machine(environment: Mapping[str, str], device: str, *, num_peers: int = 1) -> Machine:
     """The resources that are free now for peers that train on `device`; `cpu` leaves out the GPUs."""
     gpus = [] if device == "cpu" else visible_gpus(environment)
-    sizes = _told_by_nvidia_smi("memory.total", gpus) if gpus else []
+    sizes = _query_nvidia_smi("memory.total", gpus) if gpus else []
     mebibytes = [int(number) for size in sizes if (number := size.partition(" ")[0]).isdigit()]
     return Machine(
         num_cores=num_cores(),
@@ -68,7 +68,7 @@ def visible_gpus(environment: Mapping[str, str]) -> list[str]:
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name for name in visible.split(",") if name and name != "-1"]
-    return _told_by_nvidia_smi("index", ())
+    return _query_nvidia_smi("index", ())
 
 
 def hardware_in_words(environment: Mapping[str, str], device: str) -> str:
@@ -78,13 +78,13 @@ def hardware_in_words(environment: Mapping[str, str], device: str) -> str:
         # An empty CUDA_VISIBLE_DEVICES means no GPU, but nvidia-smi without -i would list all.
         visible = environment.get("CUDA_VISIBLE_DEVICES")
         if visible is None or (chosen := visible_gpus(environment)):
-            names = _told_by_nvidia_smi("name", () if visible is None else chosen)
+            names = _query_nvidia_smi("name", () if visible is None else chosen)
     if not names:
         return f"CPU, {num_cores()} cores"
     return ", ".join(f"{number} × {name}" for name, number in Counter(names).items())
 
 
-def _told_by_nvidia_smi(field: str, gpus: Sequence[str]) -> list[str]:
+def _query_nvidia_smi(field: str, gpus: Sequence[str]) -> list[str]:
     """The value of `field` for each of `gpus`, or for every GPU if empty; [] if nvidia-smi is missing or fails."""
     only = ["-i", ",".join(gpus)] if gpus else []
     try:

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from diloco.outer.world import in_group
 from diloco.train.optim import set_learning_rate
-from diloco.train.sharding import Precision
+from diloco.train.sharding import Precision, local_tensor
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class InnerLoop:
         """Unscale and clip the gradients; returns their norm over all ranks."""
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if self.loss_scale.scale != 1.0:
-            torch._foreach_mul_([_local(gradient) for gradient in gradients], 1 / self.loss_scale.scale)
+            torch._foreach_mul_([local_tensor(gradient) for gradient in gradients], 1 / self.loss_scale.scale)
         norm = nn.utils.get_total_norm(gradients)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         if self._max_grad_norm:
@@ -133,7 +133,3 @@ class InnerLoop:
                 input_ids=samples, use_cache=False, output_hidden_states=True
             ).hidden_states
         return torch.stack([state.float().square().mean().sqrt() for state in states]).tolist()
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -14,7 +14,7 @@ LINE_INTERVAL_S = 5.0
 """Least time between two step lines, or two lines of phases: more of them would hide the lines of epochs."""
 LEAST_PHASE_S = 2.0
 """A phase is printed only after it has lasted this long."""
-_TOLD_BY_RECORDS = ("training", "leaving")
+_COVERED_BY_RECORDS = ("training", "leaving")
 
 
 @dataclass
@@ -35,16 +35,16 @@ class RecordLines:
 class PhaseLines:
     """Formats one peer's phases as lines: only long ones, at most one line per LINE_INTERVAL_S, none twice in a row."""
 
-    _told: str = ""
-    _told_at: float = float("-inf")
+    _last_line: str = ""
+    _printed_at: float = float("-inf")
 
     def of(self, phase: Phase, now: float) -> str | None:
-        if phase.name in _TOLD_BY_RECORDS or phase.for_s < LEAST_PHASE_S:
+        if phase.name in _COVERED_BY_RECORDS or phase.for_s < LEAST_PHASE_S:
             return None
         line = in_words(phase)
-        if line == self._told or now - self._told_at < LINE_INTERVAL_S:
+        if line == self._last_line or now - self._printed_at < LINE_INTERVAL_S:
             return None
-        self._told, self._told_at = line, now
+        self._last_line, self._printed_at = line, now
         return line
 
 

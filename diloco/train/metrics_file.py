@@ -70,7 +70,7 @@ def line_of(record: Record) -> str | None:
         case "step":
             return (
                 f"step {_number(record, 'step')}  epoch {_number(record, 'epoch')}  "
-                f"{_learnt(record)}  {figure(record.get('tokens_per_s'))} tokens/s"
+                f"{_reward_or_loss(record)}  {figure(record.get('tokens_per_s'))} tokens/s"
             )
         case "epoch":
             number = num_contributors(record)
@@ -101,13 +101,13 @@ def line_of(record: Record) -> str | None:
         case "event" if record.get("event") == "checkpoint_failed":
             return f"step {_number(record, 'step')} was not saved: {record.get('reason')}"
         case "event" if record.get("event") == "checkpoint_skipped":
-            return f"not gone on from: {record.get('reason')}"
+            return f"skipped a damaged checkpoint: {record.get('reason')}"
         case "event":
             return str(record.get("event"))
     return None
 
 
-def _learnt(record: Record) -> str:
+def _reward_or_loss(record: Record) -> str:
     """The reward of a GRPO step, whose loss does not measure progress; else the loss."""
     name = "reward" if "reward" in record else "loss"
     return f"{name} {_decimal(record, name)}"

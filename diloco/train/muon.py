@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from diloco.train.sharding import local_tensor
+
 MOMENTUM = 0.95
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _STEPS = 5
@@ -52,7 +54,7 @@ class Muon(torch.optim.Optimizer):
         for parameter, direction in _orthogonalized_all(parameters, updates):
             fan_out, fan_in = parameter.shape
             rate = group["lr"] * math.sqrt(fan_out / fan_in)
-            local = _local(parameter.detach())
+            local = local_tensor(parameter.detach())
             local.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-rate)
 
     def _with_momentum(self, parameter: nn.Parameter, momentum: float) -> Tensor:
@@ -61,7 +63,7 @@ class Muon(torch.optim.Optimizer):
         state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter.grad)
-        gradient, buffer = _local(parameter.grad), _local(state["momentum_buffer"])
+        gradient, buffer = local_tensor(parameter.grad), local_tensor(state["momentum_buffer"])
         buffer.lerp_(gradient, 1 - momentum)
         return gradient.lerp(buffer, momentum)
 
@@ -124,7 +126,3 @@ def _shard_group(parameter: nn.Parameter) -> dist.ProcessGroup | None:
             group: dist.ProcessGroup = parameter.device_mesh.get_group(dim)
             return group
     return None
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -33,11 +33,11 @@ class Progress:
         self._link_path = link_path
         self._doing: Doing | None = None
         self._clock, self._lines = PhaseClock(), PhaseLines()
-        self._news: queue.SimpleQueue[tuple[str, dict[str, Any]]] = queue.SimpleQueue()
-        self._is_over, self._waited = threading.Event(), ("", float("-inf"))
+        self._queued: queue.SimpleQueue[tuple[str, dict[str, Any]]] = queue.SimpleQueue()
+        self._is_closed, self._waited = threading.Event(), ("", float("-inf"))
         self._thread: threading.Thread | None = None
         if tells:
-            self._thread = threading.Thread(target=self._tell_forever, name="progress", daemon=True)
+            self._thread = threading.Thread(target=self._report_forever, name="progress", daemon=True)
             self._thread.start()
 
     @contextlib.contextmanager
@@ -58,11 +58,11 @@ class Progress:
 
     def evaluated(self, step: int, loss: float) -> None:
         """Report the loss of an evaluation."""
-        self._news.put(("evaluated", {"step": step, "loss": loss}))
+        self._queued.put(("evaluated", {"step": step, "loss": loss}))
 
     def is_in_trouble(self, what: str, text: str) -> None:
         """Report a problem that concerns `what`; an empty text reports that it is over."""
-        self._news.put(("trouble", {"what": what, "text": text}))
+        self._queued.put(("trouble", {"what": what, "text": text}))
 
     def waits_for(self, reason: str) -> None:
         """Print what the daemon does while this rank waits for it: changes only, at most one per LINE_INTERVAL_S."""
@@ -74,11 +74,11 @@ class Progress:
 
     def close(self) -> None:
         """Send the remaining reports, for at most `_CLOSE_TIMEOUT_S`. Repeating it is safe."""
-        self._is_over.set()
+        self._is_closed.set()
         if self._thread is not None:
             self._thread.join(_CLOSE_TIMEOUT_S)
 
-    def _tell_forever(self) -> None:
+    def _report_forever(self) -> None:
         link: WorkerLink | None = None
         sent: Doing | None = None
         with contextlib.ExitStack() as stack, contextlib.suppress(LinkLost):
@@ -86,10 +86,10 @@ class Progress:
                 link = WorkerLink.connect(self._link_path, timeout_s=_CONNECT_TIMEOUT_S)
                 stack.callback(link.close)
             while True:
-                is_over = self._is_over.wait(_INTERVAL_S)
+                is_over = self._is_closed.wait(_INTERVAL_S)
                 doing = self._doing
                 if link is not None:
-                    self._send_news(link)
+                    self._send_queued(link)
                     if doing != sent:
                         link.send("doing", **(asdict(doing) if doing else {"name": ""}))
                         sent = doing
@@ -98,10 +98,10 @@ class Progress:
                 if is_over:
                     return
 
-    def _send_news(self, link: WorkerLink) -> None:
+    def _send_queued(self, link: WorkerLink) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
-                kind, fields = self._news.get_nowait()
+                kind, fields = self._queued.get_nowait()
                 link.send(kind, **fields)
 
     def _line(self, doing: Doing) -> str | None:

@@ -69,7 +69,7 @@ class QueuedSink:
             try:
                 self._sink.write(record)
             except Exception as error:  # noqa: BLE001 - no failure of a sink may end the training
-                log.warning("no more metrics to %s: %s", self._name, error)
+                log.warning("%s failed and gets no more metrics: %s", self._name, error)
                 self._has_failed.set()
         try:
             self._sink.close()

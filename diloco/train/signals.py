@@ -70,4 +70,4 @@ def _clean_up(clean_ups: CleanUps) -> None:
             # The files to remove are already gone, or their disk is.
             continue
         except Exception:
-            log.exception("not everything was cleaned up")
+            log.exception("a clean-up failed")

@@ -39,7 +39,7 @@ def curves_of(
         points = []
         for factor in FACTORS:
             faster = on_links(variant, factor)
-            points.append((_usual_mbps(faster), simulate(faster).utilisation))
+            points.append((here_mbps(faster), simulate(faster).utilisation))
         curves[name] = points
     return curves
 
@@ -108,11 +108,7 @@ def _kind_of(path: Path) -> str:
     return path.suffix.lstrip(".").lower() or "png"
 
 
-def _usual_mbps(scenario: Scenario) -> float:
+def here_mbps(scenario: Scenario) -> float:
+    """The median uplink in Mbit/s."""
     ups = sorted(peer.link.up_bits_per_s for peer in scenario.peers)
     return ups[len(ups) // 2] / 1e6
-
-
-def here_mbps(scenario: Scenario) -> float:
-    """The median uplink."""
-    return _usual_mbps(scenario)
