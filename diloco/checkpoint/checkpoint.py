@@ -62,13 +62,13 @@ class Checkpoints:
         self._saver, self._copies = Saver(tells=world.is_main), shards.HostCopies()
         # A process group for the saving threads only, since training uses the other groups at the same time.
         self._group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT) if in_group() else None
-        self._looked_at = self._saved_at_ms = self._number = 0
+        self._checked_step = self._saved_at_ms = self._number = 0
         self._contributors: tuple[int, ...] = ()
         self._loss: float | None = None
         self._staging: Path | None = None
         """The directory that is being written, if any."""
         self._deleting: Candidate | None = None
-        self._making = threading.Lock()
+        self._staging_lock = threading.Lock()
         """Held while a staging directory is created and noted in `_staging`. `discard_partial` keeps it, so that no
         directory is created after it has run."""
         self._fetched = contextlib.ExitStack()
@@ -77,7 +77,7 @@ class Checkpoints:
         self._is_restored = False
         self._skipped: list[str] = []
         """What was wrong with each checkpoint that was skipped."""
-        self._num_told = 0
+        self._num_reported_skips = 0
 
     def restore(self, world_rank: int | None) -> Restored | None:
         """Load the checkpoint that the configuration names into model and optimizer. Raises UserError.
@@ -109,7 +109,7 @@ class Checkpoints:
 
         Raises UserError if training would start at step 0 because every checkpoint was damaged.
         """
-        self._looked_at = step
+        self._checked_step = step
         self._fetched.close()
         if self._config.resume is not None and not self._is_restored:
             refuse_to_begin_anew(self._config, step, self._skipped)
@@ -117,7 +117,7 @@ class Checkpoints:
     def due(self, step: int) -> bool:
         """Whether a multiple of the interval has been reached since the last save."""
         interval = self._config.interval
-        return interval is not None and step // interval > self._looked_at // interval
+        return interval is not None and step // interval > self._checked_step // interval
 
     def scored(self, loss: float) -> None:
         """Note the loss of an evaluation, which `--ckpt.keep best` compares checkpoints by."""
@@ -128,9 +128,9 @@ class Checkpoints:
 
         Blocks while the previous save is in progress. A failure does not stop training: `events` reports it.
         """
-        self._looked_at, began_at = step, time.monotonic()
+        self._checked_step, began_at = step, time.monotonic()
         if self._saver.is_busy and self._world.is_main:
-            log.warning("the checkpoint of step %d waits until the one before has been written", step)
+            log.warning("the checkpoint of step %d waits until the previous one has been written", step)
         self._saver.wait()
         part = own_part(outer.world_rank)
         try:
@@ -163,7 +163,7 @@ class Checkpoints:
 
         The first call also reports the damaged checkpoints that `restore` skipped.
         """
-        skipped, self._num_told = self._skipped[self._num_told :], len(self._skipped)
+        skipped, self._num_reported_skips = self._skipped[self._num_reported_skips :], len(self._skipped)
         return [*map(skipped_event, skipped), *(saved.event() for saved in self._saver.ended())]
 
     def close(self) -> None:
@@ -179,14 +179,14 @@ class Checkpoints:
         _SIGNAL_TIMEOUT_S is kept.
         """
         self._fetched.close()
-        self._making.acquire(timeout=_SIGNAL_TIMEOUT_S)
+        self._staging_lock.acquire(timeout=_SIGNAL_TIMEOUT_S)
         self._saver.wait(_SIGNAL_TIMEOUT_S)
         self._discard()
         if (old := self._deleting) is not None:
             self._store.delete(old.name, old.part)
 
     def _new_directory(self, step: int, part: str) -> Path:
-        with self._making:
+        with self._staging_lock:
             self._staging = self._store.staging(step, part)
             return self._staging
 
@@ -196,7 +196,7 @@ class Checkpoints:
             num_bytes = shards.save(
                 save.state,
                 save.copies,
-                lambda tensors, metadata: self._sent(save, tensors, metadata),
+                lambda tensors, metadata: self._write_and_send(save, tensors, metadata),
                 lambda files: self._finish(save, files),
                 self._group,
             )
@@ -206,11 +206,13 @@ class Checkpoints:
             self._delete_old(save.part)
         return num_bytes
 
-    def _sent(self, save: _Save, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> shards.Files:
+    def _write_and_send(
+        self, save: _Save, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
+    ) -> shards.Files:
         """Write this rank's files and send them to the store."""
         if self._world.rank:
             # Rank 0 created the staging directory. For a URL it is local to a node, so other nodes need their own.
-            with self._making:
+            with self._staging_lock:
                 save.staging.mkdir(parents=True, exist_ok=True)
                 self._staging = save.staging
         name = shards.file_of(self._world.rank)

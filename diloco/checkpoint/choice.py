@@ -34,7 +34,7 @@ def newest_first(candidates: Collection[Candidate]) -> list[Candidate]:
 
 @dataclass(frozen=True, kw_only=True)
 class Registration:
-    """That a peer saves its checkpoints at a place, written when the peer starts."""
+    """The record that a peer saves its checkpoints at a place, written when the peer starts."""
 
     at_ms: int = 0
     """Unix time of the first registration."""
@@ -61,19 +61,19 @@ def to_resume(
     """
     recent = {rank for candidate in own[:_RECENT] for rank in others.get(candidate.name, {})}
     for candidate in own[:_RECENT]:
-        if not _without(candidate, recent, others, savers, me):
+        if not _ranks_without(candidate, recent, others, savers, me):
             return candidate
     if not own:
         return None
     newest = own[0]
-    without = _without(newest, recent, others, savers, me)
+    without = _ranks_without(newest, recent, others, savers, me)
     is_first = not newest.mark.number and all(
         savers[rank].was_saving_its_first(newest.mark) for rank in without
     )
     return None if is_first else newest
 
 
-def _without(
+def _ranks_without(
     candidate: Candidate,
     recent: Collection[int],
     others: Mapping[str, Mapping[int, str]],

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 Weights = Literal["agreed", "own"]
 
 # Metadata key of the format before torch.distributed.checkpoint.
-_OLD_PLACES = "pieces"
+_OLD_OFFSETS_KEY = "pieces"
 
 
 def exported(checkpoint: str, directory: Path, *, weights: Weights) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def _opened(checkpoint: str, scratch: Path, stack: contextlib.ExitStack) -> tupl
         if is_named:
             raise Damaged(f"{damage[0]}; export another checkpoint")
         problems.append(damage[0])
-        log.warning("%s; taking one before it", damage[0])
+        log.warning("%s; trying an older checkpoint", damage[0])
     why = f" ({problems[0]})" if problems else ""
     raise UserError(
         f"there is no whole checkpoint in {checkpoint}{why}; name what --ckpt.path said, or a step's"
@@ -127,7 +127,7 @@ def own_weights(source: Path) -> dict[str, Tensor]:
     """The weights of the peer's worker, unsharded. Raises UserError."""
     files = sorted(source.glob("rank_*.safetensors"))
     with safe_open(files[0], framework="pt") as file:
-        is_of_earlier_version = _OLD_PLACES in (file.metadata() or {})
+        is_of_earlier_version = _OLD_OFFSETS_KEY in (file.metadata() or {})
     if is_of_earlier_version:
         return _old_weights(files)
     state = read(
@@ -142,7 +142,7 @@ def _old_weights(files: Sequence[Path]) -> dict[str, Tensor]:
     rows: dict[str, dict[int, Tensor]] = {}
     for path in files:
         with safe_open(path, framework="pt") as file:
-            for name, (start, *_) in json.loads(file.metadata()[_OLD_PLACES]).items():
+            for name, (start, *_) in json.loads(file.metadata()[_OLD_OFFSETS_KEY]).items():
                 if name.startswith("model."):
                     rows.setdefault(name.removeprefix("model."), {})[start] = file.get_tensor(name)
     return {name: torch.cat([parts[start] for start in sorted(parts)]) for name, parts in rows.items()}
@@ -153,7 +153,7 @@ def _agreed_weights(source: Path, model: Path) -> dict[str, Tensor]:
     state = state_files.load(source)
     layout = layout_of(outline(load_model_config(str(model))), len(state.sizes))
     if layout.sizes != state.sizes:
-        raise UserError(f"{source} holds an outer state of another model than its configuration says")
+        raise UserError(f"the outer state in {source} is not of the model in its configuration")
     return {
         slot.name: anchor[slot.offset : slot.offset + slot.numel].view(slot.shape)
         for fragment, anchor in zip(layout.fragments, state.anchor, strict=True)

@@ -45,8 +45,8 @@ class Finder:
             self._part = named_part or self._own
             if world_rank is None and named_part:
                 raise UserError(
-                    f"--ckpt.resume {resume} is of a swarm's peer; it goes on in a swarm, if only of one: "
-                    "`diloco run --peers 1`"
+                    f"--ckpt.resume {resume} is the checkpoint of a swarm's peer, which can be resumed only in a "
+                    "swarm; one peer is enough: `diloco run --peers 1`"
                 )
         self.store: Store = open_store(path, scratch)
         self._refused: dict[tuple[str, str], str] = {}
@@ -96,7 +96,7 @@ class Finder:
                 self._skip(name, part, str(error))
 
     def _skip(self, name: str, part: str, problem: str) -> None:
-        log.warning("%s; skipping %s for one before it", problem, self.store.name_of(name, part))
+        log.warning("%s; skipping %s in favour of an older one", problem, self.store.name_of(name, part))
         self._refused[name, part] = problem
         self._on_skipped(problem)
 

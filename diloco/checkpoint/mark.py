@@ -23,7 +23,7 @@ from peers.state.whole_files import FileRecord, flush_to_disk, problem_with, rec
 COMPLETE = "complete.json"
 PEER_PART = "diloco_rank_"
 _SEAL = re.compile(rb'"seal": "([0-9a-f]{64})"')
-_PLACE = '"seal": "{}"'
+_SEAL_FORMAT = '"seal": "{}"'
 _NO_SEAL = "0" * 64
 _LARGEST = 2**62
 
@@ -57,22 +57,22 @@ class Mark:
         content = {**asdict(self), "seal": _NO_SEAL}
         text = json.dumps(content, indent=2) + "\n"
         seal = blake3(text.encode()).hexdigest()
-        return text.replace(_PLACE.format(_NO_SEAL), _PLACE.format(seal)).encode()
+        return text.replace(_SEAL_FORMAT.format(_NO_SEAL), _SEAL_FORMAT.format(seal)).encode()
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> Mark:
         """Parse the output of `to_bytes`. Raises ValueError for anything else."""
         found = _SEAL.findall(raw)
         if len(found) != 1:
-            raise ValueError("it has no seal, so an earlier version wrote it, or nobody")
+            raise ValueError("it has no seal, so diloco did not write it, or an earlier version did")
         seal = found[0]
-        unsealed = _SEAL.sub(_PLACE.format(_NO_SEAL).encode(), raw)
+        unsealed = _SEAL.sub(_SEAL_FORMAT.format(_NO_SEAL).encode(), raw)
         if blake3(unsealed).hexdigest().encode() != seal:
-            raise ValueError("it is not what was saved")
+            raise ValueError("it was changed after it was saved")
         try:
             return cls._of(json.loads(raw))
         except (TypeError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
-            raise ValueError(f"it describes no checkpoint: {error!r:.200}") from error
+            raise ValueError(f"its fields are not those of a checkpoint: {error!r:.200}") from error
 
     @classmethod
     def _of(cls, content: Mapping[str, Any]) -> Mark:

@@ -67,7 +67,7 @@ def fetched(
     finder = Finder(config.resume, config.path, world_rank, scratch, on_skipped=on_skipped)
     try:
         while (candidate := on_rank_zero(finder.next)) is not None:
-            directory = _local(finder.store, candidate, world, stack)
+            directory = _fetch_to_node(finder.store, candidate, world, stack)
             problems = [
                 found for each in gathered(_problems(directory, candidate.mark, world)) for found in each
             ]
@@ -108,7 +108,7 @@ def skipped_event(problem: str) -> dict[str, Any]:
     return {"event": "checkpoint_skipped", "reason": problem}
 
 
-def _local(store: Store, candidate: Candidate, world: World, stack: contextlib.ExitStack) -> Path:
+def _fetch_to_node(store: Store, candidate: Candidate, world: World, stack: contextlib.ExitStack) -> Path:
     """The checkpoint's directory on this node; each node's local rank 0 fetches it. Raises OSError."""
     path, reason = None, ""
     if world.local_rank == 0:

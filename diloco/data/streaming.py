@@ -87,7 +87,11 @@ class StreamingSource:
             self._lane = (lane, self._windows(lane), 0)
         _, windows, position = self._lane
         if number - position >= _SKIP_WORTH_A_LINE:
-            log.info("reading %s forward over %d samples", self._dataset.name, number - position)
+            log.info(
+                "skipping %d samples of %s to reach this peer's position",
+                number - position,
+                self._dataset.name,
+            )
         window = next(itertools.islice(windows, number - position, None))
         self._lane = (lane, windows, number + 1)
         return window
@@ -177,7 +181,7 @@ def open_hub_dataset(name: str, text_column: str | None = None) -> HubDataset:
     except (OSError, ValueError, RuntimeError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise UserError(
-            f"{name} is neither a file here nor to be had from Hugging Face ({reason}); name `stdlib`, a "
+            f"{name} is not a file here, and cannot be loaded from Hugging Face ({reason}); name `stdlib`, a "
             "text, JSONL or Parquet file, a directory of them, or a dataset there (owner/name[:config])"
         ) from error
     train = splits["train"] if "train" in splits else next(iter(splits.values()))

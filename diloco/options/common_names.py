@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection
 
-_OURS = {
+_FIELD_BY_OTHER_NAME = {
     "accumulation_steps": "per_device_train_batch_size",
     "address": "initial_peers",
     "batch": "total_batch_size",
@@ -88,7 +88,7 @@ def meant(name: str, known: Collection[str]) -> str | None:
 
     Names have underscores, a section in front (`hv.local_steps`), and no leading dashes.
     """
-    ours = _OURS.get(name.rpartition(".")[2].lower(), "")
+    ours = _FIELD_BY_OTHER_NAME.get(name.rpartition(".")[2].lower(), "")
     # The same field has a section in some verbs and none in others.
     for candidate in (ours, ours.rpartition(".")[2], f"hv.{ours}"):
         if candidate in known:

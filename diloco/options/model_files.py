@@ -76,7 +76,7 @@ def directory_of(path_model: str, *, weights: bool) -> Path:
         what = "has no config.json" if local.exists() else "does not exist"
         close = nearest(path_model, preset_names())
         hint = f". Did you mean {close}? Otherwise " if close and not local.exists() else "; "
-        raise UserError(f"{path_model} is not a model: it {what}{hint}{_what_is_one()}")
+        raise UserError(f"{path_model} is not a model: it {what}{hint}{_what_to_name()}")
     return _from_hub(path_model, weights=weights)
 
 
@@ -155,7 +155,7 @@ def _preset_width(directory: Path) -> int:
     return int(json.loads((directory / _CONFIG).read_text(encoding="utf-8"))["hidden_size"])
 
 
-def _what_is_one() -> str:
+def _what_to_name() -> str:
     return (
         f"name a preset ({', '.join(preset_names())}), a directory with a config.json, or a Hugging Face id"
     )
@@ -179,11 +179,11 @@ def _from_hub(model_id: str, *, weights: bool) -> Path:
     except (HFValidationError, HfHubHTTPError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(
-            f"{model_id} is neither a directory here nor to be had from Hugging Face ({reason}); "
-            f"{_what_is_one()}"
+            f"{model_id} is not a directory here, and cannot be loaded from Hugging Face ({reason}); "
+            f"{_what_to_name()}"
         ) from error
     if not (directory / _CONFIG).is_file():
-        raise UserError(f"{model_id} on Hugging Face has no config.json; {_what_is_one()}")
+        raise UserError(f"{model_id} on Hugging Face has no config.json; {_what_to_name()}")
     if pickled := [name for name in files if name.endswith((".bin", ".pt", ".pth"))]:
         raise UserError(
             f"{model_id} on Hugging Face has pickled weights ({pickled[0]}), and no safetensors to load"
