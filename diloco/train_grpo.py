@@ -37,7 +37,7 @@ from diloco.rl.checkpoints import KeepCheckpoints, KeepDeltas
 from diloco.rl.evaluation import TEMPERATURE, TOP_K, TOP_P, evaluated
 from diloco.rl.generation import generating_by_servers
 from diloco.rl.gpus import split_gpus, starts_server
-from diloco.rl.prompts import Deal, held_out_examples, place_of, rows_of
+from diloco.rl.prompts import PromptSchedule, held_out_examples, place_of, rows_of
 from diloco.rl.recorder import Recorder
 from diloco.rl.rollouts import Rollouts
 from diloco.rl.server_client import Sampling
@@ -125,7 +125,7 @@ class Training:
         )
         self.period = generation_period(args)
         check_divides(args, steps_per_epoch=config.hv.steps_per_epoch)
-        self.deal = Deal(
+        self.prompts = PromptSchedule(
             seed=config.seed,
             steps_per_epoch=config.hv.steps_per_epoch,
             period=self.period,
@@ -212,7 +212,7 @@ class Training:
             model=self.model,
             args=args,
             reward_funcs=reward_functions(self.task),
-            train_dataset=placeholders(self.deal.prompts_per_generation),
+            train_dataset=placeholders(self.prompts.prompts_per_generation),
             processing_class=self.tokenizer,
             optimizers=(optimizer, schedule),
             callbacks=[
@@ -220,7 +220,7 @@ class Training:
                 self.callback,
                 EvaluateWhenDue(
                     interval=config.eval_interval,
-                    is_ours=self.evaluates_between,
+                    should_evaluate=self.evaluates_between,
                     at_start=self.start,
                 ),
                 self.kept,
@@ -288,8 +288,8 @@ class Training:
     def rows(self) -> list[dict[str, object]]:
         """The prompts of the next generation, each repeated `num_generations` times."""
         step = self.trainer.state.global_step
-        block, local_step = place_of(self.outer, step, steps_per_epoch=self.deal.steps_per_epoch)
-        numbers = self.deal.numbers(block, local_step, num_examples=self.task.num_examples)
+        block, local_step = place_of(self.outer, step, steps_per_epoch=self.prompts.steps_per_epoch)
+        numbers = self.prompts.numbers(block, local_step, num_examples=self.task.num_examples)
         return rows_of(self.task, numbers, copies=self.config.grpo.num_generations)
 
     def start(self) -> None:
@@ -380,7 +380,7 @@ class Training:
 
     def finish(self) -> None:
         """After the last step, evaluate and save the model while this peer is still in the swarm."""
-        self.recorder.tell_commits()
+        self.recorder.write_commits()
         if self.outer.evaluates and self.held_out:
             self.evaluate()
         state = full_state(self.model)

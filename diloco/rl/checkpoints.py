@@ -101,7 +101,7 @@ class KeepCheckpoints(TrainerCallback):
         if (written / COMPLETE).is_file():
             mark = read_mark(written)
         elif outer.active or not written.is_dir():
-            raise OSError("it was not written as a whole, see the lines before")
+            raise OSError("it was not written completely; the log above says why")
         else:
             mark = mark_whole(written, outer, num_ranks=self._world.num_ranks)
         self._saved_at_ms = max(self._saved_at_ms + 1, mark.saved_at_ms)
@@ -147,12 +147,12 @@ class KeepDeltas(TrainerCallback):
             self._try_to_write(step, weights)
 
         on_rank_zero(open_writer)
-        self._looked_at = step
+        self._checked_step = step
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        before, self._looked_at = self._looked_at, state.global_step
+        before, self._checked_step = self._checked_step, state.global_step
         # Not `% interval == 0`: an outer step may advance the nominal step by several.
         if state.global_step // self._interval > before // self._interval:
             step, weights = state.global_step, self._weights()

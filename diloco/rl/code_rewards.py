@@ -11,8 +11,8 @@ from diloco.rl.tasks import Example, Reward, answered, reasoned
 
 _FENCE = re.compile(r"```(?:python|py)?\s*\n(.*?)```", re.DOTALL)
 # Verdicts are cached: completions of a group are often identical, and each is judged for its reward and as solved.
-_REMEMBERED = 512
-_remembered: dict[tuple[str, str, tuple[str, ...]], Verdict] = {}
+_MAX_CACHED = 512
+_verdicts: dict[tuple[str, str, tuple[str, ...]], Verdict] = {}
 
 
 def code_rewards() -> tuple[Reward, ...]:
@@ -55,8 +55,8 @@ def judged(completion: Completion, example: Example) -> Verdict:
     if not compiles(completion, example):
         return Verdict(num_passed=0, num_tests=len(tests))
     key = (code_of(completion), str(example.data.get("setup") or ""), tests)
-    if key not in _remembered:
-        while len(_remembered) >= _REMEMBERED:
-            del _remembered[next(iter(_remembered))]
-        _remembered[key] = run_tests(key[0], tests, setup=key[1])
-    return _remembered[key]
+    if key not in _verdicts:
+        while len(_verdicts) >= _MAX_CACHED:
+            del _verdicts[next(iter(_verdicts))]
+        _verdicts[key] = run_tests(key[0], tests, setup=key[1])
+    return _verdicts[key]

@@ -117,8 +117,8 @@ def _name_the_changed_file(directory: Path, steps: list[int]) -> NoReturn:
         number for number, label, state in _states(directory, steps) if digest_of(state) != label.digest
     )
     raise UserError(
-        f"{_path(directory, next(changed))} was changed after it was saved: what comes of it has another digest. The "
-        "steps before it can be rebuilt"
+        f"{_path(directory, next(changed))} was changed after it was saved: the rebuilt weights have another digest. "
+        "Earlier steps can be rebuilt"
     )
 
 

@@ -50,13 +50,13 @@ class ServerGeneration(VLLMGeneration):
         profiler: Any = None,
     ) -> tuple[Any, ...]:
         """As TRL's: `prompts` has each prompt `num_generations` times. Returns this rank's completions."""
-        everybodys = gather_object(prompts)
-        answer = on_rank_zero(lambda: self._written(everybodys[::num_generations], num_generations))
+        all_prompts = gather_object(prompts)
+        answer = on_rank_zero(lambda: self._complete(all_prompts[::num_generations], num_generations))
         own = slice(self.accelerator.process_index * len(prompts), None)
         ids, logprobs = ([*part][own][: len(prompts)] for part in answer)
         return prompts, ids, logprobs, [[[token] for token in one] for one in ids]
 
-    def _written(
+    def _complete(
         self, prompts: Sequence[list[int]], count: int
     ) -> tuple[list[list[int]], list[list[list[float | None]]]]:
         assert self.servers is not None

@@ -55,7 +55,7 @@ class HubTask:
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _HubTaskSpec:
     path: str
     configuration: str | None
     columns: tuple[str, ...]
@@ -119,8 +119,8 @@ def _equivalent(completion: Completion, example: Example) -> float:
     return float(completion.has_answer and equivalent(completion.answer, example.gold))
 
 
-HUB_TASKS: dict[str, _Kind] = {
-    "gsm8k": _Kind(
+HUB_TASKS: dict[str, _HubTaskSpec] = {
+    "gsm8k": _HubTaskSpec(
         path="openai/gsm8k",
         configuration="main",
         columns=("question", "answer"),
@@ -134,7 +134,7 @@ HUB_TASKS: dict[str, _Kind] = {
         ),
         solved=lambda completion, example: _same_number(completion, example) == 1.0,
     ),
-    "math": _Kind(
+    "math": _HubTaskSpec(
         path="DigitalLearningGmbH/MATH-lighteval",
         configuration="default",
         columns=("problem", "solution"),
@@ -147,7 +147,7 @@ HUB_TASKS: dict[str, _Kind] = {
         ),
         solved=lambda completion, example: _equivalent(completion, example) == 1.0,
     ),
-    "mbpp": _Kind(
+    "mbpp": _HubTaskSpec(
         path="google-research-datasets/mbpp",
         configuration="full",
         columns=("test_list",),

@@ -27,7 +27,7 @@ _POLL_S = 0.25
 _STOP_TIMEOUT_S = 10.0
 # Arguments on CPU. Compiling takes minutes there; and with chunked prefill, a request with a seed kills the engine of
 # vLLM 0.32 ("CPU Generator does not use offset").
-_ON_CPU = ["--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", "16384"]
+_CPU_ARGS = ["--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", "16384"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ class OwnServer:
         process = self._process
         return process is not None and process.poll() is not None
 
-    def has_served(self) -> None:
+    def note_served(self) -> None:
         """Note that the server has completed a request, which resets the count of deaths in a row."""
         self._deaths = 0
 
@@ -181,7 +181,7 @@ def vllm_command(
     argv += ["--host", "127.0.0.1", "--port", str(port), "--worker-extension-cls", EXTENSION]
     argv += ["--served-model-name", name]
     argv += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
-    argv += _ON_CPU if gpu is None else []
+    argv += _CPU_ARGS if gpu is None else []
     return ServerCommand(
         argv=[*argv, *more],
         env=server_environment(environment, gpu, _only_diloco(log_path.parent / "server-path")),

@@ -16,7 +16,7 @@ from diloco.rl.tasks import Example, Task
 
 
 @dataclass(frozen=True, kw_only=True)
-class Deal:
+class PromptSchedule:
     """How the prompts of a peer's block are divided into generations."""
 
     seed: int

@@ -120,7 +120,7 @@ class _Server(http.server.ThreadingHTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         # The base class prints a traceback. A server whose download breaks off reports that itself.
-        log.debug("%s broke off: %r", client_address, sys.exception())
+        log.debug("a request of %s failed: %r", client_address, sys.exception())
 
 
 class _Ipv6Server(_Server):

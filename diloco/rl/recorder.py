@@ -121,7 +121,7 @@ class Recorder(TrainerCallback):
                 difference=difference,
                 limit=self._logp_alarm,
             )
-        self.tell_commits()
+        self.write_commits()
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -132,7 +132,7 @@ class Recorder(TrainerCallback):
         """Note an outer step. Its record is written after the record of the inner step that led to it."""
         self._commits.append((step, commit))
 
-    def tell_commits(self) -> None:
+    def write_commits(self) -> None:
         for step, commit in self._commits:
             self._metrics.write("epoch", step=step, **asdict(commit))
         self._commits = []

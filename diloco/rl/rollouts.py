@@ -22,11 +22,11 @@ log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 5
 RETURN_TIMEOUT_S = 600.0
-_WAIT_FOR_OTHERS_S = 900.0
-_SAID_AFTER_S = 10.0
+_LOCK_TIMEOUT_S = 900.0
+_WARN_AFTER_S = 10.0
 _HEALTH_TIMEOUT_S = 10.0
 _POLL_S = 0.2
-_AT_ONCE = 64
+_MAX_CONCURRENT = 64
 
 
 class PushRefused(DilocoError):
@@ -76,7 +76,7 @@ class Rollouts:
 
     def _push_to_all(self) -> None:
         for server in self.servers:
-            self._take(server)
+            self._lock(server)
             publisher, version = server.served()
             if (publisher, version) != (self.publisher.name, self.publisher.version):
                 self.last_push = self._push(server, publisher, version)
@@ -84,14 +84,14 @@ class Rollouts:
     def _push(self, server: ServerClient, publisher: str, version: int) -> dict[str, Any]:
         began = time.monotonic()
         label, blob = self.publisher.blob_for(publisher, version)
-        offers = self._offers_to(server)
+        offers = self._offers_for(server)
         url = offers.blob(blob)
         try:
             answer = server.pull(url)
         finally:
             offers.withdraw(url)
         if answer.get("is_lost"):
-            raise ServerLost(f"{server.url} has not the weights: {answer['error']}")
+            raise ServerLost(f"{server.url} did not get the weights: {answer['error']}")
         if not answer["ok"]:
             raise PushRefused(f"{server.url} refused version {label.version}: {answer['error']}")
         return {
@@ -108,18 +108,18 @@ class Rollouts:
             server = self.servers[number % len(self.servers)]
             return server.complete(prompts[number], count, sampling, seed=seed + number)
 
-        with ThreadPoolExecutor(max_workers=min(_AT_ONCE, len(prompts))) as pool:
+        with ThreadPoolExecutor(max_workers=min(_MAX_CONCURRENT, len(prompts))) as pool:
             written = list(pool.map(completed, range(len(prompts))))
         for server in self.servers:
             publisher, version = server.served()
             if (publisher, version) != (self.publisher.name, self.publisher.version):
                 raise ServerLost(f"{server.url} changed to version {version} of {publisher} meanwhile")
-            self._give_back(server)
+            self._unlock(server)
         return written
 
-    def _take(self, server: ServerClient) -> None:
+    def _lock(self, server: ServerClient) -> None:
         """Lock the server, waiting until no other trainer uses it."""
-        offers, began, said = self._offers_to(server), time.monotonic(), False
+        offers, began, has_warned = self._offers_for(server), time.monotonic(), False
         while True:
             if server.url not in self._signs:
                 self._signs[server.url] = offers.sign()
@@ -127,19 +127,19 @@ class Rollouts:
             if answer["ok"]:
                 return
             # Some of the server's workers may have accepted our lock: release it while we wait.
-            self._give_back(server)
+            self._unlock(server)
             waited_s = time.monotonic() - began
-            if waited_s > _WAIT_FOR_OTHERS_S:
-                raise ServerLost(f"{server.url}: {answer['error']}, for {_WAIT_FOR_OTHERS_S:g} s")
-            if waited_s > _SAID_AFTER_S and not said:
+            if waited_s > _LOCK_TIMEOUT_S:
+                raise ServerLost(f"{server.url}: {answer['error']}, for {_LOCK_TIMEOUT_S:g} s")
+            if waited_s > _WARN_AFTER_S and not has_warned:
                 log.warning("%s: %s; waiting until it is free", server.url, answer["error"])
-                said = True
+                has_warned = True
             time.sleep(_POLL_S)
 
-    def _give_back(self, server: ServerClient) -> None:
-        self._offers_to(server).withdraw(self._signs.pop(server.url, ""))
+    def _unlock(self, server: ServerClient) -> None:
+        self._offers_for(server).withdraw(self._signs.pop(server.url, ""))
 
-    def _offers_to(self, server: ServerClient) -> Offers:
+    def _offers_for(self, server: ServerClient) -> Offers:
         return self._offers[address_towards(server.url)]
 
     def _until_done(self, action: Callable[[], Any]) -> Any:
@@ -160,14 +160,14 @@ class Rollouts:
                     self.own.restart()
                     self._on_event(event="server_restarted", restarts=self.own.num_restarts)
                 else:
-                    self._wait_for_others()
+                    self._wait_for_return()
             else:
                 if self.own:
-                    self.own.has_served()
+                    self.own.note_served()
                 return result
         raise AssertionError
 
-    def _wait_for_others(self) -> None:
+    def _wait_for_return(self) -> None:
         """Wait for servers that this trainer has not started. Raises DilocoError after RETURN_TIMEOUT_S."""
         deadline = time.monotonic() + RETURN_TIMEOUT_S
         for server in self.servers:

@@ -22,7 +22,7 @@ from torch import Tensor
 from diloco.rl.weights import BadBlob, Label, State, check_state, digest_of, patched, unpacked
 
 Expected = dict[str, tuple[str, tuple[int, ...]]]
-_DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+_WITHOUT_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 # Kept short: while the server waits for the sign of a trainer whose machine is gone, nothing is generated.
 _SIGN_TIMEOUT_S = 3.0
 _DTYPES = {"F32": "torch.float32", "F16": "torch.float16", "BF16": "torch.bfloat16"}
@@ -104,11 +104,11 @@ def _held(worker: Any) -> _Held:
 def _checked(held: _Held, blob: bytes, expected: Expected) -> tuple[Label, State]:
     """The complete new weights, verified. Raises BadBlob, OSError; changes nothing."""
     label, state = unpacked(blob)
-    is_ours = label.publisher == held.label.publisher
-    if is_ours and label.version <= held.label.version:
+    is_same_publisher = label.publisher == held.label.publisher
+    if is_same_publisher and label.version <= held.label.version:
         raise BadBlob(f"version {label.version} is stale: {held.label.version} is served")
     if label.base is not None:
-        if not is_ours or label.base != held.label.version:
+        if not is_same_publisher or label.base != held.label.version:
             raise BadBlob(f"the patch is for version {label.base}, and {held.label.version} is served")
         state = patched(held.state, state)
     check_state(state, expected)
@@ -120,9 +120,9 @@ def _checked(held: _Held, blob: bytes, expected: Expected) -> tuple[Label, State
 def _downloaded(url: str, timeout_s: float) -> bytes:
     """Fetch a URL. Raises OSError and HTTPException, and ValueError if it is not an HTTP URL."""
     if not url.startswith(("http://", "https://")):
-        raise ValueError(f"{url} is no HTTP address")
+        raise ValueError(f"{url} is not an HTTP URL")
     # Without the environment's proxy: trainers are on this machine or in the same network.
-    with _DIRECTLY.open(url, timeout=timeout_s) as answer:
+    with _WITHOUT_PROXY.open(url, timeout=timeout_s) as answer:
         blob: bytes = answer.read()
         return blob
 

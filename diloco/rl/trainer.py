@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 Rows = Callable[[], list[dict[str, object]]]
 RewardFunction = Callable[..., list[float]]
-_EVALUATED_AT_ONCE = 64
+_EVALUATION_BATCH = 64
 
 
 class PeerTrainer(GRPOTrainer):
@@ -98,9 +98,9 @@ def completed_by_the_trainer(
         with torch.random.fork_rng(devices=devices), torch.no_grad():
             torch.manual_seed(seed)
             asked = [ids for ids in token_ids(tokenizer, prompts) for _ in range(count)]
-            for start in range(0, len(asked), _EVALUATED_AT_ONCE):
+            for start in range(0, len(asked), _EVALUATION_BATCH):
                 input_ids, mask = left_padded(
-                    asked[start : start + _EVALUATED_AT_ONCE], tokenizer.pad_token_id or 0
+                    asked[start : start + _EVALUATION_BATCH], tokenizer.pad_token_id or 0
                 )
                 output = model.generate(
                     input_ids=input_ids.to(model.device),

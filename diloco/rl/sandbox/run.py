@@ -86,7 +86,7 @@ def check_sandbox() -> None:
         with _sandboxed("confined", Limits(), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE) as trial:
             _, complaint = trial.communicate(timeout=_CHECK_TIMEOUT_S)
     except subprocess.TimeoutExpired as error:
-        raise UserError(f"bubblewrap has started nothing within {_CHECK_TIMEOUT_S:g} s") from error
+        raise UserError(f"bubblewrap did not run a process within {_CHECK_TIMEOUT_S:g} s") from error
     if trial.returncode:
         reason = complaint.decode(errors="replace").strip().rpartition("\n")[2]
         raise UserError(

@@ -21,7 +21,7 @@ _CONTAINERS: dict[str, Callable[[Any], Any]] = {
     "deque": deque,
     "dict": dict,
 }
-_WRITTEN: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
+_AS_STRING: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
     "bytes": (bytes, bytes.hex, bytes.fromhex),
     "complex": (complex, str, complex),
 }
@@ -69,7 +69,7 @@ def _plain(value: Any) -> Any:
         if isinstance(value, kind):  # type: ignore[arg-type]
             items = value.items() if name == "dict" else value
             return [name, [_plain(tuple(item) if name == "dict" else item) for item in items]]
-    for name, (kind, write, _) in _WRITTEN.items():
+    for name, (kind, write, _) in _AS_STRING.items():
         if isinstance(value, kind):
             return [name, write(value)]
     held.append(value)
@@ -84,6 +84,6 @@ def _value(plain: Any, reference: Callable[[int], Any]) -> Any:
     name, content = plain
     if name == "reference":
         return reference(int(content))
-    if name in _WRITTEN:
-        return _WRITTEN[name][2](content)
+    if name in _AS_STRING:
+        return _AS_STRING[name][2](content)
     return _CONTAINERS[name](_value(item, reference) for item in content)
