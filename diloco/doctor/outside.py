@@ -60,17 +60,17 @@ class Outside:
         try:
             async with asking(transport, peer_id, self._hv.run_id, token=token, maddrs=maddrs) as asked:
                 self.ahead_s[name] = asked.here.ahead_s
-                await self._be_called(transport, asked, peer_id, name)
+                await self._request_calls(transport, asked, peer_id, name)
                 return await _speed_of(asked, name)
         except Busy as error:
-            return warned("bandwidth", f"{name}: {error}", self._again("diloco doctor", "in a minute"))
+            return warned("bandwidth", f"{name}: {error}", self._fix_by("diloco doctor", "in a minute"))
         except Refused as error:
             return warned("bandwidth", f"{name} does not answer: {error.why}", "--swarm-secret-file FILE")
         except PeersError as error:
-            fix = self._again("diloco status", "whether it is still there")
+            fix = self._fix_by("diloco status", "whether it is still there")
             return warned("bandwidth", f"{name} does not answer: {error}", fix)
 
-    def _again(self, command: str, why: str) -> str:
+    def _fix_by(self, command: str, why: str) -> str:
         return f"{command} --initial-peers {' '.join(self._hv.initial_peers)}  # {why}"
 
     def findings(self) -> Iterator[Finding]:
@@ -80,7 +80,7 @@ class Outside:
             yield warned(
                 "nat",
                 "nobody could tell how this machine is seen",
-                self._again("diloco status", "who is there to be asked"),
+                self._fix_by("diloco status", "who is there to be asked"),
             )
             return
         for port in self._ports:
@@ -112,7 +112,7 @@ class Outside:
         is_named = bool(announced) or any(maddr.port for maddr in maddrs)
         self._ports.append(Port(name, direct.port, outside, is_named, announce_flag))
 
-    async def _be_called(self, transport: Transport, asked: Asked, peer_id: str, name: str) -> None:
+    async def _request_calls(self, transport: Transport, asked: Asked, peer_id: str, name: str) -> None:
         """Let the member call this machine's ports, unless a peer from outside has already done so."""
         host = asked.here.host
         if not host or (self._seen is not None and not self._seen.is_near):

@@ -87,9 +87,9 @@ def check_model_memory(config: TrainConfig, num_ranks: int, gpu_bytes: int | Non
         yield failed("memory", said, fix)
         return
     need, left = need_of(samples), available_memory_bytes()
-    free = f", {_room(left)} are free" if left is not None else ""
-    gpus = f" and {_room(need.device_bytes)} on GPUs" if on_gpu else ""
-    yield passed("memory", f"{config.path_model} needs {_room(need.host_bytes)}{gpus}{free}")
+    free = f", {_size_text(left)} are free" if left is not None else ""
+    gpus = f" and {_size_text(need.device_bytes)} on GPUs" if on_gpu else ""
+    yield passed("memory", f"{config.path_model} needs {_size_text(need.host_bytes)}{gpus}{free}")
 
 
 def check_disk(config: TrainConfig, state_dir: Path, *, num_peers: int = 1) -> Iterator[Finding]:
@@ -136,11 +136,11 @@ def tried(place: Place) -> Finding:
         free = shutil.disk_usage(existing).free
     except OSError as error:
         return failed(place.name, f"{place.path} cannot be written to: {error.strerror}", place.fix)
-    said = f"{place.path}: {_room(free)} free"
+    said = f"{place.path}: {_size_text(free)} free"
     if free < place.needed_bytes:
-        return failed(place.name, f"{said}, {_room(place.needed_bytes)} needed", place.fix)
+        return failed(place.name, f"{said}, {_size_text(place.needed_bytes)} needed", place.fix)
     if free < 2 * place.needed_bytes:
-        return warned(place.name, f"{said}, and {_room(place.needed_bytes)} needed at a time", place.fix)
+        return warned(place.name, f"{said}, and {_size_text(place.needed_bytes)} needed at a time", place.fix)
     return passed(place.name, said)
 
 
@@ -178,5 +178,5 @@ def _largest_that_fits(on_gpu: bool) -> str:
     return fitting[-1] if fitting else "2m"
 
 
-def _room(num_bytes: float) -> str:
+def _size_text(num_bytes: float) -> str:
     return f"{num_bytes / _GIB:.1f} GiB" if num_bytes >= 0.1 * _GIB else f"{num_bytes / 2**20:.0f} MiB"

@@ -45,7 +45,7 @@ def check_packages(
     if not requirements:
         yield warned("packages", _UNKNOWN, INSTALL)
         return
-    wrong = list(_wrong(requirements, version_of))
+    wrong = list(_unsatisfied(requirements, version_of))
     for requirement, found in wrong:
         yield failed("packages", f"{found}; diloco needs {requirement}", f'pip install "{requirement}"')
     if not wrong:
@@ -117,7 +117,7 @@ def _project() -> dict[str, Any] | None:
     return project if project.get("name") == "diloco" else None
 
 
-def _wrong(
+def _unsatisfied(
     requirements: Iterable[Requirement], version_of: Callable[[str], str]
 ) -> Iterator[tuple[Requirement, str]]:
     for requirement in requirements:
