@@ -26,12 +26,12 @@ class Downloads:
         self.num_bytes = 0.0
         """Total size of all downloads that were started."""
         self._under_way: dict[int, Activity] = {}
-        self._wanted_until = 0.0
+        self._recorded_until = 0.0
         self._recorded: set[str] = set()
 
     def committed(self, head: str, begun_at: float) -> None:
         """Record the commit with this head, if its reduction began at a time when commits are recorded."""
-        if self._under_way or begun_at < self._wanted_until:
+        if self._under_way or begun_at < self._recorded_until:
             self._recorded.add(head)
 
     def size_of(self, path: Sequence[Certificate], have: Certificate | None) -> float:
@@ -67,4 +67,4 @@ class Downloads:
 
     def _end(self, joiner: int) -> None:
         del self._under_way[joiner]
-        self._wanted_until = self._clock.now + KEPT_FOR_S
+        self._recorded_until = self._clock.now + KEPT_FOR_S

@@ -28,7 +28,7 @@ class Machine:
     hop_s: float = 0.0
     """Latency of handing work to another process or thread, independent of the size; about ten times per round."""
 
-    def left_to_preview_s(self, num_bytes: float, reduced_in_s: float, chunk_bytes: float) -> float:
+    def remaining_preview_s(self, num_bytes: float, reduced_in_s: float, chunk_bytes: float) -> float:
         """Time that the remaining digests take after the last sum has arrived."""
         spare_s = max(0.0, reduced_in_s - num_bytes / self.reduce)
         last_chunk_s = min(num_bytes, chunk_bytes) / self.preview

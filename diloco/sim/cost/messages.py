@@ -42,7 +42,7 @@ class Messages:
         self._up_free_at = dict.fromkeys(links, 0.0)
         self._down_free_at = dict.fromkeys(links, 0.0)
         self._sizes: dict[object, int] = {}
-        self._said: dict[str, Status] = {}
+        self._last_status: dict[str, Status] = {}
         self._usual_delay_s = 2 * statistics.median_low(link.delay_s for link in links.values())
         self._gathered_s = _GATHERED_S * len(links) if len(links) > _LARGE else 0.0
         self._gathered: list[tuple[str, Status]] = []
@@ -54,39 +54,41 @@ class Messages:
     def open(self, peer_id: str, receiver: Receiver) -> None:
         """Add a receiver, and send it the last status of the others."""
         self.receivers[peer_id] = receiver
-        said = tuple((other, status) for other, status in self._said.items() if other in self.receivers)
+        said = tuple(
+            (other, status) for other, status in self._last_status.items() if other in self.receivers
+        )
         if said:
             self._clock.after(self._usual_delay_s, lambda: receiver.post(events.StatusesReceived(said)))
 
     def close(self, peer_id: str) -> None:
         self.receivers.pop(peer_id, None)
-        self._said.pop(peer_id, None)
+        self._last_status.pop(peer_id, None)
 
     def send(self, sender: str, to: str, message: Message) -> None:
         size = self._size_of(message)
-        gone_at = self._gone_at(sender) + size / self._links[sender].up_bytes_per_s
+        gone_at = self._uplink_free_at(sender) + size / self._links[sender].up_bytes_per_s
         self._up_free_at[sender] = gone_at
         self._clock.at(gone_at + self.delay_s(sender, to), lambda: self._arrive(sender, to, message, size))
 
     def broadcast(self, sender: str, message: Message) -> None:
         if isinstance(message, Status):
-            self._say(sender, message)
+            self._send_status(sender, message)
             return
         for to in self.receivers:
             if to != sender:
                 self.send(sender, to, message)
 
-    def _gone_at(self, sender: str) -> float:
+    def _uplink_free_at(self, sender: str) -> float:
         """The time at which the sender's uplink is free, after all earlier messages."""
         return max(self._clock.now, self._up_free_at[sender])
 
-    def _say(self, sender: str, status: Status) -> None:
+    def _send_status(self, sender: str, status: Status) -> None:
         """Send a status after all earlier messages of the sender, so that the order is kept."""
 
         def leave() -> None:
             if sender not in self.receivers:
                 return
-            self._said[sender] = status
+            self._last_status[sender] = status
             if self._gathered_s:
                 self._gather(sender, status)
                 return
@@ -95,17 +97,17 @@ class Messages:
                     after_s = self.delay_s(sender, to) + self._hop_s[to]
                     self._clock.after(after_s, lambda to=to: self._deliver(sender, to, status))  # type: ignore[misc]
 
-        if (gone_at := self._gone_at(sender)) > self._clock.now:
+        if (gone_at := self._uplink_free_at(sender)) > self._clock.now:
             self._clock.at(gone_at, leave)
         else:
             leave()
 
     def _gather(self, sender: str, status: Status) -> None:
         if not self._gathered:
-            self._clock.after(self._gathered_s + self._usual_delay_s, self._hand_over)
+            self._clock.after(self._gathered_s + self._usual_delay_s, self._deliver_gathered)
         self._gathered.append((sender, status))
 
-    def _hand_over(self) -> None:
+    def _deliver_gathered(self) -> None:
         event, self._gathered = events.StatusesReceived(tuple(self._gathered)), []
         for receiver in list(self.receivers.values()):
             receiver.post(event)

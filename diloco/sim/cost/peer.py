@@ -76,7 +76,7 @@ class CostPeer(Process):
         self._reduction: Reduction | None = None
         self._bandwidth = Bandwidth()
         self._ended: EpochOfPeer | None = None
-        self._said: Status | None = None
+        self._last_status: Status | None = None
 
     # Life
 
@@ -99,8 +99,8 @@ class CostPeer(Process):
     # As a process
 
     def repeat_status(self) -> None:
-        if self._said is not None:
-            self.swarm.messages.broadcast(self.peer_id, self._said)
+        if self._last_status is not None:
+            self.swarm.messages.broadcast(self.peer_id, self._last_status)
 
     @property
     def is_idle(self) -> bool:
@@ -125,7 +125,7 @@ class CostPeer(Process):
             case effects.Send(peer_id, message):
                 self.swarm.messages.send(self.peer_id, peer_id, message)
             case effects.Broadcast(message):
-                self._said = message if isinstance(message, Status) else self._said
+                self._last_status = message if isinstance(message, Status) else self._last_status
                 self.swarm.messages.broadcast(self.peer_id, message)
             case effects.Pledge(head, attempt):
                 self.swarm.pledges[self.rank][head] = attempt
@@ -170,7 +170,7 @@ class CostPeer(Process):
         if self._ended is not None:
             self._ended.at, self._ended.parts.blocked_s = at, blocked_s
             self._ended = None
-        self._clock.at(at, self.swarm.look_for_the_end)
+        self._clock.at(at, self.swarm.check_end)
 
     def _answer(self, answer: effects.Answer) -> None:
         if answer.how == "begin":
@@ -213,7 +213,7 @@ class CostPeer(Process):
         piece.sent_bytes += reduced.volume.sent_bytes
         if reduced.reduce_s >= WINDOW_S:
             self._bandwidth.saw(min(link.up_bytes_per_s, link.down_bytes_per_s))
-        parts.preview_s = paces.hop_s + paces.left_to_preview_s(
+        parts.preview_s = paces.hop_s + paces.remaining_preview_s(
             self._bytes, reduced.reduce_s, FP32_BYTES * STATE_CHUNK_NUMEL
         )
         anchor, momentum = self.swarm.outcome_of(reduction.plan)

@@ -136,7 +136,7 @@ class Reduction:
         timer = self.clock.after(connect_s, self._give_up_connecting)
         self._parts[rank] = _Part(self.clock.now, on_reduced, on_failed, timer, stall_s)
         if self._is_over:
-            self._tell_failure(rank, frozenset(), self._worst_delay_s)
+            self._notify_failure(rank, frozenset(), self._worst_delay_s)
         elif len(self._parts) == len(self.ranks):
             self.clock.after(self._connect_s, self._start)
 
@@ -224,9 +224,9 @@ class Reduction:
         if self._activity is not None:
             self.traffic.stop(self._activity)
         for rank in self._parts:
-            self._tell_failure(rank, suspects, notice_s)
+            self._notify_failure(rank, suspects, notice_s)
 
-    def _tell_failure(self, rank: int, suspects: frozenset[int], notice_s: float) -> None:
+    def _notify_failure(self, rank: int, suspects: frozenset[int], notice_s: float) -> None:
         part = self._parts[rank]
         part.timer.cancel()
         self.clock.after(notice_s, lambda: part.on_failed(suspects))

@@ -100,7 +100,7 @@ class CostSwarm:
             )
         return self._figures()
 
-    def look_for_the_end(self) -> None:
+    def check_end(self) -> None:
         """End the simulation once all members of the last commit that are still alive train on top of it."""
         last = self._last_epoch
         self._is_over = self.newest.plan.epoch >= last and all(

@@ -35,28 +35,28 @@ class Traffic:
     def __init__(self, clock: Clock, capacity: Mapping[Resource, float]) -> None:
         self._clock, self._capacity = clock, capacity
         self._active: list[Activity] = []
-        self._counted_at = 0.0
+        self._advanced_at = 0.0
         self._timer: Timer | None = None
 
     def start(self, activity: Activity) -> None:
-        self._count()
+        self._advance()
         self._active.append(activity)
-        self._share()
+        self._assign_rates()
 
     def stop(self, activity: Activity) -> None:
         """Cancel an activity; no effect if it is already done."""
         if activity in self._active:
-            self._count()
+            self._advance()
             self._active.remove(activity)
-            self._share()
+            self._assign_rates()
 
-    def _count(self) -> None:
+    def _advance(self) -> None:
         """Update `left` of all activities for the time since the rates last changed."""
-        seconds, self._counted_at = self._clock.now - self._counted_at, self._clock.now
+        seconds, self._advanced_at = self._clock.now - self._advanced_at, self._clock.now
         for activity in self._active:
             activity.left -= seconds * activity.rate
 
-    def _share(self) -> None:
+    def _assign_rates(self) -> None:
         """Compute all rates, and set the timer for the first activity to finish."""
         if self._timer is not None:
             self._timer.cancel()
@@ -76,10 +76,10 @@ class Traffic:
 
     def _finish(self) -> None:
         self._timer = None
-        self._count()
+        self._advance()
         done = [activity for activity in self._active if self._is_done(activity)]
         self._active = [a for a in self._active if a not in done]
-        self._share()
+        self._assign_rates()
         for activity in done:
             activity.on_done()
 

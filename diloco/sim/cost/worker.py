@@ -70,7 +70,7 @@ class Worker:
         """The epoch that it trains in."""
         self._began_at, self._began_with, self._pace = 0.0, 0, step_s
         self._trains_since: float | None = None
-        self._still_since: float | None = None
+        self._blocked_since: float | None = None
         self._blocked_s = 0.0
         self._is_ahead = False
         """Whether it trains in the next epoch because its commit is late."""
@@ -108,23 +108,23 @@ class Worker:
         self._answer = answer
         if answer.counts:
             self._handed = Work()
-        if self._is_ahead and self._still_since is None:
+        if self._is_ahead and self._blocked_since is None:
             self._train(self.local_step)
-            self._trains_since, self._still_since = None, self._clock.now
-        if self._still_since is not None:
+            self._trains_since, self._blocked_since = None, self._clock.now
+        if self._blocked_since is not None:
             self._merge()
 
     def go_ahead(self, epoch: int) -> None:
         """The round takes long: train in the next epoch as soon as the worker would be blocked."""
         self._ahead_to = epoch
-        if self._still_since is not None and self._answer is None and not self._is_ahead:
+        if self._blocked_since is not None and self._answer is None and not self._is_ahead:
             self._train_ahead(epoch)
 
     def _train_ahead(self, epoch: int) -> None:
         now, steps = self._clock.now, self._schedule.steps_per_epoch
-        assert self._still_since is not None
-        self._blocked_s += now - self._still_since
-        self._still_since, self._ahead_to, self._is_ahead = None, None, True
+        assert self._blocked_since is not None
+        self._blocked_s += now - self._blocked_since
+        self._blocked_since, self._ahead_to, self._is_ahead = None, None, True
         self.epoch, self._began_at, self._began_with, self._trains_since = epoch, now, 0, now
 
         def end() -> None:
@@ -145,19 +145,19 @@ class Worker:
 
     def _collect(self, num_steps: int) -> None:
         self._train(num_steps)
-        self._trains_since, self._still_since = None, self._clock.now
+        self._trains_since, self._blocked_since = None, self._clock.now
         if self._answer is not None:
             self._merge()
         elif self._ahead_to is not None and not self._is_ahead:
             self._train_ahead(self._ahead_to)
 
     def _merge(self) -> None:
-        assert self._answer is not None and self._still_since is not None
+        assert self._answer is not None and self._blocked_since is not None
         answer, self._answer = self._answer, None
         took_s = self._bytes / self._machine.take
-        blocked_s = self._blocked_s + self._clock.now - self._still_since + took_s
+        blocked_s = self._blocked_s + self._clock.now - self._blocked_since + took_s
         done = self.local_step if self._is_ahead and answer.epoch == self.epoch else 0
-        self._still_since, self._ahead_to, self._is_ahead = None, None, False
+        self._blocked_since, self._ahead_to, self._is_ahead = None, None, False
         # Work that is in no commit is handed over again with the next fragment.
         self._pending.steps += self._handed.steps
         self._pending.seconds += self._handed.seconds
