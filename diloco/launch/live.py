@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _READ_INTERVAL_S = 0.25
-_MOST_NAMED = 3
+_MAX_PHASES = 3
 _COLUMNS = (
     "peer",
     "state",
@@ -201,7 +201,7 @@ def caption_of(
     known = {peer: phase for peer, phase in (phases or {}).items() if phase}
     training = [phase for phase in known.values() if phase.name == "training" and phase.total]
     if not training:
-        parts += [f"{peer} is {in_words(phase)}" for peer, phase in list(known.items())[:_MOST_NAMED]]
+        parts += [f"{peer} is {in_words(phase)}" for peer, phase in list(known.items())[:_MAX_PHASES]]
     if training:
         furthest = max(training, key=lambda phase: phase.done)
         left = f", {span(furthest.left_s)} left" if furthest.left_s is not None else ""

@@ -17,8 +17,8 @@ _SMOOTHED_STEPS = 20
 _INCHES = (9.0, 5.0)
 _DPI = 120
 _NOTICEABLE_S = 5.0
-_LATE = 0.85
-_MOST_EPOCHS = 80
+_NEAR_END = 0.85
+_MAX_EPOCH_MARKS = 80
 """Marks of epochs are drawn up to this number; more could not be distinguished."""
 
 
@@ -139,7 +139,7 @@ def _draw_peer(
         axes.axvspan(gone, back, color=colour, alpha=0.12, linewidth=0)
         is_back = back < ended_at - began_at
         # Near the end there is no room to the right of the line.
-        side_of_back = "right" if back > _LATE * (ended_at - began_at) else "left"
+        side_of_back = "right" if back > _NEAR_END * (ended_at - began_at) else "left"
         for x, what, side in ((gone, "lost", "right"), *([(back, "back", side_of_back)] if is_back else [])):
             axes.axvline(x, color=colour, linestyle="--", linewidth=1)
             axes.annotate(
@@ -179,6 +179,6 @@ def _draw_epochs(axes: Axes, records: Sequence[Record], began_at: float) -> None
             at = float(record["time"]) - began_at
             ended[record["epoch"]] = min(at, ended.get(record["epoch"], at))
     label: str | None = "averaged"
-    for at in ended.values() if len(ended) <= _MOST_EPOCHS else ():
+    for at in ended.values() if len(ended) <= _MAX_EPOCH_MARKS else ():
         axes.axvline(at, ymin=0.97, color="0.35", linewidth=1, label=label)
         label = None

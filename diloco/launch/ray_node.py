@@ -42,7 +42,7 @@ def run_node(config: Mapping[str, Any]) -> None:
         print(f"one worker on each of {num_nodes} nodes: {', '.join(places)}", flush=True)
     num_ranks = int(config["ranks_per_node"])
     if config["peer_flags"] is None:
-        host, port = _agreed(node, lambda: (address, _free_port()))
+        host, port = _broadcast(node, lambda: (address, _free_port()))
         ranks = [
             rank_env(
                 node=node, num_nodes=num_nodes, local_rank=local, num_local=num_ranks, host=host, port=port
@@ -106,7 +106,7 @@ def _run_peer(config: Mapping[str, Any], node: int, num_nodes: int, address: str
     """Run a peer of a swarm with a secret. The first node also runs the coordinator."""
     storage = Path(config["storage"]) / config["name"]
     with contextlib.ExitStack() as stack:
-        where, secret = _agreed(node, lambda: stack.enter_context(_coordinator(storage, address)))
+        where, secret = _broadcast(node, lambda: stack.enter_context(_coordinator(storage, address)))
         argv = peer_argv(
             config["peer_flags"],
             config["program"],
@@ -174,7 +174,7 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
                 process.wait(max(deadline - time.monotonic(), 0.0))
 
 
-def _agreed(node: int, make: Callable[[], T]) -> T:
+def _broadcast(node: int, make: Callable[[], T]) -> T:
     """Make a value on the first node and broadcast it to all."""
     import torch.distributed as dist
 

@@ -86,7 +86,7 @@ def summarise(
         waited_share=waited_share,
         overlap_advice=_overlap_advice(records, rounds, (still_share or 0.0) - waited_share, tokens_per_step),
         verdict=verdict_of(facts_of(records_of, tokens_per_step=tokens_per_step, compression=compression)),
-        lost=told_losses(records_of),
+        lost=lost_peers(records_of),
         disagreements=disagreements(records_of),
     )
 
@@ -95,7 +95,7 @@ def text_of(summary: Summary, paths: Mapping[str, Path], *, in_swarm: bool = Tru
     """The text of the report."""
     held_out = f" ({figure(summary.eval_bytes)}B held out)" if summary.eval_bytes else ""
     lines = [
-        *told_verdict(summary.verdict),
+        *verdict_lines(summary.verdict),
         f"bits per byte on validation{held_out}",
         f"  uniform               {UNIFORM_BITS_PER_BYTE:.3f}",
         f"  byte frequencies      {_bits(summary.unigram_bits)}",
@@ -103,14 +103,14 @@ def text_of(summary: Summary, paths: Mapping[str, Path], *, in_swarm: bool = Tru
         f"  after training        {_bits(summary.bits_after)}",
         f"trained                 {figure(summary.tokens)} tokens in {summary.duration_s:.0f} s"
         + (", all peers together" if summary.num_peers > 1 else ""),
-        *told_lost(summary.lost),
+        *lost_lines(summary.lost),
         *(_averaged(summary) if in_swarm else []),
         *(f"{name:<23} {seen_from_here(path)}" for name, path in paths.items()),
     ]
     return "\n".join(lines)
 
 
-def told_alone(alone: Summary, swarm: Summary) -> str:
+def baseline_line(alone: Summary, swarm: Summary) -> str:
     """The line of the report that compares the swarm with the same training without a swarm."""
     return (
         f"alone                   {_bits(alone.bits_after)} bits per byte after as many steps as each peer's, in "
@@ -129,14 +129,14 @@ def report(config: TrainConfig, run_dir: Path) -> None:
     print(text_of(summary, paths, in_swarm=wants_swarm(config)), flush=True)
 
 
-def told_verdict(verdict: Verdict) -> list[str]:
+def verdict_lines(verdict: Verdict) -> list[str]:
     return [
         f"verdict                 {verdict.text}",
         *(f"  and                   {one}" for one in verdict.more),
     ]
 
 
-def told_losses(records_of: Mapping[str, Sequence[Record]]) -> list[str]:
+def lost_peers(records_of: Mapping[str, Sequence[Record]]) -> list[str]:
     """Sentences on which peers were lost, how long after the start of the run, and when they returned."""
     times = [_time(record) for records in records_of.values() for record in records if "time" in record]
     began_at, ended_at = min(times, default=0.0), max(times, default=0.0)
@@ -148,7 +148,7 @@ def told_losses(records_of: Mapping[str, Sequence[Record]]) -> list[str]:
     ]
 
 
-def told_lost(lost: Sequence[str]) -> list[str]:
+def lost_lines(lost: Sequence[str]) -> list[str]:
     return [f"lost                    {one}" for one in lost]
 
 
@@ -160,8 +160,8 @@ def seen_from_here(path: Path) -> Path:
 def _averaged(summary: Summary) -> list[str]:
     return [
         f"averaged                {_epochs(summary)}, {size(summary.sent_bytes)} sent",
-        *_still(summary),
-        told_agreement(summary.num_epochs, summary.disagreements),
+        *_blocked_lines(summary),
+        agreement_line(summary.num_epochs, summary.disagreements),
     ]
 
 
@@ -180,7 +180,7 @@ def _overlap_advice(
     return overlap_steps_for(statistics.median(rounds), tokens_per_step / statistics.median(rates))
 
 
-def _still(summary: Summary) -> list[str]:
+def _blocked_lines(summary: Summary) -> list[str]:
     if summary.still_share is None:
         return []
     line = f"stood still             {summary.still_share:.1%} of the time"
@@ -194,7 +194,7 @@ def _still(summary: Summary) -> list[str]:
     return [line]
 
 
-def told_agreement(num_epochs: int, disagreements: Mapping[int, Mapping[str, str]]) -> str:
+def agreement_line(num_epochs: int, disagreements: Mapping[int, Mapping[str, str]]) -> str:
     """The line of the report on whether all peers had bit-identical anchors."""
     if not num_epochs:
         return "PROBLEM: no epoch was completed, so nothing was averaged"

@@ -15,7 +15,7 @@ from diloco.train.run_dir import METRICS, slug
 FIRST_PORT = 8000
 _LAST_PORT = 65535
 _LARGEST_SEED = 2**48
-_OF_INSTANCES = (
+_PER_INSTANCE_FIELDS = (
     "run_dir",
     "ckpt.path",
     "ckpt.delta_path",
@@ -120,7 +120,7 @@ def overruled(config: TrainConfig, named: Collection[str]) -> list[str]:
     values, defaults = flat_values(config), flat_values(TrainConfig())
     return [
         f"--{name.replace('_', '-')} has no effect in a sweep: each instance has its own."
-        for name in _OF_INSTANCES
+        for name in _PER_INSTANCE_FIELDS
         if name in named and values[name] != defaults[name]
     ]
 

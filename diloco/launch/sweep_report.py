@@ -8,7 +8,7 @@ from pathlib import Path
 
 from diloco.launch.daemon_process import wants_swarm
 from diloco.launch.plot import smoothed
-from diloco.launch.report import seen_from_here, told_agreement, told_losses, told_lost, told_verdict
+from diloco.launch.report import agreement_line, lost_lines, lost_peers, seen_from_here, verdict_lines
 from diloco.launch.run_facts import disagreements, facts_of
 from diloco.options.flags import TrainConfig
 from diloco.train.metrics_file import Record, Tail, figure, size
@@ -73,7 +73,7 @@ def summarise(
         logp_difference=max(differences, default=None),
         # 0: the records of GRPO steps have their duration.
         verdict=verdict_of(facts_of(records_of, tokens_per_step=0, compression=compression)),
-        lost=told_losses(records_of),
+        lost=lost_peers(records_of),
         disagreements=disagreements(records_of),
     )
 
@@ -90,14 +90,14 @@ def rewards_by_step(records: Sequence[Record]) -> list[tuple[int, float]]:
 def text_of(summary: RewardSummary, paths: Mapping[str, Path], *, in_swarm: bool = True) -> str:
     """The text of the report."""
     lines = [
-        *told_verdict(summary.verdict),
+        *verdict_lines(summary.verdict),
         "mean reward of completions",
         f"  first tenth of steps  {_decimal(summary.reward_before)}",
         f"  last tenth of steps   {_decimal(summary.reward_after)}",
-        *_told_evaluations(summary.evaluations),
+        *_evaluation_lines(summary.evaluations),
         f"trained on              {figure(summary.completions)} completions in {summary.duration_s:.0f} s"
         + (", all peers together" if summary.num_peers > 1 else ""),
-        *told_lost(summary.lost),
+        *lost_lines(summary.lost),
     ]
     if summary.logp_difference is not None:
         lines.append(
@@ -107,7 +107,7 @@ def text_of(summary: RewardSummary, paths: Mapping[str, Path], *, in_swarm: bool
         peers = f"{summary.num_peers} peer{'' if summary.num_peers == 1 else 's'}"
         sent = f"{size(summary.sent_bytes)} sent"
         lines.append(f"averaged                {summary.num_epochs} epochs by {peers}, {sent}")
-        lines.append(told_agreement(summary.num_epochs, summary.disagreements))
+        lines.append(agreement_line(summary.num_epochs, summary.disagreements))
     lines += [f"{name:<23} {seen_from_here(path)}" for name, path in paths.items()]
     return "\n".join(lines)
 
@@ -153,7 +153,7 @@ def plot(records_of: Mapping[str, Sequence[Record]], path: Path, *, title: str) 
     partial.replace(path)
 
 
-def _told_evaluations(evaluations: Sequence[Record]) -> list[str]:
+def _evaluation_lines(evaluations: Sequence[Record]) -> list[str]:
     lines = []
     for name, record in zip(("before", "after"), (*evaluations[:1], *evaluations[1:][-1:]), strict=False):
         passes = ", ".join(

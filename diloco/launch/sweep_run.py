@@ -62,11 +62,11 @@ class Sweep:
         supervisors: list[Supervisor] = []
         watch: asyncio.Task[None] | None = None
         try:
-            urls = await self._started(servers)
-            watch = asyncio.create_task(_kept_alive(servers))
+            urls = await self._start_servers(servers)
+            watch = asyncio.create_task(_restart_dead(servers))
             view = asyncio.create_task(show(self._shown, on_records=self._received))
             try:
-                await self._trained(urls, supervisors)
+                await self._train(urls, supervisors)
             finally:
                 view.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
@@ -103,7 +103,7 @@ class Sweep:
             for instance in self.instances
         }
 
-    async def _started(self, servers: dict[int, OwnServer]) -> dict[int, str]:
+    async def _start_servers(self, servers: dict[int, OwnServer]) -> dict[int, str]:
         """Start the servers one after the other and wait until all serve. Raises UserError if one does not."""
         starts: list[asyncio.Task[None]] = []
         for number, server in servers.items():
@@ -121,7 +121,7 @@ class Sweep:
             _say(f"all {len(servers)} servers have answered a request")
         return {number: server.url for number, server in servers.items()}
 
-    async def _trained(self, urls: dict[int, str], supervisors: list[Supervisor]) -> None:
+    async def _train(self, urls: dict[int, str], supervisors: list[Supervisor]) -> None:
         swarm: list[str] = []
         if self.average:
             coordinator = Supervisor(
@@ -149,10 +149,10 @@ class Sweep:
                 instance, [*instance.flags(url=urls.get(instance.number), seed=seed), *own]
             )
             supervisors.append(Supervisor(command, policy=_ONCE))
-            ends.append(asyncio.create_task(self._until_ended(instance, supervisors[-1])))
+            ends.append(asyncio.create_task(self._run_trainer(instance, supervisors[-1])))
         await asyncio.gather(*ends)
 
-    async def _until_ended(self, instance: Instance, supervisor: Supervisor) -> None:
+    async def _run_trainer(self, instance: Instance, supervisor: Supervisor) -> None:
         shown = self._shown[instance.number]
         shown.since = time.time()
         code = (await supervisor.run()).code
@@ -194,7 +194,7 @@ class Sweep:
         return 0
 
 
-async def _kept_alive(servers: dict[int, OwnServer]) -> None:
+async def _restart_dead(servers: dict[int, OwnServer]) -> None:
     """Restart servers that have died; their trainers wait for them and push the weights again."""
     while True:
         await asyncio.sleep(_WATCH_INTERVAL_S)

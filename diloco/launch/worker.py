@@ -29,7 +29,7 @@ from peers.errors import UserError as SwarmRefusal
 USER_ERROR = 2
 FAILED = 1
 # torchrun kills all ranks when the first one exits, so the others wait until rank 0 has printed its message.
-_LAST_WORDS_S = 3.0
+_MESSAGE_GRACE_S = 3.0
 
 
 def exit_code(action: Callable[[], None]) -> int:
@@ -54,7 +54,7 @@ def exit_code(action: Callable[[], None]) -> int:
         traceback.print_exception(error)
         code = FAILED
     if not is_first:
-        time.sleep(_LAST_WORDS_S)
+        time.sleep(_MESSAGE_GRACE_S)
     return code
 
 
