@@ -48,9 +48,9 @@ class History:
         """One sentence for each violation of a guarantee."""
         return [
             *self._unequal_digests(),
-            *self._doubled_ranks(),
-            *self._chains_that_are_left(),
-            *self._tokens_that_do_not_add_up(),
+            *self._duplicate_ranks(),
+            *self._steps_back(),
+            *self._wrong_token_counts(),
             *self._broken_chains(),
         ]
 
@@ -66,7 +66,7 @@ class History:
             if len(digests | made) > 1:
                 yield f"workers were told other anchors of {head[:12]} than daemons have: {digests | made}"
 
-    def _doubled_ranks(self) -> Iterator[str]:
+    def _duplicate_ranks(self) -> Iterator[str]:
         for head, records in self._by_head.items():
             if len({record["rank"] for record in records}) < len(records):
                 yield f"a rank has committed {head[:12]} twice, or two peers are of one rank"
@@ -74,7 +74,7 @@ class History:
             if len(set(record["contributors"])) < len(record["contributors"]):
                 yield f"epoch {record['epoch']} has the contributors {record['contributors']}"
 
-    def _chains_that_are_left(self) -> Iterator[str]:
+    def _steps_back(self) -> Iterator[str]:
         """Among its commits on the final chain, no process goes back to an earlier one."""
         place = {record["head"]: number for number, record in enumerate(self.chain)}
         lives: dict[int, list[Record]] = defaultdict(list)
@@ -83,9 +83,9 @@ class History:
         for records in lives.values():
             for before, after in pairwise(r for r in records if r["head"] in place):
                 if place[after["head"]] <= place[before["head"]]:
-                    yield f"peer {after['rank']} went from {_named(before)} to {_named(after)}"
+                    yield f"peer {after['rank']} went from {_described(before)} to {_described(after)}"
 
-    def _tokens_that_do_not_add_up(self) -> Iterator[str]:
+    def _wrong_token_counts(self) -> Iterator[str]:
         """The tokens of a commit are the sum of what its contributors had handed over."""
         for head, records in self._by_head.items():
             members = self._contributors_of(head)
@@ -93,7 +93,7 @@ class History:
                 continue
             handed = [self._handed_over(rank, records[0]["time"]) for rank in members]
             if sum(handed) != records[0]["tokens"]:
-                yield f"{_named(records[0])} counts {records[0]['tokens']} tokens, of {members} are {handed}"
+                yield f"{_described(records[0])} counts {records[0]['tokens']} tokens, of {members} are {handed}"
 
     def _broken_chains(self) -> Iterator[str]:
         """The final chain goes back to epoch 1, and its tokens are the sum over its commits."""
@@ -118,9 +118,9 @@ class History:
             heads = {record["head"] for record in way}
             return sum(head in heads for head in last.values()), len(way)
 
-        return max((self._way_to(head) for head in set(last.values())), key=counts, default=[])
+        return max((self._chain_to(head) for head in set(last.values())), key=counts, default=[])
 
-    def _way_to(self, head: str) -> list[Record]:
+    def _chain_to(self, head: str) -> list[Record]:
         way: list[Record] = []
         while made := self._by_head.get(head):
             way.append(made[0])
@@ -213,7 +213,7 @@ class History:
         return int(max(ready, key=lambda record: record["time"], default={"tokens": 0})["tokens"])
 
 
-def _named(record: Record) -> str:
+def _described(record: Record) -> str:
     return f"{record['head'][:12]} of epoch {record['epoch']}"
 
 
@@ -228,6 +228,6 @@ def _lines(path: Path) -> list[Record]:
 
 
 def quantile(values: Iterable[float], share: float) -> float:
-    """The quantile: the value below which this share of all values lies."""
+    """The value below which this share of all values is."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

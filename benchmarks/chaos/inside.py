@@ -23,7 +23,7 @@ from peers.state.header import StateHeader
 from peers.state.outer_state import OuterState
 
 LATE_S = 0.3
-_wrong: dict[str, float] = {"clock": 0.0, "disorder": 0.0}
+_faults: dict[str, float] = {"clock": 0.0, "disorder": 0.0}
 
 
 def control_of(directory: Path) -> Path:
@@ -42,24 +42,24 @@ def tell(directory: Path, what: Mapping[str, float]) -> None:
 
 def prepare(directory: Path, rank: int) -> None:
     """Set up the faults and records; called in the process of the peer."""
-    _note_commits(directory / "commits.jsonl", rank)
-    _let_clock_jump()
-    _let_messages_stray(random.Random(os.getpid()))
+    _record_commits(directory / "commits.jsonl", rank)
+    _patch_clock()
+    _patch_enqueue(random.Random(os.getpid()))
     control = control_of(directory)
     if not control.exists():
         os.mkfifo(control)
     # Opened for reading and writing, so that there is never an end of file.
     fd = os.open(control, os.O_RDWR)
-    threading.Thread(target=_obey, args=(fd,), name="control", daemon=True).start()
+    threading.Thread(target=_read_commands, args=(fd,), name="control", daemon=True).start()
 
 
-def _obey(fd: int) -> None:
+def _read_commands(fd: int) -> None:
     with os.fdopen(fd, encoding="utf-8") as commands:
         for line in commands:
-            _wrong.update(json.loads(line))
+            _faults.update(json.loads(line))
 
 
-def _note_commits(path: Path, rank: int) -> None:
+def _record_commits(path: Path, rank: int) -> None:
     """Write a line for each commit that this process applies."""
     really_end, clock = OuterState.end_change, time.time
     file = path.open("a", encoding="utf-8")
@@ -87,12 +87,12 @@ def _note_commits(path: Path, rank: int) -> None:
     OuterState.end_change = end_change  # type: ignore[assignment, method-assign]
 
 
-def _let_clock_jump() -> None:
+def _patch_clock() -> None:
     really = time.time
-    time.time = lambda: really() + _wrong["clock"]
+    time.time = lambda: really() + _faults["clock"]
 
 
-def _let_messages_stray(chance: random.Random) -> None:
+def _patch_enqueue(chance: random.Random) -> None:
     """Send some messages twice, and some late, after later ones."""
     really_enqueue = LivePeer.enqueue
 
@@ -101,9 +101,9 @@ def _let_messages_stray(chance: random.Random) -> None:
         if not isinstance(message, Message):
             really_enqueue(self, message)
             return
-        if chance.random() < _wrong["disorder"]:
+        if chance.random() < _faults["disorder"]:
             really_enqueue(self, message)
-        if chance.random() < _wrong["disorder"]:
+        if chance.random() < _faults["disorder"]:
             late_s = chance.uniform(0.0, LATE_S)
             asyncio.get_running_loop().call_later(late_s, really_enqueue, self, message)
         else:

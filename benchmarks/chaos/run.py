@@ -74,12 +74,12 @@ class _Chaos:
         for fault in self._faults:
             self._due.append((began + fault.at_s, lambda fault=fault: self._strike(began, fault)))  # type: ignore[misc]
         while time.monotonic() < began + seconds:
-            self._work_off()
+            self._run_due()
 
     def settle(self) -> None:
         """Wait until all faults are over and all peers have made a commit together. Raises Unrecoverable."""
         while self._due:
-            self._work_off()
+            self._run_due()
         peers = self._swarm.peers
         begun = max(peer.epoch for peer in peers.values())
         deadline = time.monotonic() + _SETTLES_WITHIN_S
@@ -87,12 +87,12 @@ class _Chaos:
             p.epochs and p.epoch > begun and len(p.epochs[-1]["contributors"]) == len(peers)
             for p in peers.values()
         ):
-            self._work_off()
+            self._run_due()
             if time.monotonic() > deadline:
                 standing = {rank: (p.epoch, p.process.is_alive(), p.log[-600:]) for rank, p in peers.items()}
                 raise Unrecoverable(f"no epoch of all peers in {_SETTLES_WITHIN_S:g} s: {standing}")
 
-    def _work_off(self) -> None:
+    def _run_due(self) -> None:
         now = time.monotonic()
         due, self._due = [a for at, a in self._due if at <= now], [(at, a) for at, a in self._due if at > now]
         for action in due:

@@ -24,7 +24,7 @@ from benchmarks.light_swarm import LightPeer, LightSwarm, children_of, wait_unti
 RUN_ID = "chaos"
 COORDINATOR = -1
 GONE_WITHIN_S = 10.0
-LOOK_S = 1.0
+SNAPSHOT_INTERVAL_S = 1.0
 """Interval between snapshots of the peers' processes."""
 
 
@@ -50,7 +50,7 @@ class ChaosSwarm(LightSwarm):
         self.galaxy_size = num_peers
         self.doors = Doors(self._pids_of)
         self.lives: list[Life] = []
-        self._looked_at = 0.0
+        self._snapshot_at = 0.0
         self._seen: dict[psutil.Process, int] = {}
         """All processes of peers that were ever seen, with their ranks."""
         self._ports = {rank: (free_port(), free_port()) for rank in range(num_peers)}
@@ -82,7 +82,7 @@ class ChaosSwarm(LightSwarm):
         self.initial_peers = [self._coordinator.start()]
 
     def kill_coordinator(self) -> None:
-        self._look()
+        self._snapshot()
         self._coordinator.kill()
 
     # Peers
@@ -122,7 +122,7 @@ class ChaosSwarm(LightSwarm):
         life = self.life_of(rank)
         if life is None:
             return
-        self._look()
+        self._snapshot()
         life.ended_at, life.ended_by = time.time(), kind
         with contextlib.suppress(ProcessLookupError, StopIteration):
             match kind:
@@ -160,8 +160,8 @@ class ChaosSwarm(LightSwarm):
     def notice_ends(self) -> list[Life]:
         """Lives that have ended without a fault since the last call."""
         ended = []
-        if time.monotonic() > self._looked_at + LOOK_S:
-            self._look()
+        if time.monotonic() > self._snapshot_at + SNAPSHOT_INTERVAL_S:
+            self._snapshot()
         for life in self.lives:
             if life.ended_at is None and not self.peers[life.rank].process.is_alive():
                 life.ended_at = time.time()
@@ -177,17 +177,17 @@ class ChaosSwarm(LightSwarm):
 
     def left_over(self, rank: int | None = None) -> list[int]:
         """Pids of processes that are still running although their peer (of this rank) has ended."""
-        lasting = {process for processes in self._look().values() for process in processes}
+        lasting = {process for processes in self._snapshot().values() for process in processes}
         return [
             process.pid
             for process, owner in list(self._seen.items())
             if rank in (None, owner) and process not in lasting and is_running(process)
         ]
 
-    def _look(self) -> dict[int, list[psutil.Process]]:
+    def _snapshot(self) -> dict[int, list[psutil.Process]]:
         """The processes of the coordinator and of every running peer, by rank. Also notes them in `_seen`, since the
         owner of a process that outlives its parent could not be determined later."""
-        self._looked_at = time.monotonic()
+        self._snapshot_at = time.monotonic()
         roots = {life.rank: life.pid for life in list(self.lives) if life.ended_at is None}
         if self._coordinator.pid is not None:
             roots[COORDINATOR] = self._coordinator.pid
@@ -202,4 +202,4 @@ class ChaosSwarm(LightSwarm):
                 process.send_signal(number)
 
     def _pids_of(self) -> dict[int, list[int]]:
-        return {rank: [process.pid for process in tree] for rank, tree in self._look().items()}
+        return {rank: [process.pid for process in tree] for rank, tree in self._snapshot().items()}

@@ -23,7 +23,7 @@ from peers.core.round import Stage
 
 STEPS = 50
 STEP_S = 0.1
-LOOK_S = 0.05
+SAMPLE_INTERVAL_S = 0.05
 """Interval at which the peers' activity is sampled."""
 FORMS_S = 30.0
 CALM_S = 120.0
@@ -53,14 +53,14 @@ def run(seed: int, *, num_peers: int, seconds: float, faults: Sequence[Fault]) -
     end, live_s, waits = swarm.now + seconds, 0.0, dict[str, float]()
     before = _num_committed(swarm)
     while swarm.now < end:
-        swarm.run(LOOK_S)
+        swarm.run(SAMPLE_INTERVAL_S)
         for peer in swarm.peers.values():
             worker = peer.worker
             if worker is not None and worker.has_begun and not peer.is_frozen:
-                live_s += LOOK_S
+                live_s += SAMPLE_INTERVAL_S
                 if worker.waits:
                     what = _what_for(swarm, peer)
-                    waits[what] = waits.get(what, 0.0) + LOOK_S
+                    waits[what] = waits.get(what, 0.0) + SAMPLE_INTERVAL_S
     return Outcome((_num_committed(swarm) - before) / live_s, waits, live_s)
 
 

@@ -130,14 +130,14 @@ def run(
         ours, theirs = context.Pipe()
         arguments = (contender, index, num_peers, numel, num_rounds, directory, theirs)
         # Not a daemon: Hivemind's peers start processes of their own.
-        process = context.Process(target=_sit, args=arguments)
+        process = context.Process(target=_peer_main, args=arguments)
         process.start()
         theirs.close()
         pipes.append(ours)
         processes.append(process)
     patience_s = 0.0
     try:
-        outcome = _preside(contender.name, pipes, psutil.Process(processes[0].pid), timeout_s)
+        outcome = _coordinate(contender.name, pipes, psutil.Process(processes[0].pid), timeout_s)
         patience_s = _EXIT_TIMEOUT_S
         return outcome
     finally:
@@ -146,7 +146,7 @@ def run(
             pipe.close()
 
 
-def _sit(
+def _peer_main(
     contender: Contender,
     index: int,
     num_peers: int,
@@ -166,7 +166,7 @@ def _sit(
     seat.meet(note="over")
 
 
-def _preside(name: str, pipes: Sequence[Connection], first: psutil.Process, timeout_s: float) -> Outcome:
+def _coordinate(name: str, pipes: Sequence[Connection], first: psutil.Process, timeout_s: float) -> Outcome:
     outcome, deadline = Outcome(), time.monotonic() + timeout_s
     baseline = peak = 0
     sampling = False

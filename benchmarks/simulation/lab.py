@@ -111,15 +111,15 @@ def compared(case: str, measured: Measured, predicted: Figures) -> list[Result]:
         "outer step": (measured.longest("apply_s"), predicted.parts.apply_s),
         "stood still": (measured.longest("blocked_s"), predicted.parts.blocked_s),
     }
-    for what, (values, foretold) in pairs.items():
+    for what, (values, expected) in pairs.items():
         rows += [
             Result.of(case, what, "s", values),
-            Result.of(case, f"{what}, predicted", "s", [foretold]),
+            Result.of(case, f"{what}, predicted", "s", [expected]),
         ]
         if what in ("epoch", "round"):
             rows.append(
                 Result.of(
-                    case, f"{what}, predicted / measured", "ratio", [foretold / statistics.median(values)]
+                    case, f"{what}, predicted / measured", "ratio", [expected / statistics.median(values)]
                 )
             )
     return rows

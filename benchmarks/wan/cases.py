@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.lab import Link
+from diloco.sim.cost.links import TCP_PAYLOAD
 from peers.reduce.codecs import codec_named
-
-TCP_PAYLOAD = 1448 / 1500
-"""Of each packet, with timestamps."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,9 @@ from benchmarks.light_loop import Loop
 from benchmarks.progress import Progress
 from benchmarks.record import Result
 from benchmarks.swarm_harness import Job, Peer, Swarm
-from benchmarks.wan.cases import TCP_PAYLOAD, Case, even
+from benchmarks.wan.cases import Case, even
 from benchmarks.wan.rounds import COORDINATOR, START_S, seat
+from diloco.sim.cost.links import TCP_PAYLOAD
 
 _MBPS, _ROUND_TRIP_MS, _DONORS = 1000, 10, 2
 _WITHIN_S = 300.0

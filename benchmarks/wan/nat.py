@@ -10,8 +10,9 @@ from benchmarks.lab import Lab
 from benchmarks.progress import Progress
 from benchmarks.record import Result
 from benchmarks.swarm_harness import Swarm, SwarmError
-from benchmarks.wan.cases import TCP_PAYLOAD, Case, even, planned_s
+from benchmarks.wan.cases import Case, even, planned_s
 from benchmarks.wan.rounds import COORDINATOR, START_S, WARM_UP_EPOCHS, swarm_in
+from diloco.sim.cost.links import TCP_PAYLOAD
 
 _MBPS, _ROUND_TRIP_MS = 100, 40
 _PUBLIC, _HIDDEN = 0, (1, 2)
@@ -27,7 +28,7 @@ def steps(num_rounds: int, *, quick: bool) -> dict[str, float]:
 
 
 def results(num_rounds: int, progress: Progress, *, quick: bool) -> list[Result]:
-    """Round times relative to the transfer time on the public link, and the survivors' rounds after its peer's death."""
+    """Round times relative to the transfer time on the public link, and the others' rounds after that peer's death."""
     case = _case(quick=quick)
     rows: list[Result] = []
     with Lab([*case.links, COORDINATOR]) as lab, tempfile.TemporaryDirectory() as directory:
