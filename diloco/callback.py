@@ -88,8 +88,7 @@ class DilocoCallback(TrainerCallback):
             local_steps=self._local_steps,
             max_steps=state.max_steps if state.max_steps > 0 else None,
             restore=partial(self._restore, args, state),
-            # Rollouts carry log-probabilities of the weights that generated them. If they serve several steps, the
-            # weights must not change in between, so training waits for a late commit instead of going ahead.
+            # If rollouts serve several steps, a late commit must not change the weights between those steps.
             goes_ahead=generation_period(args) == 1,
         )
         self._tokens_seen = state.num_input_tokens_seen
@@ -226,10 +225,7 @@ def generation_period(args: TrainingArguments) -> int:
 
 
 def check_divides(args: TrainingArguments, *, steps_per_epoch: int) -> None:
-    """Raise UserError if an outer step would fall between two optimizer steps on the same rollouts.
-
-    TRL would then train with log-probabilities of the weights before the outer step.
-    """
+    """Raise UserError if an outer step would change the weights between two optimizer steps on the same rollouts."""
     period = generation_period(args)
     if steps_per_epoch % period:
         raise UserError(

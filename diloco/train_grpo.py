@@ -59,8 +59,7 @@ from diloco.train.wandb_runs import opened_sinks
 from peers.daemon.link import LINK_ENV, WorkerLink
 
 LOGP_ALARMS = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.05}
-"""Limits of the mean difference in nats between the server's log-probabilities and the trainer's, by dtype.
-Rounding alone stays below them."""
+"""Mean differences in nats between a server's log-probabilities and the trainer's that rounding does not explain."""
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 
 
@@ -71,10 +70,7 @@ def main() -> NoReturn:
 
 
 def run(argv: Sequence[str], clean_ups: CleanUps) -> None:
-    """Train as the arguments say; if they ask for a swarm and no daemon is running, start one.
-
-    Appends to `clean_ups` what has to run if a signal or an error ends the process.
-    """
+    """Train as the arguments say; if they ask for a swarm and no daemon is running, start one (see train_fsdp.run)."""
     config, named = parse_train_config(argv, "grpo")
     world = World.from_environment(os.environ)
     server_gpu = take_gpus(config, world, os.environ)
@@ -186,8 +182,7 @@ class Training:
 
     @property
     def seed(self) -> int:
-        """The seed of this peer's completions: differs between peers, is the same after a restart, and below 2**32 as
-        NumPy requires."""
+        """Seed of this peer's completions: differs between peers, is kept by a restart, and is in NumPy's range."""
         return (self.config.seed + 1_000_003 * (self.world_rank or 0)) % 2**32
 
     @property

@@ -69,8 +69,7 @@ class Checkpoints:
         """The directory that is being written, if any."""
         self._deleting: Candidate | None = None
         self._staging_lock = threading.Lock()
-        """Held while a staging directory is created and noted in `_staging`. `discard_partial` keeps it, so that no
-        directory is created after it has run."""
+        """Held to create a staging directory. `discard_partial` never releases it, so none is created afterwards."""
         self._fetched = contextlib.ExitStack()
         self._registered: int | None = None
         """The world rank that the store records as having a complete checkpoint."""
@@ -80,10 +79,7 @@ class Checkpoints:
         self._num_reported_skips = 0
 
     def restore(self, world_rank: int | None) -> Restored | None:
-        """Load the checkpoint that the configuration names into model and optimizer. Raises UserError.
-
-        Returns its position for Diloco, or None if there is no checkpoint to resume.
-        """
+        """Load the checkpoint that the configuration names, if any, into model and optimizer. Raises UserError."""
         if self._config.interval is not None:
             self._saved_at_ms = on_rank_zero(lambda: registered(self._store, self._config.path, world_rank))
         found = fetched(

@@ -37,10 +37,7 @@ _OLD_OFFSETS_KEY = "pieces"
 
 
 def exported(checkpoint: str, directory: Path, *, weights: Weights) -> dict[str, Any]:
-    """Write the model of a checkpoint to `directory`; returns a summary for the user. Raises UserError.
-
-    `weights`: the anchor that the swarm agreed on, or the peer's own weights.
-    """
+    """Write the model of a checkpoint, from its anchor or its own weights; returns a summary. Raises UserError."""
     with contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="export-")))
         try:

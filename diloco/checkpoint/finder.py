@@ -130,10 +130,7 @@ def candidates_in(
 
 
 def named_in(store: Store, name: str, part: str) -> Candidate:
-    """A step's checkpoint: of `part` if given, else the one without a swarm, else the lowest rank's.
-
-    Raises UserError.
-    """
+    """A step's checkpoint: of `part` if given, else without a swarm, else the lowest rank's. Raises UserError."""
     raw = store.mark(name, part)
     if raw is None and not part:
         parts = store.parts(name)

@@ -31,11 +31,10 @@ class RemoteStore(Store):
 
     def send(self, staging: Path, names: Iterable[str], step: int, part: str) -> None:
         with _as_os_errors():
-            # The mark goes first, so that an earlier checkpoint of this step is not taken for complete while its
-            # files are replaced.
-            self._remove(self._path_of(step_name(step), part, COMPLETE))
+            # Without its mark, an earlier checkpoint of this step is invalid while its files are being replaced.
+            self._remove(self._path(step_name(step), part, COMPLETE))
             for name in names:
-                path = self._path_of(step_name(step), part, name)
+                path = self._path(step_name(step), part, name)
                 self._make_parent(path)
                 self._files.put_file(str(staging / name), path)
 
@@ -53,14 +52,11 @@ class RemoteStore(Store):
 
     def delete(self, name: str, part: str) -> None:
         with _as_os_errors():
-            self._remove(self._path_of(name, part, COMPLETE))
+            self._remove(self._path(name, part, COMPLETE))
             files = self._own_files(name, part)
             for path in files:
                 self._remove(path)
-            around = {path.rpartition("/")[0] for path in files} | {
-                self._path_of(name, part),
-                self._path_of(name),
-            }
+            around = {path.rpartition("/")[0] for path in files} | {self._path(name, part), self._path(name)}
             for directory in sorted(around, key=len, reverse=True):
                 # Fails on stores without directories, and on directories that still hold other peers' checkpoints.
                 with contextlib.suppress(OSError, NotImplementedError):
@@ -70,7 +66,7 @@ class RemoteStore(Store):
     def opened(self, name: str, part: str) -> Iterator[Path]:
         self._scratch.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f"{name}-", dir=self._scratch) as directory:
-            start = len(self._path_of(name, part)) + 1
+            start = len(self._path(name, part)) + 1
             with _as_os_errors():
                 for path in self._own_files(name, part):
                     local = Path(directory, *path[start:].split("/"))
@@ -81,7 +77,7 @@ class RemoteStore(Store):
     def _own_files(self, name: str, part: str) -> list[str]:
         """Paths of a checkpoint's files, without other peers' parts."""
         self._files.invalidate_cache()
-        root = self._path_of(name, part)
+        root = self._path(name, part)
         return [path for path in self._files.find(root) if not path[len(root) + 1 :].startswith(PEER_PART)]
 
     def _names(self, *words: str) -> list[str]:
@@ -89,7 +85,7 @@ class RemoteStore(Store):
             self._files.invalidate_cache()
             return [
                 path.rstrip("/").rpartition("/")[2]
-                for path in self._files.ls(self._path_of(*words), detail=False)
+                for path in self._files.ls(self._path(*words), detail=False)
             ]
         return []
 
@@ -101,13 +97,13 @@ class RemoteStore(Store):
 
     def _read(self, *words: str) -> bytes | None:
         with _as_os_errors(), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            content: bytes = self._files.cat_file(self._path_of(*words))
+            content: bytes = self._files.cat_file(self._path(*words))
             return content
         return None
 
     def _put(self, content: bytes, *words: str) -> None:
         """One request, so the file is written atomically."""
-        path = self._path_of(*words)
+        path = self._path(*words)
         with _as_os_errors():
             self._make_parent(path)
             self._files.pipe_file(path, content)
@@ -120,7 +116,7 @@ class RemoteStore(Store):
         """No effect on stores without directories."""
         self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
 
-    def _path_of(self, *words: str) -> str:
+    def _path(self, *words: str) -> str:
         return "/".join(filter(None, (self._root, *words)))
 
 

@@ -40,10 +40,7 @@ class Store(abc.ABC):
         return self._read(name, part, COMPLETE)
 
     def register(self, world_rank: int, *, has_saved: bool = False) -> None:
-        """Record that this peer saves here, or with `has_saved` that it has completed a checkpoint.
-
-        The time of the first registration is kept.
-        """
+        """Record that this peer saves here, or that it has completed a checkpoint. Keeps the time of the first call."""
         file = (SAVERS, own_part(world_rank))
         before = self._read(*file)
         if has_saved or before is None:

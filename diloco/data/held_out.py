@@ -58,9 +58,6 @@ def windows_at(numbers: np.ndarray, tokens: np.ndarray, seq_length: int) -> np.n
 
 
 def cross_entropy_bits(counts: np.ndarray, model_counts: np.ndarray) -> float:
-    """Mean bits per byte of text with byte counts `counts` under a unigram model fitted to `model_counts`.
-
-    Both are int64 [256]; the model's counts are smoothed by adding one.
-    """
+    """Bits per byte of text with byte counts int64 [256] under a unigram model of `model_counts`, smoothed by one."""
     smoothed = (model_counts + 1) / (model_counts + 1).sum()
     return float(-(counts * np.log2(smoothed)).sum() / max(1, counts.sum()))

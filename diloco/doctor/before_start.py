@@ -45,10 +45,7 @@ def check_room(
 
 
 def check_choices(config: TrainConfig, machine: Machine, *, is_settled: bool = True) -> None:
-    """Raise UserError for settings that a worker would refuse minutes later.
-
-    With `is_settled=False`, skips checks of settings that the swarm may still change.
-    """
+    """Raise UserError for settings that a worker would refuse later, except those that the swarm may still change."""
     if config.device == "cuda" and not machine.num_gpus:
         raise UserError("--device cuda: nvidia-smi shows no GPU here; leave --device out, or mend the driver")
     resume = config.ckpt.resume

@@ -33,10 +33,7 @@ _MESSAGE_GRACE_S = 3.0
 
 
 def exit_code(action: Callable[[], None]) -> int:
-    """Run a rank to its end. Returns 0 on success, 2 for errors of the user, 1 for others.
-
-    The first rank of a node prints the reason.
-    """
+    """Run a rank. Returns 0 on success, 2 for a user's error, 1 for others; a node's first rank prints the reason."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
     is_first = World.from_environment(os.environ).local_rank == 0
     try:

@@ -52,10 +52,7 @@ def load_model_config(path_model: str) -> dict[str, Any]:
 
 
 def clean_config(config: object, *, origin: str) -> dict[str, Any]:
-    """Check a config.json, which may come from another peer, and drop machine-dependent fields.
-
-    Raises UserError, which names `origin`.
-    """
+    """Check a config.json, which may come from a peer, and drop machine-dependent fields. UserError names `origin`."""
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise UserError(f"{origin} names no model_type, so it is not the config.json of a transformers model")
     refused = [name for name in _REFUSED_FIELDS if config.get(name)]

@@ -35,8 +35,7 @@ def evaluate(
     `on_scored` is called with the number of windows scored so far.
     """
     windows = torch.from_numpy(validation.windows)
-    # FSDP ranks must run the same number of forward passes: a rank that has run out of windows scores one and
-    # discards the result.
+    # FSDP ranks must run equally many forward passes: a rank without windows scores one and discards the result.
     num_rounds = -(-len(windows) // (micro_batch_size * world.num_ranks))
     total = torch.zeros((), dtype=torch.float64)
     inner.model.eval()

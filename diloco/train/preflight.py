@@ -34,9 +34,7 @@ def check_peers_fit(
 
 
 def least_num_parameters(config: Mapping[str, Any]) -> int:
-    """Counts the embeddings and, per layer, attention and two MLP matrices; terms whose config fields are missing
-    count as 0.
-    """
+    """Counts embeddings and, per layer, attention and two MLP matrices; 0 for those whose config fields are missing."""
     tables = 2 if config.get("tie_word_embeddings") is False else 1
     hidden = number_in(config, "hidden_size", "n_embd")
     layers = number_in(config, "num_hidden_layers", "n_layer")

@@ -73,8 +73,7 @@ class WandbSink:
     def write(self, record: dict[str, Any]) -> None:
         kind = record["kind"]
         values = {f"{kind}/{k}": v for k, v in record.items() if k not in ("kind", "step", "time")}
-        # The step is logged as a value: wandb's own step must increase with every call, but one step has several
-        # records and a resumed run repeats steps.
+        # The step is a value: wandb's own step must increase, but a step has several records and a resume repeats it.
         self._run.log({**values, "step": record.get("step")})
 
     def close(self) -> None:
