@@ -116,7 +116,7 @@ class HvConfig:
     local_time: Annotated[float | None, Parameter(converter=duration, metavar="SECONDS")] = field(
         default=None, metadata=SHARED
     )
-    """Time after which an epoch ends before --hv.local-steps are done (120s, 10m, 1h), so that no peer waits long."""
+    """Time after which an epoch ends even if --hv.local-steps are not done (120s, 10m, 1h): slow peers delay nobody."""
     num_fragments: Count = field(default=1, metadata=SHARED)
     """Parts of the model, averaged in turn (Streaming DiLoCo, arXiv 2501.18512); must divide --hv.local-steps."""
     overlap_steps: Whole = field(default=0, metadata=SHARED)
@@ -141,7 +141,7 @@ class HvConfig:
     max_weight: Annotated[float, Parameter(validator=(finite, at_least(1), up_to(1000)))] = field(
         default=2.0, metadata=SHARED
     )
-    """Under clip, a peer's weight is at most this many times that of the median peer's tokens."""
+    """Under clip, the tokens that weigh a peer's work are limited to this multiple of the median peer's."""
     trim: Annotated[float, Parameter(validator=(finite, at_least(0.01), up_to(0.5)))] = field(
         default=0.2, metadata=SHARED
     )

@@ -33,7 +33,7 @@ class Scenario:
     codec: str
     schedule: Schedule
     tokens_per_step: int = 1 << 16
-    """Tokens per inner step of one peer."""
+    """Tokens per inner step of one peer; more than the number of fragments, by which a commit divides its tokens."""
     num_epochs: int = 20
     """Commits to simulate, after a first one that is not counted because peers measure their links in it."""
     jitter: float = 0.0
