@@ -1,4 +1,4 @@
-"""Every performance claim, one command each, JSON out.
+"""Benchmarks behind every performance claim: one command each, with JSON output.
 
-Start with record.py, what a benchmark writes; table.py makes README.md of it. lab/ is the network that some run in.
+Start with record.py, the format of results; table.py renders them as README.md. lab/ is a simulated network for some.
 """

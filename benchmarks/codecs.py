@@ -1,9 +1,9 @@
-"""How fast each codec turns fp32 into what it sends, and back: one thread, chunks as long as a reduction's.
+"""Throughput of each codec on one thread, on chunks of the size that a reduction uses.
 
     python -m benchmarks.codecs [--quick] [--json FILE]
 
-`encode` takes a contribution (anchor - local + residual) to bytes, `decode` adds decoded bytes to a weighted sum, which
-is what an owner does with each member's. Both in GB of fp32 a second, beside a copy of the same memory.
+`encode` encodes a contribution (anchor - local + residual); `decode and add` decodes it and adds it to a weighted sum,
+as an owner does with each member's contribution. Both in GB of fp32 per second, with a memory copy for comparison.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from peers.reduce.plan import CHUNK_NUMEL
 
 _FLOAT_BYTES = 4
 _CHUNKS = 16
-"""Of different memory, more than caches hold."""
+"""Number of distinct chunks, together larger than the caches."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kinds = {name: sides(name) for name in codec_names()} | {"memory": {"copy": copying()}}
     rates: dict[tuple[str, str], list[float]] = {}
     for _ in range(runs):
-        # In turns, so that what else the machine does hits all of them.
+        # Interleaved, so that other load on the machine affects all codecs.
         for name, both in kinds.items():
             for side, work in both.items():
                 rates.setdefault((name, side), []).append(gigabytes_per_s(work, rounds))
@@ -40,12 +40,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def shrinks(name: str) -> float:
-    """How many times fewer bytes a contribution of a chunk takes than in fp32."""
+    """Compression ratio of a contribution's chunk relative to fp32."""
     return _FLOAT_BYTES * CHUNK_NUMEL / codec_named(name).encoded_bytes(CHUNK_NUMEL)
 
 
 def sides(name: str) -> dict[str, Callable[[int], None]]:
-    """Encoding and decoding the k-th chunk."""
+    """Functions that encode and decode the k-th chunk."""
     codec, random = codec_named(name), np.random.default_rng(0)
     anchor, local, residual = random.standard_normal((3, _CHUNKS, CHUNK_NUMEL), np.float32) * np.float32(1e-3)
     scratch, total = np.empty((2, CHUNK_NUMEL), np.float32)
@@ -64,7 +64,7 @@ def sides(name: str) -> dict[str, Callable[[int], None]]:
 
 
 def copying() -> Callable[[int], None]:
-    """What memory gives at the most."""
+    """A plain copy of the k-th chunk, an upper bound."""
     source, target = np.ones((_CHUNKS, CHUNK_NUMEL), np.float32), np.empty(CHUNK_NUMEL, np.float32)
     return lambda k: np.copyto(target, source[k])
 

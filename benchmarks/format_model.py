@@ -1,10 +1,9 @@
-"""A small model that knows a task's form and little of its answers: what reinforcement can begin with.
+"""Trains a small model that has learned the format of a task but few right answers, as a start for GRPO.
 
     python -m benchmarks.format_model tiny-grpo/ [--steps 250]
 
-Writes tiny-grpo/, a byte-level model that was trained by diloco.train_fsdp on questions of which most are
-answered one too high. Its chat template is plain text, since text that spells a special token stays text in
-pretraining.
+Writes tiny-grpo/, a byte-level model trained by diloco.train_fsdp on questions with answers that are mostly one too
+high. Its chat template is plain text, because the names of special tokens are encoded as plain text in pretraining.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from diloco.options.model_files import PRESETS_DIR, load_model_config
 from diloco.rl.task_choice import open_task
 
 TASK = "reasoning-gym:chain_sum,min_terms=1,max_terms=1,min_digits=1,max_digits=1"
-"""Sums of a single digit: the least there is to be learnt."""
+"""Sums of a single one-digit term: the simplest task."""
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -33,7 +32,7 @@ _SEED = 20_000
 _RIGHT = 0.15
 _SEQ_LENGTH = 192
 _STEPS = 250
-# Heads of 32, which vLLM knows.
+# A head size of 32, which vLLM supports.
 _TINY = {
     "hidden_size": 64,
     "num_attention_heads": 2,
@@ -45,7 +44,7 @@ _TINY = {
 
 
 def bare_model(directory: Path, **changes: object) -> Path:
-    """A preset's configuration and tokenizer, with the plain template, without weights."""
+    """Write a preset's configuration and tokenizer, with the plain template and without weights."""
     preset = "demo"
     directory.mkdir(parents=True, exist_ok=True)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -57,7 +56,7 @@ def bare_model(directory: Path, **changes: object) -> Path:
 
 
 def write_corpus(path: Path, *, num_documents: int = 4000, right: float = _RIGHT) -> Path:
-    """Conversations in the task's form, as JSONL. This share of the answers is right; the others are one too high."""
+    """Write conversations in the task's format as JSONL, with a share `right` of right answers, others one too high."""
     task, chance = open_task(GrpoConfig(dataset=TASK), seed=_SEED), random.Random(_SEED)
     with path.open("w", encoding="utf-8") as lines:
         for index in range(num_documents):
@@ -70,7 +69,7 @@ def write_corpus(path: Path, *, num_documents: int = 4000, right: float = _RIGHT
 
 
 def train_format_model(directory: Path, *, steps: int = _STEPS, **changes: object) -> Path:
-    """Make the model with diloco.train_fsdp in a process of its own. Returns the directory."""
+    """Train the model with diloco.train_fsdp in a separate process. Returns the directory."""
     with tempfile.TemporaryDirectory(prefix="diloco-format-") as name:
         work = Path(name)
         corpus = write_corpus(work / "corpus.jsonl")

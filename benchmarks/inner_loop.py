@@ -1,8 +1,8 @@
-"""Tokens per second of a peer between rounds against a bare torch loop of the same model, interleaved in one process.
+"""Tokens per second of a peer between rounds and of a bare torch loop of the same model, interleaved in one process.
 
-The peer's side is all that train_fsdp does in a step: read the data, train, record the metrics, look what is due.
-The bare loop is what anybody would write: tokens in memory, forward, backward, clip, AdamW. A third side is a peer
-under Muon, whose step orthogonalizes every matrix.
+The peer does everything that train_fsdp does in a step: it reads data, trains, records metrics, checks what is due. The
+bare loop has tokens in memory and does forward, backward, clipping and AdamW. A third variant is a peer with Muon,
+whose step orthogonalizes every matrix.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from diloco.train.model import load_model
 from diloco.train.sharding import Precision, compiles, decoder_layers
 from diloco.train_fsdp import Trainer
 
-# Dense bf16 rates as the manufacturers state them.
+# Dense bf16 FLOP/s by the manufacturers' data sheets.
 _PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
 _LR = 1e-4
 _SMALL_TOKENS = 2048
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def configuration(path_model: str | None, device: torch.device, *, quick: bool) -> TrainConfig:
-    """What both sides train."""
+    """The configuration that all variants train."""
     on_gpu = device.type == "cuda"
     config = TrainConfig(
         path_model=path_model or ("150m" if on_gpu else "2m"),
@@ -76,7 +76,7 @@ def configuration(path_model: str | None, device: torch.device, *, quick: bool) 
 def measured(
     config: TrainConfig, device: torch.device, directory: Path, *, repetitions: int, steps: int
 ) -> list[Result]:
-    """Both sides in turns, so that what else the machine does hits both."""
+    """Run the variants alternately, so that other load on the machine affects all of them."""
     with_muon = replace(config, optimizer="muon")
     sides: dict[str, Callable[[int], float]] = {
         "peer": peer_steps(config, device, directory),
@@ -103,7 +103,7 @@ def measured(
 
 
 def peer_steps(config: TrainConfig, device: torch.device, directory: Path) -> Callable[[int], float]:
-    """Runs steps of the trainer; returns the seconds they took."""
+    """A function that runs steps of the trainer and returns their duration in seconds."""
     trainer = Trainer(Assignment(config=config, run_dir=directory), World(), device, [])
 
     samples_of_steps = iter(trainer.samples_left())
@@ -118,7 +118,7 @@ def peer_steps(config: TrainConfig, device: torch.device, directory: Path) -> Ca
 
 
 def bare_steps(config: TrainConfig, device: torch.device) -> Callable[[int], float]:
-    """The same model, batch, precision and compilation without any of our code in the loop."""
+    """The same with a bare loop: same model, batch, precision and compilation, none of our code in the loop."""
     model = load_model(config.path_model, seed=config.seed, device=device)
     if compiles(config, device):
         for layer in decoder_layers(model):
@@ -150,7 +150,7 @@ def bare_steps(config: TrainConfig, device: torch.device) -> Callable[[int], flo
 
 
 def utilisation(config: TrainConfig, case: str, rates: dict[str, list[float]]) -> list[Result]:
-    """Share of the GPU's dense bf16 rate, counting 6 operations a weight and token, and attention's own."""
+    """Model FLOPs utilisation relative to dense bf16, with 6 FLOPs per weight and token plus attention."""
     name = torch.cuda.get_device_name()
     peak = next((flops for part, flops in _PEAK_FLOPS.items() if part in name), None)
     if peak is None:

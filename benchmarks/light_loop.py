@@ -1,10 +1,10 @@
-"""A training loop of known cost around `Diloco(model)`, for measuring what averaging adds to it.
+"""A training loop of known cost around `Diloco(model)`, to measure the overhead of averaging.
 
     diloco peer ... --worker "python -m benchmarks.light_loop '{\"numel\": 1000000, ...}'"
 
-The model is flat parameters, one a layer. Steps move the weights by noise of this peer's own, so there is something to
-average; besides, an inner step is a fixed number of products of small matrices, then a wait, as for a device that
-does the rest. What happens is written to a JSONL file, a record for the start and each commit.
+The model has one flat parameter per layer. An inner step adds noise of this peer to the weights, so that there is
+something to average, computes a fixed number of small matrix products, and then sleeps, as if it waited for a device.
+Writes records to a JSONL file, at the start and for each commit.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ _GATE_TIMEOUT_S = 1800.0
 
 @dataclass(frozen=True, kw_only=True)
 class Loop:
-    """What is trained, and what a step costs."""
+    """The size of the model and the cost of a step."""
 
     numel: int
-    """Weights in all, fp32."""
+    """Total number of fp32 weights."""
     num_layers: int = 1
     num_products: int = 0
-    """Matrix products in a step: processor time."""
+    """Matrix products per step, which take CPU time."""
     wait_s: float = 0.0
-    """What a step waits besides."""
+    """Time that a step sleeps in addition."""
     move_parts: int = 1
-    """A step moves one of so many parts of the weights, in turns."""
+    """A step changes one of this many parts of the weights, in turns."""
     max_epochs: int = 3
     num_steps: int = 0
-    """Without a swarm: so many steps, then the end."""
+    """If not 0, trains without a swarm for this many steps."""
     record_steps: int = 0
-    """Without a swarm: steps between two records."""
+    """Without a swarm, steps between two records."""
     history: str = ""
-    """The JSONL file."""
+    """Path of the JSONL file."""
     gate: str = ""
-    """A file with a number: no epoch ends that is higher. None: no such limit."""
+    """Path of a file with the number of the last epoch that may end; empty: no limit."""
 
 
 def main(loop: Loop) -> None:
@@ -105,7 +105,7 @@ class Step:
         self._loop, self._number = loop, 0
         self._rows = [row for parameter in model.parameters() for row in parameter.data.split(_ROW)]
         self._generator = torch.Generator().manual_seed(rank)
-        # Drawing noise for every weight would take longer than all the rest.
+        # Noise for one row only, reused with random factors: drawing it for every weight would dominate the step.
         self._noise = 1e-3 * torch.randn(_ROW, generator=self._generator)
         self._matrix = torch.randn(_MATRIX, _MATRIX, generator=self._generator)
         self._product = torch.empty(_MATRIX, _MATRIX)
@@ -124,7 +124,7 @@ class Step:
 
 
 def products_per_second() -> float:
-    """On an idle core: the best of several tries."""
+    """Matrix products per second on an idle core, the best of several measurements."""
     torch.set_num_threads(1)
     step, best, tried = Step(Loop(numel=1), model_of(Loop(numel=1)), rank=0), 0.0, 500
     for _ in range(20):

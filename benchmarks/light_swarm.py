@@ -1,7 +1,7 @@
-"""Real daemons on loopback with light workers: what the fault tests and the chaos benchmark are made of.
+"""Real daemons on loopback with light workers, for the fault tests and the chaos benchmark.
 
-Every peer is a process of its own with its own p2pd and its own worker process, started by one identical call and
-killed by its pid. The daemons come out of a fork server that has imported torch and hivemind once.
+Every peer is a process with its own p2pd and worker process; it is always started by the same call and killed by its
+pid. Daemons are forked from a fork server that has imported torch and hivemind once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DEADLINE_S = 60.0
 
 
 def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = DEADLINE_S) -> Any:
-    """Poll until the condition gives something true, and return that."""
+    """Poll until the condition is true, and return its value. Raises AssertionError after the timeout."""
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):
         if time.monotonic() > deadline:
@@ -45,7 +45,7 @@ def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = DEADL
 
 @dataclass
 class LightPeer:
-    """One peer of a swarm, living or dead, and what its worker has recorded over all its lives."""
+    """One peer of a swarm, running or not, and the records of its worker over all its starts."""
 
     rank: int
     process: Any
@@ -73,13 +73,13 @@ class LightPeer:
         return path.read_text() if path.exists() else ""
 
     def kill(self) -> None:
-        """SIGKILL to the daemon alone; its p2pd and its worker have to follow by themselves."""
+        """SIGKILL the daemon only; its p2pd and its worker must end by themselves."""
         self.killed.append(time.time())
         os.kill(self.process.pid, signal.SIGKILL)
         self.process.join()
 
     def freeze(self) -> None:
-        """SIGSTOP to the daemon and everything below it."""
+        """SIGSTOP the daemon and its children."""
         for pid in (self.process.pid, *(pid for pid, _ in children_of(self.process.pid))):
             os.kill(pid, signal.SIGSTOP)
 
@@ -89,13 +89,13 @@ class LightPeer:
 
     @property
     def error(self) -> str:
-        """What ended the daemon."""
+        """The error that ended the daemon; empty if there was none."""
         path = self.directory / "error"
         return path.read_text() if path.exists() else ""
 
     @property
     def address(self) -> str:
-        """An address under which the peer's DHT node can be dialled."""
+        """An address of the peer's DHT node."""
         found = re.findall(r"listening on (\S+)", self.log)
         return found[-1] if found else ""
 
@@ -110,7 +110,7 @@ class LightPeer:
 
 
 def children_of(pid: int) -> Iterator[tuple[int, list[str]]]:
-    """Direct children, with their command lines. Raises ProcessLookupError where there is no such process."""
+    """Pids and command lines of a process's direct children. Raises ProcessLookupError if it does not exist."""
     try:
         children = psutil.Process(pid).children()
     except psutil.NoSuchProcess:
@@ -122,7 +122,7 @@ def children_of(pid: int) -> Iterator[tuple[int, list[str]]]:
 
 
 class LightSwarm:
-    """`start(rank)` is the one identical command that starts, joins and rejoins."""
+    """A swarm of light peers. `start(rank)` starts a peer, also to join a running swarm or to return after a death."""
 
     def __init__(self, directory: Path, initial_peers: list[str], run_id: str, **worker: Any) -> None:
         self.directory, self.initial_peers, self.run_id = directory, initial_peers, run_id
@@ -136,13 +136,13 @@ class LightSwarm:
 
     @property
     def num_started(self) -> int:
-        """Lives of all peers."""
+        """Number of processes started for all peers, restarts included."""
         return len(self._processes)
 
     def start(self, rank: int, **overrides: Any) -> LightPeer:
         directory = self.directory / f"peer{rank}"
         directory.mkdir(exist_ok=True)
-        # Its key is there before it runs: who asked for it later would hold its lock for a moment.
+        # Create its key before it runs, since reading the key later would hold its lock for a moment.
         self.peer_id(rank)
         worker = {**self.worker, "history": str(directory / "history.jsonl"), **overrides}
         process = FORK_SERVER.Process(
@@ -156,21 +156,21 @@ class LightSwarm:
             ),
         )
         process.start()
-        # A rank may be started twice at once: the first of them must not be forgotten.
+        # A rank may have two processes at once; `close` must end both.
         self._processes.append(process)
         known = self.peers.get(rank)
         self.peers[rank] = LightPeer(rank, process, directory, known.killed if known else [])
         return self.peers[rank]
 
     def peer_id(self, rank: int) -> str:
-        """Also of one that has not been started yet."""
+        """The peer id of a rank, even if it has not been started yet."""
         path = self.directory / f"peer{rank}" / self.run_id / f"{rank}.key"
         if not path.exists():
             load_or_create(path).release()
         return load(path).peer_id
 
     def config_of(self, rank: int, directory: Path, worker: dict[str, Any]) -> dict[str, Any]:
-        """What its daemon is told: the fields of a DaemonConfig."""
+        """The fields of the DaemonConfig of a peer."""
         return {
             "run_id": self.run_id,
             "initial_peers": self.initial_peers,
@@ -189,7 +189,7 @@ class LightSwarm:
         }
 
     def preparation_of(self, rank: int) -> Callable[[], object] | None:
-        """What its process does before it becomes a peer."""
+        """A function that the peer's process calls before it starts the daemon."""
         return None
 
     def start_all(self, num_peers: int, **overrides: Any) -> list[LightPeer]:
@@ -205,7 +205,7 @@ class LightSwarm:
             )
 
     def check_digests(self) -> dict[int, str]:
-        """Every epoch has one digest, whoever reports it. Returns the digests by epoch."""
+        """Assert that all peers reported the same anchor digest for each epoch. Returns the digests by epoch."""
         digests: dict[int, set[str]] = {}
         for peer in self.peers.values():
             for record in peer.epochs:
@@ -227,7 +227,7 @@ def run_light_peer(
     directory: str,
     prepare: Callable[[], object] | None,
 ) -> None:
-    """The whole life of one peer process."""
+    """The main function of a peer's process."""
     from peers.daemon.config import DaemonConfig
     from peers.daemon.main import run_daemon
     from peers.daemon.supervisor import WorkerCommand

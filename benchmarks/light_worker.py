@@ -1,10 +1,10 @@
-"""A worker without a model: it trains a vector towards a target of its own, and speaks the real link.
+"""A worker without a model, which moves a vector towards its own target and uses the real link to the daemon.
 
     python -m benchmarks.light_worker '{"numel": 1000, "local_steps": 2, "max_steps": 8, ...}'
 
-Every inner step moves each weight a little towards the target of this world rank, so that every peer's pseudo-gradient
-differs and the average is easy to compute. What happens is written to a JSONL file: a record at the start, one when
-an epoch's work is handed over, one when its commit is back.
+Every inner step moves each weight a little towards the target of this world rank, so peers have different
+pseudo-gradients, whose average is easy to compute. Writes records to a JSONL file: at the start, when an epoch's work
+is handed over, and when its commit is received.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def train_step(weights: np.ndarray, target: np.ndarray) -> np.ndarray:
 
 
 class LightWorker:
-    """One life."""
+    """The training loop, from its start to its end."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._settings = settings
@@ -60,7 +60,7 @@ class LightWorker:
         self._record("start", **start, local_steps=agreed.get("hv.local_steps"))
         self._tokens = 0
         self._handed: int | None = None
-        """Tokens of the work that waits for its commit; None: none does."""
+        """Tokens of the work that waits for its commit, if any."""
         self._is_ahead = self._is_last = self._is_over = False
 
     def run(self) -> None:
@@ -83,7 +83,7 @@ class LightWorker:
 
     @property
     def _is_at_end(self) -> bool:
-        """Of its epoch, or of the run."""
+        """Whether it is at the end of its epoch or of the run."""
         settings = self._settings
         return self._local_step >= settings["local_steps"] or self._nominal_step >= settings["max_steps"]
 
@@ -140,7 +140,7 @@ class LightWorker:
 
 
 class Recorder:
-    """Appends one record at a time, whole."""
+    """Appends records to a JSONL file, each in one write."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a")

@@ -1,4 +1,4 @@
-"""What a benchmark ran on: what it is called, and how fast it is, since machines of one name differ by a factor."""
+"""Describes a benchmark's machine by its hardware and its measured speed, since the same hardware differs in speed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pathlib import Path
 _REPETITIONS = 9
 _CALLS = 2000
 _COPIED_BYTES = 128 << 20
-"""More than any cache holds."""
+"""Larger than any cache."""
 
 
 def hardware() -> str:
-    """Processor, cores, memory, and GPUs where torch sees some."""
+    """Processor, cores, memory, torch's version, and the GPUs that torch sees."""
     import torch
 
     pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
@@ -31,7 +31,7 @@ def hardware() -> str:
 
 
 def pace() -> str:
-    """How fast one core is right now, at many small operations and at memory: medians, measured in half a second."""
+    """The current speed of one core, by the time of a torch call and of a memory copy: medians over half a second."""
     import torch
 
     small, source = torch.zeros(8), torch.ones(_COPIED_BYTES, dtype=torch.uint8)

@@ -1,11 +1,11 @@
-"""What it takes N peers to find each other and to gather for rounds, as N grows: light peers on one machine.
+"""The cost of forming a swarm and of gathering for rounds with N peers: light peers on one machine.
 
     python -m benchmarks.membership [--sizes 2 5 10 20 35 50] [--quick] [--json FILE] [--plot FILE]
 
-All peers of a run start by the same command, eight at a time; a coordinator assigns the ranks. Measured are the time
-from the first start until everybody trains, that of one more peer, what a round waits for after its last member is
-ready, the round itself, and the processor time that membership costs while nobody averages. All N share one machine's
-cores, so times are upper bounds; the processor time of a peer is what carries over to machines of their own.
+All peers start by the same command, eight at a time; a coordinator assigns the ranks. Measured are the time from the
+first start until all peers train, the time that one more peer needs, the time from the last member's readiness to the
+group, the round itself, and the CPU time of membership between rounds. All N peers share one machine's cores, so times
+are upper bounds; only the CPU time per peer carries over to separate machines.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one size; times in seconds."""
+    """The measurements with one number of peers; times in seconds."""
 
     num_peers: int
     forming_s: float
@@ -50,11 +50,11 @@ class Measured:
     gathering_s: list[float]
     rounds_s: list[float]
     upkeep: float
-    """Share of a core that a peer's daemon and p2pd take while its worker trains."""
+    """Fraction of a core that a peer's daemon and p2pd use while its worker trains."""
 
 
 class Assigned(LightSwarm):
-    """Nobody brings a rank of its own."""
+    """A swarm whose ranks are assigned by the coordinator."""
 
     def config_of(self, rank: int, directory: Path, worker: dict[str, Any]) -> dict[str, Any]:
         return super().config_of(rank, directory, worker) | {"world_rank": None}
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measured(num_peers: int) -> Measured:
-    """Start so many at once, let them train for some epochs, then start one more."""
+    """Start `num_peers` peers, let them train for some epochs, then start one more."""
     with tempfile.TemporaryDirectory(prefix="diloco-membership-") as directory:
         coordinator = Coordinator(Path(directory, "coordinator"), RUN_ID, free_port())
         worker = {"numel": 1000, "local_steps": 60, "max_steps": 10**9, "step_s": _EPOCH_S / 60}
@@ -110,7 +110,7 @@ def start_all(swarm: LightSwarm, num_peers: int) -> list[LightPeer]:
 
 
 def coming(swarm: LightSwarm) -> list[LightPeer]:
-    """Who has no place in the swarm yet. One that gave up, on a machine that was too busy for it, is started again."""
+    """The peers that are not in the swarm yet. Restarts those that have given up because the machine was too busy."""
     found = [peer for peer in swarm.peers.values() if "in the swarm; " not in peer.log]
     for peer in found:
         if peer.process.exitcode is not None:
@@ -121,7 +121,7 @@ def coming(swarm: LightSwarm) -> list[LightPeer]:
 
 
 def first_steps_of(peers: Sequence[LightPeer]) -> list[float]:
-    """When their workers began to train. Raises AssertionError where a daemon has ended instead."""
+    """The times at which the peers' workers began to train. Raises AssertionError if a daemon has ended."""
 
     def started() -> list[float]:
         for peer in peers:
@@ -133,13 +133,13 @@ def first_steps_of(peers: Sequence[LightPeer]) -> list[float]:
 
 
 def check_ranks(peers: Sequence[LightPeer]) -> None:
-    """Each has one of its own, also those for which the coordinator was too busy."""
+    """Assert that the peers have different ranks, even if the coordinator was too busy to assign some."""
     ranks = [peer.records("start")[0]["world_rank"] for peer in peers]
     assert len(set(ranks)) == len(ranks), sorted(ranks)
 
 
 def upkeep_of(peers: Sequence[LightPeer]) -> float:
-    """In the middle of an epoch, right after the commit that began it."""
+    """CPU time of membership per peer, as a fraction of a core, measured in the middle of an epoch."""
     pids = [peer.process.pid for peer in peers]
     pids += [pid for owner in pids for pid, argv in children_of(owner) if "p2pd" in argv[0]]
     time.sleep(_SETTLE_S)
@@ -149,7 +149,7 @@ def upkeep_of(peers: Sequence[LightPeer]) -> float:
 
 
 def epochs_of(peers: Sequence[LightPeer]) -> tuple[list[float], list[float]]:
-    """Of each epoch: what it took from the last member's readiness to the group, and from there to the commit."""
+    """For each epoch, the time from the last member's readiness to the group, and from the group to the commit."""
     gathering, rounds = [], []
     for epoch in range(1, NUM_EPOCHS + 1):
         told = [record for peer in peers for record in peer.epochs if record["epoch"] == epoch]

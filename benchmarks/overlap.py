@@ -1,12 +1,12 @@
-"""What averaging costs a training loop: blocking rounds, and fragments whose rounds overlap with training.
+"""The cost of averaging in a training loop: blocking rounds, and fragments whose rounds overlap with training.
 
-Three arms in one run, the same steps in each: no averaging, one fragment and blocking rounds, several fragments and
-rounds under way while training goes on. Two peers behind links on which blocking rounds take at least a quarter of the
-time; the loops are the product's, with steps of benchmarks/light_loop.py: real matrix products on the processor for
-part of a step, for which they compete with the daemons, and a wait for the rest, as for a device. An arm's cost is how
-much longer its steps take than those of the arm without averaging; a value is that of `local_steps` of them, of the
-slower peer. Where other programs use the machine, that is as noisy as they are; the part of the time in which loops
-stood still for rounds, which each commit states, is not, but leaves out what the daemons take of the processor.
+Three arms with the same steps: no averaging, one fragment with blocking rounds, and several fragments with rounds that
+overlap with training. Two peers behind links on which blocking rounds take at least a quarter of the time. The loops
+use the product with the steps of benchmarks/light_loop.py: part of a step is real matrix products, which compete with
+the daemons for the CPU, the rest is a sleep, as if for a device. The cost of an arm is the increase of its step time
+over the arm without averaging; each value is over `local_steps` steps of the slower peer. Other load on the machine
+adds noise to it. The time for which loops were blocked by rounds, recorded with each commit, has no such noise, but
+does not include the daemons' CPU time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LINK = Link(up_mbps=100, down_mbps=100, delay_ms=10)
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """The training and the network."""
+    """Parameters of the training and the network."""
 
     link: Link = _LINK
     megabytes: int = 40
@@ -44,11 +44,11 @@ class Setting:
     local_steps: int = 100
     step_s: float = 0.08
     compute_share: float = 0.3
-    """Part of a step that takes the processor."""
+    """Fraction of a step that uses the CPU."""
     num_fragments: int = 4
     overlap_steps: int = 20
     num_windows: int = 5
-    """Times `local_steps` steps that count, after a first that does not."""
+    """Windows of `local_steps` steps that are measured, after one for warm-up."""
 
 
 def main() -> None:
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def measured(setting: Setting) -> list[Result]:
-    """All arms, that without averaging before and after the others."""
+    """Measure all arms, the one without averaging before and after the others."""
     compute_s = setting.compute_share * setting.step_s
     loop = Loop(
         numel=(setting.megabytes << 20) // 4,
@@ -112,7 +112,7 @@ def rows(case: str, windows: Sequence[float], alone: Sequence[float], setting: S
 
 
 def windows_alone(lab: Lab, loop: Loop, setting: Setting) -> list[float]:
-    """Seconds of each stretch of `local_steps` steps, of the slower of the loops, which run at the same time."""
+    """Seconds of each window of `local_steps` steps without a swarm: the slower of two loops that run concurrently."""
     steps = setting.local_steps
     with tempfile.TemporaryDirectory() as directory:
         paths = [Path(directory) / f"{peer}.jsonl" for peer in range(_NUM_PEERS)]
@@ -143,7 +143,7 @@ def windows_alone(lab: Lab, loop: Loop, setting: Setting) -> list[float]:
 def windows_in_swarm(
     lab: Lab, loop: Loop, setting: Setting, num_fragments: int, flags: tuple[str, ...]
 ) -> tuple[list[float], list[float]]:
-    """The same in a swarm, and of each stretch of each peer, in per cent, how long it stood still for rounds."""
+    """The same in a swarm, and for each window of each peer the percentage of time blocked by rounds."""
     steps_per_epoch = setting.local_steps // num_fragments
     job = Job(
         loop=replace(loop, max_epochs=(setting.num_windows + 1) * num_fragments),
@@ -169,13 +169,13 @@ def windows_in_swarm(
 
 
 def slowest(times: Sequence[Sequence[float]]) -> list[float]:
-    """Seconds between successive moments, the longest of all peers."""
+    """Seconds between successive times, the maximum over peers."""
     spans = [[later - earlier for earlier, later in itertools.pairwise(peer)] for peer in times]
     return [max(values) for values in zip(*spans, strict=True)]
 
 
 def _times(path: Path, kind: str, steps_per_record: int, window: int) -> list[float]:
-    """When each stretch of `window` steps was done."""
+    """The end time of each window of `window` steps."""
     records: list[dict[str, Any]] = [json.loads(line) for line in path.read_text().splitlines()]
     found = [record["time"] for record in records if record["kind"] == kind]
     every = window // steps_per_record

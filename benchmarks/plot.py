@@ -1,4 +1,4 @@
-"""Small plots of benchmark results; the suffix of the path decides on the format."""
+"""Small plots of benchmark results, in the format of the path's suffix."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def lines(
     log_x: bool = False,
     log_y: bool = False,
 ) -> None:
-    """One line for each series of (x, y)."""
+    """Plot one line for each series of (x, y)."""
     with _figure(path, title) as axes:
         for name, points in series.items():
             axes.plot([x for x, _ in points], [y for _, y in points], label=name, marker=".", linewidth=1.2)
@@ -42,7 +42,7 @@ def bars(
     x_label: str,
     log_x: bool = False,
 ) -> None:
-    """One horizontal bar for each (median, min, max), the first on top."""
+    """Plot one horizontal bar for each (median, min, max), the first on top."""
     with _figure(path, title) as axes:
         names = list(values)
         medians = [values[name][0] for name in names]
@@ -67,7 +67,7 @@ def _figure(path: Path, title: str) -> Iterator[Any]:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    # Texts stay texts and ids stay the same: small files, and no difference where nothing has changed.
+    # Text as text makes small files; a fixed hash salt makes ids, and so the files, reproducible.
     with pyplot.rc_context({"svg.fonttype": "none", "svg.hashsalt": "diloco"}):
         figure, axes = pyplot.subplots(figsize=_SIZE_INCHES, layout="constrained")
         try:

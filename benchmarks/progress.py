@@ -1,4 +1,4 @@
-"""One line for each thing done, and about how long the rest will take."""
+"""Prints a line for each completed part of a benchmark, with the estimated time left."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from collections.abc import Callable, Mapping
 
 
 class Progress:
-    """Judges the time left by what was planned for each thing that is still to do, and how well plans have held."""
+    """Estimates the time left from planned durations, corrected by how the completed parts compare with their plan."""
 
     def __init__(self, plan: Mapping[str, float], now: Callable[[], float] = time.monotonic) -> None:
-        """`plan`: seconds for each thing by its name, as far as one can tell."""
+        """`plan`: estimated seconds of each part, by name."""
         self._left, self._now = dict(plan), now
         self._planned_s = 0.0
         self._began = now()
 
     def done(self, name: str, said: str = "") -> None:
-        """Say so on stderr; what is not in the plan is only said."""
+        """Print that a part is done to stderr. Parts that are not in the plan do not affect the estimate."""
         self._planned_s += self._left.pop(name, 0.0)
         print(f"{name}{f': {said}' if said else ''}{self._outlook()}", file=sys.stderr, flush=True)
 
     def left_s(self) -> float:
-        """Seconds until all is done."""
+        """Estimated seconds until all parts are done."""
         slower = (self._now() - self._began) / self._planned_s if self._planned_s else 1.0
         return slower * sum(self._left.values())
 

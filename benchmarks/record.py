@@ -1,4 +1,4 @@
-"""What every benchmark prints and writes: one row a case, medians with their spread."""
+"""The output of every benchmark: one row per case and metric, with median and range."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from benchmarks.machine import hardware, pace
 
 _ROOT = Path(__file__).parent.parent
 ORIGIN = ("commit", "hardware", "pace", "date")
-"""What a record says of where all its rows come from, and a row where it comes from somewhere else."""
+"""Fields of a record that describe the origin of its rows. A row from another origin has them itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One figure of one case over `runs` repetitions."""
+    """One metric of one case over `runs` repetitions."""
 
     case: str
     metric: str
@@ -47,9 +47,9 @@ class Result:
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """The flags every benchmark has: --quick and --json FILE.
+    """A parser with the flags of every benchmark: --quick and --json FILE.
 
-    From here on SIGTERM ends the program as an error would: with what it has started.
+    Also makes SIGTERM raise SystemExit, so that the processes that the benchmark has started are ended.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     flags = argparse.ArgumentParser(description=description)
@@ -66,9 +66,9 @@ def report(
     extra: Mapping[str, Any] | None = None,
     keeps: bool = False,
 ) -> None:
-    """Print the results as a table, and write them where asked, with what else the benchmark has to tell.
+    """Print the results as a table, and write them to `json_path` together with `extra`.
 
-    `keeps`: rows of other cases that are in the file already stay there, with the origin of their own.
+    With `keeps`, rows of other cases that are already in the file are kept, with their own origin.
     """
     print(f"{benchmark} on {hardware()}")
     for row in results:
@@ -82,10 +82,10 @@ def report(
 
 
 def merged(earlier: Mapping[str, Any], newer: Mapping[str, Any]) -> dict[str, Any]:
-    """The newer record and, before it, the earlier one's rows of cases that it has not measured.
+    """The newer record, with the earlier one's rows of cases that it has not measured in front.
 
-    Such a row says where it comes from, by the fields of a record, where that is another commit, machine or pace. Notes
-    and summary stay where the newer has none. Raises ValueError for records of two benchmarks.
+    Such a row gets the ORIGIN fields if its commit, machine or pace differs. Notes and summary are kept if the newer
+    record has none. Raises ValueError if the records are of different benchmarks.
     """
     if earlier["benchmark"] != newer["benchmark"]:
         raise ValueError(f"the file is of the benchmark {earlier['benchmark']}, not {newer['benchmark']}")
@@ -94,7 +94,7 @@ def merged(earlier: Mapping[str, Any], newer: Mapping[str, Any]) -> dict[str, An
     for row in earlier["results"]:
         if row["case"] in measured:
             continue
-        # A row with an origin has all of it: the record's own pace is not its.
+        # If a row has an origin of its own, it must not inherit the record's pace, even if its own is missing.
         source = row if "commit" in row else earlier
         origin = {name: source[name] for name in ORIGIN if name in source}
         values = {name: value for name, value in row.items() if name not in ORIGIN}

@@ -1,9 +1,8 @@
-"""Seconds to average the same bytes: ours, Hivemind's averager, torch's gloo, torchft's DiLoCo, and bare TCP.
+"""Time to average the same bytes with our reduction, Hivemind's averager, torch's gloo, torchft's DiLoCo, and bare TCP.
 
-One process per peer, all on this machine's loopback, every repetition in a fresh group and after a round to warm up,
-all contenders in turns. A round's time runs from the moment that all peers are ready to the moment that the last one
-has the whole average in place; with ours that includes naming the attempt on the kept streams, every check, and the
-digests of all shares.
+One process per peer, on loopback. Every repetition is in a fresh group after a warm-up round, with the contenders
+interleaved. A round's time is from when all peers are ready until the last one has the complete average. Ours includes
+sending the attempt's name on the open streams, all checks, and the digests of all shares.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ def contenders() -> list[Contender]:
 def measured(
     contenders: list[Contender], num_peers: int, numel: int, *, num_groups: int, num_rounds: int
 ) -> dict[str, list[Outcome]]:
-    """All contenders in turns, so that what else the machine does hits them all."""
+    """Measure the contenders alternately, so that other load on the machine affects all of them."""
     seats.preload()
     outcomes: dict[str, list[Outcome]] = {contender.name: [] for contender in contenders}
     for repetition in range(num_groups):
@@ -115,7 +114,7 @@ def rows(outcomes: dict[str, list[Outcome]], num_peers: int, numel: int) -> list
 
 
 def ratios(outcomes: dict[str, list[Outcome]], size: str) -> list[Result]:
-    """Of the contenders' medians within each repetition."""
+    """Ratios of the contenders' median times within each repetition."""
     medians = {
         name: [statistics.median(map(slowest_s, group.rounds)) for group in groups]
         for name, groups in outcomes.items()
@@ -133,7 +132,7 @@ def ratios(outcomes: dict[str, list[Outcome]], size: str) -> list[Result]:
 
 
 def plot(outcomes: dict[str, list[Outcome]], path: Path, title: str) -> None:
-    """The seconds of every contender, the fastest on top."""
+    """Plot the time of every contender, the fastest on top."""
     times = {
         name: sorted(slowest_s(round_) for group in groups for round_ in group.rounds)
         for name, groups in outcomes.items()

@@ -1,9 +1,9 @@
-"""What saving costs a training: epochs after which everything is saved, against epochs after which nothing is.
+"""The cost of checkpoints in a training: epochs that begin with a save, compared with epochs that do not.
 
-One peer of its own swarm, so daemon and worker, trains as `diloco peer` does and saves at the end of every second
-epoch. The steps of an epoch that began with a save are compared with those of the next, which did not: pairs, minutes
-apart at most, in one process. All is in the figure: the copy for which training stands still, the thread and the daemon
-that write meanwhile and take processor and disk. A batch is small, so steps are short and saving weighs most.
+A swarm of one peer, with daemon and worker, trains as with `diloco peer` and saves at the end of every second epoch.
+The duration of an epoch that begins with a save is compared with that of the next one, in pairs that are at most
+minutes apart. The figure includes the copy, which blocks training, and the CPU and disk time of the thread and the
+daemon that write concurrently. The batch is small, so steps are short and the relative cost is at its highest.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _POLL_S = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is trained, and for how long."""
+    """Parameters of the training."""
 
     path_model: str = "15m"
     local_steps: int = 100
     batch_size: int = 2
     seq_length: int = 256
     num_pairs: int = 6
-    """Of epochs, after a first pair that does not count."""
+    """Pairs of epochs that are measured, after one for warm-up."""
 
     @property
     def interval(self) -> int:
-        """Steps between two saves: of two epochs one begins with a save."""
+        """Steps between two saves: every second epoch begins with one."""
         return 2 * self.local_steps
 
     @property
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def trained(setting: Setting, directory: Path) -> list[Record]:
-    """The metrics of a whole training. Raises RuntimeError where it fails, or says nothing for long."""
+    """Run a training and return its metrics. Raises RuntimeError if it fails or writes no metrics for long."""
     flags: dict[str, Any] = {
         "path-model": setting.path_model,
         "seq-length": setting.seq_length,
@@ -97,7 +97,7 @@ def trained(setting: Setting, directory: Path) -> list[Record]:
                 raise RuntimeError(f"the peer was silent for {_SILENCE_TIMEOUT_S:g} s")
             time.sleep(_POLL_S)
     finally:
-        # It takes its workers along.
+        # The peer ends its workers.
         peer.terminate()
         peer.wait(_STOP_TIMEOUT_S)
     if peer.returncode:
@@ -106,13 +106,13 @@ def trained(setting: Setting, directory: Path) -> list[Record]:
 
 
 def results_of(setting: Setting, records: Sequence[Record]) -> list[Result]:
-    """Epochs in pairs: the first of each began with a save."""
+    """Compare pairs of epochs, of which the first began with a save."""
     ended_at = {
         int(record["step"]): float(record["time"]) for record in records if record.get("kind") == "step"
     }
     size, pair = setting.local_steps, setting.interval
     starts = range(pair, setting.num_steps, pair)
-    # A step's record is written before what is due after it, so the save is in the time of the steps that follow.
+    # A step's record is written before the save that is due after it, so the save counts for the following steps.
     saving = [ended_at[start + size] - ended_at[start] for start in starts]
     plain = [ended_at[start + 2 * size] - ended_at[start + size] for start in starts]
     costs = [100 * (a / b - 1) for a, b in zip(saving, plain, strict=True)]

@@ -1,4 +1,4 @@
-"""Starts the product as users do, one `diloco dht start` and N `diloco peer`, and collects what their loops recorded.
+"""Starts a swarm as users do, with one `diloco dht start` and N `diloco peer`, and collects its loops' records.
 
 with Swarm(job, directory, seats=[Seat(address="127.0.0.1")] * 2) as swarm:
     swarm.run_epoch(1)
@@ -28,12 +28,12 @@ _START_TIMEOUT_S = 120.0
 _ROUND_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 15.0
 _POLL_S = 0.2
-"""Seldom: to look takes the processor that peers are measured on."""
+"""Not shorter, since polling uses the CPU that peers are measured on."""
 _RUN_ID = "bench"
 
 
 class SwarmError(RuntimeError):
-    """A process ended, or was late, or peers disagree."""
+    """A process has ended or missed a deadline, or peers have different anchors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,24 +42,24 @@ class Seat:
 
     address: str = "127.0.0.1"
     prefix: tuple[str, ...] = ()
-    """Put before its command."""
+    """Put in front of its command, to run it in a network namespace."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What the swarm does."""
+    """The training loop of the peers, and their flags."""
 
     loop: Loop
     local_steps: int = 1
     is_gated: bool = True
-    """Whether epochs wait for run_epoch, or end as soon as they can."""
+    """Whether an epoch ends only when `run_epoch` is called for it."""
     flags: tuple[str, ...] = ()
-    """More flags of `diloco peer`, the same for all."""
+    """Additional flags of `diloco peer`, for all peers."""
 
 
 @dataclass
 class Peer:
-    """One `diloco peer`, living or dead."""
+    """One `diloco peer`, running or not."""
 
     process: subprocess.Popen[bytes]
     directory: Path
@@ -68,7 +68,7 @@ class Peer:
     def records(self) -> list[dict[str, Any]]:
         path = self.directory / "history.jsonl"
         text = path.read_text(encoding="utf-8") if path.exists() else ""
-        # The last line may be half written.
+        # The last line may be incomplete.
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
     @property
@@ -80,14 +80,14 @@ class Peer:
         return (self.directory / "output").read_text(encoding="utf-8", errors="replace")
 
     def kill(self) -> None:
-        """SIGKILL to the daemon alone; what it has started follows by itself."""
+        """SIGKILL the daemon only; its child processes end by themselves."""
         self.process.kill()
         self.process.wait()
 
 
 @dataclass
 class Swarm:
-    """The processes are its own: they end with it."""
+    """A context manager that starts the processes and ends them."""
 
     job: Job
     directory: Path
@@ -137,7 +137,7 @@ class Swarm:
         return peer
 
     def run_epoch(self, epoch: int, *, ranks: Sequence[int] | None = None) -> list[dict[str, Any]]:
-        """Let an epoch end that loops are kept from, and return what each peer says of it, checked to be the same."""
+        """Let a gated epoch end. Returns each peer's record of it, after checking that the anchors are the same."""
         self._gate.with_suffix(".new").write_text(str(epoch))
         self._gate.with_suffix(".new").replace(self._gate)
         peers = [self.peers[rank] for rank in ranks] if ranks is not None else self.peers
@@ -150,7 +150,7 @@ class Swarm:
         return records
 
     def wait_for_end(self) -> None:
-        """Until every loop has done its epochs; checks that all peers had the same anchor after each."""
+        """Wait until every loop has ended, and check that all peers had the same anchor after each epoch."""
         self._wait(
             lambda: all(any(r["kind"] == "end" for r in peer.records) for peer in self.peers),
             "the end of all loops",
@@ -170,7 +170,7 @@ class Swarm:
         for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
-            # Whatever of its session is left.
+            # Kill what is left of its session.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -223,7 +223,7 @@ class Swarm:
         timeout_s: float,
         peers: Sequence[Peer] | None = None,
     ) -> None:
-        """Raises SwarmError after the deadline, or once one of these peers has ended with an error."""
+        """Poll until the condition holds. Raises SwarmError after the timeout, or if a peer has ended with an error."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             for peer in self.peers if peers is None else peers:

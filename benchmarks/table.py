@@ -1,7 +1,7 @@
-"""benchmarks/README.md from benchmarks/results/*.json: `python -m benchmarks.table` writes it again.
+"""Renders benchmarks/README.md from benchmarks/results/*.json: `python -m benchmarks.table`.
 
-A result file is what `--json` writes. Beside the rows it may say `partial` (a study that has not ended), `notes` (a
-list of sentences), and `summary` (a list of flat dicts, shown as a table before the rows). A plot is
+A result file is what `--json` writes. Besides the rows it may have `partial` (true for an unfinished study), `notes` (a
+list of sentences), and `summary` (a list of flat dicts, shown as a table before the rows). Its plot, if any, is
 results/<the same stem>.svg or .png.
 """
 
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def rendered(results: Path) -> str:
-    """The whole page. Raises KeyError or ValueError for a file that is no record of a benchmark."""
+    """The whole page. Raises KeyError or ValueError if a file is not a benchmark's record."""
     records = [
         (path, json.loads(path.read_text(encoding="utf-8"))) for path in sorted(results.glob("*.json"))
     ]
@@ -67,11 +67,11 @@ def _section(path: Path, record: Mapping[str, Any]) -> Iterator[str]:
 
 
 Rows = Mapping[str, Mapping[str, Any]]
-"""Of one case, by what is measured."""
+"""The rows of one case, by metric."""
 
 
 def _alike(results: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Rows]]:
-    """Cases of which the same things were measured, for one table each."""
+    """Groups the cases that have the same metrics, for one table each."""
     cases: dict[str, dict[str, Mapping[str, Any]]] = {}
     for row in results:
         what = f"{row['metric']}, {row['unit']}" if row["unit"] not in ("", "ratio") else row["metric"]
@@ -81,7 +81,7 @@ def _alike(results: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Rows]]:
 
 
 def _cases_table(cases: Mapping[str, Rows]) -> Iterator[str]:
-    """The longer side goes down the page. The number of runs is said once where it is that of all."""
+    """A table of cases and metrics, with the longer of the two as rows. A common number of runs is stated only once."""
     measured = list(next(iter(cases.values())))
     runs = {row["runs"] for rows in cases.values() for row in rows.values()} - {0, 1}
     if told := len(runs) == 1:
@@ -95,7 +95,7 @@ def _cases_table(cases: Mapping[str, Rows]) -> Iterator[str]:
 
 
 def _figure(row: Mapping[str, Any], runs_are_told: bool) -> str:
-    """The median, and of several runs the least, the greatest, and how many."""
+    """The median; for several runs with minimum and maximum, and with their number unless that is stated already."""
     if row["runs"] < 2:
         return _text(row["median"])
     same = row["min"] == row["max"]

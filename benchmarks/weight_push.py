@@ -1,8 +1,8 @@
-"""Bytes that a push of weights to an inference server takes as a patch, against all weights, and whether it is exact.
+"""Size of a push of weights to an inference server as a patch, relative to all weights, and whether it is exact.
 
-A model is trained step by step with fp32 weights, as a trainer does; after each step the weights are rounded to the
-server's type, what has changed is packed, unpacked and applied to what the server had, and the digests are compared.
-The loss is that of predicting text, under which every weight has a gradient: under GRPO fewer change.
+A model is trained with fp32 weights, as in a trainer. After each step the weights are rounded to the server's dtype,
+the changes are packed, unpacked and applied to the server's weights, and the digests are compared. The loss is
+next-token prediction, which gives every weight a gradient; with GRPO fewer weights change.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def measured(path_model: str, *, lr: float, dtype: torch.dtype, num_steps: int) -> list[Result]:
-    """One run: what each push took, and how many of them made exactly the new weights of the old ones."""
+    """One run: the size of each push, and how many of the pushes reproduced the new weights exactly."""
     publisher = Publisher(dtype)
     served: State = {}
     sizes: list[float] = []
@@ -71,7 +71,7 @@ def measured(path_model: str, *, lr: float, dtype: torch.dtype, num_steps: int) 
 
 
 def trained(path_model: str, *, lr: float, num_steps: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """The weights before the first step, and after each."""
+    """Yields the weights before the first step and after each step."""
     device = torch.device("cpu")
     model = load_model(path_model, seed=0)
     inner = InnerLoop(

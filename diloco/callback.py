@@ -1,11 +1,11 @@
-"""A transformers Trainer, or one of TRL's, as a peer's worker.
+"""Runs a transformers Trainer, or one of TRL's trainers, as a peer's worker.
 
 trainer = Trainer(model=model, args=args, train_dataset=dataset, callbacks=[DilocoCallback()])
 trainer.train()
 
-The outer step takes place in `on_step_end`: after the optimizer's step, and before logging, evaluation, saving and
-TRL's next push of weights to an inference server. What is averaged are the parameters that require a gradient: all of
-a model, or the adapters of one under PEFT. Without a daemon (no DILOCO_LINK in the environment) nothing changes.
+The outer step runs in `on_step_end`: after the optimizer's step, and before logging, evaluation, saving and TRL's
+next push of weights to an inference server. Only parameters that require a gradient are averaged: the whole model, or
+the adapters under PEFT. Without a daemon (no DILOCO_LINK in the environment) the callback does nothing.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from diloco.outer.world import barrier, on_rank_zero
 
 log = logging.getLogger(__name__)
 
-# A sampler counts its own on by one each pass.
-_SEEDS_BETWEEN_PEERS = 1_000_003
+# Distance between two peers' sampler seeds. A sampler adds 1 to its seed every pass, so small distances would collide.
+_SEED_STRIDE = 1_000_003
 
 
 class DilocoCallback(TrainerCallback):
-    """Give it to one trainer. `outer` is there from `on_train_begin` on.
+    """Use one instance per trainer. `outer` is None until `on_train_begin`.
 
-    The weights to begin with are the swarm's, whatever the trainer was given, unless the swarm goes on from this
-    peer's own checkpoint. `state.global_step` and the learning rate follow the run's nominal steps, so that a peer
-    that joins late stands where the others do. A checkpoint of the trainer (`checkpoint-<N>`) gets the swarm's state
-    beside the model; `trainer.train(resume_from_checkpoint=...)` then goes on bit for bit. What TRL has generated is
-    not saved, so where one generation serves several steps, save when none is under way (`generation_period`).
+    Training starts from the swarm's weights and ignores those of the trainer's model, unless the swarm resumes from
+    this peer's own checkpoint. `state.global_step` and the learning rate are set to the run's nominal step, so a peer
+    that joins late continues at the step of the others. Each checkpoint of the trainer (`checkpoint-<N>`) also gets
+    the swarm's state; `trainer.train(resume_from_checkpoint=...)` then resumes bit for bit. Rollouts that TRL has
+    generated are not saved: if one generation serves several steps, save only at a multiple of `generation_period`.
     """
 
     def __init__(
@@ -55,18 +55,18 @@ class DilocoCallback(TrainerCallback):
         resume: Path | None = None,
         is_own: bool = True,
     ) -> None:
-        """`local_steps` (H) is the swarm's where it is not given; `on_commit` is called after every outer step.
+        """`local_steps` (H) defaults to the swarm's value; `on_commit` is called after every outer step.
 
-        `resume` is the checkpoint that `train(resume_from_checkpoint=...)` is given; without it, the one named in the
-        arguments, else `checkpoint-<N>` in the output directory. One that is not this peer's own is of use for the
-        swarm's state in it, and the trainer is given none.
+        `resume` is the checkpoint passed to `train(resume_from_checkpoint=...)`; default: the one named in the
+        TrainingArguments, else `checkpoint-<N>` in the output directory. With `is_own=False` it is another peer's
+        checkpoint: only the swarm's state is read from it, and the trainer itself must not resume from it.
         """
         self.outer: Diloco | None = None
         self._local_steps = local_steps
         self._on_commit = on_commit
         self._resume, self._is_own = resume, is_own
         self._tokens_seen = 0
-        self._owes_checkpoint = False
+        self._is_save_postponed = False
 
     def on_train_begin(
         self,
@@ -78,9 +78,9 @@ class DilocoCallback(TrainerCallback):
         train_dataloader: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Wait for the swarm, and begin with its weights. Raises UserError where its schedule does not fit TRL's.
+        """Wait for the swarm and load its weights. Raises UserError if its schedule does not fit TRL's.
 
-        Samples are shuffled otherwise by every peer: the same seed would have all of them train on the same.
+        Gives each peer its own shuffling seed: with a common seed all peers would train on the same samples.
         """
         assert model is not None
         self.outer = Diloco(
@@ -88,13 +88,13 @@ class DilocoCallback(TrainerCallback):
             local_steps=self._local_steps,
             max_steps=state.max_steps if state.max_steps > 0 else None,
             restore=partial(self._restore, args, state),
-            # Rollouts are trained on with log-probabilities of the weights that made them.
+            # If rollouts serve several steps, a late commit must not change the weights between those steps.
             goes_ahead=generation_period(args) == 1,
         )
         self._tokens_seen = state.num_input_tokens_seen
         if self.outer.active:
             check_divides(args, steps_per_epoch=self.outer.steps_per_epoch)
-            self._stand_where_the_swarm_does(state, lr_scheduler)
+            self._follow_nominal_step(state, lr_scheduler)
             if train_dataloader is not None:
                 shuffle_by_world_rank(train_dataloader, args, self.outer.world_rank or 0)
 
@@ -106,44 +106,44 @@ class DilocoCallback(TrainerCallback):
         lr_scheduler: LRScheduler | None = None,
         **kwargs: Any,
     ) -> None:
-        """Count the step; at an epoch's end, average. Raises as Diloco.step does."""
+        """Count the step, and average if it ends an epoch. Raises what Diloco.step raises."""
         outer = self._joined
         if not outer.active:
             return
         outer.step(num_tokens=self._new_tokens(args, state), loss=_last_loss(state))
-        self._tell_commits(outer)
+        self._call_on_commit(outer)
         reached_end = state.global_step >= state.max_steps
-        self._stand_where_the_swarm_does(state, lr_scheduler)
+        self._follow_nominal_step(state, lr_scheduler)
         if outer.done:
             control.should_training_stop = True
         elif reached_end and state.global_step < state.max_steps:
-            # A fork was given up: the swarm's weights are from before the end.
+            # This peer abandoned its fork and adopted weights from an earlier step, so training is not over.
             control.should_training_stop = False
-        self._save_between_flights(outer, control)
+        self._postpone_save_in_flight(outer, control)
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Add the swarm's state to the checkpoint that the trainer has just written. Where it cannot be, it is said."""
+        """Add the swarm's state to the checkpoint that the trainer has just written. A failure is only logged."""
         outer, directory = self._joined, checkpoint_of(args, state)
         if not outer.active or outer.in_flight:
             return
-        # Each rank writes files of its own.
+        # Every rank writes files of its own into the checkpoint: wait until all have.
         barrier()
         try:
             if on_rank_zero(directory.is_dir):
                 outer.checkpoint(directory)
                 on_rank_zero(lambda: mark_whole(directory, outer, num_ranks=args.world_size))
         except (DilocoError, OSError) as error:
-            log.error("%s has nothing of the swarm in it, and cannot be resumed from: %s", directory, error)
+            log.error("the swarm's state was not saved to %s, which cannot be resumed: %s", directory, error)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Average what is left of the epoch, and leave the swarm."""
+        """Average the steps of the unfinished epoch, and leave the swarm."""
         outer = self._joined
         outer.finish()
-        self._tell_commits(outer)
+        self._call_on_commit(outer)
 
     @property
     def _joined(self) -> Diloco:
@@ -153,7 +153,7 @@ class DilocoCallback(TrainerCallback):
             )
         return self.outer
 
-    def _tell_commits(self, outer: Diloco) -> None:
+    def _call_on_commit(self, outer: Diloco) -> None:
         for commit in outer.commits:
             if self._on_commit:
                 self._on_commit(commit)
@@ -161,7 +161,7 @@ class DilocoCallback(TrainerCallback):
     def _restore(
         self, args: TrainingArguments, state: TrainerState, world_rank: int | None
     ) -> Restored | None:
-        """Weights and optimizer were restored by the trainer; here is what it knows nothing of."""
+        """The position in the run. The trainer has restored the weights and the optimizer itself."""
         if world_rank is None:
             return None
         if self._resume is not None and not self._is_own:
@@ -180,52 +180,52 @@ class DilocoCallback(TrainerCallback):
         return Restored(position=mark.position, tokens=mark.tokens, directory=directory)
 
     def _new_tokens(self, args: TrainingArguments, state: TrainerState) -> int:
-        """This rank's tokens since the last step, by the trainer's count; samples where it counts none."""
+        """This rank's tokens since the last step, or its number of samples if the trainer does not count tokens."""
         if not state.num_input_tokens_seen:
             return args.per_device_train_batch_size * args.gradient_accumulation_steps
         new, self._tokens_seen = state.num_input_tokens_seen - self._tokens_seen, state.num_input_tokens_seen
         return int(new) // args.world_size
 
-    def _stand_where_the_swarm_does(self, state: TrainerState, lr_scheduler: LRScheduler | None) -> None:
+    def _follow_nominal_step(self, state: TrainerState, lr_scheduler: LRScheduler | None) -> None:
         assert self.outer is not None
         if state.global_step != self.outer.nominal_step:
             state.global_step = self.outer.nominal_step
             _set_schedule(lr_scheduler, state.global_step)
 
-    def _save_between_flights(self, outer: Diloco, control: TrainerControl) -> None:
-        """While weights are on their way, a checkpoint would hold half of an outer step: it waits for their return."""
+    def _postpone_save_in_flight(self, outer: Diloco, control: TrainerControl) -> None:
+        """Postpone a due checkpoint while an outer step is in flight: it would hold one half of that step."""
         if outer.in_flight:
-            self._owes_checkpoint |= control.should_save
+            self._is_save_postponed |= control.should_save
             control.should_save = False
-        elif self._owes_checkpoint:
-            control.should_save, self._owes_checkpoint = True, False
+        elif self._is_save_postponed:
+            control.should_save, self._is_save_postponed = True, False
 
 
 def shuffle_by_world_rank(dataloader: Any, args: TrainingArguments, world_rank: int) -> None:
-    """Give a trainer's sampler a seed of the peer's own, or say that it has none."""
+    """Give the trainer's sampler a seed that differs between peers; warn if the sampler has no seed."""
     sampler = get_sampler(dataloader)
     seed = args.seed if args.data_seed is None else args.data_seed
-    own = seed + _SEEDS_BETWEEN_PEERS * world_rank
+    own = seed + _SEED_STRIDE * world_rank
     if isinstance(sampler, SeedableRandomSampler):
-        sampler.initial_seed += _SEEDS_BETWEEN_PEERS * world_rank
+        sampler.initial_seed += _SEED_STRIDE * world_rank
     elif hasattr(sampler, "generator"):
         sampler.generator = torch.Generator().manual_seed(own)
     elif sampler is None or isinstance(sampler, SequentialSampler):
         log.warning(
-            "the trainer reads its data in their order, so that all peers train on the same: give it a dataset that is "
-            "shuffled or split by the world rank, here %d",
+            "the trainer reads its dataset in order, so all peers train on the same samples: give it a dataset that "
+            "is shuffled or split by the world rank, here %d",
             world_rank,
         )
 
 
 def generation_period(args: TrainingArguments) -> int:
-    """Optimizer steps that one generation of a TRL trainer serves; 1 for a trainer that generates nothing."""
+    """Optimizer steps after which a TRL trainer needs new rollouts; 1 for a trainer that generates nothing."""
     rollouts = _batches_per_generation(args)
     return rollouts // math.gcd(rollouts, args.gradient_accumulation_steps)
 
 
 def check_divides(args: TrainingArguments, *, steps_per_epoch: int) -> None:
-    """Raise UserError where averaging would leave TRL with rollouts that older weights have scored."""
+    """Raise UserError if an outer step would change the weights between two optimizer steps on the same rollouts."""
     period = generation_period(args)
     if steps_per_epoch % period:
         raise UserError(
@@ -238,7 +238,7 @@ def check_divides(args: TrainingArguments, *, steps_per_epoch: int) -> None:
 
 
 def checkpoint_of(args: TrainingArguments, state: TrainerState) -> Path:
-    """Where the trainer writes its checkpoint of this step."""
+    """Where the trainer writes the checkpoint of the current step."""
     return Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"
 
 
@@ -250,15 +250,15 @@ def _batches_per_generation(args: TrainingArguments) -> int:
 
 
 def _set_schedule(lr_scheduler: LRScheduler | None, step: int) -> None:
-    """Put a scheduler where so many steps would have put it."""
-    # accelerate's wrapper would count each step once for every process.
+    """Set a scheduler to the state that it has after `step` steps."""
+    # Unwrapped: accelerate's wrapper advances by one for every process.
     scheduler: Any = getattr(lr_scheduler, "scheduler", lr_scheduler)
     if scheduler is None or not hasattr(scheduler, "last_epoch"):
         return
     if scheduler.last_epoch > step:
         scheduler.last_epoch = -1
     with warnings.catch_warnings():
-        # torch takes it for a scheduler stepped before its optimizer.
+        # torch warns that the scheduler is stepped before its optimizer.
         warnings.simplefilter("ignore")
         while scheduler.last_epoch < step:
             scheduler.step()

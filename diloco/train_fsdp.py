@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 if not __package__:
-    # Started by path: Python has put diloco/ itself first, where our modules would hide others of their name.
+    # Started by path: Python has put diloco/ first in sys.path, where our modules would shadow others of their name.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import numpy as np
@@ -55,9 +55,9 @@ def main() -> NoReturn:
 
 
 def run(argv: Sequence[str], clean_ups: CleanUps) -> None:
-    """Train as the arguments say; start the daemon too where they ask for a swarm and none is there.
+    """Train as the arguments say; if they ask for a swarm and no daemon is running, start one.
 
-    `clean_ups` is given what has to be done when the process must end in the middle of it.
+    Appends to `clean_ups` what has to run if a signal or an error ends the process.
     """
     config, named = parse_train_config(argv)
     world = World.from_environment(os.environ)
@@ -77,7 +77,7 @@ def run(argv: Sequence[str], clean_ups: CleanUps) -> None:
 
 
 class Trainer:
-    """One rank's part of a training."""
+    """Trains on one rank."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class Trainer:
             )
             prepare(model, config, precision=precision, device=device, mesh=mesh)
         self.is_compiled = not compiles(config, device)
-        """Whether what torch.compile compiles at the first step has been."""
+        """False until the first step if that step runs torch.compile, which takes long."""
         self.inner = InnerLoop(
             model,
             optimizer_of(config.optimizer, model, weight_decay=config.weight_decay),
@@ -152,7 +152,7 @@ class Trainer:
         self.checkpoints.begin(self.outer.nominal_step)
 
     def train(self) -> None:
-        """From wherever this peer is in the run to its end, and save the model."""
+        """Train from this peer's position to the end of the run, and save the model."""
         outer = self.outer
         self.metrics.write(
             "event",
@@ -178,7 +178,7 @@ class Trainer:
         self.metrics.write("event", event="finished", **self.position())
 
     def step(self, samples: Tensor) -> bool:
-        """One inner step, and what is due after it. Returns whether it ended an epoch."""
+        """One inner step, then whatever is due: outer step, evaluation, checkpoint. Returns whether an epoch ended."""
         outer, config, metrics = self.outer, self.config, self.metrics
         started_at, step = time.perf_counter(), outer.nominal_step
         if config.log_activations_steps and step % config.log_activations_steps == 0:
@@ -202,7 +202,7 @@ class Trainer:
         for commit in outer.commits:
             metrics.write("epoch", step=outer.nominal_step, **asdict(commit))
         before, step = step, outer.nominal_step
-        # Passed, not met: nominal steps may be skipped.
+        # `step % eval_interval == 0` could miss an evaluation: an outer step may advance the nominal step by several.
         is_due = config.eval_interval and step // config.eval_interval > before // config.eval_interval
         if is_due and not outer.done and outer.evaluates:
             self.evaluate()
@@ -213,9 +213,9 @@ class Trainer:
         return bool(outer.commits)
 
     def samples_left(self) -> Prefetched[np.ndarray]:
-        """This rank's samples, int64 [n, seq_length + 1], for each step that is left of the epoch's block."""
+        """This rank's samples, int64 [n, seq_length + 1], for each remaining step of the epoch."""
         outer, steps = self.outer, self.config.hv.steps_per_epoch
-        # Alone there are no epochs; blocks follow one another as if there were.
+        # Without a swarm there are no epochs: use one block for every `steps` steps.
         number, local_step = divmod(outer.nominal_step, steps)
         block = Block(epoch=number, world_rank=0, data_base=number)
         if outer.world_rank is not None:
@@ -233,7 +233,7 @@ class Trainer:
         )
 
     def evaluate(self) -> None:
-        """Score the weights on the held-out text and record it."""
+        """Evaluate the weights on the held-out text and record the result."""
         when = "" if self.outer.nominal_step else "before training"
         num_windows = len(self.validation.windows)
         with self.progress.phase("evaluating", when, total=num_windows, unit="windows") as reached:
@@ -255,19 +255,19 @@ class Trainer:
         )
 
     def save_model(self) -> None:
-        """Write <run_dir>/model/, which transformers loads."""
+        """Write <run_dir>/model/ in the format of transformers."""
         state = full_state(self.inner.model)
         config = load_model_config(self.config.path_model)
         on_rank_zero(lambda: save_pretrained_dir(self.run_dir / "model", state, config, self.tokenizer))
 
     def record_checkpoints(self) -> None:
-        """What became of the checkpoints that were being written."""
+        """Record which checkpoints have been written, failed or were skipped since the last call."""
         for event in self.checkpoints.events():
             self.metrics.write("event", **event)
             if event["event"] in ("checkpoint", "checkpoint_failed"):
                 text = line_of({"kind": "event", **event}) if event["event"] == "checkpoint_failed" else ""
                 self.progress.is_in_trouble("checkpoint", text or "")
-            # One rank's end is all ranks': torchrun, or the daemon, ends the others.
+            # It is enough that one rank raises: torchrun, or the daemon, then ends the others.
             check_saved(event, is_required=self.config.ckpt.required and self.world.is_main)
 
     def position(self) -> dict[str, int]:
@@ -275,19 +275,19 @@ class Trainer:
         return {"step": step, "epoch": self.outer.epoch, "tokens": step * self.tokens_per_step}
 
     def discard_partial(self) -> None:
-        """Leave nothing half-written, when the process is about to end in the middle of it."""
+        """Remove half-written files. Called when a signal or an error ends the process."""
         self.checkpoints.discard_partial()
         for partial in self.run_dir.glob(".model.*"):
             shutil.rmtree(partial, ignore_errors=True)
 
 
 def micro_batch_size_of(config: TrainConfig) -> int:
-    """Samples per forward pass as far as they are given: at least one."""
+    """Samples per forward pass; 1 for `auto`, until the size is known."""
     return 1 if config.per_device_train_batch_size == "auto" else config.per_device_train_batch_size
 
 
 def check_fits(config: TrainConfig, world: World, device: torch.device) -> None:
-    """Raise UserError where this machine has too little memory to train the model."""
+    """Raise UserError if this machine has too little memory to train the model."""
     model_config = load_model_config(config.path_model)
     copies = world.num_local_ranks if config.sharding_strategy == "NO_SHARD" else 1
     need = memory_needed_bytes(
@@ -296,11 +296,11 @@ def check_fits(config: TrainConfig, world: World, device: torch.device) -> None:
         config=model_config,
         optimizer=config.optimizer,
         on_gpu=device.type == "cuda",
-        # What the daemon holds it may hold already, when this worker was restarted.
+        # If this worker was restarted, its daemon has already allocated its share of the memory.
         in_swarm=False,
     )
     gpu_bytes = torch.cuda.mem_get_info(device)[0] * world.num_local_ranks if device.type == "cuda" else None
-    # The first rank looks before any of them has taken some.
+    # Rank 0 checks while no rank has allocated memory yet.
     on_rank_zero(lambda: check_memory(need, path_model=config.path_model, device_available=gpu_bytes))
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 if not __package__:
-    # Started by path: Python has put diloco/ itself first, where our modules would hide others of their name.
+    # Started by path: Python has put diloco/ first in sys.path, where our modules would shadow others of their name.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import numpy as np
@@ -37,7 +37,7 @@ from diloco.rl.checkpoints import KeepCheckpoints, KeepDeltas
 from diloco.rl.evaluation import TEMPERATURE, TOP_K, TOP_P, evaluated
 from diloco.rl.generation import generating_by_servers
 from diloco.rl.gpus import split_gpus, starts_server
-from diloco.rl.prompts import Deal, held_out_examples, place_of, rows_of
+from diloco.rl.prompts import PromptSchedule, held_out_examples, place_of, rows_of
 from diloco.rl.recorder import Recorder
 from diloco.rl.rollouts import Rollouts
 from diloco.rl.server_client import Sampling
@@ -59,7 +59,7 @@ from diloco.train.wandb_runs import opened_sinks
 from peers.daemon.link import LINK_ENV, WorkerLink
 
 LOGP_ALARMS = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.05}
-"""Mean differences in nats that rounding does not explain."""
+"""Mean differences in nats between a server's log-probabilities and the trainer's that rounding does not explain."""
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 
 
@@ -70,7 +70,7 @@ def main() -> NoReturn:
 
 
 def run(argv: Sequence[str], clean_ups: CleanUps) -> None:
-    """Train as the arguments say; start the daemon too where they ask for a swarm and none is there."""
+    """Train as the arguments say; if they ask for a swarm and no daemon is running, start one (see train_fsdp.run)."""
     config, named = parse_train_config(argv, "grpo")
     world = World.from_environment(os.environ)
     server_gpu = take_gpus(config, world, os.environ)
@@ -90,7 +90,7 @@ def run(argv: Sequence[str], clean_ups: CleanUps) -> None:
 
 
 class Training:
-    """One rank's part of a training."""
+    """Trains on one rank."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Training:
         *,
         server_gpu: str | None = None,
     ) -> None:
-        """Load model and task, and start what writes completions. Raises UserError for what the user can mend."""
+        """Load the model and the task, and start or find the inference servers. Raises UserError."""
         config = assignment.config
         self.config, self.world, self.run_dir = config, world, assignment.run_dir
         self.progress = progress = progress or Progress(tells=False)
@@ -121,7 +121,7 @@ class Training:
         )
         self.period = generation_period(args)
         check_divides(args, steps_per_epoch=config.hv.steps_per_epoch)
-        self.deal = Deal(
+        self.prompts = PromptSchedule(
             seed=config.seed,
             steps_per_epoch=config.hv.steps_per_epoch,
             period=self.period,
@@ -182,7 +182,7 @@ class Training:
 
     @property
     def seed(self) -> int:
-        """Of this peer's completions: another one for each peer, the same after a restart, and small for NumPy."""
+        """Seed of this peer's completions: differs between peers, is kept by a restart, and is in NumPy's range."""
         return (self.config.seed + 1_000_003 * (self.world_rank or 0)) % 2**32
 
     @property
@@ -207,7 +207,7 @@ class Training:
             model=self.model,
             args=args,
             reward_funcs=reward_functions(self.task),
-            train_dataset=placeholders(self.deal.prompts_per_generation),
+            train_dataset=placeholders(self.prompts.prompts_per_generation),
             processing_class=self.tokenizer,
             optimizers=(optimizer, schedule),
             callbacks=[
@@ -215,7 +215,7 @@ class Training:
                 self.callback,
                 EvaluateWhenDue(
                     interval=config.eval_interval,
-                    is_ours=self.evaluates_between,
+                    should_evaluate=self.evaluates_between,
                     at_start=self.start,
                 ),
                 self.kept,
@@ -226,7 +226,7 @@ class Training:
         return trainer
 
     def open_servers(self, clean_ups: CleanUps, gpu: str | None) -> None:
-        """Rank 0 has the servers; what it finds wrong, all ranks raise."""
+        """Start or find the servers on rank 0. A collective: if rank 0 fails, all ranks raise."""
         weights = full_state(self.model)
 
         def opened() -> None:
@@ -245,12 +245,12 @@ class Training:
         on_rank_zero(opened)
 
     def record_checkpoint(self, **event: Any) -> None:
-        """What became of one."""
+        """Record the outcome of a save. Raises DilocoError if it failed and --ckpt.required is set."""
         self.metrics.write("event", **event)
         check_saved(event, is_required=self.config.ckpt.required)
 
     def deltas(self) -> list[KeepDeltas]:
-        """What writes delta checkpoints, if they are asked for; the model's configuration lies beside them."""
+        """The callback that writes delta checkpoints, if enabled. Writes config.json and the tokenizer beside them."""
         ckpt = self.config.ckpt
         if ckpt.delta_interval is None:
             return []
@@ -269,7 +269,7 @@ class Training:
         return [KeepDeltas(directory, interval=ckpt.delta_interval, weights=lambda: full_state(self.model))]
 
     def train(self) -> None:
-        """From wherever this peer is in the run to its end."""
+        """Train from this peer's position to the end of the run."""
         own = self.resume.directory if self.resume and self.resume.is_own else None
         try:
             self.trainer.train(resume_from_checkpoint=str(own) if own else None)
@@ -281,14 +281,14 @@ class Training:
         self.metrics.write("event", event="finished", **self.position())
 
     def rows(self) -> list[dict[str, object]]:
-        """The prompts of the next generation, each as often as it is to be completed."""
+        """The prompts of the next generation, each repeated `num_generations` times."""
         step = self.trainer.state.global_step
-        block, local_step = place_of(self.outer, step, steps_per_epoch=self.deal.steps_per_epoch)
-        numbers = self.deal.numbers(block, local_step, num_examples=self.task.num_examples)
+        block, local_step = place_of(self.outer, step, steps_per_epoch=self.prompts.steps_per_epoch)
+        numbers = self.prompts.numbers(block, local_step, num_examples=self.task.num_examples)
         return rows_of(self.task, numbers, copies=self.config.grpo.num_generations)
 
     def start(self) -> None:
-        """The swarm's weights are there, and no step has been taken."""
+        """Called after the swarm's weights have been loaded and before the first step."""
         if self.config.hv.local_time and self.period > 1:
             raise UserError(
                 f"--hv.local-time ends epochs when the time is up, in the middle of rollouts that serve {self.period} "
@@ -309,7 +309,7 @@ class Training:
             self.evaluate()
 
     def evaluates_between(self) -> bool:
-        """Whether this peer evaluates where one is due; what is due at the end comes when training has ended."""
+        """Whether this peer runs an evaluation that is due now. At the end of the run, `finish` evaluates instead."""
         is_over = self.outer.done or self.trainer.state.global_step >= self.end_step
         return bool(self.held_out) and not is_over and self.outer.evaluates
 
@@ -317,10 +317,10 @@ class Training:
         self.recorder.committed(commit, self.outer.nominal_step)
 
     def evaluate(self) -> dict[str, float]:
-        """pass@k and the mean reward on held-out prompts, by the current weights."""
+        """Measure pass@k and the mean reward of the current weights on held-out prompts. A collective."""
         grpo = self.config.grpo
         if grpo.rollout == "vllm":
-            # Of all ranks, and whatever step TRL thinks the servers are at.
+            # A collective. TRL itself would push only if its step had changed since the last push.
             self.trainer.vllm_generation.sync_weights()
         with self.progress.phase("evaluating"):
             figures = on_rank_zero(
@@ -331,7 +331,7 @@ class Training:
         return figures
 
     def complete(self, prompts: Sequence[list[Message]], count: int) -> list[list[str]]:
-        """Evaluation's completions."""
+        """`count` completions of each prompt, for evaluation."""
         if self.servers:
             return self.completed_by_servers(self.servers, prompts, count)
         return completed_by_the_trainer(
@@ -358,11 +358,11 @@ class Training:
         return [self.tokenizer.batch_decode(one.token_ids, skip_special_tokens=True) for one in written]
 
     def rollout_seed(self) -> int:
-        """Of the requests to the servers: another one for each step and peer."""
+        """The seed of requests to the servers, which differs between steps and peers."""
         return self.seed + 4099 * self.trainer.state.global_step
 
     def push_figures(self) -> dict[str, Any]:
-        """What the last push to the servers was, for the step's record."""
+        """Figures of the last push of weights to the servers, for the step's record."""
         if not self.servers or not self.servers.last_push:
             return {}
         last = self.servers.last_push
@@ -374,8 +374,8 @@ class Training:
         }
 
     def finish(self) -> None:
-        """The last step is done: evaluate and save the model, while this peer is still in the swarm."""
-        self.recorder.tell_commits()
+        """After the last step, evaluate and save the model while this peer is still in the swarm."""
+        self.recorder.write_commits()
         if self.outer.evaluates and self.held_out:
             self.evaluate()
         state = full_state(self.model)
@@ -386,21 +386,24 @@ class Training:
         return {"step": self.trainer.state.global_step, "epoch": self.outer.epoch}
 
     def discard_partial(self) -> None:
-        """Leave nothing half-written, when the process is about to end in the middle of it."""
+        """Remove half-written files. Called when a signal or an error ends the process."""
         self.discard_scratch()
         for partial_model in self.run_dir.glob(".model.*"):
             shutil.rmtree(partial_model, ignore_errors=True)
 
     def discard_scratch(self) -> None:
-        """What the trainer wrote on its way to a checkpoint, and what the server was started with."""
+        """Remove the trainer's temporary checkpoints, and the model that the server was started with."""
         for name in ("trainer", "served"):
             shutil.rmtree(self.run_dir / name, ignore_errors=True)
 
 
 def take_gpus(config: TrainConfig, world: World, environment: MutableMapping[str, str]) -> str | None:
-    """Keep to the GPUs of this peer's ranks, before torch has seen any. Returns the server's. Raises UserError."""
+    """Set CUDA_VISIBLE_DEVICES to the GPUs of this peer's ranks; must run before torch initializes CUDA.
+
+    Returns the GPU of the inference server, if any. Raises UserError.
+    """
     if world.num_ranks == 1:
-        # Of a group of one, accelerate would make a distributed training.
+        # With these variables accelerate would set up distributed training even for a single rank.
         for name in TORCHRUN:
             environment.pop(name, None)
     if config.device == "cpu":
@@ -417,7 +420,7 @@ def take_gpus(config: TrainConfig, world: World, environment: MutableMapping[str
 
 
 def known_world_rank() -> int | None:
-    """What the daemon says, before there is a model to greet it with; None without a daemon."""
+    """This peer's world rank, asked from the daemon before the model is loaded; None without a daemon."""
     path = os.environ.get(LINK_ENV)
     if not path:
         return None
@@ -430,7 +433,7 @@ def known_world_rank() -> int | None:
 
 
 def seed_everything(seed: int) -> None:
-    """Python, NumPy and torch: rewards and rollouts may use any of them."""
+    """Seed Python, NumPy and torch, since rewards and rollouts may use any of them."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

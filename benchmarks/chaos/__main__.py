@@ -1,10 +1,10 @@
-"""Light peers under faults: what they get done, and how fast the others go on after a death.
+"""Goodput of light peers under faults, and the time in which the others recover from a death.
 
     python -m benchmarks.chaos [--minutes 20] [--peers 6] [--mean-seconds-between-faults 10] [--seed 0] [--quick]
 
-Real daemons on loopback, each with a worker that waits instead of computing, behind doors that cut, delay and corrupt
-(benchmarks/chaos/links.py). First a stretch without faults, then one with them; both are checked
-(benchmarks/chaos/history.py), and any guarantee that does not hold ends this with exit code 1.
+Real daemons on loopback, each with a worker that sleeps instead of computing, behind proxies that cut, delay and
+corrupt connections (benchmarks/chaos/links.py). A run without faults is followed by one with faults. Both are checked
+(benchmarks/chaos/history.py); if a guarantee is violated, the exit code is 1.
 """
 
 from __future__ import annotations

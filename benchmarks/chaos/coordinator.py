@@ -1,4 +1,4 @@
-"""A coordinator as a process that can be killed, and started again under the same address with the same ledger."""
+"""Runs a coordinator as a process that can be killed and restarted with the same address and ledger."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MARK = "--initial-peers "
 
 
 class Coordinator:
-    """Dead at first. Whoever starts it kills it."""
+    """The process is not running until `start`; the caller must `kill` it."""
 
     def __init__(self, directory: Path, run_id: str, port: int) -> None:
         directory.mkdir(exist_ok=True)
@@ -22,11 +22,11 @@ class Coordinator:
 
     @property
     def pid(self) -> int | None:
-        """None: it was never started."""
+        """None before the first start."""
         return int(self._process.pid) if self._process is not None else None
 
     def start(self) -> str:
-        """Returns its address, once it serves."""
+        """Start the process, wait until it serves, and return its address."""
         said = self._directory / "said"
         said.unlink(missing_ok=True)
         self._process = FORK_SERVER.Process(
@@ -41,7 +41,7 @@ class Coordinator:
         return str(wait_until(line, "the coordinator's address")).removeprefix(_MARK).strip()
 
     def kill(self) -> None:
-        """May be repeated."""
+        """Repeating it is safe."""
         if self._process is not None and self._process.is_alive():
             self._process.kill()
             self._process.join()

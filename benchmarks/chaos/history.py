@@ -1,4 +1,4 @@
-"""What happened in a light swarm, and what of it must not have happened."""
+"""The history of a run of a light swarm: checks of its guarantees, and its figures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Struck:
-    """A fault when it came about, in Unix seconds."""
+    """A fault that was injected, with its time in Unix seconds."""
 
     kind: str
     ranks: tuple[int, ...]
@@ -26,12 +26,12 @@ class Struck:
 
 
 class History:
-    """Of one run, from the files in its peers' directories."""
+    """The history of one run, read from the files in its peers' directories."""
 
     def __init__(self, directory: Path, lives: Sequence[Life], faults: Sequence[Struck] = ()) -> None:
         self.lives, self.faults = lives, faults
         self.commits: list[Record] = []
-        """One for each peer that made it, in order of time."""
+        """Every peer's record of every commit, in order of time."""
         self.worker: dict[int, list[Record]] = {}
         for path in sorted(directory.glob("peer*")):
             rank = int(path.name.removeprefix("peer"))
@@ -42,15 +42,15 @@ class History:
         for record in self.commits:
             self._by_head[record["head"]].append(record)
 
-    # What must not be
+    # Guarantees
 
     def faults_found(self) -> list[str]:
-        """Every guarantee that did not hold, in words."""
+        """One sentence for each violation of a guarantee."""
         return [
             *self._unequal_digests(),
-            *self._doubled_ranks(),
-            *self._chains_that_are_left(),
-            *self._tokens_that_do_not_add_up(),
+            *self._duplicate_ranks(),
+            *self._steps_back(),
+            *self._wrong_token_counts(),
             *self._broken_chains(),
         ]
 
@@ -66,7 +66,7 @@ class History:
             if len(digests | made) > 1:
                 yield f"workers were told other anchors of {head[:12]} than daemons have: {digests | made}"
 
-    def _doubled_ranks(self) -> Iterator[str]:
+    def _duplicate_ranks(self) -> Iterator[str]:
         for head, records in self._by_head.items():
             if len({record["rank"] for record in records}) < len(records):
                 yield f"a rank has committed {head[:12]} twice, or two peers are of one rank"
@@ -74,8 +74,8 @@ class History:
             if len(set(record["contributors"])) < len(record["contributors"]):
                 yield f"epoch {record['epoch']} has the contributors {record['contributors']}"
 
-    def _chains_that_are_left(self) -> Iterator[str]:
-        """Whoever was on the chain that counts in the end goes on along it, or comes back to it at once."""
+    def _steps_back(self) -> Iterator[str]:
+        """Among its commits on the final chain, no process goes back to an earlier one."""
         place = {record["head"]: number for number, record in enumerate(self.chain)}
         lives: dict[int, list[Record]] = defaultdict(list)
         for record in self.commits:
@@ -83,20 +83,20 @@ class History:
         for records in lives.values():
             for before, after in pairwise(r for r in records if r["head"] in place):
                 if place[after["head"]] <= place[before["head"]]:
-                    yield f"peer {after['rank']} went from {_named(before)} to {_named(after)}"
+                    yield f"peer {after['rank']} went from {_described(before)} to {_described(after)}"
 
-    def _tokens_that_do_not_add_up(self) -> Iterator[str]:
-        """What a commit counts is what its contributors had handed over."""
+    def _wrong_token_counts(self) -> Iterator[str]:
+        """The tokens of a commit are the sum of what its contributors had handed over."""
         for head, records in self._by_head.items():
             members = self._contributors_of(head)
             if members is None:
                 continue
             handed = [self._handed_over(rank, records[0]["time"]) for rank in members]
             if sum(handed) != records[0]["tokens"]:
-                yield f"{_named(records[0])} counts {records[0]['tokens']} tokens, of {members} are {handed}"
+                yield f"{_described(records[0])} counts {records[0]['tokens']} tokens, of {members} are {handed}"
 
     def _broken_chains(self) -> Iterator[str]:
-        """The state that came out of it all is made of all commits before, back to the first."""
+        """The final chain goes back to epoch 1, and its tokens are the sum over its commits."""
         chain = self.chain
         if not chain or chain[0]["epoch"] != 1:
             yield f"the state at the end goes back to epoch {chain[0]['epoch'] if chain else None} only"
@@ -107,20 +107,20 @@ class History:
 
     @property
     def chain(self) -> list[Record]:
-        """One record for each commit on the way to the state that most peers came to, in order.
+        """The final chain: one record for each commit that leads to the final state of most peers, in order.
 
-        At its first peer's time.
+        Each record is that of the first peer that made the commit.
         """
         last = {record["rank"]: record["head"] for record in self.commits}
 
         def counts(way: list[Record]) -> tuple[int, int]:
-            # At the end a peer may be a commit behind the others: it is on their way then.
+            # At the end a peer may be a commit behind the others; its head is then part of their chain.
             heads = {record["head"] for record in way}
             return sum(head in heads for head in last.values()), len(way)
 
-        return max((self._way_to(head) for head in set(last.values())), key=counts, default=[])
+        return max((self._chain_to(head) for head in set(last.values())), key=counts, default=[])
 
-    def _way_to(self, head: str) -> list[Record]:
+    def _chain_to(self, head: str) -> list[Record]:
         way: list[Record] = []
         while made := self._by_head.get(head):
             way.append(made[0])
@@ -129,7 +129,7 @@ class History:
 
     @property
     def num_forks(self) -> int:
-        """States that two different commits went on from."""
+        """Number of states that have several different successors."""
         children = defaultdict(set)
         for head, records in self._by_head.items():
             children[records[0]["parent"]].add(head)
@@ -137,15 +137,15 @@ class History:
 
     @property
     def lost_tokens(self) -> int:
-        """In commits that are not in the final state: of the losing sides of forks."""
+        """Tokens of commits that are not on the final chain, because their side of a fork was abandoned."""
         kept = {record["head"] for record in self.chain}
         return sum(records[0]["tokens"] for head, records in self._by_head.items() if head not in kept)
 
     def tokens_per_live_second(self, *, from_training: bool = True) -> float:
-        """Committed tokens of all peers by the seconds that each has lived, between the first commit and the last.
+        """Committed tokens per peer-second of being alive, between the first commit and the last.
 
-        A peer lives from when its worker first trains (or else from its process's start) to its end, but for the time
-        that it is frozen.
+        A peer is alive from its worker's first step, or with `from_training=False` from its process's start, to its
+        end, except while it is frozen.
         """
         chain = self.chain
         begin, end = chain[0]["time"], chain[-1]["time"]
@@ -153,13 +153,13 @@ class History:
         return float((chain[-1]["committed_tokens"] - chain[0]["committed_tokens"]) / seconds)
 
     def epoch_s(self) -> float:
-        """The usual time from commit to commit."""
+        """The median time between commits."""
         times = [record["time"] for record in self.chain]
         gaps = sorted(after - before for before, after in pairwise(times))
         return gaps[len(gaps) // 2]
 
     def recoveries_s(self, epoch_s: float) -> list[float]:
-        """For every death, how much longer than an epoch the next commit of another peer took."""
+        """For every death, the time until the next commit of another peer, minus `epoch_s`, at least 0."""
         return [
             max(0.0, after - fault.at - epoch_s)
             for fault in self.faults
@@ -168,7 +168,7 @@ class History:
         ]
 
     def rejoins_s(self) -> list[float]:
-        """From the start of a life to its worker's first step."""
+        """Times from a start of a peer to its worker's first step."""
         return [at - life.started_at for life in self.lives if (at := self._trains_at(life)) is not None]
 
     def _next_commit(self, fault: Struck) -> float | None:
@@ -199,7 +199,7 @@ class History:
             yield from (record for record in records if record["kind"] == kind)
 
     def _contributors_of(self, head: str) -> list[int] | None:
-        """As those say that have made the commit; None where no worker lived to hear of it."""
+        """Contributors of a commit, as a worker recorded them; None if no worker lived long enough to record it."""
         made = {record["rank"] for record in self._by_head[head]}
         for rank in made:
             for record in self.worker[rank]:
@@ -208,12 +208,12 @@ class History:
         return None
 
     def _handed_over(self, rank: int, before: float) -> int:
-        """Tokens of the last work that this rank's worker had handed over by then."""
+        """Tokens of the last work that this rank's worker handed over before this time."""
         ready = (r for r in self.worker.get(rank, ()) if r["kind"] == "ready" and r["time"] <= before)
         return int(max(ready, key=lambda record: record["time"], default={"tokens": 0})["tokens"])
 
 
-def _named(record: Record) -> str:
+def _described(record: Record) -> str:
     return f"{record['head'][:12]} of epoch {record['epoch']}"
 
 
@@ -222,12 +222,12 @@ def _overlap(one: tuple[float, float], other: tuple[float, float]) -> float:
 
 
 def _lines(path: Path) -> list[Record]:
-    """Whole lines: the last one may have been cut off by a death."""
+    """The complete lines of a JSONL file; a death may have cut off the last one."""
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def quantile(values: Iterable[float], share: float) -> float:
-    """The least value that this share of all does not exceed."""
+    """The value below which this share of all values is."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

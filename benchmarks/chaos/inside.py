@@ -1,6 +1,6 @@
-"""What goes wrong, and what is noted, inside the process of a light peer: set up before it becomes a peer.
+"""Faults and records inside the process of a light peer, set up before its daemon starts.
 
-Commands come one a line through the FIFO `control` in its directory: {"clock": seconds} and {"disorder": share}.
+Commands arrive as lines of the FIFO `control` in its directory: {"clock": seconds} and {"disorder": share}.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from peers.state.header import StateHeader
 from peers.state.outer_state import OuterState
 
 LATE_S = 0.3
-_wrong: dict[str, float] = {"clock": 0.0, "disorder": 0.0}
+_faults: dict[str, float] = {"clock": 0.0, "disorder": 0.0}
 
 
 def control_of(directory: Path) -> Path:
@@ -31,7 +31,7 @@ def control_of(directory: Path) -> Path:
 
 
 def tell(directory: Path, what: Mapping[str, float]) -> None:
-    """To the process, if there is one."""
+    """Send a command to the process, if it is running."""
     with contextlib.suppress(OSError):
         fd = os.open(control_of(directory), os.O_WRONLY | os.O_NONBLOCK)
         try:
@@ -41,26 +41,26 @@ def tell(directory: Path, what: Mapping[str, float]) -> None:
 
 
 def prepare(directory: Path, rank: int) -> None:
-    """In the process of the peer."""
-    _note_commits(directory / "commits.jsonl", rank)
-    _let_clock_jump()
-    _let_messages_stray(random.Random(os.getpid()))
+    """Set up the faults and records; called in the process of the peer."""
+    _record_commits(directory / "commits.jsonl", rank)
+    _patch_clock()
+    _patch_enqueue(random.Random(os.getpid()))
     control = control_of(directory)
     if not control.exists():
         os.mkfifo(control)
-    # Both ways, so that it never comes to an end.
+    # Opened for reading and writing, so that there is never an end of file.
     fd = os.open(control, os.O_RDWR)
-    threading.Thread(target=_obey, args=(fd,), name="control", daemon=True).start()
+    threading.Thread(target=_read_commands, args=(fd,), name="control", daemon=True).start()
 
 
-def _obey(fd: int) -> None:
+def _read_commands(fd: int) -> None:
     with os.fdopen(fd, encoding="utf-8") as commands:
         for line in commands:
-            _wrong.update(json.loads(line))
+            _faults.update(json.loads(line))
 
 
-def _note_commits(path: Path, rank: int) -> None:
-    """One line for each state that this process has come to by a commit."""
+def _record_commits(path: Path, rank: int) -> None:
+    """Write a line for each commit that this process applies."""
     really_end, clock = OuterState.end_change, time.time
     file = path.open("a", encoding="utf-8")
 
@@ -80,30 +80,30 @@ def _note_commits(path: Path, rank: int) -> None:
             "momentum_digest": header.momentum_digest,
         }
         with contextlib.suppress(OSError):
-            # Also where its disk is full.
+            # The disk may be full, which is one of the faults.
             file.write(json.dumps(record) + "\n")
             file.flush()
 
     OuterState.end_change = end_change  # type: ignore[assignment, method-assign]
 
 
-def _let_clock_jump() -> None:
+def _patch_clock() -> None:
     really = time.time
-    time.time = lambda: really() + _wrong["clock"]
+    time.time = lambda: really() + _faults["clock"]
 
 
-def _let_messages_stray(chance: random.Random) -> None:
-    """What peers say goes out twice, or late: past those that follow."""
+def _patch_enqueue(chance: random.Random) -> None:
+    """Send some messages twice, and some late, after later ones."""
     really_enqueue = LivePeer.enqueue
 
     def enqueue(self: LivePeer, message: Said | None) -> None:
-        # How the peer stands for people, and lists and manifests, go in order.
+        # Reports, lists and manifests are not reordered.
         if not isinstance(message, Message):
             really_enqueue(self, message)
             return
-        if chance.random() < _wrong["disorder"]:
+        if chance.random() < _faults["disorder"]:
             really_enqueue(self, message)
-        if chance.random() < _wrong["disorder"]:
+        if chance.random() < _faults["disorder"]:
             late_s = chance.uniform(0.0, LATE_S)
             asyncio.get_running_loop().call_later(late_s, really_enqueue, self, message)
         else:

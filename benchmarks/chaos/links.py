@@ -1,8 +1,8 @@
-"""What lies between light peers: doors on loopback that all their connections go through, and that can go wrong.
+"""Proxies on loopback (*doors*) between light peers, which can inject faults into connections.
 
-Every peer announces its doors instead of its ports. Who knocks is told by the process that the connection belongs to,
-so that each pair of peers has a link of its own: cut, silent, slow, or with a byte changed. A user-space proxy, hence
-on any machine and without privileges; packets cannot be lost or reordered here, which TCP would not show anyway.
+Every peer announces its doors instead of its ports. The caller is identified by the process that owns the connection,
+so each pair of peers has a link of its own, which can be cut, silent or slow, or corrupt a byte. A user-space proxy
+works on any machine without privileges. It cannot lose or reorder packets, but TCP would hide that from peers anyway.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Pair = frozenset[int]
 
 @dataclass
 class Link:
-    """Between two peers, both ways. Belongs to the doors' event loop."""
+    """The link between two peers, in both directions. Used on the doors' event loop only."""
 
     is_cut: bool = False
     is_slow: bool = False
     flows: asyncio.Event = field(default_factory=asyncio.Event)
-    """Clear: what is sent stays under way."""
+    """While cleared, data is held back."""
     to_corrupt: int = 0
     writers: set[asyncio.StreamWriter] = field(default_factory=set)
 
@@ -44,7 +44,7 @@ class Link:
 
 
 class Doors:
-    """In a thread of its own; a context manager. `pids_of` gives the processes of every peer by rank."""
+    """All doors; a context manager that runs them in a thread. `pids_of` returns the processes of each peer by rank."""
 
     def __init__(self, pids_of: Callable[[], Mapping[int, Collection[int]]]) -> None:
         self._pids_of = pids_of
@@ -67,11 +67,11 @@ class Doors:
         self._loop.close()
 
     def open(self, rank: int, port: int) -> int:
-        """A door in front of this peer's port, which need not be there yet. Returns the door's port."""
+        """Open a door to this port of a peer, which need not listen yet. Returns the door's port."""
         return self._call(self._open(rank, port))
 
     def cut(self, pairs: Iterable[Pair], is_cut: bool) -> None:
-        """Connections are reset, and new ones too."""
+        """Reset the connections of these pairs, also new ones."""
 
         def change(link: Link) -> None:
             link.is_cut = is_cut
@@ -81,14 +81,14 @@ class Doors:
         self._change(pairs, change)
 
     def silence(self, pairs: Iterable[Pair], is_silent: bool) -> None:
-        """Nothing arrives any more, and nobody is told."""
+        """Hold back all data of these pairs, without closing connections."""
         self._change(pairs, lambda link: link.flows.clear() if is_silent else link.flows.set())
 
     def slow_down(self, pairs: Iterable[Pair], is_slow: bool) -> None:
         self._change(pairs, lambda link: setattr(link, "is_slow", is_slow))
 
     def corrupt(self, pairs: Iterable[Pair]) -> None:
-        """One byte of the next that goes by is another one."""
+        """Change one byte of the next data of these pairs."""
         self._change(pairs, lambda link: setattr(link, "to_corrupt", link.to_corrupt + 1))
 
     def _call(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -110,7 +110,7 @@ class Doors:
             assert task is not None
             self._tasks.add(task)
             try:
-                # Cancelled, it is over; asyncio would report that as a fault.
+                # Cancelled by `close`, which asyncio would report as an error.
                 with contextlib.suppress(asyncio.CancelledError):
                     await self._pass(rank, port, reader, writer)
             finally:
@@ -126,7 +126,7 @@ class Doors:
     ) -> None:
         ports = writer.get_extra_info("peername")[1], writer.get_extra_info("sockname")[1]
         caller = (await self._owners()).get(ports)
-        # Whoever else calls, as the coordinator does, has a link that nothing happens to.
+        # Other callers, such as the coordinator, get a link without faults.
         link = Link() if caller is None else self._link(frozenset((caller, rank)))
         if link.is_cut:
             return
@@ -140,7 +140,7 @@ class Doors:
                 there[1].transport.abort()
 
     async def _owners(self) -> dict[Ports, int]:
-        """Of all connections there are by now: one look, which takes a while, serves all who knock meanwhile."""
+        """The owners of all current connections. Reading them is slow, so concurrent callers share one result."""
 
         async def look() -> dict[Ports, int]:
             async with self._looking:
@@ -163,7 +163,7 @@ class Doors:
 
 
 async def _first_of(*pumps: Coroutine[Any, Any, None]) -> None:
-    """Until one way has ended: nothing here uses connections that are open one way only."""
+    """Run until one direction has ended: half-closed connections are not used here."""
     tasks = [asyncio.ensure_future(pump) for pump in pumps]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -187,8 +187,8 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, link
 
 
 def free_port() -> int:
-    """One below those that connections are given, so that it stays free while its owner is away."""
-    # By process id: two who measure on one machine should not begin at the same port.
+    """A free port below the ephemeral range, so that no connection takes it while its owner is restarting."""
+    # Start at a port that depends on the process id, so that two runs on one machine rarely collide.
     for n in range(12_000):
         port = 20_000 + (101 * os.getpid() + n) % 12_000
         if port not in _given:

@@ -1,4 +1,4 @@
-"""What goes wrong when: drawn from a seed, so that a run can be had again."""
+"""Draws the faults of a run and their times from a seed, so that a run can be repeated."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ class Kind:
     """One kind of fault."""
 
     num_cards: int
-    """How many cards of the deck it has."""
+    """Number of its cards in the deck, which is its relative frequency."""
     num_ranks: int = 1
-    """How many peers it strikes; a pair for a link, none for the coordinator."""
+    """Number of peers that it affects: two for a link, none for the coordinator."""
     lasts_s: tuple[float, float] = (0.0, 0.0)
-    """Least and greatest; for a process that ends, until the same command is given again."""
+    """Minimum and maximum duration; for a process that ends, the time until it is restarted."""
     is_death: bool = False
-    """A peer's process ends."""
+    """Whether a peer's process ends."""
 
 
 _AWAY_S = (1.0, 5.0)
@@ -39,7 +39,7 @@ KINDS: dict[str, Kind] = {
     "kill coordinator": Kind(num_cards=1, num_ranks=0, lasts_s=(3.0, 10.0)),
 }
 DISORDER = 0.3
-"""Of a peer's messages: how many go out twice, and how many late, past others."""
+"""Fraction of a peer's messages that are sent twice, and fraction that are sent late."""
 CLOCK_SKEW_S = 2.0
 
 
@@ -49,9 +49,9 @@ class Fault:
     kind: str
     ranks: tuple[int, ...]
     until_s: float
-    """When it is over, or the process that it ended begins anew."""
+    """When it is over, or the process that it ended is restarted."""
     sign: int = 1
-    """Which way a clock jumps."""
+    """Direction of a clock jump."""
 
     def __str__(self) -> str:
         who = " and ".join(map(str, self.ranks))
@@ -62,10 +62,10 @@ class Fault:
 def draw(
     seed: int, *, seconds: float, num_peers: int, mean_s: float, kinds: Sequence[str] = tuple(KINDS)
 ) -> list[Fault]:
-    """Faults of a Poisson process, `mean_s` apart on average, in order of time.
+    """Faults of a Poisson process with a mean interval of `mean_s`, in order of time.
 
-    Kinds come off a shuffled deck, so that a short run sees most of them. Nobody is struck by a death or a freeze while
-    the one before lasts, and one peer at least is spared at any time.
+    Kinds are drawn from a shuffled deck without replacement, so that a short run has most of them. Deaths and freezes
+    of one peer do not overlap, and at least one peer is free of them at any time.
     """
     chance, faults, at_s, deck = random.Random(seed), list[Fault](), 0.0, list[str]()
     busy = dict.fromkeys(range(num_peers), 0.0)

@@ -1,4 +1,4 @@
-"""Which processes there are, whose they are, and whose a TCP connection of this machine is."""
+"""Finds the descendants of processes, and the owners of this machine's TCP connections."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 import psutil
 
 Ports = tuple[int, int]
-"""A connection's port at the end of the process, and at the other end."""
+"""A connection's local and remote port, as seen by the process that owns it."""
 _ESTABLISHED = "01"
 
 
 class Processes:
-    """All processes of this machine, at one moment."""
+    """A snapshot of all processes of this machine."""
 
     def __init__(self) -> None:
         self._by_pid: dict[int, psutil.Process] = {}
@@ -25,7 +25,7 @@ class Processes:
             self._children[process.info["ppid"]].append(process.pid)
 
     def tree(self, pid: int) -> Iterator[psutil.Process]:
-        """This one and all below it; nothing if it is gone."""
+        """The process and its descendants; nothing if it does not exist."""
         if pid in self._by_pid:
             yield self._by_pid[pid]
             for child in self._children[pid]:
@@ -33,18 +33,18 @@ class Processes:
 
 
 def is_running(process: psutil.Process) -> bool:
-    """This very one, and not a later one of the same id."""
+    """Whether this process is running; a later process with the same pid does not count."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
 
 
 def owners_of_connections(pids_by_owner: Mapping[int, Collection[int]]) -> dict[Ports, int]:
-    """Of every established TCP connection of these processes, whose it is."""
+    """The owner of every established TCP connection of these processes."""
     by_inode: dict[str, int] = {}
     for owner, pids in pids_by_owner.items():
         for pid in pids:
-            # One that has ended meanwhile, or whose descriptor has.
+            # The process or its descriptor may be gone by now.
             with contextlib.suppress(OSError):
                 for descriptor in Path(f"/proc/{pid}/fd").iterdir():
                     with contextlib.suppress(OSError):
@@ -53,7 +53,7 @@ def owners_of_connections(pids_by_owner: Mapping[int, Collection[int]]) -> dict[
 
 
 def _connections() -> Iterator[tuple[Ports, str]]:
-    """With what a descriptor of it links to."""
+    """Yields the ports of each established connection, with the link target of its file descriptors."""
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):
             for line in Path(f"/proc/net/{table}").read_text(encoding="ascii").splitlines()[1:]:

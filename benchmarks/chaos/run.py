@@ -1,4 +1,4 @@
-"""One run: peers train, faults strike as planned, and in the end everybody has to get on together again."""
+"""One run: peers train, the planned faults are injected, and in the end all peers must commit together again."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from benchmarks.light_swarm import wait_until
 
 _POLL_S = 0.05
 _RESTART_S = 1.0
-"""After which a peer that has ended by itself is started again, as a service manager would."""
+"""Delay before a peer that has ended by itself is restarted, as by a service manager."""
 _SETTLES_WITHIN_S = 120.0
 _START_WITHIN_S = 120.0
 _MAX_TRIES = 5
 
 
 class Unrecoverable(RuntimeError):
-    """The swarm did not come back from what happened to it."""
+    """The swarm did not recover from the faults."""
 
 
 @dataclass
 class Outcome:
     history: History
     unplanned: list[str]
-    """Ends of peers that no fault explains: what the daemon said."""
+    """The last output of peers whose end no fault explains."""
     failed_checkpoints: int = 0
     by_kind: Counter[str] = field(default_factory=Counter)
 
@@ -39,7 +39,7 @@ class Outcome:
 def run(
     directory: Path, *, num_peers: int, seconds: float, faults: Sequence[Fault], **worker: object
 ) -> Outcome:
-    """Raises Unrecoverable, and AssertionError where a process does not end."""
+    """Run a swarm under these faults. Raises Unrecoverable, and AssertionError if a process does not end."""
     directory.mkdir(parents=True, exist_ok=True)
     with ChaosSwarm(directory, num_peers, **{"max_steps": 10**9, **worker}) as swarm:
         chaos = _Chaos(swarm, faults)
@@ -74,12 +74,12 @@ class _Chaos:
         for fault in self._faults:
             self._due.append((began + fault.at_s, lambda fault=fault: self._strike(began, fault)))  # type: ignore[misc]
         while time.monotonic() < began + seconds:
-            self._work_off()
+            self._run_due()
 
     def settle(self) -> None:
-        """What lasts comes to its end, and then everybody commits together. Raises Unrecoverable."""
+        """Wait until all faults are over and all peers have made a commit together. Raises Unrecoverable."""
         while self._due:
-            self._work_off()
+            self._run_due()
         peers = self._swarm.peers
         begun = max(peer.epoch for peer in peers.values())
         deadline = time.monotonic() + _SETTLES_WITHIN_S
@@ -87,12 +87,12 @@ class _Chaos:
             p.epochs and p.epoch > begun and len(p.epochs[-1]["contributors"]) == len(peers)
             for p in peers.values()
         ):
-            self._work_off()
+            self._run_due()
             if time.monotonic() > deadline:
                 standing = {rank: (p.epoch, p.process.is_alive(), p.log[-600:]) for rank, p in peers.items()}
                 raise Unrecoverable(f"no epoch of all peers in {_SETTLES_WITHIN_S:g} s: {standing}")
 
-    def _work_off(self) -> None:
+    def _run_due(self) -> None:
         now = time.monotonic()
         due, self._due = [a for at, a in self._due if at <= now], [(at, a) for at, a in self._due if at > now]
         for action in due:
@@ -137,7 +137,7 @@ class _Chaos:
             self._later(until, undo)
 
     def _begin(self, fault: Fault) -> Callable[[], None] | None:
-        """Do it, and return what ends it."""
+        """Inject a fault that is no death, and return the function that ends it, if it lasts."""
         swarm, doors, ranks = self._swarm, self._swarm.doors, fault.ranks
         pairs = [frozenset(ranks)]
         match fault.kind:
@@ -178,7 +178,7 @@ class _Chaos:
 
 
 def _kill_worker(swarm: ChaosSwarm, rank: int) -> None:
-    # It may be between two lives.
+    # The worker may be restarting.
     try:
         swarm.peers[rank].kill_worker()
     except (StopIteration, ProcessLookupError):

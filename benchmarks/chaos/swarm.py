@@ -1,4 +1,4 @@
-"""The swarm that chaos strikes: a coordinator, and light peers behind doors, each with a life that is written down."""
+"""The swarm of the chaos benchmark: a coordinator, and light peers behind doors, whose starts and ends are recorded."""
 
 from __future__ import annotations
 
@@ -24,35 +24,35 @@ from benchmarks.light_swarm import LightPeer, LightSwarm, children_of, wait_unti
 RUN_ID = "chaos"
 COORDINATOR = -1
 GONE_WITHIN_S = 10.0
-LOOK_S = 1.0
-"""Between two looks at which processes the peers have."""
+SNAPSHOT_INTERVAL_S = 1.0
+"""Interval between snapshots of the peers' processes."""
 
 
 @dataclass
 class Life:
-    """Of a peer's process. Times in Unix seconds."""
+    """A peer's process from its start to its end. Times in Unix seconds."""
 
     rank: int
     started_at: float
     pid: int
     ended_at: float | None = None
     ended_by: str = ""
-    """The kind of fault; empty: nobody did this."""
+    """The kind of fault that ended it; empty if it ended by itself."""
     frozen: list[tuple[float, float]] = field(default_factory=list)
-    """From when until when."""
+    """Intervals in which it was frozen."""
 
 
 class ChaosSwarm(LightSwarm):
-    """Peers come back under the same ports, doors and keys. A context manager."""
+    """A context manager. Restarted peers have the same ports, doors and keys."""
 
     def __init__(self, directory: Path, num_peers: int, **worker: Any) -> None:
         super().__init__(directory, [], RUN_ID, **worker)
         self.galaxy_size = num_peers
         self.doors = Doors(self._pids_of)
         self.lives: list[Life] = []
-        self._looked_at = 0.0
+        self._snapshot_at = 0.0
         self._seen: dict[psutil.Process, int] = {}
-        """Processes that lives have had, and whose."""
+        """All processes of peers that were ever seen, with their ranks."""
         self._ports = {rank: (free_port(), free_port()) for rank in range(num_peers)}
         self._doors: dict[int, tuple[int, int]] = {}
         self._coordinator = Coordinator(directory / "coordinator", RUN_ID, free_port())
@@ -82,13 +82,13 @@ class ChaosSwarm(LightSwarm):
         self.initial_peers = [self._coordinator.start()]
 
     def kill_coordinator(self) -> None:
-        self._look()
+        self._snapshot()
         self._coordinator.kill()
 
     # Peers
 
     def start(self, rank: int, **overrides: Any) -> LightPeer:
-        # Its ports are free once its p2pd is gone too.
+        # Its ports are free only after its p2pd has ended, too.
         wait_until(lambda: not self.left_over(rank), f"the end of peer {rank}'s processes", GONE_WITHIN_S)
         peer = super().start(rank, **overrides)
         self.lives.append(Life(rank, time.time(), peer.process.pid))
@@ -112,17 +112,17 @@ class ChaosSwarm(LightSwarm):
         return partial(inside.prepare, self.directory / f"peer{rank}", rank)
 
     def life_of(self, rank: int) -> Life | None:
-        """The one that lasts."""
+        """The current life of a rank, if its process is running."""
         return next(
             (life for life in reversed(self.lives) if life.rank == rank and life.ended_at is None), None
         )
 
     def end(self, rank: int, kind: str) -> None:
-        """By the fault of this kind."""
+        """End the peer's process by a fault of this kind."""
         life = self.life_of(rank)
         if life is None:
             return
-        self._look()
+        self._snapshot()
         life.ended_at, life.ended_by = time.time(), kind
         with contextlib.suppress(ProcessLookupError, StopIteration):
             match kind:
@@ -146,7 +146,7 @@ class ChaosSwarm(LightSwarm):
             life.frozen[-1] = (life.frozen[-1][0], time.time())
 
     def fill_disk(self, rank: int, is_full: bool) -> None:
-        """No file of its daemon's may grow, as under a quota."""
+        """Set a limit under which no file of the daemon can grow, as with a full disk."""
         if (life := self.life_of(rank)) is not None:
             with contextlib.suppress(ProcessLookupError):
                 most = 0 if is_full else resource.RLIM_INFINITY
@@ -158,10 +158,10 @@ class ChaosSwarm(LightSwarm):
     # Processes
 
     def notice_ends(self) -> list[Life]:
-        """Lives that have ended though nothing was done to them, since the last call."""
+        """Lives that have ended without a fault since the last call."""
         ended = []
-        if time.monotonic() > self._looked_at + LOOK_S:
-            self._look()
+        if time.monotonic() > self._snapshot_at + SNAPSHOT_INTERVAL_S:
+            self._snapshot()
         for life in self.lives:
             if life.ended_at is None and not self.peers[life.rank].process.is_alive():
                 life.ended_at = time.time()
@@ -169,25 +169,25 @@ class ChaosSwarm(LightSwarm):
         return ended
 
     def leave_all(self) -> None:
-        """As at Ctrl-C."""
+        """End all peers by SIGKILL and wait for their processes."""
         for rank in self.peers:
             self.end(rank, "end")
         for process in self._processes:
             process.join(GONE_WITHIN_S)
 
     def left_over(self, rank: int | None = None) -> list[int]:
-        """Processes of lives (of this rank) that have ended which are there still."""
-        lasting = {process for processes in self._look().values() for process in processes}
+        """Pids of processes that are still running although their peer (of this rank) has ended."""
+        lasting = {process for processes in self._snapshot().values() for process in processes}
         return [
             process.pid
             for process, owner in list(self._seen.items())
             if rank in (None, owner) and process not in lasting and is_running(process)
         ]
 
-    def _look(self) -> dict[int, list[psutil.Process]]:
-        """The processes of the coordinator and of every life that lasts, by rank. They are remembered: of those that
-        outlive their parent nobody could tell whose they are."""
-        self._looked_at = time.monotonic()
+    def _snapshot(self) -> dict[int, list[psutil.Process]]:
+        """The processes of the coordinator and of every running peer, by rank. Also notes them in `_seen`, since the
+        owner of a process that outlives its parent could not be determined later."""
+        self._snapshot_at = time.monotonic()
         roots = {life.rank: life.pid for life in list(self.lives) if life.ended_at is None}
         if self._coordinator.pid is not None:
             roots[COORDINATOR] = self._coordinator.pid
@@ -202,4 +202,4 @@ class ChaosSwarm(LightSwarm):
                 process.send_signal(number)
 
     def _pids_of(self) -> dict[int, list[int]]:
-        return {rank: [process.pid for process in tree] for rank, tree in self._look().items()}
+        return {rank: [process.pid for process in tree] for rank, tree in self._snapshot().items()}

@@ -1,10 +1,10 @@
-"""The same faults over the virtual runtime: 20 minutes of six peers in a few seconds, and what their time went to.
+"""The same faults on the virtual runtime: simulates 20 minutes of six peers in seconds, and what workers wait for.
 
     python -m benchmarks.chaos.virtual [--minutes 20] [--peers 6] [--seeds 4] [--quick]
 
-The peers decide as daemons do, with the very same machine (peers/core); links, reductions and downloads are models
-(diloco/sim). So this is for comparing rules of waiting, seed by seed, before the real benchmark says what they are
-worth. Faults that have no model (a slow link, a corrupt byte, disorder, clocks, disks, the coordinator) are left out.
+The peers use the daemons' state machine (peers/core); links, reductions and downloads are models (diloco/sim). This
+compares waiting rules seed by seed before they are measured by the real benchmark. Faults without a model (slow link,
+corrupt byte, disorder, clock, disk, coordinator) are left out.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from peers.core.round import Stage
 
 STEPS = 50
 STEP_S = 0.1
-LOOK_S = 0.05
-"""Between two looks at what everybody does."""
+SAMPLE_INTERVAL_S = 0.05
+"""Interval at which the peers' activity is sampled."""
 FORMS_S = 30.0
 CALM_S = 120.0
 RESTART_S = 0.4
@@ -34,16 +34,16 @@ RESTART_S = 0.4
 class Outcome:
     tokens_per_live_s: float
     waits: dict[str, float]
-    """Seconds for which workers that live have waited, by what for."""
+    """Seconds for which running workers have waited, by reason."""
     live_s: float
 
     def share_of(self, what: str) -> float:
-        """Of the time, what was waited for this."""
+        """Fraction of the time spent waiting for this reason."""
         return self.waits.get(what, 0.0) / self.live_s
 
 
 def run(seed: int, *, num_peers: int, seconds: float, faults: Sequence[Fault]) -> Outcome:
-    # As the light peers of the real benchmark take on two cores.
+    # Durations of the light peers in the real benchmark on two cores.
     durations = Durations(step_s=STEP_S, load_s=(0.6, 1.2), reduce_s=(0.08, 0.25), fetch_s=(0.1, 0.3))
     settings = settings_for(num_peers, steps_per_epoch=STEPS, grace_s=float("inf"))
     swarm = VirtualSwarm(num_peers, seed, settings=settings, durations=durations, encodes=False)
@@ -53,14 +53,14 @@ def run(seed: int, *, num_peers: int, seconds: float, faults: Sequence[Fault]) -
     end, live_s, waits = swarm.now + seconds, 0.0, dict[str, float]()
     before = _num_committed(swarm)
     while swarm.now < end:
-        swarm.run(LOOK_S)
+        swarm.run(SAMPLE_INTERVAL_S)
         for peer in swarm.peers.values():
             worker = peer.worker
             if worker is not None and worker.has_begun and not peer.is_frozen:
-                live_s += LOOK_S
+                live_s += SAMPLE_INTERVAL_S
                 if worker.waits:
                     what = _what_for(swarm, peer)
-                    waits[what] = waits.get(what, 0.0) + LOOK_S
+                    waits[what] = waits.get(what, 0.0) + SAMPLE_INTERVAL_S
     return Outcome((_num_committed(swarm) - before) / live_s, waits, live_s)
 
 

@@ -1,4 +1,4 @@
-"""The command: tune, run every arm for every seed, say what came of it. See the package's docstring."""
+"""The command line: tune, run every arm with every seed, report. See the package's docstring."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _title(scale: Scale) -> str:
 
 
 def _rates(chosen: argparse.Namespace, scale: Scale) -> RatesOf:
-    """Those that are given; the quick study takes those from which others begin to tune."""
+    """The rates given by flags; the quick study uses the start values of tuning instead of tuning."""
     starts: dict[Optimizer, float] = {"adamw": scale.inner_lr, "muon": scale.muon_lr}
     given: dict[Optimizer, list[float] | None] = {"adamw": chosen.rates, "muon": chosen.muon_rates}
     rates: RatesOf = {}

@@ -1,4 +1,4 @@
-"""One round among peers of one process: the product's reduction over socket pairs, a thread for each member."""
+"""One round among peers in one process: the product's reduction over socket pairs, with a thread per member."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from peers.reduce.plan import ATTEMPT_BYTES, ReducePlan, ReduceReport, equal_bou
 from peers.reduce.residuals import Residuals
 from peers.state.outer_optimizer import norm_of_pseudo_gradient
 
-# A process that shares its cores with many others may stand still for long.
+# Long, since a process that shares its cores with many others may not be scheduled for a while.
 STALL_TIMEOUT_S = 300.0
 _DEFAULT_AGGREGATION = Aggregation()
 
 
 @dataclass(frozen=True)
 class Member:
-    """What one peer brings to a round about one fragment."""
+    """One peer's input to a round of one fragment, and the buffer for its result."""
 
     local: Tensor
     tokens: int
-    """Trained since it was averaged before."""
+    """Tokens trained since the fragment was last averaged."""
     residuals: Residuals
     result: Tensor
-    """Where the average goes."""
+    """Buffer for the average."""
 
 
 def average(
@@ -44,10 +44,10 @@ def average(
     decay: float,
     aggregation: Aggregation = _DEFAULT_AGGREGATION,
 ) -> int:
-    """Leave the averaged pseudo-gradient with every member, and commit their residuals, which are kept times `decay`.
+    """Write the averaged pseudo-gradient to every member's `result`, and commit their residuals, scaled by `decay`.
 
-    Returns the bytes that a member has sent, in the mean. Raises peers.errors.RoundFailed, and AssertionError unless
-    all have got the same bits.
+    Returns the mean number of bytes that a member has sent. Raises peers.errors.RoundFailed, and AssertionError unless
+    all members have bit-identical results.
     """
     plans = plans_of(anchor, members, codec, aggregation)
     reports = _reduced(plans, anchor, members)
@@ -60,7 +60,7 @@ def average(
 def plans_of(
     anchor: Tensor, members: Sequence[Member], codec: str, aggregation: Aggregation
 ) -> list[ReducePlan]:
-    """As the round's leader makes them, one for each member."""
+    """The plans of all members, as the leader of a round would make them."""
     norms = [norm_of_pseudo_gradient(anchor, m.local, m.residuals.contribution_residual) for m in members]
     works = [
         Work(tokens=member.tokens, norm=norm, step=0, based_on=0)
@@ -109,7 +109,7 @@ def _reduced(plans: Sequence[ReducePlan], anchor: Tensor, members: Sequence[Memb
 def _connected(
     stack: contextlib.ExitStack, count: int
 ) -> tuple[list[dict[int, socket.socket]], list[dict[int, socket.socket]]]:
-    """For each member its sockets to and from each of the others, closed with the stack."""
+    """For each member, its sockets to and from each other member. The stack closes them."""
     send: list[dict[int, socket.socket]] = [{} for _ in range(count)]
     receive: list[dict[int, socket.socket]] = [{} for _ in range(count)]
     for one in range(count):

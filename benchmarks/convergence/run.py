@@ -1,4 +1,4 @@
-"""One run from its beginning, or from where it was interrupted, to its result."""
+"""Runs one job from its beginning, or from where it was interrupted, to its result."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ Say = Callable[[str], None]
 
 
 def run_job(job: Job, directory: Path, say: Say = print) -> Outcome:
-    """Returns the outcome at once where the run has finished before. May be killed and called again."""
+    """Run a job, or return its outcome if it has finished before. If it is killed, the next call resumes it."""
     store = Store(directory)
     if (known := store.outcome(job)) is not None:
         return known
     if job.scale.device == "cpu":
         torch.set_num_threads(1)
-    outcome = _Run(job, store, say).to_its_end()
+    outcome = _Run(job, store, say).run_to_end()
     store.finish(job, outcome)
     return outcome
 
@@ -44,7 +44,7 @@ class _Run:
         source: SampleSource = open_data(config, load_tokenizer(config.path_model))
         self._validation = source.validation()
         self._swarm: Swarm = LocalSwarm(job, source) if job.arm.averages else DataParallel(job, source)
-        self._judge: Replica = new_replica(job, num_fragments=job.arm.num_fragments)
+        self._evaluated: Replica = new_replica(job, num_fragments=job.arm.num_fragments)
         self._curve: list[tuple[int, float]] = []
         self._cpu_s = 0.0
         progress = store.restore(job, self._swarm)
@@ -52,19 +52,19 @@ class _Run:
             self._curve = [(tokens, loss) for tokens, loss in progress["curve"]]
             self._cpu_s = progress["cpu_s"]
 
-    def to_its_end(self) -> Outcome:
+    def run_to_end(self) -> Outcome:
         job, swarm = self._job, self._swarm
         began_at, saved_at = time.process_time() - self._cpu_s, time.monotonic()
         while swarm.num_steps < job.scale.total_steps:
             swarm.step()
             if swarm.num_steps % job.scale.eval_interval == 0 and swarm.num_steps < job.scale.total_steps:
-                self._look()
+                self._record_point()
             if swarm.at_rest and time.monotonic() - saved_at > SAVE_INTERVAL_S:
                 progress = {"curve": self._curve, "cpu_s": time.process_time() - began_at}
                 self._store.save(job, swarm, progress)
                 saved_at = time.monotonic()
         loss = self._loss(self._validation)
-        self._curve.append((job.scale.tokens, self._loss(self._few())))
+        self._curve.append((job.scale.tokens, self._loss(self._curve_validation())))
         self._say(f"{self._title()}: {loss:.4f} nats a byte")
         return Outcome(
             arm=job.arm.name,
@@ -77,19 +77,19 @@ class _Run:
             cpu_s=time.process_time() - began_at,
         )
 
-    def _look(self) -> None:
-        loss = self._loss(self._few())
+    def _record_point(self) -> None:
+        loss = self._loss(self._curve_validation())
         done = self._swarm.num_steps / self._job.scale.total_steps
         self._curve.append((round(done * self._job.scale.tokens), loss))
         self._say(f"{self._title()}: {done:4.0%}, {loss:.4f}")
 
     def _loss(self, validation: Validation) -> float:
-        self._swarm.write_anchor(self._judge)
-        inner = self._judge.inner
+        self._swarm.write_anchor(self._evaluated)
+        inner = self._evaluated.inner
         return evaluate(inner, validation, world=World(), micro_batch_size=EVAL_BATCH).loss
 
-    def _few(self) -> Validation:
-        """As many windows as the curve needs, from all over the held-out text."""
+    def _curve_validation(self) -> Validation:
+        """The windows for points of the curve, spread evenly over the held-out text."""
         windows = self._validation.windows
         count = max(1, min(len(windows), self._job.scale.curve_tokens // (windows.shape[1] - 1)))
         return replace(self._validation, windows=windows[np.arange(count) * len(windows) // count])

@@ -1,4 +1,4 @@
-"""What is trained, and how the arms differ."""
+"""The settings of a study: its scale, which all arms share, and the arms."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ DATA_PARALLEL_MUON, MUON = "data parallel muon", "muon"
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """What all arms of one study have in common."""
+    """Settings that all arms of a study share."""
 
     name: str
     preset: str
-    """A model beside this file, or one of diloco's."""
+    """A model directory beside this file, or one of diloco's presets."""
     dataset: str = "stdlib"
     device: str = "cpu"
     seq_length: int
     num_peers: int = 4
     peer_batch_size: int
-    """Samples of one peer in an inner step."""
+    """Samples per inner step of one peer."""
     local_steps: int = 30
-    """H; 30 is that of the papers on scaling laws, MuLoCo and SparseLoCo (arXiv 2503.09799, 2505.23725, 2508.15706)."""
+    """H; 30 as in the papers on scaling laws, MuLoCo and SparseLoCo (arXiv 2503.09799, 2505.23725, 2508.15706)."""
     total_steps: int
     warmup_steps: int
     eval_interval: int
     curve_tokens: int = 32_768
     eval_tokens: int = 524_288
-    """Held-out tokens at the end; the same for all arms, so that their choice cancels in differences."""
+    """Held-out tokens of the final evaluation; the same for all arms, so that their choice cancels in differences."""
     beta2: float = 0.95
-    """AdamW's, in every arm."""
+    """AdamW's beta2 in every arm."""
     inner_lr: float = 4e-3
-    """Where tuning starts under AdamW."""
+    """Start value for tuning with AdamW."""
     muon_lr: float = 16e-3
-    """Where it starts under Muon."""
+    """Start value for tuning with Muon."""
     outer_lr: float = 0.6
     outer_momentum: float = 0.6
-    """In a pilot with few outer steps better than 0.8 and 0.9, under both optimizers."""
+    """Better than 0.8 and 0.9 in a pilot with few outer steps, with both optimizers."""
     seeds: tuple[int, ...] = tuple(range(1, 6))
     tuning_seed: int = 0
 
@@ -58,11 +58,11 @@ class Scale:
 
     @property
     def tokens(self) -> int:
-        """Of one arm, over all peers."""
+        """Tokens of one arm, over all peers."""
         return self.total_steps * self.num_peers * self.peer_batch_size * self.seq_length
 
     def train_config(self, seed: int, optimizer: Optimizer = "adamw") -> TrainConfig:
-        """Of one peer; blocks of data are those of classic DiLoCo in every arm, so that all see the same."""
+        """The configuration of one peer. All arms use the data blocks of classic DiLoCo, so they see the same data."""
         config = TrainConfig(
             optimizer=optimizer,
             path_model=self.path_model,
@@ -88,18 +88,18 @@ class Arm:
     num_fragments: int = 1
     overlap_steps: int = 0
     mixing: float | None = None
-    """Of what overlapped; none: all progress is kept."""
+    """`--hv.mixing` for the merge after overlap; None keeps all local progress."""
     slowness: int = 1
-    """How many nominal steps the last peer needs for one of its own: it is in every so-many-th commit only, with work
-    that the others' commits have made stale, on top of their newest anchor."""
+    """Nominal steps that the last peer needs per step of its own. It contributes only to every `slowness`-th commit,
+    with its stale work rebased on the newest anchor."""
     outer_momentum: float | None = None
-    """Where a paper prescribes one; none: the study's."""
+    """The value that a paper prescribes; None: the study's."""
     outer_lr: float | None = None
-    """Where a paper prescribes one; none: the tuned one of its optimizer in fp32."""
+    """The value that a paper prescribes; None: the one tuned for its optimizer in fp32."""
     reference: str = FP32
-    """The arm it is held against, beside data parallel."""
+    """The arm to compare with, besides data parallel."""
     target: float | None = None
-    """The most its loss may exceed that of its reference, in per cent."""
+    """Upper limit of the loss relative to the reference's, in per cent."""
 
     @property
     def averages(self) -> bool:
@@ -116,7 +116,7 @@ class Arm:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One run: an arm, a seed and its rates."""
+    """One run: an arm, a seed and its learning rates."""
 
     scale: Scale
     arm: Arm
@@ -131,14 +131,14 @@ class Job:
 
     @property
     def residual_decay(self) -> float:
-        """Of what the arm's codec keeps back."""
+        """Factor by which the codec's residuals decay."""
         return residual_decay_for(self.arm.compression, self.scale.local_steps)
 
     @property
     def key(self) -> str:
-        """Names the run's files; another setting gives another name, so old results are never taken for new ones."""
+        """The name of the run's files, with a digest of the settings, so that results of others are not reused."""
         settings = {**asdict(self), "residual_decay": self.residual_decay}
-        # How a study goes about it changes nothing about a run.
+        # These fields affect the study but not a single run.
         for field in ("inner_lr", "muon_lr", "outer_lr", "seeds", "tuning_seed"):
             del settings["scale"][field]
         for field in ("reference", "target", "outer_lr"):
@@ -148,7 +148,7 @@ class Job:
 
 
 def arms(scale: Scale) -> dict[str, Arm]:
-    """All of them, by name, in the order of the table."""
+    """All arms by name, in the order of the table."""
     fp32 = Arm(name=FP32, reference=DATA_PARALLEL)
     muon = Arm(name=MUON, optimizer="muon", reference=FP32, target=-3.0)
     streaming = replace(fp32, name="streaming", num_fragments=2, reference=FP32, target=0.3)
@@ -177,7 +177,7 @@ def arms(scale: Scale) -> dict[str, Arm]:
 
 
 SCALES = {
-    # 20 tokens for each of 1.06M parameters, of which 0.99M are in matrices.
+    # 20 tokens per parameter: 1.06M parameters, of which 0.99M are in matrices.
     "1m": Scale(
         name="1m",
         preset="1m",
@@ -187,8 +187,9 @@ SCALES = {
         warmup_steps=90,
         eval_interval=180,
     ),
-    # The one of the published figures. Few tokens, so H is 6: with 12 DiLoCo lost twice as much in pilots. After so
-    # few samples a step, a beta2 of 0.95 forgets the gradients' scale in a few hundred tokens (arXiv 2507.07101).
+    # The study of the published figures. H is 6 because there are few tokens: with 12, DiLoCo's gap to data parallel
+    # was twice as large in pilots. With so few samples per step, a beta2 of 0.95 would average the gradients' scale
+    # over only a few hundred tokens (arXiv 2507.07101).
     "80k": Scale(
         name="80k",
         preset="80k",
@@ -215,7 +216,7 @@ SCALES = {
         peer_batch_size=1,
         seeds=(1,),
     ),
-    # Untested: written for whenever a GPU is there.
+    # Untested; needs a GPU.
     "150m": Scale(
         name="150m",
         preset="150m",

@@ -1,4 +1,4 @@
-"""Where a study keeps what it has done: results of finished runs, and the state of the others."""
+"""Stores the results of a study's finished runs, and the state of unfinished ones."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ Swarm = LocalSwarm | DataParallel
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a run arrived at."""
+    """The result of a run."""
 
     arm: str
     seed: int
     inner_lr: float
     outer_lr: float
     loss: float
-    """Held-out, in nats per byte, at the end."""
+    """Held-out loss at the end, in nats per byte."""
     curve: list[tuple[int, float]]
-    """Tokens trained by all peers, and the loss on fewer held-out tokens."""
+    """(tokens trained by all peers, loss on a subset of the held-out tokens)."""
     sent_bytes: int
-    """By each peer, all epochs; 0 for data parallel, which is not distributed here."""
+    """Bytes sent per peer in all epochs; 0 for data parallel, which is not distributed here."""
     cpu_s: float
-    """Processor time of the run, evaluations included."""
+    """CPU time of the run, including evaluations."""
 
 
 class Store:
-    """A directory: `<key>.json` of each finished run, `<key>.state/` of each that has begun."""
+    """A directory with `<key>.json` for each finished run, and `<key>.state/` for each unfinished one."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -52,7 +52,7 @@ class Store:
         return Outcome(**{**found, "curve": [(tokens, loss) for tokens, loss in found["curve"]]})
 
     def finish(self, job: Job, outcome: Outcome) -> None:
-        """Keep the result, and the state no longer."""
+        """Write the result and delete the state."""
         path = self._directory / f"{job.key}.json"
         text = json.dumps({"job": asdict(job), "outcome": asdict(outcome)}, indent=1)
         temporary = path.with_suffix(".tmp")
@@ -61,7 +61,7 @@ class Store:
         shutil.rmtree(self._state_dir(job), ignore_errors=True)
 
     def save(self, job: Job, swarm: Swarm, progress: dict[str, Any]) -> None:
-        """Replace the saved state; a process that is killed meanwhile leaves the one before, or none."""
+        """Replace the saved state. If the process is killed meanwhile, the previous state or none is left."""
         directory = self._state_dir(job)
         temporary = directory.with_suffix(f".{os.getpid()}")
         shutil.rmtree(temporary, ignore_errors=True)
@@ -77,7 +77,7 @@ class Store:
         temporary.rename(directory)
 
     def restore(self, job: Job, swarm: Swarm) -> dict[str, Any] | None:
-        """Bring the swarm to where it was saved; returns the progress saved with it."""
+        """Restore the swarm's saved state, if any; returns the progress saved with it."""
         directory = self._state_dir(job)
         if not directory.is_dir():
             return None
@@ -96,7 +96,7 @@ class Store:
 
 
 def _restore_tensors(swarm: Swarm, tensors: dict[str, Tensor]) -> None:
-    """Weights into the models, and the optimizers' states by name."""
+    """Load the weights of all models and the states of their optimizers."""
     for rank, replica in enumerate(swarm.replicas):
         for name, parameter in replica.inner.model.named_parameters():
             key = f"{rank}.{name}"

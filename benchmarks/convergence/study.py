@@ -1,4 +1,4 @@
-"""All runs of a study, in the order that shows most first, on as many processes as there are cores."""
+"""Runs all jobs of a study, seed by seed, in parallel processes."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from peers.daemon.supervisor import die_with_parent
 
 @dataclass(frozen=True)
 class Rates:
-    """Of one optimizer, tuned on one seed: an inner one for data parallel, both for DiLoCo in fp32 and so for all that
-    average."""
+    """Learning rates of one optimizer, tuned on one seed: the inner rate of data parallel, and the inner and outer rate
+    of DiLoCo in fp32, which all arms with averaging use."""
 
     data_parallel: float
     inner: float
@@ -47,7 +47,7 @@ RatesOf = dict[Optimizer, Rates]
 
 @dataclass
 class Study:
-    """Runs jobs that have not been run; says how it goes."""
+    """Runs the jobs that have no result yet, and prints its progress."""
 
     scale: Scale
     directory: Path
@@ -55,27 +55,27 @@ class Study:
     say: Callable[[str], None] = print
     _started_at: float = field(default_factory=time.monotonic)
     _done: int = 0
-    """Runs that this very process has waited for."""
+    """Number of runs completed by this process."""
 
     def complete(self, chosen: Sequence[Arm], rates: RatesOf) -> RatesOf:
-        """Run whatever is missing; optimizers without rates are tuned first. Returns the rates."""
+        """Run all missing jobs, after tuning optimizers without rates. Returns the rates."""
         with _workers(self.processes) as pool:
             for optimizer in dict.fromkeys(arm.optimizer for arm in chosen):
                 rates = rates if optimizer in rates else {**rates, optimizer: self.tuned(optimizer, pool)}
             self.say(f"rates: {rates}")
-            # Seed by seed, so that whatever is interrupted leaves whole pairs.
+            # Seed by seed, so that an interrupted study has all arms for some seeds.
             jobs = [rates[arm.optimizer].job(self.scale, arm, s) for s in self.scale.seeds for arm in chosen]
             self.run(jobs, pool)
         return rates
 
     def outcomes(self, chosen: Sequence[Arm], rates: RatesOf) -> list[Outcome]:
-        """What there is, without running anything."""
+        """The outcomes that exist, without running anything."""
         store, seeds = Store(self.directory), self.scale.seeds
         jobs = [rates[arm.optimizer].job(self.scale, arm, seed) for arm in chosen for seed in seeds]
         return [outcome for job in jobs if (outcome := store.outcome(job)) is not None]
 
     def tuned(self, optimizer: Optimizer, pool: Executor) -> Rates:
-        """Walk to the best rates; what was tried before is only looked up."""
+        """Search for the best rates. Finished runs are reused."""
         scale, known = self.scale, arms(self.scale)
 
         def losses(arm: Arm, rates: Sequence[tuple[float, float]]) -> list[float]:
@@ -99,7 +99,7 @@ class Study:
         return Rates(data_parallel, inner, outer)
 
     def run(self, jobs: Sequence[Job], pool: Executor) -> list[Outcome]:
-        """Their outcomes, in order."""
+        """Run the jobs and return their outcomes, in order."""
         store = Store(self.directory)
         missing = [job for job in jobs if store.outcome(job) is None]
         futures = [pool.submit(run_job, job, self.directory) for job in missing]
@@ -117,6 +117,6 @@ class Study:
 
 
 def _workers(processes: int) -> ProcessPoolExecutor:
-    """Fresh interpreters, since a fork of one that has used torch's threads may hang; they die with this process."""
+    """A pool of spawned processes that die with this one. A fork after torch has started threads might hang."""
     spawn = multiprocessing.get_context("spawn")
     return ProcessPoolExecutor(processes, spawn, initializer=die_with_parent, initargs=(os.getpid(),))

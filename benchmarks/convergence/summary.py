@@ -1,4 +1,4 @@
-"""What a study has found: losses, differences between arms of one seed, and how sure they are."""
+"""The results of a study: losses, paired differences between arms, and their standard errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.record import Result
 
 
 def results(chosen: Sequence[Arm], outcomes: Sequence[Outcome]) -> list[Result]:
-    """Rows for the record: losses, then differences in per cent with their standard error where seeds allow one."""
+    """Rows for the record: losses, then differences in per cent, with standard errors if there are several seeds."""
     rows = []
     for arm in chosen:
         losses = [o.loss for o in outcomes if o.arm == arm.name]
@@ -33,7 +33,7 @@ def results(chosen: Sequence[Arm], outcomes: Sequence[Outcome]) -> list[Result]:
 
 
 def differences(arm: str, reference: str, outcomes: Sequence[Outcome]) -> list[float]:
-    """In per cent of the reference's loss, one for each seed that both have run."""
+    """Differences in per cent of the reference's loss, one for each seed that both arms have run."""
     losses = {(o.arm, o.seed): o.loss for o in outcomes}
     seeds = sorted({seed for name, seed in losses if name == arm and (reference, seed) in losses})
     if arm == reference:
@@ -42,14 +42,14 @@ def differences(arm: str, reference: str, outcomes: Sequence[Outcome]) -> list[f
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Of the mean; not a number for fewer than two values."""
+    """Standard error of the mean; NaN for fewer than two values."""
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
 
 
 def study_record(
     scale: Scale, rates: RatesOf, chosen: Sequence[Arm], outcomes: Sequence[Outcome]
 ) -> dict[str, Any]:
-    """What the record says beside the rows: settings, targets, every run, and whether all are there."""
+    """The record's fields besides the rows: settings, targets, every run, and whether runs are missing."""
     return {
         "partial": len(outcomes) < len(chosen) * len(scale.seeds),
         "scale": asdict(scale),
@@ -62,7 +62,7 @@ def study_record(
 
 
 def curves(chosen: Sequence[Arm], outcomes: Sequence[Outcome]) -> dict[str, list[tuple[float, float]]]:
-    """Each arm's mean over its seeds: (million tokens, loss)."""
+    """Each arm's curve, averaged over its seeds: (million tokens, loss)."""
     found = {}
     for arm in chosen:
         runs = [o.curve for o in outcomes if o.arm == arm.name]
@@ -77,7 +77,7 @@ def curves(chosen: Sequence[Arm], outcomes: Sequence[Outcome]) -> dict[str, list
 def losses_by_bytes(
     chosen: Sequence[Arm], outcomes: Sequence[Outcome]
 ) -> dict[str, list[tuple[float, float]]]:
-    """Of each arm that averages one point: (MB that a peer sent, mean loss)."""
+    """One point for each arm with averaging: (MB sent by a peer, mean loss)."""
     found = {}
     for arm in chosen:
         runs = [o for o in outcomes if o.arm == arm.name]
@@ -96,7 +96,7 @@ def _difference_rows(arm: Arm, reference: str, values: Sequence[float]) -> list[
 
 
 def _line(arm: Arm, outcomes: Sequence[Outcome]) -> dict[str, Any] | None:
-    """One row of the table that people read; differences are means over seeds, with their standard error."""
+    """An arm's row in the summary table. Differences are means over seeds with their standard error."""
     losses = [o.loss for o in outcomes if o.arm == arm.name]
     if not losses:
         return None

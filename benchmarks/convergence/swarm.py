@@ -1,4 +1,4 @@
-"""The peers of a run in one process: they train in turns and average as a swarm does."""
+"""The peers of a run in one process, which train in turns and average like a swarm."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from peers.state.outer_state import OuterState
 
 @dataclass
 class Replica:
-    """One peer's worker: its model and optimizer, and the memories its daemon would share with it."""
+    """One peer's worker: its model and optimizer, and the buffers that it would share with its daemon."""
 
     inner: InnerLoop
     pieces: list[Piece]
     out: list[Tensor]
     result: list[Tensor]
     tokens: list[int]
-    """Of each fragment, what was trained since it was averaged."""
+    """For each fragment, the tokens trained since it was averaged."""
     residuals: list[Residuals]
-    """Of each fragment, what its codec has kept back."""
+    """For each fragment, the residuals of the codec."""
 
     def of(self, fragment: int) -> list[Piece]:
         return [piece for piece in self.pieces if piece.fragment == fragment]
 
 
 class LocalSwarm:
-    """The peers of a DiLoCo run; `step` is what each of them does in an inner step, and what is due after it."""
+    """The peers of a DiLoCo run. `step` runs one inner step of each peer, and the outer step if it is due."""
 
     def __init__(self, job: Job, source: SampleSource) -> None:
         self._job, self._source = job, source
@@ -51,21 +51,21 @@ class LocalSwarm:
         copy_out(self.replicas[0].pieces, self.replicas[0].out)
         self.state = OuterState.initial([values.clone() for values in self.replicas[0].out])
         self._late_base = [values.clone() for values in self.state.anchor]
-        """The anchor from which the last peer has trained, where it is slower than the others."""
+        """The anchor on which the last peer's work is based, if that peer is slower than the others."""
         self._optimizer = OuterOptimizer(lr=job.outer_lr, momentum=job.outer_momentum)
         self.num_steps = 0
         self.epoch = 0
         """Outer steps done."""
         self.committed_tokens = 0
-        """Averaged so far, each once for every fragment."""
+        """Tokens averaged so far, counted once per fragment."""
         self.sent_bytes = 0
-        """By each peer, in the mean, since the beginning."""
+        """Mean bytes sent per peer since the beginning."""
         self._left_at: int | None = None
-        """Local step at which the epoch's fragment left, if it has."""
+        """Local step at which the epoch's fragment was handed over, if it was."""
 
     @property
     def at_rest(self) -> bool:
-        """Whether nothing is under way, so that the state may be saved."""
+        """Whether no fragment is in flight, so that the state can be saved."""
         return self.num_steps % self.schedule.steps_per_epoch == 0
 
     def step(self) -> float:
@@ -84,11 +84,11 @@ class LocalSwarm:
         return float(np.mean(losses))
 
     def write_anchor(self, replica: Replica) -> None:
-        """Load the weights that all peers share."""
+        """Load the anchor into the replica."""
         copy_in(replica.pieces, self.state.anchor)
 
     def carried(self) -> dict[str, Any]:
-        """What the peers remember beside weights, optimizers and outer state; between two epochs."""
+        """The state of the peers besides weights, optimizers and outer state. Call it between two epochs."""
         residuals = []
         for replica in self.replicas:
             for kept in replica.residuals:
@@ -105,7 +105,7 @@ class LocalSwarm:
         }
 
     def carry(self, carried: Mapping[str, Any]) -> None:
-        """Remember it again."""
+        """Restore what `carried` returned."""
         self.epoch, self.sent_bytes = carried["epoch"], carried["sent_bytes"]
         self.committed_tokens = carried["committed_tokens"]
         saved = iter(carried["residuals"])
@@ -115,7 +115,7 @@ class LocalSwarm:
             replica.residuals = [Residuals.from_tensors(out.numel(), next(saved)) for out in replica.out]
 
     def _average_if_due(self) -> None:
-        """As diloco.outer.diloco.Diloco does after a step."""
+        """Hand over and average fragments after a step, as diloco.outer.diloco.Diloco does."""
         end, schedule = self._job.scale.total_steps, self.schedule
         local_step = self.num_steps - self.epoch * schedule.steps_per_epoch
         if self.num_steps >= end:
@@ -127,7 +127,7 @@ class LocalSwarm:
             self._collect(local_step)
 
     def _average_all(self, local_step: int) -> None:
-        """The run's end: every fragment as it stands, blocking."""
+        """At the end of the run, average every fragment once more, without overlap."""
         if self._left_at is not None:
             self._collect(local_step)
         while self.epoch < self.schedule.final_epoch(self._job.scale.total_steps):
@@ -141,7 +141,7 @@ class LocalSwarm:
         self._left_at = local_step
 
     def _collect(self, local_step: int) -> None:
-        """Average what has left, advance the outer state, and give every peer its new weights."""
+        """Average the fragment that was handed over, make the outer step, and give every peer the new weights."""
         fragment, left_at = self.schedule.fragment_of(self.epoch), self._left_at
         assert left_at is not None
         since = (local_step - left_at) * self._job.scale.peer_batch_size * self._job.scale.seq_length
@@ -175,14 +175,14 @@ class LocalSwarm:
         return self._job.arm.slowness if rank == len(self.replicas) - 1 else 1
 
     def _ready(self) -> list[Replica]:
-        """Those that have done all steps of an epoch since they were averaged; at the run's end everybody."""
+        """The replicas that have done all steps of an epoch since their last average; at the end of the run all."""
         is_end = self.num_steps >= self._job.scale.total_steps
         numbered = enumerate(self.replicas)
         return [r for rank, r in numbered if is_end or not (self.epoch + 1) % self._slowness_of(rank)]
 
 
 class DataParallel:
-    """One replica on the batches of all peers: synchronous data parallel training."""
+    """Synchronous data parallel training: one replica that trains the batches of all peers."""
 
     at_rest = True
 
@@ -193,7 +193,7 @@ class DataParallel:
         self.sent_bytes = 0
 
     def step(self) -> float:
-        """Train one step on what all peers would train. Returns the mean loss."""
+        """Train one step on the batches of all peers. Returns the mean loss."""
         ranks = range(self._job.scale.num_peers)
         samples = np.concatenate(
             [samples_of(self._source, self._job, rank, self.num_steps) for rank in ranks]
@@ -203,14 +203,14 @@ class DataParallel:
         return self.replicas[0].inner.step(torch.from_numpy(samples), lr=lr).loss
 
     def write_anchor(self, replica: Replica) -> None:
-        """Load the weights."""
+        """Load the weights into the replica."""
         mine = self.replicas[0]
         copy_out(mine.pieces, mine.out)
         copy_in(replica.pieces, mine.out)
 
 
 def new_replica(job: Job, num_fragments: int) -> Replica:
-    """With the seed's initial weights, as every peer has them."""
+    """A replica with the seed's initial weights, which are the same for every peer."""
     scale, device = job.scale, torch.device(job.scale.device)
     config = scale.train_config(job.seed, job.arm.optimizer)
     model = load_model(scale.path_model, seed=job.seed, device=device)
@@ -236,7 +236,7 @@ def learning_rate_of(job: Job, step: int) -> float:
 
 
 def samples_of(source: SampleSource, job: Job, rank: int, step: int) -> np.ndarray:
-    """What this peer trains in this nominal step, in every arm: int64 [peer_batch_size, seq_length + 1]."""
+    """The samples of a peer in a nominal step, the same in every arm: int64 [peer_batch_size, seq_length + 1]."""
     scale = job.scale
     number, local_step = divmod(step, scale.local_steps)
     block = Block(epoch=number, world_rank=rank, data_base=number * scale.num_peers)
@@ -244,7 +244,7 @@ def samples_of(source: SampleSource, job: Job, rank: int, step: int) -> np.ndarr
 
 
 def all_tensors(swarm: LocalSwarm | DataParallel) -> Iterator[tuple[str, Tensor]]:
-    """What training goes on from, beside the outer state: views, by name."""
+    """Yields the weights and optimizer states of all replicas by name, not copied."""
     for rank, replica in enumerate(swarm.replicas):
         for name, parameter in replica.inner.model.named_parameters():
             yield f"{rank}.{name}", parameter.detach()

@@ -1,4 +1,4 @@
-"""The best rate on one seed, by walking downhill."""
+"""Finds the best learning rate on one seed by local search."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _UNIT = 1e-3
 
 
 def best_rate(start: float, neighbours: Callable[[float], tuple[float, float]], losses: Losses) -> float:
-    """The rate whose loss is below both its neighbours', from `start` on; or the best of those tried, at the limit.
+    """A rate with a lower loss than both its neighbours, searched from `start`; the best one after MAX_RUNS rates.
 
-    `losses` is given several rates at once, so that they may be tried in parallel, and may be asked for one again.
+    `losses` gets several rates at once, so that it can run them in parallel.
     """
     known: dict[float, float] = {}
     best = start
@@ -29,11 +29,11 @@ Losses = Callable[[Sequence[float]], Sequence[float]]
 
 
 def by_factors(rate: float) -> tuple[float, float]:
-    """Less and more by the root of two, from a rate of 0.001 x 2^(n/2) on: a way there and back ends where it began."""
+    """The neighbours on the grid 0.001 x 2^(n/2). On a fixed grid the search returns exactly to rates it has tried."""
     level = round(2 * math.log2(rate / _UNIT))
     return _UNIT * 2 ** ((level - 1) / 2), _UNIT * 2 ** ((level + 1) / 2)
 
 
 def by_steps(rate: float) -> tuple[float, float]:
-    """0.2 less and more, as in the sweep of arXiv 2503.09799; from 0.2 down by halves."""
+    """Neighbours at a distance of 0.2, as in the sweep of arXiv 2503.09799; from 0.2 down, half the rate."""
     return (round(rate - 0.2, 3) if rate > 0.2 else rate / 2, round(rate + 0.2, 3))

@@ -15,11 +15,11 @@ _TIMEOUT_S = 60.0
 
 
 class LabError(RuntimeError):
-    """The laboratory cannot be had here, or did not do what it was told."""
+    """The laboratory is not available on this machine, or a command failed."""
 
 
 def switch_program() -> Path:
-    """Raises LabError without a C compiler. Processes that build it at the same time do not disturb each other."""
+    """The path of the switch, compiled if necessary. Safe to call concurrently. Raises LabError without a compiler."""
     sources = sorted(_SOURCES.iterdir())
     digest = hashlib.sha256(b"".join(path.name.encode() + path.read_bytes() for path in sources)).hexdigest()
     program = _cache_directory() / f"switch-{digest[:16]}"

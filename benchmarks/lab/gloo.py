@@ -1,4 +1,4 @@
-"""torch's own all-reduce on CPUs, as a player of benchmarks/lab/players.py."""
+"""torch's gloo all-reduce on CPUs, as a player of benchmarks/lab/players.py."""
 
 from __future__ import annotations
 

@@ -1,18 +1,18 @@
-"""The laboratory as a context manager: links that can be changed, cut and counted while peers run behind them.
+"""The laboratory, a context manager: links that can be changed, cut and measured while programs run behind them.
 
 with Lab([Link(up_mbps=1000, down_mbps=1000, delay_ms=2.5)] * 4) as lab:
     process = lab.popen(0, ["python", "-m", "http.server"])
     lab.set_link(0, Link(up_mbps=250, down_mbps=250, delay_ms=2.5))
     lab.isolate(0)
 
-What it is. The switch lets the kernel forward packets and only decides when, so that a byte costs no more processor
-time than on loopback. Rates, queues and counts are those of packets on the wire (MTU 1500, IP bytes, so the payload
-of TCP is at most 1448/1500 of them), but up to 64 KB go through at a time, as through a network card (segmentation
-offload); with losses, one by one. Links share their rate fairly among peers and let acknowledgements pass
-(switch/link.h). TCP in the namespaces is the kernel's: CUBIC unless asked otherwise, buffers tuned by itself up to 16
-MB, and no slow start after a pause, so that connections which stay open fill the link. Raw TCP from everybody to
-everybody then takes what the rates say (benchmarks/lab/raw_tcp.py). Namespaces have no name, so nothing of them is
-left when their processes are gone; the switch kills these when the laboratory ends, however it ends.
+The kernel forwards the packets and the switch only decides when, so a byte costs no more CPU time than on loopback.
+Rates, queues and counters are in IP bytes on the wire (MTU 1500, so TCP's payload is at most 1448/1500 of them), but
+segments of up to 64 KB are forwarded as one packet, as with segmentation offload; with packet loss, one by one. Links
+share their rate fairly among peers and let acknowledgements pass (switch/link.h). TCP is the kernel's: CUBIC by
+default, with autotuned buffers of up to 16 MB, and without slow start after idle periods, so that open connections use
+the full link. Raw TCP from all peers to all then takes the time that follows from the rates
+(benchmarks/lab/raw_tcp.py). Namespaces have no names, so they disappear with their processes, which the switch kills
+when the laboratory ends, even if it is killed.
 """
 
 from __future__ import annotations
@@ -40,22 +40,23 @@ _ANSWER_TIMEOUT_S = 10.0
 _END_TIMEOUT_S = 10.0
 
 Rule = Literal["pass", "refuse", "drop"]
-"""What becomes of packets from one peer to another: `refuse` lets in only what was asked for, as a NAT does."""
+"""What the switch does with packets from one peer to another. Like a NAT, `refuse` drops what opens a connection."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """How a peer is joined to the rest of the world."""
+    """The access link of a peer."""
 
     up_mbps: float
-    """Mbit/s it can send."""
+    """Upload rate in Mbit/s."""
     down_mbps: float
+    """Download rate in Mbit/s."""
     delay_ms: float
-    """One way to the core: the round trip between two peers is twice the sum of theirs."""
+    """One-way delay to the core: the round trip between two peers takes twice the sum of their delays."""
     queue_ms: float = 50.0
-    """How much waits at its full rate before packets are dropped, each way."""
+    """Length of the queue in each direction, as the time that it takes to drain at the full rate."""
     loss: float = 0.0
-    """The part of the packets it sends that is lost, beside what queues drop."""
+    """Fraction of the sent packets that are lost, in addition to those that a full queue drops."""
 
     @property
     def up_bytes_per_s(self) -> float:
@@ -68,16 +69,16 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Counters:
-    """What has gone through one peer's link since the laboratory began."""
+    """Traffic on one peer's link since the laboratory was started."""
 
     sent_bytes: int
-    """By the interface's own counter."""
+    """By the interface's counter."""
     received_bytes: int
     up_wire_bytes: int
-    """The same with the headers of every segment, as the link was charged; what a full queue dropped is not in it."""
+    """Bytes on the link, including the headers of every segment, without dropped packets."""
     down_wire_bytes: int
     up_drops: int
-    """Packets for which the queue was full."""
+    """Packets dropped by a full queue."""
     down_drops: int
     lost: int
 
@@ -88,7 +89,7 @@ class Counters:
 
 
 def unavailable() -> str | None:
-    """Why there is no laboratory here, or None."""
+    """Why the laboratory cannot run on this machine; None if it can."""
     if os.geteuid() != 0:
         return "the network laboratory needs root"
     for program, package in (("nsenter", "util-linux"), ("ip", "iproute2")):
@@ -105,7 +106,7 @@ class Lab:
     def __init__(
         self, links: Sequence[Link], *, congestion: str = "cubic", buffer_bytes: int = 16 << 20
     ) -> None:
-        """Raises LabError where the machine does not allow it."""
+        """Raises LabError if the machine does not support it."""
         if (reason := unavailable()) is not None:
             raise LabError(reason)
         self.links = list(links)
@@ -115,7 +116,7 @@ class Lab:
             [str(switch_program()), str(len(links)), str(MTU), congestion, str(buffer_bytes)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            # Ctrl-C is for us: the switch ends when we let it.
+            # In a session of its own, so that Ctrl-C does not end the switch before `close`.
             start_new_session=True,
         )
         try:
@@ -140,7 +141,7 @@ class Lab:
 
     @property
     def pid(self) -> int:
-        """The switch's."""
+        """Process id of the switch."""
         return self._switch.pid
 
     @staticmethod
@@ -148,7 +149,7 @@ class Lab:
         return f"10.88.{peer}.2"
 
     def prefix(self, peer: int) -> list[str]:
-        """Put before a command, this runs it behind the peer's link."""
+        """Words to put in front of a command to run it behind the peer's link."""
         return ["nsenter", f"--net={self._namespaces[peer]}", "--"]
 
     def popen(
@@ -162,7 +163,7 @@ class Lab:
         stdout: int | IO[bytes] | None = None,
         stderr: int | IO[bytes] | None = None,
     ) -> subprocess.Popen[bytes]:
-        """Start a program behind the peer's link, in a session of its own; it ends with the laboratory at last."""
+        """Start a program behind the peer's link, in a session of its own. It is killed when the laboratory ends."""
         process = subprocess.Popen(
             [*self.prefix(peer), *argv],
             env=env,
@@ -176,7 +177,7 @@ class Lab:
         return process
 
     def set_link(self, peer: int, link: Link) -> None:
-        """Holds from the next packet on."""
+        """Change a link, starting with the next packet."""
         if link.loss and self.links[peer].loss == 0:
             raise LabError("losses have to be asked for from the beginning, since packets then go one by one")
         queues = [int(rate * link.queue_ms * 1e-3) for rate in (link.up_bytes_per_s, link.down_bytes_per_s)]
@@ -187,18 +188,18 @@ class Lab:
         self.links[peer] = link
 
     def set_rule(self, sender: int, receiver: int, rule: Rule) -> None:
-        """One direction only; packets on their way still arrive."""
+        """Set the rule of one direction. Packets in flight still arrive."""
         self._tell(f"rule {sender} {receiver} {rule}")
 
     def isolate(self, peer: int) -> None:
-        """A black hole: nothing to or from this peer arrives, and nobody is told."""
+        """Silently drop all packets to and from this peer."""
         self._set_rules(peer, "drop")
 
     def rejoin(self, peer: int) -> None:
         self._set_rules(peer, "pass")
 
     def put_behind_nat(self, peer: int) -> None:
-        """Nobody can open a connection to this peer; those it opens work both ways. Addresses are not translated."""
+        """Block connections to this peer; those that it opens work in both directions. No address translation."""
         for other in self._others(peer):
             self.set_rule(other, peer, "refuse")
 
@@ -206,12 +207,12 @@ class Lab:
         return Counters(**json.loads(self._ask("stats"))[peer])
 
     def switch_cpu_s(self) -> float:
-        """Processor time that the switch has used, the kernel's on its behalf included."""
+        """CPU time of the switch, user and system."""
         values = Path(f"/proc/{self._switch.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(values[11]) + int(values[12])) / os.sysconf("SC_CLK_TCK")
 
     def close(self) -> None:
-        """End everything that runs in it. Repeating it is safe."""
+        """End the switch and all programs in the laboratory. Repeating it is safe."""
         assert self._switch.stdin is not None and self._switch.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self._switch.stdin.close()
@@ -223,12 +224,12 @@ class Lab:
         self._switch.stdout.close()
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
-                # Only one that had not entered its namespace yet is still there.
+                # The switch has killed all processes except one that had not entered its namespace yet.
                 os.kill(process.pid, signal.SIGKILL)
             process.wait()
 
     def _make_devices(self, core: str) -> None:
-        """A pair for each peer: p<number> in the core, and wan0 in its namespace, through which it reaches all else."""
+        """Create a veth pair for each peer: p<number> in the core, and wan0 with the default route in its namespace."""
         one_by_one = any(link.loss for link in self.links)
         in_core = []
         for peer, namespace in enumerate(self._namespaces):

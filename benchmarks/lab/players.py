@@ -1,7 +1,7 @@
-"""One process behind each link, which takes part in a round whenever it is told a number of bytes on stdin.
+"""Runs one process (player) behind each link, which takes part in a round for every number of bytes on its stdin.
 
-A player's module is started with its rank and everybody's addresses, says `ready` once it is connected to all others,
-and answers each round with the moments, on the clock that processes share, at which it began and ended.
+A player's module is started with its rank and all addresses. It prints `ready` once it is connected to all others, and
+after each round its start and end times, on the monotonic clock, which all processes share.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _ROOT = Path(__file__).parents[2]
 
 
 class Players:
-    """Behind the first `num_peers` links."""
+    """The players behind the first `num_peers` links."""
 
     def __init__(self, lab: Lab, module: str, num_peers: int) -> None:
-        """Raises LabError where they cannot connect in time."""
+        """Start the players. Raises LabError if they do not connect in time."""
         addresses = ",".join(lab.address(peer) for peer in range(num_peers))
         self._processes = [
             lab.popen(
                 rank,
                 [sys.executable, "-m", module, str(rank), addresses],
                 cwd=_ROOT,
-                # Else torch remarks that addresses here have no names.
+                # Suppresses torch's warnings that these addresses have no host names.
                 env={**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -53,7 +53,7 @@ class Players:
         self.close()
 
     def round_s(self, tensor_bytes: int) -> float:
-        """Average tensors of so many bytes; from the first player's beginning to the last one's end."""
+        """Run a round on `tensor_bytes` bytes. Returns the time from the first player's start to the last one's end."""
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.write(f"{tensor_bytes}\n".encode())
@@ -71,7 +71,7 @@ class Players:
 
 
 def play(take_part: Callable[[int], tuple[float, float]]) -> None:
-    """The player's side: until stdin ends, take part and say when."""
+    """The player's main loop: take part in rounds and print the times, until stdin ends."""
     print("ready", flush=True)
     for line in sys.stdin:
         print(json.dumps(take_part(int(line))), flush=True)

@@ -1,8 +1,8 @@
-"""Raw TCP from everybody to everybody: what the same bytes cost with nothing but a socket around them.
+"""Raw TCP from all peers to all, as a lower bound for a reduction of the same size.
 
-A round is the volume of a reduce-scatter and an all-gather: each peer sends every other 2/N of the tensors' bytes, all
-at once, over connections that stay open. A player of benchmarks/lab/players.py, with a thread for each direction of
-each connection, and buffers that are neither filled nor looked at.
+A round has the volume of a reduce-scatter and an all-gather: each peer sends 2/N of the tensors' bytes to every other
+peer, concurrently, over connections that stay open. A player of benchmarks/lab/players.py, with a thread for each
+direction of each connection. The data is neither generated nor read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ROUND_TIMEOUT_S = 600.0
 
 
 def connected(rank: int, addresses: list[str]) -> list[socket.socket]:
-    """A connection to every other peer; the higher rank dials."""
+    """Connections to all other peers; the higher rank dials."""
     with socket.create_server((addresses[rank], _PORT), backlog=len(addresses)) as server:
         server.settimeout(_CONNECT_TIMEOUT_S)
         socks = [_dialled(address) for address in addresses[:rank]]

@@ -1,4 +1,4 @@
-"""The product's own reduction over the product's own streams, kept open from round to round as in the daemon."""
+"""Our reduction over our streams, which are kept open between rounds as in the daemon."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The others in the race, each as its own documentation has it, and the floor: plain TCP without any arithmetic."""
+"""The other contenders, each set up as its documentation says, and plain TCP without arithmetic as a lower bound."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _POLL_S = 0.01
 
 @dataclass(frozen=True)
 class RawTcp:
-    """To and from each other peer the bytes of reduce-scatter and all-gather in fp32, and nothing done with them."""
+    """Sends and receives the fp32 volume of a reduce-scatter and an all-gather, without using the data."""
 
     name: str = "raw TCP"
 
@@ -95,7 +95,7 @@ class Gloo:
 
 @dataclass(frozen=True)
 class Hivemind:
-    """Hivemind's averager, timed from the moment that its group stands: its matchmaking is not counted."""
+    """Hivemind's averager, timed from when its group is complete: its matchmaking is not counted."""
 
     compression: str
 
@@ -111,7 +111,7 @@ class Hivemind:
     def take_part(self, seat: Seat) -> None:
         import hivemind
 
-        # It starts its processes by fork, and cannot be sent to one in any other way.
+        # Its objects cannot be pickled, so it must start its processes by fork.
         multiprocessing.set_start_method("fork", force=True)
         dht, result = self._dht(seat), torch.empty(seat.numel)
         delta = vectors.delta(seat.index, seat.numel)
@@ -131,7 +131,7 @@ class Hivemind:
 
         def prepare() -> None:
             nonlocal control
-            # It moved `result` to memory that it shares with its own process.
+            # The averager has moved `result` to memory that it shares with its own process.
             result.copy_(delta)
             seat.meet()
             control = averager.step(

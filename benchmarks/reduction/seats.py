@@ -1,7 +1,7 @@
-"""One process per peer: they meet, take part in a contender's rounds, and are measured from outside.
+"""Runs one process per peer, synchronizes them, lets them take part in a contender's rounds, and measures them.
 
-The processes come from a fork server that has imported everything beforehand, so that a group is up at once and its
-memory holds nothing of the group before.
+The processes come from a fork server that has imported all modules, so that a group starts quickly and its memory
+contains nothing of an earlier group.
 """
 
 from __future__ import annotations
@@ -28,41 +28,41 @@ _EXIT_TIMEOUT_S = 20.0
 
 
 class Contender(Protocol):
-    """One way to average. Sent to the processes, so it is made of plain values."""
+    """One implementation of averaging. It is pickled to the processes."""
 
     @property
     def name(self) -> str: ...
 
     def missing(self) -> str:
-        """Why it cannot run here; empty when it can."""
+        """Why it cannot run on this machine; empty if it can."""
         ...
 
     def take_part(self, seat: Seat) -> None:
-        """Set up, then go through `seat.rounds`, averaging `vectors.delta(seat.index, seat.numel)` in each."""
+        """Set up, then iterate over `seat.rounds` and average `vectors.delta(seat.index, seat.numel)` in each."""
         ...
 
 
 @dataclass(frozen=True)
 class Round:
-    """What one peer saw of one round, on the clock that all processes of a machine share."""
+    """One peer's measurements of one round. Times are on a clock that all processes share."""
 
     started_at: float
     ended_at: float
     cpu_s: float
-    """Of the process and all it has started."""
+    """CPU time of the process and its descendants."""
     error: float
-    """Relative, against the true mean; NaN of a contender that only moves bytes."""
+    """Relative error of the result; NaN for a contender that only moves bytes."""
     digest: str
-    """Of all bits of the result."""
+    """Digest of the result."""
 
 
 @dataclass
 class Outcome:
     rounds: list[list[Round]] = field(default_factory=list)
-    """By round, then by peer, without the first one, in which everybody warms up."""
+    """By round, then by peer, without the warm-up round."""
     peak_bytes: int = 0
-    """Of the first peer's processes (proportional set size) in the first round, beyond what they had before the
-    tensors, and beyond the tensors."""
+    """Peak memory (proportional set size) of the first peer's processes in the warm-up round, without the memory that
+    they had before and without the tensors."""
 
 
 def _nothing() -> None:
@@ -70,7 +70,7 @@ def _nothing() -> None:
 
 
 class Seat:
-    """A peer's end of the pipe to the one who measures."""
+    """A peer's end of the pipe to the measuring process."""
 
     def __init__(
         self, index: int, num_peers: int, numel: int, num_rounds: int, directory: Path, pipe: Connection
@@ -81,7 +81,7 @@ class Seat:
         self._num_rounds, self._pipe = num_rounds, pipe
 
     def meet(self, value: Any = None, note: str = "") -> list[Any]:
-        """Wait for all peers; what each of them brought."""
+        """Wait for all peers; returns the values that they passed, by peer."""
         self._pipe.send((note, value))
         values: list[Any] = self._pipe.recv()
         return values
@@ -93,13 +93,13 @@ class Seat:
         prepare: Callable[[], object] = _nothing,
         conclude: Callable[[], object] = _nothing,
     ) -> Iterator[int]:
-        """Numbers of the rounds: each begins when all are prepared, and ends when the caller asks for the next.
+        """Yields the number of each round, which begins when all peers are prepared and ends with the next iteration.
 
-        `result` then holds the average, or `conclude` puts it there, which is not timed; `tensor_bytes` is what the
-        caller has allocated for its tensors.
+        At its end `result` must hold the average, unless `conclude`, which is not timed, writes it there.
+        `tensor_bytes` is the size of the caller's tensors.
         """
         for number in range(self._num_rounds + 1):
-            # What the round before left in there must not pass for this one's result.
+            # The result of the previous round must not be taken for this one's.
             result.fill_(math.nan)
             prepare()
             self.meet(tensor_bytes, "measure memory" if number == 0 else "")
@@ -115,7 +115,7 @@ class Seat:
 
 
 def preload() -> None:
-    """Have the fork server import what the peers need."""
+    """Let the fork server import the modules that the peers need."""
     modules = ["torch", "hivemind", "benchmarks.reduction.ours", "benchmarks.reduction.rivals"]
     multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
 
@@ -123,21 +123,21 @@ def preload() -> None:
 def run(
     contender: Contender, num_peers: int, numel: int, num_rounds: int, directory: Path, timeout_s: float
 ) -> Outcome:
-    """Have a fresh group go through the rounds. Raises RuntimeError when a peer fails or the time is up."""
+    """Run the rounds in a fresh group. Raises RuntimeError if a peer fails or after `timeout_s`."""
     context = multiprocessing.get_context("forkserver")
     pipes, processes = [], []
     for index in range(num_peers):
         ours, theirs = context.Pipe()
         arguments = (contender, index, num_peers, numel, num_rounds, directory, theirs)
         # Not a daemon: Hivemind's peers start processes of their own.
-        process = context.Process(target=_sit, args=arguments)
+        process = context.Process(target=_peer_main, args=arguments)
         process.start()
         theirs.close()
         pipes.append(ours)
         processes.append(process)
     patience_s = 0.0
     try:
-        outcome = _preside(contender.name, pipes, psutil.Process(processes[0].pid), timeout_s)
+        outcome = _coordinate(contender.name, pipes, psutil.Process(processes[0].pid), timeout_s)
         patience_s = _EXIT_TIMEOUT_S
         return outcome
     finally:
@@ -146,7 +146,7 @@ def run(
             pipe.close()
 
 
-def _sit(
+def _peer_main(
     contender: Contender,
     index: int,
     num_peers: int,
@@ -166,7 +166,7 @@ def _sit(
     seat.meet(note="over")
 
 
-def _preside(name: str, pipes: Sequence[Connection], first: psutil.Process, timeout_s: float) -> Outcome:
+def _coordinate(name: str, pipes: Sequence[Connection], first: psutil.Process, timeout_s: float) -> Outcome:
     outcome, deadline = Outcome(), time.monotonic() + timeout_s
     baseline = peak = 0
     sampling = False
@@ -199,13 +199,13 @@ def _preside(name: str, pipes: Sequence[Connection], first: psutil.Process, time
         for pipe in pipes:
             pipe.send(values)
         if note == "over":
-            # The first round opens connections and touches memory for the first time.
+            # Warm-up: the first round opens connections and touches memory for the first time.
             del outcome.rounds[0]
             return outcome
 
 
 def _end(processes: Sequence[BaseProcess], timeout_s: float) -> None:
-    """Wait for the processes, then kill those that have not ended, and whatever any of them has left behind."""
+    """Wait for the processes, then kill those that have not ended, and their remaining descendants."""
     trees = [_tree(process.pid) for process in processes if process.exitcode is None]
     deadline = time.monotonic() + timeout_s
     for process in processes:
@@ -243,7 +243,7 @@ def _cpu_s() -> float:
 
 
 def _pss_bytes(root: psutil.Process) -> int:
-    """Memory of a process and all it has started; what they share counts once."""
+    """Memory of a process and its descendants, with shared memory counted once."""
     total = 0
     for process in _tree(root.pid):
         try:

@@ -1,4 +1,4 @@
-"""torchft's DiLoCo over its gloo process group, as its own tests set it up."""
+"""torchft's DiLoCo over its gloo process group, set up as in its own tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TIMEOUT = timedelta(seconds=300)
 
 @dataclass(frozen=True)
 class TorchftDiloco:
-    """One outer step at learning rate 1: its quorum, the average, its vote, and the outer update."""
+    """One outer step with learning rate 1: quorum, average, vote, and outer update."""
 
     name: str = "torchft DiLoCo"
 

@@ -1,4 +1,4 @@
-"""What the peers average: vectors whose mean every process can tell without having seen the others."""
+"""The vectors that peers average, generated from seeds so that every process can compute their mean."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import math
 import torch
 from torch import Tensor
 
-# Not a multiple of a chunk or of a codec's block, so that no two of them see the same values at the same place.
+# Not a multiple of a chunk or of a codec's block, so that values do not repeat at the same position in them.
 _TILE_NUMEL = (1 << 20) + 7
 _SCALE = 1e-2
 
 
 def delta(peer: int, numel: int) -> Tensor:
-    """This peer's pseudo-gradient: a random tile of its own, again and again."""
+    """This peer's pseudo-gradient: its random tile, repeated."""
     return _repeated(_tile(peer) * _SCALE, numel)
 
 

@@ -1,11 +1,11 @@
-"""Whether `diloco simulate` tells the truth: against runs of the product in the laboratory, and against published ones.
+"""The accuracy of `diloco simulate`, compared with runs in the laboratory and with published results.
 
     python -m benchmarks.simulation [--quick] [--json FILE] [--parts lab published scale]
 
-lab         4 peers of the product behind links of three bandwidths, rounds that block and rounds that overlap with
-            training: seconds from commit to commit and seconds of a round, predicted over measured. What processors
-            take is measured beforehand, behind faster links; the runs that are predicted have no part in it. As root.
-published   What others have reported, predicted from what they say of their models, peers and links, with what is
-            assumed beside it (published.py). No figure of theirs goes in but where that is said.
-scale       What 256 simulated peers take of this machine's processor.
+lab         4 real peers behind links of three bandwidths, with rounds that block and rounds that overlap with training:
+            time between commits and duration of a round, predicted over measured. CPU times are calibrated by a
+            separate run behind faster links. Needs root.
+published   Results that others have reported, predicted from their descriptions of models, peers and links, and from
+            stated assumptions (published.py). Their results are not used as input except where that is stated.
+scale       The CPU time to simulate 256 peers on this machine.
 """

@@ -1,4 +1,4 @@
-"""The command; see the package's docstring."""
+"""The command line; see the package's docstring."""
 
 from __future__ import annotations
 

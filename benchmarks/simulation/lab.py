@@ -1,4 +1,4 @@
-"""The product behind real links, and the same simulated."""
+"""Runs real peers in the laboratory, and simulates the same runs."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from peers.core.schedule import Schedule
 NUM_PEERS = 4
 _ROUND_TRIP_MS = 20.0
 _WAIT_S = 0.1
-"""A step: nearly all of it a wait, as for a device, since all peers and daemons share one machine here."""
+"""Duration of a step, nearly all of it a sleep, as if for a device, since all peers and daemons share one machine."""
 _FASTER = link(500, 1)
-"""Than any that is predicted behind: for what processors take, with the contention that there is then."""
+"""The link for calibration, faster than those of the predicted runs, so that CPU times dominate."""
 _CODEC = "fp32"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is trained, and for how long."""
+    """Parameters of the runs."""
 
     megabytes: int = 32
     """2**20 bytes of fp32 weights."""
     num_epochs: int = 6
-    """That count, after a first that does not."""
+    """Epochs that are measured, after one for warm-up."""
     mbps: Sequence[float] = (50.0, 100.0, 200.0)
 
     @property
@@ -59,23 +59,23 @@ _CALIBRATED_BY = Schedule(local_steps=20)
 
 @dataclass(frozen=True)
 class Measured:
-    """What a run recorded: by peer, the records of its commits in order, without the first."""
+    """The records of a run: for each peer those of its commits in order, without the first."""
 
     peers: Sequence[Sequence[Mapping[str, Any]]]
 
     @property
     def epoch_s(self) -> list[float]:
-        """From commit to commit, of the peer that got to each last."""
+        """Times between commits, each taken when the last peer has made it."""
         ends = [max(times) for times in zip(*([r["time"] for r in peer] for peer in self.peers), strict=True)]
         return [later - earlier for earlier, later in itertools.pairwise(ends)]
 
     def longest(self, part: str) -> list[float]:
-        """Of all peers, in each epoch."""
+        """The maximum of a figure over all peers, for each epoch."""
         return [max(values) for values in zip(*([r[part] for r in peer] for peer in self.peers), strict=True)]
 
 
 def steps(setting: Setting) -> dict[str, float]:
-    """Everything that `results` does in turn, with the seconds that it will take, for a Progress."""
+    """The parts of `results` with their estimated seconds, for a Progress."""
     plan = {"processors": START_S + 3.0 * setting.num_epochs}
     for mbps in setting.mbps:
         link_s = 8 * (setting.megabytes << 20) * 1.5 / (mbps * 1e6)
@@ -111,22 +111,22 @@ def compared(case: str, measured: Measured, predicted: Figures) -> list[Result]:
         "outer step": (measured.longest("apply_s"), predicted.parts.apply_s),
         "stood still": (measured.longest("blocked_s"), predicted.parts.blocked_s),
     }
-    for what, (values, foretold) in pairs.items():
+    for what, (values, expected) in pairs.items():
         rows += [
             Result.of(case, what, "s", values),
-            Result.of(case, f"{what}, predicted", "s", [foretold]),
+            Result.of(case, f"{what}, predicted", "s", [expected]),
         ]
         if what in ("epoch", "round"):
             rows.append(
                 Result.of(
-                    case, f"{what}, predicted / measured", "ratio", [foretold / statistics.median(values)]
+                    case, f"{what}, predicted / measured", "ratio", [expected / statistics.median(values)]
                 )
             )
     return rows
 
 
 def run(setting: Setting, schedule: Schedule, behind: LabLink) -> Measured:
-    """The product, started by its commands."""
+    """Run real peers, started by `diloco peer`."""
     loop = Loop(
         numel=setting.numel,
         num_layers=4 * schedule.num_fragments,
@@ -147,12 +147,12 @@ def run(setting: Setting, schedule: Schedule, behind: LabLink) -> Measured:
         with Swarm(job, Path(directory), seats, coordinator=seat(lab, NUM_PEERS)) as swarm:
             swarm.wait_for_end()
             records = [list(peer.epochs.values()) for peer in swarm.peers]
-    # In the first connections are made, and links measured.
+    # Without the first epoch, in which connections are opened and links measured.
     return Measured([peer[1:] for peer in records])
 
 
 def calibrated(setting: Setting) -> tuple[Machine, float]:
-    """What processors take for the parts of a round, and a step: from a run that blocks, on a faster link."""
+    """The machine's paces and the duration of a step, from a blocking run behind a faster link."""
     measured = run(setting, _CALIBRATED_BY, _FASTER)
     usual = {
         part: statistics.median(measured.longest(part))
@@ -164,7 +164,7 @@ def calibrated(setting: Setting) -> tuple[Machine, float]:
         for record in peer
     )
     epoch_s, blocked_s = statistics.median(measured.epoch_s), statistics.median(measured.longest("blocked_s"))
-    # Its reduction waits for the link, too, so this pace is the least that there can be; no slower link asks for more.
+    # The reduction is limited by the link as well, so its pace is a lower bound, which is enough for slower links.
     num_bytes, round_trip_s = 4.0 * setting.numel, 4e-3 * _FASTER.delay_ms
     machine = Machine(
         hand_over=2 * num_bytes / copies_s,

@@ -1,23 +1,23 @@
-"""What others have reported, predicted from what they say of their models, peers and links.
+"""Predicts results that others have published from their descriptions of models, peers and links.
 
-Streaming DiLoCo (arXiv 2501.18512, table 4) says which bandwidth reaches which compute utilisation, by a simulation of
-its own: for 1B, 10B and 100B weights, steps of 0.1, 0.8 and 4.9 s, H = 100. Assumed here beside that: two peers, as in
-its experiments; bf16 on the wire where it says nothing, and our int4 (4.25 bits) for its FP4; no latency, and
-processors that cost nothing, since it names neither; fragments of three layers, and for H the multiple of their number
-that is nearest to 100. It hides communication behind the backward pass too, two thirds of a step, which the product
-does not: so much is taken off what our simulator says that a worker stands still for each round. Its bandwidths are the
-points of a grid, 50 from 0.1 to 1000 Gbit/s at equal ratios of 1.207; ours are looked for on the same one, and compared
-with the point that is nearest to what it prints, so that neighbours differ by 21 %. Most of ours are one point above
-its: its figures fit 13.6 bits for each weight rather than 16.
+Streaming DiLoCo (arXiv 2501.18512, table 4) gives the bandwidth required for a compute utilisation, by its own
+simulation, for 1B, 10B and 100B weights, steps of 0.1, 0.8 and 4.9 s, H = 100. Additional assumptions here: two peers,
+as in its experiments; bf16 on the wire unless stated otherwise, and our int4 (4.25 bits) for its FP4; no latency and no
+CPU time, since it states neither; fragments of three layers, and for H the multiple of their number that is nearest to
+100. It also hides communication behind the backward pass, two thirds of a step, which the product does not do, so this
+time is subtracted from the blocked time of each round in our simulation. Its bandwidths are points of a grid, 50 from
+0.1 to 1000 Gbit/s with equal ratios of 1.207. Ours are searched on the same grid and compared with the point nearest to
+the printed value, so neighbours differ by 21 %. Most of ours are one point above: its figures fit 13.6 bits per weight
+rather than 16.
 
-INTELLECT-1 (arXiv 2412.01152, table 2) says that averaging 10B weights in int8 took 103 s in the USA, 382 s with
-Europe and 469 s around the world (medians), between inner phases of 38 minutes, for up to 14 nodes; of the links, that
-their bandwidth was between 500 Mbit/s and 4 Gbit/s. It does not say which links each of the three had, nor how many
-nodes. Assumed: 14 peers; the best of these links in the USA, the worst ones where an ocean lies between; round trips
-of 60, 120 and 250 ms. `network alone`: processors that cost nothing. `one pace`: what processors add is taken from the
-first figure (and so predicts nothing about it), as seconds that the network does not hide, and predicts the other two.
-Its ring moves the bytes that our shares move, 2 (n - 1) / n of the vector each way; it is as fast as its slowest link,
-as ours is, but takes 2 (n - 1) latencies, under 7 s here, where ours takes four.
+INTELLECT-1 (arXiv 2412.01152, table 2) reports medians of 103 s in the USA, 382 s with Europe and 469 s around the
+world for averaging 10B weights in int8, between inner phases of 38 minutes, with up to 14 nodes, and link bandwidths
+between 500 Mbit/s and 4 Gbit/s. It does not say which links and how many nodes each of the three had. Assumptions: 14
+peers; the fastest of these links in the USA, the slowest across an ocean; round trips of 60, 120 and 250 ms.
+`network alone` has no CPU time. `one pace` takes the time that CPUs add from the first figure (and so predicts nothing
+about it), as seconds that do not overlap with the network, and predicts the other two. Its ring moves the same bytes as
+our shares, 2 (n - 1) / n of the vector each way, and is as fast as its slowest link, like ours, but takes 2 (n - 1)
+latencies, under 7 s here, where ours takes four.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from diloco.sim.cost.swarm import simulate
 from peers.core.schedule import Schedule
 
 GRID = tuple(10 ** (-1 + 4 * index / 49) for index in range(50))
-"""Gbit/s."""
+"""Bandwidths in Gbit/s."""
 TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
 _BACKWARD = 2 / 3
-"""Of a step."""
+"""Share of the backward pass in a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,18 +66,18 @@ STREAMING_DILOCO: dict[tuple[str, str], tuple[float, ...]] = {
     ("100B", "overlapped"): (1.7, 3.6, 4.3, 5.2, 5.2),
     ("100B", "overlapped FP4"): (0.5, 0.9, 1.1, 1.1, 1.4),
 }
-"""Gbit/s for each of the targets, as published; only compared with."""
+"""Published bandwidths in Gbit/s for each of TARGETS; used only for comparison."""
 
 INTELLECT_1 = {"USA": 103.0, "USA and Europe": 382.0, "global": 469.0}
-"""Seconds of an all-reduce, median, as published."""
+"""Published median seconds of an all-reduce."""
 _INTELLECT_LINKS = {"USA": (4e9, 0.06), "USA and Europe": (500e6, 0.12), "global": (500e6, 0.25)}
 NUM_MANY = 256
-"""Peers whose simulation is timed."""
+"""Number of peers of the simulation that is timed."""
 _INTELLECT_PEERS, _INTELLECT_STEP_S = 14, 38 * 60 / 100
 
 
 def streaming_diloco(sizes: Sequence[str]) -> tuple[list[Result], list[dict[str, str]]]:
-    """Bandwidths, ours over theirs, with the five targets as repetitions; and a table of both."""
+    """Ratios of predicted and published bandwidths, with the five targets as repetitions, and a table of both."""
     rows, table = [], []
     for size in sizes:
         for method in METHODS:
@@ -98,7 +98,7 @@ def streaming_diloco(sizes: Sequence[str]) -> tuple[list[Result], list[dict[str,
 
 
 def bandwidth_for(target: float, model: Model, method: str) -> float:
-    """The first of the grid, in Gbit/s, that reaches this utilisation."""
+    """The lowest bandwidth of the grid, in Gbit/s, that reaches this utilisation."""
     low, high = 0, len(GRID) - 1
     while low < high:
         middle = (low + high) // 2
@@ -121,7 +121,7 @@ def two_peers(model: Model, method: str, bits_per_s: float) -> Scenario:
             num_fragments=count,
             overlap_steps=int(method.startswith("overlapped")),
         )
-    # Its bandwidths are what gets through.
+    # The published bandwidths are net of protocol overhead.
     link = Link(up_bits_per_s=bits_per_s, down_bits_per_s=bits_per_s, delay_s=0.0, fill=1.0)
     peer = SimulatedPeer(link=link, machine=IDEAL, step_s=model.step_s)
     return Scenario(
@@ -134,7 +134,7 @@ def two_peers(model: Model, method: str, bits_per_s: float) -> Scenario:
 
 
 def intellect_1() -> list[Result]:
-    """Seconds of an all-reduce, ours over theirs."""
+    """Predicted and published seconds of an all-reduce, and their ratios."""
     network = {name: all_reduce_s(*link) for name, link in _INTELLECT_LINKS.items()}
     added_s = INTELLECT_1["USA"] - network["USA"]
     rows = []
@@ -155,7 +155,7 @@ def intellect_1() -> list[Result]:
 
 
 def notes(rows: Sequence[Result]) -> list[str]:
-    """What is met within 25 %, what is not, and why."""
+    """Sentences on which results are predicted within 25 %, which are not, and why."""
     bandwidths = [row for row in rows if row.case.startswith("Streaming")]
     far = [row for row in bandwidths if row.min < 0.75 or row.max > 1.25]
     alone = {
@@ -191,7 +191,7 @@ def all_reduce_s(bits_per_s: float, round_trip_s: float) -> float:
 
 
 def many_peers() -> Scenario:
-    """Of unlike links, with failures."""
+    """A scenario with different links, and with failures."""
     peers = []
     for rank in range(NUM_MANY):
         bits_per_s = 100e6 * 2 ** (rank % 7)

@@ -1,4 +1,4 @@
-"""The command; see the package's docstring."""
+"""The command line; see the package's docstring."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _on_network(case: Case, num_rounds: int, progress: Progress, *, rivals: bool
 
 
 def bars(rows: list[Result]) -> Mapping[str, tuple[float, float, float]]:
-    """Median, least and greatest of every round time."""
+    """Median, minimum and maximum of every round time."""
     return {row.case: (row.median, row.min, row.max) for row in rows if row.metric == "round"}
 
 

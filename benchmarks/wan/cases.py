@@ -1,4 +1,4 @@
-"""The networks, and the least time that a round can take on them."""
+"""The networks, and a lower bound of a round's duration on them."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.lab import Link
+from diloco.sim.cost.links import TCP_PAYLOAD
 from peers.reduce.codecs import codec_named
-
-TCP_PAYLOAD = 1448 / 1500
-"""Of each packet, with timestamps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One network and what is averaged on it."""
+    """A network, and the size and codecs to average with."""
 
     name: str
     links: tuple[Link, ...]
@@ -28,7 +26,7 @@ class Case:
 
 
 def link(mbps: float, round_trip_ms: float) -> Link:
-    """Both ways the same; the round trip is that to a peer with the same link."""
+    """A symmetric link; `round_trip_ms` is to a peer with the same link."""
     return Link(up_mbps=mbps, down_mbps=mbps, delay_ms=round_trip_ms / 4)
 
 
@@ -40,7 +38,7 @@ def even(
 
 
 def cases(codecs: Sequence[str], *, quick: bool) -> dict[str, Case]:
-    """Quick: the same networks with less to send."""
+    """The cases by name; `quick` sends less."""
     uneven = (link(50, 10), *(link(200, 10),) * 3)
     made = [
         even("gigabit", 4, 1000, 10, 32 if quick else 256, codecs),
@@ -51,23 +49,23 @@ def cases(codecs: Sequence[str], *, quick: bool) -> dict[str, Case]:
 
 
 def optimum_s(case: Case) -> float:
-    """The least time in which these links can average so many bytes, latency aside.
+    """A lower bound of the time in which these links can average D = `tensor_bytes` bytes, without latency.
 
-    Peer i, owner of the part s_i of D bytes, sends the rest of its own tensor, (1 - s_i) D, and its part to the n - 1
-    others: D (1 + (n - 2) s_i); it receives as much. So in time T it can own at most (T b_i / D - 1) / (n - 2), and
-    T is the least that lets these parts add up to one, but no less than D / b_i for any peer, which has to get its own
-    tensor out and the average in. b_i is the lesser of a link's rates, in bytes of TCP's payload.
+    Peer i, which owns the share s_i, sends the rest of its own tensor, (1 - s_i) D, and its share to the n - 1 others:
+    D (1 + (n - 2) s_i) in total; it receives as much. In time T it can therefore own at most (T b_i / D - 1) / (n - 2).
+    T is the smallest time for which these shares add up to one, and at least D / b_i for any peer, which has to send
+    its own tensor and receive the average. b_i is the smaller of a link's rates, in bytes of TCP payload.
     """
     rates = [TCP_PAYLOAD * min(link.up_bytes_per_s, link.down_bytes_per_s) for link in case.links]
     least = max(case.tensor_bytes / rate for rate in rates)
     if len(rates) == 2:
         return least
-    # Every peer owns something of it at the level, or the level is below what the slowest peer needs anyway.
+    # If the slowest peer's share would be negative, `level` is below `least`, so the maximum is right in that case too.
     level = case.tensor_bytes * (2 * len(rates) - 2) / sum(rates)
     return max(least, level)
 
 
 def planned_s(case: Case, codec: str) -> float:
-    """About what a whole round takes."""
+    """Estimated duration of a whole round."""
     numel = case.tensor_bytes // 4
     return 0.5 + 1.2 * optimum_s(case) * codec_named(codec).encoded_bytes(numel) / case.tensor_bytes

@@ -1,4 +1,4 @@
-"""A third peer joins two that have a large state: at rest, and while epochs are shorter than its download."""
+"""A third peer joins two with a large state: while they are idle, and while epochs are shorter than its download."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from benchmarks.light_loop import Loop
 from benchmarks.progress import Progress
 from benchmarks.record import Result
 from benchmarks.swarm_harness import Job, Peer, Swarm
-from benchmarks.wan.cases import TCP_PAYLOAD, Case, even
+from benchmarks.wan.cases import Case, even
 from benchmarks.wan.rounds import COORDINATOR, START_S, seat
+from diloco.sim.cost.links import TCP_PAYLOAD
 
 _MBPS, _ROUND_TRIP_MS, _DONORS = 1000, 10, 2
 _WITHIN_S = 300.0
 _STAMP = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) ", re.M)
 _AVERAGING = {"at rest": "fp32", "short epochs": "int8"}
-"""By how the donors go on meanwhile, what they average with."""
+"""What the donors do during the join, with the codec that they average with."""
 
 
 def steps(*, quick: bool) -> dict[str, float]:
-    """Everything that `results` does in turn, with the seconds that it will take, for a Progress."""
+    """The parts of `results` with their estimated seconds, for a Progress."""
     return {_name(how): START_S + 6 * _least_s(_case(quick=quick)) for how in _AVERAGING}
 
 
 def results(progress: Progress, *, quick: bool) -> list[Result]:
-    """How long the newcomer takes from its first request to training, against its link and those bytes."""
+    """The newcomer's time from its first request to training, relative to the transfer time of the state."""
     rows: list[Result] = []
     for how, codec in _AVERAGING.items():
         took, epochs, replayed = _measured(_case(quick=quick), codec, is_gated=how == "at rest")
@@ -50,7 +51,7 @@ def _name(how: str) -> str:
 
 
 def _case(*, quick: bool) -> Case:
-    """Of the model; its state is twice that."""
+    """The network, and the size of the model; the state, anchor and momentum, is twice as large."""
     return even("join", _DONORS + 1, _MBPS, _ROUND_TRIP_MS, 32 if quick else 512, ["fp32"])
 
 
@@ -59,7 +60,7 @@ def _least_s(case: Case) -> float:
 
 
 def _measured(case: Case, codec: str, *, is_gated: bool) -> tuple[float, int, int]:
-    """Seconds; epochs that the others have committed meanwhile; commits that the newcomer has made after them."""
+    """Seconds until the newcomer trains, epochs committed by the others meanwhile, commits replayed by the newcomer."""
     loop = Loop(numel=case.tensor_bytes // 4, num_layers=4, max_epochs=10_000)
     job = Job(
         loop=loop, is_gated=is_gated, flags=("--hv.compression", codec, "--hv.averaging-timeout", "300")
@@ -67,7 +68,7 @@ def _measured(case: Case, codec: str, *, is_gated: bool) -> tuple[float, int, in
     with Lab([*case.links, COORDINATOR]) as lab, tempfile.TemporaryDirectory() as directory:
         seats = [seat(lab, peer) for peer in range(_DONORS)]
         with Swarm(job, Path(directory), seats, coordinator=seat(lab, len(case.links))) as swarm:
-            # Of the state at epoch 0 half is zeros, which nobody sends.
+            # Start after epoch 1: at epoch 0 the momentum is zero and is not sent.
             swarm.run_epoch(1)
             before = len(swarm.peers[0].epochs)
             seats.append(seat(lab, _DONORS))
@@ -88,7 +89,7 @@ def _log_of(peer: Peer) -> str:
 
 
 def _said_at(peer: Peer, what: str) -> float:
-    """When its log had this line first, as Unix seconds; 0: not yet."""
+    """The Unix time of the first line in the peer's log that contains `what`; 0 if there is none yet."""
     for line in _log_of(peer).splitlines():
         if what in line and (stamp := _STAMP.match(line)):
             return datetime.strptime(stamp[1], "%Y-%m-%d %H:%M:%S,%f").timestamp()

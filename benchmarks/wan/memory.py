@@ -1,4 +1,4 @@
-"""The daemon's peak memory beyond its imports and what it has to hold for a model of that size."""
+"""The daemon's peak memory beyond its imports and the tensors that it must hold for the model's size."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from peers.reduce.codecs import codec_named, result_codec_named
 
 _NUM_PEERS = 4
 _MEGABYTES_PER_S = 40.0
-"""Of a round, as far as one can tell before."""
+"""Estimated speed of a round, for the time left."""
 _EXACT = "fp32"
 """The codec without residuals."""
 _IMPORTS = (
@@ -29,7 +29,7 @@ _IMPORTS = (
 
 
 def steps(codecs: tuple[str, ...], num_rounds: int, *, quick: bool) -> dict[str, float]:
-    """Everything that `results` does in turn, with the seconds that it will take, for a Progress."""
+    """The parts of `results` with their estimated seconds, for a Progress."""
     return {
         _name(codec, megabytes): START_S + num_rounds * megabytes / _MEGABYTES_PER_S
         for codec in codecs
@@ -38,7 +38,7 @@ def steps(codecs: tuple[str, ...], num_rounds: int, *, quick: bool) -> dict[str,
 
 
 def results(codecs: tuple[str, ...], num_rounds: int, progress: Progress, *, quick: bool) -> list[Result]:
-    """On loopback, where rounds are fastest and the most is under way at a time."""
+    """Measured on loopback, where rounds are fastest and the most data is in flight."""
     baseline = imports_bytes()
     rows = [Result.of("memory imports", "peak resident", "MB", [baseline / 1e6])]
     for codec in codecs:
@@ -68,16 +68,16 @@ def _name(codec: str, megabytes: int) -> str:
 @dataclass(frozen=True)
 class Daemon:
     peak_bytes: int
-    """Resident, from its start; shared memory counts once it has been touched."""
+    """Peak resident memory since its start, including the shared memory that it has touched."""
     shares: tuple[float, ...]
-    """Of the vector, what it owned in each round: links are measured, and on a busy machine they differ."""
+    """The fraction of the vector that it owned in each round, which depends on measured bandwidths."""
 
 
 def held_tensors(codec: str, shares: Sequence[float]) -> float:
-    """How often a daemon has to hold the model: anchor, momentum, link out and in; and with error feedback residuals.
+    """The memory that a daemon must hold, in multiples of the model: anchor, momentum, and the two buffers of the link.
 
-    Those are the contribution's, and for the share it owns the result's, of the last round and of this
-    (peers/reduce/residuals.py).
+    With error feedback also the residuals: of the contribution, and for its share those of the result, of the previous
+    round and the current one (peers/reduce/residuals.py).
     """
     if codec == _EXACT:
         return 4
@@ -85,8 +85,9 @@ def held_tensors(codec: str, shares: Sequence[float]) -> float:
 
 
 def share_of(sent_bytes: int, codec: str, numel: int) -> float:
-    """What part of the vector a peer owned that has sent so many bytes in a round: of what is encoded, C bytes as
-    contributions and R as results, it sends (1 - share) C and (N - 1) share R.
+    """The fraction of the vector that a peer owned, computed from the bytes that it sent in a round.
+
+    If the encoded vector has C bytes as contributions and R as results, it sends (1 - share) C + (N - 1) share R.
     """
     contribution = codec_named(codec).encoded_bytes(numel)
     result = result_codec_named(codec).encoded_bytes(numel)

@@ -1,4 +1,4 @@
-"""Two peers behind NAT, without a path between them, and a public one that both can reach; then that one is killed."""
+"""Two peers behind NAT that cannot reach each other, and a public one that both reach, which is killed at the end."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from benchmarks.lab import Lab
 from benchmarks.progress import Progress
 from benchmarks.record import Result
 from benchmarks.swarm_harness import Swarm, SwarmError
-from benchmarks.wan.cases import TCP_PAYLOAD, Case, even, planned_s
+from benchmarks.wan.cases import Case, even, planned_s
 from benchmarks.wan.rounds import COORDINATOR, START_S, WARM_UP_EPOCHS, swarm_in
+from diloco.sim.cost.links import TCP_PAYLOAD
 
 _MBPS, _ROUND_TRIP_MS = 100, 40
 _PUBLIC, _HIDDEN = 0, (1, 2)
@@ -20,14 +21,14 @@ _LOSS_S = 30.0
 
 
 def steps(num_rounds: int, *, quick: bool) -> dict[str, float]:
-    """Everything that `results` does in turn, with the seconds that it will take, for a Progress."""
+    """The parts of `results` with their estimated seconds, for a Progress."""
     round_s = 1.7 * planned_s(_case(quick=quick), "fp32")
     rounds = {f"nat round {number}": round_s for number in range(1, num_rounds + 1)}
     return {"nat": START_S + WARM_UP_EPOCHS * round_s, **rounds, "nat, public peer killed": _LOSS_S}
 
 
 def results(num_rounds: int, progress: Progress, *, quick: bool) -> list[Result]:
-    """Round times against what the public peer's link makes of its bytes; the survivors' rounds after its death."""
+    """Round times relative to the transfer time on the public link, and the others' rounds after that peer's death."""
     case = _case(quick=quick)
     rows: list[Result] = []
     with Lab([*case.links, COORDINATOR]) as lab, tempfile.TemporaryDirectory() as directory:
@@ -68,17 +69,17 @@ def _case(*, quick: bool) -> Case:
 
 
 def _without_the_public_peer(swarm: Swarm, epoch: int) -> list[Result]:
-    """How the others go on. Nobody forwards for them any more, so they may not meet at all."""
+    """Kill the public peer and measure the others' next epoch. Without a relay, they may not reach each other."""
     swarm.peers[_PUBLIC].kill()
     began = time.monotonic()
     try:
         records = swarm.run_epoch(epoch, ranks=_HIDDEN)
     except SwarmError as error:
-        # Two peers that have lost each other go on in lineages of their own until somebody joins them again.
+        # Two peers that cannot reach each other continue on separate chains until they are connected again.
         if "anchors" not in str(error):
             raise
         records = [swarm.peers[rank].epochs[epoch] for rank in _HIDDEN]
-    # All processes read one clock.
+    # All processes share the monotonic clock.
     took = max(record["time"] for record in records) - began
     together = float(min(len(record["contributors"]) for record in records))
     return [

@@ -1,4 +1,4 @@
-"""Rounds of raw TCP and ours in turns, behind the same links."""
+"""Measures rounds of raw TCP and ours, alternating, behind the same links."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from benchmarks.wan.cases import Case, optimum_s, planned_s
 _PARTS = ("round_s", "reduce_s", "blocked_s", "preview_s", "vote_s", "apply_s")
 COORDINATOR = Link(up_mbps=1000, down_mbps=1000, delay_ms=1)
 START_S = 25.0
-"""Four peers, their workers and the coordinator on two cores, and the end of them all."""
+"""Estimated time to start and stop four peers, their workers and the coordinator on two cores."""
 _WARM_UP_BYTES = 8 << 20
-"""Enough for a connection to find out what the link carries."""
+"""Enough for TCP's congestion window to reach the rate of the link."""
 WARM_UP_EPOCHS = 2
-"""In the first memory is touched for the first time, in the second links are measured: shares go by that afterwards."""
+"""In the first, memory is touched for the first time; in the second, links are measured, on which shares depend."""
 
 
 @dataclass
 class Rounds:
-    """What was measured with one codec, a value a round."""
+    """The measurements with one codec, one value per round."""
 
     raw_s: list[float] = field(default_factory=list)
-    """Empty where raw TCP took no turns with it."""
+    """Times of raw TCP; empty if it was not measured with this codec."""
     parts: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in _PARTS})
-    """The longest of all peers."""
+    """Durations of the parts of the round, the maximum over peers."""
     wire_bytes: list[float] = field(default_factory=list)
-    """Sent by each peer, by its interface's counter."""
+    """Bytes sent per peer, by the counters of the interfaces."""
 
 
 def seat(lab: Lab, peer: int) -> Seat:
@@ -44,7 +44,7 @@ def seat(lab: Lab, peer: int) -> Seat:
 
 
 def swarm_in(lab: Lab, directory: Path, case: Case, codec: str, num_epochs: int) -> Swarm:
-    """A swarm behind the case's links; its coordinator behind the one after them."""
+    """A swarm behind the case's links, with its coordinator behind the next link."""
     num_peers = len(case.links)
     loop = Loop(numel=case.tensor_bytes // 4, num_layers=4, max_epochs=num_epochs)
     flags = ("--hv.compression", codec, "--hv.averaging-timeout", "300")
@@ -54,7 +54,7 @@ def swarm_in(lab: Lab, directory: Path, case: Case, codec: str, num_epochs: int)
 
 
 def steps(case: Case, num_rounds: int, *, rivals: bool) -> dict[str, float]:
-    """Everything that `measured` does in turn, with the seconds that it will take, for a Progress."""
+    """The parts of `measured` with their estimated seconds, for a Progress."""
     plan: dict[str, float] = {}
     for codec in case.codecs:
         raw_s = optimum_s(case) if _takes_turns(case, codec, rivals=rivals) else 0.0
@@ -70,7 +70,7 @@ def steps(case: Case, num_rounds: int, *, rivals: bool) -> dict[str, float]:
 
 
 def measured(case: Case, num_rounds: int, progress: Progress, *, rivals: bool) -> dict[str, Rounds]:
-    """By codec. The first rounds of each are not counted."""
+    """Measure the rounds of each codec, after WARM_UP_EPOCHS that are not counted."""
     found: dict[str, Rounds] = {}
     with Lab([*case.links, COORDINATOR]) as lab:
         for codec in case.codecs:
@@ -95,7 +95,7 @@ def measured(case: Case, num_rounds: int, progress: Progress, *, rivals: bool) -
 
 
 def gloo_s(case: Case, num_rounds: int, progress: Progress) -> list[float]:
-    """torch's own all-reduce of the same tensors behind the same links."""
+    """Times of gloo's all-reduce of the same tensors behind the same links."""
     num_peers = len(case.links)
     times: list[float] = []
     with (
@@ -115,7 +115,7 @@ def _name(case: Case, what: str, number: int) -> str:
 
 
 def _takes_turns(case: Case, codec: str, *, rivals: bool) -> bool:
-    """Raw TCP has one time for all codecs, and no part in what is asked of uneven links."""
+    """Whether raw TCP is measured with this codec: only with the first one, and on uneven links only on request."""
     return codec == case.codecs[0] and (rivals or len(set(case.links)) == 1)
 
 
@@ -142,7 +142,7 @@ def _said(rounds: Rounds) -> str:
 
 
 def results(case: Case, found: Mapping[str, Rounds]) -> list[Result]:
-    """Times, and the ratios that the targets are about."""
+    """Rows with the times, and the ratios for which there are targets."""
     rows: list[Result] = []
     least = optimum_s(case)
     if raw_s := [seconds for rounds in found.values() for seconds in rounds.raw_s]:
@@ -169,5 +169,5 @@ def results(case: Case, found: Mapping[str, Rounds]) -> list[Result]:
 
 
 def quotients(above: Sequence[float], below: Sequence[float]) -> list[float]:
-    """Round by round."""
+    """Ratios, round by round."""
     return [a / b for a, b in zip(above, below, strict=True)]

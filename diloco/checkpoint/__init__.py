@@ -1,4 +1,5 @@
-"""What is kept of a training, and how it goes on from there. Start with checkpoint.py, which saves and restores one.
+"""Saves a training and restores it. Start with checkpoint.py.
 
-mark.py makes a checkpoint whole, finder.py and choice.py say which to resume, store.py and remote.py where they lie.
+mark.py defines complete.json, which marks a complete checkpoint; finder.py and choice.py choose the one to resume;
+store.py, local.py and remote.py read and write directories and URLs.
 """

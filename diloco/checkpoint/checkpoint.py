@@ -1,8 +1,8 @@
-"""Save and restore a peer's training, shard by shard, while it goes on: <path>/model_step_<N>/[diloco_rank_<r>/].
+"""Saves and restores a peer's training in <path>/model_step_<N>/[diloco_rank_<r>/], asynchronously and sharded.
 
-A save takes a copy of everything at one moment; a thread then writes it. Each rank writes the shards that it holds, the
-daemon its outer state, and rank 0 the mark with everybody's digests, last. What has no mark is no checkpoint, and what
-is not as its mark says is skipped for the one before it.
+A save copies the state to host memory, and a thread writes the copies while training continues. Each rank writes its
+shards, the daemon its outer state, and rank 0 last the mark, complete.json, with the digests of all files. A directory
+without a mark is not a checkpoint; one whose files do not match their digests is skipped in favour of an older one.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ log = logging.getLogger(__name__)
 LAST_SAVE_TIMEOUT_S = 600.0
 """How long the end of a training waits for its last checkpoint."""
 _SIGNAL_TIMEOUT_S = 2.0
-"""How long the end of the process by a signal does: less than it is given before it is killed."""
+"""How long a process ended by a signal waits for it: less than the time after which it is killed."""
 
 
 class Checkpoints:
-    """This peer's checkpoints. All ranks construct it and call its methods together."""
+    """This peer's checkpoints. The constructor and all methods are collectives, except `discard_partial`."""
 
     def __init__(
         self,
@@ -54,32 +54,32 @@ class Checkpoints:
         scratch: Path,
         beside: Mapping[str, bytes] | None = None,
     ) -> None:
-        """`scratch` is a local directory for what is on its way to or from a URL; `beside` are files, by name, that go
-        into every checkpoint. Raises UserError where the path is no place for checkpoints."""
+        """`scratch` is a local directory for files being uploaded or downloaded; `beside` maps names to the contents of
+        files to add to every checkpoint. Raises UserError if checkpoints cannot be kept at the path."""
         self._config, self._world, self._inner = config, world, inner
         self._scratch, self._beside = scratch, beside or {}
         self._store: Store = open_store(config.path, scratch)
         self._saver, self._copies = Saver(tells=world.is_main), shards.HostCopies()
-        # Of the saving threads: training uses the other groups meanwhile.
+        # A process group for the saving threads only, since training uses the other groups at the same time.
         self._group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT) if in_group() else None
-        self._looked_at = self._saved_at_ms = self._number = 0
+        self._checked_step = self._saved_at_ms = self._number = 0
         self._contributors: tuple[int, ...] = ()
         self._loss: float | None = None
         self._staging: Path | None = None
-        """The directory that is being written just now."""
+        """The directory that is being written, if any."""
         self._deleting: Candidate | None = None
-        self._making = threading.Lock()
-        """Held while a directory is made and noted, and by whoever has discarded it: none is made after that."""
+        self._staging_lock = threading.Lock()
+        """Held to create a staging directory. `discard_partial` never releases it, so none is created afterwards."""
         self._fetched = contextlib.ExitStack()
         self._registered: int | None = None
-        """The world rank of which others know that it has saved."""
+        """The world rank that the store records as having a complete checkpoint."""
         self._is_restored = False
         self._skipped: list[str] = []
-        """What was wrong with checkpoints that were passed over."""
-        self._num_told = 0
+        """What was wrong with each checkpoint that was skipped."""
+        self._num_reported_skips = 0
 
     def restore(self, world_rank: int | None) -> Restored | None:
-        """Load the checkpoint that the configuration names into model and optimizer. Raises UserError."""
+        """Load the checkpoint that the configuration names, if any, into model and optimizer. Raises UserError."""
         if self._config.interval is not None:
             self._saved_at_ms = on_rank_zero(lambda: registered(self._store, self._config.path, world_rank))
         found = fetched(
@@ -101,11 +101,11 @@ class Checkpoints:
         return Restored(position=mark.position, tokens=tokens, directory=directory)
 
     def begin(self, step: int) -> None:
-        """The run goes on from this nominal step: what lies before it was due before.
+        """Start at this nominal step; no save is due for earlier multiples of the interval.
 
-        Raises UserError where it is the first, and would not be if a checkpoint were whole.
+        Raises UserError if training would start at step 0 because every checkpoint was damaged.
         """
-        self._looked_at = step
+        self._checked_step = step
         self._fetched.close()
         if self._config.resume is not None and not self._is_restored:
             refuse_to_begin_anew(self._config, step, self._skipped)
@@ -113,27 +113,27 @@ class Checkpoints:
     def due(self, step: int) -> bool:
         """Whether a multiple of the interval has been reached since the last save."""
         interval = self._config.interval
-        return interval is not None and step // interval > self._looked_at // interval
+        return interval is not None and step // interval > self._checked_step // interval
 
     def scored(self, loss: float) -> None:
-        """An evaluation of the weights: the next checkpoint is as good as this says."""
+        """Note the loss of an evaluation, which `--ckpt.keep best` compares checkpoints by."""
         self._loss = loss
 
     def save(self, outer: Diloco, *, step: int) -> None:
-        """Copy everything that is needed to go on from nominal step `step`; it is written while training goes on.
+        """Copy the state of nominal step `step` to host memory and start a thread that writes it.
 
-        Waits where the save before is still under way. Where it cannot be saved, `events` says so, and nothing stops.
+        Blocks while the previous save is in progress. A failure does not stop training: `events` reports it.
         """
-        self._looked_at, began_at = step, time.monotonic()
+        self._checked_step, began_at = step, time.monotonic()
         if self._saver.is_busy and self._world.is_main:
-            log.warning("the checkpoint of step %d waits until the one before has been written", step)
+            log.warning("the checkpoint of step %d waits until the previous one has been written", step)
         self._saver.wait()
         part = own_part(outer.world_rank)
         try:
             staging = on_rank_zero(lambda: self._new_directory(step, part))
             state = shards.state_to_write(self._inner, self._world.rank)
             copies = self._copies.take(state)
-            # Last, since the daemon begins to write, and would take time from the copies.
+            # Last: the daemon begins to write at once, which would slow the copies down.
             outer_files = outer.snapshot(staging)
         except (OSError, DilocoError) as error:
             self._discard()
@@ -155,44 +155,44 @@ class Checkpoints:
         self._saver.begin(step, lambda: self._write(save), blocked_s=time.monotonic() - began_at)
 
     def events(self) -> list[dict[str, Any]]:
-        """What became of the saves that have ended since the last call, for metrics.jsonl.
+        """Records for metrics.jsonl of the saves that have ended since the last call.
 
-        Before them, in the first, the checkpoints that were not whole and so not gone on from.
+        The first call also reports the damaged checkpoints that `restore` skipped.
         """
-        skipped, self._num_told = self._skipped[self._num_told :], len(self._skipped)
+        skipped, self._num_reported_skips = self._skipped[self._num_reported_skips :], len(self._skipped)
         return [*map(skipped_event, skipped), *(saved.event() for saved in self._saver.ended())]
 
     def close(self) -> None:
-        """The end of the training: wait for what is being written, under a deadline."""
+        """Wait for the save in progress, for at most LAST_SAVE_TIMEOUT_S."""
         if not self._saver.wait(LAST_SAVE_TIMEOUT_S):
             log.error("the last checkpoint was not written within %g s", LAST_SAVE_TIMEOUT_S)
             self._discard()
 
     def discard_partial(self) -> None:
-        """Leave nothing half-written or half-deleted, when the process is about to end in the middle of it.
+        """Remove half-written and half-deleted checkpoints before the process ends by a signal or an error.
 
-        Called by another thread than the one that saves, which may block from now on. What can be finished in a moment
-        is.
+        Called from another thread than `save`, which may block for ever afterwards. A save that finishes within
+        _SIGNAL_TIMEOUT_S is kept.
         """
         self._fetched.close()
-        self._making.acquire(timeout=_SIGNAL_TIMEOUT_S)
+        self._staging_lock.acquire(timeout=_SIGNAL_TIMEOUT_S)
         self._saver.wait(_SIGNAL_TIMEOUT_S)
         self._discard()
         if (old := self._deleting) is not None:
             self._store.delete(old.name, old.part)
 
     def _new_directory(self, step: int, part: str) -> Path:
-        with self._making:
+        with self._staging_lock:
             self._staging = self._store.staging(step, part)
             return self._staging
 
     def _write(self, save: _Save) -> int:
-        """All ranks' threads do it together. Returns the bytes of the whole checkpoint. Raises OSError."""
+        """A collective of the ranks' saving threads. Returns the size of the whole checkpoint. Raises OSError."""
         try:
             num_bytes = shards.save(
                 save.state,
                 save.copies,
-                lambda tensors, metadata: self._sent(save, tensors, metadata),
+                lambda tensors, metadata: self._write_and_send(save, tensors, metadata),
                 lambda files: self._finish(save, files),
                 self._group,
             )
@@ -202,11 +202,13 @@ class Checkpoints:
             self._delete_old(save.part)
         return num_bytes
 
-    def _sent(self, save: _Save, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> shards.Files:
-        """Write what this rank has, and give it to the store."""
+    def _write_and_send(
+        self, save: _Save, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
+    ) -> shards.Files:
+        """Write this rank's files and send them to the store."""
         if self._world.rank:
-            # On another node what goes to a URL is put together in a directory of its own.
-            with self._making:
+            # Rank 0 created the staging directory. For a URL it is local to a node, so other nodes need their own.
+            with self._staging_lock:
                 save.staging.mkdir(parents=True, exist_ok=True)
                 self._staging = save.staging
         name = shards.file_of(self._world.rank)
@@ -225,13 +227,13 @@ class Checkpoints:
         write_mark(save.staging, mark)
         self._store.finish(save.staging, save.step, save.part)
         if save.world_rank not in (None, self._registered):
-            # Else with the next one: this one is whole.
+            # If this fails, the next save tries again: the checkpoint itself is complete.
             with contextlib.suppress(OSError):
                 self._store.register(save.world_rank, has_saved=True)
                 self._registered = save.world_rank
 
     def _delete_old(self, part: str) -> None:
-        """Of this peer's own those that are too many; other peers' are theirs to delete."""
+        """Delete this peer's checkpoints in excess of `--ckpt.topk`; other peers delete their own."""
         try:
             kept = candidates_in(self._store, part)
             for old in to_delete(kept, topk=self._config.topk, keep=self._config.keep):
@@ -242,7 +244,7 @@ class Checkpoints:
             log.error("an old checkpoint was not deleted: %s", error)
 
     def _discard(self) -> None:
-        """Unless it has been finished, remove what was being written. Safe to repeat."""
+        """Remove the staging directory unless the checkpoint is complete. Safe to repeat."""
         staging, self._staging = self._staging, None
         if staging is not None:
             self._store.discard(staging)
@@ -259,10 +261,10 @@ class _Save:
     state: Mapping[str, Tensor]
     copies: Mapping[str, Tensor]
     mark: Mark
-    """Still without the files."""
+    """The mark without `files`, `saved_at_ms` and `head`, which are known only after writing."""
     outer: OuterFiles
 
 
 def _share(count: int, world: World) -> int:
-    """This rank's part of what all ranks together have trained, whatever their number was."""
+    """This rank's part of a count over all ranks; a checkpoint may have been saved by another number of ranks."""
     return count // world.num_ranks + (world.rank < count % world.num_ranks)

@@ -1,4 +1,4 @@
-"""Which checkpoint to go on from, and which to delete: pure decisions on marks."""
+"""Chooses which checkpoint to resume and which to delete: pure functions of the marks."""
 
 from __future__ import annotations
 
@@ -10,37 +10,39 @@ from typing import Literal
 from diloco.checkpoint.mark import Mark
 
 _RECENT = 3
-"""Peers that save side by side are so many checkpoints apart at most: each has one under way, and waits for it."""
+"""The newest checkpoints to compare with other peers'. Peers of one swarm are at most this many checkpoints apart,
+because each has one save in progress at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A checkpoint by its mark; what else is in it has not been looked at."""
+    """A checkpoint whose mark has been read and whose other files have not."""
 
     name: str
-    """Of the step's directory."""
+    """The step's directory, `model_step_<N>`."""
     part: str
+    """The peer's directory in it, `diloco_rank_<r>`; empty without a swarm."""
     mark: Mark
     is_own: bool = True
-    """Else another peer saved it: its outer state is everybody's, its weights and position are not."""
+    """False if another peer saved it: then only its outer state is of use, not its weights and position."""
 
 
 def newest_first(candidates: Collection[Candidate]) -> list[Candidate]:
-    """By when they were saved: after an older one was resumed, higher steps are of a life that was given up."""
+    """Sorted by the time of saving, not by step: after an older checkpoint was resumed, higher steps are obsolete."""
     return sorted(candidates, key=lambda one: one.mark.saved_at_ms, reverse=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Registration:
-    """Of a peer that is going to save at a place, or whose checkpoints lie there."""
+    """The record that a peer saves its checkpoints at a place, written when the peer starts."""
 
     at_ms: int = 0
-    """Unix time of the first one."""
+    """Unix time of the first registration."""
     has_saved: bool = True
-    """Whether a checkpoint of its has ever been whole there."""
+    """Whether the peer has ever completed a checkpoint there."""
 
     def was_saving_its_first(self, mark: Mark) -> bool:
-        """Whether the peer was there when this checkpoint was made, and never got one done itself."""
+        """Whether the peer was registered when this checkpoint was made, but never completed one of its own."""
         return not self.has_saved and self.at_ms <= mark.saved_at_ms
 
 
@@ -50,35 +52,35 @@ def to_resume(
     savers: Mapping[int, Registration],
     me: int | None,
 ) -> Candidate | None:
-    """The newest of a peer's own that the peers it shares its last commit with have too, if they save here too.
+    """The peer's newest checkpoint that all peers in its last commit have too, of those that save at this place.
 
-    Where all of them were killed at once some had saved a step that others had not; only from one that all have do
-    they all go on as if nothing had been. That is the beginning while the others were saving their very first. Else,
-    where there is no such step, each takes its newest. `own` is newest first; `others` are heads by step's name and
-    world rank.
+    If all peers were killed at once, some may have saved a step that others had not; only from a step that all have can
+    the swarm resume without loss. If the others never completed their first checkpoint, that step is the beginning, and
+    None is returned. If there is no common step otherwise, each peer takes its newest. `own` is sorted newest first;
+    `others` maps step names and world ranks to heads.
     """
     recent = {rank for candidate in own[:_RECENT] for rank in others.get(candidate.name, {})}
     for candidate in own[:_RECENT]:
-        if not _without(candidate, recent, others, savers, me):
+        if not _ranks_without(candidate, recent, others, savers, me):
             return candidate
     if not own:
         return None
     newest = own[0]
-    without = _without(newest, recent, others, savers, me)
+    without = _ranks_without(newest, recent, others, savers, me)
     is_first = not newest.mark.number and all(
         savers[rank].was_saving_its_first(newest.mark) for rank in without
     )
     return None if is_first else newest
 
 
-def _without(
+def _ranks_without(
     candidate: Candidate,
     recent: Collection[int],
     others: Mapping[str, Mapping[int, str]],
     savers: Mapping[int, Registration],
     me: int | None,
 ) -> set[int]:
-    """World ranks that were in it together with this peer, save here, and do not have it."""
+    """World ranks that contributed to the checkpoint's last commit and save here, but do not have this checkpoint."""
     mark, heads = candidate.mark, others.get(candidate.name, {})
     first = {rank for rank, registration in savers.items() if registration.was_saving_its_first(mark)}
     together = set(mark.contributors or {*recent, *first}).intersection(savers) - {me}
@@ -88,9 +90,10 @@ def _without(
 def of_others(
     candidates: Collection[Candidate], me: int | None, registration: Registration | None
 ) -> Candidate | None:
-    """Of other peers' checkpoints the one that has come furthest, for a peer that has none; of each its newest.
+    """For a peer without checkpoints: among the newest ones of the other peers, the one with the highest epoch.
 
-    Not their very first, where this one, so registered, was saving its own: they begin anew, too (see to_resume).
+    Skips another peer's first checkpoint if this peer's first was still being written: that peer starts from the
+    beginning as well (see to_resume).
     """
     newest: dict[str, Candidate] = {}
     for one in newest_first(candidates):
@@ -105,9 +108,9 @@ def of_others(
 def to_delete(
     kept: Collection[Candidate], *, topk: int | None, keep: Literal["last", "best"]
 ) -> list[Candidate]:
-    """What --ckpt.topk and --ckpt.keep leave no room for.
+    """The checkpoints that --ckpt.topk and --ckpt.keep say to delete.
 
-    Among the best the newest always stays, to go on from; those that no evaluation has scored come after the others.
+    With `best`, the newest is kept as well, to resume from, and checkpoints without an evaluation rank last.
     """
     ranked = newest_first(kept)
     if topk is None or not ranked:

@@ -1,6 +1,6 @@
-"""A checkpoint's directories: their names, and how one takes another's place.
+"""Names of checkpoint directories, and moving, discarding and deleting them.
 
-<path>/model_step_<N>/[diloco_rank_<world rank>/]: a directory appears under its name only when everything is in it.
+<path>/model_step_<N>/[diloco_rank_<world rank>/] is renamed from a temporary directory once it is complete.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ def step_name(step: int) -> str:
 
 
 def temporary_of(final: Path) -> Path:
-    """A name that nobody else uses: what a life before has left there may still be written to by its daemon."""
+    """A new temporary name: the daemon may still be writing to a directory left by a worker that died."""
     return final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.partial")
 
 
 def temporaries_of(path: Path, part: str) -> list[Path]:
-    """What lives of this peer that were killed have left half-written."""
+    """Temporary directories that killed workers of this peer have left."""
     pattern = f"model_step_*/.{part}.*" if part else ".model_step_*"
     return [found for found in path.glob(pattern) if found.name.endswith(_TEMPORARY)]
 
 
 def move(temporary: Path, final: Path) -> None:
-    """Give the directory its name, for good. One of that name, from before a resume, gives way only now."""
+    """Rename the temporary directory to `final` and flush it to disk, replacing a checkpoint from before a resume."""
     final.parent.mkdir(parents=True, exist_ok=True)
     if temporary.stat().st_dev != final.parent.stat().st_dev:
         copied = temporary_of(final)
@@ -62,8 +62,8 @@ def move(temporary: Path, final: Path) -> None:
 
 
 def discard(temporary: Path) -> None:
-    """Take a half-written checkpoint away from whoever is writing it. Safe to repeat, and from two threads at once."""
-    # Under another name nothing can be added to it, neither by us nor by the daemon.
+    """Remove a half-written checkpoint. Safe to repeat, and from two threads at once."""
+    # Renamed first, so that neither this process nor the daemon adds files while it is being deleted.
     discarded = temporary.with_name(f".{temporary.name.strip('.')}.discarded")
     with contextlib.suppress(OSError):
         temporary.rename(discarded)
@@ -71,16 +71,16 @@ def discard(temporary: Path) -> None:
 
 
 def delete(directory: Path) -> None:
-    """Delete a checkpoint, and what it leaves empty. Safe to repeat, and from two threads at once."""
+    """Delete a checkpoint, and the step's directory if that is then empty. Safe to repeat, and from two threads."""
     empty(directory)
     with contextlib.suppress(OSError):
         directory.rmdir()
-        # In a swarm the step's directory lies around those of the peers; the last one takes it along.
+        # In a swarm the step's directory contains those of the peers: the last peer to delete its own removes it.
         directory.parent.rmdir()
 
 
 def empty(directory: Path) -> None:
-    """Delete a checkpoint's own content, the mark first; parts of a swarm's peers beside it are theirs."""
+    """Delete a checkpoint's content, the mark first, but no directories of other peers in it."""
     (directory / COMPLETE).unlink(missing_ok=True)
     for entry in list(directory.iterdir()) if directory.is_dir() else []:
         if entry.name.startswith((PEER_PART, f".{PEER_PART}")):

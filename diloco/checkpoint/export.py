@@ -1,4 +1,4 @@
-"""From a checkpoint to a transformers directory, and from there to Hugging Face."""
+"""Exports the model of a checkpoint as a transformers directory, and uploads it to Hugging Face."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ log = logging.getLogger(__name__)
 
 Weights = Literal["agreed", "own"]
 
-_OLD_PLACES = "pieces"
+# Metadata key of the format before torch.distributed.checkpoint.
+_OLD_OFFSETS_KEY = "pieces"
 
 
 def exported(checkpoint: str, directory: Path, *, weights: Weights) -> dict[str, Any]:
-    """Write the model of a checkpoint; returns what was written, from what. Raises UserError."""
+    """Write the model of a checkpoint, from its anchor or its own weights; returns a summary. Raises UserError."""
     with contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="export-")))
         try:
@@ -72,7 +73,7 @@ def exported(checkpoint: str, directory: Path, *, weights: Weights) -> dict[str,
 
 
 def pushed(directory: Path, repository: str, *, step: int) -> str:
-    """Upload a model's directory; returns its address. Raises UserError."""
+    """Upload a model's directory; returns its URL. Raises UserError."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
@@ -92,7 +93,7 @@ def pushed(directory: Path, repository: str, *, step: int) -> str:
 
 
 def _opened(checkpoint: str, scratch: Path, stack: contextlib.ExitStack) -> tuple[Store, Candidate, Path]:
-    """The checkpoint that is meant, whole, and its files. Raises OSError and UserError."""
+    """Find the checkpoint and verify its files; returns its local directory, too. Raises OSError and UserError."""
     place, name, part = split(checkpoint)
     problems = list[str]()
     if name.startswith("model_step_") or part:
@@ -112,7 +113,7 @@ def _opened(checkpoint: str, scratch: Path, stack: contextlib.ExitStack) -> tupl
         if is_named:
             raise Damaged(f"{damage[0]}; export another checkpoint")
         problems.append(damage[0])
-        log.warning("%s; taking one before it", damage[0])
+        log.warning("%s; trying an older checkpoint", damage[0])
     why = f" ({problems[0]})" if problems else ""
     raise UserError(
         f"there is no whole checkpoint in {checkpoint}{why}; name what --ckpt.path said, or a step's"
@@ -120,10 +121,10 @@ def _opened(checkpoint: str, scratch: Path, stack: contextlib.ExitStack) -> tupl
 
 
 def own_weights(source: Path) -> dict[str, Tensor]:
-    """The weights that a peer had itself, in one piece each. Raises UserError."""
+    """The weights of the peer's worker, unsharded. Raises UserError."""
     files = sorted(source.glob("rank_*.safetensors"))
     with safe_open(files[0], framework="pt") as file:
-        is_of_earlier_version = _OLD_PLACES in (file.metadata() or {})
+        is_of_earlier_version = _OLD_OFFSETS_KEY in (file.metadata() or {})
     if is_of_earlier_version:
         return _old_weights(files)
     state = read(
@@ -134,22 +135,22 @@ def own_weights(source: Path) -> dict[str, Tensor]:
 
 
 def _old_weights(files: Sequence[Path]) -> dict[str, Tensor]:
-    """As saved before torch.distributed.checkpoint: the metadata says from which row on each file has a tensor."""
+    """Read the format before torch.distributed.checkpoint, whose metadata has each shard's first row."""
     rows: dict[str, dict[int, Tensor]] = {}
     for path in files:
         with safe_open(path, framework="pt") as file:
-            for name, (start, *_) in json.loads(file.metadata()[_OLD_PLACES]).items():
+            for name, (start, *_) in json.loads(file.metadata()[_OLD_OFFSETS_KEY]).items():
                 if name.startswith("model."):
                     rows.setdefault(name.removeprefix("model."), {})[start] = file.get_tensor(name)
     return {name: torch.cat([parts[start] for start in sorted(parts)]) for name, parts in rows.items()}
 
 
 def _agreed_weights(source: Path, model: Path) -> dict[str, Tensor]:
-    """The anchor, under the names of the model's own parameters."""
+    """The anchor, by the model's parameter names."""
     state = state_files.load(source)
     layout = layout_of(outline(load_model_config(str(model))), len(state.sizes))
     if layout.sizes != state.sizes:
-        raise UserError(f"{source} holds an outer state of another model than its configuration says")
+        raise UserError(f"the outer state in {source} is not of the model in its configuration")
     return {
         slot.name: anchor[slot.offset : slot.offset + slot.numel].view(slot.shape)
         for fragment, anchor in zip(layout.fragments, state.anchor, strict=True)
@@ -158,7 +159,7 @@ def _agreed_weights(source: Path, model: Path) -> dict[str, Tensor]:
 
 
 def _trainers_weights(source: Path) -> dict[str, Tensor]:
-    """What transformers' own trainer has saved."""
+    """The weights in a checkpoint of transformers' Trainer."""
     files = sorted(source.glob("model*.safetensors"))
     if not files:
         raise UserError(f"{source} holds no weights of a whole model; merge its adapters with peft first")

@@ -1,4 +1,4 @@
-"""What --ckpt.resume means: the checkpoint to look at next, until one proves to be whole."""
+"""Finds the checkpoint that --ckpt.resume means, proposing candidates until one proves to be complete."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class Finder:
-    """Of one peer: its own checkpoints, and where it has none, those of others. All methods may raise OSError."""
+    """Proposes a peer's own checkpoints, or those of other peers if it has none. All methods may raise OSError."""
 
     def __init__(
         self,
@@ -27,9 +27,9 @@ class Finder:
         *,
         on_skipped: Callable[[str], None] = lambda problem: None,
     ) -> None:
-        """`resume` is `auto` or a step's directory or URL; `path` is --ckpt.path. Raises UserError.
+        """`resume` is `auto` or the directory or URL of one step; `path` is --ckpt.path. Raises UserError.
 
-        `on_skipped` is told what is wrong with each that is passed over.
+        `on_skipped` is called with what is wrong with each checkpoint that is skipped.
         """
         if not resume.strip():
             raise UserError(
@@ -45,18 +45,18 @@ class Finder:
             self._part = named_part or self._own
             if world_rank is None and named_part:
                 raise UserError(
-                    f"--ckpt.resume {resume} is of a swarm's peer; it goes on in a swarm, if only of one: "
-                    "`diloco run --peers 1`"
+                    f"--ckpt.resume {resume} is the checkpoint of a swarm's peer, which can be resumed only in a "
+                    "swarm; one peer is enough: `diloco run --peers 1`"
                 )
         self.store: Store = open_store(path, scratch)
         self._refused: dict[tuple[str, str], str] = {}
 
     def next(self) -> Candidate | None:
-        """The checkpoint to go on from, if it is whole. Raises UserError where a named one is not there or damaged."""
+        """The next candidate, or None if there is none. Raises UserError if a named one is missing or damaged."""
         return self._newest() if self._is_auto else self._named()
 
     def refuse(self, candidate: Candidate, problem: str) -> None:
-        """It is not whole. Raises Damaged where it was named, and another one would not be what was asked for."""
+        """Exclude a damaged candidate. Raises Damaged if the user named it, since no other one may replace it."""
         if not self._is_auto:
             raise Damaged(f"{problem}; resume from another checkpoint, or with --ckpt.resume auto")
         self._skip(candidate.name, candidate.part, problem)
@@ -96,18 +96,18 @@ class Finder:
                 self._skip(name, part, str(error))
 
     def _skip(self, name: str, part: str, problem: str) -> None:
-        log.warning("%s; skipping %s for one before it", problem, self.store.name_of(name, part))
+        log.warning("%s; skipping %s in favour of an older one", problem, self.store.name_of(name, part))
         self._refused[name, part] = problem
         self._on_skipped(problem)
 
     def _heads(self, name: str) -> Mapping[int, str]:
-        """Of the outer states that peers have saved at a step, by world rank."""
+        """The heads of the outer states that peers have saved at a step, by world rank."""
         found = {}
         for part, raw in self.store.parts(name).items():
             try:
                 found[int(part.removeprefix(PEER_PART))] = Mark.from_bytes(raw).head
             except ValueError:
-                # Damaged, so its peer will not go on from it either.
+                # A damaged mark: its peer will not resume from it either.
                 continue
         return found
 
@@ -118,19 +118,19 @@ class Finder:
 def candidates_in(
     store: Store, part: str, on_skipped: Callable[[str], object] = lambda _problem: None
 ) -> list[Candidate]:
-    """Those of a peer whose marks are sound. Raises OSError."""
+    """A peer's checkpoints whose marks are valid. Raises OSError."""
     found = []
     for name, raw in store.marks(part).items():
         try:
             found.append(Candidate(name=name, part=part, mark=Mark.from_bytes(raw)))
         except ValueError as error:
-            # Not ours to delete, and nothing to go on from.
+            # Skipped, not deleted: it may be of use to the user.
             on_skipped(f"the mark of {store.name_of(name, part)} is damaged: {error}")
     return found
 
 
 def named_in(store: Store, name: str, part: str) -> Candidate:
-    """A step's checkpoint: the part's, else that without a swarm, else of the lowest rank. Raises UserError."""
+    """A step's checkpoint: of `part` if given, else without a swarm, else the lowest rank's. Raises UserError."""
     raw = store.mark(name, part)
     if raw is None and not part:
         parts = store.parts(name)
@@ -142,7 +142,7 @@ def named_in(store: Store, name: str, part: str) -> Candidate:
 
 
 def candidate_of(store: Store, name: str, part: str, raw: bytes, *, is_own: bool = True) -> Candidate:
-    """By what complete.json holds. Raises Damaged."""
+    """A Candidate from the content of its complete.json. Raises Damaged."""
     try:
         mark = Mark.from_bytes(raw)
     except ValueError as error:
@@ -152,7 +152,7 @@ def candidate_of(store: Store, name: str, part: str, raw: bytes, *, is_own: bool
 
 
 def split(resume: str) -> tuple[str, str, str]:
-    """The place of the checkpoints, the step's name, and the part, if a peer's own is named."""
+    """Split a path or URL of a checkpoint into --ckpt.path, the step's name, and the peer's part or ""."""
     place, slash, name = resume.rstrip("/").rpartition("/")
     part = ""
     if name.startswith(PEER_PART):
@@ -162,5 +162,5 @@ def split(resume: str) -> tuple[str, str, str]:
 
 
 def _in_order(part: str) -> tuple[int, str]:
-    """Of world ranks."""
+    """A sort key that orders parts by world rank."""
     return len(part), part

@@ -1,4 +1,4 @@
-"""Checkpoints in a directory of this machine, which peers or nodes may share."""
+"""Checkpoints in a local directory, which several peers or nodes may share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from peers.state.whole_files import write_bytes
 
 
 class LocalStore(Store):
-    """Read without fsspec, whose listings take ten times the processor time."""
+    """Does not use fsspec, whose directory listings take ten times the CPU time."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -27,7 +27,7 @@ class LocalStore(Store):
         return temporary
 
     def send(self, staging: Path, names: Iterable[str], step: int, part: str) -> None:
-        """They lie where they belong."""
+        """Nothing to do: the staging directory is at the destination and `finish` renames it."""
 
     def finish(self, staging: Path, step: int, part: str) -> None:
         move(staging, self._path / step_name(step) / part)
@@ -57,10 +57,9 @@ class LocalStore(Store):
         try:
             return self._path.joinpath(*words).read_bytes()
         except (FileNotFoundError, NotADirectoryError):
-            # None has been made, or it is being deleted.
             return None
         except OSError:
-            # What cannot be read is damaged.
+            # A file that cannot be read counts as damaged, not as missing.
             return b""
 
     def _put(self, content: bytes, *words: str) -> None:

@@ -1,7 +1,6 @@
-"""complete.json: the mark of a whole checkpoint, written last. It says what was saved and what each file must be.
+"""complete.json, the mark of a complete checkpoint: written last, with the size and digest of every file.
 
-Its seal is the BLAKE3 of the mark's own bytes with the seal's place zeroed, so that no byte of a checkpoint can change
-unnoticed.
+Its `seal` is the BLAKE3 digest of the mark itself with the seal zeroed, so that damage to the mark is detected as well.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from peers.state.whole_files import FileRecord, flush_to_disk, problem_with, rec
 COMPLETE = "complete.json"
 PEER_PART = "diloco_rank_"
 _SEAL = re.compile(rb'"seal": "([0-9a-f]{64})"')
-_PLACE = '"seal": "{}"'
+_SEAL_FORMAT = '"seal": "{}"'
 _NO_SEAL = "0" * 64
 _LARGEST = 2**62
 
@@ -35,45 +34,45 @@ class Damaged(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """What complete.json says."""
+    """The content of complete.json."""
 
     position: Position
     tokens: tuple[int, ...]
-    """Of each fragment, those that each rank had trained since it was averaged."""
+    """For each fragment, the tokens that each rank had trained since the fragment was averaged."""
     num_ranks: int
     files: Mapping[str, FileRecord] = field(default_factory=dict)
-    """By path relative to the checkpoint, with slashes."""
+    """By POSIX path relative to the checkpoint."""
     number: int = 0
-    """Checkpoints of the same history that this peer had saved before."""
+    """How many checkpoints this peer had saved before in the same history."""
     saved_at_ms: int = 0
-    """Unix time; later than that of every checkpoint that the same peer has saved before."""
+    """Unix time; strictly increasing over the checkpoints of a peer."""
     contributors: tuple[int, ...] = ()
-    """World ranks in the last commit; none where that is not known."""
+    """World ranks in the last commit; empty if unknown."""
     head: str = ""
-    """Of the outer state; empty without a swarm."""
+    """Head of the chain in the outer state; empty without a swarm."""
     loss: float | None = None
-    """Of the newest evaluation since the checkpoint before."""
+    """Loss of the newest evaluation since the previous checkpoint, if any."""
 
     def to_bytes(self) -> bytes:
         content = {**asdict(self), "seal": _NO_SEAL}
         text = json.dumps(content, indent=2) + "\n"
         seal = blake3(text.encode()).hexdigest()
-        return text.replace(_PLACE.format(_NO_SEAL), _PLACE.format(seal)).encode()
+        return text.replace(_SEAL_FORMAT.format(_NO_SEAL), _SEAL_FORMAT.format(seal)).encode()
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> Mark:
-        """Raises ValueError for anything that to_bytes has not made."""
+        """Parse the output of `to_bytes`. Raises ValueError for anything else."""
         found = _SEAL.findall(raw)
         if len(found) != 1:
-            raise ValueError("it has no seal, so an earlier version wrote it, or nobody")
+            raise ValueError("it has no seal, so diloco did not write it, or an earlier version did")
         seal = found[0]
-        unsealed = _SEAL.sub(_PLACE.format(_NO_SEAL).encode(), raw)
+        unsealed = _SEAL.sub(_SEAL_FORMAT.format(_NO_SEAL).encode(), raw)
         if blake3(unsealed).hexdigest().encode() != seal:
-            raise ValueError("it is not what was saved")
+            raise ValueError("it was changed after it was saved")
         try:
             return cls._of(json.loads(raw))
         except (TypeError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
-            raise ValueError(f"it describes no checkpoint: {error!r:.200}") from error
+            raise ValueError(f"its fields are not those of a checkpoint: {error!r:.200}") from error
 
     @classmethod
     def _of(cls, content: Mapping[str, Any]) -> Mark:
@@ -89,14 +88,14 @@ class Mark:
             number=_count(content["number"]),
             saved_at_ms=_count(content["saved_at_ms"]),
             contributors=tuple(_count(value) for value in content["contributors"]),
-            # Versions without certificates called it so.
+            # Versions without certificates called this field `lineage`.
             head=str(content.get("head", content.get("lineage", ""))),
             loss=None if loss is None else float(loss),
         )
 
 
 def read_mark(directory: Path) -> Mark:
-    """The mark of a checkpoint. Raises Damaged, which names it."""
+    """The mark of a checkpoint. Raises Damaged if it is missing or invalid."""
     path = directory / COMPLETE
     try:
         return Mark.from_bytes(path.read_bytes())
@@ -110,7 +109,7 @@ def write_mark(directory: Path, mark: Mark) -> None:
 
 
 def mark_whole(directory: Path, outer: Diloco, *, num_ranks: int) -> Mark:
-    """Mark a checkpoint that others have written, once every file of it has been hashed and is on the disk.
+    """Flush and hash every file of a checkpoint that transformers' Trainer has written, and write its mark.
 
     Raises OSError.
     """
@@ -131,7 +130,7 @@ def mark_whole(directory: Path, outer: Diloco, *, num_ranks: int) -> Mark:
 
 
 def checked_mark(directory: Path) -> Mark:
-    """The mark of a checkpoint that is as it says. Raises Damaged, which names the file that is not."""
+    """The mark of a checkpoint, after verifying all files. Raises Damaged, which names the file that does not match."""
     mark = read_mark(directory)
     if problems := problems_of(directory, mark.files):
         raise Damaged(f"{problems[0]}; resume from another checkpoint")
@@ -139,13 +138,13 @@ def checked_mark(directory: Path) -> Mark:
 
 
 def problems_of(directory: Path, files: Mapping[str, FileRecord]) -> list[str]:
-    """One sentence for each of these files of a checkpoint that is missing, torn or altered."""
+    """One sentence for each of these files that is missing, truncated or altered."""
     found = ((directory / name, problem_with(directory / name, record)) for name, record in files.items())
     return [f"{path} {problem}" for path, problem in found if problem]
 
 
 def records_below(directory: Path) -> dict[str, FileRecord]:
-    """Every file of a checkpoint that has no mark yet, other peers' parts left out. Raises OSError."""
+    """Size and digest of every file of a checkpoint that has no mark yet, except other peers' parts. Raises OSError."""
     return {name: record_of(directory / name) for name in sorted(_names_below(directory))}
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints at a URL: any file system that fsspec knows, object stores among them."""
+"""Checkpoints at a URL, on any file system that fsspec supports, such as object stores."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from diloco.checkpoint.store import Store
 
 
 class RemoteStore(Store):
-    """An fsspec file system. Nothing there is renamed, and a file is there once it has been written as a whole."""
+    """A store on an fsspec file system. It does not rely on renames, only on single files being written atomically."""
 
     def __init__(self, url: str, filesystem: Any, root: str, scratch: Path) -> None:
         self._url, self._scratch = url.rstrip("/"), scratch
@@ -31,10 +31,10 @@ class RemoteStore(Store):
 
     def send(self, staging: Path, names: Iterable[str], step: int, part: str) -> None:
         with _as_os_errors():
-            # Without its mark, what lies there of an earlier life is no checkpoint while its files are replaced.
-            self._remove(self._at(step_name(step), part, COMPLETE))
+            # Without its mark, an earlier checkpoint of this step is invalid while its files are being replaced.
+            self._remove(self._path(step_name(step), part, COMPLETE))
             for name in names:
-                path = self._at(step_name(step), part, name)
+                path = self._path(step_name(step), part, name)
                 self._make_parent(path)
                 self._files.put_file(str(staging / name), path)
 
@@ -46,19 +46,19 @@ class RemoteStore(Store):
         shutil.rmtree(staging, ignore_errors=True)
 
     def clear(self, part: str) -> None:
-        """What has been sent of a checkpoint without a mark is replaced by the next of its step."""
+        """Removes local leftovers only. Files uploaded without a mark are overwritten by the next save of that step."""
         for left in self._scratch.glob("model_step_*"):
             shutil.rmtree(left, ignore_errors=True)
 
     def delete(self, name: str, part: str) -> None:
         with _as_os_errors():
-            self._remove(self._at(name, part, COMPLETE))
+            self._remove(self._path(name, part, COMPLETE))
             files = self._own_files(name, part)
             for path in files:
                 self._remove(path)
-            around = {path.rpartition("/")[0] for path in files} | {self._at(name, part), self._at(name)}
+            around = {path.rpartition("/")[0] for path in files} | {self._path(name, part), self._path(name)}
             for directory in sorted(around, key=len, reverse=True):
-                # Where there are directories at all; what is not empty is other peers'.
+                # Fails on stores without directories, and on directories that still hold other peers' checkpoints.
                 with contextlib.suppress(OSError, NotImplementedError):
                     self._files.rmdir(directory)
 
@@ -66,7 +66,7 @@ class RemoteStore(Store):
     def opened(self, name: str, part: str) -> Iterator[Path]:
         self._scratch.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f"{name}-", dir=self._scratch) as directory:
-            start = len(self._at(name, part)) + 1
+            start = len(self._path(name, part)) + 1
             with _as_os_errors():
                 for path in self._own_files(name, part):
                     local = Path(directory, *path[start:].split("/"))
@@ -75,34 +75,35 @@ class RemoteStore(Store):
             yield Path(directory)
 
     def _own_files(self, name: str, part: str) -> list[str]:
-        """Of a checkpoint, other peers' parts left out."""
+        """Paths of a checkpoint's files, without other peers' parts."""
         self._files.invalidate_cache()
-        root = self._at(name, part)
+        root = self._path(name, part)
         return [path for path in self._files.find(root) if not path[len(root) + 1 :].startswith(PEER_PART)]
 
     def _names(self, *words: str) -> list[str]:
         with _as_os_errors(), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             self._files.invalidate_cache()
             return [
-                path.rstrip("/").rpartition("/")[2] for path in self._files.ls(self._at(*words), detail=False)
+                path.rstrip("/").rpartition("/")[2]
+                for path in self._files.ls(self._path(*words), detail=False)
             ]
         return []
 
     def _marked_parts(self) -> list[str]:
         with _as_os_errors():
-            # Only what the words say is a pattern, whatever letters the URL has.
+            # The URL itself may contain characters that glob would interpret.
             pattern = f"{glob.escape(self._root)}/model_step_*/{PEER_PART}*/{COMPLETE}"
             return [path.split("/")[-2] for path in self._files.glob(pattern)]
 
     def _read(self, *words: str) -> bytes | None:
         with _as_os_errors(), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            content: bytes = self._files.cat_file(self._at(*words))
+            content: bytes = self._files.cat_file(self._path(*words))
             return content
         return None
 
     def _put(self, content: bytes, *words: str) -> None:
-        """In one request, so whole or absent."""
-        path = self._at(*words)
+        """One request, so the file is written atomically."""
+        path = self._path(*words)
         with _as_os_errors():
             self._make_parent(path)
             self._files.pipe_file(path, content)
@@ -112,16 +113,16 @@ class RemoteStore(Store):
             self._files.rm_file(path)
 
     def _make_parent(self, path: str) -> None:
-        """Where there are directories at all."""
+        """No effect on stores without directories."""
         self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
 
-    def _at(self, *words: str) -> str:
+    def _path(self, *words: str) -> str:
         return "/".join(filter(None, (self._root, *words)))
 
 
 @contextlib.contextmanager
 def _as_os_errors() -> Iterator[None]:
-    """Whatever the library behind a URL raises, as what a disk would."""
+    """Convert every exception of the library behind a URL to OSError."""
     try:
         yield
     except OSError:

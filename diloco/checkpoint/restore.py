@@ -1,4 +1,4 @@
-"""From --ckpt.resume to a whole checkpoint in a local directory, the same one on all ranks of a peer."""
+"""Finds the checkpoint of --ckpt.resume, fetches and verifies it: the same one on all ranks of a peer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from diloco.outer.world import World, gathered, on_rank_zero
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint of which every byte has been looked at."""
+    """A checkpoint whose files have all been verified."""
 
     mark: Mark
     directory: Path
@@ -31,9 +31,9 @@ class Found:
 
 
 def registered(store: Store, path: str, world_rank: int | None) -> int:
-    """Prepare the place for a life that is going to save there. Returns when the newest there was saved.
+    """Register this peer at the store and remove its half-written checkpoints.
 
-    Raises UserError where that cannot be.
+    Returns when its newest checkpoint there was saved (Unix time in ms; 0 if there is none). Raises UserError.
     """
     part = own_part(world_rank)
     try:
@@ -57,17 +57,17 @@ def fetched(
     *,
     on_skipped: Callable[[str], None] = lambda problem: None,
 ) -> Found | None:
-    """The checkpoint to go on from; it stays where it is until the stack is closed. Raises UserError.
+    """The checkpoint to resume; its directory exists until the stack is closed. A collective. Raises UserError.
 
-    It is another peer's where this one has none. On rank 0, `on_skipped` is told what is wrong with each that was
-    passed over.
+    If this peer has no checkpoint, it may be another peer's. `on_skipped` is called on rank 0 with what is wrong with
+    each checkpoint that was skipped.
     """
     if config.resume is None:
         return None
     finder = Finder(config.resume, config.path, world_rank, scratch, on_skipped=on_skipped)
     try:
         while (candidate := on_rank_zero(finder.next)) is not None:
-            directory = _local(finder.store, candidate, world, stack)
+            directory = _fetch_to_node(finder.store, candidate, world, stack)
             problems = [
                 found for each in gathered(_problems(directory, candidate.mark, world)) for found in each
             ]
@@ -82,15 +82,15 @@ def fetched(
 
 
 def others_state(mark: Mark, directory: Path) -> Restored:
-    """What another peer's checkpoint is good for: the weights that all agreed on, at the beginning of the epoch."""
+    """Restore only the outer state of another peer's checkpoint: the agreed weights at the start of the epoch."""
     position, tokens = replace(mark.position, local_step=0), (0,) * len(mark.tokens)
     return Restored(position=position, tokens=tokens, directory=directory, is_own=False)
 
 
 def refuse_to_begin_anew(config: CkptConfig, step: int, skipped: Sequence[str]) -> None:
-    """Raise UserError where a training, and the swarm with it, is at its first step because no checkpoint was whole.
+    """Raise UserError if training would start at step 0 because all checkpoints were damaged.
 
-    All ranks call it; `skipped` is rank 0's.
+    A collective; `skipped` matters on rank 0 only.
     """
 
     def check() -> None:
@@ -104,12 +104,12 @@ def refuse_to_begin_anew(config: CkptConfig, step: int, skipped: Sequence[str]) 
 
 
 def skipped_event(problem: str) -> dict[str, Any]:
-    """For metrics.jsonl: a checkpoint was not whole, and so not gone on from."""
+    """The metrics.jsonl event for a damaged checkpoint that was skipped."""
     return {"event": "checkpoint_skipped", "reason": problem}
 
 
-def _local(store: Store, candidate: Candidate, world: World, stack: contextlib.ExitStack) -> Path:
-    """The checkpoint's directory on this node; the first rank of each fetches it. Raises OSError."""
+def _fetch_to_node(store: Store, candidate: Candidate, world: World, stack: contextlib.ExitStack) -> Path:
+    """The checkpoint's directory on this node; each node's local rank 0 fetches it. Raises OSError."""
     path, reason = None, ""
     if world.local_rank == 0:
         try:
@@ -125,7 +125,7 @@ def _local(store: Store, candidate: Candidate, world: World, stack: contextlib.E
 
 
 def _problems(directory: Path, mark: Mark, world: World) -> list[str]:
-    """What this rank finds wrong with its share of the files: all is looked at once, by all ranks together."""
+    """What is wrong with this rank's share of the files. The ranks divide the files, so each is verified once."""
     by_name = {file_of(rank): rank % world.num_ranks for rank in range(mark.num_ranks)}
     mine = {name: record for name, record in mark.files.items() if by_name.get(name, 0) == world.rank}
     return problems_of(directory, mine)

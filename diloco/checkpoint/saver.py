@@ -1,4 +1,4 @@
-"""The thread that writes a checkpoint while training goes on: one at a time, and never the end of the training."""
+"""Runs one save at a time in a thread, while training continues; errors become events."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _NICENESS = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """How a save ended; on every rank."""
+    """The outcome of a save; every rank has one."""
 
     step: int
     num_bytes: int = 0
     seconds: float = 0.0
-    """What writing took."""
+    """Duration of the write."""
     blocked_s: float = 0.0
-    """How long training stood still for the copies, and for the save before where that was not done."""
+    """How long training was blocked, by the copies and by waiting for the previous save."""
     reason: str = ""
-    """Why there is no checkpoint of this step, if there is none."""
+    """Why the save failed; empty if it succeeded."""
 
     def event(self) -> dict[str, Any]:
-        """For metrics.jsonl."""
+        """The record for metrics.jsonl."""
         if self.reason:
             return {"event": "checkpoint_failed", "step": self.step, "reason": self.reason}
         return {
@@ -46,9 +46,9 @@ class Saved:
 
 
 def check_saved(event: Mapping[str, Any], *, is_required: bool) -> None:
-    """Raise DilocoError where no checkpoint came of a save and the user wants none to be missed.
+    """Raise DilocoError if a save failed and --ckpt.required is set.
 
-    The message begins so that the peer does not start this worker again: the disk would still be full.
+    The message begins with GAVE_UP, so that the peer does not restart this worker: the disk would still be full.
     """
     if is_required and event["event"] == "checkpoint_failed":
         raise DilocoError(
@@ -58,20 +58,21 @@ def check_saved(event: Mapping[str, Any], *, is_required: bool) -> None:
 
 
 class Saver:
-    """Used from one thread, but for `wait`, which a signal's thread calls at any moment."""
+    """Used from one thread, except `wait`, which the signal thread may call at any time."""
 
     def __init__(self, *, tells: bool = True) -> None:
-        """Of all ranks one logs what failed."""
+        """`tells`: whether this rank logs failures; true on one rank only."""
         self._tells = tells
-        # Not the thread: it cannot be waited for before it has started, nor safely by two at once.
+        # An event rather than Thread.join, which fails before the thread has started and is not for two waiters.
         self._idle = threading.Event()
         self._idle.set()
         self._ended: deque[Saved] = deque()
 
     def begin(self, step: int, write: Callable[[], int], *, blocked_s: float) -> None:
-        """Run `write`, which returns the bytes that it wrote, in a thread; none must be under way.
+        """Run `write`, which returns the number of bytes written, in a thread.
 
-        Whatever it raises becomes an event: a disk that is full must not end a training.
+        Must not be called while a save is in progress. Whatever `write` raises becomes an event, since a full disk must
+        not end the training.
         """
 
         def run() -> None:
@@ -97,7 +98,7 @@ class Saver:
             raise
 
     def failed(self, step: int, reason: str) -> None:
-        """There will be no checkpoint of this step."""
+        """Record that the checkpoint of this step could not be saved."""
         if self._tells:
             log.error("the checkpoint of step %d was not saved: %s", step, reason)
         self._ended.append(Saved(step=step, reason=reason))
@@ -107,7 +108,7 @@ class Saver:
         return not self._idle.is_set()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Until nothing is being written. Returns whether that came in time."""
+        """Wait until no save is in progress. Returns False on timeout."""
         return self._idle.wait(timeout_s)
 
     def ended(self) -> list[Saved]:

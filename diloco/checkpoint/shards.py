@@ -1,8 +1,8 @@
-"""A rank's part of a checkpoint: weights, optimizer state, loss scale and random numbers.
+"""A rank's part of a checkpoint: weights, optimizer state, loss scale and random state.
 
-torch.distributed.checkpoint plans who writes and who reads which rows, so that another number of ranks may go on from
-them, and brings the ranks together. The files are those that its HuggingFaceStorageReader reads, written by
-us: torch's writer of safetensors makes a second copy of all in memory, and its other format is pickled.
+torch.distributed.checkpoint (DCP) plans which rank writes and reads which rows, so that a different number of ranks can
+resume, and synchronizes the ranks. The files are in the format of its HuggingFaceStorageReader but written by this
+module: DCP's safetensors writer makes a second copy of everything in memory, and its default format is pickled.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ from torch.futures import Future
 from diloco.errors import UserError
 from diloco.outer.flat import trainable_parameters
 from diloco.train.inner import InnerLoop
+from diloco.train.sharding import local_tensor
 from peers.state.whole_files import FileRecord
 
 Files = dict[str, FileRecord]
-"""What lies in a checkpoint, by name."""
+"""Size and digest of a checkpoint's files, by name."""
 
-# Of a file that others than us have written.
+# What reading a malformed file may raise.
 _MALFORMED = (OSError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
-# torch's name for where in its tensor each piece of a file begins.
-_PLACES = "DCP_SHARDING_INFO"
+# DCP's metadata key for the offset of each shard in its tensor.
+_OFFSETS_KEY = "DCP_SHARDING_INFO"
 
 
 def file_of(rank: int) -> str:
@@ -46,7 +47,7 @@ def file_of(rank: int) -> str:
 
 
 def state_of(inner: InnerLoop) -> dict[str, Tensor]:
-    """`model.<parameter>`, `optimizer.<parameter>.<state>`, which are the memory itself, and `loss_scale.<field>`."""
+    """`model.<parameter>` and `optimizer.<parameter>.<state>`, not copied, and `loss_scale.<field>` (float64)."""
     state: dict[str, Tensor] = {}
     for name, parameter in trainable_parameters(inner.model):
         state[f"model.{name}"] = parameter.detach()
@@ -57,9 +58,11 @@ def state_of(inner: InnerLoop) -> dict[str, Tensor]:
 
 
 def state_to_write(inner: InnerLoop, rank: int) -> dict[str, Tensor]:
-    """What this rank is the first to hold, and its own random numbers."""
+    """The tensors that this rank has to write: those of which it holds the first replica, and its random state."""
     state = state_of(inner)
-    return {name: tensor for name, tensor in state.items() if _is_first(tensor, rank)} | _random_state(rank)
+    return {
+        name: tensor for name, tensor in state.items() if _holds_first_replica(tensor, rank)
+    } | _random_state(rank)
 
 
 def save(
@@ -69,13 +72,13 @@ def save(
     finish: Callable[[Files], None],
     group: Any,
 ) -> int:
-    """Each rank writes its rows, and rank 0 finishes when all have; returns the bytes that it finished.
+    """Each rank writes its shards, then rank 0 calls `finish`. Returns the total size in bytes on rank 0.
 
-    The state says where the rows lie; what is written are the copies of the same names. `group` are the ranks, for this
-    alone; None for a single one. Raises OSError on all ranks where one has failed.
+    `state` gives the sharding; the values written are the `copies` of the same names. `group` is a process group for
+    saving only, None for a single rank. If one rank fails, all ranks raise OSError.
     """
     writer = _Writer(write, finish)
-    _expect_a_single_rank()
+    _suppress_single_rank_warning()
     try:
         dcp.save(
             dict(state),
@@ -85,15 +88,15 @@ def save(
             no_dist=group is None,
         )
     except CheckpointException as error:
-        reason = _first_of(error)
+        reason = _first_failure(error)
         raise OSError(str(reason) or repr(reason)) from reason
     return writer.num_bytes
 
 
 def load(directory: Path, inner: InnerLoop, *, rank: int, with_random: bool = True) -> None:
-    """Fill model and optimizer from what any number of ranks saved, and take the random state unless told otherwise.
+    """Load model, optimizer and, with `with_random`, this rank's random state, saved by any number of ranks.
 
-    Ranks that there were not before keep the one that their seed gave them. Raises UserError for another model's.
+    A rank for which no random state was saved keeps its own. Raises UserError if the checkpoint is of another model.
     """
     make_optimizer_state(inner)
     random = _random_state(rank) if with_random else {}
@@ -110,17 +113,17 @@ def load(directory: Path, inner: InnerLoop, *, rank: int, with_random: bool = Tr
 
 
 def read(directory: Path, wanted: Callable[[Mapping[str, Any]], dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Fill the tensors that are wanted, by what is there, and return them. Raises UserError."""
-    _expect_a_single_rank()
+    """Fill and return the tensors that `wanted` makes, given the saved tensors' metadata by name. Raises UserError."""
+    _suppress_single_rank_warning()
     try:
         reader = HuggingFaceStorageReader(str(directory))
         there = reader.read_metadata().state_dict_metadata
         _check_whole(there)
         state = wanted(there)
-        # Each rank for itself: who has failed need not be waited for.
+        # Each rank reads by itself, so that none waits in a collective for a rank that has failed.
         dcp.load(state, storage_reader=reader, no_dist=True)
     except (CheckpointException, SafetensorError, *_MALFORMED) as error:
-        reason = _first_of(error) if isinstance(error, CheckpointException) else error
+        reason = _first_failure(error) if isinstance(error, CheckpointException) else error
         raise UserError(
             f"{directory} holds another model than this one, or of an earlier version: {reason!r:.200}"
         ) from reason
@@ -128,7 +131,7 @@ def read(directory: Path, wanted: Callable[[Mapping[str, Any]], dict[str, Tensor
 
 
 def make_optimizer_state(inner: InnerLoop) -> None:
-    """An optimizer makes its state in the first step: take one that changes nothing."""
+    """Create the optimizer's state, which exists only after a step, by a step with zero gradients and rate 0."""
     for _, parameter in trainable_parameters(inner.model):
         parameter.grad = torch.zeros_like(parameter)
     for group in inner.optimizer.param_groups:
@@ -138,23 +141,23 @@ def make_optimizer_state(inner: InnerLoop) -> None:
 
 
 class HostCopies:
-    """One set of copies, as large as the tensors and used again each time; page-locked for those of a GPU."""
+    """Host copies of the tensors, allocated once and reused by every save; page-locked if the tensors are on a GPU."""
 
     def __init__(self) -> None:
         self._copies: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copy this rank's rows. What the call before returned is overwritten, so whoever reads that must be done."""
-        local = {name: one.to_local() if isinstance(one, DTensor) else one for name, one in tensors.items()}
-        self._copies = {name: self._room_for(name, tensor) for name, tensor in local.items()}
+        """Copy this rank's shards. Overwrites the result of the previous call, which must no longer be in use."""
+        local = {name: local_tensor(one) for name, one in tensors.items()}
+        self._copies = {name: self._buffer_for(name, tensor) for name, tensor in local.items()}
         for name, tensor in local.items():
             self._copies[name].copy_(tensor, non_blocking=True)
         if any(tensor.is_cuda for tensor in local.values()):
             torch.cuda.synchronize()
         return dict(self._copies)
 
-    def _room_for(self, name: str, tensor: Tensor) -> Tensor:
+    def _buffer_for(self, name: str, tensor: Tensor) -> Tensor:
         room = self._copies.get(name)
         if room is not None and (room.shape, room.dtype) == (tensor.shape, tensor.dtype):
             return room
@@ -162,7 +165,7 @@ class HostCopies:
 
 
 class _Planner(DefaultSavePlanner):
-    """Takes what is written from the copies, since training changes the tensors meanwhile."""
+    """Resolves tensors to their host copies, since training changes the originals during the save."""
 
     def __init__(self, copies: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -173,7 +176,7 @@ class _Planner(DefaultSavePlanner):
 
 
 class _Writer(HuggingFaceStorageWriter):
-    """One file of each rank, by our own hands."""
+    """Writes one file per rank through the callbacks instead of DCP's own writer."""
 
     def __init__(
         self,
@@ -185,13 +188,13 @@ class _Writer(HuggingFaceStorageWriter):
         self.num_bytes = 0
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """The directory is there, or has been discarded."""
+        """The base class would create the directory; here it exists, or has been discarded on purpose."""
         return plan
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         tensors: dict[str, Any] = {item.index.fqn: planner.resolve_data(item) for item in plan.items}
         places = {item.index.fqn: {"saved_offsets": list(item.index.offset or ())} for item in plan.items}
-        files = self._write(tensors, {_PLACES: json.dumps(places)})
+        files = self._write(tensors, {_OFFSETS_KEY: json.dumps(places)})
         written: Future[list[WriteResult]] = Future()
         written.set_result(
             [
@@ -208,10 +211,10 @@ class _Writer(HuggingFaceStorageWriter):
 
 
 def _check_whole(there: Mapping[str, Any]) -> None:
-    """torch would leave rows that no file has as they are."""
+    """Raise ValueError if a tensor's shards are incomplete: DCP would silently leave the missing rows unchanged."""
     for name, tensor in there.items():
         if sum(piece.sizes.numel() for piece in tensor.chunks) != tensor.size.numel():
-            raise ValueError(f"{name} is not there as a whole")
+            raise ValueError(f"{name} is incomplete")
 
 
 def _random_state(rank: int) -> dict[str, Tensor]:
@@ -221,18 +224,18 @@ def _random_state(rank: int) -> dict[str, Tensor]:
     return states
 
 
-def _is_first(tensor: Tensor, rank: int) -> bool:
-    """Whether this rank is the first of those that hold the same values."""
+def _holds_first_replica(tensor: Tensor, rank: int) -> bool:
+    """Whether this rank holds the first replica of its shard."""
     if not isinstance(tensor, DTensor):
         return rank == 0
     replicas = [dim for dim, place in enumerate(tensor.placements) if isinstance(place, Replicate)]
     return all(tensor.device_mesh.get_local_rank(dim) == 0 for dim in replicas)
 
 
-def _first_of(error: CheckpointException) -> BaseException:
+def _first_failure(error: CheckpointException) -> BaseException:
     return next(iter(error.failures.values()))[0]
 
 
-def _expect_a_single_rank() -> None:
-    """torch warns of it."""
+def _suppress_single_rank_warning() -> None:
+    """Suppress DCP's warning about running without torch.distributed, which is intended for a single rank."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -1,7 +1,7 @@
-"""Where checkpoints lie: a directory, or any place that fsspec has a URL for.
+"""The interface to the place where checkpoints are kept: a directory, or a URL that fsspec supports.
 
-A checkpoint is put together in a local directory and then given to the store. In a directory it gets its name in one
-rename; elsewhere its files are sent one by one, the mark last, so that what has no mark is no checkpoint.
+A checkpoint is assembled in a local staging directory and then handed to the store. A local store renames it into
+place; a remote one uploads the files one by one, the mark last.
 """
 
 from __future__ import annotations
@@ -19,57 +19,57 @@ from diloco.errors import UserError
 
 
 class Store(abc.ABC):
-    """`part` is a peer's directory within a step's, empty for a training without a swarm. All raise OSError."""
+    """`part` is a peer's directory within a step's, empty without a swarm. All methods may raise OSError."""
 
     @abc.abstractmethod
     def name_of(self, name: str, part: str) -> str:
-        """Of a step's checkpoint, for people."""
+        """The path or URL of a step's checkpoint, for messages."""
 
     def marks(self, part: str) -> dict[str, bytes]:
-        """What complete.json holds, by the step's name, of all checkpoints of a peer that have one."""
+        """The contents of complete.json of a peer's checkpoints, by step name."""
         return self._marks_of((name, (name, part)) for name in self._names() if STEP.fullmatch(name))
 
     def parts(self, name: str) -> dict[str, bytes]:
-        """What complete.json holds, by part, of all peers' checkpoints of a step."""
+        """The contents of complete.json of all peers' checkpoints of a step, by part."""
         return self._marks_of(
             (part, (name, part)) for part in self._names(name) if part.startswith(PEER_PART)
         )
 
     def mark(self, name: str, part: str) -> bytes | None:
-        """What complete.json holds; None where there is none."""
+        """The content of complete.json; None if there is none."""
         return self._read(name, part, COMPLETE)
 
     def register(self, world_rank: int, *, has_saved: bool = False) -> None:
-        """This peer is going to save here, or has a checkpoint that is whole. What was said first stays."""
+        """Record that this peer saves here, or that it has completed a checkpoint. Keeps the time of the first call."""
         file = (SAVERS, own_part(world_rank))
         before = self._read(*file)
         if has_saved or before is None:
             self._put(registration_of(before, has_saved=has_saved), *file)
 
     def savers(self) -> dict[int, Registration]:
-        """World ranks that have ever been going to save here, or whose checkpoints were brought here."""
+        """World ranks that have registered here, or that have checkpoints here, which may have been copied."""
         names = [name for name in self._names(SAVERS) if name.startswith(PEER_PART)]
         return savers_of({name: self._read(SAVERS, name) or b"" for name in names}, self._marked_parts())
 
     @abc.abstractmethod
     def staging(self, step: int, part: str) -> Path:
-        """A new local directory in which a checkpoint is put together."""
+        """A new local directory in which to assemble a checkpoint."""
 
     @abc.abstractmethod
     def send(self, staging: Path, names: Iterable[str], step: int, part: str) -> None:
-        """Take files that are finished; what an earlier checkpoint of the step had is no longer one."""
+        """Store these finished files of the staging directory. An earlier checkpoint of the step becomes invalid."""
 
     @abc.abstractmethod
     def finish(self, staging: Path, step: int, part: str) -> None:
-        """All files but the mark have been sent, and lie with the mark in the directory: this makes the checkpoint."""
+        """Store the mark, which is in the staging directory. All other files must have been sent."""
 
     @abc.abstractmethod
     def discard(self, staging: Path) -> None:
-        """It will not be finished. Safe to repeat, and from two threads at once."""
+        """Remove the staging directory of an unfinished checkpoint. Safe to repeat, and from two threads at once."""
 
     @abc.abstractmethod
     def clear(self, part: str) -> None:
-        """Remove what killed lives of this peer have left half-written."""
+        """Remove half-written checkpoints that killed workers of this peer have left."""
 
     @abc.abstractmethod
     def delete(self, name: str, part: str) -> None:
@@ -77,23 +77,23 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def opened(self, name: str, part: str) -> contextlib.AbstractContextManager[Path]:
-        """A local directory that has the checkpoint's files, for as long as the block runs."""
+        """A context manager that yields a local directory with the checkpoint's files."""
 
     @abc.abstractmethod
     def _names(self, *words: str) -> list[str]:
-        """What lies in a directory; nothing where there is none."""
+        """The names in a directory; [] if it does not exist."""
 
     @abc.abstractmethod
     def _marked_parts(self) -> list[str]:
-        """The parts that have a mark, in whatever step."""
+        """The parts that have a mark in any step."""
 
     @abc.abstractmethod
     def _read(self, *words: str) -> bytes | None:
-        """What a small file holds; None where there is none."""
+        """The content of a small file; None if it does not exist."""
 
     @abc.abstractmethod
     def _put(self, content: bytes, *words: str) -> None:
-        """Write a small file, in a directory that need not be there."""
+        """Write a small file, creating its directory if necessary."""
 
     def _marks_of(self, directories: Iterable[tuple[str, tuple[str, str]]]) -> dict[str, bytes]:
         found: Iterator[tuple[str, bytes | None]] = ((key, self.mark(*place)) for key, place in directories)
@@ -101,8 +101,8 @@ class Store(abc.ABC):
 
 
 def open_store(path: str, scratch: Path) -> Store:
-    """The store of --ckpt.path; `scratch` is a local directory for what is on its way. Raises UserError."""
-    # Both build on this module.
+    """The store of --ckpt.path; `scratch` is a local directory for files in transfer. Raises UserError."""
+    # Imported here, since both modules import this one.
     from diloco.checkpoint.local import LocalStore
     from diloco.checkpoint.remote import RemoteStore
 

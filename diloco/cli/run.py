@@ -129,14 +129,14 @@ class _Run:
     async def _compare(self) -> None:
         """After the report: whatever comes of this, the swarm's figures have been told."""
         from diloco.launch.baseline import NAME, LoneTraining
-        from diloco.launch.report import told_alone
+        from diloco.launch.report import baseline_line
 
         _say("trains one peer alone for as many steps, to compare")
         lone = LoneTraining(self.config, self.named, self.run_dir, self.num_peers)
         await lone.run()
         swarm = self._summary(self.records)
         self._plot(swarm, alone=lone.records)
-        print(told_alone(self._summary({NAME: lone.records}), swarm), flush=True)
+        print(baseline_line(self._summary({NAME: lone.records}), swarm), flush=True)
 
     def _received(self, swarm: LocalSwarm, index: int, new: Sequence[Record]) -> None:
         """New records of a peer: it lives; and when it is half-way, it may be the one to lose."""

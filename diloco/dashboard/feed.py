@@ -1,4 +1,4 @@
-"""What the page is told: the swarm as it stands, rounds where there are new ones, and the curves' new points."""
+"""The stream of updates to the page: the swarm's state, the rounds when they change, and new points of the curves."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any, Protocol
 LEAST_INTERVAL_S = 0.25
 INTERVAL_S = 1.0
 MAX_READERS = 16
-"""Pages that are open at once."""
+"""Most pages that may be open at once."""
 
 Curves = dict[int, list[tuple[float, int, float | None, float]]]
 
 
 class Source(Protocol):
-    """The part of peers.monitor.observer.Observer that is needed."""
+    """The part of peers.monitor.observer.Observer that is used here."""
 
     async def changed(self, timeout_s: float) -> None: ...
 
@@ -26,7 +26,7 @@ class Source(Protocol):
 
 
 class Feed:
-    """One look at the swarm for all pages. Used from one event loop."""
+    """The current state of the swarm, shared by all pages. Used from one event loop."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -37,7 +37,7 @@ class Feed:
         self._renewed = asyncio.Event()
 
     async def run(self) -> None:
-        """Keep it up to date until cancelled. Raises PeersError where there is no news to be had any more."""
+        """Update the state until cancelled. Raises PeersError if the source fails for good."""
         try:
             while True:
                 await asyncio.sleep(LEAST_INTERVAL_S)
@@ -49,7 +49,7 @@ class Feed:
             self._wake()
 
     async def messages(self) -> AsyncIterator[bytes]:
-        """One page's server-sent events, from the whole picture on, until the feed is over."""
+        """Yields one page's server-sent events, first the whole state, until the feed is over."""
         sent = Sent()
         self.num_readers += 1
         try:
@@ -67,14 +67,14 @@ class Feed:
 
 
 class Sent:
-    """What one page has been told already."""
+    """What one page has been sent."""
 
     def __init__(self) -> None:
         self._rounds: str | None = None
         self._until: dict[int, float] = {}
 
     def due(self, swarm: dict[str, Any], curves: Curves) -> list[tuple[str, Any]]:
-        """(event, data) that the page does not know."""
+        """The (event, data) that are new to the page."""
         messages: list[tuple[str, Any]] = [
             ("swarm", {name: value for name, value in swarm.items() if name != "rounds"})
         ]
@@ -94,5 +94,5 @@ class Sent:
 
 
 def server_sent(name: str, data: Any) -> bytes:
-    """As text/event-stream has it. JSON has no line breaks of its own."""
+    """An event in the format text/event-stream; compact JSON has no line breaks."""
     return f"event: {name}\ndata: {json.dumps(data)}\n\n".encode()

@@ -1,7 +1,7 @@
-"""The page's server: three files, a stream of events, the swarm as JSON, and metrics. Nothing can be changed by it.
+"""The HTTP server of the dashboard: static files, a stream of events, the swarm as JSON, and metrics. Read-only.
 
-Whoever asks has to show the token: in the address once, from then on in a cookie, or as a bearer. Nothing is loaded
-from anywhere else, and no script but the page's own runs (Content-Security-Policy).
+Every request needs the token: once in the URL, afterwards in a cookie, or as a bearer token. The page loads nothing
+from other hosts and runs only its own scripts (Content-Security-Policy).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _SHUTDOWN_S = 2
 
 
 def application(feed: Feed, *, token: str, cookie: str) -> ASGIApp:
-    """The whole server. `cookie` names the one that keeps the token."""
+    """The ASGI application. `cookie` is the name of the cookie for the token."""
 
     async def page(_request: Request) -> Response:
         return FileResponse(STATIC / "index.html")
@@ -82,7 +82,7 @@ def application(feed: Feed, *, token: str, cookie: str) -> ASGIApp:
 
 
 class Guard:
-    """Lets through who shows the token, and nobody's scripts but the page's."""
+    """Middleware that rejects requests without the token, and adds the security headers."""
 
     def __init__(self, app: ASGIApp, token: str, cookie: str) -> None:
         self._app, self._token, self._cookie = app, token, cookie
@@ -101,11 +101,11 @@ class Guard:
         await (answer or self._app)(scope, receive, send_with_headers)
 
     def _answer(self, request: Request) -> Response | None:
-        """What is said instead of what was asked for; None: nothing."""
+        """A redirect or an error; None if the request is allowed."""
         if request.method not in ("GET", "HEAD"):
             return PlainTextResponse("this page only shows\n", 405)
         if request.url.path == "/" and self._is_token(request.query_params.get("token")):
-            # Out of the address, which histories and screenshots keep.
+            # Redirect to a URL without the token, since URLs end up in histories and screenshots.
             redirect = RedirectResponse("/", 303)
             redirect.set_cookie(self._cookie, self._token, httponly=True, samesite="strict")
             return redirect
@@ -119,7 +119,7 @@ class Guard:
 
 
 async def served(app: ASGIApp, listener: socket.socket, feed: Feed) -> None:
-    """Serve until cancelled. Raises what ends the feed."""
+    """Serve until cancelled. Raises the error of the feed if it fails."""
     config = uvicorn.Config(
         app,
         log_config=None,
@@ -137,7 +137,7 @@ async def served(app: ASGIApp, listener: socket.socket, feed: Feed) -> None:
             if task.done():
                 task.result()
     finally:
-        # The feed first: open pages end with it, and the server waits for them.
+        # Cancel the feed first: that ends the open event streams, for which the server waits.
         feeding.cancel()
         server.should_exit = True
         await asyncio.gather(feeding, serving, return_exceptions=True)
@@ -146,5 +146,5 @@ async def served(app: ASGIApp, listener: socket.socket, feed: Feed) -> None:
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[Any]:
-        """They are somebody else's: diloco/cli/interrupts.py."""
+        """Leave signals to diloco/cli/interrupts.py."""
         yield

@@ -1,4 +1,4 @@
-"""From documents to batches of tokens, and which of them are whose.
+"""Turns documents into batches of tokens, and divides the samples among peers and ranks.
 
-Start with batches.py, which is what trainers use; sampling.py deals the samples out by epoch and world rank.
+Start with batches.py, the interface for trainers; sampling.py assigns samples by epoch and world rank.
 """

@@ -1,7 +1,7 @@
-"""Samples to train on and text to validate with, from whatever --dataset-name-or-path names.
+"""Training samples and validation text from the dataset that --dataset-name-or-path names.
 
-Everything is a function of (seed, epoch, world rank, data_base, local step): there is no position to save or
-restore.
+Every sample is a pure function of (seed, epoch, world rank, data_base, local step), so there is no read position to
+save or restore.
 """
 
 from __future__ import annotations
@@ -25,29 +25,31 @@ from diloco.options.trainer import TrainConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Where a corpus is so small that no document is held out, this share of its end is.
+# If a corpus is so small that no document is held out, the last 1/_HELD_OUT_TAIL of its windows are.
 _HELD_OUT_TAIL = 50
-# Training tokens that the byte frequencies are counted in.
+# Byte frequencies are estimated from this many training tokens.
 _COUNTED_TOKENS = 2**18
+# First sample index of the fake validation set; no run trains that many samples.
 _FAKE_VALIDATION_BLOCK = 2**40
-# Random ids say the same after a few windows as after many, and scoring them takes as long as real text.
+# On random ids a few windows give the same loss as many.
 _FAKE_EVAL_TOKENS = 8192
+# Limit of `check_data`.
 _CHECK_S = 2.0
 
 
 class SampleSource(Protocol):
-    """The one thing the trainer reads from; every rank of a peer has its own."""
+    """Where a trainer reads its samples. Every rank of a peer opens its own."""
 
     seq_length: int
     samples_per_block: int
-    """Samples a peer trains in an epoch: total_batch_size * steps_per_epoch."""
+    """Samples that a peer trains in an epoch: total_batch_size * steps_per_epoch."""
 
     def read(self, block: Block, offsets: np.ndarray) -> np.ndarray:
-        """int64 [len(offsets), seq_length + 1]: samples of the peer's block, offsets ascending."""
+        """Samples of the peer's block, int64 [len(offsets), seq_length + 1]. Offsets must be ascending."""
         ...
 
     def validation(self) -> Validation:
-        """Held-out text: never in any block."""
+        """Held-out text, which is in no block."""
         ...
 
 
@@ -58,9 +60,9 @@ def open_data(
     cache_dir: Path | None = None,
     on_tokenized: Callable[[float], None] = lambda _num_bytes: None,
 ) -> SampleSource:
-    """The source the configuration names; tokenises a finite one the first time. Raises UserError.
+    """The source that the configuration names. A finite dataset is tokenised on first use. Raises UserError.
 
-    `on_tokenized` is called with how many bytes have been tokenised.
+    `on_tokenized` is called with the number of bytes tokenised so far.
     """
     block = config.total_batch_size * config.hv.steps_per_epoch
     if config.fake_data:
@@ -93,9 +95,9 @@ def open_data(
 
 
 def check_data(config: TrainConfig) -> None:
-    """Before anything starts: is there such a dataset, can it be read, and is it enough? Raises UserError.
+    """Check, before anything is started, that the dataset exists, is readable and large enough. Raises UserError.
 
-    Reads for _CHECK_S at most: what is broken further on is found, and located, when it is tokenised. Loads no torch.
+    Reads for _CHECK_S at most; errors further on are found by tokenising. Does not import torch.
     """
     if config.fake_data:
         return
@@ -118,7 +120,7 @@ def _check_files(corpus: FileCorpus, seq_length: int) -> None:
             return
     if not num_bytes:
         raise UserError(f"{corpus.name} holds no text; name a dataset that does")
-    # No tokenizer makes more of them: one of a byte, and one at the end of a document.
+    # An upper bound for any tokenizer: one token per byte, and eos after each document.
     if num_bytes + num_documents < 2 * (seq_length + 1):
         raise UserError(
             f"{corpus.name} has {num_bytes} bytes of text, too few for training and validation samples of "
@@ -127,7 +129,7 @@ def _check_files(corpus: FileCorpus, seq_length: int) -> None:
 
 
 def open_corpus(config: TrainConfig) -> Corpus | None:
-    """The finite dataset the configuration names; none where it can only be one of Hugging Face's."""
+    """The finite dataset that the configuration names; None if the name can only be a Hugging Face dataset's."""
     name = config.dataset_name_or_path
     if name == "stdlib":
         return StdlibCorpus()
@@ -151,9 +153,9 @@ def batches(
     rank: int = 0,
     num_ranks: int = 1,
 ) -> Iterator[np.ndarray]:
-    """For each local step, what this rank trains: int64 [total_batch_size / num_ranks, seq_length + 1].
+    """Yields this rank's samples of each local step, int64 [total_batch_size / num_ranks, seq_length + 1].
 
-    Wrap it in Prefetched to read ahead; a peer that joins in mid-epoch gives range(s, local_steps).
+    Wrap it in Prefetched to read ahead. A peer that joins in mid-epoch passes range(s, local_steps).
     """
     for step in local_steps:
         offsets = step_offsets(step, total_batch_size=total_batch_size, rank=rank, num_ranks=num_ranks)
@@ -161,7 +163,7 @@ def batches(
 
 
 class FiniteSource:
-    """Samples of a tokenised corpus, in a new order each pass."""
+    """Samples of a tokenised corpus, in a different order each pass."""
 
     def __init__(
         self,
@@ -184,16 +186,16 @@ class FiniteSource:
         self.num_windows = (len(self._train) - 1) // seq_length
 
     def read(self, block: Block, offsets: np.ndarray) -> np.ndarray:
-        """int64 [len(offsets), seq_length + 1]."""
+        """Samples of the peer's block, int64 [len(offsets), seq_length + 1]."""
         indices = block.indices(offsets, self.samples_per_block)
         return self.windows(windows_of(indices, num_windows=self.num_windows, seed=self._seed))
 
     def windows(self, numbers: np.ndarray) -> np.ndarray:
-        """int64 [len(numbers), seq_length + 1]: windows in the order of the text."""
+        """Windows by their number in the text, int64 [len(numbers), seq_length + 1]."""
         return windows_at(numbers, self._train, self.seq_length)
 
     def validation(self) -> Validation:
-        """Windows from all over the held-out text, eval_tokens at most."""
+        """Windows spread evenly over the held-out text, of eval_tokens tokens at most."""
         sample = windows_among(self._train, self.seq_length, max_tokens=_COUNTED_TOKENS)[:, 1:].ravel()
         counts = text_byte_counts(self._tokenizer, sample, byte_level=is_byte_level(self._tokenizer))
         limits = {"seq_length": self.seq_length, "max_tokens": self._eval_tokens}
@@ -201,7 +203,7 @@ class FiniteSource:
 
 
 class FakeSource:
-    """Random ids, each a pure function of (seed, sample, place); nothing can be learned from them."""
+    """Random ids, each a pure function of (seed, sample index, position in the sample)."""
 
     def __init__(
         self, *, seq_length: int, samples_per_block: int, vocab_size: int, seed: int, eval_tokens: int
@@ -213,12 +215,11 @@ class FakeSource:
         self._eval_tokens = eval_tokens
 
     def read(self, block: Block, offsets: np.ndarray) -> np.ndarray:
-        """int64 [len(offsets), seq_length + 1]."""
+        """Samples of the peer's block, int64 [len(offsets), seq_length + 1]."""
         return self._samples(block.indices(offsets, self.samples_per_block))
 
     def validation(self) -> Validation:
-        """Random ids too; each counts as one byte."""
-        # From indices that no run reaches.
+        """Random ids as well; each counts as one byte."""
         num_windows = max(1, min(self._eval_tokens, _FAKE_EVAL_TOKENS) // self.seq_length)
         windows = self._samples(_FAKE_VALIDATION_BLOCK + np.arange(num_windows))
         return Validation(windows, num_windows * self.seq_length, float(np.log2(self._vocab_size)))
@@ -232,7 +233,7 @@ class FakeSource:
 def _divided(
     train: np.ndarray, held_out: np.ndarray, seq_length: int, name: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Training and held-out ids, at least a window of each."""
+    """Training and held-out ids, at least one window of each; raises UserError if there are too few."""
     num_tokens = len(train) + len(held_out)
     if len(held_out) <= seq_length < len(train):
         num_windows = (len(train) - 1) // seq_length

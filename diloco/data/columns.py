@@ -1,4 +1,4 @@
-"""Which column of a dataset holds the text."""
+"""Chooses the column of a dataset that holds the text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _USUAL_NAMES = ("text", "content", "raw_content", "document", "body", "code", "s
 
 
 def text_column_of(row: Mapping[str, Any], *, named: str | None, dataset: str) -> str:
-    """The named column, else one of a usual name, else the only one with strings; else raises UserError."""
+    """The column `named`, else one with a usual name, else the only one with strings; raises UserError otherwise."""
     strings = [name for name, value in row.items() if isinstance(value, str)]
     if named is not None:
         if named in strings or (named in row and row[named] is None):
@@ -20,7 +20,7 @@ def text_column_of(row: Mapping[str, Any], *, named: str | None, dataset: str) -
             f"{dataset} has no text in a column {named!r}; its columns with text are {strings or 'none'}"
         )
     for name in _USUAL_NAMES:
-        # A first row may well be null.
+        # The text of the first row may be null.
         if name in strings or (name in row and row[name] is None):
             return name
     if len(strings) == 1:
@@ -31,7 +31,7 @@ def text_column_of(row: Mapping[str, Any], *, named: str | None, dataset: str) -
 
 
 def text_of(row: Mapping[str, Any], column: str, *, where: str) -> str:
-    """The row's text, empty where it is null; raises UserError where it is something else."""
+    """The row's text, "" if it is null; raises UserError if it is not a string."""
     value = row.get(column)
     if value is None:
         return ""

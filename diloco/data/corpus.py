@@ -1,8 +1,7 @@
 """Documents on this machine: the standard library's sources, text, JSONL and Parquet files.
 
-A corpus yields its documents in one order on every machine that has the same files, and says of each whether
-it is held out for validation, by a hash of the document itself, so that nobody ever trains on what another
-validates with.
+A corpus yields its documents in the same order on every machine that has the same files. A hash decides which documents
+are held out for validation, so no peer trains on a document that another validates with.
 """
 
 from __future__ import annotations
@@ -24,31 +23,31 @@ from diloco.errors import UserError
 _STDLIB_HELD_OUT = 1 / 16
 _STDLIB_HELD_OUT_BYTES = 384 * 1024
 _HELD_OUT = 1 / 50
-# Long text files are cut at line ends into documents of about this size, so that a share can be held out.
+# Long text files are cut at line ends into documents of about this size, so that some of them can be held out.
 _PIECE_BYTES = 32 * 1024
 _TEXT_SUFFIXES = (".txt", ".md", ".text", ".py", ".rst", ".tex", ".html")
 _SUFFIXES = (*_TEXT_SUFFIXES, ".jsonl", ".json", ".parquet")
-# Tests of the library are often packaged apart, and some hold broken source on purpose.
+# Directories to skip. Tests of the library are often packaged separately, and some contain invalid source on purpose.
 _NO_SOURCES = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib-dynload"}
-# One generated file of help texts, as long as a third of all the rest would be as held-out text.
+# One generated file of help texts, so large that it would dominate the text.
 _GENERATED = {"pydoc_data"}
 
 
 @dataclass(frozen=True)
 class Document:
-    """UTF-8 text (or whatever bytes a text file holds)."""
+    """A document's bytes, UTF-8 except where a text file holds others."""
 
     content: bytes
     held_out: bool
 
 
 class Corpus(Protocol):
-    """Documents that end."""
+    """A finite set of documents."""
 
     name: str
 
     def fingerprint(self) -> str:
-        """Changes when the documents may have changed; cheap."""
+        """A string that changes when the documents may have changed; computed from file sizes and times only."""
         ...
 
     def documents(self) -> Iterator[Document]:
@@ -57,14 +56,14 @@ class Corpus(Protocol):
 
 
 class StdlibCorpus:
-    """The Python standard library's own sources: real text on every machine, without a download."""
+    """The sources of the Python standard library: real text on every machine, without a download."""
 
     name = "stdlib"
 
     def __init__(self, root: Path | None = None) -> None:
         self.root = root or Path(sysconfig.get_path("stdlib"))
         sources = _sorted_files(self.root, (".py",), without=_NO_SOURCES | _GENERATED)
-        # _sysconfigdata*.py is written when Python is built and full of that machine's paths.
+        # _sysconfigdata*.py is generated when Python is built and contains that machine's paths.
         self.files = [path for path in sources if not path.name.startswith("_sysconfigdata")]
         if not self.files:
             raise UserError(f"this Python has no sources in {self.root}; name a dataset of your own instead")
@@ -79,7 +78,7 @@ class StdlibCorpus:
 
 
 class FileCorpus:
-    """Text files, JSONL and Parquet: one file, or a directory of them read in the order of their names."""
+    """Text, JSONL or Parquet: one file, or all files of a directory, ordered by name."""
 
     def __init__(self, path: Path, text_column: str | None = None) -> None:
         self.name = str(path)
@@ -99,7 +98,7 @@ class FileCorpus:
                     yield Document(content, held_out=is_held_out(content))
 
     def first_texts(self) -> Iterator[bytes]:
-        """The first text of every file: so each is opened, long before all of them are read."""
+        """The first text of every file, to check that each can be read without reading all of them."""
         return (content for path in self.files for content in itertools.islice(self._texts(path), 1))
 
     def _texts(self, path: Path) -> Iterator[bytes]:
@@ -117,12 +116,12 @@ class FileCorpus:
 
 
 def is_held_out(content: bytes, fraction: float = _HELD_OUT) -> bool:
-    """Whether a document is for validation only: by its content, so that its duplicates are too."""
+    """Whether a document is for validation only. It depends on the content, so duplicates are treated alike."""
     return xxhash.xxh3_64_intdigest(content) < fraction * 2**64
 
 
 def _held_out_files(root: Path, files: list[Path]) -> frozenset[Path]:
-    """By the hash of the relative path, and at least _STDLIB_HELD_OUT_BYTES of a library that is small."""
+    """Files with the lowest path hashes: a share of _STDLIB_HELD_OUT, and at least _STDLIB_HELD_OUT_BYTES."""
     held_out: set[Path] = set()
     num_bytes = 0
     for rank, path in sorted((_path_hash(root, path), path) for path in files):
@@ -138,14 +137,14 @@ def _path_hash(root: Path, path: Path) -> int:
 
 
 def _sorted_files(root: Path, suffixes: tuple[str, ...], without: Collection[str] = ()) -> list[Path]:
-    """Visible files with these suffixes, in directories of other names than those."""
+    """Files below `root` with these suffixes, except hidden ones and those in directories named in `without`."""
     paths = []
     for directory, inner, names in os.walk(root, onerror=_refuse):
-        # Not even looked into: a Python's own packages are many times as many files as its library.
+        # Pruned before descending: site-packages has many times more files than the library.
         inner[:] = [name for name in inner if not name.startswith(".") and name not in without]
         paths += [Path(directory, name) for name in names if not name.startswith(".")]
     files = [path for path in paths if path.suffix in suffixes and path.is_file()]
-    # Compared as text, because Path compares case-blind on some systems.
+    # Sorted as strings, because Path comparison ignores case on some systems.
     return sorted(files, key=lambda path: path.relative_to(root).as_posix())
 
 

@@ -1,4 +1,4 @@
-"""What a model is judged by: text nobody trains on, in windows, and how many bytes it is."""
+"""Held-out text for evaluation: its windows of tokens and its size in bytes."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Validation:
-    """The same on every peer and at every evaluation of a run."""
+    """Held-out windows, the same on every peer and at every evaluation of a run."""
 
     windows: np.ndarray
     """int64 [num_windows, seq_length + 1]."""
     num_bytes: int
-    """UTF-8 bytes that the predicted ids, windows[:, 1:], stand for."""
+    """UTF-8 bytes of the predicted ids, windows[:, 1:]."""
     byte_frequency_bits: float
-    """Bits per byte of a model that knows only how often each byte occurs in (a sample of) the training text."""
+    """Bits per byte of a unigram model of bytes, fitted to a sample of the training text: a baseline."""
 
     def bits_per_byte(self, total_nats: float) -> float:
-        """Of a model whose cross-entropy over all predicted ids sums to `total_nats`."""
+        """Bits per byte of a model whose cross-entropy over all predicted ids sums to `total_nats`."""
         return total_nats / math.log(2) / self.num_bytes
 
 
@@ -38,7 +38,7 @@ def validation_of(
     seq_length: int,
     max_tokens: int,
 ) -> Validation:
-    """Windows spread evenly over the held-out ids: at most `max_tokens` predicted ones, at least a window."""
+    """Windows spread evenly over the held-out ids, with at most `max_tokens` predicted ids but at least one window."""
     windows = windows_among(tokens, seq_length, max_tokens=max_tokens)
     byte_counts = text_byte_counts(tokenizer, windows[:, 1:].ravel(), byte_level=is_byte_level(tokenizer))
     bits = cross_entropy_bits(byte_counts, train_byte_counts)
@@ -46,18 +46,18 @@ def validation_of(
 
 
 def windows_among(tokens: np.ndarray, seq_length: int, *, max_tokens: int) -> np.ndarray:
-    """int64 [num_windows, seq_length + 1], spread evenly: each overlaps the next by one at most."""
+    """Windows spread evenly over `tokens`, int64 [num_windows, seq_length + 1]; neighbours share one id at most."""
     available = (len(tokens) - 1) // seq_length
     num_windows = max(1, min(available, max_tokens // seq_length))
     return windows_at(np.arange(num_windows) * available // num_windows, tokens, seq_length)
 
 
 def windows_at(numbers: np.ndarray, tokens: np.ndarray, seq_length: int) -> np.ndarray:
-    """int64 [len(numbers), seq_length + 1]: windows by their number in the order of the text."""
+    """Windows by their number in the text, int64 [len(numbers), seq_length + 1]."""
     return tokens[numbers[:, None] * seq_length + np.arange(seq_length + 1)].astype(np.int64)
 
 
 def cross_entropy_bits(counts: np.ndarray, model_counts: np.ndarray) -> float:
-    """Mean bits per byte of text with these byte counts, under frequencies of others (each plus one)."""
+    """Bits per byte of text with byte counts int64 [256] under a unigram model of `model_counts`, smoothed by one."""
     smoothed = (model_counts + 1) / (model_counts + 1).sum()
     return float(-(counts * np.log2(smoothed)).sum() / max(1, counts.sum()))

@@ -1,4 +1,4 @@
-"""Read ahead in a background thread, so that the device never waits for the next batch."""
+"""Reads batches ahead in a background thread, so that the device does not wait for them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ T = TypeVar("T")
 
 
 class Prefetched(Generic[T]):
-    """Iterates over what `items` yields, `depth` items ahead; an error there is raised here, in its place.
+    """Iterates over `items`, reading up to `depth` items ahead. An error of `items` is raised to the consumer.
 
-    A context manager: leaving it ends the thread, also in the middle.
+    A context manager: leaving it ends the thread, even if items are left.
     """
 
     def __init__(self, items: Iterator[T], depth: int = 2) -> None:
@@ -35,7 +35,7 @@ class Prefetched(Generic[T]):
         while True:
             item, error = self._queue.get()
             if error is not None:
-                # Left in place, so that asking again after the end does not wait for ever.
+                # Put back, so that iterating again after the end does not block for ever.
                 self._queue.put((None, error))
                 if isinstance(error, StopIteration):
                     return
@@ -46,7 +46,7 @@ class Prefetched(Generic[T]):
         """End the thread; repeating it is safe."""
         self._stopped.set()
         while self._thread.is_alive():
-            # It may be waiting for room.
+            # The thread may be blocked on a full queue.
             try:
                 self._queue.get_nowait()
             except queue.Empty:
@@ -58,7 +58,7 @@ class Prefetched(Generic[T]):
                 if self._stopped.is_set():
                     return
                 self._queue.put((item, None))
-        except BaseException as error:  # noqa: BLE001 - it belongs to the consumer
+        except BaseException as error:  # noqa: BLE001 - re-raised in the consumer
             self._queue.put((None, error))
         else:
             self._queue.put((None, StopIteration()))

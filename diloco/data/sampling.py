@@ -1,9 +1,9 @@
-"""Which sample is trained when and by whom: pure integer arithmetic, the same on every machine and numpy.
+"""Assigns samples to peers and steps by pure integer arithmetic, so the result does not depend on machine or numpy.
 
-In an epoch the peer of world rank r owns the block of sample indices [(data_base + r) * B, (data_base + r +
-1) * B) of one global infinite order, B samples being what a peer trains in an epoch. At a commit data_base
-grows by the number of blocks given out, so no index is given out twice. Index i is window `permuted(i mod N)`
-of pass i div N.
+Sample indices form one infinite global sequence. In an epoch the peer of world rank r owns the block of indices
+[(data_base + r) * B, (data_base + r + 1) * B), where B is the number of samples that a peer trains per epoch. A commit
+advances data_base by the number of blocks assigned, so no index is assigned twice. With N windows in the dataset, index
+i is window `permuted(i mod N)` of pass i div N.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _ROUNDS = 6
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """A peer's samples of one epoch."""
+    """The samples of one peer in one epoch."""
 
     epoch: int
     world_rank: int
     data_base: int
-    """Blocks given out in all epochs before this one."""
+    """Number of blocks assigned in all earlier epochs."""
 
     def indices(self, offsets: np.ndarray, samples_per_block: int) -> np.ndarray:
         """Global sample indices (int64) of offsets within the block."""
@@ -31,7 +31,7 @@ class Block:
 
 
 def check_offsets(offsets: np.ndarray, samples_per_block: int) -> None:
-    """An offset past the block's end would be another peer's sample."""
+    """Raise ValueError for an offset outside the block, which would be another peer's sample."""
     if len(offsets) and (offsets.min() < 0 or offsets.max() >= samples_per_block):
         raise ValueError(
             f"offsets {offsets.min()}..{offsets.max()} leave a block of {samples_per_block} samples"
@@ -39,41 +39,41 @@ def check_offsets(offsets: np.ndarray, samples_per_block: int) -> None:
 
 
 def step_offsets(local_step: int, *, total_batch_size: int, rank: int = 0, num_ranks: int = 1) -> np.ndarray:
-    """Offsets that one rank trains in a local step: every num_ranks-th sample of the peer's batch."""
+    """Offsets (int64) of the samples of one rank in a local step: every num_ranks-th of the peer's batch."""
     first = local_step * total_batch_size
     return np.arange(first + rank, first + total_batch_size, num_ranks, dtype=np.int64)
 
 
 def windows_of(indices: np.ndarray, *, num_windows: int, seed: int) -> np.ndarray:
-    """Window numbers (int64) of global sample indices; each once a pass, each pass in its own order."""
+    """Window numbers (int64) of global sample indices. Each pass has every window once, in an order of its own."""
     passes, places = np.divmod(indices.astype(np.uint64), np.uint64(num_windows))
     return permuted(places, size=num_windows, seed=seed, passes=passes)
 
 
 def permuted(places: np.ndarray, *, size: int, seed: int, passes: np.ndarray) -> np.ndarray:
-    """A bijection of range(size) per (seed, pass), in O(1) memory: a Feistel network, walked until it lands.
+    """A pseudo-random permutation of range(size) for each (seed, pass), in O(1) memory: a cycle-walking Feistel cipher.
 
-    `places` and `passes` are uint64 arrays of one shape. numpy's own generators may change between versions,
-    and two peers must agree for ever.
+    `places` and `passes` are uint64 arrays of the same shape. numpy's generators are not used, because they may change
+    between versions and all peers must agree.
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     keys = scrambled(np.uint64(seed), passes)
     values = _feistel(places, keys, half)
-    # The domain is at most four times too large: on average every second walk goes on.
+    # Cycle walking: values outside range(size) are encrypted again. The domain is at most four times too large.
     while (outside := values >= np.uint64(size)).any():
         values[outside] = _feistel(values[outside], keys[outside], half)
     return values.astype(np.int64)
 
 
 def random_tokens(indices: np.ndarray, *, length: int, vocab_size: int, seed: int) -> np.ndarray:
-    """int64 [len(indices), length] of ids, each a pure function of (seed, sample index, place)."""
+    """Random ids, int64 [len(indices), length], each a pure function of (seed, sample index, position)."""
     rows = scrambled(np.uint64(seed), indices.astype(np.uint64))[:, None]
     hashes = scrambled(rows, np.arange(length, dtype=np.uint64)[None, :])
     return (hashes % np.uint64(vocab_size)).astype(np.int64)
 
 
 def scrambled(key: np.uint64 | np.ndarray, value: np.ndarray) -> np.ndarray:
-    """splitmix64's finaliser over key and value (uint64, broadcast)."""
+    """splitmix64's finaliser applied to key and value (uint64, broadcast)."""
     with np.errstate(over="ignore"):
         x = (value + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + key
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -1,8 +1,8 @@
-"""Datasets too large to keep: Hugging Face datasets read as they come, dealt to the peers in lanes.
+"""Streams Hugging Face datasets that are too large to store, dividing their documents among the peers.
 
-Documents go to NUM_LANES lanes; the peer of world rank r reads lane r, and in epoch e trains the windows from
-e * B on of that lane's packed text. So what is trained depends on (world rank, epoch) alone, and no document
-is in two lanes. A peer that joins late reads its lane forward from the start to get there.
+Documents are divided into NUM_LANES disjoint lanes. The peer of world rank r packs the text of lane r into windows and
+trains B windows per epoch, in epoch e from window e * B on, so a sample depends on (world rank, epoch) only. A peer
+that joins late must read its lane from the start.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Of all peers of a run, dead ones included; a constant, since another number would deal the documents anew.
+# Upper limit of world ranks. A constant, since another number would assign every document to another lane.
 NUM_LANES = 64
 _SKIP_WORTH_A_LINE = 1000
-# Documents of lane 0 that the byte frequencies are counted in.
+# Byte frequencies are estimated from this many documents of lane 0.
 _COUNTED_DOCUMENTS = 256
 
 Documents = Callable[[], Iterable[bytes]]
 
 
 class StreamingSource:
-    """Samples of a streamed dataset, as data.SampleSource says. Reading backward starts anew."""
+    """A SampleSource over a streamed dataset. Reading backward restarts the stream from the beginning."""
 
     def __init__(
         self,
@@ -55,14 +55,14 @@ class StreamingSource:
         self._lane: tuple[int, Iterator[np.ndarray], int] | None = None
 
     def read(self, block: Block, offsets: np.ndarray) -> np.ndarray:
-        """int64 [len(offsets), seq_length + 1]; offsets ascending."""
+        """Samples of the peer's block, int64 [len(offsets), seq_length + 1]. Offsets must be ascending."""
         check_offsets(offsets, self.samples_per_block)
         first = block.epoch * self.samples_per_block
         return np.stack([self._window(block.world_rank, first + int(offset)) for offset in offsets])
 
     def validation(self) -> Validation:
-        """Of the dataset's own validation split, else of the documents held out by their hash."""
-        # Up to eval_tokens predicted ids, and one that is only context.
+        """Windows of the dataset's validation split, else of the documents held out by their hash."""
+        # Up to eval_tokens predicted ids, and one more window's worth.
         wanted = self._eval_tokens + self.seq_length + 1
         parts: list[np.ndarray] = []
         for ids in self._encoded(self._dataset.held_out()):
@@ -87,13 +87,17 @@ class StreamingSource:
             self._lane = (lane, self._windows(lane), 0)
         _, windows, position = self._lane
         if number - position >= _SKIP_WORTH_A_LINE:
-            log.info("reading %s forward over %d samples", self._dataset.name, number - position)
+            log.info(
+                "skipping %d samples of %s to reach this peer's position",
+                number - position,
+                self._dataset.name,
+            )
         window = next(itertools.islice(windows, number - position, None))
         self._lane = (lane, windows, number + 1)
         return window
 
     def _windows(self, lane: int) -> Iterator[np.ndarray]:
-        """The lane's packed windows, pass after pass without end."""
+        """Yields the lane's packed windows, repeating the lane for ever."""
         pending = np.zeros(0, dtype=np.int64)
         while True:
             num_tokens = 0
@@ -116,10 +120,10 @@ class StreamingSource:
 
 
 class HubDataset:
-    """The documents of a `datasets.IterableDataset`, by lane, and those held out."""
+    """The documents of a `datasets.IterableDataset`, by lane, and the held-out ones."""
 
     def __init__(self, name: str, train: Any, validation: Any = None, text_column: str | None = None) -> None:
-        """Reads one row to find the text; raises UserError where there is none."""
+        """Reads one row to find the text column. Raises UserError if there is no row or no text."""
         self.name = name
         self._train = train
         self._validation = validation
@@ -135,7 +139,7 @@ class HubDataset:
                 f"{self.name} is streamed to {NUM_LANES} world ranks at most; {number} is one too high"
             )
         if self._train.num_shards >= NUM_LANES:
-            # Whole files: each peer fetches only its own.
+            # Shard by file, so that each peer downloads only its own files.
             rows = self._rows(self._train.shard(num_shards=NUM_LANES, index=number))
         else:
             rows = itertools.islice(self._rows(self._train), number, None, NUM_LANES)
@@ -163,7 +167,7 @@ class HubDataset:
 
 
 def open_hub_dataset(name: str, text_column: str | None = None) -> HubDataset:
-    """`owner/name`, or `owner/name:config`; raises UserError where it cannot be had."""
+    """Open `owner/name` or `owner/name:config`. Raises UserError if it cannot be opened."""
     try:
         import datasets
     except ImportError as error:
@@ -177,7 +181,7 @@ def open_hub_dataset(name: str, text_column: str | None = None) -> HubDataset:
     except (OSError, ValueError, RuntimeError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise UserError(
-            f"{name} is neither a file here nor to be had from Hugging Face ({reason}); name `stdlib`, a "
+            f"{name} is not a file here, and cannot be loaded from Hugging Face ({reason}); name `stdlib`, a "
             "text, JSONL or Parquet file, a directory of them, or a dataset there (owner/name[:config])"
         ) from error
     train = splits["train"] if "train" in splits else next(iter(splits.values()))
@@ -186,7 +190,7 @@ def open_hub_dataset(name: str, text_column: str | None = None) -> HubDataset:
 
 
 def _usual_configuration(datasets: Any, path: str) -> str:
-    """English where a dataset comes in several configurations and names no default, as allenai/c4 does."""
+    """`en` if a dataset has several configurations and no default, as allenai/c4; else "", the default."""
     names = datasets.get_dataset_config_names(path)
     if len(names) > 1 and "default" not in names and "en" in names:
         return "en"

@@ -1,6 +1,6 @@
-"""A corpus as two arrays of token ids: tokenised once, memory-mapped ever after.
+"""A corpus as two arrays of token ids, tokenised once and memory-mapped from a cache afterwards.
 
-Not kept by `datasets`: importing it takes most of a second and 90 MB of every rank.
+The cache does not use `datasets`, whose import takes most of a second and 90 MB on every rank.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Part of every key: raise it when the same corpus would be tokenised otherwise.
+# Part of every cache key: increment it when a change makes the same corpus tokenise differently.
 _FORMAT = 2
-# For whoever tokenises the same corpus; a process that died holds no lock.
+# Wait for another process that tokenises the same corpus. The kernel releases the lock of a process that died.
 _LOCK_TIMEOUT_S = 3600.0
-# Documents that the tokenizer is given at once, which it spreads over the cores.
+# Documents per call of the tokenizer, which spreads them over the cores.
 _BATCH_SIZE = 256
 _PARTS = ("train.bin", "held_out.bin")
 
@@ -48,13 +48,13 @@ def tokenized(
     cache_dir: Path | None = None,
     on_tokenized: Callable[[float], None] = lambda _num_bytes: None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Ids to train on, and ids that are held out: uint16 or uint32, documents in order, each followed by eos.
+    """Training ids and held-out ids: 1-D, uint16 or uint32, documents in order, each followed by eos.
 
-    From the cache or written to it; any number of processes may ask at once. `on_tokenized` is called
-    with how many bytes this one has tokenised. Raises UserError.
+    Fills the cache on first use; any number of processes may call it at once. `on_tokenized` is called with the number
+    of bytes that this process has tokenised so far. Raises UserError.
     """
     if isinstance(corpus, StdlibCorpus) and is_byte_level(tokenizer):
-        # Read in less time than its files are looked at for changes.
+        # Not cached: encoding takes less time than checking the files for changes.
         parts = [list(ids) for ids in (_encoded(corpus, tokenizer, held_out) for held_out in (False, True))]
         return np.concatenate(parts[0]), np.concatenate(parts[1])
     cache_dir = cache_dir or default_cache_dir()
@@ -76,14 +76,14 @@ def tokenized(
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Equal for tokenizers that give every text the same ids."""
+    """A digest that is equal for tokenizers that encode every text to the same ids."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     text = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     return xxhash.xxh3_128_hexdigest(f"{text} {tokenizer.eos_token_id}".encode())
 
 
 def token_dtype(tokenizer: PreTrainedTokenizerBase) -> np.dtype:
-    """The smallest type that holds every id."""
+    """The smallest dtype that holds every id."""
     return np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
 
 
@@ -93,7 +93,7 @@ def _build(
     directory: Path,
     on_tokenized: Callable[[float], None],
 ) -> None:
-    """The lock is held, so what lies there half-written is of a process that was killed."""
+    """Tokenise the corpus into `directory`. The caller holds the lock, so a `.partial` is left from a dead process."""
     log.info("tokenising %s", corpus.name)
     num_bytes = 0
 
@@ -121,7 +121,7 @@ def _encoded(
     held_out: bool,
     count: Callable[[int], None] = lambda _num_bytes: None,
 ) -> Iterator[np.ndarray]:
-    """The ids of one document after the other; `count` is called with how many bytes of text have become ids."""
+    """Yields the ids of each document; calls `count` with the bytes of text of each batch that has been encoded."""
     byte_level, dtype = is_byte_level(tokenizer), token_dtype(tokenizer)
     contents = (one.content for one in corpus.documents() if one.content and one.held_out == held_out)
     while batch := list(itertools.islice(contents, _BATCH_SIZE)):

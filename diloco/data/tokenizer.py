@@ -1,8 +1,7 @@
-"""Text <-> token ids: the byte-level tokenizer of the presets, and any Hugging Face tokenizer.
+"""The byte-level tokenizer of the presets, and any Hugging Face tokenizer.
 
-The byte-level vocabulary is the 256 byte values, id = value, then SPECIAL_TOKENS. It is an ordinary Hugging
-Face tokenizer (a BPE without merges), so that transformers, TRL and vLLM load it from the directory of a
-saved model.
+The byte-level vocabulary is the 256 byte values, with id = value, followed by SPECIAL_TOKENS. It is an ordinary Hugging
+Face tokenizer (a BPE without merges), so transformers, TRL and vLLM can load it from the directory of a saved model.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ log = logging.getLogger(__name__)
 
 NUM_BYTES = 256
 BOS, EOS, PAD, IM_START, IM_END = "<|bos|>", "<|eos|>", "<|pad|>", "<|im_start|>", "<|im_end|>"
-# Three spare ones round the vocabulary to a multiple of eight, which tensor cores like.
+# Three reserved ones make the vocabulary size a multiple of eight, which tensor cores need for full speed.
 SPECIAL_TOKENS = (BOS, EOS, PAD, IM_START, IM_END, "<|reserved_0|>", "<|reserved_1|>", "<|reserved_2|>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
@@ -35,13 +34,13 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 
 
 def build_byte_tokenizer() -> PreTrainedTokenizerBase:
-    """The tokenizer whose files lie in the byte-level presets; a test holds them to this."""
+    """The tokenizer whose files are in the byte-level presets; a test compares those files with this function."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     vocab = {symbol: byte for byte, symbol in enumerate(_byte_symbols())}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    # Cut at line ends, so that no "word" is longer than a line.
+    # Split at line ends, so that no pre-token ("word") is longer than a line.
     lines = pre_tokenizers.Split("\n", "merged_with_previous")
     symbols = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([lines, symbols])
@@ -60,11 +59,11 @@ def build_byte_tokenizer() -> PreTrainedTokenizerBase:
 
 
 def load_tokenizer(path_model: str, config: dict[str, Any] | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer of a preset, directory or hub id; the byte-level one where the model brings none.
+    """The tokenizer of a preset, directory or hub id; the byte-level one if the model has none.
 
-    `config` is the model's config.json where the caller has it already (a peer that adopted the manifest may
-    not have the directory). Raises UserError where there is no tokenizer and the vocabulary is too small for
-    bytes.
+    `config` is the model's config.json if the caller has it already (a peer that took it from the manifest may not have
+    the directory). Raises UserError if the tokenizer does not load, has no eos, or has more ids than the model's
+    vocabulary.
     """
     config = load_model_config(path_model) if config is None else config
     directory = directory_of(path_model, weights=False)
@@ -96,9 +95,9 @@ def is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
 def encode_documents(
     tokenizer: PreTrainedTokenizerBase, contents: Sequence[bytes], *, byte_level: bool
 ) -> list[np.ndarray]:
-    """Token ids (int64) of each document, with eos and without bos; special tokens spelled out in it stay text.
+    """Token ids (int64) of each document, without bos and with eos. Names of special tokens in the text stay text.
 
-    A tokenizer spreads the documents over the cores.
+    The tokenizer spreads the documents over the cores.
     """
     rows: Iterable[Any]
     if byte_level:
@@ -106,7 +105,7 @@ def encode_documents(
     else:
         texts = [content.decode("utf-8", errors="replace") for content in contents]
         with warnings.catch_warnings():
-            # "longer than the maximum sequence length": it is cut into windows afterwards.
+            # The warning "longer than the maximum sequence length" does not apply: windows are cut afterwards.
             warnings.simplefilter("ignore")
             options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
             rows = tokenizer(texts, **options)["input_ids"]
@@ -114,7 +113,7 @@ def encode_documents(
 
 
 def text_byte_counts(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray, *, byte_level: bool) -> np.ndarray:
-    """int64 [256]: how often each byte occurs in the text of the ids; special tokens have none."""
+    """How often each byte occurs in the text of the ids, int64 [256]; special tokens count as no text."""
     if byte_level:
         return np.bincount(ids[ids < NUM_BYTES], minlength=NUM_BYTES)
     text = str(tokenizer.decode(ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False))
@@ -123,7 +122,7 @@ def text_byte_counts(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray, *, byt
 
 
 def _byte_symbols() -> tuple[str, ...]:
-    """GPT-2's printable stand-in for each byte: itself where it prints, else from U+0100 on."""
+    """GPT-2's printable symbol for each byte: the byte itself if printable, else a character from U+0100 on."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     spare = iter(range(NUM_BYTES, 2 * NUM_BYTES))
     return tuple(chr(byte if byte in printable else next(spare)) for byte in range(NUM_BYTES))

@@ -1,4 +1,4 @@
-"""What `diloco doctor` (diloco/cli/doctor.py) examines: one file for each part of a machine or of its way to a swarm.
+"""The checks of `diloco doctor` (diloco/cli/doctor.py), with one file for each part of the machine or its network.
 
-Start with findings.py, what an examination yields; before_start.py has the checks that peers make themselves.
+Start with findings.py, the results; before_start.py has the checks that peers run themselves before they start.
 """

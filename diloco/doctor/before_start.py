@@ -1,4 +1,4 @@
-"""What doctor finds that keeps a peer from training here, found by the peers themselves before they start anything."""
+"""Checks of doctor that peers also run before they start anything, raising UserError for what would fail later."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from diloco.train.devices import Machine
 from diloco.train.memory import number_in
 from diloco.train.preflight import check_peers_fit
 
-# What lies in no layer: embeddings, the last norm, the head.
+# Units outside the layers that can be fragments: embeddings, the last norm, the head.
 _TABLES = 3
 
 
 def check_room(
     config: TrainConfig, machine: Machine, state_dir: Path, *, num_ranks: int = 1, is_settled: bool = True
 ) -> None:
-    """Raise UserError where memory or a disk does not do for all peers on this machine; loads no torch.
+    """Raise UserError if memory or a disk is too small for all peers on this machine. Does not import torch.
 
-    Not settled: batches may still come from the swarm.
+    With `is_settled=False` the batch sizes may still come from the swarm, so activations are not counted.
     """
     num_peers, samples = machine.num_peers, config.per_device_train_batch_size
     is_counted = is_settled and config.mode == "pretrain"
@@ -45,7 +45,7 @@ def check_room(
 
 
 def check_choices(config: TrainConfig, machine: Machine, *, is_settled: bool = True) -> None:
-    """Raise UserError for what a worker would refuse, minutes later. Not settled: the swarm may say otherwise."""
+    """Raise UserError for settings that a worker would refuse later, except those that the swarm may still change."""
     if config.device == "cuda" and not machine.num_gpus:
         raise UserError("--device cuda: nvidia-smi shows no GPU here; leave --device out, or mend the driver")
     resume = config.ckpt.resume
@@ -62,7 +62,7 @@ def check_choices(config: TrainConfig, machine: Machine, *, is_settled: bool = T
 
 def _check_reinforcement(config: TrainConfig, *, is_settled: bool) -> None:
     check_task(config.grpo)
-    # What has to be fetched from elsewhere may take longer than people wait for an answer.
+    # Data sets that must be downloaded are not opened here: that may take too long for a check.
     name = config.grpo.dataset
     if is_settled and (name not in HUB_TASKS or "=" in name):
         open_task(config.grpo, seed=config.seed)
@@ -82,7 +82,7 @@ def _check_fragments(config: TrainConfig) -> None:
 
 
 def check_ports_free(hv: HvConfig) -> None:
-    """Raise UserError where somebody else listens on a port that the peer is to have."""
+    """Raise UserError if another process listens on one of the peer's ports."""
     finding = check_ports(hv)
     if finding.verdict == "fail":
         raise UserError(finding.said)

@@ -1,4 +1,4 @@
-"""Who of the run answers on this network, where nobody has given an address."""
+"""Checks which members of the run answer on the local network."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from peers.net.lan import ASK_TIMEOUT_S, found_here
 
 
 def check_discover(hv: HvConfig) -> tuple[Finding, tuple[str, ...]]:
-    """What --discover finds, and the addresses of those who answer."""
+    """Check what --discover finds; also returns the addresses of the members that answer."""
     found = tuple(found_here(hv.run_id))
     if found:
         return passed("discover", f"the run {hv.run_id!r} answers at {' '.join(found)}"), found

@@ -1,4 +1,4 @@
-"""What `diloco doctor` says: one finding a line, each with the command that fixes it."""
+"""The results of `diloco doctor`: one finding per line, each with the command that fixes it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Verdict = Literal["pass", "warn", "fail"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at. `fix`: the command or flag that puts it right; only what passes needs none."""
+    """The result of one check. `fix` is the command or flag that solves the problem; empty exactly if it passed."""
 
     name: str
     verdict: Verdict
@@ -38,19 +38,19 @@ Check = Callable[[], Iterable[Finding]]
 
 
 def examined(name: str, check: Check, fix: str) -> Iterator[Finding]:
-    """The findings of a check. One that breaks is a finding too: there is always a next one to make."""
+    """The findings of a check. An exception becomes a failed finding, so that the remaining checks still run."""
     try:
         yield from check()
-    except Exception as error:  # noqa: BLE001 - a doctor who faints helps nobody
+    except Exception as error:  # noqa: BLE001 - a bug in one check must not prevent the others
         yield broken(name, error, fix)
 
 
 def broken(name: str, error: Exception, fix: str) -> Finding:
-    """What to say where a check itself could not be made."""
+    """The finding for a check that raised an exception."""
     return failed(name, f"cannot be checked: {type(error).__name__}: {error}", fix)
 
 
 def as_json(findings: Iterable[Finding]) -> dict[str, Any]:
-    """What `diloco doctor --json` prints."""
+    """The output of `diloco doctor --json`."""
     found = [asdict(finding) for finding in findings]
     return {"ok": all(finding["verdict"] != "fail" for finding in found), "checks": found}

@@ -1,4 +1,4 @@
-"""Do torch, the driver and NCCL work together on the GPUs of this machine?"""
+"""Checks that torch, the driver and NCCL work together on the GPUs of this machine."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _REINSTALL = 'pip install --force-reinstall "torch>=2.10,<2.14"'
 
 @dataclass(frozen=True)
 class Cuda:
-    """What this torch makes of CUDA."""
+    """CUDA as the installed torch sees it."""
 
     built_for: str | None
-    """Version of CUDA; none: a build for CPUs."""
+    """CUDA version of the build; None for a CPU build."""
     is_available: bool
     names: tuple[str, ...] = ()
 
@@ -49,7 +49,7 @@ def check_gpus(device: str, environment: Mapping[str, str] = os.environ) -> Iter
 
 
 def judged(gpus: Sequence[str], cuda: Cuda) -> Finding:
-    """What is to be said of these GPUs, which the driver shows, with this torch."""
+    """The finding for the GPUs that the driver lists and the installed torch."""
     if not gpus:
         return failed(
             "gpu", "--device cuda, and no GPU is to be seen", "nvidia-smi  # or leave out --device cuda"
@@ -66,7 +66,7 @@ def judged(gpus: Sequence[str], cuda: Cuda) -> Finding:
 
 
 def check_nccl(device: str, num_ranks: int, *, compiles: bool) -> Iterator[Finding]:
-    """One all-reduce over the ranks of this peer, by a process each."""
+    """Run one all-reduce over the ranks of this peer, with a process for each."""
     if device == "cpu" or not visible_gpus(os.environ) or not Cuda.here().is_available:
         yield passed("nccl", "not needed without a GPU")
         return
@@ -84,7 +84,7 @@ def check_nccl(device: str, num_ranks: int, *, compiles: bool) -> Iterator[Findi
 
 
 def _all_reduce(num_ranks: int) -> tuple[int, str]:
-    """Exit code and last line of the ranks, none of which outlives this."""
+    """Run diloco.doctor.nccl under torchrun. Returns the exit code and the error line; no process is left running."""
     ranks = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}")
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
@@ -99,7 +99,7 @@ def _all_reduce(num_ranks: int) -> tuple[int, str]:
         except subprocess.TimeoutExpired:
             return 1, f"no answer within {_NCCL_TIMEOUT_S:g} s"
         finally:
-            # Its end has the guardian end whatever still runs.
+            # End of file makes the guardian kill the remaining processes.
             process.stdin.close()
             process.wait()
         log.seek(0)
@@ -107,14 +107,14 @@ def _all_reduce(num_ranks: int) -> tuple[int, str]:
 
 
 def last_words(log: Iterable[str]) -> str:
-    """Of ranks under torchrun, whose own words at the end only say that one of them has failed."""
+    """The first error line in the log, else the last line. torchrun's own last lines only say that a rank failed."""
     lines = [line.strip() for line in log if line.strip()]
     errors = (line for line in lines if _ERROR.search(line))
     return next(errors, lines[-1] if lines else "they said nothing")
 
 
 def gpu_memory_bytes() -> int | None:
-    """What is free on the GPUs together; none where there is none to use."""
+    """Free memory of all GPUs together; None if torch cannot use any."""
     import torch
 
     if torch.version.cuda is None or not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""What a call from outside says of the ports and the address of this machine. Pure."""
+"""Judges this machine's ports, NAT and announced addresses by the calls that another peer has made to it. Pure."""
 
 from __future__ import annotations
 
@@ -13,36 +13,39 @@ Kind = Literal["public", "filtered", "mapped", "hidden"]
 
 @dataclass(frozen=True)
 class Port:
-    """One port of a peer: where it listens, and where others are to call."""
+    """One port of a peer: where it listens, and the port that it announces to others."""
 
     name: str
     listens: int
     announced: int
     is_named: bool
-    """Whether the user said which: then it has to be reached."""
+    """Whether the user has chosen the port, in which case an unreachable port is a failure."""
     announce_flag: str
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What one peer has seen of this machine, and what came of its calls: by port, why it failed; empty: it did not."""
+    """How one peer sees this machine."""
 
     by: str
     host: str
+    """The address from which this machine's connection comes, as the peer sees it."""
     local: str
-    """The address that this machine itself uses towards that peer."""
+    """The address that this machine itself uses towards the peer."""
     there: str
-    """Where that peer is, as this machine sees it."""
+    """The peer's address, as this machine sees it."""
     errors: dict[str, str]
+    """By port name, why the peer's call to the port failed; empty if it succeeded."""
 
     @property
     def is_near(self) -> bool:
-        """Whether that peer is on this machine, or behind the same address: what it sees is not the outside."""
+        """Whether the peer is on this machine or behind the same address, so its calls do not come from outside."""
         return ipaddress.ip_address(self.host).is_loopback or self.there == self.host
 
     @property
     def kind(self) -> Kind:
-        """public: seen as it is, and reached; filtered: not reached; mapped: seen as another, reached; hidden: not."""
+        """`public` and `filtered`: seen under its own address, and reached or not; `mapped` and `hidden`: seen under
+        another address (NAT), and reached or not."""
         is_reached = any(not error for error in self.errors.values())
         if self.host == self.local:
             return "public" if is_reached else "filtered"
@@ -88,7 +91,7 @@ def judged_nat(seen: Seen) -> Finding:
 
 
 def judged_announcement(announced: str, flag: str, seen: Seen) -> Finding | None:
-    """An announced IP address that is not the one by which this machine is seen."""
+    """A warning if an announced IP address is not the one under which this machine is seen."""
     if seen.is_near or announced == seen.host:
         return None
     return warned(

@@ -1,4 +1,4 @@
-"""One rank of the all-reduce by which `diloco doctor` tries NCCL, under torchrun; ends with 1 for a wrong sum."""
+"""One rank of the all-reduce with which `diloco doctor` tests NCCL, under torchrun. Exits with 1 for a wrong sum."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NUMEL = 1 << 20
 
 
 def main() -> int:
-    # Ranks beyond the GPUs share one, which NCCL refuses: that is for it to say.
+    # With more ranks than GPUs, ranks share a GPU, which NCCL reports as an error.
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", timeout=_TIMEOUT, device_id=device)

@@ -1,4 +1,4 @@
-"""This machine as other members see it: they are asked to call its ports, what time it is, and how fast bytes go."""
+"""Asks other members to call this machine's ports, for their time, and for a measurement of the bandwidth."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _DISCARD_PORT = 9
 
 
 class Outside:
-    """Used from one event loop. Listens where the peer would; asks one member after the other."""
+    """Listens on the ports of the peer and asks one member after the other. Used from one event loop."""
 
     def __init__(self, hv: HvConfig, identity: Identity) -> None:
         self._hv = hv
@@ -42,7 +42,7 @@ class Outside:
         self._seen: Seen | None = None
 
     def listen(self) -> None:
-        """On both of a peer's ports. Raises UserError."""
+        """Listen on both of a peer's ports. Raises UserError."""
         hv = self._hv
         libp2p = [parse_maddr(text) for text in hv.host_maddrs]
         announced = [parse_maddr(text).port for text in hv.announce_maddrs]
@@ -55,32 +55,32 @@ class Outside:
     async def ask(
         self, transport: Transport, peer_id: str, name: str, maddrs: Sequence[str], token: bytes
     ) -> Finding:
-        """The way to one member and back."""
+        """Ask one member: its clock, whether it reaches this machine's ports, and the bandwidth both ways."""
         self._asked.add(peer_id)
         try:
             async with asking(transport, peer_id, self._hv.run_id, token=token, maddrs=maddrs) as asked:
                 self.ahead_s[name] = asked.here.ahead_s
-                await self._be_called(transport, asked, peer_id, name)
+                await self._request_calls(transport, asked, peer_id, name)
                 return await _speed_of(asked, name)
         except Busy as error:
-            return warned("bandwidth", f"{name}: {error}", self._again("diloco doctor", "in a minute"))
+            return warned("bandwidth", f"{name}: {error}", self._fix_by("diloco doctor", "in a minute"))
         except Refused as error:
             return warned("bandwidth", f"{name} does not answer: {error.why}", "--swarm-secret-file FILE")
         except PeersError as error:
-            fix = self._again("diloco status", "whether it is still there")
+            fix = self._fix_by("diloco status", "whether it is still there")
             return warned("bandwidth", f"{name} does not answer: {error}", fix)
 
-    def _again(self, command: str, why: str) -> str:
+    def _fix_by(self, command: str, why: str) -> str:
         return f"{command} --initial-peers {' '.join(self._hv.initial_peers)}  # {why}"
 
     def findings(self) -> Iterator[Finding]:
-        """Of ports, NAT and announcements, by the peer that could tell most."""
+        """Findings about ports, NAT and announced addresses, by a peer from outside if there was one."""
         seen = self._seen
         if seen is None:
             yield warned(
                 "nat",
                 "nobody could tell how this machine is seen",
-                self._again("diloco status", "who is there to be asked"),
+                self._fix_by("diloco status", "who is there to be asked"),
             )
             return
         for port in self._ports:
@@ -96,7 +96,7 @@ class Outside:
                     yield finding
 
     async def close(self) -> None:
-        """May be repeated."""
+        """Repeating it is safe."""
         for direct in self._listeners:
             await direct.close()
 
@@ -106,14 +106,14 @@ class Outside:
         direct = Direct(self._acceptor, lambda _: ())
         self._listeners.append(direct)
         for maddr in maddrs:
-            # Where any port will do, the same one on each host.
+            # If the port is 0, use the first one chosen on all hosts.
             direct.listen(str(Maddr(maddr.kind, maddr.host, maddr.port or direct.port, None)))
         outside = announced[0] if announced and announced[0] else direct.port
         is_named = bool(announced) or any(maddr.port for maddr in maddrs)
         self._ports.append(Port(name, direct.port, outside, is_named, announce_flag))
 
-    async def _be_called(self, transport: Transport, asked: Asked, peer_id: str, name: str) -> None:
-        """Unless a peer from outside has done so: one on this machine tells little."""
+    async def _request_calls(self, transport: Transport, asked: Asked, peer_id: str, name: str) -> None:
+        """Let the member call this machine's ports, unless a peer from outside has already done so."""
         host = asked.here.host
         if not host or (self._seen is not None and not self._seen.is_near):
             return
@@ -124,7 +124,7 @@ class Outside:
 
 
 def local_address(towards: str) -> str:
-    """The address from which this machine would send to that host; nothing is sent. Empty: not known."""
+    """The address from which this machine would send to that host, without sending anything; empty if unknown."""
     if not towards:
         return ""
     family = socket.AF_INET6 if ":" in towards else socket.AF_INET

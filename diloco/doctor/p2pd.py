@@ -1,4 +1,4 @@
-"""Can a peer begin at all here: an identity, ports to listen on, and a p2pd that starts?"""
+"""Checks that a peer can start: its identity, its ports, and p2pd."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _ANY_PORT = "--host-maddrs /ip4/0.0.0.0/tcp/0 --hv.data-port 0  # any free ones"
 
 @contextlib.contextmanager
 def identity_of_peer(hv: HvConfig, state_dir: Path, spare: Path) -> Iterator[Identity]:
-    """That of the peer which would start here, where there is one and it is not running; else one in `spare`.
+    """The identity of the peer that would start here, if it exists and the peer is not running; else one in `spare`.
 
-    Raises UserError for a key that is none.
+    Raises UserError for an invalid key.
     """
     identity = None
     path = state_dir / hv.run_id / f"{hv.world_rank or 0}.key"
@@ -36,7 +36,7 @@ def identity_of_peer(hv: HvConfig, state_dir: Path, spare: Path) -> Iterator[Ide
 
 
 def check_ports(hv: HvConfig) -> Finding:
-    """Whether a peer could listen where it is told to."""
+    """Check that a peer could listen on the configured ports."""
     from peers.net.paths.network import data_hosts
 
     data = [str(Maddr(maddr.kind, maddr.host, hv.data_port, None)) for maddr in data_hosts(hv.host_maddrs)]
@@ -52,7 +52,7 @@ def check_ports(hv: HvConfig) -> Finding:
 
 
 async def check_p2pd(hv: HvConfig, identity: Identity) -> Finding:
-    """It starts, listens and ends."""
+    """Check that p2pd starts and listens."""
     from peers.net.libp2p.p2pd import P2pd
 
     began = time.monotonic()

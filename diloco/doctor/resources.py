@@ -1,4 +1,4 @@
-"""Is there room for a peer: files it may open, memory for its model, disks that take what it writes?"""
+"""Checks the resources of a peer: file descriptors, memory for its model, and disk space."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _GIB = 2**30
 _TRIED_BYTES = 1 << 20
 _TEMPORARY_BYTES = 64 << 20
 _STATE_BYTES = 16 << 20
-# In fp32: what run_dir/model/ holds, and what a checkpoint does with AdamW's moments, anchor and momentum.
+# fp32: run_dir/model/ holds the weights; a checkpoint holds weights, AdamW's two moments, anchor and momentum.
 _MODEL_BYTES_PER_PARAMETER = 4
 _CHECKPOINT_BYTES_PER_PARAMETER = 20
 
 
 @dataclass(frozen=True)
 class Place:
-    """A directory that a peer writes to, how much, and how the user names another."""
+    """A directory that a peer writes to, the space that it needs, and the flag to choose another directory."""
 
     name: str
     path: Path
@@ -46,7 +46,7 @@ def check_descriptors() -> Iterator[Finding]:
 
 
 def check_model_memory(config: TrainConfig, num_ranks: int, gpu_bytes: int | None) -> Iterator[Finding]:
-    """For one peer that trains this configuration; `gpu_bytes` are free on GPUs, none: it trains on the CPU."""
+    """Check the memory for one peer with this configuration; `gpu_bytes` is free GPU memory, None on the CPU."""
     on_gpu = gpu_bytes is not None and config.device != "cpu"
     try:
         model = load_model_config(config.path_model)
@@ -54,7 +54,7 @@ def check_model_memory(config: TrainConfig, num_ranks: int, gpu_bytes: int | Non
         yield failed("memory", str(error), "--path-model 2m  # or any preset, directory or hub id")
         return
     try:
-        # What it needs at least, before transformers takes long to count a model that is far too large.
+        # The cheap lower bound first: counting the parameters of a far too large model with transformers takes long.
         check_peers_fit(config.path_model, on_gpu=on_gpu)
     except UserError as error:
         yield failed("memory", str(error), f"--path-model {_largest_that_fits(on_gpu)}  # or more memory")
@@ -87,20 +87,20 @@ def check_model_memory(config: TrainConfig, num_ranks: int, gpu_bytes: int | Non
         yield failed("memory", said, fix)
         return
     need, left = need_of(samples), available_memory_bytes()
-    free = f", {_room(left)} are free" if left is not None else ""
-    gpus = f" and {_room(need.device_bytes)} on GPUs" if on_gpu else ""
-    yield passed("memory", f"{config.path_model} needs {_room(need.host_bytes)}{gpus}{free}")
+    free = f", {_size_text(left)} are free" if left is not None else ""
+    gpus = f" and {_size_text(need.device_bytes)} on GPUs" if on_gpu else ""
+    yield passed("memory", f"{config.path_model} needs {_size_text(need.host_bytes)}{gpus}{free}")
 
 
 def check_disk(config: TrainConfig, state_dir: Path, *, num_peers: int = 1) -> Iterator[Finding]:
-    """All that so many peers write to, by writing to it; nothing of that stays."""
+    """Check every directory that `num_peers` peers write to, by writing a temporary file."""
     num_parameters = _parameters_or_none(config.path_model) * num_peers
     for place in places_of(config, state_dir, num_parameters):
         yield tried(place)
 
 
 def places_of(config: TrainConfig, state_dir: Path, num_parameters: int) -> list[Place]:
-    """What is written to, where all peers here have so many parameters together."""
+    """The directories that are written to; `num_parameters` is summed over all peers on this machine."""
     model_bytes = num_parameters * _MODEL_BYTES_PER_PARAMETER
     run_dir = Path(config.run_dir or "runs").expanduser()
     places = [
@@ -114,7 +114,7 @@ def places_of(config: TrainConfig, state_dir: Path, num_parameters: int) -> list
         ),
     ]
     if config.ckpt.interval is not None and "://" not in config.ckpt.path:
-        # One more than are kept: the oldest goes when the newest is whole.
+        # One more than are kept, since the oldest is deleted only after the newest is complete.
         kept = (config.ckpt.topk or 1) + 1
         size = num_parameters * _CHECKPOINT_BYTES_PER_PARAMETER * kept
         places.append(
@@ -124,7 +124,7 @@ def places_of(config: TrainConfig, state_dir: Path, num_parameters: int) -> list
 
 
 def tried(place: Place) -> Finding:
-    """Whether a file can be written there, and how much room is left."""
+    """Check that a file can be written there, and that there is enough free space."""
     existing = next(
         (path for path in (place.path, *place.path.absolute().parents) if path.exists()), Path("/")
     )
@@ -136,11 +136,11 @@ def tried(place: Place) -> Finding:
         free = shutil.disk_usage(existing).free
     except OSError as error:
         return failed(place.name, f"{place.path} cannot be written to: {error.strerror}", place.fix)
-    said = f"{place.path}: {_room(free)} free"
+    said = f"{place.path}: {_size_text(free)} free"
     if free < place.needed_bytes:
-        return failed(place.name, f"{said}, {_room(place.needed_bytes)} needed", place.fix)
+        return failed(place.name, f"{said}, {_size_text(place.needed_bytes)} needed", place.fix)
     if free < 2 * place.needed_bytes:
-        return warned(place.name, f"{said}, and {_room(place.needed_bytes)} needed at a time", place.fix)
+        return warned(place.name, f"{said}, and {_size_text(place.needed_bytes)} needed at a time", place.fix)
     return passed(place.name, said)
 
 
@@ -151,12 +151,12 @@ def _num_parameters(path_model: str) -> int:
 
 
 def _smaller(samples: int) -> list[int]:
-    """Batch sizes that divide this one, the largest first."""
+    """Smaller batch sizes that divide this one, the largest first."""
     return [size for size in range(samples - 1, 0, -1) if samples % size == 0]
 
 
 def _parameters_or_none(path_model: str) -> int:
-    """0 where there is no such model: that is said elsewhere."""
+    """The least number of parameters of a model; 0 if there is no such model, which another check reports."""
     from diloco.train.preflight import least_num_parameters
 
     try:
@@ -166,7 +166,7 @@ def _parameters_or_none(path_model: str) -> int:
 
 
 def _largest_that_fits(on_gpu: bool) -> str:
-    """The largest preset that fits here, at least the smallest."""
+    """The largest preset that fits this machine; the smallest one if none does."""
     fitting = []
     presets = [path.parent.name for path in PRESETS_DIR.glob("*/config.json")]
     for name in sorted(presets, key=_parameters_or_none):
@@ -178,5 +178,5 @@ def _largest_that_fits(on_gpu: bool) -> str:
     return fitting[-1] if fitting else "2m"
 
 
-def _room(num_bytes: float) -> str:
+def _size_text(num_bytes: float) -> str:
     return f"{num_bytes / _GIB:.1f} GiB" if num_bytes >= 0.1 * _GIB else f"{num_bytes / 2**20:.0f} MiB"

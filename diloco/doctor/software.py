@@ -1,4 +1,4 @@
-"""Is what is installed what this version needs? Versions by their metadata, and torch by loading it."""
+"""Checks the installed versions of Python and packages by their metadata, and torch by importing it."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def check_python() -> Iterator[Finding]:
 def check_packages(
     extras: Collection[str] = (), version_of: Callable[[str], str] = metadata.version
 ) -> Iterator[Finding]:
-    """All that diloco itself needs, and these extras of it."""
+    """Check the dependencies of diloco and of these extras."""
     requirements = list(_requirements(extras))
     if not requirements:
         yield warned("packages", _UNKNOWN, INSTALL)
         return
-    wrong = list(_wrong(requirements, version_of))
+    wrong = list(_unsatisfied(requirements, version_of))
     for requirement, found in wrong:
         yield failed("packages", f"{found}; diloco needs {requirement}", f'pip install "{requirement}"')
     if not wrong:
@@ -53,7 +53,7 @@ def check_packages(
 
 
 def check_torch() -> Iterator[Finding]:
-    """It loads, which takes seconds."""
+    """Check that torch can be imported, which takes seconds."""
     try:
         import torch
     except (ImportError, OSError) as error:
@@ -64,7 +64,7 @@ def check_torch() -> Iterator[Finding]:
 
 
 def check_vllm(grpo: GrpoConfig) -> Iterator[Finding]:
-    """For a peer with a server of its own, which may have another Python."""
+    """Check that the Python interpreter of the peer's own vLLM server has vLLM."""
     from diloco.rl.own_server import check_has_vllm
 
     python = grpo.vllm_python or sys.executable
@@ -108,7 +108,7 @@ def _requirement_texts(extras: Collection[str]) -> list[str]:
 
 
 def _project() -> dict[str, Any] | None:
-    """What the clone says that this runs from: an installation before the last `git pull` knows of less."""
+    """pyproject.toml of the clone that this runs from, if any: installed metadata may be older than the last pull."""
     path = Path(__file__).parents[2] / "pyproject.toml"
     try:
         project: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))["project"]
@@ -117,7 +117,7 @@ def _project() -> dict[str, Any] | None:
     return project if project.get("name") == "diloco" else None
 
 
-def _wrong(
+def _unsatisfied(
     requirements: Iterable[Requirement], version_of: Callable[[str], str]
 ) -> Iterator[tuple[Requirement, str]]:
     for requirement in requirements:

@@ -1,4 +1,4 @@
-"""The way to a swarm: does it answer, is the clock right, may this peer join, and is it reached from outside?"""
+"""Checks the connection to a swarm: initial peers, clock, admission, and reachability from outside."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from peers.protocol.refusal import Refused, Why
 
 ADMISSION_TIMEOUT_S = 4.0
 MAX_ASKED = 8
-"""Of a larger swarm, some peers stand for all."""
+"""Of a larger swarm, only this many members are asked."""
 _SET_CLOCK = "sudo timedatectl set-ntp true"
 _WARN_CLOCK_S = 1.0
 _ALLOWED_CLOCK_S = 3.0
@@ -42,7 +42,7 @@ class Member:
 
 
 async def check_swarm(hv: HvConfig, identity: Identity, timeout_s: float) -> AsyncIterator[Finding]:
-    """Everything that only others can tell."""
+    """All checks that need other members of the swarm."""
     try:
         secret = load_secret(hv.swarm_secret_file, os.environ)
     except UserError as error:
@@ -94,7 +94,7 @@ async def _check_members(
 
 
 async def members_of(dht: Dht, run_id: str, secret: SwarmSecret | None, *, without: str) -> list[Member]:
-    """The coordinator and the peers of a run, as far as the secret's holder believes them, the youngest peers last."""
+    """The peers of a run by world rank, then coordinators; with a secret, only those whose records it verifies."""
     from peers.admission.rank_request import coordinators
 
     gate = Gate(Admission(run_id, secret.public_key if secret else None))
@@ -115,7 +115,7 @@ async def members_of(dht: Dht, run_id: str, secret: SwarmSecret | None, *, witho
 
 
 def judged_clock(ahead_s: dict[str, float]) -> Finding:
-    """`ahead_s`: by how much this machine's clock is ahead of each member's."""
+    """The finding for the clock; `ahead_s` is how far this machine's clock is ahead of each member's."""
     if not ahead_s:
         return passed("clock", f"within {_ALLOWED_CLOCK_S:g} s of the DHT's nodes, which say no more")
     name, off_s = max(ahead_s.items(), key=lambda item: abs(item[1]))
@@ -149,7 +149,7 @@ def _start_there(maddr: str) -> str:
 async def _check_admission(
     dht: Dht, hv: HvConfig, identity: Identity, secret: SwarmSecret | None
 ) -> tuple[Finding, bytes]:
-    """The finding, and a token to show to others; empty: there is none, or none is needed."""
+    """The finding, and a token to show to other members; empty if there is none or none is needed."""
     if secret is None:
         if await _is_closed(dht, hv.run_id):
             return failed("admission", Why.NO_TOKEN.advice(identity.peer_id), _GIVE_SECRET), b""
@@ -168,7 +168,7 @@ async def _check_admission(
 
 
 def _kept_token(identity: Identity, run_id: str, secret: SwarmSecret) -> tuple[bytes, Why | None]:
-    """The token beside the key where it is good, and else why it is not; neither: there is none."""
+    """The stored token if it is valid, else b"" and why it is not; b"" and None if there is none."""
     try:
         blob = identity.path.with_suffix(".token").read_bytes()
         Admission(run_id, secret.public_key).check(identity.peer_id, blob, time.time())
@@ -192,7 +192,7 @@ def _without_issuer(error: NoIssuer, kept: bytes, problem: Why | None, peer_id: 
 
 
 async def _is_closed(dht: Dht, run_id: str) -> bool:
-    """Whether somebody issues tokens for this run."""
+    """Whether anyone issues tokens for this run."""
     found = await announced(dht, ISSUERS_KEY(run_id), CoordinatorRecord, run_id, lambda _: None)
     return any(record.token for record in found.values())
 

@@ -1,4 +1,4 @@
-"""Peers, coordinators and trainers as processes: on this machine, as workers of Ray, several seeds side by side.
+"""Starts peers, coordinators and trainers as processes: a swarm on this machine, on Ray's nodes, or a sweep of seeds.
 
-Start with local_swarm.py, a swarm on this machine; worker.py is how a trainer under torchrun finds its daemon.
+Start with local_swarm.py, a swarm on this machine; worker.py connects a trainer under torchrun to its daemon.
 """

@@ -1,4 +1,4 @@
-"""What one peer learns alone: the same training as a peer's, beside which a swarm's result is judged."""
+"""Trains one peer alone, with the settings of a peer of the swarm, as a baseline for the swarm's result."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from peers.monitor.phases import Doing, PhaseClock
 from peers.protocol.reports import Phase
 
 NAME = "alone"
-# It saves nothing to go on from.
+# Not restarted, since it saves no checkpoints.
 _POLICY = RestartPolicy(max_deaths=1)
 
 
 @dataclass
 class LoneTraining:
-    """One training without a swarm, with the flags, data, seed and threads of a peer of `num_peers`."""
+    """A training without a swarm, with the flags, data, seed and threads of one of `num_peers` peers."""
 
     config: TrainConfig
     named: frozenset[str]
     run_dir: Path
-    """The run's; its own lies beneath it."""
+    """The run directory of the swarm; this training's own is a subdirectory."""
     num_peers: int
     records: list[Record] = field(default_factory=list)
 
     async def run(self) -> None:
-        """To its end, and show it meanwhile. Raises DilocoError. No process is left, cancellation included."""
+        """Train to the end with a live view. Raises DilocoError. No process is left, even if cancelled."""
         shown = Shown(NAME, self.run_dir / NAME, since=time.time())
         shown.run_dir.mkdir(parents=True, exist_ok=True)
         write_phase(shown.run_dir, Phase(name="starting", detail="loading torch, the model and the data"))
@@ -81,6 +81,6 @@ class LoneTraining:
 
     @property
     def _fields(self) -> frozenset[str]:
-        """Without the swarm's own, and without checkpoints, which would land among those of peers."""
+        """The user's fields, without those of the swarm, and without checkpoints, which would mix with the peers'."""
         checkpoints = {name for name in flat_values(self.config) if name.startswith("ckpt.")}
         return self.named - OWN_FIELDS - checkpoints

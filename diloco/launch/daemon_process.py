@@ -1,4 +1,4 @@
-"""The daemon of a peer that was started by torchrun: a child of local rank 0, which dies with it."""
+"""Runs the daemon of a peer that was started by torchrun, as a child of local rank 0 that dies with it."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def wants_swarm(config: TrainConfig) -> bool:
 
 
 class DaemonProcess:
-    """A running daemon. It ends by itself when its worker has finished, or is gone."""
+    """A running daemon. It ends by itself when its worker has finished or died."""
 
     def __init__(self, config: TrainConfig, named: Collection[str], *, log_path: Path) -> None:
-        """Start it and wait until it listens. Raises UserError for what the user can mend."""
+        """Start the daemon; does not wait until it listens. Raises UserError for invalid settings."""
         self._directory = SocketDirectory()
         self._log_path = log_path
         self.link_path = self._directory.path / "link.sock"
@@ -57,7 +57,7 @@ class DaemonProcess:
             stdin.write(json.dumps(fields).encode())
 
     def manifest(self) -> dict[str, Scalar]:
-        """What the swarm has agreed on, as soon as it has. Raises UserError where this peer cannot join."""
+        """Wait for the swarm's manifest. Raises UserError if this peer cannot join."""
         link = self._connect()
         try:
             with self.explains():
@@ -68,7 +68,7 @@ class DaemonProcess:
 
     @contextlib.contextmanager
     def explains(self) -> Iterator[None]:
-        """A worker that loses its daemon in this block says what the daemon said last."""
+        """If the worker loses its daemon in this block, raise an error with the daemon's last output."""
         try:
             yield
         except LinkLost as error:
@@ -78,7 +78,7 @@ class DaemonProcess:
             raise self._failure(f"the swarm's daemon hung up: {error}") from error
 
     def stop(self) -> None:
-        """Wait for it to leave the swarm, by a deadline. Repeating it is safe."""
+        """Wait until the daemon has left the swarm, and kill it after STOP_TIMEOUT_S. Repeating it is safe."""
         try:
             self._process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -86,7 +86,7 @@ class DaemonProcess:
         self._directory.remove()
 
     def kill(self) -> None:
-        """End it without waiting; it cleans up by itself."""
+        """Send SIGTERM without waiting; the daemon cleans up by itself."""
         self._process.terminate()
         self._directory.remove()
 

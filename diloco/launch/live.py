@@ -1,4 +1,4 @@
-"""The live view of one or more peers on this machine: a table on a terminal, else plain lines."""
+"""A live view of one or more peers on this machine: a table on a terminal, else plain lines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _READ_INTERVAL_S = 0.25
-_MOST_NAMED = 3
+_MAX_PHASES = 3
 _COLUMNS = (
     "peer",
     "state",
@@ -37,26 +37,26 @@ _COLUMNS = (
 
 @dataclass
 class Shown:
-    """A peer in the view. `state` is kept by whoever watches its process."""
+    """A peer in the view. The supervisor of its process sets `state`."""
 
     name: str
     run_dir: Path
     state: str = "starting"
     since: float = 0.0
-    """Unix time of its last start: older records are from an earlier start."""
+    """Unix time of its last start; older records and phases are ignored."""
     phase: Phase | None = None
     """The phase that it reports."""
 
     @property
     def doing(self) -> str:
-        """For a table."""
+        """The text in the column `state`."""
         return in_short(self.phase) if self.phase is not None else self.state
 
     def restarted(self, now: float) -> None:
         self.state, self.since, self.phase = "restarting", now, None
 
     def look(self) -> None:
-        """Read the phase file, of a peer that has not ended."""
+        """Read the phase file, unless the peer has ended."""
         is_running = self.state in ("starting", "restarting", "training")
         self.phase = read_phase(self.run_dir, self.since) if is_running else None
 
@@ -71,9 +71,9 @@ async def show(
     on_records: Callable[[int, list[Record]], None] | None = None,
     terminal: bool | None = None,
 ) -> None:
-    """Show the peers until cancelled. `on_records(index of the peer, its new records)` is called first.
+    """Show the peers until cancelled. Calls `on_records(index of the peer, new records)` before showing records.
 
-    Records older than the peers' `since` at the beginning are passed over.
+    Records from before a peer's initial `since` are skipped.
     """
     terminal = sys.stdout.isatty() if terminal is None else terminal
     screen: _Screen | _Lines = _Screen(peers) if terminal else _Lines(peers)
@@ -122,7 +122,7 @@ async def show_log(path: Path) -> None:
 
 
 class _Lines:
-    """One line an epoch, evaluation and event, and a step's or a phase's every few seconds."""
+    """Prints a line for each epoch, evaluation and event, and every few seconds one for a step or a phase."""
 
     def __init__(self, peers: Sequence[Shown]) -> None:
         self._peers = peers
@@ -148,7 +148,7 @@ class _Lines:
 
 
 class _Screen:
-    """A table that is redrawn in place; what is printed meanwhile scrolls by above it."""
+    """A table that is redrawn in place; other output scrolls above it."""
 
     def __init__(self, peers: Sequence[Shown]) -> None:
         from rich.live import Live
@@ -180,7 +180,7 @@ class _Screen:
 
 
 def table_of(peers: Sequence[Shown], figures: Sequence[PeerFigures]) -> Table:
-    """One row a peer; fits 80 columns."""
+    """A table with one row per peer, which fits 80 columns."""
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 1, 0, 0), caption_justify="left")
@@ -194,14 +194,14 @@ def table_of(peers: Sequence[Shown], figures: Sequence[PeerFigures]) -> Table:
 def caption_of(
     evaluations: Sequence[Record], *, elapsed_s: float, phases: Mapping[str, Phase | None] | None = None
 ) -> str:
-    """How long it has been going on and will, and what the first and the last evaluation said. Until somebody trains,
-    what keeps each peer, by its name in `phases`: the table has no room for that."""
+    """Elapsed and remaining time, and the first and the last evaluation. While no peer trains yet, the peers' phases,
+    for which the table has no room; `phases` is by peer name."""
     minutes, seconds = divmod(int(elapsed_s), 60)
     parts = [f"{minutes}:{seconds:02d}"]
     known = {peer: phase for peer, phase in (phases or {}).items() if phase}
     training = [phase for phase in known.values() if phase.name == "training" and phase.total]
     if not training:
-        parts += [f"{peer} is {in_words(phase)}" for peer, phase in list(known.items())[:_MOST_NAMED]]
+        parts += [f"{peer} is {in_words(phase)}" for peer, phase in list(known.items())[:_MAX_PHASES]]
     if training:
         furthest = max(training, key=lambda phase: phase.done)
         left = f", {span(furthest.left_s)} left" if furthest.left_s is not None else ""
@@ -215,7 +215,7 @@ def caption_of(
 
 
 def cells_of(newest: PeerFigures) -> list[str]:
-    """The figures of one row, from the epoch on; a dash where nothing is known yet."""
+    """The cells of one row from the column `epoch` on, with dashes for unknown figures."""
     step, epoch = newest.step, newest.epoch
     epochs = [int(record["epoch"]) for record in (step, epoch) if record.get("epoch") is not None]
     return [

@@ -1,4 +1,4 @@
-"""A whole swarm on this machine: the coordinator and its peers as supervised processes."""
+"""Runs a whole swarm on this machine: the coordinator and the peers as supervised processes."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ from peers.protocol.reports import Phase
 ADDRESS_FLAG = "--initial-peers "
 _PORTS = range(20_000, 30_000)
 _START_TIMEOUT_S = 60.0
-# A peer needs its own few seconds to stop its workers and its p2pd.
+# A peer needs a few seconds to stop its own workers and p2pd.
 _POLICY = RestartPolicy(stop_timeout_s=6.0)
-# Given to each peer by the swarm itself.
+# LocalSwarm sets these fields for each peer.
 OWN_FIELDS = frozenset(
     {"run_dir", "hv.initial_peers", "hv.world_rank", "hv.galaxy_size", "hv.host_maddrs", "hv.data_port"}
-    # Its coordinator is its own, on loopback, and admits everybody.
+    # Its coordinator is on loopback and admits every peer.
     | {"hv.swarm_secret_file", "hv.admission_key_file", "hv.allowlist_file"}
 )
 
 
 @dataclass
 class LocalPeer:
-    """One peer process and what is shown of it."""
+    """One peer process and its row in the live view."""
 
     world_rank: int
     supervisor: Supervisor
     shown: Shown
 
     def lose(self) -> int:
-        """SIGKILL all of its processes, as if its machine were gone. Returns how many there were."""
+        """Simulate the loss of the machine: SIGKILL all of the peer's processes. Returns their number."""
         pids = [pid for root in self.supervisor.pids for pid in (root, *descendants(root))]
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -57,7 +57,7 @@ class LocalPeer:
 
 @dataclass
 class LocalSwarm:
-    """`config` and `named` go to every peer; `say` tells people what happens to processes."""
+    """All peers get `config` and `named`; `say` prints messages about their processes."""
 
     config: TrainConfig
     named: frozenset[str]
@@ -74,22 +74,22 @@ class LocalSwarm:
             self.config.hv.run_id, free_port(), self._environment, self.run_dir / "logs" / "dht.log"
         )
         self._coordinator = Supervisor(command, policy=_POLICY)
-        # Files of an earlier run in this directory must not be taken for this run's.
+        # Files of an earlier run in this directory must be ignored.
         now = time.time()
         self.shown = [
             Shown(f"peer {rank}", self.run_dir / f"peer-{rank}", since=now) for rank in range(self.num_peers)
         ]
 
     async def run(self) -> None:
-        """Until all peers have finished. Raises UserError or DilocoError with the words of one that could not.
+        """Run until all peers have finished. If one fails, raises UserError or DilocoError with its last output.
 
-        No process is left when it ends, cancellation included.
+        No process is left afterwards, even if cancelled.
         """
         for one in self.shown:
             one.run_dir.mkdir(parents=True, exist_ok=True)
             write_phase(one.run_dir, Phase(name="waiting for the coordinator"))
         log = self._coordinator.command.log_path
-        # An earlier run's, at another port.
+        # The log may begin with the output of an earlier run, which names another port.
         said_before = log.stat().st_size if log.exists() else 0
         coordinator = asyncio.create_task(self._coordinator.run())
         tasks = [coordinator]
@@ -113,7 +113,7 @@ class LocalSwarm:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _give_up(self, peer: LocalPeer) -> None:
-        """Stop a peer that was not back when the others had finished: it would train alone."""
+        """Stop a peer that was still restarting when the others finished: it would train alone."""
         self.say(f"the training ended before {peer.shown.name} was back in it")
         await peer.supervisor.stop()
         peer.shown.state = "late"
@@ -154,7 +154,7 @@ def coordinator_command(
     run_id: str, port: int, environment: Mapping[str, str], log_path: Path
 ) -> WorkerCommand:
     """`diloco dht start` on loopback."""
-    # A fixed port and key: a coordinator that was restarted is still where the peers look for it.
+    # A fixed port, so that the peers find the coordinator again after a restart.
     flags = ("--run-id", run_id, "--host-maddrs", f"/ip4/127.0.0.1/tcp/{port}")
     return WorkerCommand(
         argv=(sys.executable, "-m", "diloco", "dht", "start", *flags),
@@ -165,9 +165,9 @@ def coordinator_command(
 
 
 async def printed_address(coordinator: Supervisor, end: asyncio.Task[WorkerEnd], said_before: int = 0) -> str:
-    """The coordinator's address, once it has printed it behind so many bytes of its log.
+    """Wait until the coordinator prints its address, ignoring the first `said_before` bytes of its log.
 
-    Raises UserError, DilocoError with its words.
+    Raises UserError or DilocoError with its last output.
     """
     log = coordinator.command.log_path
     deadline = asyncio.get_running_loop().time() + _START_TIMEOUT_S
@@ -184,7 +184,7 @@ async def printed_address(coordinator: Supervisor, end: asyncio.Task[WorkerEnd],
 
 
 def environment_of_peers(environment: Mapping[str, str], run_dir: Path, num_peers: int) -> dict[str, str]:
-    """Keys and ledger in the run's own directory, so that runs on one machine never meet; cores shared out."""
+    """The environment of peers: their keys and ledger in the run's directory, and an equal share of the cores."""
     threads = str(threads_per_rank(num_cores(), num_peers))
     state = str(run_dir / "state")
     inherited = {name: value for name, value in environment.items() if name != SECRET_ENV}
@@ -192,16 +192,16 @@ def environment_of_peers(environment: Mapping[str, str], run_dir: Path, num_peer
 
 
 def gpu_of_peer(rank: int, gpus: list[str]) -> dict[str, str]:
-    """One GPU a peer, in turn; several peers may have to share one."""
+    """The GPU of a peer, assigned round-robin; peers share GPUs if there are more peers than GPUs."""
     return {"CUDA_VISIBLE_DEVICES": gpus[rank % len(gpus)]} if gpus else {}
 
 
 def descendants(root: int) -> list[int]:
-    """Children of the process, their children, and so on."""
+    """The process's children, their children, and so on."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, IndexError):
-            # The command's name, in parentheses, may hold anything.
+            # The command's name, in parentheses, may contain spaces and parentheses.
             parent = int(stat.read_text(errors="replace").rpartition(")")[2].split()[1])
             children.setdefault(parent, []).append(int(stat.parent.name))
     found, unseen = [], [root]
@@ -220,9 +220,7 @@ def _check_end(code: int, name: str, log: Path) -> None:
 
 
 def free_port() -> int:
-    """A port on which nobody listens, outside the range that systems use for outgoing connections: it is bound
-    seconds later.
-    """
+    """A free port outside the ephemeral range, where an outgoing connection could take it before it is bound."""
     for port in random.sample(_PORTS, 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))

@@ -1,4 +1,4 @@
-"""<run dir>/phase.json: what a peer is doing, as its own process last wrote it, for whoever shows it."""
+"""<run dir>/phase.json, in which a peer's process writes its current phase for the live view."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ class _Written(msgspec.Struct, frozen=True):
 
 
 def write_phase(run_dir: Path, phase: Phase) -> None:
-    """In one piece, whoever is killed meanwhile. A disk that is full costs the picture, and no training."""
+    """Overwrite the phase with a single write. Errors, such as a full disk, are ignored."""
     text = msgspec.json.encode(_Written(time.time(), phase))
     with (
         contextlib.suppress(OSError),
         os.fdopen(os.open(run_dir / PHASE, os.O_WRONLY | os.O_CREAT, 0o644), "wb", 0) as file,
     ):
-        # Over what was there, with blanks to a length that few phases exceed; who reads between the two finds nothing.
+        # Padded to a fixed length, so that the write replaces the old content entirely. Only after a longer phase, a
+        # reader between write and truncate finds invalid JSON, and then no phase.
         file.write(text.ljust(_LENGTH))
         file.truncate()
 
 
 def read_phase(run_dir: Path, since: float) -> Phase | None:
-    """What was written at `since` (Unix seconds) or later, if anything was."""
+    """The phase, if it was written at `since` (Unix seconds) or later."""
     with contextlib.suppress(OSError, msgspec.DecodeError):
         written = msgspec.json.decode((run_dir / PHASE).read_bytes(), type=_Written)
         return written.phase if written.time >= since else None

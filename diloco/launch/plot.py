@@ -1,4 +1,4 @@
-"""The plot of a run: its losses over time, losses and returns of peers, and averagings."""
+"""Plots a run: training and validation loss over time, lost and returning peers, and averagings."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _SMOOTHED_STEPS = 20
 _INCHES = (9.0, 5.0)
 _DPI = 120
 _NOTICEABLE_S = 5.0
-_LATE = 0.85
-_MOST_EPOCHS = 80
-"""More lines than this could not be told apart."""
+_NEAR_END = 0.85
+_MAX_EPOCH_MARKS = 80
+"""Marks of epochs are drawn up to this number; more could not be distinguished."""
 
 
 @dataclass(frozen=True)
 class Life:
-    """The records of a peer from one start to its end."""
+    """The records of a peer between a start and its end or loss."""
 
     began_at: float
     ended_at: float
@@ -33,7 +33,7 @@ class Life:
 
 
 def lives_of(records: Sequence[Record]) -> list[Life]:
-    """Of one peer, in their order. Times are Unix seconds."""
+    """Split one peer's records at its starts. Times are Unix seconds."""
     parts: list[list[Record]] = []
     for record in records:
         if not parts or (record.get("event") == "start" and any("time" in r for r in parts[-1])):
@@ -50,7 +50,7 @@ def lives_of(records: Sequence[Record]) -> list[Life]:
 
 
 def absences(lives: Sequence[Life], ended_at: float) -> list[tuple[float, float]]:
-    """When a peer was gone, from and to; until the run's end if it did not come back."""
+    """Intervals (from, to) in which a peer was lost; the last one ends with the run if the peer did not return."""
     found = [(before.ended_at, after.began_at) for before, after in itertools.pairwise(lives)]
     if lives and not lives[-1].has_finished and ended_at - lives[-1].ended_at > _NOTICEABLE_S:
         found.append((lives[-1].ended_at, ended_at))
@@ -58,7 +58,7 @@ def absences(lives: Sequence[Life], ended_at: float) -> list[tuple[float, float]
 
 
 def validation_of(records: Sequence[Record]) -> list[tuple[float, float]]:
-    """The losses of the evaluations, each with the seconds since the first of the records, in the order of time."""
+    """(seconds since the first record, loss) of each evaluation, by time."""
     began_at = min((float(record["time"]) for record in records if "time" in record), default=0.0)
     evaluations = [r for r in records if r.get("kind") == "eval" and r.get("loss") is not None]
     return sorted((float(record["time"]) - began_at, float(record["loss"])) for record in evaluations)
@@ -67,8 +67,8 @@ def validation_of(records: Sequence[Record]) -> list[tuple[float, float]]:
 def plot(
     records_of: Mapping[str, Sequence[Record]], path: Path, *, title: str, alone: Sequence[Record] = ()
 ) -> None:
-    """Write a PNG: each peer's training loss and the validation loss over time, when peers were lost and came back, and
-    when they averaged. Beside it the validation loss of a peer that trained `alone`, since its own beginning."""
+    """Write a PNG with each peer's training loss and the validation loss over time, peers' losses and returns, and
+    averagings. `alone` adds the validation loss of a training without a swarm, over its own time."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -97,8 +97,8 @@ def plot(
 
 
 def _unit_of(records: Sequence[Record]) -> tuple[float, str]:
-    """What losses in nats per token are multiplied by, and the unit they are in then: the report's, where an evaluation
-    says how many bits per byte its loss is."""
+    """A factor for losses in nats per token, and the resulting unit: bits per byte, as in the report, if an evaluation
+    has both figures."""
     for record in records:
         if record.get("kind") == "eval" and record.get("loss") and record.get("bits_per_byte"):
             return float(record["bits_per_byte"]) / float(record["loss"]), "bits per byte"
@@ -113,7 +113,7 @@ def _scaled(records: Sequence[Record], factor: float) -> list[Record]:
 
 
 def smoothed(values: Sequence[float], window: int) -> list[float]:
-    """Each value's mean with those up to `window` - 1 before it."""
+    """The moving average of each value and the `window` - 1 values before it."""
     means: list[float] = []
     total = 0.0
     for index, value in enumerate(values):
@@ -138,8 +138,8 @@ def _draw_peer(
         gone, back = gone - began_at, back - began_at
         axes.axvspan(gone, back, color=colour, alpha=0.12, linewidth=0)
         is_back = back < ended_at - began_at
-        # Near the end there is no room behind the line.
-        side_of_back = "right" if back > _LATE * (ended_at - began_at) else "left"
+        # Near the end there is no room to the right of the line.
+        side_of_back = "right" if back > _NEAR_END * (ended_at - began_at) else "left"
         for x, what, side in ((gone, "lost", "right"), *([(back, "back", side_of_back)] if is_back else [])):
             axes.axvline(x, color=colour, linestyle="--", linewidth=1)
             axes.annotate(
@@ -179,6 +179,6 @@ def _draw_epochs(axes: Axes, records: Sequence[Record], began_at: float) -> None
             at = float(record["time"]) - began_at
             ended[record["epoch"]] = min(at, ended.get(record["epoch"], at))
     label: str | None = "averaged"
-    for at in ended.values() if len(ended) <= _MOST_EPOCHS else ():
+    for at in ended.values() if len(ended) <= _MAX_EPOCH_MARKS else ():
         axes.axvline(at, ymin=0.97, color="0.35", linewidth=1, label=label)
         label = None

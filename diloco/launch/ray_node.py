@@ -1,6 +1,6 @@
-"""What a Ray worker does on its node: it starts the node's ranks of a program, or a peer whose worker that program is.
+"""Runs in a Ray worker: starts this node's ranks of a program, or a peer that has the program as its worker.
 
-Programs are processes of their own below Ray's worker: they may set up torch.distributed as they like, and die with it.
+Programs are child processes of Ray's worker, so they can set up torch.distributed by themselves. They die with it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _RUN_ID = "ray"
 
 
 def run_node(config: Mapping[str, Any]) -> None:
-    """Called by Ray Train in each of its workers. Raises RuntimeError when the program fails: Ray starts all again."""
+    """Called by Ray Train in each worker. Raises RuntimeError if the program fails, so that Ray restarts all nodes."""
     import ray
     import ray.train
     import ray.util
@@ -42,7 +42,7 @@ def run_node(config: Mapping[str, Any]) -> None:
         print(f"one worker on each of {num_nodes} nodes: {', '.join(places)}", flush=True)
     num_ranks = int(config["ranks_per_node"])
     if config["peer_flags"] is None:
-        host, port = _agreed(node, lambda: (address, _free_port()))
+        host, port = _broadcast(node, lambda: (address, _free_port()))
         ranks = [
             rank_env(
                 node=node, num_nodes=num_nodes, local_rank=local, num_local=num_ranks, host=host, port=port
@@ -59,7 +59,7 @@ def run_node(config: Mapping[str, Any]) -> None:
 def rank_env(
     *, node: int, num_nodes: int, local_rank: int, num_local: int, host: str, port: int
 ) -> dict[str, str]:
-    """What torchrun would set."""
+    """The environment variables that torchrun would set."""
     return {
         "RANK": str(node * num_local + local_rank),
         "LOCAL_RANK": str(local_rank),
@@ -74,7 +74,7 @@ def rank_env(
 def peer_argv(
     flags: Sequence[str], program: Sequence[str], *, address: str, num_peers: int, ranks: int, run_dir: Path
 ) -> list[str]:
-    """A peer that waits for all the others; its worker is our trainer, or the program given."""
+    """The command of a peer that waits for all others; its worker is our trainer, or the given program."""
     words = ["-m", "diloco", "peer", "--initial-peers", address, "--run-id", _RUN_ID]
     words += ["--galaxy-size", str(num_peers), "--nproc-per-node", str(ranks), "--run-dir", str(run_dir)]
     if tuple(program[: len(TRAINER)]) == TRAINER:
@@ -83,15 +83,15 @@ def peer_argv(
 
 
 def run_all(programs: Sequence[tuple[Sequence[str], Mapping[str, str]]]) -> int:
-    """Pythons' words and variables, all at once in the code's directory; 0, or the code of the first that failed.
+    """Run programs, given as (argv, extra environment), at the same time in the directory of the code.
 
-    When it returns or raises nothing of them is left.
+    Returns 0, or the exit code of the first that failed. No process is left when it returns or raises.
     """
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for argv, env in programs:
             processes.append(_started(argv, env))
-        # In short waits: Ray stops a worker by raising an exception in it, which a blocking wait would delay.
+        # Poll instead of a blocking wait: Ray stops a worker by raising an exception in it, which would be delayed.
         while True:
             codes = [process.poll() for process in processes]
             failed = [code for code in codes if code]
@@ -103,10 +103,10 @@ def run_all(programs: Sequence[tuple[Sequence[str], Mapping[str, str]]]) -> int:
 
 
 def _run_peer(config: Mapping[str, Any], node: int, num_nodes: int, address: str) -> int:
-    """The first node also begins the swarm, which only who has its secret can join."""
+    """Run a peer of a swarm with a secret. The first node also runs the coordinator."""
     storage = Path(config["storage"]) / config["name"]
     with contextlib.ExitStack() as stack:
-        where, secret = _agreed(node, lambda: stack.enter_context(_coordinator(storage, address)))
+        where, secret = _broadcast(node, lambda: stack.enter_context(_coordinator(storage, address)))
         argv = peer_argv(
             config["peer_flags"],
             config["program"],
@@ -120,7 +120,7 @@ def _run_peer(config: Mapping[str, Any], node: int, num_nodes: int, address: str
 
 @contextlib.contextmanager
 def _coordinator(storage: Path, address: str) -> Iterator[tuple[str, str]]:
-    """`diloco dht start`; how to join, and the swarm secret. What it knows outlives it in `storage`."""
+    """Run `diloco dht start`; yields its address and the swarm secret. Its state is kept in `storage`."""
     from provisioning.swarm.commands import address_in
 
     storage.mkdir(parents=True, exist_ok=True)
@@ -140,11 +140,11 @@ def _coordinator(storage: Path, address: str) -> Iterator[tuple[str, str]]:
 
 
 def _started(argv: Sequence[str], env: Mapping[str, str], log: Path | None = None) -> subprocess.Popen[bytes]:
-    """In the job's working directory, which Ray's worker has left for the storage."""
+    """Start a process in the job's working directory; Ray's worker itself runs in another one."""
     import diloco
 
     directory = Path(str(diloco.__file__)).parents[1]
-    # Ray Train's own ranks are another group than the program's.
+    # The variables of Ray Train's own process group must not reach the program.
     kept = {name: value for name, value in os.environ.items() if name not in _RANK_NAMES}
     path = os.pathsep.join(filter(None, (str(directory), kept.get("PYTHONPATH"))))
     parent_pid = os.getpid()
@@ -163,7 +163,7 @@ def _started(argv: Sequence[str], env: Mapping[str, str], log: Path | None = Non
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """SIGTERM, so that a peer leaves its swarm, then SIGKILL to whatever is left of their groups."""
+    """Send SIGTERM, so that a peer leaves its swarm, then SIGKILL to what is left of the process groups."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         deadline = time.monotonic() + _STOP_TIMEOUT_S
         for process in processes:
@@ -174,8 +174,8 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
                 process.wait(max(deadline - time.monotonic(), 0.0))
 
 
-def _agreed(node: int, make: Callable[[], T]) -> T:
-    """A value that the first worker makes, sent to all."""
+def _broadcast(node: int, make: Callable[[], T]) -> T:
+    """Make a value on the first node and broadcast it to all."""
     import torch.distributed as dist
 
     found: list[Any] = [make() if node == 0 else None]
@@ -185,7 +185,7 @@ def _agreed(node: int, make: Callable[[], T]) -> T:
 
 
 def _gathered(mine: str, num_nodes: int) -> list[str]:
-    """A value from each worker, in their order."""
+    """The values of all nodes, in the order of nodes."""
     import torch.distributed as dist
 
     found: list[Any] = [None] * num_nodes

@@ -1,8 +1,8 @@
-"""What runs as a Ray job: Ray Train's TorchTrainer places one worker on each node, and each starts a program there.
+"""The Ray job: Ray Train's TorchTrainer places one worker on each node, which starts a program there.
 
-The program is our trainer or any script that takes its rank from torchrun's variables. When one rank dies Ray starts
-all of them again, and the program goes on from its own checkpoint. With --peer-flags each node is a peer of its own
-instead, and the program its worker.
+The program is our trainer or any script that takes its rank from torchrun's variables. If one rank dies, Ray restarts
+all of them, and the program resumes from its own checkpoint. With --peer-flags, each node runs a peer of its own
+instead, with the program as its worker.
 
     python -m diloco.launch.ray_worker --num-nodes 2 --storage /shared -- -m diloco.train_fsdp --config config.toml
 """
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 once all have finished; raises what Ray says when they could not."""
+    """Returns 0 when all nodes have finished; raises Ray's error otherwise."""
     arguments, program = _parsed(list(sys.argv[1:] if argv is None else argv))
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
@@ -37,10 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             num_workers=arguments.num_nodes,
             use_gpu=arguments.use_gpu,
             resources_per_worker={"CPU": 1, **({"GPU": ranks} if arguments.use_gpu else {})},
-            # A worker starts all that belongs on its node, so two on one would share its GPUs.
+            # A worker starts all ranks of its node, so two workers on one node would share its GPUs.
             placement_strategy="STRICT_SPREAD",
         ),
-        # Only for the workers to find each other: the program's own group is another one.
+        # Only for the workers to exchange addresses; the program sets up its own process group.
         torch_config=TorchConfig(backend="gloo"),
         run_config=RunConfig(
             name=arguments.name,

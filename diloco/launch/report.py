@@ -1,4 +1,4 @@
-"""What came out of a run: the figures at its end."""
+"""The report at the end of a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SHOWN_SHARE = 0.0005
 
 @dataclass(frozen=True)
 class Summary:
-    """The figures of a run, from the records of all its peers. None: not recorded."""
+    """The figures of a run, from the records of all its peers. None means not recorded."""
 
     bits_before: float | None
     bits_after: float | None
@@ -34,29 +34,29 @@ class Summary:
     num_epochs: int
     num_peers: int
     num_full_epochs: int
-    """Epochs that contain the work of all those peers."""
+    """Epochs to which all peers contributed."""
     still_share: float | None
-    """Share of the time that training stood still, for rounds and for other peers."""
+    """Fraction of the time for which training was blocked, by rounds and by waiting for other peers."""
     waited_share: float
-    """The part of `still_share` spent until the last peer had come to its round."""
+    """The part of `still_share` spent waiting for the last peer to be ready."""
     overlap_advice: int | None
-    """Overlap steps that would hide a typical round, if that is worth it and known to be harmless."""
+    """Overlap steps that would hide a typical round, if that is worthwhile and known to be harmless."""
     verdict: Verdict
     lost: Sequence[str]
-    """Peers that were lost, and when, in words."""
+    """Sentences on the peers that were lost, and when."""
     disagreements: Mapping[int, Mapping[str, str]]
-    """Epoch -> peer -> anchor digest, of epochs after which peers held different anchors."""
+    """Epoch -> peer -> anchor digest, for epochs after which peers had different anchors."""
 
     @property
     def agrees(self) -> bool:
-        """Whether there was an epoch, and all peers held equal bits after each."""
+        """Whether there was at least one epoch, and all peers had identical anchors after each."""
         return self.num_epochs > 0 and not self.disagreements
 
 
 def summarise(
     records_of: Mapping[str, Sequence[Record]], *, tokens_per_step: int, compression: str = "fp32"
 ) -> Summary:
-    """`records_of` holds each peer's records in the order written."""
+    """`records_of` holds each peer's records in the order of writing."""
     records = [record for peer in records_of.values() for record in peer]
     evaluations = sorted((r for r in records if r.get("kind") == "eval"), key=_time)
     epochs = [record for record in records if record.get("kind") == "epoch"]
@@ -86,16 +86,16 @@ def summarise(
         waited_share=waited_share,
         overlap_advice=_overlap_advice(records, rounds, (still_share or 0.0) - waited_share, tokens_per_step),
         verdict=verdict_of(facts_of(records_of, tokens_per_step=tokens_per_step, compression=compression)),
-        lost=told_losses(records_of),
+        lost=lost_peers(records_of),
         disagreements=disagreements(records_of),
     )
 
 
 def text_of(summary: Summary, paths: Mapping[str, Path], *, in_swarm: bool = True) -> str:
-    """The report, as it is printed."""
+    """The text of the report."""
     held_out = f" ({figure(summary.eval_bytes)}B held out)" if summary.eval_bytes else ""
     lines = [
-        *told_verdict(summary.verdict),
+        *verdict_lines(summary.verdict),
         f"bits per byte on validation{held_out}",
         f"  uniform               {UNIFORM_BITS_PER_BYTE:.3f}",
         f"  byte frequencies      {_bits(summary.unigram_bits)}",
@@ -103,15 +103,15 @@ def text_of(summary: Summary, paths: Mapping[str, Path], *, in_swarm: bool = Tru
         f"  after training        {_bits(summary.bits_after)}",
         f"trained                 {figure(summary.tokens)} tokens in {summary.duration_s:.0f} s"
         + (", all peers together" if summary.num_peers > 1 else ""),
-        *told_lost(summary.lost),
+        *lost_lines(summary.lost),
         *(_averaged(summary) if in_swarm else []),
         *(f"{name:<23} {seen_from_here(path)}" for name, path in paths.items()),
     ]
     return "\n".join(lines)
 
 
-def told_alone(alone: Summary, swarm: Summary) -> str:
-    """What the same training came to without the others, as a line of a report."""
+def baseline_line(alone: Summary, swarm: Summary) -> str:
+    """The line of the report that compares the swarm with the same training without a swarm."""
     return (
         f"alone                   {_bits(alone.bits_after)} bits per byte after as many steps as each peer's, in "
         f"{alone.duration_s:.0f} s; the swarm {_bits(swarm.bits_after)}, in {swarm.duration_s:.0f} s"
@@ -119,7 +119,7 @@ def told_alone(alone: Summary, swarm: Summary) -> str:
 
 
 def report(config: TrainConfig, run_dir: Path) -> None:
-    """Print the report of a trainer that was started by hand, from what it has written, and draw its plot."""
+    """Print the report of a trainer that was started by hand, from its metrics, and write its plot."""
     tokens_per_step = config.total_batch_size * config.seq_length
     records_of = {"this peer": Tail(run_dir / METRICS).read()}
     summary = summarise(records_of, tokens_per_step=tokens_per_step, compression=config.hv.compression)
@@ -129,15 +129,15 @@ def report(config: TrainConfig, run_dir: Path) -> None:
     print(text_of(summary, paths, in_swarm=wants_swarm(config)), flush=True)
 
 
-def told_verdict(verdict: Verdict) -> list[str]:
+def verdict_lines(verdict: Verdict) -> list[str]:
     return [
         f"verdict                 {verdict.text}",
         *(f"  and                   {one}" for one in verdict.more),
     ]
 
 
-def told_losses(records_of: Mapping[str, Sequence[Record]]) -> list[str]:
-    """Which peers were lost, how long after the run's beginning, and when they were back."""
+def lost_peers(records_of: Mapping[str, Sequence[Record]]) -> list[str]:
+    """Sentences on which peers were lost, how long after the start of the run, and when they returned."""
     times = [_time(record) for records in records_of.values() for record in records if "time" in record]
     began_at, ended_at = min(times, default=0.0), max(times, default=0.0)
     return [
@@ -148,20 +148,20 @@ def told_losses(records_of: Mapping[str, Sequence[Record]]) -> list[str]:
     ]
 
 
-def told_lost(lost: Sequence[str]) -> list[str]:
+def lost_lines(lost: Sequence[str]) -> list[str]:
     return [f"lost                    {one}" for one in lost]
 
 
 def seen_from_here(path: Path) -> Path:
-    """Relative to the current directory, if it is below."""
+    """The path relative to the current directory, if it is below it."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def _averaged(summary: Summary) -> list[str]:
     return [
         f"averaged                {_epochs(summary)}, {size(summary.sent_bytes)} sent",
-        *_still(summary),
-        told_agreement(summary.num_epochs, summary.disagreements),
+        *_blocked_lines(summary),
+        agreement_line(summary.num_epochs, summary.disagreements),
     ]
 
 
@@ -180,7 +180,7 @@ def _overlap_advice(
     return overlap_steps_for(statistics.median(rounds), tokens_per_step / statistics.median(rates))
 
 
-def _still(summary: Summary) -> list[str]:
+def _blocked_lines(summary: Summary) -> list[str]:
     if summary.still_share is None:
         return []
     line = f"stood still             {summary.still_share:.1%} of the time"
@@ -194,8 +194,8 @@ def _still(summary: Summary) -> list[str]:
     return [line]
 
 
-def told_agreement(num_epochs: int, disagreements: Mapping[int, Mapping[str, str]]) -> str:
-    """Whether all peers held the same bits, as a line of a report."""
+def agreement_line(num_epochs: int, disagreements: Mapping[int, Mapping[str, str]]) -> str:
+    """The line of the report on whether all peers had bit-identical anchors."""
     if not num_epochs:
         return "PROBLEM: no epoch was completed, so nothing was averaged"
     if not disagreements:

@@ -1,4 +1,4 @@
-"""Turns the records of a run into the facts that a verdict is based on. Pure."""
+"""Derives the facts that a verdict is based on from the records of a run. Pure."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from peers.monitor.verdict import PeerFacts, SwarmFacts
 def facts_of(
     records_of: Mapping[str, Sequence[Record]], *, tokens_per_step: int, compression: str
 ) -> SwarmFacts:
-    """`records_of` holds each peer's records in the order written, by world rank.
+    """`records_of` holds each peer's records in the order of writing; peers are in the order of world ranks.
 
-    A step of GRPO tells how long it took, of any number of tokens; its loss, which lies around zero, says nothing.
+    Steps of GRPO record their duration, so `tokens_per_step` is not used for them; their loss does not measure
+    progress and is left out.
     """
     has_finished = [
         any(record.get("event") == "finished" for record in records) for records in records_of.values()
@@ -24,7 +25,7 @@ def facts_of(
     peers = [
         replace(
             _facts(rank, records, tokens_per_step, compression),
-            # If no peer has finished, all were stopped together.
+            # If no peer has finished, all were stopped together and none counts as lost.
             state="lost" if any(has_finished) and not has_finished[rank] else "training",
         )
         for rank, records in enumerate(records_of.values())
@@ -34,7 +35,7 @@ def facts_of(
 
 
 def disagreements(records_of: Mapping[str, Sequence[Record]]) -> dict[int, dict[str, str]]:
-    """Epochs for which peers recorded different anchor digests, and who recorded which."""
+    """Epoch -> peer -> anchor digest, for epochs in which peers recorded different digests."""
     digests: dict[int, dict[str, str]] = {}
     for peer, records in records_of.items():
         for record in records:
@@ -44,7 +45,7 @@ def disagreements(records_of: Mapping[str, Sequence[Record]]) -> dict[int, dict[
 
 
 def waited_s(record: Record) -> float:
-    """Seconds of an epoch for which training waited for the slowest peer, not for the round."""
+    """Seconds of an epoch in which training waited for the slowest peer rather than for the round."""
     beyond_s = float(record["blocked_s"]) - float(record.get("round_s") or 0.0)
     return max(0.0, min(beyond_s, float(record.get("wait_s") or 0.0)))
 

@@ -1,7 +1,7 @@
-"""What a peer's daemon is told, and what its workers are told of what the swarm answered.
+"""The configuration of a peer's daemon, and adopting the swarm's manifest in the configuration of its workers.
 
-The manifest is the shared fields plus `model`, the content of config.json, and `tokenizer`, a digest. So a
-peer on another machine needs no model directory, and directories with equal contents are the same model.
+The manifest consists of the shared fields, of `model`, which is the content of config.json, and of `tokenizer`, a
+digest. So a peer on another machine needs no model directory, and directories with the same content are the same model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MODEL, _TOKENIZER, _PATH = "model", "tokenizer", "path_model"
 
 
 def state_dir() -> Path:
-    """Where keys and ledgers live between runs."""
+    """The directory for keys and ledgers."""
     base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     return Path(base) / "diloco"
 
@@ -33,9 +33,10 @@ def state_dir() -> Path:
 def daemon_config(
     config: TrainConfig, named: Collection[str], *, link_path: str | None = None
 ) -> dict[str, Any]:
-    """The fields of peers.daemon.DaemonConfig, ready for JSON. `named` are the fields that the user set.
+    """The fields of peers.daemon.DaemonConfig as JSON values. `named` are the fields that the user has set.
 
-    Raises UserError where the model cannot be found, the secrets cannot be read, or nobody could assign a world rank.
+    Raises UserError if the model is not found, a secret cannot be read, or neither user nor coordinator assigns a world
+    rank.
     """
     hv = config.hv
     if hv.world_rank is None and not hv.initial_peers:
@@ -43,7 +44,7 @@ def daemon_config(
             "--initial-peers is missing: the address that `diloco dht start` printed. To begin a run without "
             "a coordinator, give its first peer --world-rank 0."
         )
-    # Only to see whether they can be read: the daemon reads them itself, so that no secret is among its arguments.
+    # Only checks that they can be read. The daemon reads them itself, so that no secret is passed to it.
     AdmissionSettings(
         swarm_secret_file=hv.swarm_secret_file, admission_key_file=hv.admission_key_file
     ).secret()
@@ -67,7 +68,7 @@ def daemon_config(
         "all_reduce_strategy": hv.all_reduce_strategy,
         "timeout_waiting_for_peers": hv.timeout_waiting_for_peers,
         "fail_rank_drop": hv.fail_rank_drop,
-        # Peers may have different torch versions: what all hold is computed without torch's kernels.
+        # For display only. Peers may have different torch versions: shared state is computed without torch's kernels.
         "hardware": f"{hardware_in_words(os.environ, config.device)}, torch {version('torch')}",
         "metrics_port": hv.metrics_port,
         "manifest": manifest_of(config),
@@ -78,7 +79,7 @@ def daemon_config(
 
 
 def manifest_of(config: TrainConfig) -> dict[str, Scalar]:
-    """This peer's proposal of what all peers of the run agree on."""
+    """This peer's proposal for the run's manifest."""
     manifest = shared_values(config)
     if Path(config.path_model).expanduser().is_dir() and not _is_preset(config.path_model):
         # Paths differ between machines.
@@ -96,9 +97,9 @@ def adopted(
     run_dir: Path,
     num_ranks: int = 1,
 ) -> TrainConfig:
-    """The configuration with what the swarm agreed on in it; raises UserError where this peer cannot follow.
+    """The configuration with the values of the swarm's manifest. Raises UserError if this peer cannot adopt them.
 
-    A model that this machine does not have is written to <run_dir>/model_config/.
+    If this machine does not have the model, its config.json is written to <run_dir>/model_config/.
     """
     shared = {name: value for name, value in manifest.items() if name not in (_MODEL, _TOKENIZER, _PATH)}
     config = with_shared(config, shared, named=named, num_ranks=num_ranks)
@@ -114,7 +115,7 @@ def adopted(
 
 
 def _named_in_manifest(named: Collection[str]) -> set[str]:
-    """The manifest's fields that the user insists on: of a model, its content."""
+    """The manifest's fields that the user has set; --path-model stands for the model's content."""
     insisted = set(named) & shared_fields()
     return insisted - {_PATH} | {_MODEL, _TOKENIZER} if _PATH in insisted else insisted
 
@@ -129,7 +130,7 @@ def _is_the_same_model(path_model: str, manifest: Mapping[str, Scalar]) -> bool:
 
 
 def _written_model(manifest: Mapping[str, Scalar], run_dir: Path) -> Path:
-    """A directory with the manifest's config.json; its tokenizer then is the byte-level one, or refused."""
+    """Write the manifest's config.json. Raises UserError if the run's tokenizer is not the byte-level one."""
     byte_level = {_tokenizer_digest(PRESETS_DIR / "2m"), ""}
     if manifest.get(_TOKENIZER, "") not in byte_level:
         raise UserError(

@@ -1,4 +1,4 @@
-"""What a sweep is: each instance's seed, GPUs, port, directories and commands. Pure, except for the checks."""
+"""Plans a sweep: seed, GPUs, port, directories and flags of each instance. Pure, except for the checks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from diloco.train.run_dir import METRICS, slug
 FIRST_PORT = 8000
 _LAST_PORT = 65535
 _LARGEST_SEED = 2**48
-_OF_INSTANCES = (
+_PER_INSTANCE_FIELDS = (
     "run_dir",
     "ckpt.path",
     "ckpt.delta_path",
@@ -29,7 +29,7 @@ LOGS = Path("logs") / "parallel_training"
 
 @dataclass(frozen=True, kw_only=True)
 class Instance:
-    """One of a sweep's trainings."""
+    """One training of a sweep."""
 
     number: int
     seed: int
@@ -37,7 +37,7 @@ class Instance:
     server_gpu: str | None
     trainer_gpu: str | None
     dataset: str
-    """Its number as it is written in names."""
+    """The data set, in the form used in file names."""
 
     @property
     def suffix(self) -> str:
@@ -56,13 +56,13 @@ class Instance:
         return Path("checkpoints") / f"deltas_{self.dataset}_{self.suffix}"
 
     def log_of(self, what: str) -> Path:
-        """`what` is training or vllm."""
+        """The log file of `what`, which is `training` or `vllm`."""
         gpu = self.server_gpu if what == "vllm" else self.trainer_gpu
         where = "cpu" if gpu is None else f"gpu{gpu}"
         return LOGS / f"{what}_instance{self.number}_{where}_seed{self.seed}.log"
 
     def flags(self, *, url: str | None, seed: int) -> list[str]:
-        """The flags in which this instance differs from the others."""
+        """The flags that differ between instances."""
         own = {
             "--seed": str(seed),
             "--vllm-port": str(self.port),
@@ -78,9 +78,9 @@ class Instance:
 def planned(
     config: TrainConfig, *, num_instances: int, seeds: Sequence[int], gpus: Sequence[str]
 ) -> list[Instance]:
-    """Instance i: its server on GPU 2i, its trainer on 2i + 1, port 8000 + i. Raises UserError where that cannot be.
+    """Instance i has its server on GPU 2i and port 8000 + i, and its trainer on GPU 2i + 1. Raises UserError.
 
-    A first port of its own is what --vllm-port names.
+    --vllm-port replaces 8000.
     """
     if len(seeds) != num_instances or len(set(seeds)) != num_instances:
         raise UserError(
@@ -116,11 +116,11 @@ def planned(
 
 
 def overruled(config: TrainConfig, named: Collection[str]) -> list[str]:
-    """One sentence for each flag that was given and that a sweep sets for each instance."""
+    """One sentence for each flag of the user that the sweep overrides for each instance."""
     values, defaults = flat_values(config), flat_values(TrainConfig())
     return [
         f"--{name.replace('_', '-')} has no effect in a sweep: each instance has its own."
-        for name in _OF_INSTANCES
+        for name in _PER_INSTANCE_FIELDS
         if name in named and values[name] != defaults[name]
     ]
 
@@ -132,7 +132,7 @@ def check_room(
     *,
     min_free_bytes: int,
 ) -> None:
-    """Ports, disk, and the key for wandb, before anything is started. Raises UserError."""
+    """Check ports, directories, disk space and the wandb key before anything is started. Raises UserError."""
     if config.grpo.rollout == "vllm":
         for instance in instances:
             if not _is_free(instance.port):
@@ -161,7 +161,7 @@ def check_room(
 def trainer_environment(
     instance: Instance, environment: Mapping[str, str], *, threads: int
 ) -> dict[str, str]:
-    """What the trainer of an instance gets; its GPU is the only one that it sees."""
+    """The environment of an instance's trainer, which sees only its own GPU."""
     own = {"OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS") or str(threads), "PYTHONUNBUFFERED": "1"}
     if instance.trainer_gpu is not None:
         own["CUDA_VISIBLE_DEVICES"] = instance.trainer_gpu

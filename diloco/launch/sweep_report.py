@@ -1,4 +1,4 @@
-"""What came out of a GRPO run: the figures at its end, and the plot of its rewards."""
+"""The report at the end of a GRPO run, and the plot of its rewards."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from diloco.launch.daemon_process import wants_swarm
 from diloco.launch.plot import smoothed
-from diloco.launch.report import seen_from_here, told_agreement, told_losses, told_lost, told_verdict
+from diloco.launch.report import agreement_line, lost_lines, lost_peers, seen_from_here, verdict_lines
 from diloco.launch.run_facts import disagreements, facts_of
 from diloco.options.flags import TrainConfig
 from diloco.train.metrics_file import Record, Tail, figure, size
@@ -16,7 +16,7 @@ from diloco.train.run_dir import METRICS
 from peers.monitor.verdict import Verdict, verdict_of
 
 _SMOOTHED_STEPS = 10
-# Shares of the steps that count as the beginning and the end of a run.
+# Fraction of the steps that count as the beginning of a run, and as its end.
 _EDGE = 0.1
 _PLOT_INCHES = (8.0, 4.5)
 _PLOT_DPI = 120
@@ -24,10 +24,10 @@ _PLOT_DPI = 120
 
 @dataclass(frozen=True)
 class RewardSummary:
-    """The figures of a run, from the records of all its peers. None: it was not recorded."""
+    """The figures of a run, from the records of all its peers. None means not recorded."""
 
     reward_before: float | None
-    """Mean over the first tenth of the steps, all peers together."""
+    """Mean over all peers and the first tenth of the steps."""
     reward_after: float | None
     evaluations: tuple[Record, ...]
     completions: int
@@ -39,19 +39,19 @@ class RewardSummary:
     """The largest difference between a server's and a trainer's log-probabilities."""
     verdict: Verdict
     lost: Sequence[str]
-    """Peers that were lost, and when, in words."""
+    """Sentences on the peers that were lost, and when."""
     disagreements: Mapping[int, Mapping[str, str]]
 
     @property
     def agrees(self) -> bool:
-        """Whether there was an epoch, and all peers held equal bits after each."""
+        """Whether there was at least one epoch, and all peers had identical anchors after each."""
         return self.num_epochs > 0 and not self.disagreements
 
 
 def summarise(
     records_of: Mapping[str, Sequence[Record]], *, completions_per_step: int, compression: str = "fp32"
 ) -> RewardSummary:
-    """`records_of` holds each peer's records in the order written."""
+    """`records_of` holds each peer's records in the order of writing."""
     records = [record for peer in records_of.values() for record in peer]
     epochs = [record for record in records if record.get("kind") == "epoch"]
     evaluations = [record for record in records if record.get("kind") == "eval" and "reward" in record]
@@ -71,15 +71,15 @@ def summarise(
         num_epochs=len({record["epoch"] for record in epochs}),
         num_peers=len(records_of),
         logp_difference=max(differences, default=None),
-        # Each step's record says how long it took.
+        # 0: the records of GRPO steps have their duration.
         verdict=verdict_of(facts_of(records_of, tokens_per_step=0, compression=compression)),
-        lost=told_losses(records_of),
+        lost=lost_peers(records_of),
         disagreements=disagreements(records_of),
     )
 
 
 def rewards_by_step(records: Sequence[Record]) -> list[tuple[int, float]]:
-    """(step, mean reward of all peers), by step."""
+    """(step, mean reward over all peers), in the order of steps."""
     found: dict[int, list[float]] = {}
     for record in records:
         if record.get("kind") == "step" and record.get("reward") is not None:
@@ -88,16 +88,16 @@ def rewards_by_step(records: Sequence[Record]) -> list[tuple[int, float]]:
 
 
 def text_of(summary: RewardSummary, paths: Mapping[str, Path], *, in_swarm: bool = True) -> str:
-    """The report, as it is printed."""
+    """The text of the report."""
     lines = [
-        *told_verdict(summary.verdict),
+        *verdict_lines(summary.verdict),
         "mean reward of completions",
         f"  first tenth of steps  {_decimal(summary.reward_before)}",
         f"  last tenth of steps   {_decimal(summary.reward_after)}",
-        *_told_evaluations(summary.evaluations),
+        *_evaluation_lines(summary.evaluations),
         f"trained on              {figure(summary.completions)} completions in {summary.duration_s:.0f} s"
         + (", all peers together" if summary.num_peers > 1 else ""),
-        *told_lost(summary.lost),
+        *lost_lines(summary.lost),
     ]
     if summary.logp_difference is not None:
         lines.append(
@@ -107,13 +107,13 @@ def text_of(summary: RewardSummary, paths: Mapping[str, Path], *, in_swarm: bool
         peers = f"{summary.num_peers} peer{'' if summary.num_peers == 1 else 's'}"
         sent = f"{size(summary.sent_bytes)} sent"
         lines.append(f"averaged                {summary.num_epochs} epochs by {peers}, {sent}")
-        lines.append(told_agreement(summary.num_epochs, summary.disagreements))
+        lines.append(agreement_line(summary.num_epochs, summary.disagreements))
     lines += [f"{name:<23} {seen_from_here(path)}" for name, path in paths.items()]
     return "\n".join(lines)
 
 
 def report(config: TrainConfig, run_dir: Path) -> None:
-    """Print the report of a trainer that was started by hand, from what it has written, and draw its plot."""
+    """Print the report of a trainer that was started by hand, from its metrics, and write its plot."""
     records_of = {"this peer": Tail(run_dir / METRICS).read()}
     summary = summarise(
         records_of, completions_per_step=config.total_batch_size, compression=config.hv.compression
@@ -125,7 +125,7 @@ def report(config: TrainConfig, run_dir: Path) -> None:
 
 
 def plot(records_of: Mapping[str, Sequence[Record]], path: Path, *, title: str) -> None:
-    """Write a PNG: each peer's mean reward, and the evaluations, over the inner steps."""
+    """Write a PNG with each peer's mean reward and the evaluations over the inner steps."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -153,7 +153,7 @@ def plot(records_of: Mapping[str, Sequence[Record]], path: Path, *, title: str) 
     partial.replace(path)
 
 
-def _told_evaluations(evaluations: Sequence[Record]) -> list[str]:
+def _evaluation_lines(evaluations: Sequence[Record]) -> list[str]:
     lines = []
     for name, record in zip(("before", "after"), (*evaluations[:1], *evaluations[1:][-1:]), strict=False):
         passes = ", ".join(

@@ -1,4 +1,4 @@
-"""The processes of a sweep: servers, health checks, trainers, the view, and what is said at the end."""
+"""Runs a sweep: its servers, health checks, trainers, the live view, and the report at the end."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from peers.daemon.supervisor import Supervisor, WorkerCommand
 BETWEEN_SERVERS_S = 2.0
 BETWEEN_TRAINERS_S = 5.0
 _WATCH_INTERVAL_S = 1.0
-# A trainer that ends is not restarted: its server and its checkpoints are still there.
+# A trainer that fails is not restarted; it can be resumed from its checkpoints.
 _ONCE = RestartPolicy(max_deaths=1, stop_timeout_s=6.0)
 
 
 @dataclass
 class Sweep:
-    """`named` are the fields that the user set."""
+    """A sweep. `named` are the fields that the user has set; `average`: the instances form one swarm."""
 
     config: TrainConfig
     named: frozenset[str]
@@ -50,11 +50,11 @@ class Sweep:
         self._codes: dict[int, int] = {}
         self._environment = dict(os.environ)
         if self.average:
-            # Keys and ledger of this sweep's swarm alone.
+            # A state directory for the keys and the ledger of this sweep's swarm only.
             self._environment["XDG_STATE_HOME"] = str((self.instances[0].output_dir / "state").absolute())
 
     async def until_reported(self) -> int:
-        """0 where every instance has finished. No process is left, whatever way this ends."""
+        """Run the sweep and print its report. Returns 0 if every instance has finished. No process is left."""
         servers = self._servers() if self.config.grpo.rollout == "vllm" else {}
         if self.average:
             for instance, shown in zip(self.instances, self._shown, strict=True):
@@ -62,11 +62,11 @@ class Sweep:
         supervisors: list[Supervisor] = []
         watch: asyncio.Task[None] | None = None
         try:
-            urls = await self._started(servers)
-            watch = asyncio.create_task(_kept_alive(servers))
+            urls = await self._start_servers(servers)
+            watch = asyncio.create_task(_restart_dead(servers))
             view = asyncio.create_task(show(self._shown, on_records=self._received))
             try:
-                await self._trained(urls, supervisors)
+                await self._train(urls, supervisors)
             finally:
                 view.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
@@ -79,7 +79,7 @@ class Sweep:
         return self._report()
 
     def _servers(self) -> dict[int, OwnServer]:
-        """Each instance's, not started yet. Raises UserError where there is no vLLM, or nothing to serve."""
+        """The server of each instance, not started yet. Raises UserError if vLLM or the model's weights are missing."""
         grpo = self.config.grpo
         directory = directory_of(self.config.path_model, weights=True)
         if not has_weights(directory):
@@ -103,8 +103,8 @@ class Sweep:
             for instance in self.instances
         }
 
-    async def _started(self, servers: dict[int, OwnServer]) -> dict[int, str]:
-        """Start them one after the other, and wait until all serve. Raises UserError for one that does not."""
+    async def _start_servers(self, servers: dict[int, OwnServer]) -> dict[int, str]:
+        """Start the servers one after the other and wait until all serve. Raises UserError if one does not."""
         starts: list[asyncio.Task[None]] = []
         for number, server in servers.items():
             if starts:
@@ -121,7 +121,7 @@ class Sweep:
             _say(f"all {len(servers)} servers have answered a request")
         return {number: server.url for number, server in servers.items()}
 
-    async def _trained(self, urls: dict[int, str], supervisors: list[Supervisor]) -> None:
+    async def _train(self, urls: dict[int, str], supervisors: list[Supervisor]) -> None:
         swarm: list[str] = []
         if self.average:
             coordinator = Supervisor(
@@ -149,10 +149,10 @@ class Sweep:
                 instance, [*instance.flags(url=urls.get(instance.number), seed=seed), *own]
             )
             supervisors.append(Supervisor(command, policy=_ONCE))
-            ends.append(asyncio.create_task(self._until_ended(instance, supervisors[-1])))
+            ends.append(asyncio.create_task(self._run_trainer(instance, supervisors[-1])))
         await asyncio.gather(*ends)
 
-    async def _until_ended(self, instance: Instance, supervisor: Supervisor) -> None:
+    async def _run_trainer(self, instance: Instance, supervisor: Supervisor) -> None:
         shown = self._shown[instance.number]
         shown.since = time.time()
         code = (await supervisor.run()).code
@@ -194,8 +194,8 @@ class Sweep:
         return 0
 
 
-async def _kept_alive(servers: dict[int, OwnServer]) -> None:
-    """Have servers that died back; their trainers wait for them, and send the weights again."""
+async def _restart_dead(servers: dict[int, OwnServer]) -> None:
+    """Restart servers that have died; their trainers wait for them and push the weights again."""
     while True:
         await asyncio.sleep(_WATCH_INTERVAL_S)
         for number, server in servers.items():
@@ -204,7 +204,7 @@ async def _kept_alive(servers: dict[int, OwnServer]) -> None:
                 try:
                     await asyncio.to_thread(server.restart)
                 except DilocoError as error:
-                    # Its trainer gives up by itself; the other trainers need not.
+                    # The trainer of this server gives up by itself; the others continue.
                     _say(f"instance {number}: {error}")
                     server.stop()
 

@@ -1,4 +1,4 @@
-"""From a rank's command line to its configuration, and from its errors to an exit code."""
+"""Turns a rank's command line into its assignment, and its errors into an exit code."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from peers.errors import UserError as SwarmRefusal
 
 USER_ERROR = 2
 FAILED = 1
-# torchrun ends all ranks when the first one exits, and rank 0 needs a moment for its box.
-_LAST_WORDS_S = 3.0
+# torchrun kills all ranks when the first one exits, so the others wait until rank 0 has printed its message.
+_MESSAGE_GRACE_S = 3.0
 
 
 def exit_code(action: Callable[[], None]) -> int:
-    """Run a rank to its end. 0 done; 2 the user can mend it; 1 anything else. The first rank of a node says why."""
+    """Run a rank. Returns 0 on success, 2 for a user's error, 1 for others; a node's first rank prints the reason."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
     is_first = World.from_environment(os.environ).local_rank == 0
     try:
@@ -51,15 +51,15 @@ def exit_code(action: Callable[[], None]) -> int:
         traceback.print_exception(error)
         code = FAILED
     if not is_first:
-        time.sleep(_LAST_WORDS_S)
+        time.sleep(_MESSAGE_GRACE_S)
     return code
 
 
 def leave(code: int) -> NoReturn:
-    """End this rank's process: what is registered with atexit is done, Python itself is not shut down.
+    """End this rank's process: run the functions registered with atexit, but do not finalize the interpreter.
 
-    A thread of gloo's drops the last collective's tensors when it gets round to it, and needs Python for that. Where
-    Python is shutting down by then, torch aborts, and a training that had finished ends by signal 6.
+    A thread of gloo releases the tensors of the last collective asynchronously and needs the interpreter for that. If
+    the interpreter is being finalized by then, torch aborts, and a training that had finished ends by SIGABRT.
     """
     try:
         atexit._run_exitfuncs()
@@ -72,17 +72,17 @@ def leave(code: int) -> NoReturn:
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """What this rank's peer is to do; the same on all its ranks."""
+    """The configuration of this rank's peer; the same on all its ranks."""
 
     config: TrainConfig
     run_dir: Path
     link_path: Path | None = None
-    """Of this peer's daemon."""
+    """The socket of this peer's daemon."""
     is_shown_here: bool = True
-    """Whether whoever started this rank reads its output: else `diloco peer` shows the training, and reports."""
+    """Whether the user reads this process's output. If not, `diloco peer` shows the training and prints the report."""
 
     def progress(self, world: World) -> Progress:
-        """What tells how the training goes."""
+        """The Progress of this rank; also prints the run directory."""
         if world.is_main and self.is_shown_here:
             print(f"run directory: {self.run_dir}", flush=True)
         return Progress(self.link_path, tells=world.is_main)
@@ -91,9 +91,9 @@ class Assignment:
 def assigned(
     config: TrainConfig, named: frozenset[str], world: World, clean_ups: CleanUps
 ) -> tuple[Assignment, DaemonProcess | None]:
-    """Where a swarm is asked for that has no daemon here yet, start it and adopt the swarm's settings.
+    """The assignment of this rank. If a swarm is asked for and no daemon runs yet, start one and adopt the manifest.
 
-    Only rank 0 is given the daemon; `clean_ups` gets what ends it early. Raises UserError.
+    The daemon is returned on rank 0 only; `clean_ups` gets the function that kills it. A collective. Raises UserError.
     """
     daemons: list[DaemonProcess] = []
 

@@ -1,4 +1,4 @@
-"""What a user says: the types of flags and their limits, a trainer's configuration, models and data by name.
+"""Flags and configuration files: their types and limits, a trainer's configuration, and model directories.
 
-Start with trainer.py, every field of a trainer; flags.py has the types that verbs share, checks.py their limits.
+Start with flags.py, which defines every field; trainer.py parses them, checks.py has the limits of their values.
 """

@@ -1,4 +1,4 @@
-"""What makes a flag's value valid: small checks whose ValueErrors cyclopts turns into clear messages."""
+"""Converters and validators of flags. cyclopts turns their ValueErrors into messages for the user."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _LOGGERS = ("wandb", "tensorboard", "dummy")
 
 def at_least(low: float) -> Check:
     def check(_type: Any, value: float | None) -> None:
-        # Written so that nan, which is neither less nor more than anything, does not pass.
+        # `not value >= low` instead of `value < low`, so that nan is rejected.
         if value is not None and not value >= low:
             raise ValueError(f"It must be {low:g} or more.")
 
@@ -59,19 +59,19 @@ def finite(_type: Any, value: float | None) -> None:
 
 
 def safe_name(_type: Any, value: str) -> None:
-    """A name that may become a file name: no slash, no leading dot."""
+    """Validates a name that is used in file names: no slash, no leading dot."""
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", value):
         raise ValueError("Use up to 100 letters, digits, dots, dashes and underscores.")
 
 
 def attention(_type: Any, value: str) -> None:
-    """One of transformers', or a kernel of the Hugging Face hub."""
+    """Validates the name of an attention implementation of transformers, or of a kernel on the Hugging Face hub."""
     if value not in _ATTENTION and not {"/", "|"} & set(value):
         raise ValueError(f"It must be one of {', '.join(_ATTENTION)}, or a kernel's owner/name.")
 
 
 def whole(_type: Any, tokens: Sequence[Token]) -> int:
-    """An integer as written, 1e6 included; cyclopts itself would round 1.5 to 2."""
+    """Converts an integer, also one like 1e6, and rejects 1.5, which cyclopts itself would round to 2."""
     text = tokens[-1].value
     try:
         number = float(text)
@@ -103,7 +103,7 @@ def rate_or_auto(most: float = math.inf) -> Callable[[Any, Sequence[Token]], flo
 
 
 def count_or_auto(_type: Any, tokens: Sequence[Token]) -> int | Literal["auto"]:
-    """Converts a whole number from 1 on; auto stays what it is."""
+    """Converts a whole number from 1 on; keeps `auto`."""
     if tokens[-1].value == "auto":
         return "auto"
     number = whole(_type, tokens)
@@ -113,7 +113,7 @@ def count_or_auto(_type: Any, tokens: Sequence[Token]) -> int | Literal["auto"]:
 
 
 def duration(_type: Any, tokens: Sequence[Token]) -> float:
-    """Seconds, from a number of them or one with a unit: 90, 120s, 10m, 1.5h."""
+    """Converts a number of seconds, or a number with a unit (90, 120s, 10m, 1.5h), to seconds."""
     text = tokens[-1].value
     match = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*(s|m|h|d)?", text)
     try:
@@ -126,7 +126,7 @@ def duration(_type: Any, tokens: Sequence[Token]) -> float:
 
 
 def codec(_type: Any, tokens: Sequence[Token]) -> str:
-    """Our codec for a name of ours or of hivemind's."""
+    """Converts the name of one of our codecs, or of hivemind's, to the name of our codec."""
     name = tokens[-1].value
     if name not in _CODECS:
         close = nearest(name, _CODECS)
@@ -136,7 +136,7 @@ def codec(_type: Any, tokens: Sequence[Token]) -> str:
 
 
 def loggers(_type: Any, tokens: Sequence[Token]) -> str:
-    """Names of what metrics go to, apart by commas."""
+    """Converts names of metric loggers, separated by commas."""
     names = [name for token in tokens for name in re.split(r"[,\s]+", token.value) if name]
     if unknown := [name for name in names if name not in _LOGGERS]:
         raise ValueError(f'"{unknown[0]}" is not one of {", ".join(_LOGGERS)}.')
@@ -144,14 +144,14 @@ def loggers(_type: Any, tokens: Sequence[Token]) -> str:
 
 
 def addresses(*, of_peers: bool) -> Callable[[Any, Sequence[Token]], tuple[str, ...]]:
-    """Converts a list flag; each value may hold several addresses apart by commas or spaces."""
+    """Converts a list flag; each value may hold several addresses separated by commas or spaces."""
 
     def convert(_type: Any, tokens: Sequence[Token]) -> tuple[str, ...]:
         from peers.errors import UserError
         from peers.protocol.maddrs import validate_maddr
 
         found = [text for token in tokens for text in re.split(r"[,\s]+", token.value) if text]
-        # A file may say that there are none.
+        # An empty list is allowed in a file, but not on the command line.
         if not found and any(token.source == "cli" for token in tokens):
             raise ValueError("It has no value; leave it out, or check the variable that it comes from.")
         try:
@@ -167,7 +167,7 @@ def addresses(*, of_peers: bool) -> Callable[[Any, Sequence[Token]], tuple[str, 
 
 
 def _named_peer(text: str) -> str:
-    """The whole address where only a host and a port are given: the peer that answers there says its id."""
+    """Complete an address that lacks the peer id, by asking the peer that answers at its host and port."""
     from peers.net.libp2p.whois import with_peer_id
     from peers.protocol.maddrs import is_maddr, maddr_of_host, parse_maddr
 

@@ -1,11 +1,11 @@
-"""What other programs call our flags, so that whoever types one of those is told ours."""
+"""Suggests our flag for a misspelt name, or for the name that other programs use."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Collection
 
-_OURS = {
+_FIELD_BY_OTHER_NAME = {
     "accumulation_steps": "per_device_train_batch_size",
     "address": "initial_peers",
     "batch": "total_batch_size",
@@ -79,16 +79,17 @@ _OURS = {
     "workers": "nproc_per_node",
     "world_size": "hv.galaxy_size",
 }
-"""Fields by their dotted names, underscores for dashes. `initial_peers` and the like are flags of their own too."""
+"""From other programs' names to our fields: dotted, with underscores for dashes, and without their section where the
+flag has a short form."""
 
 
 def meant(name: str, known: Collection[str]) -> str | None:
-    """The name of those known that somebody means who says this one; none where nothing is like it.
+    """The name in `known` that is most likely meant by `name`; None if nothing is similar.
 
-    Names have underscores, sections in front (`hv.local_steps`), and no leading dashes.
+    Names have underscores, a section in front (`hv.local_steps`), and no leading dashes.
     """
-    ours = _OURS.get(name.rpartition(".")[2].lower(), "")
-    # A verb may know a field by its last part alone, and another verb in a section.
+    ours = _FIELD_BY_OTHER_NAME.get(name.rpartition(".")[2].lower(), "")
+    # The same field has a section in some verbs and none in others.
     for candidate in (ours, ours.rpartition(".")[2], f"hv.{ours}"):
         if candidate in known:
             return candidate
@@ -96,6 +97,6 @@ def meant(name: str, known: Collection[str]) -> str | None:
 
 
 def nearest(name: str, known: Collection[str]) -> str | None:
-    """The one of those known that this is a misspelling of, if it is one."""
+    """The name in `known` of which `name` is probably a misspelling; None if there is none."""
     close = difflib.get_close_matches(name, known, n=1)
     return close[0] if close else None

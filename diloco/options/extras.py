@@ -1,6 +1,6 @@
-"""The extras of the installation, and which of them a configuration needs.
+"""The optional dependencies of the package, and which of them a configuration needs.
 
-Packages are looked up and not imported, so a command that lacks one says so before it starts anything.
+Packages are looked up without being imported, so that a command can report a missing one before it starts anything.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ MODULES = {
     "tensorboard": ("tensorboard",),
     "wandb": ("wandb",),
 }
-"""What a training or a page needs of each extra. Readers of data and providers of pods name theirs themselves."""
+"""Modules to look for, by extra. Readers of data sets and pod providers check for theirs themselves."""
 
 
 def require(extra: str, what: str) -> None:
-    """Raise UserError where a module of this extra is not installed; `what` is the flag or command that needs it."""
+    """Raise UserError if a module of this extra is not installed; `what` is the flag or command that needs it."""
     missing = [name for name in MODULES[extra] if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(f"{what} needs {', '.join(missing)}: pip install 'diloco[{extra}]'")

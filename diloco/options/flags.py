@@ -1,7 +1,7 @@
-"""What can be configured, one frozen dataclass per concern. The defaults live here and nowhere else.
+"""The configuration of a trainer and its peer: one frozen dataclass per concern, with all defaults.
 
-Fields marked SHARED describe the run and must be the same on all its peers: they make up the manifest, and a
-peer that does not name one adopts the swarm's. The rest is each peer's own business.
+Fields marked SHARED describe the run and must be the same on all its peers. They make up the manifest; a peer takes
+over the swarm's value for each one that its user does not set. All other fields may differ between peers.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ GRPO_DEFAULTS: dict[str, int | float] = {
     "total_batch_size": 64,
     "hv.local_steps": 20,
 }
-"""What is used under --mode grpo where nobody names a value: fine-tuning wants less of everything."""
+"""Defaults under --mode grpo, where fine-tuning needs smaller values."""
 
 MUON_DEFAULTS: dict[str, int | float] = {"lr": 0.02, "weight_decay": 2e-3}
-"""The same under --optimizer muon. MuLoCo (arXiv 2505.23725): rates of 0.016 to 0.063 and weight decays of 5e-4 to 5e-3
-from 150M to 3.1B parameters; with these two a step takes as much off a matrix as with AdamW's defaults."""
+"""Defaults under --optimizer muon. MuLoCo (arXiv 2505.23725) uses rates of 0.016 to 0.063 and weight decays of 5e-4 to
+5e-3 from 150M to 3.1B parameters. The product of rate and decay, the share that a step takes off a matrix, is that of
+AdamW's defaults."""
 
-# Some of these numbers come from other peers: bounded by what torch and msgpack hold.
+# Some values come from other peers' manifests, so numbers are limited to what torch and msgpack can represent.
 _LARGEST = 2**48
 Count = Annotated[int, Parameter(converter=whole, validator=(at_least(1), up_to(_LARGEST)))]
 Whole = Annotated[int, Parameter(converter=whole, validator=(at_least(0), up_to(_LARGEST)))]
@@ -53,7 +54,7 @@ Name = Annotated[str, Parameter(validator=safe_name)]
 
 
 def address_list(alias: str = "", *, of_peers: bool = False) -> Parameter:
-    """A list flag: `--flag A B`, `--flag A --flag B` and `--flag A,B` mean the same."""
+    """A flag for a list of addresses: `--flag A B`, `--flag A --flag B` and `--flag A,B` mean the same."""
     return Parameter(
         alias=(alias,) if alias else (),
         consume_multiple=1,
@@ -65,14 +66,14 @@ def address_list(alias: str = "", *, of_peers: bool = False) -> Parameter:
 
 
 def auto(most: float = math.inf) -> Parameter:
-    """A number from 0 on that is worked out where it is not given, or given as auto."""
+    """A flag for a number from 0 to `most`, whose default `auto` is computed."""
     return Parameter(
         converter=rate_or_auto(most), metavar="NUMBER|auto", show_default=lambda value: value or "auto"
     )
 
 
 def auto_count() -> Parameter:
-    """A whole number from 1 on, or auto."""
+    """A flag for a whole number from 1 on, or `auto`."""
     return Parameter(converter=count_or_auto, metavar="INT|auto")
 
 
@@ -81,21 +82,21 @@ class CkptConfig:
     """Where and when to save, and what to start from."""
 
     path: str = "outputs"
-    """Directory or URL (s3://…, any that fsspec knows) of the checkpoints; a step's lie in <path>/model_step_<N>/."""
+    """Directory or URL (s3://…, any that fsspec supports) of the checkpoints, which are in <path>/model_step_<N>/."""
     interval: Count | None = None
-    """Inner steps between two checkpoints, which are written while training goes on; none: no checkpoints."""
+    """Inner steps between two checkpoints, which are written while training continues; default: no checkpoints."""
     resume: str | None = None
-    """A model_step_<N> directory or URL, or `auto` for the newest one under the path that is whole."""
+    """A model_step_<N> directory or URL, or `auto` for the newest complete one under the path."""
     topk: Count | None = None
-    """How many of this peer's own checkpoints to keep; none: all."""
+    """How many of this peer's own checkpoints to keep; default: all."""
     keep: Literal["last", "best"] = "last"
-    """Which: the last, or those that evaluations (--eval-every) have scored best, and the last one with them."""
+    """Which ones --ckpt.topk keeps: the last, or those with the best evaluations (--eval-every) and the last one."""
     required: bool = False
-    """End the training where a checkpoint cannot be saved; default: say so, and train on."""
+    """End the training if a checkpoint cannot be saved; default: log the error and continue."""
     delta_interval: Count | None = None
-    """Under --mode grpo: inner steps between two delta checkpoints, of which each holds what has changed in bf16."""
+    """Under --mode grpo: inner steps between two delta checkpoints, which hold the changes of the bf16 weights."""
     delta_path: str | None = None
-    """Where they go; default: deltas/ in the run directory."""
+    """Directory of the delta checkpoints; default: deltas/ in the run directory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,172 +104,172 @@ class HvConfig:
     """When, how and with whom this peer averages."""
 
     run_id: Annotated[Name, Parameter(alias="--run-id")] = "diloco"
-    """Name of the run; peers with another one never meet."""
+    """Name of the run; peers of different runs ignore each other."""
     initial_peers: Annotated[tuple[str, ...], address_list("--initial-peers", of_peers=True)] = ()
-    """Addresses (/ip4/…/tcp/…/p2p/…) of any members of the swarm's DHT."""
+    """Addresses (/ip4/…/tcp/…/p2p/…) of one or more members of the swarm's DHT."""
     galaxy_size: Annotated[Count | None, Parameter(alias="--galaxy-size")] = None
-    """Peers to wait for before step 1; default: those the coordinator knows, else 1."""
+    """Number of peers to wait for before step 1; default: as many as the coordinator knows, else 1."""
     world_rank: Annotated[Whole | None, Parameter(alias="--world-rank")] = None
-    """This peer's number in the swarm, from 0; default: the coordinator's choice, without one the lowest free."""
+    """This peer's number in the swarm, from 0; default: assigned by the coordinator, without one the lowest free."""
     local_steps: Count = field(default=500, metadata=SHARED)
     """Inner steps between two averagings of the same weights (H)."""
     local_time: Annotated[float | None, Parameter(converter=duration, metavar="SECONDS")] = field(
         default=None, metadata=SHARED
     )
-    """Time after which --hv.local-steps count as done (120s, 10m, 1h), so that slow peers keep nobody waiting."""
+    """Time after which an epoch ends even if --hv.local-steps are not done (120s, 10m, 1h): slow peers delay nobody."""
     num_fragments: Count = field(default=1, metadata=SHARED)
     """Parts of the model, averaged in turn (Streaming DiLoCo, arXiv 2501.18512); must divide --hv.local-steps."""
     overlap_steps: Whole = field(default=0, metadata=SHARED)
-    """Inner steps trained while a round takes place (tau), fewer than --hv.local-steps / --hv.num-fragments."""
+    """Inner steps to train during a round (tau); must be less than --hv.local-steps / --hv.num-fragments."""
     mixing: Annotated[float | None, Parameter(validator=(finite, at_least(0), up_to(1)))] = field(
         default=None, metadata=SHARED
     )
     """With overlap: merge by alpha x own + (1 - alpha) x new weights (arXiv 2501.18512); default: new + own work."""
     outer_lr: Annotated[float | None, auto()] = field(default=None, metadata=SHARED)
-    """Learning rate of the outer Nesterov SGD; auto: by the peers in the round, H, and the inner optimizer."""
+    """Learning rate of the outer Nesterov SGD; auto depends on the peers in the round, H and the inner optimizer."""
     outer_momentum: Annotated[float | None, auto(1.0)] = field(default=None, metadata=SHARED)
-    """Momentum of the outer Nesterov SGD; auto: 0.9, under Muon 0.6 to 0.9 by the peers, 0 for topk."""
+    """Momentum of the outer Nesterov SGD; auto: 0.9, with Muon 0.6 to 0.9 depending on the peers, 0 for topk."""
     compression: Annotated[
         CodecName,
         Parameter(alias="--hv.hivemind-compression", converter=codec),
     ] = field(default="fp32", metadata=SHARED)
-    """What pseudo-gradients look like on the wire; hivemind's 8-bit codecs mean int8, scaled-fp16 means fp16."""
+    """Codec of pseudo-gradients on the wire; hivemind's 8-bit codecs mean int8, scaled-fp16 means fp16."""
     aggregation: Literal["mean", "clip", "trimmed-mean", "centered-clip"] = field(
         default="clip", metadata=SHARED
     )
-    """How pseudo-gradients become one: clip scales outliers down; the last two weigh three peers or more alike."""
+    """How pseudo-gradients are averaged: clip scales outliers down; the last two weigh peers equally (from 3 on)."""
     max_weight: Annotated[float, Parameter(validator=(finite, at_least(1), up_to(1000)))] = field(
         default=2.0, metadata=SHARED
     )
-    """Under clip, a peer counts for so many times the median peer's tokens at most."""
+    """Under clip, the tokens that weigh a peer's work are limited to this multiple of the median peer's."""
     trim: Annotated[float, Parameter(validator=(finite, at_least(0.01), up_to(0.5)))] = field(
         default=0.2, metadata=SHARED
     )
-    """Under trimmed-mean, the part of the peers left out on either side of each value: withstands that many liars."""
+    """Under trimmed-mean, the fraction of peers left out at each end of every value: tolerates that many liars."""
     staleness_discount: Annotated[float, Parameter(validator=(finite, at_least(0.01), up_to(1)))] = field(
         default=1.0, metadata=SHARED
     )
-    """Work counts for so much less with each commit that it came too late for; 1: for as much."""
+    """Factor by which the weight of late work shrinks with each commit that it missed; 1: not at all."""
     host_maddrs: Annotated[tuple[str, ...], address_list("--host-maddrs")] = ("/ip4/0.0.0.0/tcp/0",)
     """Addresses to listen on."""
     announce_maddrs: Annotated[tuple[str, ...], address_list("--announce-maddrs")] = ()
-    """Addresses others reach this peer by, where they differ from those it listens on."""
+    """Addresses at which others reach this peer, if they differ from those it listens on."""
     # Not a docstring: cyclopts would keep its line breaks.
     transport: Annotated[
         Literal["auto", "libp2p", "tcp"],
         Parameter(
-            help="What pseudo-gradients travel by: `auto` takes TCP with TLS 1.3 between peers that reach each other, "
-            "else libp2p, else a third peer that forwards; `libp2p` never takes the first; `tcp` goes without TLS "
-            "where both ends say so: nothing protects the bytes then, so only on a network you trust."
+            help="Transport of pseudo-gradients: `auto` uses TCP with TLS 1.3 between peers that reach each other, "
+            "else libp2p, else a third peer that forwards; `libp2p` never uses the first; `tcp` omits TLS if both "
+            "ends say so: nothing protects the bytes then, so use it only on a network you trust."
         ),
     ] = "auto"
     data_port: Annotated[int, Parameter(converter=whole, validator=(at_least(0), up_to(65535)))] = 0
     """TCP port for pseudo-gradients, on the hosts of --host-maddrs; 0: any free one."""
     announce_data_maddrs: Annotated[tuple[str, ...], address_list()] = ()
-    """Addresses others reach the data port by (port 0: as it is), where they differ from those of --host-maddrs."""
+    """Addresses at which others reach the data port (port 0: unchanged), if they differ from those of --host-maddrs."""
     swarm_secret_file: Annotated[str | None, Parameter(alias="--swarm-secret-file")] = None
-    """File with the swarm secret, where the run has one; default: the secret itself in DILOCO_SWARM_SECRET."""
+    """File with the swarm secret, if the run has one; default: the secret itself in DILOCO_SWARM_SECRET."""
     admission_key_file: Annotated[str | None, Parameter(alias="--admission-key-file")] = None
-    """File with the run's admission key: this peer can then admit others in the coordinator's stead."""
+    """File with the run's admission key, with which this peer can admit others instead of the coordinator."""
     allowlist_file: Annotated[str | None, Parameter(alias="--allowlist-file")] = None
-    """With an admission key: file of the peer ids that are admitted, one a line; default: all that have the secret."""
+    """With an admission key: file of the peer ids to admit, one per line; default: all that have the secret."""
     quorum: Annotated[float, Parameter(validator=(finite, at_least(0.5), up_to(0.99)))] = 0.5
-    """A commit needs more than this part of the peers that the last one named; the others' work is in a later one."""
+    """A commit needs more than this fraction of the roster; the work of absent peers goes into a later commit."""
     grace: Annotated[float | None, Parameter(converter=duration, metavar="SECONDS")] = None
-    """Time that a quorum waits for the others at most (30s, 2m); default: what they usually need."""
+    """Longest time that a quorum waits for the other peers (30s, 2m); default: the time that they usually need."""
     matchmaking_time: Seconds | None = None
-    """Seconds a round waits for its members under NO_WAIT; default 15."""
+    """Seconds that a round waits for its members under NO_WAIT; default 15."""
     averaging_timeout: Seconds | None = None
-    """Seconds one attempt at a round may take; default: learned from the rounds before."""
+    """Time limit in seconds of one attempt at a round; default: learned from earlier rounds."""
     all_reduce_strategy: Literal["WAIT_FOR_ALL", "NO_WAIT"] = "WAIT_FOR_ALL"
     """Whether a round waits for every live peer, or only for the matchmaking time."""
     timeout_waiting_for_peers: Seconds = 600.0
-    """Seconds to wait for the galaxy before starting with those who are there."""
+    """Seconds to wait for --hv.galaxy-size peers before starting with those that are there."""
     metrics_port: Annotated[int | None, Parameter(converter=whole, validator=(at_least(0), up_to(65535)))] = (
         None
     )
-    """Port on loopback at which Prometheus finds this peer's /metrics; 0: any free one, default: none."""
+    """Port on loopback that serves this peer's /metrics to Prometheus; 0: any free one, default: none."""
     fail_rank_drop: bool = False
-    """Stop when a peer is lost, instead of going on without it."""
+    """Stop when a peer is lost, instead of continuing without it."""
     skip_load_from_peers: bool = False
     """Accepted for compatibility: a peer's weights always come from the swarm."""
 
     @property
     def steps_per_epoch(self) -> int:
-        """Inner steps between two outer steps, of whichever fragment."""
+        """Inner steps between two outer steps, each of which averages one fragment."""
         return self.local_steps // self.num_fragments
 
 
 @dataclass(frozen=True, kw_only=True)
 class GrpoConfig:
-    """What is learnt by reinforcement, and who writes the completions."""
+    """The task of GRPO, and where completions are generated."""
 
     dataset: Annotated[str, Parameter(alias="--dataset")] = field(
         default="reasoning-gym:chain_sum", metadata=SHARED
     )
     """reasoning-gym:<generator>[,option=value...], gsm8k, math or mbpp (from Hugging Face, or <name>=<directory>)."""
     reward: Annotated[str | None, Parameter(metavar="FILE.py:FUNCTION")] = None
-    """A function of yours (or module:function) that pays for completions in place of the dataset's rewards."""
+    """A reward function of yours (or module:function), in place of the dataset's rewards."""
     num_generations: Annotated[int, Parameter(converter=whole, validator=(at_least(2), up_to(_LARGEST)))] = (
         field(default=8, metadata=SHARED)
     )
-    """Completions of each prompt, which are compared with each other."""
+    """Completions per prompt; GRPO compares them with each other."""
     max_completion_length: Count = field(default=256, metadata=SHARED)
-    """Tokens of a completion at most."""
+    """Maximum number of tokens of a completion."""
     steps_per_generation: Count | None = field(default=None, metadata=SHARED)
-    """Batches of --per-device-train-batch-size that one generation is cut into; default: those of one inner step."""
+    """Batches of --per-device-train-batch-size per generation; default: those of one inner step."""
     num_iterations: Count = field(default=1, metadata=SHARED)
-    """How often a generation is trained on."""
+    """Number of times that each generation is trained on."""
     temperature: Annotated[float, Parameter(validator=(finite, at_least(0.01)))] = field(
         default=1.0, metadata=SHARED
     )
-    """Of the completions that are trained on."""
+    """Sampling temperature of the completions to train on."""
     beta: Rate = field(default=0.0, metadata=SHARED)
-    """Weight of the divergence from the initial model; 0 needs no copy of it."""
+    """Weight of the KL divergence from the initial model; 0 needs no copy of that model."""
     eval_prompts: Whole = 64
-    """Held-out prompts of an evaluation; 0: no evaluation."""
+    """Held-out prompts per evaluation; 0: no evaluation."""
     eval_samples: Count = 5
-    """Completions of each of them, for pass@k."""
+    """Completions per held-out prompt, for pass@k."""
     rollout: Annotated[Literal["vllm", "hf"], Parameter(alias="--rollout")] = "vllm"
-    """Who writes completions: a vLLM server, or the trainer itself, which is slow but needs nothing else."""
+    """What generates completions: a vLLM server, or the trainer itself, which is slow but needs nothing else."""
     rollout_url: Annotated[
         tuple[str, ...],
         Parameter(alias="--rollout-url", consume_multiple=1, negative="", metavar="URL..."),
     ] = ()
-    """vLLM servers that run already (http://host:port); default: this peer starts its own."""
+    """URLs of running vLLM servers (http://host:port); default: this peer starts its own."""
     vllm_port: Annotated[
         int, Parameter(alias="--vllm-port", converter=whole, validator=(at_least(0), up_to(65535)))
     ] = 0
     """Port of this peer's own server, on loopback; 0: any free one."""
     vllm_python: str | None = None
-    """The Python that has vLLM, where that is another environment than this one."""
+    """The Python interpreter that has vLLM, if it is in another environment than this one."""
     vllm_gpu: str | None = None
-    """The GPU of the own server; default: the last one, which the trainer then does without."""
+    """The GPU of this peer's own server; default: the last one, which the trainer then does not use."""
     vllm_args: Annotated[
         tuple[str, ...],
         Parameter(consume_multiple=1, allow_leading_hyphen=True, negative="", metavar="ARG..."),
     ] = ()
-    """More arguments for the own server."""
+    """More arguments for this peer's own server."""
     vllm_timeout: Seconds = 300.0
-    """Seconds the own server may take until it has answered one request."""
+    """Seconds that the own server may take until it has answered its first request."""
     logp_alarm: Rate | None = None
-    """A difference between a server's log-probabilities and the trainer's that is worth an alarm; default: by type."""
+    """Limit of the mean difference between the server's log-probabilities and the trainer's; default: by dtype."""
     run_suffix: Annotated[str, Parameter(alias="--run-suffix")] = ""
-    """Ends the names of the run directory and of the run at wandb."""
+    """Suffix of the names of the run directory and of the wandb run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """One peer's training."""
+    """The training of one peer."""
 
     mode: Literal["pretrain", "grpo"] = field(default="pretrain", metadata=SHARED)
-    """What the workers do: predict text (diloco.train_fsdp), or learn by reinforcement (diloco.train_grpo)."""
+    """What the workers do: pretraining (diloco.train_fsdp), or reinforcement learning (diloco.train_grpo)."""
     path_model: str = field(default="2m", metadata=SHARED)
     """A preset (demo, 2m, 15m, 150m, 1b), a directory, or a Hugging Face model id."""
     dataset_name_or_path: str = field(default="stdlib", metadata=SHARED)
     """`stdlib`, text, JSONL or Parquet files (or a directory of them), or a Hugging Face dataset."""
     text_column: str | None = field(default=None, metadata=SHARED)
-    """The column that holds the text; default: found by itself."""
+    """The column that holds the text; default: chosen automatically."""
     fake_data: bool = field(default=False, metadata=SHARED)
     """Train on random tokens instead of the dataset."""
     seq_length: Annotated[int, Parameter(converter=whole, validator=(at_least(2), up_to(_LARGEST)))] = field(
@@ -278,9 +279,9 @@ class TrainConfig:
     total_batch_size: Count = field(default=512, metadata=SHARED)
     """Samples per inner step of one peer, over all its ranks."""
     per_device_train_batch_size: Annotated[int | Literal["auto"], auto_count()] = 32
-    """Samples per forward pass of one rank; the default shrinks to what divides the total, auto finds it by trying."""
+    """Samples per forward pass of one rank; the default shrinks to a divisor of the total, auto finds it by trying."""
     optimizer: Literal["adamw", "muon"] = field(default="adamw", metadata=SHARED)
-    """The inner optimizer; muon: hidden matrices by Muon, the rest by AdamW at a fifth of the rate."""
+    """The inner optimizer; muon uses Muon for hidden matrices and AdamW at a fifth of the rate for the rest."""
     lr: Rate = field(default=4e-4, metadata=SHARED)
     """Peak learning rate of the inner optimizer."""
     weight_decay: Rate = field(default=0.1, metadata=SHARED)
@@ -294,9 +295,9 @@ class TrainConfig:
     max_grad_norm: Rate = field(default=1.0, metadata=SHARED)
     """Gradients are clipped to this norm."""
     seed: Whole = field(default=42, metadata=SHARED)
-    """Seeds the initial weights and the order of the data."""
+    """Seed of the initial weights and of the order of the data."""
     precision: Literal["auto", "fp16-mixed", "bf16-mixed", "32-true"] = "auto"
-    """Auto: fp32 on CPU; on GPU bf16 where the device has it, else fp16."""
+    """Auto: fp32 on CPU; on GPU bf16 if the device supports it, else fp16."""
     torch_compile: bool | None = None
     """Compile the model; default: on GPU only."""
     activation_checkpointing: bool = False
@@ -304,27 +305,27 @@ class TrainConfig:
     sharding_strategy: Literal[
         "FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "NO_SHARD"
     ] = "FULL_SHARD"
-    """How the ranks of this peer share the model."""
+    """How the model is sharded over the ranks of this peer."""
     attn_implementation: Annotated[str, Parameter(validator=attention)] = "sdpa"
-    """Attention of the transformers model."""
+    """Attention implementation of the transformers model."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to train."""
+    """Device to train on."""
     num_workers: Whole = 4
     """Accepted for compatibility: data is read by one background thread."""
     eval_interval: Annotated[Count | None, Parameter(alias="--eval-every")] = None
-    """Nominal steps between two evaluations; default: only those before the first step and after the last."""
+    """Nominal steps between two evaluations; default: evaluate only before the first step and after the last."""
     eval_tokens: Count = 262_144
-    """Held-out tokens an evaluation reads."""
+    """Held-out tokens per evaluation."""
     run_dir: str | None = None
-    """Where metrics, logs, plots and the model go; default runs/<UTC time>-<project>."""
+    """Directory for metrics, logs, plots and the model; default runs/<UTC time>-<project>."""
     project: str = "diloco"
     """Name of the project, for the run directory and wandb."""
     metric_logger_type: Annotated[str, Parameter(converter=loggers, metavar="wandb|tensorboard|dummy")] = (
         "dummy"
     )
-    """wandb, tensorboard, both (apart by a comma), or nothing beside metrics.jsonl."""
+    """wandb, tensorboard, both (separated by a comma), or nothing beside metrics.jsonl."""
     log_activations_steps: Count | None = None
-    """Steps between two records of each layer's activation norms; default: none is made."""
+    """Steps between two records of each layer's activation norms; default: no records."""
     grpo: Annotated[GrpoConfig, Parameter(group="GRPO")] = field(default_factory=GrpoConfig)
     ckpt: Annotated[CkptConfig, Parameter(group="Checkpoints")] = field(default_factory=CkptConfig)
     hv: Annotated[HvConfig, Parameter(group="Swarm")] = field(default_factory=HvConfig)
@@ -336,5 +337,5 @@ class TrainConfig:
 
     @property
     def metric_loggers(self) -> tuple[str, ...]:
-        """What records go to beside metrics.jsonl."""
+        """The loggers that receive records besides metrics.jsonl."""
         return tuple(name for name in self.metric_logger_type.split(",") if name != "dummy")

@@ -1,4 +1,4 @@
-"""What `--help` prints: pages that `make docs` has written to diloco/help/, so that nothing is loaded to show one."""
+"""Prints `--help` from pages that `make docs` has written to diloco/help/, without importing any command."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ HELP_FLAGS = ("--help", "-h", "--help-all")
 
 
 def page_path(words: Sequence[str], *, everything: bool = False) -> Path:
-    """Where the page of a verb lies; of a verb with few flags, the page of `--help` has them all."""
+    """The file of a verb's help page. A verb with few flags has no separate `.all` page."""
     name = "_".join(words) or "diloco"
     return PAGES_DIR / f"{name}{'.all' if everything else ''}.txt"
 
 
 def asked_for(argv: Sequence[str]) -> str | None:
-    """The page that a command line asks for; none where it asks for no help, or where there is no such verb."""
+    """The page that a command line asks for; None if it does not ask for help, or names no known verb."""
     own = argv[: argv.index("--")] if "--" in argv else argv
     if not any(word in HELP_FLAGS for word in own):
         return None
@@ -32,7 +32,7 @@ def page_of(verb: Sequence[str], *, everything: bool = False) -> str:
 
 
 def known_verb(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words that name a verb, and what follows them."""
+    """The words that name a verb, and the remaining arguments."""
     number = 0
     while number < len(argv) and page_path(argv[: number + 1]).is_file():
         number += 1

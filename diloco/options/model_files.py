@@ -1,4 +1,4 @@
-"""What a model is on disk: presets, directories, hub ids; their config.json; saving. Imports no torch."""
+"""Model directories: presets, local directories and hub ids; reading config.json; saving. Imports no torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PRESETS_DIR = Path(__file__).parents[1] / "presets"
 _CONFIG = "config.json"
 _HUB_FILES = ["*.json", "*.jinja", "tokenizer.model"]
 _HUB_WEIGHTS = ["*.safetensors"]
-# A config.json may come from another peer: fields that make transformers fetch code or kernels never pass.
+# A config.json may come from another peer, so fields that make transformers fetch code or kernels are refused.
 _REFUSED_FIELDS = ("auto_map", "quantization_config", "custom_pipelines")
 _DROPPED_FIELDS = (
     "attn_implementation",
@@ -42,7 +42,7 @@ def preset_names() -> list[str]:
 
 
 def load_model_config(path_model: str) -> dict[str, Any]:
-    """The model's config.json without what is this machine's business; raises UserError. Loads no torch."""
+    """The model's config.json without machine-dependent fields, such as the dtype. Raises UserError. Loads no torch."""
     path = directory_of(path_model, weights=False) / _CONFIG
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -52,7 +52,7 @@ def load_model_config(path_model: str) -> dict[str, Any]:
 
 
 def clean_config(config: object, *, origin: str) -> dict[str, Any]:
-    """Check a config.json, also one that a peer sent; raises UserError naming `origin`."""
+    """Check a config.json, which may come from a peer, and drop machine-dependent fields. UserError names `origin`."""
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise UserError(f"{origin} names no model_type, so it is not the config.json of a transformers model")
     refused = [name for name in _REFUSED_FIELDS if config.get(name)]
@@ -62,7 +62,7 @@ def clean_config(config: object, *, origin: str) -> dict[str, Any]:
 
 
 def directory_of(path_model: str, *, weights: bool) -> Path:
-    """The local directory of a preset, directory or hub id (fetched once, with or without weights)."""
+    """The local directory of a preset, directory or hub id. The latter is downloaded, with or without its weights."""
     preset = PRESETS_DIR / path_model
     if "/" not in path_model and (preset / _CONFIG).is_file():
         return preset
@@ -73,12 +73,12 @@ def directory_of(path_model: str, *, weights: bool) -> Path:
         what = "has no config.json" if local.exists() else "does not exist"
         close = nearest(path_model, preset_names())
         hint = f". Did you mean {close}? Otherwise " if close and not local.exists() else "; "
-        raise UserError(f"{path_model} is not a model: it {what}{hint}{_what_is_one()}")
+        raise UserError(f"{path_model} is not a model: it {what}{hint}{_what_to_name()}")
     return _from_hub(path_model, weights=weights)
 
 
 def has_weights(directory: Path) -> bool:
-    """Whether the directory holds safetensors; pickled weights alone are refused with a UserError."""
+    """Whether the directory has weights as safetensors. Raises UserError if it has only pickled weights."""
     if any(directory.glob("*.safetensors")):
         return True
     pickled = [*directory.glob("pytorch_model*.bin"), *directory.glob("*.pt")]
@@ -93,9 +93,9 @@ def save_pretrained_dir(
     config: Mapping[str, Any],
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> None:
-    """Write what AutoModelForCausalLM.from_pretrained(directory) loads, all of it or nothing.
+    """Write a directory for AutoModelForCausalLM.from_pretrained, atomically; an existing one is replaced.
 
-    `state` holds full tensors under the model's own names. A directory of that name is replaced.
+    `state` holds unsharded tensors by the model's parameter names.
     """
     from safetensors.torch import save_file
 
@@ -118,7 +118,7 @@ def save_pretrained_dir(
 
 
 def model_files(config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
-    """All of a model's directory but the weights, by name below `model/`."""
+    """The files of a model's directory except the weights, named `model/<name>`."""
     with tempfile.TemporaryDirectory(prefix="tokenizer-") as directory:
         tokenizer.save_pretrained(directory)
         files = {
@@ -129,7 +129,7 @@ def model_files(config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -
 
 
 def _replace_directory(new: Path, directory: Path) -> None:
-    """Put `new` in the place of `directory`; a reader finds the old one, briefly none, or the new one."""
+    """Rename `new` to `directory`. A reader sees the old directory, for a moment none, then the new one."""
     if not directory.exists():
         new.rename(directory)
         return
@@ -144,7 +144,7 @@ def _dtype_name(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def _sibling(directory: Path) -> Path:
-    """A hidden path on the same file system that nobody else uses."""
+    """A new hidden path on the same file system."""
     return directory.with_name(f".{directory.name}.{uuid.uuid4().hex[:12]}")
 
 
@@ -152,14 +152,14 @@ def _preset_width(directory: Path) -> int:
     return int(json.loads((directory / _CONFIG).read_text(encoding="utf-8"))["hidden_size"])
 
 
-def _what_is_one() -> str:
+def _what_to_name() -> str:
     return (
         f"name a preset ({', '.join(preset_names())}), a directory with a config.json, or a Hugging Face id"
     )
 
 
 def _may_be_hub_id(path_model: str) -> bool:
-    """`owner/name`; a bare name is a misspelt preset, and anything longer is a path."""
+    """Whether it has the form `owner/name`. A bare name is a misspelt preset; more slashes mean a path."""
     parts = path_model.split("/")
     return len(parts) == 2 and all(part and not part.startswith((".", "~")) for part in parts)
 
@@ -171,16 +171,16 @@ def _from_hub(model_id: str, *, weights: bool) -> Path:
     patterns = _HUB_FILES + (_HUB_WEIGHTS if weights else [])
     try:
         directory = Path(snapshot_download(model_id, allow_patterns=patterns))
-        # Without this, a model that has only pickled weights would start fresh, and nobody would know.
+        # Without this check, a model that has only pickled weights would silently be initialized at random.
         files = list_repo_files(model_id) if weights and not has_weights(directory) else []
     except (HFValidationError, HfHubHTTPError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(
-            f"{model_id} is neither a directory here nor to be had from Hugging Face ({reason}); "
-            f"{_what_is_one()}"
+            f"{model_id} is not a directory here, and cannot be loaded from Hugging Face ({reason}); "
+            f"{_what_to_name()}"
         ) from error
     if not (directory / _CONFIG).is_file():
-        raise UserError(f"{model_id} on Hugging Face has no config.json; {_what_is_one()}")
+        raise UserError(f"{model_id} on Hugging Face has no config.json; {_what_to_name()}")
     if pickled := [name for name in files if name.endswith((".bin", ".pt", ".pth"))]:
         raise UserError(
             f"{model_id} on Hugging Face has pickled weights ({pickled[0]}), and no safetensors to load"

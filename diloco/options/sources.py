@@ -1,4 +1,4 @@
-"""Where values come from that were not given as flags: a TOML file, or a manifest."""
+"""Takes values that were not given as flags from a TOML file, or from a manifest."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class ValueSource:
-    """A cyclopts config source: fills what no flag set from `values`, or from the file that `--config` names.
+    """A cyclopts config source: fills fields that no flag has set, from `values` or from the file of `--config`.
 
-    After a parse, `named` holds the dotted names of the fields that a flag or a file set.
+    After parsing, `named` holds the dotted names of the fields that a flag or the file has set.
     """
 
     def __init__(self, values: Mapping[str, Any] | None = None, name: str = "") -> None:
@@ -57,7 +57,7 @@ class ValueSource:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """A TOML file's values by dotted names, dashes turned to underscores. Raises UserError."""
+    """A TOML file's values by dotted name, with dashes replaced by underscores. Raises UserError."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -81,7 +81,7 @@ def _flat(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _nested(values: Mapping[str, Any], known: set[str], source: str) -> dict[str, Any]:
-    """The values as cyclopts wants them: by section, without those that are unset."""
+    """The values as nested tables, which cyclopts expects, without those that are None."""
     nested: dict[str, Any] = {}
     for name, value in values.items():
         if name not in known:

@@ -1,4 +1,4 @@
-"""From flags and TOML to a TrainConfig, and back. Flags beat TOML, TOML beats the defaults in options.py."""
+"""Parses flags and TOML to a TrainConfig, and writes it back. Flags beat TOML, TOML beats the defaults in flags.py."""
 
 from __future__ import annotations
 
@@ -54,28 +54,29 @@ ConfigPath = Annotated[Path | None, Parameter(name="--config", group="Training",
 def parse_train_config(
     argv: Sequence[str], mode: Literal["pretrain", "grpo"] = "pretrain"
 ) -> tuple[TrainConfig, frozenset[str]]:
-    """The configuration that a trainer's arguments mean, and the dotted names of the fields the user set.
+    """Parse a trainer's arguments. Returns the configuration and the dotted names of the fields that the user has set.
 
-    `--help` and `--version` print and raise SystemExit. Raises UserError for anything the user must mend.
+    `--help` and `--version` print and raise SystemExit. Raises UserError for invalid arguments.
     """
     source = ValueSource()
     config = _parse(list(argv), source)
     if config.mode != mode and "mode" in source.named:
         raise UserError(f"--mode {config.mode} is trained by another program: start {trainer_of(config)}.")
-    # A run of the other kind must refuse this peer; the default needs no insisting, its trainer looks itself.
+    # Counting `mode` as set makes a swarm of the other mode refuse this peer. train_fsdp, whose mode is the default,
+    # checks the swarm's mode itself.
     named = source.named if mode == TrainConfig.mode else source.named | {"mode"}
     return settled(for_mode(replace(config, mode=mode), named), named), named
 
 
 def trainer_of(config: TrainConfig) -> str:
-    """The module that trains what the configuration speaks of."""
+    """The module that trains in the configuration's mode."""
     return _PROGRAMS[config.mode]
 
 
 def for_mode(config: TrainConfig, named: Collection[str]) -> TrainConfig:
-    """The configuration with its mode's and optimizer's own defaults in the fields that the user did not name.
+    """The configuration with the defaults of its mode and optimizer in the fields that are not in `named`.
 
-    Raises UserError where the two do not go together.
+    Raises UserError if mode and optimizer cannot be combined.
     """
     if config.mode == "grpo" and config.optimizer != "adamw":
         raise UserError(f"--optimizer {config.optimizer} is for pretraining: leave it out under --mode grpo.")
@@ -89,10 +90,10 @@ def for_mode(config: TrainConfig, named: Collection[str]) -> TrainConfig:
 
 
 def settled(config: TrainConfig, named: Collection[str], *, num_ranks: int = 1) -> TrainConfig:
-    """The configuration with batch sizes that divide, for a peer of `num_ranks` ranks.
+    """The configuration with a per-device batch size that divides the batch of each of `num_ranks` ranks.
 
-    A per-device batch size that the user did not name shrinks to fit. Raises UserError (peers' own for the schedule)
-    where nothing fits.
+    A size that the user has not set is reduced to a divisor. Raises UserError if the user's sizes do not divide, and
+    peers.errors.UserError for an invalid schedule.
     """
     Schedule.of(shared_values(config))
     total, device = config.total_batch_size, config.per_device_train_batch_size
@@ -112,7 +113,7 @@ def settled(config: TrainConfig, named: Collection[str], *, num_ranks: int = 1) 
 
 
 def remarks(config: TrainConfig, named: Collection[str]) -> list[str]:
-    """One sentence for each flag that was given and changes nothing here."""
+    """One sentence for each flag that the user has set without effect."""
     hv = config.hv
     like = {"SHARD_GRAD_OP": "FULL_SHARD", "_HYBRID_SHARD_ZERO2": "HYBRID_SHARD"}.get(
         config.sharding_strategy
@@ -142,7 +143,7 @@ def remarks(config: TrainConfig, named: Collection[str]) -> list[str]:
 
 
 def explained(error: CycloptsError) -> str:
-    """What a user reads about arguments that do not parse."""
+    """The message for arguments that do not parse."""
     if isinstance(error, UnusedCliTokensError):
         return (
             f'Nothing takes the argument "{(error.unused_tokens or [""])[0]}"; flags begin with two dashes.'
@@ -179,9 +180,9 @@ def shared_values(config: TrainConfig) -> dict[str, Scalar]:
 def with_shared(
     config: TrainConfig, values: Mapping[str, Scalar], *, named: Collection[str] = (), num_ranks: int = 1
 ) -> TrainConfig:
-    """The configuration with the swarm's values in place of its own, all checked: they come from other peers.
+    """The configuration with the values of the swarm's manifest, which are validated since they come from other peers.
 
-    `named` are the fields this peer's user set. Raises UserError for unknown fields and values out of range.
+    `named` are the fields that this peer's user has set. Raises UserError for unknown fields and values out of range.
     """
     unknown = sorted(set(values) - shared_fields())
     if unknown:
@@ -194,7 +195,7 @@ def with_shared(
 
 
 def to_toml(config: TrainConfig, *, only: Collection[str] | None = None) -> str:
-    """The fields that hold something, as a file that `--config` reads back: all of them, or those named."""
+    """The fields that are not None as TOML, which `--config` reads back: all of them, or those in `only`."""
     import tomli_w
 
     table: dict[str, Any] = {}
@@ -213,7 +214,7 @@ _PROGRAMS = {"pretrain": "diloco.train_fsdp", "grpo": "diloco.train_grpo"}
 
 def trainer_app(source: ValueSource) -> App:
     """The command line of the trainers themselves."""
-    # As in the whole command line: of a flag that is given twice, the last one counts.
+    # As in the `diloco` command: if a flag is given twice, the last value counts.
     app = App(
         name="trainer", config=[source], help_flags=(), default_parameter=Parameter(allow_repeating=True)
     )

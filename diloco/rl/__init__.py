@@ -1,4 +1,5 @@
-"""Reinforcement by GRPO: tasks and their rewards, rollouts, and the servers that write completions.
+"""Reinforcement learning by GRPO: tasks and their rewards, rollouts, and the inference servers.
 
-Start with trainer.py; tasks.py says what a task is. rollouts.py asks servers for completions by the weights of push.py.
+Start with trainer.py; tasks.py defines a task. rollouts.py pushes weights to the servers (push.py) and requests
+completions from them.
 """

@@ -1,4 +1,4 @@
-"""What a completion says: its answer, its reasoning, its form. And when two answers are the same."""
+"""Parses completions into answer and reasoning, and compares answers."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ _GROUPED = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d*)?")
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,3})?")
 _RATIO = re.compile(r"[-+]?\d+/\d+")
 _CURRENCIES = "$€£"
-# Of a number nobody writes more; Fraction would spend minutes on 1e999999999.
+# Longer texts are not parsed as numbers: a Fraction of extreme size would take minutes.
 _LONGEST_NUMBER = 100
 
 
 @dataclass(frozen=True)
 class Completion:
-    """A completion's parts. A part that is missing, or there twice, is empty."""
+    """The parts of a completion. A part that is missing or occurs twice is empty."""
 
     text: str
     answer: str
     reasoning: str
     trailing: str
-    """What follows the answer."""
+    """The text after the answer."""
     is_strict: bool
-    """Reasoning, then the answer, and nothing else."""
+    """Whether the completion is the reasoning, then the answer, and nothing else."""
 
     @property
     def has_answer(self) -> bool:
@@ -36,7 +36,7 @@ class Completion:
 
 
 def parsed(text: str) -> Completion:
-    """Read a completion: reasoning in <start_working_out> or <think>, the answer in <SOLUTION>."""
+    """Parse a completion: reasoning in <start_working_out> or <think>, the answer in <SOLUTION>."""
     answers = list(_ANSWER.finditer(text))
     one = answers[0] if len(answers) == 1 and text.count("<SOLUTION>") == 1 else None
     answer = one[1].strip() if one else ""
@@ -55,7 +55,7 @@ def parsed(text: str) -> Completion:
 
 
 def number_of(text: str) -> Fraction | None:
-    """The number that a text is, exactly: 1,200 = 1200 = 1200.0 = $1,200. None for anything else."""
+    """The exact value of a number such as 1,200 or 1200 or 1200.0 or $1,200; None for any other text."""
     text = text.strip().strip("".join(_CURRENCIES)).strip()
     text = re.sub(r"^([-+])\s*[$€£]?\s*", r"\1", text).removesuffix("%").rstrip().rstrip(".")
     if len(text) > _LONGEST_NUMBER:
@@ -73,7 +73,7 @@ def number_of(text: str) -> Fraction | None:
 
 
 def same_answer(answer: str, gold: str) -> bool:
-    """Whether two answers are the same number, or else the same text but for spaces and case. Empty is no answer."""
+    """Whether two answers are the same number, or the same text up to spaces and case. "" equals nothing."""
     if not answer.strip():
         return False
     left, right = number_of(answer), number_of(gold)

@@ -1,4 +1,4 @@
-"""From our configuration to TRL's."""
+"""Translates our configuration to TRL's."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from diloco.options.trainer import TrainConfig
 from diloco.outer.world import World
 from diloco.train.sharding import Precision
 
-# A pass of the loader; the trainer takes as many passes as it needs.
+# Generations per pass over the placeholder data set; the trainer makes as many passes as it needs.
 _GENERATIONS_PER_PASS = 64
 
 
 def batches_of(config: TrainConfig, num_ranks: int) -> tuple[int, int, int]:
-    """Completions in a batch of one rank, batches in an inner step, batches in a generation.
+    """Completions per batch of one rank, batches per inner step, batches per generation.
 
-    Raises UserError where they do not divide.
+    Raises UserError if a generation is not a multiple of --grpo.num-generations.
     """
     grpo = config.grpo
     per_rank = config.total_batch_size // num_ranks
@@ -50,7 +50,7 @@ def grpo_arguments(
     reward_weights: Sequence[float],
     **rollout: Any,
 ) -> GRPOConfig:
-    """TRL's arguments; `rollout` are those that depend on who writes completions. Raises UserError."""
+    """TRL's arguments; `rollout` are those that depend on where completions are generated. Raises UserError."""
     per_device, accumulation, batches = batches_of(config, world.num_ranks)
     precision = Precision.of(config.precision, device)
     grpo = config.grpo
@@ -87,6 +87,6 @@ def grpo_arguments(
 
 
 def placeholders(prompts_per_generation: int) -> Dataset:
-    """As many rows as a pass needs; what is in them is replaced when their turn comes."""
+    """A data set of empty prompts for one pass. PeerTrainer replaces each row when it generates."""
     row = [{"role": "user", "content": ""}]
     return Dataset.from_dict({"prompt": [row] * (prompts_per_generation * _GENERATIONS_PER_PASS)})

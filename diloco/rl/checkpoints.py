@@ -1,4 +1,4 @@
-"""A trainer's checkpoints at the place where all of ours are: <ckpt.path>/model_step_<N>/[diloco_rank_<r>/]."""
+"""Moves the checkpoints of TRL's trainer to <ckpt.path>/model_step_<N>/[diloco_rank_<r>/], and writes deltas."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class KeepCheckpoints(TrainerCallback):
-    """Give it to the trainer after DilocoCallback, which adds the swarm's state to what is moved here."""
+    """Moves the trainer's checkpoints to the store. Must come after DilocoCallback, which adds the swarm's state."""
 
     def __init__(
         self,
@@ -43,9 +43,9 @@ class KeepCheckpoints(TrainerCallback):
         scratch: Path,
         on_event: Callable[..., None] = lambda **_: None,
     ) -> None:
-        """`scratch` is a local directory for what is on its way to or from a URL. Raises UserError.
+        """`scratch` is a local directory for files being uploaded or downloaded. Raises UserError.
 
-        `on_event` is told what becomes of each checkpoint, for metrics.jsonl.
+        `on_event` is called with the outcome of each save, for metrics.jsonl.
         """
         self._on_event = on_event
         self._config, self._outer, self._world, self._world_rank = config, outer, world, world_rank
@@ -53,13 +53,13 @@ class KeepCheckpoints(TrainerCallback):
         self._number = self._saved_at_ms = 0
         self._contributors: tuple[int, ...] = ()
         self._registered: int | None = None
-        """The world rank of which others know that it has saved."""
+        """The world rank that the store records as having a complete checkpoint."""
         self._loss: float | None = None
 
     def restore(self, stack: contextlib.ExitStack, on_skipped: Callable[[str], None]) -> Found | None:
-        """The checkpoint that --ckpt.resume means; it stays there until the stack is closed. Raises UserError.
+        """The checkpoint that --ckpt.resume means; its directory exists until the stack is closed. Raises UserError.
 
-        `on_skipped` is told what is wrong with each that is passed over.
+        `on_skipped` is called with what is wrong with each checkpoint that is skipped.
         """
         config, rank = self._config, self._world_rank
         if config.interval is not None:
@@ -70,19 +70,19 @@ class KeepCheckpoints(TrainerCallback):
         return found
 
     def scored(self, reward: float) -> None:
-        """An evaluation of the weights: the next checkpoint is as good as this says."""
+        """Note the reward of an evaluation, which `--ckpt.keep best` compares checkpoints by."""
         self._loss = -reward
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         written = checkpoint_of(args, state)
-        # Each rank writes files of its own.
+        # Every rank writes files of its own into the checkpoint: wait until all have.
         barrier()
         on_rank_zero(lambda: self._try_to_keep(written, state.global_step))
 
     def _try_to_keep(self, written: Path, step: int) -> None:
-        """A disk that is full ends no training."""
+        """Move the checkpoint; a failure is logged and reported, since a full disk must not end the training."""
         began_at, reason, num_bytes = time.monotonic(), "", 0
         try:
             num_bytes = self._keep(written, step)
@@ -95,17 +95,17 @@ class KeepCheckpoints(TrainerCallback):
         self._on_event(**saved.event())
 
     def _keep(self, written: Path, step: int) -> int:
-        """Returns its bytes. Raises OSError."""
+        """Move the checkpoint to the store and delete old ones. Returns its size in bytes. Raises OSError."""
         outer, store = self._outer(), self._store
         part = own_part(outer.world_rank)
         if (written / COMPLETE).is_file():
             mark = read_mark(written)
         elif outer.active or not written.is_dir():
-            raise OSError("it was not written as a whole, see the lines before")
+            raise OSError("it was not written completely; the log above says why")
         else:
             mark = mark_whole(written, outer, num_ranks=self._world.num_ranks)
         self._saved_at_ms = max(self._saved_at_ms + 1, mark.saved_at_ms)
-        # Until the next commit they are those of the one before the resume.
+        # Before the first commit after a resume, the contributors are those of the resumed checkpoint.
         self._contributors = mark.contributors or self._contributors
         mark = replace(
             mark,
@@ -118,7 +118,7 @@ class KeepCheckpoints(TrainerCallback):
         store.send(written, mark.files, step, part)
         store.finish(written, step, part)
         if outer.world_rank not in (None, self._registered):
-            # Else with the next one: this one is whole.
+            # If this fails, the next save tries again: the checkpoint itself is complete.
             with contextlib.suppress(OSError):
                 store.register(outer.world_rank, has_saved=True)
                 self._registered = outer.world_rank
@@ -130,10 +130,10 @@ class KeepCheckpoints(TrainerCallback):
 
 
 class KeepDeltas(TrainerCallback):
-    """Give it to the trainer after DilocoCallback, so that a step's weights are those after its outer step."""
+    """Writes delta checkpoints. Must come after DilocoCallback, so that a step's weights include its outer step."""
 
     def __init__(self, directory: Path, *, interval: int, weights: Callable[[], dict[str, Tensor]]) -> None:
-        """`weights` gives all of them, on rank 0 at least; all ranks call it."""
+        """`weights` returns all weights, at least on rank 0; it is a collective."""
         self._directory, self._interval, self._weights = directory, interval, weights
         self._writer: DeltaWriter | None = None
 
@@ -147,19 +147,19 @@ class KeepDeltas(TrainerCallback):
             self._try_to_write(step, weights)
 
         on_rank_zero(open_writer)
-        self._looked_at = step
+        self._checked_step = step
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        before, self._looked_at = self._looked_at, state.global_step
-        # Passed, not met: nominal steps may be skipped.
+        before, self._checked_step = self._checked_step, state.global_step
+        # Not `% interval == 0`: an outer step may advance the nominal step by several.
         if state.global_step // self._interval > before // self._interval:
             step, weights = state.global_step, self._weights()
             on_rank_zero(lambda: self._try_to_write(step, weights))
 
     def _try_to_write(self, step: int, weights: dict[str, Tensor]) -> None:
-        """A disk that is full ends no training: the next delta holds what has changed since the last one."""
+        """A failure is only logged, since a full disk must not end the training: the next delta covers both steps."""
         assert self._writer is not None
         try:
             self._writer.write(step, weights.items())

@@ -1,4 +1,4 @@
-"""What a piece of code earns: by how many of its tests it passes, in the sandbox."""
+"""Rewards for code, by the share of tests that it passes in the sandbox."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from diloco.rl.sandbox.run import Verdict, run_tests
 from diloco.rl.tasks import Example, Reward, answered, reasoned
 
 _FENCE = re.compile(r"```(?:python|py)?\s*\n(.*?)```", re.DOTALL)
-# A group's completions are often alike, and each is judged for its reward and for being solved.
-_REMEMBERED = 512
-_remembered: dict[tuple[str, str, tuple[str, ...]], Verdict] = {}
+# Verdicts are cached: completions of a group are often identical, and each is judged for its reward and as solved.
+_MAX_CACHED = 512
+_verdicts: dict[tuple[str, str, tuple[str, ...]], Verdict] = {}
 
 
 def code_rewards() -> tuple[Reward, ...]:
@@ -25,13 +25,13 @@ def code_rewards() -> tuple[Reward, ...]:
 
 
 def code_of(completion: Completion) -> str:
-    """The code of an answer, out of its Markdown fence if it has one."""
+    """The code of an answer, without its Markdown fence if it has one."""
     match = _FENCE.search(completion.answer)
     return match[1] if match else completion.answer
 
 
 def compiles(completion: Completion, _example: Example) -> float:
-    """Whether it is Python at all. No code is none."""
+    """1 if the answer parses as Python and is not empty, else 0."""
     try:
         tree = ast.parse(code_of(completion))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -50,13 +50,13 @@ def passes_all(completion: Completion, example: Example) -> bool:
 
 
 def judged(completion: Completion, example: Example) -> Verdict:
-    """Run the tests of an example on a completion's code; code that does not parse is not run."""
+    """Run the tests of an example on a completion's code. Code that does not parse is not run and fails all tests."""
     tests = tuple(example.data["tests"])
     if not compiles(completion, example):
         return Verdict(num_passed=0, num_tests=len(tests))
     key = (code_of(completion), str(example.data.get("setup") or ""), tests)
-    if key not in _remembered:
-        while len(_remembered) >= _REMEMBERED:
-            del _remembered[next(iter(_remembered))]
-        _remembered[key] = run_tests(key[0], tests, setup=key[1])
-    return _remembered[key]
+    if key not in _verdicts:
+        while len(_verdicts) >= _MAX_CACHED:
+            del _verdicts[next(iter(_verdicts))]
+        _verdicts[key] = run_tests(key[0], tests, setup=key[1])
+    return _verdicts[key]

@@ -1,10 +1,9 @@
-"""Every few steps only what has changed of the weights, from which the model of any of these steps can be made again.
+"""Delta checkpoints: every few steps only the changes of the weights, from which the model of each step can be rebuilt.
 
-<directory>/step_<N>.safetensors: the first holds all weights, each later one the changes since the one before it, or
-all weights again where those are fewer bytes (weights.py). Weights are kept in bf16, as servers compute with them: of
-the fp32 weights that are trained, small learning rates move few as far as the next bf16 value. Of those bf16 weights
-nothing is lost; digests prove it.
-Beside them lie config.json and the tokenizer.
+<directory>/step_<N>.safetensors: the first file holds all weights, each later one the changes since the previous file,
+or all weights if that is smaller (weights.py). Weights are saved in bf16, the type that servers compute in: with small
+learning rates few of the trained fp32 weights reach the next bf16 value. The bf16 weights are rebuilt exactly, verified
+by digests. config.json and the tokenizer are in the same directory.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ _STEP = re.compile(r"step_(\d+)\.safetensors")
 
 
 class DeltaWriter:
-    """Appends to a directory. Numbers are nominal steps, so they go on after a resume where they were."""
+    """Appends deltas to a directory. Files are numbered by nominal step, which continues after a resume."""
 
     def __init__(self, directory: Path, *, step: int) -> None:
-        """The run goes on from this step: what is there of later ones is of a life that was given up.
+        """Continue from this step: deltas of later steps, which a resume has made obsolete, are deleted.
 
-        A run that begins keeps nothing of one before it.
+        A run that begins at step 0 deletes all of them.
         """
         self._directory = directory
         directory.mkdir(parents=True, exist_ok=True)
@@ -52,9 +51,9 @@ class DeltaWriter:
         self._state: State = rebuilt(directory, steps[-1]) if steps else {}
 
     def write(self, step: int, weights: Iterable[tuple[str, Tensor]]) -> Path:
-        """The weights of this step. One that is there already is left as it is.
+        """Write the delta of this step, unless there is one of this or a later step. Returns its path.
 
-        Raises UserError where what is there is of another model, and OSError, after which the next one may go well.
+        Raises UserError if the directory holds another model, and OSError, after which the next write may succeed.
         """
         path = _path(self._directory, step)
         if self._last is not None and step <= self._last:
@@ -78,13 +77,13 @@ class DeltaWriter:
 
 
 def steps_in(directory: Path) -> list[int]:
-    """The steps that are there, in order."""
+    """The steps of the directory's files, ascending."""
     found = (_STEP.fullmatch(path.name) for path in directory.glob("step_*.safetensors"))
     return sorted(int(match[1]) for match in found if match)
 
 
 def rebuilt(directory: Path, step: int) -> State:
-    """The weights of a step. Raises UserError where it is not there, or something before it is missing or damaged."""
+    """The weights of a step. Raises UserError if its file or one that it builds on is missing or damaged."""
     steps = steps_in(directory)
     if step not in steps:
         near = ", ".join(map(str, steps[:3] + steps[3:][-3:])) or "none"
@@ -98,7 +97,7 @@ def rebuilt(directory: Path, step: int) -> State:
 
 
 def _states(directory: Path, steps: list[int]) -> Iterator[tuple[int, Label, State]]:
-    """The weights of one step after the other. Raises UserError that names the first file that cannot be used."""
+    """Yields (step, label, weights) of each step. Raises UserError, which names the first file that cannot be used."""
     state: State = {}
     label = Label(version=-1)
     for number in steps:
@@ -118,8 +117,8 @@ def _name_the_changed_file(directory: Path, steps: list[int]) -> NoReturn:
         number for number, label, state in _states(directory, steps) if digest_of(state) != label.digest
     )
     raise UserError(
-        f"{_path(directory, next(changed))} was changed after it was saved: what comes of it has another digest. The "
-        "steps before it can be rebuilt"
+        f"{_path(directory, next(changed))} was changed after it was saved: the rebuilt weights have another digest. "
+        "Earlier steps can be rebuilt"
     )
 
 

@@ -1,4 +1,4 @@
-"""pass@k on held-out prompts, by the estimator without bias (arXiv 2107.03374, equation 1)."""
+"""pass@k on held-out prompts, by the unbiased estimator (arXiv 2107.03374, equation 1)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from diloco.rl.tasks import Example, Message, Task, reward_of
 TEMPERATURE, TOP_P, TOP_K = 0.6, 0.95, 20
 
 Complete = Callable[[Sequence[list[Message]], int], list[list[str]]]
-"""(prompts, n) -> for each prompt n completions, by the current weights."""
+"""(prompts, n) -> n completions of each prompt by the current weights."""
 
 
 def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
-    """The chance that one of k completions solves it, where `num_solved` of `num_samples` did."""
+    """The probability that one of k completions solves a prompt that `num_solved` of `num_samples` have solved."""
     if not 0 <= num_solved <= num_samples or not 1 <= k <= num_samples:
         raise ValueError(f"pass@{k} of {num_solved} solved among {num_samples}")
     if num_samples - num_solved < k:
@@ -26,7 +26,7 @@ def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
 def evaluated(
     task: Task, examples: Sequence[Example], complete: Complete, *, samples: int
 ) -> dict[str, float]:
-    """`reward` and `pass_at_<k>` for each k of 1 and `samples`, means over the examples."""
+    """Means over the examples of `reward`, `pass_at_1` and `pass_at_<samples>`."""
     completions = complete([example.prompt for example in examples], samples)
     solved: list[int] = []
     rewards: list[float] = []

@@ -1,4 +1,4 @@
-"""TRL's trainer with our servers in the place of TRL's own vLLM client, which needs vLLM and NCCL here."""
+"""Makes TRL's trainer use our servers instead of its own vLLM client, which would need vLLM and NCCL here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from diloco.rl.server_client import Sampling
 
 
 class ServerGeneration(VLLMGeneration):
-    """What GRPOTrainer takes for its VLLMGeneration. `servers` are there on the main process alone."""
+    """Replaces GRPOTrainer's VLLMGeneration. `servers` is set on the main process only."""
 
     servers: Rollouts | None = None
     seed_of: Callable[[], int] = staticmethod(lambda: 0)
@@ -28,7 +28,7 @@ class ServerGeneration(VLLMGeneration):
         self.accelerator.wait_for_everyone()
 
     def sync_weights(self) -> None:
-        """Called by TRL before the first rollout after each inner step, so after each outer step too."""
+        """Push the weights. TRL calls it before the first rollout after each inner step, so after outer steps too."""
 
         def take() -> None:
             assert self.servers is not None
@@ -37,7 +37,7 @@ class ServerGeneration(VLLMGeneration):
         if self.accelerator.is_main_process:
             take()
         else:
-            # Gathering a sharded parameter takes all ranks.
+            # Gathering a sharded parameter is a collective.
             for _ in self._iter_named_params():
                 pass
         on_rank_zero(lambda: self.servers.push() if self.servers else None)
@@ -49,14 +49,14 @@ class ServerGeneration(VLLMGeneration):
         num_generations: int,
         profiler: Any = None,
     ) -> tuple[Any, ...]:
-        """As TRL's: `prompts` hold each one `num_generations` times; this rank's part of the answer comes back."""
-        everybodys = gather_object(prompts)
-        answer = on_rank_zero(lambda: self._written(everybodys[::num_generations], num_generations))
+        """As TRL's: `prompts` has each prompt `num_generations` times. Returns this rank's completions."""
+        all_prompts = gather_object(prompts)
+        answer = on_rank_zero(lambda: self._complete(all_prompts[::num_generations], num_generations))
         own = slice(self.accelerator.process_index * len(prompts), None)
         ids, logprobs = ([*part][own][: len(prompts)] for part in answer)
         return prompts, ids, logprobs, [[[token] for token in one] for one in ids]
 
-    def _written(
+    def _complete(
         self, prompts: Sequence[list[int]], count: int
     ) -> tuple[list[list[int]], list[list[list[float | None]]]]:
         assert self.servers is not None
@@ -75,7 +75,7 @@ class ServerGeneration(VLLMGeneration):
 
 
 class _NoClient:
-    """GRPOTrainer asks its client for this alone; our own servers are started so, and others' are asked before."""
+    """Answers the one question that GRPOTrainer asks its client. All our servers run with this setting."""
 
     def get_server_info(self) -> dict[str, Any]:
         return {"model_config": {"logprobs_mode": "processed_logprobs"}}
@@ -83,7 +83,7 @@ class _NoClient:
 
 @contextlib.contextmanager
 def generating_by_servers() -> Iterator[None]:
-    """A GRPOTrainer constructed in this block rolls out by ServerGeneration. TRL has no argument for that."""
+    """A GRPOTrainer constructed in this block uses ServerGeneration. TRL has no argument for that."""
     module: Any = trl_grpo
     before, module.VLLMGeneration = module.VLLMGeneration, ServerGeneration
     try:

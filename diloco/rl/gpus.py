@@ -1,4 +1,4 @@
-"""Which GPU is whose: the ranks of the trainer and its vLLM server never share one by accident."""
+"""Divides the GPUs between the trainer's ranks and its vLLM server, which share one only if the user says so."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from diloco.options.trainer import TrainConfig
 
 
 def starts_server(config: TrainConfig) -> bool:
-    """Whether this peer has a vLLM server of its own."""
+    """Whether this peer starts a vLLM server of its own."""
     grpo = config.grpo
     return config.mode == "grpo" and grpo.rollout == "vllm" and not grpo.rollout_url
 
 
 def gpus_for_ranks(config: TrainConfig, num_gpus: int) -> int:
-    """How many of a machine's GPUs are left to train on."""
+    """How many of a machine's GPUs are left for training."""
     return max(num_gpus - 1, 1) if num_gpus and starts_server(config) and config.device != "cpu" else num_gpus
 
 
 def split_gpus(
     gpus: Sequence[str], *, num_ranks: int, server: str | None, starts_server: bool
 ) -> tuple[tuple[str, ...], str | None]:
-    """The GPUs of the ranks, and the server's. Raises UserError where there are too few.
+    """The GPUs of the ranks, and the server's. Raises UserError if there are too few.
 
-    `server` is what the user named, which may be one that the trainer uses too.
+    `server` is the GPU that the user named, which the ranks may use too.
     """
     if not gpus:
         return (), None

@@ -1,10 +1,11 @@
-"""Stands between a trainer and the server it has started: when either is gone, all of the server's processes are,
-and the directory of its sockets.
+"""Supervises the server of a trainer: if either process ends, kills all of the server's processes and removes its
+sockets.
 
     python -m diloco.rl.guardian <command> [argument...]
 
-Standard input is held open by the trainer; its end means that the trainer is gone, however it went. The command runs
-in a session of its own, which is killed whole. Ends with the command's exit code. Needs nothing but Python.
+The trainer holds the guardian's standard input open, so end of file means that the trainer is gone, even if it was
+killed. The command runs in a session of its own, and its whole process group is killed. Exits with the command's exit
+code. Imports only the standard library.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ _POLL_S = 0.1
 
 
 def main() -> int:
-    # Ctrl-C reaches us too, where we share the terminal's group; the end of our input says when to stop.
+    # Ctrl-C may reach the guardian too, if it shares the terminal's process group; only end of file is to stop it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: os.close(0))
-    # The server's own choice would be below TMPDIR, which may be too long for a socket's address.
+    # vLLM would put its sockets below TMPDIR, whose path may be too long for the address of a Unix socket.
     with tempfile.TemporaryDirectory(
         prefix="diloco-vllm-", dir="/tmp", ignore_cleanup_errors=True
     ) as sockets:
@@ -45,7 +46,7 @@ def main() -> int:
 
 
 def stop(child: subprocess.Popen[bytes]) -> None:
-    """SIGTERM to the whole group, then SIGKILL; also to what a dead leader has left behind."""
+    """Send SIGTERM to the whole process group, then SIGKILL; also if the group's leader is already dead."""
     _signal(child.pid, signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):
         child.wait(STOP_TIMEOUT_S)

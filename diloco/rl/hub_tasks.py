@@ -1,4 +1,4 @@
-"""gsm8k, math and mbpp: data sets of Hugging Face, or of a directory that looks like one."""
+"""The tasks gsm8k, math and mbpp, from Hugging Face or from a directory in the same format."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CODE_SYSTEM = SYSTEM.replace("your answer", "the Python code, without any expla
 
 @dataclass(frozen=True)
 class HubTask:
-    """A finite data set: the training split is trained, the test split held out."""
+    """A finite data set: trains on the training split and holds out the test split."""
 
     name: str
     rewards: tuple[Reward, ...]
@@ -55,7 +55,7 @@ class HubTask:
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _HubTaskSpec:
     path: str
     configuration: str | None
     columns: tuple[str, ...]
@@ -65,7 +65,7 @@ class _Kind:
 
 
 def open_hub_task(kind: str, directory: str | None = None) -> HubTask:
-    """Raises UserError where the data cannot be had, or lacks the columns of this task."""
+    """Open gsm8k, math or mbpp. Raises UserError if the data cannot be loaded or lacks the columns of the task."""
     known = HUB_TASKS[kind]
     splits = _loaded(directory or known.path, None if directory else known.configuration, kind)
     if "train" not in splits or "test" not in splits:
@@ -119,8 +119,8 @@ def _equivalent(completion: Completion, example: Example) -> float:
     return float(completion.has_answer and equivalent(completion.answer, example.gold))
 
 
-HUB_TASKS: dict[str, _Kind] = {
-    "gsm8k": _Kind(
+HUB_TASKS: dict[str, _HubTaskSpec] = {
+    "gsm8k": _HubTaskSpec(
         path="openai/gsm8k",
         configuration="main",
         columns=("question", "answer"),
@@ -134,7 +134,7 @@ HUB_TASKS: dict[str, _Kind] = {
         ),
         solved=lambda completion, example: _same_number(completion, example) == 1.0,
     ),
-    "math": _Kind(
+    "math": _HubTaskSpec(
         path="DigitalLearningGmbH/MATH-lighteval",
         configuration="default",
         columns=("problem", "solution"),
@@ -147,7 +147,7 @@ HUB_TASKS: dict[str, _Kind] = {
         ),
         solved=lambda completion, example: _equivalent(completion, example) == 1.0,
     ),
-    "mbpp": _Kind(
+    "mbpp": _HubTaskSpec(
         path="google-research-datasets/mbpp",
         configuration="full",
         columns=("test_list",),

@@ -1,4 +1,4 @@
-"""Mathematical answers: what a solution boxes, and whether two expressions are equal (math-verify)."""
+"""Mathematical answers: extracts the boxed result, and compares expressions by math-verify."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BOXES = ("\\boxed", "\\fbox")
 
 
 def boxed(solution: str) -> str:
-    """What stands in the last \\boxed{...} of a solution; empty where nothing does."""
+    """The content of the last \\boxed{...} of a solution; empty if there is none."""
     start = max(solution.rfind(box) for box in _BOXES)
     opening = solution.find("{", start) if start >= 0 else -1
     if opening < 0:
@@ -27,7 +27,7 @@ def boxed(solution: str) -> str:
 
 
 def equivalent(answer: str, gold: str) -> bool:
-    """Whether two answers are the same number or expression. Empty ones are equal to nothing."""
+    """Whether two answers are the same number or expression. An empty answer equals nothing."""
     if not answer.strip() or not gold.strip():
         return False
     left, right = number_of(answer), number_of(gold)
@@ -39,7 +39,7 @@ def equivalent(answer: str, gold: str) -> bool:
         raise UserError(
             "answers of --dataset math are judged by math-verify: pip install 'diloco[grpo]'"
         ) from error
-    # Its deadlines are alarm signals, which only a main thread gets.
+    # math-verify implements timeouts by SIGALRM, which works in the main thread only.
     timeout_s = _TIMEOUT_S if threading.current_thread() is threading.main_thread() else None
     for name in ("math_verify.parser", "math_verify.grader", "math_verify.utils"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -49,6 +49,6 @@ def equivalent(answer: str, gold: str) -> bool:
 
 
 def _undelimited(answer: str) -> str:
-    """LaTeX without the dollars or the box that a model may have put around it."""
+    """The LaTeX without surrounding dollars and \\boxed."""
     answer = answer.strip().strip("$").strip()
     return boxed(answer) if answer.startswith(_BOXES) else answer

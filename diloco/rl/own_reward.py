@@ -1,4 +1,4 @@
-"""A reward of the user's own: `--grpo.reward`, a function of a file or module in place of the task's rewards."""
+"""`--grpo.reward`: the user's reward function, from a file or module, in place of the task's rewards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FORM = "name a function as in rewards.py:short or package.module:short"
 
 @dataclass(frozen=True)
 class OwnRewardTask:
-    """Another task's prompts and its judgement of what is solved, with the user's reward."""
+    """Another task with the user's reward; prompts and `is_solved` are that task's."""
 
     task: Task
     rewards: tuple[Reward, ...]
@@ -47,7 +47,7 @@ class OwnRewardTask:
 
 
 def check_reward(name: str) -> None:
-    """Before anything starts: is there such a file or module? Runs nothing of it. Raises UserError."""
+    """Check, before anything is started, that the file or module exists, without running it. Raises UserError."""
     place, _, function = name.rpartition(":")
     if not place or not function.isidentifier():
         raise UserError(f"--grpo.reward {name} names no function; {_FORM}")
@@ -59,7 +59,7 @@ def check_reward(name: str) -> None:
 
 
 def with_reward(task: Task, name: str) -> OwnRewardTask:
-    """The task, paid by the user's function alone. Raises UserError where there is none, or it cannot be loaded."""
+    """The task with the user's function as its only reward. Raises UserError if it is missing or cannot be loaded."""
     check_reward(name)
     place, _, function = name.rpartition(":")
     try:
@@ -94,7 +94,7 @@ def _checked(function: Component, name: str) -> Component:
 
 def _spec_of(module: str) -> object:
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        # An entry point's script has its own directory there, and not the user's.
+        # A console script has its own directory in sys.path instead of the current one.
         sys.path.append(str(Path.cwd()))
     try:
         return importlib.util.find_spec(module)

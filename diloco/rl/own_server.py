@@ -1,4 +1,4 @@
-"""A vLLM server that belongs to this trainer: started, checked with a real request, restarted, and killed whole."""
+"""A vLLM server that belongs to this trainer: starts it, checks it with a real request, restarts and stops it."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ MAX_DEATHS = 5
 _PROBE_TIMEOUT_S = 60.0
 _POLL_S = 0.25
 _STOP_TIMEOUT_S = 10.0
-# Compiling takes minutes there; and with a prompt cut into chunks, a request with a seed kills the engine of vLLM
-# 0.32 ("CPU Generator does not use offset").
-_ON_CPU = ["--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", "16384"]
+# Arguments on CPU. Compiling takes minutes there; and with chunked prefill, a request with a seed kills the engine of
+# vLLM 0.32 ("CPU Generator does not use offset").
+_CPU_ARGS = ["--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", "16384"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerCommand:
-    """What to run. `port` and `model_name` are part of `argv` already."""
+    """How to start a server. `argv` already contains `port` and `model_name`."""
 
     argv: Sequence[str]
     env: Mapping[str, str]
     port: int
     model_name: str
-    """What it calls its model, and no other server does."""
+    """A unique name, to tell this server from another one on the same port."""
     log_path: Path
     timeout_s: float
-    """From the start to the answer to one real request."""
+    """Limit from the start to the answer to a first request."""
 
 
 class OwnServer:
-    """Use it in a `with`; no process of it is left afterwards, nor when this process dies."""
+    """A context manager. No process of the server is left when it exits, or when this process dies."""
 
     def __init__(self, command: ServerCommand) -> None:
         self.command = command
@@ -61,7 +61,7 @@ class OwnServer:
         self.stop()
 
     def start(self) -> None:
-        """Start it and wait until it has completed something. Raises UserError with its last words."""
+        """Start the server and wait until it has answered a request. Raises UserError with the end of its log."""
         self._spawn()
         try:
             self._wait_until_it_serves()
@@ -73,7 +73,7 @@ class OwnServer:
             ) from error
 
     def restart(self) -> None:
-        """Have a server again, after longer and longer pauses. Raises DilocoError after MAX_DEATHS in a row."""
+        """Restart the server, with growing delays. Raises DilocoError after MAX_DEATHS deaths in a row."""
         while True:
             self.stop()
             self._deaths += 1
@@ -91,16 +91,16 @@ class OwnServer:
 
     @property
     def has_died(self) -> bool:
-        """Whether it was started, and has ended without being asked to."""
+        """Whether the server has ended without `stop`."""
         process = self._process
         return process is not None and process.poll() is not None
 
-    def has_served(self) -> None:
-        """It did what it is for: earlier deaths no longer count against it."""
+    def note_served(self) -> None:
+        """Note that the server has completed a request, which resets the count of deaths in a row."""
         self._deaths = 0
 
     def stop(self) -> None:
-        """End it, by a deadline. Repeating it is safe."""
+        """Stop the server, by SIGKILL after a deadline. Repeating it is safe."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -115,8 +115,8 @@ class OwnServer:
     def _spawn(self) -> None:
         self.command.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.command.log_path.open("ab") as log:
-            # The guardian dies by the end of its input, and takes the server along; being killed with us would
-            # keep it from that.
+            # In a session of its own, so that a signal to this process group does not kill the guardian, which has to
+            # kill the server.
             self._process = subprocess.Popen(
                 [sys.executable, "-I", str(Path(__file__).with_name("guardian.py")), *self.command.argv],
                 stdin=subprocess.PIPE,
@@ -127,10 +127,10 @@ class OwnServer:
             )
 
     def _wait_until_it_serves(self) -> None:
-        """Healthy is not enough: a server can say so and die of its first request. Raises ServerLost."""
+        """Wait for a real answer, since a server may report healthy and die of its first request. Raises ServerLost."""
         deadline, client = time.monotonic() + self.command.timeout_s, ServerClient(self.url)
         while True:
-            # Another thread may stop it meanwhile.
+            # Another thread may call `stop` meanwhile.
             process = self._process
             if process is None:
                 raise ServerLost("it was stopped")
@@ -143,7 +143,7 @@ class OwnServer:
                 if time.monotonic() > deadline:
                     raise ServerLost(f"it was not healthy within {self.command.timeout_s:g} s") from error
             time.sleep(_POLL_S)
-        # Whose port is taken may take long to die of it, and the other server answers meanwhile.
+        # If the port was taken, our server may take long to fail, and the other server has answered so far.
         names = client.model_names()
         if self.command.model_name not in names:
             raise ServerLost(
@@ -154,7 +154,7 @@ class OwnServer:
 
 
 def in_words(exit_code: int) -> str:
-    """How a process of the guardian's ended: signals arrive as 128 and their number."""
+    """Describe an exit code of the guardian, which reports signal n as 128 + n."""
     if exit_code == 128 + signal.SIGKILL:
         return "it was killed (SIGKILL), most likely because the machine's memory was used up"
     return f"it ended with {exit_code}"
@@ -172,16 +172,16 @@ def vllm_command(
     timeout_s: float,
     environment: Mapping[str, str],
 ) -> ServerCommand:
-    """The command line of a vLLM server on loopback. Raises UserError where that Python has no vLLM."""
+    """The command line of a vLLM server on loopback. Raises UserError if that Python has no vLLM."""
     program = python or sys.executable
     check_has_vllm(program, environment)
     port, name = port or _free_port(), f"diloco-{secrets.token_hex(8)}"
     argv = [program, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--dtype", dtype]
-    # Its development endpoints ask nobody for a password.
+    # Loopback only: vLLM's development endpoints have no authentication.
     argv += ["--host", "127.0.0.1", "--port", str(port), "--worker-extension-cls", EXTENSION]
     argv += ["--served-model-name", name]
     argv += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
-    argv += _ON_CPU if gpu is None else []
+    argv += _CPU_ARGS if gpu is None else []
     return ServerCommand(
         argv=[*argv, *more],
         env=server_environment(environment, gpu, _only_diloco(log_path.parent / "server-path")),
@@ -193,7 +193,8 @@ def vllm_command(
 
 
 def server_environment(environment: Mapping[str, str], gpu: str | None, packages: Path) -> dict[str, str]:
-    """Of ours what concerns it: no swarm, no torchrun; its GPU; and where our extension is, and nothing else."""
+    """The environment of the server: ours without the variables of diloco and torchrun, with its GPU, and with
+    `packages` as PYTHONPATH, from where it imports our extension."""
     ours = (
         "DILOCO_",
         "RANK",
@@ -241,9 +242,9 @@ def check_has_vllm(python: str, environment: Mapping[str, str]) -> None:
 
 
 def _only_diloco(directory: Path) -> Path:
-    """The directory, with a link to this package: what else lies beside it would hide the server's own packages."""
+    """Make the directory with a link to this package only: other packages beside it would shadow the server's own."""
     directory.mkdir(parents=True, exist_ok=True)
-    # In one piece, and whatever is there: it may lead to where this package was once.
+    # Replaced atomically, since an old link may point to where this package used to be.
     new = directory / f"diloco.{os.getpid()}"
     new.unlink(missing_ok=True)
     new.symlink_to(Path(diloco.__file__).resolve().parent)

@@ -1,8 +1,9 @@
-"""What a trainer offers to its servers over HTTP: its newest weights, and a sign that it is using a server.
+"""A trainer's HTTP server, from which inference servers fetch its newest weights and check that it still uses them.
 
-Weights lie at their sha256, which nobody knows who was not told; whole for any server, and as a patch for one that has
-the version before. A server that a trainer uses knows an address that answers as long as it does: another trainer gets
-it when that is gone, because it was taken back or because the trainer has died.
+Weights are served at a URL that contains their sha256, so only servers that were given the digest can fetch them: all
+weights, or a patch for a server that has the previous version. A server that a trainer uses also knows the URL of a
+*sign*, which answers as long as the trainer uses the server. When it does not, because the trainer has withdrawn it or
+has died, another trainer may take the server.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ log = logging.getLogger(__name__)
 
 
 class Publisher:
-    """Numbers the versions of one trainer's weights, and keeps the last two in the servers' type."""
+    """Numbers the versions of one trainer's weights, and keeps the last two in the dtype of the servers."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.name = uuid.uuid4().hex
-        """Tells the versions of this life of this trainer from those of others."""
+        """Identifies this process of this trainer; version numbers are unique only together with it."""
         self.version = 0
         self.state: State = {}
         self._dtype = dtype
@@ -43,13 +44,13 @@ class Publisher:
         return sum(tensor.nbytes for tensor in self.state.values())
 
     def take(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """A new version: copies of the weights, on the CPU, in the servers' type."""
+        """Copy the weights to the CPU in the servers' dtype, as a new version."""
         self._before, self.state = self.state, own_copies(dict(parameters), self._dtype)
         self.version += 1
         self._digest = digest_of(self.state)
 
     def blob_for(self, publisher: str, version: int) -> tuple[Label, bytes]:
-        """What a server needs that serves this version of this publisher."""
+        """The blob for a server that has this version of this publisher: a patch if possible, else all weights."""
         has_last = publisher == self.name and version == self.version - 1 and bool(self._before)
         label = Label(
             version=self.version,
@@ -65,7 +66,7 @@ class Publisher:
 
 
 class Offers:
-    """An HTTP server in a thread, on one address of this machine that the servers can reach."""
+    """An HTTP server in a thread, on an address of this machine that the inference servers can reach."""
 
     def __init__(self, host: str) -> None:
         self._offered: dict[str, bytes] = {}
@@ -82,7 +83,7 @@ class Offers:
                 self.send_response(200)
                 self.send_header("Content-Length", str(len(content)))
                 self.end_headers()
-                # Without a copy, which weights would not leave room for.
+                # Written directly, since there may be no memory for a copy of the weights.
                 self.wfile.write(content)
 
             def log_message(self, *_: object) -> None: ...
@@ -94,11 +95,11 @@ class Offers:
         self._thread.start()
 
     def blob(self, content: bytes) -> str:
-        """The address of this content, which ends with its sha256."""
+        """Serve this content; returns its URL, which ends with its sha256."""
         return self._offered_at(f"/{hashlib.sha256(content).hexdigest()}", content)
 
     def sign(self) -> str:
-        """An address that answers until it is withdrawn, or this process has ended."""
+        """A URL that answers until it is withdrawn or this process ends."""
         return self._offered_at(f"/{secrets.token_hex(16)}", b"")
 
     def withdraw(self, url: str) -> None:
@@ -118,8 +119,8 @@ class _Server(http.server.ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        # Its own way is a traceback on stderr; who broke off a download says so itself.
-        log.debug("%s broke off: %r", client_address, sys.exception())
+        # The base class prints a traceback. A server whose download breaks off reports that itself.
+        log.debug("a request of %s failed: %r", client_address, sys.exception())
 
 
 class _Ipv6Server(_Server):
@@ -127,14 +128,14 @@ class _Ipv6Server(_Server):
 
 
 def address_towards(url: str) -> str:
-    """This machine's own address on the way to a server. Raises OSError where there is none."""
+    """This machine's own address on the route to a server. Raises OSError if there is none."""
     parts = urlsplit(url)
     failed = OSError(f"{url} has no address")
     places = socket.getaddrinfo(parts.hostname or "127.0.0.1", parts.port or 80, type=socket.SOCK_DGRAM)
     for family, kind, _, _, place in places:
         try:
             with socket.socket(family, kind) as probe:
-                # Connecting a datagram socket sends nothing; it only chooses the interface.
+                # Connecting a datagram socket sends nothing; it only selects the interface.
                 probe.connect(place)
                 return str(probe.getsockname()[0])
         except OSError as error:

@@ -1,4 +1,4 @@
-"""reasoning-gym's generators: endless examples by number, which nobody has to download."""
+"""Tasks from the generators of reasoning-gym, which make any number of examples without a download."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ PREFIX = "reasoning-gym"
 DEFAULT_GENERATOR = "chain_sum"
 _NUM_EXAMPLES = 1_000_000
 _NUM_HELD_OUT = 1024
-# The generators take their seed from seed + index: far apart, so that nothing held out is trained.
+# Added to the seed. Generators use seed + index, so the offset keeps held-out examples apart from trained ones.
 _HELD_OUT_SEED = 2**40
 
 
 class GeneratorTask:
-    """One generator. The same (generator, options, seed, index) is the same example everywhere."""
+    """One generator. An example is a pure function of (generator, options, seed, index)."""
 
     num_examples = _NUM_EXAMPLES
     num_held_out = _NUM_HELD_OUT
@@ -41,20 +41,20 @@ class GeneratorTask:
         return self._correct(completion, example) >= 1.0
 
     def _correct(self, completion: Completion, example: Example) -> float:
-        """1 for the same answer; else what the generator gives for it, which may be a part."""
+        """1 for the right answer; for answers that are not numbers, else the generator's score from 0 to 1."""
         if not completion.has_answer:
             return 0.0
         if same_answer(completion.answer, example.gold):
             return 1.0
         if number_of(example.gold) is not None:
-            # Some generators give points for any text that contains the number.
+            # The generator's score is not used: some generators score any text that contains the number.
             return 0.0
         score = float(self._trained.score_answer(completion.answer, example.data))
         return min(max(score, 0.0), 1.0)
 
 
 def open_generator(name: str, *, seed: int) -> GeneratorTask:
-    """`reasoning-gym:<generator>[,option=value...]`. Raises UserError for one that there is not."""
+    """Open `reasoning-gym:<generator>[,option=value...]`. Raises UserError for unknown generators and options."""
     generator, options = _parsed(name)
     try:
         import reasoning_gym

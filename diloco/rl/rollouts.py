@@ -1,7 +1,8 @@
-"""The servers that a trainer uses: new weights to all of them, prompts dealt out among them, and lost ones back again.
+"""The servers of a trainer: pushes weights to them, distributes prompts among them, and recovers lost ones.
 
-Several trainers may share servers. Each takes all of its own, in the same order as the others, from its push to the end
-of its rollouts, so that no completion is written by somebody else's weights; the version is asked again afterwards.
+Several trainers may share servers. A trainer locks all of its servers, in an order common to all trainers, from the
+push until the end of the rollouts, so that no completion is generated with another trainer's weights. The version is
+checked again afterwards.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 5
 RETURN_TIMEOUT_S = 600.0
-_WAIT_FOR_OTHERS_S = 900.0
-_SAID_AFTER_S = 10.0
+_LOCK_TIMEOUT_S = 900.0
+_WARN_AFTER_S = 10.0
 _HEALTH_TIMEOUT_S = 10.0
 _POLL_S = 0.2
-_AT_ONCE = 64
+_MAX_CONCURRENT = 64
 
 
 class PushRefused(DilocoError):
-    """A server would not take the weights; it still serves those it had."""
+    """A server has rejected the weights and still serves its previous ones."""
 
 
 class Rollouts:
-    """Used by the rank that speaks to servers. A server of the trainer's own is restarted, others' are waited for."""
+    """Used on the main rank only. A lost server is restarted if it is the trainer's own, else waited for."""
 
     def __init__(
         self,
@@ -42,26 +43,26 @@ class Rollouts:
         own: OwnServer | None = None,
         on_event: Callable[..., None] = lambda **_: None,
     ) -> None:
-        # Two trainers that took the same servers in different orders would wait for each other.
+        # Sorted: two trainers that lock the same servers in different orders would deadlock.
         self.servers = [ServerClient(url) for url in sorted(urls)]
         self.publisher, self.own = publisher, own
         self.last_push: dict[str, Any] = {}
-        """What a server said of the last push that sent something."""
+        """A server's answer to the last push that sent weights, with our own figures added."""
         self._on_event = on_event
         self._offers = {host: Offers(host) for host in {address_towards(url) for url in urls}}
         self._signs: dict[str, str] = {}
 
     def push(self) -> None:
-        """The newest weights to all servers. Raises DilocoError where they cannot be had or would not take them."""
+        """Push the newest weights to all servers. Raises DilocoError if one is lost for good or rejects them."""
         self._until_done(self._push_to_all)
 
     def complete(
         self, prompts: Sequence[Sequence[int]], count: int, sampling: Sampling, *, seed: int
     ) -> list[Written]:
-        """`count` completions of each prompt, all by the newest weights; those of a failed attempt are thrown away."""
+        """`count` completions of each prompt by the newest weights. Completions of a failed attempt are discarded."""
 
         def attempt() -> list[Written]:
-            # After a restart it serves the weights it was started with; where nothing is to be sent, this is quick.
+            # A restarted server has its initial weights. If no weights have to be sent, this is quick.
             self._push_to_all()
             return self._complete(prompts, count, sampling, seed)
 
@@ -75,7 +76,7 @@ class Rollouts:
 
     def _push_to_all(self) -> None:
         for server in self.servers:
-            self._take(server)
+            self._lock(server)
             publisher, version = server.served()
             if (publisher, version) != (self.publisher.name, self.publisher.version):
                 self.last_push = self._push(server, publisher, version)
@@ -83,14 +84,14 @@ class Rollouts:
     def _push(self, server: ServerClient, publisher: str, version: int) -> dict[str, Any]:
         began = time.monotonic()
         label, blob = self.publisher.blob_for(publisher, version)
-        offers = self._offers_to(server)
+        offers = self._offers_for(server)
         url = offers.blob(blob)
         try:
             answer = server.pull(url)
         finally:
             offers.withdraw(url)
         if answer.get("is_lost"):
-            raise ServerLost(f"{server.url} has not the weights: {answer['error']}")
+            raise ServerLost(f"{server.url} did not get the weights: {answer['error']}")
         if not answer["ok"]:
             raise PushRefused(f"{server.url} refused version {label.version}: {answer['error']}")
         return {
@@ -107,38 +108,38 @@ class Rollouts:
             server = self.servers[number % len(self.servers)]
             return server.complete(prompts[number], count, sampling, seed=seed + number)
 
-        with ThreadPoolExecutor(max_workers=min(_AT_ONCE, len(prompts))) as pool:
+        with ThreadPoolExecutor(max_workers=min(_MAX_CONCURRENT, len(prompts))) as pool:
             written = list(pool.map(completed, range(len(prompts))))
         for server in self.servers:
             publisher, version = server.served()
             if (publisher, version) != (self.publisher.name, self.publisher.version):
                 raise ServerLost(f"{server.url} changed to version {version} of {publisher} meanwhile")
-            self._give_back(server)
+            self._unlock(server)
         return written
 
-    def _take(self, server: ServerClient) -> None:
-        """Wait until no other trainer uses it, and use it."""
-        offers, began, said = self._offers_to(server), time.monotonic(), False
+    def _lock(self, server: ServerClient) -> None:
+        """Lock the server, waiting until no other trainer uses it."""
+        offers, began, has_warned = self._offers_for(server), time.monotonic(), False
         while True:
             if server.url not in self._signs:
                 self._signs[server.url] = offers.sign()
             answer = server.call("diloco_take", sign=self._signs[server.url])
             if answer["ok"]:
                 return
-            # Of several workers some may have been taken: nobody is to wait for us meanwhile.
-            self._give_back(server)
+            # Some of the server's workers may have accepted our lock: release it while we wait.
+            self._unlock(server)
             waited_s = time.monotonic() - began
-            if waited_s > _WAIT_FOR_OTHERS_S:
-                raise ServerLost(f"{server.url}: {answer['error']}, for {_WAIT_FOR_OTHERS_S:g} s")
-            if waited_s > _SAID_AFTER_S and not said:
+            if waited_s > _LOCK_TIMEOUT_S:
+                raise ServerLost(f"{server.url}: {answer['error']}, for {_LOCK_TIMEOUT_S:g} s")
+            if waited_s > _WARN_AFTER_S and not has_warned:
                 log.warning("%s: %s; waiting until it is free", server.url, answer["error"])
-                said = True
+                has_warned = True
             time.sleep(_POLL_S)
 
-    def _give_back(self, server: ServerClient) -> None:
-        self._offers_to(server).withdraw(self._signs.pop(server.url, ""))
+    def _unlock(self, server: ServerClient) -> None:
+        self._offers_for(server).withdraw(self._signs.pop(server.url, ""))
 
-    def _offers_to(self, server: ServerClient) -> Offers:
+    def _offers_for(self, server: ServerClient) -> Offers:
         return self._offers[address_towards(server.url)]
 
     def _until_done(self, action: Callable[[], Any]) -> Any:
@@ -159,15 +160,15 @@ class Rollouts:
                     self.own.restart()
                     self._on_event(event="server_restarted", restarts=self.own.num_restarts)
                 else:
-                    self._wait_for_others()
+                    self._wait_for_return()
             else:
                 if self.own:
-                    self.own.has_served()
+                    self.own.note_served()
                 return result
         raise AssertionError
 
-    def _wait_for_others(self) -> None:
-        """Somebody else's servers come back by somebody else's doing. Raises DilocoError after the deadline."""
+    def _wait_for_return(self) -> None:
+        """Wait for servers that this trainer has not started. Raises DilocoError after RETURN_TIMEOUT_S."""
         deadline = time.monotonic() + RETURN_TIMEOUT_S
         for server in self.servers:
             while True:

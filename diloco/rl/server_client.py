@@ -1,4 +1,4 @@
-"""One inference server, asked over HTTP: by a deadline, and without a proxy, for it is here or on a network of ours."""
+"""HTTP client of one inference server. Every request has a deadline, and none uses a proxy: servers are local."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any
 
 import httpx
 
-SHOWN = 500
-"""Of an answer that is of no use, so much is told."""
+MAX_QUOTED = 500
+"""Error messages quote at most this many characters of an answer."""
 _REFUSALS = (400, 422)
 _CONTROL_TIMEOUT_S = 60.0
 _TRANSFER_TIMEOUT_S = 600.0
 
 
 class ServerLost(Exception):
-    """A server did not answer, or answered with an error: nothing that it was asked for is to be used."""
+    """A server did not answer, or answered with an error. Nothing from the request may be used."""
 
 
 class RequestRefused(ServerLost):
-    """The server is well and will not do what it was asked for, however often it is asked."""
+    """The server works but rejects the request; repeating it is useless."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How completions are drawn."""
+    """Sampling parameters."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -38,52 +38,52 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Written:
-    """Completions of one prompt: token ids, and the log-probability of each."""
+    """Completions of one prompt: their token ids and log-probabilities, in nats."""
 
     token_ids: list[list[int]]
     logprobs: list[list[float | None]]
 
 
 class ServerClient:
-    """A vLLM server with our worker extension. Every method raises ServerLost where it does not answer as it should."""
+    """A vLLM server with our worker extension. Every method raises ServerLost if the answer is not as expected."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         self._model = ""
-        # A connection that was kept may have been closed by the server as a request is sent on it.
+        # No keep-alive: the server might close an idle connection just as a request is sent on it.
         self._http = httpx.Client(trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
 
     def check_health(self, *, timeout_s: float) -> None:
-        self._ask("/health", timeout_s=timeout_s)
+        self._request("/health", timeout_s=timeout_s)
 
     def model_names(self) -> list[str]:
-        answer = self._ask("/v1/models")
-        with self._understood(answer):
+        answer = self._request("/v1/models")
+        with self._expected_format(answer):
             return [str(model["id"]) for model in answer["data"]]
 
     def served(self) -> tuple[str, int]:
-        """Whose weights it has, and which version of them."""
+        """The publisher and the version of its weights."""
         state = self.call("diloco_state")
-        with self._understood(state):
+        with self._expected_format(state):
             return str(state["publisher"]), int(state["version"])
 
     def dtype(self) -> str:
-        """The type of its weights, as torch prints it."""
+        """The dtype of its weights, as torch prints it."""
         state = self.call("diloco_state")
-        with self._understood(state):
+        with self._expected_format(state):
             return str(state["dtype"])
 
     def pull(self, blob_url: str) -> dict[str, Any]:
-        """Have it fetch a blob and serve what is in it; its verdict, whose `ok` may be false."""
-        self._ask("/pause?mode=keep", {})
+        """Make it fetch a blob and serve its weights. Returns its answer, whose `ok` may be false."""
+        self._request("/pause?mode=keep", {})
         try:
             answer = self.call(
                 "diloco_pull", timeout_s=_TRANSFER_TIMEOUT_S, url=blob_url, timeout=str(_TRANSFER_TIMEOUT_S)
             )
-            # What it has computed of the beginnings of prompts was by the old weights.
-            self._ask("/reset_prefix_cache", {})
+            # The prefix cache holds activations of the old weights.
+            self._request("/reset_prefix_cache", {})
         finally:
-            self._ask("/resume", {})
+            self._request("/resume", {})
         return answer
 
     def complete(self, prompt: Sequence[int], count: int, sampling: Sampling, *, seed: int) -> Written:
@@ -98,8 +98,8 @@ class ServerClient:
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
         }
-        answer = self._ask("/v1/completions", body, timeout_s=_TRANSFER_TIMEOUT_S)
-        with self._understood(answer):
+        answer = self._request("/v1/completions", body, timeout_s=_TRANSFER_TIMEOUT_S)
+        with self._expected_format(answer):
             choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
             reasons = [choice["finish_reason"] for choice in choices]
             ids = [list(choice["token_ids"]) for choice in choices]
@@ -109,49 +109,51 @@ class ServerClient:
                 f"{self.url} gave {len(choices)} of {count} completions, which ended by {reasons}"
             )
         if list(map(len, ids)) != list(map(len, logprobs)):
-            raise ServerLost(f"{self.url} gave other numbers of tokens than of log-probabilities")
+            raise ServerLost(f"{self.url} returned different numbers of tokens and log-probabilities")
         return Written(ids, logprobs)
 
     def try_out(self, model: str, *, timeout_s: float) -> None:
-        """Have it write one token."""
+        """Make it generate one token."""
         body = {"model": model, "prompt": [1, 2, 3], "max_tokens": 1}
-        answer = self._ask("/v1/completions", body, timeout_s=timeout_s)
-        with self._understood(answer):
+        answer = self._request("/v1/completions", body, timeout_s=timeout_s)
+        with self._expected_format(answer):
             if not answer["choices"]:
                 raise ServerLost(f"{self.url} completed nothing: {answer}")
 
     def call(self, method: str, *, timeout_s: float = _CONTROL_TIMEOUT_S, **arguments: str) -> dict[str, Any]:
-        """Call a method of our extension on all its workers; one that refuses speaks for all."""
+        """Call a method of our extension on all workers. Returns the answer of one that refused, if any did."""
         body = {"method": method, "kwargs": arguments, "timeout": timeout_s}
-        answer = self._ask("/collective_rpc", body, timeout_s=timeout_s)
+        answer = self._request("/collective_rpc", body, timeout_s=timeout_s)
         results = answer.get("results") if isinstance(answer, dict) else None
         if not isinstance(results, list) or not results or not all(map(_is_verdict, results)):
             raise ServerLost(
-                f"{self.url} has no worker extension of diloco, or it failed: {str(answer)[:SHOWN]}"
+                f"{self.url} has no worker extension of diloco, or it failed: {str(answer)[:MAX_QUOTED]}"
             )
         refused = [result for result in results if not result["ok"]]
         chosen: dict[str, Any] = (refused or results)[0]
         return chosen
 
-    def _ask(self, path: str, body: Any = None, *, timeout_s: float = _CONTROL_TIMEOUT_S) -> Any:
-        """The answer to a GET, or with a body to a POST; None where it is empty."""
+    def _request(self, path: str, body: Any = None, *, timeout_s: float = _CONTROL_TIMEOUT_S) -> Any:
+        """The JSON answer to a GET, or to a POST if there is a body; None if it is empty."""
         url = f"{self.url}{path}"
         try:
             method = "GET" if body is None else "POST"
             answer = self._http.request(method, url, json=body, timeout=timeout_s)
             if not answer.is_success:
                 kind = RequestRefused if answer.status_code in _REFUSALS else ServerLost
-                raise kind(f"{url} answered {answer.status_code}: {answer.text[:SHOWN]}")
+                raise kind(f"{url} answered {answer.status_code}: {answer.text[:MAX_QUOTED]}")
             return answer.json() if answer.content.strip() else None
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             raise ServerLost(f"{url}: {error or type(error).__name__}") from error
 
     @contextlib.contextmanager
-    def _understood(self, answer: Any) -> Iterator[None]:
+    def _expected_format(self, answer: Any) -> Iterator[None]:
         try:
             yield
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            raise ServerLost(f"{self.url} answered what nobody understands: {str(answer)[:SHOWN]}") from error
+            raise ServerLost(
+                f"{self.url} gave an answer of an unknown format: {str(answer)[:MAX_QUOTED]}"
+            ) from error
 
 
 def _is_verdict(result: Any) -> bool:

@@ -1,8 +1,9 @@
-"""Runs in the workers of a vLLM server: pulls weights over HTTP, and lets them in only when all is checked.
+"""Runs in the workers of a vLLM server: fetches weights over HTTP and loads them after checking all of them.
 
-`--worker-extension-cls diloco.rl.server_extension.WeightsExtension`; vLLM mixes it into its worker class, and
-`/collective_rpc` calls its methods. The server's Python environment has no diloco installed: this file and
-weights.py need only what vLLM brings. No method raises: after an exception in a worker, vLLM gives up the engine.
+With `--worker-extension-cls diloco.rl.server_extension.WeightsExtension`, vLLM mixes the class into its worker class,
+and `/collective_rpc` calls its methods. diloco is not installed in the server's Python environment: this file and
+weights.py import only what vLLM depends on. No method raises, since an exception in a worker makes vLLM stop the
+engine.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from torch import Tensor
 from diloco.rl.weights import BadBlob, Label, State, check_state, digest_of, patched, unpacked
 
 Expected = dict[str, tuple[str, tuple[int, ...]]]
-_DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-# A trainer whose machine is gone does not answer, and nobody completes anything meanwhile.
+_WITHOUT_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+# Kept short: while the server waits for the sign of a trainer whose machine is gone, nothing is generated.
 _SIGN_TIMEOUT_S = 3.0
 _DTYPES = {"F32": "torch.float32", "F16": "torch.float16", "BF16": "torch.bfloat16"}
 
 
 class WeightsExtension:
-    """Methods beside those of vLLM's worker. Answers are plain dicts: {"ok": bool, "error": str, ...}."""
+    """Methods added to vLLM's worker. Answers are plain dicts: {"ok": bool, "error": str, ...}."""
 
     def diloco_state(self) -> dict[str, Any]:
-        """Whose weights, and which of them, are being served."""
+        """The publisher, version, digest and dtype of the weights that are served."""
         held = _held(self)
         return {
             "ok": True,
@@ -42,7 +43,7 @@ class WeightsExtension:
         }
 
     def diloco_take(self, sign: str) -> dict[str, Any]:
-        """Serve this trainer alone as long as its sign, an address, answers."""
+        """Lock this worker for a trainer, for as long as the URL `sign` of that trainer answers."""
         held = _held(self)
         if held.sign not in ("", sign) and _answers(held.sign):
             return {"ok": False, "error": "another trainer uses it"}
@@ -50,15 +51,15 @@ class WeightsExtension:
         return {"ok": True}
 
     def diloco_pull(self, url: str, timeout: str) -> dict[str, Any]:
-        """Fetch a blob, check all of it, and load it. Whatever is wrong, the old weights serve on.
+        """Fetch a blob, check it completely, and load it. If a check fails, the old weights stay in use.
 
-        The address ends with the sha256 of what is there. `is_lost`: another attempt may help.
+        The URL ends with the sha256 of the blob. `is_lost` in the answer means that another attempt may succeed.
         """
         held, began = _held(self), time.monotonic()
         try:
             blob = _downloaded(url, float(timeout))
         except (OSError, http.client.HTTPException, ValueError) as error:
-            # Who sends it may have died in the middle of it.
+            # The sender may have died during the download.
             return {"ok": False, "is_lost": True, "error": repr(error)}
         try:
             if hashlib.sha256(blob).hexdigest() != url.rpartition("/")[2]:
@@ -69,8 +70,8 @@ class WeightsExtension:
         fetched = time.monotonic()
         try:
             _load(self, state)
-        except Exception as error:  # noqa: BLE001 - vLLM would give up the engine without saying why
-            # Some of it may be in: nobody is to take what is served for a version.
+        except Exception as error:  # noqa: BLE001 - vLLM would stop the engine without a reason
+            # The weights may be loaded in part, so they count as no version.
             held.label = Label(version=0)
             return {"ok": False, "is_lost": True, "error": f"{type(error).__name__}: {error}"}
         held.state, held.label = state, label
@@ -84,7 +85,7 @@ class WeightsExtension:
 
 
 class _Held:
-    """What a worker remembers between two pushes: the host's copy of its weights, which patches apply to."""
+    """A worker's state between two pushes: the host copy of its weights, to which patches apply."""
 
     def __init__(self) -> None:
         self.state: State = {}
@@ -93,7 +94,7 @@ class _Held:
 
 
 def _held(worker: Any) -> _Held:
-    # A mixin has no constructor of its own.
+    # A mixin's constructor would not be called.
     if not hasattr(worker, "_diloco_held"):
         worker._diloco_held = _Held()
     held: _Held = worker._diloco_held
@@ -101,13 +102,13 @@ def _held(worker: Any) -> _Held:
 
 
 def _checked(held: _Held, blob: bytes, expected: Expected) -> tuple[Label, State]:
-    """The whole new state. Raises BadBlob, OSError; changes nothing."""
+    """The complete new weights, verified. Raises BadBlob, OSError; changes nothing."""
     label, state = unpacked(blob)
-    is_ours = label.publisher == held.label.publisher
-    if is_ours and label.version <= held.label.version:
+    is_same_publisher = label.publisher == held.label.publisher
+    if is_same_publisher and label.version <= held.label.version:
         raise BadBlob(f"version {label.version} is stale: {held.label.version} is served")
     if label.base is not None:
-        if not is_ours or label.base != held.label.version:
+        if not is_same_publisher or label.base != held.label.version:
             raise BadBlob(f"the patch is for version {label.base}, and {held.label.version} is served")
         state = patched(held.state, state)
     check_state(state, expected)
@@ -117,11 +118,11 @@ def _checked(held: _Held, blob: bytes, expected: Expected) -> tuple[Label, State
 
 
 def _downloaded(url: str, timeout_s: float) -> bytes:
-    """Raises OSError, HTTPException; ValueError for what is no address."""
+    """Fetch a URL. Raises OSError and HTTPException, and ValueError if it is not an HTTP URL."""
     if not url.startswith(("http://", "https://")):
-        raise ValueError(f"{url} is no HTTP address")
-    # Trainers are on this machine or a network of ours, where a proxy of the environment has no business.
-    with _DIRECTLY.open(url, timeout=timeout_s) as answer:
+        raise ValueError(f"{url} is not an HTTP URL")
+    # Without the environment's proxy: trainers are on this machine or in the same network.
+    with _WITHOUT_PROXY.open(url, timeout=timeout_s) as answer:
         blob: bytes = answer.read()
         return blob
 
@@ -135,7 +136,7 @@ def _answers(url: str) -> bool:
 
 
 def _expected(worker: Any) -> Expected:
-    """Names, types and shapes as the served model's own files have them, in the type that the server computes in."""
+    """Names, dtypes and shapes of the served model's files, with the server's dtype for floating-point tensors."""
     if not hasattr(worker, "_diloco_expected"):
         dtype = str(worker.model_config.dtype)
         found: Expected = {}
@@ -174,7 +175,7 @@ def _load(worker: Any, state: State) -> None:
         embeddings: Any = getattr(getattr(model, "model", None), "embed_tokens", None)
         is_tied = getattr(worker.model_config.hf_config, "tie_word_embeddings", False)
         if is_tied and head is not None and embeddings is not None and worker.device.type == "cpu":
-            # The CPU backend packs the head once, and reloading passes over tied ones: it would stay the old one.
+            # The CPU backend keeps a packed copy of the head, and reloading skips a tied head: pack it again.
             weight: Tensor = embeddings.weight
             head.weight = weight
             head.quant_method.process_weights_after_loading(head)

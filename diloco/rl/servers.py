@@ -1,4 +1,4 @@
-"""From the configuration to the servers that write completions, ready to be asked."""
+"""Starts or finds the inference servers that the configuration names."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def opened_servers(
     environment: Mapping[str, str],
     on_event: Callable[..., None],
 ) -> Rollouts:
-    """Start this peer's own server, or find those that the user named. Raises UserError where none serves.
+    """Start this peer's own server, or connect to those that the user named. Raises UserError if one does not serve.
 
-    `weights` are what an own server starts with; what it is to serve is pushed before the first rollout.
+    `weights` are written to disk for the start of an own server; the weights to serve are pushed before each rollout.
     """
     grpo = config.grpo
     if grpo.rollout_url:

@@ -1,4 +1,4 @@
-"""Says when a training has nothing to learn from: completions that are cut off, rewards that are all alike."""
+"""Detects that a training has no learning signal: completions that are cut off, or rewards that are all equal."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ _IN_A_ROW = 3
 
 
 class SignalWatch:
-    """Fed with every step's figures. What lasts for some steps is said once, and again only after it had passed."""
+    """Reports a problem once it has lasted for _IN_A_ROW steps, and again only after it has been absent."""
 
     def __init__(self) -> None:
         self._lasted: dict[str, int] = {}
 
     def step(self, figures: Mapping[str, float | None]) -> dict[str, str]:
-        """What is to be said after this step, by the name of what is wrong."""
+        """Messages to log after this step, by the problem's name."""
         wrong = problems(figures)
         self._lasted = {name: self._lasted.get(name, 0) + 1 for name in wrong}
         return {name: text for name, text in wrong.items() if self._lasted[name] == _IN_A_ROW}
 
 
 def lasting_problems(steps: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """What has been wrong with each of the last steps."""
+    """Problems that all of the last _IN_A_ROW steps had."""
     last = [problems(figures) for figures in steps[-_IN_A_ROW:]]
     if len(last) < _IN_A_ROW:
         return {}
@@ -31,7 +31,7 @@ def lasting_problems(steps: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def problems(figures: Mapping[str, float | None]) -> dict[str, str]:
-    """What is wrong with one step, and what mends it."""
+    """The problems of one step, by name, with what to do about them."""
     found: dict[str, str] = {}
     cut_off, reward, same = (figures.get(name) for name in ("cut_off", "reward", "same_reward"))
     if cut_off is not None and cut_off >= _CUT_OFF_SHARE:

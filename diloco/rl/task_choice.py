@@ -1,4 +1,4 @@
-"""Which task: `--dataset`."""
+"""Opens the task that `--dataset` names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from diloco.rl.tasks import Task
 
 
 def check_task(grpo: GrpoConfig) -> None:
-    """Before anything starts: is there such a task, and can its answers be judged here? Raises UserError."""
+    """Check, before anything is started, that the task exists and can be judged here. Raises UserError."""
     name = grpo.dataset
     if grpo.reward:
         check_reward(grpo.reward)
@@ -27,7 +27,7 @@ def check_task(grpo: GrpoConfig) -> None:
 
 
 def open_task(grpo: GrpoConfig, *, seed: int) -> Task:
-    """The task that `--dataset` names. Raises UserError for an unknown one, or one that cannot be had."""
+    """The task that `--dataset` names. Raises UserError if it is unknown or cannot be loaded."""
     check_task(grpo)
     name = grpo.dataset
     kind, _, place = name.partition("=")

@@ -1,4 +1,4 @@
-"""Tasks: prompts, what their answers are held against, and the rewards."""
+"""The interface of tasks: prompts, correct answers, and rewards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class Example:
-    """A prompt as chat messages, and the right answer. `data` is whatever else its task judges by."""
+    """A prompt as chat messages, and the correct answer. `data` holds what else the task needs for judging."""
 
     prompt: list[Message]
     gold: str
@@ -27,12 +27,12 @@ class Example:
 
 
 Component = Callable[[Completion, Example], float]
-"""A part of the reward, from 0 to 1; never called for a completion without text."""
+"""Computes a component of the reward, from 0 to 1. Not called for an empty completion."""
 
 
 @dataclass(frozen=True)
 class Reward:
-    """A named component and what it counts for."""
+    """A named component and its weight in the reward."""
 
     name: str
     weight: float
@@ -40,7 +40,7 @@ class Reward:
 
 
 class Task(Protocol):
-    """Examples by number, the same on every machine. Numbers from 0 on are trained, held-out ones are apart."""
+    """Examples by number, the same on every machine. Training and held-out examples are numbered separately."""
 
     @property
     def name(self) -> str: ...
@@ -50,13 +50,13 @@ class Task(Protocol):
 
     @property
     def num_examples(self) -> int:
-        """Of a finite data set; for a generator, how many it is taken to have."""
+        """The size of a finite data set; for a generator, the number of examples per pass."""
         ...
 
     def example(self, index: int) -> Example: ...
 
     def held_out(self, index: int) -> Example:
-        """For an index below num_held_out: never among those that are trained."""
+        """A held-out example, for an index below `num_held_out`."""
         ...
 
     @property
@@ -66,14 +66,14 @@ class Task(Protocol):
 
 
 def reward_of(task: Task, text: str, example: Example) -> float:
-    """The whole reward of a completion. An empty one earns nothing."""
+    """The weighted sum of a completion's scores; 0 if it is empty."""
     return sum(
         reward.weight * value for reward, value in zip(task.rewards, scores(task, text, example), strict=True)
     )
 
 
 def scores(task: Task, text: str, example: Example) -> list[float]:
-    """Of each of the task's components, the score of a completion's text; all 0 where there is no text."""
+    """The score of a completion in each of the task's components; all 0 if it is empty."""
     if not text.strip():
         return [0.0] * len(task.rewards)
     completion = parsed(text)
@@ -85,12 +85,12 @@ def conversation(system: str, question: str) -> list[Message]:
 
 
 def answered(completion: Completion, _example: Example) -> float:
-    """One answer between the tags."""
+    """1 if there is exactly one answer between the tags."""
     return float(completion.has_answer)
 
 
 def strict(completion: Completion, _example: Example) -> float:
-    """Reasoning and answer, and nothing besides."""
+    """1 if the completion is reasoning and answer, and nothing else."""
     return float(completion.is_strict)
 
 
@@ -99,5 +99,5 @@ def reasoned(completion: Completion, _example: Example) -> float:
 
 
 def nothing_after(completion: Completion, _example: Example) -> float:
-    """An answer, and the text ends with it."""
+    """1 if the text ends with an answer."""
     return float(completion.has_answer and not completion.trailing)

@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer as a peer's worker has it: prompts dealt by the swarm's position, evaluation by pass@k."""
+"""TRL's GRPOTrainer for a peer's worker: prompts chosen by the peer's position in the run, evaluation by pass@k."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ log = logging.getLogger(__name__)
 
 Rows = Callable[[], list[dict[str, object]]]
 RewardFunction = Callable[..., list[float]]
-_EVALUATED_AT_ONCE = 64
+_EVALUATION_BATCH = 64
 
 
 class PeerTrainer(GRPOTrainer):
-    """A GRPOTrainer whose data set is a placeholder: `rows` says what the next generation is about."""
+    """A GRPOTrainer with a placeholder data set: `rows` returns the prompts of the next generation on all ranks."""
 
     def __init__(self, *, rows: Rows, evaluation: Callable[[], dict[str, float]], **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -33,7 +33,7 @@ class PeerTrainer(GRPOTrainer):
         self._evaluation = evaluation
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Tensor | Any]:
-        # Only now is the position known: the loader fetches ahead, and an outer step may lie between.
+        # Choose the prompts here rather than in the data loader, which reads ahead past an outer step.
         rows = self._rows()
         first = self.accelerator.process_index * len(inputs)
         own = rows[first : first + len(inputs)]
@@ -41,7 +41,7 @@ class PeerTrainer(GRPOTrainer):
         return super()._generate_and_score_completions(own)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """A disk that is full costs the checkpoint, and nothing else."""
+        """Write a checkpoint. A failure is only logged, since a full disk must not end the training."""
         try:
             super()._save_checkpoint(model, trial)
         except (OSError, RuntimeError, SafetensorError) as error:
@@ -51,13 +51,13 @@ class PeerTrainer(GRPOTrainer):
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
         """pass@k on the held-out prompts."""
         figures = self._evaluation()
-        # Without it the trainer would go on to think that an evaluation is due.
+        # Resets `control.should_evaluate`.
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, figures)
         return figures
 
 
 def reward_functions(task: Task) -> list[RewardFunction]:
-    """One function for each component, under its name; all of them come from one reading of a completion."""
+    """One function per component, with its name. Each completion is scored once and the scores are shared."""
     read: dict[tuple[str, int], list[float]] = {}
 
     def component(index: int) -> RewardFunction:
@@ -88,7 +88,7 @@ def completed_by_the_trainer(
     max_tokens: int,
     seed: int,
 ) -> list[list[str]]:
-    """Evaluation's completions by transformers' own generation. Leaves torch's random state as it was."""
+    """`count` completions of each prompt by transformers' `generate`. Leaves torch's random state as it was."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     texts: list[str] = []
     was_training = model.training
@@ -98,9 +98,9 @@ def completed_by_the_trainer(
         with torch.random.fork_rng(devices=devices), torch.no_grad():
             torch.manual_seed(seed)
             asked = [ids for ids in token_ids(tokenizer, prompts) for _ in range(count)]
-            for start in range(0, len(asked), _EVALUATED_AT_ONCE):
+            for start in range(0, len(asked), _EVALUATION_BATCH):
                 input_ids, mask = left_padded(
-                    asked[start : start + _EVALUATED_AT_ONCE], tokenizer.pad_token_id or 0
+                    asked[start : start + _EVALUATION_BATCH], tokenizer.pad_token_id or 0
                 )
                 output = model.generate(
                     input_ids=input_ids.to(model.device),
@@ -122,7 +122,7 @@ def completed_by_the_trainer(
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[list[Message]]) -> list[list[int]]:
-    """The prompts as a model is to continue them."""
+    """The token ids of each prompt, rendered by the chat template."""
     rendered: list[list[int]] = []
     for prompt in prompts:
         text: Any = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
@@ -131,7 +131,7 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[list[Message
 
 
 def left_padded(rows: Sequence[Sequence[int]], padding: int) -> tuple[Tensor, Tensor]:
-    """Token ids [rows, longest] that all end in the last column, where generation begins, and their mask."""
+    """Left-padded token ids and attention mask, both [len(rows), longest], so that all rows end in the last column."""
     longest = max(map(len, rows))
     ids = [[padding] * (longest - len(row)) + list(row) for row in rows]
     mask = [[0] * (longest - len(row)) + [1] * len(row) for row in rows]

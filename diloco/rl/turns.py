@@ -1,4 +1,4 @@
-"""When a trainer evaluates: before the first step, and each time that a multiple of the interval is passed."""
+"""Triggers evaluations whenever a multiple of the interval has been passed."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 
 class EvaluateWhenDue(TrainerCallback):
-    """Give it to the trainer after DilocoCallback, so that what is evaluated has been averaged."""
+    """Must come after DilocoCallback, so that the weights evaluated include the outer step."""
 
     def __init__(
-        self, *, interval: int | None, is_ours: Callable[[], bool], at_start: Callable[[], None]
+        self, *, interval: int | None, should_evaluate: Callable[[], bool], at_start: Callable[[], None]
     ) -> None:
-        self._interval, self._is_ours, self._at_start = interval, is_ours, at_start
-        self._looked_at = 0
+        self._interval, self._should_evaluate, self._at_start = interval, should_evaluate, at_start
+        self._checked_step = 0
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._looked_at = state.global_step
+        self._checked_step = state.global_step
         self._at_start()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        before, self._looked_at = self._looked_at, state.global_step
-        # Passed, not met: nominal steps may be skipped.
+        before, self._checked_step = self._checked_step, state.global_step
+        # Not `% interval == 0`: an outer step may advance the nominal step by several.
         if self._interval and state.global_step // self._interval > before // self._interval:
-            control.should_evaluate = self._is_ours()
+            control.should_evaluate = self._should_evaluate()

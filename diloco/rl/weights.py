@@ -1,12 +1,11 @@
-"""Weights as bytes: whole, or only the elements that have changed, with everything needed to check them.
+"""Serializes weights, either all of them or only the elements that have changed, with digests to verify them.
 
-A blob is a safetensors file with metadata. Whole ones hold tensors by name; patches hold, for each tensor that
-changed, flat indices (`<name>::at`) and the new values (`<name>::to`). Small learning rates change few of the bf16
-values that fp32 weights are rounded to (arXiv 2602.03839), so a patch may be a hundredth of the whole. Comparison and
-reconstruction are of bits: NaN payloads and signed zeros survive.
+A blob is a safetensors file with metadata. A whole blob holds tensors by name; a patch holds, for each tensor that
+changed, flat indices (`<name>::at`) and the new values (`<name>::to`). With small learning rates few weights change
+after rounding from fp32 to bf16 (arXiv 2602.03839), so a patch may be a hundredth of the whole. Values are compared and
+patched bitwise: NaN payloads and signed zeros are preserved.
 
-Used by trainers and, in another Python environment, by the servers: nothing here imports more than torch and
-safetensors.
+Used by trainers and, in another Python environment, by the servers: this module imports only torch and safetensors.
 """
 
 from __future__ import annotations
@@ -29,24 +28,24 @@ State = dict[str, Tensor]
 
 
 class BadBlob(ValueError):
-    """A blob that must not be used, and what is wrong with it."""
+    """A blob is invalid and must not be used; the message says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Label:
-    """What a blob is."""
+    """A blob's metadata."""
 
     version: int
     publisher: str = ""
-    """Whose versions these are."""
+    """The trainer process that numbers the versions."""
     base: int | None = None
-    """The version that a patch applies to; none: it is whole."""
+    """The version that a patch applies to; None for a whole blob."""
     digest: str = ""
-    """Of all the weights of the version (see digest_of)."""
+    """Digest of all weights of the version (see digest_of), for a patch of those after patching."""
 
 
 def digest_of(state: Mapping[str, Tensor]) -> str:
-    """sha256 of names, types, shapes and bits, in the order of the names."""
+    """sha256 of names, dtypes, shapes and bits, in the order of the names."""
     digest = hashlib.sha256()
     for name in sorted(state):
         tensor = state[name]
@@ -56,7 +55,7 @@ def digest_of(state: Mapping[str, Tensor]) -> str:
 
 
 def own_copies(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> State:
-    """Copies on the CPU, in another type where they are floating point: training goes on to change its own."""
+    """Copies on the CPU, with floating-point tensors converted to `dtype`; training may change the originals."""
     return {
         name: tensor.detach()
         .to("cpu", dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
@@ -66,17 +65,17 @@ def own_copies(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> State:
 
 
 def packed(state: Mapping[str, Tensor], label: Label) -> bytes:
-    """A whole blob."""
+    """A blob of all weights."""
     return _saved(dict(state), label)
 
 
 def packed_changes(old: Mapping[str, Tensor], new: Mapping[str, Tensor], label: Label) -> bytes:
-    """A patch from one state to another of the same names, shapes and types."""
+    """A patch from one state to another with the same names, shapes and dtypes."""
     return _saved(_changes(old, new), label)
 
 
 def packed_smaller(old: Mapping[str, Tensor], new: Mapping[str, Tensor], label: Label) -> tuple[Label, bytes]:
-    """A patch from the state that `label.base` names, or the whole where that is no longer."""
+    """A patch from version `label.base`, or a whole blob if that is not larger; returns the matching label, too."""
     changes = _changes(old, new)
     if sum(tensor.nbytes for tensor in changes.values()) < sum(tensor.nbytes for tensor in new.values()):
         return label, _saved(changes, label)
@@ -85,7 +84,7 @@ def packed_smaller(old: Mapping[str, Tensor], new: Mapping[str, Tensor], label: 
 
 
 def unpacked(blob: bytes) -> tuple[Label, State]:
-    """What a blob holds. Raises BadBlob for anything that was not packed here."""
+    """Parse a blob. Raises BadBlob for anything that this module has not packed."""
     try:
         tensors = load(blob)
         length = int.from_bytes(blob[:8], "little")
@@ -100,7 +99,7 @@ def unpacked(blob: bytes) -> tuple[Label, State]:
 
 
 def patched(old: Mapping[str, Tensor], changes: Mapping[str, Tensor]) -> State:
-    """The state after a patch; tensors without changes are the old ones themselves. Raises BadBlob."""
+    """The state after a patch; unchanged tensors are shared with `old`. Raises BadBlob."""
     new = dict(old)
     names = {name.removesuffix(_AT) for name in changes if name.endswith(_AT)}
     if changes.keys() != {name + end for name in names for end in (_AT, _TO)}:
@@ -121,10 +120,10 @@ def patched(old: Mapping[str, Tensor], changes: Mapping[str, Tensor]) -> State:
 
 
 def check_state(state: Mapping[str, Tensor], expected: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
-    """Raise BadBlob, naming the tensor, unless exactly the expected ones are there, of those types and shapes, finite.
+    """Raise BadBlob, naming the tensor, unless the state has exactly the expected names, dtypes, shapes, and is finite.
 
-    `expected` holds (dtype as torch prints it, shape) by name. A part of what a server fuses, as q of qkv, would be
-    loaded without a word.
+    `expected` maps names to (dtype as torch prints it, shape). The check matters because vLLM would silently load an
+    incomplete part of a fused tensor, such as only q of qkv.
     """
     if missing := sorted(set(expected) - set(state)):
         raise BadBlob(f"{missing[0]} is missing")
@@ -146,14 +145,14 @@ def _changes(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> State:
         before, after = _bits(old[name]), _bits(tensor)
         at = (before != after).nonzero().flatten()
         if at.numel():
-            # Four bytes reach as far as nearly all tensors do.
+            # int32 is enough for nearly all tensors.
             changes[name + _AT] = at.to(torch.int32) if before.numel() <= 2**31 else at
             changes[name + _TO] = tensor.flatten()[at].contiguous()
     return changes
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """The same bytes as whole numbers, flat."""
+    """The tensor's bits as a flat integer tensor."""
     return tensor.detach().contiguous().flatten().view(_BITS[tensor.element_size()])
 
 

@@ -1,4 +1,5 @@
-"""What a trainer is made of (train_fsdp.py puts it together): the model, the inner step, its figures, its machine.
+"""The parts of a trainer, which train_fsdp.py assembles.
 
-Start with inner.py. model.py builds and shards a model, metrics.py tells what it does, preflight.py whether it fits.
+Start with inner.py, the training step. model.py and sharding.py build the model, metrics.py records, preflight.py
+checks that the model fits the machine.
 """

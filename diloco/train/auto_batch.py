@@ -1,7 +1,7 @@
-"""How many samples to put through the model at once: found by trying, on the very device, before training begins.
+"""Finds the micro-batch size by timing forward and backward passes on the device, before training begins.
 
-Larger forward passes use a device better until it is full. Memory is not found out by running out of it, which would
-leave other ranks waiting in a collective: what the next size needs is foretold from the sizes before.
+Throughput rises with the micro-batch size until memory is full. The search never runs out of memory, since a rank that
+failed would leave the others waiting in a collective: it predicts the memory of each size from the smaller sizes.
 """
 
 from __future__ import annotations
@@ -14,43 +14,43 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from diloco.outer.world import in_group
 from diloco.train.inner import InnerLoop
 from diloco.train.memory import available_memory_bytes
+from diloco.train.sharding import local_tensor
 
 log = logging.getLogger(__name__)
 
-PAYS = 1.05
-"""A larger size has to be faster by this factor; small ones fit beside more."""
-MOST_MEMORY = 0.85
-"""Of what is there: fragments, the optimizer's first step and the daemon's copies need the rest."""
+MIN_SPEEDUP = 1.05
+"""A larger size must be faster by this factor to be preferred: a smaller one leaves more memory free."""
+MEMORY_FRACTION = 0.85
+"""Fraction of the memory to use. Fragmentation, the optimizer's first step and the daemon's copies need the rest."""
 _TIMED_PASSES = 3
 
 
 def find_micro_batch_size(
     inner: InnerLoop, *, num_samples: int, seq_length: int, vocab_size: int, room_bytes: int | None = None
 ) -> int:
-    """The divisor of `num_samples` (this rank's part of a batch) that trains the most tokens a second and fits.
+    """The divisor of `num_samples` (this rank's part of a batch) that fits and has the highest tokens per second.
 
-    Runs forward and backward on random tokens; weights, gradients and random state are afterwards as before. All ranks
-    call it together and get the same. `room_bytes`: what may be used beyond now (default: as the device has it).
+    Runs forward and backward on random tokens; weights and random state are unchanged, gradients are cleared. A
+    collective: all ranks get the same size. `room_bytes` is how much more memory may be used (default: measured).
     """
     sizes = [size for size in range(1, num_samples + 1) if num_samples % size == 0]
-    room = _room_bytes(inner) if room_bytes is None else room_bytes
+    room = _available_bytes(inner) if room_bytes is None else room_bytes
     devices = [inner.device] if inner.device.type == "cuda" else []
     best, best_rate = sizes[0], 0.0
     gradients = sum(_local_bytes(p) for p in inner.model.parameters() if p.requires_grad)
-    base, foretold_per_sample = _peak_bytes(inner.device), 0.0
+    base, predicted_per_sample = _peak_bytes(inner.device), 0.0
     with torch.random.fork_rng(devices=devices):
         for size in sizes:
-            if not _all_agree(gradients + foretold_per_sample * size <= room, inner.device):
+            if not _all_agree(gradients + predicted_per_sample * size <= room, inner.device):
                 break
-            seconds, peak = _tried(inner, torch.randint(vocab_size, (size, seq_length + 1)))
-            foretold_per_sample = max(0, peak - base - gradients) / size
-            rate = _slowest(size / seconds, inner.device)
-            if rate > PAYS * best_rate:
+            seconds, peak = _timed_and_peak(inner, torch.randint(vocab_size, (size, seq_length + 1)))
+            predicted_per_sample = max(0, peak - base - gradients) / size
+            rate = _min_over_ranks(size / seconds, inner.device)
+            if rate > MIN_SPEEDUP * best_rate:
                 best, best_rate = size, rate
             elif size >= 4 * best:
                 break
@@ -58,15 +58,15 @@ def find_micro_batch_size(
     return best
 
 
-def _tried(inner: InnerLoop, samples: Tensor) -> tuple[float, int]:
-    """Seconds that a forward and backward pass of these samples takes, and the most bytes in use meanwhile."""
+def _timed_and_peak(inner: InnerLoop, samples: Tensor) -> tuple[float, int]:
+    """Seconds for a forward and backward pass over these samples, and the peak memory in bytes."""
 
     def run() -> None:
         inner.loss(samples, reduction="mean").backward()
 
     if inner.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(inner.device)
-    # The first pass compiles, allocates, and finds its kernels.
+    # Warm-up: the first pass compiles, allocates and selects kernels.
     run()
     seconds = min(_timed(run, inner.device) for _ in range(_TIMED_PASSES))
     inner.optimizer.zero_grad()
@@ -81,17 +81,17 @@ def _timed(run: Callable[[], None], device: torch.device) -> float:
     return time.perf_counter() - started
 
 
-def _room_bytes(inner: InnerLoop) -> int:
-    """What may still be taken, beside what the optimizer takes in its first step."""
+def _available_bytes(inner: InnerLoop) -> int:
+    """Memory that activations may use: what is free, less what the optimizer will allocate in its first step."""
     parameters = [p for p in inner.model.parameters() if p.requires_grad]
-    # AdamW's two moments are like the parameters.
+    # AdamW's two moments have the parameters' sizes.
     moments = 0 if inner.optimizer.state else 2 * sum(_local_bytes(p) for p in parameters)
     if inner.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(inner.device)
-        return int(free - (1 - MOST_MEMORY) * total) - moments
+        return int(free - (1 - MEMORY_FRACTION) * total) - moments
     available = available_memory_bytes()
     ranks = dist.get_world_size() if in_group() else 1
-    return int(MOST_MEMORY * available / ranks) - moments if available is not None else 1 << 62
+    return int(MEMORY_FRACTION * available / ranks) - moments if available is not None else 1 << 62
 
 
 def _peak_bytes(device: torch.device) -> int:
@@ -102,12 +102,12 @@ def _peak_bytes(device: torch.device) -> int:
 
 
 def _local_bytes(parameter: Tensor) -> int:
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    local = local_tensor(parameter)
     return local.numel() * local.element_size()
 
 
-def _slowest(rate: float, device: torch.device) -> float:
-    """The least of all ranks, so that they decide alike."""
+def _min_over_ranks(rate: float, device: torch.device) -> float:
+    """The minimum over all ranks, so that all take the same decision."""
     if not in_group():
         return rate
     least = torch.tensor(rate, dtype=torch.float64, device=device)
@@ -116,4 +116,4 @@ def _slowest(rate: float, device: torch.device) -> float:
 
 
 def _all_agree(mine: bool, device: torch.device) -> bool:
-    return _slowest(float(mine), device) == 1.0
+    return _min_over_ranks(float(mine), device) == 1.0

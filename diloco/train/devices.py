@@ -1,4 +1,4 @@
-"""What this machine has for its peers: GPUs, cores, memory. Loads no torch."""
+"""The GPUs, cores and memory of this machine, found without importing torch."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ _GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What a machine has for all its peers together."""
+    """Resources of a machine, shared by `num_peers` peers."""
 
     num_cores: int
     memory_bytes: int | None = None
-    """Free host memory; none: nobody can tell."""
+    """Free host memory; None if unknown."""
     num_gpus: int = 0
     gpu_bytes: int = 0
-    """Memory of the smallest GPU; 0: peers train on processors."""
+    """Memory of the smallest GPU; 0 if the peers train on the CPU."""
     num_peers: int = 1
-    """Peers that share it."""
 
     @property
     def cores_each(self) -> int:
@@ -38,7 +37,7 @@ class Machine:
 
     @property
     def gpu_bytes_each(self) -> int:
-        """Of one GPU, which peers share where there are more of them."""
+        """GPU memory per peer, where peers share a GPU if there are more peers than GPUs."""
         return self.gpu_bytes // -(-self.num_peers // max(self.num_gpus, 1))
 
     def in_words(self) -> str:
@@ -51,9 +50,9 @@ class Machine:
 
 
 def this_machine(environment: Mapping[str, str], device: str, *, num_peers: int = 1) -> Machine:
-    """As it is now, for peers that train on this device."""
+    """The resources that are free now for peers that train on `device`; `cpu` leaves out the GPUs."""
     gpus = [] if device == "cpu" else visible_gpus(environment)
-    sizes = _told_by_nvidia_smi("memory.total", gpus) if gpus else []
+    sizes = _query_nvidia_smi("memory.total", gpus) if gpus else []
     mebibytes = [int(number) for size in sizes if (number := size.partition(" ")[0]).isdigit()]
     return Machine(
         num_cores=num_cores(),
@@ -65,28 +64,28 @@ def this_machine(environment: Mapping[str, str], device: str, *, num_peers: int 
 
 
 def visible_gpus(environment: Mapping[str, str]) -> list[str]:
-    """What CUDA_VISIBLE_DEVICES may name: its own entries where it is set, else nvidia-smi's indices."""
+    """The entries of CUDA_VISIBLE_DEVICES if it is set, else the indices that nvidia-smi lists."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name for name in visible.split(",") if name and name != "-1"]
-    return _told_by_nvidia_smi("index", ())
+    return _query_nvidia_smi("index", ())
 
 
 def hardware_in_words(environment: Mapping[str, str], device: str) -> str:
-    """What a peer trains on, for people: "2 × NVIDIA A100-SXM4-80GB", "CPU, 8 cores"."""
+    """The hardware that a peer trains on, such as "2 × NVIDIA A100-SXM4-80GB" or "CPU, 8 cores"."""
     names: list[str] = []
     if device != "cpu":
-        # None to be seen is none, and not all of them.
+        # An empty CUDA_VISIBLE_DEVICES means no GPU, but nvidia-smi without -i would list all.
         visible = environment.get("CUDA_VISIBLE_DEVICES")
         if visible is None or (chosen := visible_gpus(environment)):
-            names = _told_by_nvidia_smi("name", () if visible is None else chosen)
+            names = _query_nvidia_smi("name", () if visible is None else chosen)
     if not names:
         return f"CPU, {num_cores()} cores"
     return ", ".join(f"{number} × {name}" for name, number in Counter(names).items())
 
 
-def _told_by_nvidia_smi(field: str, gpus: Sequence[str]) -> list[str]:
-    """One line for each of these GPUs, or of all; nothing where there is no nvidia-smi, or it fails."""
+def _query_nvidia_smi(field: str, gpus: Sequence[str]) -> list[str]:
+    """The value of `field` for each of `gpus`, or for every GPU if empty; [] if nvidia-smi is missing or fails."""
     only = ["-i", ",".join(gpus)] if gpus else []
     try:
         answer = subprocess.run(
@@ -102,7 +101,7 @@ def _told_by_nvidia_smi(field: str, gpus: Sequence[str]) -> list[str]:
 
 
 def num_ranks(wanted: str, device: str, num_gpus: int) -> int:
-    """Ranks of a peer for `--nproc-per-node`: a number, or `auto`: one per GPU, one on a CPU."""
+    """The number of ranks that `--nproc-per-node` asks for; `auto` is one per GPU, or one on the CPU."""
     if wanted == "auto":
         return 1 if device == "cpu" else max(num_gpus, 1)
     if not wanted.isdigit() or int(wanted) < 1:
@@ -113,5 +112,5 @@ def num_ranks(wanted: str, device: str, num_gpus: int) -> int:
 
 
 def threads_per_rank(cores: int, ranks: int) -> int:
-    """OMP_NUM_THREADS for each of so many ranks on so many cores."""
+    """OMP_NUM_THREADS for each rank."""
     return max(cores // ranks, 1)

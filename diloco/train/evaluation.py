@@ -1,4 +1,4 @@
-"""How good the weights are on text that nobody trains on."""
+"""Evaluates the model on held-out text."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def evaluate(
     micro_batch_size: int,
     on_scored: Callable[[float], None] = lambda _num_windows: None,
 ) -> Evaluation:
-    """Score all held-out windows, each by one rank. All ranks call it together.
+    """Score all held-out windows, each on one rank. A collective: all ranks must call it.
 
-    `on_scored` is called with how many windows have been.
+    `on_scored` is called with the number of windows scored so far.
     """
     windows = torch.from_numpy(validation.windows)
-    # Sharded ranks have to run forward equally often, so those without a window of their own score one for nothing.
+    # FSDP ranks must run equally many forward passes: a rank without windows scores one and discards the result.
     num_rounds = -(-len(windows) // (micro_batch_size * world.num_ranks))
     total = torch.zeros((), dtype=torch.float64)
     inner.model.eval()

@@ -1,4 +1,4 @@
-"""One inner step: forward, backward, clip, update. Nothing here knows of the swarm."""
+"""One inner step: forward, backward, clip, update. Independent of the swarm."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from diloco.outer.world import in_group
 from diloco.train.optim import set_learning_rate
-from diloco.train.sharding import Precision
+from diloco.train.sharding import Precision, local_tensor
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class StepResult:
 
 @dataclass
 class LossScale:
-    """Keeps fp16 gradients from vanishing: doubled after `interval` good steps, halved after one that overflowed.
+    """Loss scaling against fp16 underflow: doubles after `interval` finite steps, halves after an overflow.
 
-    Not torch's GradScaler, which sees only its own rank's shards and so would let ranks disagree on skipping a step.
-    An interval of 0 switches it off.
+    torch's GradScaler checks only its own rank's shards, so ranks could disagree on skipping a step; here the caller
+    passes a result that is the same on all ranks. An interval of 0 disables scaling.
     """
 
     scale: float = 65536.0
@@ -39,7 +39,7 @@ class LossScale:
     interval: int = 2000
 
     def update(self, is_finite: bool) -> bool:
-        """Learn from a step's gradients; returns whether to apply them."""
+        """Adjust the scale after a step, given whether its gradients were finite; returns whether to apply them."""
         if not is_finite:
             self.scale, self.good_steps = max(self.scale / 2, 1.0), 0
             return False
@@ -50,7 +50,7 @@ class LossScale:
 
 
 class InnerLoop:
-    """The model, its optimizer, and how a step is done with them."""
+    """The model, its optimizer, and the training step."""
 
     def __init__(
         self,
@@ -72,8 +72,10 @@ class InnerLoop:
         self._parameters = [p for p in model.parameters() if p.requires_grad]
 
     def step(self, samples: Tensor, *, lr: float) -> StepResult:
-        """Train on `samples` [n, seq_length + 1] of token ids, this rank's part of the batch, with gradients averaged
-        over ranks. Every rank must have the same n. Waits for the device once."""
+        """Train on token ids `samples` [n, seq_length + 1], this rank's part of the batch.
+
+        Gradients are averaged over ranks, so n must be the same on all. Synchronizes with the device once.
+        """
         set_learning_rate(self.optimizer.param_groups, lr)
         micro_batches = samples.split(self.micro_batch_size)
         loss = torch.zeros((), device=self.device)
@@ -89,7 +91,7 @@ class InnerLoop:
             result = self._figures(loss, grad_norm)
         else:
             result = self._figures(loss, grad_norm)
-            # The norm is over all ranks, so all of them skip or none.
+            # The norm is over all ranks, so either all of them skip the step or none does.
             if self.loss_scale.update(math.isfinite(result.grad_norm)):
                 self.optimizer.step()
         self.optimizer.zero_grad()
@@ -108,7 +110,7 @@ class InnerLoop:
         """Unscale and clip the gradients; returns their norm over all ranks."""
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if self.loss_scale.scale != 1.0:
-            torch._foreach_mul_([_local(gradient) for gradient in gradients], 1 / self.loss_scale.scale)
+            torch._foreach_mul_([local_tensor(gradient) for gradient in gradients], 1 / self.loss_scale.scale)
         norm = nn.utils.get_total_norm(gradients)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         if self._max_grad_norm:
@@ -116,7 +118,7 @@ class InnerLoop:
         return norm
 
     def _figures(self, loss: Tensor, grad_norm: Tensor) -> StepResult:
-        """Bring the step's figures to the host; the one wait for the device."""
+        """Average the loss over ranks and copy both figures to the host; the step's only device synchronization."""
         if in_group():
             dist.all_reduce(loss)
             loss /= dist.get_world_size()
@@ -124,14 +126,10 @@ class InnerLoop:
 
     @torch.no_grad()
     def activation_norms(self, samples: Tensor) -> list[float]:
-        """Root mean square of the hidden state before the first layer and after each, over `samples`."""
+        """Root mean square of the hidden state before the first layer and after each layer, over one micro-batch."""
         samples = samples[: self.micro_batch_size, :-1].to(self.device)
         with self._precision.autocast(self.model, self.device):
             states: Sequence[Tensor] = self.model(
                 input_ids=samples, use_cache=False, output_hidden_states=True
             ).hidden_states
         return torch.stack([state.float().square().mean().sqrt() for state in states]).tolist()
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

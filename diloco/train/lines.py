@@ -1,4 +1,4 @@
-"""A training as lines of text: what is worth one, and when."""
+"""Chooses which records and phases of a training are printed, and how often."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from peers.monitor.phases import in_words
 from peers.protocol.reports import Phase
 
 LINE_INTERVAL_S = 5.0
-"""Between two lines of steps, or of one phase: every step would drown the epochs."""
+"""Least time between two step lines, or two lines of phases: more of them would hide the lines of epochs."""
 LEAST_PHASE_S = 2.0
-"""A phase that is over sooner is not worth a line."""
-_TOLD_BY_RECORDS = ("training", "leaving")
+"""A phase is printed only after it has lasted this long."""
+_COVERED_BY_RECORDS = ("training", "leaving")
 
 
 @dataclass
 class RecordLines:
-    """Of one peer's records."""
+    """Formats one peer's metric records as lines, with step records limited to one per LINE_INTERVAL_S."""
 
     _stepped_at: float = float("-inf")
 
@@ -33,23 +33,23 @@ class RecordLines:
 
 @dataclass
 class PhaseLines:
-    """Of one peer's phases."""
+    """Formats one peer's phases as lines: only long ones, at most one line per LINE_INTERVAL_S, none twice in a row."""
 
-    _told: str = ""
-    _told_at: float = float("-inf")
+    _last_line: str = ""
+    _printed_at: float = float("-inf")
 
     def of(self, phase: Phase, now: float) -> str | None:
-        if phase.name in _TOLD_BY_RECORDS or phase.for_s < LEAST_PHASE_S:
+        if phase.name in _COVERED_BY_RECORDS or phase.for_s < LEAST_PHASE_S:
             return None
         line = in_words(phase)
-        if line == self._told or now - self._told_at < LINE_INTERVAL_S:
+        if line == self._last_line or now - self._printed_at < LINE_INTERVAL_S:
             return None
-        self._told, self._told_at = line, now
+        self._last_line, self._printed_at = line, now
         return line
 
 
 class LinePrinter:
-    """A sink that prints: for whoever started a trainer by hand, and for its log."""
+    """A sink that prints records to stdout."""
 
     def __init__(self) -> None:
         self._lines = RecordLines()

@@ -1,4 +1,4 @@
-"""Is there memory for this model? An estimate, against what machine and container have left. No torch."""
+"""Compares an estimate of the memory that training needs with what machine and container have free. No torch."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any, Literal
 
 from diloco.errors import UserError
 
-# fp32 weights, gradients, and AdamW's two moments or Muon's one, in the worker.
+# In the worker: fp32 weights, gradients, and AdamW's two moments or Muon's one.
 _WORKER_BYTES_PER_PARAMETER = {"adamw": 16, "muon": 12}
-# fp32 out, in, anchor and momentum, shared by the worker and its daemon, always in host memory.
+# In host memory, worker and daemon together: the outgoing and incoming buffers, anchor and momentum, all fp32.
 _SWARM_BYTES_PER_PARAMETER = 16
 _GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryNeed:
-    """Bytes one peer needs while training, over all ranks on one machine."""
+    """Bytes that one peer needs for training, summed over its ranks on one machine."""
 
     host_bytes: int
     device_bytes: int
-    """On its GPUs together; 0 where it trains on the CPU."""
+    """Summed over its GPUs; 0 if it trains on the CPU."""
 
 
 def memory_needed_bytes(
@@ -34,9 +34,10 @@ def memory_needed_bytes(
     on_gpu: bool = False,
     in_swarm: bool = True,
 ) -> MemoryNeed:
-    """Estimate for one peer; `activation_tokens` = samples per forward pass × sequence length × ranks here.
+    """Estimate for one peer; `activation_tokens` = samples per forward pass × sequence length × ranks on this machine.
 
-    Leans low, so that nothing that could run is refused: weights and optimizer exactly, activations at least.
+    The estimate is a lower bound, so that nothing that could run is refused: weights and optimizer state are exact,
+    activations are underestimated.
     """
     activations = activation_tokens * _activation_bytes_per_token(config)
     worker = num_parameters * _WORKER_BYTES_PER_PARAMETER[optimizer] + activations
@@ -54,7 +55,7 @@ def check_memory(
     available: int | None = None,
     device_available: int | None = None,
 ) -> None:
-    """Raise UserError where host or GPUs lack memory for `num_peers` such peers; silent where none can tell."""
+    """Raise UserError if host or GPUs lack memory for `num_peers` such peers. Unknown free memory passes."""
     if device_available is not None and need.device_bytes > device_available:
         raise UserError(
             f"training {path_model} needs about {need.device_bytes / _GIB:.1f} GiB of GPU memory, "
@@ -73,7 +74,7 @@ def check_memory(
 
 
 def available_memory_bytes(root: Path = Path("/")) -> int | None:
-    """The least of what the kernel and every enclosing cgroup say is left; none where neither is known."""
+    """The minimum of the free memory of the machine and of every enclosing cgroup; None if none is known."""
     left = [_meminfo_available(_read(root / "proc/meminfo"))]
     for line in (_read(root / "proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -89,7 +90,7 @@ def available_memory_bytes(root: Path = Path("/")) -> int | None:
 
 
 def _cgroup_left(mount: Path, path: str, limit: str, usage: str, reclaimable: str) -> list[int | None]:
-    """What is left in the group and in each around it; in a container its files may lie at the mount."""
+    """Free memory in the cgroup and each of its ancestors up to the mount, where a container may have its files."""
     inner = mount / path.lstrip("/")
     groups = [inner, *(parent for parent in inner.parents if parent.is_relative_to(mount))]
     return [_group_left(group, limit, usage, reclaimable) for group in groups]
@@ -99,7 +100,7 @@ def _group_left(group: Path, limit: str, usage: str, reclaimable: str) -> int | 
     limit_text, usage_text = _read(group / limit), _read(group / usage)
     if limit_text is None or usage_text is None or not limit_text.strip().isdigit():
         return None
-    # File cache counts as use, but gives way.
+    # Usage includes file cache, which the kernel reclaims on demand.
     cache = 0
     for line in (_read(group / "memory.stat") or "").splitlines():
         name, _, value = line.partition(" ")
@@ -116,14 +117,14 @@ def _meminfo_available(text: str | None) -> int | None:
 
 
 def _activation_bytes_per_token(config: Mapping[str, Any]) -> int:
-    """At least: each layer's inputs and products in 2 bytes each, fp32 logits and their gradient."""
+    """A lower bound: 16 values of the hidden size per layer, 2 bytes each, plus fp32 logits and their gradient."""
     hidden = number_in(config, "hidden_size", "n_embd")
     layers = number_in(config, "num_hidden_layers", "n_layer")
     return layers * hidden * 16 * 2 + number_in(config, "vocab_size") * 8
 
 
 def number_in(config: Mapping[str, Any], *names: str) -> int:
-    """The first of these fields of a config.json that is a count, else 0; some models have lists or nothing there."""
+    """The first of these fields of a config.json that is a positive integer, else 0: some models have lists there."""
     values = (config.get(name) for name in names)
     return next((value for value in values if isinstance(value, int) and value > 0), 0)
 

@@ -1,4 +1,4 @@
-"""metrics.jsonl, one flat JSON object a line, always; and the sinks that the figures are handed to besides."""
+"""Writes records to metrics.jsonl, one flat JSON object per line, and forwards them to sinks such as wandb."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Kind = Literal["step", "epoch", "eval", "event", "activations"]
 
 
 class Metrics:
-    """Appends records. Only rank 0 of a peer has one that writes; `path` is None on the others.
+    """Appends records on rank 0 of a peer; on other ranks `path` is None and records are discarded.
 
-    A file that cannot be written costs the records until it can, and no training. Sinks get theirs from threads of
-    their own: one that hangs or fails costs its records, and no step any time.
+    If the file cannot be written, records are lost until it can, and training continues. Each sink has its own queue
+    and thread, so one that hangs or fails loses records without delaying training.
     """
 
     def __init__(
@@ -35,8 +35,7 @@ class Metrics:
         *,
         on_trouble: Callable[[str, str], None] = lambda _what, _text: None,
     ) -> None:
-        """`on_trouble` is told (what it concerns, in words) when nothing can be written, and with no words, when it can
-        again."""
+        """`on_trouble(subject, text)` is called when writing starts to fail, and with text "" when it recovers."""
         self._on_trouble = on_trouble
         self._file: io.FileIO | None = None
         self._is_failing = False
@@ -44,7 +43,7 @@ class Metrics:
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             _cut_off_partial_line(path)
-            # Kept open for the life of the run; each line is one write, so a reader never sees half of one.
+            # Unbuffered: each line is one write, so a reader never sees half a line.
             self._file = path.open("ab", buffering=0)
 
     def __enter__(self) -> Self:
@@ -56,7 +55,7 @@ class Metrics:
         self.close()
 
     def write(self, kind: Kind, **values: Any) -> None:
-        """Append a record of this kind with the time added. Numbers that are not finite are written as null."""
+        """Append a record of this kind, with the time added. NaN and infinities are written as null."""
         if self._file is None:
             return
         record = {"kind": kind, **{k: _plain(v) for k, v in values.items()}, "time": round(time.time(), 3)}
@@ -65,7 +64,7 @@ class Metrics:
             sink.write(record)
 
     def _append(self, file: io.FileIO, line: bytes) -> None:
-        """The whole line or nothing of it."""
+        """Write the whole line, or leave the file as it was."""
         size = os.fstat(file.fileno()).st_size
         try:
             if file.write(line) == len(line):
@@ -77,7 +76,7 @@ class Metrics:
         except OSError as error:
             reason = error.strerror or str(error)
         with contextlib.suppress(OSError):
-            # Not a file whose end can be cut off: then nothing of it is lost either.
+            # Fails for a pipe or device, which has nothing to cut off.
             os.truncate(file.fileno(), size)
         if not self._is_failing:
             text = f"cannot write to {file.name} ({reason}): its records are lost until that is mended"
@@ -86,7 +85,7 @@ class Metrics:
         self._is_failing = True
 
     def close(self) -> None:
-        """Close the file, and the sinks, which get some seconds for what they have left. Repeating it is safe."""
+        """Close the file and the sinks, which have a few seconds to write queued records. Repeating it is safe."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -101,7 +100,7 @@ def _plain(value: Any) -> Any:
 
 
 def _cut_off_partial_line(path: Path) -> None:
-    """A machine that lost power may have left half a line."""
+    """Remove an incomplete last line, which a power failure may have left."""
     if not path.exists():
         return
     with path.open("r+b") as file:

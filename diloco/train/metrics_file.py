@@ -1,4 +1,4 @@
-"""Reading metrics.jsonl while it grows, and what a reader wants to know of one peer."""
+"""Reads metrics.jsonl while it grows, keeps each peer's newest figures, and formats records as text."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Record = Mapping[str, Any]
 
 
 class Tail:
-    """The complete new lines of a file at each read. The file may not exist yet, or start over."""
+    """Reads the complete lines appended to a file since the last read. The file may be missing or be truncated."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._offset = 0
 
     def read(self) -> list[Record]:
-        """Records since the last read; what is no JSON object is passed over."""
+        """Records since the last read; lines that are not JSON objects are skipped."""
         try:
             with self.path.open("rb") as file:
                 if file.seek(0, 2) < self._offset:
@@ -45,11 +45,11 @@ def _record(line: bytes) -> Record | None:
 
 @dataclass
 class PeerFigures:
-    """The newest figures of one peer, folded from its records."""
+    """The newest record of each kind of one peer."""
 
     name: str
     step: Record = field(default_factory=dict)
-    """Its last `step` record; empty before the first."""
+    """The last `step` record; empty before the first."""
     epoch: Record = field(default_factory=dict)
     evaluation: Record = field(default_factory=dict)
 
@@ -65,12 +65,12 @@ class PeerFigures:
 
 
 def line_of(record: Record) -> str | None:
-    """A record as one line for people; None for a kind that has none."""
+    """A record formatted as one line; None for kinds that are not printed."""
     match record.get("kind"):
         case "step":
             return (
                 f"step {_number(record, 'step')}  epoch {_number(record, 'epoch')}  "
-                f"{_learnt(record)}  {figure(record.get('tokens_per_s'))} tokens/s"
+                f"{_reward_or_loss(record)}  {figure(record.get('tokens_per_s'))} tokens/s"
             )
         case "epoch":
             number = num_contributors(record)
@@ -101,26 +101,26 @@ def line_of(record: Record) -> str | None:
         case "event" if record.get("event") == "checkpoint_failed":
             return f"step {_number(record, 'step')} was not saved: {record.get('reason')}"
         case "event" if record.get("event") == "checkpoint_skipped":
-            return f"not gone on from: {record.get('reason')}"
+            return f"skipped a damaged checkpoint: {record.get('reason')}"
         case "event":
             return str(record.get("event"))
     return None
 
 
-def _learnt(record: Record) -> str:
-    """What a step says of how good the weights are: GRPO's loss says nothing."""
+def _reward_or_loss(record: Record) -> str:
+    """The reward of a GRPO step, whose loss does not measure progress; else the loss."""
     name = "reward" if "reward" in record else "loss"
     return f"{name} {_decimal(record, name)}"
 
 
 def num_contributors(epoch: Record) -> str:
-    """Of how many peers an epoch holds the work; a dash where that is not recorded."""
+    """The number of contributors to an epoch; a dash if that is not recorded."""
     contributors = epoch.get("contributors")
     return str(len(contributors)) if isinstance(contributors, list) else "–"
 
 
 def figure(value: Any) -> str:
-    """A count to three digits: 950, 12.3k, 4.5M."""
+    """A number to three digits: 950, 12.3k, 4.5M."""
     if not isinstance(value, int | float):
         return "–"
     return short_figure(value)

@@ -1,4 +1,4 @@
-"""Build the model: fresh weights from a seed, or those of a directory or hub id. fp32 master weights."""
+"""Builds the model in fp32, with weights drawn from a seed or loaded from a directory or hub id."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from diloco.options.model_files import clean_config, directory_of, has_weights, 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-# More than any model has; a config.json from a peer must not keep us building layers for ever.
+# More than any model has. A config.json may come from another peer and must not make us build layers for ever.
 _MAX_LAYERS = 1024
 
 
@@ -25,10 +25,10 @@ def load_model(
     device: torch.device | str = "cpu",
     attn_implementation: str = "sdpa",
 ) -> PreTrainedModel:
-    """The model of a preset, directory or hub id in fp32: its safetensors, or without any fresh weights.
+    """The fp32 model of a preset, directory or hub id, with its safetensors if it has any, else initialized.
 
-    Fresh weights are drawn on the CPU and depend on (config, seed) only; torch's global generators are left
-    as they were. Raises UserError for what is not a causal language model.
+    Initial weights are drawn on the CPU and depend on (config, seed) only; torch's global generators are left
+    as they were. Raises UserError if it is not a causal language model.
     """
     directory = directory_of(path_model, weights=True)
     if has_weights(directory):
@@ -44,7 +44,7 @@ def model_from_config(
     device: torch.device | str = "cpu",
     attn_implementation: str = "sdpa",
 ) -> PreTrainedModel:
-    """Fresh fp32 weights for a config.json, which may come from another peer's manifest; see load_model."""
+    """An initialized fp32 model for a config.json, which may come from another peer's manifest; see load_model."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = _build(hf_config(config), attn_implementation)
@@ -52,18 +52,18 @@ def model_from_config(
 
 
 def num_parameters(config: Mapping[str, Any]) -> int:
-    """Parameters of the model, counted without giving them memory."""
+    """Number of parameters of the model, counted without allocating them."""
     return sum(parameter.numel() for parameter in outline(config).parameters())
 
 
 def outline(config: Mapping[str, Any]) -> PreTrainedModel:
-    """The model without memory for its weights. Raises UserError."""
+    """The model on the meta device. Raises UserError."""
     with torch.device("meta"):
         return _build(hf_config(config), "eager")
 
 
 def hf_config(config: Mapping[str, Any]) -> PretrainedConfig:
-    """transformers' object for a config.json; raises UserError where transformers has no such model."""
+    """transformers' configuration object for a config.json. Raises UserError if transformers does not accept it."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
@@ -113,7 +113,7 @@ def _from_weights(directory: Path, path_model: str, attn_implementation: str) ->
     model: PreTrainedModel
     model, report = loaded
     if missing := sorted(report["missing_keys"]):
-        # transformers would draw them at random, outside our seed.
+        # transformers would initialize them at random, independently of our seed.
         raise UserError(
             f"the weights of {path_model} lack {len(missing)} tensors, {missing[0]} first; save it again"
         )

@@ -1,11 +1,11 @@
 """Muon for hidden matrices, AdamW for everything else, in one optimizer.
 
-Muon (Jordan et al., https://kellerjordan.github.io/posts/muon) replaces the momentum of a matrix by the nearest
-orthogonal matrix, found by five Newton-Schulz steps. The settings are those of MuLoCo (arXiv 2505.23725): Nesterov
-momentum 0.95, and a step of rate x sqrt(fan_out / fan_in), which bounds by the rate how far a step may change the root
-mean square of a layer's output (Yang et al., arXiv 2310.17813).
+Muon (Jordan et al., https://kellerjordan.github.io/posts/muon) replaces the momentum of a matrix by approximately the
+nearest orthogonal matrix, computed by five Newton-Schulz iterations. The settings are those of MuLoCo (arXiv
+2505.23725): Nesterov momentum 0.95, and an update of learning rate x sqrt(fan_out / fan_in), so that one step changes
+the root mean square of a layer's output by at most the learning rate (Yang et al., arXiv 2310.17813).
 
-torch.optim.Muon takes no DTensor and always iterates in bf16; a test holds this one to it.
+torch.optim.Muon does not support DTensor and always iterates in bf16. A test compares this implementation with it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from diloco.train.sharding import local_tensor
+
 MOMENTUM = 0.95
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _STEPS = 5
@@ -27,15 +29,15 @@ _LEAST_NORM = 1e-7
 
 
 class Muon(torch.optim.Optimizer):
-    """`param_groups` are that of the matrices, then AdamW's; `lr_scale` of a group multiplies the scheduled rate.
+    """`param_groups[0]` holds the matrices; the rest are AdamW's groups, whose `lr_scale` multiplies the schedule.
 
-    Under FSDP2 each matrix is gathered on one rank, which orthogonalizes it and hands the shards back.
+    Under FSDP2 each matrix is gathered on one rank, which orthogonalizes it and scatters the shards again.
     """
 
     def __init__(
         self, matrices: Sequence[nn.Parameter], adamw: torch.optim.AdamW, *, weight_decay: float
     ) -> None:
-        """`adamw` has all other parameters; its state and groups become part of this optimizer's."""
+        """`adamw` holds all other parameters; its state and groups become part of this optimizer's."""
         group = {"params": list(matrices), "weight_decay": weight_decay, "momentum": MOMENTUM}
         super().__init__([group, *adamw.param_groups], {"lr": 0.0})
         self._adamw = adamw
@@ -43,7 +45,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Takes no closure."""
+        """Update the parameters. Closures are not supported."""
         assert closure is None
         self._adamw.step()
         group = self.param_groups[0]
@@ -52,22 +54,22 @@ class Muon(torch.optim.Optimizer):
         for parameter, direction in _orthogonalized_all(parameters, updates):
             fan_out, fan_in = parameter.shape
             rate = group["lr"] * math.sqrt(fan_out / fan_in)
-            local = _local(parameter.detach())
+            local = local_tensor(parameter.detach())
             local.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-rate)
 
     def _with_momentum(self, parameter: nn.Parameter, momentum: float) -> Tensor:
-        """This rank's rows of Nesterov's update, of which only the direction counts."""
+        """Update the momentum, and return this rank's rows of the Nesterov update. Its scale is arbitrary."""
         assert parameter.grad is not None
         state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter.grad)
-        gradient, buffer = _local(parameter.grad), _local(state["momentum_buffer"])
+        gradient, buffer = local_tensor(parameter.grad), local_tensor(state["momentum_buffer"])
         buffer.lerp_(gradient, 1 - momentum)
         return gradient.lerp(buffer, momentum)
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
-    """About the nearest orthogonal matrix: singular values between 0.7 and 1.2; zeros stay zeros."""
+    """Approximately the nearest orthogonal matrix: singular values are mapped to 0.7 to 1.2, zeros stay zero."""
     is_tall = matrix.shape[0] > matrix.shape[1]
     found = matrix.T if is_tall else matrix
     found = found / found.norm().clamp(min=_LEAST_NORM)
@@ -82,7 +84,7 @@ def orthogonalized(matrix: Tensor) -> Tensor:
 def _orthogonalized_all(
     parameters: Iterable[nn.Parameter], updates: Iterable[Tensor]
 ) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Each parameter with this rank's rows of its orthogonalized update."""
+    """Yields each parameter with this rank's rows of its orthogonalized update."""
     pairs = sorted(zip(parameters, updates, strict=True), key=lambda pair: tuple(pair[0].shape))
     for shape, same in groupby(pairs, key=lambda pair: pair[0].shape):
         these = list(same)
@@ -90,16 +92,17 @@ def _orthogonalized_all(
         num_ranks = dist.get_world_size(group) if group is not None else 1
         for first in range(0, len(these), num_ranks):
             some = these[first : first + num_ranks]
-            # bf16 is enough for the iteration and faster on GPUs; many CPUs only emulate it.
+            # bf16 is precise enough for the iteration and faster on GPUs; many CPUs only emulate it.
             parts = [update.bfloat16() if update.is_cuda else update for _, update in some]
             found = [orthogonalized(parts[0])] if group is None else _by_owners(parts, shape[0], group)
             yield from zip((parameter for parameter, _ in some), found, strict=True)
 
 
 def _by_owners(parts: Sequence[Tensor], num_rows: int, group: dist.ProcessGroup) -> list[Tensor]:
-    """This rank's rows of each of the matrices, of which the k-th is orthogonalized by the group's k-th rank.
+    """Orthogonalize at most one matrix per rank: the group's k-th rank does the k-th matrix.
 
-    `parts` are its rows now: FSDP2 gives every rank ceil(rows / ranks) of them, and the last ones what is left.
+    `parts[k]` is this rank's shard of matrix k, [rows, columns], and the result has the same shapes. FSDP2 gives each
+    rank ceil(num_rows / ranks) rows, and fewer or none to the last ranks, so shards are padded for the all-to-all.
     """
     num_ranks, num_columns = dist.get_world_size(group), parts[0].shape[1]
     rows = parts[0].new_zeros(num_ranks, -(-num_rows // num_ranks), num_columns)
@@ -115,7 +118,7 @@ def _by_owners(parts: Sequence[Tensor], num_rows: int, group: dist.ProcessGroup)
 
 
 def _shard_group(parameter: nn.Parameter) -> dist.ProcessGroup | None:
-    """The ranks that hold a parameter's rows together; none where this one has them all."""
+    """The ranks over which a parameter is sharded; None if this rank holds all of it."""
     if not isinstance(parameter, DTensor):
         return None
     for dim, placement in enumerate(parameter.placements):
@@ -123,7 +126,3 @@ def _shard_group(parameter: nn.Parameter) -> dist.ProcessGroup | None:
             group: dist.ProcessGroup = parameter.device_mesh.get_group(dim)
             return group
     return None
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -13,15 +13,15 @@ from diloco.train.muon import Muon
 
 BETAS = (0.9, 0.95)
 FLOOR = 0.1
-"""Where the cosine ends, as a fraction of the peak."""
+"""The cosine's final value as a fraction of the peak."""
 ADAMW_SHARE = 0.2
-"""Under Muon, AdamW's rate as a part of the matrices'. Ours, by a pilot with a model of 870 thousand parameters."""
+"""AdamW's learning rate as a fraction of Muon's. Chosen in a pilot study with a model of 870 thousand parameters."""
 
 
 def learning_rate(step: int, *, peak: float, warmup_steps: int, total_steps: int) -> float:
-    """For the nominal step after `step` others: linear warm-up to the peak, then a cosine down to FLOOR of it.
+    """The rate of nominal step `step`, counted from 0: linear warm-up to the peak, then a cosine to FLOOR × peak.
 
-    Only the nominal step counts, so joiners, slow peers and resumed runs share one schedule.
+    It depends on the nominal step only, so newcomers, slow peers and resumed runs share one schedule.
     """
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
@@ -32,17 +32,17 @@ def learning_rate(step: int, *, peak: float, warmup_steps: int, total_steps: int
 def optimizer_of(
     name: str, model: nn.Module, *, weight_decay: float, betas: tuple[float, float] = BETAS
 ) -> torch.optim.Optimizer:
-    """The one that `--optimizer` names; the learning rate is set before every step."""
+    """The optimizer that `--optimizer` names. Its learning rate is 0 until `set_learning_rate`."""
     return {"adamw": adamw, "muon": muon}[name](model, weight_decay=weight_decay, betas=betas)
 
 
 def adamw(model: nn.Module, *, weight_decay: float, betas: tuple[float, float] = BETAS) -> torch.optim.AdamW:
-    """AdamW that decays matrices only."""
+    """AdamW with weight decay on matrices only."""
     return _adamw([p for p in model.parameters() if p.requires_grad], weight_decay, betas)
 
 
 def muon(model: nn.Module, *, weight_decay: float, betas: tuple[float, float] = BETAS) -> Muon:
-    """Muon for hidden matrices; AdamW for embeddings, the head, norms and biases, as arXiv 2505.23725 divides them."""
+    """Muon for hidden matrices; AdamW for embeddings, the head, norms and biases, as in arXiv 2505.23725."""
     outside = {id(parameter) for parameter in _embeddings_and_head(model)}
     parameters = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in parameters if p.ndim == 2 and id(p) not in outside]

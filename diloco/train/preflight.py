@@ -1,4 +1,4 @@
-"""Refuse what cannot fit before anything is started or allocated. Imports no torch."""
+"""Checks that a training fits the machine before anything is started or allocated. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def check_peers_fit(
     activation_tokens: int = 0,
     gpu_bytes: int | None = None,
 ) -> None:
-    """Raise UserError where the model is none, or where so many peers of it do not fit this machine.
+    """Raise UserError if the model is invalid, or if `num_peers` peers training it do not fit this machine.
 
-    Counts what the parameters are at least: an exact count needs torch, and the worker makes one later. Of activations
-    those of so many tokens for each peer, which are none where batches may still come from the swarm. `gpu_bytes`: what
-    a peer's GPUs have together.
+    Uses a lower bound of the parameter count: an exact count needs torch, and the worker makes one later.
+    `activation_tokens` is per peer, 0 if the batch size is not known until the swarm tells it. `gpu_bytes` is the
+    memory of one peer's GPUs together.
     """
     model = load_model_config(path_model)
     need = memory_needed_bytes(
@@ -34,7 +34,7 @@ def check_peers_fit(
 
 
 def least_num_parameters(config: Mapping[str, Any]) -> int:
-    """Of the embeddings, and in each layer attention and two matrices of the MLP; 0 for what names them otherwise."""
+    """Counts embeddings and, per layer, attention and two MLP matrices; 0 for those whose config fields are missing."""
     tables = 2 if config.get("tie_word_embeddings") is False else 1
     hidden = number_in(config, "hidden_size", "n_embd")
     layers = number_in(config, "num_hidden_layers", "n_layer")

@@ -1,7 +1,7 @@
-"""What a trainer does beside its steps, told to its daemon and to whoever reads its output.
+"""Reports what a trainer does outside its steps, such as loading or evaluating, to its daemon and on stdout.
 
-Rank 0 of a peer tells; on the others, nothing happens. A thread does it: whoever does not listen costs no step any
-time, and a daemon that is gone is noticed by those who need it.
+Only rank 0 reports. It does so from a thread, so that a daemon that does not read never delays a step. If the daemon is
+gone the thread ends silently: the outer step detects that by itself.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ _CONNECT_TIMEOUT_S = 5.0
 
 
 class Progress:
-    """Used from one thread, but for `waits_for`."""
+    """Not thread-safe, except for `waits_for`."""
 
     def __init__(self, link_path: Path | None = None, *, tells: bool = True) -> None:
-        """`link_path` is the daemon's, if there is one."""
+        """`link_path` is the daemon's socket, if there is a daemon; `tells` is true on the rank that reports."""
         self._link_path = link_path
         self._doing: Doing | None = None
         self._clock, self._lines = PhaseClock(), PhaseLines()
-        self._news: queue.SimpleQueue[tuple[str, dict[str, Any]]] = queue.SimpleQueue()
-        self._is_over, self._waited = threading.Event(), ("", float("-inf"))
+        self._queued: queue.SimpleQueue[tuple[str, dict[str, Any]]] = queue.SimpleQueue()
+        self._is_closed, self._waited = threading.Event(), ("", float("-inf"))
         self._thread: threading.Thread | None = None
         if tells:
-            self._thread = threading.Thread(target=self._tell_forever, name="progress", daemon=True)
+            self._thread = threading.Thread(target=self._report_forever, name="progress", daemon=True)
             self._thread.start()
 
     @contextlib.contextmanager
     def phase(
         self, name: str, detail: str = "", *, total: float = 0.0, unit: str = ""
     ) -> Iterator[Callable[[float], None]]:
-        """While the block runs, this is what the trainer does. Gives what to call with how much of it is done."""
+        """Report this phase while the block runs. Yields a function to call with the amount done, out of `total`."""
         before, doing = self._doing, Doing(name, detail, 0.0, total, unit)
         self._doing = doing
 
@@ -57,15 +57,15 @@ class Progress:
             self._doing = before
 
     def evaluated(self, step: int, loss: float) -> None:
-        """The weights of this step have been scored."""
-        self._news.put(("evaluated", {"step": step, "loss": loss}))
+        """Report the loss of an evaluation."""
+        self._queued.put(("evaluated", {"step": step, "loss": loss}))
 
     def is_in_trouble(self, what: str, text: str) -> None:
-        """Something is wrong with `what`; no text: not any more."""
-        self._news.put(("trouble", {"what": what, "text": text}))
+        """Report a problem that concerns `what`; an empty text reports that it is over."""
+        self._queued.put(("trouble", {"what": what, "text": text}))
 
     def waits_for(self, reason: str) -> None:
-        """What the daemon does while this rank waits for it: printed where it changes, now and then."""
+        """Print what the daemon does while this rank waits for it: changes only, at most one per LINE_INTERVAL_S."""
         said, said_at = self._waited
         now = time.monotonic()
         if self._thread is not None and reason != said and now - said_at > LINE_INTERVAL_S:
@@ -73,12 +73,12 @@ class Progress:
             print(reason, flush=True)
 
     def close(self) -> None:
-        """Tell what is left to be told, by a deadline. Repeating it is safe."""
-        self._is_over.set()
+        """Send the remaining reports, for at most `_CLOSE_TIMEOUT_S`. Repeating it is safe."""
+        self._is_closed.set()
         if self._thread is not None:
             self._thread.join(_CLOSE_TIMEOUT_S)
 
-    def _tell_forever(self) -> None:
+    def _report_forever(self) -> None:
         link: WorkerLink | None = None
         sent: Doing | None = None
         with contextlib.ExitStack() as stack, contextlib.suppress(LinkLost):
@@ -86,10 +86,10 @@ class Progress:
                 link = WorkerLink.connect(self._link_path, timeout_s=_CONNECT_TIMEOUT_S)
                 stack.callback(link.close)
             while True:
-                is_over = self._is_over.wait(_INTERVAL_S)
+                is_over = self._is_closed.wait(_INTERVAL_S)
                 doing = self._doing
                 if link is not None:
-                    self._send_news(link)
+                    self._send_queued(link)
                     if doing != sent:
                         link.send("doing", **(asdict(doing) if doing else {"name": ""}))
                         sent = doing
@@ -98,10 +98,10 @@ class Progress:
                 if is_over:
                     return
 
-    def _send_news(self, link: WorkerLink) -> None:
+    def _send_queued(self, link: WorkerLink) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
-                kind, fields = self._news.get_nowait()
+                kind, fields = self._queued.get_nowait()
                 link.send(kind, **fields)
 
     def _line(self, doing: Doing) -> str | None:

@@ -1,4 +1,4 @@
-"""A sink behind a queue and a thread: whatever becomes of it, training goes on at its own pace."""
+"""Runs a sink behind a queue in a thread of its own, so that a slow or failing sink never delays training."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any, Protocol
 log = logging.getLogger(__name__)
 
 CAPACITY = 1000
-"""Records that wait: minutes of them, for a service that is away for a moment."""
+"""Queued records: minutes' worth, to bridge a short outage of the sink's service."""
 CLOSE_TIMEOUT_S = 15.0
-"""What a sink gets at the end for the records that it has left."""
+"""Time for a sink to write its queued records at the end."""
 
 
 class Sink(Protocol):
-    """Somewhere else that records go. Used from one thread."""
+    """A receiver of records, used from one thread."""
 
     def write(self, record: dict[str, Any]) -> None: ...
 
@@ -25,19 +25,19 @@ class Sink(Protocol):
 
 
 class QueuedSink:
-    """Hands records to a sink in their order. What does not fit any more is dropped, which is said once."""
+    """Passes records to a sink in order. Records are dropped while the queue is full, with one warning."""
 
     def __init__(self, sink: Sink, *, capacity: int = CAPACITY) -> None:
         self._sink, self._name = sink, type(sink).__name__
         self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue(capacity)
         self._has_failed = threading.Event()
         self._num_dropped = 0
-        # A daemon: one that hangs for ever does not keep the process.
+        # A daemon thread, so that a sink that hangs does not keep the process alive.
         self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         self._thread.start()
 
     def write(self, record: dict[str, Any]) -> None:
-        """Never waits."""
+        """Queue a record; never blocks."""
         if self._has_failed.is_set():
             return
         try:
@@ -50,7 +50,7 @@ class QueuedSink:
             self._num_dropped += 1
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Give the sink its last records, but no more than this time."""
+        """Wait at most `timeout_s` for the sink to write the queued records."""
         deadline = time.monotonic() + timeout_s
         try:
             self._queue.put(None, timeout=timeout_s)
@@ -68,8 +68,8 @@ class QueuedSink:
                 continue
             try:
                 self._sink.write(record)
-            except Exception as error:  # noqa: BLE001 - whatever it is, it must not take the training down
-                log.warning("no more metrics to %s: %s", self._name, error)
+            except Exception as error:  # noqa: BLE001 - no failure of a sink may end the training
+                log.warning("%s failed and gets no more metrics: %s", self._name, error)
                 self._has_failed.set()
         try:
             self._sink.close()

@@ -1,4 +1,4 @@
-"""How a model is laid over the ranks of a peer: FSDP2, precision, compilation, activation checkpointing."""
+"""Prepares a model for the ranks of a peer: FSDP2, precision, compilation, activation checkpointing."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from diloco.options.flags import TrainConfig
 
 
 @dataclass(frozen=True)
 class Precision:
-    """What is computed in which type. The master weights, gradients' sums and the optimizer are always fp32."""
+    """The dtype of forward and backward. Master weights, gradient reduction and the optimizer are always fp32."""
 
     compute: torch.dtype
 
     @classmethod
     def of(cls, choice: str, device: torch.device) -> Precision:
-        """`auto`: fp32 on CPU (fp16 there is eight times slower); on GPU bf16 where it exists, else fp16."""
+        """`auto` is fp32 on CPU, where fp16 is eight times slower; on GPU bf16 if supported, else fp16."""
         if choice == "auto":
             if device.type == "cpu":
                 choice = "32-true"
@@ -34,11 +35,11 @@ class Precision:
 
     @property
     def scales_loss(self) -> bool:
-        """fp16 gradients vanish without a scaler."""
+        """Whether the loss is scaled: fp16 gradients would underflow without it."""
         return self.compute == torch.float16
 
     def autocast(self, model: nn.Module, device: torch.device) -> AbstractContextManager[object]:
-        """Around a forward pass: FSDP casts by itself, a model on one rank needs autocast."""
+        """The context of a forward pass. FSDP casts by its own policy; a model that is not sharded needs autocast."""
         if isinstance(model, FSDPModule) or self.compute == torch.float32:
             return nullcontext()
         return torch.autocast(device.type, dtype=self.compute)
@@ -54,8 +55,8 @@ def prepare(
 ) -> None:
     """Wrap the decoder layers of a model and shard it over the mesh, in place.
 
-    A single rank has no mesh: FSDP2 on one rank copies every weight twice a step for nothing (a tenth of the
-    throughput on CPU, see benchmarks/inner_loop.py).
+    A single rank passes no mesh: FSDP2 would copy every weight twice a step without need, which costs a tenth of the
+    throughput on CPU (benchmarks/inner_loop.py).
     """
     layers = decoder_layers(model)
     if config.activation_checkpointing:
@@ -73,18 +74,23 @@ def prepare(
 
 
 def compiles(config: TrainConfig, device: torch.device) -> bool:
-    """Unless told otherwise only on GPU: on CPU it needs a C++ compiler."""
+    """Whether to use torch.compile: by default only on GPU, since it needs a C++ compiler on CPU."""
     return device.type == "cuda" if config.torch_compile is None else config.torch_compile
 
 
 def full_state(model: nn.Module) -> dict[str, Tensor]:
-    """All weights and buffers, whole and on the CPU, under the model's own names; empty on ranks other than 0."""
+    """All weights and buffers, unsharded and on the CPU, under the model's own names; empty on ranks other than 0."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     return dict(get_model_state_dict(model, options=options))  # type: ignore[arg-type]
 
 
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's shard of a DTensor; any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The repeated layers: those transformers says not to split, else the longest list of modules."""
+    """The repeated layers: the modules that transformers lists in `_no_split_modules`, else the longest ModuleList."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
     if layers:

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM for a training process: gone at once, with nothing half-written."""
+"""Ends a training process at once on Ctrl-C and SIGTERM, after removing half-written files."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ log = logging.getLogger(__name__)
 
 CleanUps = list[Callable[[], None]]
 CLEAN_UP_TIMEOUT_S = 25.0
-"""Then it is given up; less than torchrun gives its ranks."""
+"""Time for all clean-ups; less than the time after which torchrun kills its ranks."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class LeaveOnSignal:
-    """Exits with 128 + n on SIGINT and SIGTERM, after the callbacks in `clean_ups`, whatever becomes of them.
+    """Exits with 128 + n on SIGINT and SIGTERM, after running `clean_ups` for at most CLEAN_UP_TIMEOUT_S.
 
-    They have CLEAN_UP_TIMEOUT_S. A thread does it: the main thread may sit for minutes in a collective or on the GPU,
-    where Python runs no signal handlers. Construct it in the main thread, once.
+    It runs in a thread: the main thread may block for minutes in a collective or on the GPU, where Python runs no
+    signal handlers. Construct it once, in the main thread.
     """
 
     def __init__(self) -> None:
         self.clean_ups: CleanUps = []
         self._reader, writer = socket.socketpair()
         writer.setblocking(False)
-        # Kept, so that it is not closed while the interpreter writes to it.
+        # A reference keeps the socket open: the interpreter writes signal numbers to it.
         self._writer = writer
         signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         for number in _SIGNALS:
@@ -44,7 +44,7 @@ class LeaveOnSignal:
         last_resort = threading.Timer(CLEAN_UP_TIMEOUT_S, os._exit, (128 + number,))
         last_resort.daemon = True
         try:
-            # Where there can be no more threads, cleaning up has to end by itself.
+            # If no more threads can be started, the clean-up has no time limit.
             with contextlib.suppress(RuntimeError):
                 last_resort.start()
             _clean_up(self.clean_ups)
@@ -54,7 +54,7 @@ class LeaveOnSignal:
 
 @contextlib.contextmanager
 def cleaned_up_on_failure(clean_ups: CleanUps) -> Iterator[None]:
-    """Does the same when the block ends with an error."""
+    """Run the clean-ups if the block raises."""
     try:
         yield
     except BaseException:
@@ -67,7 +67,7 @@ def _clean_up(clean_ups: CleanUps) -> None:
         try:
             clean_up()
         except OSError:
-            # What there was to remove is gone, or its disk is.
+            # The files to remove are already gone, or their disk is.
             continue
         except Exception:
-            log.exception("not everything was cleaned up")
+            log.exception("a clean-up failed")

@@ -1,4 +1,4 @@
-"""Weights & Biases and TensorBoard: where a trainer's records may go beside metrics.jsonl."""
+"""Sinks for Weights & Biases and TensorBoard."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _INIT_TIMEOUT_S = 30.0
 
 
 class WandbSink:
-    """A Weights & Biases run; WANDB_MODE offline and disabled work as everywhere."""
+    """A Weights & Biases run. WANDB_MODE has its usual meaning."""
 
     def __init__(
         self,
@@ -29,9 +29,10 @@ class WandbSink:
         group: str | None = None,
         tags: tuple[str, ...] = (),
     ) -> None:
-        """`group` holds the runs of one swarm together. A worker that is started again in the same run directory goes
-        on with its run. A server that does not answer is done without. Raises UserError when wandb is missing or the
-        run cannot be started.
+        """`group` collects the runs of one swarm. Raises UserError if wandb is missing or the run cannot be started.
+
+        A worker restarted in the same run directory resumes its wandb run. If the server does not answer, the run is
+        kept offline.
         """
         try:
             import wandb
@@ -60,7 +61,7 @@ class WandbSink:
                     error,
                     run_dir / "wandb",
                 )
-                # Its service would not give out the same id again.
+                # wandb's background service would not accept the same run id a second time.
                 wandb.teardown()
                 self._run = wandb.init(**settings, mode="offline")
         except (wandb.Error, OSError, ValueError) as error:
@@ -72,7 +73,7 @@ class WandbSink:
     def write(self, record: dict[str, Any]) -> None:
         kind = record["kind"]
         values = {f"{kind}/{k}": v for k, v in record.items() if k not in ("kind", "step", "time")}
-        # The step is a value and not wandb's own: records of one step come one by one, and a resumed run goes back.
+        # The step is a value: wandb's own step must increase, but a step has several records and a resume repeats it.
         self._run.log({**values, "step": record.get("step")})
 
     def close(self) -> None:
@@ -80,7 +81,7 @@ class WandbSink:
 
 
 class TensorBoardSink:
-    """Event files in <run_dir>/tensorboard: every number of a record, under `kind/name`, at its step."""
+    """Writes event files to <run_dir>/tensorboard: every number of a record as `kind/name` at the record's step."""
 
     def __init__(self, *, run_dir: Path) -> None:
         """Raises UserError when tensorboard is missing or the directory cannot be written."""
@@ -106,7 +107,7 @@ class TensorBoardSink:
 
 
 def _id_of(run_dir: Path) -> str:
-    """The id of this directory's wandb run. Raises OSError."""
+    """The id of this directory's wandb run, created on first use. Raises OSError."""
     path = run_dir / _ID_FILE
     try:
         with path.open("x", encoding="utf-8") as file:

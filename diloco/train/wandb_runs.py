@@ -1,4 +1,4 @@
-"""Where a trainer's figures go beside metrics.jsonl."""
+"""Opens the sinks that the configuration names, and names the wandb run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from diloco.train.sinks import TensorBoardSink, WandbSink
 
 
 def opened_sinks(config: TrainConfig, run_dir: Path) -> list[Sink]:
-    """What the configuration asks for. Raises UserError for what does not start."""
+    """The sinks that `--metric-logger-type` names. Raises UserError if one cannot be started."""
     sinks: list[Sink] = []
     if "tensorboard" in config.metric_loggers:
         sinks.append(TensorBoardSink(run_dir=run_dir))
@@ -30,13 +30,13 @@ def opened_sinks(config: TrainConfig, run_dir: Path) -> list[Sink]:
 
 
 def is_peer(config: TrainConfig) -> bool:
-    """Whether this training is one of several of a run."""
+    """Whether this training is a peer of a swarm."""
     return config.hv.world_rank is not None or bool(config.hv.initial_peers)
 
 
 def run_name(config: TrainConfig) -> str | None:
-    """The peer's number in its run; of a reinforcement run: what is learnt by which model, and the suffix that tells it
-    from others.
+    """The wandb run's name: run id and world rank of a peer; for GRPO, dataset, model, `--grpo.run-suffix` and world
+    rank. None lets wandb choose.
     """
     rank = config.hv.world_rank
     peer = f"peer-{rank}" if rank is not None else ""

@@ -18,7 +18,7 @@ static bool set_link(Network *network, const char *line) {
     uplink->bytes_per_s = up, downlink->bytes_per_s = down;
     uplink->delay_ns = downlink->delay_ns = delay_ns;
     uplink->queue_bytes = up_queue, downlink->queue_bytes = down_queue;
-    /* Once on the way from one peer to another. */
+    /* On the uplink only, so that a packet from one peer to another is subject to loss once. */
     uplink->loss_ppm = loss_ppm;
     return true;
 }

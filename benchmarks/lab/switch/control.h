@@ -1,4 +1,4 @@
-/* What the laboratory tells the running switch: one line a command on stdin, one line back on stdout each.
+/* The commands of the laboratory to the running switch: one line on stdin each, answered by one line on stdout.
  *
  *   link PEER UP_BYTES_PER_S DOWN_BYTES_PER_S DELAY_NS UP_QUEUE_BYTES DOWN_QUEUE_BYTES LOSS_PPM   -> ok
  *   rule FROM TO pass|refuse|drop                                                                 -> ok
@@ -19,7 +19,7 @@ typedef struct {
     Rule rules[MAX_PEERS][MAX_PEERS]; /* [from][to] */
 } Network;
 
-/* Reads what stdin has and obeys it. False at its end: the laboratory is gone. */
+/* Reads and carries out the commands on stdin. Returns false at end of file: the laboratory is gone. */
 bool control_serve(Network *network);
 
 #endif

@@ -1,7 +1,7 @@
-/* Packets that the kernel holds back until we let them go (NFQUEUE): their bytes never come into this process.
+/* Packets that the kernel holds back until we release them (NFQUEUE); their payload is never copied to this process.
  *
- * Every ordered pair of peers has a queue of its own, from which packets mostly leave in the order in which they came,
- * because the kernel looks them up from the front. */
+ * Every ordered pair of peers has a queue of its own, in which packets are mostly released in order, because the kernel
+ * searches a queue from its front. */
 #ifndef HELD_H
 #define HELD_H
 
@@ -12,16 +12,16 @@ typedef struct {
     uint32_t id;
     int from, to;
     uint32_t wire_bytes;
-    bool opens_connection; /* a first packet of a handshake, or not TCP, which has none to tell the opener by */
+    bool opens_connection; /* the first packet of a TCP handshake; also true for all packets that are not TCP */
 } HeldPacket;
 
-/* Hold all that is forwarded between the devices p0, p1, ... of the present namespace. Returns the socket to poll. */
+/* Holds all packets forwarded between the devices p0, p1, ... of the current namespace. Returns the socket to poll. */
 int held_open(int num_peers, uint32_t mtu);
 
-/* Calls `take` for each packet that has come in, a bounded number of them. */
+/* Calls `take` for each packet that has arrived, up to a limit. */
 void held_receive(int fd, void (*take)(void *context, const HeldPacket *packet), void *context);
 
-/* Verdicts go out together, at the latest with held_flush. */
+/* Passes or drops a packet. Verdicts are batched and sent at the latest by held_flush. */
 void held_release(int fd, int from, int to, uint32_t id, bool is_passed);
 void held_flush(int fd);
 

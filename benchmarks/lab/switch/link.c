@@ -17,7 +17,7 @@ static bool is_full(const Ring *ring) { return ring->tail - ring->head == MAX_PA
 static Packet *front(const Ring *ring) { return &ring->packets[ring->head % MAX_PACKETS]; }
 
 static void append(Ring *ring, Packet packet) {
-    /* A delay that was shortened meanwhile must not let packets overtake. */
+    /* If the delay has been reduced meanwhile, packets must not overtake earlier ones. */
     if (!is_empty(ring)) {
         int64_t last_ns = ring->packets[(ring->tail - 1) % MAX_PACKETS].at_ns;
         if (packet.at_ns < last_ns) packet.at_ns = last_ns;
@@ -31,7 +31,7 @@ void link_init(Link *link, int num_flows, uint64_t seed) {
     for (int i = 0; i < num_flows; i++) link->flows[i].waiting = ring_create();
 }
 
-/* xorshift64*: the same losses in every run. */
+/* xorshift64*, so that every run has the same losses. */
 static bool is_lost(Link *link) {
     if (!link->loss_ppm) return false;
     uint64_t x = link->random_state;
@@ -48,7 +48,7 @@ static void depart(Link *link, Ring *way, Packet packet, int64_t start_ns) {
     append(way, packet);
 }
 
-/* The queue's bytes are shared by the flows that use it. */
+/* The queue's capacity is divided equally among the flows that use it. */
 static bool has_room(const Link *link, const Flow *flow) {
     uint64_t num_waiting = is_empty(&flow->waiting);
     for (int i = 0; i < MAX_PEERS; i++) num_waiting += link->flows[i].waiting_bytes > 0;
@@ -93,7 +93,7 @@ bool link_push(Link *link, Packet packet, int64_t now_ns) {
         depart(link, &link->small, packet, now_ns);
         return true;
     }
-    /* Having been idle is no claim to more. */
+    /* A flow that was idle must not get a larger share to catch up. */
     if (is_empty(&flow->waiting) && flow->served_bytes < link->served_bytes)
         flow->served_bytes = link->served_bytes;
     flow->waiting_bytes += packet.wire_bytes;

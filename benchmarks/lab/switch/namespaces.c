@@ -50,9 +50,9 @@ static void configure_tcp(const TcpOptions *options) {
     snprintf(buffers, sizeof buffers, "4096 131072 %s", options->buffer_bytes);
     write_sysctl("ipv4/tcp_rmem", buffers);
     write_sysctl("ipv4/tcp_wmem", buffers);
-    /* Else a connection starts from what an earlier one to the same address has seen. */
+    /* Otherwise a connection would start with the cached metrics of an earlier one to the same address. */
     write_sysctl("ipv4/tcp_no_metrics_save", "1");
-    /* Rounds with a pause between them cost the same as rounds without. */
+    /* No slow start after a pause, so that pauses between rounds do not affect their duration. */
     write_sysctl("ipv4/tcp_slow_start_after_idle", "0");
 }
 

@@ -1,4 +1,4 @@
-/* Network namespaces without names: each is gone with the last process and descriptor that holds it. */
+/* Network namespaces without names: each is deleted with the last process or descriptor that refers to it. */
 #ifndef NAMESPACES_H
 #define NAMESPACES_H
 
@@ -18,24 +18,24 @@ typedef struct {
     const char *buffer_bytes; /* the most that TCP's autotuning gives a socket, each way */
 } TcpOptions;
 
-/* Prints what failed, and why, and ends the program; unless ok. */
+/* Unless ok, prints what failed and errno's message, and exits. */
 void check(int ok, const char *what);
 
-/* Namespaces may use only what the machine lets its users have: adds this algorithm to that list, and leaves it there. */
+/* Namespaces can use only algorithms that the machine allows its users: adds this one to that list for good. */
 void allow_congestion_control(const char *name);
 
-/* Makes one and enters it; in a peer's, TCP is set up. */
+/* Creates and enters a namespace. `peer` has the TCP options of a peer's namespace, NULL for the core. */
 Namespace namespace_create(const TcpOptions *peer);
 
 void namespace_enter(const Namespace *namespace);
 
-/* The namespace's /proc/sys/net/<name>; only from within. */
+/* Writes /proc/sys/net/<name> of the current namespace. */
 void write_sysctl(const char *name, const char *value);
 
 /* Bytes that the peer's device has sent and received, by the interface's own counters. */
 void namespace_counters(const Namespace *namespace, uint64_t *sent, uint64_t *received);
 
-/* SIGKILL to every process in these namespaces, until none is left. */
+/* Sends SIGKILL to all processes in these namespaces until none is left. */
 void namespaces_kill(const Namespace *namespaces, int n);
 
 #endif

@@ -1,12 +1,13 @@
-/* The core of a network whose peers are namespaces, with access links like those of machines far apart.
+/* The core of a network whose peers are namespaces, with emulated access links.
  *
  *   switch NUM_PEERS MTU CONGESTION BUFFER_BYTES
  *
  * peer -> uplink (rate, queue, delay) -> core, without limits -> downlink (rate, queue, delay) -> peer
  *
- * The kernel forwards the packets; this program only decides when. Says "ready CORE PEER PEER ...", its descriptors of
- * the namespaces, whose devices (p0, p1, ... in the core, wan0 in a peer's) its parent makes. Then it obeys control.h
- * until stdin ends, its parent is gone, or SIGTERM, and kills what runs in the namespaces, which vanish with it. */
+ * The kernel forwards the packets; this program only decides when. It prints "ready CORE PEER PEER ..." with its
+ * descriptors of the namespaces, in which its parent creates the devices (p0, p1, ... in the core, wan0 in a peer's).
+ * Then it carries out the commands of control.h until stdin ends, its parent dies, or SIGTERM. At the end it kills all
+ * processes in the namespaces, which are deleted with it. */
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <poll.h>
@@ -23,9 +24,9 @@
 #include "held.h"
 
 enum { LOOK_FOR_PARENT_S = 1 };
-/* How often to look while packets are on their way: to wake for each of them would take half a core at 4 Gbit/s, and
- * programs behind long links, where it matters less when, are not to be disturbed as often as those behind short ones.
- * What comes in while it sleeps counts as arriving at its end: half a tick late in the mean. */
+/* Limits of the polling interval (tick) while packets are in flight. Waking up for each packet would use half a core at
+ * 4 Gbit/s. With long delays, where exact times matter less, the tick is longer and disturbs other programs less.
+ * Packets that arrive during a tick count as arriving at its end, half a tick late on average. */
 static const int64_t LEAST_TICK_NS = 200000, MOST_TICK_NS = 1000000;
 enum { TICKS_A_WAY = 16 };
 
@@ -57,7 +58,7 @@ static void enter_uplink(void *context, const HeldPacket *held) {
         held_release(held_fd, held->from, held->to, held->id, false);
 }
 
-/* From the uplinks into the downlinks, in the order of arrival there. */
+/* Moves packets from the uplinks to the downlinks, in the order of their arrival there. */
 static void forward(int64_t until_ns) {
     for (int i = 0; i < network.num_peers; i++) link_run(&network.up[i], until_ns);
     for (;;) {
@@ -89,7 +90,7 @@ static bool is_idle(void) {
     return true;
 }
 
-/* A part of the shortest way from one peer to another. */
+/* The tick: a fraction of the shortest delay between two peers, within the limits. */
 static int64_t tick_ns(void) {
     int64_t least = INT64_MAX / 2, second = INT64_MAX / 2;
     for (int i = 0; i < network.num_peers; i++) {
@@ -107,7 +108,7 @@ static void run(void) {
     pid_t parent = getppid();
     struct pollfd polled[] = {{.fd = held_fd, .events = POLLIN}, {.fd = STDIN_FILENO, .events = POLLIN}};
     while (!is_stopped && getppid() == parent) {
-        /* Half a tick early or late, so on time in the mean. */
+        /* Up to half a tick early or late, so on time on average. */
         int64_t a_tick_ns = tick_ns(), horizon_ns = now_ns() + a_tick_ns / 2;
         forward(horizon_ns);
         deliver(horizon_ns);
@@ -123,7 +124,7 @@ static void run(void) {
     }
 }
 
-/* Before everything else on this machine: a switch that waits for a core looks like a slow network. */
+/* Takes a real-time priority: a switch that waits for a core would look like a slow network. */
 static void come_first(void) {
     struct sched_param priority = {.sched_priority = 1};
     if (sched_setscheduler(0, SCHED_RR, &priority) != 0) setpriority(PRIO_PROCESS, 0, -20);
@@ -144,7 +145,7 @@ int main(int argc, char **argv) {
         link_init(&network.up[i], network.num_peers, (uint64_t)i);
         link_init(&network.down[i], network.num_peers, (uint64_t)i + MAX_PEERS);
     }
-    /* This process stays in the core, so that nothing of it can be in a peer's way. */
+    /* Created last, since this process stays in the namespace it has created, which must be the core. */
     Namespace core = namespace_create(NULL);
     write_sysctl("ipv4/ip_forward", "1");
     held_fd = held_open(network.num_peers, (uint32_t)atoi(argv[2]));

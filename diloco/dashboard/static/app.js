@@ -1,4 +1,4 @@
-// The page: what the server sends, shown.
+// The page: receives the server's events and updates the views.
 
 import { Chart } from "./charts.js";
 import { clock, decimals, duration, element, figure, shownRank, size, span } from "./format.js";
@@ -32,7 +32,7 @@ function showSwarm(swarm) {
 
 function showVerdict(verdict) {
   const box = at("verdict");
-  // Only where it is another one: a screen reader would say it again every second.
+  // Update only if changed: a screen reader would otherwise repeat it every second.
   const [text, more] = [box.querySelector("p"), box.querySelector("ul")];
   const capital = verdict.text[0].toUpperCase() + verdict.text.slice(1);
   if (text.textContent !== capital) text.replaceChildren(...worded(capital));
@@ -45,12 +45,12 @@ function showVerdict(verdict) {
   }));
 }
 
-/** A text in parts, of which flags are never broken at their dashes. */
+/** Splits a text into parts so that CSS can prevent line breaks within flags. */
 function worded(text) {
   return text.split(/(--[a-z][\w.-]*)/).map((part, index) => (index % 2 ? element("span", part, "flag") : part));
 }
 
-/** [name, figure, what else, share done]: what one looks for first. */
+/** The main figures as [name, figure, details, fraction done]. */
 function tiles(swarm, there) {
   const { step, end_step: end, left_s: left } = swarm.progress;
   const losses = there.map((peer) => peer.loss).filter((value) => typeof value === "number").sort((a, b) => a - b);
@@ -82,7 +82,7 @@ function tileOf([name, value, more, share]) {
   return box;
 }
 
-/** What several peers say at about the same time is one event. */
+/** Merges equal events that several peers reported at about the same time. */
 function grouped(events) {
   const found = [];
   for (const event of events) {
@@ -124,7 +124,7 @@ function follow() {
     if (at("link").textContent !== text) at("link").textContent = text;
     at("link").dataset.live = isLive;
   };
-  // The server tells everything anew on a new connection.
+  // The server sends all points again on a new connection.
   source.addEventListener("open", () => {
     loss.lines.clear();
     speed.lines.clear();

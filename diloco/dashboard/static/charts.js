@@ -1,4 +1,4 @@
-// Lines over a common axis, drawn anew whenever there are new points: plain SVG, no library.
+// Line charts in plain SVG, without a library. They are redrawn whenever there are new points.
 
 import { colour, element, shape } from "./format.js";
 
@@ -9,17 +9,17 @@ const HEIGHT = 220;
 const MOST_POINTS = 600;
 const MOST_TICKS = 100;
 
-/** Round numbers that divide a range into about so many parts. */
+/** Round numbers that divide a range into about `number` parts. */
 export function ticks(low, high, number) {
   const rough = (high - low) / number || 1;
   const unit = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((factor) => factor * unit).find((one) => one >= rough);
-  // Counted, not added up: to a large enough number a step adds nothing.
+  // Multiples instead of repeated addition, which has no effect if the step is below the float resolution.
   const first = Math.ceil(low / step), last = Math.floor(high / step + 1e-6);
   return Array.from({ length: Math.min(last - first + 1, MOST_TICKS) }, (_, index) => (first + index) * step);
 }
 
-/** Lines by world rank: Map of rank to [[x, y], ...]. */
+/** A chart with one line per world rank; `lines` maps ranks to [[x, y], ...]. */
 export class Chart {
   constructor(holder, { name, formatX, formatY, fromZero }) {
     Object.assign(this, { holder, formatX, formatY, fromZero });
@@ -34,7 +34,7 @@ export class Chart {
     new ResizeObserver(() => this.draw()).observe(holder);
   }
 
-  /** More points of a line; the oldest are thinned out where they become many. */
+  /** Adds points to a line, and drops every second point if there are too many. */
   add(rank, points) {
     let line = [...(this.lines.get(rank) ?? []), ...points.filter(([, y]) => typeof y === "number")];
     if (line.length > MOST_POINTS) line = line.filter((_, index) => index % 2 === 0);
@@ -76,7 +76,7 @@ export class Chart {
     const air = (high - low) * 0.05 || Math.abs(high) * 0.05 || 1;
     [this.lowY, this.highY] = [this.fromZero ? low : low - air, high + air];
     const longest = Math.max(...this.labels().map(([, label]) => label.length));
-    // As wide as the labels are.
+    // Leave room for the widest label.
     this.left = Math.max(LEAST_LEFT, longest * DIGIT + 10);
     const spanX = this.highX - this.lowX || 1, inner = width - this.left - MARGIN.right;
     this.atX = (x) => this.left + ((x - this.lowX) / spanX) * inner;
@@ -85,7 +85,7 @@ export class Chart {
     this.fromX = (pixels) => this.lowX + ((pixels - this.left) / inner) * spanX;
   }
 
-  /** The ticks of the vertical axis, with what stands beside them: 3, 4, 5 for 3.000, 4.000, 5.000. */
+  /** Ticks and labels of the vertical axis, without common trailing zeros: 3, 4, 5 for 3.000, 4.000, 5.000. */
   labels() {
     const values = ticks(this.lowY, this.highY, 4);
     let labels = values.map((y) => this.formatY(y));
@@ -113,7 +113,7 @@ export class Chart {
     this.tell(this.fromX(event.clientX - this.svg.getBoundingClientRect().left));
   }
 
-  /** The key, with the values at the pointer. The newest are in the table: a curve is a second behind. */
+  /** Updates the key, with the values at the pointer. Without a pointer it has no values: the table has newer ones. */
   tell(x) {
     const entries = [...this.lines].sort(([a], [b]) => a - b).map(([rank, line]) => {
       const said = x === null ? this.gone.get(rank) : this.formatY(nearest(line, x)[1]);

@@ -1,8 +1,8 @@
-// Figures for people, and elements for the page. Text from peers only ever becomes text.
+// Formats figures and creates elements. Text from peers is only ever set as textContent, never as HTML.
 
 const FACTORS = [[1e9, "G"], [1e6, "M"], [1e3, "k"]];
 
-/** A count to three digits: 950, 12.3k, 4.5M; a dash where it is not known. */
+/** A number to three digits: 950, 12.3k, 4.5M; a dash if unknown. */
 export function figure(value) {
   if (typeof value !== "number") return "–";
   for (const [factor, letter] of FACTORS) {
@@ -23,7 +23,7 @@ export function span(seconds) {
   return seconds < 172800 ? (seconds / 3600).toFixed(1) + " h" : (seconds / 86400).toFixed(1) + " days";
 }
 
-/** The same of what was measured: 0.35 s, 4.2 s. */
+/** A measured duration, with fractions of seconds if short: 0.35 s, 4.2 s. */
 export const duration = (seconds) => (seconds < 10 ? Number(seconds.toPrecision(2)) + " s" : span(seconds));
 
 export const clock = (time) => new Date(time * 1000).toLocaleTimeString([], { hour12: false });
@@ -44,8 +44,8 @@ export function shape(tag, attributes = {}, text = "") {
   return made;
 }
 
-/** A world rank; -1 is that of a peer that has none yet. */
+/** A world rank as text; -1 means that the peer has none yet. */
 export const shownRank = (rank) => rank < 0 ? "–" : String(rank);
 
-/** The colour class of a world rank, and the dashes that tell it from the eighth after it. */
+/** The CSS classes with the colour of a world rank, and with dashes that distinguish ranks of the same colour. */
 export const colour = (rank) => `rank c${rank % 8} d${Math.floor(rank / 8) % 3}`;

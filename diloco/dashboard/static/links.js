@@ -1,4 +1,4 @@
-// Who reaches whom, and how; and what each peer's link carries.
+// Draws the links between peers, by the kind of path, and the bandwidth of each peer.
 
 import { colour, element, shape, shownRank, size } from "./format.js";
 
@@ -18,7 +18,7 @@ export function drawLinks(holder, peers) {
   for (const peer of shown) {
     for (const [other, path] of Object.entries(peer.paths)) {
       const [from, to] = [places.get(peer.world_rank), places.get(Number(other))];
-      // Each pair once, as the lower rank has it.
+      // Draw each pair once, as the lower rank reports it.
       if (!to || Number(other) < peer.world_rank) continue;
       kinds.add(path);
       const line = shape("path", { d: `M${from.x} ${from.y}L${to.x} ${to.y}`, class: `link ${kindOf(path)}` });

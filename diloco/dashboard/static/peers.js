@@ -1,4 +1,4 @@
-// The peers as a table: those in trouble first.
+// The table of peers, with those in trouble first.
 
 import { colour, decimals, element, figure, shape, shownRank, size, span } from "./format.js";
 
@@ -6,7 +6,7 @@ export const GONE = new Set(["lost", "silent"]);
 const SPARK = { width: 72, height: 18, points: 40 };
 const rate = (bytes) => (bytes ? `${size(bytes)}/s` : "–");
 
-// [name, what is shown, class]; style.css says what a narrow screen goes without.
+// [name, function that makes the cell, class]; style.css hides some columns on narrow screens.
 const COLUMNS = [
   ["peer", nameOf, "name"],
   ["doing", doingOf, "state"],
@@ -32,7 +32,7 @@ export function drawHead(table) {
   table.tHead.replaceChildren(head);
 }
 
-/** A peer's trouble as a number: the worse, the higher. */
+/** The severity of a peer's trouble, for sorting: higher is worse. */
 export function troubleOf(peer) {
   if (GONE.has(peer.state)) return 4;
   if (peer.troubles.length) return 3;
@@ -48,7 +48,7 @@ export function drawPeers(table, peers, losses, speeds) {
   const drawn = sorted.map((peer) =>
     rowOf(peer, { loss: losses.get(peer.world_rank) ?? [], speed: speeds.get(peer.world_rank) ?? [] }));
   const body = table.tBodies[0];
-  // A row that stays where it is keeps its focus.
+  // Replace rows only if their order changes, so that a focused element keeps the focus.
   const isMoved = drawn.length !== body.rows.length || drawn.some((row, index) => body.rows[index] !== row);
   if (isMoved) body.replaceChildren(...drawn);
 }
@@ -62,7 +62,7 @@ function rowOf(peer, lines) {
     const cell = row.cells[index] ?? row.insertCell();
     cell.className = className;
     cell.dataset.label = name;
-    // A name stays as it is, with its button.
+    // Keep the cell with the name, since replacing its button would lose the focus.
     if (name === "peer" && cell.dataset.id === `${peer.world_rank} ${peer.peer_id}`) continue;
     if (name === "peer") cell.dataset.id = `${peer.world_rank} ${peer.peer_id}`;
     if (name === "doing") cell.dataset.state = peer.is_still ? "still" : peer.troubles.length ? "trouble" : peer.state;
@@ -93,7 +93,7 @@ function doingOf(peer) {
   return parts;
 }
 
-/** What a phase says beside its name. */
+/** The details of a phase, without its name. */
 function restOf(phase) {
   const rest = phase.text.slice(phase.name.length).replace(/^[:,] /, "");
   return phase.name === "training" ? "" : rest;

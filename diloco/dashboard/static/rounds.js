@@ -1,9 +1,9 @@
-// The last rounds as bars: what every peer did from its readiness to its commit.
+// Draws the last rounds as bars: the parts of each peer's time from its readiness to its commit.
 
 import { duration, element, shape } from "./format.js";
 import { ticks } from "./charts.js";
 
-// In the order in which they come. What is left of a round beside its last attempt went to failed ones.
+// The parts in their order. Time of a round that is not of its last attempt counts as failed attempts.
 const PARTS = [
   ["wait_s", "gather"],
   ["failed_s", "failed attempts"],
@@ -17,8 +17,8 @@ const MOST_ROUNDS = 6;
 const MOST_PEERS = 16;
 const BAR = 12, ROW = 16, LEFT = 34, RIGHT = 58, AXIS = 20;
 const NOTICEABLE_S = 0.05;
+/** Bars longer than this multiple of the median round are cut off. */
 const CLIPPED_AT = 3;
-/** Times the median round: what is longer is cut off. */
 
 export function drawKey(holder) {
   holder.replaceChildren(...PARTS.map(([part, name]) => {
@@ -28,7 +28,7 @@ export function drawKey(holder) {
   }));
 }
 
-/** What a peer did, and when: begins with its readiness, ends with its commit. */
+/** A peer's bar: start time, length, and seconds of each part, from its readiness to its commit. */
 export function barOf(peer) {
   const ofAttempt = PARTS.slice(2).reduce((sum, [part]) => sum + (peer[part] ?? 0), 0);
   const failed = Math.max(0, (peer.round_s ?? 0) - ofAttempt);
@@ -37,21 +37,21 @@ export function barOf(peer) {
   return { rank: peer.world_rank, start: peer.time - length, length, parts };
 }
 
-/** Seconds from the first peer that was ready to the last commit. */
+/** Seconds from the first peer's readiness to the last commit. */
 export function longestOf(round) {
   const bars = round.peers.map(barOf);
   const start = Math.min(...bars.map((bar) => bar.start));
   return Math.max(...bars.map((bar) => bar.start - start + bar.length));
 }
 
-/** How long the axis is: the longest round, unless it would flatten all others. */
+/** The length of the axis: that of the longest round, but at most CLIPPED_AT times the median. */
 export function axisOf(lengths) {
   const sorted = [...lengths].sort((a, b) => a - b);
   const median = sorted[Math.floor((sorted.length - 1) / 2)];
   return Math.max(0.01, Math.min(sorted.at(-1), CLIPPED_AT * median));
 }
 
-/** Draws the rounds, and returns what their scale is. */
+/** Draws the rounds, and returns a description of the axis. */
 export function drawRounds(holder, rounds) {
   const shown = rounds.slice(-MOST_ROUNDS).reverse();
   const width = holder.clientWidth;

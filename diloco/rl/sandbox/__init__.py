@@ -1,5 +1,5 @@
-"""Runs code that a model has written on tests, in bubblewrap, and says how many of them passed.
+"""Runs tests on code that a model has written, in bubblewrap, and counts how many pass.
 
-Start with run.py. isolation.py says what the processes may do, judge.py and answer.py are what runs inside, wire.py is
-what they say to each other. Inside there is this folder and Python's own library: its modules import nothing else.
+Start with run.py. isolation.py defines the sandbox, judge.py and answer.py run inside it, wire.py is their protocol.
+Inside the sandbox only this folder and the standard library exist, so its modules import nothing else.
 """

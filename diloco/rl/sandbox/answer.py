@@ -1,4 +1,4 @@
-"""The process that runs a model's code. It learns the tests' arguments, not the tests, and gives no verdict."""
+"""The process that runs a model's code. It gets the arguments of test calls but not the tests, and gives no verdict."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_ITEMS = 100_000
 def main() -> None:
     confine(json.loads(sys.argv[1]))
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(0), "wb")
-    # A module of its own, by which what the tests' setup defines is found in pickles.
+    # A separate module as __main__, so that pickle finds the classes that the tests' setup defines.
     program = type(sys)("__main__")
     sys.modules["__main__"] = program
     names = vars(program)
@@ -35,7 +35,7 @@ def main() -> None:
             return
         try:
             reply = wire.encoded([True, _served(names, *pickle.loads(request))])
-        except BaseException as error:  # noqa: BLE001 - SystemExit too is an answer
+        except BaseException as error:  # noqa: BLE001 - SystemExit is reported to the judge, too
             reply = wire.encoded([False, type(error).__name__])
         wire.send(replies, reply)
 

@@ -1,4 +1,4 @@
-"""What a process of the sandbox does to itself before it runs anything: rlimits, and as root another user."""
+"""Restricts a process of the sandbox before it runs anything: sets rlimits and, as root, switches to another user."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def main() -> None:
-    """Nothing but that, to see whether it can be done here."""
+    """Only restrict the process, to check whether that works on this machine."""
     confine(json.loads(sys.argv[1]))
 
 

@@ -1,4 +1,4 @@
-"""The command line of bubblewrap: what a process of the sandbox sees, and as whom it runs."""
+"""The command line of bubblewrap, which defines the files, the user and the system calls of a sandboxed process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NAMESPACES = ("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts
 
 
 def unused_user() -> int | None:
-    """A user of this machine that nobody is, for root to become; None where we are not root, or know only one user."""
+    """A random user id without an account, for root to switch to; None if we are not root or have too few user ids."""
     if os.geteuid() != 0:
         return None
     ranges = [list(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()]
@@ -32,13 +32,14 @@ def unused_user() -> int | None:
 
 
 def bubblewrap(program: str, arguments: list[str], *, user: int | None, filter_fd: int) -> list[str]:
-    """The command that runs `main` of a module beside this file, alone with Python's own library."""
+    """The command that runs `main` of a module in this folder, with only Python's standard library."""
     prefix = Path(sys.base_prefix).resolve()
     command = ["bwrap", "--die-with-parent", "--new-session", *_NAMESPACES]
     if user is None:
         command += ["--unshare-user", "--uid", "65534", "--gid", "65534", "--cap-drop", "ALL"]
     else:
-        # It becomes that user itself: as that user it could not read a Python that lies in root's home.
+        # The process switches to that user by itself, after starting: as that user, bwrap could not read a Python
+        # in root's home.
         command += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     command += ["--ro-bind", "/usr", "/usr"]
     for name in ("lib", "lib64"):
@@ -67,7 +68,7 @@ def bubblewrap(program: str, arguments: list[str], *, user: int | None, filter_f
     return [*command, python, "-I", "-S", "-B", "-c", start, *arguments]
 
 
-# Numbers on x86-64 and on aarch64; None: it has no such call.
+# System call numbers on x86-64 and aarch64; None if there is no such call.
 _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "fork": (57, None),
     "vfork": (58, None),
@@ -95,7 +96,7 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "request_key": (249, 218),
     "keyctl": (250, 219),
     "open_by_handle_at": (304, 265),
-    # Memory that no limit of a process counts.
+    # These allocate memory that the limits of a process do not count.
     "memfd_create": (319, 279),
     "shmget": (29, 194),
     "msgget": (68, 186),
@@ -108,12 +109,12 @@ _LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
 
 
 def is_known_machine() -> bool:
-    """Whether there is a filter of system calls for this processor."""
+    """Whether `refused_calls` supports this processor."""
     return platform.machine() in _ARCHITECTURES
 
 
 def refused_calls() -> bytes:
-    """A seccomp filter (classic BPF): system calls that no answer needs end in EPERM."""
+    """A seccomp filter (classic BPF) that makes the system calls in _REFUSED fail with EPERM."""
     column, architecture = _ARCHITECTURES[platform.machine()]
     numbers = sorted(number for row in _REFUSED.values() if (number := row[column]) is not None)
     program = [
@@ -121,7 +122,7 @@ def refused_calls() -> bytes:
         (_EQUAL, 1, 0, architecture),
         (_RETURN, 0, 0, _KILL),
         (_LOAD, 0, 0, 0),
-        # From here on x86-64 has the same calls once more, under other numbers.
+        # Numbers from here on are x86-64's x32 ABI, which has the same calls under other numbers.
         (_AT_LEAST, len(numbers) + 1, 0, 0x40000000),
         *((_EQUAL, len(numbers) - place, 0, number) for place, number in enumerate(numbers)),
         (_RETURN, 0, 0, _ALLOW),

@@ -1,7 +1,7 @@
-"""The process that runs the tests. It never runs the model's code: what that defines stays in the answer's process.
+"""The process that runs the tests. It never runs the model's code, which stays in the process of answer.py.
 
-A test calls the answer's functions with copies of its arguments, and gets copies of what they return: a function that
-changes its argument in place does not change the test's.
+A test calls the answer's functions with copies of its arguments and gets copies of their results, so a function that
+changes its argument in place does not change the test's object.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from diloco.rl.sandbox.confined import confine
 
 
 class Reference:
-    """Something of the answer's that is not plain data: it can be called, iterated over, and has attributes."""
+    """A proxy for an object of the answer that is not plain data: it can be called and iterated, and has attributes."""
 
     def __init__(self, answer: Answer, number: int) -> None:
         self._answer, self._number = answer, number
@@ -41,7 +41,7 @@ class Reference:
 
 
 class Answer:
-    """The other process. Raises where it is gone, or its code has failed."""
+    """The process that runs the model's code. Methods raise if it is gone or its code has failed."""
 
     def __init__(self, descriptor: int, setup: str, code: str) -> None:
         self._requests = os.fdopen(os.dup(descriptor), "wb")
@@ -82,10 +82,10 @@ def _passes(test: str, names: dict[str, Any], answer: Answer) -> bool:
 
 
 def _bind_names(test: str, names: dict[str, Any], answer: Answer) -> None:
-    """Give a test what it uses: of the answer's only what Python does not provide.
+    """Bind the names that a test uses: to the answer's definitions only where Python does not define the name.
 
-    An answer's `set` or `math` must not judge `set(f(x)) == {1}`; but where the task is to write `sum`, and the test
-    uses nothing else, the answer's `sum` is meant.
+    An answer that defines `set` or `math` must not affect the test `set(f(x)) == {1}`. But if the test uses no other
+    name of the answer, as when the task is to write `sum`, the answer's definition is meant.
     """
     used = {node.id for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Name)} - set(names)
     provided = {name for name in used if hasattr(builtins, name) or name in sys.stdlib_module_names}

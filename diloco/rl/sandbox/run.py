@@ -1,8 +1,8 @@
-"""Two processes in two sandboxes: one runs the model's code, the other the tests, and only that one is believed.
+"""Runs two processes in two sandboxes: one runs the model's code, the other runs the tests and gives the verdict.
 
-Each sees Python's own library, read-only, and nothing else of this machine: no network, no other processes, no
-environment, nothing to write to. It can start no process, and is killed at the deadline. What is not covered: faults of
-the kernel itself, and of bubblewrap.
+Each sees Python's standard library, read-only, and nothing else of this machine: no network, no other processes, no
+environment, no writable files. It cannot start processes, and is killed at the deadline. The sandbox does not protect
+against bugs of the kernel or of bubblewrap.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CHECK_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What each of the two processes may use."""
+    """Resource limits of each of the two processes."""
 
     wall_s: float = 8.0
     cpu_s: int = 5
@@ -39,21 +39,21 @@ class Limits:
             "RLIMIT_NOFILE": self.num_files,
             "RLIMIT_FSIZE": 0,
             "RLIMIT_CORE": 0,
-            # One process each, so that the limits of a process are those of the sandbox.
+            # No child processes, so that the limits of the process hold for the whole sandbox.
             "RLIMIT_NPROC": 0,
         }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """How many of the tests passed. Tests that were not come to have not passed."""
+    """How many of the tests passed. Tests that were not run count as not passed."""
 
     num_passed: int
     num_tests: int
 
 
 def run_tests(code: str, tests: Sequence[str], *, setup: str = "", limits: Limits = Limits()) -> Verdict:
-    """Run the code, then each test on what it defined. Never raises for what the code does."""
+    """Run the code, then each test on its definitions. Never raises because of what the code does."""
     order = json.dumps({"setup": setup, "code": code, "tests": list(tests)}).encode()
     of_judge, of_answer = socket.socketpair()
     with contextlib.ExitStack() as running:
@@ -64,7 +64,7 @@ def run_tests(code: str, tests: Sequence[str], *, setup: str = "", limits: Limit
                     "judge", limits, stdin=subprocess.PIPE, stdout=subprocess.PIPE, connection=of_judge
                 )
             )
-        # Our own ends are closed: either of the two notices when the other is gone.
+        # Our own ends of the socket are closed, so each process notices when the other is gone.
         try:
             verdicts, _ = judge.communicate(order, timeout=limits.wall_s)
         except subprocess.TimeoutExpired:
@@ -74,7 +74,7 @@ def run_tests(code: str, tests: Sequence[str], *, setup: str = "", limits: Limit
 
 
 def check_sandbox() -> None:
-    """Raise UserError, with what mends it, unless code can be run here as it must be."""
+    """Raise UserError, with the remedy, unless the sandbox works on this machine."""
     if shutil.which("bwrap") is None:
         raise UserError(
             "code that a model has written runs in bubblewrap, which is not installed here: install your system's "
@@ -86,7 +86,7 @@ def check_sandbox() -> None:
         with _sandboxed("confined", Limits(), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE) as trial:
             _, complaint = trial.communicate(timeout=_CHECK_TIMEOUT_S)
     except subprocess.TimeoutExpired as error:
-        raise UserError(f"bubblewrap has started nothing within {_CHECK_TIMEOUT_S:g} s") from error
+        raise UserError(f"bubblewrap did not run a process within {_CHECK_TIMEOUT_S:g} s") from error
     if trial.returncode:
         reason = complaint.decode(errors="replace").strip().rpartition("\n")[2]
         raise UserError(
@@ -100,7 +100,7 @@ def check_sandbox() -> None:
 def _sandboxed(
     program: str, limits: Limits, *, connection: socket.socket | None = None, **streams: Any
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """The process of a module inside, which is gone afterwards; `connection` is left open in it."""
+    """Start a module of this folder in a sandbox, and kill it on exit; it inherits `connection`."""
     user = unused_user()
     arguments = [json.dumps({"limits": limits.rlimits(), "user": user})]
     passed = [connection.fileno()] if connection else []
@@ -120,5 +120,5 @@ def _sandboxed(
         try:
             yield process
         finally:
-            # With bwrap dies the first process of its namespace, and with that all in it.
+            # Killing bwrap kills the first process of its PID namespace, and thereby all others in it.
             process.kill()

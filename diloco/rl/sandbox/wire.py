@@ -1,7 +1,7 @@
-"""What judge and answer say to each other. Runs inside the sandbox, so it needs nothing but Python's own library.
+"""The protocol between judge and answer. Runs inside the sandbox, so it imports only the standard library.
 
-Requests go to the answer as pickles. Replies come from code that may lie, so they are JSON, from which only plain
-values are made: nothing in a reply can bring an `__eq__` of its own into the judge.
+Requests to the answer are pickles. Replies come from untrusted code, so they are JSON, from which only plain values are
+built: a reply cannot bring an object with its own `__eq__` into the judge.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _CONTAINERS: dict[str, Callable[[Any], Any]] = {
     "deque": deque,
     "dict": dict,
 }
-_WRITTEN: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
+_AS_STRING: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
     "bytes": (bytes, bytes.hex, bytes.fromhex),
     "complex": (complex, str, complex),
 }
 
 held: list[Any] = []
-"""In the answer: values that are not plain, which the judge knows by their number."""
+"""In the answer: objects that are not plain data, which the judge refers to by their index."""
 
 
 def value_of(number: int) -> Any:
-    """What a reference in a pickle stands for, once it has arrived in the answer."""
+    """Resolves a reference when a request is unpickled in the answer."""
     return held[number]
 
 
@@ -41,7 +41,7 @@ def send(stream: BinaryIO, content: bytes) -> None:
 
 
 def receive(stream: BinaryIO) -> bytes:
-    """Raises EOFError where the other side is gone, or sends more than it may."""
+    """Raises EOFError if the other side is gone or sends more than MAX_BYTES."""
     length = int.from_bytes(stream.read(4), "big")
     content = stream.read(length) if 0 < length <= MAX_BYTES else b""
     if not content or len(content) < length:
@@ -54,7 +54,7 @@ def encoded(value: Any) -> bytes:
 
 
 def decoded(content: bytes, reference: Callable[[int], Any]) -> Any:
-    """The value of a reply; `reference` makes what stands for a value that stays in the answer."""
+    """The value of a reply; `reference` makes the proxy of an object that stays in the answer."""
     return _value(json.loads(content), reference)
 
 
@@ -64,12 +64,12 @@ def _plain(value: Any) -> Any:
     for scalar in _SCALARS:
         if isinstance(value, scalar):
             return scalar(value)
-    # In this order: a subclass, such as a Counter, goes as what it is made of.
+    # A subclass, such as Counter, is sent as its base class.
     for name, kind in _CONTAINERS.items():
         if isinstance(value, kind):  # type: ignore[arg-type]
             items = value.items() if name == "dict" else value
             return [name, [_plain(tuple(item) if name == "dict" else item) for item in items]]
-    for name, (kind, write, _) in _WRITTEN.items():
+    for name, (kind, write, _) in _AS_STRING.items():
         if isinstance(value, kind):
             return [name, write(value)]
     held.append(value)
@@ -84,6 +84,6 @@ def _value(plain: Any, reference: Callable[[int], Any]) -> Any:
     name, content = plain
     if name == "reference":
         return reference(int(content))
-    if name in _WRITTEN:
-        return _WRITTEN[name][2](content)
+    if name in _AS_STRING:
+        return _AS_STRING[name][2](content)
     return _CONTAINERS[name](_value(item, reference) for item in content)

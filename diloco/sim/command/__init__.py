@@ -1,1 +1,1 @@
-"""`diloco simulate`: the peers it is given (flags, files, offers), and the report and plot that it shows."""
+"""`diloco simulate`: reading the peers (from flags, files, offers), and writing the report and the plot."""

@@ -1,4 +1,4 @@
-"""The peers of a simulation: from flags, from a TOML file, or from what a provider offers."""
+"""The peers of a simulation, from flags, from a TOML file, or from a provider's offers."""
 
 from __future__ import annotations
 
@@ -18,32 +18,34 @@ if TYPE_CHECKING:
     from provisioning.pods.pod import Offer
 
 MAX_PEERS = 512
-"""Every peer's core looks at every other: an epoch of so many takes about a quarter of a minute to compute."""
+"""The cost of simulating grows with the square of the peers: an epoch of this many takes about 15 s to compute."""
 LEAST_CORES = 0.1
 LEAST_FLOPS = 1e6
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeerSpec:
-    """What one peer is to have; rates in bits per second."""
+    """Hardware and links of one simulated peer."""
 
     up: float
+    """Bits per second."""
     down: float
+    """Bits per second."""
     rtt_s: float
-    """To another peer with the same link."""
+    """Round-trip time to another peer with the same link."""
     gpu: str
     gpus: int
     flops: float | None = None
-    """At their peak, of all its GPUs; none: by their name."""
+    """Peak FLOP/s of all its GPUs; None: by the GPU's name."""
     cores: float = 8.0
     price: float = 0.0
     """Dollars per hour."""
     step_s: float | None = None
-    """What an inner step takes; none: by the model, the tokens and the FLOP/s."""
+    """Duration of an inner step; None: computed from the model, the tokens and the FLOP/s."""
 
     @property
     def peak(self) -> float:
-        """Raises UserError for a GPU that nobody knows."""
+        """Peak FLOP/s of all its GPUs. Raises UserError for an unknown GPU."""
         if self.flops is not None:
             return self.flops
         each = peak_flops(self.gpu)
@@ -56,7 +58,7 @@ class PeerSpec:
 def from_lists(
     usual: PeerSpec, num_peers: int, ups: Sequence[float], downs: Sequence[float]
 ) -> list[PeerSpec]:
-    """So many like the usual one, with the bandwidths of these lists: of length one, or one for each peer."""
+    """Copies of the usual peer with the bandwidths in these lists, which have one value, or one for each peer."""
     for flag, values in (("--bandwidth", ups), ("--download", downs)):
         if len(values) not in (0, 1, num_peers):
             raise UserError(
@@ -108,7 +110,7 @@ def _from_table(path: Path, index: int, table: Mapping[str, Any], usual: PeerSpe
 
 
 def _from(low: float, parse: Callable[[str], float]) -> Callable[[str], float]:
-    """A parser that refuses what is less, and what is no number."""
+    """A parser that rejects values below `low`, and text that is not a number."""
 
     def parsed(text: str) -> float:
         try:
@@ -136,7 +138,7 @@ _TABLE: dict[str, tuple[str, Any]] = {
 
 
 def from_offers(offers: Sequence[Offer], usual: PeerSpec, num_peers: int) -> tuple[list[PeerSpec], list[str]]:
-    """The cheapest that there are so many of, and what had to be assumed of them. Raises UserError."""
+    """The cheapest offers for `num_peers` peers, and notes on assumed values. Raises UserError if there are too few."""
     found: list[PeerSpec] = []
     assumed: dict[str, str] = {}
     for offer in sorted(offers, key=lambda offer: (offer.price_per_hour, offer.id)):
@@ -167,7 +169,7 @@ def from_offers(offers: Sequence[Offer], usual: PeerSpec, num_peers: int) -> tup
 
 
 def read_offers(path: Path) -> list[Offer]:
-    """What `diloco provision --offers --json` has printed. Raises UserError."""
+    """Offers as `diloco provision --offers --json` prints them. Raises UserError."""
     try:
         return [_offer_of(table) for table in json.loads(path.read_text(encoding="utf-8"))]
     except OSError as error:
@@ -179,7 +181,7 @@ def read_offers(path: Path) -> list[Offer]:
 
 
 def _offer_of(table: Mapping[str, Any]) -> Offer:
-    """Raises ValueError, TypeError and AttributeError for what is none."""
+    """An Offer from its JSON object. Raises ValueError, TypeError or AttributeError if that is invalid."""
     from provisioning.pods.pod import Offer
 
     names = {item.name for item in fields(Offer)}

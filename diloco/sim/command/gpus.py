@@ -1,4 +1,4 @@
-"""What GPUs can do at their peak, for training in bf16: dense, without sparsity.
+"""Peak FLOP/s of GPUs in bf16, dense (without sparsity).
 
 From the makers' data sheets: NVIDIA's for H100, H200, B200, A100, L40S, L4, A10, RTX A6000 and V100 (fp16 there), the
 whitepapers of the Ada, Ampere and Blackwell RTX architectures for the GeForce cards (fp32 accumulation), AMD's for
@@ -28,7 +28,7 @@ PEAK_FLOPS = {
 
 
 def peak_flops(name: str) -> float | None:
-    """Of one GPU with this name, in any spelling: NVIDIA-H100-SXM5-80GB is an H100. None: not known."""
+    """Peak FLOP/s of one GPU with this name, in any spelling: NVIDIA-H100-SXM5-80GB is an H100. None if unknown."""
     text = re.sub(r"[^a-z0-9]+", " ", name.lower())
     for known in sorted(PEAK_FLOPS, key=len, reverse=True):
         words = known.lower().removeprefix("rtx ").split()
@@ -38,5 +38,5 @@ def peak_flops(name: str) -> float | None:
 
 
 def _before(word: str) -> str:
-    """What must not stand right before a word: RTX4090 is a 4090."""
+    """Characters that must not precede a word: letters may precede a number, since RTX4090 is a 4090."""
     return "0-9" if word[0].isdigit() else "a-z0-9"

@@ -1,4 +1,4 @@
-"""The same run on faster and slower links, as a plot."""
+"""Plots the utilisation of a run over the bandwidth of its links."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from diloco.sim.cost.swarm import simulate
 from peers.core.schedule import Schedule
 
 FACTORS = tuple(2.0 ** (exponent / 2) for exponent in range(-10, 11))
-"""Times the links that were given."""
+"""Factors by which the given bandwidths are multiplied."""
 _CODECS = ("fp32", "int8", "int4")
 _EPOCHS = 4
 _PLOT_INCHES = (8.0, 4.5)
@@ -26,7 +26,7 @@ Curve = Sequence[tuple[float, float]]
 def curves_of(
     scenario: Scenario, machine_with: Callable[[str], Scenario], tell: Callable[[str], object]
 ) -> dict[str, Curve]:
-    """By what differs: the codec, and whether rounds block. `machine_with` gives the scenario with another codec."""
+    """One curve per codec, and one without overlap. `machine_with` returns the scenario with another codec."""
     variants = {scenario.codec: scenario}
     variants |= {codec: machine_with(codec) for codec in _CODECS if codec != scenario.codec}
     schedule = scenario.schedule
@@ -39,13 +39,13 @@ def curves_of(
         points = []
         for factor in FACTORS:
             faster = on_links(variant, factor)
-            points.append((_usual_mbps(faster), simulate(faster).utilisation))
+            points.append((here_mbps(faster), simulate(faster).utilisation))
         curves[name] = points
     return curves
 
 
 def on_links(scenario: Scenario, factor: float) -> Scenario:
-    """With links so many times as fast, for a few epochs; failures aside, which would only scatter."""
+    """The scenario with links `factor` times as fast, for a few epochs and without failures, which add noise."""
     peers = tuple(
         replace(
             peer,
@@ -61,7 +61,7 @@ def on_links(scenario: Scenario, factor: float) -> Scenario:
 
 
 def check_drawable(path: Path) -> None:
-    """Raises UserError where `draw` could not write, before all that is to be drawn is computed."""
+    """Raise UserError if `draw` could not write the file. Called before the curves are computed."""
     from matplotlib.backend_bases import FigureCanvasBase
 
     kinds = FigureCanvasBase.get_supported_filetypes()
@@ -74,7 +74,7 @@ def check_drawable(path: Path) -> None:
 
 
 def draw(curves: Mapping[str, Curve], here_mbps: float, title: str, path: Path) -> None:
-    """Write it, in the format of the path's suffix. Raises UserError where that is none, or cannot be written."""
+    """Write the plot in the format of the path's suffix. Raises UserError if it cannot be written."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -95,7 +95,7 @@ def draw(curves: Mapping[str, Curve], here_mbps: float, title: str, path: Path) 
     partial = path.with_name(f"{path.name}.partial")
     kind = _kind_of(path)
     try:
-        # Texts stay texts and ids stay the same: small files, and no difference where nothing has changed.
+        # Text as text makes small files; a fixed hash salt makes ids, and so the files, reproducible.
         with rc_context({"svg.fonttype": "none", "svg.hashsalt": "diloco"}):
             picture.savefig(partial, format=kind, metadata={"Date": None} if kind == "svg" else None)
         partial.replace(path)
@@ -108,11 +108,7 @@ def _kind_of(path: Path) -> str:
     return path.suffix.lstrip(".").lower() or "png"
 
 
-def _usual_mbps(scenario: Scenario) -> float:
+def here_mbps(scenario: Scenario) -> float:
+    """The median uplink in Mbit/s."""
     ups = sorted(peer.link.up_bits_per_s for peer in scenario.peers)
     return ups[len(ups) // 2] / 1e6
-
-
-def here_mbps(scenario: Scenario) -> float:
-    """The median uplink."""
-    return _usual_mbps(scenario)

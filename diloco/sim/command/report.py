@@ -1,4 +1,4 @@
-"""What a simulation shows for people."""
+"""Formats the results of a simulation as text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantities as people write them: 500mbit, 80ms, 10B, 312T."""
+"""Parses quantities with units: 500mbit, 80ms, 10B, 312T."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12, "p": 1e15
 
 
 def bits_per_s(text: str) -> float:
-    """500mbit, 1gbit, 2.5Gbit/s, 1e9bit. Raises ValueError."""
+    """Parse a bandwidth: 500mbit, 1gbit, 2.5Gbit/s, 1e9bit. Raises ValueError."""
     return _quantity(
         text.lower().replace("/s", "").replace("bits", "bit"), _BITS, "a bandwidth like 500mbit or 1.5gbit"
     )
 
 
 def seconds(text: str) -> float:
-    """80ms, 0.08s. Raises ValueError."""
+    """Parse a time: 80ms, 0.08s. Raises ValueError."""
     return _quantity(text.lower(), _SECONDS, "a time like 80ms or 0.08s")
 
 
 def long_seconds(text: str) -> float:
-    """300s, 10m, 6h, 2d. Raises ValueError."""
+    """Parse a long time: 300s, 10m, 6h, 2d. Raises ValueError."""
     return _quantity(text.lower(), _LONG_SECONDS, "a time like 300s, 10m or 6h")
 
 
 def count(text: str) -> float:
-    """10e9, 10B, 150m; 989T for FLOP/s. Raises ValueError."""
+    """Parse a number: 10e9, 10B, 150m; 989T for FLOP/s. Raises ValueError."""
     return _quantity(text.lower(), _COUNTS, "a number like 10e9, 10B or 312T")
 
 
@@ -60,7 +60,7 @@ def one(parse: Callable[[str], float]) -> Callable[[Any, Sequence[Token]], float
 
 
 def several(parse: Callable[[str], float]) -> Callable[[Any, Sequence[Token]], tuple[float, ...]]:
-    """The same for one with several, apart by commas or spaces."""
+    """A converter for a flag with several values, separated by commas or spaces."""
 
     def convert(_type: Any, tokens: Sequence[Token]) -> tuple[float, ...]:
         words = [text for token in tokens for text in re.split(r"[,\s]+", token.value) if text]

@@ -1,17 +1,17 @@
-"""What a run costs in time and bytes: the product's own peers on links, processors and a clock that are simulated.
+"""Simulates what a run costs in time and bytes: the real peer cores (peers.core) on simulated links, CPUs and clock.
 
-    scenario   what is simulated: peers, links, machines, model, schedule, failures
-    links      what links carry: max-min fair rates, pure
-    traffic    bytes under way on links, in time
-    machine    what processors take for their part of a round
+    scenario   the input: peers, links, machines, model, schedule, failures
+    links      max-min fair sharing of links (pure)
+    traffic    transfers in progress over simulated time
+    machine    the CPU time of each part of a round
     messages   messages between peers, with their sizes and delays
-    reduction  one attempt's reduction: which bytes it moves, how it ends
-    downloads  how a state comes to who needs it
+    reduction  one attempt's reduction: the bytes that it moves, and how it ends
+    downloads  transfer of the outer state to peers that need it
     worker     the training loop of one peer
-    peer       carries out what the core of one peer decides (peers.core)
-    swarm      all peers, their losses and returns
-    figures    what came out
+    peer       carries out the effects of one peer's core
+    swarm      all peers, their failures and returns
+    figures    the results
 
-Everything is deterministic by the scenario's seed. What is assumed where something is not simulated is said in the
-module that leaves it out, and `diloco simulate` lists it (figures.ASSUMPTIONS).
+Everything is a deterministic function of the scenario and its seed. Each module's docstring says what it leaves out;
+`diloco simulate` prints all assumptions (figures.ASSUMPTIONS).
 """

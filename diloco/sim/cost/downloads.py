@@ -1,8 +1,8 @@
-"""How a state comes to who needs it: from several donors at once, over links that others use too.
+"""Downloads of the outer state, from several donors at once, over links shared with other traffic.
 
-Whoever holds an older state makes the commits after it, where they were recorded: that is a round's bytes for each, and
-not the whole state. As in the product, they are recorded while somebody downloads, and for a while after
-(peers/reduce/commit_log.py). Otherwise the fragments come that have changed since.
+A peer that holds an older state downloads the commits after it if they were recorded, which takes a round's bytes for
+each commit instead of the whole state. As in the real daemon, commits are recorded during a download and for a while
+afterwards (peers/reduce/commit_log.py). Otherwise the peer downloads the fragments that have changed.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from peers.reduce.commit_log import KEPT_FOR_S
 
 
 class Downloads:
-    """All of a swarm's, by world rank."""
+    """All downloads of a swarm, by world rank."""
 
     def __init__(self, clock: Clock, traffic: Traffic, scenario: Scenario) -> None:
         self._clock, self._traffic, self._scenario = clock, traffic, scenario
         self.num_bytes = 0.0
-        """Of all that were begun."""
+        """Total size of all downloads that were started."""
         self._under_way: dict[int, Activity] = {}
-        self._wanted_until = 0.0
+        self._recorded_until = 0.0
         self._recorded: set[str] = set()
 
     def committed(self, head: str, begun_at: float) -> None:
-        """A commit led to this head; its reduction began then."""
-        if self._under_way or begun_at < self._wanted_until:
+        """Record the commit with this head, if its reduction began at a time when commits are recorded."""
+        if self._under_way or begun_at < self._recorded_until:
             self._recorded.add(head)
 
     def size_of(self, path: Sequence[Certificate], have: Certificate | None) -> float:
-        """How many bytes lead to the state at the end of `path`, which follows what is here where that is known."""
+        """Bytes to download for the state at the end of `path`; `have` is the certificate of the peer's own state."""
         scenario, count = self._scenario, self._scenario.schedule.num_fragments
         follows = have is not None and path[0].plan.parent == have.head
         if have is None or (not follows and path[-1].head != have.head):
@@ -46,7 +46,7 @@ class Downloads:
         return scenario.state_bytes * min(len(path), count) / count
 
     def begin(self, joiner: int, donors: Sequence[int], num_bytes: float, then: Callable[[], object]) -> None:
-        """Each donor sends an equal part. Who dies meanwhile is made up for by the others, at no cost."""
+        """Start a download; each donor sends an equal part. If a donor dies, the others send its part at no cost."""
         usage: dict[Resource, float] = {(joiner, "down"): 1.0}
         usage |= {(donor, "up"): 1.0 / len(donors) for donor in donors}
 
@@ -60,11 +60,11 @@ class Downloads:
         self._traffic.start(activity)
 
     def stop(self, joiner: int) -> None:
-        """Break it off, if there is one."""
+        """Cancel the download of this peer, if there is one."""
         if (activity := self._under_way.get(joiner)) is not None:
             self._traffic.stop(activity)
             self._end(joiner)
 
     def _end(self, joiner: int) -> None:
         del self._under_way[joiner]
-        self._wanted_until = self._clock.now + KEPT_FOR_S
+        self._recorded_until = self._clock.now + KEPT_FOR_S

@@ -1,4 +1,4 @@
-"""What came out of a simulated run."""
+"""The results of a simulated run."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ ASSUMPTIONS = (
     "Links are full duplex, join peers to a core that is never the limit, and carry their rate all the time; "
     "TCP fills them to 95 %, loses nothing, and connections that stay open need no slow start.",
     "All peers reach each other directly; nobody forwards for others.",
-    "A peer's paces do not change with what else its processors do: training is not slowed by a round.",
-    "All streams of a reduction progress alike, and all members are done with it at the same time.",
-    "A peer that is lost falls silent, as a machine does that is taken away; others notice by their timeouts.",
+    "The CPU time of a part of a round does not depend on other load: training is not slowed by a round.",
+    "All streams of a reduction progress at the same rate, and all members finish it at the same time.",
+    "A lost peer falls silent, like a machine that is switched off; others notice it by their timeouts.",
     "All peers are there at the beginning; one that returns has a checkpoint of its last state.",
     "Statuses and heartbeats, signatures, the DHT, checkpoints and evaluation cost nothing.",
 )
@@ -22,7 +22,7 @@ ASSUMPTIONS = (
 
 @dataclass
 class Parts:
-    """How long the parts of one peer's round took, in seconds, by the names that metrics.jsonl has for them."""
+    """Durations of the parts of one peer's round in seconds, named as in metrics.jsonl."""
 
     propose_s: float = 0.0
     wait_s: float = 0.0
@@ -42,65 +42,65 @@ class EpochOfPeer:
     epoch: int
     rank: int
     at: float
-    """When its worker had merged the commit."""
+    """The time at which the peer's worker had merged the commit."""
     num_members: int
     train_s: float
-    """Of the work that this commit took in."""
+    """Training time of the peer's work in this commit."""
     steps: int
     sent_bytes: int
     head: str
-    """That it led to."""
+    """The head after this commit."""
     parts: Parts
 
 
 @dataclass
 class Losses:
-    """What failures did."""
+    """Consequences of failures."""
 
     peers_lost: int = 0
     returns: int = 0
     failed_attempts: int = 0
-    """Of rounds, which were then repeated."""
+    """Failed attempts of rounds, which were then repeated."""
     caught_up: int = 0
-    """Times that a peer had missed a commit and fetched the state after it."""
+    """How often a peer that had missed a commit downloaded the state after it."""
     join_s: list[float] = field(default_factory=list)
-    """From a peer's return until it trained."""
+    """Times from a peer's return until it trains."""
     downloaded_bytes: float = 0.0
     lost_train_s: float = 0.0
-    """Training that no commit took in, and none will."""
+    """Training time whose work is in no commit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """Medians where nothing else is said; times in seconds."""
+    """Medians, unless stated otherwise; times in seconds."""
 
     num_peers: int
     num_epochs: int
     elapsed_s: float
     utilisation: float
-    """Of all peers' time, what went into training that the swarm's state now holds."""
+    """Fraction of all peers' time that was spent on training whose work is in the swarm's state."""
     epoch_s: float
-    """From one commit to the next."""
+    """Time from one commit to the next."""
     train_s: float
-    """Of a peer in an epoch."""
+    """Training time of a peer per epoch."""
     parts: Parts
-    """Of the slowest peer of each epoch."""
+    """Median over epochs of the slowest peer's parts."""
     members: float
-    """Of a commit, on average."""
+    """Mean number of members of a commit."""
     sent_bytes: float
-    """By a peer in an epoch."""
+    """Bytes sent by a peer per epoch."""
     sent_bytes_in_all: float
-    """In the whole time, failed attempts aside."""
+    """Bytes sent by all peers in the whole time, without failed attempts."""
     tokens_per_s: float
-    """Of the swarm, committed."""
+    """Committed tokens per second of the whole swarm."""
     cost: float
     cost_per_billion_tokens: float
     losses: Losses
     join_s: float
-    """0: nobody has returned."""
+    """Time from a peer's return until it trains; 0 if no peer has returned."""
 
     def plain(self) -> dict[str, object]:
-        """For JSON."""
+        """The figures as a dict for JSON."""
         plain = dataclasses.asdict(self)
         plain["losses"] = {k: v for k, v in plain["losses"].items() if k != "join_s"}
         return plain
@@ -114,7 +114,7 @@ def figures_of(
     tokens_per_step: int,
     price_per_hour: float,
 ) -> Figures:
-    """Of all epochs after the first; `price_per_hour` is that of all peers together. Needs two epochs."""
+    """The figures over all epochs after the first, so at least two are needed. `price_per_hour` is of all peers."""
     by_epoch: dict[int, list[EpochOfPeer]] = defaultdict(list)
     for record in records:
         by_epoch[record.epoch].append(record)

@@ -1,8 +1,8 @@
-"""What links carry, and how those who use them at the same time share it; pure.
+"""Links, and max-min fair sharing between the transfers that use them; pure.
 
-A link joins one peer to the rest of the world, with a rate each way; the core between them is never the limit. What
-goes over several links at once (a reduction uses every member's, in both directions) is one activity: how far it comes
-in a second is one number, its rate, and each link that it uses carries a fixed multiple of that.
+A link connects one peer to the core of the network, with a rate in each direction; the core itself is never the
+bottleneck. A transfer over several links at once is one *activity*: a reduction, for example, uses every member's link
+in both directions. An activity has a single rate, and each link that it uses carries a fixed multiple of that rate.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 TCP_PAYLOAD = 1448 / 1500
-"""Of each packet's bytes, with timestamps."""
+"""Share of payload in each packet, with TCP timestamps."""
 TCP_FILL = 0.98
-"""Of that, what a few connections which stay open fill a link with: raw TCP in the laboratory, from everybody to
-everybody, took 8.51 s where this arithmetic says 8.34 (benchmarks/results/wan-cpu-2cores.json, broadband)."""
+"""Share of a link that a few open connections use: raw TCP in the laboratory, all to all, took 8.51 s where 8.34 s are
+computed from TCP_PAYLOAD alone (benchmarks/results/wan-cpu-2cores.json, broadband)."""
 _SATURATED = 1e-9
 
 Resource = tuple[int, str]
-"""World rank, and which of its means: up, down, processors."""
+"""World rank, and one of "up", "down", "processors"."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """How one peer is joined to the others."""
+    """The link between one peer and the core of the network."""
 
     up_bits_per_s: float
     down_bits_per_s: float
     delay_s: float
-    """One way to the core: the round trip between two peers is twice the sum of theirs."""
+    """One-way delay to the core: the round trip between two peers takes twice the sum of their delays."""
     fill: float = TCP_PAYLOAD * TCP_FILL
-    """The part of the rate that is there for data."""
+    """Fraction of the rate that is available for data."""
 
     @property
     def up_bytes_per_s(self) -> float:
@@ -46,10 +46,10 @@ def fair_rates(
     capacity: Mapping[Resource, float],
     most: Sequence[float],
 ) -> list[float]:
-    """The max-min fair rate of each activity, none above its `most`.
+    """The max-min fair rate of each activity, at most its `most`.
 
-    `usages` say how many units per second of each resource an activity takes at rate 1. All rates grow alike; where a
-    resource is used up, those that use it have their rate, and the others grow on.
+    `usages` are units per second of each resource that an activity uses at rate 1. Progressive filling: all rates grow
+    equally; when a resource is saturated, the activities that use it keep their rate and the others grow further.
     """
     rates = list(most)
     left = {name: capacity[name] for usage in usages for name in usage}

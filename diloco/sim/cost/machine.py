@@ -1,7 +1,7 @@
-"""What a peer's processors take for their part of a round.
+"""The CPU time that a peer needs for each part of a round.
 
-A pace is how many bytes of fp32 weights (of the fragment that is averaged) a peer gets through in a second in that part
-of the round, with all the processors that it has for it.
+A *pace* is the number of bytes of fp32 weights of the averaged fragment that a peer processes per second in that part
+of the round, on all of its cores.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ class Machine:
     """The paces of one peer."""
 
     hand_over: float
-    """The worker copies its weights out; it stands still meanwhile."""
+    """The worker copies its weights to the daemon and does not train meanwhile."""
     propose: float
-    """The daemon takes the norm of the work."""
+    """The daemon computes the norm of the pseudo-gradient."""
     reduce: float
-    """Encode, encrypt, add, decode, hash: while the bytes go over the links, so only the slower of both counts."""
+    """Encode, encrypt, add, decode, hash. It overlaps with the transfer, so only the slower of both counts."""
     preview: float
-    """The outer step's digests: computed while sums arrive, as far as the reduction leaves processors for it."""
+    """The outer step's digests, computed while sums arrive, on the cores that the reduction leaves idle."""
     apply: float
     """The outer step itself, after the commit."""
     take: float
-    """The worker copies the new weights in, or merges them; it stands still meanwhile."""
+    """The worker copies or merges the new weights and does not train meanwhile."""
     hop_s: float = 0.0
-    """What a step from one process or thread to the next costs, whatever the weights: about ten times in a round."""
+    """Latency of handing work to another process or thread, independent of the size; about ten times per round."""
 
-    def left_to_preview_s(self, num_bytes: float, reduced_in_s: float, chunk_bytes: float) -> float:
-        """What of the digests is still to be computed when the last sum has come."""
+    def remaining_preview_s(self, num_bytes: float, reduced_in_s: float, chunk_bytes: float) -> float:
+        """Time that the remaining digests take after the last sum has arrived."""
         spare_s = max(0.0, reduced_in_s - num_bytes / self.reduce)
         last_chunk_s = min(num_bytes, chunk_bytes) / self.preview
         return max(last_chunk_s, num_bytes / self.preview - spare_s)
@@ -43,14 +43,14 @@ IDEAL = Machine(
     apply=float("inf"),
     take=float("inf"),
 )
-"""Whose processors cost no time."""
+"""A machine whose CPU work takes no time."""
 
 
 _CORE_S_PER_GB = {"hand_over": 0.3, "propose": 0.16, "preview": 0.75, "apply": 0.6, "take": 0.3}
-"""What one core of a 2026 Xeon server takes for a gigabyte of fp32 weights in each part, measured on idle cores. Copies
-take 0.17 in memory; as much again is added for the way from and to the GPU."""
+"""Seconds per gigabyte of fp32 weights on one idle core of a 2026 Xeon server, measured for each part. A copy in memory
+takes 0.17; about as much is added for the transfer from and to the GPU."""
 _RESIDUALS_CORE_S_PER_GB = 0.3
-"""What error feedback adds to the outer step, where a codec is lossy."""
+"""Added to `apply` for the error feedback of lossy codecs."""
 _REDUCE_CORE_S_PER_GB = {
     "fp32": 2.6,
     "fp16": 2.0,
@@ -65,7 +65,7 @@ _HOP_S = 0.002
 
 
 def machine_of(num_cores: float, codec: str) -> Machine:
-    """A machine of so many such cores, none of which training needs."""
+    """A machine with `num_cores` cores of that kind, none of them used by training."""
     seconds = {**_CORE_S_PER_GB, "reduce": _REDUCE_CORE_S_PER_GB[codec]}
     if codec != "fp32":
         seconds["apply"] += _RESIDUALS_CORE_S_PER_GB

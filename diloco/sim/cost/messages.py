@@ -1,10 +1,10 @@
-"""Messages on their way: they take a link's time by their size, one after the other, and then its delay.
+"""Control messages between peers: each occupies its sender's uplink for its size, one after the other, then is delayed.
 
-Their sizes are those of the product's own encoding. In large swarms they matter: a plan names every member and goes to
-every member. What is not simulated: the size of statuses, and that bulk data is under way on the same link, where it
-would hold a message up by what is queued there.
+Sizes are those of the real encoding, which matters in large swarms, where a plan lists all members and is sent to all
+of them. Not simulated: the size of statuses, and queueing behind bulk data on the same link.
 
-Statuses go to everybody. In large swarms those of a short time are handed over together, so that they can be computed.
+Statuses go to all peers. In large swarms, statuses are collected for a short time and delivered together, since the
+simulation would otherwise take too long.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from peers.protocol.messages import Certificates, Message, Propose, Status
 from peers.protocol.wire import encode
 
 _FRAME_BYTES = 60
-"""Of the mesh's own header and of TLS and TCP, about."""
+"""Approximate overhead of the mesh's header, TLS and TCP per message."""
 _GATHERED_S = 1e-3
-"""Per peer of a large swarm: how long statuses are gathered."""
+"""Statuses in a large swarm are collected for this time per peer."""
 _LARGE = 32
-"""Peers, beyond which statuses are gathered."""
+"""A swarm with more peers than this is large."""
 
 
 class Receiver(Protocol):
@@ -33,60 +33,62 @@ class Receiver(Protocol):
 
 
 class Messages:
-    """`receivers`: everybody who can be written to, by peer id; what comes for others is lost."""
+    """Delivers messages to `receivers`, by peer id; messages to other peers are lost."""
 
     def __init__(self, clock: Clock, links: Mapping[str, Link], hop_s: Mapping[str, float]) -> None:
-        """`hop_s`: what a message takes from a peer's socket to its core."""
+        """`hop_s` is the latency from a peer's socket to its core."""
         self._clock, self._links, self._hop_s = clock, links, hop_s
         self.receivers: dict[str, Receiver] = {}
         self._up_free_at = dict.fromkeys(links, 0.0)
         self._down_free_at = dict.fromkeys(links, 0.0)
         self._sizes: dict[object, int] = {}
-        self._said: dict[str, Status] = {}
+        self._last_status: dict[str, Status] = {}
         self._usual_delay_s = 2 * statistics.median_low(link.delay_s for link in links.values())
         self._gathered_s = _GATHERED_S * len(links) if len(links) > _LARGE else 0.0
         self._gathered: list[tuple[str, Status]] = []
 
     def delay_s(self, one: str, other: str) -> float:
-        """One way."""
+        """One-way delay between two peers."""
         return self._links[one].delay_s + self._links[other].delay_s
 
     def open(self, peer_id: str, receiver: Receiver) -> None:
-        """It can be written to, and hears where the others stand."""
+        """Add a receiver, and send it the last status of the others."""
         self.receivers[peer_id] = receiver
-        said = tuple((other, status) for other, status in self._said.items() if other in self.receivers)
+        said = tuple(
+            (other, status) for other, status in self._last_status.items() if other in self.receivers
+        )
         if said:
             self._clock.after(self._usual_delay_s, lambda: receiver.post(events.StatusesReceived(said)))
 
     def close(self, peer_id: str) -> None:
         self.receivers.pop(peer_id, None)
-        self._said.pop(peer_id, None)
+        self._last_status.pop(peer_id, None)
 
     def send(self, sender: str, to: str, message: Message) -> None:
         size = self._size_of(message)
-        gone_at = self._gone_at(sender) + size / self._links[sender].up_bytes_per_s
+        gone_at = self._uplink_free_at(sender) + size / self._links[sender].up_bytes_per_s
         self._up_free_at[sender] = gone_at
         self._clock.at(gone_at + self.delay_s(sender, to), lambda: self._arrive(sender, to, message, size))
 
     def broadcast(self, sender: str, message: Message) -> None:
         if isinstance(message, Status):
-            self._say(sender, message)
+            self._send_status(sender, message)
             return
         for to in self.receivers:
             if to != sender:
                 self.send(sender, to, message)
 
-    def _gone_at(self, sender: str) -> float:
-        """When all that it has sent until now has left: what is sent then comes after it."""
+    def _uplink_free_at(self, sender: str) -> float:
+        """The time at which the sender's uplink is free, after all earlier messages."""
         return max(self._clock.now, self._up_free_at[sender])
 
-    def _say(self, sender: str, status: Status) -> None:
-        """Once what it has sent before is on its way: the others hear of it in that order."""
+    def _send_status(self, sender: str, status: Status) -> None:
+        """Send a status after all earlier messages of the sender, so that the order is kept."""
 
         def leave() -> None:
             if sender not in self.receivers:
                 return
-            self._said[sender] = status
+            self._last_status[sender] = status
             if self._gathered_s:
                 self._gather(sender, status)
                 return
@@ -95,17 +97,17 @@ class Messages:
                     after_s = self.delay_s(sender, to) + self._hop_s[to]
                     self._clock.after(after_s, lambda to=to: self._deliver(sender, to, status))  # type: ignore[misc]
 
-        if (gone_at := self._gone_at(sender)) > self._clock.now:
+        if (gone_at := self._uplink_free_at(sender)) > self._clock.now:
             self._clock.at(gone_at, leave)
         else:
             leave()
 
     def _gather(self, sender: str, status: Status) -> None:
         if not self._gathered:
-            self._clock.after(self._gathered_s + self._usual_delay_s, self._hand_over)
+            self._clock.after(self._gathered_s + self._usual_delay_s, self._deliver_gathered)
         self._gathered.append((sender, status))
 
-    def _hand_over(self) -> None:
+    def _deliver_gathered(self) -> None:
         event, self._gathered = events.StatusesReceived(tuple(self._gathered)), []
         for receiver in list(self.receivers.values()):
             receiver.post(event)
@@ -120,7 +122,7 @@ class Messages:
             receiver.post(events.Received(sender, message))
 
     def _size_of(self, message: Message) -> int:
-        """Messages of one kind about the same plan have the same size, to within a few bytes: encoded once."""
+        """The encoded size. Messages of one kind about the same plan differ by a few bytes, so only one is encoded."""
         key: object = type(message)
         match message:
             case Propose(plan):

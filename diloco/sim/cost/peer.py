@@ -1,7 +1,7 @@
-"""One life of one peer: what its core decides (peers.core) takes time here, by the links and processors that it has.
+"""A peer from its start to its loss: carries out the effects of its core (peers.core) in simulated time.
 
-The reduction takes what links and processors give it, the rest what the machine's paces say. While a commit is applied
-other events wait, as they do in the daemon.
+A reduction takes as long as links and CPUs need for it, everything else as long as the machine's paces say. While a
+commit is applied, other events wait, as in the daemon.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from diloco.sim.cost.swarm import CostSwarm
 
 _NO_DONOR_S = 0.5
-"""After which a peer without a donor knows it."""
+"""Time after which a download without any live donor fails."""
 
 
 @dataclass
 class Piece:
-    """A fragment that the worker has handed over, and how its round goes."""
+    """A fragment that the worker has handed over, and the progress of its round."""
 
     work: Work
     fragment: int
@@ -46,7 +46,7 @@ class Piece:
 
 
 class CostPeer(Process):
-    """`machine` is its core; `is_running` ends with this life."""
+    """`machine` is the peer's core. A peer that returns after a loss is a new CostPeer."""
 
     machine: Peer
 
@@ -58,9 +58,9 @@ class CostPeer(Process):
         self._means = scenario.peers[rank]
         self._paces = self._means.machine
         self.since = self._clock.now
-        """When this life began."""
+        """Time of the start."""
         self.certificate: Certificate | None = None
-        """Of the state that is here."""
+        """Certificate of the state that this peer holds."""
         self.worker = Worker(
             clock=self._clock,
             schedule=scenario.schedule,
@@ -76,12 +76,12 @@ class CostPeer(Process):
         self._reduction: Reduction | None = None
         self._bandwidth = Bandwidth()
         self._ended: EpochOfPeer | None = None
-        self._said: Status | None = None
+        self._last_status: Status | None = None
 
     # Life
 
     def start(self, machine: Peer) -> None:
-        """Its worker is there at once."""
+        """Start with a worker that is ready immediately."""
         self.machine = machine
         self.swarm.messages.open(self.peer_id, self)
         self.post(events.StateOffered(self._offer))
@@ -99,12 +99,12 @@ class CostPeer(Process):
     # As a process
 
     def repeat_status(self) -> None:
-        if self._said is not None:
-            self.swarm.messages.broadcast(self.peer_id, self._said)
+        if self._last_status is not None:
+            self.swarm.messages.broadcast(self.peer_id, self._last_status)
 
     @property
     def is_idle(self) -> bool:
-        """It trains or reduces, and nothing else is under way."""
+        """Whether the peer only trains or reduces."""
         core, round_ = self.machine, self.machine.round
         if round_ is None or core.catch_up.target is not None:
             return False
@@ -115,7 +115,7 @@ class CostPeer(Process):
         return self.is_idle and self.swarm.is_quiet
 
     def due_event(self) -> Event | None:
-        """The worker's progress, where it is still in the epoch that the core has told it to train in."""
+        """The worker's progress, if it still trains in the core's epoch."""
         is_there = self.certificate is not None and self.worker.epoch == self.machine.epoch
         trains = is_there and self.machine.phase == "training"
         return events.WorkerTrains(self.worker.local_step, self._means.step_s) if trains else None
@@ -125,7 +125,7 @@ class CostPeer(Process):
             case effects.Send(peer_id, message):
                 self.swarm.messages.send(self.peer_id, peer_id, message)
             case effects.Broadcast(message):
-                self._said = message if isinstance(message, Status) else self._said
+                self._last_status = message if isinstance(message, Status) else self._last_status
                 self.swarm.messages.broadcast(self.peer_id, message)
             case effects.Pledge(head, attempt):
                 self.swarm.pledges[self.rank][head] = attempt
@@ -170,7 +170,7 @@ class CostPeer(Process):
         if self._ended is not None:
             self._ended.at, self._ended.parts.blocked_s = at, blocked_s
             self._ended = None
-        self._clock.at(at, self.swarm.look_for_the_end)
+        self._clock.at(at, self.swarm.check_end)
 
     def _answer(self, answer: effects.Answer) -> None:
         if answer.how == "begin":
@@ -213,7 +213,7 @@ class CostPeer(Process):
         piece.sent_bytes += reduced.volume.sent_bytes
         if reduced.reduce_s >= WINDOW_S:
             self._bandwidth.saw(min(link.up_bytes_per_s, link.down_bytes_per_s))
-        parts.preview_s = paces.hop_s + paces.left_to_preview_s(
+        parts.preview_s = paces.hop_s + paces.remaining_preview_s(
             self._bytes, reduced.reduce_s, FP32_BYTES * STATE_CHUNK_NUMEL
         )
         anchor, momentum = self.swarm.outcome_of(reduction.plan)
@@ -260,7 +260,7 @@ class CostPeer(Process):
         self.busy(piece.parts.apply_s, applied)
 
     def _fetch(self, fetch: effects.Fetch) -> None:
-        """From those donors that are still there; a state that they hold no more comes by the commits after it."""
+        """Download the state from the donors that are still alive. They can serve older states, by recorded commits."""
         head = fetch.path[-1].head
         donors = [peer.rank for p in fetch.donors if (peer := self.swarm.living.get(p)) is not None]
         if not donors:
@@ -295,7 +295,7 @@ class CostPeer(Process):
 
     @property
     def _bytes(self) -> float:
-        """Of the fragment that is being averaged, fp32."""
+        """fp32 size of the fragment that is being averaged."""
         assert self._piece is not None
         return FP32_BYTES * self._numel_of(self._piece.fragment)
 

@@ -1,9 +1,9 @@
-"""One attempt's reduction: the bytes that it moves, and how it ends.
+"""The reduction of one attempt: the bytes that it moves, and how it ends.
 
-The members' flows are one activity. Each owner's chunks are added member by member, so nobody gets ahead of the slowest
-by more than buffers hold, and all streams of a reduction progress alike; and the shares are made for all members to be
-done at once (peers/reduce/shares.py). So it takes as long as the busiest link or processor, with what else is under
-way there, and ends for all members at the same time but for the way of the last bytes.
+The streams of all members are one activity with a single rate. Owners add the chunks of the members in order, so no
+member gets ahead of the slowest by more than the buffers hold, and the shares are chosen such that all members finish
+at the same time (peers/reduce/shares.py). The reduction therefore takes as long as its busiest link or CPU, including
+other traffic there, and ends for all members at the same time, up to the delay of the last bytes.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ FP32_BYTES = 4
 
 @dataclass(frozen=True)
 class Volume:
-    """What one member moves."""
+    """What one member sends, receives and computes."""
 
     sent_bytes: int
     received_bytes: int
     reduced_bytes: float
-    """What its processors do for it, in bytes of fp32 weights: as much as the fragment has where all shares are equal;
-    for two thirds of it (what is encoded and decoded) the share does not matter."""
+    """CPU work in bytes of fp32 weights: the fragment's size if all shares are equal. Two thirds of it, encoding and
+    decoding, do not depend on the member's share."""
 
 
 @dataclass(frozen=True)
 class Reduced:
-    """How a reduction went for one member."""
+    """The outcome of a reduction for one member."""
 
     connect_s: float
     reduce_s: float
@@ -48,7 +48,7 @@ class Reduced:
 
 
 def volumes_of(plan: ReducePlan) -> list[Volume]:
-    """Of each member, frames' headers included."""
+    """The volume of each member, including frame headers."""
     contributions = [_wire_bytes(plan, owner, codec_named(plan.codec)) for owner in range(len(plan.members))]
     results = [_wire_bytes(plan, owner, result_codec_named(plan.codec)) for owner in range(len(plan.members))]
     others, numel = len(plan.members) - 1, plan.bounds[-1]
@@ -66,7 +66,7 @@ def volumes_of(plan: ReducePlan) -> list[Volume]:
 
 
 def _wire_bytes(plan: ReducePlan, owner: int, codec: Codec) -> int:
-    """Of an owner's share, encoded once."""
+    """Encoded size of an owner's share, with frame headers."""
     numel = plan.bounds[owner + 1] - plan.bounds[owner]
     whole, rest = divmod(numel, CHUNK_NUMEL)
     size = whole * codec.encoded_bytes(CHUNK_NUMEL) + (codec.encoded_bytes(rest) if rest else 0)
@@ -74,7 +74,7 @@ def _wire_bytes(plan: ReducePlan, owner: int, codec: Codec) -> int:
 
 
 class Streams:
-    """Between whom streams stand from the last clean reduction: after a failed one they are closed."""
+    """The peers between which streams are open. A successful reduction leaves them open, a failed one closes them."""
 
     def __init__(self) -> None:
         self._ranks: set[int] = set()
@@ -94,19 +94,19 @@ class Streams:
 
 @dataclass(eq=False)
 class _Part:
-    """One member's part."""
+    """The state of one member."""
 
     begun_at: float
     on_reduced: Callable[[Reduced], object]
     on_failed: Callable[[frozenset[int]], object]
     timer: Timer
-    """Until everybody has come, or this peer gives them up."""
+    """Limits how long this member waits for the others to begin."""
     stall_s: float
 
 
 @dataclass(eq=False)
 class Reduction:
-    """Of one attempt. Members join it by `begin`; it is over, for good, when it has ended for one of them."""
+    """The reduction of one attempt. Members join by `begin`; if it fails for one member, it fails for all."""
 
     plan: Plan
     numel: int
@@ -116,7 +116,7 @@ class Reduction:
     clock: Clock
     traffic: Traffic
     delay_s: Mapping[int, float]
-    """One way from each peer to the core."""
+    """One-way delay from each peer to the core of the network, by world rank."""
     machines: Mapping[int, Machine]
     window_bytes: float
     streams: Streams
@@ -136,40 +136,40 @@ class Reduction:
         timer = self.clock.after(connect_s, self._give_up_connecting)
         self._parts[rank] = _Part(self.clock.now, on_reduced, on_failed, timer, stall_s)
         if self._is_over:
-            self._tell_failure(rank, frozenset(), self._worst_delay_s)
+            self._notify_failure(rank, frozenset(), self._worst_delay_s)
         elif len(self._parts) == len(self.ranks):
             self.clock.after(self._connect_s, self._start)
 
     def leave(self, rank: int) -> None:
-        """A member breaks off: it has been told to, so the others are not to blame it."""
+        """A member leaves because it was told to, so it is no suspect."""
         if self._parts.pop(rank, None) is not None:
             self._fail(frozenset(), self._worst_delay_s)
 
     def lose(self, rank: int) -> None:
-        """A member falls silent."""
+        """A member is lost: the others notice after their stall timeout and suspect it."""
         if self._parts.pop(rank, None) is not None:
             self._fail(frozenset({rank}), min((part.stall_s for part in self._parts.values()), default=0.0))
 
     def time_out(self) -> None:
-        """It has taken all the time that there is."""
+        """The time limit of the attempt is over."""
         self._fail(frozenset(), 0.0)
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """World ranks of the members."""
+        """The members' world ranks."""
         return tuple(contributor.world_rank for contributor in self.plan.contributors)
 
     @cached_property
     def _worst_delay_s(self) -> float:
-        """One way, of the two members that are farthest from each other."""
+        """One-way delay between the two members that are farthest apart."""
         delays = sorted(self.delay_s[rank] for rank in self.ranks)
         return sum(delays[-2:])
 
     @property
     def _connect_s(self) -> float:
-        """The attempt's name goes one way on streams that stand; to open one takes a round trip for TCP, another for
-        TLS 1.3, and one for our own greeting."""
-        # Streams are opened at the same time, so one new pair costs as much as all.
+        """Time to set up the streams. On open streams, the attempt's name travels one way. Opening a stream takes three
+        round trips before: TCP, TLS 1.3 and our greeting."""
+        # Streams are opened concurrently, so one new pair takes as long as all pairs.
         return self._worst_delay_s * (1 if self.streams.stand_between(self.ranks) else 7)
 
     def _start(self) -> None:
@@ -177,7 +177,7 @@ class Reduction:
             return
         for part in self._parts.values():
             part.timer.cancel()
-        # The same for all members, but for who looks at it.
+        # Any member's view of the plan will do: shares and volumes are the same for all.
         first = self.plan.contributors[0].peer_id
         plan = reduce_plan_of(self.plan, first, self.numel, self.codec, self.rule, self.trim)
         volumes = dict(zip(self.ranks, volumes_of(plan), strict=True))
@@ -216,7 +216,7 @@ class Reduction:
         self._fail(frozenset(self.ranks) - self._parts.keys(), 0.0)
 
     def _fail(self, suspects: frozenset[int], notice_s: float) -> None:
-        """For everybody who takes part, after so long."""
+        """Fail for all members, who notice it after `notice_s`."""
         if self._is_over:
             return
         self._is_over = True
@@ -224,9 +224,9 @@ class Reduction:
         if self._activity is not None:
             self.traffic.stop(self._activity)
         for rank in self._parts:
-            self._tell_failure(rank, suspects, notice_s)
+            self._notify_failure(rank, suspects, notice_s)
 
-    def _tell_failure(self, rank: int, suspects: frozenset[int], notice_s: float) -> None:
+    def _notify_failure(self, rank: int, suspects: frozenset[int], notice_s: float) -> None:
         part = self._parts[rank]
         part.timer.cancel()
         self.clock.after(notice_s, lambda: part.on_failed(suspects))

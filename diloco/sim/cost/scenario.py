@@ -1,4 +1,4 @@
-"""What is simulated."""
+"""The input of a simulation."""
 
 from __future__ import annotations
 
@@ -10,55 +10,55 @@ from diloco.sim.cost.machine import Machine
 from peers.core.schedule import Schedule
 
 FLOP_PER_TOKEN_AND_WEIGHT = 6.0
-"""Of a step, forward and backward (Kaplan et al., arXiv 2001.08361); attention's scores are left out."""
+"""FLOPs of forward and backward (Kaplan et al., arXiv 2001.08361), without attention scores."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedPeer:
-    """What one peer has."""
+    """Link, machine and speed of one peer."""
 
     link: Link
     machine: Machine
     step_s: float
-    """What an inner step takes it."""
+    """Duration of an inner step."""
     price_per_hour: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """A run."""
+    """A run to simulate."""
 
     peers: tuple[SimulatedPeer, ...]
     num_params: int
     codec: str
     schedule: Schedule
     tokens_per_step: int = 1 << 16
-    """Of one peer. Rounds tell by tokens who is ahead, so they should be more than a step's share of a fragment."""
+    """Tokens per inner step of one peer; more than the number of fragments, by which a commit divides its tokens."""
     num_epochs: int = 20
-    """Commits until the simulation ends, beside a first that counts for nothing: links are measured in it."""
+    """Commits to simulate, after a first one that is not counted because peers measure their links in it."""
     jitter: float = 0.0
-    """Standard deviation of a peer's steps from epoch to epoch, as a part of their mean."""
+    """Standard deviation of a peer's step duration between epochs, as a fraction of its mean."""
     mtbf_s: float = float("inf")
-    """Mean time between two losses of one peer, whose machine then falls silent."""
+    """Mean time between failures of one peer, whose machine then falls silent."""
     restart_s: float = 300.0
-    """From a loss until the peer is back, and asks for the state."""
+    """Time from a loss until the peer is back and asks for the state."""
     window_bytes: float = float("inf")
-    """What one TCP connection has under way at most."""
+    """TCP window: the most bytes in flight on one connection."""
     averaging_timeout_s: float | None = None
     seed: int = 0
 
     @cached_property
     def fragment_sizes(self) -> tuple[int, ...]:
-        """Weights of each fragment."""
+        """Number of weights in each fragment."""
         count = self.schedule.num_fragments
         return tuple(self.num_params * (i + 1) // count - self.num_params * i // count for i in range(count))
 
     @property
     def state_bytes(self) -> int:
-        """Of anchor and momentum, fp32."""
+        """Size of anchor and momentum in fp32."""
         return 8 * self.num_params
 
 
 def step_seconds(num_params: float, tokens: float, flops: float, mfu: float) -> float:
-    """An inner step's time on a machine of so many FLOP/s at its peak, of which training uses the part `mfu`."""
+    """Duration of an inner step on a machine with `flops` peak FLOP/s, at a model FLOPs utilisation of `mfu`."""
     return FLOP_PER_TOKEN_AND_WEIGHT * num_params * tokens / (flops * mfu)

@@ -1,4 +1,4 @@
-"""All peers of a simulated run, what they share, and how they are lost and come back."""
+"""All peers of a simulated run, their shared resources, and their losses and returns."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from peers.protocol.certificates import Certificate, Plan
 from peers.protocol.messages import Certificates, Offer
 
 _LONGEST_EPOCH = 100.0
-"""Times what it takes to train: a run that is slower than that has come to a stop."""
+"""A run whose epochs take longer than this multiple of their training time is considered stuck."""
 _SETTLES_IN = 4.0
-"""Silences after which everybody counts a lost peer as gone."""
+"""After this multiple of the silence timeout, all peers count a lost peer as gone."""
 _PEER_ID = "peer{:048d}"
-"""As long as the product's."""
+"""As long as real peer ids, so that messages have real sizes."""
 _UNTRAINED = Offer(anchor=digest("initial anchor"), momentum=digest("no momentum"))
 
 Progress = Callable[[int, float], object]
-"""Hears of each epoch that has been committed, and when."""
+"""Called with each committed epoch and its time."""
 
 
 class CostSwarm:
-    """Runs once."""
+    """A simulated swarm, which can be run once."""
 
     def __init__(self, scenario: Scenario, progress: Progress = lambda epoch, at: None) -> None:
         self.scenario, self._progress = scenario, progress
@@ -64,11 +64,11 @@ class CostSwarm:
             galaxy_size=len(scenario.peers),
         )
         self.newest: Certificate
-        """The furthest commit."""
+        """The commit with the highest epoch."""
         self.records: list[EpochOfPeer] = []
         self.losses = Losses()
         self.pledges: list[dict[str, int]] = [{} for _ in scenario.peers]
-        """By world rank: what is written down, and survives the peer."""
+        """By world rank, pledges by head: they are stored on disk and survive a restart."""
         self.living: dict[str, CostPeer] = {}
         """By peer id."""
         self._lives: dict[int, CostPeer] = {}
@@ -83,7 +83,7 @@ class CostSwarm:
         self._num_attempts = 0
 
     def run(self) -> Figures:
-        """Raises DilocoError where no epoch ends any more."""
+        """Run to the end. Raises DilocoError if no epoch ends any more."""
         scenario = self.scenario
         self.newest = genesis = self._genesis()
         for rank in range(len(scenario.peers)):
@@ -100,8 +100,8 @@ class CostSwarm:
             )
         return self._figures()
 
-    def look_for_the_end(self) -> None:
-        """It is over when all members of the last commit train on it, those that are lost meanwhile aside."""
+    def check_end(self) -> None:
+        """End the simulation once all members of the last commit that are still alive train on top of it."""
         last = self._last_epoch
         self._is_over = self.newest.plan.epoch >= last and all(
             self._lives[rank].worker.epoch >= last
@@ -111,12 +111,12 @@ class CostSwarm:
 
     @property
     def _slowest_s(self) -> float:
-        """The whole model over the slowest link."""
+        """Time to transfer the whole state over the slowest link."""
         slowest = min(min(p.link.up_bytes_per_s, p.link.down_bytes_per_s) for p in self.scenario.peers)
         return 8 * self.scenario.num_params / slowest
 
     def _genesis(self) -> Certificate:
-        """All peers are there at the beginning, and have founded the run."""
+        """The genesis certificate, signed by all peers."""
         founders = {peer_id: (rank, _UNTRAINED) for rank, peer_id in enumerate(self.peer_ids)}
         body = genesis_of(self.settings, founders, 0)
         signature = BelievedKeys(self.peer_ids[0]).sign(b"")
@@ -146,14 +146,14 @@ class CostSwarm:
 
     @property
     def is_quiet(self) -> bool:
-        """All train on one head, and nobody was lost lately: their heartbeats change nothing, and are left out."""
+        """Whether all peers are on one head and no loss is recent: heartbeats have no effect then and are skipped."""
         if self.clock.now < self._settles_at:
             return False
         head = self.newest.head
         return all(peer.is_idle and peer.machine.head == head for peer in self.living.values())
 
     def _wake(self) -> None:
-        """Somebody is about to be lost, or to come back: the others say where they stand, and listen."""
+        """Resume heartbeats before a peer is lost or returns."""
         for peer in list(self.living.values()):
             peer.pump()
         silences = [peer.machine.timing.silence_s for peer in self.living.values()]
@@ -162,7 +162,7 @@ class CostSwarm:
     # What peers share
 
     def chance_of(self, rank: int, incarnation: int) -> random.Random:
-        """A source of its own for each life, so that one peer's fate changes nothing of another's luck."""
+        """Separate randomness for each incarnation of each peer, so that one peer's events do not affect another's."""
         return random.Random(f"{self.scenario.seed} {rank} {incarnation}")
 
     def outcome_of(self, plan: Plan) -> tuple[str, str]:
@@ -173,7 +173,7 @@ class CostSwarm:
         return self._outcomes[name]
 
     def reduction(self, plan: Plan) -> Reduction:
-        """That of this attempt."""
+        """The reduction of this attempt, shared by its members."""
         if (reduction := self._reductions.get(plan.digest)) is None:
             peers = self.scenario.peers
             ranks = [contributor.world_rank for contributor in plan.contributors]
@@ -190,7 +190,7 @@ class CostSwarm:
                 window_bytes=self.scenario.window_bytes,
                 streams=self._streams,
             )
-            # Of earlier attempts nobody speaks any more.
+            # Drop the reductions of earlier epochs.
             self._reductions = {
                 name: old for name, old in self._reductions.items() if old.plan.epoch >= plan.epoch
             }
@@ -199,16 +199,16 @@ class CostSwarm:
         return reduction
 
     def began(self, peer: CostPeer) -> None:
-        """Its worker has been told where to begin."""
+        """Called when a peer's worker begins to train."""
         if peer.incarnation > 1:
             self.losses.join_s.append(self.clock.now - peer.since)
 
     def adopted(self, certificate: Certificate) -> None:
-        """A peer holds this state, which another one has made, or with which the run began."""
+        """Called when a peer has adopted a downloaded state, or that of the genesis."""
         self._parents[certificate.head] = certificate.plan.parent
 
     def committed(self, certificate: Certificate, record: EpochOfPeer) -> None:
-        """A peer has made a commit."""
+        """Called when a peer has applied a commit."""
         self.records.append(record)
         plan = certificate.plan
         self._parents[certificate.head] = plan.parent
@@ -228,7 +228,7 @@ class CostSwarm:
             self.clock.after(after_s, lambda: self._lose(peer))
 
     def lose(self, rank: int) -> None:
-        """The peer's machine is gone; it comes back after the scenario's time."""
+        """Lose the peer; it returns after the scenario's `restart_s`."""
         self._lose(self._lives[rank])
 
     def _lose(self, peer: CostPeer) -> None:
@@ -243,7 +243,7 @@ class CostSwarm:
         self.clock.after(self.scenario.restart_s, lambda: self._return(peer))
 
     def _return(self, before: CostPeer) -> None:
-        """With the checkpoint of its last state, from which the run goes on if nobody else is there."""
+        """Start the peer again with a checkpoint of its last state."""
         held = before.certificate
         offer = _UNTRAINED
         if held is not None and not held.is_genesis:
@@ -255,7 +255,7 @@ class CostSwarm:
     # What came of it
 
     def _kept_records(self) -> list[EpochOfPeer]:
-        """Of the commits that led to where most peers stand: what the losing side of a fork has done is gone."""
+        """Records of the commits on the chain that most peers are on, without those of abandoned forks."""
         held = (peer.certificate for peer in self.living.values())
         ends = Counter(c.head for c in held if c is not None and c.plan.epoch >= self._last_epoch)
         head = max(ends, key=lambda end: (ends[end], end), default=self.newest.head)
@@ -279,5 +279,5 @@ class CostSwarm:
 
 
 def simulate(scenario: Scenario, progress: Progress = lambda epoch, at: None) -> Figures:
-    """Run it. Raises DilocoError where its rounds never end."""
+    """Simulate a scenario. Raises DilocoError if its rounds never succeed."""
     return CostSwarm(scenario, progress).run()

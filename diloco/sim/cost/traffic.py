@@ -1,4 +1,4 @@
-"""Bytes under way: activities that share links and processors, each until it is done."""
+"""Activities in progress, which share links and CPUs until each is done."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from diloco.sim.clock import Clock, Timer
 from diloco.sim.cost.links import Resource, fair_rates
 
 _NOTHING_LEFT = 1e-9
-"""Of an activity's size."""
+"""An activity is done when less than this fraction of its size is left."""
 
 
 @dataclass(eq=False)
 class Activity:
-    """`usage`: units of each resource per unit of the activity; `size`: how many units there are to do."""
+    """A transfer. `usage`: units of each resource per unit of the activity; `size`: total units."""
 
     usage: Mapping[Resource, float]
     size: float
     on_done: Callable[[], object]
     most: float = float("inf")
-    """Units per second that it does at most, however free the links are."""
+    """Upper limit of its rate in units per second."""
     left: float = field(init=False)
     rate: float = field(init=False, default=0.0)
 
@@ -35,29 +35,29 @@ class Traffic:
     def __init__(self, clock: Clock, capacity: Mapping[Resource, float]) -> None:
         self._clock, self._capacity = clock, capacity
         self._active: list[Activity] = []
-        self._counted_at = 0.0
+        self._advanced_at = 0.0
         self._timer: Timer | None = None
 
     def start(self, activity: Activity) -> None:
-        self._count()
+        self._advance()
         self._active.append(activity)
-        self._share()
+        self._assign_rates()
 
     def stop(self, activity: Activity) -> None:
-        """Break it off. One that is over is left as it is."""
+        """Cancel an activity; no effect if it is already done."""
         if activity in self._active:
-            self._count()
+            self._advance()
             self._active.remove(activity)
-            self._share()
+            self._assign_rates()
 
-    def _count(self) -> None:
-        """Book what has been done since the rates last changed."""
-        seconds, self._counted_at = self._clock.now - self._counted_at, self._clock.now
+    def _advance(self) -> None:
+        """Update `left` of all activities for the time since the rates last changed."""
+        seconds, self._advanced_at = self._clock.now - self._advanced_at, self._clock.now
         for activity in self._active:
             activity.left -= seconds * activity.rate
 
-    def _share(self) -> None:
-        """Give everybody its rate, and come back when the first is done."""
+    def _assign_rates(self) -> None:
+        """Compute all rates, and set the timer for the first activity to finish."""
         if self._timer is not None:
             self._timer.cancel()
         rates = fair_rates(
@@ -76,16 +76,16 @@ class Traffic:
 
     def _finish(self) -> None:
         self._timer = None
-        self._count()
+        self._advance()
         done = [activity for activity in self._active if self._is_done(activity)]
         self._active = [a for a in self._active if a not in done]
-        self._share()
+        self._assign_rates()
         for activity in done:
             activity.on_done()
 
     def _is_done(self, activity: Activity) -> bool:
         if activity.left <= _NOTHING_LEFT * activity.size:
             return True
-        # Late in a long run the clock is too coarse for what is left of a short one: it would never come.
+        # Late in a long run, the remaining time of a short activity may be below the clock's float resolution.
         now = self._clock.now
         return activity.rate > 0 and now + activity.left / activity.rate <= now

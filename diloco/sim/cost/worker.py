@@ -1,7 +1,7 @@
-"""The training loop of one life of one peer: steps, the hand-over of a fragment, and the wait for what came of it.
+"""The training loop of one peer: steps, handing over a fragment, and waiting for the outcome of its round.
 
-As diloco/outer/diloco.py has it: weights leave `overlap_steps` before an epoch's end, and their average is merged at
-its end.
+As in diloco/outer/diloco.py, weights are handed over `overlap_steps` before the end of an epoch, and their average is
+merged at its end.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from diloco.sim.cost.machine import Machine
 from peers.core.schedule import Schedule
 
 _LEAST_PACE = 0.1
-"""Of the usual one, however the jitter falls."""
+"""Lower limit of the jittered step duration, as a fraction of the mean."""
 
 
 @dataclass
 class Work:
-    """What a worker has trained since it was last counted."""
+    """An amount of training."""
 
     steps: int = 0
     seconds: float = 0.0
@@ -32,16 +32,16 @@ class Work:
 
 @dataclass(frozen=True)
 class Continuation:
-    """What became of a fragment that was handed over."""
+    """The outcome of a round, and where to continue training."""
 
     epoch: int
     local_step: int
     counts: bool
-    """The work is in the swarm's state, or lost for good; else it rides along to the next time."""
+    """Whether the work handed over is in the commit; if not, it is handed over again with the next fragment."""
 
 
 class Worker:
-    """`hand_over` is called when a fragment's weights are where the daemon finds them."""
+    """`hand_over` is called when a fragment's weights have been copied to the daemon."""
 
     def __init__(
         self,
@@ -56,45 +56,46 @@ class Worker:
         hand_over: Callable[[Work], object],
         merged: Callable[[float, float], object],
     ) -> None:
-        """`merged` hears when a round's end is merged for good, and for how long the worker stood still for it."""
+        """`merged(at, blocked_s)` is called with the time at which an average is merged, and how long training was
+        blocked for that round."""
         self._clock, self._schedule, self._step_s, self._jitter = clock, schedule, step_s, jitter
         self._machine, self._chance, self._fragment_bytes = machine, chance, fragment_bytes
         self._hand_over, self._merged = hand_over, merged
         self.is_running = True
         self.trained = Work()
-        """In this life."""
+        """All training since the start."""
         self._pending = Work()
         self._handed = Work()
         self.epoch = 0
-        """The one that it trains in."""
+        """The epoch that it trains in."""
         self._began_at, self._began_with, self._pace = 0.0, 0, step_s
         self._trains_since: float | None = None
-        self._still_since: float | None = None
+        self._blocked_since: float | None = None
         self._blocked_s = 0.0
         self._is_ahead = False
-        """It trains on while its commit takes long."""
+        """Whether it trains in the next epoch because its commit is late."""
         self._ahead_to: int | None = None
-        """The epoch that it is to do so in, once it would stand still."""
+        """The epoch in which to go ahead as soon as it would be blocked; None: not allowed."""
         self._answer: Continuation | None = None
 
     def stop(self) -> None:
-        """It is dead."""
+        """End the worker for good."""
         self.is_running = False
 
     @property
     def local_step(self) -> int:
-        """Where it stands in its epoch now."""
+        """Inner steps done in its epoch."""
         done = int((self._clock.now - self._began_at) / self._pace) if self._pace else 0
         return min(self._began_with + done, self._schedule.steps_per_epoch)
 
     @property
     def uncommitted_s(self) -> float:
-        """Training that no commit has taken in."""
+        """Training time whose work is in no commit."""
         running_s = self._clock.now - self._trains_since if self._trains_since is not None else 0.0
         return self._pending.seconds + self._handed.seconds + max(0.0, running_s)
 
     def begin(self, epoch: int, local_step: int) -> None:
-        """Train an epoch from this local step on."""
+        """Train in this epoch from this local step on."""
         self.epoch = epoch
         self._pace = self._step_s * max(_LEAST_PACE, self._chance.gauss(1.0, self._jitter))
         self._began_at, self._began_with = self._clock.now, local_step
@@ -103,27 +104,27 @@ class Worker:
         self._after((leaves_at - local_step) * self._pace, lambda: self._leave(leaves_at, local_step))
 
     def answer(self, answer: Continuation) -> None:
-        """The round is over."""
+        """The round is over: merge the outcome, now or at the end of the epoch."""
         self._answer = answer
         if answer.counts:
             self._handed = Work()
-        if self._is_ahead and self._still_since is None:
+        if self._is_ahead and self._blocked_since is None:
             self._train(self.local_step)
-            self._trains_since, self._still_since = None, self._clock.now
-        if self._still_since is not None:
+            self._trains_since, self._blocked_since = None, self._clock.now
+        if self._blocked_since is not None:
             self._merge()
 
     def go_ahead(self, epoch: int) -> None:
-        """The round takes long: train on in the next epoch, as soon as it stands still for it."""
+        """The round takes long: train in the next epoch as soon as the worker would be blocked."""
         self._ahead_to = epoch
-        if self._still_since is not None and self._answer is None and not self._is_ahead:
+        if self._blocked_since is not None and self._answer is None and not self._is_ahead:
             self._train_ahead(epoch)
 
     def _train_ahead(self, epoch: int) -> None:
         now, steps = self._clock.now, self._schedule.steps_per_epoch
-        assert self._still_since is not None
-        self._blocked_s += now - self._still_since
-        self._still_since, self._ahead_to, self._is_ahead = None, None, True
+        assert self._blocked_since is not None
+        self._blocked_s += now - self._blocked_since
+        self._blocked_since, self._ahead_to, self._is_ahead = None, None, True
         self.epoch, self._began_at, self._began_with, self._trains_since = epoch, now, 0, now
 
         def end() -> None:
@@ -144,20 +145,20 @@ class Worker:
 
     def _collect(self, num_steps: int) -> None:
         self._train(num_steps)
-        self._trains_since, self._still_since = None, self._clock.now
+        self._trains_since, self._blocked_since = None, self._clock.now
         if self._answer is not None:
             self._merge()
         elif self._ahead_to is not None and not self._is_ahead:
             self._train_ahead(self._ahead_to)
 
     def _merge(self) -> None:
-        assert self._answer is not None and self._still_since is not None
+        assert self._answer is not None and self._blocked_since is not None
         answer, self._answer = self._answer, None
         took_s = self._bytes / self._machine.take
-        blocked_s = self._blocked_s + self._clock.now - self._still_since + took_s
+        blocked_s = self._blocked_s + self._clock.now - self._blocked_since + took_s
         done = self.local_step if self._is_ahead and answer.epoch == self.epoch else 0
-        self._still_since, self._ahead_to, self._is_ahead = None, None, False
-        # What does not count yet rides along to the next time.
+        self._blocked_since, self._ahead_to, self._is_ahead = None, None, False
+        # Work that is in no commit is handed over again with the next fragment.
         self._pending.steps += self._handed.steps
         self._pending.seconds += self._handed.seconds
         self._handed = Work()

@@ -9,7 +9,8 @@ import pytest
 from benchmarks.light_loop import Loop
 from benchmarks.overlap import slowest
 from benchmarks.swarm_harness import Job, Seat, Swarm
-from benchmarks.wan.cases import TCP_PAYLOAD, Case, cases, link, optimum_s
+from benchmarks.wan.cases import Case, cases, link, optimum_s
+from diloco.sim.cost.links import TCP_PAYLOAD
 
 
 def test_equal_links_need_the_time_of_a_reduce_scatter_and_an_all_gather() -> None:

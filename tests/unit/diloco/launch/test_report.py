@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diloco.launch.report import summarise, text_of, told_alone
+from diloco.launch.report import baseline_line, summarise, text_of
 from diloco.launch.run_facts import disagreements
 
 
@@ -69,7 +69,7 @@ def test_the_report_prints_the_baselines_beside_the_result(tmp_path):
 def test_what_a_peer_came_to_alone_is_told_beside_the_swarms_result():
     records = [evaluation(0, 8.02, 100.0), evaluation(2, 2.4, 145.0)]
     alone = summarise({"alone": records}, tokens_per_step=1)
-    assert told_alone(alone, summarise(RECORDS, tokens_per_step=1)) == (
+    assert baseline_line(alone, summarise(RECORDS, tokens_per_step=1)) == (
         "alone                   2.400 bits per byte after as many steps as each peer's, in 45 s; "
         "the swarm 2.100, in 60 s"
     )

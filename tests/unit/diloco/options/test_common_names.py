@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.options.common_names import _OURS, meant
+from diloco.options.common_names import _FIELD_BY_OTHER_NAME, meant
 from diloco.options.trainer import TrainConfig, flat_values
 
 KNOWN = set(flat_values(TrainConfig()))
@@ -31,7 +31,7 @@ def test_a_name_of_another_program_leads_to_ours(typed, ours):
 
 
 def test_no_name_is_both_ours_and_anothers():
-    assert not _OURS.keys() & {name for name in KNOWN if "." not in name}
+    assert not _FIELD_BY_OTHER_NAME.keys() & {name for name in KNOWN if "." not in name}
 
 
 def test_what_a_verb_does_not_have_is_not_suggested():

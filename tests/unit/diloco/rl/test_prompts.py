@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from diloco.data.sampling import Block
-from diloco.rl.prompts import Deal
+from diloco.rl.prompts import PromptSchedule
 
-DEAL = Deal(seed=5, steps_per_epoch=6, period=2, prompts_per_generation=4)
+DEAL = PromptSchedule(seed=5, steps_per_epoch=6, period=2, prompts_per_generation=4)
 
 
 def epoch_of(rank, data_base):
@@ -26,5 +26,5 @@ def test_a_generation_is_the_same_from_every_step_that_it_serves():
 
 def test_another_seed_deals_other_prompts():
     block = Block(epoch=0, world_rank=0, data_base=0)
-    other = Deal(seed=6, steps_per_epoch=6, period=2, prompts_per_generation=4)
+    other = PromptSchedule(seed=6, steps_per_epoch=6, period=2, prompts_per_generation=4)
     assert DEAL.numbers(block, 0, num_examples=10_000) != other.numbers(block, 0, num_examples=10_000)

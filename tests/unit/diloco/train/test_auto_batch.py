@@ -47,7 +47,7 @@ def test_it_takes_the_divisor_that_is_fastest_and_fits(monkeypatch, seconds, byt
         assert bytes_per_sample * len(samples) < 7 * 10**9, "memory has run out"
         return seconds(len(samples)), base + bytes_per_sample * len(samples)
 
-    monkeypatch.setattr(auto_batch, "_tried", tried)
+    monkeypatch.setattr(auto_batch, "_timed_and_peak", tried)
     monkeypatch.setattr(auto_batch, "_peak_bytes", lambda device: base)
     assert found(inner, room_bytes=7 * 10**9) == size
 
