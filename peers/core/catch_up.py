@@ -278,15 +278,17 @@ class CatchUp:
         objectors = {p for p in roster - holders if self._is_at_or_past_own_head(turn, p)}
         if switched:
             lead = len(switched) - 1 - len(objectors)
-            # On a tie between two runs that were founded apart, the smaller genesis hash wins: so on both sides.
-            wins = lead > 0 or (lead == 0 and (not path[0].is_genesis or path[0].head < self.genesis))
+            # On a tie the smaller genesis hash wins, and within one run the smaller head: so on both sides.
+            is_smaller = (path[0].head, path[-1].head) < (self.genesis, self.chain.head)
+            wins = lead > 0 or (lead == 0 and (not path[0].is_genesis or is_smaller))
             may_go = all(self.swarm.is_off_head(p, turn) for p in switched)
             return tuple(path[-1:]) if may_go and wins else ()
         if any(not self.swarm.is_gone(p) for p in roster):
             return ()
-        # This peer is alone. If the other side is a single peer too, the smaller genesis hash decides.
+        # This peer is alone. If the other side is a single peer too, the same hashes decide.
         theirs = path[0].head if path[0].is_genesis else min(map(self.swarm.genesis, holders))
-        return tuple(path[-1:]) if len(holders) > 1 or "" < theirs < self.genesis else ()
+        is_smaller = bool(theirs) and (theirs, path[-1].head) < (self.genesis, self.chain.head)
+        return tuple(path[-1:]) if len(holders) > 1 or is_smaller else ()
 
     def _is_unknown_to(self, holders: set[str], head: str) -> bool:
         return bool(holders) and all((p, head) in self._unknown for p in holders)

@@ -229,6 +229,23 @@ def test_one_that_founded_a_run_anew_from_the_checkpoint_of_another_becomes_one_
     assert sorted([anew.head in fetched_heads(a), shared.head in fetched_heads(b)]) == [False, True]
 
 
+def test_two_parts_of_one_run_become_one_though_one_of_them_knows_no_common_past():
+    pair = genesis("ab")
+    mine = commit(commit(pair, "b", off="a"), "bc")
+    c = Driven("c")
+    c.announce(mine, "b", genesis=pair.head)
+    c.run(5)
+    c.fetched()
+    assert c.peer.head == mine.head
+    # The member that it came to has gone over to the other part, and nobody is left here but itself.
+    theirs = chain_of(pair, "ab", 20)
+    c.know([pair, *theirs])
+    for newest in theirs:
+        c.announce(newest, "ab", genesis=pair.head)
+        c.run(8)
+    assert fetched_heads(c)[1] == next(one.head for one in theirs[1:] if one.head < mine.head)
+
+
 def test_both_sides_of_a_broken_link_agree_whose_state_counts():
     four = genesis("abcd")
     one, other = commit(four, "ab"), commit(four, "cd")
