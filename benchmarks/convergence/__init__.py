@@ -10,7 +10,7 @@ trains what, so differences are paired, and their standard error is over seeds. 
 not wait for it, and so much less is trained in all.
 
 Real, that is, the product's own code: the inner step (diloco.train.inner: optimizer, clipping, schedule by nominal
-steps), the samples (diloco.data), the layout and the merge of what overlapped (diloco.outer.flat), when a fragment
+steps), the samples (diloco.data), the layout and the merge of what overlapped (diloco.outer), when a fragment
 leaves and comes back (peers.core.schedule), weights and clipping of members (peers.core.weights), the reduction with
 its codecs and error feedback in both directions (peers.reduce.all_reduce, over socket pairs), the outer step
 (peers.state.outer_optimizer), the held-out loss (diloco.train.evaluation).
