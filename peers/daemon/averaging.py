@@ -74,7 +74,7 @@ class WorkInHand:
         """World ranks whose pseudo-gradients in this attempt point in the same direction as this peer's."""
         self.contributors: list[int] = []
         """World ranks that contributed to the commit that contains this work."""
-        self.parts = dict.fromkeys(_PARTS, 0.0)
+        self.parts: dict[str, Any] = dict.fromkeys(_PARTS, 0.0)
         """Seconds that the parts of the last attempt took, by their names in EpochFigures."""
         self.since = self._lap_at = time.monotonic()
         self.propose_s = 0.0
@@ -153,7 +153,7 @@ class WorkInHand:
 
 
 class Averaging:
-    """Averages one work at a time. Used from one event loop, except for `cancel`.
+    """Averages one work at a time. Used from one event loop.
 
     `niceness` is that of the threads of a reduction; `is_live` says whether the core hears a peer.
     """
@@ -173,37 +173,17 @@ class Averaging:
         forwarded_bytes: Callable[[], int],
     ) -> None:
         self._me, self._codec, self._aggregation, self._niceness = me, codec, aggregation, niceness
-        self._pool, self._optimizer_for = pool, optimizer_for
+        self.pool, self._optimizer_for = pool, optimizer_for
         self._timing, self._is_live, self._forwarded_bytes = timing, is_live, forwarded_bytes
         self._residual_decay = residual_decay_for(codec, local_steps)
-        self._cancelled = threading.Event()
-        self._bandwidth = Bandwidth()
+        self.cancelled = threading.Event()
+        """Set from any thread, it ends a running reduction soon, with RoundFailed."""
+        self.bandwidth = Bandwidth()
         self.residuals: list[Residuals] = []
         """By fragment, what a lossy codec has kept back."""
         self.commit_log = CommitLog()
         """Recent commits, for peers that are downloading the state."""
         self.likeness = Likeness()
-
-    @property
-    def bandwidth(self) -> float:
-        """Bytes/s that this peer's link carries; 0 while that is not known."""
-        return self._bandwidth.bytes_per_s
-
-    @property
-    def is_cancelled(self) -> bool:
-        return self._cancelled.is_set()
-
-    def expect(self, peer_id: str) -> None:
-        """Open streams to a peer that is likely to be in the next group."""
-        self._pool.open_ahead(peer_id)
-
-    def cancel(self) -> None:
-        """End a running reduction soon, with RoundFailed. May be called from any thread, and repeated."""
-        self._cancelled.set()
-
-    def allow(self) -> None:
-        """Allow the next reduction to run: the one that was cancelled has ended."""
-        self._cancelled.clear()
 
     async def announced(self, work: WorkInHand, state: OuterState) -> Work | None:
         """What this peer announces about its work. None where the work has failed because it is not finite."""
@@ -222,7 +202,7 @@ class Averaging:
             step=work.step,
             based_on=0,
             last=work.last,
-            bandwidth=self.bandwidth,
+            bandwidth=self.bandwidth.bytes_per_s,
         )
 
     async def reduce(
@@ -255,7 +235,7 @@ class Averaging:
                     timeout_s=max(0.0, until - time.monotonic()),
                     connect_timeout_s=connect_s,
                     slowest_link=SLOWEST_LINK,
-                    cancelled=self._cancelled,
+                    cancelled=self.cancelled,
                     residuals=self.residuals[work.fragment],
                     settled=preview.settled,
                     forwarded_bytes=self._forwarded_bytes,
@@ -270,13 +250,13 @@ class Averaging:
         except BaseException as error:
             # What another member says about a third one does not close this peer's streams to the third one.
             if isinstance(error, RoundFailed):
-                self._pool.discard(streams, () if error.told_by else error.suspects, error.silent)
+                self.pool.discard(streams, () if error.told_by else error.suspects, error.silent)
             else:
-                self._pool.discard(streams)
+                self.pool.discard(streams)
             raise
         work.lap("preview_s")
-        self._pool.give_back(streams, sent_bytes=report.sent_bytes, seconds=work.parts["reduce_s"])
-        self._bandwidth.saw(report.bandwidth)
+        self.pool.give_back(streams, sent_bytes=report.sent_bytes, seconds=work.parts["reduce_s"])
+        self.bandwidth.saw(report.bandwidth)
         work.sent_bytes += report.sent_bytes
         work.received_bytes += report.received_bytes
         work.previewed, work.parallel = header, report.parallel
@@ -317,12 +297,12 @@ class Averaging:
     async def _connect(self, plan: Plan, reduce_plan: ReducePlan, timeout_s: float) -> RoundStreams:
         """Open streams to all other members, which ask for them by the same id. Raises RoundFailed."""
         peer_ids = {c.world_rank: c.peer_id for c in plan.contributors if c.peer_id != self._me}
-        return await self._pool.connect(
+        return await self.pool.connect(
             reduce_plan.attempt,
             peer_ids,
             timeout_s=timeout_s,
             prompt_s=self._timing.prompt_s,
-            cancelled=self._cancelled,
+            cancelled=self.cancelled,
             quiet=lambda: [rank for rank, peer_id in peer_ids.items() if not self._is_live(peer_id)],
         )
 

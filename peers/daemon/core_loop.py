@@ -41,15 +41,13 @@ class CoreLoop:
         """Called after the effects of each event."""
         raise NotImplementedError
 
-    def post(self, event: events.Event) -> None:
-        """Queue an event. Messages of other peers may be dropped, as they may be on the network."""
-        if isinstance(event, events.Received) and self._events.qsize() >= _MOST_EVENTS:
-            return
-        self._events.put_nowait(event)
+    def post(self, event: events.Event | Step) -> None:
+        """Queue an event, or work during which no effect may be carried out.
 
-    def post_step(self, step: Step) -> None:
-        """Queue work that changes what the effects use, so that no effect is carried out meanwhile."""
-        self._events.put_nowait(step)
+        Messages of other peers may be dropped, as they may be on the network.
+        """
+        if not isinstance(event, events.Received) or self._events.qsize() < _MOST_EVENTS:
+            self._events.put_nowait(event)
 
     async def run(self) -> None:
         """Handle events until cancelled. Raises PeersError where this peer cannot continue."""
@@ -74,7 +72,7 @@ class CoreLoop:
                 async def fail() -> None:
                     task.result()
 
-                self.post_step(fail)
+                self.post(fail)
 
         task.add_done_callback(has_ended)
         return task

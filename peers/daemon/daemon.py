@@ -189,7 +189,7 @@ class Daemon:
             standing=lambda: self._monitor.standing,
             phase=lambda: self._monitor.phase,
             run=lambda: self._monitor.run_figures,
-            link_bytes_per_s=lambda: self._runtime.averaging.bandwidth if self._runtime else 0.0,
+            link_bytes_per_s=lambda: self._runtime.averaging.bandwidth.bytes_per_s if self._runtime else 0.0,
             forwarded_bytes=lambda: self._network.forwarded_bytes,
             certificate=lambda: state.header.certificate if (state := self._current_state()) else None,
         )
@@ -233,8 +233,8 @@ class Daemon:
             return 0
         command = worker(self._agreement.manifest, core.world_rank, link_path)
         supervisor = self._supervisor = Supervisor(command, _tell_of_restart)
-        self._monitor.on_progress = supervisor.notify_progress
-        self._monitor.on_commit = supervisor.notify_commit
+        self._monitor.on_progress = supervisor.restarts.progressed
+        self._monitor.on_commit = supervisor.restarts.committed
         return _code_of(supervisor, await supervisor.run())
 
     def _spawn(self, coroutine: Any) -> None:

@@ -49,13 +49,11 @@ class Activity:
         if state == "averaging":
             return Doing("averaging", f"waits for {waits_for}" if waits_for else "")
         if state == "joining" and self.told is None:
-            return self._starting(here, wanted)
+            waiting = self._waiting(here, wanted) if here else None
+            return waiting or Doing("starting", self.preparing)
         if state == "waiting":
             return self._waiting(here, wanted) or Doing("waiting for the state")
         return self.told
-
-    def _starting(self, here: int, wanted: int) -> Doing:
-        return (self._waiting(here, wanted) if here else None) or Doing("starting", self.preparing)
 
     def _waiting(self, here: int, wanted: int) -> Doing | None:
         return Doing("waiting for peers", "", here, wanted, "peers") if here < wanted else None

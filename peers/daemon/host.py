@@ -46,10 +46,6 @@ class WorkerHost:
         """Once this peer may train; every worker that has been admitted finds it."""
         return self._ready.result()
 
-    @property
-    def world_rank(self) -> int:
-        return self.runtime.core.world_rank
-
     def may_train(self, runtime: Runtime) -> None:
         """Serve the workers that wait for this peer to join."""
         self.monitor.runtime = runtime

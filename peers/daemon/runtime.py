@@ -53,7 +53,8 @@ class Runtime(CoreLoop):
         super().__init__(core, mesh)
         self.averaging, self._pledges, self._downloads = averaging, pledges, downloads
         self._on_change, self._on_tell = on_change, on_tell
-        self._state: OuterState | None = None
+        self.state: OuterState | None = None
+        """This peer's outer state, once it has one of the run. Only this class sets it."""
         self._offered: OuterState | None = None
         """The state from which the run could begin, by this peer's first worker."""
         self._fetched: OuterState | None = None
@@ -65,11 +66,6 @@ class Runtime(CoreLoop):
         self._fetching: asyncio.Task[None] | None = None
         self._expected: tuple[str, set[str]] = "", set()
         """A head, and the peers on it to which streams were opened ahead of its round."""
-
-    @property
-    def state(self) -> OuterState | None:
-        """This peer's outer state, once it has one of the run."""
-        return self._state
 
     # What the worker asks for
 
@@ -85,13 +81,13 @@ class Runtime(CoreLoop):
         async def arrive() -> events.Event:
             # Set in its turn: the worker before it may still be waiting for an answer.
             self._beginning = beginning
-            if self._state is None and self._offered is None:
+            if self.state is None and self._offered is None:
                 self._offered = offered
                 self.averaging.residuals = list(residuals) if residuals else no_residuals(offered)
                 self.post(events.StateOffered(_offer_of(offered)))
             return events.WorkerWaits()
 
-        self.post_step(arrive)
+        self.post(arrive)
         return await beginning.start
 
     async def average(self, work: WorkInHand) -> EpochOutcome:
@@ -101,17 +97,17 @@ class Runtime(CoreLoop):
         """
 
         async def hand_over() -> events.Event | None:
-            assert self._state is not None
+            assert self.state is not None
             self._work = work
             if self._base is not None:
                 await self._rebase()
-            announced = await self.averaging.announced(work, self._state)
+            announced = await self.averaging.announced(work, self.state)
             if announced is None:
                 self._work = None
                 return None
             return events.WorkReady(announced)
 
-        self.post_step(hand_over)
+        self.post(hand_over)
         try:
             return await work.answer
         finally:
@@ -126,7 +122,7 @@ class Runtime(CoreLoop):
             case effects.Broadcast(message):
                 self._mesh.broadcast(message)
             case effects.CancelReduce():
-                self.averaging.cancel()
+                self.averaging.cancelled.set()
             case effects.GoAhead(epoch, data_base):
                 if self._work is not None and not self._work.ahead.done():
                     self._work.ahead.set_result(Ahead(epoch=epoch, data_base=data_base))
@@ -171,24 +167,24 @@ class Runtime(CoreLoop):
         for peer_id, status in core.swarm.live():
             if status.head == core.head and peer_id not in self._expected[1]:
                 self._expected[1].add(peer_id)
-                self.averaging.expect(peer_id)
+                self.averaging.pool.open_ahead(peer_id)
 
     # Reductions and commits
 
     async def _begin_reducing(self, plan: Plan, timeout_s: float) -> None:
         await self._stop_reducing()
-        self.averaging.allow()
+        self.averaging.cancelled.clear()
         self._reducing = self._in_background(self._reduce(plan, timeout_s))
 
     async def _reduce(self, plan: Plan, timeout_s: float) -> None:
-        work, state = self._work, self._state
+        work, state = self._work, self.state
         assert work is not None and state is not None
         try:
             header = await self.averaging.reduce(
                 plan, work, state, timeout_s, is_peer_joining=self._is_peer_joining()
             )
         except (PeersError, OSError) as error:
-            if not self.averaging.is_cancelled:
+            if not self.averaging.cancelled.is_set():
                 log.info("attempt %d at epoch %d failed: %s", plan.attempt, plan.epoch, error)
                 self.post(_reduce_failed(plan, error))
         else:
@@ -204,7 +200,7 @@ class Runtime(CoreLoop):
 
     async def _stop_reducing(self) -> None:
         if self._reducing is not None:
-            self.averaging.cancel()
+            self.averaging.cancelled.set()
             # The task itself is not cancelled: its thread writes to *in* and reads the state until it sees the flag.
             await asyncio.wait({self._reducing})
             self._reducing = None
@@ -212,17 +208,17 @@ class Runtime(CoreLoop):
     async def _apply(self, certificate: Certificate) -> None:
         # A state that was being fetched is not needed any more.
         self._stop_fetching()
-        assert self._work is not None and self._state is not None
-        await self.averaging.commit(certificate, self._work, self._state)
+        assert self._work is not None and self.state is not None
+        await self.averaging.commit(certificate, self._work, self.state)
 
     # States of other peers
 
     async def _fetch(self, path: Sequence[Certificate], donors: Sequence[str], timeout_s: float) -> None:
-        head, known = path[-1].head, self._state or self._offered
+        head, known = path[-1].head, self.state or self._offered
         assert known is not None, "a worker comes first: it says how large the state is"
         try:
             self._fetched = await self._downloads.fetch(
-                path, donors, sizes=known.sizes, have=self._state, timeout_s=timeout_s
+                path, donors, sizes=known.sizes, have=self.state, timeout_s=timeout_s
             )
         except (PeersError, OSError, TimeoutError) as error:
             log.info("no state of epoch %d yet: %s", path[-1].plan.epoch, error or type(error).__name__)
@@ -239,22 +235,22 @@ class Runtime(CoreLoop):
     async def _adopt(self, certificate: Certificate) -> None:
         await self._stop_reducing()
         fetched, self._fetched = self._fetched, None
-        old = self._state
+        old = self.state
         if fetched is not None and fetched.head == certificate.head:
-            self._state = fetched
+            self.state = fetched
             # The codec's losses belong to the history of the other state.
             self.averaging.residuals = no_residuals(fetched)
         else:
             assert self._offered is not None and old is None
             await asyncio.to_thread(self._offered.certify, certificate)
-            self._state = self._offered
+            self.state = self._offered
         if old is not None and self._base is None and old.head != certificate.head:
             self._base = old.anchor
         self.averaging.commit_log.clear()
 
     async def _rebase(self) -> None:
         await self._stop_reducing()
-        work, base, state = self._work, self._base, self._state
+        work, base, state = self._work, self._base, self.state
         if work is not None and base is not None and state is not None:
             await asyncio.to_thread(work.rebase, base, state.anchor)
         self._base = None
@@ -262,7 +258,7 @@ class Runtime(CoreLoop):
     # Answers to the worker
 
     async def _answer(self, answer: effects.Answer) -> None:
-        state = self._state
+        state = self.state
         assert state is not None
         if answer.how == "begin":
             self._base = None
@@ -288,7 +284,7 @@ class Runtime(CoreLoop):
             num_failures=len(failures),
             failures=list(failures),
             num_peers=self._num_peers,
-            bandwidth=self.averaging.bandwidth,
+            bandwidth=self.averaging.bandwidth.bytes_per_s,
         )
 
     def _start(self, answer: effects.Answer, state: OuterState) -> Start:

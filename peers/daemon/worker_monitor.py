@@ -17,7 +17,7 @@ from peers.daemon.pace import Pace
 from peers.daemon.presence import Presence
 from peers.daemon.runtime import Runtime
 from peers.monitor.journal import Journal
-from peers.monitor.phases import Doing, in_words, training_left_s
+from peers.monitor.phases import Doing, training_left_s
 from peers.monitor.reporting import RunFigures, entry_of
 from peers.protocol.records import State
 from peers.protocol.reports import Evaluation, Phase, Point, Standing
@@ -62,11 +62,6 @@ class WorkerMonitor:
             wanted=self._presence.galaxy_size,
             waits_for=self.standing.waits_for,
         )
-
-    @property
-    def in_words(self) -> str:
-        """What a worker that waits for an answer is told."""
-        return in_words(self.phase)
 
     @property
     def standing(self) -> Standing:

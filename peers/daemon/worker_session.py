@@ -22,6 +22,7 @@ from peers.daemon.averaging import WorkInHand
 from peers.daemon.host import WorkerHost
 from peers.daemon.link import WAITING_INTERVAL_S, Accept, DaemonConnection, LinkMemory
 from peers.errors import LinkLost, PeersError, ProtocolError, UserError
+from peers.monitor.phases import in_words
 from peers.state.handover import EpochOutcome, Memories
 from peers.state.layout import Layout
 from peers.timing import START_S
@@ -53,7 +54,9 @@ class WorkerSession:
             hello = await asyncio.wait_for(connection.receive(), START_S)
             if hello["kind"] == "adopt":
                 manifest = await self._answer(connection, self._host.manifest())
-                await connection.send("manifest", manifest=dict(manifest), world_rank=self._host.world_rank)
+                await connection.send(
+                    "manifest", manifest=dict(manifest), world_rank=self._host.runtime.core.world_rank
+                )
                 hello = await asyncio.wait_for(connection.receive(), START_S)
             if hello["kind"] == "written":
                 await self._report_written(connection, Path(hello["directory"]))
@@ -123,7 +126,7 @@ class WorkerSession:
                 "the local ranks of this peer built different models; start them with the same flags"
             )
         await connection.welcome(
-            self._descriptors, run_id=self._host.run_id, world_rank=self._host.world_rank
+            self._descriptors, run_id=self._host.run_id, world_rank=self._host.runtime.core.world_rank
         )
 
     async def _handle(self, connection: DaemonConnection, message: dict[str, Any]) -> None:
@@ -138,12 +141,10 @@ class WorkerSession:
                 await self._collect(connection, message)
             case "progress":
                 self._host.progressed(message)
-            case "checkpoint":
-                if await self._snapshot(connection, Path(message["directory"])):
-                    await self._report_written(connection, Path(message["directory"]))
-            case "snapshot":
-                if await self._snapshot(connection, Path(message["directory"])):
-                    await connection.send("snapped")
+            case "checkpoint" | "snapshot":
+                await self._save(
+                    connection, Path(message["directory"]), waits=message["kind"] == "checkpoint"
+                )
             case "finished":
                 await connection.send("bye")
                 self._host.finished.set()
@@ -194,14 +195,14 @@ class WorkerSession:
         else:
             await connection.send("pending")
 
-    async def _snapshot(self, connection: DaemonConnection, directory: Path) -> bool:
-        """Begin to write the outer state. Where that fails, tell the worker why and return False."""
+    async def _save(self, connection: DaemonConnection, directory: Path, *, waits: bool) -> None:
+        """Begin to write the outer state, and answer the worker then or, if it waits, when it is written."""
         try:
             await self._answer(connection, self._host.snapshot(directory))
         except OSError as error:
             await connection.send("failed", reason=str(error))
-            return False
-        return True
+        else:
+            await (self._report_written(connection, directory) if waits else connection.send("snapped"))
 
     async def _report_written(self, connection: DaemonConnection, directory: Path) -> None:
         try:
@@ -234,7 +235,7 @@ class WorkerSession:
                     return task.result()
                 if gone.done():
                     raise LinkLost("the worker hung up before it was answered")
-                await connection.send("waiting", reason=self._monitor.in_words)
+                await connection.send("waiting", reason=in_words(self._monitor.phase))
         finally:
             task.cancel()
             gone.cancel()

@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from peers.daemon.averaging import WorkInHand
 from peers.daemon.link import WorkerLink, listen
 from peers.daemon.worker_session import serve_workers
 from peers.errors import PeersError, UserError
+from peers.protocol.reports import Phase
 from peers.state.handover import Ahead, EpochOutcome, Memories, Start
 from peers.state.layout import Layout, ParameterSlot
 from peers.state.saving import Written
@@ -30,7 +32,7 @@ LAYOUT = Layout(((ParameterSlot("w", (NUMEL,), 0),),))
 class SlowHost:
     """A host, with its runtime and its monitor, that averages for as long as the test likes."""
 
-    run_id, world_rank, in_words = "t", 0, "the test"
+    run_id, phase, core = "t", Phase(name="testing"), SimpleNamespace(world_rank=0)
 
     def __init__(self) -> None:
         self.runtime = self.monitor = self.saving = self
