@@ -70,7 +70,7 @@ def test_peers_end_on_the_anchor_and_every_fragment_counts_every_token(scale):
         assert swarm.epoch == scale.total_steps * fragments // scale.local_steps + fragments - 1
         assert swarm.committed_tokens == fragments * scale.tokens
         for replica in swarm.replicas:
-            for piece in replica.pieces:
+            for piece in replica.weights.pieces:
                 there = swarm.state.anchor[piece.fragment][piece.start : piece.start + piece.local.numel()]
                 assert torch.equal(piece.local.reshape(-1), there)
 
