@@ -10,7 +10,7 @@ data, its order and its division among peers, so differences are paired, and the
 peer is slower, the others do not wait for it, and fewer tokens are trained in total.
 
 The product's own code does the inner step (diloco.train.inner: optimizer, clipping, schedule by nominal steps), the
-samples (diloco.data), the layout and the merge after overlap (diloco.outer.flat), the schedule of fragments
+samples (diloco.data), the layout and the merge after overlap (diloco.outer), the schedule of fragments
 (peers.core.schedule), weights and clipping of members (peers.core.weights), the reduction with its codecs and error
 feedback in both directions (peers.reduce.all_reduce, over socket pairs), the outer step (peers.state.outer_optimizer),
 and the held-out loss (diloco.train.evaluation).

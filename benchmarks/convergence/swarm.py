@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,8 @@ from benchmarks.convergence.reduction import Member, average
 from benchmarks.convergence.settings import Job
 from diloco.data.batches import SampleSource
 from diloco.data.sampling import Block, step_offsets
-from diloco.outer.flat import Piece, copy_in, copy_out, layout_of, merge, pieces_of
+from diloco.outer.exchange import SharedWeights
+from diloco.outer.layout import layout_of, pieces_of
 from diloco.train.inner import InnerLoop
 from diloco.train.model import load_model
 from diloco.train.optim import learning_rate, optimizer_of
@@ -29,16 +30,15 @@ class Replica:
     """One peer's worker: its model and optimizer, and the buffers that it would share with its daemon."""
 
     inner: InnerLoop
-    pieces: list[Piece]
-    out: list[Tensor]
-    result: list[Tensor]
+    weights: SharedWeights
     tokens: list[int]
     """For each fragment, the tokens trained since it was averaged."""
     residuals: list[Residuals]
     """For each fragment, the residuals of the codec."""
 
-    def of(self, fragment: int) -> list[Piece]:
-        return [piece for piece in self.pieces if piece.fragment == fragment]
+    def load(self, anchor: Sequence[Tensor]) -> None:
+        """Take over all of these weights."""
+        replace(self.weights, inn=anchor).take()
 
 
 class LocalSwarm:
@@ -48,8 +48,8 @@ class LocalSwarm:
         self._job, self._source = job, source
         self.schedule = job.arm.schedule(job.scale)
         self.replicas = [new_replica(job, self.schedule.num_fragments) for _ in range(job.scale.num_peers)]
-        copy_out(self.replicas[0].pieces, self.replicas[0].out)
-        self.state = OuterState.initial([values.clone() for values in self.replicas[0].out])
+        self.replicas[0].weights.put()
+        self.state = OuterState.initial([values.clone() for values in self.replicas[0].weights.out])
         self._late_base = [values.clone() for values in self.state.anchor]
         """The anchor on which the last peer's work is based, if that peer is slower than the others."""
         self._optimizer = OuterOptimizer(lr=job.outer_lr, momentum=job.outer_momentum)
@@ -85,7 +85,7 @@ class LocalSwarm:
 
     def write_anchor(self, replica: Replica) -> None:
         """Load the anchor into the replica."""
-        copy_in(replica.pieces, self.state.anchor)
+        replica.load(self.state.anchor)
 
     def carried(self) -> dict[str, Any]:
         """The state of the peers besides weights, optimizers and outer state. Call it between two epochs."""
@@ -112,7 +112,9 @@ class LocalSwarm:
         self._late_base = carried["late_base"]
         for replica, tokens in zip(self.replicas, carried["tokens"], strict=True):
             replica.tokens = list(tokens)
-            replica.residuals = [Residuals.from_tensors(out.numel(), next(saved)) for out in replica.out]
+            replica.residuals = [
+                Residuals.from_tensors(out.numel(), next(saved)) for out in replica.weights.out
+            ]
 
     def _average_if_due(self) -> None:
         """Hand over and average fragments after a step, as diloco.outer.diloco.Diloco does."""
@@ -137,7 +139,7 @@ class LocalSwarm:
     def _leave(self, local_step: int) -> None:
         fragment = self.schedule.fragment_of(self.epoch)
         for replica in self.replicas:
-            copy_out(replica.of(fragment), replica.out)
+            replica.weights.put(fragment)
         self._left_at = local_step
 
     def _collect(self, local_step: int) -> None:
@@ -148,10 +150,15 @@ class LocalSwarm:
         ready = self._ready()
         late = self.replicas[-1]
         if self._job.arm.slowness > 1 and late in ready:
-            out, base = late.out[fragment], self._late_base[fragment]
+            out, base = late.weights.out[fragment], self._late_base[fragment]
             rebase(self.state.anchor[fragment], out, base, out)
         members = [
-            Member(r.out[fragment], r.tokens[fragment] - since, r.residuals[fragment], r.result[fragment])
+            Member(
+                r.weights.out[fragment],
+                r.tokens[fragment] - since,
+                r.residuals[fragment],
+                r.weights.inn[fragment],
+            )
             for r in ready
         ]
         codec = self._job.arm.compression
@@ -165,10 +172,11 @@ class LocalSwarm:
             self._late_base[fragment].copy_(self.state.anchor[fragment])
         for replica in ready:
             replica.tokens[fragment] = since
+            weights = replace(replica.weights, inn=self.state.anchor)
             if local_step > left_at:
-                merge(replica.of(fragment), replica.out, self.state.anchor, mixing=self.schedule.mixing)
+                weights.merge(fragment, mixing=self.schedule.mixing)
             else:
-                copy_in(replica.of(fragment), self.state.anchor)
+                weights.take(fragment)
         self._left_at = None
 
     def _slowness_of(self, rank: int) -> int:
@@ -204,9 +212,9 @@ class DataParallel:
 
     def write_anchor(self, replica: Replica) -> None:
         """Load the weights into the replica."""
-        mine = self.replicas[0]
-        copy_out(mine.pieces, mine.out)
-        copy_in(replica.pieces, mine.out)
+        mine = self.replicas[0].weights
+        mine.put()
+        replica.load(mine.out)
 
 
 def new_replica(job: Job, num_fragments: int) -> Replica:
@@ -223,9 +231,10 @@ def new_replica(job: Job, num_fragments: int) -> Replica:
         max_grad_norm=config.max_grad_norm,
     )
     layout = layout_of(model, num_fragments)
-    out, result = ([torch.zeros(size) for size in layout.sizes] for _ in range(2))
+    out, inn = ([torch.zeros(size) for size in layout.sizes] for _ in range(2))
     residuals = [Residuals(size) for size in layout.sizes]
-    return Replica(inner, pieces_of(model, layout), out, result, [0] * num_fragments, residuals)
+    weights = SharedWeights(pieces_of(model, layout), out, inn)
+    return Replica(inner, weights, [0] * num_fragments, residuals)
 
 
 def learning_rate_of(job: Job, step: int) -> float:

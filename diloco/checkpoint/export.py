@@ -24,7 +24,7 @@ from diloco.checkpoint.store import Store, open_store
 from diloco.data.tokenizer import load_tokenizer
 from diloco.errors import UserError
 from diloco.options.model_files import load_model_config, save_pretrained_dir
-from diloco.outer.flat import layout_of
+from diloco.outer.layout import layout_of
 from diloco.train.model import outline
 from peers.state import files as state_files
 

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.futures import Future
 
 from diloco.errors import UserError
-from diloco.outer.flat import trainable_parameters
+from diloco.outer.layout import trainable_parameters
 from diloco.train.inner import InnerLoop
 from diloco.train.sharding import local_tensor
 from peers.state.whole_files import FileRecord

@@ -41,7 +41,10 @@ if TYPE_CHECKING:
 
 _SOURCE = ValueSource()
 _LINK_ENV = "DILOCO_LINK"
-TOLD = tuple(f"peers.daemon.{name}" for name in ("agreement", "daemon", "host", "main", "runtime"))
+TOLD = tuple(
+    f"peers.daemon.{name}"
+    for name in ("agreement", "daemon", "downloads", "main", "runtime", "worker_monitor")
+)
 
 app = App(name="peer", config=[_SOURCE])
 

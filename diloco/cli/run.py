@@ -142,7 +142,7 @@ class _Run:
         """New records of a peer: it lives; and when it is half-way, it may be the one to lose."""
         peer = swarm.peers[index]
         self.records[peer.shown.name] += new
-        peer.supervisor.notify_progress()
+        peer.supervisor.restarts.progressed()
         step = max((int(record["step"]) for record in new if record.get("kind") == "step"), default=0)
         if self.lose_peer == peer.world_rank and 2 * step >= self.config.end_step:
             self.lose_peer = None

@@ -1,6 +1,6 @@
 """The one object that a training loop adds to take part in a swarm.
 
-outer = Diloco(model)          # finds its daemon through the environment; alone, it does nothing
+outer = Diloco(model)          # finds its daemon through the environment; without one, it does nothing
 for batch in loader:
     loss = step(model, batch)
     outer.step(num_tokens=batch.numel())
@@ -21,7 +21,7 @@ from torch import nn
 from diloco.errors import DilocoError, UserError
 from diloco.outer.exchange import Exchange
 from diloco.outer.outer_files import OuterFiles
-from diloco.outer.world import on_rank_zero
+from diloco.outer.world import barrier, on_rank_zero, summed
 from peers.core.schedule import Schedule
 from peers.daemon.link import LINK_ENV
 from peers.state.handover import EpochFigures
@@ -31,36 +31,36 @@ PROGRESS_INTERVAL_S = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """Where a peer is in the run, and from which block on its epoch's data lies."""
+    """Where a peer is in the run, and at which block the data of its epoch begins."""
 
     epoch: int = 0
     local_step: int = 0
-    """Inner steps since the last commit; alone, since the beginning."""
+    """Inner steps since the last commit; without a swarm, since the beginning."""
     data_base: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Restored:
-    """A checkpoint that was loaded into the model: where it was taken, and the directory of its outer state."""
+    """A checkpoint that has been loaded into the model: its position, and the directory of its outer state."""
 
     position: Position
     tokens: tuple[int, ...]
-    """Of each fragment, those that each rank had trained since it was averaged."""
+    """For each fragment, the tokens that each rank had trained since the fragment was averaged."""
     directory: Path
     is_own: bool = True
-    """Else another peer saved it: this one begins with the outer state, and its own work from there on."""
+    """False where another peer saved it: this peer then begins with the outer state alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Commit(EpochFigures):
-    """How an epoch ended: what its `epoch` record in metrics.jsonl says."""
+    """How an epoch ended; its `epoch` record in metrics.jsonl has the same fields."""
 
     blocked_s: float
-    """How long this peer's training stood still for the epoch."""
+    """How long this peer's training waited for the epoch."""
 
 
 Restore = Callable[[int | None], Restored | None]
-"""Loads this world rank's checkpoint into the model, if there is one to be loaded."""
+"""Loads the checkpoint of this world rank into the model. None where there is none."""
 
 
 class Diloco:
@@ -81,11 +81,11 @@ class Diloco:
     ) -> None:
         """Waits for the swarm and loads the weights to start from.
 
-        `local_steps` (H, inner steps between two averagings of the same weights) is the swarm's where it is not given;
-        `max_steps` ends the run after so many nominal steps; `restore` is called once, before anything is offered to
-        the swarm. `goes_ahead`: where a commit takes longer than usual, since somebody was lost, training goes on
-        meanwhile, and the commit comes after some later step. `on_waiting` is called about once a second, with what the
-        daemon does, while it is waited for.
+        `local_steps` is H, the number of inner steps between two averagings of the same weights; by default it is the
+        swarm's. `max_steps` ends the run after so many nominal steps. `restore` is called once, before anything is
+        offered to the swarm. `goes_ahead` lets training continue while a commit takes longer than usual because a peer
+        was lost; a later step then returns the commit. While this peer waits for its daemon, `on_waiting` is called
+        about once a second with what the daemon does.
 
         Raises peers.errors.UserError where the swarm refuses this peer, LinkLost where its daemon is gone.
         """
@@ -95,9 +95,9 @@ class Diloco:
         self.num_peers = 1
         self.last_commit: Commit | None = None
         self.commits: list[Commit] = []
-        """Those of the last call of `step` or `finish`; at the run's end every fragment has one."""
+        """The commits of the last call of `step` or `finish`; at the run's end, one for each fragment."""
         self.tokens = [0]
-        """Of each fragment, what this rank has trained since it was last averaged."""
+        """For each fragment, the tokens that this rank has trained since the fragment was averaged."""
         self._schedule = None if local_steps is None else Schedule(local_steps=local_steps)
         self._flight: _Flight | None = None
         self._goes_ahead = goes_ahead
@@ -108,7 +108,7 @@ class Diloco:
         self._exchange = Exchange(model, Path(path), on_waiting=on_waiting) if path else None
         self._in_swarm = self._exchange is not None
         if self._exchange is not None:
-            self.world_rank = int(self._exchange.welcome["world_rank"])
+            self.world_rank = self._exchange.world_rank
             agreed = self._exchange.schedule
             self._schedule = replace(agreed, local_steps=local_steps) if local_steps else agreed
             self.tokens = [0] * agreed.num_fragments
@@ -138,17 +138,17 @@ class Diloco:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Inner steps between two outer steps, of whichever fragment."""
+        """Inner steps between two outer steps, which may be of different fragments."""
         return self._scheduled.steps_per_epoch
 
     @property
     def in_flight(self) -> bool:
-        """Whether weights have left whose average has not come back: no time for a checkpoint."""
+        """Whether a round is under way. A checkpoint would then hold half of an outer step."""
         return self._flight is not None
 
     @property
     def nominal_step(self) -> int:
-        """Steps since the start of the run as schedules count them, the same for fast and slow peers."""
+        """Steps since the start of the run as schedules count them: the same for fast and for slow peers."""
         if not self._in_swarm:
             return self.local_step
         return self._scheduled.nominal_step(self.epoch, self.local_step, self.max_steps)
@@ -162,11 +162,11 @@ class Diloco:
     def evaluates(self) -> bool:
         """Whether this peer is the one that evaluates: the lowest contributor of the last commit.
 
-        Before the run's first commit it is world rank 0. With fragments or overlap what it scores in mid-run are its
-        own weights, with what they have of the others; at the run's end they are what all have.
+        Before the run's first commit it is world rank 0. With fragments or overlap, the weights that it scores in
+        mid-run also contain its own recent training; at the run's end all peers have the same weights.
         """
         if self.last_commit is not None:
-            # Who came too late for a round has weights of its own, and the others evaluate.
+            # A peer that was too late for a round does not hold the average, and leaves evaluation to the others.
             nobody = self.world_rank if self._is_over else None
             return self.world_rank == min(self.last_commit.contributors, default=nobody)
         return not self.active or (self.world_rank == 0 and self.epoch == 0)
@@ -174,10 +174,10 @@ class Diloco:
     def step(self, *, num_tokens: int, loss: float | None = None) -> Commit | None:
         """Call after every optimizer step; `num_tokens` are those that this rank trained in it.
 
-        At an epoch's end this loads the swarm's new weights of the epoch's fragment (the optimizer's state stays) and
-        returns the commit; who came too late for it (then `contributors` do not list this peer) has its work on top.
-        At the run's end, once all fragments have been averaged, it returns the last one. Raises LinkLost where the
-        daemon is gone.
+        At an epoch's end this loads the swarm's new weights of the epoch's fragment, leaves the optimizer's state as it
+        is, and returns the commit. Where this peer's work came too late for it, `contributors` does not list this peer,
+        and the work is added on top of the new weights. At the run's end this averages all fragments and returns the
+        last commit. Raises LinkLost where the daemon is gone.
         """
         self.commits = []
         self.position = replace(self.position, local_step=self.local_step + 1)
@@ -185,18 +185,18 @@ class Diloco:
         exchange = self._exchange
         if exchange is None:
             return None
-        self._keep_to_the_time()
+        self._keep_to_time_budget()
         if self.done:
             return self._average_all(exchange)
         if self._flight is None and self.local_step >= self._scheduled.leaves_at(self.epoch, self.max_steps):
             self._leave(exchange, last=False)
         commit = self._poll(exchange)
         while self.local_step >= self.steps_per_epoch and not self.done:
-            # Who was ahead for all of this epoch has to hand it over at once.
+            # A peer that has gone ahead for the whole of this epoch hands it over at once.
             if self._flight is None:
                 self._leave(exchange, last=False)
             commit = self._collect(exchange, may_go_ahead=self._goes_ahead) or commit
-        # Who came too late for that round may find itself at the run's end, with work that is in none yet.
+        # After a round that it was too late for, this peer may be at the run's end with work that no commit contains.
         if self.done and not self._is_over and not self._is_late:
             return self._average_all(exchange)
         if commit is None:
@@ -205,24 +205,17 @@ class Diloco:
 
     def checkpoint(self, directory: Path) -> None:
         """Have the daemon write its outer state into `directory`. Raises DilocoError where it cannot."""
-        if self._exchange is None:
-            return
-        answer = self._exchange.ask(
-            "checkpoint", "checkpointed", "failed", directory=str(directory.absolute())
-        )
-        if answer["kind"] == "failed":
-            raise DilocoError(f"the outer state was not saved to {directory}: {answer['reason']}")
+        if self._exchange is not None:
+            self._save(self._exchange, "checkpoint", "checkpointed", directory)
 
     def snapshot(self, directory: Path) -> OuterFiles:
-        """Have the daemon write its outer state, as it is now, into `directory` while training goes on.
+        """Have the daemon write its outer state, as it is now, into `directory` while training continues.
 
-        Raises DilocoError where it cannot begin to; what comes of it is told to whoever waits for it.
+        Raises DilocoError where it cannot begin to. The `wait` of what this returns raises one where it fails later.
         """
         if self._exchange is None:
             return OuterFiles(directory)
-        answer = self._exchange.ask("snapshot", "snapped", "failed", directory=str(directory.absolute()))
-        if answer["kind"] == "failed":
-            raise DilocoError(f"the outer state was not saved to {directory}: {answer['reason']}")
+        self._save(self._exchange, "snapshot", "snapped", directory)
         return OuterFiles(directory, self._exchange.link_path)
 
     def finish(self) -> None:
@@ -236,8 +229,14 @@ class Diloco:
         self._exchange.close()
         self._exchange, self._is_over = None, True
 
+    def _save(self, exchange: Exchange, kind: str, done: str, directory: Path) -> None:
+        answer = exchange.ask(kind, done, "failed", directory=str(directory.absolute()))
+        if answer["kind"] == "failed":
+            raise DilocoError(f"the outer state was not saved to {directory}: {answer['reason']}")
+
     def _start(self, exchange: Exchange, restored: Restored | None) -> None:
-        exchange.put()
+        exchange.weights.put()
+        barrier()
         start = exchange.ask(
             "offer",
             "start",
@@ -248,7 +247,7 @@ class Diloco:
         )
         self.world_rank = int(start["world_rank"])
         if not start["keep_local"]:
-            exchange.take()
+            exchange.weights.take()
             self.tokens = [0] * len(self.tokens)
         self._adopt(start)
 
@@ -262,11 +261,11 @@ class Diloco:
 
     @property
     def _is_late(self) -> bool:
-        """Whether the others have made the run's last commit: an epoch of this peer's own would be a fork."""
+        """Whether the run's last commit has been made: one more epoch, by this peer alone, would be a fork."""
         return self.max_steps is not None and self.epoch >= self._scheduled.final_epoch(self.max_steps)
 
     def _average_all(self, exchange: Exchange) -> Commit | None:
-        """The run's end for this peer: average every fragment as it stands, blocking."""
+        """End the run for this peer: average every fragment as it is now, and wait for each commit."""
         if self._flight is not None:
             self._collect(exchange)
         end, schedule = self.max_steps, self._scheduled
@@ -279,26 +278,29 @@ class Diloco:
         return self.last_commit
 
     def _leave(self, exchange: Exchange, *, last: bool) -> None:
-        """Hand over the weights of the epoch's fragment; its round begins, and training may go on."""
+        """Hand over the weights of the epoch's fragment. Its round begins, and training may continue."""
         started_at = time.monotonic()
         fragment = self._scheduled.fragment_of(self.epoch)
         own_tokens, self.tokens[fragment] = self.tokens[fragment], 0
-        tokens = exchange.put(fragment, tokens=own_tokens)
-        if exchange.speaks:
-            exchange.tell(
-                "ready",
-                fragment=fragment,
-                epoch=self.epoch,
-                local_step=self.local_step,
-                tokens=tokens,
-                step=self.nominal_step,
-                last=last,
-            )
+        exchange.weights.put(fragment)
+        # Returns once all ranks have written their parts.
+        tokens = summed(own_tokens)
+        exchange.tell(
+            "ready",
+            fragment=fragment,
+            epoch=self.epoch,
+            local_step=self.local_step,
+            tokens=tokens,
+            step=self.nominal_step,
+            last=last,
+        )
         self._flight = _Flight(fragment, own_tokens, self.local_step, time.monotonic() - started_at)
 
     def _collect(self, exchange: Exchange, *, may_go_ahead: bool = False) -> Commit | None:
-        """Wait for the round that is under way, and merge what came of it; None: it takes long, and training goes on
-        in the next epoch."""
+        """Wait for the round that is under way, and merge its commit.
+
+        None where the commit takes long and training continues in the next epoch meanwhile.
+        """
         flight = self._flight
         assert flight is not None
         started_at = time.monotonic()
@@ -313,7 +315,7 @@ class Diloco:
         return None
 
     def _poll(self, exchange: Exchange) -> Commit | None:
-        """Merge the commit that training did not wait for, if it is here."""
+        """Merge the commit that training did not wait for, if it has been made."""
         flight = self._flight
         if flight is None or not flight.is_ahead:
             return None
@@ -321,20 +323,21 @@ class Diloco:
         return self._merge(exchange, flight, answer) if answer["kind"] == "committed" else None
 
     def _merge(self, exchange: Exchange, flight: _Flight, answer: dict[str, Any]) -> Commit:
-        """Take over what came of a round, with what was trained since its weights left on top."""
+        """Load the result of a round, and add the training that was done since the weights were handed over."""
         self._flight, started_at = None, time.monotonic()
         self.world_rank = int(answer["world_rank"])
+        weights = exchange.weights
         if flight.is_ahead or self.local_step > flight.local_step:
-            # The published merge is for a round that was meant to overlap: what was trained ahead is kept.
-            exchange.merge(flight.fragment, mixing=None if flight.is_ahead else self._scheduled.mixing)
+            # Mixing is meant for rounds that overlap training as planned. Training that went ahead is kept whole.
+            weights.merge(flight.fragment, mixing=None if flight.is_ahead else self._scheduled.mixing)
         else:
-            exchange.take(flight.fragment)
+            weights.take(flight.fragment)
         for fragment in answer["shifted"]:
-            exchange.shift(fragment)
+            weights.shift(fragment)
         if self.world_rank not in answer["contributors"]:
-            # The work was not averaged: it is in the weights still, and counts the next time.
+            # The work was not averaged: it is still in the weights, and counts in the next round.
             self.tokens[flight.fragment] += flight.tokens
-        # What was trained ahead is of the epoch that was to follow.
+        # Steps that went ahead belong to the epoch after this commit.
         done = self.local_step if flight.is_ahead and self.epoch == int(answer["epoch"]) else 0
         self._adopt(answer, least_local_step=done)
         self._is_over = bool(answer["last"])
@@ -345,7 +348,7 @@ class Diloco:
         return self.last_commit
 
     def _adopt(self, answer: dict[str, Any], *, least_local_step: int = 0) -> None:
-        """Weights and position move together: called only after the weights have been taken."""
+        """Weights and position advance together: called only after the weights have been loaded."""
         position = Position(**{field.name: int(answer[field.name]) for field in fields(Position)})
         self._stand_at(replace(position, local_step=max(position.local_step, least_local_step)))
         self.num_peers = int(answer["num_peers"])
@@ -355,19 +358,17 @@ class Diloco:
         if self._schedule is not None:
             self._epoch_began_at = time.monotonic() - self._schedule.elapsed_at(self.local_step)
 
-    def _keep_to_the_time(self) -> None:
-        """Where epochs have a time budget, stand where the time says if that is further than the steps done."""
+    def _keep_to_time_budget(self) -> None:
+        """Where epochs have a time budget, advance to the step that the elapsed time stands for, if it is later."""
         schedule = self._scheduled
         if schedule.local_time_s:
-            # One clock for all ranks: they have to leave together.
+            # One clock for all ranks: they have to hand over together.
             elapsed_s = on_rank_zero(lambda: time.monotonic() - self._epoch_began_at)
             local_step = schedule.local_step_after(self.local_step, elapsed_s)
             self.position = replace(self.position, local_step=local_step)
 
     def _report(self, exchange: Exchange, num_tokens: int, loss: float | None) -> None:
-        """Rank 0 tells the daemon how it goes, at most twice a second."""
-        if not exchange.speaks:
-            return
+        """Report the step, the loss and the speed to the daemon, at most twice a second."""
         rate = self._progress.due(num_tokens * exchange.num_ranks, time.monotonic())
         if rate is not None:
             step, local_step = self.nominal_step, self.local_step
@@ -376,17 +377,17 @@ class Diloco:
 
 @dataclass(frozen=True)
 class _Flight:
-    """A fragment that has left and not come back."""
+    """A fragment that has been handed over and whose commit has not been merged."""
 
     fragment: int
     tokens: int
-    """This rank's, since the fragment was averaged before."""
+    """The tokens that this rank had trained since the fragment was averaged."""
     local_step: int
-    """When it left."""
+    """The local step at which it was handed over."""
     blocked_s: float
-    """For how long training has stood still for it."""
+    """How long training has waited for it."""
     is_ahead: bool = False
-    """Its commit takes long: training has gone on in the next epoch."""
+    """Whether training has continued in the next epoch, because the commit takes long."""
 
 
 @dataclass
@@ -397,7 +398,7 @@ class _Progress:
     reported_at: float | None = None
 
     def due(self, tokens: int, now: float) -> float | None:
-        """Tokens per second since the last report, if one is due again."""
+        """Tokens per second since the last report, where the next report is due."""
         if self.reported_at is None:
             self.reported_at = now
             return None

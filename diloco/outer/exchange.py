@@ -1,28 +1,27 @@
-"""The ranks of a peer and their daemon: weights through shared memory, words through rank 0."""
+"""What the ranks of a peer exchange with their daemon: weights through shared memory, messages through rank 0."""
 
 from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from diloco.errors import UserError
-from diloco.outer.flat import Piece, copy_in, copy_out, layout_of, merge, pieces_of, shift
+from diloco.outer.layout import Piece, layout_of, pieces_of
 from diloco.outer.world import World, in_group, on_rank_zero, summed
 from peers.core.schedule import Schedule
 from peers.daemon.link import WorkerLink
 
 
 class Exchange:
-    """Constructed and used by all ranks together; what the daemon answers rank 0, every rank is given.
-
-    Only the ranks of the first node reach the daemon; those of other nodes get the weights by broadcast.
-    """
+    """Constructed and used by all ranks together. Every rank is given what the daemon answers to rank 0."""
 
     def __init__(
         self, model: nn.Module, link_path: Path, *, on_waiting: Callable[[str], None] | None = None
@@ -30,57 +29,38 @@ class Exchange:
         """Raises peers.errors.UserError where the swarm refuses this model, LinkLost where no daemon answers."""
         self.link_path = link_path
         world = World.from_environment(os.environ) if in_group() else World()
-        self._num_nodes = world.num_nodes
-        self.num_ranks = world.num_ranks
-        self.speaks = world.is_main
-        """Whether this rank is the one that talks to the daemon."""
+        self.num_ranks, self._speaks = world.num_ranks, world.is_main
         self._link: WorkerLink | None = None
-        self._out: list[Tensor] = []
-        self._in: list[Tensor] = []
+        """Only on the ranks of the first node, which is the daemon's."""
         if world.node == 0:
             self._link = WorkerLink.connect(link_path)
             if on_waiting is not None:
                 self._link.on_waiting = on_waiting
-        self.schedule = Schedule.of(on_rank_zero(self._manifest))
-        """When the swarm averages what."""
+        self.schedule = Schedule.of(self.ask("adopt", "manifest")["manifest"])
+        """Which fragment the swarm averages when."""
         layout = layout_of(model, self.schedule.num_fragments)
-        self._pieces = pieces_of(model, layout)
-        if summed(int(world.node > 0 and any(piece.is_first for piece in self._pieces))):
+        pieces = pieces_of(model, layout)
+        if summed(int(world.node > 0 and any(piece.is_first for piece in pieces))):
             raise UserError(
                 "the model is sharded across nodes, but one node has to hold all of it: shard within each node and "
                 "replicate over the nodes (HSDP), or start a peer on each node"
             )
+        welcome: dict[str, Any] = {}
         if self._link is not None:
-            self.welcome = self._link.hello(
+            welcome = self._link.hello(
                 layout, local_rank=world.local_rank, num_local_ranks=world.num_local_ranks
             )
-            for memory in self._link.memories:
-                self._out.append(_floats(memory.out, memory.numel))
-                self._in.append(_floats(memory.inn, memory.numel))
-        self.welcome = on_rank_zero(lambda: self.welcome)
-
-    def put(self, fragment: int | None = None, *, tokens: int = 0) -> int:
-        """Every rank writes its share of a fragment (None: of all) into *out*.
-
-        Returns the tokens of all ranks, once all have.
-        """
-        copy_out(self._of(fragment), self._out)
-        return summed(tokens)
-
-    def take(self, fragment: int | None = None) -> None:
-        """Every rank loads its share of a fragment (None: of all) from *in*."""
-        copy_in(self._of(fragment), self._in, num_nodes=self._num_nodes)
-
-    def merge(self, fragment: int, *, mixing: float | None) -> None:
-        """As `take`, where training has gone on since the fragment was put: see diloco.outer.flat.merge."""
-        merge(self._of(fragment), self._out, self._in, mixing=mixing, num_nodes=self._num_nodes)
-
-    def shift(self, fragment: int) -> None:
-        """Every rank adds what *in* holds to its share of a fragment."""
-        shift(self._of(fragment), self._in, num_nodes=self._num_nodes)
+        memories = self._link.memories if self._link is not None else []
+        self.weights = SharedWeights(
+            pieces,
+            [_floats(memory.out, memory.numel) for memory in memories],
+            [_floats(memory.inn, memory.numel) for memory in memories],
+            world.num_nodes,
+        )
+        self.world_rank: int = on_rank_zero(lambda: int(welcome["world_rank"]))
 
     def ask(self, kind: str, *answers: str, **fields: Any) -> dict[str, Any]:
-        """Send a message and wait for an answer of one of these kinds. Raises as WorkerLink.receive does."""
+        """Send a message and wait for an answer of one of these kinds. Raises what WorkerLink.receive raises."""
 
         def talk() -> dict[str, Any]:
             assert self._link is not None
@@ -90,22 +70,90 @@ class Exchange:
         return on_rank_zero(talk)
 
     def tell(self, kind: str, **fields: Any) -> None:
-        """Send a message that has no answer; only for the rank that speaks."""
-        assert self._link is not None
-        self._link.send(kind, **fields)
-
-    def _manifest(self) -> dict[str, Any]:
-        assert self._link is not None
-        self._link.send("adopt")
-        manifest: dict[str, Any] = self._link.receive("manifest")["manifest"]
-        return manifest
-
-    def _of(self, fragment: int | None) -> list[Piece]:
-        return [piece for piece in self._pieces if fragment in (None, piece.fragment)]
+        """Send a message that has no answer. Only rank 0 does."""
+        if self._speaks:
+            assert self._link is not None
+            self._link.send(kind, **fields)
 
     def close(self) -> None:
         if self._link is not None:
             self._link.close()
+
+
+@dataclass(frozen=True)
+class SharedWeights:
+    """One rank's pieces of a model, and the memories of each fragment that it shares with the daemon.
+
+    Only the ranks of the first node have the memories. When weights come back, they broadcast them to the other nodes.
+    """
+
+    pieces: Sequence[Piece]
+    out: Sequence[Tensor]
+    inn: Sequence[Tensor]
+    num_nodes: int = 1
+
+    @torch.no_grad()
+    def put(self, fragment: int | None = None) -> None:
+        """Write this rank's part of a fragment (None: of all) to *out*. The first rank that holds a value writes it."""
+        pieces = self._of(fragment)
+        for piece in pieces:
+            if piece.is_first:
+                _place(piece, self.out).copy_(piece.local, non_blocking=True)
+        _wait_for_device(pieces)
+
+    def take(self, fragment: int | None = None) -> None:
+        """Load this rank's part of a fragment (None: of all) from *in*."""
+        self._load(fragment, lambda piece: _place(piece, self.inn))
+
+    def shift(self, fragment: int) -> None:
+        """Add what *in* holds to this rank's part of a fragment."""
+        self._load(fragment, lambda piece: piece.local + _on_device(piece, self.inn))
+
+    def merge(self, fragment: int, *, mixing: float | None) -> None:
+        """Combine what *in* holds with the training that this rank has done since it wrote the fragment to *out*.
+
+        Without mixing, local = in + (local - out): this training is kept whole, and counts in the next
+        pseudo-gradient. With mixing, local = mixing * local + (1 - mixing) * in, which is alpha in arXiv 2501.18512.
+        """
+
+        def merged(piece: Piece) -> Tensor:
+            target = _on_device(piece, self.inn)
+            if mixing is not None:
+                return piece.local.to(target.dtype).lerp(target, 1 - mixing)
+            snapshot = _on_device(piece, self.out)
+            if piece.local.dtype == target.dtype:
+                # In place: training waits, and new memory for the intermediate results would mostly be page faults.
+                return piece.local.sub_(snapshot).add_(target)
+            return target + (piece.local - snapshot)
+
+        self._load(fragment, merged)
+
+    @torch.no_grad()
+    def _load(self, fragment: int | None, values: Callable[[Piece], Tensor]) -> None:
+        pieces = self._of(fragment)
+        for piece in pieces:
+            if self.num_nodes == 1 or piece.is_first:
+                piece.local.copy_(values(piece), non_blocking=True)
+            if self.num_nodes > 1 and piece.local.numel():
+                dist.broadcast(piece.local, group=piece.copies, group_src=0)
+        _wait_for_device(pieces)
+
+    def _of(self, fragment: int | None) -> list[Piece]:
+        return [piece for piece in self.pieces if fragment in (None, piece.fragment)]
+
+
+def _place(piece: Piece, memories: Sequence[Tensor]) -> Tensor:
+    numel = piece.local.numel()
+    return memories[piece.fragment][piece.start : piece.start + numel].view(piece.local.shape)
+
+
+def _on_device(piece: Piece, memories: Sequence[Tensor]) -> Tensor:
+    return _place(piece, memories).to(piece.local.device, non_blocking=True)
+
+
+def _wait_for_device(pieces: Sequence[Piece]) -> None:
+    if any(piece.local.is_cuda for piece in pieces):
+        torch.cuda.synchronize()
 
 
 def _floats(memory: mmap.mmap, numel: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The daemon's part of a checkpoint: the outer state as it was at one moment, written while training goes on."""
+"""The daemon's part of a checkpoint: the outer state as it was at one moment, written while training continues."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from peers.state.whole_files import FileRecord
 
 @dataclass
 class OuterFiles:
-    """What is being written into `directory`; without a daemon nothing is."""
+    """The files that the daemon is writing into `directory`; without a daemon there are none."""
 
     directory: Path
     link_path: Path | None = None
     files: dict[str, FileRecord] = field(default_factory=dict)
-    """By name, once `wait` has returned."""
+    """By name; filled in by `wait`."""
     head: str = ""
 
     def wait(self) -> OuterFiles:
-        """Until the daemon is done, from any thread of rank 0; repeating it costs nothing.
+        """Wait until the daemon has written them. May be called from any thread of rank 0, and repeated.
 
-        Raises DilocoError where it could not, peers.errors.LinkLost where it is gone.
+        Raises DilocoError where the daemon failed, peers.errors.LinkLost where it is gone.
         """
         if self.link_path is None or self.files:
             return self
-        # A connection of its own: the training has the other one.
+        # A second connection: training uses the first.
         link = WorkerLink.connect(self.link_path)
         try:
             link.send("written", directory=str(self.directory.absolute()))

@@ -1,4 +1,4 @@
-"""This peer's torch processes: who they are, how they talk, and how the model lies over them."""
+"""This peer's torch processes: their ranks, their communication, and how the model is sharded over them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from diloco.errors import UserError
 
 T = TypeVar("T")
 
-# Rank 0 may wait for the swarm (galaxy, slow peers) while the others wait for rank 0; torchrun ends them all
+# The other ranks wait for rank 0 while it waits for the swarm (its first peers, slow peers). torchrun ends all of them
 # when one dies, so this deadline only has to be longer than any such wait.
 GROUP_TIMEOUT = datetime.timedelta(hours=2)
 
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """One torch process among those of its peer, as torchrun numbers them. The default is a process of its own."""
+    """One torch process among those of its peer, as torchrun numbers them. By default it is the only one."""
 
     rank: int = 0
     num_ranks: int = 1
@@ -32,7 +32,7 @@ class World:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> World:
-        """Read what torchrun sets. Raises UserError for a set of nodes of different sizes."""
+        """Read what torchrun sets. Raises UserError where the nodes have different numbers of ranks."""
         world = cls(
             rank=int(environ.get("RANK", 0)),
             num_ranks=int(environ.get("WORLD_SIZE", 1)),
@@ -52,16 +52,16 @@ class World:
 
     @property
     def node(self) -> int:
-        """torchrun numbers the ranks of a node in a row."""
+        """torchrun numbers the ranks of a node consecutively."""
         return self.rank // self.num_local_ranks
 
     @property
     def is_main(self) -> bool:
-        """The one that talks to the daemon and writes the metrics."""
+        """Whether this is the rank that talks to the daemon and writes the metrics."""
         return self.rank == 0
 
     def device(self, choice: Literal["auto", "cpu", "cuda"]) -> torch.device:
-        """The device this rank trains on. Raises UserError when it has none of that kind."""
+        """The device that this rank trains on. Raises UserError where there is none of that kind for it."""
         num_gpus = torch.cuda.device_count() if choice != "cpu" else 0
         if choice == "cpu" or (choice == "auto" and num_gpus == 0):
             return torch.device("cpu")
@@ -75,9 +75,9 @@ class World:
 
 @contextlib.contextmanager
 def joined(world: World, device: torch.device) -> Iterator[None]:
-    """The process group of the peer's ranks, for as long as the block runs. One process needs none.
+    """Join the process group of the peer's ranks while the block runs. A single process needs no group.
 
-    CPU tensors travel by gloo, CUDA tensors by NCCL, so rank 0 can hand on what it hears without touching the GPU.
+    gloo carries CPU tensors and NCCL carries CUDA tensors, so rank 0 can pass on messages without using the GPU.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -103,12 +103,12 @@ def device_mesh(world: World, device: torch.device, sharding_strategy: str) -> D
 
 
 def in_group() -> bool:
-    """Whether this process has a group, ours or one its owner made before constructing `Diloco`."""
+    """Whether this process is in a process group, of `joined` or of the training loop around `Diloco`."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def on_rank_zero(action: Callable[[], T]) -> T:
-    """Run `action` on rank 0 alone and give every rank its result, or its error, so that all take the same branch."""
+    """Run `action` on rank 0 only. Every rank gets its result, or its error, so that all take the same branch."""
     if not in_group():
         return action()
     outcome: list[Any] = [None, None]
@@ -126,7 +126,7 @@ def on_rank_zero(action: Callable[[], T]) -> T:
 
 
 def summed(value: int) -> int:
-    """The sum over all ranks; returns only when every rank has come here."""
+    """The sum over all ranks. Returns once every rank has called it."""
     if not in_group():
         return value
     total = torch.tensor(value, dtype=torch.int64)
@@ -135,7 +135,7 @@ def summed(value: int) -> int:
 
 
 def gathered(value: T) -> list[T]:
-    """Every rank's value, on every rank."""
+    """The values of all ranks, in their order."""
     if not in_group():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -144,5 +144,5 @@ def gathered(value: T) -> list[T]:
 
 
 def barrier() -> None:
-    """Return when every rank has come here."""
+    """Returns once every rank has called it."""
     summed(0)

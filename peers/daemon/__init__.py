@@ -1,5 +1,5 @@
-"""A peer of the swarm as one process on asyncio: it carries out what core decides.
+"""A peer of the swarm as one process on asyncio: it carries out what the core decides.
 
-main.py wires a peer together, runtime.py carries the core's effects out, host.py is the daemon's end of the worker's
-link (link.py). coordinator.py is the process that others begin from.
+main.py starts a peer. Work comes in over the worker's link (link.py, worker_session.py), runtime.py carries the core's
+effects out, and averaging.py computes. coordinator.py is the process with which a run begins.
 """

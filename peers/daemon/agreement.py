@@ -1,4 +1,4 @@
-"""Agreeing on the run's manifest over the mesh: who publishes it, who adopts it, who has to stop."""
+"""Agrees with the swarm on the run's manifest: a peer publishes its own, adopts another's, or has to stop."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ log = logging.getLogger(__name__)
 
 FETCH_TIMEOUT_S = PROBE_S
 MAX_FAILURES = 3
-"""A peer that announces a manifest and so often has none to give is passed over."""
+"""A peer that announces a manifest, and fails to send it so many times, is not asked again."""
 
 
 class Agreement:
-    """This peer's copy of the manifest: empty until agreed on."""
+    """This peer's copy of the manifest, which is empty until the swarm has agreed on one."""
 
     def __init__(self, presence: Presence) -> None:
         self._presence = presence
@@ -35,9 +35,9 @@ class Agreement:
     async def reach(
         self, proposal: Mapping[str, Scalar], named: Collection[str], *, waited_out: Callable[[], bool]
     ) -> dict[str, Scalar]:
-        """The swarm's manifest, or this peer's own if it is the one to publish it.
+        """The swarm's manifest, or this peer's own proposal if it is the peer that publishes one.
 
-        Raises UserError where it contradicts what the user has named.
+        Raises UserError where the swarm's contradicts a setting that the user has named.
         """
         presence, theirs = self._presence, None
         while theirs is None:
@@ -88,7 +88,7 @@ class Agreement:
             awaited.set_result(manifest)
 
     async def _fetch(self, peer: Announcement) -> dict[str, Scalar] | None:
-        """From the peer that announces it; None if it does not come, for then the view will change."""
+        """Ask the peer that announces it. None where it does not arrive in time."""
         awaited = self._awaited[peer.manifest_digest] = asyncio.get_running_loop().create_future()
         self._presence.mesh.send_to(peer.peer_id, WantManifest())
         try:

@@ -1,4 +1,4 @@
-"""What one daemon is told, and what follows from it: how long a commit waits, which outer step it makes."""
+"""What one daemon is told, and what follows from it for the core and for the outer step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from peers.timing import MATCHMAKING_S
 
 @dataclass(frozen=True, kw_only=True)
 class DaemonConfig:
-    """What one daemon needs to know. `manifest` is this peer's proposal; `named` are the fields its user insists on."""
+    """What one daemon needs to know. `manifest` is this peer's proposal; its user insists on the fields in `named`."""
 
     run_id: str = "diloco"
     initial_peers: tuple[str, ...] = ()
@@ -42,17 +42,26 @@ class DaemonConfig:
     named: frozenset[str] = frozenset()
     state_dir: str = ""
     hardware: str = ""
-    """What it trains on, for people."""
+    """What the peer trains on, as shown to people."""
     discover: bool = False
-    """Whether newcomers on the same network are told of it."""
+    """Whether newcomers on the same network are told about this peer."""
     metrics_port: int | None = None
-    """Where Prometheus finds this peer's figures, on loopback; 0: any free port, none: nowhere."""
+    """The loopback port on which Prometheus finds this peer's figures; 0 takes any free port, None serves none."""
     link_path: str | None = None
-    """Where the worker finds the daemon; default: a private temporary directory."""
+    """The socket on which the worker finds the daemon; by default it is in a private temporary directory."""
+
+    @property
+    def grace_s(self) -> float:
+        """The longest time that a commit waits for peers that are not ready."""
+        if self.grace is not None:
+            return self.grace
+        if self.all_reduce_strategy == "NO_WAIT":
+            return MATCHMAKING_S if self.matchmaking_time is None else self.matchmaking_time
+        return math.inf
 
 
 def optimizer_of(manifest: Mapping[str, Scalar], num_members: int) -> OuterOptimizer:
-    """The outer optimizer of a round of so many members: what is not in the manifest follows the defaults."""
+    """The outer optimizer of a round with so many members. What the manifest does not name follows the defaults."""
     schedule, codec = Schedule.of(manifest), str(manifest.get("hv.compression") or "fp32")
     lr, momentum = manifest.get("hv.outer_lr"), manifest.get("hv.outer_momentum")
     inner = str(manifest.get("optimizer") or "adamw")
@@ -67,12 +76,3 @@ def optimizer_of(manifest: Mapping[str, Scalar], num_members: int) -> OuterOptim
     if momentum is None:
         momentum = defaults.outer_momentum_for(codec, num_members, optimizer=inner)
     return OuterOptimizer(lr=float(lr), momentum=float(momentum))
-
-
-def grace_of(config: DaemonConfig) -> float:
-    """How long a commit waits for those who are not ready, at most."""
-    if config.grace is not None:
-        return config.grace
-    if config.all_reduce_strategy == "NO_WAIT":
-        return MATCHMAKING_S if config.matchmaking_time is None else config.matchmaking_time
-    return math.inf

@@ -1,13 +1,12 @@
-"""The coordinator of a run: bootstrap node of its DHT and keeper of its world ranks. Training survives its death.
+"""The coordinator of a run: it bootstraps the DHT, admits peers and assigns world ranks. Training survives its death.
 
-What it is asked, and answers, is in peers/protocol/ranks.py and peers/protocol/admission.py.
+Its messages are in peers/protocol/ranks.py and peers/protocol/admission.py.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Any
 
 from peers.admission.issuer import DEFAULT_LIFETIME_DAYS
 from peers.admission.ledger import RankLedger
-from peers.admission.rank_request import protocol_of, request_rank
+from peers.admission.rank_request import protocol_of
 from peers.admission.registrar import Registrar
 from peers.admission.secrets import load_or_create_key
 from peers.admission.service import AdmissionService, AdmissionSettings
@@ -32,28 +31,23 @@ from peers.protocol.maddrs import parse_maddr
 from peers.protocol.records import COORDINATOR_KEY, PEERS_KEY, Announcement
 from peers.timing import LOOK_S, OFTEN_S
 
-__all__ = ["CoordinatorConfig", "request_rank", "serve"]
-
-
-logger = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True, kw_only=True)
 class CoordinatorConfig:
     """What a coordinator needs to know."""
 
     state_dir: Path
-    """Holds the ledger, and the key unless `identity_path` names one: <state_dir>/coordinator/<run_id>.*"""
+    """Holds the ledger and, unless `identity_path` names another, the key: <state_dir>/coordinator/<run_id>.*"""
     run_id: str = "diloco"
     host_maddrs: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
     announce_maddrs: tuple[str, ...] = ()
     identity_path: Path | None = None
     initial_peers: tuple[str, ...] = ()
-    """Members of the DHT to join; default: begin one."""
+    """Members of the DHT to join; without any, the coordinator begins one."""
     discover: bool = False
-    """Whether newcomers on the same network are told of it."""
+    """Whether newcomers on the same network are told about this coordinator."""
     admission: bool | None = None
-    """Whether peers need a token; default: where this run has an admission key already."""
+    """Whether peers need a token; by default, if this run already has an admission key."""
     allowlist_file: str | None = None
     token_days: float = DEFAULT_LIFETIME_DAYS
 
@@ -67,10 +61,10 @@ class CoordinatorConfig:
 
 
 async def serve(config: CoordinatorConfig, say: Callable[[str], None]) -> None:
-    """Coordinate until cancelled. `say` gets the line to paste for peers first, then who may join, then one line per
-    join, leave and epoch.
+    """Coordinate until cancelled. Raises UserError before it serves, PeersError when p2pd dies later.
 
-    Raises UserError before it serves, PeersError when p2pd dies later.
+    `say` is called with the lines to paste for peers, then with who may join, then with one line for each peer that
+    joins or leaves and for each epoch.
     """
     directory = config.state_dir / "coordinator"
     run_id = check_run_id(config.run_id)
@@ -109,7 +103,10 @@ async def serve(config: CoordinatorConfig, say: Callable[[str], None]) -> None:
 
 
 def admission_settings(config: CoordinatorConfig) -> AdmissionSettings:
-    """With an admission key, made where it is asked for and missing; without one: an open swarm. Raises UserError."""
+    """Those of a swarm with an admission key, created if it is asked for and missing, or of an open swarm.
+
+    Raises UserError.
+    """
     key_path = config.admission_key_path
     if not (key_path.exists() if config.admission is None else config.admission):
         if config.allowlist_file is not None:
@@ -125,7 +122,7 @@ def admission_settings(config: CoordinatorConfig) -> AdmissionSettings:
 
 
 def who_may_join(config: CoordinatorConfig, is_open: bool) -> str:
-    """One line for people. Never the secret itself."""
+    """One line for people, without the secret itself."""
     if is_open:
         return "the swarm is open: whoever knows an address of it can join; --admission asks for a secret"
     listed = ", if the allowlist names them" if config.allowlist_file else ""
@@ -135,9 +132,9 @@ def who_may_join(config: CoordinatorConfig, is_open: bool) -> str:
 def lines_to_paste(
     maddrs: Sequence[str], host_maddrs: Sequence[str], announce_maddrs: Sequence[str], peer_id: str
 ) -> list[str]:
-    """`--initial-peers …` lines; the first works on this machine, `maddrs` are what the DHT node shows.
+    """`--initial-peers …` lines, of which the first works on this machine. `maddrs` are those that the DHT node shows.
 
-    Addresses that the user announces (of a router, say) may not work from here: they come second.
+    Addresses that the user announces (a router's, for instance) may not work from this machine, and come second.
     """
     if not announce_maddrs:
         return [f"--initial-peers {maddr}" for maddr in maddrs[:1]]

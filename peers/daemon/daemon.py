@@ -1,11 +1,10 @@
-"""One peer's parts, wired together: what it shows, what reaches it, and its life from joining to leaving."""
+"""One peer: its parts, what it shows of itself, which messages reach it, and its life from joining to leaving."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,21 +12,17 @@ from typing import Any
 
 from peers.admission.service import AdmissionService
 from peers.core import events
-from peers.core.peer import Peer
-from peers.core.schedule import Schedule
-from peers.core.settings import Settings
-from peers.core.weights import Aggregation
 from peers.daemon.agreement import Agreement
-from peers.daemon.config import DaemonConfig, grace_of, optimizer_of
-from peers.daemon.host import WorkerHost, WorkerStanding
+from peers.daemon.assembly import assembled
+from peers.daemon.config import DaemonConfig
+from peers.daemon.host import WorkerHost
 from peers.daemon.link import Accept
-from peers.daemon.pledges import Pledges
 from peers.daemon.presence import Presence
-from peers.daemon.reductions import Reductions
 from peers.daemon.restarts import USER_ERROR, WorkerEnd
-from peers.daemon.runtime import Runtime, RuntimeSettings
+from peers.daemon.runtime import Runtime
 from peers.daemon.supervisor import Supervisor, WorkerCommand
 from peers.daemon.trainers import Trainers
+from peers.daemon.worker_monitor import WorkerMonitor
 from peers.daemon.worker_session import serve_workers
 from peers.errors import PeersError, UserError
 from peers.monitor.prometheus import metrics_served
@@ -42,10 +37,7 @@ from peers.net.streams import StreamPool
 from peers.protocol.mesh import Carried, Manifest, Scalar, WantManifest
 from peers.protocol.records import NO_RANK, Announcement
 from peers.protocol.reports import Phase
-from peers.protocol.signatures import verify_signature
-from peers.reduce.all_reduce import OVERLAPPED_NICENESS
 from peers.state.outer_state import OuterState
-from peers.threads import give_way
 from peers.timing import BEAT_S
 
 log = logging.getLogger(__name__)
@@ -55,14 +47,13 @@ WorkerFactory = Callable[[Mapping[str, Scalar], int, Path], WorkerCommand]
 
 
 class Daemon:
-    """One peer's parts, wired together."""
+    """Owns one peer's parts, and connects them to one another."""
 
     def __init__(
         self, config: DaemonConfig, identity: Identity, dht: Dht, admission: AdmissionService
     ) -> None:
         self._config, self._dht, self._identity, self._admission = config, dht, identity, admission
         self._incarnation = time.time_ns()
-        self._standing = WorkerStanding()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._supervisor: Supervisor | None = None
         self._tasks: list[asyncio.Task[Any]] = []
@@ -101,14 +92,8 @@ class Daemon:
         self._agreement = Agreement(self._presence)
         self._pool = StreamPool(paths, self._network.data_protocol, paths)
         self._deadline = time.monotonic() + config.timeout_waiting_for_peers
-        self._host = WorkerHost(
-            run_id=config.run_id,
-            presence=self._presence,
-            agreement=self._agreement,
-            standing=self._standing,
-            transport=paths,
-            waited_out=self._waited_out,
-        )
+        self._monitor = WorkerMonitor(self._presence, self._agreement)
+        self._host = WorkerHost(config.run_id, self._agreement, self._monitor)
         self._reporting = self._new_reporting()
         self._reports = ReportService(
             config.run_id,
@@ -120,45 +105,56 @@ class Daemon:
         )
 
     def metrics_served(self, port: int) -> contextlib.AbstractAsyncContextManager[int]:
-        """Its figures, for a Prometheus on this machine."""
+        """Serve this peer's figures to a Prometheus on this machine while the block runs. Gives the port."""
         return metrics_served(port, self._reporting.as_swarm, lambda: self._describe().world_rank)
 
     def tell_phases(self, on_phase: Callable[[Phase], None]) -> None:
-        """From now on, what this peer is doing."""
+        """Call `on_phase` regularly with what this peer is doing."""
 
         async def tell() -> None:
             while True:
-                on_phase(self._host.phase)
+                on_phase(self._monitor.phase)
                 await asyncio.sleep(BEAT_S)
 
         self._spawn(tell())
 
     async def live(self, accept: Accept, link_path: Path, worker: WorkerFactory | None) -> int:
-        """Everything between joining the DHT and leaving it."""
+        """Live as a peer, between joining the DHT and leaving it. Returns the exit code."""
         self._spawn(serve_workers(accept, self._host))
         self._spawn(self._watch_p2pd())
         self._spawn(self._admission.run())
         try:
-            manifest = await self._enter()
+            await self._enter()
         except UserError as error:
             await self._host.refuse(error, wait=worker is None)
             raise
         log.info("agreed on the manifest %s", self._agreement.digest[:12])
-        self._host.activity.preparing = "the training process"
-        runtime = self._runtime = self._new_runtime(manifest)
+        self._monitor.activity.preparing = "the training process"
+        runtime = self._runtime = assembled(
+            self._config,
+            self._agreement,
+            identity=self._identity,
+            presence=self._presence,
+            network=self._network,
+            pool=self._pool,
+            monitor=self._monitor,
+            incarnation=self._incarnation,
+            founders_timeout_s=max(0.0, self._deadline - time.monotonic()),
+            on_change=self._core_changed,
+        )
         for peer_id in self._met:
             runtime.post(events.Connected(peer_id))
         self._spawn(runtime.run())
         server = StateServer(
-            self._network.paths, self._config.run_id, self._current_state, runtime.commit_log
+            self._network.paths, self._config.run_id, self._current_state, runtime.averaging.commit_log
         )
         await server.start()
         gate = self._admission.gate
         gate.on_bans.append(lambda: server.drop(gate.bans.peer_ids))
         return await self._until_done(runtime, link_path, worker)
 
-    async def _enter(self) -> dict[str, Scalar]:
-        """Take this peer's place in the swarm, and agree with it. Raises UserError."""
+    async def _enter(self) -> None:
+        """Take this peer's place in the swarm, and agree with it on the manifest. Raises UserError."""
         await self._network.start()
         await self._reachability.start()
         await self._presence.enter(self._config.world_rank)
@@ -166,19 +162,17 @@ class Daemon:
         self._spawn(self._presence.announce_forever())
         await self._reports.start()
         await self._pool.start()
-        self._host.activity.preparing = "agreeing with the swarm"
-        return await self._agreement.reach(
-            self._config.manifest, self._config.named, waited_out=self._waited_out
-        )
+        self._monitor.activity.preparing = "agreeing with the swarm"
+        await self._agreement.reach(self._config.manifest, self._config.named, waited_out=self._waited_out)
 
     async def close(self) -> None:
-        """Leave, whatever the reason: who says so keeps nobody waiting."""
+        """Leave the swarm, whatever the reason. The others are told, so that they do not wait for this peer."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._presence.maddrs:
             log.info("leaving the swarm")
-            self._standing.state = "leaving"
+            self._monitor.state = "leaving"
             self._reports.changed()
             await self._presence.leave()
         await self._pool.close()
@@ -187,70 +181,17 @@ class Daemon:
 
     def _new_reporting(self) -> Reporting:
         return Reporting(
-            self._host.journal,
+            self._monitor.journal,
             hardware=self._config.hardware,
             identity=self._identity,
             describe=self._describe,
             met=lambda: self._presence.mesh.peers,
-            standing=lambda: self._host.standing_in_round,
-            phase=lambda: self._host.phase,
-            run=lambda: self._host.run_figures,
-            link_bytes_per_s=lambda: self._runtime.bandwidth if self._runtime else 0.0,
+            standing=lambda: self._monitor.standing,
+            phase=lambda: self._monitor.phase,
+            run=lambda: self._monitor.run_figures,
+            link_bytes_per_s=lambda: self._runtime.averaging.bandwidth.bytes_per_s if self._runtime else 0.0,
             forwarded_bytes=lambda: self._network.forwarded_bytes,
             certificate=lambda: state.header.certificate if (state := self._current_state()) else None,
-        )
-
-    def _new_runtime(self, manifest: Mapping[str, Scalar]) -> Runtime:
-        """The core with the manifest's settings, and what carries it out."""
-        config, schedule, identity = self._config, Schedule.of(manifest), self._identity
-        codec, aggregation = str(manifest.get("hv.compression") or "fp32"), Aggregation.of(manifest)
-        niceness = OVERLAPPED_NICENESS if schedule.overlap_steps else 0
-        if niceness:
-            give_way(niceness)
-        pledges = Pledges(identity.path.with_suffix(".pledges"))
-        core = Peer(
-            keys=identity,
-            verify=verify_signature,
-            settings=Settings(
-                manifest=self._agreement.digest,
-                steps_per_epoch=schedule.steps_per_epoch,
-                num_fragments=schedule.num_fragments,
-                aggregation=aggregation,
-                quorum=config.quorum,
-                grace_s=grace_of(config),
-                attempt_timeout_s=config.averaging_timeout or math.inf,
-                galaxy_size=self._presence.galaxy_size,
-                founders_timeout_s=max(0.0, self._deadline - time.monotonic()),
-            ),
-            incarnation=self._incarnation,
-            world_rank=self._presence.world_rank,
-            pledges=pledges.attempts,
-            now=time.monotonic(),
-        )
-        reductions = Reductions(
-            me=identity.peer_id,
-            codec=codec,
-            aggregation=aggregation,
-            niceness=niceness,
-            pool=self._pool,
-            optimizer_for=lambda num_members: optimizer_of(manifest, num_members),
-            timing=core.timing,
-            is_live=core.swarm.is_live,
-            forwarded_bytes=lambda: self._network.forwarded_bytes,
-        )
-        return Runtime(
-            core,
-            settings=RuntimeSettings(
-                codec=codec,
-                local_steps=schedule.local_steps,
-                optimizer_for=lambda num_members: optimizer_of(manifest, num_members),
-            ),
-            messenger=self._presence.mesh,
-            reductions=reductions,
-            pledges=pledges,
-            download=self._host.download,
-            on_change=self._core_changed,
-            on_tell=lambda tell: self._host.journal.happened(time.time(), tell.text),
         )
 
     def _core_changed(self) -> None:
@@ -263,7 +204,10 @@ class Daemon:
             self._reports.changed()
 
     async def _until_done(self, runtime: Runtime, link_path: Path, worker: WorkerFactory | None) -> int:
-        """Until the worker command is over, or (without one) its worker says it has finished or is gone."""
+        """Wait until the worker command is over or, without one, until a worker says that it has finished.
+
+        Raises the error of any part of the daemon that ends before.
+        """
         done: asyncio.Task[Any] = asyncio.create_task(self._train(runtime, link_path, worker))
         try:
             await asyncio.wait({done, self._failed, *self._tasks}, return_when=asyncio.FIRST_COMPLETED)
@@ -278,19 +222,19 @@ class Daemon:
                 await self._supervisor.stop()
 
     async def _train(self, runtime: Runtime, link_path: Path, worker: WorkerFactory | None) -> int:
-        """As soon as this peer has a world rank. Raises PeersError where the worker was given up on."""
+        """Train as soon as this peer has a world rank. Raises PeersError where the worker was given up on."""
         core = runtime.core
         while core.world_rank == NO_RANK:
             await self._presence.wait_for_change()
         log.info("training as world rank %d", core.world_rank)
-        self._host.ready.set_result(runtime)
+        self._host.may_train(runtime)
         if worker is None:
-            await self._host.finished_at.wait()
+            await self._host.finished.wait()
             return 0
         command = worker(self._agreement.manifest, core.world_rank, link_path)
         supervisor = self._supervisor = Supervisor(command, _tell_of_restart)
-        self._host.on_progress = supervisor.notify_progress
-        self._host.on_commit = supervisor.notify_commit
+        self._monitor.on_progress = supervisor.restarts.progressed
+        self._monitor.on_commit = supervisor.restarts.committed
         return _code_of(supervisor, await supervisor.run())
 
     def _spawn(self, coroutine: Any) -> None:
@@ -302,7 +246,7 @@ class Daemon:
             "p2pd, the process that carries this peer's connections, has died; start the peer again"
         )
 
-    # What this peer shows, and what reaches it
+    # What this peer shows of itself, and what reaches it
 
     def _describe(self) -> Announcement:
         state = self._current_state()
@@ -311,14 +255,14 @@ class Daemon:
             world_rank=self._runtime.core.world_rank if self._runtime else self._presence.world_rank,
             run_id=self._config.run_id,
             incarnation=self._incarnation,
-            state=self._standing.state,
+            state=self._monitor.state,
             epoch=state.epoch if state else 0,
             head=state.head if state else "",
-            step=self._standing.step,
-            local_step=self._standing.local_step(self._host.steps_per_epoch),
-            step_s=self._standing.pace.step_s,
+            step=self._monitor.step,
+            local_step=self._monitor.local_step,
+            step_s=self._monitor.pace.step_s,
             committed_tokens=state.committed_tokens if state else 0,
-            tokens_per_s=self._standing.tokens_per_s,
+            tokens_per_s=self._monitor.tokens_per_s,
             anchor_digest=state.anchor_digest if state else "",
             manifest_digest=self._agreement.digest,
             maddrs=self._presence.maddrs,
@@ -343,12 +287,12 @@ class Daemon:
         lost, back = self._trainers.seen(view)
         for rank in back:
             log.info("peer %d is back", rank)
-            self._host.journal.happened(time.time(), f"peer {rank} is back")
-        # A peer that leaves hangs up itself.
-        if lost and self._runtime is not None and self._standing.state != "leaving":
+            self._monitor.journal.happened(time.time(), f"peer {rank} is back")
+        # A peer that is leaving closes its channels to the others itself.
+        if lost and self._runtime is not None and self._monitor.state != "leaving":
             lost_ranks = ", ".join(map(str, lost))
             log.warning("lost peer %s", lost_ranks)
-            self._host.journal.happened(time.time(), f"lost peer {lost_ranks}")
+            self._monitor.journal.happened(time.time(), f"lost peer {lost_ranks}")
             if self._config.fail_rank_drop and not self._failed.done():
                 self._failed.set_exception(
                     PeersError(f"lost peer {lost_ranks}, and --hv.fail-rank-drop is set")
@@ -356,7 +300,7 @@ class Daemon:
         self._reports.changed()
 
     def _received(self, sender: Announcement, message: Carried) -> None:
-        """A message from a live peer. Raises ProtocolError, which costs it the channel."""
+        """Handle a message of a live peer. Raises ProtocolError, which closes the channel to it."""
         if isinstance(message, Manifest | WantManifest):
             self._agreement.received(sender, message)
         elif self._runtime is not None:

@@ -1,7 +1,7 @@
 """Both ends of the link between a daemon and its workers: a Unix socket, and two shared memories per fragment.
 
-Every local rank sends `hello` and is handed the memories (by SCM_RIGHTS). From then on only local rank 0
-talks; what it says stands for all ranks of the peer, which agree among themselves first.
+Every local rank sends `hello` and receives the descriptors of the memories (by SCM_RIGHTS). After that only local rank
+0 talks. It speaks for all ranks of the peer, which agree among themselves first.
 
     worker                                   daemon
     adopt {}                            ->   (where the worker does not know what the swarm has agreed on)
@@ -10,32 +10,32 @@ talks; what it says stands for all ranks of the peer, which agree among themselv
                                         <-   welcome {run_id, world_rank} + 2 file descriptors a fragment
     offer {resume}                      ->   (*out* holds the worker's initial weights)
                                         <-   start {world_rank, epoch, ...}       (*in* holds the weights to start from)
-    ready {fragment, epoch, tokens, ..} ->   (*out* holds the fragment; it is not to be written to until the answer)
+    ready {fragment, epoch, tokens, ..} ->   (*out* holds the fragment; the worker leaves it alone until the answer)
     progress {step, loss, ...}          ->   (at any time)
-    collect {may_go_ahead}              ->   (at once, or when the worker has trained on meanwhile)
+    collect {may_go_ahead}              ->   (at once, or after the worker has trained some steps meanwhile)
                                         <-   committed {...}   (*in* is the worker's)
-                                          |  ahead {epoch, data_base}   (the commit takes long: train on meanwhile)
-    poll {}                             ->   (after each step of a worker that is ahead)
+                                          |  ahead {epoch, data_base}   (the commit takes long: go on training)
+    poll {}                             ->   (after each step of a worker that has gone ahead)
                                         <-   committed {...} | pending {}
     checkpoint {directory}              ->
                                         <-   checkpointed {files, head} | failed {reason}
-    snapshot {directory}                ->   (as `checkpoint`, but training goes on meanwhile)
+    snapshot {directory}                ->   (as `checkpoint`, but training continues meanwhile)
                                         <-   snapped {} | failed {reason}
-    written {directory}                 ->   (on a connection of its own, without a hello: what came of the snapshot)
+    written {directory}                 ->   (on a connection of its own, without a hello: asks for the snapshot's end)
                                         <-   checkpointed {files, head} | failed {reason}
-    doing {name, detail, done, ...}     ->  (on a connection of its own, without a hello: what it does beside its steps)
-    evaluated {step, loss}              ->  (there too, as is the next)
-    trouble {what, text}                ->  (what is wrong; without a text: that it is not any more)
+    doing {name, detail, done, ...}     ->   (on a connection of its own, without a hello: its work beside its steps)
+    evaluated {step, loss}              ->   (on the same connection, as is the next)
+    trouble {what, text}                ->   (what is wrong; an empty text says that it no longer is)
     finished {}                         ->
                                         <-   bye {}
 
-*In* then holds what the fragment's weights, as they were handed over, have become: the new anchor, or whatever else
-the worker has to go on from. `committed` also names fragments whose anchor has moved otherwise (this peer had missed
-commits): their *in* holds what to add to the weights.
+After `committed`, *in* holds the weights from which the worker continues: the new anchor, or its own work where no
+commit contains it. `committed` also lists the other fragments whose anchor has moved, because this peer had missed
+commits: their *in* holds what to add to the weights.
 
-While a worker waits, the daemon sends `waiting {reason}` once a second, with what it does: silence means death.
-`refused {message}` may answer anything: the user must mend something; and so may `failed_for_good {message}`: this life
-of the worker is over, and that is why. Frames are msgpack behind a 4-byte length.
+While a worker waits, the daemon sends `waiting {reason}` once a second with what it does, so silence means that it is
+dead. `refused {message}` may answer any message, and says what the user must correct. So may `failed_for_good
+{message}`, which says why this life of the worker is over. Frames are msgpack behind a 4-byte length.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ LINK_ENV = "DILOCO_LINK"
 """The environment variable that names the link's socket to the worker."""
 
 SILENCE_TIMEOUT_S = COMMIT_S
-"""How long a waiting worker hears nothing at all before it takes its daemon for dead."""
+"""After this long without any message, a waiting worker takes its daemon for dead."""
 
 WAITING_INTERVAL_S = OFTEN_S
 _LENGTH = struct.Struct("<I")
@@ -110,7 +110,7 @@ class WorkerLink:
         self._sock = sock
         self.memories: list[LinkMemory] = []
         self.on_waiting: Callable[[str], None] = lambda _reason: None
-        """Called with what the daemon is doing, while an answer is awaited."""
+        """Called with what the daemon is doing, while this waits for an answer."""
 
     @classmethod
     def connect(cls, path: str | Path, *, timeout_s: float = START_S) -> WorkerLink:
@@ -158,7 +158,7 @@ class WorkerLink:
             raise LinkLost(f"the daemon is gone: {error}") from error
 
     def receive(self, *kinds: str) -> dict[str, Any]:
-        """The next message of one of these kinds, past any `waiting`.
+        """The next message that is not `waiting`; it must be of one of these kinds.
 
         Raises UserError for `refused`, PeersError for `failed_for_good`, LinkLost when the daemon closes or is
         silent for SILENCE_TIMEOUT_S.
@@ -222,7 +222,7 @@ class DaemonConnection:
             raise LinkLost(f"the worker is gone: {error}") from error
 
     async def hung_up(self) -> None:
-        """Resolves when the worker is gone. For while it awaits an answer, and so has nothing to say."""
+        """Returns when the worker is gone. Only for while it waits for an answer, and so sends nothing."""
         readable = asyncio.Event()
         self._loop.add_reader(self._sock, readable.set)
         try:
@@ -234,7 +234,7 @@ class DaemonConnection:
                 await self._loop.create_future()
 
     async def welcome(self, descriptors: Sequence[int], **fields: Any) -> None:
-        """Hand over the memories. The frames are small, so they fit the empty socket buffer at once."""
+        """Send the descriptors. The frames are small enough for the empty socket buffer, so this does not block."""
         frames = [_pack("welcome", fields)]
         batches = [
             descriptors[i : i + _MAX_DESCRIPTORS] for i in range(0, len(descriptors), _MAX_DESCRIPTORS)
@@ -266,7 +266,7 @@ Accept = Callable[[], Awaitable[DaemonConnection]]
 
 
 async def refuse(accept: Accept, message: str, *, timeout_s: float = START_S) -> None:
-    """Tell the next worker that connects what its user has to mend."""
+    """Tell the next worker that connects what its user has to correct."""
     with contextlib.suppress(TimeoutError, LinkLost):
         async with asyncio.timeout(timeout_s):
             connection = await accept()

@@ -1,8 +1,6 @@
-"""The daemon: one peer of the swarm as a process. Joins, agrees on manifest and state, averages, leaves.
+"""Runs one peer of the swarm, from its identity to its leaving. The order of its life:
 
-The order of a peer's life:
-
-    identity -> DHT -> world rank -> mesh -> manifest -> worker -> state -> epochs -> leave
+identity -> DHT -> world rank -> mesh -> manifest -> worker -> state -> epochs -> leave
 """
 
 from __future__ import annotations
@@ -31,14 +29,13 @@ log = logging.getLogger(__name__)
 async def run_daemon(
     config: DaemonConfig, *, worker: WorkerFactory | None, on_phase: Callable[[Phase], None] | None = None
 ) -> int:
-    """Be a peer until the training is done. Returns 0, or USER_ERROR where the worker has said what is to be mended.
+    """Be a peer until the training is done. Returns 0, or USER_ERROR where the worker needs its user to act.
 
-    `on_phase` is called twice a second with what the peer is doing.
-
-    With `worker` the daemon starts and restarts the training itself; without, a worker has to find the link.
-    Raises UserError for what the user can mend, PeersError where it gave up on the worker; cancel to leave at once.
+    With `worker` the daemon starts and restarts the training itself; without, it waits for a worker on the link.
+    `on_phase` is called twice a second with what the peer is doing. Raises UserError for what the user can correct,
+    PeersError where it gave up on the worker. When cancelled, it leaves at once.
     """
-    # Reductions and outer steps bring threads of their own; an OpenMP pool in each would only get in the workers' way.
+    # Reductions and outer steps have threads of their own. An OpenMP pool in each would only slow the workers down.
     torch.set_num_threads(1)
     async with contextlib.AsyncExitStack() as stack:
         directory = stack.enter_context(SocketDirectory()).path
@@ -52,7 +49,7 @@ async def run_daemon(
             )
             if on_phase is not None:
                 on_phase(Phase(name="starting", detail="joining the network"))
-            # What is wrong with the files shows before anybody is asked for anything.
+            # Reports errors in these files before the peer connects to anything.
             settings.secret()
             identity = claim_slot(Path(config.state_dir), config.run_id, config.world_rank)
             stack.callback(identity.release)
@@ -70,7 +67,7 @@ async def run_daemon(
             await admission.enter()
         except UserError as error:
             if worker is None:
-                # The user watches the worker, so the worker has to say it.
+                # The user watches the worker, so the worker has to report it.
                 await refuse(accept, str(error))
             raise
         daemon = Daemon(config, identity, dht, admission)

@@ -1,4 +1,4 @@
-"""How fast a peer trains, by what its worker tells now and then."""
+"""Estimates how fast a peer trains, from what its worker reports from time to time."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections import deque
 from dataclasses import dataclass, field
 
 _KEPT = 5
-"""Measurements, of which the middle one counts: one pause, or a machine that slept, says nothing about the rest."""
+"""How many measurements the median is taken of, so that a single pause does not change it."""
 
 
 @dataclass
 class Pace:
-    """Of one peer. Times in seconds of any one clock."""
+    """The pace of one peer. Times are in seconds of any one clock."""
 
     local_step: int = 0
     _at: float = 0.0
@@ -20,11 +20,11 @@ class Pace:
 
     @property
     def step_s(self) -> float:
-        """0: not known."""
+        """Seconds per step; 0 while that is not known."""
         return statistics.median_low(self._measured) if self._measured else 0.0
 
     def entered(self, local_step: int, now: float) -> None:
-        """An epoch goes on from here, after a pause."""
+        """The worker trains from here, after a pause that does not count."""
         self.local_step, self._at = local_step, now
 
     def reached(self, local_step: int, now: float) -> None:
@@ -33,7 +33,7 @@ class Pace:
         self.local_step, self._at = local_step, now
 
     def local_step_at(self, now: float, steps_per_epoch: int) -> int:
-        """Where it is by now, if it has gone on; it has not said so if that is an epoch's end."""
+        """The step that the worker has reached if it has kept its pace. It would have reported an epoch's end."""
         if not self.step_s or not steps_per_epoch:
             return self.local_step
         by_now = self.local_step + int((now - self._at) / self.step_s)

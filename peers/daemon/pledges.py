@@ -1,31 +1,30 @@
-"""What this peer has signed, kept on disk so that it does not sign twice after a restart."""
+"""Keeps on disk what this peer has signed, so that it does not sign twice after a restart."""
 
 from __future__ import annotations
 
 import mmap
 import struct
 import zlib
-from collections.abc import Mapping
 from pathlib import Path
 
 from peers.errors import UserError
 from peers.state.whole_files import write_bytes
 
 NUM_PLACES = 1024
-"""Signatures that are remembered: a peer is never on a head again that so many of its signatures have followed."""
+"""How many signatures are remembered. A peer never returns to a head after which it has signed so many others."""
 _PLEDGE = struct.Struct("<Q32sQ")
-"""Number of the signature, from 1 on; head, zeros for none; attempt."""
+"""The number of the signature, from 1 on; the head, zeros for none; the attempt."""
 _CHECK = struct.Struct("<I")
-"""CRC-32 of the pledge before it: one that was cut off was not followed by a signature."""
+"""CRC-32 of the pledge before it. Where writing was interrupted, no signature was given, and the pledge is ignored."""
 _PLACE_BYTES = _PLEDGE.size + _CHECK.size
 FILE_BYTES = NUM_PLACES * _PLACE_BYTES
 
 
 class Pledges:
-    """By head, the last attempt on it that was signed. Raises UserError where the file cannot be written.
+    """For each head, the last attempt on it that was signed. Raises UserError where the file cannot be written.
 
-    The file is a ring of places that are written over in memory that is mapped onto it: a disk that is full
-    keeps no peer from signing.
+    The file is a ring buffer of fixed size, written through a memory map, so that a full disk does not keep the peer
+    from signing.
     """
 
     def __init__(self, path: Path) -> None:
@@ -38,15 +37,11 @@ class Pledges:
             raise UserError(f"cannot keep in {path} what this peer signs: {error}") from error
         pledges = sorted(filter(None, map(self._read, range(NUM_PLACES))))
         self._num_signed = pledges[-1][0] if pledges else 0
-        self._attempts = {head.hex() if any(head) else "": attempt for _, head, attempt in pledges}
-
-    @property
-    def attempts(self) -> Mapping[str, int]:
-        """Of this peer's earlier lives."""
-        return self._attempts
+        self.attempts = {head.hex() if any(head) else "": attempt for _, head, attempt in pledges}
+        """Those of this peer's earlier lives."""
 
     def add(self, head: str, attempt: int) -> None:
-        """On the disk when this returns; `head`: 64 hexadecimal digits, or nothing."""
+        """Write a pledge; it is on the disk when this returns. `head` has 64 hexadecimal digits, or none."""
         self._num_signed += 1
         pledge = _PLEDGE.pack(self._num_signed, bytes.fromhex(head), attempt)
         start = self._num_signed % NUM_PLACES * _PLACE_BYTES

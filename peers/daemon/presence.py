@@ -1,7 +1,7 @@
-"""One peer's place in the swarm: its rank, what it shows of itself, and its view of the others.
+"""One peer's place in the swarm: its world rank, what it announces about itself, and its view of the other peers.
 
-Others are found through announcements in the DHT and kept through the mesh; the DHT may be slow or briefly gone
-without anybody being taken for dead.
+Other peers are found through their announcements in the DHT. From then on the mesh says whether they live, so that a
+slow or missing DHT makes no peer look dead.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ log = logging.getLogger(__name__)
 
 ANNOUNCE_INTERVAL_S = 3 * OFTEN_S
 EARLY_INTERVAL_S = BEAT_S
-"""While nobody is reached, or this peer has no rank, announcements and look-ups are this frequent."""
+"""The interval of announcements and look-ups while no other peer is reached, or this peer has no world rank."""
 _MANY_PEERS = 8
 LEAVING_TTL_S = STOP_S
 LEAVE_TIMEOUT_S = 2 * OFTEN_S
-"""How long saying goodbye may take: somebody may be waiting for this process to end."""
+"""How long leaving may take: the user may be waiting for this process to end."""
 COORDINATOR_TIMEOUT_S = ANSWER_S
-"""How long to look for a coordinator by a peer that needs a rank from it."""
+"""How long a peer looks for a coordinator if it needs a rank from it."""
 COORDINATOR_GLANCE_S = 2 * OFTEN_S
-"""The same by a peer that has brought its rank: the ledger should know of it, but need not."""
+"""How long a peer looks for it that has a rank already, which the ledger should contain, but need not."""
 
 
 class Presence:
-    """Used from one event loop. `describe` gives the current announcement, `on_change` is called on every new view."""
+    """Used from one event loop. `describe` returns the current announcement; `on_change` is called on each new view."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Presence:
         self._announce_now = asyncio.Event()
         self._announced: tuple[object, ...] = ()
         self.world_rank = NO_RANK
-        """What the user or the coordinator said; NO_RANK where this peer is to claim one."""
+        """The rank that the user or the coordinator gave; NO_RANK where this peer is to claim one."""
         self.maddrs: tuple[str, ...] = ()
         self.mesh = Mesh(
             run_id=run_id,
@@ -86,31 +86,31 @@ class Presence:
 
     @property
     def galaxy_size(self) -> int:
-        """How many peers the run starts with: the flag's word, else what the coordinator knows, else one."""
+        """How many peers the run starts with: by the flag, else by the coordinator, else one."""
         return self._galaxy_size or 1
 
     @property
     def view(self) -> View:
-        """Every live peer by peer id, this one included."""
+        """All live peers by peer id, this one included."""
         return {peer.peer_id: peer for peer in (*self.mesh.peers, self._describe())}
 
     async def enter(self, wanted_rank: int | None) -> None:
-        """Obtain the world rank, and meet everybody who is there before anything is decided on who is not.
+        """Obtain the world rank, and connect to the peers that are announced before deciding that others are absent.
 
-        Raises UserError when the rank is taken, or there is nobody to join.
+        Raises UserError when the rank is taken, or when there is no peer to join.
         """
         self.world_rank = await self._obtain_rank(wanted_rank)
         self.maddrs = tuple((await self._dht.maddrs())[:MAX_MADDRS])
         await self.mesh.start()
-        # First this peer's own word, then a look: of two that come at the same time, one sees the other.
+        # Announce first, then look: of two peers that come at the same time, one then sees the other.
         await self._announce()
-        # Now whoever has read this line finds this peer.
+        # From now on, a peer that is given these addresses reaches this one.
         log.info("listening on %s", " ".join(self.maddrs))
         await self._meet(await self._records())
         self._settle_rank(wanted_rank)
 
     def _settle_rank(self, wanted_rank: int | None) -> None:
-        """Another peer may have the same. Raises UserError where the user insists on it."""
+        """Give up a rank that another live peer has. Raises UserError where the user has asked for it."""
         other = next((peer for peer in self.mesh.peers if peer.world_rank == self.world_rank), None)
         if other is None or self.world_rank == NO_RANK:
             return
@@ -119,12 +119,15 @@ class Presence:
                 f"world rank {self.world_rank} is taken by the live peer {other.peer_id}. Choose another "
                 "--world-rank, or leave it out"
             )
-        # The coordinator's word against that of a peer, which may say what it likes: the roster decides.
+        # The coordinator's word stands against that of a peer, which may be false. The roster will decide.
         self.world_rank = NO_RANK
 
     async def _meet(self, records: Mapping[str, Announcement]) -> None:
-        """Call everybody who is announced. While nobody is reached, and somebody may yet answer, look again: who has
-        only not heard of the others would begin a run of its own. Raises UserError."""
+        """Connect to all peers that are announced. Raises UserError.
+
+        Looks again while none is reached and one may still answer: a peer that merely has not heard of the others would
+        begin a run of its own.
+        """
         deadline, gone = time.monotonic() + RECORD_TTL_S, {self._identity.peer_id}
         while True:
             others = [record for peer_id, record in records.items() if peer_id not in gone]
@@ -139,7 +142,7 @@ class Presence:
                 break
             await asyncio.sleep(EARLY_INTERVAL_S)
             records = await self._records()
-        # Of one that has died since, the record is not renewed.
+        # The record of a peer that has died meanwhile is not renewed.
         renewed = [record for record in silent if record.time > time.time() - RECORD_TTL_S / 2]
         if renewed:
             names = ", ".join(f"{record.peer_id} at {' '.join(record.maddrs)}" for record in renewed[:3])
@@ -155,10 +158,10 @@ class Presence:
             )
 
     async def announce_forever(self) -> None:
-        """Keep this peer findable, and find others. It has entered, which announced it."""
+        """Renew this peer's announcement, and look for other peers. `enter` has announced it first."""
         while True:
             num_peers = len(self.view)
-            # Others that claim a world rank just now have to hear of this peer before they do.
+            # Other peers must hear of this one before they claim a world rank.
             is_early = self._describe().world_rank == NO_RANK
             await asyncio.sleep(rest_s(num_peers))
             with contextlib.suppress(TimeoutError):
@@ -172,22 +175,24 @@ class Presence:
                 self._dht.remember(peer.peer_id, peer.maddrs)
 
     def publish(self) -> None:
-        """What `describe` gives has changed. Who this peer is, the mesh is told now and the DHT soon; how far it is,
-        by the next heartbeat."""
+        """Must be called when what `describe` returns has changed.
+
+        A change of identity goes to the mesh at once and to the DHT soon, progress with the next heartbeat.
+        """
         if self._announced != _identity_in(self._describe()):
             self.mesh.broadcast_status()
             self._announce_now.set()
         self._view_changed()
 
     async def wait_for_change(self, timeout_s: float = OFTEN_S) -> None:
-        """Until the view changes, at most `timeout_s`."""
+        """Wait until the view changes, at most for `timeout_s`."""
         self._changed.clear()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
 
     async def leave(self) -> None:
-        """Tell the others, so that nobody waits for this peer. `describe` says "leaving" by now."""
+        """Tell the others that this peer leaves, so that they do not wait for it. `describe` must say "leaving"."""
         self.mesh.broadcast_status()
         with contextlib.suppress(TimeoutError, PeersError):
             async with asyncio.timeout(LEAVE_TIMEOUT_S):
@@ -208,7 +213,7 @@ class Presence:
         if grant is not None:
             self._galaxy_size = self._galaxy_size or grant.galaxy_size
             return grant.world_rank
-        # Who mistyped the run's name is not to train alone.
+        # A user who has mistyped the run's name should not train alone.
         if wanted is None and self.galaxy_size == 1 and not (await self._records()).keys() - {self.me}:
             raise UserError(
                 f"no coordinator answers, and no peer of the run {self._run_id} is found: is that its name? Start a "
@@ -218,14 +223,14 @@ class Presence:
         return NO_RANK if wanted is None else wanted
 
     async def _records(self) -> dict[str, Announcement]:
-        """Who is announced to be here, by peer id."""
+        """The announcements of peers that are not leaving, by peer id."""
         found = await announced(
             self._dht, PEERS_KEY(self._run_id), Announcement, self._run_id, self._gate.check_record
         )
         return {peer_id: record for peer_id, record in found.items() if record.state != "leaving"}
 
     async def _announce(self, ttl_s: float = RECORD_TTL_S) -> bool:
-        """Put how this peer stands into the DHT. Returns whether anybody took it."""
+        """Store this peer's announcement in the DHT. Returns whether any node took it."""
         status = self._describe()
         self._announced = _identity_in(status)
         blob = status.encode(self._identity)
@@ -237,20 +242,22 @@ class Presence:
 
 
 def _identity_in(status: Announcement) -> tuple[object, ...]:
-    """What others decide by, and who watches: one that trained and is gone is lost, one that was joining may yet come.
-    How far a peer is, its core tells theirs."""
+    """The part of an announcement that other peers decide by, and observers: only a peer that has trained can be lost.
+
+    Progress is not in it, since the cores tell it to one another.
+    """
     return status.world_rank, status.manifest_digest, status.state in TRAINING_STATES
 
 
 def announce_interval_s(num_peers: int, *, is_early: bool) -> float:
-    """Between two announcements of a peer that sees so many, itself included, while it has no news.
+    """The time between two announcements without news, of a peer that sees so many peers, itself included.
 
-    Each is stored at many nodes, and comes with a look at everybody's: rarer among many, who are found all the same.
+    It grows with their number: an announcement is stored at many nodes, and a look-up of all of them comes with it.
     """
     usual_s = EARLY_INTERVAL_S if is_early else ANNOUNCE_INTERVAL_S
     return min(usual_s * max(1.0, num_peers / _MANY_PEERS), RECORD_TTL_S / 4)
 
 
 def rest_s(num_peers: int) -> float:
-    """For so long even news waits after an announcement: the mesh has told of it already."""
+    """How long even news waits after an announcement: the mesh has told it to the other peers already."""
     return 0.0 if num_peers <= _MANY_PEERS else announce_interval_s(num_peers, is_early=True)

@@ -1,8 +1,8 @@
-"""Whether a worker that has ended is started again. A pure decision; supervisor.py carries it out.
+"""Decides whether a worker that has ended is started again. Pure; supervisor.py carries the decision out.
 
-A worker is given up on after so many ends in a row without progress, and sooner where all are for one and the same
-reason. Steps are no progress there: weights that are not finite at the end of an epoch were trained for a whole one.
-Only an epoch that holds this peer's work is. Ends by a signal have no reason.
+A worker is given up on when it has ended several times in a row without progress, or fewer times for the same reason.
+For the latter only a commit with this peer's work counts as progress, since steps can be trained on the way to weights
+that are not finite. An end by a signal has no reason.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from peers.timing import CONNECT_S, PROBE_S, RETRY_S
 
 FINISHED = 0
 USER_ERROR = 2
-"""Exit code of a worker whose user must mend something: starting it again would change nothing."""
+"""The exit code of a worker that needs its user to act: starting it again would change nothing."""
 GAVE_UP = "the worker failed"
-"""How the message of a peer begins that has given up on its worker; starting that peer again changes nothing either."""
+"""Begins the message of a peer that has given up on its worker; starting that peer again would change nothing."""
 
 _FIRST_SIGNAL = 128
 _FIRST_DELAY_S = 2 * RETRY_S
@@ -24,24 +24,24 @@ _MAX_DELAY_S = CONNECT_S
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """When to give up on a worker, and how long its end may take."""
+    """When to give up on a worker, and how long stopping it may take."""
 
     max_deaths: int = 5
     """Deaths in a row without progress."""
     max_same: int = 3
-    """Deaths in a row for the same reason, without an epoch between them."""
+    """Deaths in a row for the same reason, without a commit between them."""
     stop_timeout_s: float = PROBE_S
-    """Between SIGTERM and SIGKILL."""
+    """The time between SIGTERM and SIGKILL."""
 
 
 @dataclass(frozen=True)
 class WorkerEnd:
-    """How a life of the worker ended, and what follows."""
+    """How one life of the worker ended, and whether another follows."""
 
     code: int
-    """A shell's: 128 + signal."""
+    """The exit code as a shell reports it: 128 + signal for a signal."""
     reason: str
-    """What it said last, in one line; empty after a signal."""
+    """The last line of its log; empty after a signal."""
     num_same: int
     """Ends in a row for this reason, this one included."""
     num_deaths: int
@@ -53,14 +53,14 @@ class WorkerEnd:
         return self.code not in (FINISHED, USER_ERROR)
 
     def in_words(self) -> str:
-        """Of one that is started again."""
+        """For the log, where the worker is started again."""
         if self.num_same > 1:
             return f"the worker ended with {self.code} again, for the same reason, and is started again"
         why = f": {self.reason}" if self.reason else ""
         return f"the worker ended with {self.code} and is started again{why}"
 
     def given_up(self, policy: RestartPolicy) -> str:
-        """Of one that is not."""
+        """For the user, where the worker is given up on."""
         if self.reason.startswith(GAVE_UP):
             return self.reason
         if self.reason and self.num_same >= policy.max_same:
@@ -70,18 +70,18 @@ class WorkerEnd:
 
 
 class Restarts:
-    """The ends of one worker so far."""
+    """Counts how often one worker has ended."""
 
     def __init__(self, policy: RestartPolicy) -> None:
         self._policy = policy
         self._num_deaths, self._num_same, self._reason = 0, 0, ""
 
     def progressed(self) -> None:
-        """The worker trains."""
+        """The worker trains: its earlier deaths no longer count, except those for one reason."""
         self._num_deaths = 0
 
     def committed(self) -> None:
-        """An epoch holds its work."""
+        """A commit contains the worker's work: none of its earlier deaths counts any more."""
         self._num_deaths, self._num_same = 0, 0
 
     def ended(self, code: int, said: str) -> WorkerEnd:
@@ -101,10 +101,10 @@ class Restarts:
 
 
 def restart_delay_s(deaths: int) -> float:
-    """Seconds before the next start after so many deaths in a row."""
+    """Seconds to wait before the next start, after so many deaths in a row."""
     return min(_FIRST_DELAY_S * 2 ** (deaths - 1), _MAX_DELAY_S)
 
 
 def last_line(log: str) -> str:
-    """The last line that says something."""
+    """The last line that is not empty."""
     return next((line.strip() for line in reversed(log.splitlines()) if line.strip()), "")

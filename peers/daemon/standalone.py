@@ -1,4 +1,4 @@
-"""A daemon whose worker was started first: `python -m peers.daemon.standalone`, its configuration as JSON on stdin."""
+"""Runs a daemon whose worker was started first: `python -m peers.daemon.standalone`, configured by JSON on stdin."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ log = logging.getLogger(__name__)
 
 
 def main() -> int:
-    """The exit code: 0 done, 2 the user can mend it (the worker has been told), 1 it failed, 128 + n by a signal."""
+    """Returns the exit code: 0 done, 2 for what the user can correct (the worker reports it), 1 for any other failure,
+    128 + n for a signal."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
-    # Takes seconds, in which an event loop would not notice a signal.
+    # This takes seconds, during which an event loop would not react to signals.
     load_hivemind()
     try:
         return asyncio.run(_until_signal(_config(sys.stdin.buffer.read(_MAX_CONFIG_BYTES))))
@@ -35,7 +36,7 @@ def main() -> int:
 
 
 async def _until_signal(config: DaemonConfig) -> int:
-    """Run the daemon; SIGTERM (also the worker's death) and SIGINT make it leave the swarm, by a deadline."""
+    """Run the daemon. On SIGTERM, which the worker's death also sends, or SIGINT it leaves the swarm by a deadline."""
     loop = asyncio.get_running_loop()
     task = asyncio.ensure_future(run_daemon(config, worker=None))
     caught: list[int] = []
@@ -43,7 +44,7 @@ async def _until_signal(config: DaemonConfig) -> int:
     def leave(number: int) -> None:
         caught.append(number)
         task.cancel()
-        # The kernel then ends what is left: p2pd dies with this process.
+        # At the deadline the kernel ends this process, and p2pd dies with it.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, _CLEAN_UP_TIMEOUT_S)
 
@@ -59,8 +60,7 @@ def _config(text: bytes) -> DaemonConfig:
     fields = json.loads(text)
     for name in ("initial_peers", "host_maddrs", "announce_maddrs", "announce_data_maddrs"):
         fields[name] = tuple(fields[name])
-    fields["named"] = frozenset(fields["named"])
-    return DaemonConfig(**fields)
+    return DaemonConfig(**{**fields, "named": frozenset(fields["named"])})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Start, watch and stop the worker: one process per rank, restarted together when one of them dies."""
+"""Starts, watches and stops the worker: one process per rank, restarted together when one of them dies."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from peers.daemon.restarts import (
 from peers.system import die_with_parent
 from peers.timing import OFTEN_S
 
-# How long after the first rank's death the others may still tell why (a UserError beats a broken connection).
 _MAX_SAID_BYTES = 1 << 16
+"""The end of a log in which the reason for the worker's end is looked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerCommand:
-    """What to run as the ranks of this peer. `env` is all they get, but for torchrun's variables."""
+    """The command that the ranks of this peer run. Their environment is `env` and torchrun's variables."""
 
     argv: Sequence[str]
     env: Mapping[str, str]
     cwd: Path
     log_path: Path
-    """Where rank 0's output is appended; rank k's goes to the same name with `-rank<k>` before the suffix."""
+    """Rank 0's output is appended here; rank k's goes to the same name with `-rank<k>` before the suffix."""
     num_ranks: int = 1
     reason_in: Callable[[str], str] = last_line
-    """What the end of rank 0's log says of why it ended, in one line."""
+    """Reads from the end of rank 0's log why it ended, in one line."""
 
     def log_of(self, rank: int) -> Path:
         name = self.log_path
@@ -50,7 +50,7 @@ class WorkerCommand:
 class Supervisor:
     """Runs a worker command until it finishes, fails for good, or is stopped. Used from one event loop.
 
-    `on_exit` is called after every end of the worker.
+    `on_exit` is called whenever the worker has ended.
     """
 
     command: WorkerCommand
@@ -58,38 +58,31 @@ class Supervisor:
     policy: RestartPolicy = field(default_factory=RestartPolicy)
 
     def __post_init__(self) -> None:
+        self.restarts = Restarts(self.policy)
+        """To be told of the worker's progress."""
         self._stopping = asyncio.Event()
-        self._restarts = Restarts(self.policy)
         self._ranks: list[asyncio.subprocess.Process] = []
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The ranks that are running now."""
+        """The process ids of the ranks that are running."""
         return tuple(rank.pid for rank in self._ranks if rank.returncode is None)
 
     async def run(self) -> WorkerEnd:
-        """The worker's last end: it has finished, its user must mend something, or it was given up or stopped.
+        """Run the worker until its last end: it has finished, its user must act, or it was given up on or stopped.
 
-        Whatever way this ends, cancellation included, no process of the worker is left.
+        However this ends, also by cancellation, no process of the worker is left.
         """
         while True:
             said_before = _size_of(self.command.log_path)
             code = await self._run_once()
-            end = self._restarts.ended(code, self.command.reason_in(self._said(said_before)))
+            end = self.restarts.ended(code, self.command.reason_in(self._said(said_before)))
             if self._stopping.is_set():
                 end = replace(end, restarts=False)
             if self.on_exit:
                 self.on_exit(end)
             if not end.restarts or await self._stopped_within(restart_delay_s(end.num_deaths)):
                 return end
-
-    def notify_progress(self) -> None:
-        """The worker trains: earlier deaths no longer count against it, unless it always ends for one reason."""
-        self._restarts.progressed()
-
-    def notify_commit(self) -> None:
-        """An epoch holds the worker's work: no earlier death counts against it."""
-        self._restarts.committed()
 
     async def stop(self) -> None:
         """SIGTERM, then SIGKILL after the policy's deadline. `run` then returns. Safe to repeat."""
@@ -109,7 +102,10 @@ class Supervisor:
         return USER_ERROR if USER_ERROR in codes else next((code for code in codes if code), FINISHED)
 
     async def _first_failure(self) -> None:
-        """Returns when all ranks have finished, or shortly after one has failed."""
+        """Returns when all ranks have finished, or shortly after one has failed.
+
+        The delay lets the other ranks report why: an error of the user's explains more than a broken connection.
+        """
         waits = {asyncio.ensure_future(rank.wait()) for rank in self._ranks}
         pending = waits
         try:
@@ -132,14 +128,14 @@ class Supervisor:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(rank.wait(), max(deadline - time.monotonic(), 0.01))
         finally:
-            # Also where the rank itself is gone: children it left behind share its group.
+            # Also where the rank itself has ended: children that it left behind are in its process group.
             for rank in ranks:
                 _signal_group(rank.pid, signal.SIGKILL)
         for rank in ranks:
             await rank.wait()
 
     def _said(self, since: int) -> str:
-        """The end of what this life has written to rank 0's log."""
+        """The end of what rank 0 has written to its log since it had this size."""
         with contextlib.suppress(FileNotFoundError), self.command.log_path.open("rb") as log:
             log.seek(max(since, _size_of(self.command.log_path) - _MAX_SAID_BYTES))
             return log.read().decode("utf-8", errors="replace")

@@ -1,7 +1,7 @@
-"""The daemon's side of one life of the worker command: memories, the start, and an answer to every `ready`.
+"""The daemon's side of one life of the worker command: its memories, its start, and an answer to every `ready`.
 
-A worker may die at any moment. Its memories belong to the session, so what it had handed over is still averaged; the
-next life gets memories of its own and starts from the state the daemon holds by then.
+A worker may die at any moment. Its memories belong to the session, so what it had handed over is still averaged. The
+worker's next life gets memories of its own, and starts from the state that the daemon holds by then.
 """
 
 from __future__ import annotations
@@ -11,18 +11,20 @@ import contextlib
 import logging
 import mmap
 import os
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
+from peers.daemon.averaging import WorkInHand
+from peers.daemon.host import WorkerHost
 from peers.daemon.link import WAITING_INTERVAL_S, Accept, DaemonConnection, LinkMemory
 from peers.errors import LinkLost, PeersError, ProtocolError, UserError
-from peers.state.handover import Ahead, EpochOutcome, Memories, Start
+from peers.monitor.phases import in_words
+from peers.state.handover import EpochOutcome, Memories
 from peers.state.layout import Layout
-from peers.state.saving import Written
 from peers.timing import START_S
 
 log = logging.getLogger(__name__)
@@ -32,74 +34,29 @@ T = TypeVar("T")
 _NEWS = ("doing", "evaluated", "trouble")
 
 
-class Host(Protocol):
-    """What a session asks of the daemon."""
-
-    run_id: str
-
-    @property
-    def world_rank(self) -> int: ...
-
-    @property
-    def waits_for(self) -> str:
-        """What it does meanwhile, in words."""
-
-    async def manifest(self) -> Mapping[str, Any]:
-        """What the swarm has agreed on, as soon as it has. Raises UserError where this peer cannot join."""
-
-    async def admit(self, layout: Layout) -> None:
-        """Raises UserError where this model is not the swarm's."""
-
-    async def start(self, memories: Memories, offer: dict[str, Any]) -> Start: ...
-
-    async def average(
-        self, memories: Memories, ready: dict[str, Any], ahead: asyncio.Future[Ahead]
-    ) -> EpochOutcome:
-        """`ahead` gets its result where that takes long, and the worker is to train on meanwhile."""
-
-    async def snapshot(self, directory: Path) -> None:
-        """Begin to write the outer state as it is now. Raises OSError."""
-
-    async def written(self, directory: Path) -> Written:
-        """What came of it, once that is known. Raises OSError."""
-
-    def progressed(self, progress: dict[str, Any]) -> None: ...
-
-    def doing(self, message: Mapping[str, Any] | None) -> None: ...
-
-    def evaluated(self, message: Mapping[str, Any]) -> None: ...
-
-    def is_in_trouble(self, what: str, text: str) -> None: ...
-
-    def finished(self) -> None: ...
-
-    def refused(self) -> None:
-        """A worker has been told what its user must mend."""
-
-    def worker_lost(self) -> None:
-        """The worker has hung up: nothing is trained until the next one has started."""
-
-
 class WorkerSession:
-    """All local ranks of one life of the worker."""
+    """Serves all local ranks of one life of the worker."""
 
-    def __init__(self, host: Host) -> None:
-        self._host = host
+    def __init__(self, host: WorkerHost) -> None:
+        self._host, self._monitor = host, host.monitor
         self._layout: Layout | None = None
         self._memories: list[LinkMemory] = []
         self._descriptors: list[int] = []
+        self._work: WorkInHand | None = None
         self._averaging: asyncio.Future[EpochOutcome] | None = None
-        self._ahead: asyncio.Future[Ahead] = asyncio.get_running_loop().create_future()
+        """What will become of the work in hand."""
         self._started: DaemonConnection | None = None
-        """Rank 0's, once it has asked where to start."""
+        """The connection of rank 0, once it has asked where to start."""
 
     async def serve(self, connection: DaemonConnection) -> None:
-        """Serve one local rank until it hangs up; only rank 0's end is an event of its own."""
+        """Serve one local rank until it hangs up. The worker has ended when rank 0 hangs up."""
         try:
             hello = await asyncio.wait_for(connection.receive(), START_S)
             if hello["kind"] == "adopt":
                 manifest = await self._answer(connection, self._host.manifest())
-                await connection.send("manifest", manifest=dict(manifest), world_rank=self._host.world_rank)
+                await connection.send(
+                    "manifest", manifest=dict(manifest), world_rank=self._host.runtime.core.world_rank
+                )
                 hello = await asyncio.wait_for(connection.receive(), START_S)
             if hello["kind"] == "written":
                 await self._report_written(connection, Path(hello["directory"]))
@@ -116,15 +73,15 @@ class WorkerSession:
         except UserError as error:
             with contextlib.suppress(LinkLost):
                 await connection.send("refused", message=str(error))
-            self._host.refused()
+            self._host.refused.set()
         except LinkLost:
             log.debug("local rank hung up")
         except (TimeoutError, ProtocolError) as error:
             log.error("hung up on a worker: %s", error or "it said nothing")
         except PeersError as error:
-            # What it handed over cannot be averaged. It tells its user; its next life may do better.
+            # The worker's work cannot be averaged. It tells its user; its next life may succeed.
             log.error("hung up on a worker: %s", error)
-            self._host.is_in_trouble("worker", str(error))
+            self._monitor.is_in_trouble("worker", str(error))
             with contextlib.suppress(LinkLost):
                 await connection.send("failed_for_good", message=str(error))
         finally:
@@ -133,24 +90,24 @@ class WorkerSession:
                 self._host.worker_lost()
 
     async def _hear(self, connection: DaemonConnection, message: dict[str, Any]) -> None:
-        """A connection on which the worker only tells. Raises LinkLost at its end."""
+        """Serve a connection on which the worker only reports. Raises LinkLost at its end."""
         try:
             while True:
                 match message["kind"]:
                     case "doing":
-                        self._host.doing(message)
+                        self._monitor.doing(message)
                     case "evaluated":
-                        self._host.evaluated(message)
+                        self._monitor.evaluated(message)
                     case "trouble":
-                        self._host.is_in_trouble(str(message["what"]), str(message["text"]))
+                        self._monitor.is_in_trouble(str(message["what"]), str(message["text"]))
                     case kind:
                         raise ProtocolError(f"unknown news {kind!r}")
                 message = await connection.receive()
         finally:
-            self._host.doing(None)
+            self._monitor.doing(None)
 
     def close(self) -> None:
-        """Give the descriptors back; memory that is still averaged from stays mapped until that ends."""
+        """Close the descriptors. Memory that is still averaged from stays mapped until that ends."""
         for fd in self._descriptors:
             os.close(fd)
         self._descriptors.clear()
@@ -169,7 +126,7 @@ class WorkerSession:
                 "the local ranks of this peer built different models; start them with the same flags"
             )
         await connection.welcome(
-            self._descriptors, run_id=self._host.run_id, world_rank=self._host.world_rank
+            self._descriptors, run_id=self._host.run_id, world_rank=self._host.runtime.core.world_rank
         )
 
     async def _handle(self, connection: DaemonConnection, message: dict[str, Any]) -> None:
@@ -180,71 +137,76 @@ class WorkerSession:
                 await connection.send("start", **asdict(start))
             case "ready":
                 self._begin_averaging(message)
-            case "collect":
-                await self._collect(connection, may_go_ahead=bool(message.get("may_go_ahead")))
-            case "poll":
-                await self._poll(connection)
+            case "collect" | "poll":
+                await self._collect(connection, message)
             case "progress":
                 self._host.progressed(message)
-            case "checkpoint":
-                if await self._snapshot(connection, Path(message["directory"])):
-                    await self._report_written(connection, Path(message["directory"]))
-            case "snapshot":
-                if await self._snapshot(connection, Path(message["directory"])):
-                    await connection.send("snapped")
+            case "checkpoint" | "snapshot":
+                await self._save(
+                    connection, Path(message["directory"]), waits=message["kind"] == "checkpoint"
+                )
             case "finished":
                 await connection.send("bye")
-                self._host.finished()
+                self._host.finished.set()
             case kind:
                 raise ProtocolError(f"unknown link message {kind!r}")
 
     def _begin_averaging(self, ready: dict[str, Any]) -> None:
         if self._averaging is not None:
             raise ProtocolError("ready again before it has collected what it was ready for")
-        # Not tied to this worker's life: what it handed over counts even if it dies now.
-        self._ahead = asyncio.get_running_loop().create_future()
-        self._averaging = asyncio.ensure_future(self._host.average(self._tensors(), ready, self._ahead))
-        # A worker that died never asks what became of it.
+        self._work = WorkInHand(
+            self._tensors(),
+            int(ready["fragment"]),
+            tokens=int(ready["tokens"]),
+            step=int(ready["step"]),
+            last=bool(ready["last"]),
+            ahead=asyncio.get_running_loop().create_future(),
+        )
+        # A task of its own: the work counts even if the worker dies now.
+        self._averaging = asyncio.ensure_future(self._average(self._work))
+        # A worker that has died never asks for the result.
         self._averaging.add_done_callback(lambda done: done.cancelled() or done.exception())
 
-    async def _collect(self, connection: DaemonConnection, *, may_go_ahead: bool) -> None:
-        if self._averaging is None:
-            raise ProtocolError("nothing to collect")
-        waits_for: set[asyncio.Future[Any]] = (
-            {self._averaging, self._ahead} if may_go_ahead else {self._averaging}
-        )
-        await self._answer(connection, asyncio.wait(waits_for, return_when=asyncio.FIRST_COMPLETED))
-        if self._averaging.done():
-            await self._tell_outcome(connection, self._averaging)
-        else:
-            await connection.send("ahead", **asdict(self._ahead.result()))
+    async def _average(self, work: WorkInHand) -> EpochOutcome:
+        self._monitor.handed_over(work)
+        try:
+            outcome = await self._host.runtime.average(work)
+        except PeersError:
+            # This ends the worker's life.
+            self._monitor.show("joining")
+            raise
+        self._monitor.averaged(outcome)
+        return outcome
 
-    async def _poll(self, connection: DaemonConnection) -> None:
-        if self._averaging is None:
+    async def _collect(self, connection: DaemonConnection, message: dict[str, Any]) -> None:
+        averaging, work = self._averaging, self._work
+        if averaging is None or work is None:
             raise ProtocolError("nothing to collect")
-        if self._averaging.done():
-            await self._tell_outcome(connection, self._averaging)
+        if message["kind"] == "collect":
+            ends: list[asyncio.Future[Any]] = [averaging]
+            if message.get("may_go_ahead"):
+                ends.append(work.ahead)
+            await self._answer(connection, asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED))
+        if averaging.done():
+            self._averaging = self._work = None
+            await connection.send("committed", **asdict(averaging.result()))
+        elif message["kind"] == "collect":
+            await connection.send("ahead", **asdict(work.ahead.result()))
         else:
             await connection.send("pending")
 
-    async def _tell_outcome(
-        self, connection: DaemonConnection, averaging: asyncio.Future[EpochOutcome]
-    ) -> None:
-        self._averaging = None
-        await connection.send("committed", **asdict(averaging.result()))
-
-    async def _snapshot(self, connection: DaemonConnection, directory: Path) -> bool:
-        """Begin to write the outer state; tells the worker where that cannot be, and returns whether it can."""
+    async def _save(self, connection: DaemonConnection, directory: Path, *, waits: bool) -> None:
+        """Begin to write the outer state, and answer the worker then or, if it waits, when it is written."""
         try:
             await self._answer(connection, self._host.snapshot(directory))
         except OSError as error:
             await connection.send("failed", reason=str(error))
-            return False
-        return True
+        else:
+            await (self._report_written(connection, directory) if waits else connection.send("snapped"))
 
     async def _report_written(self, connection: DaemonConnection, directory: Path) -> None:
         try:
-            written = await self._answer(connection, self._host.written(directory))
+            written = await self._answer(connection, self._host.saving.finish(directory))
         except OSError as error:
             await connection.send("failed", reason=str(error))
         else:
@@ -258,9 +220,10 @@ class WorkerSession:
         )
 
     async def _answer(self, connection: DaemonConnection, work: Awaitable[T]) -> T:
-        """Await the work, telling the worker all the while that somebody is there. Raises LinkLost once it is gone.
+        """Await the work, and send `waiting` meanwhile. Raises LinkLost as soon as the worker is gone.
 
-        At once, that is: the next life must not be taken for this one's, whose memories are still averaged from.
+        Without delay: otherwise the worker's next life would be served by this session, and write into memories that
+        are still averaged from.
         """
         task, gone = asyncio.ensure_future(work), asyncio.ensure_future(connection.hung_up())
         try:
@@ -272,11 +235,11 @@ class WorkerSession:
                     return task.result()
                 if gone.done():
                     raise LinkLost("the worker hung up before it was answered")
-                await connection.send("waiting", reason=self._host.waits_for)
+                await connection.send("waiting", reason=in_words(self._monitor.phase))
         finally:
             task.cancel()
             gone.cancel()
-            # It watches the socket until then, which the next receive needs for itself.
+            # It watches the socket until it has ended, and the next receive needs the socket.
             await asyncio.gather(gone, return_exceptions=True)
 
 
@@ -284,8 +247,8 @@ def _floats(memory: mmap.mmap, numel: int) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.float32, count=numel) if numel else torch.empty(0)
 
 
-async def serve_workers(accept: Accept, host: Host) -> None:
-    """Sessions one after the other, for ever: a hello by local rank 0 begins the next life."""
+async def serve_workers(accept: Accept, host: WorkerHost) -> None:
+    """Serve one life of the worker after the other, for ever: a connection while none is open begins the next life."""
     session: WorkerSession | None = None
     serving: set[asyncio.Task[None]] = set()
     try:

@@ -14,7 +14,6 @@ from benchmarks.convergence.store import Store
 from benchmarks.convergence.swarm import LocalSwarm
 from diloco.data.batches import SampleSource, open_data
 from diloco.data.tokenizer import load_tokenizer
-from diloco.outer.flat import copy_out
 from tests.support.training import tiny_config
 
 SLOW = "one peer 4x slower"
@@ -71,7 +70,7 @@ def test_peers_end_on_the_anchor_and_every_fragment_counts_every_token(scale):
         assert swarm.epoch == scale.total_steps * fragments // scale.local_steps + fragments - 1
         assert swarm.committed_tokens == fragments * scale.tokens
         for replica in swarm.replicas:
-            for piece in replica.pieces:
+            for piece in replica.weights.pieces:
                 there = swarm.state.anchor[piece.fragment][piece.start : piece.start + piece.local.numel()]
                 assert torch.equal(piece.local.reshape(-1), there)
 
@@ -87,8 +86,8 @@ def test_a_slow_peer_is_in_every_fourth_commit_with_all_its_work_and_in_the_last
     # Of four steps of one sample each; after the tenth epoch two more of the slow peer's.
     assert counted == [4, 8, 12, 20, 24, 28, 32, 40, 44, 50]
     for replica in swarm.replicas:
-        copy_out(replica.pieces, replica.out)
-        assert torch.equal(replica.out[0], swarm.state.anchor[0])
+        replica.weights.put()
+        assert torch.equal(replica.weights.out[0], swarm.state.anchor[0])
 
 
 def test_a_delay_of_no_steps_and_one_fragment_is_classic_diloco(scale):

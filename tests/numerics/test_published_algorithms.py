@@ -18,7 +18,7 @@ from benchmarks.convergence.settings import Arm, Job, Scale
 from benchmarks.convergence.swarm import LocalSwarm, learning_rate_of, samples_of
 from diloco.data.batches import SampleSource, open_data
 from diloco.data.tokenizer import load_tokenizer
-from diloco.outer.flat import layout_of
+from diloco.outer.layout import layout_of
 from diloco.train.model import load_model
 from tests.support.exhaustive import exhaustive_but
 from tests.support.training import tiny_config

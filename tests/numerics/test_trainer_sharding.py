@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from diloco.options.flags import TrainConfig
-from diloco.outer.flat import copy_in, copy_out, layout_of, pieces_of
+from diloco.outer.exchange import SharedWeights
+from diloco.outer.layout import layout_of, pieces_of
 from diloco.outer.world import World, barrier, device_mesh
 from diloco.train.inner import InnerLoop
 from diloco.train.optim import optimizer_of
@@ -65,15 +66,16 @@ def exchanged(world: World, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     layout = layout_of(loop.model)
     memory = torch.zeros(layout.sizes)
     pieces = pieces_of(loop.model, layout)
-    copy_out(pieces, [memory])
+    SharedWeights(pieces, [memory], []).put()
     barrier()
     # As the shared memory does for the ranks of one node.
     torch.distributed.all_reduce(memory)
     written = memory.clone()
     visible = memory * 2 if world.node == 0 else torch.full_like(memory, float("nan"))
-    copy_in(pieces, [visible], num_nodes=world.num_nodes)
     copy = torch.zeros(layout.sizes)
-    copy_out(pieces, [copy])
+    weights = SharedWeights(pieces, [copy], [visible], world.num_nodes)
+    weights.take()
+    weights.put()
     torch.distributed.all_reduce(copy)
     return written, copy
 

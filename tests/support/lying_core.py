@@ -18,9 +18,9 @@ log = logging.getLogger(__name__)
 
 def lie(name: str) -> None:
     """From now on the daemon of this process decides with the liar of this name (`ALL_LIARS`)."""
-    from peers.daemon import daemon
+    from peers.daemon import assembly
 
-    honest = daemon.Peer
+    honest = assembly.Peer
 
     def make(*, keys: Any, now: float, **rest: Any) -> Liar:
         inner = honest(keys=keys, now=now, **rest)
@@ -31,7 +31,7 @@ def lie(name: str) -> None:
         liar.answer = noted(liar.answer, lambda event: ())  # type: ignore[method-assign]
         return liar
 
-    daemon.Peer = make  # type: ignore[misc, assignment]
+    assembly.Peer = make  # type: ignore[misc, assignment]
 
 
 def noted(said: Callable[..., Any], honest: Callable[..., Any]) -> Callable[..., Any]:

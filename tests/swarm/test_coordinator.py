@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from peers.daemon.coordinator import CoordinatorConfig, request_rank, serve
+from peers.admission.rank_request import request_rank
+from peers.daemon.coordinator import CoordinatorConfig, serve
 from peers.errors import UserError
 from peers.net.dht.node import Dht
 from peers.net.identity import Identity, load

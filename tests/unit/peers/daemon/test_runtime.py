@@ -17,9 +17,9 @@ from peers.core import events
 from peers.core.peer import Peer
 from peers.core.settings import Settings
 from peers.core.weights import Aggregation
+from peers.daemon.averaging import Averaging, WorkInHand
 from peers.daemon.pledges import Pledges
-from peers.daemon.reductions import Reductions
-from peers.daemon.runtime import Runtime, RuntimeSettings
+from peers.daemon.runtime import Runtime
 from peers.errors import PeersError, StateUnavailable
 from peers.net.identity import load_or_create
 from peers.net.streams import StreamPool
@@ -38,6 +38,11 @@ class NoTransport:
 
     async def serve(self, *_args: Any) -> None:
         raise AssertionError("nobody is there")
+
+
+class NoDownloads:
+    async def fetch(self, *_args: Any, **_kwargs: Any) -> OuterState:
+        raise StateUnavailable("nobody is there")
 
 
 class Told:
@@ -67,19 +72,14 @@ def a_runtime(directory: Path, *, codec: str = "fp32", local_steps: int = 2):
         now=time.monotonic(),
     )
 
-    def optimizer_for(num_members: int) -> OuterOptimizer:
-        return OuterOptimizer(lr=0.7, momentum=0.9)
-
-    async def download(*_: Any) -> OuterState:
-        raise StateUnavailable("nobody is there")
-
-    reductions = Reductions(
+    averaging = Averaging(
         me=identity.peer_id,
         codec=codec,
+        local_steps=local_steps,
         aggregation=Aggregation(),
         niceness=0,
         pool=StreamPool(NoTransport(), "t"),
-        optimizer_for=optimizer_for,
+        optimizer_for=lambda num_members: OuterOptimizer(lr=0.7, momentum=0.9),
         timing=core.timing,
         is_live=core.swarm.is_live,
         forwarded_bytes=lambda: 0,
@@ -87,11 +87,10 @@ def a_runtime(directory: Path, *, codec: str = "fp32", local_steps: int = 2):
     try:
         yield Runtime(
             core,
-            settings=RuntimeSettings(codec=codec, local_steps=local_steps, optimizer_for=optimizer_for),
-            messenger=Told(),
-            reductions=reductions,
+            mesh=Told(),
+            averaging=averaging,
             pledges=pledges,
-            download=download,
+            downloads=NoDownloads(),
             on_change=lambda: None,
             on_tell=lambda _: None,
         )
@@ -112,6 +111,10 @@ async def running(runtime: Runtime) -> AsyncIterator[asyncio.Task[None]]:
 
 def memories(value: float = 1.0) -> Memories:
     return Memories((torch.full((SIZE,), value),), (torch.full((SIZE,), 9.0),))
+
+
+def work_in(memories: Memories, step: int = 2) -> WorkInHand:
+    return WorkInHand(memories, 0, tokens=1, step=step, last=False, ahead=asyncio.Future())
 
 
 def offered() -> OuterState:
@@ -135,7 +138,7 @@ def test_the_parts_of_a_round_add_up_to_it_and_its_result_is_in_the_workers_memo
         mine = memories()
         async with running(runtime):
             await runtime.begin_worker(mine.inn, offered())
-            outcome = await runtime.average(mine, 0, tokens=1, step=2, last=False, ahead=asyncio.Future())
+            outcome = await runtime.average(work_in(mine, step=2))
         parts = (outcome.connect_s, outcome.reduce_s, outcome.preview_s, outcome.vote_s, outcome.apply_s)
         assert all(part > 0 for part in parts)
         assert 0 < outcome.propose_s <= outcome.wait_s
@@ -153,9 +156,7 @@ def test_no_worker_begins_between_anothers_readiness_and_its_commit(tmp_path):
         first, second = memories(), memories()
         async with running(runtime):
             await runtime.begin_worker(first.inn, offered())
-            averaging = asyncio.create_task(
-                runtime.average(first, 0, tokens=1, step=2, last=False, ahead=asyncio.Future())
-            )
+            averaging = asyncio.create_task(runtime.average(work_in(first, step=2)))
             await asyncio.sleep(0)
             # The worker has died, and its successor asks where to begin: not before this work is in.
             runtime.post(events.WorkerGone())
@@ -175,11 +176,11 @@ def test_weights_that_are_not_finite_are_the_end_of_their_worker_and_its_next_li
         async with running(runtime) as task:
             await runtime.begin_worker(spoilt.inn, offered())
             with pytest.raises(PeersError, match="not finite"):
-                await runtime.average(spoilt, 0, tokens=1, step=2, last=False, ahead=asyncio.Future())
+                await runtime.average(work_in(spoilt, step=2))
             runtime.post(events.WorkerGone())
             start = await runtime.begin_worker(mine.inn, offered())
             assert (start.epoch, start.head) == (0, runtime.core.head)
-            outcome = await runtime.average(mine, 0, tokens=1, step=2, last=False, ahead=asyncio.Future())
+            outcome = await runtime.average(work_in(mine, step=2))
             assert (outcome.epoch, outcome.contributors) == (1, [0]) and not task.done()
             assert torch.isfinite(mine.inn[0]).all()
 
@@ -191,15 +192,13 @@ def test_what_goes_wrong_in_a_reduction_ends_the_daemon_with_that_reason(tmp_pat
     def broken(*_: Any, **__: Any) -> None:
         raise MemoryError("no memory for it")
 
-    monkeypatch.setattr("peers.daemon.reductions.reduce_pseudo_gradients", broken)
+    monkeypatch.setattr("peers.daemon.averaging.reduce_pseudo_gradients", broken)
 
     async def scenario(runtime: Runtime) -> None:
         mine = memories()
         async with running(runtime) as task:
             await runtime.begin_worker(mine.inn, offered())
-            averaging = asyncio.create_task(
-                runtime.average(mine, 0, tokens=1, step=2, last=False, ahead=asyncio.Future())
-            )
+            averaging = asyncio.create_task(runtime.average(work_in(mine, step=2)))
             with pytest.raises(MemoryError):
                 await task
             averaging.cancel()
@@ -225,11 +224,9 @@ def test_while_an_effect_takes_long_the_last_status_is_repeated_and_cancelling_w
         async with running(runtime):
             await runtime.begin_worker(mine.inn, offered())
             monkeypatch.setattr(Pledges, "add", slow)
-            averaging = asyncio.create_task(
-                runtime.average(mine, 0, tokens=1, step=2, last=False, ahead=asyncio.Future())
-            )
+            averaging = asyncio.create_task(runtime.average(work_in(mine, step=2)))
             await asyncio.to_thread(began.wait, 20)
-            told = runtime._messenger
+            told = runtime._mesh
             assert isinstance(told, Told)
             before = len(told.messages)
             while len(told.messages) < before + 3:
@@ -253,15 +250,13 @@ def test_a_reduction_is_over_before_the_runtime_is(tmp_path, monkeypatch):
         over.set()
         raise PeersError("cancelled")
 
-    monkeypatch.setattr("peers.daemon.reductions.reduce_pseudo_gradients", endless)
+    monkeypatch.setattr("peers.daemon.averaging.reduce_pseudo_gradients", endless)
 
     async def scenario(runtime: Runtime) -> None:
         mine = memories()
         async with running(runtime):
             await runtime.begin_worker(mine.inn, offered())
-            averaging = asyncio.create_task(
-                runtime.average(mine, 0, tokens=1, step=2, last=False, ahead=asyncio.Future())
-            )
+            averaging = asyncio.create_task(runtime.average(work_in(mine, step=2)))
             await asyncio.to_thread(began.wait, 20)
         assert over.is_set()
         averaging.cancel()
@@ -289,8 +284,8 @@ def test_what_top_k_holds_back_is_forgotten_by_the_step(tmp_path):
         mine = memories(value=1.0)
         async with running(runtime):
             await runtime.begin_worker(mine.inn, offered())
-            await runtime.average(mine, 0, tokens=1, step=local_steps, last=False, ahead=asyncio.Future())
-        kept = runtime.residuals[0].contribution_residual
+            await runtime.average(work_in(mine, step=local_steps))
+        kept = runtime.averaging.residuals[0].contribution_residual
         assert kept is not None
         return kept
 

@@ -102,7 +102,7 @@ def test_progress_makes_earlier_deaths_not_count(tmp_path):
         def on_exit(end: WorkerEnd) -> None:
             exits.append(end.code)
             if len(exits) == 1:
-                supervisor.notify_progress()
+                supervisor.restarts.progressed()
 
         supervisor = Supervisor(
             command(tmp_path, "raise SystemExit(3)"), on_exit, RestartPolicy(max_deaths=2)
@@ -128,7 +128,7 @@ def test_it_gives_up_on_the_third_end_for_the_same_reason_of_this_life(tmp_path)
 
         def on_exit(end: WorkerEnd) -> None:
             ends.append(end)
-            supervisor.notify_progress()
+            supervisor.restarts.progressed()
 
         supervisor = Supervisor(command(tmp_path, script), on_exit)
         return await supervisor.run()

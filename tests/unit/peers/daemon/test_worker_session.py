@@ -6,15 +6,18 @@ import asyncio
 import socket
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from diloco.train.progress import Progress
+from peers.daemon.averaging import WorkInHand
 from peers.daemon.link import WorkerLink, listen
 from peers.daemon.worker_session import serve_workers
 from peers.errors import PeersError, UserError
+from peers.protocol.reports import Phase
 from peers.state.handover import Ahead, EpochOutcome, Memories, Start
 from peers.state.layout import Layout, ParameterSlot
 from peers.state.saving import Written
@@ -27,14 +30,16 @@ LAYOUT = Layout(((ParameterSlot("w", (NUMEL,), 0),),))
 
 
 class SlowHost:
-    """Averages for as long as the test likes."""
+    """A host, with its runtime and its monitor, that averages for as long as the test likes."""
 
-    run_id, world_rank, waits_for = "t", 0, "the test"
+    run_id, phase, core = "t", Phase(name="testing"), SimpleNamespace(world_rank=0)
 
     def __init__(self) -> None:
+        self.runtime = self.monitor = self.saving = self
+        self.refused, self.finished = asyncio.Event(), asyncio.Event()
         self.news: list[tuple[Any, ...]] = []
         self.averaging, self.go_on = asyncio.Event(), asyncio.Event()
-        self.averaged: list[float] = []
+        self.weights_seen: list[float] = []
 
     async def manifest(self) -> Mapping[str, Any]:
         return {}
@@ -46,19 +51,17 @@ class SlowHost:
     async def start(self, memories: Memories, offer: dict[str, Any]) -> Start:
         raise AssertionError("no test gets so far")
 
-    async def average(
-        self, memories: Memories, ready: dict[str, Any], ahead: asyncio.Future[Ahead]
-    ) -> EpochOutcome:
+    async def average(self, work: WorkInHand) -> EpochOutcome:
         self.averaging.set()
         await self.go_on.wait()
-        self.averaged.append(float(memories.out[0][0]))
+        self.weights_seen.append(float(work.local[0]))
         raise UserError("that is all the test needs")
 
     async def snapshot(self, directory: Path) -> None:
         if "nowhere" in directory.parts:
             raise OSError("there is no such place")
 
-    async def written(self, directory: Path) -> Written:
+    async def finish(self, directory: Path) -> Written:
         await self.go_on.wait()
         return Written({"a": FileRecord(5, "digest")}, "head")
 
@@ -71,9 +74,9 @@ class SlowHost:
     def is_in_trouble(self, what: str, text: str) -> None:
         self.news.append((what, text))
 
-    def progressed(self, progress: dict[str, Any]) -> None: ...
-    def finished(self) -> None: ...
-    def refused(self) -> None: ...
+    def handed_over(self, work: WorkInHand) -> None: ...
+    def averaged(self, outcome: EpochOutcome) -> None: ...
+    def show(self, state: str) -> None: ...
     def worker_lost(self) -> None: ...
 
 
@@ -103,21 +106,19 @@ def test_the_next_life_of_a_worker_does_not_write_into_what_is_still_averaged(tm
             await asyncio.to_thread(hang_up, first)
             second = await asyncio.to_thread(connect, tmp_path / "link", 2.0)
             host.go_on.set()
-            while not host.averaged:
+            while not host.weights_seen:
                 await asyncio.sleep(0.01)
             serving.cancel()
             await asyncio.gather(serving, return_exceptions=True)
             first.close()
             second.close()
-        assert host.averaged == [1.0]
+        assert host.weights_seen == [1.0]
 
     asyncio.run(scenario())
 
 
 class FailingHost(SlowHost):
-    async def average(
-        self, memories: Memories, ready: dict[str, Any], ahead: asyncio.Future[Ahead]
-    ) -> EpochOutcome:
+    async def average(self, work: WorkInHand) -> EpochOutcome:
         raise PeersError("its weights are not finite any more")
 
 
@@ -199,10 +200,8 @@ def test_what_a_worker_tells_beside_its_training_is_heard_until_it_hangs_up(tmp_
 class LateHost(SlowHost):
     """Has the worker train on at once, and its commit when the test likes."""
 
-    async def average(
-        self, memories: Memories, ready: dict[str, Any], ahead: asyncio.Future[Ahead]
-    ) -> EpochOutcome:
-        ahead.set_result(Ahead(epoch=1, data_base=3))
+    async def average(self, work: WorkInHand) -> EpochOutcome:
+        work.ahead.set_result(Ahead(epoch=1, data_base=3))
         self.averaging.set()
         await self.go_on.wait()
         figures = {**COMMITTED, "epoch": 1, "data_base": 3, "fragment": 0, "last": False}

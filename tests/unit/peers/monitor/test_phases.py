@@ -64,7 +64,11 @@ def test_a_worker_may_tell_anything_and_what_cannot_be_shown_is_left_out():
 
 def phase_of(activity: Activity, state: str, *, here: int = 2, wanted: int = 2) -> Phase:
     return activity.phase(
-        state, here=here, wanted=wanted, waits_for="peers 1", step=7, end_step=90, left_s=5.0
+        state,
+        training=Doing("training", "", 7, 90, "steps", 5.0),
+        here=here,
+        wanted=wanted,
+        waits_for="peers 1",
     )
 
 

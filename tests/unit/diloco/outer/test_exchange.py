@@ -6,7 +6,8 @@ from torch import nn
 
 from diloco.errors import UserError
 from diloco.options.flags import TrainConfig
-from diloco.outer.flat import copy_in, copy_out, layout_of, merge, pieces_of, shift
+from diloco.outer.exchange import SharedWeights
+from diloco.outer.layout import layout_of, pieces_of
 from diloco.train.sharding import Precision, prepare
 from tests.support.tiny_model import tiny_llama
 
@@ -16,7 +17,7 @@ CPU = torch.device("cpu")
 def written(model: nn.Module, num_fragments: int = 1) -> list[torch.Tensor]:
     layout = layout_of(model, num_fragments)
     memories = [torch.full((size,), float("nan")) for size in layout.sizes]
-    copy_out(pieces_of(model, layout), memories)
+    SharedWeights(pieces_of(model, layout), memories, []).put()
     return memories
 
 
@@ -38,7 +39,7 @@ def test_tied_and_frozen_parameters_take_no_place_of_their_own():
 
 def test_weights_written_by_one_model_are_read_by_another():
     ours, theirs = tiny_llama(seed=1), tiny_llama(seed=2)
-    copy_in(pieces_of(theirs, layout_of(theirs)), written(ours))
+    SharedWeights(pieces_of(theirs, layout_of(theirs)), [], written(ours)).take()
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(mine, other)
 
@@ -79,9 +80,9 @@ def test_what_was_trained_since_the_snapshot_is_kept_whole_by_a_merge():
     model = nn.Linear(2, 1, bias=False)
     pieces = pieces_of(model, layout_of(model))
     nn.init.constant_(model.weight, 11.0)
-    merge(pieces, [torch.full((2,), 10.0)], [torch.full((2,), 4.0)], mixing=None)
+    SharedWeights(pieces, [torch.full((2,), 10.0)], [torch.full((2,), 4.0)]).merge(0, mixing=None)
     assert model.weight.unique().tolist() == [5.0]
-    shift(pieces, [torch.full((2,), -1.0)])
+    SharedWeights(pieces, [], [torch.full((2,), -1.0)]).shift(0)
     assert model.weight.unique().tolist() == [4.0]
 
 
@@ -91,7 +92,7 @@ def test_the_published_merge_lies_between_own_and_new_weights_whatever_the_snaps
     model = nn.Linear(2, 1, bias=False).to(dtype)
     nn.init.constant_(model.weight, 11.0)
     snapshot, target = torch.full((2,), 10.0), torch.full((2,), 4.0)
-    merge(pieces_of(model, layout_of(model)), [snapshot], [target], mixing=mixing)
+    SharedWeights(pieces_of(model, layout_of(model)), [snapshot], [target]).merge(0, mixing=mixing)
     assert model.weight.unique().tolist() == [merged]
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from peers.daemon.work import WorkInHand
+from peers.daemon.averaging import WorkInHand
 
 LOCAL, OLD, NEW = (torch.full((8,), value) for value in (5.0, 3.0, 10.0))
 
@@ -18,7 +18,7 @@ def put_back(how: str, *, is_rebased: bool) -> torch.Tensor:
 
     async def answered() -> torch.Tensor:
         memories = SimpleNamespace(out=[LOCAL.clone()], inn=[torch.zeros(8)])
-        work = WorkInHand(memories, 0, last=False, ahead=asyncio.Future())
+        work = WorkInHand(memories, 0, tokens=1, step=1, last=False, ahead=asyncio.Future())
         if is_rebased:
             work.rebase([OLD], [NEW])
         work.put_back(how, SimpleNamespace(anchor=[NEW]))

@@ -1,0 +1,215 @@
+"""What this peer shows of its worker and of its round: to other peers, to people, and to programs."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from peers.core.advice import Advice, advice_on
+from peers.core.schedule import Schedule
+from peers.daemon.agreement import Agreement
+from peers.daemon.averaging import WorkInHand
+from peers.daemon.doing import Activity, standing_of
+from peers.daemon.pace import Pace
+from peers.daemon.presence import Presence
+from peers.daemon.runtime import Runtime
+from peers.monitor.journal import Journal
+from peers.monitor.phases import Doing, training_left_s
+from peers.monitor.reporting import RunFigures, entry_of
+from peers.protocol.records import State
+from peers.protocol.reports import Evaluation, Phase, Point, Standing
+from peers.state.handover import EpochOutcome, Start
+
+log = logging.getLogger(__name__)
+
+_DIVERGED = "its loss is not a number any more; is the learning rate too high?"
+
+
+class WorkerMonitor:
+    """Is told what happens to the worker and its work, and changes nothing about either."""
+
+    def __init__(self, presence: Presence, agreement: Agreement) -> None:
+        self._presence, self._agreement = presence, agreement
+        self.runtime: Runtime | None = None
+        """Set once this peer may train."""
+        self.state: State = "joining"
+        self.step = 0
+        self.pace = Pace()
+        self.tokens_per_s = 0.0
+        self.has_worker = False
+        self.num_layers = 0
+        """Of the worker's model."""
+        self.journal, self.activity = Journal(), Activity()
+        self.on_progress: Callable[[], None] = lambda: None
+        self.on_commit: Callable[[], None] = lambda: None
+        """Called after a commit that contains this worker's work."""
+        self._advice = Advice()
+
+    # What others ask
+
+    @property
+    def phase(self) -> Phase:
+        """What this peer is doing, for people."""
+        end_step = self.run_figures.end_step
+        left_s = training_left_s(self.journal.curve.points, self.step, end_step)
+        return self.activity.phase(
+            self.state,
+            training=Doing("training", "", self.step, end_step, "steps", left_s),
+            here=len(self._presence.view) if self._presence.maddrs else 0,
+            wanted=self._presence.galaxy_size,
+            waits_for=self.standing.waits_for,
+        )
+
+    @property
+    def standing(self) -> Standing:
+        """What this peer waits for in its round, or before it has one."""
+        if self.state not in ("joining", "waiting") and self.runtime is not None:
+            return standing_of(self.runtime.core)
+        here, wanted = len(self._presence.view), self._presence.galaxy_size
+        return Standing(
+            waits_for=f"peers, {here} of {wanted} are here" if here < wanted else "the swarm's state"
+        )
+
+    @property
+    def run_figures(self) -> RunFigures:
+        if not self._agreement.digest:
+            return RunFigures()
+        manifest, schedule = self._agreement.manifest, self._schedule
+        ends = [int(manifest[name] or 0) for name in ("max_steps", "total_steps") if manifest.get(name)]
+        return RunFigures(
+            steps_per_epoch=schedule.steps_per_epoch,
+            end_step=min(ends, default=0),
+            step_s=self.pace.step_s,
+            compression=str(manifest.get("hv.compression") or "fp32"),
+            overlap_steps=schedule.overlap_steps,
+        )
+
+    @property
+    def local_step(self) -> int:
+        """The worker's step in its epoch, estimated: the worker does not report every step."""
+        if self.state != "training":
+            return self.pace.local_step
+        steps_per_epoch = self._schedule.steps_per_epoch if self._agreement.digest else 0
+        return self.pace.local_step_at(time.monotonic(), steps_per_epoch)
+
+    # What happens
+
+    def show(self, state: State) -> None:
+        self.state = state
+        self._presence.publish()
+
+    def started(self, start: Start) -> None:
+        """The worker begins to train."""
+        self.step = start.epoch * self._schedule.steps_per_epoch + start.local_step
+        self.pace.entered(start.local_step, time.monotonic())
+        self.show("training")
+        log.info(
+            "training from epoch %d, step %d, anchor %s", start.epoch, self.step, start.anchor_digest[:12]
+        )
+
+    def handed_over(self, work: WorkInHand) -> None:
+        """The worker waits for a commit, until it is told to continue training meanwhile."""
+        self.step = work.step
+        self.pace.reached(max(0, self._steps_since_commit(work.step)), time.monotonic())
+        self.show("averaging")
+        work.ahead.add_done_callback(lambda done: None if done.cancelled() else self.show("training"))
+
+    def averaged(self, outcome: EpochOutcome) -> None:
+        """The worker has an answer."""
+        self.pace.entered(outcome.local_step, time.monotonic())
+        self.journal.committed(entry_of(outcome))
+        self.is_in_trouble("worker", "")
+        assert self.runtime is not None
+        if outcome.world_rank in outcome.contributors:
+            self.on_commit()
+            self._tell_of_likeness(outcome.world_rank, self.runtime.averaging.likeness.world_ranks)
+        self._advise(self.runtime, outcome)
+        self.show("leaving" if outcome.last else "training" if self.has_worker else "joining")
+
+    def progressed(self, progress: Mapping[str, Any]) -> int:
+        """The worker reports its step and its loss; other peers see them with the next heartbeat.
+
+        Returns the steps since the last commit, negative for a worker that goes ahead of it.
+        """
+        self.step = int(progress["step"])
+        since_commit = self._steps_since_commit(self.step)
+        if since_commit >= 0:
+            self.pace.reached(since_commit, time.monotonic())
+        self.tokens_per_s = float(progress["tokens_per_s"])
+        loss = progress.get("loss")
+        is_known = loss is not None and math.isfinite(loss)
+        self.is_in_trouble("loss", "" if is_known or loss is None else _DIVERGED)
+        self.journal.progressed(
+            Point(
+                time=time.time(),
+                step=self.step,
+                loss=float(loss) if loss is not None and is_known else None,
+                tokens_per_s=self.tokens_per_s,
+            )
+        )
+        self.on_progress()
+        return since_commit
+
+    def doing(self, message: Mapping[str, Any] | None) -> None:
+        """The worker reports what it does beside its steps; None, or a message without a name, ends that."""
+        doing = Doing.told(message) if message else None
+        self.activity.told = doing if doing is not None and doing.name else None
+
+    def evaluated(self, message: Mapping[str, Any]) -> None:
+        loss = message.get("loss")
+        if not isinstance(loss, int | float) or not math.isfinite(loss):
+            loss = None
+        step = max(0, int(message["step"]))
+        self.journal.evaluations.append(Evaluation(time=time.time(), step=step, loss=loss))
+
+    def is_in_trouble(self, what: str, text: str) -> None:
+        """Something is wrong on this peer, until a call without a text says that it no longer is."""
+        if text and self.journal.troubles.get(what) != text:
+            self.journal.happened(time.time(), text)
+        self.journal.is_in_trouble(what, text)
+
+    def lost(self) -> None:
+        """The worker has ended before its training did."""
+        self.journal.num_worker_losses += 1
+        self.journal.happened(time.time(), "its worker ended")
+
+    @property
+    def _schedule(self) -> Schedule:
+        return Schedule.of(self._agreement.manifest)
+
+    def _steps_since_commit(self, step: int) -> int:
+        assert self.runtime is not None
+        return step - self.runtime.core.epoch * self._schedule.steps_per_epoch
+
+    def _tell_of_likeness(self, world_rank: int, alike: Sequence[int]) -> None:
+        # Of two such peers, only the one with the lower rank reports it.
+        others = [rank for rank in alike if rank > world_rank]
+        text = ""
+        if others:
+            of = f"peer{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
+            text = f"sends nearly the same as {of}: do they train on the same data? Deal it out by world rank"
+            if not self.journal.troubles.get("data"):
+                log.warning("this peer %s", text)
+        self.is_in_trouble("data", text)
+
+    def _advise(self, runtime: Runtime, outcome: EpochOutcome) -> None:
+        usual = self._advice.epoch_ended(
+            time.monotonic(),
+            round_s=outcome.round_s,
+            bytes_per_s=outcome.bandwidth,
+            num_peers=len(outcome.contributors),
+        )
+        if usual is None or runtime.state is None:
+            return
+        text = advice_on(
+            usual,
+            self._schedule,
+            codec=str(self._agreement.manifest.get("hv.compression") or "fp32"),
+            sizes=runtime.state.sizes,
+            num_layers=self.num_layers,
+        )
+        if text:
+            log.info("%s", text)

@@ -1,0 +1,91 @@
+"""What a peer shows of its worker while the worker hands over, continues ahead, dies, and is answered."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from peers.daemon.averaging import WorkInHand
+from peers.daemon.worker_monitor import WorkerMonitor
+from peers.state.handover import Ahead, EpochOutcome, Memories, Start
+from tests.support.scripted_daemon import COMMITTED
+
+
+def a_monitor(*, alike: tuple[int, ...] = ()) -> WorkerMonitor:
+    presence = SimpleNamespace(view={"a": None}, galaxy_size=1, maddrs=(), publish=lambda: None)
+    agreement = SimpleNamespace(manifest={"hv.local_steps": 10}, digest="d")
+    monitor = WorkerMonitor(presence, agreement)
+    likeness = SimpleNamespace(world_ranks=alike)
+    monitor.runtime = SimpleNamespace(
+        core=SimpleNamespace(epoch=2), state=None, averaging=SimpleNamespace(likeness=likeness)
+    )
+    return monitor
+
+
+def a_work(step: int) -> WorkInHand:
+    memories = Memories((torch.zeros(1),), (torch.zeros(1),))
+    return WorkInHand(memories, 0, tokens=1, step=step, last=False, ahead=asyncio.Future())
+
+
+def an_outcome(**fields: Any) -> EpochOutcome:
+    known = {"epoch": 3, "data_base": 0, "fragment": 0, "last": False, "world_rank": 0, "num_failures": 0}
+    return EpochOutcome(**{**COMMITTED, **known, **fields})
+
+
+def start_at(epoch: int, local_step: int) -> Start:
+    return Start(
+        world_rank=0,
+        epoch=epoch,
+        local_step=local_step,
+        data_base=0,
+        anchor_digest="d",
+        head="h",
+        num_peers=1,
+        keep_local=False,
+    )
+
+
+@pytest.mark.parametrize("has_worker", [True, False])
+def test_a_peer_averages_until_its_worker_continues_or_is_answered(has_worker):
+    async def scenario() -> None:
+        monitor, shown = a_monitor(), []
+        monitor.has_worker = True
+        monitor.started(start_at(epoch=2, local_step=4))
+        assert (monitor.step, monitor.local_step) == (24, 4)
+        work = a_work(step=30)
+        monitor.handed_over(work)
+        shown.append(monitor.state)
+        work.ahead.set_result(Ahead(epoch=3, data_base=0))
+        await asyncio.sleep(0)
+        shown.append(monitor.state)
+        monitor.has_worker = has_worker
+        monitor.averaged(an_outcome())
+        shown.append(monitor.state)
+        assert shown == ["averaging", "training", "training" if has_worker else "joining"]
+        assert monitor.journal.num_rounds == 1
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("contributors", "num_commits"), [([0, 1], 1), ([1], 0)])
+def test_only_a_commit_that_contains_its_work_counts_for_the_worker(contributors, num_commits):
+    async def scenario() -> None:
+        monitor, commits = a_monitor(alike=(1,)), []
+        monitor.on_commit = lambda: commits.append(1)
+        monitor.averaged(an_outcome(contributors=contributors))
+        assert len(commits) == num_commits
+        assert ("nearly the same as peer 1" in monitor.journal.troubles.get("data", "")) == bool(num_commits)
+
+    asyncio.run(scenario())
+
+
+def test_a_loss_that_is_not_a_number_is_a_trouble_until_the_next_one_is():
+    monitor = a_monitor()
+    assert monitor.progressed({"step": 25, "tokens_per_s": 1.0, "loss": float("nan")}) == 5
+    assert "not a number" in monitor.journal.troubles["loss"] and monitor.journal.loss is None
+    assert monitor.progressed({"step": 17, "tokens_per_s": 1.0, "loss": 2.5}) == -3
+    assert "loss" not in monitor.journal.troubles and monitor.journal.loss == 2.5
