@@ -11,7 +11,7 @@ import contextlib
 import os
 import secrets
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ from provisioning.errors import Busy, UserError
 from provisioning.ledger.lock import held
 from provisioning.ledger.row import Row, State, may_follow, stray
 from provisioning.ledger.schema import make_tables
-from provisioning.pods.pod import Offer, Pod, PodSpec, label_prefix
+from provisioning.pods.pod import Offer, Pod, label_prefix
+from provisioning.pods.spec import PodSpec
 
 _BUSY_TIMEOUT_S = 10.0
 _COLUMNS = tuple(item.name for item in fields(Row))
@@ -83,6 +84,17 @@ class Ledger:
         found = [row for row in self.rows() if row.name == name]
         return min(reversed(found), key=lambda row: row.state == State.DELETING, default=None)
 
+    def named(self, names: Sequence[str]) -> list[Row]:
+        """The rows of these names, or all. Raises UserError for one that is not there."""
+        rows = self.rows()
+        known = dict.fromkeys(row.name for row in rows)
+        for name in names:
+            if name not in known:
+                raise UserError(
+                    f"There is no pod {name} in {self.path}; there is {', '.join(known) or 'none'}."
+                )
+        return [row for row in rows if not names or row.name in names]
+
     def current(self, row: Row) -> Row | None:
         """The same row as it is now; None: it is gone."""
         return next((one for one in self.rows() if one.label == row.label), None)
@@ -91,7 +103,7 @@ class Ledger:
         """All that pods were ever to be ordered of: a pod of ours may turn up at each, also without a row."""
         return list(dict.fromkeys(row.provider for row in self._rows("")))
 
-    def plan(self, spec: PodSpec, offer: Offer, *, now: float, ends_at: float | None) -> Row:
+    def add(self, spec: PodSpec, offer: Offer, *, now: float, ends_at: float | None) -> Row:
         """Write down that this pod is wanted, with a label that no other order has.
 
         Replaces a row that is planned still; any other row of that name is an error of the caller's.
@@ -138,7 +150,7 @@ class Ledger:
             )
             return self._set(row, state=state, **changes)
 
-    def rented(
+    def set_pod(
         self, row: Row, provider_id: str, price_per_hour: float, state: State = State.BOOTING, **more: Any
     ) -> Row:
         """There is a pod of this order: it is paid for since the order, at the provider's price. May be repeated."""

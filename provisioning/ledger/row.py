@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from provisioning.pods.pod import Offer, Order, Pod, PodSpec, name_in_label
+from provisioning.pods.pod import Offer, Order, Pod, name_in_label
+from provisioning.pods.spec import PodSpec
 
 
 class State(StrEnum):

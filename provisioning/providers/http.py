@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from provisioning.errors import NoCapacity, OutcomeUnknown, ProviderError, Unavailable, UserError
@@ -24,27 +25,42 @@ class NotThere(ProviderError):
     """The provider says that there is nothing of this id."""
 
 
+class Says(Enum):
+    """What an answer that says no means."""
+
+    BAD_KEY = auto()
+    NO_MONEY = auto()
+    """A balance, a quota or a permission: the user has to see to it."""
+    NO_CAPACITY = auto()
+    """Of an order: another offer may do."""
+    NOT_THERE = auto()
+
+
+_BY_STATUS = {401: Says.BAD_KEY, 402: Says.NO_MONEY, 403: Says.NO_MONEY, 404: Says.NOT_THERE}
+
+
 @dataclass(frozen=True)
 class Refusal:
-    """An answer that says no, as its API words it."""
+    """An answer that says no."""
 
-    status: int
-    code: str
-    """The API's own name for what is wrong, where it has one."""
     message: str
+    says: Says | None = None
+    """What this API means by it; None: what its status means everywhere."""
 
 
 @dataclass(kw_only=True)
 class JsonApi:
-    """`refusal_of(status, body)` reads an error answer, `is_capacity(refusal)` whether another offer may do."""
+    """One API. `refusal_of(status, body)` reads an error answer as this API words it."""
 
     name: str
     """As people know the provider."""
     url: str
     key: str
     key_env: str
+    key_header: str = "Authorization"
+    key_prefix: str = "Bearer "
+    """The header that carries the key, and what stands before the key in it."""
     refusal_of: Callable[[int, Any], Refusal]
-    is_capacity: Callable[[Refusal], bool]
     interval_s: float = 0.0
     order_interval_s: float = 0.0
 
@@ -104,14 +120,14 @@ class JsonApi:
                 ) from error
             answer = None
         if status >= 400:
-            raise self._trouble(self._refusal(status, answer), headers.get("Retry-After", ""), is_order)
+            raise self._trouble(status, answer, headers.get("Retry-After", ""), is_order)
         return answer
 
     async def _exchanged(self, method: str, path: str, body: Any) -> tuple[int, Mapping[str, str], bytes]:
         import httpx
 
         if self._client is None:
-            headers = {"Authorization": f"Bearer {self.key}", "User-Agent": "diloco"}
+            headers = {self.key_header: f"{self.key_prefix}{self.key}", "User-Agent": "diloco"}
             self._client = httpx.AsyncClient(headers=headers, timeout=_TIMEOUT_S)
         content = b""
         async with self._client.stream(method, f"{self.url}{path}", json=body) as response:
@@ -121,31 +137,26 @@ class JsonApi:
                     raise httpx.DecodingError("more than 16 MiB")
             return response.status_code, response.headers, content
 
-    def _refusal(self, status: int, answer: Any) -> Refusal:
+    def _trouble(self, status: int, answer: Any, retry_after: str, is_order: bool) -> Exception:
         try:
-            return self.refusal_of(status, answer)
+            refusal = self.refusal_of(status, answer)
         except (KeyError, IndexError, TypeError, AttributeError, ValueError):
-            return Refusal(status, "", "")
-
-    def _trouble(self, refusal: Refusal, retry_after: str, is_order: bool) -> Exception:
-        status, said = refusal.status, f"{self.name}: {refusal.message or refusal.code or refusal.status}"
-        if status == 401 or (status == 403 and "api-key" in refusal.code):
+            refusal = Refusal("")
+        said, says = f"{self.name}: {refusal.message or status}", refusal.says
+        if says is None or (says is Says.NO_CAPACITY and not is_order):
+            says = _BY_STATUS.get(status)
+        if says is Says.BAD_KEY:
             return UserError(
                 f"{self.name} does not accept the key in {self.key_env} ({refusal.message}). Nothing was rented."
             )
         if status == 429:
             return Unavailable(said, float(retry_after) if retry_after.isdigit() else None)
-        if is_order and self.is_capacity(refusal):
+        if says is Says.NO_CAPACITY:
             return NoCapacity(said)
         if status >= 500:
             return (OutcomeUnknown if is_order else Unavailable)(f"{said} ({status})")
-        if status == 404 or "does-not-exist" in refusal.code:
+        if says is Says.NOT_THERE:
             return NoCapacity(said) if is_order else NotThere(said)
-        if (
-            status in (402, 403)
-            or "quota" in refusal.code
-            or "payment" in refusal.code
-            or "credit" in refusal.code
-        ):
+        if says is Says.NO_MONEY:
             return UserError(f"{said} Nothing was rented.")
         return ProviderError(f"{said} ({status})")

@@ -9,18 +9,28 @@ from typing import Any
 from urllib.parse import quote
 
 from provisioning.errors import UserError
-from provisioning.pods.pod import Listing, Offer, Order, Pod
-from provisioning.providers.http import JsonApi, NotThere, Refusal
-from provisioning.providers.rented import PORTS, ApiPods, api_key
+from provisioning.pods.pod import PORTS, Listing, Offer, Order, Pod
+from provisioning.providers.cloud import HttpCloud, api_key
+from provisioning.providers.http import JsonApi, NotThere, Refusal, Says
 
 KEY_ENV, URL_ENV = "LAMBDALABS_API_KEY", "LAMBDALABS_BASE_URL"
 BASE_URL = "https://cloud.lambda.ai/api/v1"
 _INTERVAL_S, _LAUNCH_INTERVAL_S = 1.0, 12.0
 _GONE = {"terminated"}
 _LEAVING = {"terminating", "preempted"}
+_SAYS = {
+    "api-key": Says.BAD_KEY,
+    "insufficient-capacity": Says.NO_CAPACITY,
+    "file-system-in-wrong-region": Says.NO_CAPACITY,
+    "does-not-exist": Says.NOT_THERE,
+    "quota": Says.NO_MONEY,
+    "payment": Says.NO_MONEY,
+    "credit": Says.NO_MONEY,
+}
+"""By a part of the error's code."""
 
 
-class LambdaProvider(ApiPods):
+class LambdaProvider(HttpCloud):
     name = "lambda"
 
     def __init__(
@@ -32,17 +42,16 @@ class LambdaProvider(ApiPods):
         launch_interval_s: float | None = None,
         user: str = "ubuntu",
     ) -> None:
-        super().__init__(ssh_key)
-        self._api = JsonApi(
+        api = JsonApi(
             name="Lambda",
             url=environment.get(URL_ENV, BASE_URL).rstrip("/"),
             key=api_key(environment, KEY_ENV, "https://cloud.lambda.ai/api-keys"),
             key_env=KEY_ENV,
             refusal_of=_refusal,
-            is_capacity=_is_capacity,
             interval_s=_INTERVAL_S if interval_s is None else interval_s,
             order_interval_s=_LAUNCH_INTERVAL_S if launch_interval_s is None else launch_interval_s,
         )
+        super().__init__(ssh_key, api)
         self._user, self._key_lock = user, asyncio.Lock()
 
     async def check(self) -> None:
@@ -122,12 +131,9 @@ class LambdaProvider(ApiPods):
 
 def _refusal(status: int, body: Any) -> Refusal:
     error = body["error"]
+    code = str(error.get("code", ""))
     message = " ".join(str(error[name]) for name in ("message", "suggestion") if error.get(name))
-    return Refusal(status, str(error.get("code", "")), message)
-
-
-def _is_capacity(refusal: Refusal) -> bool:
-    return "insufficient-capacity" in refusal.code or "file-system-in-wrong-region" in refusal.code
+    return Refusal(message or code, next((says for part, says in _SAYS.items() if part in code), None))
 
 
 def _offers(data: Mapping[str, Any]) -> list[Offer]:

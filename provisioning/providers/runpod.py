@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
-from provisioning.pods.pod import Listing, Offer, Order, Pod
-from provisioning.providers.http import JsonApi, NotThere, Refusal
-from provisioning.providers.rented import PORTS, ApiPods, api_key
+from provisioning.pods.pod import PORTS, Listing, Offer, Order, Pod
+from provisioning.providers.cloud import HttpCloud, api_key
+from provisioning.providers.http import JsonApi, NotThere, Refusal, Says
 
 KEY_ENV, URL_ENV = "RUNPOD_API_KEY", "RUNPOD_BASE_URL"
 BASE_URL = "https://api.runpod.io/v2"
@@ -23,19 +23,18 @@ _GONE = {"TERMINATED"}
 _FAILED = {"EXITED", "ERROR"}
 
 
-class RunPodProvider(ApiPods):
+class RunPodProvider(HttpCloud):
     name = "runpod"
 
     def __init__(self, environment: Mapping[str, str], ssh_key: Path) -> None:
-        super().__init__(ssh_key)
-        self._api = JsonApi(
+        api = JsonApi(
             name="RunPod",
             url=environment.get(URL_ENV, BASE_URL).rstrip("/"),
             key=api_key(environment, KEY_ENV, "https://console.runpod.io/user/settings"),
             key_env=KEY_ENV,
             refusal_of=_refusal,
-            is_capacity=_is_capacity,
         )
+        super().__init__(ssh_key, api)
 
     async def check(self) -> None:
         self.check_tools()
@@ -97,14 +96,9 @@ class RunPodProvider(ApiPods):
 
 def _refusal(status: int, body: Any) -> Refusal:
     more = "; ".join(str(one) for one in body.get("errors") or ())
-    return Refusal(
-        status, "", " ".join(filter(None, (str(body.get("detail") or body.get("title") or ""), more)))
-    )
-
-
-def _is_capacity(refusal: Refusal) -> bool:
+    message = " ".join(filter(None, (str(body.get("detail") or body.get("title") or ""), more)))
     # As its documents say: 400 is also what has no room, 403 a pool that this account may not use.
-    return refusal.status in (400, 403)
+    return Refusal(message, Says.NO_CAPACITY if status in (400, 403) else None)
 
 
 def _offers(kind: Mapping[str, Any], cloud: str, count: int) -> list[Offer]:

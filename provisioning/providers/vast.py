@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
-from provisioning.pods.pod import Listing, Offer, Order, Pod
-from provisioning.providers.http import JsonApi, NotThere, Refusal
-from provisioning.providers.rented import PORTS, ApiPods, api_key
+from provisioning.pods.pod import PORTS, Listing, Offer, Order, Pod
+from provisioning.providers.cloud import HttpCloud, api_key
+from provisioning.providers.http import JsonApi, NotThere, Refusal, Says
 
 KEY_ENV, URL_ENV = "VAST_API_KEY", "VAST_BASE_URL"
 BASE_URL = "https://console.vast.ai/api"
@@ -23,20 +23,19 @@ _MAX_PAGES = 400
 _FAILED = {"exited", "stopped", "offline"}
 
 
-class VastProvider(ApiPods):
+class VastProvider(HttpCloud):
     name = "vast"
 
     def __init__(self, environment: Mapping[str, str], ssh_key: Path, *, user: str = "root") -> None:
-        super().__init__(ssh_key)
         self._user = user
-        self._api = JsonApi(
+        api = JsonApi(
             name="Vast.ai",
             url=environment.get(URL_ENV, BASE_URL).rstrip("/"),
             key=api_key(environment, KEY_ENV, "https://cloud.vast.ai/manage-keys/"),
             key_env=KEY_ENV,
             refusal_of=_refusal,
-            is_capacity=_is_capacity,
         )
+        super().__init__(ssh_key, api)
 
     async def check(self) -> None:
         self.check_tools()
@@ -108,12 +107,12 @@ class VastProvider(ApiPods):
 
 
 def _refusal(status: int, body: Any) -> Refusal:
-    return Refusal(status, str(body.get("error") or ""), str(body.get("msg") or ""))
-
-
-def _is_capacity(refusal: Refusal) -> bool:
+    code, message = str(body.get("error") or ""), str(body.get("msg") or "")
+    says = Says.NO_MONEY if "credit" in code else None
     # Each machine is offered once: another was faster, or the host has taken it back.
-    return refusal.code == "no_such_ask" or refusal.status in (409, 410)
+    if code == "no_such_ask" or status in (409, 410):
+        says = Says.NO_CAPACITY
+    return Refusal(message or code, says)
 
 
 def _offer(found: Mapping[str, Any]) -> Offer:

@@ -17,9 +17,10 @@ from provisioning.machines.keys import write_private
 from provisioning.machines.machine import Machine
 from provisioning.machines.paths import JOBS, PEER_RUN, SWARM_SECRET, pod_directory
 from provisioning.machines.setup import put_private
+from provisioning.pods.pod import Pod
+from provisioning.renting.account import Say
 from provisioning.renting.each import Failures, each
 from provisioning.renting.renters import Renters
-from provisioning.renting.settler import Say
 from provisioning.swarm.commands import (
     DHT_JOB,
     PEER_JOB,
@@ -88,8 +89,12 @@ class Swarm:
 
     async def look(self, row: Row) -> PeerLook:
         """Raises MachineError."""
-        machine = await self._renters.machine(row.name)
+        machine = await self._renters.of(row).machine(row)
         return await look_at_peer(machine, row.label)
+
+    async def _machine_and_pod(self, row: Row) -> tuple[Machine, Pod]:
+        renter = self._renters.of(row)
+        return await renter.machine(row), await renter.pod_of(row)
 
     def _dht_row(self, rows: Sequence[Row]) -> Row:
         known = self._ledger.recall(_DHT_POD)
@@ -97,7 +102,7 @@ class Swarm:
 
     async def _join_dht(self, row: Row, running: Sequence[Row]) -> None:
         """Learn how the DHT can be joined, after starting it where it does not run."""
-        machine, pod = await self._renters.machine(row.name), await self._renters.pod(row.name)
+        machine, pod = await self._machine_and_pod(row)
         run_id, directory = self._options.run_id, pod_directory(row.label)
         key_path = admission_key_path(self._ledger.path, run_id)
         remote_key = f"{directory}/{coordinator_file(run_id, 'admission-key')}"
@@ -143,14 +148,14 @@ class Swarm:
 
     async def _member_address(self, row: Row) -> list[str]:
         """How to join the DHT by a peer that is in it."""
-        machine, pod = await self._renters.machine(row.name), await self._renters.pod(row.name)
+        machine, pod = await self._machine_and_pod(row)
         log = f"{pod_directory(row.label)}/{PEER_RUN}/logs/daemon.log"
         answer = await machine.run(f"grep -o 'starting as [A-Za-z0-9]*' {shlex.quote(log)} | tail -n 1")
         peer_id = answer.stdout.strip().removeprefix("starting as ")
         return ["--initial-peers", f"/ip4/{pod.host}/tcp/{pod.ports[1][1]}/p2p/{peer_id}"] if peer_id else []
 
     async def _start_peer(self, row: Row, num_peers: int) -> None:
-        machine, pod = await self._renters.machine(row.name), await self._renters.pod(row.name)
+        machine, pod = await self._machine_and_pod(row)
         await put_private(machine, f"{pod_directory(row.label)}/{SWARM_SECRET}", self._secret)
         provider = self._renters.of(row).provider
         argv = peer_argv(
@@ -161,7 +166,7 @@ class Swarm:
             address=self._dht_address,
             num_peers=num_peers,
             num_peers_here=self._num_peers_with(row),
-            flags=[*provider.swarm_flags(row.spec, row.offer), *self._options.flags],
+            flags=[*provider.swarm_flags(row.offer), *self._options.flags],
         )
         if await jobs.start(machine, row.label, PEER_JOB, argv):
             self._say(row.name, "starting its peer")

@@ -16,11 +16,11 @@ import pytest
 from provisioning.errors import UserError
 from provisioning.ledger.ledger import Ledger
 from provisioning.machines.keys import public_key
-from provisioning.pods.pod import PodSpec
+from provisioning.pods.spec import PodSpec
 from provisioning.providers.lambda_cloud import LambdaProvider
 from provisioning.providers.registry import Access
-from provisioning.renting import operations
-from provisioning.renting.settler import Patience
+from provisioning.renting.account import Patience
+from provisioning.renting.renters import down
 from provisioning.swarm.status import overview
 from tests.support.commands import Command, text_of_boxes, wait_until
 from tests.support.fleets import TestFleet
@@ -129,7 +129,7 @@ def test_an_instance_that_appears_long_after_its_order_failed_is_shown_and_given
     wait_until(lambda: asyncio.run(overview(ledger, access)).pods, "the instance in the list")
     (shown,) = asyncio.run(overview(ledger, access)).pods
     assert (shown.row.name, shown.is_there) == ("pod-0", True) and ledger.rows() == []
-    assert asyncio.run(operations.down(ledger, access, (), lambda name, text: None, fleet.patience)) == {}
+    assert asyncio.run(down(ledger, access, (), lambda name, text: None, fleet.patience)) == {}
     assert all(found["_ended"] for found in api.instances.values())
     ledger.close()
 
@@ -141,9 +141,7 @@ def test_a_provider_that_cannot_be_asked_any_more_is_said_and_hides_no_pod(fleet
     (shown,) = asked.pods
     assert shown.may_cost and "LAMBDALABS_API_KEY is not set" in asked.silent["lambda"]
     failures = asyncio.run(
-        operations.down(
-            ledger, Access(state_dir=tmp_path, environment={}), (), lambda name, text: None, fleet.patience
-        )
+        down(ledger, Access(state_dir=tmp_path, environment={}), (), lambda name, text: None, fleet.patience)
     )
     assert "LAMBDALABS_API_KEY is not set" in str(failures["pod-0"]) and len(ledger.rows()) == 1
     ledger.close()

@@ -19,11 +19,13 @@ from provisioning.errors import ProvisioningError
 from provisioning.ledger.ledger import Ledger
 from provisioning.ledger.row import Row
 from provisioning.machines.setup import Setup
-from provisioning.pods.pod import Order, PodSpec
+from provisioning.pods.pod import Order
+from provisioning.pods.spec import PodSpec
+from provisioning.renting.account import Patience
+from provisioning.renting.plan import planned
 from provisioning.renting.reconcile import Look
 from provisioning.renting.renter import Renter
 from provisioning.renting.renters import Renters
-from provisioning.renting.settler import Patience
 from provisioning.swarm.fleet import Fleet
 from tests.support.hostile_provider import (
     DELAYS_S,
@@ -106,8 +108,8 @@ class World:
         match what:
             case "provision":
                 specs = [PodSpec(name=f"pod-{index}", provider="hostile") for index in range(num_pods)]
-                agreed, offers = await fleet.planned(specs)
-                await fleet.rent(agreed, offers)
+                agreed = await planned(fleet.renters, specs)
+                await fleet.renters.apply(agreed)
             case "down":
                 await fleet.renters.give_back()
             case "reconcile":

@@ -4,7 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from provisioning.ledger.row import Row, State
-from provisioning.pods.pod import Offer, Pod, PodSpec
+from provisioning.pods.pod import Offer, Pod
+from provisioning.pods.spec import PodSpec
 from provisioning.renting.reconcile import Action, Do, Habits, Look, decide
 
 OWNER = "0a1b2c3d"
