@@ -7,7 +7,12 @@ Each folder imports only from those above it:
     providers    where pods come from, all behind one protocol
     ledger       what this machine has rented: one SQLite file, written before every request
     renting      making ledger and providers agree: plan, rent, give back
-    swarm        a fleet of pods, a swarm on it, its status, logs and results: start at swarm/fleet.py
+    swarm        a fleet of pods, a swarm on it, its status, logs and results
     experiments  sets of trainings over a fleet
     launchers    one training over several nodes: torchrun, Slurm, PBS, Ray
+
+The way of one pod: `diloco provision` makes a PodSpec of flags (pods/spec.py), finds an offer for it (renting/plan.py),
+writes both down as a row (renting/renters.py, ledger/ledger.py), orders it (renting/renter.py, providers/), and hands
+the row to swarm/fleet.py. `diloco pods down` goes back through renters.py and renter.py, until the provider has said
+that there is no such pod.
 """

@@ -151,11 +151,14 @@ class Ledger:
             return self._set(row, state=state, **changes)
 
     def set_pod(
-        self, row: Row, provider_id: str, price_per_hour: float, state: State = State.BOOTING, **more: Any
+        self, row: Row, provider_id: str, price: float | None, state: State = State.BOOTING, **more: Any
     ) -> Row:
-        """There is a pod of this order: it is paid for since the order, at the provider's price. May be repeated."""
-        offer = _to_json(replace(row.offer, price_per_hour=price_per_hour))
-        return self.advance(row, state, provider_id=provider_id, offer=offer, **more)
+        """There is a pod of this order: it is paid for since the order. May be repeated.
+
+        `price`: the provider's, in dollars per hour; None: as was offered.
+        """
+        offer = row.offer if price is None else replace(row.offer, price_per_hour=price)
+        return self.advance(row, state, provider_id=provider_id, offer=_to_json(offer), **more)
 
     def missed(self, row: Row, *, now: float) -> None:
         """One more list lacks the pod of this order."""

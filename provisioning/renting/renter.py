@@ -24,7 +24,7 @@ from provisioning.pods.pod import Pod
 from provisioning.providers.backoff import repeated
 from provisioning.renting.account import Account
 from provisioning.renting.each import Failures, each
-from provisioning.renting.reconcile import Action, Do, Habits, Look, decide
+from provisioning.renting.reconcile import Action, Do, Look, decide, known_at
 
 # For cents that are rounded; what costs more than was agreed to is not kept.
 _PRICE_SLACK = 1.02
@@ -72,9 +72,8 @@ class Renter(Account):
                 self.ledger.forget(row, now=self.clock())
             raise
         else:
-            price = row.offer.price_per_hour
             # It may have been asked several times, which takes a while.
-            row = self.ledger.set_pod(row, pod_id, price, State.CREATING, asked_at=self.clock())
+            row = self.ledger.set_pod(row, pod_id, None, State.CREATING, asked_at=self.clock())
             await self._read_back(row, await self.pod_of(row))
             return
         pod = await self._appeared(row)
@@ -129,9 +128,9 @@ class Renter(Account):
 
     async def _read_back(self, row: Row, pod: Pod) -> None:
         """Read back what was rented. What was not asked for is given back at once, and said aloud: NoCapacity."""
-        price = pod.price_per_hour if pod.price_per_hour is not None else row.offer.price_per_hour
-        wrong, offered = _wrong(row, pod, price), row.offer.price_per_hour
-        row = self.ledger.set_pod(row, pod.id, price)
+        ordered, row = row, self.ledger.set_pod(row, pod.id, pod.price_per_hour)
+        price, offered = row.offer.price_per_hour, ordered.offer.price_per_hour
+        wrong = _wrong(ordered, pod, price)
         if price > offered * _PRICE_SLACK and not wrong:
             self.say(row.name, f"costs {price:.2f} $/h now, and not {offered:.2f} as was offered")
         if wrong:
@@ -187,8 +186,7 @@ class Renter(Account):
         """The row as one that is to be ended, with the id that its pod has."""
         if row.provider_id is not None:
             return self.ledger.advance(row, State.DELETING)
-        price = pod.price_per_hour if pod.price_per_hour is not None else row.offer.price_per_hour
-        return self.ledger.set_pod(row, pod.id, price, State.DELETING)
+        return self.ledger.set_pod(row, pod.id, pod.price_per_hour, State.DELETING)
 
     async def _end(self, row: Row) -> None:
         """Have this very id deleted, whatever lists say, until its provider says that there is no such pod."""
@@ -257,8 +255,7 @@ class Renter(Account):
 
     async def _settle(self) -> Failures:
         provider, clock = self.provider, self.clock
-        habits = Habits(settle_s=provider.settle_s, doubt_s=provider.doubt_s, repeatable=provider.repeatable)
-        deadline = clock() + habits.settle_s + self.patience.destroy_s
+        deadline = clock() + provider.settle_s + self.patience.destroy_s
         while True:
             look = await self.look()
             rows = self.rows
@@ -268,14 +265,14 @@ class Renter(Account):
                     failures[row.name] = ProviderError(
                         f"it is not known whether it is still there, so it may cost money: {why}"
                     )
-            actions = decide(rows, look, habits, now=clock())
+            actions = decide(rows, look, provider, now=clock())
             failures |= await each(actions, lambda action: action.row.name, self._unless_changed)
             orders = [
                 row
                 for row in self.rows
                 if row.is_in_doubt
-                and not (row.state == State.CREATING and habits.repeatable)
-                and habits.known_at(row, clock()) <= deadline
+                and not (row.state == State.CREATING and provider.repeatable)
+                and known_at(row, provider, clock()) <= deadline
             ]
             if not orders or look.silent or clock() > deadline:
                 return failures

@@ -53,11 +53,13 @@ class Fleet:
         if failures or not self.renters.rows:
             return failures
         try:
-            return await Swarm(self.renters, options, self.python_of).start()
+            return await Swarm(self.renters, options, self.python).start()
         except ProvisioningError as error:
             return {self.renters.rows[0].name: error}
 
-    def python_of(self, name: str) -> str:
+    @property
+    def python(self) -> str:
+        """As jobs on a pod name it."""
         return self.setup.python or f"{VENV}/bin/python"
 
 

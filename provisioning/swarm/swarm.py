@@ -51,8 +51,8 @@ class SwarmOptions:
 class Swarm:
     """Starts what does not run yet; called again, it changes nothing that works."""
 
-    def __init__(self, renters: Renters, options: SwarmOptions, python_of: Callable[[str], str]) -> None:
-        self._renters, self._options, self._python_of = renters, options, python_of
+    def __init__(self, renters: Renters, options: SwarmOptions, python: str) -> None:
+        self._renters, self._options, self._python = renters, options, python
         self._ledger: Ledger = renters.ledger
         self._say: Say = renters.say
         self._dht_address, self._secret = "", b""
@@ -111,7 +111,7 @@ class Swarm:
             await machine.run(f"mkdir -p {shlex.quote(remote_key.rpartition('/')[0])}")
             await put_private(machine, remote_key, key_path.read_bytes())
         argv = dht_argv(
-            self._python_of(row.name),
+            self._python,
             pod,
             run_id=run_id,
             listens_on=self._renters.of(row).provider.listens_on,
@@ -159,7 +159,7 @@ class Swarm:
         await put_private(machine, f"{pod_directory(row.label)}/{SWARM_SECRET}", self._secret)
         provider = self._renters.of(row).provider
         argv = peer_argv(
-            self._python_of(row.name),
+            self._python,
             pod,
             run_id=self._options.run_id,
             listens_on=provider.listens_on,
