@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -206,8 +205,3 @@ def _fingerprint(setup: Setup) -> str:
         path = setup.source / name
         digest.update(path.read_bytes() if path.exists() else b"")
     return digest.hexdigest()
-
-
-def operator_environment() -> Mapping[str, str]:
-    """The one place where the operator's variables are read."""
-    return os.environ
