@@ -2,11 +2,11 @@
 
 Each folder imports only from those above it:
 
-    pods         what is asked for and what is offered, and which offer serves
+    pods         what is asked for and what is offered
     machines     what can be done on a machine, here or over SSH: scripts, jobs, the set-up
     providers    where pods come from, all behind one protocol
     ledger       what this machine has rented: one SQLite file, written before every request
-    renting      making ledger and providers agree: plan, rent, give back
+    renting      which offer serves, and making ledger and providers agree: plan, rent, give back
     swarm        a fleet of pods, a swarm on it, its status, logs and results
     experiments  sets of trainings over a fleet
     launchers    one training over several nodes: torchrun, Slurm, PBS, Ray

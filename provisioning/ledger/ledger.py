@@ -79,11 +79,6 @@ class Ledger:
         """Of all pods that there ever were."""
         return self._rows("WHERE provider_id IS NOT NULL")
 
-    def row(self, name: str) -> Row | None:
-        """The pod of this name; one that is being given back only where there is no other."""
-        found = [row for row in self.rows() if row.name == name]
-        return min(reversed(found), key=lambda row: row.state == State.DELETING, default=None)
-
     def named(self, names: Sequence[str]) -> list[Row]:
         """The rows of these names, or all. Raises UserError for one that is not there."""
         rows = self.rows()

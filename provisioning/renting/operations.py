@@ -36,7 +36,7 @@ async def extend(ledger: Ledger, access: Access, names: Sequence[str], hours: fl
             ledger.advance(row, row.state, ends_at=ends_at)
             say(row.name, f"lives {hours:g} h longer")
 
-        return await each(rows, lambda row: row.name, one)
+        return await each(rows, one)
 
 
 async def bring_home(
@@ -45,7 +45,7 @@ async def bring_home(
     """Fetch what was made on pods, which stay; what could not be, by pod."""
     rows = ledger.named(names)
     async with renters(ledger, access, say, fetches=fetches) as found:
-        return await each(rows, lambda row: row.name, lambda row: found[row.provider].bring_home(row))
+        return await each(rows, lambda row: found[row.provider].bring_home(row))
 
 
 def forget(ledger: Ledger, rows: Sequence[Row]) -> None:

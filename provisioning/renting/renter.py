@@ -266,7 +266,7 @@ class Renter(Account):
                         f"it is not known whether it is still there, so it may cost money: {why}"
                     )
             actions = decide(rows, look, provider, now=clock())
-            failures |= await each(actions, lambda action: action.row.name, self._unless_changed)
+            failures |= await each(actions, self._unless_changed, name=lambda action: action.row.name)
             orders = [
                 row
                 for row in self.rows

@@ -85,7 +85,7 @@ class Renters(dict[str, Renter]):
         async def one(row: Row) -> None:
             await self._until_reachable(row, agreed.offers, taken)
 
-        failures |= await each([*rows, *agreed.keep], lambda row: row.name, one, self.say)
+        failures |= await each([*rows, *agreed.keep], one, self.say)
         for renter in self.values():
             if renter.has_unclear:
                 # A pod of an order that was given up may have come after all.
@@ -104,7 +104,7 @@ class Renters(dict[str, Renter]):
         async def one(row: Row) -> None:
             await self.of(row).give_back(row, loses_results=loses_results)
 
-        return await each(self.rows if rows is None else rows, lambda row: row.name, one, failed)
+        return await each(self.rows if rows is None else rows, one, failed)
 
     def _write_down(self, spec: PodSpec, offer: Offer) -> Row:
         now = self[offer.provider].clock()
@@ -160,7 +160,7 @@ async def down(
     `fetches`: as for a Renter. `loses_results`: also those whose results cannot be fetched.
     """
     async with renters(ledger, access, say, patience, fetches=fetches) as found:
-        unseen = await each(found.values(), lambda one: one.provider.name, lambda one: one.look())
+        unseen = await each(found.values(), lambda one: one.look(), name=lambda one: one.provider.name)
         # Known pods are given back by their ids all the same.
         for name, error in (unseen | found.failures).items():
             say(name, f"cannot be asked whether a pod of ours is there: {error}")

@@ -46,7 +46,7 @@ class Fleet:
 
         states = {State.REACHABLE, State.SYNCED} if again else {State.REACHABLE}
         rows = [row for row in self.renters.rows if row.state in states and row.name not in failures]
-        return failures | await each(rows, lambda row: row.name, one, self.renters.say)
+        return failures | await each(rows, one, self.renters.say)
 
     async def train(self, failures: Failures, options: SwarmOptions) -> Failures:
         """A peer on each pod, all in epoch 1. Starts nothing unless all pods are there."""

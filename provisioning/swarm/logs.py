@@ -52,7 +52,7 @@ async def follow_all(
             async for line in machine.follow(script):
                 write(as_what, line)
 
-        failures = await each(rows, lambda row: row.name, one)
+        failures = await each(rows, one)
     # Only one pod has a DHT: that the others have none is no failure, unless they were asked for by name.
     return failures | without if names or len(without) == len(rows) else failures
 

@@ -66,7 +66,7 @@ class Swarm:
             looks[row.name] = await self.look(row)
 
         async def attempt(rows: Sequence[Row], work: Callable[[Row], Awaitable[object]]) -> Failures:
-            return await each(rows, lambda row: row.name, work, self._say)
+            return await each(rows, work, self._say)
 
         failures = await attempt(wanted, look)
         if self._ledger.recall(_DHT_POD) in failures:
@@ -208,7 +208,7 @@ class Swarm:
                 await asyncio.sleep(_POLL_S)
             self._say(row.name, "is not in epoch 1 yet; its peer goes on")
 
-        return await each(rows, lambda row: row.name, watch, self._say)
+        return await each(rows, watch, self._say)
 
     def _trouble(self, row: Row, look: PeerLook, *, is_late: bool) -> MachineError | None:
         if not look.job.is_running:

@@ -116,7 +116,7 @@ def test_a_pod_that_no_row_knows_of_is_written_down_beside_the_one_that_has_its_
     twin = ledger.found(Pod(id="id-2", label=row.label, is_ready=True, price_per_hour=3.0), "lium", now=5.0)
     assert (twin.name, twin.state, twin.provider_id) == ("pod-0", State.DELETING, "id-2")
     assert ledger.found(Pod(id="id-2", label=row.label, is_ready=True), "lium", now=6.0) == twin
-    assert ledger.row("pod-0").provider_id == "id-1"
+    assert [one.provider_id for one in ledger.named(["pod-0"])] == ["id-1", "id-2"]
     ledger.forget(twin, now=7.0)
     assert [one.provider_id for one in ledger.rows()] == ["id-1"]
     assert [bill.ended_at for bill in ledger.bills()] == [None, 7.0]
