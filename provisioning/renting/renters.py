@@ -30,17 +30,10 @@ DEARER = 1.5
 class Renters(dict[str, Renter]):
     """By the name of their provider. Asking for one that could not be opened raises what was wrong with it."""
 
-    def __init__(self, ledger: Ledger, say: Say) -> None:
-        super().__init__()
+    def __init__(self, ledger: Ledger, say: Say, opened: Sequence[Renter] = ()) -> None:
+        super().__init__((renter.provider.name, renter) for renter in opened)
         self.ledger, self.say = ledger, say
         self.failures: Failures = {}
-
-    @classmethod
-    def only(cls, renter: Renter) -> Renters:
-        """Of one provider."""
-        found = cls(renter.ledger, renter.say)
-        found[renter.provider.name] = renter
-        return found
 
     def __missing__(self, name: str) -> Renter:
         raise self.failures.get(name) or UserError(f"No provider {name} is open.")

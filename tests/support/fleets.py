@@ -99,7 +99,7 @@ class TestFleet:
             setup = Setup(source=source_of(self.directory), python=self.python, min_free_mb=self.min_free_mb)
             try:
                 with ledger.locked():
-                    return await work(Fleet(Renters.only(renter), setup))
+                    return await work(Fleet(Renters(ledger, renter.say, [renter]), setup))
             finally:
                 await renter.close()
                 await provider.close()

@@ -103,7 +103,8 @@ async def drive(what: str, state_dir: Path, point: str) -> int:
             patience=PATIENCE,
         )
         fleet = Fleet(
-            Renters.only(renter), Setup(source=source_of(state_dir), python=str(STAND_IN), min_free_mb=1)
+            Renters(ledger, renter.say, [renter]),
+            Setup(source=source_of(state_dir), python=str(STAND_IN), min_free_mb=1),
         )
         if what == "down":
             failures = await fleet.renters.give_back()

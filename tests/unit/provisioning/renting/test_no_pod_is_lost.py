@@ -104,7 +104,7 @@ class World:
             patience=PATIENCE,
             clock=clock,
         )
-        fleet = Fleet(Renters.only(renter), Setup(source=self.path.parent))
+        fleet = Fleet(Renters(ledger, renter.say, [renter]), Setup(source=self.path.parent))
         match what:
             case "provision":
                 specs = [PodSpec(name=f"pod-{index}", provider="hostile") for index in range(num_pods)]

@@ -96,8 +96,7 @@ def test_an_order_that_one_provider_refuses_goes_to_the_next_offer_at_another_on
     dear.begin({}, lambda: None)
     one, other = renter(tmp_path, cheap), renter(tmp_path, dear)
     other.ledger = one.ledger
-    both = Renters.only(one)
-    both["dear"] = other
+    both = Renters(one.ledger, one.say, [one, other])
     spec = PodSpec(name="pod-0", provider="dear,cheap")
     offers = [replace(OFFERS[0], provider=name, price_per_hour=price) for name, price in PRICES.items()]
     agreed = plan([spec], [], offers)
