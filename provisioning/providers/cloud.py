@@ -11,7 +11,6 @@ from provisioning.machines.keys import public_key
 from provisioning.machines.machine import Machine
 from provisioning.machines.ssh import Address, SshMachine, shown_host_key
 from provisioning.pods.pod import Offer, Pod
-from provisioning.providers.http import JsonApi
 
 
 class Cloud:
@@ -47,25 +46,6 @@ class Cloud:
         """Raises UserError for what is missing on this machine."""
         check_programs()
         self.public_key()
-
-
-class HttpCloud(Cloud):
-    """For a cloud that is asked through a JSON API over HTTP. As most: no idempotency keys, and it keeps no time."""
-
-    repeatable = False
-    settle_s = 60.0
-    doubt_s = 600.0
-    keeps_time = False
-
-    def __init__(self, ssh_key: Path, api: JsonApi) -> None:
-        super().__init__(ssh_key)
-        self._api = api
-
-    async def set_end(self, pod_id: str, ends_at: float) -> None:
-        return None
-
-    async def close(self) -> None:
-        await self._api.close()
 
 
 def check_programs() -> None:

@@ -42,9 +42,15 @@ def _lium(hosts: Any) -> HttpApi:
     return LiumApi([executor("NVIDIA A100-SXM4-80GB", 2, 1.2, smallest=1)], hosts)
 
 
-def _lambda(environment: dict[str, str], key: Path) -> Provider:
+class LoopbackLambda(LambdaProvider):
+    """As fast as loopback allows; the API's own limits are tested apart."""
+
+    interval_s = order_interval_s = 0.0
     user = getpass.getuser()
-    return LambdaProvider(environment, key, interval_s=0.0, launch_interval_s=0.0, user=user)
+
+
+class LoopbackVast(VastProvider):
+    user = getpass.getuser()
 
 
 CLOUDS = {
@@ -52,7 +58,7 @@ CLOUDS = {
         _lium, LiumProvider, "LIUM_API_KEY", "LIUM_BASE_URL", "POST /executors/", "GET /pods", _take_hosts
     ),
     "lambda": Cloud(
-        *(LambdaApi, _lambda, "LAMBDALABS_API_KEY", "LAMBDALABS_BASE_URL"),
+        *(LambdaApi, LoopbackLambda, "LAMBDALABS_API_KEY", "LAMBDALABS_BASE_URL"),
         *("POST /instance-operations/launch", "GET /instances", _take_hosts),
     ),
     "runpod": Cloud(
@@ -60,7 +66,7 @@ CLOUDS = {
         *("POST /pods", "GET /pods", _take_hosts),
     ),
     "vast": Cloud(
-        *(VastApi, lambda environment, key: VastProvider(environment, key, user=getpass.getuser())),
+        *(VastApi, LoopbackVast),
         *("VAST_API_KEY", "VAST_BASE_URL", "PUT /v0/asks/", "GET /v1/instances/", _take_hosts),
     ),
 }
