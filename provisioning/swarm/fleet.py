@@ -10,7 +10,6 @@ from provisioning.errors import ProvisioningError
 from provisioning.ledger.ledger import Ledger
 from provisioning.ledger.row import Row, State
 from provisioning.machines import jobs
-from provisioning.machines.paths import VENV
 from provisioning.machines.setup import Setup, set_up
 from provisioning.providers.registry import Access
 from provisioning.renting.account import Patience, Say
@@ -53,14 +52,9 @@ class Fleet:
         if failures or not self.renters.rows:
             return failures
         try:
-            return await Swarm(self.renters, options, self.python).start()
+            return await Swarm(self.renters, options, self.setup.python_there).start()
         except ProvisioningError as error:
             return {self.renters.rows[0].name: error}
-
-    @property
-    def python(self) -> str:
-        """As jobs on a pod name it."""
-        return self.setup.python or f"{VENV}/bin/python"
 
 
 @contextlib.asynccontextmanager

@@ -298,7 +298,8 @@ def test_an_environment_is_made_once_by_pip_where_uv_fails(tmp_path, hosts, key)
                 mounts=[mount_of(f"{source}:data/source"), mount_of(f"{source}/backend.py:data/one.py")],
                 min_free_mb=1,
             )
-            python = await set_up(machine, "label", setup, num_gpus=None)
+            await set_up(machine, "label", setup, num_gpus=None)
+            python = setup.python_there
             made_at = (host.home / PODS / "label/venv/fingerprint").stat().st_mtime_ns
             await set_up(machine, "label", setup, num_gpus=None)
             answer = await machine.run(
