@@ -13,13 +13,15 @@ from provisioning.pods.pod import Listing, Offer, Order, Pod
 
 
 class Provider(Protocol):
+    """registry.py makes them: a cloud with (environment, ssh_key), the others with what they need."""
+
     name: str
     """As `--provider` and the registry have it."""
     repeatable: bool
     """Orders carry an idempotency key: one that is sent twice makes one pod."""
     settle_s: float
-    """Seconds after an order during which its pod may be missing from the list, and be unknown by its id. Until they
-    are over, that a pod is missing proves nothing.
+    """Seconds after the answer to an order during which its pod may be missing from the list and unknown by its id.
+    Until they are over, that it is missing proves nothing.
     """
     doubt_s: float
     """Of an order whose answer was lost: for how many seconds, from the first list without its pod on, all lists have
