@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from provisioning.pods.spec import PodSpec
+# Users' files of experiments take it from here, too.
+from provisioning.pods.spec import PodSpec as PodSpec
 
 PORTS = (30001, 30002, 30003)
 """TCP ports that a pod opens besides SSH: one for the DHT, two for its peer. Outside they may be others."""
@@ -42,14 +43,17 @@ class Offer:
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """One request for a pod, as it was written down before it is sent."""
+    """One request for a pod: all that a provider is told of it."""
 
     label: str
     """The pod's name at the provider, new for each order, by which it is found again; and its idempotency key."""
-    spec: PodSpec
     offer: Offer
-    ends_at: float | None
+    ends_at: float | None = None
     """Unix time at which the pod is to be gone."""
+    image: str | None = None
+    """Container image or template, where the provider takes one."""
+    volume_id: str | None = None
+    """A volume of the provider's to attach."""
 
 
 @dataclass(frozen=True, kw_only=True)

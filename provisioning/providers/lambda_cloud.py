@@ -63,8 +63,8 @@ class LambdaProvider(HttpCloud):
             "ssh_key_names": [key_name],
             "name": order.label,
         }
-        if order.spec.volume_id:
-            body["file_system_names"] = [order.spec.volume_id]
+        if order.volume_id:
+            body["file_system_names"] = [order.volume_id]
         answer = await self._request("POST", "/instance-operations/launch", body, is_order=True)
         return self.understood(lambda data: str(data["instance_ids"][0]), answer, is_order=True)
 

@@ -70,13 +70,13 @@ class LiumProvider(Cloud):
             # A bound that holds even if we die now; the exact end is set and read back afterwards.
             hours = math.ceil((order.ends_at - time.time()) / 3600)
             more["termination_hours"] = min(max(hours, 1), _MAX_HOURS)
-        if order.spec.image:
-            more["image"] = order.spec.image
+        if order.image:
+            more["image"] = order.image
         created = await self._call(
             lambda: self._client.up(
                 executor_id=order.offer.details["executor_id"],
                 name=order.label,
-                volume_id=order.spec.volume_id,
+                volume_id=order.volume_id,
                 # SSH takes one of them.
                 ports=len(PORTS) + 1,
                 ssh_keys=[self.public_key()],

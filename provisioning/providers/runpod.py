@@ -54,7 +54,7 @@ class RunPodProvider(HttpCloud):
         details = order.offer.details
         body: dict[str, Any] = {
             "name": order.label,
-            "image": order.spec.image or IMAGE,
+            "image": order.image or IMAGE,
             "cloud": details["cloud"],
             "gpu": {"id": details["gpu"], "count": order.offer.gpu_count},
             "disk": _DISK_GB,
@@ -64,8 +64,8 @@ class RunPodProvider(HttpCloud):
         }
         if details["data_center"]:
             body["dataCenterIds"] = [details["data_center"]]
-        if order.spec.volume_id:
-            body["mounts"] = {"network": [{"volumeId": order.spec.volume_id, "path": "/workspace"}]}
+        if order.volume_id:
+            body["mounts"] = {"network": [{"volumeId": order.volume_id, "path": "/workspace"}]}
         answer = await self.request("POST", "/pods", body, is_order=True)
         return self.understood(lambda data: str(data["id"]), answer, is_order=True)
 

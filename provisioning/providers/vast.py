@@ -59,7 +59,7 @@ class VastProvider(HttpCloud):
         key = shlex.quote(self.public_key())
         body = {
             "client_id": "me",
-            "image": order.spec.image or IMAGE,
+            "image": order.image or IMAGE,
             "label": order.label,
             "disk": _DISK_GB,
             "runtype": "ssh_direct",

@@ -59,7 +59,7 @@ class Renter(Account):
         row = self.ledger.advance(row, State.CREATING, asked_at=self.clock())
         try:
             # Unavailable means that it was not carried out, and is asked again; nothing else ever is.
-            pod_id = await repeated(lambda: self.provider.create(row), tell=self.tell)
+            pod_id = await repeated(lambda: self.provider.create(row.order), tell=self.tell)
         except OutcomeUnknown as error:
             self.has_unclear = True
             row = self.ledger.advance(row, State.CREATING, asked_at=self.clock())

@@ -16,7 +16,6 @@ import pytest
 
 from provisioning.errors import NoCapacity, OutcomeUnknown, ProviderError, Unavailable, UserError
 from provisioning.pods.pod import Order, Pod
-from provisioning.pods.spec import PodSpec
 from provisioning.providers.local import LocalProvider
 from provisioning.providers.protocol import Provider
 from provisioning.providers.registry import NAMES
@@ -57,7 +56,6 @@ class Kind:
         offer = min(offers, key=lambda one: (one.price_per_hour, one.id))
         return Order(
             label=f"diloco-0a0b0c0d-pod-0-{secrets.token_hex(4)}",
-            spec=PodSpec(name="pod-0", provider=self.name),
             offer=offer,
             ends_at=time.time() + 7200,
         )

@@ -108,7 +108,7 @@ def test_a_set_of_ones_own_comes_from_toml(tmp_path):
 def test_a_set_of_ones_own_comes_from_a_python_function_with_loops(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(
-        "from provisioning.experiments.sets import ExperimentConfig\nfrom provisioning.pods.pod import PodSpec\n"
+        "from provisioning.experiments.sets import ExperimentConfig\nfrom provisioning.pods import PodSpec\n"
         "def experiments():\n"
         "    pods = [PodSpec(name=f'p{i}') for i in range(2)]\n"
         "    return pods, [ExperimentConfig(name=f's{seed}', custom_args=('--seed', str(seed))) for seed in range(3)]\n"

@@ -19,7 +19,7 @@ from provisioning.errors import ProvisioningError
 from provisioning.ledger.ledger import Ledger
 from provisioning.ledger.row import Row
 from provisioning.machines.setup import Setup
-from provisioning.pods.pod import Order
+from provisioning.pods.pod import Order, name_in_label
 from provisioning.pods.spec import PodSpec
 from provisioning.renting.account import Patience
 from provisioning.renting.plan import planned
@@ -118,7 +118,11 @@ class World:
     def check_not_rented_twice(self, ledger: Ledger, order: Order) -> None:
         """While a pod of its name is known and lives, no other is ordered."""
         living = {pod.id for pod in self.living}
-        rows = [row for row in ledger.rows() if row.name == order.spec.name and row.provider_id in living]
+        rows = [
+            row
+            for row in ledger.rows()
+            if row.name == name_in_label(order.label, ledger.owner) and row.provider_id in living
+        ]
         assert not rows, f"{order.label} is ordered while {rows[0].provider_id} lives"
 
     @property
