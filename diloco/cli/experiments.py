@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
+from diloco.cli.pods import given_back
 from diloco.cli.pods_flags import (
     GIVEN,
     AsJson,
@@ -28,20 +29,15 @@ from diloco.cli.pods_flags import (
     remember_results,
     say,
 )
-from diloco.cli.pods_plan import agreed_to, given_back, interruption_told, plan_json, print_plan, shouted
+from diloco.cli.pods_questions import interruption_told, shouted
+from diloco.cli.provision import agreed_to, plan_json, print_plan
 from diloco.errors import UserError
 from diloco.options.checks import at_least, finite, whole
+from provisioning.providers.registry import LISTED
 
 if TYPE_CHECKING:
     from provisioning.experiments.runs import Result
     from provisioning.experiments.sets import ExperimentSet
-    from provisioning.experiments.trainers import Trainer
-    from provisioning.ledger.ledger import Ledger
-    from provisioning.machines.setup import Setup
-    from provisioning.pods.pod import Offer
-    from provisioning.providers.registry import Access
-    from provisioning.renting.each import Failures
-    from provisioning.renting.plan import Plan
     from provisioning.swarm.fleet import Fleet
 
 app = App(name="experiments", help="Run many trainings over rented pods.")
@@ -57,7 +53,7 @@ Words = Annotated[str, Parameter(show=False, allow_leading_hyphen=True)]
 def run(
     name: str,
     *trainer_flags: Words,
-    provider: str | None = None,
+    provider: Annotated[str | None, Parameter(help=f"Where to rent instead: {LISTED}; or several.")] = None,
     trainer: str = "grpo",
     model_id: str | None = None,
     dataset: str | None = None,
@@ -91,8 +87,6 @@ def run(
     name: str
         lr_sweep, multi_dataset, model_size, batch_grid, custom_advanced, a TOML file with [[pods]] and
         [[experiments]], or a Python file with a function experiments().
-    provider: str
-        Where to rent instead: local, ssh, lium, lambda, runpod or vast, or several with commas between them.
     trainer: str
         grpo (reinforcement), or pretrain.
     model_id: str
@@ -128,13 +122,13 @@ def run(
     source: Path
         The code to send; default: the clone that this command runs from.
     """
+    from provisioning.experiments import runs
     from provisioning.experiments.sets import load
     from provisioning.experiments.trainers import trainer_named
+    from provisioning.pods.spec import providers_of
+    from provisioning.renting.plan import planned
+    from provisioning.swarm.fleet import opened_fleet
 
-    found = load(name)
-    machine: dict[str, Any] = {"provider": provider, "max_price": max_price, "ttl_hours": ttl_hours}
-    if provider == "local":
-        machine |= {"gpu_type": "cpu-1"}
     changes = {
         "model_id": model_id,
         "dataset": dataset,
@@ -142,102 +136,66 @@ def run(
         "batch_size": batch_size,
         "grad_accum_steps": grad_accum_steps,
     }
-    found = found.with_changes(machine, changes, trainer_flags)
-    if provider in ("local", "ssh"):
-        found = on_own_machines(found, any_gpu=provider == "ssh")
-    ledger = opened(state_file or _default_state_file(name))
-    job = _Run(
-        ledger=ledger,
-        found=found,
-        trainer=trainer_named(trainer),
-        plan_only=plan,
-        deploy_only=deploy_only,
-        deploys=not no_deploy,
-        syncs=not no_sync,
-        sets_up=not no_setup,
-        destroys=destroy,
-        asks=not yes,
-        as_json=as_json,
+    found = load(name).with_changes(
+        {"provider": provider, "max_price": max_price, "ttl_hours": ttl_hours}, changes, trainer_flags
     )
-    setup = given.setup(python, source)
+    if provider is not None:
+        found = _on_own_machines(found, provider)
+    ledger, of = opened(state_file or _default_state_file(name)), trainer_named(trainer)
+    setup = replace(given.setup(python, source), extras=of.extras)
     if not plan:
         remember_results(ledger, given, Path(name).stem)
-    return locked(ledger, lambda: job.run(access(inventory), setup), for_jobs=True)
 
+    async def rent(fleet: Fleet, unfinished: set[str]) -> Mapping[str, Exception]:
+        """What went wrong. The caller holds the ledger's lock."""
+        # For what is done already nothing is rented; a pod that is there stays until somebody gives it back.
+        there = {row.name for row in ledger.rows()}
+        names = unfinished | there if unfinished else {spec.name for spec in found.pods}
+        agreed = await planned(fleet.renters, [spec for spec in found.pods if spec.name in names])
+        print_plan(agreed, to_stderr=as_json)
+        if plan:
+            if as_json:
+                print(json.dumps({"plan": plan_json(agreed)}), flush=True)
+            return {}
+        await agreed_to(agreed, yes=yes)
+        failures = await fleet.renters.apply(agreed, lambda: ensure_watcher(ledger))
+        return await fleet.set_up(failures, again=not no_sync, with_environment=not no_setup)
 
-def on_own_machines(found: ExperimentSet, *, any_gpu: bool) -> ExperimentSet:
-    """The same without what only clouds can promise."""
-    loose: dict[str, Any] = {"gpu_count": None, "min_upload_mbps": None, "min_download_mbps": None}
-    if any_gpu:
-        loose["gpu_type"] = None
-    return replace(found, pods=[replace(spec, **loose) for spec in found.pods])
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Run:
-    ledger: Ledger
-    found: ExperimentSet
-    trainer: Trainer
-    plan_only: bool
-    deploy_only: bool
-    deploys: bool
-    syncs: bool
-    sets_up: bool
-    destroys: bool
-    asks: bool
-    as_json: bool
-
-    async def run(self, where: Access, setup: Setup) -> int:
-        from provisioning.swarm.fleet import opened_fleet
-
-        setup = replace(setup, extras=self.trainer.extras)
-        async with opened_fleet(self.ledger, list(self.found.pods), where, say, setup) as fleet:
-            give_back = f"diloco experiments destroy --state-file {shlex.quote(str(self.ledger.path))}"
-            with interruption_told(self.ledger, give_back):
-                return await self._run(fleet)
-
-    async def _run(self, fleet: Fleet) -> int:
-        from provisioning.experiments import runs
-
+    async def work(fleet: Fleet) -> int:
         failures: dict[str, Exception] = {}
-        unfinished = runs.unfinished_pods(self.ledger, self.found, self.trainer)
-        if self.plan_only or (self.deploys and (unfinished or self.deploy_only)):
-            with self.ledger.locked():
-                agreed, offers = await self._planned(fleet, unfinished)
-                if self.plan_only:
-                    return 0
-                failures.update(await self._deployed(fleet, agreed, offers))
-        if self.deploy_only:
+        unfinished = runs.unfinished_pods(ledger, found, of)
+        if plan or (not no_deploy and (unfinished or deploy_only)):
+            with ledger.locked():
+                failures.update(await rent(fleet, unfinished))
+        if plan or deploy_only:
             return shouted(failures)
         # Not under that lock: meanwhile pods' ends are put off, and whose time is over is given back.
-        results = await runs.run(fleet, self.found, self.trainer)
-        self._tell(results)
-        if self.destroys:
-            with self.ledger.locked(wait_s=_LOCK_WAIT_S):
+        results = await runs.run(fleet, found, of)
+        if as_json:
+            print(json.dumps({"experiments": [asdict(result) for result in results]}), flush=True)
+        else:
+            print_results(results, of.result)
+        if destroy:
+            with ledger.locked(wait_s=_LOCK_WAIT_S):
                 failures.update(await fleet.renters.give_back())
         return max(shouted(failures), 0 if runs.all_good(results) else 1)
 
-    async def _planned(self, fleet: Fleet, unfinished: set[str]) -> tuple[Plan, list[Offer]]:
-        # For what is done already nothing is rented; a pod that is there stays until somebody gives it back.
-        there = {row.name for row in self.ledger.rows()}
-        wanted = unfinished | there if unfinished else {spec.name for spec in self.found.pods}
-        agreed, offers = await fleet.planned([spec for spec in self.found.pods if spec.name in wanted])
-        print_plan(agreed, to_stderr=self.as_json)
-        if self.plan_only and self.as_json:
-            print(json.dumps({"plan": plan_json(agreed)}), flush=True)
-        return agreed, offers
+    async def run_all() -> int:
+        async with opened_fleet(ledger, providers_of(found.pods), access(inventory), say, setup) as fleet:
+            give_back = f"diloco experiments destroy --state-file {shlex.quote(str(ledger.path))}"
+            with interruption_told(ledger, give_back):
+                return await work(fleet)
 
-    async def _deployed(self, fleet: Fleet, agreed: Plan, offers: Sequence[Offer]) -> Failures:
-        await agreed_to(agreed, yes=not self.asks)
-        fleet.renters.on_planned = lambda: ensure_watcher(self.ledger)
-        failures = await fleet.rent(agreed, offers)
-        return await fleet.set_up(failures, again=self.syncs, with_environment=self.sets_up)
+    return locked(ledger, run_all, for_jobs=True)
 
-    def _tell(self, results: Sequence[Result]) -> None:
-        if self.as_json:
-            print(json.dumps({"experiments": [asdict(result) for result in results]}), flush=True)
-            return
-        print_results(results, self.trainer.result)
+
+def _on_own_machines(found: ExperimentSet, provider: str) -> ExperimentSet:
+    """The same without what only clouds can promise, where these machines are no cloud's."""
+    from provisioning.pods.spec import usual_for
+
+    usual = usual_for(provider)
+    loose: dict[str, Any] = {**usual, "min_upload_mbps": None, "min_download_mbps": None} if usual else {}
+    return replace(found, pods=[replace(spec, **loose) for spec in found.pods])
 
 
 def print_results(results: Sequence[Result], figure_of: str) -> None:

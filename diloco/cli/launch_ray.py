@@ -47,8 +47,8 @@ def run_on_pods(job: LaunchJob, wish: OnPods) -> int:
         async with renters(ledger, access(wish.inventory), say) as found:
             told = ray_job(job, wish, rows, ledger)
             for row in rows:
-                check_reachable(row, await found.pod(row.name), num_nodes=len(rows))
-                machine = await found.machine(row.name)
+                check_reachable(row, await found.of(row).pod_of(row), num_nodes=len(rows))
+                machine = await found.of(row).machine(row)
                 path = f"{pod_directory(row.label)}/{CODE}/{_CONFIG}"
                 await put_private(machine, path, job.config.read_bytes())
             cluster = RayCluster(found, rows, _python(ledger, found.of(rows[0])))
@@ -71,7 +71,7 @@ def print_cluster_yaml(job: LaunchJob, wish: OnPods) -> int:
         async with renters(ledger, access(wish.inventory), say) as found:
             hosts, users = [], {}
             for row in rows:
-                machine, pod = await found.machine(row.name), await found.pod(row.name)
+                machine, pod = await found.of(row).machine(row), await found.of(row).pod_of(row)
                 if not isinstance(machine, SshMachine):
                     raise UserError(
                         f"`ray up` works over SSH, and {row.name} is on this machine; run it without --dry-run."

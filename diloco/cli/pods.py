@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -29,17 +29,19 @@ from diloco.cli.pods_flags import (
     run,
     say,
 )
-from diloco.cli.pods_plan import confirmed, given_back, shouted
+from diloco.cli.pods_questions import confirmed, shouted
 from diloco.errors import UserError
 from diloco.options.checks import at_least, finite
 from diloco.options.flags import Seconds
 
 if TYPE_CHECKING:
+    from provisioning.ledger.ledger import Ledger
+    from provisioning.providers.registry import Access
     from provisioning.renting.each import Failures
     from provisioning.swarm.status import Overview
 
 app = App(name="pods", help="Look after rented pods.")
-ssh_key = App(name="ssh-key", help="SSH keys at a provider.")
+ssh_key = App(name="ssh-key", help="SSH keys at Lambda.")
 app.command(ssh_key)
 
 Switch = Annotated[bool, Parameter(negative="")]
@@ -122,15 +124,14 @@ def ssh(
         Ports of the pod's own loopback to be reached here meanwhile, such as 8265, Ray's dashboard.
     """
     from provisioning.machines.paths import pod_directory
-    from provisioning.renting.operations import checked_names
     from provisioning.renting.renters import renters
 
     ledger = opened_existing(state_file)
 
     async def shell() -> int:
-        row = checked_names(ledger, [name])[-1]
-        async with renters(ledger, access(inventory), say) as by_provider:
-            machine = await by_provider.of(row).machine(row)
+        row = ledger.named([name])[-1]
+        async with renters(ledger, access(inventory), say) as found:
+            machine = await found.of(row).machine(row)
             process = await asyncio.create_subprocess_exec(
                 *machine.shell_argv(pod_directory(row.label), forward)
             )
@@ -247,6 +248,26 @@ def down(
     return locked(ledger, lambda: given_back(ledger, access(inventory), names, words, yes=yes))
 
 
+async def given_back(
+    ledger: Ledger, where: Access, names: Sequence[str], fetches: Sequence[str] | None, *, yes: bool
+) -> int:
+    """The exit code of a command that gives pods back, and asks before results are lost."""
+    from provisioning.errors import ResultsNotFetched
+    from provisioning.renting import watcher
+    from provisioning.renting.renters import down
+
+    failures = await down(ledger, where, names, say, fetches=fetches, loses_results=yes)
+    kept = [name for name, error in failures.items() if isinstance(error, ResultsNotFetched)]
+    if kept and sys.stdin.isatty():
+        await confirmed(f"Give back {', '.join(kept)} without their results?", yes=False)
+        failures = {name: error for name, error in failures.items() if name not in kept}
+        failures |= await down(ledger, where, kept, say, fetches=fetches, loses_results=True)
+    if not ledger.rows():
+        watcher.stop(ledger.path)
+    ensure_watcher(ledger)
+    return shouted(failures)
+
+
 @app.command
 def forget(
     *names: str,
@@ -271,7 +292,7 @@ def forget(
     ledger = opened_existing(state_file)
 
     async def work() -> int:
-        rows = operations.checked_names(ledger, names)
+        rows = ledger.named(names)
         rate = sum(row.offer.price_per_hour for row in rows)
         await confirmed(f"Forget {', '.join(names)}, {rate:.2f} $/h if still there?", yes=yes)
         operations.forget(ledger, rows)

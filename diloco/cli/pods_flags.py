@@ -103,7 +103,7 @@ def remember_results(ledger: Ledger, given: Given, name: str) -> None:
     """Where what is made on these pods goes, and what of it, unless that is known from the command before this one."""
     from diloco.train.run_dir import default_run_dir
     from provisioning.machines.results import DEFAULT, is_url
-    from provisioning.renting.renter import FETCH, RUN_DIR
+    from provisioning.renting.account import FETCH, RUN_DIR
 
     if given.run_dir is not None or not ledger.rows() or not ledger.recall(RUN_DIR):
         place = given.run_dir or str(default_run_dir(name))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
+import asyncio
 import json
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,17 +26,18 @@ from diloco.cli.pods_flags import (
     run,
     say,
 )
-from diloco.cli.pods_plan import agreed_to, interruption_told, plan_json, print_plan, shouted
+from diloco.cli.pods_questions import confirmed, interruption_told, shouted
 from diloco.errors import UserError
 from diloco.options.checks import at_least, finite, whole
 from diloco.options.flags import HvConfig, Name, Seconds
+from provisioning.providers.registry import LISTED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from provisioning.ledger.ledger import Ledger
     from provisioning.machines.setup import Setup
-    from provisioning.pods.pod import Offer, PodSpec
+    from provisioning.pods.spec import PodSpec
     from provisioning.renting.each import Failures
     from provisioning.renting.plan import Plan
     from provisioning.swarm.fleet import Fleet
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
 DEFAULTS = HvConfig()
 _RETRY_S = 30.0
+_COLUMNS = ("", "pod", "what", "place", "$/h", "hours", "$")
 
 app = App(name="provision", usage="Usage: diloco provision [FLAGS] [-- FLAGS OF EVERY PEER]")
 
@@ -54,14 +56,13 @@ Switch = Annotated[bool, Parameter(negative="")]
 
 @dataclass(frozen=True, kw_only=True)
 class Wish:
-    """Which pods, in words of PodSpec; what is not given keeps PodSpec's default."""
+    """Which pods, in the words of PodSpec. What is not given is as is usual for their provider."""
 
     pods: Number = None
     """How many pods."""
     file: Path | None = None
     """Instead: a TOML file with [[pods]]."""
-    provider: str = "local"
-    """local (pods on this machine), ssh (your own machines), lium, lambda, runpod, vast; or several: lium,runpod."""
+    provider: Annotated[str, Parameter(help=f"{LISTED}; or several: lium,runpod.")] = "local"
     gpu_type: Words = ()
     """GPU types that the pods take in turn: A100,H100,4090; default A100, for local pods cpu-1."""
     gpu_count: Number = None
@@ -82,6 +83,10 @@ class Wish:
     """Container image or template, where the provider takes one."""
     spot: Annotated[bool, Parameter(negative="")] = False
     """Also take machines that may be taken back at any time."""
+
+    @property
+    def gpu_types(self) -> list[str]:
+        return [name for words in self.gpu_type for name in words.split(",") if name]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,262 +152,193 @@ def provision(
     epoch_timeout: float
         Seconds until all peers have to be in epoch 1.
     """
+    from provisioning.errors import NoCapacity, NoOffer
+    from provisioning.pods.spec import providers_of
+    from provisioning.renting.plan import planned
     from provisioning.swarm.commands import check_flags
+    from provisioning.swarm.fleet import opened_fleet
+    from provisioning.swarm.swarm import SwarmOptions
 
     check_flags(peer_flags)
-    ledger = opened(state_file)
-    where = access(inventory)
+    ledger, where = opened(state_file), access(inventory)
     if offers:
-        return run(_offers(wish, where, as_json))
-    specs = _specs(wish)
-    job = _Provision(
-        ledger=ledger,
-        specs=specs,
-        where=where,
-        asks=not yes,
-        as_json=as_json,
-        plan_only=plan,
-        deploy_only=deploy_only,
-        run_id=run_id,
-        flags=peer_flags,
-        setup=given.setup(python, source),
-        given=given,
-        care=care,
-        boot_timeout_s=boot_timeout,
-        epoch_timeout_s=epoch_timeout,
-    )
-    return locked(ledger, job.run)
+        from diloco.cli.offers import tell_offers
+
+        return run(tell_offers(wish, where, as_json=as_json))
+    specs, setup = specs_of_flags(wish), given.setup(python, source)
+    options = SwarmOptions(run_id=run_id, flags=peer_flags, epoch_timeout_s=epoch_timeout)
+
+    async def attempt(fleet: Fleet) -> int:
+        """Raises NoCapacity and NoOffer where not all pods can be had and that is to be waited for."""
+        agreed = await planned(fleet.renters, specs)
+        print_plan(agreed, to_stderr=as_json)
+        if plan:
+            if as_json:
+                print(json.dumps({"plan": plan_json(agreed)}), flush=True)
+            return 0
+        await agreed_to(agreed, yes=yes)
+        remember_results(ledger, given, run_id)
+        _keep(ledger, agreed, specs, None if deploy_only else care, fleet.setup, options)
+        with interruption_told(ledger, "diloco pods down"):
+            failures = await fleet.renters.apply(agreed, lambda: ensure_watcher(ledger))
+            lacking = [name for name, error in failures.items() if isinstance(error, NoCapacity)]
+            if lacking and care.retry_until_up:
+                raise NoCapacity(f"{', '.join(lacking)} cannot be had now")
+            failures = await fleet.set_up(failures)
+            if not deploy_only:
+                failures = await fleet.train(failures, options)
+        return _told(ledger, agreed, failures, as_json=as_json)
+
+    async def bring_up() -> int:
+        providers = providers_of(specs)
+        async with opened_fleet(ledger, providers, where, say, setup, boot_timeout_s=boot_timeout) as fleet:
+            while True:
+                try:
+                    return await attempt(fleet)
+                except (NoOffer, NoCapacity) as error:
+                    if not care.retry_until_up or plan:
+                        raise
+                    say("–", f"{error} Asking again in {_RETRY_S:g} s")
+                await asyncio.sleep(_RETRY_S)
+
+    return locked(ledger, bring_up)
 
 
-def _specs(wish: Wish) -> list[PodSpec]:
-    from provisioning.pods.files import checked, from_file, wanted
+def specs_of_flags(wish: Wish) -> list[PodSpec]:
+    """Raises UserError."""
+    from provisioning.pods.spec import read_toml, specs_of, tables_in
 
     if (wish.pods is None) == (wish.file is None):
         raise UserError("Say which pods: --pods 3, or --file FILE with [[pods]]; one of the two.")
-    gpu_types = [name for words in wish.gpu_type for name in words.split(",") if name]
-    common: dict[str, Any] = {
-        name: getattr(wish, name)
-        for name in (
-            *("provider", "gpu_count", "country", "volume_id", "ttl_hours", "min_upload_mbps"),
-            *("min_download_mbps", "max_price", "image"),
-        )
-    } | {"spot": wish.spot or None}
+    common = {item.name: getattr(wish, item.name) for item in fields(wish)}
+    for name in ("pods", "file", "gpu_type"):
+        del common[name]
+    # A switch that is off is one that was not given: a table may say yes.
+    common["spot"] = wish.spot or None
+    origin = "--pods"
+    tables: list[dict[str, Any]] = [{}] * (wish.pods or 0)
     if wish.file is not None:
-        return from_file(wish.file, **common)
-    if wish.provider == "local":
-        # They share the cores of this machine: one process each.
-        gpu_types = gpu_types or ["cpu-1"]
-    specs = wanted(wish.pods or 0, gpu_types, **common)
-    return checked([_any_machine(spec, wish) for spec in specs], "--pods")
+        origin = str(wish.file)
+        tables = tables_in(read_toml(wish.file), "pods", origin)
+    return specs_of(tables, origin, gpu_types=wish.gpu_types, **common)
 
 
-def _any_machine(spec: PodSpec, wish: Wish) -> PodSpec:
-    """On machines that are there anyway, what was not asked for does not matter."""
-    if {"local", "ssh"}.issuperset(spec.providers):
-        if wish.gpu_count is None:
-            spec = replace(spec, gpu_count=None)
-        if "ssh" in spec.providers and not wish.gpu_type:
-            spec = replace(spec, gpu_type=None)
-    return spec
-
-
-async def _waited(why: str) -> None:
-    import asyncio
-
-    say("–", f"{why} Asking again in {_RETRY_S:g} s")
-    await asyncio.sleep(_RETRY_S)
-
-
-async def _offers(wish: Wish, where: Any, as_json: bool) -> int:
-    from dataclasses import asdict
-
-    from provisioning.pods.choice import objections
-    from provisioning.pods.files import wanted
-    from provisioning.providers.backoff import repeated
-    from provisioning.providers.registry import open_provider
-
-    common = {
-        name: getattr(wish, name)
-        for name in ("country", "min_upload_mbps", "min_download_mbps", "max_price", "gpu_count")
+def plan_json(agreed: Plan) -> dict[str, Any]:
+    return {
+        "create": [
+            {
+                "name": creation.spec.name,
+                "offer": creation.offer.id,
+                "gpu_type": creation.offer.gpu_type,
+                "gpu_count": creation.offer.gpu_count,
+                "price_per_hour": creation.offer.price_per_hour,
+            }
+            for creation in agreed.create
+        ],
+        "keep": [row.name for row in agreed.keep],
+        "destroy": [{"name": removal.row.name, "reason": removal.reason} for removal in agreed.destroy],
+        "price_per_hour": agreed.dollars_per_hour,
+        "price_until_end": agreed.dollars_until_end,
     }
-    types = [name for words in wish.gpu_type for name in words.split(",") if name]
-    specs = wanted(max(len(types), 1), types, provider=wish.provider, **common)
-    specs = [
-        replace(
-            spec,
-            gpu_type=spec.gpu_type if types else None,
-            gpu_count=wish.gpu_count,
-            spot=True,
-        )
-        for spec in specs
-    ]
-    there: list[Offer] = []
-    for name in specs[0].providers:
-        provider = open_provider(name, where)
-        try:
-            # Without the check before renting: looking needs no SSH key, and no money.
-            there += await repeated(provider.offers, tell=functools.partial(say, name))
-        finally:
-            await provider.close()
-    found = [one for one in there if any(not objections(spec, one) for spec in specs)]
-    found.sort(key=lambda one: (one.price_per_hour, one.key))
-    if as_json:
-        print(
-            json.dumps(
-                [{key: value for key, value in asdict(one).items() if key != "details"} for one in found]
-            )
-        )
-    else:
-        _print_offers(found)
-    return 0
 
 
-def _print_offers(found: Sequence[Offer]) -> None:
+def print_plan(agreed: Plan, *, to_stderr: bool) -> None:
+    """A table with prices per hour and in total."""
     from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("$/h", "GPUs", "type", "up Mbit/s", "down Mbit/s", "place", "free", "offer"):
-        is_text = column in ("type", "place", "offer")
+    for column in _COLUMNS:
+        is_figure = column in _COLUMNS[4:]
         # Figures are never cut; what is too wide for the terminal goes on in the next line.
         table.add_column(
             column,
             overflow="fold",
-            min_width=None if is_text else max(len(column), 6),
-            justify="left" if is_text else "right",
+            min_width=8 if is_figure else None,
+            justify="right" if is_figure else "left",
         )
-    for one in found:
-        place = ", ".join(filter(None, (one.city, one.country))) or "–"
+    for creation in agreed.create:
+        offer, hours = creation.offer, creation.spec.ttl_hours
         table.add_row(
-            f"{one.price_per_hour:.2f}",
-            str(one.gpu_count),
-            f"{one.gpu_type}{' (spot)' if one.spot else ''}",
-            "–" if one.upload_mbps is None else f"{one.upload_mbps:.0f}",
-            "–" if one.download_mbps is None else f"{one.download_mbps:.0f}",
-            place,
-            str(one.num_available),
-            one.key,
+            "create",
+            creation.spec.name,
+            f"{offer.gpu_count} × {offer.gpu_type}",
+            ", ".join(filter(None, (offer.city, offer.country))) or "–",
+            f"{offer.price_per_hour:.2f}",
+            "–" if hours is None else f"{hours:g}",
+            "–" if hours is None else f"{hours * offer.price_per_hour:.2f}",
         )
-    Console().print(table if found else "nothing that fits is offered now")
+    for row in agreed.keep:
+        what = f"{row.offer.gpu_count} × {row.offer.gpu_type}"
+        table.add_row("keep", row.name, what, row.state, f"{row.offer.price_per_hour:.2f}", "", "")
+    for removal in agreed.destroy:
+        table.add_row("destroy", removal.row.name, removal.reason, "", "", "", "")
+    until = "–" if agreed.dollars_until_end is None else f"{agreed.dollars_until_end:.2f}"
+    table.add_row("", "all", "", "", f"{agreed.dollars_per_hour:.2f}", "", until)
+    Console(stderr=to_stderr).print(table)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Provision:
-    ledger: Ledger
-    specs: list[PodSpec]
-    where: Any
-    asks: bool
-    as_json: bool
-    plan_only: bool
-    deploy_only: bool
-    run_id: str
-    flags: tuple[str, ...]
-    setup: Setup
-    given: Given
-    care: Care
-    boot_timeout_s: float
-    epoch_timeout_s: float
+async def agreed_to(agreed: Plan, *, yes: bool) -> None:
+    """Raises UserError unless somebody says yes. What neither costs nor destroys anything needs no question."""
+    free = not agreed.destroy and agreed.new_dollars_per_hour == 0
+    cost = f"rent {len(agreed.create)} pods for {agreed.new_dollars_per_hour:.2f} $/h"
+    await confirmed(f"Go on, {cost}, give back {len(agreed.destroy)}?", yes=yes or free)
 
-    async def run(self) -> int:
-        from provisioning.swarm.fleet import opened_fleet
 
-        async with opened_fleet(
-            self.ledger,
-            self.specs,
-            self.where,
-            say,
-            self.setup,
-            boot_timeout_s=self.boot_timeout_s,
-        ) as fleet:
-            return await self._bring_up(fleet)
+def _keep(
+    ledger: Ledger,
+    agreed: Plan,
+    specs: Sequence[PodSpec],
+    care: Care | None,
+    setup: Setup,
+    options: SwarmOptions,
+) -> None:
+    """Write down the swarm that is to be kept from now on, for whoever keeps it; None: nothing is kept."""
+    from provisioning.renting.operations import WANTED
+    from provisioning.renting.renters import DEARER
+    from provisioning.swarm.keeper import Wanted
 
-    async def _bring_up(self, fleet: Fleet) -> int:
-        from provisioning.errors import NoCapacity
+    prices = {creation.spec.name: creation.offer.price_per_hour for creation in agreed.create}
+    prices |= {row.name: row.offer.price_per_hour for row in agreed.keep}
+    stops = care is not None and (any(prices.values()) if care.idle_stop is None else care.idle_stop)
+    if care is None or not (care.replace or stops):
+        ledger.remember(WANTED, "")
+        return
+    Wanted(
+        specs=[
+            replace(spec, max_price=prices[spec.name] * DEARER) if spec.max_price is None else spec
+            for spec in specs
+        ],
+        replaces=care.replace,
+        stops_when_idle=stops,
+        budget=care.budget,
+        setup=setup,
+        options=options,
+    ).write(ledger)
 
-        while True:
-            agreed, offers = await self._planned(fleet)
-            print_plan(agreed, to_stderr=self.as_json)
-            if self.plan_only:
-                if self.as_json:
-                    print(json.dumps({"plan": plan_json(agreed)}), flush=True)
-                return 0
-            await agreed_to(agreed, yes=not self.asks)
-            remember_results(self.ledger, self.given, self.run_id)
-            self._remember(agreed, fleet.setup)
-            fleet.renters.on_planned = lambda: ensure_watcher(self.ledger)
-            with interruption_told(self.ledger, "diloco pods down"):
-                failures = await fleet.rent(agreed, offers)
-                lacking = [name for name, error in failures.items() if isinstance(error, NoCapacity)]
-                if not (lacking and self.care.retry_until_up):
-                    failures = await fleet.set_up(failures)
-                    if not self.deploy_only:
-                        failures = await fleet.train(failures, self._options)
-                    return self._told(agreed, failures)
-            await _waited(f"{', '.join(lacking)} cannot be had now")
 
-    async def _planned(self, fleet: Fleet) -> tuple[Plan, list[Offer]]:
-        from provisioning.errors import NoOffer
-
-        while True:
-            try:
-                return await fleet.planned(self.specs)
-            except NoOffer as error:
-                if not self.care.retry_until_up or self.plan_only:
-                    raise
-                await _waited(str(error))
-
-    @property
-    def _options(self) -> SwarmOptions:
-        from provisioning.swarm.swarm import SwarmOptions
-
-        return SwarmOptions(run_id=self.run_id, flags=self.flags, epoch_timeout_s=self.epoch_timeout_s)
-
-    def _remember(self, agreed: Plan, setup: Setup) -> None:
-        """The swarm that is to be kept from now on, for whoever keeps it."""
-        from provisioning.renting.operations import WANTED
-        from provisioning.renting.renters import DEARER
-        from provisioning.swarm.keeper import Wanted
-
-        prices = {creation.spec.name: creation.offer.price_per_hour for creation in agreed.create}
-        prices |= {row.name: row.offer.price_per_hour for row in agreed.keep}
-        stops = any(prices.values()) if self.care.idle_stop is None else self.care.idle_stop
-        if self.deploy_only or not (self.care.replace or stops):
-            self.ledger.remember(WANTED, "")
-            return
-        Wanted(
-            specs=[
-                replace(spec, max_price=prices[spec.name] * DEARER) if spec.max_price is None else spec
-                for spec in self.specs
-            ],
-            replaces=self.care.replace,
-            stops_when_idle=stops,
-            budget=self.care.budget,
-            setup=setup,
-            options=self._options,
-        ).write(self.ledger)
-
-    def _told(self, agreed: Plan, failures: Failures) -> int:
-        rows = self.ledger.rows()
-        if self.as_json:
-            pods = [
-                {
-                    "name": row.name,
-                    "state": str(row.state),
-                    "provider_id": row.provider_id,
-                    "ends_at": row.ends_at,
-                }
-                for row in rows
-            ]
-            told = {name: str(error) for name, error in failures.items()}
-            print(json.dumps({"plan": plan_json(agreed), "pods": pods, "failures": told}), flush=True)
-        else:
-            for row in rows:
-                print(f"{row.name}: {row.state}{', failed' if row.name in failures else ''}")
-        if not shouted(failures):
-            return 0
-        print(
-            "The same command goes on from here; `diloco pods down` gives everything back.",
-            file=sys.stderr,
-            flush=True,
-        )
-        return 1
+def _told(ledger: Ledger, agreed: Plan, failures: Failures, *, as_json: bool) -> int:
+    rows = ledger.rows()
+    if as_json:
+        pods = [
+            {
+                "name": row.name,
+                "state": str(row.state),
+                "provider_id": row.provider_id,
+                "ends_at": row.ends_at,
+            }
+            for row in rows
+        ]
+        told = {name: str(error) for name, error in failures.items()}
+        print(json.dumps({"plan": plan_json(agreed), "pods": pods, "failures": told}), flush=True)
+    else:
+        for row in rows:
+            print(f"{row.name}: {row.state}{', failed' if row.name in failures else ''}")
+    if not shouted(failures):
+        return 0
+    print(
+        "The same command goes on from here; `diloco pods down` gives everything back.",
+        file=sys.stderr,
+        flush=True,
+    )
+    return 1

@@ -18,6 +18,7 @@ from diloco.options.checks import at_least, finite, up_to, whole
 from diloco.sim.command.given_peers import LEAST_CORES, LEAST_FLOPS, MAX_PEERS
 from diloco.sim.command.values import bits_per_s, count, long_seconds, one, seconds, several
 from peers.protocol.codecs import CodecName
+from provisioning.providers.registry import CLOUDS
 
 if TYPE_CHECKING:
     from diloco.sim.command.given_peers import PeerSpec
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
 
 app = App(name="simulate")
 
+_FROM_OFFERS = (
+    f"Take the cheapest pods of a provider ({', '.join(CLOUDS)}), or of a file from "
+    "`diloco provision --offers --json`."
+)
 _TOLD_EVERY_S = 2.0
 _ENOUGH_LOSSES = 30
 _LEAST_EPOCHS, _USUAL_EPOCHS, _MOST_EPOCHS = 4, 20, 300
@@ -109,8 +114,7 @@ class Pods:
     """Dollars per hour of one peer."""
     peers_file: Path | None = None
     """TOML file with [[peers]]: bandwidth, download, rtt, gpu, gpus, flops, cores, price, step_time, count."""
-    from_offers: str | None = None
-    """Take the cheapest pods of a provider (lium, lambda), or of a file from `diloco provision --offers --json`."""
+    from_offers: Annotated[str | None, Parameter(help=_FROM_OFFERS)] = None
 
 
 @dataclass(frozen=True, kw_only=True)

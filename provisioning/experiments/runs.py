@@ -96,12 +96,12 @@ async def _one(fleet: Fleet, row: Row | None, placed: Placed, trainer: Trainer) 
 
 async def _trained(fleet: Fleet, row: Row, placed: Placed, trainer: Trainer) -> Result:
     """Raises MachineError."""
-    machine = await fleet.renters.machine(row.name)
+    machine = await fleet.renters.of(row).machine(row)
     job, config = job_name(trainer, placed.config), placed.config
     run_dir, has_gpus = f"{RUNS}/{job}", not row.offer.is_cpu
     state = await jobs.state(machine, row.label, job)
     if not state.is_running and state.code != 0:
-        words = argv(trainer, config, fleet.python_of(row.name), run_dir, has_gpus=has_gpus)
+        words = argv(trainer, config, fleet.setup.python_there, run_dir, has_gpus=has_gpus)
         variables = environment(trainer, config, has_gpus=has_gpus)
         # What a failed attempt left would be read as this one's.
         await machine.run(f"rm -rf {shlex.quote(f'{pod_directory(row.label)}/{run_dir}')}")

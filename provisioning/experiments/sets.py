@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from provisioning.errors import UserError
-from provisioning.pods.files import checked, read_toml, specs_of, tables_in, typed
-from provisioning.pods.pod import PodSpec
+from provisioning.pods.spec import PodSpec, read_toml, specs_of, tables_in, typed
 
 QWEN = "Qwen/Qwen2.5-1.5B-Instruct"
 
@@ -80,23 +79,21 @@ class ExperimentSet:
 
 
 def spread(name: str, specs: Sequence[PodSpec], configs: Sequence[ExperimentConfig]) -> ExperimentSet:
-    """The experiments over the pods in turn. Raises UserError as `_checked` does."""
+    """The experiments over the pods in turn."""
     placed = [
         Placed(pod=specs[index % len(specs)].name, config=config)
         for index, config in enumerate(configs if specs else ())
     ]
-    return _checked(ExperimentSet(name=name, pods=specs, experiments=placed), name)
+    return ExperimentSet(name=name, pods=specs, experiments=placed)
 
 
-def _checked(found: ExperimentSet, origin: str) -> ExperimentSet:
+def _whole(found: ExperimentSet, origin: str) -> ExperimentSet:
     """The same. Raises UserError for names that are none or are used twice, and for pods that are not there."""
     if not found.pods or not found.experiments:
         raise UserError(f"{origin} needs at least one pod and one experiment.")
-    pods = {spec.name for spec in checked(found.pods, origin)}
-    seen: set[str] = set()
+    pods, seen = {spec.name for spec in found.pods}, set[str]()
     for placed in found.experiments:
         name = placed.config.name
-        typed(ExperimentConfig, asdict(placed.config), f"{origin}, experiment {name}")
         if name in seen:
             raise UserError(f"{origin} has two experiments named {name}.")
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,60}", name):
@@ -161,15 +158,19 @@ def load(name: str) -> ExperimentSet:
 
 def _of_python(path: Path) -> ExperimentSet:
     found = _called(path)
-    if isinstance(found, ExperimentSet):
-        return _checked(found, str(path))
     if isinstance(found, tuple) and len(found) == 2:
         specs, configs = found
         if _all_are(PodSpec, specs) and _all_are(ExperimentConfig, configs):
-            return spread(path.stem, specs, configs)
-    raise UserError(
-        f"experiments() in {path} has to return an ExperimentSet, or PodSpecs and ExperimentConfigs."
-    )
+            found = spread(path.stem, specs, configs)
+    if not isinstance(found, ExperimentSet):
+        raise UserError(
+            f"experiments() in {path} has to return an ExperimentSet, or PodSpecs and ExperimentConfigs."
+        )
+    # Code may put anything into a field.
+    specs_of([asdict(spec) for spec in found.pods], str(path))
+    for placed in found.experiments:
+        typed(ExperimentConfig, asdict(placed.config), f"{path}, experiment {placed.config.name}")
+    return _whole(found, str(path))
 
 
 def _all_are(kind: type, items: object) -> bool:
@@ -177,8 +178,11 @@ def _all_are(kind: type, items: object) -> bool:
 
 
 def _of_toml(path: Path) -> ExperimentSet:
-    values = read_toml(path)
-    specs, entries = specs_of(values, str(path)), tables_in(values, "experiments", str(path))
+    values, origin = read_toml(path), str(path)
+    specs, entries = (
+        specs_of(tables_in(values, "pods", origin), origin),
+        tables_in(values, "experiments", origin),
+    )
     pods = [entry.pop("pod", None) for entry in entries]
     configs = [
         typed(ExperimentConfig, {"name": f"experiment-{index}", **entry}, f"{path}, experiment {index}")
@@ -189,7 +193,7 @@ def _of_toml(path: Path) -> ExperimentSet:
         one if pod is None else replace(one, pod=str(pod))
         for pod, one in zip(pods, found.experiments, strict=True)
     ]
-    return _checked(replace(found, experiments=placed), str(path))
+    return _whole(replace(found, experiments=placed), origin)
 
 
 def _called(path: Path) -> Any:

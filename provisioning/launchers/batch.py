@@ -95,7 +95,6 @@ def _environment(job: LaunchJob) -> str:
         "NPROC_PER_NODE": job.nproc_per_node,
         "BACKEND": job.backend,
         "LOG_LEVEL": job.log_level,
-        **job.extra_env,
     }
     return " ".join(f"{name}={shlex.quote(value)}" for name, value in values.items())
 

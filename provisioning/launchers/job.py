@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 TRAINER = ("-m", "diloco.train_fsdp")
@@ -32,7 +32,6 @@ class LaunchJob:
     log_level: str = "WARNING"
     python: str = sys.executable
     """The interpreter of the environment to use."""
-    extra_env: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def words(self) -> list[str]:

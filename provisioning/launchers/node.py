@@ -213,7 +213,7 @@ def node_env(job: LaunchJob, environment: Mapping[str, str]) -> dict[str, str]:
     network = network_env(infiniband, interface, environment) if job.num_nodes > 1 else {}
     own = {"LOGLEVEL": job.log_level, "PYTHONUNBUFFERED": "1"}
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if job.backend == "gloo" else {}
-    return {**network, **own, **hidden, **job.extra_env}
+    return {**network, **own, **hidden}
 
 
 def log_file(directory: Path, node_rank: int) -> Path:

@@ -142,7 +142,8 @@ class RayCluster:
             await asyncio.sleep(_POLL_S)
 
     async def _node(self, row: Row) -> _Node:
-        return _Node(row, await self._renters.machine(row.name), await self._renters.pod(row.name))
+        renter = self._renters.of(row)
+        return _Node(row, await renter.machine(row), await renter.pod_of(row))
 
     async def _absolute_python(self, node: _Node) -> str:
         """Ray runs its entry point in another directory."""

@@ -11,7 +11,7 @@ import contextlib
 import os
 import secrets
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ from provisioning.errors import Busy, UserError
 from provisioning.ledger.lock import held
 from provisioning.ledger.row import Row, State, may_follow, stray
 from provisioning.ledger.schema import make_tables
-from provisioning.pods.pod import Offer, Pod, PodSpec, label_prefix
+from provisioning.pods.pod import Offer, Pod, label_prefix
+from provisioning.pods.spec import PodSpec
 
 _BUSY_TIMEOUT_S = 10.0
 _COLUMNS = tuple(item.name for item in fields(Row))
@@ -78,10 +79,16 @@ class Ledger:
         """Of all pods that there ever were."""
         return self._rows("WHERE provider_id IS NOT NULL")
 
-    def row(self, name: str) -> Row | None:
-        """The pod of this name; one that is being given back only where there is no other."""
-        found = [row for row in self.rows() if row.name == name]
-        return min(reversed(found), key=lambda row: row.state == State.DELETING, default=None)
+    def named(self, names: Sequence[str]) -> list[Row]:
+        """The rows of these names, or all. Raises UserError for one that is not there."""
+        rows = self.rows()
+        known = dict.fromkeys(row.name for row in rows)
+        for name in names:
+            if name not in known:
+                raise UserError(
+                    f"There is no pod {name} in {self.path}; there is {', '.join(known) or 'none'}."
+                )
+        return [row for row in rows if not names or row.name in names]
 
     def current(self, row: Row) -> Row | None:
         """The same row as it is now; None: it is gone."""
@@ -91,7 +98,7 @@ class Ledger:
         """All that pods were ever to be ordered of: a pod of ours may turn up at each, also without a row."""
         return list(dict.fromkeys(row.provider for row in self._rows("")))
 
-    def plan(self, spec: PodSpec, offer: Offer, *, now: float, ends_at: float | None) -> Row:
+    def add(self, spec: PodSpec, offer: Offer, *, now: float, ends_at: float | None) -> Row:
         """Write down that this pod is wanted, with a label that no other order has.
 
         Replaces a row that is planned still; any other row of that name is an error of the caller's.
@@ -138,12 +145,15 @@ class Ledger:
             )
             return self._set(row, state=state, **changes)
 
-    def rented(
-        self, row: Row, provider_id: str, price_per_hour: float, state: State = State.BOOTING, **more: Any
+    def set_pod(
+        self, row: Row, provider_id: str, price: float | None, state: State = State.BOOTING, **more: Any
     ) -> Row:
-        """There is a pod of this order: it is paid for since the order, at the provider's price. May be repeated."""
-        offer = _to_json(replace(row.offer, price_per_hour=price_per_hour))
-        return self.advance(row, state, provider_id=provider_id, offer=offer, **more)
+        """There is a pod of this order: it is paid for since the order. May be repeated.
+
+        `price`: the provider's, in dollars per hour; None: as was offered.
+        """
+        offer = row.offer if price is None else replace(row.offer, price_per_hour=price)
+        return self.advance(row, state, provider_id=provider_id, offer=_to_json(offer), **more)
 
     def missed(self, row: Row, *, now: float) -> None:
         """One more list lacks the pod of this order."""

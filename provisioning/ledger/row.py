@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from provisioning.pods.pod import Offer, Order, Pod, PodSpec, name_in_label
+from provisioning.pods.pod import Offer, Order, Pod, name_in_label
+from provisioning.pods.spec import PodSpec
 
 
 class State(StrEnum):
@@ -46,11 +47,17 @@ def may_follow(old: State, new: State) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row(Order):
+class Row:
     """One order, and what is known of it: a pod that is wanted, rented, or being given back."""
 
     name: str
     """Of the pods of one name, one at most is not being given back."""
+    label: str
+    """As the order's: unlike the name, no other row has it."""
+    spec: PodSpec
+    offer: Offer
+    ends_at: float | None
+    """Unix time at which the pod is to be gone."""
     state: State
     provider_id: str | None
     asked_at: float
@@ -66,6 +73,16 @@ class Row(Order):
     @property
     def provider(self) -> str:
         return self.offer.provider
+
+    @property
+    def order(self) -> Order:
+        return Order(
+            label=self.label,
+            offer=self.offer,
+            ends_at=self.ends_at,
+            image=self.spec.image,
+            volume_id=self.spec.volume_id,
+        )
 
     @property
     def is_in_doubt(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -52,6 +51,11 @@ class Setup:
     mounts: Sequence[Mount] = ()
     min_free_mb: int = _MIN_FREE_MB
 
+    @property
+    def python_there(self) -> str:
+        """As jobs on a pod name it."""
+        return self.python or f"{VENV}/bin/python"
+
 
 def source_directory(named: Path | None) -> Path:
     """The code to send: the directory named, else the one that this runs from. Raises UserError."""
@@ -91,9 +95,8 @@ async def set_up(
     *,
     num_gpus: int | None,
     with_environment: bool = True,
-) -> str:
-    """All of it, in the order in which things fail cheaply; the pod's Python,
-    as jobs there name it. Raises MachineError, UserError.
+) -> None:
+    """All of it, in the order in which things fail cheaply. Raises MachineError, UserError.
 
     `num_gpus`: how many GPUs have to be there; None where they do not matter.
     """
@@ -114,14 +117,13 @@ async def set_up(
     for mount in setup.mounts:
         await _put(machine, mount.source, f"{directory}/{mount.place}")
     if not with_environment:
-        return setup.python or f"{VENV}/bin/python"
+        return
     if setup.python is not None:
         probe = f"{shlex.quote(setup.python)} -c 'import sys; sys.exit(sys.version_info < (3, 11))'"
         (await machine.run(probe)).checked(f"trying {setup.python}, which has to be Python 3.11 or newer,")
-        return setup.python
+        return
     script = environment_script(directory, setup.extras, _fingerprint(setup))
     (await machine.run(script, timeout_s=_INSTALL_TIMEOUT_S)).checked("making the Python environment")
-    return f"{VENV}/bin/python"
 
 
 async def _put(machine: Machine, source: Path, place: str) -> None:
@@ -206,8 +208,3 @@ def _fingerprint(setup: Setup) -> str:
         path = setup.source / name
         digest.update(path.read_bytes() if path.exists() else b"")
     return digest.hexdigest()
-
-
-def operator_environment() -> Mapping[str, str]:
-    """The one place where the operator's variables are read."""
-    return os.environ

@@ -1,50 +1,16 @@
-"""What is asked for, what is offered, and what a provider says is there."""
+"""What providers speak of: offers, orders, and the pods that they list."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Annotated, Any
+from dataclasses import dataclass, field
+from typing import Any
 
-from msgspec import Meta
+# Users' files of experiments take it from here, too.
+from provisioning.pods.spec import PodSpec as PodSpec
 
-Figure = Annotated[float, Meta(ge=0, lt=1e12)]
-# Fields that say how a pod is bought and for how long, not what machine it is.
-_TERMS = frozenset({"ttl_hours", "max_price"})
-
-
-@dataclass(frozen=True, kw_only=True)
-class PodSpec:
-    """A pod that somebody wants. None: any will do."""
-
-    name: str
-    gpu_type: str | None = "A100"
-    gpu_count: Annotated[int, Meta(ge=1)] | None = 8
-    country: str | None = None
-    """Two letters, such as NL."""
-    volume_id: str | None = None
-    """A volume of the provider's to attach."""
-    ttl_hours: Annotated[float, Meta(gt=0, lt=1e12)] | None = None
-    """Hours after which the pod is given back by itself."""
-    min_upload_mbps: Figure | None = None
-    min_download_mbps: Figure | None = None
-    provider: str = "lium"
-    """One, or several with commas between them: the cheapest offer that fits is taken first, wherever it is."""
-    max_price: Figure | None = None
-    """Dollars per hour for the whole pod."""
-    image: str | None = None
-    """Container image or template, where the provider takes one."""
-    spot: bool = False
-    """Take machines that may be taken back at any time."""
-
-    @property
-    def providers(self) -> tuple[str, ...]:
-        return tuple(name for name in self.provider.split(",") if name)
-
-    def same_machine(self, other: PodSpec) -> bool:
-        """Whether a pod rented for the one serves as the other."""
-        names = {item.name for item in fields(self)} - _TERMS
-        return all(getattr(self, name) == getattr(other, name) for name in names)
+PORTS = (30001, 30002, 30003)
+"""TCP ports that a pod opens besides SSH: one for the DHT, two for its peer. Outside they may be others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,14 +43,17 @@ class Offer:
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """One request for a pod, as it was written down before it is sent."""
+    """One request for a pod: all that a provider is told of it."""
 
     label: str
     """The pod's name at the provider, new for each order, by which it is found again; and its idempotency key."""
-    spec: PodSpec
     offer: Offer
-    ends_at: float | None
+    ends_at: float | None = None
     """Unix time at which the pod is to be gone."""
+    image: str | None = None
+    """Container image or template, where the provider takes one."""
+    volume_id: str | None = None
+    """A volume of the provider's to attach."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,10 +71,11 @@ class Pod:
     ends_at: float | None = None
     """When the provider itself takes it back."""
     host: str = ""
+    """Its IPv4 address, at which the other pods reach it too."""
     ssh_port: int = 22
     user: str = ""
     ports: tuple[tuple[int, int], ...] = ()
-    """TCP ports that peers may use: inside, and as they are reached from outside."""
+    """Those of PORTS, or others in their place: inside, and as they are reached from outside."""
     host_key: str = ""
     """OpenSSH public key of the machine, where the provider knows it."""
 

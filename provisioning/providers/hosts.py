@@ -15,7 +15,8 @@ from provisioning.errors import MachineError, NoCapacity, ProviderError, Provisi
 from provisioning.machines.jobs import sweep_script
 from provisioning.machines.machine import Machine
 from provisioning.machines.paths import PODS, pod_directory, temporary_directory
-from provisioning.pods.pod import Figure, Listing, Offer, Order, Pod, PodSpec
+from provisioning.pods.pod import PORTS, Listing, Offer, Order, Pod
+from provisioning.pods.spec import Figure
 
 _FULL = 8
 _DESTROY_TIMEOUT_S = 90.0
@@ -39,7 +40,7 @@ class Host:
     """0: it trains on its processors."""
     nproc_per_node: int = 1
     """How many processes train, where it has no GPUs."""
-    ports: Sequence[int] = (30001, 30002, 30003)
+    ports: Sequence[int] = PORTS
     """Open to the other machines."""
     address: str = ""
     """How they reach it, where that is not `host`."""
@@ -140,7 +141,7 @@ rmdir {PODS} 2>/dev/null; exit 0
     async def host_key(self, pod: Pod) -> str:
         return ""
 
-    def swarm_flags(self, spec: PodSpec, offer: Offer) -> list[str]:
+    def swarm_flags(self, offer: Offer) -> list[str]:
         return []
 
     def _host(self, name: str) -> Host:

@@ -1,15 +1,19 @@
-"""A JSON API over HTTP: one request at a time, not faster than it allows, and what each failure means for us."""
+"""Clouds by a JSON API over HTTP: one request at a time, not faster than it allows, and what each failure means."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum, auto
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from provisioning.errors import NoCapacity, OutcomeUnknown, ProviderError, Unavailable, UserError
+from provisioning.providers.cloud import Cloud, api_key
 
 if TYPE_CHECKING:
     import httpx
@@ -24,33 +28,64 @@ class NotThere(ProviderError):
     """The provider says that there is nothing of this id."""
 
 
+class Says(Enum):
+    """What an answer that says no means."""
+
+    BAD_KEY = auto()
+    NO_MONEY = auto()
+    """A balance, a quota or a permission: the user has to see to it."""
+    NO_CAPACITY = auto()
+    """Of an order: another offer may do."""
+    NOT_THERE = auto()
+
+
+_BY_STATUS = {401: Says.BAD_KEY, 402: Says.NO_MONEY, 403: Says.NO_MONEY, 404: Says.NOT_THERE}
+
+
 @dataclass(frozen=True)
 class Refusal:
-    """An answer that says no, as its API words it."""
+    """An answer that says no."""
 
-    status: int
-    code: str
-    """The API's own name for what is wrong, where it has one."""
     message: str
+    says: Says | None = None
+    """What this API means by it; None: what its status means everywhere."""
 
 
-@dataclass(kw_only=True)
-class JsonApi:
-    """`refusal_of(status, body)` reads an error answer, `is_capacity(refusal)` whether another offer may do."""
+class HttpCloud(Cloud, ABC):
+    """A cloud that is asked through a JSON API. As most: it knows no idempotency keys, and keeps no time."""
 
-    name: str
-    """As people know the provider."""
+    repeatable = False
+    settle_s = 60.0
+    doubt_s = 600.0
+    keeps_time = False
+
+    title: str
+    """Its name as people know it."""
     url: str
-    key: str
+    """Of its API. An environment variable, called as `key_env` but with BASE_URL for API_KEY, names another one."""
     key_env: str
-    refusal_of: Callable[[int, Any], Refusal]
-    is_capacity: Callable[[Refusal], bool]
-    interval_s: float = 0.0
-    order_interval_s: float = 0.0
+    """The environment variable with the key."""
+    keys_at: str
+    """The web page that gives keys out."""
+    key_header, key_prefix = "Authorization", "Bearer "
+    """The header that carries the key, and what stands before the key in it."""
+    interval_s = 0.0
+    """Least time between two requests."""
+    order_interval_s = 0.0
+    """Least time between two orders."""
 
-    def __post_init__(self) -> None:
+    def __init__(self, environment: Mapping[str, str], ssh_key: Path) -> None:
+        """Raises UserError where there is no key."""
+        super().__init__(ssh_key)
+        self._key = api_key(environment, self.key_env, self.keys_at)
+        self._url = environment.get(self.key_env.replace("API_KEY", "BASE_URL"), self.url).rstrip("/")
         self._client: httpx.AsyncClient | None = None
         self._lock, self._next_at, self._next_order_at = asyncio.Lock(), 0.0, 0.0
+
+    @staticmethod
+    @abstractmethod
+    def refusal(status: int, body: Any) -> Refusal:
+        """What an error answer says, as this API words it; KeyError and the like where it is of no known form."""
 
     async def request(self, method: str, path: str, body: Any = None, *, is_order: bool = False) -> Any:
         """The answer, decoded. `is_order`: it may make a pod, so an answer that is lost is OutcomeUnknown.
@@ -74,8 +109,11 @@ class JsonApi:
         except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
             kind = OutcomeUnknown if is_order else ProviderError
             raise kind(
-                f"{self.name}'s answer is of no known form ({type(error).__name__}: {error})"
+                f"{self.title}'s answer is of no known form ({type(error).__name__}: {error})"
             ) from error
+
+    async def set_end(self, pod_id: str, ends_at: float) -> None:
+        return None
 
     async def close(self) -> None:
         """May be repeated."""
@@ -91,61 +129,56 @@ class JsonApi:
             async with asyncio.timeout(_TIMEOUT_S):
                 status, headers, content = await self._exchanged(method, path, body)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            raise Unavailable(f"{self.name} cannot be reached at {self.url}: no connection") from error
+            raise Unavailable(f"{self.title} cannot be reached at {self._url}: no connection") from error
         except (httpx.HTTPError, TimeoutError) as error:
             why = str(error) or "no answer in time"
-            raise lost(f"{self.name} gave no whole answer to {method} {path}: {why}") from error
+            raise lost(f"{self.title} gave no whole answer to {method} {path}: {why}") from error
         try:
             answer = json.loads(content) if content else None
         except ValueError as error:
             if status < 400:
                 raise lost(
-                    f"{self.name} gave no answer that makes sense to {method} {path}: {error}"
+                    f"{self.title} gave no answer that makes sense to {method} {path}: {error}"
                 ) from error
             answer = None
         if status >= 400:
-            raise self._trouble(self._refusal(status, answer), headers.get("Retry-After", ""), is_order)
+            raise self._trouble(status, answer, headers.get("Retry-After", ""), is_order)
         return answer
 
     async def _exchanged(self, method: str, path: str, body: Any) -> tuple[int, Mapping[str, str], bytes]:
         import httpx
 
         if self._client is None:
-            headers = {"Authorization": f"Bearer {self.key}", "User-Agent": "diloco"}
+            headers = {self.key_header: f"{self.key_prefix}{self._key}", "User-Agent": "diloco"}
             self._client = httpx.AsyncClient(headers=headers, timeout=_TIMEOUT_S)
         content = b""
-        async with self._client.stream(method, f"{self.url}{path}", json=body) as response:
+        async with self._client.stream(method, f"{self._url}{path}", json=body) as response:
             async for block in response.aiter_bytes():
                 content += block
                 if len(content) > _MAX_ANSWER_BYTES:
                     raise httpx.DecodingError("more than 16 MiB")
             return response.status_code, response.headers, content
 
-    def _refusal(self, status: int, answer: Any) -> Refusal:
+    def _trouble(self, status: int, answer: Any, retry_after: str, is_order: bool) -> Exception:
         try:
-            return self.refusal_of(status, answer)
+            refusal = self.refusal(status, answer)
         except (KeyError, IndexError, TypeError, AttributeError, ValueError):
-            return Refusal(status, "", "")
-
-    def _trouble(self, refusal: Refusal, retry_after: str, is_order: bool) -> Exception:
-        status, said = refusal.status, f"{self.name}: {refusal.message or refusal.code or refusal.status}"
-        if status == 401 or (status == 403 and "api-key" in refusal.code):
+            refusal = Refusal("")
+        said, says = f"{self.title}: {refusal.message or status}", refusal.says
+        if says is None or (says is Says.NO_CAPACITY and not is_order):
+            says = _BY_STATUS.get(status)
+        if says is Says.BAD_KEY:
             return UserError(
-                f"{self.name} does not accept the key in {self.key_env} ({refusal.message}). Nothing was rented."
+                f"{self.title} does not accept the key in {self.key_env} ({refusal.message}). Nothing was rented."
             )
         if status == 429:
             return Unavailable(said, float(retry_after) if retry_after.isdigit() else None)
-        if is_order and self.is_capacity(refusal):
+        if says is Says.NO_CAPACITY:
             return NoCapacity(said)
         if status >= 500:
             return (OutcomeUnknown if is_order else Unavailable)(f"{said} ({status})")
-        if status == 404 or "does-not-exist" in refusal.code:
+        if says is Says.NOT_THERE:
             return NoCapacity(said) if is_order else NotThere(said)
-        if (
-            status in (402, 403)
-            or "quota" in refusal.code
-            or "payment" in refusal.code
-            or "credit" in refusal.code
-        ):
+        if says is Says.NO_MONEY:
             return UserError(f"{said} Nothing was rented.")
         return ProviderError(f"{said} ({status})")

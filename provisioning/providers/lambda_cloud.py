@@ -9,48 +9,50 @@ from typing import Any
 from urllib.parse import quote
 
 from provisioning.errors import UserError
-from provisioning.pods.pod import Listing, Offer, Order, Pod
-from provisioning.providers.http import JsonApi, NotThere, Refusal
-from provisioning.providers.rented import PORTS, ApiPods, api_key
+from provisioning.pods.pod import PORTS, Listing, Offer, Order, Pod
+from provisioning.providers.http import HttpCloud, NotThere, Refusal, Says
 
-KEY_ENV, URL_ENV = "LAMBDALABS_API_KEY", "LAMBDALABS_BASE_URL"
-BASE_URL = "https://cloud.lambda.ai/api/v1"
-_INTERVAL_S, _LAUNCH_INTERVAL_S = 1.0, 12.0
 _GONE = {"terminated"}
 _LEAVING = {"terminating", "preempted"}
+_SAYS = {
+    "api-key": Says.BAD_KEY,
+    "insufficient-capacity": Says.NO_CAPACITY,
+    "file-system-in-wrong-region": Says.NO_CAPACITY,
+    "does-not-exist": Says.NOT_THERE,
+    "quota": Says.NO_MONEY,
+    "payment": Says.NO_MONEY,
+    "credit": Says.NO_MONEY,
+}
+"""By a part of the error's code."""
 
 
-class LambdaProvider(ApiPods):
+class LambdaProvider(HttpCloud):
     name = "lambda"
+    title = "Lambda"
+    url = "https://cloud.lambda.ai/api/v1"
+    key_env = "LAMBDALABS_API_KEY"
+    keys_at = "https://cloud.lambda.ai/api-keys"
+    interval_s = 1.0
+    order_interval_s = 12.0
+    user = "ubuntu"
 
-    def __init__(
-        self,
-        environment: Mapping[str, str],
-        ssh_key: Path,
-        *,
-        interval_s: float | None = None,
-        launch_interval_s: float | None = None,
-        user: str = "ubuntu",
-    ) -> None:
-        super().__init__(ssh_key)
-        self._api = JsonApi(
-            name="Lambda",
-            url=environment.get(URL_ENV, BASE_URL).rstrip("/"),
-            key=api_key(environment, KEY_ENV, "https://cloud.lambda.ai/api-keys"),
-            key_env=KEY_ENV,
-            refusal_of=_refusal,
-            is_capacity=_is_capacity,
-            interval_s=_INTERVAL_S if interval_s is None else interval_s,
-            order_interval_s=_LAUNCH_INTERVAL_S if launch_interval_s is None else launch_interval_s,
-        )
-        self._user, self._key_lock = user, asyncio.Lock()
+    def __init__(self, environment: Mapping[str, str], ssh_key: Path) -> None:
+        super().__init__(environment, ssh_key)
+        self._key_lock = asyncio.Lock()
+
+    @staticmethod
+    def refusal(status: int, body: Any) -> Refusal:
+        error = body["error"]
+        code = str(error.get("code", ""))
+        message = " ".join(str(error[name]) for name in ("message", "suggestion") if error.get(name))
+        return Refusal(message or code, next((says for part, says in _SAYS.items() if part in code), None))
 
     async def check(self) -> None:
         self.check_tools()
         await self._request("GET", "/instances")
 
     async def offers(self) -> list[Offer]:
-        return self._api.understood(_offers, await self._request("GET", "/instance-types"))
+        return self.understood(_offers, await self._request("GET", "/instance-types"))
 
     async def create(self, order: Order) -> str:
         async with self._key_lock:
@@ -61,15 +63,15 @@ class LambdaProvider(ApiPods):
             "ssh_key_names": [key_name],
             "name": order.label,
         }
-        if order.spec.volume_id:
-            body["file_system_names"] = [order.spec.volume_id]
+        if order.volume_id:
+            body["file_system_names"] = [order.volume_id]
         answer = await self._request("POST", "/instance-operations/launch", body, is_order=True)
-        return self._api.understood(lambda data: str(data["instance_ids"][0]), answer, is_order=True)
+        return self.understood(lambda data: str(data["instance_ids"][0]), answer, is_order=True)
 
     async def pods(self) -> Listing:
         answer = await self._request("GET", "/instances")
-        found = self._api.understood(
-            lambda data: [_pod(one, self._user) for one in data if not _is_gone(one)], answer
+        found = self.understood(
+            lambda data: [_pod(one, self.user) for one in data if not _is_gone(one)], answer
         )
         return Listing(pods=found)
 
@@ -78,7 +80,7 @@ class LambdaProvider(ApiPods):
             answer = await self._request("GET", f"/instances/{quote(pod_id, safe='')}")
         except NotThere:
             return None
-        return self._api.understood(lambda data: None if _is_gone(data) else _pod(data, self._user), answer)
+        return self.understood(lambda data: None if _is_gone(data) else _pod(data, self.user), answer)
 
     async def destroy(self, pod_id: str) -> None:
         try:
@@ -93,7 +95,7 @@ class LambdaProvider(ApiPods):
                 f"Lambda has a key named {name} already, and gives its private half only once; take another name."
             )
         answer = await self._request("POST", "/ssh-keys", {"name": name})
-        return self._api.understood(lambda data: str(data["private_key"]), answer)
+        return self.understood(lambda data: str(data["private_key"]), answer)
 
     async def _key_name(self, line: str) -> str:
         """The name of our key there, which is put there when it is missing."""
@@ -108,26 +110,16 @@ class LambdaProvider(ApiPods):
     async def _keys(self) -> list[tuple[str, str]]:
         """Names and public halves."""
         answer = await self._request("GET", "/ssh-keys")
-        return self._api.understood(
+        return self.understood(
             lambda data: [(str(key["name"]), str(key.get("public_key", ""))) for key in data], answer
         )
 
     async def _request(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, *, is_order: bool = False
     ) -> Any:
-        """What is in `data`. Raises as JsonApi does."""
-        answer = await self._api.request(method, path, body, is_order=is_order)
-        return self._api.understood(lambda found: found["data"], answer, is_order=is_order)
-
-
-def _refusal(status: int, body: Any) -> Refusal:
-    error = body["error"]
-    message = " ".join(str(error[name]) for name in ("message", "suggestion") if error.get(name))
-    return Refusal(status, str(error.get("code", "")), message)
-
-
-def _is_capacity(refusal: Refusal) -> bool:
-    return "insufficient-capacity" in refusal.code or "file-system-in-wrong-region" in refusal.code
+        """What is in `data`. Raises as `request` does."""
+        answer = await self.request(method, path, body, is_order=is_order)
+        return self.understood(lambda found: found["data"], answer, is_order=is_order)
 
 
 def _offers(data: Mapping[str, Any]) -> list[Offer]:

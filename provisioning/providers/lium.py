@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from provisioning.errors import NoCapacity, OutcomeUnknown, ProviderError, Unavailable, UserError
-from provisioning.pods.pod import Listing, Offer, Order, Pod
-from provisioning.providers.rented import RentedPods, api_key
+from provisioning.pods.pod import PORTS, Listing, Offer, Order, Pod
+from provisioning.providers.cloud import Cloud, api_key
 
 if TYPE_CHECKING:
     from lium import Lium
@@ -23,14 +23,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 KEY_ENV = "LIUM_API_KEY"
-_NUM_PORTS = 4
 _SSH_PORT = 22
 _MAX_HOURS = 720
 _GONE = {"DELETED", "TERMINATED"}
 _FAILED = {"FAILED", "STOPPED", "DELETED", "TERMINATED", "ERROR", "BROKEN"}
 
 
-class LiumProvider(RentedPods):
+class LiumProvider(Cloud):
     name = "lium"
     repeatable = True
     settle_s = 30.0
@@ -71,14 +70,15 @@ class LiumProvider(RentedPods):
             # A bound that holds even if we die now; the exact end is set and read back afterwards.
             hours = math.ceil((order.ends_at - time.time()) / 3600)
             more["termination_hours"] = min(max(hours, 1), _MAX_HOURS)
-        if order.spec.image:
-            more["image"] = order.spec.image
+        if order.image:
+            more["image"] = order.image
         created = await self._call(
             lambda: self._client.up(
                 executor_id=order.offer.details["executor_id"],
                 name=order.label,
-                volume_id=order.spec.volume_id,
-                ports=_NUM_PORTS,
+                volume_id=order.volume_id,
+                # SSH takes one of them.
+                ports=len(PORTS) + 1,
                 ssh_keys=[self.public_key()],
                 # Without a number it would take every GPU that is free.
                 gpu_count=order.offer.gpu_count,

@@ -12,13 +12,12 @@ from pathlib import Path
 from provisioning.errors import UserError
 from provisioning.machines.local import LocalMachine
 from provisioning.machines.machine import Machine
-from provisioning.pods.pod import Offer, PodSpec
+from provisioning.pods.pod import PORTS, Offer
 from provisioning.providers.hosts import Host, HostsProvider
 
 SIZES = (1, 2, 4)
 """Training processes of the machines on offer."""
 MAX_PODS = 16
-_NUM_PORTS = 3
 _PROGRAMS = ("setsid", "flock", "grep", "find")
 
 
@@ -70,7 +69,7 @@ class LocalProvider(HostsProvider):
         """Free ones, other than those of the pods made before, whose peers may not listen yet."""
         found: list[int] = []
         with contextlib.ExitStack() as stack:
-            while len(found) < _NUM_PORTS:
+            while len(found) < len(PORTS):
                 # Held until there are enough, so that they differ.
                 probe = stack.enter_context(socket.socket())
                 probe.bind(("127.0.0.1", 0))
@@ -80,7 +79,7 @@ class LocalProvider(HostsProvider):
         self._given.update(found)
         return found
 
-    def swarm_flags(self, spec: PodSpec, offer: Offer) -> list[str]:
+    def swarm_flags(self, offer: Offer) -> list[str]:
         return ["--nproc-per-node", str(offer.gpu_count)]
 
     def python(self) -> str | None:

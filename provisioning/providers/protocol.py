@@ -1,23 +1,34 @@
-"""What a provider of pods can do. All of it raises ProviderError and its like, or UserError, as errors.py says."""
+"""What a provider of pods can do.
+
+Every method may raise ProviderError or one of its subclasses, each of which tells the caller what to do (see
+errors.py), and UserError.
+"""
 
 from __future__ import annotations
 
 from typing import Protocol
 
 from provisioning.machines.machine import Machine
-from provisioning.pods.pod import Listing, Offer, Order, Pod, PodSpec
+from provisioning.pods.pod import Listing, Offer, Order, Pod
 
 
 class Provider(Protocol):
+    """registry.py makes them: a cloud with (environment, ssh_key), the others with what they need."""
+
     name: str
+    """As `--provider` and the registry have it."""
     repeatable: bool
-    """An order sent twice under one key makes one pod."""
+    """Orders carry an idempotency key: one that is sent twice makes one pod."""
     settle_s: float
-    """How long after an order was answered its pod may be unknown, by list and by id."""
+    """Seconds after the answer to an order during which its pod may be missing from the list and unknown by its id.
+    Until they are over, that it is missing proves nothing.
+    """
     doubt_s: float
-    """How long lists have to agree that an order whose answer was lost made no pod."""
+    """Of an order whose answer was lost: for how many seconds, from the first list without its pod on, all lists have
+    to lack it before it is taken for an order that made none.
+    """
     keeps_time: bool
-    """It takes a pod back by itself when its time is over."""
+    """It takes a pod back by itself when its time is over; for others a process on the operator's machine does."""
 
     @property
     def listens_on(self) -> str:
@@ -33,10 +44,10 @@ class Provider(Protocol):
         ...
 
     async def create(self, order: Order) -> str:
-        """Rent exactly what the order says; the pod's id. Never blindly asks twice.
+        """Rent exactly what the order says, by one request; the pod's id.
 
-        NoCapacity, ProviderError and UserError: nothing was rented. Unavailable: it was not even tried.
-        OutcomeUnknown: nobody knows.
+        Raises OutcomeUnknown where a pod may have been made; Unavailable where the request was not carried out and
+        may be sent again; NoCapacity where another offer may do. All other errors: nothing was rented.
         """
         ...
 
@@ -64,7 +75,7 @@ class Provider(Protocol):
         """The host key to pin: what the provider knows, or what the machine shows at first sight; "" without SSH."""
         ...
 
-    def swarm_flags(self, spec: PodSpec, offer: Offer) -> list[str]:
+    def swarm_flags(self, offer: Offer) -> list[str]:
         """What peers on this offer are started with beside the user's flags."""
         ...
 

@@ -8,19 +8,26 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from provisioning.errors import UserError
-from provisioning.providers.protocol import Provider
 
-_PLACES = {
-    "local": ("local", "LocalProvider"),
-    "ssh": ("ssh", "SshProvider"),
+if TYPE_CHECKING:
+    from provisioning.providers.protocol import Provider
+
+# Imported by the command line for its help: nothing heavy is loaded before a provider is opened.
+_OWN = {"local": ("local", "LocalProvider"), "ssh": ("ssh", "SshProvider")}
+_CLOUDS = {
     "lium": ("lium", "LiumProvider"),
     "lambda": ("lambda_cloud", "LambdaProvider"),
     "runpod": ("runpod", "RunPodProvider"),
     "vast": ("vast", "VastProvider"),
 }
-NAMES = tuple(_PLACES)
+_PLACES = {**_OWN, **_CLOUDS}
+"""The module here, and its class."""
+NAMES, CLOUDS = tuple(_PLACES), tuple(_CLOUDS)
+LISTED = f"local (pods on this machine), ssh (your own machines), {', '.join(CLOUDS)}"
+"""For help texts."""
 
 
 @dataclass(frozen=True, kw_only=True)

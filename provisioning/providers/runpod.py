@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
-from provisioning.pods.pod import Listing, Offer, Order, Pod
-from provisioning.providers.http import JsonApi, NotThere, Refusal
-from provisioning.providers.rented import PORTS, ApiPods, api_key
+from provisioning.pods.pod import PORTS, Listing, Offer, Order, Pod
+from provisioning.providers.http import HttpCloud, NotThere, Refusal, Says
 
-KEY_ENV, URL_ENV = "RUNPOD_API_KEY", "RUNPOD_BASE_URL"
-BASE_URL = "https://api.runpod.io/v2"
 IMAGE = "runpod/pytorch:1.0.2-cu1281-torch280-ubuntu2404"
 _DISK_GB = 100
 _COUNTS = (1, 2, 4, 8)
@@ -23,23 +19,23 @@ _GONE = {"TERMINATED"}
 _FAILED = {"EXITED", "ERROR"}
 
 
-class RunPodProvider(ApiPods):
+class RunPodProvider(HttpCloud):
     name = "runpod"
+    title = "RunPod"
+    url = "https://api.runpod.io/v2"
+    key_env = "RUNPOD_API_KEY"
+    keys_at = "https://console.runpod.io/user/settings"
 
-    def __init__(self, environment: Mapping[str, str], ssh_key: Path) -> None:
-        super().__init__(ssh_key)
-        self._api = JsonApi(
-            name="RunPod",
-            url=environment.get(URL_ENV, BASE_URL).rstrip("/"),
-            key=api_key(environment, KEY_ENV, "https://console.runpod.io/user/settings"),
-            key_env=KEY_ENV,
-            refusal_of=_refusal,
-            is_capacity=_is_capacity,
-        )
+    @staticmethod
+    def refusal(status: int, body: Any) -> Refusal:
+        more = "; ".join(str(one) for one in body.get("errors") or ())
+        message = " ".join(filter(None, (str(body.get("detail") or body.get("title") or ""), more)))
+        # As its documents say: 400 is also what has no room, 403 a pool that this account may not use.
+        return Refusal(message, Says.NO_CAPACITY if status in (400, 403) else None)
 
     async def check(self) -> None:
         self.check_tools()
-        await self._api.request("GET", "/pods")
+        await self.request("GET", "/pods")
 
     async def offers(self) -> list[Offer]:
         """Prices are the same for every number of GPUs, and availability is not."""
@@ -49,16 +45,16 @@ class RunPodProvider(ApiPods):
                 query = urlencode(
                     {"include": "AVAILABILITY", "product": "POD", "cloud": cloud, "count": count}
                 )
-                answer = await self._api.request("GET", f"/catalog/gpus?{query}")
-                for kind in self._api.understood(lambda data: list(data["gpus"]), answer):
-                    found += self._api.understood(lambda data: _offers(data, cloud, count), kind)  # noqa: B023
+                answer = await self.request("GET", f"/catalog/gpus?{query}")
+                for kind in self.understood(lambda data: list(data["gpus"]), answer):
+                    found += self.understood(lambda data: _offers(data, cloud, count), kind)  # noqa: B023
         return found
 
     async def create(self, order: Order) -> str:
         details = order.offer.details
         body: dict[str, Any] = {
             "name": order.label,
-            "image": order.spec.image or IMAGE,
+            "image": order.image or IMAGE,
             "cloud": details["cloud"],
             "gpu": {"id": details["gpu"], "count": order.offer.gpu_count},
             "disk": _DISK_GB,
@@ -68,43 +64,31 @@ class RunPodProvider(ApiPods):
         }
         if details["data_center"]:
             body["dataCenterIds"] = [details["data_center"]]
-        if order.spec.volume_id:
-            body["mounts"] = {"network": [{"volumeId": order.spec.volume_id, "path": "/workspace"}]}
-        answer = await self._api.request("POST", "/pods", body, is_order=True)
-        return self._api.understood(lambda data: str(data["id"]), answer, is_order=True)
+        if order.volume_id:
+            body["mounts"] = {"network": [{"volumeId": order.volume_id, "path": "/workspace"}]}
+        answer = await self.request("POST", "/pods", body, is_order=True)
+        return self.understood(lambda data: str(data["id"]), answer, is_order=True)
 
     async def pods(self) -> Listing:
-        answer = await self._api.request("GET", "/pods")
+        answer = await self.request("GET", "/pods")
         return Listing(
-            pods=self._api.understood(
+            pods=self.understood(
                 lambda data: [_pod(one) for one in data["pods"] if not _is_gone(one)], answer
             )
         )
 
     async def find(self, pod_id: str) -> Pod | None:
         try:
-            answer = await self._api.request("GET", f"/pods/{quote(pod_id, safe='')}")
+            answer = await self.request("GET", f"/pods/{quote(pod_id, safe='')}")
         except NotThere:
             return None
-        return self._api.understood(lambda data: None if _is_gone(data) else _pod(data), answer)
+        return self.understood(lambda data: None if _is_gone(data) else _pod(data), answer)
 
     async def destroy(self, pod_id: str) -> None:
         try:
-            await self._api.request("DELETE", f"/pods/{quote(pod_id, safe='')}")
+            await self.request("DELETE", f"/pods/{quote(pod_id, safe='')}")
         except NotThere:
             return
-
-
-def _refusal(status: int, body: Any) -> Refusal:
-    more = "; ".join(str(one) for one in body.get("errors") or ())
-    return Refusal(
-        status, "", " ".join(filter(None, (str(body.get("detail") or body.get("title") or ""), more)))
-    )
-
-
-def _is_capacity(refusal: Refusal) -> bool:
-    # As its documents say: 400 is also what has no room, 403 a pool that this account may not use.
-    return refusal.status in (400, 403)
 
 
 def _offers(kind: Mapping[str, Any], cloud: str, count: int) -> list[Offer]:

@@ -11,10 +11,10 @@ from provisioning.errors import HostKeyChanged, MachineError, UserError
 from provisioning.machines.keys import key_at
 from provisioning.machines.machine import Machine
 from provisioning.machines.ssh import Address, SshMachine, shown_host_key
-from provisioning.pods.files import read_toml, tables_in, typed
-from provisioning.pods.pod import Offer, PodSpec
+from provisioning.pods.pod import Offer
+from provisioning.pods.spec import read_toml, tables_in, typed
+from provisioning.providers.cloud import check_programs
 from provisioning.providers.hosts import Host, HostsProvider
-from provisioning.providers.rented import check_programs
 
 
 def read_inventory(path: Path | None) -> list[Host]:
@@ -98,7 +98,7 @@ class SshProvider(HostsProvider):
     def ports(self, host: Host) -> list[int]:
         return list(host.ports)
 
-    def swarm_flags(self, spec: PodSpec, offer: Offer) -> list[str]:
+    def swarm_flags(self, offer: Offer) -> list[str]:
         return ["--nproc-per-node", str(offer.gpu_count)] if offer.is_cpu else []
 
     def python(self) -> str | None:

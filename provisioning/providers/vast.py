@@ -5,16 +5,12 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
-from provisioning.pods.pod import Listing, Offer, Order, Pod
-from provisioning.providers.http import JsonApi, NotThere, Refusal
-from provisioning.providers.rented import PORTS, ApiPods, api_key
+from provisioning.pods.pod import PORTS, Listing, Offer, Order, Pod
+from provisioning.providers.http import HttpCloud, NotThere, Refusal, Says
 
-KEY_ENV, URL_ENV = "VAST_API_KEY", "VAST_BASE_URL"
-BASE_URL = "https://console.vast.ai/api"
 IMAGE = "pytorch/pytorch:latest"
 _DISK_GB = 100
 _MAX_OFFERS = 1000
@@ -23,20 +19,22 @@ _MAX_PAGES = 400
 _FAILED = {"exited", "stopped", "offline"}
 
 
-class VastProvider(ApiPods):
+class VastProvider(HttpCloud):
     name = "vast"
+    title = "Vast.ai"
+    url = "https://console.vast.ai/api"
+    key_env = "VAST_API_KEY"
+    keys_at = "https://cloud.vast.ai/manage-keys/"
+    user = "root"
 
-    def __init__(self, environment: Mapping[str, str], ssh_key: Path, *, user: str = "root") -> None:
-        super().__init__(ssh_key)
-        self._user = user
-        self._api = JsonApi(
-            name="Vast.ai",
-            url=environment.get(URL_ENV, BASE_URL).rstrip("/"),
-            key=api_key(environment, KEY_ENV, "https://cloud.vast.ai/manage-keys/"),
-            key_env=KEY_ENV,
-            refusal_of=_refusal,
-            is_capacity=_is_capacity,
-        )
+    @staticmethod
+    def refusal(status: int, body: Any) -> Refusal:
+        code, message = str(body.get("error") or ""), str(body.get("msg") or "")
+        says = Says.NO_MONEY if "credit" in code else None
+        # Each machine is offered once: another was faster, or the host has taken it back.
+        if code == "no_such_ask" or status in (409, 410):
+            says = Says.NO_CAPACITY
+        return Refusal(message or code, says)
 
     async def check(self) -> None:
         self.check_tools()
@@ -53,15 +51,15 @@ class VastProvider(ApiPods):
             "limit": _MAX_OFFERS,
             "allocated_storage": _DISK_GB,
         }
-        answer = await self._api.request("POST", "/v0/bundles/", query)
-        return self._api.understood(lambda data: [_offer(one) for one in data["offers"]], answer)
+        answer = await self.request("POST", "/v0/bundles/", query)
+        return self.understood(lambda data: [_offer(one) for one in data["offers"]], answer)
 
     async def create(self, order: Order) -> str:
         # Lets our key in on this machine alone, and leaves the account's keys as they are.
         key = shlex.quote(self.public_key())
         body = {
             "client_id": "me",
-            "image": order.spec.image or IMAGE,
+            "image": order.image or IMAGE,
             "label": order.label,
             "disk": _DISK_GB,
             "runtype": "ssh_direct",
@@ -69,17 +67,15 @@ class VastProvider(ApiPods):
             "onstart": f"mkdir -p ~/.ssh && printf '%s\\n' {key} >>~/.ssh/authorized_keys",
         }
         path = f"/v0/asks/{quote(str(order.offer.details['ask']), safe='')}/"
-        answer = await self._api.request("PUT", path, body, is_order=True)
-        return self._api.understood(lambda data: str(data["new_contract"]), answer, is_order=True)
+        answer = await self.request("PUT", path, body, is_order=True)
+        return self.understood(lambda data: str(data["new_contract"]), answer, is_order=True)
 
     async def pods(self) -> Listing:
         found: list[Pod] = []
         token = ""
         for _ in range(_MAX_PAGES):
             answer = await self._page(token)
-            found += self._api.understood(
-                lambda data: [_pod(one, self._user) for one in data["instances"]], answer
-            )
+            found += self.understood(lambda data: [_pod(one, self.user) for one in data["instances"]], answer)
             token = str(answer.get("next_token") or "")
             if not token:
                 break
@@ -87,16 +83,16 @@ class VastProvider(ApiPods):
 
     async def find(self, pod_id: str) -> Pod | None:
         try:
-            answer = await self._api.request("GET", f"/v0/instances/{quote(pod_id, safe='')}/?owner=me")
+            answer = await self.request("GET", f"/v0/instances/{quote(pod_id, safe='')}/?owner=me")
         except NotThere:
             return None
-        return self._api.understood(
-            lambda data: None if data["instances"] is None else _pod(data["instances"], self._user), answer
+        return self.understood(
+            lambda data: None if data["instances"] is None else _pod(data["instances"], self.user), answer
         )
 
     async def destroy(self, pod_id: str) -> None:
         try:
-            await self._api.request("DELETE", f"/v0/instances/{quote(pod_id, safe='')}/", {})
+            await self.request("DELETE", f"/v0/instances/{quote(pod_id, safe='')}/", {})
         except NotThere:
             return
 
@@ -104,16 +100,7 @@ class VastProvider(ApiPods):
         query = {"limit": _PAGE, "order_by": json.dumps([{"col": "id", "dir": "asc"}])}
         if token:
             query["after_token"] = token
-        return await self._api.request("GET", f"/v1/instances/?{urlencode(query)}")
-
-
-def _refusal(status: int, body: Any) -> Refusal:
-    return Refusal(status, str(body.get("error") or ""), str(body.get("msg") or ""))
-
-
-def _is_capacity(refusal: Refusal) -> bool:
-    # Each machine is offered once: another was faster, or the host has taken it back.
-    return refusal.code == "no_such_ask" or refusal.status in (409, 410)
+        return await self.request("GET", f"/v1/instances/?{urlencode(query)}")
 
 
 def _offer(found: Mapping[str, Any]) -> Offer:

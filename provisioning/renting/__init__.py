@@ -1,5 +1,5 @@
 """Renting and giving back, so that no pod is lost whatever dies: plan, orders, reconciliation.
 
-Start with plan.py and reconcile.py, the two pure decisions; renter.py and settler.py carry them out at one provider,
-operations.py at all of them.
+Start with plan.py and reconcile.py, the two pure decisions. account.py asks one provider about the pods of one ledger,
+renter.py carries decisions out there, renters.py at all providers; operations.py is what else is done with pods.
 """

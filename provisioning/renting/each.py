@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
+from operator import attrgetter
 from typing import TypeVar
 
 from provisioning.errors import ProvisioningError
@@ -24,11 +25,12 @@ async def gathered(work: Iterable[Awaitable[T]]) -> list[T]:
 
 async def each(
     items: Iterable[T],
-    name: Callable[[T], str],
     work: Callable[[T], Awaitable[object]],
     failed: Callable[[str, str], None] = lambda name, text: None,
+    *,
+    name: Callable[[T], str] = attrgetter("name"),
 ) -> Failures:
-    """What went wrong, which `failed` is told at once."""
+    """What went wrong, by the item's name; `failed` is told at once."""
     failures: Failures = {}
 
     async def one(item: T) -> None:

@@ -10,25 +10,13 @@ from provisioning.errors import Busy, UserError
 from provisioning.ledger.ledger import Ledger
 from provisioning.ledger.row import Row, State
 from provisioning.providers.registry import Access
+from provisioning.renting.account import Patience, Say
 from provisioning.renting.each import Failures, each
 from provisioning.renting.renters import renters
-from provisioning.renting.settler import Patience, Say
 
 _HOME_BEFORE_END_S = 300.0
 PYTHON, WANTED = "python", "wanted"
 """What is remembered of the last command that set pods up: their Python, and the swarm that is to be there."""
-
-
-def checked_names(ledger: Ledger, names: Sequence[str]) -> list[Row]:
-    """The rows of these names, or all. Raises UserError for one that is not there."""
-    rows = ledger.rows()
-    known = dict.fromkeys(row.name for row in rows)
-    for name in names:
-        if name not in known:
-            raise UserError(
-                f"There is no pod {name} in {ledger.path}; there is {', '.join(known) or 'none'}."
-            )
-    return [row for row in rows if not names or row.name in names]
 
 
 async def extend(ledger: Ledger, access: Access, names: Sequence[str], hours: float, say: Say) -> Failures:
@@ -36,50 +24,28 @@ async def extend(ledger: Ledger, access: Access, names: Sequence[str], hours: fl
 
     What went wrong, by pod. Raises UserError where one has no end, before any is changed.
     """
-    rows = checked_names(ledger, names)
+    rows = ledger.named(names)
     for row in rows:
         if row.ends_at is None:
             raise UserError(f"{row.name} has no end that could be put off.")
-    async with renters(ledger, access, say) as by_provider:
+    async with renters(ledger, access, say) as found:
 
         async def one(row: Row) -> None:
             ends_at = (row.ends_at or 0.0) + hours * 3600
-            await by_provider[row.provider].hold_to_end(replace(row, ends_at=ends_at))
+            await found[row.provider].hold_to_end(replace(row, ends_at=ends_at))
             ledger.advance(row, row.state, ends_at=ends_at)
             say(row.name, f"lives {hours:g} h longer")
 
-        return await each(rows, lambda row: row.name, one)
-
-
-async def down(
-    ledger: Ledger,
-    access: Access,
-    names: Sequence[str],
-    say: Say,
-    patience: Patience | None = None,
-    *,
-    fetches: Sequence[str] | None = None,
-    loses_results: bool = False,
-) -> Failures:
-    """Give pods back, those that no row knows of included; what could not be, by pod.
-
-    `fetches`: as for a Renter. `loses_results`: also those whose results cannot be fetched.
-    """
-    async with renters(ledger, access, say, patience, fetches=fetches) as by_provider:
-        unseen = await each(by_provider.values(), lambda one: one.provider.name, lambda one: one.look())
-        # Known pods are given back by their ids all the same.
-        for name, error in (unseen | by_provider.failures).items():
-            say(name, f"cannot be asked whether a pod of ours is there: {error}")
-        return await by_provider.give_back(checked_names(ledger, names), loses_results=loses_results)
+        return await each(rows, one)
 
 
 async def bring_home(
     ledger: Ledger, access: Access, names: Sequence[str], say: Say, fetches: Sequence[str] | None = None
 ) -> Failures:
     """Fetch what was made on pods, which stay; what could not be, by pod."""
-    rows = checked_names(ledger, names)
-    async with renters(ledger, access, say, fetches=fetches) as by_provider:
-        return await each(rows, lambda row: row.name, lambda row: by_provider[row.provider].bring_home(row))
+    rows = ledger.named(names)
+    async with renters(ledger, access, say, fetches=fetches) as found:
+        return await each(rows, lambda row: found[row.provider].bring_home(row))
 
 
 def forget(ledger: Ledger, rows: Sequence[Row]) -> None:
@@ -96,8 +62,8 @@ async def reconcile(
     """Make the ledger true and end orphans, at all providers that were ever used and at these; what was not done, by
     pod, machine or provider. Without a check of what renting needs: giving back needs neither money nor programs.
     """
-    async with renters(ledger, access, say, patience, also=providers) as by_provider:
-        settled = await by_provider.settle()
+    async with renters(ledger, access, say, patience, also=providers) as found:
+        settled = await found.settle()
     return {name: error for failures in settled.values() for name, error in failures.items()}
 
 

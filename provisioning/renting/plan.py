@@ -1,13 +1,26 @@
-"""What has to change so that there are the pods that are wanted: a pure diff, before anything is bought."""
+"""What has to change so that there are the pods that are wanted: which offer serves which, and a diff with the ledger.
+
+All of it is pure but `planned`, which asks the providers first. Nothing is bought here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
+from provisioning.errors import NoOffer, ProviderError
 from provisioning.ledger.row import Row, State
-from provisioning.pods.choice import assign
-from provisioning.pods.pod import Offer, PodSpec
+from provisioning.pods.pod import Offer
+from provisioning.pods.spec import PodSpec, providers_of
+from provisioning.providers.backoff import repeated
+from provisioning.renting.each import gathered
+
+if TYPE_CHECKING:
+    from provisioning.renting.renter import Renter
+    from provisioning.renting.renters import Renters
 
 
 @dataclass(frozen=True)
@@ -29,6 +42,8 @@ class Plan:
     create: tuple[Creation, ...]
     keep: tuple[Row, ...]
     destroy: tuple[Removal, ...]
+    offers: Sequence[Offer] = ()
+    """All that there were, for a pod whose own one fails."""
 
     @property
     def new_dollars_per_hour(self) -> float:
@@ -50,12 +65,26 @@ class Plan:
         )
 
 
+async def planned(renters: Renters, specs: Sequence[PodSpec]) -> Plan:
+    """What is to be done for these pods, after making the ledger true. Raises ProvisioningError."""
+    names = providers_of(specs)
+    asked = [renters[name] for name in names]
+    for renter in asked:
+        await repeated(renter.provider.check, tell=renter.tell)
+    for provider, failures in (await renters.settle()).items():
+        for name, error in failures.items():
+            if provider in names:
+                raise ProviderError(f"{name}: {error}. Nothing was rented.")
+            renters.say(provider, f"it is not known whether a pod of ours is there: {name}: {error}")
+    return plan(specs, renters.rows, await _offers(asked))
+
+
 def plan(desired: Sequence[PodSpec], rows: Sequence[Row], offers: Sequence[Offer]) -> Plan:
     """Names are unique in `desired`. Raises UserError where a pod that is missing cannot be rented."""
-    wanted = {spec.name: spec for spec in desired}
+    by_name = {spec.name: spec for spec in desired}
     keep, destroy = [], []
     for row in rows:
-        spec = wanted.get(row.name)
+        spec = by_name.get(row.name)
         if row.state == State.DELETING and row.is_in_doubt:
             # There may be no pod of it; if one comes, settling gives it back.
             continue
@@ -79,4 +108,121 @@ def plan(desired: Sequence[PodSpec], rows: Sequence[Row], offers: Sequence[Offer
         create=tuple(Creation(spec, chosen[spec.name]) for spec in missing),
         keep=tuple(keep),
         destroy=tuple(destroy),
+        offers=offers,
     )
+
+
+def objections(spec: PodSpec, offer: Offer) -> list[str]:
+    """Why this offer is not for this spec; nothing: it is."""
+    found = []
+    if offer.provider not in spec.providers:
+        found.append(f"of {offer.provider}")
+    if spec.gpu_type is not None and not is_gpu(spec.gpu_type, offer.gpu_type):
+        found.append(f"not {spec.gpu_type} but {offer.gpu_type}")
+    if spec.gpu_count is not None and spec.gpu_count != offer.gpu_count:
+        found.append(f"{offer.gpu_count} GPUs, not {spec.gpu_count}")
+    if spec.country is not None and spec.country.upper() != (offer.country or "").upper():
+        found.append(f"in {offer.country or 'an unknown country'}, not {spec.country}")
+    found += _slow("upload", spec.min_upload_mbps, offer.upload_mbps)
+    found += _slow("download", spec.min_download_mbps, offer.download_mbps)
+    if spec.max_price is not None and offer.price_per_hour > spec.max_price:
+        found.append(f"dearer than {spec.max_price:g} $/h")
+    if offer.spot and not spec.spot:
+        found.append("only as spot")
+    return found
+
+
+def is_gpu(wanted: str, offered: str) -> bool:
+    """Whether a name like A100 or 4090 means this GPU: its words, in any case, occur in the offered name."""
+    words = re.findall(r"[a-z0-9]+", offered.lower())
+    return all(
+        any(word == have or (len(word) > 3 and _is_part(word, have)) for have in words)
+        for word in re.findall(r"[a-z0-9]+", wanted.lower())
+    )
+
+
+def candidates(spec: PodSpec, offers: Sequence[Offer], without: Collection[str] = ()) -> list[Offer]:
+    """The offers that serve the spec, cheapest first, in an order that does not depend on how they came."""
+    fitting = [offer for offer in offers if offer.key not in without and not objections(spec, offer)]
+    return sorted(fitting, key=lambda offer: (offer.price_per_hour, offer.key))
+
+
+def assign(specs: Sequence[PodSpec], offers: Sequence[Offer]) -> dict[str, Offer]:
+    """An offer for each spec, by name; cheap ones first, and none given out more often than it is there.
+
+    Raises NoOffer with the reasons if not all specs can be served at once: then nothing is to be bought.
+    """
+    choices = {spec.name: candidates(spec, offers) for spec in specs}
+    holders: dict[str, list[str]] = {offer.key: [] for offer in offers}
+
+    def place(name: str, tried: set[str]) -> bool:
+        untried = [offer for offer in choices[name] if offer.key not in tried]
+        for offer in untried:
+            if len(holders[offer.key]) < offer.num_available:
+                holders[offer.key].append(name)
+                return True
+        # An augmenting path: who holds what this one needs is asked to take something else.
+        for offer in untried:
+            tried.add(offer.key)
+            for other in holders[offer.key]:
+                if place(other, tried):
+                    holders[offer.key].remove(other)
+                    holders[offer.key].append(name)
+                    return True
+        return False
+
+    for spec in specs:
+        if not place(spec.name, set()):
+            raise NoOffer(_nothing_for(spec, offers, bool(choices[spec.name])))
+    by_key = {offer.key: offer for offer in offers}
+    return {name: by_key[key] for key, names in holders.items() for name in names}
+
+
+def _is_part(word: str, have: str) -> bool:
+    """As 4090 is of rtx4090. An A1000 is no A100: numbers go together."""
+    first, last = (r"(?<!\d)" if word[0].isdigit() else ""), (r"(?!\d)" if word[-1].isdigit() else "")
+    return re.search(f"{first}{word}{last}", have) is not None
+
+
+def _slow(direction: str, wanted: float | None, offered: float | None) -> list[str]:
+    if wanted is None or (offered is not None and offered >= wanted):
+        return []
+    return [f"{direction} below {wanted:g} Mbit/s" if offered is not None else f"{direction} unknown"]
+
+
+def _nothing_for(spec: PodSpec, offers: Sequence[Offer], all_taken: bool) -> str:
+    what = (
+        f"{spec.gpu_count} × {spec.gpu_type or 'any GPU'}" if spec.gpu_count else spec.gpu_type or "a machine"
+    )
+    if all_taken:
+        why = "what would do is taken by the other pods; ask for fewer pods or for other GPU types"
+    elif not offers:
+        why = "nothing is offered at all"
+    else:
+        # Those that come closest say most: one objection only, else all of them.
+        lists = [objections(spec, offer) for offer in offers]
+        near = [found for found in lists if len(found) == min(map(len, lists))]
+        counts = Counter(reason for found in near for reason in found)
+        why = "; ".join(f"{number} offered {reason}" for reason, number in counts.most_common(4))
+    return (
+        f"No offer of {spec.provider} for pod {spec.name} ({what}): {why}. Nothing was rented; "
+        f"`diloco provision --provider {spec.provider} --offers` lists what there is."
+    )
+
+
+async def _offers(asked: Sequence[Renter]) -> list[Offer]:
+    """Of these providers. One that cannot say hides no other. Raises ProviderError where none can."""
+    found: list[Offer] = []
+    failures: list[ProviderError] = []
+
+    async def ask(renter: Renter) -> None:
+        try:
+            found.extend(await repeated(renter.provider.offers, tell=renter.tell))
+        except ProviderError as error:
+            failures.append(error)
+            renter.tell(f"offers nothing now: {error}")
+
+    await gathered(ask(renter) for renter in asked)
+    if failures and len(failures) == len(asked):
+        raise failures[0]
+    return found

@@ -13,6 +13,7 @@ from enum import StrEnum
 
 from provisioning.ledger.row import Row, State
 from provisioning.pods.pod import Pod, label_prefix
+from provisioning.providers.protocol import Provider
 
 _MIN_ABSENCES = 3
 
@@ -68,28 +69,12 @@ class Action:
     reason: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Habits:
-    """Of a provider, as its protocol has them."""
-
-    settle_s: float
-    doubt_s: float
-    repeatable: bool
-
-    def known_at(self, row: Row, now: float) -> float:
-        """When at the earliest it can be said whether an order in doubt made a pod (Unix time)."""
-        settled_at = row.asked_at + self.settle_s
-        if row.state == State.CREATING:
-            return settled_at
-        return max(settled_at, (now if row.absent_since is None else row.absent_since) + self.doubt_s)
-
-
-def decide(rows: Sequence[Row], look: Look, habits: Habits, *, now: float) -> list[Action]:
+def decide(rows: Sequence[Row], look: Look, provider: Provider, *, now: float) -> list[Action]:
     """All that has to be done for one provider; nothing where ledger and provider agree."""
     actions: list[Action] = []
     pods = look.pods_of(rows)
     for row in rows:
-        pod, is_new = pods.get(row.label), now < row.asked_at + habits.settle_s
+        pod, is_new = pods.get(row.label), now < row.asked_at + provider.settle_s
         if pod is not None:
             actions += _about_pod(row, pod, now)
         elif row.provider_id is not None:
@@ -97,8 +82,16 @@ def decide(rows: Sequence[Row], look: Look, habits: Habits, *, now: float) -> li
                 what = "gone" if row.state == State.DELETING else "vanished: there is no such pod any more"
                 actions.append(Action(Do.FORGET, row, reason=what))
         elif row.is_in_doubt and not look.silent and not is_new:
-            actions += _about_order(row, habits, now)
+            actions += _about_order(row, provider, now)
     return actions
+
+
+def known_at(row: Row, provider: Provider, now: float) -> float:
+    """When at the earliest it can be said whether an order in doubt made a pod (Unix time)."""
+    settled_at = row.asked_at + provider.settle_s
+    if row.state == State.CREATING:
+        return settled_at
+    return max(settled_at, (now if row.absent_since is None else row.absent_since) + provider.doubt_s)
 
 
 def _about_pod(row: Row, pod: Pod, now: float) -> list[Action]:
@@ -109,10 +102,10 @@ def _about_pod(row: Row, pod: Pod, now: float) -> list[Action]:
     return [Action(Do.ADOPT, row, pod)] if row.state in (State.PLANNED, State.CREATING) else []
 
 
-def _about_order(row: Row, habits: Habits, now: float) -> list[Action]:
+def _about_order(row: Row, provider: Provider, now: float) -> list[Action]:
     if row.state == State.CREATING:
         # Sent again under its label, it makes the same pod where orders are repeatable.
-        return [] if habits.repeatable else [Action(Do.GIVE_UP, row)]
-    if row.num_absences + 1 >= _MIN_ABSENCES and now >= habits.known_at(row, now):
+        return [] if provider.repeatable else [Action(Do.GIVE_UP, row)]
+    if row.num_absences + 1 >= _MIN_ABSENCES and now >= known_at(row, provider, now):
         return [Action(Do.FORGET, row, reason="its order made no pod")]
     return [Action(Do.MISS, row)]

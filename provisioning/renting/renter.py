@@ -1,10 +1,14 @@
-"""From an order to a pod that answers, at one provider: every order is in the ledger before it is sent."""
+"""From an order to a pod that answers, and back until its provider calls it gone, at one provider.
+
+Every order is in the ledger before it is sent. Whatever a crash has left half done, `settle` finishes.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import contextlib
+import functools
+from dataclasses import dataclass
 
 from provisioning.errors import (
     HostKeyChanged,
@@ -13,37 +17,29 @@ from provisioning.errors import (
     OutcomeUnknown,
     ProviderError,
     ProvisioningError,
-    ResultsNotFetched,
     UserError,
 )
 from provisioning.ledger.row import Row, State
-from provisioning.machines.machine import Machine
-from provisioning.machines.results import fetch_results
 from provisioning.pods.pod import Pod
 from provisioning.providers.backoff import repeated
-from provisioning.renting.settler import Settler
+from provisioning.renting.account import Account
+from provisioning.renting.each import Failures, each
+from provisioning.renting.reconcile import Action, Do, Look, decide, known_at
 
-RUN_DIR, FETCH = "run_dir", "fetch"
-"""What the ledger remembers: where results go, and which."""
+# For cents that are rounded; what costs more than was agreed to is not kept.
+_PRICE_SLACK = 1.02
+_END_SLACK_S = 600.0
 
 
 @dataclass(kw_only=True)
-class Renter(Settler):
+class Renter(Account):
     """Rents and gives back the pods of one ledger at one provider. The caller holds the ledger's lock."""
-
-    fetches: Sequence[str] | None = None
-    """What is brought home of a pod before it is given back; None: what was said when it was rented."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.has_unclear = False
         """An order's answer was lost, and its pod may come yet."""
-        self._machines: dict[str, Machine] = {}
-
-    async def close(self) -> None:
-        for machine in self._machines.values():
-            await machine.close()
-        self._machines.clear()
+        self._settling = asyncio.Lock()
 
     async def until_reachable(self, row: Row) -> None:
         """Order it unless that is done, and wait until it answers. Raises NoCapacity where another offer may do."""
@@ -57,13 +53,13 @@ class Renter(Settler):
         """Send the order, once; where the answer is lost, look for the pod. Raises NoCapacity, ProviderError."""
         if row.provider_id is not None:
             # An earlier command had the answer, and died before it had seen the pod.
-            await self.rented(row, await self.pod_of(row))
+            await self._read_back(row, await self.pod_of(row))
             return
         was_sent = row.state == State.CREATING
         row = self.ledger.advance(row, State.CREATING, asked_at=self.clock())
         try:
             # Unavailable means that it was not carried out, and is asked again; nothing else ever is.
-            pod_id = await repeated(lambda: self.provider.create(row), tell=self.tell)
+            pod_id = await repeated(lambda: self.provider.create(row.order), tell=self.tell)
         except OutcomeUnknown as error:
             self.has_unclear = True
             row = self.ledger.advance(row, State.CREATING, asked_at=self.clock())
@@ -76,22 +72,21 @@ class Renter(Settler):
                 self.ledger.forget(row, now=self.clock())
             raise
         else:
-            price = row.offer.price_per_hour
             # It may have been asked several times, which takes a while.
-            row = self.ledger.rented(row, pod_id, price, State.CREATING, asked_at=self.clock())
-            await self.rented(row, await self.pod_of(row))
+            row = self.ledger.set_pod(row, pod_id, None, State.CREATING, asked_at=self.clock())
+            await self._read_back(row, await self.pod_of(row))
             return
         pod = await self._appeared(row)
         if pod is None:
             # It may come yet, and is given back then.
             self.ledger.advance(row, State.DELETING)
             raise NoCapacity("the answer to the order was lost, and no list shows a pod of it")
-        await self.rented(row, pod)
+        await self._read_back(row, pod)
 
     async def _appeared(self, row: Row) -> Pod | None:
         deadline = self.clock() + self.provider.settle_s + self.patience.poll_s
         while True:
-            for pod in (await self.view.look([])).pods:
+            for pod in (await self.seen([])).pods:
                 if row.is_pod(pod):
                     return pod
             if self.clock() > deadline:
@@ -131,49 +126,197 @@ class Renter(Settler):
         if row.state == State.BOOTING:
             self.ledger.advance(row, State.REACHABLE)
 
-    async def bring_home(self, row: Row, *, loses_results: bool = False) -> None:
-        words = self.fetches if self.fetches is not None else self.ledger.recall(FETCH).split()
-        if row.state not in (State.SYNCED, State.RUNNING) or not self.ledger.recall(RUN_DIR) or not words:
+    async def _read_back(self, row: Row, pod: Pod) -> None:
+        """Read back what was rented. What was not asked for is given back at once, and said aloud: NoCapacity."""
+        ordered, row = row, self.ledger.set_pod(row, pod.id, pod.price_per_hour)
+        price, offered = row.offer.price_per_hour, ordered.offer.price_per_hour
+        wrong = _wrong(ordered, pod, price)
+        if price > offered * _PRICE_SLACK and not wrong:
+            self.say(row.name, f"costs {price:.2f} $/h now, and not {offered:.2f} as was offered")
+        if wrong:
+            self.say(row.name, f"{self.provider.name} rented {wrong}; giving it back")
+            await self.give_back(row)
+            raise NoCapacity(f"{self.provider.name} rented {wrong}, and it was given back")
+        await self.hold_to_end(row)
+
+    async def hold_to_end(self, row: Row) -> None:
+        """See to it that the provider takes the pod back in time, where it can; read back, and say it if not."""
+        if row.ends_at is None or not self.provider.keeps_time:
             return
-        into, failure = self._home_of(row), ""
+        pod = await self.pod_of(row)
+        if _ends_at(pod, row.ends_at):
+            return
+        await repeated(functools.partial(self.provider.set_end, pod.id, row.ends_at))
+        deadline = self.clock() + self.provider.settle_s
+        # By its id: lists are older.
+        while not _ends_at(await self.find(pod.id), row.ends_at):
+            if self.clock() > deadline:
+                self.say(
+                    row.name,
+                    f"{self.provider.name} does not confirm when it ends; we watch the time ourselves",
+                )
+                return
+            await asyncio.sleep(self.patience.poll_s)
+
+    async def give_back(self, row: Row, *, loses_results: bool = False) -> None:
+        """Until the provider says that there is no such pod; then the row goes. May be repeated, also while it is
+        under way. Raises ProviderError with what is to be done, and ResultsNotFetched, which keeps the pod.
+        """
+        current = self.ledger.current(row)
+        if current is None:
+            return
+        if current.state == State.PLANNED:
+            self._forget(current)
+            return
+        await self.bring_home(current, loses_results=loses_results)
+        row = self.ledger.advance(current, State.DELETING)
+        if row.provider_id is not None:
+            await self._end(row)
+            return
+        failures = await self.settle()
+        left = self.ledger.current(row)
+        if left is not None:
+            raise failures.get(row.name) or ProviderError(
+                f"NOBODY KNOWS YET WHETHER THE ORDER {row.label} MADE A POD AT {self.provider.name.upper()} THAT COSTS "
+                "MONEY: its answer was lost, and no list has shown one. `diloco pods reconcile` looks again, and gives "
+                "it back if it comes."
+            )
+
+    def _identified(self, row: Row, pod: Pod) -> Row:
+        """The row as one that is to be ended, with the id that its pod has."""
+        if row.provider_id is not None:
+            return self.ledger.advance(row, State.DELETING)
+        return self.ledger.set_pod(row, pod.id, pod.price_per_hour, State.DELETING)
+
+    async def _end(self, row: Row) -> None:
+        """Have this very id deleted, whatever lists say, until its provider says that there is no such pod."""
+        deadline = max(
+            self.clock() + self.patience.destroy_s, self._settled_at(row) + 2 * self.patience.poll_s
+        )
+        said = ""
+        while (trouble := await self._deleted(row)) is not None:
+            if isinstance(trouble, UserError) or self.clock() > deadline:
+                raise ProviderError(
+                    f"POD {row.name} ({row.provider_id}) OF {self.provider.name.upper()} IS NOT KNOWN TO BE GONE AND "
+                    f"MAY COST MONEY: {trouble}. `diloco pods down` tries again; or end it on the provider's web site."
+                )
+            if str(trouble) != said:
+                said = str(trouble)
+                self.say(row.name, f"not given back yet: {said}")
+            await asyncio.sleep(self.patience.poll_s)
+        self._forget(row)
+        self.say(row.name, "given back")
+
+    async def _deleted(self, row: Row) -> ProvisioningError | None:
+        """Ask once for its deletion, and then whether it is there; why it cannot be called gone."""
+        pod_id = row.provider_id
+        assert pod_id is not None and row.state == State.DELETING
+        trouble: ProvisioningError = ProviderError("it is still there")
         try:
-            pod = await self.pod_of(row)
-            failure = pod.failure
-            machine = await self.machine_of(row, replace(pod, is_ready=True, failure=""))
-            number = await fetch_results(machine, row.label, words, into)
-        except NoCapacity:
-            self.say(row.name, "there is no such pod any more, so its results cannot be fetched")
+            await repeated(lambda: self.provider.destroy(pod_id), tell=self.tell)
         except ProvisioningError as error:
-            text = f"its results could not be fetched: {error}"
-            self.say(row.name, text)
-            if not failure and not loses_results:
-                raise ResultsNotFetched(
-                    f"{text}. It is there still, for {row.offer.price_per_hour:.2f} $/h; `diloco pods down --yes "
-                    f"{row.name}` gives it back without them."
-                ) from error
-        else:
-            self.say(row.name, f"its results are in {into}" if number else "it has no results to be fetched")
+            trouble = error
+        try:
+            if await self.find(pod_id) is not None:
+                return trouble
+        except ProvisioningError as error:
+            return error
+        if self.clock() < self._settled_at(row):
+            return ProviderError(f"so new a pod may live and be unknown to {self.provider.name}")
+        return None
 
-    def _home_of(self, row: Row) -> str:
-        """Where a pod's results go: this very pod's alone, where another one of its name had some."""
-        into = f"{self.ledger.recall(RUN_DIR).rstrip('/')}/{row.name}"
-        key = f"results:{into}"
-        if self.ledger.recall(key) not in ("", row.label):
-            return f"{into}-{row.label.rpartition('-')[2]}"
-        self.ledger.remember(key, row.label)
-        return into
+    def _settled_at(self, row: Row) -> float:
+        return row.asked_at + self.provider.settle_s
 
-    async def machine(self, row: Row) -> Machine:
-        """The machine of a pod that has answered before. Raises MachineError, HostKeyChanged, UserError."""
-        return self._machines.get(row.label) or await self.machine_of(row, await self.pod_of(row))
+    def _forget(self, row: Row) -> None:
+        self.ledger.forget(row, now=self.clock())
 
-    async def machine_of(self, row: Row, pod: Pod) -> Machine:
-        """The machine of this row, whose pod has been looked up."""
-        if row.label not in self._machines:
-            if pod.failure:
-                raise MachineError(f"{row.name} has died: {pod.failure}")
-            if not pod.is_ready:
-                is_new = row.state in (State.CREATING, State.BOOTING)
-                raise MachineError(f"{row.name} is not up {'yet' if is_new else 'any more'}")
-            self._machines[row.label] = await self.provider.machine(pod, row.host_key)
-        return self._machines[row.label]
+    async def look(self) -> Look:
+        """What the provider says. Pods of ours that no row knows of get rows, so that they are given back.
+
+        Raises ProviderError.
+        """
+        look = await self.seen(self.rows)
+        # Read anew: what was ordered beside this look has a row by now.
+        for pod in look.strays(self.rows, self.ledger.owner):
+            row = self.ledger.found(pod, self.provider.name, now=self.clock())
+            self.say(row.name, f"{pod.id} is ours, but in no row of the state file: it is to be given back")
+        return look
+
+    async def settle(self) -> Failures:
+        """Make the ledger and the provider agree; also after a crash at any point. Raises ProvisioningError.
+
+        Orders that nobody knows the outcome of are looked for; orphans and pods whose time is over are given back;
+        what the provider says is gone is forgotten. What could not be done, or is not known, by pod or machine.
+        """
+        # Several pods that are given back may all come here: what one settles, the next finds settled.
+        async with self._settling:
+            return await self._settle()
+
+    async def _settle(self) -> Failures:
+        provider, clock = self.provider, self.clock
+        deadline = clock() + provider.settle_s + self.patience.destroy_s
+        while True:
+            look = await self.look()
+            rows = self.rows
+            failures: Failures = {machine: ProviderError(why) for machine, why in look.silent.items()}
+            for row in rows:
+                if why := look.unknown.get(row.provider_id or ""):
+                    failures[row.name] = ProviderError(
+                        f"it is not known whether it is still there, so it may cost money: {why}"
+                    )
+            actions = decide(rows, look, provider, now=clock())
+            failures |= await each(actions, self._unless_changed, name=lambda action: action.row.name)
+            orders = [
+                row
+                for row in self.rows
+                if row.is_in_doubt
+                and not (row.state == State.CREATING and provider.repeatable)
+                and known_at(row, provider, clock()) <= deadline
+            ]
+            if not orders or look.silent or clock() > deadline:
+                return failures
+            self.say(orders[0].name, "looking whether an order got through whose answer was lost")
+            await asyncio.sleep(self.patience.poll_s)
+
+    async def _unless_changed(self, action: Action) -> None:
+        """One that was changed beside this look is for the next one."""
+        if self.ledger.current(action.row) == action.row:
+            await self._carry_out(action)
+
+    async def _carry_out(self, action: Action) -> None:
+        row, pod = action.row, action.pod
+        if action.do == Do.ADOPT and pod is not None:
+            if row.state == State.PLANNED:
+                row = self.ledger.advance(row, State.CREATING)
+            self.say(row.name, f"the order had got through: it is {pod.id}")
+            # What is not as ordered has been given back, and said so.
+            with contextlib.suppress(NoCapacity):
+                await self._read_back(row, pod)
+        elif action.do == Do.GIVE_UP:
+            self.say(row.name, "its order is given up; if a pod of it comes yet, it is given back")
+            self.ledger.advance(row, State.DELETING)
+        elif action.do == Do.MISS:
+            self.ledger.missed(row, now=self.clock())
+        elif action.do == Do.FORGET:
+            self.say(row.name, action.reason)
+            self._forget(row)
+        elif action.do == Do.DESTROY and pod is not None:
+            self.say(row.name, f"given back: {action.reason}")
+            # Its time is over, whatever becomes of its results.
+            await self.bring_home(row, loses_results=True)
+            await self._end(self._identified(row, pod))
+
+
+def _ends_at(pod: Pod | None, ends_at: float) -> bool:
+    return pod is not None and pod.ends_at is not None and abs(pod.ends_at - ends_at) <= _END_SLACK_S
+
+
+def _wrong(row: Row, pod: Pod, price: float) -> str:
+    """What is not as ordered, in words."""
+    if row.spec.gpu_count is not None and pod.gpu_count not in (None, row.offer.gpu_count):
+        return f"{pod.gpu_count} GPUs in place of {row.offer.gpu_count}"
+    limit = row.spec.max_price if row.spec.max_price is not None else row.offer.price_per_hour
+    if price > limit * _PRICE_SLACK:
+        return f"for {price:.2f} $/h in place of {row.offer.price_per_hour:.2f}"
+    return ""

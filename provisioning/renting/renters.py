@@ -1,10 +1,9 @@
-"""All providers of one ledger at once: orders spread over them, and from one offer to the next, wherever that is."""
+"""All providers of one ledger at once: renting what was agreed to, wherever that is, and giving it back."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import replace
@@ -13,15 +12,13 @@ from pathlib import Path
 from provisioning.errors import NoCapacity, ProviderError, ProvisioningError, UserError
 from provisioning.ledger.ledger import Ledger
 from provisioning.ledger.row import Row
-from provisioning.machines.machine import Machine
-from provisioning.pods.choice import candidates
-from provisioning.pods.pod import Offer, Pod, PodSpec
-from provisioning.providers.backoff import repeated
+from provisioning.pods.pod import Offer
+from provisioning.pods.spec import PodSpec
 from provisioning.providers.registry import Access, open_provider
+from provisioning.renting.account import Patience, Say
 from provisioning.renting.each import Failures, each, gathered
-from provisioning.renting.plan import Plan
+from provisioning.renting.plan import Plan, candidates
 from provisioning.renting.renter import Renter
-from provisioning.renting.settler import Patience, Say
 
 INVENTORY = "inventory"
 """What is remembered of the last command that set pods up on machines of one's own."""
@@ -33,20 +30,10 @@ DEARER = 1.5
 class Renters(dict[str, Renter]):
     """By the name of their provider. Asking for one that could not be opened raises what was wrong with it."""
 
-    def __init__(self, ledger: Ledger, say: Say, clock: Callable[[], float] = time.time) -> None:
-        super().__init__()
-        self.ledger, self.say, self._clock = ledger, say, clock
+    def __init__(self, ledger: Ledger, say: Say, opened: Sequence[Renter] = ()) -> None:
+        super().__init__((renter.provider.name, renter) for renter in opened)
+        self.ledger, self.say = ledger, say
         self.failures: Failures = {}
-        self.on_planned: Callable[[], None] = lambda: None
-        """All that is to be ordered is written down, and nothing has been ordered yet."""
-        self._taken: Counter[str] = Counter()
-
-    @classmethod
-    def only(cls, renter: Renter) -> Renters:
-        """Of one provider."""
-        found = cls(renter.ledger, renter.say, renter.clock)
-        found[renter.provider.name] = renter
-        return found
 
     def __missing__(self, name: str) -> Renter:
         raise self.failures.get(name) or UserError(f"No provider {name} is open.")
@@ -54,7 +41,6 @@ class Renters(dict[str, Renter]):
     async def close(self) -> None:
         for renter in self.values():
             await renter.close()
-            await renter.provider.close()
 
     @property
     def rows(self) -> list[Row]:
@@ -63,32 +49,6 @@ class Renters(dict[str, Renter]):
     def of(self, row: Row) -> Renter:
         """Raises ProvisioningError where its provider cannot be opened."""
         return self[row.provider]
-
-    async def machine(self, name: str) -> Machine:
-        """As Renter.machine."""
-        row = self._row(name)
-        return await self.of(row).machine(row)
-
-    async def pod(self, name: str) -> Pod:
-        row = self._row(name)
-        return await self.of(row).pod_of(row)
-
-    async def offers(self, names: Collection[str]) -> list[Offer]:
-        """Of these providers. One that cannot say hides no other. Raises ProviderError where none can."""
-        found: list[Offer] = []
-        failures: list[ProviderError] = []
-
-        async def ask(renter: Renter) -> None:
-            try:
-                found.extend(await repeated(renter.provider.offers, tell=renter.tell))
-            except ProviderError as error:
-                failures.append(error)
-                renter.tell(f"offers nothing now: {error}")
-
-        await gathered(ask(self[name]) for name in names)
-        if failures and len(failures) == len(names):
-            raise failures[0]
-        return found
 
     async def settle(self) -> dict[str, Failures]:
         """Make the ledger and all providers agree; what was not done, by provider, and there by pod or machine."""
@@ -104,18 +64,21 @@ class Renters(dict[str, Renter]):
             zip(self, settled, strict=True)
         )
 
-    async def apply(self, plan: Plan, offers: Sequence[Offer]) -> Failures:
-        """Give back, then rent in parallel, until all answer. What went wrong, by pod; the others are not held up."""
-        failures = await self.give_back([removal.row for removal in plan.destroy], failed=self.say)
-        creations = [creation for creation in plan.create if creation.spec.name not in failures]
-        for creation in creations:
-            self._plan(creation.spec, creation.offer)
-        self._taken.update(creation.offer.key for creation in creations)
-        self.on_planned()
-        specs = [*(creation.spec for creation in creations), *(row.spec for row in plan.keep)]
-        failures |= await each(
-            specs, lambda spec: spec.name, lambda spec: self._until_reachable(spec, offers), self.say
-        )
+    async def apply(self, agreed: Plan, on_written: Callable[[], None] = lambda: None) -> Failures:
+        """Give back, then rent in parallel, until all answer. What went wrong, by pod; the others are not held up.
+
+        `on_written` is called once all orders are written down, and before one is sent.
+        """
+        failures = await self.give_back([removal.row for removal in agreed.destroy], failed=self.say)
+        creations = [creation for creation in agreed.create if creation.spec.name not in failures]
+        rows = [self._write_down(creation.spec, creation.offer) for creation in creations]
+        taken = Counter(row.offer.key for row in rows)
+        on_written()
+
+        async def one(row: Row) -> None:
+            await self._until_reachable(row, agreed.offers, taken)
+
+        failures |= await each([*rows, *agreed.keep], one, self.say)
         for renter in self.values():
             if renter.has_unclear:
                 # A pod of an order that was given up may have come after all.
@@ -134,54 +97,67 @@ class Renters(dict[str, Renter]):
         async def one(row: Row) -> None:
             await self.of(row).give_back(row, loses_results=loses_results)
 
-        return await each(self.rows if rows is None else rows, lambda row: row.name, one, failed)
+        return await each(self.rows if rows is None else rows, one, failed)
 
-    def _plan(self, spec: PodSpec, offer: Offer) -> Row:
-        now = self._clock()
+    def _write_down(self, spec: PodSpec, offer: Offer) -> Row:
+        now = self[offer.provider].clock()
         ends_at = now + spec.ttl_hours * 3600 if spec.ttl_hours is not None else None
-        return self.ledger.plan(spec, offer, now=now, ends_at=ends_at)
+        return self.ledger.add(spec, offer, now=now, ends_at=ends_at)
 
-    async def _until_reachable(self, spec: PodSpec, offers: Sequence[Offer]) -> None:
-        """Try offers until one of them answers. Raises the last reason."""
-        confirmed = self._row(spec.name).offer.price_per_hour
+    async def _until_reachable(self, row: Row, offers: Sequence[Offer], taken: Counter[str]) -> None:
+        """Try offers until one of them answers; `taken` counts those that are given out. Raises the last reason."""
+        spec = row.spec
+        limit = spec.max_price if spec.max_price is not None else row.offer.price_per_hour * DEARER
         tried: set[str] = set()
         for _ in range(_MAX_OFFERS):
-            row = self._row(spec.name)
             tried.add(row.offer.key)
+            # Settling beside this may have found its pod, or found that there is none.
+            current = self.ledger.current(row)
+            if current is None:
+                raise ProviderError(f"{row.name} is not there any more; the same command rents it anew")
             try:
-                await self.of(row).until_reachable(row)
+                await self.of(current).until_reachable(current)
                 return
             except NoCapacity as error:
                 reason = str(error)
-            current = self.ledger.row(spec.name)
+            current = self.ledger.current(row)
             if current and not current.is_in_doubt:
                 await self.of(current).give_back(current)
-            limit = spec.max_price if spec.max_price is not None else confirmed * DEARER
             left = [
                 offer
                 for offer in candidates(spec, offers, without=tried)
-                if offer.price_per_hour <= limit and self._taken[offer.key] < offer.num_available
+                if offer.price_per_hour <= limit and taken[offer.key] < offer.num_available
             ]
             if not left:
                 raise NoCapacity(f"{reason}; no other offer fits")
             self.say(
-                spec.name, f"{reason}; the next offer is {left[0].key} for {left[0].price_per_hour:.2f} $/h"
+                row.name, f"{reason}; the next offer is {left[0].key} for {left[0].price_per_hour:.2f} $/h"
             )
-            self._taken[left[0].key] += 1
-            self._plan(spec, left[0])
+            taken[left[0].key] += 1
+            row = self._write_down(spec, left[0])
         raise NoCapacity(f"{_MAX_OFFERS} offers in turn came to nothing, the last one because {reason}")
 
-    def _row(self, name: str) -> Row:
-        row = self.ledger.row(name)
-        if row is None:
-            raise UserError(f"There is no pod {name}; `diloco pods status` lists them.")
-        return row
 
+async def down(
+    ledger: Ledger,
+    access: Access,
+    names: Sequence[str],
+    say: Say,
+    patience: Patience | None = None,
+    *,
+    fetches: Sequence[str] | None = None,
+    loses_results: bool = False,
+) -> Failures:
+    """Give pods back, those that no row knows of included; what could not be, by pod.
 
-def access_of(ledger: Ledger, access: Access) -> Access:
-    """The same, with what the pods of this ledger were rented with."""
-    remembered = ledger.recall(INVENTORY)
-    return access if access.inventory or not remembered else replace(access, inventory=Path(remembered))
+    `fetches`: as for a Renter. `loses_results`: also those whose results cannot be fetched.
+    """
+    async with renters(ledger, access, say, patience, fetches=fetches) as found:
+        unseen = await each(found.values(), lambda one: one.look(), name=lambda one: one.provider.name)
+        # Known pods are given back by their ids all the same.
+        for name, error in (unseen | found.failures).items():
+            say(name, f"cannot be asked whether a pod of ours is there: {error}")
+        return await found.give_back(ledger.named(names), loses_results=loses_results)
 
 
 @contextlib.asynccontextmanager
@@ -199,7 +175,10 @@ async def renters(
 
     Raises UserError. `fetches`: as for a Renter.
     """
-    found, access = Renters(ledger, say), access_of(ledger, access)
+    found, remembered = Renters(ledger, say), ledger.recall(INVENTORY)
+    if remembered and not access.inventory:
+        # That with which these pods were rented.
+        access = replace(access, inventory=Path(remembered))
     try:
         for name in dict.fromkeys([*to_rent, *ledger.providers(), *also]):
             try:

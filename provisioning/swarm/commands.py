@@ -7,12 +7,10 @@ from collections.abc import Sequence
 
 from provisioning.errors import UserError
 from provisioning.machines.paths import PEER_RUN, STATE, SWARM_SECRET
-from provisioning.pods.pod import Pod
+from provisioning.pods.pod import PORTS, Pod
 
 DHT_JOB, PEER_JOB = "dht", "peer"
 ADDRESS_FLAG = "--initial-peers "
-NUM_PORTS = 3
-"""Of the first pod: one for the DHT, two for its peer. The others need the last two."""
 _OWN_FLAGS = (
     *("initial-peers", "galaxy-size", "run-id", "run-dir", "host-maddrs", "announce-maddrs", "data-port"),
     *("announce-data-maddrs", "swarm-secret-file", "peers-here"),
@@ -68,9 +66,9 @@ def check_flags(flags: Sequence[str]) -> None:
 
 
 def _ports(pod: Pod) -> tuple[tuple[int, int], ...]:
-    if len(pod.ports) < NUM_PORTS:
+    if len(pod.ports) < len(PORTS):
         raise UserError(
-            f"{pod.id} opens {len(pod.ports)} TCP ports besides SSH, but a peer and the DHT need {NUM_PORTS}; ask for "
+            f"{pod.id} opens {len(pod.ports)} TCP ports besides SSH, but a peer and the DHT need {len(PORTS)}; ask for "
             "an image or a machine that opens more."
         )
     if not re.fullmatch(r"[0-9.]+", pod.host):

@@ -1,4 +1,4 @@
-"""The whole way: settle what a crash left, rent, set up, start a swarm; and back."""
+"""What is done with pods once they are rented: code and environment onto each, and a swarm on all."""
 
 from __future__ import annotations
 
@@ -6,20 +6,16 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 
-from provisioning.errors import ProviderError, ProvisioningError
+from provisioning.errors import ProvisioningError
 from provisioning.ledger.ledger import Ledger
 from provisioning.ledger.row import Row, State
 from provisioning.machines import jobs
-from provisioning.machines.paths import VENV
 from provisioning.machines.setup import Setup, set_up
-from provisioning.pods.pod import Offer, PodSpec
-from provisioning.providers.backoff import repeated
 from provisioning.providers.registry import Access
+from provisioning.renting.account import Patience, Say
 from provisioning.renting.each import Failures, each
 from provisioning.renting.operations import PYTHON
-from provisioning.renting.plan import Plan, plan
 from provisioning.renting.renters import INVENTORY, Renters, renters
-from provisioning.renting.settler import Patience, Say
 from provisioning.swarm.swarm import Swarm, SwarmOptions
 
 
@@ -30,22 +26,6 @@ class Fleet:
     renters: Renters
     setup: Setup
 
-    async def planned(self, desired: Sequence[PodSpec]) -> tuple[Plan, list[Offer]]:
-        """What is to be done, after making the ledger true. Buys nothing. Raises ProvisioningError."""
-        names = list(dict.fromkeys(name for spec in desired for name in spec.providers))
-        for renter in [self.renters[name] for name in names]:
-            await repeated(renter.provider.check, tell=renter.tell)
-        for provider, failures in (await self.renters.settle()).items():
-            for name, error in failures.items():
-                if provider in names:
-                    raise ProviderError(f"{name}: {error}. Nothing was rented.")
-                self.renters.say(provider, f"it is not known whether a pod of ours is there: {name}: {error}")
-        offers = await self.renters.offers(names)
-        return plan(desired, self.renters.rows, offers), offers
-
-    async def rent(self, agreed: Plan, offers: Sequence[Offer]) -> Failures:
-        return await self.renters.apply(agreed, offers)
-
     async def set_up(
         self, failures: Failures, *, again: bool = False, with_environment: bool = True
     ) -> Failures:
@@ -55,7 +35,7 @@ class Fleet:
         """
 
         async def one(row: Row) -> None:
-            machine = await self.renters.machine(row.name)
+            machine = await self.renters.of(row).machine(row)
             if row.state == State.SYNCED and await jobs.any_runs(machine, row.label):
                 return
             self.renters.say(row.name, "sending code, making its environment")
@@ -65,38 +45,34 @@ class Fleet:
 
         states = {State.REACHABLE, State.SYNCED} if again else {State.REACHABLE}
         rows = [row for row in self.renters.rows if row.state in states and row.name not in failures]
-        return failures | await each(rows, lambda row: row.name, one, self.renters.say)
+        return failures | await each(rows, one, self.renters.say)
 
     async def train(self, failures: Failures, options: SwarmOptions) -> Failures:
         """A peer on each pod, all in epoch 1. Starts nothing unless all pods are there."""
         if failures or not self.renters.rows:
             return failures
         try:
-            return await Swarm(self.renters, options, self.python_of).start()
+            return await Swarm(self.renters, options, self.setup.python_there).start()
         except ProvisioningError as error:
             return {self.renters.rows[0].name: error}
-
-    def python_of(self, name: str) -> str:
-        return self.setup.python or f"{VENV}/bin/python"
 
 
 @contextlib.asynccontextmanager
 async def opened_fleet(
     ledger: Ledger,
-    specs: Sequence[PodSpec],
+    providers: Sequence[str],
     access: Access,
     say: Say,
     setup: Setup,
     *,
     boot_timeout_s: float = 900.0,
 ) -> AsyncIterator[Fleet]:
-    """The fleet for these specs; what its pods are to be given is filled up. Raises UserError."""
-    names = list(dict.fromkeys(name for spec in specs for name in spec.providers))
+    """The fleet with pods of these providers; what they are to be given is filled up. Raises UserError."""
     patience = Patience(boot_s=boot_timeout_s)
-    async with renters(ledger, access, say, patience, to_rent=names) as found:
+    async with renters(ledger, access, say, patience, to_rent=providers) as found:
         if access.inventory:
             ledger.remember(INVENTORY, str(access.inventory))
-        pythons = {found[name].provider.python() for name in names}
+        pythons = {found[name].provider.python() for name in providers}
         wandb = ["wandb"] if "WANDB_API_KEY" in (setup.secrets or {}) else []
         setup = replace(
             setup,

@@ -19,12 +19,14 @@ from provisioning.errors import Busy, ProviderError, ProvisioningError
 from provisioning.ledger.ledger import Ledger
 from provisioning.ledger.row import State
 from provisioning.machines.setup import Setup, secrets_of
-from provisioning.pods.pod import PodSpec
+from provisioning.pods.spec import PodSpec, providers_of
 from provisioning.providers.registry import Access
 from provisioning.renting import operations
+from provisioning.renting.account import Say
 from provisioning.renting.each import Failures
 from provisioning.renting.operations import WANTED, is_to_be_watched
-from provisioning.renting.settler import Say
+from provisioning.renting.plan import planned
+from provisioning.renting.renters import down
 from provisioning.swarm.fleet import Fleet, opened_fleet
 from provisioning.swarm.status import Status, overview
 from provisioning.swarm.swarm import SwarmOptions
@@ -149,7 +151,7 @@ class Keeper:
     async def _stop(self) -> None:
         self.tell("the run has ended: fetching its results, and giving its pods back")
         with self.ledger.locked():
-            failures = await operations.down(self.ledger, self.access, (), self.say)
+            failures = await down(self.ledger, self.access, (), self.say)
         for name, error in failures.items():
             self.tell(f"{name} is not given back: {error}")
         if not failures:
@@ -163,7 +165,9 @@ class Keeper:
             return
         for name, (_, why) in dead.items():
             self.tell(f"{name} has died: {why}; it is replaced")
-        async with opened_fleet(self.ledger, wanted.specs, self.access, self.say, wanted.setup) as fleet:
+        async with opened_fleet(
+            self.ledger, providers_of(wanted.specs), self.access, self.say, wanted.setup
+        ) as fleet:
             failures = await fleet.renters.give_back(
                 [one.row for one, _ in dead.values()], loses_results=True
             )
@@ -174,12 +178,12 @@ class Keeper:
             self.tell(f"all {len(wanted.specs)} pods train")
 
     async def _brought_up(self, fleet: Fleet, wanted: Wanted) -> Failures:
-        agreed, offers = await fleet.planned(wanted.specs)
+        agreed = await planned(fleet.renters, wanted.specs)
         if any(removal.row.state not in (State.DELETING, State.PLANNED) for removal in agreed.destroy):
             raise ProviderError(
                 "pods that live would have to be given back; `diloco provision` asks about that"
             )
-        return await fleet.train(await fleet.set_up(await fleet.rent(agreed, offers)), wanted.options)
+        return await fleet.train(await fleet.set_up(await fleet.renters.apply(agreed)), wanted.options)
 
     def _silent_s(self, one: Status) -> float:
         if one.look is not None or one.is_there is not True:

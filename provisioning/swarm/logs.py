@@ -12,7 +12,6 @@ from provisioning.machines.machine import Machine
 from provisioning.machines.paths import JOBS, pod_directory
 from provisioning.providers.registry import Access
 from provisioning.renting.each import Failures, each, gathered
-from provisioning.renting.operations import checked_names
 from provisioning.renting.renters import renters
 from provisioning.swarm.commands import DHT_JOB, PEER_JOB
 
@@ -31,12 +30,12 @@ async def follow_all(
 
     Without a job it is the peer's; a pod that has none gives those of all its jobs, to `write(name/job, line)`.
     """
-    rows = checked_names(ledger, names)
+    rows = ledger.named(names)
     without: Failures = {}
-    async with renters(ledger, access, lambda name, text: None) as by_provider:
+    async with renters(ledger, access, lambda name, text: None) as found:
 
         async def one(row: Row) -> None:
-            machine = await by_provider.of(row).machine(row)
+            machine = await found.of(row).machine(row)
             there, wanted = await _jobs(machine, row), job or PEER_JOB
             shown = {name: f"{row.name}/{name}" for name in there} if job is None else {}
             if wanted in there or (goes_on and not shown and wanted in (PEER_JOB, DHT_JOB)):
@@ -53,7 +52,7 @@ async def follow_all(
             async for line in machine.follow(script):
                 write(as_what, line)
 
-        failures = await each(rows, lambda row: row.name, one)
+        failures = await each(rows, one)
     # Only one pod has a DHT: that the others have none is no failure, unless they were asked for by name.
     return failures | without if names or len(without) == len(rows) else failures
 

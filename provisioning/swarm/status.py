@@ -95,9 +95,9 @@ class Overview:
 
 async def overview(ledger: Ledger, access: Access) -> Overview:
     """Of all pods at all providers that were ever used; one that does not answer hides no other."""
-    async with renters(ledger, access, lambda name, text: None) as by_provider:
-        found = await asyncio.gather(*(_at_one(renter) for renter in by_provider.values()))
-        failures = {name: str(error) for name, error in by_provider.failures.items()}
+    async with renters(ledger, access, lambda name, text: None) as opened:
+        found = await asyncio.gather(*(_at_one(renter) for renter in opened.values()))
+        failures = {name: str(error) for name, error in opened.failures.items()}
     lost = [_unseen(row, failures[row.provider]) for row in ledger.rows() if row.provider in failures]
     now = time.time()
     dollars = {row.label: row.dollars(now) for row in ledger.bills()}
@@ -113,7 +113,7 @@ async def _at_one(renter: Renter) -> Overview:
     """At one provider, the pods of ours included that no row knows of."""
     rows, owner, provider = renter.rows, renter.ledger.owner, renter.provider.name
     try:
-        look = await asyncio.wait_for(renter.view.look(rows), _LOOK_TIMEOUT_S)
+        look = await asyncio.wait_for(renter.seen(rows), _LOOK_TIMEOUT_S)
     except (ProvisioningError, TimeoutError) as error:
         return Overview([_unseen(row, _words(error)) for row in rows], {provider: _words(error)})
     pods = look.pods_of(rows)

@@ -17,9 +17,10 @@ from provisioning.machines.keys import write_private
 from provisioning.machines.machine import Machine
 from provisioning.machines.paths import JOBS, PEER_RUN, SWARM_SECRET, pod_directory
 from provisioning.machines.setup import put_private
+from provisioning.pods.pod import Pod
+from provisioning.renting.account import Say
 from provisioning.renting.each import Failures, each
 from provisioning.renting.renters import Renters
-from provisioning.renting.settler import Say
 from provisioning.swarm.commands import (
     DHT_JOB,
     PEER_JOB,
@@ -50,8 +51,8 @@ class SwarmOptions:
 class Swarm:
     """Starts what does not run yet; called again, it changes nothing that works."""
 
-    def __init__(self, renters: Renters, options: SwarmOptions, python_of: Callable[[str], str]) -> None:
-        self._renters, self._options, self._python_of = renters, options, python_of
+    def __init__(self, renters: Renters, options: SwarmOptions, python: str) -> None:
+        self._renters, self._options, self._python = renters, options, python
         self._ledger: Ledger = renters.ledger
         self._say: Say = renters.say
         self._dht_address, self._secret = "", b""
@@ -65,7 +66,7 @@ class Swarm:
             looks[row.name] = await self.look(row)
 
         async def attempt(rows: Sequence[Row], work: Callable[[Row], Awaitable[object]]) -> Failures:
-            return await each(rows, lambda row: row.name, work, self._say)
+            return await each(rows, work, self._say)
 
         failures = await attempt(wanted, look)
         if self._ledger.recall(_DHT_POD) in failures:
@@ -88,8 +89,12 @@ class Swarm:
 
     async def look(self, row: Row) -> PeerLook:
         """Raises MachineError."""
-        machine = await self._renters.machine(row.name)
+        machine = await self._renters.of(row).machine(row)
         return await look_at_peer(machine, row.label)
+
+    async def _machine_and_pod(self, row: Row) -> tuple[Machine, Pod]:
+        renter = self._renters.of(row)
+        return await renter.machine(row), await renter.pod_of(row)
 
     def _dht_row(self, rows: Sequence[Row]) -> Row:
         known = self._ledger.recall(_DHT_POD)
@@ -97,7 +102,7 @@ class Swarm:
 
     async def _join_dht(self, row: Row, running: Sequence[Row]) -> None:
         """Learn how the DHT can be joined, after starting it where it does not run."""
-        machine, pod = await self._renters.machine(row.name), await self._renters.pod(row.name)
+        machine, pod = await self._machine_and_pod(row)
         run_id, directory = self._options.run_id, pod_directory(row.label)
         key_path = admission_key_path(self._ledger.path, run_id)
         remote_key = f"{directory}/{coordinator_file(run_id, 'admission-key')}"
@@ -106,7 +111,7 @@ class Swarm:
             await machine.run(f"mkdir -p {shlex.quote(remote_key.rpartition('/')[0])}")
             await put_private(machine, remote_key, key_path.read_bytes())
         argv = dht_argv(
-            self._python_of(row.name),
+            self._python,
             pod,
             run_id=run_id,
             listens_on=self._renters.of(row).provider.listens_on,
@@ -143,25 +148,25 @@ class Swarm:
 
     async def _member_address(self, row: Row) -> list[str]:
         """How to join the DHT by a peer that is in it."""
-        machine, pod = await self._renters.machine(row.name), await self._renters.pod(row.name)
+        machine, pod = await self._machine_and_pod(row)
         log = f"{pod_directory(row.label)}/{PEER_RUN}/logs/daemon.log"
         answer = await machine.run(f"grep -o 'starting as [A-Za-z0-9]*' {shlex.quote(log)} | tail -n 1")
         peer_id = answer.stdout.strip().removeprefix("starting as ")
         return ["--initial-peers", f"/ip4/{pod.host}/tcp/{pod.ports[1][1]}/p2p/{peer_id}"] if peer_id else []
 
     async def _start_peer(self, row: Row, num_peers: int) -> None:
-        machine, pod = await self._renters.machine(row.name), await self._renters.pod(row.name)
+        machine, pod = await self._machine_and_pod(row)
         await put_private(machine, f"{pod_directory(row.label)}/{SWARM_SECRET}", self._secret)
         provider = self._renters.of(row).provider
         argv = peer_argv(
-            self._python_of(row.name),
+            self._python,
             pod,
             run_id=self._options.run_id,
             listens_on=provider.listens_on,
             address=self._dht_address,
             num_peers=num_peers,
             num_peers_here=self._num_peers_with(row),
-            flags=[*provider.swarm_flags(row.spec, row.offer), *self._options.flags],
+            flags=[*provider.swarm_flags(row.offer), *self._options.flags],
         )
         if await jobs.start(machine, row.label, PEER_JOB, argv):
             self._say(row.name, "starting its peer")
@@ -203,7 +208,7 @@ class Swarm:
                 await asyncio.sleep(_POLL_S)
             self._say(row.name, "is not in epoch 1 yet; its peer goes on")
 
-        return await each(rows, lambda row: row.name, watch, self._say)
+        return await each(rows, watch, self._say)
 
     def _trouble(self, row: Row, look: PeerLook, *, is_late: bool) -> MachineError | None:
         if not look.job.is_running:

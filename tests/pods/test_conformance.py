@@ -1,10 +1,9 @@
-"""What every provider has to do, whichever it is: a new one is named in the registry, and gets its line in `CLOUDS`."""
+"""What every provider has to do, whichever it is: those of the registry, clouds as tests/support/clouds.py has them."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import getpass
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -16,74 +15,21 @@ from typing import Any, TypeVar
 import pytest
 
 from provisioning.errors import NoCapacity, OutcomeUnknown, ProviderError, Unavailable, UserError
-from provisioning.pods.pod import Order, Pod, PodSpec
-from provisioning.providers.lambda_cloud import LambdaProvider
-from provisioning.providers.lium import LiumProvider
+from provisioning.pods.pod import Order, Pod
 from provisioning.providers.local import LocalProvider
 from provisioning.providers.protocol import Provider
 from provisioning.providers.registry import NAMES
-from provisioning.providers.runpod import RunPodProvider
 from provisioning.providers.ssh import SshProvider
-from provisioning.providers.vast import VastProvider
+from tests.support.clouds import CLOUDS
 from tests.support.exhaustive import exhaustive_but
-from tests.support.http_api import Fault, HttpApi
-from tests.support.lambda_api import LambdaApi
-from tests.support.lium_api import LiumApi, executor
-from tests.support.runpod_api import RunPodApi
+from tests.support.http_api import Fault
 from tests.support.ssh_machines import client_key, free_ports, needs_rsync, ssh_host
-from tests.support.vast_api import VastApi
 
 pytest.importorskip("asyncssh", reason="the package asyncssh is not installed")
 pytestmark = pytest.mark.skipif(bool(needs_rsync()), reason=needs_rsync())
 
 T = TypeVar("T")
 TIMEOUT_S = 30.0
-
-
-@dataclass(frozen=True)
-class Cloud:
-    """A provider by HTTP, as its emulator knows it."""
-
-    make_api: Callable[..., HttpApi]
-    make_provider: Callable[[dict[str, str], Path], Provider]
-    key: str
-    url: str
-    orders: str
-    lists: str
-    take_all: Callable[[Any], None]
-    """Nothing of what was offered can be had any more."""
-
-
-def _take_hosts(api: Any) -> None:
-    api.free_hosts.clear()
-
-
-def _lium(hosts: Any) -> HttpApi:
-    return LiumApi([executor("NVIDIA A100-SXM4-80GB", 2, 1.2, smallest=1)], hosts)
-
-
-def _lambda(environment: dict[str, str], key: Path) -> Provider:
-    user = getpass.getuser()
-    return LambdaProvider(environment, key, interval_s=0.0, launch_interval_s=0.0, user=user)
-
-
-CLOUDS = {
-    "lium": Cloud(
-        _lium, LiumProvider, "LIUM_API_KEY", "LIUM_BASE_URL", "POST /executors/", "GET /pods", _take_hosts
-    ),
-    "lambda": Cloud(
-        *(LambdaApi, _lambda, "LAMBDALABS_API_KEY", "LAMBDALABS_BASE_URL"),
-        *("POST /instance-operations/launch", "GET /instances", _take_hosts),
-    ),
-    "runpod": Cloud(
-        *(RunPodApi, RunPodProvider, "RUNPOD_API_KEY", "RUNPOD_BASE_URL"),
-        *("POST /pods", "GET /pods", _take_hosts),
-    ),
-    "vast": Cloud(
-        *(VastApi, lambda environment, key: VastProvider(environment, key, user=getpass.getuser())),
-        *("VAST_API_KEY", "VAST_BASE_URL", "PUT /v0/asks/", "GET /v1/instances/", _take_hosts),
-    ),
-}
 
 
 @dataclass
@@ -110,7 +56,6 @@ class Kind:
         offer = min(offers, key=lambda one: (one.price_per_hour, one.id))
         return Order(
             label=f"diloco-0a0b0c0d-pod-0-{secrets.token_hex(4)}",
-            spec=PodSpec(name="pod-0", provider=self.name),
             offer=offer,
             ends_at=time.time() + 7200,
         )

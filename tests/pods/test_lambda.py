@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import getpass
 import stat
 import sys
 import time
@@ -16,12 +15,13 @@ import pytest
 from provisioning.errors import UserError
 from provisioning.ledger.ledger import Ledger
 from provisioning.machines.keys import public_key
-from provisioning.pods.pod import PodSpec
+from provisioning.pods.spec import PodSpec
 from provisioning.providers.lambda_cloud import LambdaProvider
 from provisioning.providers.registry import Access
-from provisioning.renting import operations
-from provisioning.renting.settler import Patience
+from provisioning.renting.account import Patience
+from provisioning.renting.renters import down
 from provisioning.swarm.status import overview
+from tests.support.clouds import LoopbackLambda
 from tests.support.commands import Command, text_of_boxes, wait_until
 from tests.support.fleets import TestFleet
 from tests.support.http_api import Fault
@@ -48,10 +48,7 @@ def fleet(tmp_path: Path, api: LambdaApi) -> TestFleet:
     key = tmp_path / "ssh" / "id_ed25519"
 
     def opened() -> LambdaProvider:
-        # As fast as loopback allows; the API's own limits are tested apart.
-        provider = LambdaProvider(
-            api.environment, key, interval_s=0.0, launch_interval_s=0.0, user=getpass.getuser()
-        )
+        provider = LoopbackLambda(api.environment, key)
         provider.settle_s = 1.0
         return provider
 
@@ -116,7 +113,7 @@ def test_an_instance_that_appears_long_after_its_order_failed_is_shown_and_given
     fleet, api, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(LambdaProvider, "settle_s", 0.5)
-    monkeypatch.setattr("provisioning.providers.lambda_cloud._INTERVAL_S", 0.0)
+    monkeypatch.setattr(LambdaProvider, "interval_s", 0.0)
     api.late_s = 2.5
     api.faults.append(Fault(LAUNCH, 500, carried_out=True))
     assert "no list shows a pod of it" in str(fleet.up([one()], trains=False).failures["pod-0"])
@@ -129,7 +126,7 @@ def test_an_instance_that_appears_long_after_its_order_failed_is_shown_and_given
     wait_until(lambda: asyncio.run(overview(ledger, access)).pods, "the instance in the list")
     (shown,) = asyncio.run(overview(ledger, access)).pods
     assert (shown.row.name, shown.is_there) == ("pod-0", True) and ledger.rows() == []
-    assert asyncio.run(operations.down(ledger, access, (), lambda name, text: None, fleet.patience)) == {}
+    assert asyncio.run(down(ledger, access, (), lambda name, text: None, fleet.patience)) == {}
     assert all(found["_ended"] for found in api.instances.values())
     ledger.close()
 
@@ -141,9 +138,7 @@ def test_a_provider_that_cannot_be_asked_any_more_is_said_and_hides_no_pod(fleet
     (shown,) = asked.pods
     assert shown.may_cost and "LAMBDALABS_API_KEY is not set" in asked.silent["lambda"]
     failures = asyncio.run(
-        operations.down(
-            ledger, Access(state_dir=tmp_path, environment={}), (), lambda name, text: None, fleet.patience
-        )
+        down(ledger, Access(state_dir=tmp_path, environment={}), (), lambda name, text: None, fleet.patience)
     )
     assert "LAMBDALABS_API_KEY is not set" in str(failures["pod-0"]) and len(ledger.rows()) == 1
     ledger.close()
@@ -188,9 +183,7 @@ def test_a_key_that_is_none_is_said_and_not_shown(key, tmp_path):
 
 def test_a_line_end_behind_the_key_does_not_matter(fleet, api, tmp_path):
     environment = {**api.environment, "LAMBDALABS_API_KEY": f"{api.environment['LAMBDALABS_API_KEY']}\r\n"}
-    fleet.open_provider = lambda: LambdaProvider(
-        environment, tmp_path / "ssh/id_ed25519", interval_s=0.0, user=getpass.getuser()
-    )
+    fleet.open_provider = lambda: LoopbackLambda(environment, tmp_path / "ssh/id_ed25519")
     fleet.settle()
 
 

@@ -13,11 +13,11 @@ import pytest
 from provisioning.errors import ProvisioningError, UserError
 from provisioning.ledger.ledger import Ledger
 from provisioning.machines.paths import PODS
-from provisioning.pods.pod import PodSpec
+from provisioning.pods.spec import PodSpec
 from provisioning.providers.lium import LiumProvider
 from provisioning.providers.registry import Access
 from provisioning.renting import operations
-from provisioning.renting.settler import Patience
+from provisioning.renting.account import Patience
 from provisioning.swarm.status import overview
 from tests.support.fleets import TestFleet
 from tests.support.http_api import Fault

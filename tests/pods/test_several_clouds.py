@@ -12,9 +12,10 @@ import pytest
 
 from provisioning.ledger.ledger import Ledger
 from provisioning.machines.setup import Setup
-from provisioning.pods.pod import PodSpec
+from provisioning.pods.spec import PodSpec, providers_of
 from provisioning.providers.registry import Access
-from provisioning.renting import operations
+from provisioning.renting.plan import planned
+from provisioning.renting.renters import down
 from provisioning.swarm.fleet import opened_fleet
 from provisioning.swarm.status import overview
 from tests.support.fleets import Outcome
@@ -54,9 +55,9 @@ class Clouds:
     def up(self) -> Outcome:
         async def work() -> Outcome:
             setup = Setup(source=source_of(self.directory), python=str(STAND_IN), min_free_mb=1)
-            async with opened_fleet(self.ledger, SPECS, self.access, self.say, setup) as fleet:
-                agreed, offers = await fleet.planned(SPECS)
-                return Outcome(await fleet.set_up(await fleet.rent(agreed, offers)))
+            async with opened_fleet(self.ledger, providers_of(SPECS), self.access, self.say, setup) as fleet:
+                agreed = await planned(fleet.renters, SPECS)
+                return Outcome(await fleet.set_up(await fleet.renters.apply(agreed)))
 
         return asyncio.run(work())
 
@@ -85,7 +86,7 @@ def test_each_pod_is_rented_where_it_is_cheapest_and_all_are_shown_and_given_bac
     assert clouds.up().is_good and (len(clouds.vast.rented), len(clouds.runpod.rented)) == (1, 1)
     seen = asyncio.run(overview(clouds.ledger, clouds.access))
     assert [(one.row.name, one.is_there) for one in seen.pods] == [("pod-0", True), ("pod-1", True)]
-    assert asyncio.run(operations.down(clouds.ledger, clouds.access, (), clouds.say)) == {}
+    assert asyncio.run(down(clouds.ledger, clouds.access, (), clouds.say)) == {}
     assert (clouds.rows, clouds.vast.rented, clouds.runpod.rented) == ([], {}, {})
 
 

@@ -17,12 +17,12 @@ from provisioning.ledger.ledger import Ledger
 from provisioning.machines.paths import PODS
 from provisioning.machines.setup import Setup, mount_of, set_up
 from provisioning.machines.ssh import Address, SshMachine
-from provisioning.pods.pod import PodSpec
+from provisioning.pods.spec import PodSpec
 from provisioning.providers.registry import Access
 from provisioning.providers.ssh import SshProvider
 from provisioning.renting import operations
-from provisioning.renting.renter import FETCH, RUN_DIR
-from provisioning.renting.settler import Patience
+from provisioning.renting.account import FETCH, RUN_DIR, Patience
+from provisioning.renting.renters import down
 from provisioning.swarm.status import overview
 from tests.support.fleets import TestFleet
 from tests.support.pods_driver import source_of
@@ -141,7 +141,7 @@ def test_a_machine_that_does_not_answer_hides_no_other(fleet, hosts, key, tmp_pa
     ledger.remember(FETCH, "logs")
     assert list(asyncio.run(operations.bring_home(ledger, access, (), quiet))) == ["pod-1"]
     ledger.remember(RUN_DIR, "")
-    failures = asyncio.run(operations.down(ledger, access, (), quiet, patience))
+    failures = asyncio.run(down(ledger, access, (), quiet, patience))
     assert list(failures) == ["pod-1"] and "MAY COST MONEY: machine1 does not answer" in str(
         failures["pod-1"]
     )
@@ -150,7 +150,7 @@ def test_a_machine_that_does_not_answer_hides_no_other(fleet, hosts, key, tmp_pa
     inventory(path, hosts[:1], key)
     (shown,) = asyncio.run(overview(ledger, access)).pods
     assert (shown.row.name, shown.may_cost) == ("pod-1", True)
-    failures = asyncio.run(operations.down(ledger, access, (), quiet, Patience()))
+    failures = asyncio.run(down(ledger, access, (), quiet, Patience()))
     assert "ssh knows no machine machine1 any more" in str(failures["pod-1"])
     operations.forget(ledger, ledger.rows())
     assert ledger.rows() == [] and pods[1].exists()
@@ -298,7 +298,8 @@ def test_an_environment_is_made_once_by_pip_where_uv_fails(tmp_path, hosts, key)
                 mounts=[mount_of(f"{source}:data/source"), mount_of(f"{source}/backend.py:data/one.py")],
                 min_free_mb=1,
             )
-            python = await set_up(machine, "label", setup, num_gpus=None)
+            await set_up(machine, "label", setup, num_gpus=None)
+            python = setup.python_there
             made_at = (host.home / PODS / "label/venv/fingerprint").stat().st_mtime_ns
             await set_up(machine, "label", setup, num_gpus=None)
             answer = await machine.run(

@@ -11,12 +11,13 @@ from typing import Any
 from provisioning.ledger.ledger import Ledger
 from provisioning.machines.results import DEFAULT
 from provisioning.machines.setup import Setup
-from provisioning.pods.pod import PodSpec
+from provisioning.pods.spec import PodSpec
 from provisioning.providers.protocol import Provider
+from provisioning.renting.account import FETCH, RUN_DIR, Patience
 from provisioning.renting.each import Failures
-from provisioning.renting.renter import FETCH, RUN_DIR, Renter
+from provisioning.renting.plan import planned
+from provisioning.renting.renter import Renter
 from provisioning.renting.renters import Renters
-from provisioning.renting.settler import Patience
 from provisioning.swarm.fleet import Fleet
 from provisioning.swarm.swarm import SwarmOptions
 from tests.support.pods_driver import STAND_IN, source_of
@@ -59,8 +60,8 @@ class TestFleet:
         self, specs: Sequence[PodSpec], *, trains: bool = True, options: SwarmOptions | None = None
     ) -> Outcome:
         async def work(fleet: Fleet) -> Outcome:
-            agreed, offers = await fleet.planned(specs)
-            failures = await fleet.set_up(await fleet.rent(agreed, offers))
+            agreed = await planned(fleet.renters, specs)
+            failures = await fleet.set_up(await fleet.renters.apply(agreed))
             if trains:
                 failures = await fleet.train(failures, options or SwarmOptions(epoch_timeout_s=60.0))
             return Outcome(failures)
@@ -98,7 +99,7 @@ class TestFleet:
             setup = Setup(source=source_of(self.directory), python=self.python, min_free_mb=self.min_free_mb)
             try:
                 with ledger.locked():
-                    return await work(Fleet(Renters.only(renter), setup))
+                    return await work(Fleet(Renters(ledger, renter.say, [renter]), setup))
             finally:
                 await renter.close()
                 await provider.close()

@@ -20,11 +20,12 @@ from typing import Any
 
 from provisioning.ledger.ledger import Ledger
 from provisioning.machines.setup import Setup
-from provisioning.pods.pod import PodSpec
+from provisioning.pods.spec import PodSpec
 from provisioning.providers.local import LocalProvider
+from provisioning.renting.account import Patience
+from provisioning.renting.plan import planned
 from provisioning.renting.renter import Renter
 from provisioning.renting.renters import Renters
-from provisioning.renting.settler import Patience
 from provisioning.swarm.fleet import Fleet
 from provisioning.swarm.swarm import SwarmOptions
 
@@ -102,13 +103,14 @@ async def drive(what: str, state_dir: Path, point: str) -> int:
             patience=PATIENCE,
         )
         fleet = Fleet(
-            Renters.only(renter), Setup(source=source_of(state_dir), python=str(STAND_IN), min_free_mb=1)
+            Renters(ledger, renter.say, [renter]),
+            Setup(source=source_of(state_dir), python=str(STAND_IN), min_free_mb=1),
         )
         if what == "down":
             failures = await fleet.renters.give_back()
         else:
-            agreed, offers = await fleet.planned(SPECS)
-            failures = await fleet.set_up(await fleet.rent(agreed, offers))
+            agreed = await planned(fleet.renters, SPECS)
+            failures = await fleet.set_up(await fleet.renters.apply(agreed))
             failures = await fleet.train(failures, SwarmOptions(epoch_timeout_s=30.0))
     for name, error in failures.items():
         print(f"{name} failed: {error}", file=sys.stderr, flush=True)

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
-from diloco.cli.pods_plan import print_plan
-from diloco.cli.provision import _print_offers
-from provisioning.pods.pod import Offer, PodSpec
+from diloco.cli.offers import print_offers
+from diloco.cli.provision import print_plan
+from provisioning.pods.pod import Offer
+from provisioning.pods.spec import PodSpec
 from provisioning.renting.plan import Creation, Plan
 
 OFFER = Offer(
@@ -24,6 +25,6 @@ def test_prices_are_whole_on_a_terminal_of_80_columns(monkeypatch, capsys):
     print_plan(Plan(create=(Creation(spec, OFFER),), keep=(), destroy=()), to_stderr=False)
     shown = capsys.readouterr().out
     assert "1234.56" in shown and "9876.48" in shown
-    _print_offers([OFFER])
+    print_offers([OFFER])
     shown = capsys.readouterr().out
     assert "1234.56" in shown and "950" in shown and max(map(len, shown.splitlines())) <= 80

@@ -14,7 +14,8 @@ from provisioning.launchers.job import LaunchJob
 from provisioning.launchers.ray_cluster import RayJob
 from provisioning.ledger.ledger import Ledger
 from provisioning.ledger.row import Row
-from provisioning.pods.pod import Offer, Pod, PodSpec
+from provisioning.pods.pod import Offer, Pod
+from provisioning.pods.spec import PodSpec
 
 WISH = OnPods(storage="/shared", cpus_per_node=None, peer_flags=None, state_file=None, inventory=None)
 
@@ -36,7 +37,7 @@ def _row(ledger: Ledger, index: int, num_gpus: int) -> Row:
         price_per_hour=0.0,
         is_cpu=num_gpus == 0,
     )
-    return ledger.plan(PodSpec(name=f"pod-{index}", provider="ssh"), offer, now=0.0, ends_at=None)
+    return ledger.add(PodSpec(name=f"pod-{index}", provider="ssh"), offer, now=0.0, ends_at=None)
 
 
 def test_ranks_are_numbered_node_by_node():

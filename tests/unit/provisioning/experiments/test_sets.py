@@ -92,13 +92,14 @@ def test_the_trainer_has_its_own_gpu_and_the_users_variables():
 def test_a_set_of_ones_own_comes_from_toml(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(
-        '[[pods]]\nname = "big"\ngpu_count = 4\n[[pods]]\nname = "small"\n'
+        '[[pods]]\nname = "big"\ngpu_count = 4\n[[pods]]\nname = "small"\nprovider = "local"\n'
         '[[experiments]]\nname = "a"\nlearning_rate = 1e-4\n'
         '[[experiments]]\nname = "b"\npod = "big"\ncustom_env = {X = "1"}\n'
     )
     found = load(str(path))
     assert [(one.pod, one.config.name) for one in found.experiments] == [("big", "a"), ("big", "b")]
     assert found.experiments[0].config.learning_rate == 1e-4 and found.pods[0].gpu_count == 4
+    assert [(spec.provider, spec.gpu_type) for spec in found.pods] == [("lium", "A100"), ("local", "cpu-1")]
     path.write_text(path.read_text() + "learning_rte = 1\n")
     with pytest.raises(UserError, match=r"unknown field learning_rte"):
         load(str(path))
@@ -107,7 +108,7 @@ def test_a_set_of_ones_own_comes_from_toml(tmp_path):
 def test_a_set_of_ones_own_comes_from_a_python_function_with_loops(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(
-        "from provisioning.experiments.sets import ExperimentConfig\nfrom provisioning.pods.pod import PodSpec\n"
+        "from provisioning.experiments.sets import ExperimentConfig\nfrom provisioning.pods import PodSpec\n"
         "def experiments():\n"
         "    pods = [PodSpec(name=f'p{i}') for i in range(2)]\n"
         "    return pods, [ExperimentConfig(name=f's{seed}', custom_args=('--seed', str(seed))) for seed in range(3)]\n"

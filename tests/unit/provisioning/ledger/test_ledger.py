@@ -8,7 +8,8 @@ import pytest
 from provisioning.errors import Busy, UserError
 from provisioning.ledger.ledger import Ledger
 from provisioning.ledger.row import State, may_follow
-from provisioning.pods.pod import Offer, Pod, PodSpec
+from provisioning.pods.pod import Offer, Pod
+from provisioning.pods.spec import PodSpec
 
 SPEC = PodSpec(name="pod-0", gpu_count=1, ttl_hours=2)
 OFFER = Offer(id="o", provider="lium", gpu_type="A100", gpu_count=1, price_per_hour=3.0, details={"a": [1]})
@@ -22,7 +23,7 @@ def ledger(tmp_path):
 
 
 def test_a_row_is_on_disk_with_all_that_it_needs_before_anything_is_asked_for(ledger):
-    row = ledger.plan(SPEC, OFFER, now=100.0, ends_at=7300.0)
+    row = ledger.add(SPEC, OFFER, now=100.0, ends_at=7300.0)
     other = Ledger(ledger.path)
     assert other.rows() == [row]
     assert (row.state, row.spec, row.offer, row.ends_at) == (State.PLANNED, SPEC, OFFER, 7300.0)
@@ -32,20 +33,20 @@ def test_a_row_is_on_disk_with_all_that_it_needs_before_anything_is_asked_for(le
 
 
 def test_each_order_has_a_label_of_its_own(ledger):
-    first = ledger.plan(SPEC, OFFER, now=0, ends_at=None)
-    second = ledger.plan(SPEC, OFFER, now=0, ends_at=None)
+    first = ledger.add(SPEC, OFFER, now=0, ends_at=None)
+    second = ledger.add(SPEC, OFFER, now=0, ends_at=None)
     assert first.label != second.label
     assert ledger.rows() == [second]
 
 
 def test_a_pod_that_was_ordered_is_never_planned_over(ledger):
-    ledger.advance(ledger.plan(SPEC, OFFER, now=0, ends_at=None), State.CREATING)
+    ledger.advance(ledger.add(SPEC, OFFER, now=0, ends_at=None), State.CREATING)
     with pytest.raises(sqlite3.IntegrityError):
-        ledger.plan(SPEC, OFFER, now=0, ends_at=None)
+        ledger.add(SPEC, OFFER, now=0, ends_at=None)
 
 
 def test_states_follow_each_other_only_as_they_may(ledger):
-    row = ledger.plan(SPEC, OFFER, now=0, ends_at=None)
+    row = ledger.add(SPEC, OFFER, now=0, ends_at=None)
     with pytest.raises(AssertionError):
         ledger.advance(row, State.RUNNING)
     assert all(may_follow(state, State.DELETING) for state in State if state not in ("planned", "gone"))
@@ -53,14 +54,14 @@ def test_states_follow_each_other_only_as_they_may(ledger):
 
 
 def test_a_provider_that_was_used_once_is_remembered(ledger):
-    ledger.forget(ledger.plan(SPEC, OFFER, now=0, ends_at=None), now=1)
+    ledger.forget(ledger.add(SPEC, OFFER, now=0, ends_at=None), now=1)
     assert (ledger.rows(), ledger.providers()) == ([], ["lium"])
 
 
 def test_what_a_pod_cost_stays_when_its_row_goes(ledger):
-    row = ledger.advance(ledger.plan(SPEC, OFFER, now=3600.0, ends_at=None), State.CREATING)
-    ledger.rented(row, "id-1", 3.0)
-    ledger.rented(row, "id-1", 2.0)
+    row = ledger.advance(ledger.add(SPEC, OFFER, now=3600.0, ends_at=None), State.CREATING)
+    ledger.set_pod(row, "id-1", 3.0)
+    ledger.set_pod(row, "id-1", 2.0)
     (bill,) = ledger.bills()
     assert bill.dollars(now=3600.0 + 1800.0) == 1.0
     ledger.forget(row, now=2 * 3600.0)
@@ -100,8 +101,8 @@ def test_a_file_of_another_version_is_refused_and_left_as_it_was(tmp_path):
 
 
 def test_a_pod_that_was_called_gone_and_is_there_is_to_be_given_back_again(ledger):
-    row = ledger.advance(ledger.plan(SPEC, OFFER, now=0, ends_at=None), State.CREATING)
-    row = ledger.rented(row, "id-1", 3.0)
+    row = ledger.advance(ledger.add(SPEC, OFFER, now=0, ends_at=None), State.CREATING)
+    row = ledger.set_pod(row, "id-1", 3.0)
     ledger.forget(row, now=3600.0)
     assert (ledger.rows(), ledger.bills()[0].dollars(now=9e9)) == ([], 3.0)
     again = ledger.found(Pod(id="id-1", label=row.label, is_ready=True), "lium", now=7000.0)
@@ -110,12 +111,12 @@ def test_a_pod_that_was_called_gone_and_is_there_is_to_be_given_back_again(ledge
 
 
 def test_a_pod_that_no_row_knows_of_is_written_down_beside_the_one_that_has_its_name(ledger):
-    row = ledger.advance(ledger.plan(SPEC, OFFER, now=0, ends_at=None), State.CREATING)
-    ledger.rented(row, "id-1", 3.0)
+    row = ledger.advance(ledger.add(SPEC, OFFER, now=0, ends_at=None), State.CREATING)
+    ledger.set_pod(row, "id-1", 3.0)
     twin = ledger.found(Pod(id="id-2", label=row.label, is_ready=True, price_per_hour=3.0), "lium", now=5.0)
     assert (twin.name, twin.state, twin.provider_id) == ("pod-0", State.DELETING, "id-2")
     assert ledger.found(Pod(id="id-2", label=row.label, is_ready=True), "lium", now=6.0) == twin
-    assert ledger.row("pod-0").provider_id == "id-1"
+    assert [one.provider_id for one in ledger.named(["pod-0"])] == ["id-1", "id-2"]
     ledger.forget(twin, now=7.0)
     assert [one.provider_id for one in ledger.rows()] == ["id-1"]
     assert [bill.ended_at for bill in ledger.bills()] == [None, 7.0]

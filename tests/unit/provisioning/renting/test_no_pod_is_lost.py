@@ -19,11 +19,13 @@ from provisioning.errors import ProvisioningError
 from provisioning.ledger.ledger import Ledger
 from provisioning.ledger.row import Row
 from provisioning.machines.setup import Setup
-from provisioning.pods.pod import Order, PodSpec
+from provisioning.pods.pod import Order, name_in_label
+from provisioning.pods.spec import PodSpec
+from provisioning.renting.account import Patience
+from provisioning.renting.plan import planned
 from provisioning.renting.reconcile import Look
 from provisioning.renting.renter import Renter
 from provisioning.renting.renters import Renters
-from provisioning.renting.settler import Patience
 from provisioning.swarm.fleet import Fleet
 from tests.support.hostile_provider import (
     DELAYS_S,
@@ -102,12 +104,12 @@ class World:
             patience=PATIENCE,
             clock=clock,
         )
-        fleet = Fleet(Renters.only(renter), Setup(source=self.path.parent))
+        fleet = Fleet(Renters(ledger, renter.say, [renter]), Setup(source=self.path.parent))
         match what:
             case "provision":
                 specs = [PodSpec(name=f"pod-{index}", provider="hostile") for index in range(num_pods)]
-                agreed, offers = await fleet.planned(specs)
-                await fleet.rent(agreed, offers)
+                agreed = await planned(fleet.renters, specs)
+                await fleet.renters.apply(agreed)
             case "down":
                 await fleet.renters.give_back()
             case "reconcile":
@@ -116,7 +118,11 @@ class World:
     def check_not_rented_twice(self, ledger: Ledger, order: Order) -> None:
         """While a pod of its name is known and lives, no other is ordered."""
         living = {pod.id for pod in self.living}
-        rows = [row for row in ledger.rows() if row.name == order.spec.name and row.provider_id in living]
+        rows = [
+            row
+            for row in ledger.rows()
+            if row.name == name_in_label(order.label, ledger.owner) and row.provider_id in living
+        ]
         assert not rows, f"{order.label} is ordered while {rows[0].provider_id} lives"
 
     @property

@@ -6,7 +6,8 @@ import pytest
 
 from provisioning.errors import UserError
 from provisioning.ledger.row import Row, State
-from provisioning.pods.pod import Offer, PodSpec
+from provisioning.pods.pod import Offer
+from provisioning.pods.spec import PodSpec
 from provisioning.renting.plan import plan
 
 OFFERS = [

@@ -4,11 +4,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from provisioning.ledger.row import Row, State
-from provisioning.pods.pod import Offer, Pod, PodSpec
-from provisioning.renting.reconcile import Action, Do, Habits, Look, decide
+from provisioning.pods.pod import Offer, Pod
+from provisioning.pods.spec import PodSpec
+from provisioning.renting.reconcile import Action, Do, Look, decide
+from tests.support.hostile_provider import HostileProvider
 
 OWNER = "0a1b2c3d"
-SETTLE_S, DOUBT_S = 60.0, 600.0
 OFFER = Offer(id="o", provider="p", gpu_type="A100", gpu_count=1, price_per_hour=1.0)
 
 
@@ -29,7 +30,7 @@ def pod(pod_id: str = "id", label: str = f"diloco-{OWNER}-pod-0-1") -> Pod:
 
 def decided(rows, listed, *, now=1000.0, repeatable=False, **said):
     look = Look(pods=listed, **said)
-    return decide(rows, look, Habits(settle_s=SETTLE_S, doubt_s=DOUBT_S, repeatable=repeatable), now=now)
+    return decide(rows, look, HostileProvider(repeatable=repeatable), now=now)
 
 
 def test_where_ledger_and_provider_agree_there_is_nothing_to_do():

@@ -9,11 +9,12 @@ from pathlib import Path
 from provisioning.errors import NoCapacity
 from provisioning.ledger.ledger import Ledger
 from provisioning.ledger.row import State
-from provisioning.pods.pod import Listing, Offer, Order, Pod, PodSpec
+from provisioning.pods.pod import Listing, Offer, Order, Pod
+from provisioning.pods.spec import PodSpec
+from provisioning.renting.account import Patience
 from provisioning.renting.plan import plan
 from provisioning.renting.renter import Renter
 from provisioning.renting.renters import Renters
-from provisioning.renting.settler import Patience
 from tests.support.hostile_provider import TAKEN, HostileProvider
 
 
@@ -71,7 +72,7 @@ def test_several_pods_of_which_nobody_knows_whether_they_were_rented_are_given_b
     provider = ListProvider()
     one = renter(tmp_path, provider)
     for index in range(4):
-        row = one.ledger.plan(
+        row = one.ledger.add(
             PodSpec(name=f"pod-{index}", provider="list"), OFFERS[0], now=one.clock(), ends_at=None
         )
         row = one.ledger.advance(row, State.CREATING, asked_at=one.clock())
@@ -79,7 +80,7 @@ def test_several_pods_of_which_nobody_knows_whether_they_were_rented_are_given_b
             # These two got through; the second is known.
             provider.there.append(Pod(id=f"id-{index}", label=row.label, is_ready=True))
             if index:
-                one.ledger.rented(row, f"id-{index}", 1.0)
+                one.ledger.set_pod(row, f"id-{index}", 1.0)
 
     async def down() -> None:
         await asyncio.gather(*(one.give_back(row) for row in one.rows))
@@ -95,13 +96,12 @@ def test_an_order_that_one_provider_refuses_goes_to_the_next_offer_at_another_on
     dear.begin({}, lambda: None)
     one, other = renter(tmp_path, cheap), renter(tmp_path, dear)
     other.ledger = one.ledger
-    both = Renters.only(one)
-    both["dear"] = other
+    both = Renters(one.ledger, one.say, [one, other])
     spec = PodSpec(name="pod-0", provider="dear,cheap")
     offers = [replace(OFFERS[0], provider=name, price_per_hour=price) for name, price in PRICES.items()]
     agreed = plan([spec], [], offers)
     assert agreed.create[0].offer.provider == "cheap"
-    assert asyncio.run(asyncio.wait_for(both.apply(agreed, offers), 10.0)) == {}
+    assert asyncio.run(asyncio.wait_for(both.apply(agreed), 10.0)) == {}
     assert (len(cheap.pods_made), len(dear.pods_made)) == (0, 1)
     assert [(found.provider, found.state) for found in both.rows] == [("dear", State.REACHABLE)]
     assert one.ledger.providers() == ["cheap", "dear"]

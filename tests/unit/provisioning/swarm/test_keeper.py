@@ -11,7 +11,8 @@ from provisioning.ledger.ledger import Ledger
 from provisioning.ledger.row import Row, State
 from provisioning.machines.jobs import JobState
 from provisioning.machines.setup import Mount, Setup
-from provisioning.pods.pod import Offer, PodSpec
+from provisioning.pods.pod import Offer
+from provisioning.pods.spec import PodSpec
 from provisioning.renting.operations import WANTED
 from provisioning.swarm.keeper import Fate, Wanted, fate, no_longer_wanted
 from provisioning.swarm.peer import PeerLook

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from provisioning.ledger.row import Row, State
 from provisioning.machines.jobs import JobState
-from provisioning.pods.pod import Offer, PodSpec
+from provisioning.pods.pod import Offer
+from provisioning.pods.spec import PodSpec
 from provisioning.swarm.peer import PeerLook
 from provisioning.swarm.status import Overview, Status
 

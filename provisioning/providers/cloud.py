@@ -1,4 +1,4 @@
-"""What all clouds have in common once a pod is up: it is a machine over SSH, let in by our own key."""
+"""What clouds have in common: a pod is a machine over SSH, let in by our own key."""
 
 from __future__ import annotations
 
@@ -10,15 +10,11 @@ from provisioning.errors import UserError
 from provisioning.machines.keys import public_key
 from provisioning.machines.machine import Machine
 from provisioning.machines.ssh import Address, SshMachine, shown_host_key
-from provisioning.pods.pod import Offer, Pod, PodSpec
-from provisioning.providers.http import JsonApi
-
-PORTS = (30001, 30002, 30003)
-"""What a pod is asked to open besides SSH: one port for the DHT, two for a peer."""
+from provisioning.pods.pod import Offer, Pod
 
 
-class RentedPods:
-    """The part of a provider that is about machines, for pods that are rented and not owned."""
+class Cloud:
+    """The part of a provider that is about machines. For a cloud with a client library of its own, as Lium has."""
 
     listens_on = "0.0.0.0"
 
@@ -36,7 +32,7 @@ class RentedPods:
         # No cloud tells its machines' keys: the first one seen is pinned in the ledger.
         return pod.host_key or await shown_host_key(pod.host, pod.ssh_port)
 
-    def swarm_flags(self, spec: PodSpec, offer: Offer) -> list[str]:
+    def swarm_flags(self, offer: Offer) -> list[str]:
         return []
 
     def python(self) -> str | None:
@@ -57,22 +53,6 @@ def check_programs() -> None:
     for program in ("rsync", "ssh"):
         if shutil.which(program) is None:
             raise UserError(f"{program} is not on this machine, and pods need it; install it first.")
-
-
-class ApiPods(RentedPods):
-    """Of clouds that are asked through their own HTTP API: they know no idempotency keys, and keep no time."""
-
-    repeatable = False
-    settle_s = 60.0
-    doubt_s = 600.0
-    keeps_time = False
-    _api: JsonApi
-
-    async def set_end(self, pod_id: str, ends_at: float) -> None:
-        return None
-
-    async def close(self) -> None:
-        await self._api.close()
 
 
 def api_key(environment: Mapping[str, str], name: str, url: str) -> str:

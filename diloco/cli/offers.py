@@ -1,0 +1,84 @@
+"""`diloco provision --offers`: what could be rented now."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from diloco.cli.pods_flags import say
+
+if TYPE_CHECKING:
+    from diloco.cli.provision import Wish
+    from provisioning.pods.pod import Offer
+    from provisioning.providers.registry import Access
+
+
+async def tell_offers(wish: Wish, where: Access, *, as_json: bool) -> int:
+    """Print what the providers offer that fits these flags; those that are not given exclude nothing."""
+    from provisioning.pods.spec import PodSpec
+    from provisioning.providers.backoff import repeated
+    from provisioning.providers.registry import open_provider
+    from provisioning.renting.plan import objections
+
+    specs = [
+        PodSpec(
+            name="any",
+            provider=wish.provider,
+            gpu_type=gpu_type,
+            gpu_count=wish.gpu_count,
+            country=wish.country,
+            min_upload_mbps=wish.min_upload_mbps,
+            min_download_mbps=wish.min_download_mbps,
+            max_price=wish.max_price,
+            spot=True,
+        )
+        for gpu_type in wish.gpu_types or (None,)
+    ]
+    there: list[Offer] = []
+    for name in specs[0].providers:
+        provider = open_provider(name, where)
+        try:
+            # Without the check before renting: looking needs no SSH key, and no money.
+            there += await repeated(provider.offers, tell=functools.partial(say, name))
+        finally:
+            await provider.close()
+    found = [one for one in there if any(not objections(spec, one) for spec in specs)]
+    found.sort(key=lambda one: (one.price_per_hour, one.key))
+    if as_json:
+        tables = [{key: value for key, value in asdict(one).items() if key != "details"} for one in found]
+        print(json.dumps(tables))
+    else:
+        print_offers(found)
+    return 0
+
+
+def print_offers(found: Sequence[Offer]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("$/h", "GPUs", "type", "up Mbit/s", "down Mbit/s", "place", "free", "offer"):
+        is_text = column in ("type", "place", "offer")
+        # Figures are never cut; what is too wide for the terminal goes on in the next line.
+        table.add_column(
+            column,
+            overflow="fold",
+            min_width=None if is_text else max(len(column), 6),
+            justify="left" if is_text else "right",
+        )
+    for one in found:
+        place = ", ".join(filter(None, (one.city, one.country))) or "–"
+        table.add_row(
+            f"{one.price_per_hour:.2f}",
+            str(one.gpu_count),
+            f"{one.gpu_type}{' (spot)' if one.spot else ''}",
+            "–" if one.upload_mbps is None else f"{one.upload_mbps:.0f}",
+            "–" if one.download_mbps is None else f"{one.download_mbps:.0f}",
+            place,
+            str(one.num_available),
+            one.key,
+        )
+    Console().print(table if found else "nothing that fits is offered now")

@@ -1,0 +1,112 @@
+"""What the error answers of each cloud's API mean, and how the key is sent."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from pathlib import Path
+
+import pytest
+
+from provisioning.errors import NoCapacity, OutcomeUnknown, ProviderError, Unavailable, UserError
+from provisioning.providers.http import NotThere
+from provisioning.providers.lambda_cloud import LambdaProvider
+from provisioning.providers.runpod import RunPodProvider
+from provisioning.providers.vast import VastProvider
+
+httpx = pytest.importorskip("httpx", reason="the package httpx is not installed")
+
+
+def asked(monkeypatch, kind, status, body, *, is_order=False):
+    """What a request to such a cloud that is answered so ends with, and the headers that it had."""
+    headers = {}
+
+    def answer(request):
+        headers.update(request.headers)
+        return httpx.Response(status, json=body)
+
+    async def work():
+        cloud = kind({kind.key_env: "secret"}, Path("key"))
+        try:
+            return await cloud.request("POST", "/pods", {}, is_order=is_order)
+        except (ProviderError, UserError) as error:
+            return error
+        finally:
+            await cloud.close()
+
+    transport = httpx.MockTransport(answer)
+    with monkeypatch.context() as patched:
+        patched.setattr(httpx, "AsyncClient", functools.partial(httpx.AsyncClient, transport=transport))
+        return asyncio.run(work()), headers
+
+
+def of_lambda(code):
+    return {"error": {"code": code, "message": "no"}}
+
+
+def of_vast(code):
+    return {"success": False, "error": code, "msg": "no"}
+
+
+CASES = {
+    # The API, its answer, and what that is of an order, and of another request.
+    "lambda: no room": (
+        LambdaProvider,
+        400,
+        of_lambda("launch/insufficient-capacity"),
+        NoCapacity,
+        ProviderError,
+    ),
+    "lambda: other region": (
+        LambdaProvider,
+        400,
+        of_lambda("file-system-in-wrong-region"),
+        NoCapacity,
+        ProviderError,
+    ),
+    "lambda: bad key": (LambdaProvider, 403, of_lambda("global/invalid-api-key"), UserError, UserError),
+    "lambda: quota": (LambdaProvider, 400, of_lambda("global/quota-exceeded"), UserError, UserError),
+    "lambda: unknown id": (
+        LambdaProvider,
+        400,
+        of_lambda("global/object-does-not-exist"),
+        NoCapacity,
+        NotThere,
+    ),
+    "lambda: wrong field": (
+        LambdaProvider,
+        400,
+        of_lambda("global/invalid-parameters"),
+        ProviderError,
+        ProviderError,
+    ),
+    "vast: taken": (VastProvider, 404, of_vast("no_such_ask"), NoCapacity, NotThere),
+    "vast: taken back": (VastProvider, 410, of_vast(""), NoCapacity, ProviderError),
+    "vast: no money": (VastProvider, 400, of_vast("insufficient_credit"), UserError, UserError),
+    "runpod: no room": (RunPodProvider, 400, {"title": "Bad Request"}, NoCapacity, ProviderError),
+    "runpod: not for this account": (RunPodProvider, 403, {"title": "Forbidden"}, NoCapacity, UserError),
+    "runpod: wrong field": (RunPodProvider, 422, {"title": "Unprocessable"}, ProviderError, ProviderError),
+    "of no known form": (RunPodProvider, 404, [], NoCapacity, NotThere),
+    "too fast": (LambdaProvider, 429, of_lambda("global/too-many-requests"), Unavailable, Unavailable),
+    "broken": (VastProvider, 502, of_vast("oops"), OutcomeUnknown, Unavailable),
+    "unauthorized": (VastProvider, 401, of_vast("auth_error"), UserError, UserError),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_error_answer_is_the_error_that_says_what_to_do(case, monkeypatch):
+    kind_of_cloud, status, body, of_order, of_request = CASES[case]
+    for is_order, kind in ((True, of_order), (False, of_request)):
+        error, _ = asked(monkeypatch, kind_of_cloud, status, body, is_order=is_order)
+        assert type(error) is kind, error
+
+
+class OtherHeader(VastProvider):
+    key_header, key_prefix = "api_key", ""
+
+
+def test_the_key_is_sent_as_the_api_wants_it(monkeypatch):
+    answer, headers = asked(monkeypatch, VastProvider, 200, {"pods": []})
+    assert (answer, headers["authorization"]) == ({"pods": []}, "Bearer secret")
+    _, headers = asked(monkeypatch, OtherHeader, 200, {})
+    assert headers["api_key"] == "secret" and "authorization" not in headers
