@@ -228,12 +228,6 @@ class Swarm:
         health = self._peers.get(peer_id)
         return health is not None and math.isinf(health.lost_at) and health.status.phase != "leaving"
 
-    def is_prompt(self, peer_id: str, turn: Turn) -> bool:
-        """Whether `peer_id` is live and was heard within `reaction_s`: it has missed no two heartbeats."""
-        return self.is_live(peer_id) and not turn.passed(
-            self._peers[peer_id].heard_at + self._timing.reaction_s
-        )
-
     def is_gone(self, peer_id: str) -> bool:
         """Whether `peer_id` has left, or has been lost for `regain_s`: even a minority may commit without it."""
         health = self._peers.get(peer_id)

@@ -67,7 +67,7 @@ class LateWork:
         if round_ is None or work is None or work.last or worker.is_ahead or worker.has_lost_work:
             return False
         others = self.swarm.roster - {self.catch_up.me}
-        is_troubled = bool(round_.failures) or not all(self.swarm.is_prompt(p, turn) for p in others)
+        is_troubled = bool(round_.failures) or not all(map(self.swarm.is_live, others))
         if not turn.passed(worker.ready_at + self.timing.patience_s(is_troubled=is_troubled)):
             return False
         worker.is_ahead = True

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from peers.core.settings import Settings
@@ -25,6 +26,8 @@ FIRST_GRACE_S = START_S
 """The least grace while fewer than ENOUGH_ROUNDS are known: models compile and caches fill at different speeds."""
 LEAST_GRACE_SHARE = 0.1
 """The least grace as a share of an epoch: training steps vary by that much."""
+LEAST_PATIENCE_BEATS = 0.5
+"""A commit that is no later than this is not late: what a busy machine's scheduling takes now and then."""
 DEVIATIONS = 6.0
 """The learned grace is the median waiting time plus this many robust standard deviations."""
 ENOUGH_ROUNDS = 4
@@ -143,9 +146,8 @@ class Timing:
         slowest = max(self._epochs, default=epoch_s)
         if len(self._gathers) < ENOUGH_ROUNDS:
             return min(self.most_grace_s, max(FIRST_GRACE_S, slowest))
-        median = statistics.median(self._gathers)
-        deviation = _NORMAL_MAD * statistics.median(abs(seconds - median) for seconds in self._gathers)
-        learned = max(self.least_grace_s, median + DEVIATIONS * deviation)
+        usual_s, deviation_s = _usual_and_deviation(self._gathers)
+        learned = max(self.least_grace_s, usual_s + DEVIATIONS * deviation_s)
         return min(self.most_grace_s, learned, SLOWEST_PEER * max(slowest, self.reaction_s))
 
     def newcomers_grace_s(self, epoch_s: float) -> float:
@@ -157,12 +159,13 @@ class Timing:
 
     def patience_s(self, *, is_troubled: bool) -> float:
         """How long a worker waits for the commit of its work before it goes ahead. `is_troubled`: an attempt has failed
-        or a roster member has fallen silent."""
+        or a roster member is not live."""
         if is_troubled:
             return self.usual_round_s
         if len(self._waits) < ENOUGH_ROUNDS:
             return self.first_round_s
-        return self.beat_s + statistics.median_low(self._waits)
+        usual_s, deviation_s = _usual_and_deviation(self._waits)
+        return usual_s + max(LEAST_PATIENCE_BEATS * self.beat_s, DEVIATIONS * deviation_s)
 
     def answered(self, seconds: float) -> None:
         """A commit contains the worker's work, `seconds` after it was handed over."""
@@ -196,3 +199,9 @@ class Timing:
         longer = min(self.first_round_s, 2 * self.usual_round_s)
         self._rounds.clear()
         self._rounds.append(longer)
+
+
+def _usual_and_deviation(seconds: Collection[float]) -> tuple[float, float]:
+    """The median, and a standard deviation estimated from the median absolute deviation; outliers change neither."""
+    usual_s = statistics.median(seconds)
+    return usual_s, _NORMAL_MAD * statistics.median(abs(each - usual_s) for each in seconds)

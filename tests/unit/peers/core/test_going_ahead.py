@@ -3,7 +3,7 @@
 import pytest
 
 from peers.core import effects, events
-from peers.core.timing import ENOUGH_ROUNDS
+from peers.core.timing import ENOUGH_ROUNDS, LEAST_PATIENCE_BEATS
 from tests.unit.peers.core.pump import Pump
 
 TRAIN_S = 5.0
@@ -59,20 +59,18 @@ def test_where_nothing_is_known_to_be_wrong_it_waits_for_longer_than_usual_first
     assert pump.run(60, lambda: bool(ahead(pump, "a")))
     (went_at,) = [at for at, effect in pump["a"].done if isinstance(effect, effects.GoAhead)]
     ready_at = pump["a"].peer.worker.ready_at
-    assert went_at - ready_at >= timing.beat_s
+    assert went_at - ready_at >= LEAST_PATIENCE_BEATS * timing.beat_s
 
 
-@pytest.mark.parametrize("num_commits", [1, ENOUGH_ROUNDS + 1])
-def test_while_a_commit_waits_for_one_that_says_nothing_the_others_train_on(num_commits):
-    pump = Pump("abcd", train_s=TRAIN_S)
-    assert pump.reach(num_commits, 120)
+def test_while_a_commit_waits_for_one_that_says_nothing_the_others_train_on():
+    pump = running_swarm("abcd")
     pump.run(TRAIN_S - 2)
     # Frozen: its channels stand, and it counts as live for some time yet.
     pump["d"].is_up = False
     epoch = pump["a"].peer.epoch
     assert pump.run(4, lambda: all(ahead(pump, name) for name in "abc"))
     assert {pump[name].peer.epoch for name in "abc"} == {epoch}
-    assert all(pump.now - pump[name].peer.worker.ready_at < 0.5 for name in "abc")
+    assert all(pump.now - pump[name].peer.worker.ready_at < 0.6 for name in "abc")
 
 
 @pytest.mark.parametrize(("own_step_s", "local_step"), [(0.5, 3), (4.0, 1), (0.0, 0)])
