@@ -192,8 +192,9 @@ def adoptable_prefix(
 ) -> tuple[Certificate, ...]:
     """The longest prefix of `fork.theirs` that this peer may adopt.
 
-    Each certificate must follow the one before it by the rules, whoever signed it (`is_sound`), and must be signed by a
-    majority of the roster that the one before it names. A minority of that roster is enough if
+    Each certificate must follow the one before it by the rules, whoever signed it (`is_sound`), and a majority of the
+    roster that the one before it names must have signed it or a certificate that follows it. A minority of that roster
+    is enough if
 
     - no more members object than have signed: members that have not signed, are live and still on the head before it
       or on another chain from there (`may_object`), and this peer, if it is such a member and has a worker;
@@ -204,14 +205,14 @@ def adoptable_prefix(
     """
     accepted: list[Certificate] = []
     before = fork.ancestor
-    for certificate in fork.theirs:
+    for certificate, endorsers in zip(fork.theirs, _endorsers(fork.theirs), strict=True):
         roster = {member.peer_id for member in before.plan.roster}
         all_signers = set(certificate.plan.signers)
         signers = roster & all_signers
         objectors = {p for p in roster - signers - {me} if may_object(p, certificate)}
         if has_worker and me in roster - signers and before is fork.ancestor and not fork.ours:
             objectors.add(me)
-        is_majority = 2 * len(signers) > len(roster)
+        is_majority = 2 * len(roster & endorsers) > len(roster)
         is_due = me in all_signers or all(is_off_head(p, before.head) for p in signers or all_signers)
         # If this peer continued from that state too (`ours`), the roster counts as gone once nobody of it objects: one
         # of the two continuations has to give way.
@@ -223,3 +224,11 @@ def adoptable_prefix(
         accepted.append(certificate)
         before = certificate
     return tuple(accepted)
+
+
+def _endorsers(path: Sequence[Certificate]) -> list[frozenset[str]]:
+    """For each certificate, the peers that have signed it or one that follows it on this path."""
+    found: list[frozenset[str]] = []
+    for certificate in reversed(path):
+        found.append(certificate.plan.signer_set | (found[-1] if found else frozenset()))
+    return found[::-1]

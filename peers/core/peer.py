@@ -534,11 +534,12 @@ class Peer:
             self.last_failures = tuple(self.round.failures)
             if self.round.stage is Stage.REDUCE:
                 turn.do(CancelReduce())
-        is_first = not self.chain.head
+        is_first, is_linked = not self.chain.head, self.chain.is_on_own_chain(path[0].plan.parent)
         self.chain.move_to(path)
         if path[0].is_genesis:
             self.catch_up.genesis = path[0].head
-        elif not self.catch_up.genesis:
+        elif not is_linked:
+            # No certificate here says it: perhaps it is another run's.
             donors = (status.genesis for _, status in self.swarm.live() if status.head == path[-1].head)
             self.catch_up.genesis = next(donors, "")
         parent = self.chain.newest

@@ -236,3 +236,14 @@ def test_an_earlier_head_of_the_own_chain_is_a_fork_without_another_side():
     assert again is not None and again.theirs == tuple(way[2:])
     kept.move_to((way[0],))
     assert kept.head == GENESIS.head
+
+
+def test_where_newcomers_went_on_that_is_adopted_once_the_roster_has_signed_what_followed():
+    pair = genesis("ab")
+    ours = chain_of(pair, "b", 3)
+    alone = commit(pair, "a", off="b")
+    # Its only member is gone for a while, and a newcomer goes on from its state.
+    succession = commit(alone, "n")
+    assert part_of(fork(ours, [alone, succession], pair), me="b") == 1
+    joined = commit(succession, "an")
+    assert part_of(fork(ours, [alone, succession, joined], pair), me="b") == 3
