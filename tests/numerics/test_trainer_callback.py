@@ -118,7 +118,7 @@ def test_no_two_peers_read_the_same_samples_in_the_same_order(tmp_path, link, sa
 
 def test_data_that_are_not_shuffled_are_warned_about(tmp_path, link, caplog):
     assert read_by_peer(1, tmp_path, link, SequentialSampler) == list(range(16))
-    assert "so that all peers train on the same" in caplog.text
+    assert "so all peers train on the same samples" in caplog.text
 
 
 @pytest.mark.parametrize("step", [4, 5], ids=["from a round's boundary", "from between two rounds"])
