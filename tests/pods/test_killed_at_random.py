@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import re
 import signal
 import time
 
@@ -19,8 +18,10 @@ pytestmark = pytest.mark.pods
 
 NUM_KILLS = 10
 SEED = int(os.environ.get("DILOCO_KILL_SEED", "0"))
-LONGEST_S = 20.0
-"""More than the command takes from its start until all three train, on two cores."""
+SHORTEST_S, LONGEST_S = 0.8, 5.0
+"""Of a command's life: a part of what it takes until all three train, so that each goes on a little further."""
+LEAST_HITS = 4
+"""Of the kills, which must come while the command runs."""
 TIMEOUT_S = 200.0
 
 
@@ -38,24 +39,28 @@ def test_killed_at_ten_random_moments_the_same_command_goes_on(tmp_path, command
 
     provision = argv_of(PROVISION, "--", *tiny_training(model_directory(tmp_path / "model")))
     moments = random.Random(SEED)
+    num_hits = 0
     for _ in range(NUM_KILLS):
         command = begin(provision)
-        ends_at = time.monotonic() + moments.uniform(0.2, LONGEST_S)
+        ends_at = time.monotonic() + moments.uniform(SHORTEST_S, LONGEST_S)
         while command.code is None and time.monotonic() < ends_at:
             time.sleep(0.02)
+        num_hits += command.code is None
         # The command alone: what it has started goes on, as after a closed laptop.
         command.send(signal.SIGKILL)
         command.process.wait()
 
+    assert num_hits >= LEAST_HITS
     whole = run(provision)
     assert whole.stdout.splitlines()[-3:] == ["pod-0: running", "pod-1: running", "pod-2: running"]
     pods = sorted((here / "state/diloco/local" / PODS).iterdir())
     assert len(pods) == 3
     jobs = [path.parent.name for pod in pods for path in pod.rglob("jobs/*/pid")]
     assert sorted(jobs) == ["dht", "peer", "peer", "peer"]
-    # Of each job one process group, whatever was begun and begun again.
+    # One process of each job, whatever was begun and begun again.
     running = [line for one in commands for line in one.processes().values()]
-    assert len([line for line in running if re.search(r" -m diloco peer | diloco peer ", line)]) >= 3
+    assert len([line for line in running if " -m diloco peer " in line and "forkserver" not in line]) == 3
+    assert len([line for line in running if " -m diloco dht start " in line]) == 1
     found = json.loads(run(argv_of(STATUS, "--json")).stdout)
     assert [(one["name"], one["state"], one["peer"]) for one in found] == [
         (f"pod-{index}", "running", "trains") for index in range(3)
