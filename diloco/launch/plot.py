@@ -84,11 +84,16 @@ def plot(
     for index, (peer, own) in enumerate(records_of.items()):
         _draw_peer(axes, peer, lives_of(own), began_at, ended_at, f"C{index % 10}")
     if alone:
-        _draw_validation(axes, validation_of(alone), "validation, alone", below=True)
-    _draw_validation(axes, validation_of(records), "validation", below=False)
+        _draw_validation(axes, validation_of(alone), "validation, alone", is_alone=True)
+    _draw_validation(axes, validation_of(records), "validation", is_alone=False)
     axes.set(title=title, xlabel="seconds", ylabel=f"loss ({unit})")
-    axes.grid(alpha=0.25)
+    axes.grid(alpha=0.25, which="both")
     axes.margins(y=0.12)
+    # What an untrained model loses would flatten all that follows.
+    if axes.lines and axes.dataLim.y0 > 0:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
     if axes.get_legend_handles_labels()[0]:
         picture.legend(loc="outside lower center", ncols=8, frameon=False)
     partial = path.with_suffix(".partial")
@@ -152,8 +157,10 @@ def _draw_peer(
             )
 
 
-def _draw_validation(axes: Axes, points: Sequence[tuple[float, float]], label: str, *, below: bool) -> None:
-    line, face = (":", "white") if below else ("", "black")
+def _draw_validation(
+    axes: Axes, points: Sequence[tuple[float, float]], label: str, *, is_alone: bool
+) -> None:
+    line, face = (":", "white") if is_alone else ("", "black")
     if points:
         times, losses = zip(*points, strict=True)
         axes.plot(
@@ -168,7 +175,7 @@ def _draw_validation(axes: Axes, points: Sequence[tuple[float, float]], label: s
             zorder=4,
         )
     for x, y in points:
-        side = (0, -16) if below else (0, 8)
+        side = (0, 8) if is_alone else (0, -16)
         axes.annotate(f"{y:.2f}", (x, y), xytext=side, textcoords="offset points", ha="center")
 
 
