@@ -35,6 +35,7 @@ from peers.net.paths.reachability import Reachability
 from peers.net.states.server import StateServer
 from peers.net.streams import StreamPool
 from peers.protocol.mesh import Carried, Manifest, Scalar, WantManifest
+from peers.protocol.messages import Status
 from peers.protocol.records import NO_RANK, Announcement
 from peers.protocol.reports import Phase
 from peers.state.outer_state import OuterState
@@ -84,6 +85,7 @@ class Daemon:
             transport=paths,
             galaxy_size=config.galaxy_size,
             describe=self._describe,
+            status=lambda: self._runtime.status if self._runtime is not None else None,
             on_change=self._view_changed,
             on_message=self._received,
             on_lost=self._lost,
@@ -299,7 +301,7 @@ class Daemon:
                 )
         self._reports.changed()
 
-    def _received(self, sender: Announcement, message: Carried) -> None:
+    def _received(self, sender: Announcement, message: Carried | Status) -> None:
         """Handle a message of a live peer. Raises ProtocolError, which closes the channel to it."""
         if isinstance(message, Manifest | WantManifest):
             self._agreement.received(sender, message)

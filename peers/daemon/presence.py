@@ -20,12 +20,14 @@ from peers.net.gate import Gate
 from peers.net.identity import Identity
 from peers.net.mesh import Mesh, StreamOpener
 from peers.protocol.mesh import Carried
+from peers.protocol.messages import Status
 from peers.protocol.records import (
     MAX_MADDRS,
     NO_RANK,
     PEERS_KEY,
     TRAINING_STATES,
     Announcement,
+    Spoken,
     View,
 )
 from peers.timing import ANSWER_S, BEAT_S, OFTEN_S, RECORD_TTL_S, STOP_S
@@ -46,7 +48,8 @@ COORDINATOR_GLANCE_S = 2 * OFTEN_S
 
 
 class Presence:
-    """Used from one event loop. `describe` returns the current announcement; `on_change` is called on each new view."""
+    """Used from one event loop. `describe` returns the current announcement, `status` what the core says, once there is
+    one; `on_change` is called on each new view."""
 
     def __init__(
         self,
@@ -57,8 +60,9 @@ class Presence:
         transport: StreamOpener,
         galaxy_size: int | None,
         describe: Callable[[], Announcement],
+        status: Callable[[], Status | None],
         on_change: Callable[[], None],
-        on_message: Callable[[Announcement, Carried], None],
+        on_message: Callable[[Announcement, Carried | Status], None],
         on_lost: Callable[[str], None],
         gate: Gate,
     ) -> None:
@@ -77,7 +81,7 @@ class Presence:
             run_id=run_id,
             peer_id=identity.peer_id,
             transport=transport,
-            status=lambda: describe().encode(identity),
+            status=lambda: Spoken.of(describe(), status()).encode(identity),
             on_change=self._view_changed,
             on_message=on_message,
             on_lost=on_lost,

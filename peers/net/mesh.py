@@ -1,9 +1,9 @@
 """A live channel to every other peer of the run: statuses, round messages, and the first word of a death.
 
 Peers are found in the DHT; here they are kept. Each pair shares one channel, opened by the smaller peer id (by the
-other when that does not come about): where both have opened one, that of the smaller id is kept. Both ends send their
-signed status at every heartbeat, and when what others decide by has changed, so a channel that breaks or falls silent
-tells of a loss long before the DHT record expires.
+other when that does not come about): where both have opened one, that of the smaller id is kept. Both ends send what
+they say of themselves, signed, at every heartbeat and change of it, so a channel that breaks or falls silent tells of a
+loss long before the DHT record expires.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeVar
 
 from msgspec.msgpack import Decoder
@@ -26,8 +26,8 @@ from peers.net.rate_limit import RateLimits
 from peers.net.transport import StreamTransport
 from peers.protocol.admission import Bans
 from peers.protocol.mesh import Announced, Carried, Introduction, Said
-from peers.protocol.messages import Ask
-from peers.protocol.records import Announcement
+from peers.protocol.messages import Ask, Status
+from peers.protocol.records import Announcement, Spoken
 from peers.protocol.refusal import Refusal, Refused, Why
 from peers.timing import ANSWER_S, BEAT_S, GRACE_S, OFTEN_S, RETRY_S
 
@@ -84,7 +84,7 @@ class Mesh:
         transport: StreamOpener,
         status: Callable[[], bytes],
         on_change: Callable[[], None],
-        on_message: Callable[[Announcement, Carried], None],
+        on_message: Callable[[Announcement, Carried | Status], None],
         on_lost: Callable[[str], None] = lambda peer_id: None,
         gate: Gate | None = None,
     ) -> None:
@@ -111,7 +111,7 @@ class Mesh:
         return None if self._peers else self._turned_away
 
     @property
-    def peers(self) -> list[Announcement]:
+    def peers(self) -> Sequence[Announcement]:
         """The newest status of every live peer, also of several that claim one world rank."""
         return [peer.status for peer in self._peers.values()]
 
@@ -140,19 +140,21 @@ class Mesh:
             return "here"
         return task.result() if task is not None and task.done() and not task.cancelled() else "silent"
 
-    def send_to(self, peer_id: str, message: Carried) -> None:
+    def send_to(self, peer_id: str, message: Carried | Announced) -> None:
         """Queue a message; one to a peer that is gone is dropped, as a broken channel would drop it."""
         if (peer := self._peers.get(peer_id)) is not None:
             peer.enqueue(message)
 
-    def broadcast(self, message: Carried) -> None:
+    def broadcast(self, message: Carried | Announced) -> None:
         for peer in self._peers.values():
             peer.enqueue(message)
 
+    def send_status(self, peer_id: str) -> None:
+        self.send_to(peer_id, Announced(record=self._recent_status()))
+
     def broadcast_status(self) -> None:
         self._signed, self._signed_at = self._status(), time.monotonic()
-        for peer in self._peers.values():
-            peer.enqueue(Announced(record=self._signed))
+        self.broadcast(Announced(record=self._signed))
 
     async def close(self) -> None:
         tasks = list(self._tasks)
@@ -192,7 +194,7 @@ class Mesh:
             await asyncio.sleep(GRACE_S)
         await self.reach(record)
 
-    async def _introduced(self, record: Announcement) -> tuple[Channel, Announcement, bytes]:
+    async def _introduced(self, record: Announcement) -> tuple[Channel, Spoken, bytes]:
         """The channel, how the other stands, and the ban list that it has heard."""
         sock = await self._transport.open(
             record.peer_id, self._protocol, timeout_s=ANSWER_S, maddrs=record.maddrs
@@ -248,7 +250,7 @@ class Mesh:
             self._signed, self._signed_at = self._status(), now
         return self._signed
 
-    async def _hear_introduction(self, channel: Channel, peer_id: str) -> Announcement:
+    async def _hear_introduction(self, channel: Channel, peer_id: str) -> Spoken:
         """How the other end stands. Raises Refused, NotAdmitted, PeerUnreachable, ProtocolError."""
         said = await channel.read(_INTRODUCTION, timeout_s=ANSWER_S)
         if isinstance(said, Bans):
@@ -261,8 +263,8 @@ class Mesh:
                 raise NotAdmitted(why)
         raise ProtocolError("two ban lists in one introduction")
 
-    def _decode(self, peer_id: str, record: bytes) -> Announcement:
-        status = Announcement.decode(peer_id, record, run_id=self._run_id, now=time.time())
+    def _decode(self, peer_id: str, record: bytes) -> Spoken:
+        status = Spoken.decode(peer_id, record, run_id=self._run_id, now=time.time())
         self._gate.check(peer_id, status.token, "mesh")
         return status
 
@@ -279,7 +281,7 @@ class Mesh:
             self._on_change()
 
     def _keep(
-        self, peer_id: str, channel: Channel, status: Announcement, told: bytes, *, caller: str
+        self, peer_id: str, channel: Channel, status: Spoken, told: bytes, *, caller: str
     ) -> None:
         """From now on this is the channel to the peer. `told`: the ban list that it has heard of from here.
 
@@ -296,6 +298,7 @@ class Mesh:
         if self._gate.bans_blob != told:
             peer.enqueue(Bans(signed=self._gate.bans_blob))
         self._on_change()
+        self._hear(peer)
         self._spawn(self._listen(peer, peer_id))
 
     async def _listen(self, peer: LivePeer, peer_id: str) -> None:
@@ -353,10 +356,15 @@ class Mesh:
                 before, peer.status = peer.status, self._decode(peer_id, record)
                 if _essence(peer.status) != _essence(before):
                     self._on_change()
+                self._hear(peer)
             case Bans(signed):
                 self._gate.learn(signed)
             case _:
                 self._on_message(peer.status, message)
+
+    def _hear(self, peer: LivePeer) -> None:
+        if peer.status.status is not None:
+            self._on_message(peer.status, peer.status.status)
 
 
 def _essence(status: Announcement) -> tuple[Any, ...]:

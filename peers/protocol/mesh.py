@@ -7,11 +7,11 @@ A channel begins with an introduction of both ends. Each receives the other's ba
 
 Then either end sends at any time:
 
-    Announced      its announcement: when rank or manifest change, when it leaves, and at every heartbeat
+    Announced      its announcement, with the status of its core: at every change and heartbeat
     Bans           a newer ban list
     WantManifest   a request for
     Manifest       the settings of the run
-    Message        a message of the core (messages.py)
+    Directed       a message of its core (messages.py)
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from msgspec import Meta
 
 from peers.protocol.admission import Bans
 from peers.protocol.limits import ShortText
-from peers.protocol.messages import Message
-from peers.protocol.records import MAX_RECORD_BYTES
+from peers.protocol.messages import Directed
+from peers.protocol.records import MAX_SPOKEN_BYTES
 from peers.protocol.refusal import Refusal
 from peers.protocol.wire import Struct
 
@@ -32,7 +32,7 @@ Scalar = str | int | float | bool | None
 
 
 class Announced(Struct, frozen=True, tag="announced"):
-    record: Annotated[bytes, Meta(max_length=MAX_RECORD_BYTES)]
+    record: Annotated[bytes, Meta(max_length=MAX_SPOKEN_BYTES)]
     """A signed Announcement."""
 
 
@@ -45,6 +45,6 @@ class Manifest(Struct, frozen=True, tag="manifest"):
 
 
 Introduction = Bans | Announced | Refusal
-Carried = Message | WantManifest | Manifest
+Carried = Directed | WantManifest | Manifest
 """Messages that the mesh passes on to other parts of the daemon."""
 Said = Carried | Announced | Bans

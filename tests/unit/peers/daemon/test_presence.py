@@ -67,6 +67,7 @@ def a_presence(identity, dht=None):
         transport=None,
         galaxy_size=1,
         describe=lambda: None,
+        status=lambda: None,
         on_change=lambda: None,
         on_message=lambda sender, message: None,
         on_lost=lambda peer_id: None,

@@ -16,7 +16,7 @@ from peers.net.mesh import MAX_DIALLED, Mesh
 from peers.protocol.messages import Ask
 from peers.protocol.refusal import Refusal, Why
 from peers.protocol.tokens import BanList, Token
-from tests.support.announcements import announced
+from tests.support.announcements import announced, spoken
 
 
 def record(peer_id):
@@ -124,7 +124,7 @@ def test_a_channel_that_breaks_is_made_anew_at_once_and_another_way_where_it_fel
         mesh = mesh_over(transport)
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            mesh._keep("b", Channel(ours), announced("b", state=state), b"", caller="a")
+            mesh._keep("b", Channel(ours), spoken("b", state=state), b"", caller="a")
             if speaks:
                 theirs.close()
             while mesh.peers or mesh._dialling:
@@ -142,7 +142,7 @@ def test_who_asks_pays_for_the_answers(num_asks, is_kept):
         mesh = mesh_over(Transport(), on_message=lambda _, message: heard.append(message))
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            mesh._keep("b", Channel(ours), announced("b"), b"", caller="a")
+            mesh._keep("b", Channel(ours), spoken("b"), b"", caller="a")
             asking = Channel(theirs)
             with contextlib.suppress(PeerUnreachable):
                 for _ in range(num_asks):
@@ -165,7 +165,7 @@ def test_who_was_frozen_itself_does_not_take_all_others_for_silent(monkeypatch):
         ours, theirs = socket.socketpair()
         with ours, theirs:
             # The time is over, and not one heartbeat has been sent.
-            mesh._keep("b", Channel(ours), announced("b", state="training"), b"", caller="a")
+            mesh._keep("b", Channel(ours), spoken("b", state="training"), b"", caller="a")
             while mesh.peers:
                 await asyncio.sleep(0.001)
             assert not transport.unanswered
@@ -208,7 +208,7 @@ def test_of_two_calls_that_cross_one_stands_and_nobody_is_lost(tmp_path, monkeyp
     async def scenario():
         wire, meshes, lost = Wire(delays_s), [], []
         for rank, identity in enumerate(by_id):
-            status = announced(identity.peer_id, world_rank=rank)
+            status = spoken(identity.peer_id, world_rank=rank)
             mesh = Mesh(
                 run_id="run",
                 peer_id=identity.peer_id,
@@ -259,7 +259,7 @@ class Ends:
     def record(self, rank):
         now, peer_id = time.time(), self.identities[rank].peer_id
         token = Token(run_id="run", peer_id=peer_id, not_before=now - 1, expires=now + 60, serial=1)
-        return announced(peer_id, world_rank=rank, token=token.encode(self.key.private_key))
+        return spoken(peer_id, world_rank=rank, token=token.encode(self.key.private_key))
 
     def mesh(self, rank):
         identity = self.identities[rank]
