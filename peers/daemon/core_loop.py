@@ -43,7 +43,10 @@ class CoreLoop:
 
         Messages of other peers may be dropped, as they may be on the network.
         """
-        if not isinstance(event, events.Received) or self._events.qsize() < _MOST_EVENTS:
+        if (
+            not isinstance(event, events.Received | events.StatusesReceived)
+            or self._events.qsize() < _MOST_EVENTS
+        ):
             self._events.put_nowait(event)
 
     async def run(self) -> None:

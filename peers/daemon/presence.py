@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from peers.admission.rank_request import request_rank
 from peers.errors import PeersError, UserError
@@ -18,7 +18,7 @@ from peers.net.announced import announced
 from peers.net.dht.node import Dht
 from peers.net.gate import Gate
 from peers.net.identity import Identity
-from peers.net.mesh import Mesh, StreamOpener
+from peers.net.mesh import Mesh, Reached, StreamOpener
 from peers.protocol.mesh import Carried
 from peers.protocol.messages import Status
 from peers.protocol.records import (
@@ -62,7 +62,8 @@ class Presence:
         describe: Callable[[], Announcement],
         status: Callable[[], Status | None],
         on_change: Callable[[], None],
-        on_message: Callable[[Announcement, Carried | Status], None],
+        on_message: Callable[[Announcement, Carried], None],
+        on_statuses: Callable[[Sequence[tuple[str, Status]]], None],
         on_lost: Callable[[str], None],
         gate: Gate,
     ) -> None:
@@ -81,9 +82,10 @@ class Presence:
             run_id=run_id,
             peer_id=identity.peer_id,
             transport=transport,
-            status=lambda: Spoken.of(describe(), status()).encode(identity),
+            own_record=lambda number, lost: Spoken.of(describe(), status(), number, lost).encode(identity),
             on_change=self._view_changed,
             on_message=on_message,
+            on_statuses=on_statuses,
             on_lost=on_lost,
             gate=gate,
         )
@@ -135,9 +137,9 @@ class Presence:
         deadline, gone = time.monotonic() + RECORD_TTL_S, {self._identity.peer_id}
         while True:
             others = [record for peer_id, record in records.items() if peer_id not in gone]
-            reached = await asyncio.gather(*(self.mesh.reach(record) for record in others))
-            gone |= {record.peer_id for record, how in zip(others, reached, strict=True) if how == "gone"}
-            silent = [record for record, how in zip(others, reached, strict=True) if how == "silent"]
+            reached = await self._reach(others)
+            gone |= {peer_id for peer_id, how in reached.items() if how == "gone"}
+            silent = [record for record in others if reached.get(record.peer_id) == "silent"]
             if (why := self.mesh.turned_away) is not None:
                 raise UserError(why.advice(self._identity.peer_id))
             if self.mesh.peers or not (silent or self._dht.silent_initial_peers):
@@ -160,6 +162,18 @@ class Presence:
                 f"the initial peers {names} are connected, and did not say within {RECORD_TTL_S:g} s whom they know. "
                 "Are they running well? Otherwise give other --initial-peers"
             )
+
+    async def _reach(self, others: Sequence[Announcement]) -> dict[str, Reached]:
+        """What comes of calling them, by peer id: of many only the neighbours, who pass on what the others say, and all
+        if none of those is here: anybody can put records into the DHT of peers that do not exist."""
+        near = self.mesh.neighbours_among([record.peer_id for record in others])
+        reached: dict[str, Reached] = {}
+        for is_near in (True, False):
+            called = [record for record in others if (record.peer_id in near) is is_near]
+            if called and "here" not in reached.values():
+                hows = await asyncio.gather(*(self.mesh.reach(record) for record in called))
+                reached |= {record.peer_id: how for record, how in zip(called, hows, strict=True)}
+        return reached
 
     async def announce_forever(self) -> None:
         """Renew this peer's announcement, and look for other peers. `enter` has announced it first."""

@@ -1,14 +1,14 @@
-"""One peer at the other end of a channel: what it is sent and when, and how long it has not answered."""
+"""A channel of the mesh with one peer: what it is sent and when, and how long it has not answered."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
 from peers.errors import PeerUnreachable
 from peers.net.channel import Channel
 from peers.protocol.mesh import Announced, Said
-from peers.protocol.records import Spoken
 from peers.timing import BEAT_PEERS, BEAT_S, DOUBT_BEATS, LEAST_SILENCE_S, LOST_BEATS
 
 _MAX_QUEUED = 1024
@@ -16,13 +16,13 @@ _LATE = 1.5
 
 
 class LivePeer:
-    """The other end of a channel: its newest status, what it is yet to be sent, how long it has not answered.
+    """What the other end is yet to be sent, how long it has not answered. `caller`: the peer id of the end that opened
+    the channel."""
 
-    `caller`: the peer id of the end that opened the channel.
-    """
-
-    def __init__(self, channel: Channel, status: Spoken, caller: str) -> None:
-        self.channel, self.status, self.caller = channel, status, caller
+    def __init__(self, channel: Channel, caller: str) -> None:
+        self.channel, self.caller = channel, caller
+        self.used_at = time.monotonic()
+        """When a message for this peer, or of it, went over the channel that was no status."""
         self._num_unanswered = 0
         self._queue: asyncio.Queue[Said | None] = asyncio.Queue(_MAX_QUEUED)
 

@@ -46,6 +46,7 @@ NO_RANK = -1
 """Stands for the world rank of a peer that has none yet."""
 MAX_MADDRS = 8
 MAX_ENDPOINTS = 4
+MAX_LOST = 16
 MAX_PATHS = 32
 """Paths in one announcement; in a larger swarm the others are left out."""
 
@@ -147,6 +148,18 @@ class Announcement(Record, frozen=True, kw_only=True):
                 raise UserError(f"{maddr} is no endpoint: it needs a port, and names no peer")
 
 
+class Lost(Struct, frozen=True):
+    """A peer to which the channel broke, and the last that was heard of it: (incarnation, number)."""
+
+    peer_id: PeerId
+    incarnation: Count
+    number: Count
+
+    @property
+    def version(self) -> tuple[int, int]:
+        return self.incarnation, self.number
+
+
 class Spoken(Announcement, frozen=True, kw_only=True):
     """The announcement as peers tell it to one another, with the status of the peer's core, by which cores decide. The
     DHT has none of that: it changes too often."""
@@ -154,10 +167,20 @@ class Spoken(Announcement, frozen=True, kw_only=True):
     max_bytes: ClassVar[int] = MAX_SPOKEN_BYTES
     status: Status | None = None
     """None: the peer has no core yet."""
+    number: Count = 0
+    """Higher in everything that this process says later."""
+    lost: Annotated[tuple[Lost, ...], Meta(max_length=MAX_LOST)] = ()
 
     @classmethod
-    def of(cls, announcement: Announcement, status: Status | None) -> Self:
-        return cls(**asdict(announcement), status=status)
+    def of(
+        cls, announcement: Announcement, status: Status | None, number: int = 0, lost: tuple[Lost, ...] = ()
+    ) -> Self:
+        return cls(**asdict(announcement), status=status, number=number, lost=lost)
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Of two words of one peer the one with the greater is newer."""
+        return self.incarnation, self.number
 
 
 class CoordinatorRecord(Record, frozen=True):

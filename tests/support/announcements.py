@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from peers.protocol.messages import Status
-from peers.protocol.records import Announcement, Spoken
+from peers.protocol.records import Announcement, Lost, Spoken
 
 
 def announced(peer_id: str, **fields: Any) -> Announcement:
@@ -30,6 +30,8 @@ def announced(peer_id: str, **fields: Any) -> Announcement:
     return Announcement(**{**usual, "peer_id": peer_id, **fields})
 
 
-def spoken(peer_id: str, status: Status | None = None, **fields: Any) -> Spoken:
+def spoken(
+    peer_id: str, status: Status | None = None, number: int = 0, lost: tuple[Lost, ...] = (), **fields: Any
+) -> Spoken:
     """The same as the mesh has it."""
-    return Spoken.of(announced(peer_id, **fields), status)
+    return Spoken.of(announced(peer_id, **fields), status, number, lost)

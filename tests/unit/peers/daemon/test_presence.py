@@ -1,6 +1,5 @@
 import asyncio
 import time
-from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
@@ -18,7 +17,7 @@ from peers.errors import UserError
 from peers.net.gate import Gate
 from peers.net.identity import load_or_create
 from peers.protocol.records import Announcement
-from tests.support.announcements import announced
+from tests.support.announcements import spoken
 
 RUN_ID = "meeting"
 
@@ -70,6 +69,7 @@ def a_presence(identity, dht=None):
         status=lambda: None,
         on_change=lambda: None,
         on_message=lambda sender, message: None,
+        on_statuses=lambda statuses: None,
         on_lost=lambda peer_id: None,
         gate=Gate.open(RUN_ID),
     )
@@ -136,7 +136,7 @@ def test_a_peer_that_says_it_has_the_same_rank_ends_only_whose_user_insists_on_i
 
     async def scenario():
         mine = a_presence(identity)
-        mine.mesh._peers = {"b": SimpleNamespace(status=announced("b", world_rank=7))}
+        mine.mesh._gossip.here["b"] = spoken("b", world_rank=7)
         for rank in (presence.NO_RANK, 3):
             mine.world_rank = rank
             mine._settle_rank(wanted)

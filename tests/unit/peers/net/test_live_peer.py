@@ -7,7 +7,6 @@ from peers.net.channel import Channel
 from peers.net.live_peer import LEAST_SILENCE_S, LivePeer, heartbeat_s, silence_s
 from peers.protocol.mesh import Announced, Said, WantManifest
 from peers.timing import BEAT_S
-from tests.support.announcements import spoken
 
 
 def test_heartbeats_get_rarer_with_many_peers_and_stay_far_below_the_silence_of_a_lost_one():
@@ -21,7 +20,7 @@ def test_a_status_is_told_in_the_interval_unless_another_one_was_told_meanwhile(
     async def scenario():
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            peer = LivePeer(Channel(ours), spoken("b"), "b")
+            peer = LivePeer(Channel(ours), "b")
             sending = asyncio.create_task(
                 peer.send_forever(lambda: b"of the channel", lambda: 0.1, on_silence=lambda: None)
             )
@@ -42,7 +41,7 @@ def test_a_peer_that_answers_no_heartbeat_is_silent_until_it_says_something_what
         ours, theirs = socket.socketpair()
         with ours, theirs:
             found = []
-            peer = LivePeer(Channel(ours), spoken("b", state="joining"), "b")
+            peer = LivePeer(Channel(ours), "b")
             sending = asyncio.create_task(
                 peer.send_forever(lambda: b"", lambda: 0.01, on_silence=lambda: found.append(peer.is_silent))
             )
