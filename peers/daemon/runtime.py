@@ -120,15 +120,17 @@ class Runtime(CoreLoop):
 
     def _perform(self, effect: Effect) -> Coroutine[Any, Any, None] | None:
         match effect:
-            case effects.Send(peer_id, Status()):
-                self._mesh.send_status(peer_id)
             case effects.Send(peer_id, message):
-                self._mesh.send_to(peer_id, message)
-            case effects.Broadcast(Status() as status):
-                self.status = status
-                self._mesh.broadcast_status()
+                if isinstance(message, Status):
+                    self._mesh.send_status(peer_id)
+                else:
+                    self._mesh.send_to(peer_id, message)
             case effects.Broadcast(message):
-                self._mesh.broadcast(message)
+                if isinstance(message, Status):
+                    self.status = message
+                    self._mesh.broadcast_status()
+                else:
+                    self._mesh.broadcast(message)
             case effects.CancelReduce():
                 self.averaging.cancelled.set()
             case effects.GoAhead(epoch, data_base):

@@ -43,12 +43,19 @@ class Gossip:
         """Those whose channels broke here, and when."""
         self._reports: dict[str, dict[str, Lost]] = defaultdict(dict)
         """By peer, who says that it is lost."""
+        self._announced: frozenset[str] = frozenset()
         self._neighbours: frozenset[str] | None = None
         """Cache; None: stale."""
 
     @property
     def is_full_mesh(self) -> bool:
-        return is_full_mesh(len(self.here) + 1)
+        """Whether everybody hears everybody, so that nothing needs to be passed on. Those that are only announced count:
+        of many that come at a time, each hears few at first."""
+        return is_full_mesh(1 + len(self.here.keys() | self._announced))
+
+    def announced(self, peer_ids: Collection[str]) -> None:
+        """These are in the DHT."""
+        self._announced = frozenset(peer_ids) - {self._me}
 
     def newest(self, peer_id: str) -> Spoken | None:
         """What this peer said last, whether it is here or not."""

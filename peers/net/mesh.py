@@ -31,7 +31,7 @@ from peers.net.transport import StreamTransport
 from peers.protocol.admission import Bans
 from peers.protocol.mesh import Announced, Carried, News, Parting, Said, Told
 from peers.protocol.messages import Ask, Status
-from peers.protocol.records import Announcement, Lost, Spoken
+from peers.protocol.records import NO_RANK, Announcement, Lost, Spoken
 from peers.protocol.refusal import Refused, Why
 from peers.timing import ANSWER_S, GRACE_S, OFTEN_S, SLICE_S, START_S
 
@@ -128,12 +128,17 @@ class Mesh:
         self._spawn(self._tend())
 
     def neighbours_among(self, peer_ids: Collection[str]) -> frozenset[str]:
-        """The neighbours that this peer would have, if these were here too."""
+        """The neighbours that this peer would have, if these, which are announced, were here too."""
+        self._gossip.announced(peer_ids)
         return self._gossip.neighbours_with(peer_ids)
 
     def discovered(self, records: Mapping[str, Announcement]) -> None:
         """Dial whoever is in the DHT and not here, and the neighbours to which there is no channel; larger peer ids at
         once, smaller ones, which are to dial this peer, when they have not done so by the next look."""
+        self._gossip.announced(records.keys())
+        self._dial_missing(records)
+
+    def _dial_missing(self, records: Mapping[str, Announcement]) -> None:
         here = self._gossip.here
         missing = {peer_id: record for peer_id, record in records.items() if peer_id not in here}
         missing |= {peer_id: here[peer_id] for peer_id in self._gossip.neighbours}
@@ -309,7 +314,7 @@ class Mesh:
                 # Reading what has arrived already does not yield to other tasks.
                 await asyncio.sleep(0)
         except (PeerUnreachable, ProtocolError) as error:
-            log.debug("lost the channel to %s: %s", peer_id, error)
+            log.debug("lost the channel to peer %d: %s", self._rank_of(peer_id), error)
             broken_by = error
         finally:
             sender.cancel()
@@ -344,13 +349,17 @@ class Mesh:
             now = time.monotonic()
             for peer_id in self._gossip.silent(now, self._silence_s()) - self._channels.keys():
                 self._lose(peer_id, by_own_channel=False)
-            self.discovered({})
+            self._dial_missing({})
             for peer_id in self._channels.keys() - self._gossip.neighbours:
                 channel = self._channels[peer_id]
                 if channel.caller == self._peer_id and now > channel.used_at + _IDLE_S:
                     del self._channels[peer_id]
                     channel.enqueue(Parting())
                     channel.enqueue(None)
+
+    def _rank_of(self, peer_id: str) -> int:
+        spoken = self._gossip.newest(peer_id)
+        return NO_RANK if spoken is None else spoken.world_rank
 
     def _heartbeat_s(self) -> float:
         return heartbeat_s(len(self._gossip.here))
@@ -443,9 +452,9 @@ class Mesh:
         for channel in self._channels.values():
             channel.enqueue(said)
         for peer_id in banned:
-            log.warning("peer %d (%s) is banned", self._gossip.here[peer_id].world_rank, peer_id)
-            if (channel := self._channels.pop(peer_id, None)) is not None:
-                channel.enqueue(None)
+            log.warning("peer %d (%s) is banned", self._rank_of(peer_id), peer_id)
+            if peer_id in self._channels:
+                self._channels.pop(peer_id).enqueue(None)
             self._gossip.lose(peer_id, time.monotonic(), by_own_channel=False)
         if banned:
             self._on_change()

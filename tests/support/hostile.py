@@ -49,7 +49,7 @@ class Hostile:
         self.on_said: OnSaid | None = None
         self.statuses: dict[str, Status] = {}
         """Where each honest peer stands."""
-        self._sequence = 0
+        self._sequence = self._number = 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -82,7 +82,9 @@ class Hostile:
         return replace(model, **claims)
 
     def announced(self, status: Status | None = None) -> Announced:
-        return Announced(record=Spoken.of(self.announcement(), status).encode(self.identity))
+        self._number += 1
+        said = Spoken.of(self.announcement(), status, self._number)
+        return Announced(record=said.encode(self.identity))
 
     async def stream(self, peer_id: str, protocol: str) -> socket.socket:
         maddrs = self.honest[peer_id].maddrs
