@@ -15,10 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from peers.admission.rank_request import request_rank
 from peers.errors import PeersError, UserError
 from peers.net.announced import announced
+from peers.net.channels import Reached, StreamOpener
 from peers.net.dht.node import Dht
 from peers.net.gate import Gate
 from peers.net.identity import Identity
-from peers.net.mesh import Mesh, Reached, StreamOpener
+from peers.net.mesh import Mesh
 from peers.protocol.mesh import Carried
 from peers.protocol.messages import Status
 from peers.protocol.records import (

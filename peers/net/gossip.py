@@ -49,8 +49,8 @@ class Gossip:
 
     @property
     def is_full_mesh(self) -> bool:
-        """Whether everybody hears everybody, so that nothing needs to be passed on. Those that are only announced count:
-        of many that come at a time, each hears few at first."""
+        """Whether everybody hears everybody, so that nothing needs to be passed on. Those that are announced count: of
+        many that come at a time, each hears few at first."""
         return is_full_mesh(1 + len(self.here.keys() | self._announced))
 
     def announced(self, peer_ids: Collection[str]) -> None:

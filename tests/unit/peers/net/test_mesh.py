@@ -9,12 +9,14 @@ from msgspec.structs import replace
 from peers.admission.secrets import AdmissionKey
 from peers.core.admission import Admission
 from peers.errors import PeerUnreachable
+from peers.net import channels as channels_module
 from peers.net import mesh as mesh_module
 from peers.net.channel import Channel
+from peers.net.channels import MAX_DIALLED
 from peers.net.gate import Gate
 from peers.net.identity import claim_slot
 from peers.net.introduction import Introduced
-from peers.net.mesh import MAX_DIALLED, Mesh
+from peers.net.mesh import Mesh
 from peers.protocol.mesh import News, Told
 from peers.protocol.messages import Ask, Status
 from peers.protocol.refusal import Refusal, Why
@@ -71,7 +73,7 @@ def test_records_of_peers_that_do_not_exist_are_dialled_a_few_at_a_time_and_all_
         mesh = mesh_over(transport)
         records = {f"p{number}": record(f"p{number}") for number in range(5 * MAX_DIALLED)}
         mesh.discovered(records)
-        while mesh._dialling:
+        while mesh._channels.dialling:
             await asyncio.sleep(0.005)
         assert sorted(transport.dialled) == sorted(records)
         assert transport.most_at_once == MAX_DIALLED
@@ -87,7 +89,7 @@ def test_the_smaller_peer_id_is_left_one_look_to_dial_in():
         looks = [{"A": record("A"), "b": record("b")}, {}, {"A": record("A")}, {"A": record("A")}]
         for records, dialled in zip(looks, (["b"], ["b"], ["b"], ["b", "A"]), strict=True):
             mesh.discovered(records)
-            while mesh._dialling:
+            while mesh._channels.dialling:
                 await asyncio.sleep(0)
             assert transport.dialled == dialled
         await mesh.close()
@@ -98,9 +100,9 @@ def test_the_smaller_peer_id_is_left_one_look_to_dial_in():
 def test_one_signature_serves_all_heartbeats_of_a_moment_and_none_is_older_than_the_last_broadcast():
     statuses = [b"newest", b"new", b"old"]
     mesh = mesh_over(Transport(), own_record=lambda number, lost: statuses.pop())
-    assert [mesh._recent_record() for _ in range(50)] == [b"old"] * 50
+    assert [mesh.recent_record() for _ in range(50)] == [b"old"] * 50
     mesh.broadcast_status()
-    assert mesh._recent_record() == b"new"
+    assert mesh.recent_record() == b"new"
     assert statuses == [b"newest"]
 
 
@@ -117,20 +119,22 @@ def test_one_signature_serves_all_heartbeats_of_a_moment_and_none_is_older_than_
 def test_a_channel_that_breaks_is_made_anew_at_once_and_another_way_where_it_fell_silent(
     monkeypatch, state, speaks, wait_s, dialled, unanswered
 ):
-    monkeypatch.setattr(mesh_module, "OFTEN_S", wait_s)
+    monkeypatch.setattr(channels_module, "OFTEN_S", wait_s)
     if not speaks:
-        monkeypatch.setattr(mesh_module, "silence_s", lambda _num_peers: 0.2)
-        monkeypatch.setattr(mesh_module, "heartbeat_s", lambda _num_peers: 0.001)
+        monkeypatch.setattr(channels_module, "silence_s", lambda _num_peers: 0.2)
+        monkeypatch.setattr(channels_module, "heartbeat_s", lambda _num_peers: 0.001)
 
     async def scenario():
         transport = Transport()
         mesh = mesh_over(transport)
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            mesh._keep("b", Channel(ours), Introduced(spoken("b", state=state), b"", b""), caller="a")
+            mesh._channels._keep(
+                "b", Channel(ours), Introduced(spoken("b", state=state), b"", b""), caller="a"
+            )
             if speaks:
                 theirs.close()
-            while mesh.peers or mesh._dialling:
+            while mesh.peers or mesh._channels.dialling:
                 await asyncio.sleep(0.001)
             assert (transport.dialled, sorted(set(transport.unanswered))) == (dialled, unanswered)
             await mesh.close()
@@ -145,7 +149,7 @@ def test_who_asks_pays_for_the_answers(num_asks, is_kept):
         mesh = mesh_over(Transport(), on_message=lambda _, message: heard.append(message))
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            mesh._keep("b", Channel(ours), Introduced(spoken("b"), b"", b""), caller="a")
+            mesh._channels._keep("b", Channel(ours), Introduced(spoken("b"), b"", b""), caller="a")
             asking = Channel(theirs)
             with contextlib.suppress(PeerUnreachable):
                 for _ in range(num_asks):
@@ -160,7 +164,7 @@ def test_who_asks_pays_for_the_answers(num_asks, is_kept):
 
 
 def test_who_was_frozen_itself_does_not_take_all_others_for_silent(monkeypatch):
-    monkeypatch.setattr(mesh_module, "silence_s", lambda _num_peers: 0.01)
+    monkeypatch.setattr(channels_module, "silence_s", lambda _num_peers: 0.01)
 
     async def scenario():
         transport = Transport()
@@ -168,7 +172,9 @@ def test_who_was_frozen_itself_does_not_take_all_others_for_silent(monkeypatch):
         ours, theirs = socket.socketpair()
         with ours, theirs:
             # The time is over, and not one heartbeat has been sent.
-            mesh._keep("b", Channel(ours), Introduced(spoken("b", state="training"), b"", b""), caller="a")
+            mesh._channels._keep(
+                "b", Channel(ours), Introduced(spoken("b", state="training"), b"", b""), caller="a"
+            )
             while mesh.peers:
                 await asyncio.sleep(0.001)
             assert not transport.unanswered
@@ -205,7 +211,7 @@ class Wire:
 @pytest.mark.parametrize("lag_s", [0.0, 0.005, 0.02])
 def test_of_two_calls_that_cross_one_stands_and_nobody_is_lost(tmp_path, monkeypatch, delays_s, lag_s):
     # However short a channel stood, its loss is noted.
-    monkeypatch.setattr(mesh_module, "OFTEN_S", 0.0)
+    monkeypatch.setattr(channels_module, "OFTEN_S", 0.0)
     identities = [claim_slot(tmp_path, "run", rank) for rank in range(2)]
     by_id = sorted(identities, key=lambda identity: identity.peer_id)
     delays_s = dict(zip((identity.peer_id for identity in by_id), delays_s.values(), strict=True))
@@ -329,14 +335,14 @@ def test_of_a_banned_peer_and_another_neither_lets_the_other_in_whoever_has_the_
 def test_a_list_that_comes_while_two_are_introduced_is_passed_on(tmp_path):
     async def scenario():
         ends = Ends(tmp_path, [None, None])
-        usual = ends.meshes[1]._introductions._say
+        usual = ends.meshes[1]._channels.introductions._say
 
         async def introduce(channel):
             told = await usual(channel)
             ends.gates[1].learn(ends.signed((), version=7))
             return told
 
-        ends.meshes[1]._introductions._say = introduce
+        ends.meshes[1]._channels.introductions._say = introduce
         assert await ends.introduced(0) == "here"
         while ends.gates[0].bans.version != 7:
             await asyncio.sleep(0.001)
@@ -350,7 +356,7 @@ def test_after_the_introduction_a_refusal_and_what_is_no_message_end_the_channel
         for wrong in (Refusal(why=Why.BANNED), {"type": "announced", "record": b""}, {"type": "letter"}):
             ends = Ends(tmp_path, [None, None])
             assert await ends.introduced(0) == "here"
-            (peer,) = ends.meshes[0]._channels.values()
+            (peer,) = ends.meshes[0]._channels.open.values()
             await peer.channel.send(wrong)
             while ends.meshes[1].peers:
                 await asyncio.sleep(0.001)
@@ -423,7 +429,7 @@ def test_many_keep_few_channels_and_hear_what_all_others_say_and_who_dies(tmp_pa
         await many.meet()
         num_neighbours = {len(mesh._gossip.neighbours) for mesh in many.meshes.values()}
         assert num_neighbours == {8}
-        assert all(len(mesh._channels) == 8 for mesh in many.meshes.values())
+        assert all(len(mesh._channels.open) == 8 for mesh in many.meshes.values())
 
         speaker, *others = many.meshes
         many.sequences[speaker] = 7
@@ -456,17 +462,17 @@ def test_what_is_meant_for_one_that_is_no_neighbour_arrives_on_a_channel_that_is
         speaker = next(iter(many.meshes))
         mesh = many.meshes[speaker]
         # Those that were made while fewer were known are idle by now.
-        await many.until(lambda: mesh._channels.keys() <= mesh._gossip.neighbours)
-        other = next(peer_id for peer_id in many.meshes if peer_id not in {*mesh._channels, speaker})
+        await many.until(lambda: mesh._channels.open.keys() <= mesh._gossip.neighbours)
+        other = next(peer_id for peer_id in many.meshes if peer_id not in {*mesh._channels.open, speaker})
         asked = [Ask(head=letter * 64) for letter in "abc"]
         for one in asked:
             mesh.send_to(other, one)
         await many.until(lambda: (speaker, asked[-1]) in many.heard[other])
         assert [said for sender, said in many.heard[other] if isinstance(said, Ask)] == asked
-        assert other in mesh._channels
-        await many.until(lambda: other not in mesh._channels)
+        assert other in mesh._channels.open
+        await many.until(lambda: other not in mesh._channels.open)
         # Neither end takes that for a loss.
-        await many.until(lambda: speaker not in many.meshes[other]._channels)
+        await many.until(lambda: speaker not in many.meshes[other]._channels.open)
         assert not many.lost[speaker] and not many.lost[other]
         assert other in mesh._gossip.here
         await many.close()
@@ -485,7 +491,7 @@ def test_words_that_are_passed_on_under_a_false_number_or_unsigned_end_the_chann
         for number, record in ((9, true), (4, forged)):
             said = Told(peer_id=third.peer_id, incarnation=1, number=number, record=record)
             before = len(many.lost[honest])
-            many.meshes[liar]._channels[honest].enqueue(News(told=(said,)))
+            many.meshes[liar]._channels.open[honest].enqueue(News(told=(said,)))
             await many.until(lambda before=before: len(many.lost[honest]) > before)
             assert third.peer_id not in many.meshes[honest]._gossip.here
             await many.meshes[liar].reach(announced(honest))
