@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -178,6 +179,7 @@ class Presence:
 
     async def announce_forever(self) -> None:
         """Renew this peer's announcement, and look for other peers. `enter` has announced it first."""
+        looked_at = -math.inf
         while True:
             num_peers = len(self.view)
             # Other peers must hear of this one before they claim a world rank.
@@ -189,8 +191,10 @@ class Presence:
             self._announce_now.clear()
             if not await self._announce():
                 log.debug("the DHT did not take this peer's record")
-            self.mesh.discovered(await self._records())
-            for peer in self.mesh.peers:
+            if is_early or time.monotonic() > looked_at + look_interval_s(num_peers):
+                looked_at = time.monotonic()
+                self.mesh.discovered(await self._records())
+            for peer in self.mesh.neighbours:
                 self._dht.remember(peer.peer_id, peer.maddrs)
 
     def publish(self) -> None:
@@ -271,10 +275,16 @@ def _identity_in(status: Announcement) -> tuple[object, ...]:
 def announce_interval_s(num_peers: int, *, is_early: bool) -> float:
     """The time between two announcements without news, of a peer that sees so many peers, itself included.
 
-    It grows with their number: an announcement is stored at many nodes, and a look-up of all of them comes with it.
+    It grows with their number, since an announcement is stored at many nodes.
     """
     usual_s = EARLY_INTERVAL_S if is_early else ANNOUNCE_INTERVAL_S
     return min(usual_s * max(1.0, num_peers / _MANY_PEERS), RECORD_TTL_S / 4)
+
+
+def look_interval_s(num_peers: int) -> float:
+    """The time between two look-ups of all announcements. It grows with the number of peers without the bound of
+    `announce_interval_s`: who comes is heard of from those who pass it on, and look-ups join what has come apart."""
+    return min(ANNOUNCE_INTERVAL_S * max(1.0, num_peers / _MANY_PEERS), 3 * RECORD_TTL_S)
 
 
 def rest_s(num_peers: int) -> float:

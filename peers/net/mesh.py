@@ -96,6 +96,11 @@ class Mesh:
         return list(self._gossip.here.values())
 
     @property
+    def neighbours(self) -> Sequence[Spoken]:
+        """The newest words of those that this peer keeps channels with."""
+        return [self._gossip.here[peer_id] for peer_id in self._gossip.neighbours]
+
+    @property
     def num_peers(self) -> int:
         return len(self._gossip.here)
 

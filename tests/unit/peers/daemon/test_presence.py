@@ -11,6 +11,7 @@ from peers.daemon.presence import (
     RECORD_TTL_S,
     Presence,
     announce_interval_s,
+    look_interval_s,
     rest_s,
 )
 from peers.errors import UserError
@@ -34,6 +35,12 @@ def test_a_record_is_renewed_long_before_it_expires_however_many_there_are():
     for num_peers in (1, 50, 1000, 10**6):
         renewed_after_s = rest_s(num_peers) + announce_interval_s(num_peers, is_early=False)
         assert renewed_after_s <= RECORD_TTL_S / 2
+
+
+def test_many_look_rarely_and_few_whenever_they_announce():
+    assert all(look_interval_s(count) == announce_interval_s(count, is_early=False) for count in (1, 8, 13))
+    assert look_interval_s(50) > 3 * announce_interval_s(50, is_early=False)
+    assert look_interval_s(10**6) == 3 * RECORD_TTL_S
 
 
 class SilentDht:
