@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
+
+from msgspec.structs import replace
 
 from peers.errors import ProtocolError
 from peers.net.channels import Channels, Reached, StreamOpener
@@ -32,8 +35,9 @@ log = logging.getLogger(__name__)
 
 _FRESH_BEATS = 0.5
 """A signed status is used again in the heartbeats to other peers for so long: each new one is passed on to all."""
-_NEWS_S = SLICE_S
-"""News are gathered for so long before they are passed on, so that many travel in one message."""
+_NEWS_S, _PROGRESS_BEATS = SLICE_S, 0.5
+"""News are gathered for so long before they are passed on, so that many travel in one message; for so many heartbeats
+what decisions do not depend on."""
 _IDLE_S = START_S
 """A channel that no neighbour needs is closed after so long without a message for anybody."""
 MAX_WAITING = 64
@@ -70,7 +74,8 @@ class Mesh:
         self._on_statuses, self._on_lost = on_statuses, on_lost
         self._number, self._signed, self._signed_at = 0, b"", float("-inf")
         self._gossip = Gossip(peer_id)
-        self._is_news_due = False
+        self._passing_on: asyncio.TimerHandle | None = None
+        self._passes_on_at = math.inf
         self._left_to_them: set[str] = set()
         self._waiting: dict[str, list[Carried]] = {}
         """Messages for peers to which a channel is being opened."""
@@ -204,7 +209,7 @@ class Mesh:
     def opened(self, peer_id: str, introduced: Introduced) -> None:
         self._gossip.heard(introduced.spoken, introduced.record, time.monotonic(), by=peer_id)
         self._on_change()
-        self._learn_from([introduced.spoken])
+        self._learn_from([introduced.spoken], is_urgent=True)
         for message in self._waiting.pop(peer_id, ()):
             self.send_to(peer_id, message)
 
@@ -246,17 +251,18 @@ class Mesh:
 
     def _take(self, words: Sequence[tuple[Spoken, bytes]], by: str) -> None:
         """What peers say of themselves, whose signatures have been checked; `by`: who has said or passed it on."""
-        now, is_changed, news = time.monotonic(), False, list[Spoken]()
+        now, is_changed, is_urgent, news = time.monotonic(), False, False, list[Spoken]()
         for spoken, record in words:
             before = self._gossip.here.get(spoken.peer_id)
             if self._gossip.heard(spoken, record, now, by):
                 news.append(spoken)
                 is_changed = is_changed or before is None or _essence(spoken) != _essence(before)
+                is_urgent = is_urgent or before is None or _decisive(spoken) != _decisive(before)
         if is_changed:
             self._on_change()
-        self._learn_from(news)
+        self._learn_from(news, is_urgent=is_urgent)
 
-    def _learn_from(self, news: Sequence[Spoken]) -> None:
+    def _learn_from(self, news: Sequence[Spoken], *, is_urgent: bool) -> None:
         """Tell the core, heed whom they say to be lost, and pass them on."""
         if statuses := [(one.peer_id, one.status) for one in news if one.status is not None]:
             self._on_statuses(statuses)
@@ -265,7 +271,8 @@ class Mesh:
                 self._lose(peer_id, by_own_channel=False)
             if any(lost.peer_id == self._peer_id and lost.number >= self._number for lost in one.lost):
                 self.broadcast_status()
-        self._pass_on_soon()
+        if news:
+            self._pass_on_soon(is_urgent=is_urgent)
 
     def _lose(self, peer_id: str, *, by_own_channel: bool) -> None:
         if not self._gossip.lose(peer_id, time.monotonic(), by_own_channel=by_own_channel):
@@ -275,18 +282,23 @@ class Mesh:
         if by_own_channel and not self._gossip.is_full_mesh:
             self.broadcast_status()
 
-    def _pass_on_soon(self) -> None:
-        if not self._is_news_due and not self._gossip.is_full_mesh:
-            self._is_news_due = True
-            asyncio.get_running_loop().call_later(_NEWS_S, self._pass_on)
+    def _pass_on_soon(self, *, is_urgent: bool) -> None:
+        if self._gossip.is_full_mesh:
+            return
+        loop = asyncio.get_running_loop()
+        at = loop.time() + (_NEWS_S if is_urgent else _PROGRESS_BEATS * heartbeat_s(self.num_peers))
+        if at < self._passes_on_at:
+            if self._passing_on is not None:
+                self._passing_on.cancel()
+            self._passes_on_at, self._passing_on = at, loop.call_at(at, self._pass_on)
 
     def _pass_on(self) -> None:
-        self._is_news_due = False
+        self._passes_on_at, self._passing_on = math.inf, None
         channels = self._channels.open
         for peer_id, told in self._gossip.due(self._gossip.neighbours & channels.keys()):
             channels[peer_id].enqueue(News(told=told))
         if self._gossip.is_owed:
-            self._pass_on_soon()
+            self._pass_on_soon(is_urgent=True)
 
     def _spread_bans(self) -> None:
         """Pass the new ban list on, then close the channels to those on it."""
@@ -312,3 +324,10 @@ def _essence(status: Announcement) -> tuple[Any, ...]:
         status.head,
         status.manifest_digest,
     )
+
+
+def _decisive(spoken: Spoken) -> tuple[Any, ...]:
+    """What others wait for: `_essence`, what the core says but for the worker's progress, and who is lost."""
+    status = spoken.status
+    said = status and replace(status, sequence=0, local_step=0, step_s=0.0)
+    return *_essence(spoken), said, spoken.lost

@@ -11,9 +11,8 @@ import hashlib
 from collections.abc import Collection
 from functools import lru_cache
 
-FULL_MESH = 16
-"""Up to so many peers everybody has a channel with everybody: 15 channels cost no more than the 10 that 50 peers keep,
-and news need no second hop."""
+FULL_MESH = 32
+"""Up to so many peers everybody has a channel with everybody, and news need no second hop."""
 
 
 def is_full_mesh(num_peers: int) -> bool:

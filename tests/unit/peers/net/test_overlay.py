@@ -24,7 +24,7 @@ def test_few_have_a_channel_with_everybody(count):
 
 
 @pytest.mark.parametrize(
-    ("count", "num_neighbours", "num_hops"), [(17, 8, 2), (50, 10, 3), (256, 15, 4), (1000, 18, 6)]
+    ("count", "num_neighbours", "num_hops"), [(33, 10, 3), (50, 10, 3), (256, 15, 4), (1000, 18, 6)]
 )
 def test_many_have_a_channel_with_few_and_reach_everybody_in_a_few_hops(count, num_neighbours, num_hops):
     peer_ids = {f"p{number}" for number in range(count)}
