@@ -89,9 +89,13 @@ class Gossip:
         if peer_id not in self._known and not self._make_room():
             return False
         self._known[peer_id] = _Known(spoken, record, now)
+        reports = self._reports.get(peer_id, {})
+        self._reports[peer_id] = {by: lost for by, lost in reports.items() if lost.version >= spoken.version}
         if not is_direct and self._has_just_lost(peer_id, now):
             # Said before it was lost: it is back when a channel to it stands, or it has something to say later.
             self._lost[peer_id] = _lost(spoken), self._lost[peer_id][1]
+            return False
+        if not is_direct and self._is_reported(spoken):
             return False
         for neighbour, owed in self._owed.items():
             if neighbour not in (by, peer_id):
@@ -132,14 +136,13 @@ class Gossip:
 
     def rumoured(self, spoken: Spoken) -> set[str]:
         """Of those whom this word says to be lost, those of whom most of their neighbours say so."""
-        return {lost.peer_id for lost in spoken.lost if self._is_reported(lost.peer_id)}
+        named = (self.here.get(lost.peer_id) for lost in spoken.lost)
+        return {one.peer_id for one in named if one is not None and self._is_reported(one)}
 
-    def _is_reported(self, peer_id: str) -> bool:
-        spoken = self.here.get(peer_id)
-        if spoken is None:
-            return False
-        neighbours = neighbours_of(peer_id, {self._me, *self.here})
-        reports = self._reports[peer_id].items()
+    def _is_reported(self, spoken: Spoken) -> bool:
+        """Whether most neighbours of this peer say that it is lost, and have heard this word of it."""
+        neighbours = neighbours_of(spoken.peer_id, {self._me, *self.here})
+        reports = self._reports[spoken.peer_id].items()
         agree = sum(reporter in neighbours and lost.version >= spoken.version for reporter, lost in reports)
         return 2 * agree > len(neighbours)
 

@@ -162,6 +162,23 @@ def test_words_that_were_on_their_way_bring_nobody_back_to_whom_the_channel_has_
     assert gossip.lost_lately(10.3) == ()
 
 
+def test_the_last_word_of_the_dead_that_comes_after_its_obituaries_brings_nobody_back():
+    town = Town(50)
+    town.pass_on()
+    watcher = town.peers["p0"]
+    lost = (Lost(peer_id="p7", incarnation=1, number=2),)
+    for number, reporter in enumerate(sorted(town.peers["p7"].neighbours - {"p0"})):
+        said = word(reporter, 100 + number, lost=lost)
+        watcher.heard(said, b"", 0.0, reporter)
+        if "p7" in watcher.rumoured(said):
+            watcher.lose("p7", 0.0, by_own_channel=False)
+    assert "p7" not in watcher.here
+    assert not watcher.heard(word("p7", number=2), b"", 0.0, "p9")
+    assert "p7" not in watcher.here
+    assert watcher.heard(word("p7", number=3), b"", 0.0, "p9")
+    assert "p7" in watcher.here
+
+
 def test_of_whom_nothing_new_comes_is_silent():
     gossip = Gossip("me")
     gossip.heard(word("a"), b"", 0.0, "b")
