@@ -110,7 +110,10 @@ def peer(
     # Fields that are not named come from the swarm.
     if not program and "dataset_name_or_path" in _SOURCE.named:
         check_data(train if is_first or "seq_length" in _SOURCE.named else replace(train, seq_length=2))
-    fields = {**daemon_config(train, _SOURCE.named), "discover": discover}
+    fields = {
+        **daemon_config(train, _SOURCE.named, has_own_worker=bool(program)),
+        "discover": discover,
+    }
     # Ports and memory taken by other peers here are not free any more.
     alone = replace(machine, num_peers=1)
     check_room(train, alone, state_dir(), num_ranks=ranks, is_settled=is_first and not program)
