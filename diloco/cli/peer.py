@@ -69,8 +69,9 @@ def peer(
     """Join a swarm, train in it, leave it when the training is done.
 
     Fields of the run that are not given here are taken over from the swarm, and so are the weights. The first peer
-    chooses a model, batches and lengths that its machine trains well, unless --path-model names a model. The same
-    command starts a peer, lets it join a running swarm, and brings it back after a crash.
+    chooses a model, batches and lengths that its machine trains well; --path-model names another model, of which a
+    preset comes with batches and lengths. The same command starts a peer, lets it join a running swarm, and brings it
+    back after a crash.
 
     Parameters
     ----------
@@ -206,7 +207,8 @@ class Workplace:
         )
         if not self.program:
             check_extras(config)
-            print(self.choice.in_words(config), flush=True)
+            # The first peer's choice is the swarm's.
+            print(self.choice.in_words(config, has_joined=world_rank > 0), flush=True)
         config = replace(config, run_dir=str(self.run_dir), hv=replace(config.hv, world_rank=world_rank))
         path = written_config(config, self.run_dir)
         threads = threads_per_rank(num_cores(), self.num_ranks * self.num_peers)
