@@ -189,10 +189,10 @@ class Trainer:
         with (
             contextlib.nullcontext()
             if self.is_compiled
-            else self.progress.phase("compiling", "the first step")
+            else self.progress.phase("compiling", "the first step"),
+            self.progress.step(step + 1, self.tell_of_long_steps) as reached,
         ):
-            with self.progress.step(step + 1, self.tell_of_long_steps) as reached:
-                result = self.inner.step(samples, lr=lr, on_micro_batch=reached)
+            result = self.inner.step(samples, lr=lr, on_micro_batch=reached)
         self.is_compiled = True
         rate = self.tokens_per_step / (time.perf_counter() - started_at)
         tokens = (step + 1) * self.tokens_per_step

@@ -46,6 +46,11 @@ TOLD = tuple(
     for name in ("agreement", "daemon", "downloads", "main", "runtime", "worker_monitor")
 )
 
+NOT_KEPT = (
+    "no checkpoints are asked for: if the last peer stops before the end, nothing of this run is kept; "
+    "--ckpt.interval keeps it"
+)
+
 app = App(name="peer", config=[_SOURCE])
 
 RanksFlag = Annotated[str, Parameter(name="--nproc-per-node", group="Training")]
@@ -209,6 +214,8 @@ class Workplace:
             check_extras(config)
             # The first peer's choice is the swarm's.
             print(self.choice.in_words(config, has_joined=world_rank > 0), flush=True)
+            if world_rank == 0 and config.ckpt.interval is None:
+                print(NOT_KEPT, flush=True)
         config = replace(config, run_dir=str(self.run_dir), hv=replace(config.hv, world_rank=world_rank))
         path = written_config(config, self.run_dir)
         threads = threads_per_rank(num_cores(), self.num_ranks * self.num_peers)
