@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from diloco.cli.machine_recipes import RECIPES, chosen, recipe_for
+from diloco.cli.machine_recipes import RECIPES, chosen, recipe_for, trained
 from diloco.options.model_files import load_model_config
 from diloco.options.trainer import TrainConfig, flat_values, for_mode, parse_train_config
 from diloco.train.devices import Machine
@@ -140,6 +140,12 @@ def test_one_line_says_what_is_trained_and_why():
     assert named.in_words(named.config).endswith("averaged every 500")
     on_gpus = chosen(TrainConfig(), (), gpus(1, 24))
     assert "chosen for 1 GPU of 24 GiB (" in on_gpus.in_words(on_gpus.config)
+
+
+@pytest.mark.parametrize(("total_steps", "is_said"), [(300, True), (1001, False)])
+def test_a_warm_up_that_the_training_does_not_outlast_is_told(total_steps, is_said):
+    said = trained(TrainConfig(total_steps=total_steps))
+    assert said.endswith("rises for all of them, since --warmup-steps is 1000") == is_said
 
 
 def test_the_trainers_keep_the_defaults_of_opendiloco():
