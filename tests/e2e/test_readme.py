@@ -442,7 +442,7 @@ def test_the_example_is_a_worker_of_two_peers(pair, run, loop, maddr):
         assert peer.wait() == 0, peer.stderr
         found = re.search(r"^loss (0\.\d{4}) after 20 epochs$", peer.stdout, re.MULTILINE)
         assert found and float(found[1]) < 0.01, peer.stdout
-        assert "epoch 20 averaged by 2 peers, loss 0.0" in peer.stdout
+        assert "epoch 20 averaged by 2 peers" in peer.stdout
 
 
 def test_a_whole_swarm_on_one_machine_ends_with_a_report_and_its_files(run):
