@@ -72,11 +72,9 @@ def judged_nat(seen: Seen) -> Finding:
             f"{seen.by} is on this machine or behind the same address, so nothing is known of the outside",
             "diloco doctor --initial-peers <maddr>  # of a peer elsewhere",
         )
-    is_global = ipaddress.ip_address(host).is_global
-    near = "" if is_global else ", on a private network"
+    near = "" if ipaddress.ip_address(host).is_global else ", on a private network"
     if seen.kind == "public":
-        kind = "public" if is_global else "direct"
-        return passed("nat", f"{kind}: seen as {host}{near}, which is this machine's own")
+        return passed("nat", f"public: seen as {host}{near}, which is this machine's own")
     if seen.kind == "mapped":
         return passed("nat", f"mapped: seen as {host}{near}, and calls to it get through")
     if seen.kind == "filtered":
