@@ -37,9 +37,11 @@ class Aggregation:
     def of(cls, manifest: Mapping[str, str | int | float | bool | None]) -> Aggregation:
         """The aggregation of a checked manifest."""
         rule, most = manifest.get("hv.aggregation"), manifest.get("hv.max_weight")
-        sizes = [manifest.get(f"train.{name}") for name in ("total_batch_size", "seq_length")]
+        # How long completions are, the manifest of --mode grpo does not say.
+        names = ("total_batch_size", "seq_length") if manifest.get("mode") == "pretrain" else ()
+        samples, length = (manifest.get(name) for name in names) if names else (0, 0)
         steps, fragments = manifest.get("hv.local_steps"), manifest.get("hv.num_fragments")
-        tokens = int(sizes[0] or 0) * int(sizes[1] or 0) * int(steps or 0) // int(fragments or 1)
+        tokens = int(samples or 0) * int(length or 0) * int(steps or 0) // int(fragments or 1)
         return cls(
             rule=next((known for known in RULES if known == rule), cls.rule),
             max_weight=float(most) if most else DEFAULT_MAX_WEIGHT,

@@ -18,6 +18,7 @@ from diloco.options.trainer import (
     to_toml,
     with_shared,
 )
+from peers.core.weights import Aggregation
 from peers.reduce.codecs import codec_names
 
 PEER_ID = "12D3KooWHMXMfxzB2bW1hADjf1JAuC8oCiCpB1mtKpS8y6N1QwMW"
@@ -202,3 +203,10 @@ def test_help_ends_the_process_without_an_error(capsys, monkeypatch):
         parse_train_config(["--help"])
     assert exit_.value.code == 0
     assert "--per-device-train-batch-size" in capsys.readouterr().out
+
+
+def test_the_manifest_bounds_the_tokens_that_a_peer_may_claim():
+    config = TrainConfig(total_batch_size=8, seq_length=32)
+    bound = config.hv.local_steps * 8 * 32
+    assert Aggregation.of(shared_values(config)).max_tokens_per_epoch == bound
+    assert Aggregation.of(shared_values(replace(config, mode="grpo"))).max_tokens_per_epoch == 0
