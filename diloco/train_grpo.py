@@ -317,8 +317,8 @@ class Training:
         assert self.peer_rollouts is not None
         with self.progress.phase("waiting", "for rollouts"):
             groups = self.peer_rollouts.take(self.prompts.prompts_per_generation)
-        for peer_id, figures in self.peer_rollouts.senders.items():
-            self.metrics.write("rollouts", step=self.trainer.state.global_step, peer_id=peer_id, **figures)
+        for figures in self.peer_rollouts.senders.values():
+            self.metrics.write("rollouts", step=self.trainer.state.global_step, **figures)
         return groups
 
     def own_groups(self) -> list[Group]:

@@ -59,7 +59,7 @@ class PeerRollouts:
     ) -> None:
         """`generate` makes one generation's groups without rollout peers."""
         self.publisher = Publisher(dtype)
-        self.senders: dict[str, dict[str, float]] = {}
+        self.senders: dict[str, dict[str, Any]] = {}
         """What each rollout peer has sent so far."""
         self._link, self._files = link, PolicyFiles(directory)
         self._told = {"terms": dict(terms), "chat_template": chat_template}

@@ -197,6 +197,7 @@ class Daemon:
             link_bytes_per_s=lambda: self._runtime.averaging.bandwidth.bytes_per_s if self._runtime else 0.0,
             forwarded_bytes=lambda: self._network.forwarded_bytes,
             certificate=lambda: state.header.certificate if (state := self._current_state()) else None,
+            rollout_peers=self._rollouts.senders_shown,
         )
 
     def _core_changed(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from typing import Any
 
 from peers.errors import ProtocolError
 from peers.protocol.rollouts import Rollout, prompt_of
@@ -41,18 +42,17 @@ class Sender:
     staleness_sum: int = 0
     staleness_max: int = 0
     first_at: float = 0.0
-    last_at: float = 0.0
 
-    def figures(self) -> dict[str, float]:
+    def figures(self, now: float) -> dict[str, Any]:
         """For people; none of them decides anything."""
-        received_s = self.last_at - self.first_at
         return {
             "received": self.num_received,
             "taken": self.num_taken,
             "dropped": self.dropped.total(),
             "staleness_mean": self.staleness_sum / max(self.num_taken, 1),
             "staleness_max": self.staleness_max,
-            "rollouts_per_s": (self.num_received - 1) / received_s if received_s > 0 else 0.0,
+            # Several come at once: the first second says nothing.
+            "rollouts_per_s": self.num_received / max(now - self.first_at, 1.0),
         }
 
 
@@ -102,7 +102,7 @@ class RolloutQueue:
         self._check(rollout, sender)
         sender.next_number += 1
         sender.first_at = sender.first_at if sender.num_received else now
-        sender.num_received, sender.last_at = sender.num_received + 1, now
+        sender.num_received += 1
         if rollout.policy not in self._steps:
             return self._dropped(peer_id, "stale")
         self._waiting.append((peer_id, rollout))

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from msgspec.msgpack import Decoder
 
 from peers.daemon.link import DaemonConnection
@@ -39,15 +40,16 @@ from peers.protocol.rollouts import (
     rollout_protocol,
     verified,
 )
-from peers.timing import ANSWER_S, OFTEN_S, PROBE_S, STALL_S, START_S
+from peers.protocol.reports import MAX_ROLLOUT_PEERS, RolloutSender
+from peers.timing import ANSWER_S, FORGET_S, OFTEN_S, PROBE_S, STALL_S
 
 MAX_STREAMS = 128
 """Of all rollout peers together: each of them has two."""
 _HELLO: Decoder[Hello] = Decoder(Hello)
 _ASKED: Decoder[Asked] = Decoder(Asked)
 _PIECE_BYTES = 1 << 20
-_SILENCE_S = 2 * START_S
-"""A rollout peer asks for the newest policy every few seconds, also while it generates."""
+_SILENCE_S = FORGET_S
+"""Longer than a rollout peer needs to generate what it generates at once: meanwhile it may have nothing to say."""
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +79,15 @@ class RolloutService:
         """The rollout peers that have a stream here."""
         return frozenset(self._streams.values())
 
+    def senders_shown(self) -> tuple[RolloutSender, ...]:
+        """For those who look on."""
+        newest = list(self.queue.senders.items())[-MAX_ROLLOUT_PEERS:]
+        present, now = self.present, time.monotonic()
+        return tuple(
+            RolloutSender(peer_id=peer_id, is_here=peer_id in present, **sender.figures(now))
+            for peer_id, sender in newest
+        )
+
     # The trainer
 
     async def serve_trainer(
@@ -96,7 +107,7 @@ class RolloutService:
                     await connection.send(
                         "rollouts",
                         rollouts=[_told(one) for one in taken],
-                        senders={peer_id: one.figures() for peer_id, one in self.queue.senders.items()},
+                        senders={one.peer_id: msgspec.structs.asdict(one) for one in self.senders_shown()},
                     )
                 case kind:
                     raise ProtocolError(f"unknown message {kind!r} about rollouts")

@@ -139,7 +139,8 @@ def test_the_trainer_gets_what_was_handed_over_and_the_figures_of_who_did(identi
             assert [one.staleness for one in taken] == [0, 0]
         async with stream_to(service, identity) as stream:
             assert stream.welcome.next_number == first + 2
-        assert service.queue.senders[identity.peer_id].figures()["taken"] == 2
+        (shown,) = service.senders_shown()
+        assert (shown.peer_id, shown.taken, shown.received, shown.is_here) == (identity.peer_id, 2, 2, False)
 
     asyncio.run(run())
 
