@@ -13,9 +13,9 @@ A generator may die at any moment; its next life begins without weights.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -24,6 +24,7 @@ from peers.errors import LinkLost, ProtocolError
 from peers.protocol.rollouts import Completion
 from peers.timing import START_S
 
+T = TypeVar("T")
 _GROUPS: type[Any] = list[list[Completion]]
 
 
@@ -36,6 +37,7 @@ class Generator:
         )
         self.held = ""
         """Digest of the weights that it has."""
+        self._last: asyncio.Task[Any] | None = None
 
     async def serve(self, accept: Accept) -> None:
         """Accept one life of the generator after the other, for ever."""
@@ -58,17 +60,16 @@ class Generator:
         return int(hello["num_examples"]), int(hello["at_once"]), int(hello["most_bytes"])
 
     async def load(self, paths: Sequence[Path], digest: str) -> None:
-        """Apply these files, one after the other. Raises ProtocolError if they are not the weights of this digest."""
-        answer = await self._ask("load", "loaded", paths=[str(path) for path in paths], digest=digest)
-        if answer["kind"] == "failed":
-            self.held = ""
-            raise ProtocolError(str(answer["reason"]))
-        self.held = digest
+        """Apply these files, one after the other, and remove them.
+
+        Raises ProtocolError if they are not the weights of this digest.
+        """
+        await self._undisturbed(self._load(paths, digest))
 
     async def generate(self, examples: Sequence[int], chat_template: str) -> list[tuple[Completion, ...]]:
         """The judged completions of each example, asked for by this template."""
-        answer = await self._ask(
-            "generate", "generated", examples=list(examples), chat_template=chat_template
+        answer = await self._undisturbed(
+            self._ask("generate", "generated", examples=list(examples), chat_template=chat_template)
         )
         try:
             groups = msgspec.convert(answer["groups"], _GROUPS)
@@ -79,6 +80,34 @@ class Generator:
     def close(self) -> None:
         if self._ready.done():
             self._ready.result()[0].close()
+
+    async def _load(self, paths: Sequence[Path], digest: str) -> None:
+        try:
+            answer = await self._ask("load", "loaded", paths=[str(path) for path in paths], digest=digest)
+        finally:
+            for path in paths:
+                path.unlink(missing_ok=True)
+        if answer["kind"] == "failed":
+            self.held = ""
+            raise ProtocolError(str(answer["reason"]))
+        self.held = digest
+
+    async def _undisturbed(self, request: Coroutine[Any, Any, T]) -> T:
+        """Make the request after the last one, to its end even if the caller is cancelled.
+
+        Otherwise its answer would be taken for that of the next request.
+        """
+        before = self._last
+
+        async def in_turn() -> T:
+            if before is not None:
+                await asyncio.wait({before})
+            return await request
+
+        task = self._last = asyncio.create_task(in_turn())
+        # Marks the exception as retrieved: there may be no caller any more.
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return await asyncio.shield(task)
 
     async def _ask(self, kind: str, answered_by: str, **fields: Any) -> dict[str, Any]:
         connection, _ = await asyncio.shield(self._ready)

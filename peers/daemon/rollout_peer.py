@@ -251,6 +251,7 @@ class RolloutPeer:
         for name in policy.blobs:
             path = await stream.download(name, self._directory)
             if path is None:
+                # The learner is further: ask anew. A file that is left is written over, or goes with the directory.
                 return
             paths.append(path)
         self._fetched += paths
@@ -300,9 +301,6 @@ class RolloutPeer:
         except ProtocolError:
             self._forget_fetched()
             raise
-        finally:
-            for path in paths:
-                path.unlink(missing_ok=True)
 
     def _forget_fetched(self) -> None:
         """What was fetched leads to nothing any more: ask anew, for what the generator has."""

@@ -24,6 +24,7 @@ from peers.net.channel import Channel
 from peers.net.gate import Gate
 from peers.protocol.mesh import Manifest, Scalar
 from peers.protocol.refusal import Refusal, Refused
+from peers.protocol.reports import MAX_ROLLOUT_PEERS, RolloutSender
 from peers.protocol.rollouts import (
     MAX_MESSAGE_BYTES,
     Asked,
@@ -40,7 +41,6 @@ from peers.protocol.rollouts import (
     rollout_protocol,
     verified,
 )
-from peers.protocol.reports import MAX_ROLLOUT_PEERS, RolloutSender
 from peers.timing import ANSWER_S, FORGET_S, OFTEN_S, PROBE_S, STALL_S
 
 MAX_STREAMS = 128

@@ -29,7 +29,7 @@ from peers.protocol.rollouts import (
     Welcome,
     rollout_protocol,
 )
-from peers.timing import ANSWER_S, CONNECT_S, STALL_S
+from peers.timing import CONNECT_S, STALL_S
 
 _WELCOME: Decoder[Welcome | NoPolicy | Refusal] = Decoder(Welcome | NoPolicy | Refusal)
 _POLICY: Decoder[Policy | NoPolicy] = Decoder(Policy | NoPolicy)
@@ -58,8 +58,8 @@ class LearnerStream:
             max_message_bytes=MAX_MESSAGE_BYTES,
         )
         try:
-            await channel.send(Hello(token=token), ANSWER_S)
-            answer = unless_refused(await channel.read(_WELCOME, ANSWER_S))
+            await channel.send(Hello(token=token), STALL_S)
+            answer = unless_refused(await channel.read(_WELCOME, STALL_S))
             if isinstance(answer, NoPolicy):
                 raise PeerUnreachable("it takes no rollouts, or not yet")
         except BaseException:
@@ -75,16 +75,16 @@ class LearnerStream:
 
     async def newest(self, held: str) -> Policy:
         """The newest policy, for whoever has the weights of the digest `held`; empty: none."""
-        await self._channel.send(WantPolicy(held=held), ANSWER_S)
-        answer = await self._channel.read(_POLICY, ANSWER_S)
+        await self._channel.send(WantPolicy(held=held), STALL_S)
+        answer = await self._channel.read(_POLICY, STALL_S)
         if isinstance(answer, NoPolicy):
             raise PeerUnreachable("it has no policy any more")
         return answer
 
     async def download(self, name: BlobName, directory: Path) -> Path | None:
         """The file, once its bytes have been verified; None if the learner does not have it any more."""
-        await self._channel.send(WantBlob(digest=name.digest), ANSWER_S)
-        if isinstance(await self._channel.read(_BLOB, ANSWER_S), NoBlob):
+        await self._channel.send(WantBlob(digest=name.digest), STALL_S)
+        if isinstance(await self._channel.read(_BLOB, STALL_S), NoBlob):
             return None
         path = directory / f"{name.digest}.safetensors"
         digest, left, piece = hashlib.sha256(), name.num_bytes, bytearray(_PIECE_BYTES)

@@ -220,8 +220,8 @@ def test_the_documents_have_no_command_that_is_not_tested_here():
     known = {DEMO, *INSTALL, DHT, FIRST, SECOND, SLOW, UNEVEN, POD, STATUS, OWN_LOOP, TORCHRUN}
     known |= {GRPO_MODEL, GRPO, SLURM, PBS, RUN, SIMULATE}
     known |= {WATCH, DASHBOARD}
-    # test_admission.py, test_discover.py, test_doctor.py, test_recipes.py and test_rollout_peers.py run these, tests/pods
-    # those about pods.
+    # These are run by test_admission.py, test_discover.py, test_doctor.py, test_recipes.py, test_rollout_peers.py, and
+    # those about pods by tests/pods.
     known |= {
         ROLLOUT_LEARNER,
         ROLLOUT_PEER,
