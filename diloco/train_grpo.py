@@ -39,7 +39,7 @@ from diloco.rl.evaluation import TEMPERATURE, TOP_K, TOP_P, evaluated
 from diloco.rl.generation import generating_by_servers
 from diloco.rl.generator import judged
 from diloco.rl.gpus import split_gpus, starts_server
-from diloco.rl.peer_rollouts import Group, PeerRollouts, columns_of, rows_of_groups, terms_of
+from diloco.rl.peer_rollouts import Group, PeerRollouts, own_group, rows_of_groups, terms_of
 from diloco.rl.prompts import PromptSchedule, held_out_examples, place_of, rows_of
 from diloco.rl.recorder import Recorder
 from diloco.rl.rollouts import Rollouts
@@ -259,7 +259,7 @@ class Training:
         if not self.world.is_main:
             return
         self.peer_rollouts = PeerRollouts(
-            WorkerLink.connect(link_path, silence_s=None),
+            WorkerLink.connect(link_path),
             self.run_dir / "policies",
             self.precision.compute,
             terms_of(self.config, self.task, self.model, self.prompts.prompts_per_generation),
@@ -299,8 +299,10 @@ class Training:
         try:
             self.trainer.train(resume_from_checkpoint=str(own) if own else None)
         finally:
-            for source in filter(None, (self.servers, self.peer_rollouts)):
-                source.close()
+            if self.servers:
+                self.servers.close()
+            if self.peer_rollouts:
+                self.peer_rollouts.close()
             self.fetched.close()
             self.discard_scratch()
         self.metrics.write("event", event="finished", **self.position())
@@ -330,7 +332,7 @@ class Training:
         prompts = [example.prompt for example in examples]
         written = self.sampled(prompts, grpo.num_generations, sampling, seed=self.rollout_seed())
         return [
-            Group(example=number, **columns_of(judged(self.task, self.tokenizer, example, one)))
+            own_group(number, judged(self.task, self.tokenizer, example, one))
             for number, example, one in zip(numbers, examples, written, strict=True)
         ]
 

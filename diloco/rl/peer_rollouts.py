@@ -120,9 +120,12 @@ def terms_of(config: TrainConfig, task: Task, model: PreTrainedModel, per_genera
     }
 
 
-def columns_of(completions: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Judged completions (rl/generator.py) as a Group has them."""
-    return {name: [one[name] for one in completions] for name in ("tokens", "logprobs", "scores")}
+def own_group(example: int, completions: Sequence[Mapping[str, Any]]) -> Group:
+    """Judged completions (rl/generator.py) of the learner itself."""
+    tokens, logprobs, scores = (
+        [one[name] for one in completions] for name in ("tokens", "logprobs", "scores")
+    )
+    return Group(example=example, tokens=tokens, logprobs=logprobs, scores=scores)
 
 
 def rows_of_groups(task: Task, groups: Sequence[Group]) -> list[Row]:

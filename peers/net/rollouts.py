@@ -13,7 +13,7 @@ from peers.errors import PeerUnreachable, ProtocolError
 from peers.net.channel import Channel, call
 from peers.net.transport import StreamTransport
 from peers.protocol.records import Announcement
-from peers.protocol.refusal import Refusal, unless_refused
+from peers.protocol.refusal import Refusal, Refused
 from peers.protocol.rollouts import (
     MAX_MESSAGE_BYTES,
     Blob,
@@ -59,13 +59,15 @@ class LearnerStream:
         )
         try:
             await channel.send(Hello(token=token), STALL_S)
-            answer = unless_refused(await channel.read(_WELCOME, STALL_S))
-            if isinstance(answer, NoPolicy):
+            said = await channel.read(_WELCOME, STALL_S)
+            if isinstance(said, Refusal):
+                raise Refused(said.why)
+            if isinstance(said, NoPolicy):
                 raise PeerUnreachable("it takes no rollouts, or not yet")
         except BaseException:
             channel.close()
             raise
-        return cls(channel, answer)
+        return cls(channel, said)
 
     def __enter__(self) -> Self:
         return self
@@ -84,7 +86,8 @@ class LearnerStream:
     async def download(self, name: BlobName, directory: Path) -> Path | None:
         """The file, once its bytes have been verified; None if the learner does not have it any more."""
         await self._channel.send(WantBlob(digest=name.digest), STALL_S)
-        if isinstance(await self._channel.read(_BLOB, STALL_S), NoBlob):
+        answer = await self._channel.read(_BLOB, STALL_S)
+        if isinstance(answer, NoBlob):
             return None
         path = directory / f"{name.digest}.safetensors"
         digest, left, piece = hashlib.sha256(), name.num_bytes, bytearray(_PIECE_BYTES)
