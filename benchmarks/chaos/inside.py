@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from peers.net.live_peer import LivePeer
-from peers.protocol.mesh import Said
-from peers.protocol.messages import Message
+from peers.protocol.mesh import Announced, Said
+from peers.protocol.messages import Directed
 from peers.state.header import StateHeader
 from peers.state.outer_state import OuterState
 
@@ -98,7 +98,7 @@ def _patch_enqueue(chance: random.Random) -> None:
 
     def enqueue(self: LivePeer, message: Said | None) -> None:
         # Reports, lists and manifests are not reordered.
-        if not isinstance(message, Message):
+        if not isinstance(message, Announced | Directed):
             really_enqueue(self, message)
             return
         if chance.random() < _faults["disorder"]:

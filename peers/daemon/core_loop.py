@@ -11,11 +11,9 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from peers.core import effects, events
+from peers.core import events
 from peers.core.effects import Effect
 from peers.core.peer import Peer
-from peers.net.mesh import Mesh
-from peers.protocol.messages import Status
 from peers.timing import FORGET_S
 
 _MOST_EVENTS = 4096
@@ -28,10 +26,9 @@ Step = Callable[[], Coroutine[Any, Any, events.Event | None]]
 class CoreLoop:
     """The loop. A subclass performs the effects, and stops its own tasks when the loop ends."""
 
-    def __init__(self, core: Peer, mesh: Mesh) -> None:
-        self.core, self._mesh = core, mesh
+    def __init__(self, core: Peer) -> None:
+        self.core = core
         self._events: asyncio.Queue[events.Event | Step] = asyncio.Queue()
-        self._last_status: Status | None = None
 
     def _perform(self, effect: Effect) -> Coroutine[Any, Any, None] | None:
         """Carry out an effect that takes no time; return the coroutine that carries out any other."""
@@ -46,7 +43,10 @@ class CoreLoop:
 
         Messages of other peers may be dropped, as they may be on the network.
         """
-        if not isinstance(event, events.Received) or self._events.qsize() < _MOST_EVENTS:
+        if (
+            not isinstance(event, events.Received | events.StatusesReceived)
+            or self._events.qsize() < _MOST_EVENTS
+        ):
             self._events.put_nowait(event)
 
     async def run(self) -> None:
@@ -54,10 +54,8 @@ class CoreLoop:
         while True:
             event = await self._next_event()
             for effect in self.core.handle(event, time.monotonic()):
-                if isinstance(effect, effects.Broadcast) and isinstance(effect.message, Status):
-                    self._last_status = effect.message
                 if (work := self._perform(effect)) is not None:
-                    await self._while_beating(work)
+                    await work
             self._event_handled()
             # Taking an event that is already there does not let any other task run.
             await asyncio.sleep(0)
@@ -86,19 +84,4 @@ class CoreLoop:
                 event = await self._events.get()
         except TimeoutError:
             return None
-        return await self._while_beating(event()) if callable(event) else event
-
-    async def _while_beating(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Do this work, and repeat the last status meanwhile, so that other peers do not take this one for lost."""
-        task = asyncio.ensure_future(work)
-        try:
-            while True:
-                done, _ = await asyncio.wait({task}, timeout=self.core.timing.beat_s)
-                if done:
-                    return task.result()
-                if self._last_status is not None:
-                    self._mesh.broadcast(self._last_status)
-        finally:
-            if not task.done():
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+        return await event() if callable(event) else event

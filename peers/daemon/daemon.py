@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from peers.net.paths.reachability import Reachability
 from peers.net.states.server import StateServer
 from peers.net.streams import StreamPool
 from peers.protocol.mesh import Carried, Manifest, Scalar, WantManifest
+from peers.protocol.messages import Status
 from peers.protocol.records import NO_RANK, Announcement
 from peers.protocol.reports import Phase
 from peers.state.outer_state import OuterState
@@ -85,8 +86,10 @@ class Daemon:
             transport=paths,
             galaxy_size=config.galaxy_size,
             describe=self._describe,
+            status=lambda: self._runtime.status if self._runtime is not None else None,
             on_change=self._view_changed,
             on_message=self._received,
+            on_statuses=self._heard,
             on_lost=self._lost,
             gate=admission.gate,
         )
@@ -148,6 +151,9 @@ class Daemon:
         )
         for peer_id in self._met:
             runtime.post(events.Connected(peer_id))
+        self._heard(
+            [(one.peer_id, one.status) for one in self._presence.mesh.peers if one.status is not None]
+        )
         self._spawn(runtime.run())
         server = StateServer(
             self._network.paths, self._config.run_id, self._current_state, runtime.averaging.commit_log
@@ -304,6 +310,10 @@ class Daemon:
                     PeersError(f"lost peer {lost_ranks}, and --hv.fail-rank-drop is set")
                 )
         self._reports.changed()
+
+    def _heard(self, statuses: Sequence[tuple[str, Status]]) -> None:
+        if self._runtime is not None:
+            self._runtime.post(events.StatusesReceived(tuple(statuses)))
 
     def _received(self, sender: Announcement, message: Carried) -> None:
         """Handle a message of a live peer. Raises ProtocolError, which closes the channel to it."""

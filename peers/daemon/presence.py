@@ -9,23 +9,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from peers.admission.rank_request import request_rank
 from peers.errors import PeersError, UserError
 from peers.net.announced import announced
+from peers.net.channels import Reached, StreamOpener
 from peers.net.dht.node import Dht
 from peers.net.gate import Gate
 from peers.net.identity import Identity
-from peers.net.mesh import Mesh, StreamOpener
+from peers.net.mesh import Mesh
 from peers.protocol.mesh import Carried
+from peers.protocol.messages import Status
 from peers.protocol.records import (
     MAX_MADDRS,
     NO_RANK,
     PEERS_KEY,
     TRAINING_STATES,
     Announcement,
+    Spoken,
     View,
 )
 from peers.timing import ANSWER_S, BEAT_S, OFTEN_S, RECORD_TTL_S, STOP_S
@@ -46,7 +50,8 @@ COORDINATOR_GLANCE_S = 2 * OFTEN_S
 
 
 class Presence:
-    """Used from one event loop. `describe` returns the current announcement; `on_change` is called on each new view."""
+    """Used from one event loop. `describe` returns the current announcement, `status` what the core says, once there is
+    one; `on_change` is called on each new view."""
 
     def __init__(
         self,
@@ -57,8 +62,10 @@ class Presence:
         transport: StreamOpener,
         galaxy_size: int | None,
         describe: Callable[[], Announcement],
+        status: Callable[[], Status | None],
         on_change: Callable[[], None],
         on_message: Callable[[Announcement, Carried], None],
+        on_statuses: Callable[[Sequence[tuple[str, Status]]], None],
         on_lost: Callable[[str], None],
         gate: Gate,
     ) -> None:
@@ -77,9 +84,10 @@ class Presence:
             run_id=run_id,
             peer_id=identity.peer_id,
             transport=transport,
-            status=lambda: describe().encode(identity),
+            own_record=lambda number, lost: Spoken.of(describe(), status(), number, lost).encode(identity),
             on_change=self._view_changed,
             on_message=on_message,
+            on_statuses=on_statuses,
             on_lost=on_lost,
             gate=gate,
         )
@@ -131,9 +139,9 @@ class Presence:
         deadline, gone = time.monotonic() + RECORD_TTL_S, {self._identity.peer_id}
         while True:
             others = [record for peer_id, record in records.items() if peer_id not in gone]
-            reached = await asyncio.gather(*(self.mesh.reach(record) for record in others))
-            gone |= {record.peer_id for record, how in zip(others, reached, strict=True) if how == "gone"}
-            silent = [record for record, how in zip(others, reached, strict=True) if how == "silent"]
+            reached = await self._reach(others)
+            gone |= {peer_id for peer_id, how in reached.items() if how == "gone"}
+            silent = [record for record in others if reached.get(record.peer_id) == "silent"]
             if (why := self.mesh.turned_away) is not None:
                 raise UserError(why.advice(self._identity.peer_id))
             if self.mesh.peers or not (silent or self._dht.silent_initial_peers):
@@ -157,8 +165,21 @@ class Presence:
                 "Are they running well? Otherwise give other --initial-peers"
             )
 
+    async def _reach(self, others: Sequence[Announcement]) -> dict[str, Reached]:
+        """What comes of calling them, by peer id: of many only the neighbours, who pass on what the others say, and all
+        if none of those is here: anybody can put records into the DHT of peers that do not exist."""
+        near = self.mesh.neighbours_among([record.peer_id for record in others])
+        reached: dict[str, Reached] = {}
+        for is_near in (True, False):
+            called = [record for record in others if (record.peer_id in near) is is_near]
+            if called and "here" not in reached.values():
+                hows = await asyncio.gather(*(self.mesh.reach(record) for record in called))
+                reached |= {record.peer_id: how for record, how in zip(called, hows, strict=True)}
+        return reached
+
     async def announce_forever(self) -> None:
         """Renew this peer's announcement, and look for other peers. `enter` has announced it first."""
+        looked_at = -math.inf
         while True:
             num_peers = len(self.view)
             # Other peers must hear of this one before they claim a world rank.
@@ -170,8 +191,10 @@ class Presence:
             self._announce_now.clear()
             if not await self._announce():
                 log.debug("the DHT did not take this peer's record")
-            self.mesh.discovered(await self._records())
-            for peer in self.mesh.peers:
+            if is_early or time.monotonic() > looked_at + look_interval_s(num_peers):
+                looked_at = time.monotonic()
+                self.mesh.discovered(await self._records())
+            for peer in self.mesh.neighbours:
                 self._dht.remember(peer.peer_id, peer.maddrs)
 
     def publish(self) -> None:
@@ -252,10 +275,16 @@ def _identity_in(status: Announcement) -> tuple[object, ...]:
 def announce_interval_s(num_peers: int, *, is_early: bool) -> float:
     """The time between two announcements without news, of a peer that sees so many peers, itself included.
 
-    It grows with their number: an announcement is stored at many nodes, and a look-up of all of them comes with it.
+    It grows with their number, since an announcement is stored at many nodes.
     """
     usual_s = EARLY_INTERVAL_S if is_early else ANNOUNCE_INTERVAL_S
     return min(usual_s * max(1.0, num_peers / _MANY_PEERS), RECORD_TTL_S / 4)
+
+
+def look_interval_s(num_peers: int) -> float:
+    """The time between two look-ups of all announcements. It grows with the number of peers without the bound of
+    `announce_interval_s`: who comes is heard of from those who pass it on, and look-ups join what has come apart."""
+    return min(ANNOUNCE_INTERVAL_S * max(1.0, num_peers / _MANY_PEERS), 3 * RECORD_TTL_S)
 
 
 def rest_s(num_peers: int) -> float:

@@ -24,7 +24,7 @@ from peers.daemon.pledges import Pledges
 from peers.errors import PeersError, RoundFailed, StateUnavailable
 from peers.net.mesh import Mesh
 from peers.protocol.certificates import Certificate, Plan
-from peers.protocol.messages import Offer
+from peers.protocol.messages import Offer, Status
 from peers.reduce.residuals import Residuals
 from peers.state.handover import Ahead, EpochOutcome, Start
 from peers.state.outer_state import OuterState
@@ -50,11 +50,14 @@ class Runtime(CoreLoop):
         on_change: Callable[[], None],
         on_tell: Callable[[effects.Tell], None],
     ) -> None:
-        super().__init__(core, mesh)
+        super().__init__(core)
+        self._mesh = mesh
         self.averaging, self._pledges, self._downloads = averaging, pledges, downloads
         self._on_change, self._on_tell = on_change, on_tell
         self.state: OuterState | None = None
         """This peer's outer state, once it has one of the run. Only this class sets it."""
+        self.status: Status | None = None
+        """What the core last said of itself."""
         self._offered: OuterState | None = None
         """The state from which the run could begin, by this peer's first worker."""
         self._fetched: OuterState | None = None
@@ -118,9 +121,16 @@ class Runtime(CoreLoop):
     def _perform(self, effect: Effect) -> Coroutine[Any, Any, None] | None:
         match effect:
             case effects.Send(peer_id, message):
-                self._mesh.send_to(peer_id, message)
+                if isinstance(message, Status):
+                    self._mesh.send_status(peer_id)
+                else:
+                    self._mesh.send_to(peer_id, message)
             case effects.Broadcast(message):
-                self._mesh.broadcast(message)
+                if isinstance(message, Status):
+                    self.status = message
+                    self._mesh.broadcast_status()
+                else:
+                    self._mesh.broadcast(message)
             case effects.CancelReduce():
                 self.averaging.cancelled.set()
             case effects.GoAhead(epoch, data_base):

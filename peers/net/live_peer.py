@@ -1,27 +1,28 @@
-"""One peer at the other end of a channel: what it is sent and when, and how long it has not answered."""
+"""A channel of the mesh with one peer: what it is sent and when, and how long it has not answered."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
 from peers.errors import PeerUnreachable
 from peers.net.channel import Channel
 from peers.protocol.mesh import Announced, Said
-from peers.protocol.records import Announcement
 from peers.timing import BEAT_PEERS, BEAT_S, DOUBT_BEATS, LEAST_SILENCE_S, LOST_BEATS
 
 _MAX_QUEUED = 1024
+_LATE = 1.5
 
 
 class LivePeer:
-    """The other end of a channel: its newest status, what it is yet to be sent, how long it has not answered.
+    """What the other end is yet to be sent, how long it has not answered. `caller`: the peer id of the end that opened
+    the channel."""
 
-    `caller`: the peer id of the end that opened the channel.
-    """
-
-    def __init__(self, channel: Channel, status: Announcement, caller: str) -> None:
-        self.channel, self.status, self.caller = channel, status, caller
+    def __init__(self, channel: Channel, caller: str) -> None:
+        self.channel, self.caller = channel, caller
+        self.used_at = time.monotonic()
+        """When a message for this peer, or of it, went over the channel that was no status."""
         self._num_unanswered = 0
         self._queue: asyncio.Queue[Said | None] = asyncio.Queue(_MAX_QUEUED)
 
@@ -49,23 +50,28 @@ class LivePeer:
         *,
         on_silence: Callable[[], None],
     ) -> None:
+        """Send what is queued and, where no status was among it for somewhat longer than `interval_s`, the current one:
+        cores announce theirs in this interval, but while one is busy with a commit it does not."""
         clock = asyncio.get_running_loop().time
-        beat_at = clock() + interval_s()
+        told_at = counted_at = clock()
         try:
             while True:
                 try:
                     # Not wait_for: in Python 3.11 it swallows a cancellation that meets a message.
-                    async with asyncio.timeout_at(beat_at):
+                    async with asyncio.timeout_at(told_at + _LATE * interval_s()):
                         message = await self._queue.get()
                 except TimeoutError:
                     message = Announced(record=status())
-                    beat_at = clock() + interval_s()
-                    self._num_unanswered += 1
-                    if self._num_unanswered == DOUBT_BEATS:
-                        on_silence()
                 if message is None:
                     self.channel.break_off()
                     return
+                if isinstance(message, Announced):
+                    told_at = clock()
+                    if told_at >= counted_at + interval_s():
+                        counted_at = told_at
+                        self._num_unanswered += 1
+                        if self._num_unanswered == DOUBT_BEATS:
+                            on_silence()
                 await self.channel.send(message, timeout_s=LEAST_SILENCE_S)
         except PeerUnreachable:
             self.channel.break_off()

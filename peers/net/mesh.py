@@ -1,80 +1,58 @@
-"""A live channel to every other peer of the run: statuses, round messages, and the first word of a death.
+"""How this peer and the others of the run hear from one another: statuses, round messages, the first word of a death.
 
-Peers are found in the DHT; here they are kept. Each pair shares one channel, opened by the smaller peer id (by the
-other when that does not come about): where both have opened one, that of the smaller id is kept. Both ends send their
-signed status at every heartbeat, and when what others decide by has changed, so a channel that breaks or falls silent
-tells of a loss long before the DHT record expires.
+Peers are found in the DHT; here they are kept. Among few, everybody has a channel with everybody (channels.py), among
+many with its neighbours (overlay.py), who pass on what others say of themselves (gossip.py); a channel to anybody else
+is opened when there is something to say to it, and closed when it has been idle. Both ends of a channel say what they
+say of themselves, signed, at every heartbeat and change of it, so a channel that breaks or falls silent tells of a loss
+long before the DHT record expires.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import socket
+import math
 import time
-from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, Literal, Protocol, TypeVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
-from msgspec.msgpack import Decoder
+from msgspec.structs import replace
 
-from peers.errors import PeersError, PeerSilent, PeerUnreachable, ProtocolError
-from peers.net.channel import Channel
-from peers.net.dht.bootstrap import is_nobody_there
+from peers.errors import ProtocolError
+from peers.net.channels import Channels, Reached, StreamOpener
 from peers.net.gate import Gate
-from peers.net.live_peer import LivePeer, heartbeat_s, silence_s
-from peers.net.rate_limit import RateLimits
-from peers.net.transport import StreamTransport
+from peers.net.gossip import Gossip
+from peers.net.introduction import Introduced
+from peers.net.live_peer import heartbeat_s, silence_s
 from peers.protocol.admission import Bans
-from peers.protocol.mesh import Announced, Carried, Introduction, Said
-from peers.protocol.messages import Ask
-from peers.protocol.records import Announcement
-from peers.protocol.refusal import Refusal, Refused, Why
-from peers.timing import ANSWER_S, BEAT_S, GRACE_S, OFTEN_S, RETRY_S
+from peers.protocol.mesh import Announced, Carried, News, Parting, Said, Told
+from peers.protocol.messages import Status
+from peers.protocol.records import Announcement, Lost, Spoken
+from peers.protocol.refusal import Refused, Why
+from peers.timing import OFTEN_S, SLICE_S, START_S
 
 log = logging.getLogger(__name__)
 
-_FRESH_S = BEAT_S / 2
-"""A signed status is used again in the heartbeats to other peers for so long: among fifty, signing takes time."""
-_LAST_WORD_S = RETRY_S
-"""For a refused peer to read the reason before this end closes."""
-MESSAGES_PER_S, MESSAGES_AT_ONCE, BYTES_PER_MESSAGE = 200.0, 1000.0, 20_000
-"""What a peer may send per second: this many small messages, or 4 MB; longer messages count as several. Many times
-what an honest peer sends. Not reading would be no remedy: the end of the stream would stay hidden behind what a
-flood leaves in the buffers.
-"""
-ANSWER_BYTES = 256 << 10
-"""What a question counts for beside its own bytes: about as much as the answer, which costs this peer as much."""
-MAX_DIALLED = 32
-"""Dials at once: anybody can put records into the DHT of peers that do not exist."""
+_FRESH_BEATS = 0.5
+"""A signed status is used again in the heartbeats to other peers for so long: each new one is passed on to all."""
+_NEWS_S, _PROGRESS_BEATS = SLICE_S, 0.5
+"""News are gathered for so long before they are passed on, so that many travel in one message; for so many heartbeats
+what decisions do not depend on."""
+_IDLE_S = START_S
+"""A channel that no neighbour needs is closed after so long without a message for anybody."""
+MAX_WAITING = 64
+"""Messages kept for a peer while a channel to it is opened."""
+
+OwnRecord = Callable[[int, tuple[Lost, ...]], bytes]
+"""What this peer says of itself, signed, with this number and these losses."""
 
 
 def mesh_protocol(run_id: str) -> str:
     return f"diloco/{run_id}/mesh"
 
 
-T = TypeVar("T")
-_INTRODUCTION: Decoder[Introduction] = Decoder(Introduction)
-_SAID: Decoder[Said] = Decoder(Said)
-Reached = Literal["here", "gone", "silent"]
-"""Nobody listens at its addresses, or it has refused this peer."""
-
-
-class NotAdmitted(PeerUnreachable):
-    """A peer that was reached says that this one is not admitted."""
-
-    def __init__(self, why: Why) -> None:
-        super().__init__(f"turned away: {why}")
-        self.why = why
-
-
-class StreamOpener(StreamTransport, Protocol):
-    """The part of peers/net/paths/paths.py that the mesh needs."""
-
-    def no_answer(self, peer_id: str) -> None: ...
-
-
 class Mesh:
-    """Used from one event loop. `peers` holds the newest status of every live peer but this one."""
+    """Used from one event loop. `peers` holds the newest word of every peer that is here, but this one."""
 
     def __init__(
         self,
@@ -82,281 +60,258 @@ class Mesh:
         run_id: str,
         peer_id: str,
         transport: StreamOpener,
-        status: Callable[[], bytes],
+        own_record: OwnRecord,
         on_change: Callable[[], None],
         on_message: Callable[[Announcement, Carried], None],
+        on_statuses: Callable[[Sequence[tuple[str, Status]]], None] = lambda statuses: None,
         on_lost: Callable[[str], None] = lambda peer_id: None,
         gate: Gate | None = None,
     ) -> None:
-        """`gate`: who may be here; default: everybody. `on_lost` hears of each channel that ends, by peer id."""
-        self._protocol = mesh_protocol(run_id)
-        self._run_id, self._peer_id, self._transport = run_id, peer_id, transport
-        self._status, self._on_change, self._on_message = status, on_change, on_message
-        self._on_lost = on_lost
-        self._signed, self._signed_at = b"", float("-inf")
-        self._peers: dict[str, LivePeer] = {}
-        self._dialling: dict[str, asyncio.Task[Reached]] = {}
-        self._dials = asyncio.Semaphore(MAX_DIALLED)
+        """`gate`: who may be here; default: everybody. `on_statuses` hears what cores say of themselves, by peer id,
+        `on_lost` of each peer that is lost."""
+        self._peer_id, self._own_record = peer_id, own_record
+        self._on_change, self._on_message = on_change, on_message
+        self._on_statuses, self._on_lost = on_statuses, on_lost
+        self._number, self._signed, self._signed_at = 0, b"", float("-inf")
+        self._gossip = Gossip(peer_id)
+        self._passing_on: asyncio.TimerHandle | None = None
+        self._passes_on_at = math.inf
         self._left_to_them: set[str] = set()
-        # Kept when channels close, so that reconnecting does not reset a flood's limit.
-        self._limits = RateLimits(MESSAGES_PER_S, MESSAGES_AT_ONCE)
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._waiting: dict[str, list[Carried]] = {}
+        """Messages for peers to which a channel is being opened."""
         self._gate = gate or Gate.open(run_id)
         self._gate.on_bans.append(self._spread_bans)
-        self._turned_away: Why | None = None
+        self._channels = Channels(
+            peer_id=peer_id,
+            protocol=mesh_protocol(run_id),
+            transport=transport,
+            gate=self._gate,
+            run_id=run_id,
+            listener=self,
+        )
 
     @property
     def turned_away(self) -> Why | None:
         """Why the other peers refuse this one; None while any of them admits it, or none is there."""
-        return None if self._peers else self._turned_away
+        return self._channels.turned_away
 
     @property
-    def peers(self) -> list[Announcement]:
-        """The newest status of every live peer, also of several that claim one world rank."""
-        return [peer.status for peer in self._peers.values()]
+    def peers(self) -> Sequence[Spoken]:
+        """The newest word of every peer that is here, also of several that claim one world rank."""
+        return list(self._gossip.here.values())
+
+    @property
+    def neighbours(self) -> Sequence[Spoken]:
+        """The newest words of those that this peer keeps channels with."""
+        return [self._gossip.here[peer_id] for peer_id in self._gossip.neighbours]
+
+    @property
+    def num_peers(self) -> int:
+        return len(self._gossip.here)
+
+    def newest(self, peer_id: str) -> Spoken | None:
+        """What this peer said last, whether it is here or not."""
+        return self._gossip.newest(peer_id)
 
     async def start(self) -> None:
-        await self._transport.serve(self._protocol, self._accepted)
+        await self._channels.start()
+        self._channels.spawn(self._tend())
 
-    def discovered(self, records: Mapping[str, Announcement]) -> None:
-        """Dial whoever is in the DHT and has no channel yet; larger peer ids at once, smaller ones, which are to dial
-        this peer, when they have not done so by the next look."""
-        known = self._peers.keys() | self._dialling.keys() | {self._peer_id}
-        missing = {peer_id: record for peer_id, record in records.items() if peer_id not in known}
-        for peer_id, record in missing.items():
-            if self._peer_id < peer_id or peer_id in self._left_to_them:
-                self._dialling[peer_id] = self._spawn(self._dial(record))
-        self._left_to_them = missing.keys() - self._dialling.keys()
+    async def close(self) -> None:
+        await self._channels.close()
+
+    # Whom to talk to
+
+    def neighbours_among(self, peer_ids: Collection[str]) -> frozenset[str]:
+        """The neighbours that this peer would have, if these, which are announced, were here too."""
+        self._gossip.announced(peer_ids)
+        return self._gossip.neighbours_with(peer_ids)
 
     async def reach(self, record: Announcement) -> Reached:
         """Whether this peer answers; a channel to it is kept."""
-        peer_id = record.peer_id
-        if peer_id not in self._peers and peer_id not in self._dialling:
-            self._dialling[peer_id] = self._spawn(self._dial(record))
-        task = self._dialling.get(peer_id)
-        if task is not None:
-            await asyncio.wait({task}, timeout=ANSWER_S + 1)
-        if peer_id in self._peers:
-            return "here"
-        return task.result() if task is not None and task.done() and not task.cancelled() else "silent"
+        return await self._channels.reach(record)
+
+    def discovered(self, records: Mapping[str, Announcement]) -> None:
+        """Dial whoever is in the DHT and not here, and the neighbours to which there is no channel; larger peer ids at
+        once, smaller ones, which are to dial this peer, when they have not done so by the next look."""
+        self._gossip.announced(records.keys())
+        self._dial_missing(records)
+
+    def _dial_missing(self, records: Mapping[str, Announcement]) -> None:
+        here, channels = self._gossip.here, self._channels
+        missing = {peer_id: record for peer_id, record in records.items() if peer_id not in here}
+        missing |= {peer_id: here[peer_id] for peer_id in self._gossip.neighbours}
+        for peer_id in channels.open.keys() | channels.dialling.keys() | {self._peer_id}:
+            missing.pop(peer_id, None)
+        for peer_id, record in missing.items():
+            if self._peer_id < peer_id or peer_id in self._left_to_them:
+                channels.dial(record)
+        self._left_to_them = missing.keys() - channels.dialling.keys()
+
+    async def _tend(self) -> None:
+        """Among many, look now and then for neighbours to dial, channels that nobody needs, and peers that say nothing
+        new."""
+        while True:
+            await asyncio.sleep(OFTEN_S)
+            if self._gossip.is_full_mesh:
+                continue
+            now, channels = time.monotonic(), self._channels
+            for peer_id in self._gossip.silent(now, silence_s(self.num_peers)) - channels.open.keys():
+                self._lose(peer_id, by_own_channel=False)
+            self._dial_missing({})
+            for peer_id in channels.open.keys() - self._gossip.neighbours:
+                channel = channels.open[peer_id]
+                if channel.caller == self._peer_id and now > channel.used_at + _IDLE_S:
+                    channels.part(peer_id)
+
+    # What this peer says
 
     def send_to(self, peer_id: str, message: Carried) -> None:
         """Queue a message; one to a peer that is gone is dropped, as a broken channel would drop it."""
-        if (peer := self._peers.get(peer_id)) is not None:
-            peer.enqueue(message)
+        if (channel := self._channels.open.get(peer_id)) is not None:
+            channel.used_at = time.monotonic()
+            channel.enqueue(message)
+        elif (record := self._gossip.here.get(peer_id)) is not None:
+            if peer_id not in self._channels.dialling:
+                self._waiting[peer_id] = []
+                self._channels.dial(record)
+            if len(waiting := self._waiting.setdefault(peer_id, [])) < MAX_WAITING:
+                waiting.append(message)
 
     def broadcast(self, message: Carried) -> None:
-        for peer in self._peers.values():
-            peer.enqueue(message)
+        """To all with whom there is a channel, as a leader has with all whom it has proposed a group to."""
+        for channel in self._channels.open.values():
+            channel.enqueue(message)
+
+    def send_status(self, peer_id: str) -> None:
+        """To a peer with which there is a channel: others hear it from those who pass it on."""
+        if (channel := self._channels.open.get(peer_id)) is not None:
+            channel.enqueue(Announced(record=self.recent_record()))
 
     def broadcast_status(self) -> None:
-        self._signed, self._signed_at = self._status(), time.monotonic()
-        for peer in self._peers.values():
-            peer.enqueue(Announced(record=self._signed))
+        said = Announced(record=self._sign())
+        for channel in self._channels.open.values():
+            channel.enqueue(said)
 
-    async def close(self) -> None:
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        task = asyncio.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    async def _dial(self, record: Announcement) -> Reached:
-        peer_id = record.peer_id
-        try:
-            async with self._dials:
-                channel, status, told = await self._introduced(record)
-        except NotAdmitted as error:
-            self._turned_away = error.why
-            return "gone"
-        except (PeerUnreachable, ProtocolError) as error:
-            log.debug("cannot reach %s: %s", peer_id, error)
-            if isinstance(error, PeerSilent):
-                self._transport.no_answer(peer_id)
-            return "gone" if is_nobody_there(str(error)) else "silent"
-        finally:
-            self._dialling.pop(peer_id, None)
-        self._keep(peer_id, channel, status, told, caller=self._peer_id)
-        return "here"
-
-    async def _redial(self, record: Announcement) -> None:
-        """The peer may be alive and only the connection broken: dial again. The larger peer id lets the other dial
-        first.
-        """
-        if self._peer_id > record.peer_id:
-            await asyncio.sleep(GRACE_S)
-        await self.reach(record)
-
-    async def _introduced(self, record: Announcement) -> tuple[Channel, Announcement, bytes]:
-        """The channel, how the other stands, and the ban list that it has heard."""
-        sock = await self._transport.open(
-            record.peer_id, self._protocol, timeout_s=ANSWER_S, maddrs=record.maddrs
-        )
-        channel = Channel(sock)
-        try:
-            told = await self._introduce(channel)
-            return channel, await self._hear_introduction(channel, record.peer_id), told
-        except BaseException:
-            channel.close()
-            raise
-
-    async def _accepted(self, peer_id: str, sock: socket.socket) -> None:
-        channel = Channel(sock)
-        try:
-            status = await self._hear_introduction(channel, peer_id)
-            told = await self._introduce(channel)
-        except Refused as error:
-            await self._turn_away(channel, error.why)
-            return
-        except (PeerUnreachable, ProtocolError) as error:
-            log.info("refused a channel from %s: %s", peer_id, error)
-            channel.close()
-            return
-        self._keep(peer_id, channel, status, told, caller=peer_id)
-
-    async def _introduce(self, channel: Channel) -> bytes:
-        """Say who is here, after the ban list, which is returned."""
-        bans = await self._tell_bans(channel)
-        await channel.send(Announced(record=self._status()), timeout_s=ANSWER_S)
-        return bans
-
-    async def _turn_away(self, channel: Channel, why: Why) -> None:
-        """Tell a refused peer the reason, and a banned one the signed ban list."""
-        try:
-            await self._tell_bans(channel)
-            await channel.send(Refusal(why=why), timeout_s=ANSWER_S)
-            await channel.let_the_other_close(_LAST_WORD_S)
-        except PeerUnreachable as error:
-            log.debug("a refused peer did not hear why: %s", error)
-        finally:
-            channel.close()
-
-    async def _tell_bans(self, channel: Channel) -> bytes:
-        if bans := self._gate.bans_blob:
-            await channel.send(Bans(signed=bans), timeout_s=ANSWER_S)
-        return bans
-
-    def _recent_status(self) -> bytes:
+    def recent_record(self) -> bytes:
         """Never older than the status that was broadcast last."""
+        is_recent = time.monotonic() <= self._signed_at + _FRESH_BEATS * heartbeat_s(self.num_peers)
+        return self._signed if is_recent else self._sign()
+
+    def _sign(self) -> bytes:
         now = time.monotonic()
-        if now - self._signed_at > _FRESH_S:
-            self._signed, self._signed_at = self._status(), now
+        self._number += 1
+        self._signed, self._signed_at = self._own_record(self._number, self._gossip.lost_lately(now)), now
         return self._signed
 
-    async def _hear_introduction(self, channel: Channel, peer_id: str) -> Announcement:
-        """How the other end stands. Raises Refused, NotAdmitted, PeerUnreachable, ProtocolError."""
-        said = await channel.read(_INTRODUCTION, timeout_s=ANSWER_S)
-        if isinstance(said, Bans):
-            self._gate.learn(said.signed)
-            said = await channel.read(_INTRODUCTION, timeout_s=ANSWER_S)
+    # What happens on the channels (channels.Listener)
+
+    def opened(self, peer_id: str, introduced: Introduced) -> None:
+        self._gossip.heard(introduced.spoken, introduced.record, time.monotonic(), by=peer_id)
+        self._on_change()
+        self._learn_from([introduced.spoken], is_urgent=True)
+        for message in self._waiting.pop(peer_id, ()):
+            self.send_to(peer_id, message)
+
+    def received(self, peer_id: str, said: Said) -> None:
+        """Raises ProtocolError."""
         match said:
             case Announced(record):
-                return self._decode(peer_id, record)
-            case Refusal(why):
-                raise NotAdmitted(why)
-        raise ProtocolError("two ban lists in one introduction")
-
-    def _decode(self, peer_id: str, record: bytes) -> Announcement:
-        status = Announcement.decode(peer_id, record, run_id=self._run_id, now=time.time())
-        self._gate.check(peer_id, status.token, "mesh")
-        return status
-
-    def _spread_bans(self) -> None:
-        """Pass the new ban list on to every peer, then close the channels to those on it."""
-        message = Bans(signed=self._gate.bans_blob)
-        banned = self._gate.bans.peer_ids & self._peers.keys()
-        for peer in self._peers.values():
-            peer.enqueue(message)
-        for peer_id in banned:
-            log.warning("peer %d (%s) is banned", self._peers[peer_id].status.world_rank, peer_id)
-            self._peers.pop(peer_id).enqueue(None)
-        if banned:
-            self._on_change()
-
-    def _keep(
-        self, peer_id: str, channel: Channel, status: Announcement, told: bytes, *, caller: str
-    ) -> None:
-        """From now on this is the channel to the peer. `told`: the ban list that it has heard of from here.
-
-        A newer channel replaces an older one, but where both have called each other, both ends keep that of the smaller
-        peer id, unless it is silent or that of a process that has been started anew.
-        """
-        if (older := self._peers.get(peer_id)) is not None:
-            is_well = not older.is_silent and older.status.incarnation == status.incarnation
-            if is_well and older.caller < caller:
-                channel.close()
-                return
-            older.enqueue(None)
-        peer = self._peers[peer_id] = LivePeer(channel, status, caller)
-        if self._gate.bans_blob != told:
-            peer.enqueue(Bans(signed=self._gate.bans_blob))
-        self._on_change()
-        self._spawn(self._listen(peer, peer_id))
-
-    async def _listen(self, peer: LivePeer, peer_id: str) -> None:
-        """Own the channel until it breaks."""
-
-        def fell_silent() -> None:
-            # If many peers are silent at once, it is this peer's connection that is bad.
-            if sum(other.is_silent for other in self._peers.values()) <= max(1, len(self._peers) // 4):
-                self._transport.no_answer(peer_id)
-
-        sender = asyncio.create_task(
-            peer.send_forever(
-                self._recent_status,
-                lambda: heartbeat_s(len(self._peers)),
-                on_silence=fell_silent,
-            )
-        )
-        read_bytes, stood_since = 0, time.monotonic()
-        broken_by: PeersError | None = None
-        try:
-            while True:
-                message = await peer.channel.read(_SAID, timeout_s=silence_s(len(self._peers)))
-                peer.heard()
-                size, read_bytes = peer.channel.received_bytes - read_bytes, peer.channel.received_bytes
-                size += ANSWER_BYTES if isinstance(message, Ask) else 0
-                if not self._limits.take(peer_id, time.monotonic(), 1 + size / BYTES_PER_MESSAGE):
-                    raise ProtocolError("sends more messages than anybody has reason to")
-                self._received(peer, peer_id, message)
-                # Reading what has arrived already does not yield to other tasks.
-                await asyncio.sleep(0)
-        except (PeerUnreachable, ProtocolError) as error:
-            log.debug("lost the channel to peer %d: %s", peer.status.world_rank, error)
-            broken_by = error
-        finally:
-            sender.cancel()
-            await asyncio.gather(sender, return_exceptions=True)
-            peer.channel.close()
-            if self._peers.get(peer_id) is peer:
-                del self._peers[peer_id]
-                may_be_back = (
-                    isinstance(broken_by, PeerUnreachable)
-                    and peer.status.state != "leaving"
-                    and time.monotonic() > stood_since + OFTEN_S
-                )
-                self._on_lost(peer_id)
-                self._on_change()
-                if isinstance(broken_by, PeerSilent) and peer.is_silent:
-                    self._transport.no_answer(peer_id)
-                if may_be_back:
-                    self._spawn(self._redial(peer.status))
-
-    def _received(self, peer: LivePeer, peer_id: str, message: Said) -> None:
-        match message:
-            case Announced(record):
-                before, peer.status = peer.status, self._decode(peer_id, record)
-                if _essence(peer.status) != _essence(before):
-                    self._on_change()
+                self._take([(self._channels.introductions.decode(peer_id, record), record)], by=peer_id)
+            case News(told):
+                self._take(self._new_of(told), by=peer_id)
             case Bans(signed):
                 self._gate.learn(signed)
+            case Parting():
+                pass
             case _:
-                self._on_message(peer.status, message)
+                if peer_id in self._channels.open:
+                    self._channels.open[peer_id].used_at = time.monotonic()
+                if (sender := self._gossip.newest(peer_id)) is not None:
+                    self._on_message(sender, said)
+
+    def broken(self, peer_id: str) -> None:
+        self._lose(peer_id, by_own_channel=True)
+
+    def _new_of(self, told: Sequence[Told]) -> list[tuple[Spoken, bytes]]:
+        """Those that this peer does not know yet. Raises ProtocolError for one that is not what it is said to be."""
+        found = []
+        for one in told:
+            version = one.incarnation, one.number
+            if one.peer_id in self._channels.open or not self._gossip.is_news(one.peer_id, version):
+                continue
+            try:
+                spoken = self._channels.introductions.decode(one.peer_id, one.record)
+            except Refused:
+                continue
+            if spoken.version != version:
+                raise ProtocolError(f"passes on words of {one.peer_id} under a false number")
+            found.append((spoken, one.record))
+        return found
+
+    def _take(self, words: Sequence[tuple[Spoken, bytes]], by: str) -> None:
+        """What peers say of themselves, whose signatures have been checked; `by`: who has said or passed it on."""
+        now, is_changed, is_urgent, news = time.monotonic(), False, False, list[Spoken]()
+        for spoken, record in words:
+            before = self._gossip.here.get(spoken.peer_id)
+            if self._gossip.heard(spoken, record, now, by):
+                news.append(spoken)
+                is_changed = is_changed or before is None or _essence(spoken) != _essence(before)
+                is_urgent = is_urgent or before is None or _decisive(spoken) != _decisive(before)
+        if is_changed:
+            self._on_change()
+        self._learn_from(news, is_urgent=is_urgent)
+
+    def _learn_from(self, news: Sequence[Spoken], *, is_urgent: bool) -> None:
+        """Tell the core, heed whom they say to be lost, and pass them on."""
+        if statuses := [(one.peer_id, one.status) for one in news if one.status is not None]:
+            self._on_statuses(statuses)
+        for one in news:
+            for peer_id in self._gossip.rumoured(one) - self._channels.open.keys():
+                self._lose(peer_id, by_own_channel=False)
+            if any(lost.peer_id == self._peer_id and lost.number >= self._number for lost in one.lost):
+                self.broadcast_status()
+        if news:
+            self._pass_on_soon(is_urgent=is_urgent)
+
+    def _lose(self, peer_id: str, *, by_own_channel: bool) -> None:
+        if not self._gossip.lose(peer_id, time.monotonic(), by_own_channel=by_own_channel):
+            return
+        self._on_lost(peer_id)
+        self._on_change()
+        if by_own_channel and not self._gossip.is_full_mesh:
+            self.broadcast_status()
+
+    def _pass_on_soon(self, *, is_urgent: bool) -> None:
+        if self._gossip.is_full_mesh:
+            return
+        loop = asyncio.get_running_loop()
+        at = loop.time() + (_NEWS_S if is_urgent else _PROGRESS_BEATS * heartbeat_s(self.num_peers))
+        if at < self._passes_on_at:
+            if self._passing_on is not None:
+                self._passing_on.cancel()
+            self._passes_on_at, self._passing_on = at, loop.call_at(at, self._pass_on)
+
+    def _pass_on(self) -> None:
+        self._passes_on_at, self._passing_on = math.inf, None
+        channels = self._channels.open
+        for peer_id, told in self._gossip.due(self._gossip.neighbours & channels.keys()):
+            channels[peer_id].enqueue(News(told=told))
+        if self._gossip.is_owed:
+            self._pass_on_soon(is_urgent=True)
+
+    def _spread_bans(self) -> None:
+        """Pass the new ban list on, then close the channels to those on it."""
+        said = Bans(signed=self._gate.bans_blob)
+        banned = self._gate.bans.peer_ids & self._gossip.here.keys()
+        for channel in self._channels.open.values():
+            channel.enqueue(said)
+        for peer_id in banned:
+            log.warning("peer %d (%s) is banned", self._gossip.here[peer_id].world_rank, peer_id)
+            self._channels.drop(peer_id)
+            self._gossip.lose(peer_id, time.monotonic(), by_own_channel=False)
+        if banned:
+            self._on_change()
 
 
 def _essence(status: Announcement) -> tuple[Any, ...]:
@@ -369,3 +324,10 @@ def _essence(status: Announcement) -> tuple[Any, ...]:
         status.head,
         status.manifest_digest,
     )
+
+
+def _decisive(spoken: Spoken) -> tuple[Any, ...]:
+    """What others wait for: `_essence`, what the core says but for the worker's progress, and who is lost."""
+    status = spoken.status
+    said = status and replace(status, sequence=0, local_step=0, step_s=0.0)
+    return *_essence(spoken), said, spoken.lost

@@ -7,11 +7,13 @@ A channel begins with an introduction of both ends. Each receives the other's ba
 
 Then either end sends at any time:
 
-    Announced      its announcement: when rank or manifest change, when it leaves, and at every heartbeat
+    Announced      its announcement, with the status of its core: at every change and heartbeat
+    News           what other peers have announced, to be passed on; among many peers alone
+    Parting        this channel is not needed any more
     Bans           a newer ban list
     WantManifest   a request for
     Manifest       the settings of the run
-    Message        a message of the core (messages.py)
+    Directed       a message of its core (messages.py)
 """
 
 from __future__ import annotations
@@ -21,19 +23,37 @@ from typing import Annotated
 from msgspec import Meta
 
 from peers.protocol.admission import Bans
-from peers.protocol.limits import ShortText
-from peers.protocol.messages import Message
-from peers.protocol.records import MAX_RECORD_BYTES
+from peers.protocol.limits import Count, PeerId, ShortText
+from peers.protocol.messages import Directed
+from peers.protocol.records import MAX_SPOKEN_BYTES
 from peers.protocol.refusal import Refusal
 from peers.protocol.wire import Struct
 
 MAX_MANIFEST_FIELDS = 256
+MAX_NEWS = 256
 Scalar = str | int | float | bool | None
 
 
 class Announced(Struct, frozen=True, tag="announced"):
-    record: Annotated[bytes, Meta(max_length=MAX_RECORD_BYTES)]
-    """A signed Announcement."""
+    record: Annotated[bytes, Meta(max_length=MAX_SPOKEN_BYTES)]
+    """A signed Spoken (records.py)."""
+
+
+class Told(Struct, frozen=True):
+    """What another peer has said. Incarnation and number are those in the record, for who has it already."""
+
+    peer_id: PeerId
+    incarnation: Count
+    number: Count
+    record: Annotated[bytes, Meta(max_length=MAX_SPOKEN_BYTES)]
+
+
+class News(Struct, frozen=True, tag="news"):
+    told: Annotated[tuple[Told, ...], Meta(max_length=MAX_NEWS)]
+
+
+class Parting(Struct, frozen=True, tag="parting"):
+    pass
 
 
 class WantManifest(Struct, frozen=True, tag="manifest?"):
@@ -45,6 +65,6 @@ class Manifest(Struct, frozen=True, tag="manifest"):
 
 
 Introduction = Bans | Announced | Refusal
-Carried = Message | WantManifest | Manifest
+Carried = Directed | WantManifest | Manifest
 """Messages that the mesh passes on to other parts of the daemon."""
-Said = Carried | Announced | Bans
+Said = Carried | Announced | News | Parting | Bans

@@ -1,6 +1,7 @@
 """The messages of the protocol between peers' cores (peers/core), part of the wire format of the mesh (mesh.py).
 
-any     -> any      Status        head, phase, work handed over; at every change and heartbeat
+any     -> any      Status        head, phase, work handed over; at every change and heartbeat, inside the peer's
+                                  announcement (records.py)
 leader  -> member   Propose       who averages, with which weights, and the roster after it
 member  -> leader   Vote          the member's signature under what it would commit
 member  -> leader   Decline       the member cannot take part, and why
@@ -139,7 +140,9 @@ class Found(Struct, frozen=True, tag="found"):
     body: Body
 
 
-Message = Status | Propose | Vote | Decline | Abort | Certificates | Ask | Found
+Directed = Propose | Vote | Decline | Abort | Certificates | Ask | Found
+"""Those that travel by themselves."""
+Message = Status | Directed
 
 _decoder: Decoder[Message] = Decoder(Message)
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import StrEnum
 from functools import cache, lru_cache
-from typing import Annotated, Literal, Self, TypeVar, get_args
+from typing import Annotated, ClassVar, Literal, Self, TypeVar, get_args
 
 from msgspec import Meta
 from msgspec.msgpack import Decoder
+from msgspec.structs import asdict
 
 from peers.errors import ProtocolError, UserError
 from peers.protocol.certificates import Keys, Signature
 from peers.protocol.limits import (
+    MAX_MESSAGE_BYTES,
     ClaimedRank,
     Count,
     HashOrNone,
@@ -24,11 +26,15 @@ from peers.protocol.limits import (
     WorldRank,
 )
 from peers.protocol.maddrs import parse_maddr
+from peers.protocol.messages import Status
 from peers.protocol.signatures import verify_signature
 from peers.protocol.wire import Struct, decode, encode
 from peers.timing import CLOCK_TOLERANCE_S, RECORD_TTL_S
 
 MAX_RECORD_BYTES = 4096
+"""In the DHT."""
+MAX_SPOKEN_BYTES = MAX_MESSAGE_BYTES - 4096
+"""In the mesh, where the status of the core comes with it, and room is left for the message around it."""
 State = Literal["joining", "waiting", "training", "averaging", "leaving"]
 STATES = frozenset(get_args(State))
 TRAINING_STATES = frozenset({"training", "averaging"})
@@ -40,6 +46,7 @@ NO_RANK = -1
 """Stands for the world rank of a peer that has none yet."""
 MAX_MADDRS = 8
 MAX_ENDPOINTS = 4
+MAX_LOST = 16
 MAX_PATHS = 32
 """Paths in one announcement; in a larger swarm the others are left out."""
 
@@ -72,6 +79,7 @@ class Path(StrEnum):
 class Record(Struct, frozen=True, kw_only=True):
     """What a peer states about itself at `time` (Unix seconds)."""
 
+    max_bytes: ClassVar[int] = MAX_RECORD_BYTES
     peer_id: PeerId
     run_id: RunId
     maddrs: Annotated[tuple[ShortText, ...], Meta(max_length=MAX_MADDRS)]
@@ -80,13 +88,14 @@ class Record(Struct, frozen=True, kw_only=True):
     """Admits the peer (peers/core/admission.py); the reader checks it. Empty in an open swarm."""
 
     def encode(self, keys: Keys) -> bytes:
-        """The signed record to store in the DHT under the subkey `peer_id`. Raises ValueError if it is too long."""
-        return seal(encode(self), keys)
+        """The signed record, as the DHT stores it under the subkey `peer_id`. Raises ValueError if it is too long."""
+        return seal(encode(self), keys, self.max_bytes)
 
     @classmethod
     def decode(cls, peer_id: str, blob: bytes, now: float, *, run_id: str | None = None) -> Self:
         """The record in `blob`. Raises ProtocolError unless it is valid, current, signed by this peer, of `run_id`."""
-        record = decode(_decoder(cls), unseal(peer_id, blob), MAX_RECORD_BYTES, what=f"record of {peer_id}")
+        payload = unseal(peer_id, blob, cls.max_bytes)
+        record = decode(_decoder(cls), payload, cls.max_bytes, what=f"record of {peer_id}")
         if record.peer_id != peer_id or run_id not in (None, record.run_id):
             raise ProtocolError(
                 f"a record of {peer_id} that belongs to {record.peer_id!r}, run {record.run_id!r}"
@@ -139,6 +148,41 @@ class Announcement(Record, frozen=True, kw_only=True):
                 raise UserError(f"{maddr} is no endpoint: it needs a port, and names no peer")
 
 
+class Lost(Struct, frozen=True):
+    """A peer to which the channel broke, and the last that was heard of it: (incarnation, number)."""
+
+    peer_id: PeerId
+    incarnation: Count
+    number: Count
+
+    @property
+    def version(self) -> tuple[int, int]:
+        return self.incarnation, self.number
+
+
+class Spoken(Announcement, frozen=True, kw_only=True):
+    """The announcement as peers tell it to one another, with the status of the peer's core, by which cores decide. The
+    DHT has none of that: it changes too often."""
+
+    max_bytes: ClassVar[int] = MAX_SPOKEN_BYTES
+    status: Status | None = None
+    """None: the peer has no core yet."""
+    number: Count = 0
+    """Higher in everything that this process says later."""
+    lost: Annotated[tuple[Lost, ...], Meta(max_length=MAX_LOST)] = ()
+
+    @classmethod
+    def of(
+        cls, announcement: Announcement, status: Status | None, number: int = 0, lost: tuple[Lost, ...] = ()
+    ) -> Self:
+        return cls(**asdict(announcement), status=status, number=number, lost=lost)
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Of two words of one peer the one with the greater is newer."""
+        return self.incarnation, self.number
+
+
 class CoordinatorRecord(Record, frozen=True):
     """The addresses of a run's coordinator, or of a peer that issues its tokens."""
 
@@ -154,17 +198,17 @@ class Sealed(Struct, frozen=True):
     signature: Signature
 
 
-def seal(payload: bytes, keys: Keys) -> bytes:
-    """Sign a payload. Raises ValueError if the result would exceed MAX_RECORD_BYTES."""
+def seal(payload: bytes, keys: Keys, max_bytes: int = MAX_RECORD_BYTES) -> bytes:
+    """Sign a payload. Raises ValueError if the result would exceed `max_bytes`."""
     blob = encode(Sealed(payload=payload, signature=keys.sign(payload)))
-    if len(blob) > MAX_RECORD_BYTES:
-        raise ValueError(f"a record of {len(blob)} bytes; at most {MAX_RECORD_BYTES} are read")
+    if len(blob) > max_bytes:
+        raise ValueError(f"a record of {len(blob)} bytes; at most {max_bytes} are read")
     return blob
 
 
-def unseal(peer_id: str, blob: bytes) -> bytes:
+def unseal(peer_id: str, blob: bytes, max_bytes: int = MAX_RECORD_BYTES) -> bytes:
     """The payload of a sealed record. Raises ProtocolError unless this peer has signed it."""
-    sealed = decode(_decoder(Sealed), blob, MAX_RECORD_BYTES, what="record")
+    sealed = decode(_decoder(Sealed), blob, max_bytes, what="record")
     if not _is_signed(peer_id, sealed.payload, sealed.signature):
         raise ProtocolError(f"a record of {peer_id} is not signed by it")
     return sealed.payload

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from peers.protocol.records import Announcement
+from peers.protocol.messages import Status
+from peers.protocol.records import Announcement, Lost, Spoken
 
 
 def announced(peer_id: str, **fields: Any) -> Announcement:
@@ -27,3 +28,10 @@ def announced(peer_id: str, **fields: Any) -> Announcement:
         "time": time.time(),
     }
     return Announcement(**{**usual, "peer_id": peer_id, **fields})
+
+
+def spoken(
+    peer_id: str, status: Status | None = None, number: int = 0, lost: tuple[Lost, ...] = (), **fields: Any
+) -> Spoken:
+    """The same as the mesh has it."""
+    return Spoken.of(announced(peer_id, **fields), status, number, lost)

@@ -123,7 +123,9 @@ class Flood:
             Join(),
             Proof(proof=self._random.randbytes(32)),
             Ask(head=head or "f" * 64),
-            Status(incarnation=1, sequence=1, world_rank=1, phase="ready", head=head),
+            self._hostile.announced(
+                Status(incarnation=1, sequence=1, world_rank=1, phase="ready", head=head)
+            ),
             WantManifest(),
             Manifest(fields={"hv.local_steps": 5}),
             WantState(head=head or "f" * 64),

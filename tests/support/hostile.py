@@ -25,7 +25,7 @@ from peers.net.identity import load_or_create
 from peers.protocol.admission import Bans
 from peers.protocol.mesh import Announced, Carried, Introduction, Manifest, Said, WantManifest
 from peers.protocol.messages import Message, Status
-from peers.protocol.records import PEERS_KEY, Announcement
+from peers.protocol.records import PEERS_KEY, Announcement, Spoken
 
 T = TypeVar("T")
 INTRODUCTION: Decoder[Introduction] = Decoder(Introduction)
@@ -49,7 +49,7 @@ class Hostile:
         self.on_said: OnSaid | None = None
         self.statuses: dict[str, Status] = {}
         """Where each honest peer stands."""
-        self._sequence = 0
+        self._sequence = self._number = 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -72,17 +72,19 @@ class Hostile:
     def call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float = 60.0) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)
 
-    def status(self) -> bytes:
+    def announcement(self) -> Announcement:
         model = max(self.honest.values(), key=lambda peer: (peer.epoch, peer.committed_tokens))
         claims = {
             **({"state": "averaging"} if self.follows else {"head": "", "anchor_digest": ""}),
             **self.claims,
         }
         claims |= {"peer_id": self.identity.peer_id, "maddrs": (), "time": time.time()}
-        return replace(model, **claims).encode(self.identity)
+        return replace(model, **claims)
 
-    def announced(self) -> Announced:
-        return Announced(record=self.status())
+    def announced(self, status: Status | None = None) -> Announced:
+        self._number += 1
+        said = Spoken.of(self.announcement(), status, self._number)
+        return Announced(record=said.encode(self.identity))
 
     async def stream(self, peer_id: str, protocol: str) -> socket.socket:
         maddrs = self.honest[peer_id].maddrs
@@ -115,7 +117,8 @@ class Hostile:
     async def say(self, peer_id: str, message: Message) -> None:
         """What peers say to each other about the run; nothing where the channel is broken."""
         with contextlib.suppress(PeersError, OSError, KeyError):
-            await self.channels[peer_id].send(message, 5.0)
+            said = self.announced(message) if isinstance(message, Status) else message
+            await self.channels[peer_id].send(said, 5.0)
 
     def standing(self, **fields: Any) -> Status:
         """A status of its own, newer than all before."""
@@ -125,10 +128,7 @@ class Hostile:
 
     async def announce(self) -> None:
         """In the DHT, where newcomers find it."""
-        blob = replace(
-            Announcement.decode(self.identity.peer_id, self.status(), time.time()),
-            maddrs=tuple(await self.dht.maddrs()),
-        ).encode(self.identity)
+        blob = replace(self.announcement(), maddrs=tuple(await self.dht.maddrs())).encode(self.identity)
         await self.dht.store(PEERS_KEY(self.run_id), self.identity.peer_id, blob, ttl_s=30.0)
 
     async def babble(self, peer_id: str, protocol: str, seed: int, num_bytes: int = 4096) -> None:
@@ -172,7 +172,11 @@ class Hostile:
 
     def _hear(self, peer_id: str, message: Introduction | Said) -> None:
         if isinstance(message, Announced):
-            self.honest[peer_id] = Announcement.decode(peer_id, message.record, time.time())
+            spoken = Spoken.decode(peer_id, message.record, time.time())
+            fields = {name: getattr(spoken, name) for name in Announcement.__struct_fields__}
+            self.honest[peer_id] = Announcement(**fields)
+            if spoken.status is not None:
+                self.statuses[peer_id] = spoken.status
 
     async def _listen(self, peer_id: str, channel: Channel) -> None:
         with contextlib.suppress(PeersError, OSError):
@@ -184,14 +188,14 @@ class Hostile:
                     case Announced():
                         if self.follows and self.honest[peer_id].head != before:
                             await channel.send(self.announced(), 5.0)
+                        if self.on_said and peer_id in self.statuses:
+                            await self.on_said(self, peer_id, self.statuses[peer_id])
                     case Manifest() | WantManifest():
                         if self.on_message:
                             await self.on_message(self, channel, message)
                     case Bans():
                         pass
                     case _:
-                        if isinstance(message, Status):
-                            self.statuses[peer_id] = message
                         if self.on_said:
                             await self.on_said(self, peer_id, message)
 

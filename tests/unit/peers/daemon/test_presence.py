@@ -1,6 +1,5 @@
 import asyncio
 import time
-from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
@@ -12,13 +11,14 @@ from peers.daemon.presence import (
     RECORD_TTL_S,
     Presence,
     announce_interval_s,
+    look_interval_s,
     rest_s,
 )
 from peers.errors import UserError
 from peers.net.gate import Gate
 from peers.net.identity import load_or_create
 from peers.protocol.records import Announcement
-from tests.support.announcements import announced
+from tests.support.announcements import spoken
 
 RUN_ID = "meeting"
 
@@ -35,6 +35,12 @@ def test_a_record_is_renewed_long_before_it_expires_however_many_there_are():
     for num_peers in (1, 50, 1000, 10**6):
         renewed_after_s = rest_s(num_peers) + announce_interval_s(num_peers, is_early=False)
         assert renewed_after_s <= RECORD_TTL_S / 2
+
+
+def test_many_look_rarely_and_few_whenever_they_announce():
+    assert all(look_interval_s(count) == announce_interval_s(count, is_early=False) for count in (1, 8, 13))
+    assert look_interval_s(50) > 3 * announce_interval_s(50, is_early=False)
+    assert look_interval_s(10**6) == 3 * RECORD_TTL_S
 
 
 class SilentDht:
@@ -67,8 +73,10 @@ def a_presence(identity, dht=None):
         transport=None,
         galaxy_size=1,
         describe=lambda: None,
+        status=lambda: None,
         on_change=lambda: None,
         on_message=lambda sender, message: None,
+        on_statuses=lambda statuses: None,
         on_lost=lambda peer_id: None,
         gate=Gate.open(RUN_ID),
     )
@@ -135,7 +143,7 @@ def test_a_peer_that_says_it_has_the_same_rank_ends_only_whose_user_insists_on_i
 
     async def scenario():
         mine = a_presence(identity)
-        mine.mesh._peers = {"b": SimpleNamespace(status=announced("b", world_rank=7))}
+        mine.mesh._gossip.here["b"] = spoken("b", world_rank=7)
         for rank in (presence.NO_RANK, 3):
             mine.world_rank = rank
             mine._settle_rank(wanted)

@@ -1,11 +1,12 @@
 import asyncio
 import socket
 
+from msgspec.msgpack import Decoder
+
 from peers.net.channel import Channel
 from peers.net.live_peer import LEAST_SILENCE_S, LivePeer, heartbeat_s, silence_s
-from peers.protocol.mesh import WantManifest
+from peers.protocol.mesh import Announced, Said, WantManifest
 from peers.timing import BEAT_S
-from tests.support.announcements import announced
 
 
 def test_heartbeats_get_rarer_with_many_peers_and_stay_far_below_the_silence_of_a_lost_one():
@@ -15,12 +16,32 @@ def test_heartbeats_get_rarer_with_many_peers_and_stay_far_below_the_silence_of_
     assert silence_s(8) == LEAST_SILENCE_S < silence_s(50) < 40
 
 
+def test_a_status_is_told_in_the_interval_unless_another_one_was_told_meanwhile():
+    async def scenario():
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            peer = LivePeer(Channel(ours), "b")
+            sending = asyncio.create_task(
+                peer.send_forever(lambda: b"of the channel", lambda: 0.1, on_silence=lambda: None)
+            )
+            heard, said = Decoder(Said), Channel(theirs)
+            for _ in range(10):
+                # The core's own come in time, so that the channel adds none.
+                peer.enqueue(Announced(record=b"of the core"))
+                assert await said.read(heard, 5.0) == Announced(record=b"of the core")
+                await asyncio.sleep(0.02)
+            assert await said.read(heard, 5.0) == Announced(record=b"of the channel")
+            sending.cancel()
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
 def test_a_peer_that_answers_no_heartbeat_is_silent_until_it_says_something_whatever_it_is_told():
     async def scenario():
         ours, theirs = socket.socketpair()
         with ours, theirs:
             found = []
-            peer = LivePeer(Channel(ours), announced("b", state="joining"), "b")
+            peer = LivePeer(Channel(ours), "b")
             sending = asyncio.create_task(
                 peer.send_forever(lambda: b"", lambda: 0.01, on_silence=lambda: found.append(peer.is_silent))
             )

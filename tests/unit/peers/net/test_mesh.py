@@ -4,19 +4,24 @@ import socket
 import time
 
 import pytest
+from msgspec.structs import replace
 
 from peers.admission.secrets import AdmissionKey
 from peers.core.admission import Admission
 from peers.errors import PeerUnreachable
+from peers.net import channels as channels_module
 from peers.net import mesh as mesh_module
 from peers.net.channel import Channel
+from peers.net.channels import MAX_DIALLED
 from peers.net.gate import Gate
 from peers.net.identity import claim_slot
-from peers.net.mesh import MAX_DIALLED, Mesh
-from peers.protocol.messages import Ask
+from peers.net.introduction import Introduced
+from peers.net.mesh import Mesh
+from peers.protocol.mesh import News, Told
+from peers.protocol.messages import Ask, Status
 from peers.protocol.refusal import Refusal, Why
 from peers.protocol.tokens import BanList, Token
-from tests.support.announcements import announced
+from tests.support.announcements import announced, spoken
 
 
 def record(peer_id):
@@ -47,12 +52,12 @@ class Transport:
         self.unanswered.append(peer_id)
 
 
-def mesh_over(transport, status=lambda: b"", on_message=lambda *_: None):
+def mesh_over(transport, own_record=lambda number, lost: b"", on_message=lambda *_: None):
     return Mesh(
         run_id="run",
         peer_id="a",
         transport=transport,
-        status=status,
+        own_record=own_record,
         on_change=lambda: None,
         on_message=on_message,
     )
@@ -68,7 +73,7 @@ def test_records_of_peers_that_do_not_exist_are_dialled_a_few_at_a_time_and_all_
         mesh = mesh_over(transport)
         records = {f"p{number}": record(f"p{number}") for number in range(5 * MAX_DIALLED)}
         mesh.discovered(records)
-        while mesh._dialling:
+        while mesh._channels.dialling:
             await asyncio.sleep(0.005)
         assert sorted(transport.dialled) == sorted(records)
         assert transport.most_at_once == MAX_DIALLED
@@ -84,7 +89,7 @@ def test_the_smaller_peer_id_is_left_one_look_to_dial_in():
         looks = [{"A": record("A"), "b": record("b")}, {}, {"A": record("A")}, {"A": record("A")}]
         for records, dialled in zip(looks, (["b"], ["b"], ["b"], ["b", "A"]), strict=True):
             mesh.discovered(records)
-            while mesh._dialling:
+            while mesh._channels.dialling:
                 await asyncio.sleep(0)
             assert transport.dialled == dialled
         await mesh.close()
@@ -94,10 +99,10 @@ def test_the_smaller_peer_id_is_left_one_look_to_dial_in():
 
 def test_one_signature_serves_all_heartbeats_of_a_moment_and_none_is_older_than_the_last_broadcast():
     statuses = [b"newest", b"new", b"old"]
-    mesh = mesh_over(Transport(), status=lambda: statuses.pop())
-    assert [mesh._recent_status() for _ in range(50)] == [b"old"] * 50
+    mesh = mesh_over(Transport(), own_record=lambda number, lost: statuses.pop())
+    assert [mesh.recent_record() for _ in range(50)] == [b"old"] * 50
     mesh.broadcast_status()
-    assert mesh._recent_status() == b"new"
+    assert mesh.recent_record() == b"new"
     assert statuses == [b"newest"]
 
 
@@ -114,20 +119,22 @@ def test_one_signature_serves_all_heartbeats_of_a_moment_and_none_is_older_than_
 def test_a_channel_that_breaks_is_made_anew_at_once_and_another_way_where_it_fell_silent(
     monkeypatch, state, speaks, wait_s, dialled, unanswered
 ):
-    monkeypatch.setattr(mesh_module, "OFTEN_S", wait_s)
+    monkeypatch.setattr(channels_module, "OFTEN_S", wait_s)
     if not speaks:
-        monkeypatch.setattr(mesh_module, "silence_s", lambda _num_peers: 0.2)
-        monkeypatch.setattr(mesh_module, "heartbeat_s", lambda _num_peers: 0.001)
+        monkeypatch.setattr(channels_module, "silence_s", lambda _num_peers: 0.2)
+        monkeypatch.setattr(channels_module, "heartbeat_s", lambda _num_peers: 0.001)
 
     async def scenario():
         transport = Transport()
         mesh = mesh_over(transport)
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            mesh._keep("b", Channel(ours), announced("b", state=state), b"", caller="a")
+            mesh._channels._keep(
+                "b", Channel(ours), Introduced(spoken("b", state=state), b"", b""), caller="a"
+            )
             if speaks:
                 theirs.close()
-            while mesh.peers or mesh._dialling:
+            while mesh.peers or mesh._channels.dialling:
                 await asyncio.sleep(0.001)
             assert (transport.dialled, sorted(set(transport.unanswered))) == (dialled, unanswered)
             await mesh.close()
@@ -142,7 +149,7 @@ def test_who_asks_pays_for_the_answers(num_asks, is_kept):
         mesh = mesh_over(Transport(), on_message=lambda _, message: heard.append(message))
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            mesh._keep("b", Channel(ours), announced("b"), b"", caller="a")
+            mesh._channels._keep("b", Channel(ours), Introduced(spoken("b"), b"", b""), caller="a")
             asking = Channel(theirs)
             with contextlib.suppress(PeerUnreachable):
                 for _ in range(num_asks):
@@ -157,7 +164,7 @@ def test_who_asks_pays_for_the_answers(num_asks, is_kept):
 
 
 def test_who_was_frozen_itself_does_not_take_all_others_for_silent(monkeypatch):
-    monkeypatch.setattr(mesh_module, "silence_s", lambda _num_peers: 0.01)
+    monkeypatch.setattr(channels_module, "silence_s", lambda _num_peers: 0.01)
 
     async def scenario():
         transport = Transport()
@@ -165,7 +172,9 @@ def test_who_was_frozen_itself_does_not_take_all_others_for_silent(monkeypatch):
         ours, theirs = socket.socketpair()
         with ours, theirs:
             # The time is over, and not one heartbeat has been sent.
-            mesh._keep("b", Channel(ours), announced("b", state="training"), b"", caller="a")
+            mesh._channels._keep(
+                "b", Channel(ours), Introduced(spoken("b", state="training"), b"", b""), caller="a"
+            )
             while mesh.peers:
                 await asyncio.sleep(0.001)
             assert not transport.unanswered
@@ -185,7 +194,9 @@ class Wire:
 
         class Mine(Transport):
             async def open(self, other, protocol, *, timeout_s, maddrs=()):
-                await asyncio.sleep(wire.delays_s[peer_id])
+                await asyncio.sleep(wire.delays_s.get(peer_id, 0.0))
+                if other not in wire.handlers:
+                    raise PeerUnreachable("connection refused")
                 ours, theirs = socket.socketpair()
                 wire.tasks.append(asyncio.create_task(wire.handlers[other](peer_id, theirs)))
                 return ours
@@ -200,7 +211,7 @@ class Wire:
 @pytest.mark.parametrize("lag_s", [0.0, 0.005, 0.02])
 def test_of_two_calls_that_cross_one_stands_and_nobody_is_lost(tmp_path, monkeypatch, delays_s, lag_s):
     # However short a channel stood, its loss is noted.
-    monkeypatch.setattr(mesh_module, "OFTEN_S", 0.0)
+    monkeypatch.setattr(channels_module, "OFTEN_S", 0.0)
     identities = [claim_slot(tmp_path, "run", rank) for rank in range(2)]
     by_id = sorted(identities, key=lambda identity: identity.peer_id)
     delays_s = dict(zip((identity.peer_id for identity in by_id), delays_s.values(), strict=True))
@@ -208,12 +219,14 @@ def test_of_two_calls_that_cross_one_stands_and_nobody_is_lost(tmp_path, monkeyp
     async def scenario():
         wire, meshes, lost = Wire(delays_s), [], []
         for rank, identity in enumerate(by_id):
-            status = announced(identity.peer_id, world_rank=rank)
+            said = spoken(identity.peer_id, world_rank=rank)
             mesh = Mesh(
                 run_id="run",
                 peer_id=identity.peer_id,
                 transport=wire.transport(identity.peer_id),
-                status=lambda status=status, identity=identity: status.encode(identity),
+                own_record=lambda number, lost, said=said, identity=identity: replace(
+                    said, number=number
+                ).encode(identity),
                 on_change=lambda: None,
                 on_message=lambda *_: None,
                 on_lost=lost.append,
@@ -259,7 +272,7 @@ class Ends:
     def record(self, rank):
         now, peer_id = time.time(), self.identities[rank].peer_id
         token = Token(run_id="run", peer_id=peer_id, not_before=now - 1, expires=now + 60, serial=1)
-        return announced(peer_id, world_rank=rank, token=token.encode(self.key.private_key))
+        return spoken(peer_id, world_rank=rank, token=token.encode(self.key.private_key))
 
     def mesh(self, rank):
         identity = self.identities[rank]
@@ -267,7 +280,7 @@ class Ends:
             run_id="run",
             peer_id=identity.peer_id,
             transport=self.wire.transport(identity.peer_id),
-            status=lambda: self.record(rank).encode(identity),
+            own_record=lambda number, lost: replace(self.record(rank), number=number).encode(identity),
             on_change=lambda: None,
             on_message=lambda *_: None,
             gate=self.gates[rank],
@@ -322,14 +335,14 @@ def test_of_a_banned_peer_and_another_neither_lets_the_other_in_whoever_has_the_
 def test_a_list_that_comes_while_two_are_introduced_is_passed_on(tmp_path):
     async def scenario():
         ends = Ends(tmp_path, [None, None])
-        usual = ends.meshes[1]._introduce
+        usual = ends.meshes[1]._channels.introductions._say
 
         async def introduce(channel):
             told = await usual(channel)
             ends.gates[1].learn(ends.signed((), version=7))
             return told
 
-        ends.meshes[1]._introduce = introduce
+        ends.meshes[1]._channels.introductions._say = introduce
         assert await ends.introduced(0) == "here"
         while ends.gates[0].bans.version != 7:
             await asyncio.sleep(0.001)
@@ -343,12 +356,146 @@ def test_after_the_introduction_a_refusal_and_what_is_no_message_end_the_channel
         for wrong in (Refusal(why=Why.BANNED), {"type": "announced", "record": b""}, {"type": "letter"}):
             ends = Ends(tmp_path, [None, None])
             assert await ends.introduced(0) == "here"
-            (peer,) = ends.meshes[0]._peers.values()
+            (peer,) = ends.meshes[0]._channels.open.values()
             await peer.channel.send(wrong)
             while ends.meshes[1].peers:
                 await asyncio.sleep(0.001)
             await ends.close()
             for identity in ends.identities:
                 identity.release()
+
+    run(scenario())
+
+
+class Many:
+    """Meshes that hear of each other at once, over a wire."""
+
+    def __init__(self, directory, count):
+        self.wire, self.heard, self.lost = Wire({}), {}, {}
+        self.identities = {
+            i.peer_id: i for i in (claim_slot(directory, "run", rank) for rank in range(count))
+        }
+        self.meshes = {peer_id: self.mesh(peer_id) for peer_id in self.identities}
+        self.sequences = dict.fromkeys(self.meshes, 0)
+
+    def mesh(self, peer_id):
+        identity, heard = self.identities[peer_id], self.heard.setdefault(peer_id, [])
+        lost = self.lost.setdefault(peer_id, [])
+
+        def own_record(number, losses):
+            status = Status(incarnation=1, sequence=self.sequences[peer_id], world_rank=0, phase="training")
+            return spoken(peer_id, status, number=number, lost=losses).encode(identity)
+
+        return Mesh(
+            run_id="run",
+            peer_id=peer_id,
+            transport=self.wire.transport(peer_id),
+            own_record=own_record,
+            on_change=lambda: None,
+            on_message=lambda sender, message: heard.append((sender.peer_id, message)),
+            on_statuses=lambda statuses: heard.extend(statuses),
+            on_lost=lost.append,
+        )
+
+    async def meet(self):
+        records = {peer_id: announced(peer_id) for peer_id in self.meshes}
+        for mesh in self.meshes.values():
+            await mesh.start()
+        for mesh in self.meshes.values():
+            for peer_id in mesh.neighbours_among(records):
+                await mesh.reach(records[peer_id])
+        await self.until(
+            lambda: all(len(mesh.peers) == len(self.meshes) - 1 for mesh in self.meshes.values())
+        )
+
+    async def until(self, condition):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+    async def kill(self, peer_id):
+        del self.wire.handlers[peer_id]
+        await self.meshes.pop(peer_id).close()
+
+    async def close(self):
+        for mesh in self.meshes.values():
+            await mesh.close()
+        for identity in self.identities.values():
+            identity.release()
+
+
+def test_many_keep_few_channels_and_hear_what_all_others_say_and_who_dies(tmp_path):
+    async def scenario():
+        many = Many(tmp_path, 40)
+        await many.meet()
+        num_neighbours = {len(mesh._gossip.neighbours) for mesh in many.meshes.values()}
+        assert num_neighbours == {10}
+        assert all(len(mesh._channels.open) == 10 for mesh in many.meshes.values())
+
+        speaker, *others = many.meshes
+        many.sequences[speaker] = 7
+        many.meshes[speaker].broadcast_status()
+
+        def has_heard(peer_id):
+            return any(sender == speaker and said.sequence == 7 for sender, said in many.heard[peer_id])
+
+        await many.until(lambda: all(map(has_heard, others)))
+
+        victim = others[0]
+        await many.kill(victim)
+        await many.until(lambda: all(victim in many.lost[peer_id] for peer_id in many.meshes))
+        assert all(many.lost[peer_id].count(victim) == 1 for peer_id in many.meshes)
+        assert all(len(mesh.peers) == 38 for mesh in many.meshes.values())
+        await many.close()
+
+    run(scenario())
+
+
+def test_what_is_meant_for_one_that_is_no_neighbour_arrives_on_a_channel_that_is_closed_when_idle(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(mesh_module, "OFTEN_S", 0.02)
+    monkeypatch.setattr(mesh_module, "_IDLE_S", 0.2)
+
+    async def scenario():
+        many = Many(tmp_path, 34)
+        await many.meet()
+        speaker = next(iter(many.meshes))
+        mesh = many.meshes[speaker]
+        # Those that were made while fewer were known are idle by now.
+        await many.until(lambda: mesh._channels.open.keys() <= mesh._gossip.neighbours)
+        other = next(peer_id for peer_id in many.meshes if peer_id not in {*mesh._channels.open, speaker})
+        asked = [Ask(head=letter * 64) for letter in "abc"]
+        for one in asked:
+            mesh.send_to(other, one)
+        await many.until(lambda: (speaker, asked[-1]) in many.heard[other])
+        assert [said for sender, said in many.heard[other] if isinstance(said, Ask)] == asked
+        assert other in mesh._channels.open
+        await many.until(lambda: other not in mesh._channels.open)
+        # Neither end takes that for a loss.
+        await many.until(lambda: speaker not in many.meshes[other]._channels.open)
+        assert not many.lost[speaker] and not many.lost[other]
+        assert other in mesh._gossip.here
+        await many.close()
+
+    run(scenario())
+
+
+def test_words_that_are_passed_on_under_a_false_number_or_unsigned_end_the_channel(tmp_path):
+    async def scenario():
+        many = Many(tmp_path, 2)
+        await many.meet()
+        liar, honest = many.meshes
+        third = claim_slot(tmp_path, "run", 5)
+        true = spoken(third.peer_id, number=3).encode(third)
+        forged = spoken(third.peer_id, number=4).encode(many.identities[liar])
+        for number, record in ((9, true), (4, forged)):
+            said = Told(peer_id=third.peer_id, incarnation=1, number=number, record=record)
+            before = len(many.lost[honest])
+            many.meshes[liar]._channels.open[honest].enqueue(News(told=(said,)))
+            await many.until(lambda before=before: len(many.lost[honest]) > before)
+            assert third.peer_id not in many.meshes[honest]._gossip.here
+            await many.meshes[liar].reach(announced(honest))
+        third.release()
+        await many.close()
 
     run(scenario())

@@ -49,11 +49,13 @@ from peers.protocol.messages import (
     Vote,
 )
 from peers.protocol.ranks import AskRank, Grant, Taken
+from peers.protocol.records import Spoken
 from peers.protocol.refusal import Refusal, Why
 from peers.protocol.wire import Struct, decode, encode
 from peers.state import files
 from peers.state.header import StateHeader
 from tests.support import certified
+from tests.support.announcements import spoken
 from tests.support.certified import begun
 from tests.support.keys import credentials
 from tests.support.rollout_messages import rollout
@@ -83,15 +85,6 @@ SAID: list[Said] = [
     Bans(signed=b"b"),
     WantManifest(),
     Manifest(fields=MANIFEST),
-    Status(
-        incarnation=1,
-        sequence=2,
-        world_rank=-1,
-        phase="ready",
-        head=PLAN.parent,
-        work=PLAN.contributors[0].work,
-    ),
-    Status(incarnation=1, sequence=2, world_rank=3, phase="waiting", offer=Offer(**DIGESTS)),
     Propose(plan=PLAN),
     Vote(head=PLAN.parent, attempt=0, plan=PLAN.digest, signature=SIGNATURE, **DIGESTS),
     Decline(head=PLAN.parent, attempt=0, reason="because", suspects=("peer1",)),
@@ -104,6 +97,21 @@ SAID: list[Said] = [
     Certificates(head=CERTIFICATE.head, certificates=(CERTIFICATE,)),
     Ask(head=CERTIFICATE.head),
     Found(body=CERTIFICATE.body),
+]
+STANDING = [
+    spoken(
+        "a",
+        Status(
+            incarnation=1,
+            sequence=2,
+            world_rank=-1,
+            phase="ready",
+            head=PLAN.parent,
+            work=PLAN.contributors[0].work,
+        ),
+    ),
+    spoken("a", Status(incarnation=1, sequence=2, world_rank=3, phase="waiting", offer=Offer(**DIGESTS))),
+    spoken("a"),
 ]
 VALUES = st.recursive(
     st.none()
@@ -198,6 +206,11 @@ DECODERS: dict[str, tuple[list[dict[str, Any]], Callable[[dict[str, Any]], objec
     "what peers say over the mesh": (
         [msgpack.unpackb(encode(message)) for message in SAID],
         lambda message: decode(SAID_DECODER, msgpack.packb(message), MAX_MESSAGE_BYTES),
+        ProtocolError,
+    ),
+    "what a peer says of itself": (
+        [msgpack.unpackb(encode(one)) for one in STANDING],
+        lambda message: decode(Decoder(Spoken), msgpack.packb(message), MAX_MESSAGE_BYTES),
         ProtocolError,
     ),
     "an introduction": (

@@ -8,12 +8,14 @@ from hypothesis import strategies as st
 
 from peers.errors import ProtocolError
 from peers.net.identity import Identity, claim_slot
+from peers.protocol.messages import Status
 from peers.protocol.records import (
     MAX_AGE_S,
     MAX_RECORD_BYTES,
     NO_RANK,
     Announcement,
     CoordinatorRecord,
+    Spoken,
     seal,
     unseal,
 )
@@ -51,6 +53,14 @@ def announcement(peer: Identity) -> Announcement:
 def test_an_announcement_arrives_as_it_was_sent(peer):
     sent = announcement(peer)
     assert Announcement.decode(peer.peer_id, sent.encode(peer), NOW, run_id="run") == sent
+
+
+def test_peers_tell_each_other_the_status_of_their_core_too_and_the_dht_has_none_of_it(peer):
+    status = Status(incarnation=1, sequence=2, world_rank=1, phase="training", head="ab" * 32)
+    said = Spoken.of(announcement(peer), status)
+    assert Spoken.decode(peer.peer_id, said.encode(peer), NOW, run_id="run") == said
+    with pytest.raises(ProtocolError):
+        Announcement.decode(peer.peer_id, said.encode(peer), NOW)
 
 
 def test_a_peer_that_has_no_world_rank_yet_may_say_so(peer):

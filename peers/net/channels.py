@@ -1,0 +1,287 @@
+"""The channels of the mesh: one with each peer that this one talks to, dialled, introduced, kept, and made anew.
+
+A channel is opened by the smaller peer id (by the other when that does not come about): where both have opened one,
+that of the smaller id is kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import Coroutine
+from typing import Any, Literal, Protocol, TypeVar
+
+from msgspec.msgpack import Decoder
+
+from peers.errors import PeersError, PeerSilent, PeerUnreachable, ProtocolError
+from peers.net.channel import Channel
+from peers.net.dht.bootstrap import is_nobody_there
+from peers.net.gate import Gate
+from peers.net.introduction import Introduced, Introductions, NotAdmitted
+from peers.net.live_peer import LivePeer, heartbeat_s, silence_s
+from peers.net.rate_limit import RateLimits
+from peers.net.transport import StreamTransport
+from peers.protocol.admission import Bans
+from peers.protocol.mesh import Parting, Said
+from peers.protocol.messages import Ask
+from peers.protocol.records import NO_RANK, Announcement, Spoken
+from peers.protocol.refusal import Refused, Why
+from peers.timing import ANSWER_S, GRACE_S, OFTEN_S
+
+log = logging.getLogger(__name__)
+
+MESSAGES_PER_S, MESSAGES_AT_ONCE, BYTES_PER_MESSAGE = 200.0, 1000.0, 20_000
+"""What a peer may send per second: this many small messages, or 4 MB; longer messages count as several. Many times
+what an honest peer sends. Not reading would be no remedy: the end of the stream would stay hidden behind what a
+flood leaves in the buffers.
+"""
+ANSWER_BYTES = 256 << 10
+"""What a question counts for beside its own bytes: about as much as the answer, which costs this peer as much."""
+MAX_DIALLED = 32
+"""Dials at once: anybody can put records into the DHT of peers that do not exist."""
+
+T = TypeVar("T")
+_SAID: Decoder[Said] = Decoder(Said)
+Reached = Literal["here", "gone", "silent"]
+"""Nobody listens at its addresses, or it has refused this peer."""
+
+
+class StreamOpener(StreamTransport, Protocol):
+    """The part of peers/net/paths/paths.py that the mesh needs."""
+
+    def no_answer(self, peer_id: str) -> None: ...
+
+
+class Listener(Protocol):
+    """Whom the channels tell what happens on them: the mesh."""
+
+    @property
+    def num_peers(self) -> int:
+        """How many peers are here, by which heartbeats get rarer."""
+        ...
+
+    def newest(self, peer_id: str) -> Spoken | None:
+        """What this peer last said of itself."""
+        ...
+
+    def recent_record(self) -> bytes:
+        """What this peer says of itself in an introduction and at heartbeats, signed."""
+        ...
+
+    def opened(self, peer_id: str, introduced: Introduced) -> None: ...
+
+    def received(self, peer_id: str, said: Said) -> None:
+        """Raises ProtocolError, which closes the channel."""
+        ...
+
+    def broken(self, peer_id: str) -> None:
+        """The channel has ended, and neither end has parted."""
+        ...
+
+
+class Channels:
+    """Used from one event loop. `open`: by peer id."""
+
+    def __init__(
+        self,
+        *,
+        peer_id: str,
+        protocol: str,
+        transport: StreamOpener,
+        gate: Gate,
+        run_id: str,
+        listener: Listener,
+    ) -> None:
+        self._peer_id, self._protocol, self._transport = peer_id, protocol, transport
+        self._gate, self._listener = gate, listener
+        self.introductions = Introductions(run_id, gate, listener.recent_record)
+        self.open: dict[str, LivePeer] = {}
+        self.dialling: dict[str, asyncio.Task[Reached]] = {}
+        self._dials = asyncio.Semaphore(MAX_DIALLED)
+        # Kept when channels close, so that reconnecting does not reset a flood's limit.
+        self._limits = RateLimits(MESSAGES_PER_S, MESSAGES_AT_ONCE)
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._turned_away: Why | None = None
+
+    @property
+    def turned_away(self) -> Why | None:
+        """Why the other peers refuse this one; None while any of them admits it, or none is there."""
+        return None if self.open else self._turned_away
+
+    async def start(self) -> None:
+        await self._transport.serve(self._protocol, self._accepted)
+
+    async def close(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run this until the channels are closed."""
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def dial(self, record: Announcement) -> None:
+        self.dialling[record.peer_id] = self.spawn(self._dial(record))
+
+    async def reach(self, record: Announcement) -> Reached:
+        """Whether this peer answers; a channel to it is kept."""
+        peer_id = record.peer_id
+        if peer_id not in self.open and peer_id not in self.dialling:
+            self.dial(record)
+        task = self.dialling.get(peer_id)
+        if task is not None:
+            await asyncio.wait({task}, timeout=ANSWER_S + 1)
+        if peer_id in self.open:
+            return "here"
+        return task.result() if task is not None and task.done() and not task.cancelled() else "silent"
+
+    def part(self, peer_id: str) -> None:
+        """Close a channel that is not needed any more; the other end hears that it is no loss."""
+        channel = self.open.pop(peer_id)
+        channel.enqueue(Parting())
+        channel.enqueue(None)
+
+    def drop(self, peer_id: str) -> None:
+        """Close the channel to this peer, if there is one, once everything before is sent."""
+        if (channel := self.open.pop(peer_id, None)) is not None:
+            channel.enqueue(None)
+
+    # Opening
+
+    async def _dial(self, record: Announcement) -> Reached:
+        peer_id = record.peer_id
+        try:
+            async with self._dials:
+                channel, introduced = await self._called(record)
+        except NotAdmitted as error:
+            self._turned_away = error.why
+            return "gone"
+        except (PeerUnreachable, ProtocolError) as error:
+            log.debug("cannot reach %s: %s", peer_id, error)
+            if isinstance(error, PeerSilent):
+                self._transport.no_answer(peer_id)
+            return "gone" if is_nobody_there(str(error)) else "silent"
+        finally:
+            self.dialling.pop(peer_id, None)
+        self._keep(peer_id, channel, introduced, caller=self._peer_id)
+        return "here"
+
+    async def _called(self, record: Announcement) -> tuple[Channel, Introduced]:
+        sock = await self._transport.open(
+            record.peer_id, self._protocol, timeout_s=ANSWER_S, maddrs=record.maddrs
+        )
+        channel = Channel(sock)
+        try:
+            return channel, await self.introductions.as_caller(channel, record.peer_id)
+        except BaseException:
+            channel.close()
+            raise
+
+    async def _redial(self, record: Announcement) -> None:
+        """The peer may be alive and only the connection broken: dial again. The larger peer id lets the other dial
+        first.
+        """
+        if self._peer_id > record.peer_id:
+            await asyncio.sleep(GRACE_S)
+        await self.reach(record)
+
+    async def _accepted(self, peer_id: str, sock: socket.socket) -> None:
+        channel = Channel(sock)
+        try:
+            introduced = await self.introductions.as_called(channel, peer_id)
+        except Refused as error:
+            await self.introductions.turn_away(channel, error.why)
+            return
+        except (PeerUnreachable, ProtocolError) as error:
+            log.info("refused a channel from %s: %s", peer_id, error)
+            channel.close()
+            return
+        self._keep(peer_id, channel, introduced, caller=peer_id)
+
+    def _keep(self, peer_id: str, channel: Channel, introduced: Introduced, *, caller: str) -> None:
+        """From now on this is the channel to the peer.
+
+        A newer channel replaces an older one, but where both have called each other, both ends keep that of the smaller
+        peer id, unless it is silent or that of a process that has been started anew.
+        """
+        known = self._listener.newest(peer_id)
+        if (older := self.open.get(peer_id)) is not None:
+            is_same = known is not None and known.incarnation == introduced.spoken.incarnation
+            if is_same and not older.is_silent and older.caller < caller:
+                channel.close()
+                return
+            older.enqueue(None)
+        newer = self.open[peer_id] = LivePeer(channel, caller)
+        if self._gate.bans_blob != introduced.told_bans:
+            newer.enqueue(Bans(signed=self._gate.bans_blob))
+        self._listener.opened(peer_id, introduced)
+        self.spawn(self._listen(newer, peer_id))
+
+    # While one stands
+
+    async def _listen(self, channel: LivePeer, peer_id: str) -> None:
+        """Own the channel until it breaks."""
+
+        def fell_silent() -> None:
+            # If many peers are silent at once, it is this peer's connection that is bad.
+            if sum(other.is_silent for other in self.open.values()) <= max(1, len(self.open) // 4):
+                self._transport.no_answer(peer_id)
+
+        sender = asyncio.create_task(
+            channel.send_forever(
+                self._listener.recent_record,
+                lambda: heartbeat_s(self._listener.num_peers),
+                on_silence=fell_silent,
+            )
+        )
+        stood_since = time.monotonic()
+        broken_by: PeersError | None = None
+        try:
+            await self._read(channel, peer_id)
+        except (PeerUnreachable, ProtocolError) as error:
+            log.debug("lost the channel to peer %d: %s", self._rank_of(peer_id), error)
+            broken_by = error
+        finally:
+            sender.cancel()
+            await asyncio.gather(sender, return_exceptions=True)
+            channel.channel.close()
+            if self.open.get(peer_id) is channel:
+                del self.open[peer_id]
+                self._broken(channel, peer_id, broken_by, stood_since)
+
+    async def _read(self, channel: LivePeer, peer_id: str) -> None:
+        read_bytes = 0
+        while True:
+            said = await channel.channel.read(_SAID, timeout_s=silence_s(self._listener.num_peers))
+            channel.heard()
+            size, read_bytes = channel.channel.received_bytes - read_bytes, channel.channel.received_bytes
+            size += ANSWER_BYTES if isinstance(said, Ask) else 0
+            if not self._limits.take(peer_id, time.monotonic(), 1 + size / BYTES_PER_MESSAGE):
+                raise ProtocolError("sends more messages than anybody has reason to")
+            if isinstance(said, Parting) and self.open.get(peer_id) is channel:
+                del self.open[peer_id]
+            self._listener.received(peer_id, said)
+            # Reading what has arrived already does not yield to other tasks.
+            await asyncio.sleep(0)
+
+    def _broken(
+        self, channel: LivePeer, peer_id: str, broken_by: PeersError | None, stood_since: float
+    ) -> None:
+        self._listener.broken(peer_id)
+        if isinstance(broken_by, PeerSilent) and channel.is_silent:
+            self._transport.no_answer(peer_id)
+        spoken = self._listener.newest(peer_id)
+        if spoken is None or spoken.state == "leaving" or not isinstance(broken_by, PeerUnreachable):
+            return
+        if time.monotonic() > stood_since + OFTEN_S:
+            self.spawn(self._redial(spoken))
+
+    def _rank_of(self, peer_id: str) -> int:
+        spoken = self._listener.newest(peer_id)
+        return NO_RANK if spoken is None else spoken.world_rank

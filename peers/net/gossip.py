@@ -1,0 +1,191 @@
+"""What every peer last said of itself, and which of it each neighbour has yet to hear. Pure.
+
+A peer tells its neighbours (overlay.py) what it says of itself, signed and numbered; they pass it on, each word once,
+until all have heard it (rumour mongering, Demers et al., 1987). A peer is *here* while newer words of it come. It is
+not here any more once the channel to it breaks, or more than half of its neighbours say so of theirs (SWIM's indirect
+probes, Das et al., 2002), or nothing new has come for long. Whoever lives and hears that it is lost says something
+newer, which ends the rumour (as in SWIM, too).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from peers.net.overlay import is_full_mesh, neighbours_of
+from peers.protocol.mesh import MAX_NEWS, Told
+from peers.protocol.records import MAX_LOST, MAX_SPOKEN_BYTES, Lost, Spoken
+from peers.timing import PROBE_S, START_S
+
+MAX_KNOWN = 4096
+
+
+@dataclass
+class _Known:
+    """The newest word of one peer, here or not."""
+
+    spoken: Spoken
+    record: bytes
+    heard_at: float
+
+
+class Gossip:
+    """`here`: the newest word of every other peer that is here."""
+
+    def __init__(self, me: str) -> None:
+        self._me = me
+        self.here: dict[str, Spoken] = {}
+        self._known: dict[str, _Known] = {}
+        self._owed: dict[str, dict[str, None]] = {}
+        """By neighbour, the peers whose newest word it has yet to hear."""
+        self._lost: dict[str, tuple[Lost, float]] = {}
+        """Those whose channels broke here, and when."""
+        self._reports: dict[str, dict[str, Lost]] = defaultdict(dict)
+        """By peer, who says that it is lost."""
+        self._announced: frozenset[str] = frozenset()
+        self._neighbours: frozenset[str] | None = None
+        """Cache; None: stale."""
+
+    @property
+    def is_full_mesh(self) -> bool:
+        """Whether everybody hears everybody, so that nothing needs to be passed on. Those that are announced count: of
+        many that come at a time, each hears few at first."""
+        return is_full_mesh(1 + len(self.here.keys() | self._announced))
+
+    def announced(self, peer_ids: Collection[str]) -> None:
+        """These are in the DHT."""
+        self._announced = frozenset(peer_ids) - {self._me}
+
+    def newest(self, peer_id: str) -> Spoken | None:
+        """What this peer said last, whether it is here or not."""
+        known = self._known.get(peer_id)
+        return known.spoken if known else None
+
+    @property
+    def neighbours(self) -> frozenset[str]:
+        """Those of this peer among all that are here."""
+        if self._neighbours is None:
+            self._neighbours = neighbours_of(self._me, self.here.keys())
+        return self._neighbours
+
+    def neighbours_with(self, further: Collection[str]) -> frozenset[str]:
+        """Those that this peer would have if these were here too."""
+        return neighbours_of(self._me, self.here.keys() | set(further))
+
+    # What is heard
+
+    def is_news(self, peer_id: str, version: tuple[int, int]) -> bool:
+        known = self._known.get(peer_id)
+        return peer_id != self._me and (known is None or version > known.spoken.version)
+
+    def heard(self, spoken: Spoken, record: bytes, now: float, by: str) -> bool:
+        """A word whose signature has been checked came on the channel of `by`. Returns whether it is news."""
+        peer_id, is_direct = spoken.peer_id, spoken.peer_id == by
+        if not self.is_news(peer_id, spoken.version):
+            if is_direct:
+                self._arrived(peer_id, self._known[peer_id].spoken)
+            return False
+        if peer_id not in self._known and not self._make_room():
+            return False
+        self._known[peer_id] = _Known(spoken, record, now)
+        reports = self._reports.get(peer_id, {})
+        self._reports[peer_id] = {by: lost for by, lost in reports.items() if lost.version >= spoken.version}
+        if not is_direct and self._has_just_lost(peer_id, now):
+            # Said before it was lost: it is back when a channel to it stands, or it has something to say later.
+            self._lost[peer_id] = _lost(spoken), self._lost[peer_id][1]
+            return False
+        if not is_direct and self._is_reported(spoken):
+            return False
+        for neighbour, owed in self._owed.items():
+            if neighbour not in (by, peer_id):
+                owed[peer_id] = None
+        for lost in spoken.lost:
+            if lost.peer_id in self._known or lost.peer_id == self._me:
+                self._reports[lost.peer_id][peer_id] = lost
+        self._arrived(peer_id, spoken)
+        return True
+
+    def _arrived(self, peer_id: str, spoken: Spoken) -> None:
+        if peer_id not in self.here:
+            self._neighbours = None
+        self.here[peer_id] = spoken
+        self._lost.pop(peer_id, None)
+
+    def _has_just_lost(self, peer_id: str, now: float) -> bool:
+        return peer_id in self._lost and now < self._lost[peer_id][1] + PROBE_S
+
+    # Who is lost
+
+    def lose(self, peer_id: str, now: float, *, by_own_channel: bool) -> bool:
+        """This peer is not here any more. Returns whether it was."""
+        spoken = self.here.pop(peer_id, None)
+        if spoken is None:
+            return False
+        self._neighbours = None
+        if by_own_channel:
+            self._lost[peer_id] = _lost(spoken), now
+        for owed in self._owed.values():
+            owed.pop(peer_id, None)
+        return True
+
+    def lost_lately(self, now: float) -> tuple[Lost, ...]:
+        """For this peer's own word; nothing in a full mesh, where everybody sees for itself."""
+        self._lost = {p: (lost, at) for p, (lost, at) in self._lost.items() if now < at + START_S}
+        return () if self.is_full_mesh else tuple(lost for lost, _ in list(self._lost.values())[-MAX_LOST:])
+
+    def rumoured(self, spoken: Spoken) -> set[str]:
+        """Of those whom this word says to be lost, those of whom most of their neighbours say so."""
+        named = (self.here.get(lost.peer_id) for lost in spoken.lost)
+        return {one.peer_id for one in named if one is not None and self._is_reported(one)}
+
+    def _is_reported(self, spoken: Spoken) -> bool:
+        """Whether most neighbours of this peer say that it is lost, and have heard this word of it."""
+        neighbours = neighbours_of(spoken.peer_id, {self._me, *self.here})
+        reports = self._reports[spoken.peer_id].items()
+        agree = sum(reporter in neighbours and lost.version >= spoken.version for reporter, lost in reports)
+        return 2 * agree > len(neighbours)
+
+    def silent(self, now: float, silence_s: float) -> set[str]:
+        """Those here of whom nothing new has come for so long."""
+        return {peer_id for peer_id in self.here if now > self._known[peer_id].heard_at + silence_s}
+
+    # What neighbours are owed
+
+    def due(self, neighbours: Collection[str]) -> Iterator[tuple[str, tuple[Told, ...]]]:
+        """What each of these has yet to hear, a message's worth."""
+        self._owed = {n: self._owed[n] if n in self._owed else dict.fromkeys(self.here) for n in neighbours}
+        for neighbour, owed in self._owed.items():
+            owed.pop(neighbour, None)
+            told, size = list[Told](), 0
+            while owed and len(told) < MAX_NEWS and size < MAX_SPOKEN_BYTES // 2:
+                known = self._known[owed.popitem()[0]]
+                told.append(_told(known))
+                size += len(known.record)
+            if told:
+                yield neighbour, tuple(told)
+
+    @property
+    def is_owed(self) -> bool:
+        return any(self._owed.values())
+
+    def _make_room(self) -> bool:
+        if len(self._known) < MAX_KNOWN:
+            return True
+        gone = next((peer_id for peer_id in self._known if peer_id not in self.here), None)
+        if gone is None:
+            return False
+        del self._known[gone]
+        self._reports.pop(gone, None)
+        return True
+
+
+def _lost(spoken: Spoken) -> Lost:
+    return Lost(peer_id=spoken.peer_id, incarnation=spoken.incarnation, number=spoken.number)
+
+
+def _told(known: _Known) -> Told:
+    spoken = known.spoken
+    return Told(
+        peer_id=spoken.peer_id, incarnation=spoken.incarnation, number=spoken.number, record=known.record
+    )

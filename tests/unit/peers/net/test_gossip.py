@@ -1,0 +1,207 @@
+import random
+
+import pytest
+
+from peers.net.gossip import Gossip
+from peers.protocol.mesh import MAX_NEWS
+from peers.protocol.records import Lost
+from peers.timing import PROBE_S
+from tests.support.announcements import spoken
+
+SILENCE_S = 60.0
+
+
+def word(peer_id, number=1, incarnation=1, lost=()):
+    return spoken(peer_id, incarnation=incarnation, number=number, lost=lost)
+
+
+class Town:
+    """Peers that pass on what they hear, without a network: everything arrives, in any order."""
+
+    def __init__(self, count, seed=0):
+        self.chance, self.now = random.Random(seed), 0.0
+        self.peers = {f"p{number}": Gossip(f"p{number}") for number in range(count)}
+        self.numbers = dict.fromkeys(self.peers, 0)
+        self.num_told = 0
+        for peer_id in self.peers:
+            self.say(peer_id)
+        for one in self.peers:
+            # All have met once.
+            for other in self.peers.keys() - {one}:
+                self.peers[one].heard(word(other), b"", self.now, other)
+
+    def say(self, peer_id, lost=()):
+        self.numbers[peer_id] += 1
+        said = word(peer_id, self.numbers[peer_id], lost=lost)
+        for neighbour in self.peers[peer_id].neighbours & self.peers.keys():
+            self.peers[neighbour].heard(said, b"", self.now, peer_id)
+        return said
+
+    def pass_on(self):
+        """Until nobody has anything to pass on. Returns how many rounds that takes."""
+        rounds = 0
+        while True:
+            told = [
+                (by, neighbour, one)
+                for by, gossip in self.peers.items()
+                for neighbour, news in gossip.due(gossip.neighbours & self.peers.keys())
+                for one in news
+            ]
+            if not told:
+                return rounds
+            rounds += 1
+            self.num_told += len(told)
+            self.chance.shuffle(told)
+            for by, neighbour, one in told:
+                gossip = self.peers[neighbour]
+                if gossip.is_news(one.peer_id, (one.incarnation, one.number)):
+                    newest = self.peers[by].newest(one.peer_id)
+                    assert newest is not None
+                    gossip.heard(newest, b"", self.now, by)
+
+    def knowing(self, peer_id, number):
+        return sum(
+            (known := gossip.newest(peer_id)) is not None and known.number >= number
+            for gossip in self.peers.values()
+        )
+
+
+@pytest.mark.parametrize("count", [33, 50, 200])
+def test_what_one_says_reaches_all_in_a_few_rounds_and_each_word_goes_over_a_channel_once(count):
+    town = Town(count)
+    town.pass_on()
+    town.num_told = 0
+    said = town.say("p0")
+    assert town.pass_on() <= 5
+    assert town.knowing("p0", said.number) == count - 1
+    num_channels = sum(len(gossip.neighbours) for gossip in town.peers.values()) // 2
+    assert town.num_told <= 2 * num_channels
+
+
+def test_an_older_word_is_no_news_and_changes_nothing():
+    gossip = Gossip("me")
+    assert gossip.heard(word("a", number=5), b"5", 0.0, "a")
+    assert not gossip.heard(word("a", number=4), b"4", 0.0, "b")
+    assert not gossip.heard(word("me", number=9), b"", 0.0, "b")
+    assert gossip.here["a"].number == 5
+    assert gossip.heard(word("a", number=1, incarnation=2), b"1", 0.0, "b")
+    assert gossip.here["a"].incarnation == 2
+
+
+def kill(town, peer_id):
+    """Its neighbours lose their channels to it, and say so."""
+    neighbours = town.peers[peer_id].neighbours & town.peers.keys()
+    del town.peers[peer_id]
+    for neighbour in neighbours:
+        gossip = town.peers[neighbour]
+        assert gossip.lose(peer_id, town.now, by_own_channel=True)
+        town.say(neighbour, lost=gossip.lost_lately(town.now))
+
+
+def take_rumours(town):
+    for gossip in town.peers.values():
+        for said in list(gossip.here.values()):
+            for lost in gossip.rumoured(said):
+                gossip.lose(lost, town.now, by_own_channel=False)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_death_is_known_to_all_once_its_neighbours_have_said_so(seed):
+    town = Town(50, seed)
+    town.pass_on()
+    kill(town, "p7")
+    town.pass_on()
+    take_rumours(town)
+    assert not any("p7" in gossip.here for gossip in town.peers.values())
+    # Whoever comes back has more to say.
+    town.now += PROBE_S
+    for gossip in town.peers.values():
+        assert gossip.heard(word("p7", incarnation=2), b"", town.now, "p8")
+        assert "p7" in gossip.here
+
+
+def test_some_of_its_neighbours_cannot_talk_a_peer_away_and_others_not_at_all():
+    town = Town(50)
+    town.pass_on()
+    watcher = town.peers["p0"]
+    neighbours = sorted(town.peers["p7"].neighbours - {"p0"})
+    strangers = sorted(town.peers.keys() - set(neighbours) - {"p0", "p7"})
+    lost = (Lost(peer_id="p7", incarnation=1, number=10**6),)
+    for number, liar in enumerate((*strangers, *neighbours[: len(neighbours) // 2])):
+        said = word(liar, 100 + number, lost=lost)
+        watcher.heard(said, b"", 0.0, liar)
+        assert watcher.rumoured(said) == set()
+    said = word(neighbours[-1], 1000, lost=lost)
+    watcher.heard(said, b"", 0.0, neighbours[-1])
+    assert watcher.rumoured(said) == {"p7"}
+
+
+def test_a_rumour_about_older_words_is_over_once_there_is_a_newer_one():
+    town = Town(50)
+    town.pass_on()
+    watcher = town.peers["p0"]
+    lost = (Lost(peer_id="p7", incarnation=1, number=1),)
+    watcher.heard(word("p7", number=2), b"", 0.0, "p9")
+    for liar in town.peers["p7"].neighbours - {"p0"}:
+        said = word(liar, 100, lost=lost)
+        watcher.heard(said, b"", 0.0, liar)
+        assert watcher.rumoured(said) == set()
+
+
+def test_words_that_were_on_their_way_bring_nobody_back_to_whom_the_channel_has_just_broken():
+    gossip = Gossip("me")
+    for number in range(40):
+        gossip.heard(word(f"p{number}"), b"", 0.0, f"p{number}")
+    gossip.lose("p3", 10.0, by_own_channel=True)
+    assert not gossip.heard(word("p3", number=2), b"", 10.1, "p4")
+    assert "p3" not in gossip.here
+    # And whoever counts the losses counts this word as one from before.
+    assert gossip.lost_lately(10.2) == (Lost(peer_id="p3", incarnation=1, number=2),)
+    assert gossip.heard(word("p3", number=3), b"", 10.1 + PROBE_S, "p4")
+    assert gossip.heard(word("p3", number=4), b"", 10.2, "p3")
+    assert gossip.lost_lately(10.3) == ()
+
+
+def test_the_last_word_of_the_dead_that_comes_after_its_obituaries_brings_nobody_back():
+    town = Town(50)
+    town.pass_on()
+    watcher = town.peers["p0"]
+    lost = (Lost(peer_id="p7", incarnation=1, number=2),)
+    for number, reporter in enumerate(sorted(town.peers["p7"].neighbours - {"p0"})):
+        said = word(reporter, 100 + number, lost=lost)
+        watcher.heard(said, b"", 0.0, reporter)
+        if "p7" in watcher.rumoured(said):
+            watcher.lose("p7", 0.0, by_own_channel=False)
+    assert "p7" not in watcher.here
+    assert not watcher.heard(word("p7", number=2), b"", 0.0, "p9")
+    assert "p7" not in watcher.here
+    assert watcher.heard(word("p7", number=3), b"", 0.0, "p9")
+    assert "p7" in watcher.here
+
+
+def test_of_whom_nothing_new_comes_is_silent():
+    gossip = Gossip("me")
+    gossip.heard(word("a"), b"", 0.0, "b")
+    gossip.heard(word("c"), b"", 50.0, "b")
+    assert gossip.silent(SILENCE_S + 1, SILENCE_S) == {"a"}
+
+
+def test_a_new_neighbour_is_told_everything_a_message_at_a_time():
+    gossip = Gossip("me")
+    count = MAX_NEWS + 10
+    for number in range(count):
+        gossip.heard(word(f"p{number}"), b"r", 0.0, "p0")
+    told = []
+    while news := dict(gossip.due({"p0"})).get("p0"):
+        assert len(news) <= MAX_NEWS
+        told += news
+    assert {one.peer_id for one in told} == {f"p{number}" for number in range(1, count)}
+    assert not gossip.is_owed
+
+
+def test_in_a_full_mesh_nothing_is_passed_on_by_anybody_who_asks_first():
+    gossip = Gossip("me")
+    for number in range(5):
+        gossip.heard(word(f"p{number}"), b"", 0.0, f"p{number}")
+    assert gossip.is_full_mesh
+    assert gossip.neighbours == gossip.here.keys()
