@@ -189,9 +189,10 @@ class Trainer:
         with (
             contextlib.nullcontext()
             if self.is_compiled
-            else self.progress.phase("compiling", "the first step")
+            else self.progress.phase("compiling", "the first step"),
+            self.progress.step(step + 1, self.tell_of_long_steps) as reached,
         ):
-            result = self.inner.step(samples, lr=lr)
+            result = self.inner.step(samples, lr=lr, on_micro_batch=reached)
         self.is_compiled = True
         rate = self.tokens_per_step / (time.perf_counter() - started_at)
         tokens = (step + 1) * self.tokens_per_step
@@ -211,6 +212,12 @@ class Trainer:
                 self.checkpoints.save(outer, step=step)
         self.record_checkpoints()
         return bool(outer.commits)
+
+    def tell_of_long_steps(self, step_s: float) -> None:
+        """Say how long a step will take, while the first of them is under way."""
+        self.metrics.write(
+            "event", event="long_steps", **self.position(), step_s=step_s, step_tokens=self.tokens_per_step
+        )
 
     def samples_left(self) -> Prefetched[np.ndarray]:
         """This rank's samples, int64 [n, seq_length + 1], for each remaining step of the epoch."""

@@ -1,4 +1,5 @@
-"""What `provision`, `peer` and `run` train where nobody names a model: whatever the machine trains well.
+"""What `provision`, `peer` and `run` train where nobody names a model, or no more than a preset: whatever the machine
+trains well.
 
 The trainers themselves, under torchrun, keep the defaults of options.py, which are OpenDiLoCo's.
 """
@@ -102,6 +103,8 @@ RECIPES = (
     ),
 )
 """From the lightest to the heaviest."""
+_OWN_SIZES = frozenset({"total_batch_size", "seq_length", "total_steps", "max_steps"})
+"""Whoever names one of these beside a preset has a training of their own in mind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,10 +115,12 @@ class Choice:
     fields: frozenset[str] = frozenset()
     why: str = ""
 
-    def in_words(self, agreed: TrainConfig) -> str:
-        """One line on what is trained once the swarm has agreed on it, and who has chosen it."""
+    def in_words(self, agreed: TrainConfig, *, has_joined: bool = False) -> str:
+        """One line on what is trained once the swarm has agreed on it, and who has chosen it: another peer, if this one
+        `has_joined` its swarm.
+        """
         mine, theirs = flat_values(self.config), flat_values(agreed)
-        if any(mine[name] != theirs[name] for name in shared_fields()):
+        if has_joined or any(mine[name] != theirs[name] for name in shared_fields()):
             return f"{trained(agreed)}; as the swarm does"
         return f"{trained(agreed)}; {self.why}" if self.why else trained(agreed)
 
@@ -126,13 +131,19 @@ def recipe_for(machine: Machine) -> Recipe:
 
 
 def chosen(config: TrainConfig, named: Collection[str], machine: Machine, *, num_ranks: int = 1) -> Choice:
-    """The configuration with the machine's recipe in the fields that the user did not name.
+    """The configuration with the machine's recipe, or that of the preset that the user names, in the fields that the
+    user did not name.
 
-    Unchanged where the user names the model, and in reinforcement, whose models have to know something already.
+    Unchanged where the user names another model or sizes beside a preset, and in reinforcement, whose models have to
+    know something already.
     """
-    if "path_model" in named or config.mode != "pretrain":
+    recipe = _recipe_of(config.path_model, named) if "path_model" in named else recipe_for(machine)
+    if recipe is None or config.mode != "pretrain":
         return Choice(config=config)
-    recipe = recipe_for(machine)
+    why = f"chosen for {machine.in_words()} (--path-model names another model)"
+    if "path_model" in named:
+        sizes = "--total-batch-size, --seq-length or --total-steps"
+        why = f"chosen for {config.path_model} (naming {sizes} takes the trainer's defaults)"
     optimizer = config.optimizer if "optimizer" in named else "muon"
     recipes_own = {"optimizer": optimizer, **recipe.values, **recipe.rates[optimizer]}
     values = {name: value for name, value in recipes_own.items() if name not in named}
@@ -143,7 +154,7 @@ def chosen(config: TrainConfig, named: Collection[str], machine: Machine, *, num
     return Choice(
         config=replace(config, **own, hv=replace(config.hv, **hv)),
         fields=frozenset(values),
-        why=f"chosen for {machine.in_words()} (--path-model names another model)",
+        why=why,
     )
 
 
@@ -154,10 +165,20 @@ def trained(config: TrainConfig) -> str:
     else:
         data = "random tokens" if config.fake_data else config.dataset_name_or_path
         batch = f"{config.total_batch_size} samples of {config.seq_length} tokens"
+    # Said, not mended: the rates are part of the manifest, and whoever tries a few steps of a long run wants its own.
+    warmup = ""
+    if config.end_step <= config.warmup_steps:
+        warmup = f"; the learning rate rises for all of them, since --warmup-steps is {config.warmup_steps}"
     return (
         f"trains {config.path_model} on {data}: {config.end_step} steps of {batch}, "
-        f"averaged every {config.hv.local_steps}"
+        f"averaged every {config.hv.local_steps}{warmup}"
     )
+
+
+def _recipe_of(path_model: str, named: Collection[str]) -> Recipe | None:
+    """The recipe of a preset, where the user names nothing that it consists of."""
+    found = (recipe for recipe in RECIPES if recipe.values["path_model"] == path_model)
+    return None if _OWN_SIZES.intersection(named) else next(found, None)
 
 
 def _is_enough(machine: Machine, recipe: Recipe) -> bool:

@@ -49,6 +49,11 @@ TOLD = tuple(
     )
 )
 
+NOT_KEPT = (
+    "no checkpoints are asked for: if the last peer stops before the end, nothing of this run is kept; "
+    "--ckpt.interval keeps it"
+)
+
 app = App(name="peer", config=[_SOURCE])
 
 RanksFlag = Annotated[str, Parameter(name="--nproc-per-node", group="Training")]
@@ -74,8 +79,9 @@ def peer(
     """Join a swarm, train in it, leave it when the training is done.
 
     Fields of the run that are not given here are taken over from the swarm, and so are the weights. The first peer
-    chooses a model, batches and lengths that its machine trains well, unless --path-model names a model. The same
-    command starts a peer, lets it join a running swarm, and brings it back after a crash.
+    chooses a model, batches and lengths that its machine trains well; --path-model names another model, of which a
+    preset comes with batches and lengths. The same command starts a peer, lets it join a running swarm, and brings it
+    back after a crash.
 
     Parameters
     ----------
@@ -123,7 +129,10 @@ def peer(
     # Fields that are not named come from the swarm.
     if not program and "dataset_name_or_path" in _SOURCE.named:
         check_data(train if is_first or "seq_length" in _SOURCE.named else replace(train, seq_length=2))
-    fields = {**daemon_config(train, _SOURCE.named), "discover": discover}
+    fields = {
+        **daemon_config(train, _SOURCE.named, has_own_worker=bool(program)),
+        "discover": discover,
+    }
     # Ports and memory taken by other peers here are not free any more.
     alone = replace(machine, num_peers=1)
     check_room(train, alone, state_dir(), num_ranks=ranks, is_settled=is_first and not program)
@@ -215,7 +224,10 @@ class Workplace:
         )
         if not self.program:
             check_extras(config)
-            print(self.choice.in_words(config), flush=True)
+            # The first peer's choice is the swarm's.
+            print(self.choice.in_words(config, has_joined=world_rank > 0), flush=True)
+            if world_rank == 0 and config.ckpt.interval is None:
+                print(NOT_KEPT, flush=True)
         config = replace(config, run_dir=str(self.run_dir), hv=replace(config.hv, world_rank=world_rank))
         path = written_config(config, self.run_dir)
         return WorkerCommand(

@@ -76,8 +76,8 @@ _COLUMNS: Sequence[tuple[str, str, Callable[[Peer], str]]] = (
     ("anchor", "left", lambda peer: peer["anchor_digest"][:12] or "–"),
     ("path", "left", lambda peer: peer["path"] or "–"),
     ("seen", "right", lambda peer: f"{peer['last_seen_s']:.0f} s ago"),
-    ("up/s", "right", lambda peer: size(peer["upload_bytes_per_s"] or None)),
-    ("down/s", "right", lambda peer: size(peer["download_bytes_per_s"] or None)),
+    ("link up", "right", lambda peer: size(peer["upload_bytes_per_s"] or None)),
+    ("link down", "right", lambda peer: size(peer["download_bytes_per_s"] or None)),
     # Shortened as the coordinator prints it; --json has all of it.
     ("peer", "left", lambda peer: f"…{peer['peer_id'][-6:]}"),
     ("on", "left", lambda peer: peer["hardware"] or "–"),
@@ -91,7 +91,7 @@ def doing_of(peer: Peer) -> str:
     return f"{doing}, stands still" if peer["is_still"] else doing
 
 
-_LESS_WANTED = ("on", "peer", "down/s", "up/s", "anchor", "seen")
+_LESS_WANTED = ("on", "peer", "link down", "link up", "anchor", "seen")
 """Columns that a narrow terminal drops, in this order."""
 
 

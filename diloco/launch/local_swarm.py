@@ -145,7 +145,7 @@ class LocalSwarm:
             if end.restarts:
                 shown.restarted(time.time())
                 why = f": {end.reason}" if end.reason and end.num_same == 1 else ""
-                self.say(f"{shown.name} ended with {end.code}; the same command starts it again{why}")
+                self.say(f"{shown.name} ended with {end.code}; starting it again by the same command{why}")
 
         return LocalPeer(rank, Supervisor(command, on_exit, _POLICY), shown)
 

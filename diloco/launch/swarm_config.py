@@ -2,6 +2,8 @@
 
 The manifest consists of the shared fields, of `model`, which is the content of config.json, and of `tokenizer`, a
 digest. So a peer on another machine needs no model directory, and directories with the same content are the same model.
+`worker` says whose program trains. What diloco's trainer alone follows is not in the manifest of a swarm with a
+`--worker` of its own: nobody there would keep to it.
 """
 
 from __future__ import annotations
@@ -20,8 +22,11 @@ from diloco.options.model_files import PRESETS_DIR, clean_config, directory_of, 
 from diloco.options.trainer import Scalar, TrainConfig, shared_fields, shared_values, with_shared
 from diloco.train.devices import hardware_in_words
 from peers.admission.service import AdmissionSettings
+from peers.protocol.mesh import DILOCOS_WORKER, OWN_WORKER, WORKER
 
 _MODEL, _TOKENIZER, _PATH = "model", "tokenizer", "path_model"
+_READ_BY_THE_DAEMON = ("hv.", "optimizer")
+"""How the names of the shared fields begin that count for any worker: the outer step follows the inner optimizer."""
 
 
 def state_dir() -> Path:
@@ -31,9 +36,10 @@ def state_dir() -> Path:
 
 
 def daemon_config(
-    config: TrainConfig, named: Collection[str], *, link_path: str | None = None
+    config: TrainConfig, named: Collection[str], *, link_path: str | None = None, has_own_worker: bool = False
 ) -> dict[str, Any]:
-    """The fields of peers.daemon.DaemonConfig as JSON values. `named` are the fields that the user has set.
+    """The fields of peers.daemon.DaemonConfig as JSON values. `named` are the fields that the user has set, and
+    `has_own_worker` says that the user's program trains.
 
     Raises UserError if the model is not found, a secret cannot be read, or neither user nor coordinator assigns a world
     rank.
@@ -71,21 +77,25 @@ def daemon_config(
         # For display only. Peers may have different torch versions: shared state is computed without torch's kernels.
         "hardware": f"{hardware_in_words(os.environ, config.device)}, torch {version('torch')}",
         "metrics_port": hv.metrics_port,
-        "manifest": manifest_of(config),
+        "manifest": manifest_of(config, has_own_worker=has_own_worker),
         "named": sorted(_named_in_manifest(named)),
         "state_dir": str(state_dir()),
         "link_path": link_path,
     }
 
 
-def manifest_of(config: TrainConfig) -> dict[str, Scalar]:
+def manifest_of(config: TrainConfig, *, has_own_worker: bool = False) -> dict[str, Scalar]:
     """This peer's proposal for the run's manifest."""
     manifest = shared_values(config)
+    if has_own_worker:
+        manifest = {name: value for name, value in manifest.items() if name.startswith(_READ_BY_THE_DAEMON)}
+        return manifest | {WORKER: OWN_WORKER}
     if Path(config.path_model).expanduser().is_dir() and not _is_preset(config.path_model):
         # Paths differ between machines.
         manifest[_PATH] = ""
     manifest[_MODEL] = json.dumps(load_model_config(config.path_model), sort_keys=True)
     manifest[_TOKENIZER] = _tokenizer_digest(directory_of(config.path_model, weights=False))
+    manifest[WORKER] = DILOCOS_WORKER
     return manifest
 
 
@@ -101,7 +111,9 @@ def adopted(
 
     If this machine does not have the model, its config.json is written to <run_dir>/model_config/.
     """
-    shared = {name: value for name, value in manifest.items() if name not in (_MODEL, _TOKENIZER, _PATH)}
+    shared = {
+        name: value for name, value in manifest.items() if name not in (_MODEL, _TOKENIZER, _PATH, WORKER)
+    }
     config = with_shared(config, shared, named=named, num_ranks=num_ranks)
     if manifest.get(_MODEL) is None:
         return config

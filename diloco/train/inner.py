@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,10 +71,18 @@ class InnerLoop:
         self._max_grad_norm = max_grad_norm
         self._parameters = [p for p in model.parameters() if p.requires_grad]
 
-    def step(self, samples: Tensor, *, lr: float) -> StepResult:
+    def step(
+        self,
+        samples: Tensor,
+        *,
+        lr: float,
+        on_micro_batch: Callable[[int, int], None] = lambda done, total: None,
+    ) -> StepResult:
         """Train on token ids `samples` [n, seq_length + 1], this rank's part of the batch.
 
-        Gradients are averaged over ranks, so n must be the same on all. Synchronizes with the device once.
+        Gradients are averaged over ranks, so n must be the same on all. Synchronizes with the device once. After each
+        micro-batch `on_micro_batch` is called with the number done and the number of them, on a GPU while they may
+        still be queued.
         """
         set_learning_rate(self.optimizer.param_groups, lr)
         micro_batches = samples.split(self.micro_batch_size)
@@ -85,6 +93,7 @@ class InnerLoop:
             part = self.loss(batch, reduction="sum") / (samples.shape[0] * (samples.shape[1] - 1))
             (part * self.loss_scale.scale).backward()
             loss += part.detach()
+            on_micro_batch(number + 1, len(micro_batches))
         grad_norm = self._clip()
         if self.loss_scale.interval == 0:
             self.optimizer.step()

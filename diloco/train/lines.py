@@ -39,7 +39,9 @@ class PhaseLines:
     _printed_at: float = float("-inf")
 
     def of(self, phase: Phase, now: float) -> str | None:
-        if phase.name in _COVERED_BY_RECORDS or phase.for_s < LEAST_PHASE_S:
+        # A step has no record before it is done; only one that takes long has a detail.
+        is_covered = phase.name in _COVERED_BY_RECORDS and not phase.detail
+        if is_covered or phase.for_s < LEAST_PHASE_S:
             return None
         line = in_words(phase)
         if line == self._last_line or now - self._printed_at < LINE_INTERVAL_S:

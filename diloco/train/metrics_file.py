@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from peers.monitor.figures import short_figure
+from peers.monitor.figures import short_figure, span
 
 Record = Mapping[str, Any]
 
@@ -102,6 +102,11 @@ def line_of(record: Record) -> str | None:
             return f"step {_number(record, 'step')} was not saved: {record.get('reason')}"
         case "event" if record.get("event") == "checkpoint_skipped":
             return f"skipped a damaged checkpoint: {record.get('reason')}"
+        case "event" if record.get("event") == "long_steps":
+            return (
+                f"a step is {figure(record.get('step_tokens'))} tokens, which takes about "
+                f"{span(float(record.get('step_s') or 0.0))} here; --total-batch-size makes it smaller"
+            )
         case "event":
             return str(record.get("event"))
     return None

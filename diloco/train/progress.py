@@ -15,11 +15,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from diloco.train.lines import LINE_INTERVAL_S, PhaseLines
+from diloco.train.lines import LEAST_PHASE_S, LINE_INTERVAL_S, PhaseLines
 from peers.daemon.link import WorkerLink
 from peers.errors import LinkLost
 from peers.monitor.phases import Doing, PhaseClock
 
+LONG_STEP_S = 10.0
+"""A trainer whose first steps take so long says so, and what would make them shorter."""
 _INTERVAL_S = 0.5
 _CLOSE_TIMEOUT_S = 2.0
 _CONNECT_TIMEOUT_S = 5.0
@@ -32,6 +34,7 @@ class Progress:
         """`link_path` is the daemon's socket, if there is a daemon; `tells` is true on the rank that reports."""
         self._link_path = link_path
         self._doing: Doing | None = None
+        self._has_told_of_long_steps = False
         self._clock, self._lines = PhaseClock(), PhaseLines()
         self._queued: queue.SimpleQueue[tuple[str, dict[str, Any]]] = queue.SimpleQueue()
         self._is_closed, self._waited = threading.Event(), ("", float("-inf"))
@@ -50,6 +53,28 @@ class Progress:
 
         def reached(done: float) -> None:
             self._doing = replace(doing, done=done)
+
+        try:
+            yield reached
+        finally:
+            self._doing = before
+
+    @contextlib.contextmanager
+    def step(self, number: int, on_long: Callable[[float], None]) -> Iterator[Callable[[int, int], None]]:
+        """Report how far an inner step is that takes long, while the block runs.
+
+        Yields a function to call with the micro-batches done, and with their number. For the first step that will take
+        LONG_STEP_S or more, `on_long` is called with the seconds that this will be.
+        """
+        before, began_at = self._doing, time.monotonic()
+
+        def reached(done: int, total: int) -> None:
+            took_s = time.monotonic() - began_at
+            if took_s > LEAST_PHASE_S and done < total:
+                self._doing = Doing("training", f"step {number}", done, total, "micro-batches")
+            if not self._has_told_of_long_steps and done < total and took_s * total / done >= LONG_STEP_S:
+                self._has_told_of_long_steps = True
+                on_long(took_s * total / done)
 
         try:
             yield reached

@@ -75,8 +75,11 @@ class CatchUp:
         if self.has_asked(peer_id, head):
             self._unknown.add((peer_id, head))
 
-    def advance(self, turn: Turn, *, can_fetch: bool, has_worker: bool) -> bool:
-        """Request missing certificates, and fetch the best state that may be adopted. True if a fetch began."""
+    def advance(self, turn: Turn, *, can_fetch: bool, has_worker: bool, voting_on: int) -> bool:
+        """Request missing certificates, and fetch the best state that may be adopted. True if a fetch began.
+
+        `voting_on`: the attempt on this peer's head that it has signed and whose end it awaits; -1: none.
+        """
         heads = self._announced()
         for head, holders in heads.items():
             self._ask_for_path(turn, head, holders)
@@ -87,6 +90,9 @@ class CatchUp:
         if not can_fetch:
             return False
         path = self._best_path(turn, heads, has_worker)
+        if len(path) == 1 and path[0].plan.parent == self.chain.head and path[0].plan.attempt < voting_on:
+            # The later attempt may succeed too, and then wins, with the same work in it: wait for its end.
+            return False
         # The pause after a failure is for one head only: donors that have moved on announce the next head.
         if not path or (path[-1].head == self._failed[0] and not turn.passed(self._failed[1])):
             return False

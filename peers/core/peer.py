@@ -334,7 +334,10 @@ class Peer:
             or self._found_run(turn)
             or self._commit(turn)
             or self.catch_up.advance(
-                turn, can_fetch=self._can_fetch, has_worker=self.worker.state in ("trains", "ready")
+                turn,
+                can_fetch=self._can_fetch,
+                has_worker=self.worker.state in ("trains", "ready"),
+                voting_on=self.round.voting_on if self.round else -1,
             )
             or self._recheck_own_state(turn)
             or self._late_work.answer_late(turn, self.round)

@@ -129,6 +129,11 @@ class Round:
     def head(self) -> str:
         return self.parent.head
 
+    @property
+    def voting_on(self) -> int:
+        """The attempt that this peer has signed and whose end it awaits; -1: none."""
+        return self.attempt if self.stage is Stage.VOTE else -1
+
     def _ordered(self, leaders: Collection[str]) -> Sequence[str]:
         return sorted(leaders, key=lambda peer_id: hashlib.sha256(f"{self.head} {peer_id}".encode()).digest())
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from peers.core import joining
 from peers.daemon.presence import Presence
 from peers.errors import ProtocolError, UserError
-from peers.protocol.mesh import Manifest, Scalar, WantManifest
+from peers.protocol.mesh import OWN_WORKER, WORKER, Manifest, Scalar, WantManifest
 from peers.protocol.records import Announcement
 from peers.reduce.codecs import codec_named
 from peers.timing import PROBE_S
@@ -60,6 +60,8 @@ class Agreement:
                     self._failures[source.peer_id], theirs = MAX_FAILURES, None
             else:
                 await presence.wait_for_change()
+        if wrong_worker := _wrong_worker(proposal, theirs):
+            raise UserError(wrong_worker)
         if unlike := joining.manifest_differences(proposal, theirs, named):
             raise UserError(
                 "these settings differ from the swarm's:\n"
@@ -98,3 +100,25 @@ class Agreement:
             return None
         finally:
             del self._awaited[peer.manifest_digest]
+
+
+def _wrong_worker(ours: Mapping[str, Scalar], theirs: Mapping[str, Scalar]) -> str:
+    """What to do where the swarm trains another program's tensors than this peer would; empty: they fit.
+
+    Told from the manifest, which most of the swarm has, and not from what a donor says of its state: one peer that
+    lies could end the others.
+    """
+    here, there = ours.get(WORKER), theirs.get(WORKER)
+    if None in (here, there) or here == there:
+        return ""
+    if there == OWN_WORKER:
+        return (
+            "The swarm trains with a program of its own, this peer with diloco's trainer, and their tensors differ: "
+            "give the --worker that the other peers have, or begin another run with --run-id."
+        )
+    model = theirs.get("path_model")
+    return (
+        f"The swarm trains {f'{model:.60}, ' if isinstance(model, str) and model.isprintable() and model else ''}with "
+        "diloco's trainer, this peer with a program of its own, and their tensors differ: leave out --worker, or begin "
+        "another run with --run-id."
+    )

@@ -183,6 +183,10 @@ class Daemon:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._presence.maddrs:
             log.info("leaving the swarm")
+            if self._is_last and not self._host.finished.is_set():
+                log.warning(
+                    "nobody else is in this run: what it has trained is kept only by checkpoints (--ckpt.interval)"
+                )
             self._monitor.state = "leaving"
             self._reports.changed()
             await self._presence.leave()
@@ -205,6 +209,12 @@ class Daemon:
             certificate=lambda: state.header.certificate if (state := self._current_state()) else None,
             rollout_peers=self._rollouts.senders_shown,
         )
+
+    @property
+    def _is_last(self) -> bool:
+        """Whether this peer holds a state of the run that nobody else is there to hold."""
+        others = self._presence.view.keys() - {self._identity.peer_id}
+        return self._current_state() is not None and not others
 
     def _core_changed(self) -> None:
         assert self._runtime is not None

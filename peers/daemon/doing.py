@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from peers.core.peer import Peer
 from peers.core.round import Stage
@@ -12,6 +12,7 @@ from peers.protocol.records import State
 from peers.protocol.reports import Phase, Standing
 
 _STEPS = {Stage.GATHER: "seeking", Stage.REDUCE: "reducing", Stage.VOTE: "voted"}
+_TRAINING = "training"
 _WAITS = {Stage.REDUCE: "the sums", Stage.VOTE: "the votes"}
 
 
@@ -22,7 +23,7 @@ class Activity:
     preparing: str = "joining the network"
     """The step that is under way before there is a state to train from."""
     told: Doing | None = None
-    """What keeps the worker from training steps, as it reports it."""
+    """What keeps the worker from training steps, or how far it is in a long one, as it reports it."""
     received: tuple[int, int] | None = None
     """While a state is being downloaded: the bytes that are here, and those of the whole state."""
     _clock: PhaseClock = field(default_factory=PhaseClock)
@@ -37,7 +38,7 @@ class Activity:
         waits_for: str,
     ) -> Phase:
         """`here` of `wanted` peers are in the swarm; `training` is shown where nothing keeps the worker from it."""
-        doing = self._doing(state, here, wanted, waits_for) or training
+        doing = self._doing(state, here, wanted, waits_for) or self._with_micro_batches(training)
         return self._clock.at(doing, time.monotonic())
 
     def _doing(self, state: State, here: int, wanted: int, waits_for: str) -> Doing | None:
@@ -53,7 +54,14 @@ class Activity:
             return waiting or Doing("starting", self.preparing)
         if state == "waiting":
             return self._waiting(here, wanted) or Doing("waiting for the state")
-        return self.told
+        return self.told if self.told is None or self.told.name != _TRAINING else None
+
+    def _with_micro_batches(self, training: Doing) -> Doing:
+        """What the worker tells of a step that takes long counts as getting further."""
+        told = self.told
+        if told is None or told.name != _TRAINING:
+            return training
+        return replace(training, detail=f"{told.done:.0f} of {told.total:.0f} {told.unit} of {told.detail}")
 
     def _waiting(self, here: int, wanted: int) -> Doing | None:
         return Doing("waiting for peers", "", here, wanted, "peers") if here < wanted else None

@@ -18,7 +18,7 @@ from peers.daemon.daemon import Daemon, WorkerFactory
 from peers.daemon.link import listen, refuse
 from peers.errors import UserError
 from peers.net.dht.node import Dht
-from peers.net.identity import claim_slot
+from peers.net.identity import claim_slot, is_one_more
 from peers.net.lan import answering
 from peers.net.socket_directory import SocketDirectory
 from peers.protocol.reports import Phase
@@ -54,6 +54,10 @@ async def run_daemon(
             identity = claim_slot(Path(config.state_dir), config.run_id, config.world_rank)
             stack.callback(identity.release)
             log.info("starting as %s", identity.peer_id)
+            if config.world_rank is None and is_one_more(identity):
+                log.info(
+                    "another peer of this run lives on this machine; this is one more, with a key of its own"
+                )
             dht = await Dht.join(
                 identity=identity,
                 initial_peers=config.initial_peers,

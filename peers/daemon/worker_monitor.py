@@ -19,6 +19,7 @@ from peers.daemon.runtime import Runtime
 from peers.monitor.journal import Journal
 from peers.monitor.phases import Doing, training_left_s
 from peers.monitor.reporting import RunFigures, entry_of
+from peers.protocol.mesh import OWN_WORKER, WORKER
 from peers.protocol.records import State
 from peers.protocol.reports import Evaluation, Phase, Point, Standing
 from peers.state.handover import EpochOutcome, Start
@@ -122,6 +123,8 @@ class WorkerMonitor:
         self.pace.entered(outcome.local_step, time.monotonic())
         self.journal.committed(entry_of(outcome))
         self.is_in_trouble("worker", "")
+        if self._agreement.manifest.get(WORKER) == OWN_WORKER:
+            log.info("%s", self._epoch_in_words(outcome))
         assert self.runtime is not None
         if outcome.world_rank in outcome.contributors:
             self.on_commit()
@@ -183,6 +186,14 @@ class WorkerMonitor:
     def _steps_since_commit(self, step: int) -> int:
         assert self.runtime is not None
         return step - self.runtime.core.epoch * self._schedule.steps_per_epoch
+
+    def _epoch_in_words(self, outcome: EpochOutcome) -> str:
+        """For a program of the user's own, which may say nothing itself; diloco's trainer writes records."""
+        number = len(outcome.contributors)
+        if outcome.world_rank not in outcome.contributors:
+            return f"epoch {outcome.epoch} was averaged without this peer, whose work goes into the next"
+        loss = "" if self.journal.loss is None else f", loss {self.journal.loss:.4g}"
+        return f"epoch {outcome.epoch} averaged by {number} peer{'' if number == 1 else 's'}{loss}"
 
     def _tell_of_likeness(self, world_rank: int, alike: Sequence[int]) -> None:
         # Of two such peers, only the one with the lower rank reports it.

@@ -42,6 +42,7 @@ def peer_facts(peer: Observation, state: str, now: float) -> PeerFacts:
         doing=report.phase.name or state,
         in_words=in_words(report.phase) if report.phase.name else state,
         gone_s=_gone_s(peer, now),
+        for_s=report.phase.for_s,
         idle_s=report.phase.idle_s,
         step=said.step,
         step_s=figures.step_s,

@@ -23,6 +23,8 @@ class Watcher:
     _gone: dict[str, int] = field(default_factory=dict)
     """The incarnation with which each peer that is gone has left."""
     _epoch: int = 0
+    _reached_by: frozenset[tuple[str, int]] = frozenset()
+    """Peer ids and incarnations of those who were there when that epoch was reached."""
 
     def update(self, announcements: Mapping[str, Announcement], now_s: float) -> list[str]:
         """One line for each peer that joined, left or was lost and for each epoch reached since the last call.
@@ -74,9 +76,13 @@ class Watcher:
 
     def _reached(self, now_s: float) -> list[str]:
         epoch = max((announcement.epoch for announcement, _ in self._present.values()), default=0)
+        present = frozenset((peer_id, said.incarnation) for peer_id, (said, _) in self._present.items())
+        if not present & self._reached_by:
+            # Nobody is left of the run that reached it, and whoever comes may begin anew.
+            self._epoch = min(self._epoch, epoch)
         if epoch <= self._epoch:
             return []
-        self._epoch = epoch
+        self._epoch, self._reached_by = epoch, present
         speed = sum(announcement.tokens_per_s for announcement in self._heard(now_s))
         return [f"epoch {epoch}: {self._count(now_s)}, {speed:,.0f} tokens/s"]
 

@@ -90,7 +90,7 @@ def training_left_s(points: Sequence[Point], step: int, end_step: int) -> float 
 def in_words(phase: Phase) -> str:
     """All of it: "evaluating, 34 of 120 windows, 12 s left"."""
     parts = [f"{phase.name}: {phase.detail}" if phase.detail else phase.name]
-    if phase.total or (phase.unit == "bytes" and phase.done):
+    if phase.total or (phase.unit in ("bytes", "steps") and phase.done):
         parts.append(_progress(phase))
     if phase.unit == "bytes" and phase.for_s > 0 and phase.done:
         parts.append(f"{short_figure(phase.done / phase.for_s)}B/s")
@@ -115,7 +115,8 @@ def _progress(phase: Phase) -> str:
     if phase.unit == "peers":
         return f"{phase.done:.0f} of {phase.total:.0f} are here"
     if phase.unit == "steps":
-        return f"step {phase.done:.0f} of {phase.total:.0f}"
+        # A program of the user's own may not have said where it ends.
+        return f"step {phase.done:.0f}{f' of {phase.total:.0f}' if phase.total else ''}"
     return f"{phase.done:.0f} of {phase.total:.0f} {phase.unit}"
 
 

@@ -21,7 +21,7 @@ STILL_S = 5 * OFTEN_S
 """A training without progress for so long stands still, unless its steps take as long."""
 _STILL_STEPS = 8
 _BUSY_STILL_S = 2 * COMMIT_S
-"""As above, for every other phase that reports progress."""
+"""As above, for every other phase that reports progress, and for a peer's first step."""
 SLOW = 2.0
 """A peer whose steps take this many times as long as the others' is slow."""
 MUCH_OF_EPOCH = 2 * SHARE_OF_EPOCH
@@ -44,6 +44,8 @@ class PeerFacts:
     """The phase with its progress."""
     gone_s: float | None = None
     """How long it has been lost or silent."""
+    for_s: float = 0.0
+    """How long it has been in this phase."""
     idle_s: float = 0.0
     """How long it has not got further."""
     step: int = 0
@@ -108,12 +110,19 @@ def is_still(peer: PeerFacts) -> bool:
     if peer.state not in ("training", "joining"):
         return False
     if peer.doing == "training":
-        return peer.idle_s > max(STILL_S, _STILL_STEPS * peer.step_s)
+        # Before its first step is done, nobody knows how long one takes.
+        return peer.idle_s > (max(STILL_S, _STILL_STEPS * peer.step_s) if peer.step_s else _BUSY_STILL_S)
     return peer.doing not in ("averaging", "starting") and peer.idle_s > _BUSY_STILL_S
 
 
 def _healthy(there: Sequence[PeerFacts]) -> str:
     text = f"healthy: {len(there)} peer{'' if len(there) == 1 else 's'}"
+    first = [peer for peer in there if peer.doing == "training" and not peer.step_s and peer.for_s > STILL_S]
+    if first:
+        longest = max(first, key=lambda peer: peer.for_s)
+        text += (
+            f", step {longest.step + 1} of peer {longest.world_rank} has taken {span(longest.for_s)} so far"
+        )
     shares = [peer.round_share for peer in there if peer.round_share > 0]
     return f"{text}, averaging takes {statistics.median(shares):.1%} of the time" if shares else text
 

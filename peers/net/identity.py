@@ -22,6 +22,7 @@ __all__ = [
     "Identity",
     "check_run_id",
     "claim_slot",
+    "is_one_more",
     "load",
     "load_or_create",
 ]
@@ -98,6 +99,11 @@ def claim_slot(state_dir: Path, run_id: str, world_rank: int | None, *, prefix: 
         f"world rank {world_rank} of run {run_id} already runs on this machine (its key is "
         f"{directory}/{world_rank}.key); stop it first, or give another --world-rank or --run-id"
     )
+
+
+def is_one_more(identity: Identity) -> bool:
+    """Whether another living process held the first slot when this identity was claimed as the first free one."""
+    return identity.path.stem != "0"
 
 
 def load_or_create(path: Path) -> Identity:

@@ -33,6 +33,9 @@ MAX_MANIFEST_FIELDS = 256
 MAX_NEWS = 256
 Scalar = str | int | float | bool | None
 
+WORKER, OWN_WORKER, DILOCOS_WORKER = "worker", "own", "diloco"
+"""The manifest's field that says whose program trains, and its values: a user's own, or diloco's trainer."""
+
 
 class Announced(Struct, frozen=True, tag="announced"):
     record: Annotated[bytes, Meta(max_length=MAX_SPOKEN_BYTES)]

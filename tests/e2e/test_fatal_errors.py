@@ -44,7 +44,7 @@ def test_a_run_ends_with_the_reason_of_its_peer(start, model):
     check_gone(command)
     (box,) = text_of_boxes(command.stderr)
     assert "the worker failed 3 times in a row" in box and REASON in box
-    assert "starts it again" not in command.stdout
+    assert "starting it again" not in command.stdout
 
 
 def test_a_program_of_the_users_own_is_given_up_on_with_its_exception(start, tmp_path):

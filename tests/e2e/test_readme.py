@@ -63,7 +63,10 @@ SIMULATE = (
 STATUS = "diloco status --initial-peers <maddr>"
 WATCH = "diloco status --initial-peers <maddr> --watch"
 DASHBOARD = "diloco dashboard --initial-peers <maddr>"
-OWN_LOOP = 'diloco peer --initial-peers <maddr> --hv.local-steps 10 --worker "python loop.py"'
+OWN_LOOP = (
+    "diloco peer --initial-peers <maddr> --hv.galaxy-size 2 --hv.local-steps 20 --hv.outer-lr 0.8 "
+    '--hv.outer-momentum 0.5 --worker "python loop.py"'
+)
 TORCHRUN = (
     "torchrun --standalone --nproc_per_node=2 diloco/train_fsdp.py --per-device-train-batch-size 4 "
     "--total-batch-size 16 --lr 1e-2 --path-model tests/models/llama-2m-fresh --metric-logger-type dummy "
@@ -434,16 +437,17 @@ def test_the_example_trains_alone(run, loop, tmp_path):
 
 @pytest.mark.exhaustive
 def test_the_example_is_a_worker_of_two_peers(pair, run, loop, maddr):
-    """As typed, but that the first waits for the second."""
+    """As typed. Alone, the example ends at a loss of 0.013."""
     peers = []
     for name in ("loop0", "loop1"):
         (pair[0].directory.parent / name).mkdir()
         (pair[0].directory.parent / name / "loop.py").write_text(loop)
-        peers.append(run(typed(OWN_LOOP, "--galaxy-size", 2, maddr=maddr), name))
+        peers.append(run(typed(OWN_LOOP, maddr=maddr), name))
     for peer in peers:
         assert peer.wait() == 0, peer.stderr
-        found = re.search(r"^loss (0\.\d{4}) after 4 epochs$", peer.stdout, re.MULTILINE)
-        assert found and float(found[1]) < 1, peer.stdout
+        found = re.search(r"^loss (0\.\d{4}) after 20 epochs$", peer.stdout, re.MULTILINE)
+        assert found and float(found[1]) < 0.01, peer.stdout
+        assert "epoch 20 averaged by 2 peers" in peer.stdout
 
 
 def test_a_whole_swarm_on_one_machine_ends_with_a_report_and_its_files(run):

@@ -320,6 +320,12 @@ def test_settings_that_differ_from_the_swarms_are_listed(swarm, start, model):
     assert "hv.local_steps: here 3, in the swarm 2" in said and "seq_length" in said and "batch" not in said
 
 
+def test_a_program_of_the_users_own_is_refused_where_the_swarm_trains_with_ours(swarm, start):
+    flags = ("--initial-peers", swarm.address, "--worker", "python -c pass")
+    command = start(*DILOCO, "peer", *LOOPBACK, *flags)
+    check_refused(command, "with diloco's trainer, this peer with a program of its own")
+
+
 @pytest.mark.exhaustive
 def test_two_ranks_under_torchrun_print_one_box(swarm, start, model):
     flags = training_flags(model, per_device_train_batch_size=2, **{"hv.local-steps": 3})

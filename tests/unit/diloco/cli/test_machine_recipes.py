@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from diloco.cli.machine_recipes import RECIPES, chosen, recipe_for
+from diloco.cli.machine_recipes import RECIPES, chosen, recipe_for, trained
 from diloco.options.model_files import load_model_config
 from diloco.options.trainer import TrainConfig, flat_values, for_mode, parse_train_config
 from diloco.train.devices import Machine
@@ -101,8 +101,26 @@ def test_rates_are_those_of_the_optimizer(given, named, optimizer, lr, weight_de
     assert (config.optimizer, config.lr, config.weight_decay) == (optimizer, lr, weight_decay)
 
 
-def test_who_names_a_model_or_learns_by_reinforcement_is_given_nothing():
-    for config, named in ((TrainConfig(), {"path_model"}), (TrainConfig(mode="grpo"), set[str]())):
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.values["path_model"])
+def test_a_preset_comes_with_its_recipe_on_any_machine(recipe):
+    """The trainers' own steps of 524,288 tokens take minutes on two cores."""
+    preset = recipe.values["path_model"]
+    choice = chosen(TrainConfig(path_model=preset), {"path_model"}, machine(2))
+    values = flat_values(choice.config)
+    assert {name: values[name] for name in recipe.values} == recipe.values
+    assert choice.config.optimizer == "muon" and choice.config.lr == recipe.rates["muon"]["lr"]
+    assert f"chosen for {preset} (naming --total-batch-size" in choice.in_words(choice.config)
+
+
+@pytest.mark.parametrize("size", ["total_batch_size", "seq_length", "total_steps", "max_steps"])
+def test_a_preset_with_sizes_of_the_users_own_keeps_the_defaults_for_the_rest(size):
+    config = TrainConfig(path_model="2m")
+    assert chosen(config, {"path_model", size}, machine(2)).config == config
+
+
+def test_who_names_a_model_without_a_recipe_or_learns_by_reinforcement_is_given_nothing():
+    own, preset = TrainConfig(path_model="./model"), TrainConfig(path_model="2m", mode="grpo")
+    for config, named in ((own, {"path_model"}), (preset, {"path_model"}), (preset, set[str]())):
         choice = chosen(config, named, machine(2))
         assert (choice.config, choice.fields, choice.why) == (config, frozenset(), "")
 
@@ -117,10 +135,17 @@ def test_one_line_says_what_is_trained_and_why():
     why = "chosen for 2 cores without a GPU, shared by 3 peers (--path-model names another model)"
     assert choice.in_words(choice.config) == f"{what}; {why}"
     assert choice.in_words(replace(choice.config, lr=1.0)) == f"{what}; as the swarm does"
-    named = chosen(TrainConfig(path_model="demo"), {"path_model"}, machine(2))
+    assert choice.in_words(choice.config, has_joined=True) == f"{what}; as the swarm does"
+    named = chosen(TrainConfig(path_model="demo"), {"path_model", "seq_length"}, machine(2))
     assert named.in_words(named.config).endswith("averaged every 500")
     on_gpus = chosen(TrainConfig(), (), gpus(1, 24))
     assert "chosen for 1 GPU of 24 GiB (" in on_gpus.in_words(on_gpus.config)
+
+
+@pytest.mark.parametrize(("total_steps", "is_said"), [(300, True), (1001, False)])
+def test_a_warm_up_that_the_training_does_not_outlast_is_told(total_steps, is_said):
+    said = trained(TrainConfig(total_steps=total_steps))
+    assert said.endswith("rises for all of them, since --warmup-steps is 1000") == is_said
 
 
 def test_the_trainers_keep_the_defaults_of_opendiloco():

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 import peers.daemon
-from diloco.cli.machine_recipes import Choice
-from diloco.cli.peer import TOLD, Workplace, program_of, unread_by_a_program
+from diloco.cli.machine_recipes import Choice, chosen
+from diloco.cli.peer import NOT_KEPT, TOLD, Workplace, program_of, unread_by_a_program
 from diloco.errors import UserError
-from diloco.options.trainer import TrainConfig
+from diloco.options.trainer import CkptConfig, TrainConfig
+from diloco.train.devices import Machine
 
 
 def test_the_words_of_a_program_are_split_as_a_shell_would():
@@ -44,6 +45,25 @@ def test_without_one_the_trainer_reads_what_the_swarm_agreed_on(tmp_path):
     command = workplace.command({"seq_length": 77}, 3, tmp_path / "link.sock")
     assert command.argv[1:] == ("-m", "diloco.train_fsdp", "--config", str(tmp_path / "config.toml"))
     assert "seq_length = 77" in (tmp_path / "config.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("world_rank", "interval", "is_said"), [(0, None, True), (0, 100, False), (1, None, False)]
+)
+def test_the_first_peer_says_what_becomes_of_a_run_without_checkpoints(
+    tmp_path, capsys, world_rank, interval, is_said
+):
+    config = TrainConfig(ckpt=CkptConfig(interval=interval))
+    workplace = Workplace(Choice(config=config), frozenset(), tmp_path, 1)
+    workplace.command({}, world_rank, tmp_path / "link.sock")
+    assert (NOT_KEPT in capsys.readouterr().out) == is_said
+
+
+def test_who_joins_trains_as_the_swarm_does_whatever_it_would_have_chosen(tmp_path, capsys):
+    choice = chosen(TrainConfig(), (), Machine(num_cores=2, memory_bytes=None))
+    workplace = Workplace(choice, frozenset(), tmp_path, 1)
+    workplace.command({}, 1, tmp_path / "link.sock")
+    assert "; as the swarm does" in capsys.readouterr().out
 
 
 def test_a_peer_that_joins_a_run_of_reinforcement_starts_that_trainer(tmp_path):

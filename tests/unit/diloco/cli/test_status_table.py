@@ -76,13 +76,13 @@ def test_the_verdict_stands_on_top_and_a_peer_that_stands_still_is_said_to():
         "peer 2 was lost"
     )
     observations = Observations()
-    phase = Phase(name="training", done=7.0, total=90.0, unit="steps", idle_s=30.0)
+    phase = Phase(name="training", done=7.0, total=90.0, unit="steps", idle_s=300.0)
     reported(
         observations, "Qmzero00", 0.5, world_rank=0, step=7, phase=phase, figures=figures_of(end_step=90)
     )
     lines = shown(observations).splitlines()
     assert lines[0] == "run run: epoch 0, 1 peer, step 7 of 90"
-    assert lines[1].startswith("peer 0 has stood still for 30 s at step 7")
+    assert lines[1].startswith("peer 0 has stood still for 5 min at step 7")
     assert "training, stands still" in lines[3]
 
 

@@ -11,13 +11,14 @@ import torch
 
 from peers.daemon.averaging import WorkInHand
 from peers.daemon.worker_monitor import WorkerMonitor
+from peers.protocol.mesh import DILOCOS_WORKER, OWN_WORKER, WORKER
 from peers.state.handover import Ahead, EpochOutcome, Memories, Start
 from tests.support.scripted_daemon import COMMITTED
 
 
-def a_monitor(*, alike: tuple[int, ...] = ()) -> WorkerMonitor:
+def a_monitor(*, alike: tuple[int, ...] = (), worker: str = DILOCOS_WORKER) -> WorkerMonitor:
     presence = SimpleNamespace(view={"a": None}, galaxy_size=1, maddrs=(), publish=lambda: None)
-    agreement = SimpleNamespace(manifest={"hv.local_steps": 10}, digest="d")
+    agreement = SimpleNamespace(manifest={"hv.local_steps": 10, WORKER: worker}, digest="d")
     monitor = WorkerMonitor(presence, agreement)
     likeness = SimpleNamespace(world_ranks=alike)
     monitor.runtime = SimpleNamespace(
@@ -89,3 +90,21 @@ def test_a_loss_that_is_not_a_number_is_a_trouble_until_the_next_one_is():
     assert "not a number" in monitor.journal.troubles["loss"] and monitor.journal.loss is None
     assert monitor.progressed({"step": 17, "tokens_per_s": 1.0, "loss": 2.5}) == -3
     assert "loss" not in monitor.journal.troubles and monitor.journal.loss == 2.5
+
+
+@pytest.mark.parametrize(
+    ("worker", "contributors", "said"),
+    [
+        (OWN_WORKER, [0, 1], ["epoch 3 averaged by 2 peers, loss 0.125"]),
+        (OWN_WORKER, [0], ["epoch 3 averaged by 1 peer, loss 0.125"]),
+        (OWN_WORKER, [1], ["epoch 3 was averaged without this peer, whose work goes into the next"]),
+        # It writes records, of which the terminal shows as much.
+        (DILOCOS_WORKER, [0, 1], []),
+    ],
+)
+def test_the_epochs_of_a_program_of_the_users_own_are_told_in_a_line_each(caplog, worker, contributors, said):
+    monitor = a_monitor(worker=worker)
+    monitor.progressed({"step": 25, "tokens_per_s": 1.0, "loss": 0.125})
+    with caplog.at_level("INFO", "peers.daemon.worker_monitor"):
+        monitor.averaged(an_outcome(contributors=contributors))
+    assert caplog.messages == said

@@ -98,3 +98,29 @@ def test_two_that_leave_between_two_looks_were_there_together():
         "peer 0 (…000000) left at epoch 3, 1 peer",
         "peer 1 (…000001) left at epoch 3, 0 peers",
     ]
+
+
+def test_the_epochs_of_a_later_run_are_told_from_the_first_on():
+    watcher = Watcher()
+    watcher.update(seen(record(0, 1)), 1)
+    watcher.update(seen(record(0, 2, epoch=40)), 2)
+    watcher.update(seen(record(0, 3, epoch=40, state="leaving")), 3)
+    assert watcher.update(seen(record(1, 4)), 4) == ["peer 1 (…000001) joined, 1 peer"]
+    assert watcher.update(seen(record(1, 5, epoch=1)), 5) == ["epoch 1: 1 peer, 100 tokens/s"]
+
+
+def test_the_epochs_of_a_run_are_told_that_the_same_peers_begin_anew():
+    watcher = Watcher()
+    watcher.update(seen(record(0, 1, epoch=40), record(1, 1, epoch=40)), 1)
+    # Both were killed, and neither is lost yet.
+    watcher.update(seen(record(0, 2, incarnation=2), record(1, 2, incarnation=2)), 2)
+    again = seen(record(0, 3, incarnation=2, epoch=1), record(1, 3, incarnation=2))
+    assert watcher.update(again, 3) == ["epoch 1: 2 peers, 200 tokens/s"]
+
+
+def test_an_epoch_is_told_once_also_where_all_who_reached_it_are_replaced():
+    watcher = Watcher()
+    watcher.update(seen(record(0, 1, epoch=40)), 1)
+    watcher.update(seen(record(0, 2, epoch=40), record(1, 2, epoch=40)), 2)
+    last = seen(record(0, 3, epoch=40, state="leaving"), record(1, 3, epoch=40))
+    assert watcher.update(last, 3) == ["peer 0 (…000000) left at epoch 40, 1 peer"]

@@ -49,6 +49,7 @@ def test_the_rest_of_a_training_follows_its_last_points_rounds_included():
         ),
         (Phase("tokenizing", "stdlib", 5e6, 0, "bytes", None, 2.0), "tokenizing: stdlib, 5MB, 2.5MB/s", "tokenizing"),
         (Phase("training", "", 120, 900, "steps", 7200.0), "training, step 120 of 900, 2.0 h left", "training"),
+        (Phase("training", "", 120, 0, "steps"), "training, step 120", "training"),
         (Phase("averaging", "waits for peers 2"), "averaging: waits for peers 2", "averaging"),
     ],
 )  # fmt: skip
@@ -89,4 +90,10 @@ def test_what_a_daemon_knows_of_itself_goes_before_what_its_worker_tells():
     assert in_words(phase_of(activity, "averaging")) == "averaging: waits for peers 1"
     activity.told = None
     assert in_words(phase_of(activity, "training")) == "training, step 7 of 90, 5 s left"
+    activity.told = Doing("training", "step 8", 3, 64, "micro-batches")
+    assert (
+        in_words(phase_of(activity, "training"))
+        == "training: 3 of 64 micro-batches of step 8, step 7 of 90, 5 s left"
+    )
+    assert phase_of(activity, "averaging").name == "averaging"
     assert phase_of(activity, "leaving").name == "leaving"

@@ -56,6 +56,16 @@ TABLE = {
         "all rewards are zero",
     ),
     "a slow step is no stall": (swarm({"step_s": 9.0, "idle_s": 20.0}), "good", WELL),
+    "a first step may take minutes": (
+        swarm({"step": 0, "step_s": 0.0, "for_s": 68.0, "idle_s": 68.0}),
+        "good",
+        "healthy: 3 peers, step 1 of peer 0 has taken 68 s so far",
+    ),
+    "a first step without a micro-batch for long": (
+        swarm({"step": 0, "step_s": 0.0, "for_s": 300.0, "idle_s": 130.0}),
+        "fault",
+        "peer 0 has stood still for 2 min at step 0: see its worker",
+    ),
     "an evaluation may last": (swarm({"doing": "evaluating", "idle_s": 60.0}), "good", WELL),
     "nobody": (SwarmFacts(), "busy", "nobody is there: start a peer"),
     "starting": (

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from peers.errors import UserError
 from peers.net import identity
-from peers.net.identity import claim_slot, load
+from peers.net.identity import claim_slot, is_one_more, load
 from peers.protocol import libp2p_keys
 from peers.protocol.certificates import Signature
 from peers.protocol.signatures import verify_signature
@@ -88,6 +88,7 @@ def test_two_peers_on_one_machine_take_different_slots(tmp_path):
     one, two = claim_slot(tmp_path, "run", None), claim_slot(tmp_path, "run", None)
     assert [one.path.name, two.path.name] == ["0.key", "1.key"]
     assert one.peer_id != two.peer_id
+    assert [is_one_more(one), is_one_more(two)] == [False, True]
 
 
 def test_a_rank_that_runs_here_already_is_refused(tmp_path):
