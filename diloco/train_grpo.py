@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import random
 import shutil
@@ -36,15 +37,18 @@ from diloco.rl.arguments import grpo_arguments, placeholders
 from diloco.rl.checkpoints import KeepCheckpoints, KeepDeltas
 from diloco.rl.evaluation import TEMPERATURE, TOP_K, TOP_P, evaluated
 from diloco.rl.generation import generating_by_servers
+from diloco.rl.generator import judged
 from diloco.rl.gpus import split_gpus, starts_server
+from diloco.rl.peer_rollouts import Group, PeerRollouts, own_group, rows_of_groups, terms_of
 from diloco.rl.prompts import PromptSchedule, held_out_examples, place_of, rows_of
 from diloco.rl.recorder import Recorder
 from diloco.rl.rollouts import Rollouts
-from diloco.rl.server_client import Sampling
+from diloco.rl.sampling import sampled, token_ids
+from diloco.rl.server_client import Sampling, Written
 from diloco.rl.servers import opened_servers
 from diloco.rl.task_choice import open_task
 from diloco.rl.tasks import Message
-from diloco.rl.trainer import PeerTrainer, completed_by_the_trainer, reward_functions, token_ids
+from diloco.rl.trainer import PeerTrainer, reward_functions
 from diloco.rl.turns import EvaluateWhenDue
 from diloco.train.devices import visible_gpus
 from diloco.train.lines import LinePrinter
@@ -117,7 +121,6 @@ class Training:
             output_dir=self.run_dir / "trainer",
             seed=self.seed,
             reward_weights=[reward.weight for reward in self.task.rewards],
-            **({"use_vllm": True, "vllm_mode": "server"} if config.grpo.rollout == "vllm" else {}),
         )
         self.period = generation_period(args)
         check_divides(args, steps_per_epoch=config.hv.steps_per_epoch)
@@ -155,11 +158,11 @@ class Training:
         )
         self.resume = self.kept.restore(self.fetched, self.skipped.append)
         self.precision = Precision.of(config.precision, device)
-        alarm = config.grpo.logp_alarm
+        alarm = math.inf if config.grpo.rollout == "peers" else config.grpo.logp_alarm
         self.recorder = Recorder(
             self.metrics,
             epoch_of=lambda: self.outer.epoch,
-            extra=self.push_figures,
+            extra=self.rollout_figures,
             logp_alarm=LOGP_ALARMS[self.precision.compute] if alarm is None else alarm,
         )
         self.recorder.at_end = self.finish
@@ -171,14 +174,17 @@ class Training:
         )
         clean_ups.append(self.discard_partial)
         self.servers: Rollouts | None = None
+        self.peer_rollouts: PeerRollouts | None = None
         if config.grpo.rollout == "vllm":
             with progress.phase("starting", "the inference server"):
                 self.open_servers(clean_ups, server_gpu)
-        with generating_by_servers() if config.grpo.rollout == "vllm" else contextlib.nullcontext():
+        with generating_by_servers() if config.grpo.rollout != "hf" else contextlib.nullcontext():
             self.trainer = self.built(args)
-        if config.grpo.rollout == "vllm":
+        if config.grpo.rollout == "peers":
+            self.open_peer_rollouts(assignment.link_path, clean_ups)
+        if config.grpo.rollout != "hf":
             generation: Any = self.trainer.vllm_generation
-            generation.servers, generation.seed_of = self.servers, self.rollout_seed
+            generation.servers, generation.seed_of = self.servers or self.peer_rollouts, self.rollout_seed
 
     @property
     def seed(self) -> int:
@@ -244,6 +250,25 @@ class Training:
 
         on_rank_zero(opened)
 
+    def open_peer_rollouts(self, link_path: Path | None, clean_ups: CleanUps) -> None:
+        """On rank 0, connect to the daemon, whose queue rollouts come from. Raises UserError if there is no daemon."""
+        if link_path is None:
+            raise UserError(
+                "--rollout peers needs a run that rollout peers can join: start this trainer by `diloco peer`"
+            )
+        if not self.world.is_main:
+            return
+        self.peer_rollouts = PeerRollouts(
+            WorkerLink.connect(link_path),
+            self.run_dir / "policies",
+            self.precision.compute,
+            terms_of(self.config, self.task, self.model, self.prompts.prompts_per_generation),
+            chat_template=str(self.tokenizer.chat_template or ""),
+            step_of=lambda: self.trainer.state.global_step,
+            generate=self.own_groups,
+        )
+        clean_ups.append(self.peer_rollouts.close)
+
     def record_checkpoint(self, **event: Any) -> None:
         """Record the outcome of a save. Raises DilocoError if it failed and --ckpt.required is set."""
         self.metrics.write("event", **event)
@@ -276,16 +301,46 @@ class Training:
         finally:
             if self.servers:
                 self.servers.close()
+            if self.peer_rollouts:
+                self.peer_rollouts.close()
             self.fetched.close()
             self.discard_scratch()
         self.metrics.write("event", event="finished", **self.position())
 
-    def rows(self) -> list[dict[str, object]]:
-        """The prompts of the next generation, each repeated `num_generations` times."""
+    def rows(self) -> list[dict[str, Any]]:
+        """The prompts of the next generation, each repeated `num_generations` times; of rollout peers, completed."""
+        if self.config.grpo.rollout == "peers":
+            # A collective. Before it waits: the rollouts to come are to be by these weights.
+            self.trainer.vllm_generation.sync_weights()
+            return on_rank_zero(lambda: rows_of_groups(self.task, self.groups_of_peers()))
+        return rows_of(self.task, self.example_numbers(), copies=self.config.grpo.num_generations)
+
+    def groups_of_peers(self) -> list[Group]:
+        assert self.peer_rollouts is not None
+        with self.progress.phase("waiting", "for rollouts"):
+            groups = self.peer_rollouts.take(self.prompts.prompts_per_generation)
+        for figures in self.peer_rollouts.senders.values():
+            self.metrics.write("rollouts", step=self.trainer.state.global_step, **figures)
+        return groups
+
+    def own_groups(self) -> list[Group]:
+        """The completions of one generation, by this trainer's model."""
+        grpo = self.config.grpo
+        numbers = self.example_numbers()
+        examples = [self.task.example(number) for number in numbers]
+        sampling = Sampling(max_tokens=grpo.max_completion_length, temperature=grpo.temperature)
+        prompts = [example.prompt for example in examples]
+        written = self.sampled(prompts, grpo.num_generations, sampling, seed=self.rollout_seed())
+        return [
+            own_group(number, judged(self.task, self.tokenizer, example, one))
+            for number, example, one in zip(numbers, examples, written, strict=True)
+        ]
+
+    def example_numbers(self) -> list[int]:
+        """Of the next generation's prompts."""
         step = self.trainer.state.global_step
         block, local_step = place_of(self.outer, step, steps_per_epoch=self.prompts.steps_per_epoch)
-        numbers = self.prompts.numbers(block, local_step, num_examples=self.task.num_examples)
-        return rows_of(self.task, numbers, copies=self.config.grpo.num_generations)
+        return self.prompts.numbers(block, local_step, num_examples=self.task.num_examples)
 
     def start(self) -> None:
         """Called after the swarm's weights have been loaded and before the first step."""
@@ -332,37 +387,35 @@ class Training:
 
     def complete(self, prompts: Sequence[list[Message]], count: int) -> list[list[str]]:
         """`count` completions of each prompt, for evaluation."""
-        if self.servers:
-            return self.completed_by_servers(self.servers, prompts, count)
-        return completed_by_the_trainer(
-            self.trainer,
-            self.tokenizer,
-            prompts,
-            count,
-            max_tokens=self.config.grpo.max_completion_length,
-            seed=self.config.seed + self.trainer.state.global_step,
-        )
-
-    def completed_by_servers(
-        self, servers: Rollouts, prompts: Sequence[list[Message]], count: int
-    ) -> list[list[str]]:
         sampling = Sampling(
             max_tokens=self.config.grpo.max_completion_length,
             temperature=TEMPERATURE,
             top_p=TOP_P,
             top_k=TOP_K,
         )
-        written = servers.complete(
-            token_ids(self.tokenizer, prompts), count, sampling, seed=self.rollout_seed()
-        )
+        if self.servers:
+            asked = token_ids(self.tokenizer, prompts)
+            written = self.servers.complete(asked, count, sampling, seed=self.rollout_seed())
+        else:
+            seed = self.config.seed + self.trainer.state.global_step
+            written = self.sampled(prompts, count, sampling, seed=seed)
         return [self.tokenizer.batch_decode(one.token_ids, skip_special_tokens=True) for one in written]
+
+    def sampled(
+        self, prompts: Sequence[list[Message]], count: int, sampling: Sampling, *, seed: int
+    ) -> list[Written]:
+        """`count` completions of each prompt by the trainer's own model."""
+        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        return sampled(model, self.tokenizer, token_ids(self.tokenizer, prompts), count, sampling, seed=seed)
 
     def rollout_seed(self) -> int:
         """The seed of requests to the servers, which differs between steps and peers."""
         return self.seed + 4099 * self.trainer.state.global_step
 
-    def push_figures(self) -> dict[str, Any]:
-        """Figures of the last push of weights to the servers, for the step's record."""
+    def rollout_figures(self) -> dict[str, Any]:
+        """Figures of the last rollouts, or of the last push of weights to the servers, for the step's record."""
+        if self.peer_rollouts:
+            return self.peer_rollouts.figures()
         if not self.servers or not self.servers.last_push:
             return {}
         last = self.servers.last_push
@@ -392,8 +445,8 @@ class Training:
             shutil.rmtree(partial_model, ignore_errors=True)
 
     def discard_scratch(self) -> None:
-        """Remove the trainer's temporary checkpoints, and the model that the server was started with."""
-        for name in ("trainer", "served"):
+        """Remove the trainer's temporary checkpoints, and the weights for servers and rollout peers."""
+        for name in ("trainer", "served", "policies"):
             shutil.rmtree(self.run_dir / name, ignore_errors=True)
 
 

@@ -16,7 +16,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from diloco.cli.machine_recipes import chosen
-from diloco.cli.peer import DiscoverFlag, PeersHereFlag, RanksFlag, WorkerFlag, program_of
+from diloco.cli.peer import DiscoverFlag, PeersHereFlag, RanksFlag, RoleFlag, WorkerFlag, program_of
 from diloco.doctor.findings import Finding, as_json, broken, examined, failed
 from diloco.errors import UserError
 from diloco.options.extras import extras_of
@@ -46,6 +46,7 @@ def doctor(
     nproc_per_node: RanksFlag = "auto",
     peers_here: PeersHereFlag = 1,
     discover: DiscoverFlag = False,
+    role: RoleFlag = "train",
     worker: WorkerFlag = None,
     as_json_: JsonFlag = False,
     timeout: TimeoutFlag = 20.0,
@@ -65,6 +66,8 @@ def doctor(
         Peers on this machine, with this one: they share its cores and memory.
     discover: bool
         Find the run on this network, in place of --initial-peers, by asking over UDP multicast.
+    role: str
+        `rollout`: whether this machine could generate completions for the run, and not train.
     worker: str
         Your own program with `Diloco(model)` in it; default: the trainer of diloco.
     as_json_: bool
@@ -77,8 +80,10 @@ def doctor(
     machine = this_machine(os.environ, train.device, num_peers=peers_here)
     gpus = gpus_for_ranks(train, machine.num_gpus)
     ranks = num_ranks(nproc_per_node, train.device, gpus) if gpus or train.device != "cuda" else 1
+    if role == "rollout":
+        train = replace(train, mode="grpo")
     train = for_mode(train, _SOURCE.named)
-    if not program_of(worker):
+    if not program_of(worker) and role == "train":
         train = chosen(train, _SOURCE.named, machine, num_ranks=ranks).config
     train = settled(train, _SOURCE.named, num_ranks=ranks)
     found: list[Finding] = []

@@ -12,7 +12,7 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
@@ -43,7 +43,10 @@ _SOURCE = ValueSource()
 _LINK_ENV = "DILOCO_LINK"
 TOLD = tuple(
     f"peers.daemon.{name}"
-    for name in ("agreement", "daemon", "downloads", "main", "runtime", "worker_monitor")
+    for name in (
+        *("agreement", "daemon", "downloads", "main", "rollout_peer", "rollout_service", "runtime"),
+        "worker_monitor",
+    )
 )
 
 NOT_KEPT = (
@@ -58,6 +61,7 @@ PeersHereFlag = Annotated[
     int, Parameter(name="--peers-here", group="Swarm", converter=whole, validator=at_least(1))
 ]
 DiscoverFlag = Annotated[bool, Parameter(name="--discover", group="Swarm")]
+RoleFlag = Annotated[Literal["train", "rollout"], Parameter(name="--role", group="GRPO")]
 WorkerFlag = Annotated[str | None, Parameter(name="--worker", group="Training", metavar="COMMAND")]
 
 
@@ -69,6 +73,7 @@ def peer(
     nproc_per_node: RanksFlag = "auto",
     peers_here: PeersHereFlag = 1,
     discover: DiscoverFlag = False,
+    role: RoleFlag = "train",
     worker: WorkerFlag = None,
 ) -> int:
     """Join a swarm, train in it, leave it when the training is done.
@@ -88,6 +93,8 @@ def peer(
         Peers on this machine, with this one: they share its cores and memory.
     discover: bool
         Find the run on this network, in place of --initial-peers, by asking over UDP multicast; and answer who asks.
+    role: str
+        `rollout`: generate completions for the peers of the run that train with --rollout peers, and do not train.
     worker: str
         Your own program with `Diloco(model)` in it, such as "python loop.py"; default: the trainer of diloco.
     """
@@ -98,6 +105,12 @@ def peer(
     from diloco.launch.swarm_config import daemon_config, state_dir
     from peers.protocol.reports import Phase
 
+    if role == "rollout":
+        from diloco.cli.rollout_peer import rollout_peer
+
+        if discover and not train.hv.initial_peers:
+            train = replace(train, hv=replace(train.hv, initial_peers=discovered(train.hv)))
+        return rollout_peer(train, _SOURCE.named, num_peers=peers_here)
     machine = this_machine(os.environ, train.device, num_peers=peers_here)
     ranks = num_ranks(nproc_per_node, train.device, gpus_for_ranks(train, machine.num_gpus))
     for remark in remarks(train, _SOURCE.named):
@@ -204,7 +217,6 @@ class Workplace:
     def command(self, manifest: Mapping[str, Scalar], world_rank: int, link_path: Path) -> WorkerCommand:
         """The workers' command line, after writing the configuration that it names."""
         from diloco.launch.swarm_config import adopted
-        from peers.admission.secrets import SECRET_ENV
         from peers.daemon.supervisor import WorkerCommand
 
         config = adopted(
@@ -218,24 +230,30 @@ class Workplace:
                 print(NOT_KEPT, flush=True)
         config = replace(config, run_dir=str(self.run_dir), hv=replace(config.hv, world_rank=world_rank))
         path = written_config(config, self.run_dir)
-        threads = threads_per_rank(num_cores(), self.num_ranks * self.num_peers)
         return WorkerCommand(
             argv=self.program or (sys.executable, "-m", trainer_of(config), "--config", str(path)),
-            env={
-                # The secret is for the daemon alone: a training program has no use for it, and may log its
-                # environment.
-                **{name: value for name, value in os.environ.items() if name != SECRET_ENV},
-                # "python" in --worker is the one that runs this.
-                "PATH": _path_with_this_python(),
-                _LINK_ENV: str(link_path),
-                "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(threads),
-                "PYTHONUNBUFFERED": "1",
-            },
+            env=worker_environment(link_path, num_workers=self.num_ranks * self.num_peers),
             cwd=Path.cwd(),
             log_path=self.worker_log,
             reason_in=reason_in,
             num_ranks=self.num_ranks,
         )
+
+
+def worker_environment(link_path: Path, *, num_workers: int) -> dict[str, str]:
+    """The environment of one of so many workers on this machine."""
+    from peers.admission.secrets import SECRET_ENV
+
+    return {
+        # The secret is for the daemon alone: a training program has no use for it, and may log its environment.
+        **{name: value for name, value in os.environ.items() if name != SECRET_ENV},
+        # "python" in --worker is the one that runs this.
+        "PATH": _path_with_this_python(),
+        _LINK_ENV: str(link_path),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")
+        or str(threads_per_rank(num_cores(), num_workers)),
+        "PYTHONUNBUFFERED": "1",
+    }
 
 
 async def _live(workplace: Workplace, fields: Mapping[str, Any]) -> int:
@@ -247,9 +265,7 @@ async def _live(workplace: Workplace, fields: Mapping[str, Any]) -> int:
     from peers.daemon.config import DaemonConfig
     from peers.daemon.main import run_daemon
 
-    _log_to(workplace.run_dir / "logs" / "daemon.log")
-
-    _tell_progress()
+    tell_in(workplace.run_dir / "logs" / "daemon.log")
     shown = Shown("this peer", workplace.run_dir, since=time.time())
     # Only our trainers write metrics; the user's own program prints what it likes.
     watched = show_log(workplace.worker_log) if workplace.program else show([shown])
@@ -270,15 +286,12 @@ async def _live(workplace: Workplace, fields: Mapping[str, Any]) -> int:
     return 0
 
 
-def _log_to(path: Path) -> None:
+def tell_in(path: Path) -> None:
+    """Log to this file, and print what the daemon does between epochs, so that the user does not wait in the dark."""
     handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.getLogger().addHandler(handler)
     logging.getLogger().setLevel(logging.INFO)
-
-
-def _tell_progress() -> None:
-    """What the daemon does before and between epochs, so that the user does not wait in the dark."""
     for name in TOLD:
         logging.getLogger(name).addHandler(_Printer())
 

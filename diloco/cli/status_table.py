@@ -35,7 +35,10 @@ def picture_of(swarm: Mapping[str, Any], *, width: int, height: int | None = Non
     if peers:
         parts.append(_peers_table(peers, width))
     parts += [_straggler(straggler) for straggler in swarm["stragglers"]]
-    left = (height or 10_000) - len(peers) - len(swarm["stragglers"]) - 3 - len(swarm["verdict"]["more"])
+    parts += [_rollout_peer(peer, sender) for peer in peers for sender in peer["rollout_peers"]]
+    num_senders = sum(len(peer["rollout_peers"]) for peer in peers)
+    left = (height or 10_000) - len(peers) - len(swarm["stragglers"]) - num_senders - 3
+    left -= len(swarm["verdict"]["more"])
     if swarm["rounds"] and (rows := min(8, left - _TABLE_LINES)) > 0:
         parts += [Text(), _rounds_table(swarm["rounds"][-rows:], swarm["time"])]
         left -= _TABLE_LINES + min(rows, len(swarm["rounds"]))
@@ -116,6 +119,15 @@ def _straggler(straggler: Mapping[str, Any]) -> Text:
         f"peer {straggler['leader']} waits for peer {straggler['world_rank']}: {straggler['reason']}",
         style="yellow",
     )
+
+
+def _rollout_peer(peer: Peer, sender: Mapping[str, Any]) -> Text:
+    line = (
+        f"peer {shown_rank(peer['world_rank'])} trains on rollouts of …{sender['peer_id'][-6:]}: "
+        f"{figure(sender['rollouts_per_s'])}/s, {sender['taken']} taken, {sender['staleness_mean']:.1f} steps old "
+        f"on average, {sender['staleness_max']} at most, {sender['dropped']} dropped"
+    )
+    return Text(line if sender["is_here"] else f"{line}, gone", style="" if sender["is_here"] else "dim")
 
 
 def _rounds_table(rounds: Sequence[Mapping[str, Any]], now: float) -> Table:

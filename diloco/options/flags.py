@@ -230,8 +230,10 @@ class GrpoConfig:
     """Held-out prompts per evaluation; 0: no evaluation."""
     eval_samples: Count = 5
     """Completions per held-out prompt, for pass@k."""
-    rollout: Annotated[Literal["vllm", "hf"], Parameter(alias="--rollout")] = "vllm"
-    """What generates completions: a vLLM server, or the trainer itself, which is slow but needs nothing else."""
+    rollout: Annotated[Literal["vllm", "hf", "peers"], Parameter(alias="--rollout")] = "vllm"
+    """What generates completions: a vLLM server, transformers (slow, needs nothing else), or --role rollout."""
+    max_staleness: Whole = 8
+    """With --rollout peers: optimizer steps that a rollout's policy may be old; older rollouts are dropped."""
     rollout_url: Annotated[
         tuple[str, ...],
         Parameter(alias="--rollout-url", consume_multiple=1, negative="", metavar="URL..."),

@@ -48,9 +48,8 @@ def grpo_arguments(
     output_dir: Path,
     seed: int,
     reward_weights: Sequence[float],
-    **rollout: Any,
 ) -> GRPOConfig:
-    """TRL's arguments; `rollout` are those that depend on where completions are generated. Raises UserError."""
+    """TRL's arguments. Raises UserError."""
     per_device, accumulation, batches = batches_of(config, world.num_ranks)
     precision = Precision.of(config.precision, device)
     grpo = config.grpo
@@ -82,8 +81,24 @@ def grpo_arguments(
         save_only_model=False,
         report_to=[],
         disable_tqdm=True,
-        **rollout,
+        **_of_rollout(config),
     )
+
+
+def _of_rollout(config: TrainConfig) -> dict[str, Any]:
+    """Arguments that depend on where completions are generated: whether TRL corrects for another sampler, and how."""
+    match config.grpo.rollout:
+        case "hf":
+            return {}
+        case "vllm":
+            return {"use_vllm": True, "vllm_mode": "server"}
+        case "peers":
+            # The policies may be several steps old: sequences as a whole would lie outside of any bound.
+            return {
+                "use_vllm": True,
+                "vllm_mode": "server",
+                "vllm_importance_sampling_mode": "token_truncate",
+            }
 
 
 def placeholders(prompts_per_generation: int) -> Dataset:

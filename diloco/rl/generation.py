@@ -12,14 +12,18 @@ from accelerate.utils import gather_object
 from trl.generation.vllm_generation import VLLMGeneration
 
 from diloco.outer.world import on_rank_zero
+from diloco.rl.peer_rollouts import PeerRollouts
 from diloco.rl.rollouts import Rollouts
 from diloco.rl.server_client import Sampling
 
 
 class ServerGeneration(VLLMGeneration):
-    """Replaces GRPOTrainer's VLLMGeneration. `servers` is set on the main process only."""
+    """Replaces GRPOTrainer's VLLMGeneration. `servers` is set on the main process only.
 
-    servers: Rollouts | None = None
+    With --rollout peers it is a PeerRollouts, and only `sync_weights` is used: completions come with the prompts.
+    """
+
+    servers: Rollouts | PeerRollouts | None = None
     seed_of: Callable[[], int] = staticmethod(lambda: 0)
 
     def _init_vllm(self) -> None:
@@ -59,7 +63,7 @@ class ServerGeneration(VLLMGeneration):
     def _complete(
         self, prompts: Sequence[list[int]], count: int
     ) -> tuple[list[list[int]], list[list[list[float | None]]]]:
-        assert self.servers is not None
+        assert isinstance(self.servers, Rollouts)
         sampling = Sampling(
             max_tokens=self.max_completion_length,
             temperature=self.temperature,

@@ -36,6 +36,7 @@ class Publisher:
         """Identifies this process of this trainer; version numbers are unique only together with it."""
         self.version = 0
         self.state: State = {}
+        self.digest = ""
         self._dtype = dtype
         self._before: State = {}
 
@@ -44,10 +45,12 @@ class Publisher:
         return sum(tensor.nbytes for tensor in self.state.values())
 
     def take(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy the weights to the CPU in the servers' dtype, as a new version."""
-        self._before, self.state = self.state, own_copies(dict(parameters), self._dtype)
-        self.version += 1
-        self._digest = digest_of(self.state)
+        """Copy the weights to the CPU in the servers' dtype, as a new version unless they are the last one's."""
+        state = own_copies(dict(parameters), self._dtype)
+        digest = digest_of(state)
+        if digest != self.digest:
+            self._before, self.state, self.digest = self.state, state, digest
+            self.version += 1
 
     def blob_for(self, publisher: str, version: int) -> tuple[Label, bytes]:
         """The blob for a server that has this version of this publisher: a patch if possible, else all weights."""
@@ -56,7 +59,7 @@ class Publisher:
             version=self.version,
             publisher=self.name,
             base=version if has_last else None,
-            digest=self._digest,
+            digest=self.digest,
         )
         return (
             packed_smaller(self._before, self.state, label)

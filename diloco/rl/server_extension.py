@@ -19,9 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diloco.rl.weights import BadBlob, Label, State, check_state, digest_of, patched, unpacked
+from diloco.rl.weights import BadBlob, Expected, Held, Label, State
 
-Expected = dict[str, tuple[str, tuple[int, ...]]]
 _WITHOUT_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 # Kept short: while the server waits for the sign of a trainer whose machine is gone, nothing is generated.
 _SIGN_TIMEOUT_S = 3.0
@@ -64,7 +63,7 @@ class WeightsExtension:
         try:
             if hashlib.sha256(blob).hexdigest() != url.rpartition("/")[2]:
                 raise BadBlob("its sha256 is not the one announced")
-            label, state = _checked(held, blob, _expected(self))
+            label, state = held.after(blob, _expected(self))
         except (BadBlob, OSError) as error:
             return {"ok": False, "error": str(error)}
         fetched = time.monotonic()
@@ -84,13 +83,10 @@ class WeightsExtension:
         }
 
 
-class _Held:
-    """A worker's state between two pushes: the host copy of its weights, to which patches apply."""
+class _Held(Held):
+    """A worker's state between two pushes: the host copy of its weights, and whose it is."""
 
-    def __init__(self) -> None:
-        self.state: State = {}
-        self.label = Label(version=0)
-        self.sign = ""
+    sign = ""
 
 
 def _held(worker: Any) -> _Held:
@@ -99,22 +95,6 @@ def _held(worker: Any) -> _Held:
         worker._diloco_held = _Held()
     held: _Held = worker._diloco_held
     return held
-
-
-def _checked(held: _Held, blob: bytes, expected: Expected) -> tuple[Label, State]:
-    """The complete new weights, verified. Raises BadBlob, OSError; changes nothing."""
-    label, state = unpacked(blob)
-    is_same_publisher = label.publisher == held.label.publisher
-    if is_same_publisher and label.version <= held.label.version:
-        raise BadBlob(f"version {label.version} is stale: {held.label.version} is served")
-    if label.base is not None:
-        if not is_same_publisher or label.base != held.label.version:
-            raise BadBlob(f"the patch is for version {label.base}, and {held.label.version} is served")
-        state = patched(held.state, state)
-    check_state(state, expected)
-    if digest_of(state) != label.digest:
-        raise BadBlob("the weights are not those that were sent: their digest differs")
-    return label, state
 
 
 def _downloaded(url: str, timeout_s: float) -> bytes:
@@ -139,7 +119,7 @@ def _expected(worker: Any) -> Expected:
     """Names, dtypes and shapes of the served model's files, with the server's dtype for floating-point tensors."""
     if not hasattr(worker, "_diloco_expected"):
         dtype = str(worker.model_config.dtype)
-        found: Expected = {}
+        found: dict[str, tuple[str, tuple[int, ...]]] = {}
         for path in sorted(_directory_of(str(worker.model_config.model)).glob("*.safetensors")):
             for name, entry in _header(path).items():
                 if name != "__metadata__":

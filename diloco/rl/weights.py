@@ -25,6 +25,9 @@ _AT, _TO = "::at", "::to"
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 State = dict[str, Tensor]
+Expected = Mapping[str, tuple[str, tuple[int, ...]]]
+"""By the names of a model's tensors: their dtypes as torch prints them, or ANY_FLOAT, and their shapes."""
+ANY_FLOAT = "any floating-point type"
 
 
 class BadBlob(ValueError):
@@ -119,11 +122,33 @@ def patched(old: Mapping[str, Tensor], changes: Mapping[str, Tensor]) -> State:
     return new
 
 
-def check_state(state: Mapping[str, Tensor], expected: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+class Held:
+    """The weights of a label, to which patches apply."""
+
+    def __init__(self) -> None:
+        self.state: State = {}
+        self.label = Label(version=0)
+
+    def after(self, blob: bytes, expected: Expected) -> tuple[Label, State]:
+        """The complete weights after a blob, verified. Raises BadBlob; changes nothing."""
+        label, state = unpacked(blob)
+        is_same_publisher = label.publisher == self.label.publisher
+        if is_same_publisher and label.version <= self.label.version:
+            raise BadBlob(f"version {label.version} is stale: {self.label.version} is served")
+        if label.base is not None:
+            if not is_same_publisher or label.base != self.label.version:
+                raise BadBlob(f"the patch is for version {label.base}, and {self.label.version} is served")
+            state = patched(self.state, state)
+        check_state(state, expected)
+        if digest_of(state) != label.digest:
+            raise BadBlob("the weights are not those that were sent: their digest differs")
+        return label, state
+
+
+def check_state(state: Mapping[str, Tensor], expected: Expected) -> None:
     """Raise BadBlob, naming the tensor, unless the state has exactly the expected names, dtypes, shapes, and is finite.
 
-    `expected` maps names to (dtype as torch prints it, shape). The check matters because vLLM would silently load an
-    incomplete part of a fused tensor, such as only q of qkv.
+    The check matters because vLLM would silently load an incomplete part of a fused tensor, such as only q of qkv.
     """
     if missing := sorted(set(expected) - set(state)):
         raise BadBlob(f"{missing[0]} is missing")
@@ -133,7 +158,7 @@ def check_state(state: Mapping[str, Tensor], expected: Mapping[str, tuple[str, t
         tensor = state[name]
         if tuple(tensor.shape) != tuple(shape):
             raise BadBlob(f"{name} has the shape {tuple(tensor.shape)}, the model's has {tuple(shape)}")
-        if str(tensor.dtype) != dtype:
+        if str(tensor.dtype) != dtype and not (dtype == ANY_FLOAT and tensor.is_floating_point()):
             raise BadBlob(f"{name} is {tensor.dtype}, the model's is {dtype}")
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise BadBlob(f"{name} holds values that are not finite")

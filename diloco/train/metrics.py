@@ -18,7 +18,7 @@ from diloco.train.queued_sink import QueuedSink, Sink
 
 log = logging.getLogger(__name__)
 
-Kind = Literal["step", "epoch", "eval", "event", "activations"]
+Kind = Literal["step", "epoch", "eval", "event", "activations", "rollouts"]
 
 
 class Metrics:

@@ -19,6 +19,7 @@ from peers.daemon.host import WorkerHost
 from peers.daemon.link import Accept
 from peers.daemon.presence import Presence
 from peers.daemon.restarts import USER_ERROR, WorkerEnd
+from peers.daemon.rollout_service import RolloutService
 from peers.daemon.runtime import Runtime
 from peers.daemon.supervisor import Supervisor, WorkerCommand
 from peers.daemon.trainers import Trainers
@@ -96,7 +97,10 @@ class Daemon:
         self._pool = StreamPool(paths, self._network.data_protocol, paths)
         self._deadline = time.monotonic() + config.timeout_waiting_for_peers
         self._monitor = WorkerMonitor(self._presence, self._agreement)
-        self._host = WorkerHost(config.run_id, self._agreement, self._monitor)
+        self._rollouts = RolloutService(
+            config.run_id, identity.peer_id, admission.gate, lambda: self._agreement.manifest
+        )
+        self._host = WorkerHost(config.run_id, self._agreement, self._monitor, self._rollouts)
         self._reporting = self._new_reporting()
         self._reports = ReportService(
             config.run_id,
@@ -167,6 +171,7 @@ class Daemon:
         log.info("in the swarm; other peers that are here: %d", len(self._presence.view) - 1)
         self._spawn(self._presence.announce_forever())
         await self._reports.start()
+        await self._rollouts.start(self._dht.transport.serve)
         await self._pool.start()
         self._monitor.activity.preparing = "agreeing with the swarm"
         await self._agreement.reach(self._config.manifest, self._config.named, waited_out=self._waited_out)
@@ -202,6 +207,7 @@ class Daemon:
             link_bytes_per_s=lambda: self._runtime.averaging.bandwidth.bytes_per_s if self._runtime else 0.0,
             forwarded_bytes=lambda: self._network.forwarded_bytes,
             certificate=lambda: state.header.certificate if (state := self._current_state()) else None,
+            rollout_peers=self._rollouts.senders_shown,
         )
 
     @property

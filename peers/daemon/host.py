@@ -13,6 +13,7 @@ from peers.core import events
 from peers.core.advice import num_layers_of
 from peers.daemon.agreement import Agreement
 from peers.daemon.beginning import offered_state
+from peers.daemon.rollout_service import RolloutService
 from peers.daemon.runtime import Runtime
 from peers.daemon.worker_monitor import WorkerMonitor
 from peers.errors import UserError
@@ -30,8 +31,10 @@ _REFUSAL_TIMEOUT_S = START_S
 class WorkerHost:
     """Outlives the worker's lives, each of which is a WorkerSession. Used from one event loop."""
 
-    def __init__(self, run_id: str, agreement: Agreement, monitor: WorkerMonitor) -> None:
-        self.run_id, self.monitor = run_id, monitor
+    def __init__(
+        self, run_id: str, agreement: Agreement, monitor: WorkerMonitor, rollouts: RolloutService
+    ) -> None:
+        self.run_id, self.monitor, self.rollouts = run_id, monitor, rollouts
         self.finished = asyncio.Event()
         """Set when the worker says that its training is over."""
         self.refused = asyncio.Event()

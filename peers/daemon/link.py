@@ -26,6 +26,9 @@ Every local rank sends `hello` and receives the descriptors of the memories (by 
     doing {name, detail, done, ...}     ->   (on a connection of its own, without a hello: its work beside its steps)
     evaluated {step, loss}              ->   (on the same connection, as is the next)
     trouble {what, text}                ->   (what is wrong; an empty text says that it no longer is)
+    policy {digest, files, terms, ...}  ->   (on a connection of its own, without a hello: the newest weights)
+    take {count, timeout_s}             ->   (on the same connection)
+                                        <-   rollouts {rollouts, senders}   (of rollout peers: so many, or none in time)
     finished {}                         ->
                                         <-   bye {}
 
@@ -113,14 +116,23 @@ class WorkerLink:
         """Called with what the daemon is doing, while this waits for an answer."""
 
     @classmethod
-    def connect(cls, path: str | Path, *, timeout_s: float = START_S) -> WorkerLink:
-        """Connect to the daemon's socket, waiting for it to appear. Raises LinkLost."""
+    def connect(
+        cls,
+        path: str | Path,
+        *,
+        timeout_s: float = START_S,
+        silence_s: float | None = SILENCE_TIMEOUT_S,
+    ) -> WorkerLink:
+        """Connect to the daemon's socket, waiting for it to appear. Raises LinkLost.
+
+        A daemon that is silent for `silence_s` counts as dead; None: only one that hangs up.
+        """
         deadline = time.monotonic() + timeout_s
         while True:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
                 sock.connect(str(path))
-                sock.settimeout(SILENCE_TIMEOUT_S)
+                sock.settimeout(silence_s)
                 return cls(sock)
             except OSError as error:
                 sock.close()

@@ -13,6 +13,7 @@ import mmap
 import os
 from collections.abc import Awaitable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -61,6 +62,8 @@ class WorkerSession:
             if hello["kind"] == "written":
                 await self._report_written(connection, Path(hello["directory"]))
                 return
+            if hello["kind"] == "policy":
+                await self._host.rollouts.serve_trainer(connection, hello, partial(self._answer, connection))
             if hello["kind"] in _NEWS:
                 await self._hear(connection, hello)
             if hello["kind"] != "hello":

@@ -23,6 +23,7 @@ from peers.protocol.reports import (
     Parts,
     Phase,
     Report,
+    RolloutSender,
     RoundEntry,
     Standing,
 )
@@ -59,6 +60,7 @@ class Reporting:
         link_bytes_per_s: Callable[[], float],
         forwarded_bytes: Callable[[], int],
         certificate: Callable[[], Certificate | None],
+        rollout_peers: Callable[[], tuple[RolloutSender, ...]] = tuple,
     ) -> None:
         self._journal = journal
         self._hardware = printable(hardware)[:MAX_HARDWARE_CHARACTERS]
@@ -66,6 +68,7 @@ class Reporting:
         self._met, self._standing, self._phase = met, standing, phase
         self._run, self._link_bytes_per_s = run, link_bytes_per_s
         self._forwarded_bytes, self._certificate = forwarded_bytes, certificate
+        self._rollout_peers = rollout_peers
         self._certified: Certified | None = None
 
     def figures(self) -> Figures:
@@ -105,6 +108,7 @@ class Reporting:
             phase=self._phase(),
             evaluations=tuple(one for one in journal.evaluations if one.time > since),
             troubles=tuple(journal.troubles.values()),
+            rollout_peers=self._rollout_peers(),
         )
 
     def _newest_certified(self) -> Certified | None:

@@ -130,6 +130,7 @@ def _peer(peer_id: str, peer: Observation, state: str, now: float, unix_now: flo
         else None,
         "is_still": is_still(peer_facts(peer, state, now)),
         "troubles": list(report.troubles) if report else [],
+        "rollout_peers": [msgspec.structs.asdict(one) for one in report.rollout_peers] if report else [],
     }
 
 

@@ -81,10 +81,10 @@ class Identity:
             self._lock.release()
 
 
-def claim_slot(state_dir: Path, run_id: str, world_rank: int | None) -> Identity:
+def claim_slot(state_dir: Path, run_id: str, world_rank: int | None, *, prefix: str = "") -> Identity:
     """This machine's identity for a world rank of a run, or for the first slot no living process holds.
 
-    The key lies at `<state_dir>/<run_id>/<slot>.key`, made when missing. The slot stays claimed until
+    The key lies at `<state_dir>/<run_id>/<prefix><slot>.key`, made when missing. The slot stays claimed until
     `release` or the end of the process. Raises UserError when a living process holds that of `world_rank`,
     or for a bad key.
     """
@@ -92,7 +92,7 @@ def claim_slot(state_dir: Path, run_id: str, world_rank: int | None) -> Identity
     _make_directory(directory)
     for slot in [world_rank] if world_rank is not None else range(_MAX_SLOTS):
         with contextlib.suppress(BlockingIOError):
-            return load_or_create(directory / f"{slot}.key")
+            return load_or_create(directory / f"{prefix}{slot}.key")
     if world_rank is None:
         raise UserError(f"all {_MAX_SLOTS} identities in {directory} are in use")
     raise UserError(

@@ -32,6 +32,7 @@ MAX_TEXT = 160
 MAX_PHASE_CHARACTERS = 32
 MAX_TROUBLES = 8
 MAX_HARDWARE_CHARACTERS = 64
+MAX_ROLLOUT_PEERS = 64
 MAX_SEEN = 512
 """Peers in one report; an observer sees a larger swarm through several peers."""
 MAX_CERTIFICATE_BYTES = 256 << 10
@@ -189,6 +190,21 @@ class Standing(_Told, frozen=True):
         return self.step if self.step in STEPS else "idle"
 
 
+class RolloutSender(_Told, frozen=True):
+    """What a rollout peer has sent to a learner since the learner was started."""
+
+    peer_id: Annotated[ShownText, Meta(max_length=100)]
+    is_here: bool
+    received: Count
+    taken: Count
+    """Trained on."""
+    dropped: Count
+    staleness_mean: Real
+    """Of those taken: optimizer steps since their policy."""
+    staleness_max: Count
+    rollouts_per_s: Real
+
+
 class Certified(_Told, frozen=True):
     """The certificate of a peer's state."""
 
@@ -214,3 +230,5 @@ class Report(_Told, frozen=True, tag="report"):
     evaluations: Annotated[tuple[Evaluation, ...], Meta(max_length=MAX_POINTS)] = ()
     troubles: Annotated[tuple[Text, ...], Meta(max_length=MAX_TROUBLES)] = ()
     """Current problems of the peer, as it reports them."""
+    rollout_peers: Annotated[tuple[RolloutSender, ...], Meta(max_length=MAX_ROLLOUT_PEERS)] = ()
+    """Whose rollouts it trains on, those that it heard last."""

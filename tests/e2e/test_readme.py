@@ -82,6 +82,8 @@ GRPO = (
     "--lr 2e-3 --warmup-steps 0 --total-steps 60 --hv.local-steps 5 --hv.outer-lr 0.9 --hv.outer-momentum 0.3 "
     "--grpo.max-completion-length 32"
 )
+ROLLOUT_LEARNER = "diloco peer --initial-peers <maddr> --mode grpo --path-model tiny-grpo --rollout peers"
+ROLLOUT_PEER = "diloco peer --initial-peers <maddr> --role rollout --rollout hf"
 IN_CONTRIBUTING = {
     ".venv/bin/python -m pytest tests/unit/peers/core/test_rounds.py -k leader",
     "make fast",
@@ -221,8 +223,11 @@ def test_the_documents_have_no_command_that_is_not_tested_here():
     known = {DEMO, *INSTALL, DHT, FIRST, SECOND, SLOW, UNEVEN, POD, STATUS, OWN_LOOP, TORCHRUN}
     known |= {GRPO_MODEL, GRPO, SLURM, PBS, RUN, SIMULATE}
     known |= {WATCH, DASHBOARD}
-    # test_admission.py, test_discover.py, test_doctor.py and test_recipes.py run these, tests/pods those about pods.
+    # These are run by test_admission.py, test_discover.py, test_doctor.py, test_recipes.py, test_rollout_peers.py, and
+    # those about pods by tests/pods.
     known |= {
+        ROLLOUT_LEARNER,
+        ROLLOUT_PEER,
         DISCOVERABLE,
         DISCOVERING,
         CLOSED_DHT,

@@ -13,12 +13,24 @@ from peers.protocol.reports import (
     Phase,
     Point,
     Report,
+    RolloutSender,
     RoundEntry,
     Standing,
 )
 from tests.support.announcements import announced
 
 PARTS = Parts(wait_s=1.0, connect_s=0.01, reduce_s=0.5, preview_s=0.02, vote_s=0.03, apply_s=0.04)
+
+SENDER = RolloutSender(
+    peer_id="Qmsender",
+    is_here=True,
+    received=30,
+    taken=20,
+    dropped=4,
+    staleness_mean=1.5,
+    staleness_max=3,
+    rollouts_per_s=2.5,
+)
 
 
 def entry(epoch: int, at: float, **fields: Any) -> RoundEntry:
@@ -83,5 +95,6 @@ def full_report(**fields: Any) -> Report:
         "phase": Phase(name="evaluating", done=3.0, total=12.0, unit="windows", left_s=9.0, for_s=3.0),
         "evaluations": (Evaluation(time=3.0, step=10, loss=3.5),),
         "troubles": ("its disk is full",),
+        "rollout_peers": (SENDER,),
     }
     return Report(**{**usual, **fields})

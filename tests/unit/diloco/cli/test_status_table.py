@@ -10,7 +10,7 @@ from peers.monitor.observations import Observations
 from peers.monitor.summary import summary_of
 from peers.protocol.reports import Phase, Standing
 from tests.support.announcements import announced
-from tests.support.sighted import entry, figures_of, reported
+from tests.support.sighted import SENDER, entry, figures_of, reported
 
 
 def shown(observations: Observations, *, width: int = 160, height: int | None = None) -> str:
@@ -112,3 +112,13 @@ def test_a_peer_that_has_no_world_rank_yet_is_shown_without_one():
     lines = shown(observations).splitlines()
     assert len([line for line in lines if line.strip().startswith("–")]) == 2
     assert any("peer – joined" in line for line in lines) and not any("-1" in line for line in lines)
+
+
+def test_whose_rollouts_a_learner_trains_on_is_shown_with_how_old_they_are():
+    observations = swarm()
+    reported(observations, "Qmzero00", 0.6, world_rank=0, rollout_peers=(SENDER,), figures=figures_of())
+    text = " ".join(shown(observations).split())
+    assert (
+        "peer 0 trains on rollouts of …sender: 2.5/s, 20 taken, 1.5 steps old on average, 3 at most, 4 dropped"
+        in text
+    )

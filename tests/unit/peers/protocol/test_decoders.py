@@ -31,7 +31,7 @@ from peers.net.channel import Channel
 from peers.net.paths import greeting
 from peers.net.paths.greeting import Hello
 from peers.net.paths.tls import public_key_of
-from peers.protocol import reach, relays, reports, states
+from peers.protocol import reach, relays, reports, rollouts, states
 from peers.protocol.admission import NONCE_BYTES, PROOF_BYTES, Bans, Issued, Join, Nonce, Proof
 from peers.protocol.certificates import decode_certificate
 from peers.protocol.limits import MAX_MESSAGE_BYTES
@@ -58,6 +58,7 @@ from tests.support import certified
 from tests.support.announcements import spoken
 from tests.support.certified import begun
 from tests.support.keys import credentials
+from tests.support.rollout_messages import rollout
 from tests.support.sighted import full_report
 
 MAX_DECODED_BYTES = 4 << 20
@@ -178,6 +179,19 @@ WORDS: dict[str, list[Any]] = {
         Issued(token=b"t"),
     ],
     "about the deny list": [Bans(signed=b"b")],
+    "about rollouts": [
+        rollouts.Hello(token=b"t"),
+        rollouts.Welcome(manifest=Manifest(fields=MANIFEST), chat_template="{{ messages }}", next_number=7),
+        rollouts.NoPolicy(),
+        rollouts.WantPolicy(held="a" * 64),
+        rollouts.Policy(digest="a" * 64, step=3, blobs=(rollouts.BlobName(digest="b" * 64, num_bytes=9),)),
+        rollouts.WantBlob(digest="b" * 64),
+        rollouts.Blob(),
+        rollouts.NoBlob(),
+        rollouts.Signed(payload=b"p", signature=SIGNATURE),
+        rollouts.Verdict(dropped="stale"),
+    ],
+    "a rollout": [rollout()],
     "to those who look on": [
         reports.Hello(version=1),
         Nonce(nonce=b"n" * NONCE_BYTES),

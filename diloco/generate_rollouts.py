@@ -1,0 +1,110 @@
+"""Generates and judges rollouts for the daemon of a rollout peer (peers/daemon/generator.py), which starts it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from diloco.data.tokenizer import load_tokenizer
+from diloco.launch.worker import exit_code, leave
+from diloco.options.trainer import TrainConfig, parse_train_config
+from diloco.rl.generator import Generator, of_model, of_servers, prompts_at_once
+from diloco.rl.servers import opened_servers
+from diloco.rl.task_choice import open_task
+from diloco.rl.weights import BadBlob
+from diloco.train.devices import visible_gpus
+from diloco.train.model import load_model
+from diloco.train.sharding import Precision, full_state
+from diloco.train.signals import CleanUps, LeaveOnSignal, cleaned_up_on_failure
+from peers.daemon.link import LINK_ENV, WorkerLink
+from peers.errors import LinkLost
+
+
+def main() -> NoReturn:
+    signals = LeaveOnSignal()
+    leave(exit_code(lambda: run(sys.argv[1:], signals.clean_ups)))
+
+
+def run(argv: Sequence[str], clean_ups: CleanUps) -> None:
+    """Serve the daemon until it hangs up. Raises UserError."""
+    config, _ = parse_train_config(argv, "grpo")
+    with cleaned_up_on_failure(clean_ups), contextlib.ExitStack() as stack:
+        generator = stack.enter_context(opened(config, clean_ups))
+        link = stack.enter_context(
+            contextlib.closing(WorkerLink.connect(os.environ[LINK_ENV], silence_s=None))
+        )
+        with contextlib.suppress(LinkLost):
+            serve(link, generator, at_once=prompts_at_once(config))
+
+
+@contextlib.contextmanager
+def opened(config: TrainConfig, clean_ups: CleanUps) -> Iterator[Generator]:
+    """What generates: this process, or a vLLM server, which then has the GPU. Raises UserError."""
+    gpus = [] if config.device == "cpu" else visible_gpus(os.environ)
+    uses_server = config.grpo.rollout == "vllm"
+    device = torch.device("cuda" if gpus and not uses_server else "cpu")
+    dtype = Precision.of(config.precision, torch.device("cuda" if gpus else "cpu")).compute
+    task, tokenizer = open_task(config.grpo, seed=config.seed), load_tokenizer(config.path_model)
+    model = load_model(
+        config.path_model, seed=config.seed, device=device, attn_implementation=config.attn_implementation
+    )
+    if not uses_server:
+        yield of_model(config, task, tokenizer, model, dtype)
+        return
+    assert config.run_dir is not None
+    servers = opened_servers(
+        config,
+        Path(config.run_dir),
+        full_state(model),
+        tokenizer,
+        dtype=dtype,
+        gpu=config.grpo.vllm_gpu or (gpus[-1] if gpus else None),
+        environment=os.environ,
+        on_event=lambda **_: None,
+    )
+    clean_ups.append(servers.close)
+    with contextlib.closing(servers):
+        yield of_servers(config, task, tokenizer, model, servers)
+
+
+def serve(link: WorkerLink, generator: Generator, *, at_once: int) -> None:
+    """Answer the daemon's requests. Raises LinkLost at the end."""
+    link.send(
+        "generates",
+        num_examples=generator.task.num_examples,
+        at_once=at_once,
+        most_bytes=generator.most_bytes,
+    )
+    while True:
+        request = link.receive("load", "generate")
+        if request["kind"] == "generate":
+            groups = generator.generate(request["examples"], request["chat_template"])
+            link.send("generated", groups=groups)
+        elif reason := _unloaded(generator, request["paths"], request["digest"]):
+            link.send("failed", reason=reason)
+        else:
+            link.send("loaded")
+
+
+def _unloaded(generator: Generator, paths: Sequence[str], digest: str) -> str:
+    """Why the policy of this digest cannot be used; empty if it is."""
+    try:
+        for path in paths:
+            generator.load(Path(path).read_bytes())
+        if generator.digest == digest:
+            return ""
+        reason = "they lead to other weights than announced"
+    except (BadBlob, OSError) as error:
+        reason = str(error)
+    generator.forget()
+    return f"the policy's files cannot be used: {reason}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""`--rollout peers`: the trainer's end of the rollouts that rollout peers generate. Used on the main rank only.
+
+It tells its daemon what the newest weights are, and takes rollouts from the daemon's queue. If none has come for a
+minute it generates its own with the trainer's model, as `--rollout hf` does, and goes on so until enough have come: the
+other learners of the run wait for this one's work at every epoch, and would lose it by an error.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from diloco.options.trainer import TrainConfig
+from diloco.rl.policy_files import PolicyFiles
+from diloco.rl.push import Publisher
+from diloco.rl.tasks import Task
+from peers.daemon.link import WorkerLink
+
+PATIENCE_S = 60.0
+"""Without a single rollout; a rollout peer that is being started needs less."""
+Row = dict[str, Any]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """All completions of one prompt, by a rollout peer or the learner itself."""
+
+    example: int
+    tokens: Sequence[list[int]]
+    logprobs: Sequence[list[float]]
+    scores: Sequence[Sequence[float]]
+    staleness: int = 0
+    peer_id: str = ""
+    """Empty: the learner's own."""
+
+
+class PeerRollouts:
+    """Takes the place of rl/rollouts.py's Rollouts in the trainer: `publisher` and `push` are as there."""
+
+    def __init__(
+        self,
+        link: WorkerLink,
+        directory: Path,
+        dtype: torch.dtype,
+        terms: Mapping[str, int],
+        *,
+        chat_template: str,
+        step_of: Callable[[], int],
+        generate: Callable[[], list[Group]],
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        """`generate` makes one generation's groups without rollout peers."""
+        self.publisher = Publisher(dtype)
+        self.senders: dict[str, dict[str, Any]] = {}
+        """What each rollout peer has sent so far."""
+        self._link, self._files = link, PolicyFiles(directory)
+        self._told = {"terms": dict(terms), "chat_template": chat_template}
+        self._step_of, self._generate, self._patience_s = step_of, generate, patience_s
+        self._waits = True
+        self._last: Sequence[Group] = ()
+
+    def push(self) -> None:
+        """Tell the daemon of the publisher's newest version."""
+        files = self._files.write(self.publisher)
+        self._link.send(
+            "policy", digest=self.publisher.digest, step=self._step_of(), files=files, **self._told
+        )
+
+    def take(self, count: int) -> list[Group]:
+        """So many groups: of rollout peers, or generated here if none has come for long."""
+        self._link.send("take", count=count, timeout_s=self._patience_s if self._waits else 0.0)
+        answer = self._link.receive("rollouts")
+        groups = [Group(**fields) for fields in answer["rollouts"]]
+        self.senders = answer["senders"]
+        if self._waits and not groups:
+            log.warning(
+                "no rollout has come for %g s: this learner generates its own until rollout peers are there; start "
+                "some by `diloco peer --role rollout`",
+                self._patience_s,
+            )
+        self._waits = bool(groups)
+        self._last = groups or self._generate()
+        return list(self._last)
+
+    def figures(self) -> dict[str, Any]:
+        """Of the last generation, for the step's record."""
+        ages = [group.staleness for group in self._last]
+        return {
+            "staleness_mean": sum(ages) / max(len(ages), 1),
+            "staleness_max": max(ages, default=0),
+            "rollout_peers": len({group.peer_id for group in self._last} - {""}),
+            "rollouts_dropped": int(sum(one["dropped"] for one in self.senders.values())),
+            "rollouts_per_s": sum(one["rollouts_per_s"] for one in self.senders.values()),
+        }
+
+    def close(self) -> None:
+        self._link.close()
+        self._files.close()
+
+
+def terms_of(config: TrainConfig, task: Task, model: PreTrainedModel, per_generation: int) -> dict[str, int]:
+    """What the daemon checks of each rollout, as peers.daemon.rollout_queue.Terms has it."""
+    return {
+        "vocab_size": int(model.config.vocab_size),
+        "num_generations": config.grpo.num_generations,
+        "max_tokens": config.grpo.max_completion_length,
+        "num_scores": len(task.rewards),
+        "num_examples": task.num_examples,
+        "max_staleness": config.grpo.max_staleness,
+        # The next generation's, and those of the one after it: more would only grow old.
+        "num_kept": 2 * per_generation,
+    }
+
+
+def own_group(example: int, completions: Sequence[Mapping[str, Any]]) -> Group:
+    """Judged completions (rl/generator.py) of the learner itself."""
+    tokens, logprobs, scores = (
+        [one[name] for one in completions] for name in ("tokens", "logprobs", "scores")
+    )
+    return Group(example=example, tokens=tokens, logprobs=logprobs, scores=scores)
+
+
+def rows_of_groups(task: Task, groups: Sequence[Group]) -> list[Row]:
+    """The rows that PeerTrainer trains on, the completions of a prompt in a row."""
+    return [
+        {
+            "prompt": example.prompt,
+            "example": example,
+            "written": (tokens, logprobs),
+            "judged": scores,
+        }
+        for group in groups
+        for example in [task.example(group.example)]
+        for tokens, logprobs, scores in zip(group.tokens, group.logprobs, group.scores, strict=True)
+    ]

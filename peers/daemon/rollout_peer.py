@@ -1,0 +1,352 @@
+"""Runs one rollout peer, from its identity to its end. The order of its life:
+
+identity -> DHT -> learner -> manifest -> generator -> policy -> rollouts
+
+It works for one learner at a time (peers/protocol/rollouts.py says for which), and moves on when that one goes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from peers.admission.service import AdmissionService, AdmissionSettings
+from peers.core import joining
+from peers.daemon.config import DaemonConfig
+from peers.daemon.generator import Generator
+from peers.daemon.link import listen
+from peers.daemon.restarts import WorkerEnd
+from peers.daemon.supervisor import Supervisor, WorkerCommand
+from peers.errors import LinkLost, PeersError, PeerUnreachable, ProtocolError, UserError
+from peers.net.announced import announced
+from peers.net.dht.node import Dht
+from peers.net.identity import Identity, claim_slot
+from peers.net.rollouts import LearnerStream
+from peers.net.socket_directory import SocketDirectory
+from peers.protocol.mesh import Scalar
+from peers.protocol.records import NO_RANK, PEERS_KEY, Announcement
+from peers.protocol.refusal import Refused
+from peers.protocol.rollouts import Completion, Policy, Rollout, learner_for, prompt_of, signed
+from peers.timing import LOOK_S, OFTEN_S
+
+WorkerFactory = Callable[[Mapping[str, Scalar], Path], WorkerCommand]
+"""(manifest, link socket) -> the command that generates."""
+SLOT_PREFIX = "rollout-"
+"""Of its keys' names: a trainer that is started here later is to find its own."""
+AGAIN_S = 2 * LOOK_S
+"""After which a learner is asked again that had no policy, or was lost."""
+TOLD_S = 2 * LOOK_S
+
+log = logging.getLogger(__name__)
+
+
+async def run_rollout_peer(config: DaemonConfig, *, worker: WorkerFactory, directory: Path) -> int:
+    """Generate rollouts until no learner has been there for `timeout_waiting_for_peers`. Returns 0, or USER_ERROR.
+
+    `directory` holds policies on their way to the generator. Raises UserError for what the user can correct, PeersError
+    where it gave up on the generator.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        link_path = stack.enter_context(SocketDirectory()).path / "link.sock"
+        accept = await stack.enter_async_context(listen(link_path))
+        settings = AdmissionSettings(swarm_secret_file=config.swarm_secret_file)
+        # Reports errors in these files before the peer connects to anything.
+        settings.secret()
+        identity = claim_slot(Path(config.state_dir), config.run_id, None, prefix=SLOT_PREFIX)
+        stack.callback(identity.release)
+        log.info("starting as %s, which generates rollouts", identity.peer_id)
+        # It calls the learners, and nobody calls it.
+        dht = await Dht.join(identity=identity, initial_peers=config.initial_peers, client_mode=True)
+        stack.push_async_callback(dht.close)
+        admission = AdmissionService(config.run_id, identity, dht, settings)
+        await admission.enter()
+        generator = Generator()
+        stack.callback(generator.close)
+        peer = RolloutPeer(config, identity, dht, admission, generator, directory)
+        return await peer.live(
+            generator.serve(accept),
+            lambda manifest: Supervisor(worker(manifest, link_path), _tell_of_restart),
+        )
+
+
+class RolloutPeer:
+    """Used from one event loop."""
+
+    def __init__(
+        self,
+        config: DaemonConfig,
+        identity: Identity,
+        dht: Dht,
+        admission: AdmissionService,
+        generator: Generator,
+        directory: Path,
+    ) -> None:
+        self._config, self._identity, self._dht, self._admission = config, identity, dht, admission
+        self._generator, self._directory = generator, directory
+        self._manifest: dict[str, Scalar] = {}
+        self._seen_at = time.monotonic()
+        """When a learner was last heard."""
+        self._failed_at: dict[str, float] = {}
+        self._fetched: list[Path] = []
+        """Files that the generator has not loaded yet, and the digest of the weights that they lead to."""
+        self._fetched_digest = ""
+        self._policy = asyncio.Event()
+        self._step = 0
+        self._num_generated = self._num_dropped = 0
+        self._told_at = float("-inf")
+        self._said = ""
+
+    async def live(
+        self, links: Coroutine[Any, Any, None], supervisor_of: Callable[[Mapping[str, Scalar]], Supervisor]
+    ) -> int:
+        """Work until there is nothing to do any more. Returns the exit code."""
+        supervisor: Supervisor | None = None
+        tasks: list[asyncio.Task[Any]] = [
+            asyncio.create_task(links),
+            asyncio.create_task(self._admission.run()),
+            asyncio.create_task(self._watch_p2pd()),
+        ]
+        try:
+            working = asyncio.create_task(self._work())
+            tasks.append(working)
+            while True:
+                await asyncio.wait(tasks, timeout=OFTEN_S, return_when=asyncio.FIRST_COMPLETED)
+                if supervisor is None and self._manifest:
+                    supervisor = supervisor_of(self._manifest)
+                    tasks.append(asyncio.create_task(_supervised(supervisor)))
+                if over := [task for task in tasks if task.done()]:
+                    return int(over[0].result() or 0)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            if supervisor is not None:
+                await supervisor.stop()
+
+    async def _watch_p2pd(self) -> None:
+        await self._dht.wait_dead()
+        raise PeersError(
+            "p2pd, the process that carries this peer's connections, has died; start the peer again"
+        )
+
+    async def _work(self) -> int:
+        """Work for one learner after the other. Raises UserError if there was never one."""
+        while (learner := await self._next_learner()) is not None:
+            try:
+                await self._work_for(learner)
+            except Refused as error:
+                raise UserError(error.why.advice(self._identity.peer_id)) from error
+            except (PeerUnreachable, ProtocolError) as error:
+                self._failed_at[learner.peer_id] = time.monotonic()
+                text = f"learner {learner.world_rank} is not there for rollouts: {error}"
+                log.log(logging.DEBUG if text == self._said else logging.INFO, "%s", text)
+                self._said = text
+        log.info("no learner is left")
+        return 0
+
+    async def _next_learner(self) -> Announcement | None:
+        """Wait for a learner; None if none has been there for long. Raises UserError if there was never one."""
+        patience_s = self._config.timeout_waiting_for_peers
+        while (learner := await self._learner()) is None:
+            if time.monotonic() - self._seen_at > patience_s:
+                if self._manifest:
+                    return None
+                raise UserError(
+                    f"no peer of the run {self._config.run_id} took rollouts within {patience_s:g} s. Was one started "
+                    "with --mode grpo --rollout peers, and is this the run's --run-id?"
+                )
+            await asyncio.sleep(OFTEN_S)
+        return learner
+
+    async def _learner(self) -> Announcement | None:
+        """The learner that this peer is to work for now."""
+        now, run_id = time.monotonic(), self._config.run_id
+        found = await announced(
+            self._dht, PEERS_KEY(run_id), Announcement, run_id, self._admission.gate.check_record
+        )
+        there = {
+            peer_id
+            for peer_id, record in found.items()
+            if record.world_rank != NO_RANK
+            and record.state != "leaving"
+            and now - self._failed_at.get(peer_id, float("-inf")) > AGAIN_S
+        }
+        chosen = learner_for(run_id, self._identity.peer_id, there)
+        return found[chosen] if chosen is not None else None
+
+    async def _work_for(self, learner: Announcement) -> None:
+        """Until the learner is lost, or another one is chosen. Raises PeerUnreachable, ProtocolError, UserError."""
+        transport, run_id, token = self._dht.transport, self._config.run_id, self._admission.token
+        with (
+            await LearnerStream.open(transport, run_id, learner, token) as policies,
+            await LearnerStream.open(transport, run_id, learner, token) as rollouts,
+        ):
+            self._agree(rollouts.welcome.manifest.fields)
+            self._seen_at = time.monotonic()
+            self._forget_fetched()
+            log.info("working for learner %d", learner.world_rank)
+            tasks = [
+                asyncio.create_task(self._follow(policies)),
+                asyncio.create_task(self._generate(learner.peer_id, rollouts)),
+                asyncio.create_task(self._until_reassigned(learner.peer_id)),
+            ]
+            try:
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for task in tasks:
+                    if task.done():
+                        task.result()
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+                self._seen_at = time.monotonic()
+
+    def _agree(self, manifest: Mapping[str, Scalar]) -> None:
+        """Take over the run's settings. Raises UserError where they contradict the user, ProtocolError for others."""
+        proposal, theirs = self._config.manifest, dict(manifest)
+        try:
+            joining.check_manifest(theirs)
+        except ValueError as error:
+            raise ProtocolError(str(error)) from error
+        if wrong := joining.misfits(proposal, theirs):
+            raise ProtocolError(f"its manifest has other types: {', '.join(wrong)[:200]}")
+        if self._manifest:
+            if joining.manifest_digest(theirs) != joining.manifest_digest(self._manifest):
+                raise ProtocolError("its manifest is another than that of the learners before it")
+            return
+        if unlike := joining.manifest_differences(proposal, theirs, self._config.named):
+            raise UserError("these settings differ from the swarm's:\n" + "\n".join(unlike))
+        self._manifest = theirs
+
+    async def _until_reassigned(self, peer_id: str) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            learner = await self._learner()
+            # The DHT may know of nobody for a moment; a learner that is gone breaks its streams.
+            if learner is not None and learner.peer_id != peer_id:
+                return
+
+    async def _follow(self, stream: LearnerStream) -> None:
+        """Fetch each newer policy, while the generator works by an older one."""
+        _, _, most_bytes = await self._generator.limits()
+        while True:
+            held = self._fetched_digest or self._generator.held
+            policy = await stream.newest(held)
+            if sum(name.num_bytes for name in policy.blobs) > most_bytes:
+                raise ProtocolError("its policy is larger than the model")
+            if policy.digest != held:
+                await self._fetch(stream, policy)
+            else:
+                self._step = policy.step
+                self._policy.set()
+            await asyncio.sleep(OFTEN_S / 2)
+
+    async def _fetch(self, stream: LearnerStream, policy: Policy) -> None:
+        paths: list[Path] = []
+        for name in policy.blobs:
+            path = await stream.download(name, self._directory)
+            if path is None:
+                # The learner is further: ask anew. A file that is left is written over, or goes with the directory.
+                return
+            paths.append(path)
+        self._fetched += paths
+        self._fetched_digest, self._step = policy.digest, policy.step
+        self._policy.set()
+
+    async def _generate(self, learner: str, stream: LearnerStream) -> None:
+        """Generate, and hand over what was generated before meanwhile."""
+        number, handing = stream.welcome.next_number, None
+        try:
+            while True:
+                try:
+                    await self._load()
+                    num_examples, at_once, _ = await self._generator.limits()
+                    examples = [
+                        prompt_of(
+                            self._config.run_id,
+                            learner,
+                            self._identity.peer_id,
+                            number + index,
+                            num_examples=num_examples,
+                        )
+                        for index in range(at_once)
+                    ]
+                    policy = self._generator.held
+                    groups = await self._generator.generate(examples, stream.welcome.chat_template)
+                except LinkLost as error:
+                    log.warning("the generator is gone: %s", error)
+                    self._forget_fetched()
+                    continue
+                if handing is not None:
+                    await handing
+                handing = asyncio.create_task(self._hand_over(stream, learner, policy, number, groups))
+                number += len(groups)
+        finally:
+            if handing is not None:
+                handing.cancel()
+                await asyncio.gather(handing, return_exceptions=True)
+
+    async def _load(self) -> None:
+        """Have the generator load the newest policy that has been fetched."""
+        await self._policy.wait()
+        paths, self._fetched = self._fetched, []
+        try:
+            if paths:
+                await self._generator.load(paths, self._fetched_digest)
+        except ProtocolError:
+            self._forget_fetched()
+            raise
+
+    def _forget_fetched(self) -> None:
+        """What was fetched leads to nothing any more: ask anew, for what the generator has."""
+        self._policy.clear()
+        self._fetched_digest = ""
+        for path in self._fetched:
+            path.unlink(missing_ok=True)
+        self._fetched = []
+
+    async def _hand_over(
+        self,
+        stream: LearnerStream,
+        learner: str,
+        policy: str,
+        first: int,
+        groups: Sequence[tuple[Completion, ...]],
+    ) -> None:
+        for index, completions in enumerate(groups):
+            rollout = Rollout(
+                run_id=self._config.run_id,
+                learner=learner,
+                policy=policy,
+                number=first + index,
+                completions=completions,
+            )
+            dropped = await stream.hand_over(signed(rollout, self._identity))
+            self._num_generated += 1
+            self._num_dropped += bool(dropped)
+        if time.monotonic() - self._told_at > TOLD_S:
+            self._told_at = time.monotonic()
+            log.info(
+                "generated %d rollouts, the last by the policy of step %d; %d of them came too late",
+                self._num_generated,
+                self._step,
+                self._num_dropped,
+            )
+
+
+async def _supervised(supervisor: Supervisor) -> int:
+    """The generator's exit code, which only a user's error gives. Raises PeersError where it was given up on."""
+    end = await supervisor.run()
+    if end.is_failure:
+        raise PeersError(f"{end.given_up(supervisor.policy)}\nIts log: {supervisor.command.log_path}")
+    return end.code
+
+
+def _tell_of_restart(end: WorkerEnd) -> None:
+    if end.restarts:
+        log.warning("%s", end.in_words())

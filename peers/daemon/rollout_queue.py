@@ -1,0 +1,158 @@
+"""What a learner takes of rollouts: which it keeps, in which order they are trained on, and which are too old. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from peers.errors import ProtocolError
+from peers.protocol.rollouts import Rollout, prompt_of
+
+MAX_SENDERS = 256
+"""Rollout peers whose numbers and figures are remembered."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What every rollout must be like, as the learner's trainer says."""
+
+    vocab_size: int
+    num_generations: int
+    max_tokens: int
+    num_scores: int
+    num_examples: int
+    """Among which a rollout's prompt is chosen."""
+    max_staleness: int
+    """Optimizer steps that may lie between the policy of a rollout and the step that trains on it."""
+    num_kept: int
+    """Rollouts that wait at most; the oldest make room."""
+
+
+@dataclass
+class Sender:
+    """What one rollout peer has sent since this learner was started."""
+
+    next_number: int
+    num_received: int = 0
+    num_taken: int = 0
+    """Handed to the trainer."""
+    dropped: Counter[str] = field(default_factory=Counter)
+    """By the reason."""
+    staleness_sum: int = 0
+    staleness_max: int = 0
+    first_at: float = 0.0
+
+    def figures(self, now: float) -> dict[str, Any]:
+        """For people; none of them decides anything."""
+        return {
+            "received": self.num_received,
+            "taken": self.num_taken,
+            "dropped": self.dropped.total(),
+            "staleness_mean": self.staleness_sum / max(self.num_taken, 1),
+            "staleness_max": self.staleness_max,
+            # Several come at once: the first second says nothing.
+            "rollouts_per_s": self.num_received / max(now - self.first_at, 1.0),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Waiting:
+    """A rollout that has been taken, and how old it is by now."""
+
+    peer_id: str
+    rollout: Rollout
+    staleness: int
+    example: int
+
+
+class RolloutQueue:
+    """Bounded by the terms, which come with the first policy."""
+
+    def __init__(self, run_id: str, me: str, *, first_number: int) -> None:
+        """`first_number` of every sender: differs between lives of a learner, so that each gives other prompts."""
+        self._run_id, self._me, self._first_number = run_id, me, first_number
+        self.terms: Terms | None = None
+        self.step = 0
+        self.senders: dict[str, Sender] = {}
+        self._steps: dict[str, int] = {}
+        """The step of each policy that rollouts may be of, by its digest."""
+        self._waiting: deque[tuple[str, Rollout]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def published(self, digest: str, step: int, terms: Terms) -> None:
+        """The trainer is at this step, with these weights. Policies of a fork that it has left are forgotten."""
+        self.terms, self.step = terms, step
+        known = {other: at for other, at in self._steps.items() if step - terms.max_staleness <= at < step}
+        self._steps = {**known, digest: step}
+
+    def sender(self, peer_id: str) -> Sender:
+        found = self.senders.pop(peer_id, None) or Sender(self._first_number)
+        # At the end: those that have been silent for longest are forgotten first.
+        self.senders[peer_id] = found
+        while len(self.senders) > MAX_SENDERS:
+            del self.senders[next(iter(self.senders))]
+        return found
+
+    def offer(self, peer_id: str, rollout: Rollout, now: float) -> str:
+        """Why the rollout was dropped; empty if it waits to be trained on. Raises ProtocolError for a false one."""
+        sender = self.sender(peer_id)
+        self._check(rollout, sender)
+        sender.next_number += 1
+        sender.first_at = sender.first_at if sender.num_received else now
+        sender.num_received += 1
+        if rollout.policy not in self._steps:
+            return self._dropped(peer_id, "stale")
+        self._waiting.append((peer_id, rollout))
+        assert self.terms is not None
+        if len(self._waiting) > self.terms.num_kept:
+            self._dropped(self._waiting.popleft()[0], "surplus")
+        return ""
+
+    def take(self, count: int) -> list[Waiting]:
+        """So many rollouts, the oldest first, if so many wait that are not too old; else none."""
+        fresh = deque[tuple[str, Rollout]]()
+        for peer_id, rollout in self._waiting:
+            if rollout.policy in self._steps:
+                fresh.append((peer_id, rollout))
+            else:
+                self._dropped(peer_id, "stale")
+        self._waiting = fresh
+        if len(fresh) < count:
+            return []
+        return [self._taken(*fresh.popleft()) for _ in range(count)]
+
+    def _taken(self, peer_id: str, rollout: Rollout) -> Waiting:
+        staleness, sender = self.step - self._steps[rollout.policy], self.sender(peer_id)
+        sender.num_taken += 1
+        sender.staleness_sum += staleness
+        sender.staleness_max = max(sender.staleness_max, staleness)
+        assert self.terms is not None
+        example = prompt_of(
+            self._run_id, self._me, peer_id, rollout.number, num_examples=self.terms.num_examples
+        )
+        return Waiting(peer_id=peer_id, rollout=rollout, staleness=staleness, example=example)
+
+    def _dropped(self, peer_id: str, why: str) -> str:
+        self.sender(peer_id).dropped[why] += 1
+        return why
+
+    def _check(self, rollout: Rollout, sender: Sender) -> None:
+        terms = self.terms
+        if terms is None:
+            raise ProtocolError("a rollout before there was a policy")
+        if (rollout.run_id, rollout.learner) != (self._run_id, self._me):
+            raise ProtocolError("a rollout for another learner")
+        if rollout.number != sender.next_number:
+            raise ProtocolError(f"rollout {rollout.number} in place of {sender.next_number}")
+        if len(rollout.completions) != terms.num_generations:
+            raise ProtocolError(f"{len(rollout.completions)} completions, not {terms.num_generations}")
+        for completion in rollout.completions:
+            if len(completion.tokens) > terms.max_tokens:
+                raise ProtocolError(f"a completion of {len(completion.tokens)} tokens")
+            if max(completion.tokens) >= terms.vocab_size:
+                raise ProtocolError(f"token {max(completion.tokens)} is not in the vocabulary")
+            if len(completion.scores) != terms.num_scores:
+                raise ProtocolError(f"{len(completion.scores)} scores, not {terms.num_scores}")

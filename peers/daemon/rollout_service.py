@@ -1,0 +1,232 @@
+"""The learner's side of the rollout protocol: hands its policy to rollout peers, and their rollouts to its trainer.
+
+The trainer says what its weights are and asks for rollouts on a connection of its own to the daemon (link.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec.msgpack import Decoder
+
+from peers.daemon.link import DaemonConnection
+from peers.daemon.policies import Policies, WeightsFile
+from peers.daemon.rollout_queue import RolloutQueue, Terms, Waiting
+from peers.errors import PeersError, ProtocolError
+from peers.net.channel import Channel
+from peers.net.gate import Gate
+from peers.protocol.mesh import Manifest, Scalar
+from peers.protocol.refusal import Refusal, Refused
+from peers.protocol.reports import MAX_ROLLOUT_PEERS, RolloutSender
+from peers.protocol.rollouts import (
+    MAX_MESSAGE_BYTES,
+    Asked,
+    Blob,
+    BlobName,
+    Hello,
+    NoBlob,
+    NoPolicy,
+    Signed,
+    Verdict,
+    WantBlob,
+    WantPolicy,
+    Welcome,
+    rollout_protocol,
+    verified,
+)
+from peers.timing import ANSWER_S, FORGET_S, OFTEN_S, PROBE_S, STALL_S
+
+MAX_STREAMS = 128
+"""Of all rollout peers together: each of them has two."""
+_HELLO: Decoder[Hello] = Decoder(Hello)
+_ASKED: Decoder[Asked] = Decoder(Asked)
+_PIECE_BYTES = 1 << 20
+_SILENCE_S = FORGET_S
+"""Longer than a rollout peer needs to generate what it generates at once: meanwhile it may have nothing to say."""
+
+log = logging.getLogger(__name__)
+
+Serve = Callable[[str, Callable[[str, socket.socket], Awaitable[None]]], Awaitable[None]]
+
+
+class RolloutService:
+    """Used from one event loop. `manifest` gives what the swarm has agreed on."""
+
+    def __init__(
+        self, run_id: str, me: str, gate: Gate, manifest: Callable[[], Mapping[str, Scalar]]
+    ) -> None:
+        self.queue = RolloutQueue(run_id, me, first_number=time.time_ns() // 1_000_000)
+        self._run_id, self._gate, self._manifest = run_id, gate, manifest
+        self._policies = Policies()
+        self._chat_template = ""
+        self._news = asyncio.Event()
+        self._streams: dict[asyncio.Task[Any], str] = {}
+        self._arrived_at = float("-inf")
+
+    async def start(self, serve: Serve) -> None:
+        """Answer rollout peers from now on."""
+        await serve(rollout_protocol(self._run_id), self._accepted)
+
+    @property
+    def present(self) -> frozenset[str]:
+        """The rollout peers that have a stream here."""
+        return frozenset(self._streams.values())
+
+    def senders_shown(self) -> tuple[RolloutSender, ...]:
+        """For those who look on."""
+        newest = list(self.queue.senders.items())[-MAX_ROLLOUT_PEERS:]
+        present, now = self.present, time.monotonic()
+        return tuple(
+            RolloutSender(peer_id=peer_id, is_here=peer_id in present, **sender.figures(now))
+            for peer_id, sender in newest
+        )
+
+    # The trainer
+
+    async def serve_trainer(
+        self,
+        connection: DaemonConnection,
+        message: dict[str, Any],
+        answer: Callable[[Awaitable[list[Waiting]]], Awaitable[list[Waiting]]],
+    ) -> None:
+        """Serve the connection of a trainer until it hangs up; `answer` keeps it waiting. Raises LinkLost."""
+        while True:
+            match message["kind"]:
+                case "policy":
+                    self._published(message)
+                case "take":
+                    count, timeout_s = int(message["count"]), float(message["timeout_s"])
+                    taken = await answer(self._take(count, timeout_s))
+                    await connection.send(
+                        "rollouts",
+                        rollouts=[_told(one) for one in taken],
+                        senders={one.peer_id: msgspec.structs.asdict(one) for one in self.senders_shown()},
+                    )
+                case kind:
+                    raise ProtocolError(f"unknown message {kind!r} about rollouts")
+            message = await connection.receive()
+
+    def _published(self, message: Mapping[str, Any]) -> None:
+        digest, step = str(message["digest"]), int(message["step"])
+        self._chat_template = str(message["chat_template"])
+        self._policies.published(digest, step, [_file_of(fields) for fields in message["files"]])
+        self.queue.published(digest, step, Terms(**message["terms"]))
+
+    async def _take(self, count: int, timeout_s: float) -> list[Waiting]:
+        """Wait for so many rollouts; none if none has come for `timeout_s`, counted from here or the last one."""
+        began = time.monotonic()
+        while not (taken := self.queue.take(count)):
+            left_s = max(self._arrived_at, began) + timeout_s - time.monotonic()
+            if left_s <= 0:
+                return []
+            self._news.clear()
+            try:
+                async with asyncio.timeout(left_s):
+                    await self._news.wait()
+            except TimeoutError:
+                continue
+        return taken
+
+    # Rollout peers
+
+    async def _accepted(self, peer_id: str, sock: socket.socket) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        with Channel(sock, max_message_bytes=MAX_MESSAGE_BYTES) as channel:
+            try:
+                if await self._welcomed(peer_id, channel):
+                    if peer_id not in self.present:
+                        log.info("rollout peer %s is here", peer_id)
+                    self._streams[task] = peer_id
+                    while True:
+                        await self._answer(peer_id, channel)
+            except ProtocolError as error:
+                log.warning("dropped rollout peer %s: %s", peer_id, error)
+            except PeersError as error:
+                log.debug("rollout peer %s has gone: %s", peer_id, error)
+            finally:
+                if self._streams.pop(task, None) and peer_id not in self.present:
+                    log.info("rollout peer %s has gone", peer_id)
+
+    async def _welcomed(self, peer_id: str, channel: Channel) -> bool:
+        hello = await channel.read(_HELLO, ANSWER_S)
+        try:
+            self._gate.check(peer_id, hello.token, "rollouts")
+        except Refused as error:
+            await channel.send(Refusal(why=error.why), ANSWER_S)
+            await channel.let_the_other_close(OFTEN_S)
+            return False
+        if self.queue.terms is None or len(self._streams) >= MAX_STREAMS:
+            await channel.send(NoPolicy(), ANSWER_S)
+            await channel.let_the_other_close(OFTEN_S)
+            return False
+        number = self.queue.sender(peer_id).next_number
+        welcome = Welcome(
+            manifest=Manifest(fields=dict(self._manifest())),
+            chat_template=self._chat_template,
+            next_number=number,
+        )
+        await channel.send(welcome, ANSWER_S)
+        return True
+
+    async def _answer(self, peer_id: str, channel: Channel) -> None:
+        match await channel.read(_ASKED, _SILENCE_S):
+            case WantPolicy(held):
+                await channel.send(self._policies.newest(held) or NoPolicy(), ANSWER_S)
+            case WantBlob(digest):
+                await self._send_blob(self._policies.file(digest), channel)
+            case Signed() as message:
+                # Decoding thousands of tokens and checking a signature takes milliseconds.
+                rollout = await asyncio.to_thread(verified, peer_id, message)
+                self._gate.check_shown(peer_id, "rollouts")
+                self._arrived_at = time.monotonic()
+                dropped = self.queue.offer(peer_id, rollout, self._arrived_at)
+                self._news.set()
+                await channel.send(Verdict(dropped=dropped), PROBE_S)
+
+    async def _send_blob(self, file: WeightsFile | None, channel: Channel) -> None:
+        try:
+            content = file.path.open("rb") if file else None
+        except FileNotFoundError:
+            # The trainer has written newer ones meanwhile.
+            content = None
+        if file is None or content is None:
+            await channel.send(NoBlob(), ANSWER_S)
+            return
+        with content:
+            await channel.send(Blob(), ANSWER_S)
+            left = file.name.num_bytes
+            while left:
+                piece = await asyncio.to_thread(content.read, min(left, _PIECE_BYTES))
+                if not piece:
+                    raise PeersError(f"{file.path} is shorter than it was")
+                left -= len(piece)
+                await channel.send_bytes(memoryview(piece), STALL_S)
+
+
+def _file_of(fields: Mapping[str, Any]) -> WeightsFile:
+    return WeightsFile(
+        path=Path(fields["path"]),
+        name=BlobName(digest=fields["sha256"], num_bytes=int(fields["num_bytes"])),
+        leads_to=str(fields["leads_to"]),
+        base=str(fields["base"]),
+    )
+
+
+def _told(one: Waiting) -> dict[str, Any]:
+    completions: Sequence[Any] = one.rollout.completions
+    return {
+        "peer_id": one.peer_id,
+        "example": one.example,
+        "staleness": one.staleness,
+        "tokens": [completion.tokens for completion in completions],
+        "logprobs": [completion.logprobs for completion in completions],
+        "scores": [completion.scores for completion in completions],
+    }

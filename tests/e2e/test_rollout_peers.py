@@ -1,0 +1,110 @@
+"""`diloco peer --role rollout` as typed: a learner trains on what rollout peers generate, while they come and go."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.format_model import bare_model
+from tests.e2e.test_readme import DHT, ROLLOUT_LEARNER, ROLLOUT_PEER
+from tests.support.commands import DILOCO, Command, check_gone, text_of_boxes, wait_until
+from tests.support.documents import typed
+
+REWARD = '''
+def early(completion, example):
+    """The share of bytes from the first half of the alphabet: every model earns some, and can earn more."""
+    return sum(byte < 128 for byte in completion.text.encode()) / max(len(completion.text.encode()), 1)
+'''
+LEARNER = ("--hv.local-steps", 4, "--warmup-steps", 0, "--lr", "1e-3")
+SHORT = ("--total-batch-size", 8, "--grpo.num-generations", 4, "--grpo.max-completion-length", 8)
+NUM_STEPS = 12
+"""After the loss of a rollout peer."""
+
+
+@pytest.fixture
+def reward(tmp_path: Path) -> str:
+    (tmp_path / "reward.py").write_text(REWARD)
+    return f"{tmp_path / 'reward.py'}:early"
+
+
+def records(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [record for line in lines if (record := json.loads(line))["kind"] == kind]
+
+
+def senders(run_dir: Path) -> dict[str, dict[str, Any]]:
+    """The newest figures of each rollout peer whose rollouts were trained on."""
+    return {record["peer_id"]: record for record in records(run_dir, "rollouts") if record["taken"]}
+
+
+def coordinator_at(start: Callable[..., Command]) -> str:
+    command = start(*typed(DHT, host_maddrs="/ip4/127.0.0.1/tcp/0"), name="dht")
+    wait_until(lambda: "\n" in command.stdout, "the line to paste", command=command)
+    return command.stdout.splitlines()[0].split()[1]
+
+
+def test_a_learner_goes_on_when_one_of_its_rollout_peers_is_killed(start, tmp_path, reward):
+    model = bare_model(
+        tmp_path / "model",
+        **{"hidden_size": 32, "num_attention_heads": 1, "num_key_value_heads": 1, "initializer_range": 0.2},
+    )
+    maddr, run_dir = coordinator_at(start), tmp_path / "run"
+    common = ("--device", "cpu", "--grpo.reward", reward)
+    more = ("--total-steps", 100_000, "--grpo.eval-prompts", 0, "--run-dir", run_dir)
+    words = typed(ROLLOUT_LEARNER, *common, *LEARNER, *SHORT, *more, maddr=maddr, path_model=model)
+    learner = start(*words, name="learner")
+    first, second = (
+        start(*typed(ROLLOUT_PEER, *common, maddr=maddr), name=name) for name in ("first", "second")
+    )
+    wait_until(lambda: len(senders(run_dir)) == 2, "rollouts of both", command=learner)
+
+    first.close()
+    steps = len(records(run_dir, "step"))
+    wait_until(
+        lambda: len(records(run_dir, "step")) > steps + NUM_STEPS, "steps after the loss", command=learner
+    )
+    assert second.code is None
+
+    learner.interrupt()
+    assert learner.wait() == 130
+    second.interrupt()
+    assert second.wait() == 130
+    check_gone(second)
+    trained = records(run_dir, "step")
+    starts = [record for record in records(run_dir, "event") if record["event"] == "start"]
+    assert len(starts) == 1, "the learner was started again"
+    assert all(record["rollout_peers"] in (1, 2) for record in trained)
+    assert all(record["staleness_max"] <= 8 for record in trained)
+    # By the very weights that are trained, the sampler's log-probabilities are the trainer's.
+    fresh = [record for record in trained if record["staleness_max"] == 0]
+    assert fresh and all(record["logp_difference_max"] < 1e-3 for record in fresh)
+    assert any(record["grad_norm"] > 0 for record in trained)
+    assert not list(run_dir.glob("policies")) and not list(second.directory.glob("runs/*/policies"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (
+            ("--initial-peers", "MADDR", "--rollout", "peers"),
+            "--rollout says what a rollout peer generates by",
+        ),
+        (("--initial-peers", "MADDR", "--mode", "pretrain"), "--role rollout is for --mode grpo"),
+        (("--rollout", "hf"), "--initial-peers is missing"),
+        (
+            ("--initial-peers", "MADDR", "--rollout", "hf", "--hv.timeout-waiting-for-peers", 1),
+            "no peer of the run diloco took rollouts within 1 s",
+        ),
+    ],
+)
+def test_a_rollout_peer_that_cannot_work_says_why(start, flags, says):
+    maddr = coordinator_at(start) if "MADDR" in flags else ""
+    words = [maddr if flag == "MADDR" else flag for flag in flags]
+    ran = start(*DILOCO, "peer", "--role", "rollout", "--device", "cpu", *words)
+    assert ran.wait() == 2
+    assert says in text_of_boxes(ran.stderr)[-1]

@@ -1,0 +1,84 @@
+"""What a rollout peer generates: by the policy that it was given, and judged."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+import torch
+
+from benchmarks.format_model import TEMPLATE, bare_model
+from diloco.data.tokenizer import load_tokenizer
+from diloco.options.flags import GrpoConfig, TrainConfig
+from diloco.rl.generator import of_model, prompts_at_once
+from diloco.rl.push import Publisher
+from diloco.rl.sampling import token_ids
+from diloco.rl.task_choice import open_task
+from diloco.rl.weights import BadBlob
+from diloco.train.model import load_model
+from peers.protocol.rollouts import Completion
+from tests.support.rollouts import CLOSE, train_a_little
+
+CONFIG = TrainConfig(grpo=GrpoConfig(num_generations=3, max_completion_length=5))
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return str(
+        bare_model(
+            tmp_path_factory.mktemp("model") / "bare",
+            hidden_size=32,
+            num_attention_heads=1,
+            num_key_value_heads=1,
+        )
+    )
+
+
+@pytest.fixture
+def generator(directory):
+    task = open_task(CONFIG.grpo, seed=0)
+    model = load_model(directory, seed=0)
+    return of_model(CONFIG, task, load_tokenizer(directory), model, torch.float32)
+
+
+def test_rollouts_are_by_the_newest_policy_and_of_the_form_that_learners_take(generator, directory):
+    learner, publisher = load_model(directory, seed=0), Publisher(torch.float32)
+    for seed in (1, 2):
+        train_a_little(learner, seed)
+        publisher.take(learner.named_parameters())
+        generator.load(publisher.blob_for(publisher.name, publisher.version - 1)[1])
+    assert generator.digest == publisher.digest
+    groups = msgspec.convert(generator.generate([4, 9], TEMPLATE), list[list[Completion]])
+    assert [len(group) for group in groups] == [3, 3]
+    [prompt] = token_ids(load_tokenizer(directory), [generator.task.example(4).prompt])
+    for completion in groups[0]:
+        with torch.no_grad():
+            logits = learner(torch.tensor([[*prompt, *completion.tokens]])).logits[0]
+        values = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1]
+        ours = values.gather(1, torch.tensor(completion.tokens)[:, None]).squeeze(1)
+        assert torch.allclose(ours, torch.tensor(completion.logprobs), atol=CLOSE)
+
+
+def test_prompts_are_written_by_the_learners_template(generator, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        generator, "_complete", lambda prompts, *_: asked.extend(prompts) or [] * len(prompts)
+    )
+    with pytest.raises(ValueError):
+        generator.generate([1], "{{ 'other' }}")
+    assert bytes(asked[0]) == b"other"
+
+
+def test_a_blob_that_is_not_a_policy_of_this_model_changes_nothing(generator):
+    publisher = Publisher(torch.float32)
+    publisher.take({"other": torch.ones(3)}.items())
+    with pytest.raises(BadBlob):
+        generator.load(publisher.blob_for("", 0)[1])
+    assert generator.digest == ""
+
+
+def test_as_many_prompts_are_taken_at_once_as_fill_a_batch():
+    assert prompts_at_once(replace(CONFIG, per_device_train_batch_size=32)) == 10
+    assert prompts_at_once(replace(CONFIG, per_device_train_batch_size=2)) == 1
+    assert prompts_at_once(replace(CONFIG, per_device_train_batch_size="auto", total_batch_size=9)) == 3

@@ -1,0 +1,111 @@
+"""The trainer's end of rollout peers' rollouts, by a daemon that answers as the test says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from diloco.options.flags import GrpoConfig
+from diloco.rl.peer_rollouts import Group, PeerRollouts, rows_of_groups
+from diloco.rl.task_choice import open_task
+
+OWN = Group(example=5, tokens=[[1], [2]], logprobs=[[-1.0], [-2.0]], scores=[[0.0, 1.0], [1.0, 1.0]])
+SENDER = {"dropped": 3, "rollouts_per_s": 2.0}
+
+
+class Daemon:
+    """The link to a daemon whose queue holds these rollouts."""
+
+    def __init__(self) -> None:
+        self.queue: list[dict[str, Any]] = []
+        self.asked: list[dict[str, Any]] = []
+
+    def send(self, kind: str, **fields: Any) -> None:
+        self.asked.append({"kind": kind, **fields})
+
+    def receive(self, kind: str) -> dict[str, Any]:
+        count = self.asked[-1]["count"]
+        taken = self.queue[:count] if len(self.queue) >= count else []
+        self.queue = self.queue[len(taken) :]
+        return {"kind": kind, "rollouts": taken, "senders": {"peer": SENDER}}
+
+    def close(self) -> None: ...
+
+
+def sent(staleness: int) -> dict[str, Any]:
+    return {
+        "peer_id": "peer",
+        "example": 7,
+        "staleness": staleness,
+        "tokens": [[3, 4], [5]],
+        "logprobs": [[-0.5, -0.5], [-1.5]],
+        "scores": [[1.0, 1.0], [0.0, 0.0]],
+    }
+
+
+@pytest.fixture
+def daemon():
+    return Daemon()
+
+
+@pytest.fixture
+def source(daemon, tmp_path):
+    return PeerRollouts(
+        daemon,
+        tmp_path / "policies",
+        torch.float32,
+        {"vocab_size": 9},
+        chat_template="T",
+        step_of=lambda: 12,
+        generate=lambda: [OWN],
+    )
+
+
+def test_rollouts_of_peers_are_trained_on_with_their_age(daemon, source):
+    daemon.queue = [sent(0), sent(3)]
+    groups = source.take(2)
+    assert [group.staleness for group in groups] == [0, 3]
+    assert source.figures() == {
+        "staleness_mean": 1.5,
+        "staleness_max": 3,
+        "rollout_peers": 1,
+        "rollouts_dropped": 3,
+        "rollouts_per_s": 2.0,
+    }
+
+
+def test_a_learner_to_which_nothing_comes_generates_its_own_and_waits_no_more_until_something_comes(
+    daemon, source
+):
+    waits = []
+    for queue in ([], [], [sent(0)], []):
+        daemon.queue = queue
+        groups = source.take(1)
+        waits.append(daemon.asked[-1]["timeout_s"])
+        assert groups == ([Group(**queue[0])] if queue else [OWN])
+    assert waits == [60.0, 0.0, 0.0, 60.0]
+    assert source.figures()["rollout_peers"] == 0
+
+
+def test_the_daemon_is_told_of_each_policy_and_of_the_step_that_it_is_of(daemon, source):
+    source.publisher.take({"w": torch.ones(4)}.items())
+    source.push()
+    told = daemon.asked[-1]
+    assert (told["kind"], told["step"], told["chat_template"]) == ("policy", 12, "T")
+    assert told["digest"] == source.publisher.digest == told["files"][-1]["leads_to"]
+    assert told["terms"] == {"vocab_size": 9}
+
+
+def test_completions_of_a_prompt_are_rows_side_by_side_with_what_was_judged():
+    task = open_task(GrpoConfig(dataset="reasoning-gym:chain_sum"), seed=0)
+    rows = rows_of_groups(task, [OWN, Group(**sent(1))])
+    assert [row["written"] for row in rows] == [
+        ([1], [-1.0]),
+        ([2], [-2.0]),
+        ([3, 4], [-0.5, -0.5]),
+        ([5], [-1.5]),
+    ]
+    assert [row["judged"] for row in rows] == [[0.0, 1.0], [1.0, 1.0], [1.0, 1.0], [0.0, 0.0]]
+    assert [row["example"].gold for row in rows[::2]] == [task.example(5).gold, task.example(7).gold]

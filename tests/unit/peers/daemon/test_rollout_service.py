@@ -1,0 +1,187 @@
+"""A learner's daemon and a rollout peer over a stream: policies one way, rollouts the other."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from peers.core.admission import Admission
+from peers.daemon.rollout_service import RolloutService
+from peers.errors import PeerUnreachable, ProtocolError
+from peers.net.gate import Gate
+from peers.net.identity import Identity, load_or_create
+from peers.net.rollouts import LearnerStream
+from peers.protocol.refusal import Refused
+from peers.protocol.rollouts import BlobName, signed
+from tests.support.rollout_messages import ME, RUN, rollout, terms
+
+CONTENT = bytes(range(256)) * 5000
+POLICY = "a" * 64
+LEARNER: Any = SimpleNamespace(peer_id=ME, maddrs=())
+
+
+class Loopback:
+    """Streams to one service, by a socket pair each."""
+
+    def __init__(self, service: RolloutService, caller: str) -> None:
+        self._service, self._caller = service, caller
+        self.serving: list[asyncio.Task[None]] = []
+
+    async def open(self, *_: Any, **__: Any) -> socket.socket:
+        here, there = socket.socketpair()
+        there.setblocking(False)
+        here.setblocking(False)
+        self.serving.append(asyncio.create_task(self._service._accepted(self._caller, there)))
+        return here
+
+    async def serve(self, *_: Any) -> None:
+        raise AssertionError("a rollout peer is called by nobody")
+
+
+def service_with(gate: Gate | None = None) -> RolloutService:
+    return RolloutService(RUN, ME, gate or Gate.open(RUN), lambda: {"mode": "grpo"})
+
+
+def publish(service: RolloutService, directory: Path, step: int = 3, content: bytes = CONTENT) -> BlobName:
+    path = directory / "policy"
+    path.write_bytes(content)
+    name = BlobName(digest=hashlib.sha256(CONTENT).hexdigest(), num_bytes=len(CONTENT))
+    fields = {
+        "path": str(path),
+        "sha256": name.digest,
+        "num_bytes": len(CONTENT),
+        "leads_to": POLICY,
+        "base": "",
+    }
+    usual = {field: getattr(terms(), field) for field in terms().__dataclass_fields__}
+    service._published(
+        {"digest": POLICY, "step": step, "files": [fields], "terms": usual, "chat_template": "T"}
+    )
+    return name
+
+
+@asynccontextmanager
+async def stream_to(service: RolloutService, identity: Identity) -> AsyncIterator[LearnerStream]:
+    transport = Loopback(service, identity.peer_id)
+    try:
+        with await LearnerStream.open(transport, RUN, LEARNER, b"") as stream:
+            yield stream
+    finally:
+        await asyncio.gather(*transport.serving)
+
+
+@pytest.fixture
+def identity(tmp_path):
+    return load_or_create(tmp_path / "own.key")
+
+
+def test_a_rollout_peer_gets_the_manifest_and_the_verified_policy(identity, tmp_path):
+    async def run() -> None:
+        service = service_with()
+        name = publish(service, tmp_path)
+        async with stream_to(service, identity) as stream:
+            assert stream.welcome.manifest.fields == {"mode": "grpo"}
+            assert stream.welcome.chat_template == "T"
+            policy = await stream.newest("")
+            assert (policy.digest, policy.step, policy.blobs) == (POLICY, 3, (name,))
+            path = await stream.download(name, tmp_path)
+            assert path is not None and path.read_bytes() == CONTENT
+            assert (await stream.newest(POLICY)).blobs == ()
+            assert service.present == {identity.peer_id}
+        assert service.present == frozenset()
+
+    asyncio.run(run())
+
+
+def test_bytes_that_are_not_those_announced_are_thrown_away(identity, tmp_path):
+    async def run() -> None:
+        service = service_with()
+        name = publish(service, tmp_path, content=CONTENT[:-1] + b"?")
+        async with stream_to(service, identity) as stream:
+            with pytest.raises(ProtocolError, match="others than announced"):
+                await stream.download(name, tmp_path)
+        assert list(tmp_path.glob("*.safetensors")) == []
+
+    asyncio.run(run())
+
+
+def test_a_file_that_has_gone_meanwhile_is_no_error(identity, tmp_path):
+    async def run() -> None:
+        service = service_with()
+        name = publish(service, tmp_path)
+        (tmp_path / "policy").unlink()
+        async with stream_to(service, identity) as stream:
+            assert await stream.download(name, tmp_path) is None
+
+    asyncio.run(run())
+
+
+def test_the_trainer_gets_what_was_handed_over_and_the_figures_of_who_did(identity, tmp_path):
+    async def run() -> None:
+        service = service_with()
+        publish(service, tmp_path)
+        async with stream_to(service, identity) as stream:
+            first = stream.welcome.next_number
+            taking = asyncio.create_task(service._take(2, 60.0))
+            for index in range(2):
+                given = signed(rollout(first + index, POLICY), identity)
+                assert await stream.hand_over(given) == ""
+            taken = await taking
+            assert [one.rollout.number for one in taken] == [first, first + 1]
+            assert [one.staleness for one in taken] == [0, 0]
+        async with stream_to(service, identity) as stream:
+            assert stream.welcome.next_number == first + 2
+        (shown,) = service.senders_shown()
+        assert (shown.peer_id, shown.taken, shown.received, shown.is_here) == (identity.peer_id, 2, 2, False)
+
+    asyncio.run(run())
+
+
+def test_a_trainer_to_which_nothing_comes_is_told_so(tmp_path):
+    async def run() -> None:
+        service = service_with()
+        publish(service, tmp_path)
+        assert await service._take(1, 0.0) == []
+        assert await service._take(1, 0.01) == []
+
+    asyncio.run(run())
+
+
+def test_a_false_rollout_ends_the_stream(identity, tmp_path):
+    async def run() -> None:
+        service = service_with()
+        publish(service, tmp_path)
+        async with stream_to(service, identity) as stream:
+            with pytest.raises(PeerUnreachable):
+                await stream.hand_over(signed(rollout(0, POLICY), identity))
+        assert len(service.queue) == 0
+
+    asyncio.run(run())
+
+
+def test_without_a_trainer_that_wants_rollouts_a_rollout_peer_is_told_to_look_elsewhere(identity):
+    async def run() -> None:
+        with pytest.raises(PeerUnreachable, match="takes no rollouts"):
+            async with stream_to(service_with(), identity):
+                pass
+
+    asyncio.run(run())
+
+
+def test_who_is_not_admitted_hears_why(identity, tmp_path):
+    async def run() -> None:
+        service = service_with(Gate(Admission(RUN, b"k" * 32)))
+        publish(service, tmp_path)
+        with pytest.raises(Refused, match="no token"):
+            async with stream_to(service, identity):
+                pass
+
+    asyncio.run(run())

@@ -1,0 +1,71 @@
+"""Rollouts on the wire: whose they are, what may be in them, and who gets them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+
+from peers.errors import ProtocolError
+from peers.net.identity import load_or_create
+from peers.protocol.rollouts import learner_for, prompt_of, signed, verified
+from tests.support.rollout_messages import completion, rollout
+
+LEARNERS = [f"learner{index}" for index in range(4)]
+PEERS = [f"peer{index}" for index in range(200)]
+
+
+@pytest.fixture
+def keys(tmp_path):
+    return load_or_create(tmp_path / "own.key"), load_or_create(tmp_path / "other.key")
+
+
+def test_a_rollout_comes_back_as_its_peer_has_signed_it(keys):
+    own, _ = keys
+    assert verified(own.peer_id, signed(rollout(), own)) == rollout()
+
+
+def test_a_rollout_of_another_peer_is_refused(keys):
+    own, other = keys
+    with pytest.raises(ProtocolError, match="not signed by it"):
+        verified(own.peer_id, signed(rollout(), other))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"logprobs": (-0.5, math.nan)},
+        {"logprobs": (-0.5, -math.inf)},
+        {"logprobs": (-0.5, 0.1)},
+        {"logprobs": (-0.5,)},
+        {"tokens": (), "logprobs": ()},
+        {"tokens": (7, -1)},
+        {"scores": (math.nan, 0.0)},
+        {"scores": ()},
+    ],
+)
+def test_numbers_that_no_sampler_or_judge_gives_are_refused(keys, changes):
+    own, _ = keys
+    with pytest.raises(ProtocolError):
+        verified(own.peer_id, signed(rollout(completions=(completion(**changes),) * 2), own))
+
+
+def test_rollout_peers_are_spread_over_the_learners():
+    numbers = Counter(learner_for("run", peer, LEARNERS) for peer in PEERS)
+    assert set(numbers) == set(LEARNERS) and min(numbers.values()) > 25
+    assert learner_for("run", "peer0", []) is None
+
+
+def test_when_a_learner_goes_only_its_own_rollout_peers_move():
+    before = {peer: learner_for("run", peer, LEARNERS) for peer in PEERS}
+    after = {peer: learner_for("run", peer, LEARNERS[1:]) for peer in PEERS}
+    assert {before[peer] for peer in PEERS if before[peer] != after[peer]} == {LEARNERS[0]}
+
+
+def test_both_ends_know_the_prompt_of_a_rollout_and_no_two_peers_get_the_same():
+    drawn = [prompt_of("run", "a", peer, number, num_examples=10**6) for peer in "xy" for number in range(50)]
+    assert drawn == [
+        prompt_of("run", "a", peer, number, num_examples=10**6) for peer in "xy" for number in range(50)
+    ]
+    assert len(set(drawn)) > 98 and max(drawn) < 10**6
