@@ -89,7 +89,7 @@ def check_model_memory(config: TrainConfig, num_ranks: int, gpu_bytes: int | Non
     need, left = need_of(samples), available_memory_bytes()
     free = f", {_size_text(left)} are free" if left is not None else ""
     gpus = f" and {_size_text(need.device_bytes)} on GPUs" if on_gpu else ""
-    yield passed("memory", f"{config.path_model} needs {_size_text(need.host_bytes)}{gpus}{free}")
+    yield passed("memory", f"training {config.path_model} takes {_size_text(need.host_bytes)}{gpus}{free}")
 
 
 def check_disk(config: TrainConfig, state_dir: Path, *, num_peers: int = 1) -> Iterator[Finding]:

@@ -99,7 +99,7 @@ def text_of(summary: Summary, paths: Mapping[str, Path], *, in_swarm: bool = Tru
         f"bits per byte on validation{held_out}",
         f"  uniform               {UNIFORM_BITS_PER_BYTE:.3f}",
         f"  byte frequencies      {_bits(summary.unigram_bits)}",
-        f"  before training       {_bits(summary.bits_before)}",
+        f"  before training       {_bits(summary.bits_before)}{_above_uniform(summary.bits_before)}",
         f"  after training        {_bits(summary.bits_after)}",
         f"trained                 {figure(summary.tokens)} tokens in {summary.duration_s:.0f} s"
         + (", all peers together" if summary.num_peers > 1 else ""),
@@ -108,6 +108,10 @@ def text_of(summary: Summary, paths: Mapping[str, Path], *, in_swarm: bool = Tru
         *(f"{name:<23} {seen_from_here(path)}" for name, path in paths.items()),
     ]
     return "\n".join(lines)
+
+
+def _above_uniform(bits: float | None) -> str:
+    return " (above uniform: random weights are sure of some bytes)" if (bits or 0.0) > UNIFORM_BITS_PER_BYTE else ""
 
 
 def baseline_line(alone: Summary, swarm: Summary) -> str:
@@ -141,7 +145,7 @@ def lost_peers(records_of: Mapping[str, Sequence[Record]]) -> list[str]:
     times = [_time(record) for records in records_of.values() for record in records if "time" in record]
     began_at, ended_at = min(times, default=0.0), max(times, default=0.0)
     return [
-        f"{peer} after {gone - began_at:.0f} s, "
+        f"{peer}, {gone - began_at:.0f} s into training, "
         + (f"back {back - gone:.0f} s later" if back < ended_at else "and not back")
         for peer, records in records_of.items()
         for gone, back in absences(lives_of(records), ended_at)

@@ -62,8 +62,8 @@ function tiles(swarm, there) {
   return [
     ["progress", end ? `${Math.floor((100 * Math.min(step, end)) / end)} %` : `step ${step}`,
       end ? `step ${step} of ${end}${rest ? `, ${rest}` : ""}` : rest, end ? Math.min(1, step / end) : null],
-    ["training loss", decimals(losses[Math.floor(losses.length / 2)], 3), losses.length > 1 ? "median of the peers" : ""],
-    ["validation loss", decimals(evaluation?.loss, 3), evaluation ? `at step ${evaluation.step}` : "not scored yet"],
+    ["training loss", decimals(losses[Math.floor(losses.length / 2)], 3), losses.length > 1 ? "nats per token, median of the peers" : "nats per token"],
+    ["validation loss", decimals(evaluation?.loss, 3), evaluation ? `nats per token, at step ${evaluation.step}` : "not scored yet"],
     ["tokens/s", figure(swarm.tokens_per_s), `${there.length} peer${there.length === 1 ? "" : "s"}${gone ? `, ${gone} gone` : ""}`],
     ["sent", size(sent), last ? `${size(last.peers.reduce((sum, peer) => sum + peer.sent_bytes, 0))} in the last round` : ""],
     ["epoch", String(swarm.epoch), last ? `last round ${duration(longestOf(last))}` : ""],

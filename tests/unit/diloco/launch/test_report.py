@@ -131,8 +131,8 @@ def test_the_report_names_peers_that_were_lost_and_when_they_were_back():
     }
     lines = text_of(summarise(records, tokens_per_step=1), {}).splitlines()
     assert [line for line in lines if line.startswith("lost")] == [
-        "lost                    peer 1 after 30 s, back 12 s later",
-        "lost                    peer 2 after 60 s, and not back",
+        "lost                    peer 1, 30 s into training, back 12 s later",
+        "lost                    peer 2, 60 s into training, and not back",
     ]
 
 
