@@ -82,7 +82,7 @@ grep -m 1 -E '"event": ?"start"' {PEER_RUN}/metrics.jsonl 2>/dev/null
 grep -E '"kind": ?"step"' {PEER_RUN}/metrics.jsonl 2>/dev/null | tail -n 1
 grep -E '"kind": ?"epoch"' {PEER_RUN}/metrics.jsonl 2>/dev/null | tail -n 1
 echo ---
-grep '^trains ' {log} 2>/dev/null | tail -n 1
+grep '^trains ' {log} 2>/dev/null | grep -v '; as the swarm does$' | tail -n 1
 echo ---
 tail -n {_LOG_LINES} {log} 2>/dev/null; exit 0
 """

@@ -69,8 +69,8 @@ WRONG = {
     "ranks that do not divide": ("peer --total-batch-size 10 --nproc-per-node 3", "3 ranks"),
     "fragments that do not divide": ("run --hv.num-fragments 3 --hv.local-steps 10", "12 steps would do"),
     "more fragments than layers": (
-        "run --path-model demo --hv.num-fragments 500",
-        "demo has 3 layers, too few for --hv.num-fragments 500",
+        "run --path-model demo --hv.num-fragments 50",
+        "demo has 3 layers, too few for --hv.num-fragments 50",
     ),
     "nobody to join": ("peer", "--initial-peers is missing"),
     "address of an empty variable": ("peer --world-rank 0 --initial-peers=", "has no value"),

@@ -46,7 +46,8 @@ def test_without_a_flag_three_pods_train_what_this_machine_trains_well(run, tmp_
         len(re.findall(r"epoch 1 averaged by 3 peers, loss \d\.\d+, \d+ s after the start", up.stderr)) == 3
     )
     logs = [path.read_text() for path in (tmp_path / "here/state").rglob("jobs/peer/log")]
-    assert all("shared by 3 peers (--path-model names another model)" in log for log in logs)
+    assert sum("shared by 3 peers (--path-model names another model)" in log for log in logs) == 1
+    assert sum("; as the swarm does" in log for log in logs) == 2
     down = run(argv_of(DOWN))
     assert down.code == 0, down.stderr
     check_gone(up)

@@ -11,6 +11,7 @@ from peers.core.admission import Admission
 from peers.errors import PeerUnreachable
 from peers.net import channels as channels_module
 from peers.net import mesh as mesh_module
+from peers.net import overlay
 from peers.net.channel import Channel
 from peers.net.channels import MAX_DIALLED
 from peers.net.gate import Gate
@@ -423,13 +424,15 @@ class Many:
             identity.release()
 
 
-def test_many_keep_few_channels_and_hear_what_all_others_say_and_who_dies(tmp_path):
+def test_many_keep_few_channels_and_hear_what_all_others_say_and_who_dies(tmp_path, monkeypatch):
+    monkeypatch.setattr(overlay, "FULL_MESH", 8)
+
     async def scenario():
-        many = Many(tmp_path, 40)
+        many = Many(tmp_path, 14)
         await many.meet()
         num_neighbours = {len(mesh._gossip.neighbours) for mesh in many.meshes.values()}
-        assert num_neighbours == {10}
-        assert all(len(mesh._channels.open) == 10 for mesh in many.meshes.values())
+        assert num_neighbours == {6}
+        assert all(len(mesh._channels.open) == 6 for mesh in many.meshes.values())
 
         speaker, *others = many.meshes
         many.sequences[speaker] = 7
@@ -444,7 +447,7 @@ def test_many_keep_few_channels_and_hear_what_all_others_say_and_who_dies(tmp_pa
         await many.kill(victim)
         await many.until(lambda: all(victim in many.lost[peer_id] for peer_id in many.meshes))
         assert all(many.lost[peer_id].count(victim) == 1 for peer_id in many.meshes)
-        assert all(len(mesh.peers) == 38 for mesh in many.meshes.values())
+        assert all(len(mesh.peers) == 12 for mesh in many.meshes.values())
         await many.close()
 
     run(scenario())
@@ -453,11 +456,12 @@ def test_many_keep_few_channels_and_hear_what_all_others_say_and_who_dies(tmp_pa
 def test_what_is_meant_for_one_that_is_no_neighbour_arrives_on_a_channel_that_is_closed_when_idle(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(mesh_module, "OFTEN_S", 0.02)
+    monkeypatch.setattr(overlay, "FULL_MESH", 8)
+    monkeypatch.setattr(mesh_module, "OFTEN_S", 0.05)
     monkeypatch.setattr(mesh_module, "_IDLE_S", 0.2)
 
     async def scenario():
-        many = Many(tmp_path, 34)
+        many = Many(tmp_path, 12)
         await many.meet()
         speaker = next(iter(many.meshes))
         mesh = many.meshes[speaker]
