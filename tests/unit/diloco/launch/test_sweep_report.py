@@ -52,4 +52,4 @@ def test_a_peer_of_rewards_that_was_lost_is_named():
         summarise({"peer 0": [*rising, finished], "peer 1": rising[:20]}, completions_per_step=8), {}
     )
     assert text.startswith("verdict                 peer 1 was lost, ")
-    assert "\nlost                    peer 1 after 19 s, and not back\n" in text
+    assert "\nlost                    peer 1, 19 s into training, and not back\n" in text
