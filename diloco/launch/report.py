@@ -111,7 +111,11 @@ def text_of(summary: Summary, paths: Mapping[str, Path], *, in_swarm: bool = Tru
 
 
 def _above_uniform(bits: float | None) -> str:
-    return " (above uniform: random weights are sure of some bytes)" if (bits or 0.0) > UNIFORM_BITS_PER_BYTE else ""
+    return (
+        " (above uniform: random weights are sure of some bytes)"
+        if (bits or 0.0) > UNIFORM_BITS_PER_BYTE
+        else ""
+    )
 
 
 def baseline_line(alone: Summary, swarm: Summary) -> str:
