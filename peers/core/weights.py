@@ -37,11 +37,11 @@ class Aggregation:
     def of(cls, manifest: Mapping[str, str | int | float | bool | None]) -> Aggregation:
         """The aggregation of a checked manifest."""
         rule, most = manifest.get("hv.aggregation"), manifest.get("hv.max_weight")
-        # How long completions are, the manifest of --mode grpo does not say.
-        names = ("total_batch_size", "seq_length") if manifest.get("mode") == "pretrain" else ()
-        samples, length = (manifest.get(name) for name in names) if names else (0, 0)
+        samples, length = manifest.get("total_batch_size"), manifest.get("seq_length")
         steps, fragments = manifest.get("hv.local_steps"), manifest.get("hv.num_fragments")
         tokens = int(samples or 0) * int(length or 0) * int(steps or 0) // int(fragments or 1)
+        # How long completions are, the manifest of --mode grpo does not say.
+        tokens = tokens if manifest.get("mode") == "pretrain" else 0
         return cls(
             rule=next((known for known in RULES if known == rule), cls.rule),
             max_weight=float(most) if most else DEFAULT_MAX_WEIGHT,
