@@ -10,23 +10,28 @@ from pathlib import Path
 
 import benchmarks.convergence
 from benchmarks.convergence.settings import SCALES, Optimizer, Scale, arms
-from benchmarks.convergence.study import Rates, RatesOf, Study
+from benchmarks.convergence.study import RatesOf, Study
 from benchmarks.convergence.summary import curves, losses_by_bytes, results, study_record
+from benchmarks.convergence.tuning import Rates
 from benchmarks.plot import lines
 from benchmarks.record import parser, report
+
+_GPU_PROCESSES = 5
+"""So many keep an H100 busy, whose runs take a core or three to average."""
 
 
 def main() -> None:
     chosen = _arguments()
     scale = _scale(chosen)
     selected = [arm for name, arm in arms(scale).items() if name in (chosen.arms or arms(scale))]
-    processes = chosen.processes or (len(os.sched_getaffinity(0)) if scale.device == "cpu" else 1)
+    processes = chosen.processes or (
+        len(os.sched_getaffinity(0)) if scale.device == "cpu" else _GPU_PROCESSES
+    )
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary) if chosen.quick else chosen.dir or Path("runs/convergence") / scale.name
         study = Study(scale=scale, directory=directory, processes=processes)
         rates = _rates(chosen, scale)
-        if not chosen.only_report:
-            rates = study.complete(selected, rates)
+        rates = (study.tuned if chosen.only_report else study.complete)(selected, rates)
         outcomes = study.outcomes(selected, rates)
     extra = study_record(scale, rates, selected, outcomes)
     report("convergence", results(selected, outcomes), chosen.json, extra=extra)
@@ -62,7 +67,7 @@ def _rates(chosen: argparse.Namespace, scale: Scale) -> RatesOf:
         if values := given[optimizer]:
             rates[optimizer] = Rates(*values)
         elif chosen.quick:
-            rates[optimizer] = Rates(start, start, scale.outer_lr)
+            rates[optimizer] = Rates(start, start, scale.outer_lr, scale.outer_momentum)
     return rates
 
 
@@ -80,16 +85,11 @@ def _arguments() -> argparse.Namespace:
     flags.add_argument("--plot-bytes", type=Path, metavar="FILE", help="draw losses by bytes there")
     flags.add_argument("--dir", type=Path, help="where runs are kept; default: runs/convergence/<preset>")
     flags.add_argument("--processes", type=int, help="runs at a time; default: one for each core")
-    metavar = ("DP", "INNER", "OUTER")
-    flags.add_argument("--rates", nargs=3, type=float, metavar=metavar, help="AdamW's: do not tune it")
-    flags.add_argument("--muon-rates", nargs=3, type=float, metavar=metavar, help="Muon's: do not tune it")
-    flags.add_argument(
-        "--only-report", action="store_true", help="run nothing, report what there is; needs rates"
-    )
-    chosen = flags.parse_args()
-    if chosen.only_report and not chosen.quick and not (chosen.rates and chosen.muon_rates):
-        flags.error("--only-report needs --rates and --muon-rates: which runs to report")
-    return chosen
+    metavar = ("DP", "INNER", "OUTER", "MOMENTUM")
+    flags.add_argument("--rates", nargs=4, type=float, metavar=metavar, help="AdamW's: do not tune it")
+    flags.add_argument("--muon-rates", nargs=4, type=float, metavar=metavar, help="Muon's: do not tune it")
+    flags.add_argument("--only-report", action="store_true", help="run nothing, report what there is")
+    return flags.parse_args()
 
 
 def _scale(chosen: argparse.Namespace) -> Scale:

@@ -6,13 +6,15 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import torch
 
+from benchmarks.convergence.averaging import AveragedSwarm
 from benchmarks.convergence.settings import Job
 from benchmarks.convergence.store import Outcome, Store, Swarm
-from benchmarks.convergence.swarm import DataParallel, LocalSwarm, Replica, new_replica
+from benchmarks.convergence.swarm import DataParallel, LocalSwarm, new_replica
 from diloco.data.batches import SampleSource, open_data
 from diloco.data.held_out import Validation
 from diloco.data.tokenizer import load_tokenizer
@@ -43,8 +45,9 @@ class _Run:
         config = job.scale.train_config(job.seed)
         source: SampleSource = open_data(config, load_tokenizer(config.path_model))
         self._validation = source.validation()
+        self._curve_validation = curve_validation(self._validation, job.scale.curve_tokens)
         self._swarm: Swarm = LocalSwarm(job, source) if job.arm.averages else DataParallel(job, source)
-        self._evaluated: Replica = new_replica(job, num_fragments=job.arm.num_fragments)
+        self._evaluated = new_replica(job, num_fragments=job.arm.num_fragments)
         self._curve: list[tuple[int, float]] = []
         self._cpu_s = 0.0
         progress = store.restore(job, self._swarm)
@@ -64,7 +67,7 @@ class _Run:
                 self._store.save(job, swarm, progress)
                 saved_at = time.monotonic()
         loss = self._loss(self._validation)
-        self._curve.append((job.scale.tokens, self._loss(self._curve_validation())))
+        self._curve.append((job.scale.tokens, self._loss(self._curve_validation)))
         self._say(f"{self._title()}: {loss:.4f} nats a byte")
         return Outcome(
             arm=job.arm.name,
@@ -74,11 +77,12 @@ class _Run:
             loss=loss,
             curve=self._curve,
             sent_bytes=swarm.sent_bytes,
+            visible_share=visible_share(swarm),
             cpu_s=time.process_time() - began_at,
         )
 
     def _record_point(self) -> None:
-        loss = self._loss(self._curve_validation())
+        loss = self._loss(self._curve_validation)
         done = self._swarm.num_steps / self._job.scale.total_steps
         self._curve.append((round(done * self._job.scale.tokens), loss))
         self._say(f"{self._title()}: {done:4.0%}, {loss:.4f}")
@@ -88,13 +92,19 @@ class _Run:
         inner = self._evaluated.inner
         return evaluate(inner, validation, world=World(), micro_batch_size=EVAL_BATCH).loss
 
-    def _curve_validation(self) -> Validation:
-        """The windows for points of the curve, spread evenly over the held-out text."""
-        windows = self._validation.windows
-        count = max(1, min(len(windows), self._job.scale.curve_tokens // (windows.shape[1] - 1)))
-        return replace(self._validation, windows=windows[np.arange(count) * len(windows) // count])
-
     def _title(self) -> str:
         job = self._job
         rates = f"lr {job.inner_lr:g}" + (f", outer {job.outer_lr:g}" if job.arm.averages else "")
         return f"{job.arm.name}, seed {job.seed}, {rates}"
+
+
+def curve_validation(validation: Validation, max_tokens: int) -> Validation:
+    """The windows for points of the curve, spread evenly over the held-out text."""
+    windows = validation.windows
+    count = max(1, min(len(windows), max_tokens // (windows.shape[1] - 1)))
+    return replace(validation, windows=windows[np.arange(count) * len(windows) // count])
+
+
+def visible_share(swarm: object) -> float:
+    """See Outcome.visible_share."""
+    return fmean(swarm.visible_shares) if isinstance(swarm, AveragedSwarm) else 1.0

@@ -96,6 +96,8 @@ class Arm:
     """The value that a paper prescribes; None: the study's."""
     outer_lr: float | None = None
     """The value that a paper prescribes; None: the one tuned for its optimizer in fp32."""
+    corrected: bool = False
+    """Whether late work is turned towards the outer momentum (late_work.corrected)."""
     reference: str = FP32
     """The arm to compare with, besides data parallel."""
     target: float | None = None
@@ -153,6 +155,7 @@ def arms(scale: Scale) -> dict[str, Arm]:
     muon = Arm(name=MUON, optimizer="muon", reference=FP32, target=-3.0)
     streaming = replace(fp32, name="streaming", num_fragments=2, reference=FP32, target=0.3)
     sparse = {"compression": "topk", "outer_momentum": outer_momentum_for("topk"), "outer_lr": 1.0}
+    slower = [replace(fp32, name=f"one peer {n}x slower", slowness=n, reference=FP32) for n in (2, 3, 4)]
     overlap = min(5, scale.local_steps // 2 - 1)
     found = (
         Arm(name=DATA_PARALLEL),
@@ -171,7 +174,8 @@ def arms(scale: Scale) -> dict[str, Arm]:
         replace(streaming, name="streaming short", overlap_steps=1),
         replace(streaming, name="streaming short mixed", overlap_steps=1, mixing=0.5),
         replace(fp32, name="one-epoch delay", overlap_steps=scale.local_steps - 1, reference=FP32),
-        *(replace(fp32, name=f"one peer {n}x slower", slowness=n, reference=FP32) for n in (2, 3, 4)),
+        *slower,
+        *(replace(arm, name=f"{arm.name}, corrected", corrected=True, reference=arm.name) for arm in slower),
     )
     return {arm.name: arm for arm in found}
 

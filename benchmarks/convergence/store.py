@@ -33,6 +33,8 @@ class Outcome:
     """(tokens trained by all peers, loss on a subset of the held-out tokens)."""
     sent_bytes: int
     """Bytes sent per peer in all epochs; 0 for data parallel, which is not distributed here."""
+    visible_share: float
+    """Mean share of a peer's weights in which bf16 shows the training of one epoch; 1 for data parallel."""
     cpu_s: float
     """CPU time of the run, including evaluations."""
 

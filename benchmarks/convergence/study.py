@@ -9,38 +9,16 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from benchmarks.convergence.run import run_job
-from benchmarks.convergence.settings import (
-    DATA_PARALLEL,
-    DATA_PARALLEL_MUON,
-    FP32,
-    MUON,
-    Arm,
-    Job,
-    Optimizer,
-    Scale,
-    arms,
-)
+from benchmarks.convergence.settings import Arm, Job, Optimizer, Scale
 from benchmarks.convergence.store import Outcome, Store
-from benchmarks.convergence.tuning import best_rate, by_factors, by_steps
+from benchmarks.convergence.tuning import Rates, best, grid
 from peers.daemon.supervisor import die_with_parent
 
-
-@dataclass(frozen=True)
-class Rates:
-    """Learning rates of one optimizer, tuned on one seed: the inner rate of data parallel, and the inner and outer rate
-    of DiLoCo in fp32, which all arms with averaging use."""
-
-    data_parallel: float
-    inner: float
-    outer: float
-
-    def job(self, scale: Scale, arm: Arm, seed: int) -> Job:
-        inner = self.inner if arm.averages else self.data_parallel
-        outer = self.outer if arm.outer_lr is None else arm.outer_lr
-        return Job(scale=scale, arm=arm, seed=seed, inner_lr=inner, outer_lr=outer if arm.averages else 0.0)
-
+_RUNS_AT_ONCE = 8
+"""Jobs that a process runs side by side on a GPU. Several processes share it: one trains while others average."""
 
 RatesOf = dict[Optimizer, Rates]
 
@@ -59,56 +37,56 @@ class Study:
 
     def complete(self, chosen: Sequence[Arm], rates: RatesOf) -> RatesOf:
         """Run all missing jobs, after tuning optimizers without rates. Returns the rates."""
+        missing = [optimizer for optimizer in _optimizers(chosen) if optimizer not in rates]
         with _workers(self.processes) as pool:
-            for optimizer in dict.fromkeys(arm.optimizer for arm in chosen):
-                rates = rates if optimizer in rates else {**rates, optimizer: self.tuned(optimizer, pool)}
+            self.run([job for optimizer in missing for job in grid(self.scale, optimizer)], pool)
+            rates = self.tuned(chosen, rates)
             self.say(f"rates: {rates}")
             # Seed by seed, so that an interrupted study has all arms for some seeds.
-            jobs = [rates[arm.optimizer].job(self.scale, arm, s) for s in self.scale.seeds for arm in chosen]
-            self.run(jobs, pool)
+            self.run(
+                [rates[arm.optimizer].job(self.scale, arm, s) for s in self.scale.seeds for arm in chosen],
+                pool,
+            )
+        return rates
+
+    def tuned(self, chosen: Sequence[Arm], rates: RatesOf) -> RatesOf:
+        """The rates, with those of other optimizers by their finished tuning. Raises ValueError if one is unfinished."""
+        for optimizer in _optimizers(chosen):
+            if optimizer not in rates:
+                jobs = grid(self.scale, optimizer)
+                outcomes = self._known(jobs)
+                if len(outcomes) < len(jobs):
+                    raise ValueError(
+                        f"{len(outcomes)} of {len(jobs)} runs that tune {optimizer} are finished"
+                    )
+                rates = {**rates, optimizer: best(self.scale, optimizer, jobs, [o.loss for o in outcomes])}
         return rates
 
     def outcomes(self, chosen: Sequence[Arm], rates: RatesOf) -> list[Outcome]:
         """The outcomes that exist, without running anything."""
-        store, seeds = Store(self.directory), self.scale.seeds
-        jobs = [rates[arm.optimizer].job(self.scale, arm, seed) for arm in chosen for seed in seeds]
-        return [outcome for job in jobs if (outcome := store.outcome(job)) is not None]
-
-    def tuned(self, optimizer: Optimizer, pool: Executor) -> Rates:
-        """Search for the best rates. Finished runs are reused."""
-        scale, known = self.scale, arms(self.scale)
-
-        def losses(arm: Arm, rates: Sequence[tuple[float, float]]) -> list[float]:
-            jobs = [
-                Job(scale=scale, arm=arm, seed=scale.tuning_seed, inner_lr=inner, outer_lr=outer)
-                for inner, outer in rates
-            ]
-            return [outcome.loss for outcome in self.run(jobs, pool)]
-
-        plain, fp32, start = known[DATA_PARALLEL], known[FP32], scale.inner_lr
-        if optimizer == "muon":
-            plain, fp32, start = known[DATA_PARALLEL_MUON], known[MUON], scale.muon_lr
-        self.say(
-            f"tuning {optimizer}: data parallel's rate, then DiLoCo's inner and outer one, about 10 runs"
+        seeds = self.scale.seeds
+        return self._known(
+            [rates[arm.optimizer].job(self.scale, arm, seed) for arm in chosen for seed in seeds]
         )
-        data_parallel = best_rate(start, by_factors, lambda rates: losses(plain, [(r, 0.0) for r in rates]))
-        inner = best_rate(
-            data_parallel, by_factors, lambda rates: losses(fp32, [(r, scale.outer_lr) for r in rates])
-        )
-        outer = best_rate(scale.outer_lr, by_steps, lambda rates: losses(fp32, [(inner, r) for r in rates]))
-        return Rates(data_parallel, inner, outer)
 
-    def run(self, jobs: Sequence[Job], pool: Executor) -> list[Outcome]:
-        """Run the jobs and return their outcomes, in order."""
+    def run(self, jobs: Sequence[Job], pool: Executor) -> None:
+        """Run the jobs that have no outcome yet."""
         store = Store(self.directory)
         missing = [job for job in jobs if store.outcome(job) is None]
-        futures = [pool.submit(run_job, job, self.directory) for job in missing]
-        for number, future in enumerate(as_completed(futures), start=1):
-            future.result()
-            self._done += 1
-            self._tell(len(missing) - number)
-        outcomes = [store.outcome(job) for job in jobs]
-        return [outcome for outcome in outcomes if outcome is not None]
+        at_once = _RUNS_AT_ONCE if self.scale.device == "cuda" else 1
+        futures = [
+            pool.submit(_run, missing[first : first + at_once], self.directory)
+            for first in range(0, len(missing), at_once)
+        ]
+        left = len(missing)
+        for future in as_completed(futures):
+            done = future.result()
+            left, self._done = left - done, self._done + done
+            self._tell(left)
+
+    def _known(self, jobs: Sequence[Job]) -> list[Outcome]:
+        store = Store(self.directory)
+        return [outcome for job in jobs if (outcome := store.outcome(job)) is not None]
 
     def _tell(self, left: int) -> None:
         elapsed_s = time.monotonic() - self._started_at
@@ -116,7 +94,32 @@ class Study:
         self.say(f"{self._done} runs done; {left} of these to go, about {minutes:.0f} minutes")
 
 
+def _optimizers(chosen: Sequence[Arm]) -> list[Optimizer]:
+    return list(dict.fromkeys(arm.optimizer for arm in chosen))
+
+
+def _run(jobs: Sequence[Job], directory: Path) -> int:
+    """Run some jobs in this process; returns their number."""
+    if jobs[0].scale.device == "cuda":
+        from benchmarks.convergence.side_by_side import run_jobs
+
+        run_jobs(jobs, directory)
+    else:
+        run_job(jobs[0], directory)
+    return len(jobs)
+
+
 def _workers(processes: int) -> ProcessPoolExecutor:
     """A pool of spawned processes that die with this one. A fork after torch has started threads might hang."""
     spawn = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(processes, spawn, initializer=die_with_parent, initargs=(os.getpid(),))
+    cores = sorted(os.sched_getaffinity(0))
+    shares = spawn.SimpleQueue()
+    for number in range(processes):
+        shares.put(cores[number % len(cores) :: processes])
+    return ProcessPoolExecutor(processes, spawn, initializer=_begin, initargs=(os.getpid(), shares))
+
+
+def _begin(parent: int, shares: Any) -> None:
+    """Begin a process of the pool, on cores of its own."""
+    die_with_parent(parent)
+    os.sched_setaffinity(0, shares.get())

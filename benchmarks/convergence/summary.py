@@ -24,6 +24,8 @@ def results(chosen: Sequence[Arm], outcomes: Sequence[Outcome]) -> list[Result]:
         if arm.averages and losses:
             sent = [o.sent_bytes / 1e6 for o in outcomes if o.arm == arm.name]
             rows.append(Result.of(arm.name, "sent by each peer", "MB", sent))
+            shares = [100 * o.visible_share for o in outcomes if o.arm == arm.name]
+            rows.append(Result.of(arm.name, "weights changed in bf16 by an epoch", "%", shares))
     for arm in chosen:
         for reference in dict.fromkeys((DATA_PARALLEL, arm.reference)):
             values = differences(arm.name, reference, outcomes)

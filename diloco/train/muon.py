@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor, Shard
 from diloco.train.sharding import local_tensor
 
 MOMENTUM = 0.95
-_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-_STEPS = 5
-_LEAST_NORM = 1e-7
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+STEPS = 5
+LEAST_NORM = 1e-7
 
 
 class Muon(torch.optim.Optimizer):
@@ -72,9 +72,9 @@ def orthogonalized(matrix: Tensor) -> Tensor:
     """Approximately the nearest orthogonal matrix: singular values are mapped to 0.7 to 1.2, zeros stay zero."""
     is_tall = matrix.shape[0] > matrix.shape[1]
     found = matrix.T if is_tall else matrix
-    found = found / found.norm().clamp(min=_LEAST_NORM)
-    a, b, c = _COEFFICIENTS
-    for _ in range(_STEPS):
+    found = found / found.norm().clamp(min=LEAST_NORM)
+    a, b, c = COEFFICIENTS
+    for _ in range(STEPS):
         gram = found @ found.T
         polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
         found = torch.addmm(found, polynomial, found, beta=a)

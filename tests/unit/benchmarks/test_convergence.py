@@ -7,7 +7,6 @@ import pytest
 
 from benchmarks.convergence.settings import DATA_PARALLEL, DATA_PARALLEL_MUON, FP32, SCALES, Job, arms
 from benchmarks.convergence.store import Outcome
-from benchmarks.convergence.study import Rates
 from benchmarks.convergence.summary import (
     curves,
     differences,
@@ -16,7 +15,7 @@ from benchmarks.convergence.summary import (
     standard_error,
     study_record,
 )
-from benchmarks.convergence.tuning import MAX_RUNS, best_rate, by_factors, by_steps
+from benchmarks.convergence.tuning import Rates, best, grid
 from diloco.options.model_files import load_model_config
 from diloco.train.model import num_parameters
 
@@ -27,7 +26,16 @@ ARMS = arms(SCALE)
 def outcome(arm, seed, loss):
     curve = [(1_000_000, loss + 1), (2_000_000, loss)]
     rates = {"inner_lr": 1e-3, "outer_lr": 0.6}
-    return Outcome(arm=arm, seed=seed, **rates, loss=loss, curve=curve, sent_bytes=2_000_000, cpu_s=1.0)
+    return Outcome(
+        arm=arm,
+        seed=seed,
+        **rates,
+        loss=loss,
+        curve=curve,
+        sent_bytes=2_000_000,
+        visible_share=0.5,
+        cpu_s=1.0,
+    )
 
 
 def test_every_arm_trains_twenty_tokens_a_parameter_in_whole_epochs():
@@ -38,27 +46,22 @@ def test_every_arm_trains_twenty_tokens_a_parameter_in_whole_epochs():
         assert SCALE.total_steps % arm.schedule(SCALE).steps_per_epoch == 0
 
 
-@pytest.mark.parametrize("lowest", [0.002, 0.008, 0.032])
-def test_tuning_walks_to_the_lowest_rate_between_two_worse_ones(lowest):
-    asked = []
-
-    def losses(rates):
-        asked.extend(rates)
-        return [abs(math.log2(rate / lowest)) for rate in rates]
-
-    assert best_rate(0.008, by_factors, losses) == lowest
-    assert len(asked) == len(set(asked)) <= MAX_RUNS
-
-
-def test_tuning_ends_where_no_rate_is_low_enough():
-    asked = []
-
-    def losses(rates):
-        asked.extend(rates)
-        return rates
-
-    best_rate(0.6, by_steps, losses)
-    assert MAX_RUNS <= len(asked) <= MAX_RUNS + 1 and min(asked) > 0
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_tuning_takes_the_best_rates_of_equally_many_runs(optimizer):
+    jobs = grid(SCALE, optimizer)
+    assert len(jobs) == len({job.key for job in jobs}) == 20
+    assert {job.arm.optimizer for job in jobs} == {optimizer} and {job.seed for job in jobs} == {
+        SCALE.tuning_seed
+    }
+    wanted = jobs[3], jobs[12]
+    losses = [1.0 if job in wanted else 2.0 for job in jobs]
+    found = best(SCALE, optimizer, jobs, losses)
+    assert found.data_parallel == wanted[0].inner_lr
+    assert (found.inner, found.outer, found.momentum) == (
+        wanted[1].inner_lr,
+        wanted[1].outer_lr,
+        wanted[1].outer_momentum,
+    )
 
 
 def test_a_run_is_named_by_what_it_computes():
@@ -82,12 +85,12 @@ def test_a_run_is_named_by_how_much_its_residuals_forget(monkeypatch):
 
 
 def test_only_top_k_and_data_parallel_do_not_take_the_tuned_outer_rate():
-    rates = Rates(1e-3, 2e-3, 0.4)
+    rates = Rates(1e-3, 2e-3, 0.4, 0.7)
     jobs = {name: rates.job(SCALE, arm, 1) for name, arm in ARMS.items()}
     alone = {DATA_PARALLEL, DATA_PARALLEL_MUON}
     assert {name for name, job in jobs.items() if job.outer_lr != 0.4} == {*alone, "topk", "muon topk"}
     assert {name for name, job in jobs.items() if job.inner_lr != 2e-3} == alone
-    assert {name for name, job in jobs.items() if job.outer_momentum != 0.6} == {"topk", "muon topk"}
+    assert {name for name, job in jobs.items() if job.outer_momentum != 0.7} == {"topk", "muon topk", *alone}
 
 
 def test_both_merges_both_optimizers_and_slow_peers_are_arms():
@@ -95,7 +98,8 @@ def test_both_merges_both_optimizers_and_slow_peers_are_arms():
     assert streaming == [(5, None), (5, 0.5), (1, None), (1, 0.5)]
     by_codec = {(arm.optimizer, arm.compression) for arm in ARMS.values()}
     assert by_codec >= {(o, c) for o in ("adamw", "muon") for c in ("fp32", "int4", "2bit", "topk")}
-    assert sorted(arm.slowness for arm in ARMS.values())[-3:] == [2, 3, 4]
+    late = [(arm.slowness, arm.corrected) for arm in ARMS.values() if arm.slowness > 1]
+    assert sorted(late) == [(n, corrected) for n in (2, 3, 4) for corrected in (False, True)]
 
 
 def test_differences_are_paired_by_seed():
@@ -109,7 +113,7 @@ def test_the_record_says_what_was_met_and_what_is_missing():
     chosen = [ARMS[DATA_PARALLEL], ARMS[FP32], ARMS["int8"]]
     found = [outcome(DATA_PARALLEL, s, 1.0) for s in (1, 2, 3)]
     found += [outcome(FP32, s, 1.01 + s / 1000) for s in (1, 2, 3)] + [outcome("int8", 1, 1.1)]
-    record = study_record(SCALE, {"adamw": Rates(1e-3, 2e-3, 0.4)}, chosen, found)
+    record = study_record(SCALE, {"adamw": Rates(1e-3, 2e-3, 0.4, 0.7)}, chosen, found)
     assert record["partial"]
     _, fp32, int8 = record["summary"]
     assert fp32["met"] is None and fp32["% against data parallel"] == "+1.20 ± 0.06"
