@@ -70,7 +70,9 @@ def configuration(path_model: str | None, device: torch.device, *, quick: bool) 
     )
     recipe = next((recipe.values for recipe in RECIPES if recipe.values["path_model"] == path_model), {})
     config = replace(config, **{name: recipe[name] for name in _SIZES if name in recipe})
-    return replace(config, total_batch_size=16) if quick and on_gpu else config
+    if quick and on_gpu:
+        config = replace(config, total_batch_size=16, per_device_train_batch_size=16)
+    return config
 
 
 def measured(

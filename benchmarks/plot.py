@@ -10,28 +10,44 @@ from typing import Any
 _SIZE_INCHES = (6.4, 4.0)
 
 
+Band = tuple[float, float, float]
+"""Mean, least and greatest value."""
+
+
 def lines(
-    path: Path,
-    series: Mapping[str, Sequence[tuple[float, float]]],
-    *,
-    title: str,
-    x_label: str,
-    y_label: str,
-    log_x: bool = False,
-    log_y: bool = False,
+    path: Path, series: Mapping[str, Sequence[tuple[float, Band]]], *, title: str, x_label: str, y_label: str
 ) -> None:
-    """Plot one line for each series of (x, y)."""
+    """Plot one line for each series of (x, y), with the range of y as a band; the legend is in order of the ends."""
     with _figure(path, title) as axes:
-        for name, points in series.items():
-            axes.plot([x for x, _ in points], [y for _, y in points], label=name, marker=".", linewidth=1.2)
+        ordered = sorted(series.items(), key=lambda named: -named[1][-1][1][0])
+        for name, points in ordered:
+            x = [x for x, _ in points]
+            (line,) = axes.plot(x, [y[0] for _, y in points], label=name, linewidth=1.2)
+            axes.fill_between(
+                x, [y[1] for _, y in points], [y[2] for _, y in points], color=line.get_color(), alpha=0.15
+            )
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)
-        if log_x:
-            axes.set_xscale("log")
-        if log_y:
-            axes.set_yscale("log")
+        axes.set_yscale("log")
+        for axis in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+            axis("{x:g}")
+        axes.grid(alpha=0.3, which="both")
+        axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
+def points(
+    path: Path, values: Mapping[str, tuple[float, Band]], *, title: str, x_label: str, y_label: str
+) -> None:
+    """Plot one point for each (x, y), x on a log scale, with its name beside it and the range of y as a bar."""
+    with _figure(path, title) as axes:
+        for name, (x, (y, low, high)) in values.items():
+            axes.errorbar(x, y, yerr=[[y - low], [high - y]], marker="o", markersize=4, capsize=2)
+            axes.annotate(name, (x, y), xytext=(6, 3), textcoords="offset points", fontsize="small")
+        axes.set_xscale("log")
+        axes.margins(x=0.2)
+        axes.set_xlabel(x_label)
+        axes.set_ylabel(y_label)
         axes.grid(alpha=0.3)
-        axes.legend(fontsize="small")
 
 
 def bars(

@@ -5,9 +5,9 @@
 Four peers train a byte-level model of 1.06 million parameters on the standard library's sources, with 20 tokens per
 parameter, 8192 tokens per step, H = 30. (`--preset 80k` is the study of the published figures: 4M tokens, H = 6.)
 Learning rates are tuned on one seed by the same grid for AdamW and Muon: data parallel's, and for DiLoCo in fp32 inner
-rate, outer rate and momentum, which all other arms take. Then each arm runs on five seeds. The arms of a seed share initial weights,
-data, its order and its division among peers, so differences are paired, and their standard error is over seeds. If one
-peer is slower, the others do not wait for it, and fewer tokens are trained in total.
+rate, outer rate and momentum, which all other arms take. Then each arm runs on five seeds. The arms of a seed share
+initial weights, data, its order and its division among peers, so differences are paired, and their standard error is
+over seeds. If one peer is slower, the others do not wait for it, and fewer tokens are trained in total.
 
 The product's own code does the inner step (diloco.train.inner: optimizer, clipping, schedule by nominal steps), the
 samples (diloco.data), the layout and the merge after overlap (diloco.outer), the schedule of fragments

@@ -13,7 +13,7 @@ from benchmarks.convergence.settings import SCALES, Optimizer, Scale, arms
 from benchmarks.convergence.study import RatesOf, Study
 from benchmarks.convergence.summary import curves, losses_by_bytes, results, study_record
 from benchmarks.convergence.tuning import Rates
-from benchmarks.plot import lines
+from benchmarks.plot import lines, points
 from benchmarks.record import parser, report
 
 _GPU_PROCESSES = 5
@@ -33,7 +33,7 @@ def main() -> None:
         rates = _rates(chosen, scale)
         rates = (study.tuned if chosen.only_report else study.complete)(selected, rates)
         outcomes = study.outcomes(selected, rates)
-    extra = study_record(scale, rates, selected, outcomes)
+    extra = study_record(scale, rates, selected, outcomes, study.tuning(selected))
     report("convergence", results(selected, outcomes), chosen.json, extra=extra)
     if chosen.plot:
         lines(
@@ -44,13 +44,12 @@ def main() -> None:
             y_label="held-out loss, nats a byte",
         )
     if chosen.plot_bytes:
-        lines(
+        points(
             chosen.plot_bytes,
             losses_by_bytes(selected, outcomes),
             title=_title(scale),
             x_label="MB sent by each peer",
             y_label="held-out loss, nats a byte",
-            log_x=True,
         )
 
 

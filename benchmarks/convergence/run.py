@@ -74,6 +74,7 @@ class _Run:
             seed=job.seed,
             inner_lr=job.inner_lr,
             outer_lr=job.outer_lr,
+            outer_momentum=job.outer_momentum,
             loss=loss,
             curve=self._curve,
             sent_bytes=swarm.sent_bytes,

@@ -234,6 +234,7 @@ class _SideBySide:
             seed=job.seed,
             inner_lr=job.inner_lr,
             outer_lr=job.outer_lr,
+            outer_momentum=job.outer_momentum,
             loss=loss,
             curve=run.curve,
             sent_bytes=run.swarm.sent_bytes if run.swarm is not None else 0,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.convergence.stacked_llama import Compile, Stack
-from diloco.train.muon import COEFFICIENTS, LEAST_NORM, MOMENTUM, STEPS
+from diloco.train.muon import MOMENTUM, orthogonalized
 from diloco.train.optim import ADAMW_SHARE
 
 _BETA1 = 0.9
@@ -69,7 +69,8 @@ class StackedMuon:
         groups = self._stack.hidden_groups
         for weights, update in zip(groups(self._hidden), groups(updates), strict=True):
             fan_out, fan_in = weights.shape[-2:]
-            direction = orthogonalized(update.bfloat16() if update.is_cuda else update)
+            matrices = (update.bfloat16() if update.is_cuda else update).flatten(0, 1)
+            direction = orthogonalized(matrices).view_as(update)
             weights.sub_(direction * (lr * math.sqrt(fan_out / fan_in)).view(-1, 1, 1, 1))
 
 
@@ -77,20 +78,6 @@ def clip(gradients: Tensor, max_norm: float) -> None:
     """Scale each model's gradient down to `max_norm`, in place, as torch's clip_grads_with_norm_ does."""
     norms = torch.linalg.vector_norm(gradients, dim=1, keepdim=True)
     gradients.mul_((max_norm / (norms + _NORM_EPSILON)).clamp(max=1.0))
-
-
-def orthogonalized(matrices: Tensor) -> Tensor:
-    """diloco.train.muon.orthogonalized of each of many matrices [models, matrices, rows, columns]."""
-    is_tall = matrices.shape[-2] > matrices.shape[-1]
-    found = (matrices.mT if is_tall else matrices).flatten(0, 1)
-    found = found / torch.linalg.vector_norm(found, dim=(1, 2), keepdim=True).clamp(min=LEAST_NORM)
-    a, b, c = COEFFICIENTS
-    for _ in range(STEPS):
-        gram = torch.bmm(found, found.mT)
-        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        found = torch.baddbmm(found, polynomial, found, beta=a)
-    found = found.unflatten(0, matrices.shape[:2])
-    return found.mT if is_tall else found
 
 
 def _adamw_update(

@@ -27,6 +27,7 @@ class Outcome:
     seed: int
     inner_lr: float
     outer_lr: float
+    outer_momentum: float
     loss: float
     """Held-out loss at the end, in nats per byte."""
     curve: list[tuple[int, float]]

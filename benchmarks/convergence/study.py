@@ -50,7 +50,7 @@ class Study:
         return rates
 
     def tuned(self, chosen: Sequence[Arm], rates: RatesOf) -> RatesOf:
-        """The rates, with those of other optimizers by their finished tuning. Raises ValueError if one is unfinished."""
+        """The rates, the missing ones by their finished tuning. Raises ValueError if that is unfinished."""
         for optimizer in _optimizers(chosen):
             if optimizer not in rates:
                 jobs = grid(self.scale, optimizer)
@@ -68,6 +68,10 @@ class Study:
         return self._known(
             [rates[arm.optimizer].job(self.scale, arm, seed) for arm in chosen for seed in seeds]
         )
+
+    def tuning(self, chosen: Sequence[Arm]) -> list[Outcome]:
+        """The outcomes of tuning that exist, for the optimizers of these arms."""
+        return self._known([job for optimizer in _optimizers(chosen) for job in grid(self.scale, optimizer)])
 
     def run(self, jobs: Sequence[Job], pool: Executor) -> None:
         """Run the jobs that have no outcome yet."""

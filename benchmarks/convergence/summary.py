@@ -11,6 +11,7 @@ from typing import Any
 from benchmarks.convergence.settings import DATA_PARALLEL, FP32, MUON, Arm, Scale
 from benchmarks.convergence.store import Outcome
 from benchmarks.convergence.study import RatesOf
+from benchmarks.plot import Band
 from benchmarks.record import Result
 
 
@@ -49,9 +50,13 @@ def standard_error(values: Sequence[float]) -> float:
 
 
 def study_record(
-    scale: Scale, rates: RatesOf, chosen: Sequence[Arm], outcomes: Sequence[Outcome]
+    scale: Scale,
+    rates: RatesOf,
+    chosen: Sequence[Arm],
+    outcomes: Sequence[Outcome],
+    tuning: Sequence[Outcome],
 ) -> dict[str, Any]:
-    """The record's fields besides the rows: settings, targets, every run, and whether runs are missing."""
+    """The record's fields besides the rows: settings, targets, every run (tuning too), and whether runs are missing."""
     return {
         "partial": len(outcomes) < len(chosen) * len(scale.seeds),
         "scale": asdict(scale),
@@ -60,33 +65,36 @@ def study_record(
         "arms": [asdict(arm) for arm in chosen],
         "summary": [line for arm in chosen if (line := _line(arm, outcomes))],
         "runs": [asdict(outcome) for outcome in outcomes],
+        "tuning": [{name: value for name, value in asdict(o).items() if name != "curve"} for o in tuning],
     }
 
 
-def curves(chosen: Sequence[Arm], outcomes: Sequence[Outcome]) -> dict[str, list[tuple[float, float]]]:
-    """Each arm's curve, averaged over its seeds: (million tokens, loss)."""
+def curves(chosen: Sequence[Arm], outcomes: Sequence[Outcome]) -> dict[str, list[tuple[float, Band]]]:
+    """Each arm's curve over its seeds: (million tokens, loss)."""
     found = {}
     for arm in chosen:
         runs = [o.curve for o in outcomes if o.arm == arm.name]
         if runs:
             found[arm.name] = [
-                (points[0][0] / 1e6, statistics.mean(loss for _, loss in points))
-                for points in zip(*runs, strict=False)
+                (at_once[0][0] / 1e6, _band([loss for _, loss in at_once]))
+                for at_once in zip(*runs, strict=False)
             ]
     return found
 
 
-def losses_by_bytes(
-    chosen: Sequence[Arm], outcomes: Sequence[Outcome]
-) -> dict[str, list[tuple[float, float]]]:
-    """One point for each arm with averaging: (MB sent by a peer, mean loss)."""
+def losses_by_bytes(chosen: Sequence[Arm], outcomes: Sequence[Outcome]) -> dict[str, tuple[float, Band]]:
+    """One point for each arm with averaging: (MB sent by a peer, loss over its seeds)."""
     found = {}
     for arm in chosen:
         runs = [o for o in outcomes if o.arm == arm.name]
         if runs and arm.averages:
-            point = statistics.mean(o.sent_bytes for o in runs) / 1e6, statistics.mean(o.loss for o in runs)
-            found[arm.name] = [point]
+            sent = statistics.mean(o.sent_bytes for o in runs) / 1e6
+            found[arm.name] = sent, _band([o.loss for o in runs])
     return found
+
+
+def _band(losses: Sequence[float]) -> Band:
+    return statistics.mean(losses), min(losses), max(losses)
 
 
 def _difference_rows(arm: Arm, reference: str, values: Sequence[float]) -> list[Result]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,7 @@ def grpo_arguments(
         bf16=precision.compute == torch.bfloat16,
         fp16=precision.compute == torch.float16,
         torch_compile=False,
-        activation_checkpointing=config.activation_checkpointing,
+        **_activation_checkpointing(config.activation_checkpointing),
         shuffle_dataset=False,
         logging_steps=1,
         save_strategy="steps" if config.ckpt.interval else "no",
@@ -83,6 +84,13 @@ def grpo_arguments(
         disable_tqdm=True,
         **_of_rollout(config),
     )
+
+
+def _activation_checkpointing(is_on: bool) -> dict[str, Any]:
+    """The argument under its name in this transformers: 5.17 has the older one only."""
+    known = {field.name for field in dataclasses.fields(GRPOConfig)}
+    name = "activation_checkpointing"
+    return {name if name in known else "gradient_checkpointing": is_on}
 
 
 def _of_rollout(config: TrainConfig) -> dict[str, Any]:

@@ -23,9 +23,11 @@ from torch.distributed.tensor import DTensor, Shard
 from diloco.train.sharding import local_tensor
 
 MOMENTUM = 0.95
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-STEPS = 5
-LEAST_NORM = 1e-7
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+_STEPS = 5
+_LEAST_NORM = 1e-7
+_BATCH_NUMEL = 1 << 25
+"""Values orthogonalized at a time on a GPU: 64 MiB in bf16, and three times as much in between."""
 
 
 class Muon(torch.optim.Optimizer):
@@ -68,17 +70,20 @@ class Muon(torch.optim.Optimizer):
         return gradient.lerp(buffer, momentum)
 
 
-def orthogonalized(matrix: Tensor) -> Tensor:
-    """Approximately the nearest orthogonal matrix: singular values are mapped to 0.7 to 1.2, zeros stay zero."""
-    is_tall = matrix.shape[0] > matrix.shape[1]
-    found = matrix.T if is_tall else matrix
-    found = found / found.norm().clamp(min=LEAST_NORM)
-    a, b, c = COEFFICIENTS
-    for _ in range(STEPS):
-        gram = found @ found.T
-        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
-        found = torch.addmm(found, polynomial, found, beta=a)
-    return found.T if is_tall else found
+def orthogonalized(matrices: Tensor) -> Tensor:
+    """Approximately the nearest orthogonal matrix of each of [n, rows, columns].
+
+    Singular values are mapped to 0.7 to 1.2, zeros stay zero.
+    """
+    is_tall = matrices.shape[1] > matrices.shape[2]
+    found = matrices.mT if is_tall else matrices
+    found = found / torch.linalg.vector_norm(found, dim=(1, 2), keepdim=True).clamp(min=_LEAST_NORM)
+    a, b, c = _COEFFICIENTS
+    for _ in range(_STEPS):
+        gram = torch.bmm(found, found.mT)
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        found = torch.baddbmm(found, polynomial, found, beta=a)
+    return found.mT if is_tall else found
 
 
 def _orthogonalized_all(
@@ -89,13 +94,20 @@ def _orthogonalized_all(
     for shape, same in groupby(pairs, key=lambda pair: pair[0].shape):
         these = list(same)
         group = _shard_group(these[0][0])
-        num_ranks = dist.get_world_size(group) if group is not None else 1
-        for first in range(0, len(these), num_ranks):
-            some = these[first : first + num_ranks]
+        at_once = _num_at_once(these[0][1]) if group is None else dist.get_world_size(group)
+        for first in range(0, len(these), at_once):
+            some = these[first : first + at_once]
             # bf16 is precise enough for the iteration and faster on GPUs; many CPUs only emulate it.
             parts = [update.bfloat16() if update.is_cuda else update for _, update in some]
-            found = [orthogonalized(parts[0])] if group is None else _by_owners(parts, shape[0], group)
+            found = (
+                orthogonalized(torch.stack(parts)) if group is None else _by_owners(parts, shape[0], group)
+            )
             yield from zip((parameter for parameter, _ in some), found, strict=True)
+
+
+def _num_at_once(update: Tensor) -> int:
+    """How many matrices of this shape to orthogonalize in one batch: small ones leave a GPU idle between launches."""
+    return max(1, _BATCH_NUMEL // update.numel()) if update.is_cuda else 1
 
 
 def _by_owners(parts: Sequence[Tensor], num_rows: int, group: dist.ProcessGroup) -> list[Tensor]:
@@ -112,7 +124,7 @@ def _by_owners(parts: Sequence[Tensor], num_rows: int, group: dist.ProcessGroup)
     dist.all_to_all_single(whole, rows, group=group)
     if dist.get_rank(group) < len(parts):
         matrix = whole.view(-1, num_columns)[:num_rows]
-        matrix.copy_(orthogonalized(matrix))
+        matrix.copy_(orthogonalized(matrix[None])[0])
     dist.all_to_all_single(rows, whole, group=group)
     return [place[: len(part)] for place, part in zip(rows, parts, strict=False)]
 

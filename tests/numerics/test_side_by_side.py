@@ -16,9 +16,13 @@ from diloco.train.model import load_model
 
 SCALE = replace(SCALES["quick"], inner_lr=4e-3)
 NAMES = (
-    "data parallel", "data parallel muon", "fp32", "muon", "int4", "topk", "streaming", "streaming mixed",
-    "one peer 2x slower", "one peer 2x slower, corrected",
-)  # fmt: skip
+    "data parallel",
+    "data parallel muon",
+    "muon",
+    "int4",
+    "streaming mixed",
+    "one peer 2x slower, corrected",
+)
 
 
 def test_many_llamas_have_the_losses_that_transformers_gives_each():
@@ -39,14 +43,10 @@ def test_many_llamas_have_the_losses_that_transformers_gives_each():
 
 
 def test_jobs_side_by_side_end_where_each_ends_alone(tmp_path):
-    jobs = [
-        Job(scale=SCALE, arm=arms(SCALE)[name], seed=seed, inner_lr=4e-3, outer_lr=0.6)
-        for name in NAMES
-        for seed in (1, 2)
-    ]
-    together = {(o.arm, o.seed): o for o in run_jobs(jobs, tmp_path / "together")}
-    for job in jobs[::2] + jobs[1:4:2]:
-        alone, beside = run_job(job, tmp_path / "alone"), together[job.arm.name, job.seed]
+    jobs = [Job(scale=SCALE, arm=arms(SCALE)[name], seed=1, inner_lr=4e-3, outer_lr=0.6) for name in NAMES]
+    together = {outcome.arm: outcome for outcome in run_jobs(jobs, tmp_path / "together")}
+    for job in jobs:
+        alone, beside = run_job(job, tmp_path / "alone"), together[job.arm.name]
         assert beside.loss == pytest.approx(alone.loss, rel=1e-4), job.arm.name
         assert [tokens for tokens, _ in beside.curve] == [tokens for tokens, _ in alone.curve]
         assert [loss for _, loss in beside.curve] == pytest.approx(

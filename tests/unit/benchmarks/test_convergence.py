@@ -25,7 +25,7 @@ ARMS = arms(SCALE)
 
 def outcome(arm, seed, loss):
     curve = [(1_000_000, loss + 1), (2_000_000, loss)]
-    rates = {"inner_lr": 1e-3, "outer_lr": 0.6}
+    rates = {"inner_lr": 1e-3, "outer_lr": 0.6, "outer_momentum": 0.6}
     return Outcome(
         arm=arm,
         seed=seed,
@@ -113,8 +113,8 @@ def test_the_record_says_what_was_met_and_what_is_missing():
     chosen = [ARMS[DATA_PARALLEL], ARMS[FP32], ARMS["int8"]]
     found = [outcome(DATA_PARALLEL, s, 1.0) for s in (1, 2, 3)]
     found += [outcome(FP32, s, 1.01 + s / 1000) for s in (1, 2, 3)] + [outcome("int8", 1, 1.1)]
-    record = study_record(SCALE, {"adamw": Rates(1e-3, 2e-3, 0.4, 0.7)}, chosen, found)
-    assert record["partial"]
+    record = study_record(SCALE, {"adamw": Rates(1e-3, 2e-3, 0.4, 0.7)}, chosen, found, found[:1])
+    assert record["partial"] and record["tuning"][0]["outer_lr"] == 0.6
     _, fp32, int8 = record["summary"]
     assert fp32["met"] is None and fp32["% against data parallel"] == "+1.20 ± 0.06"
     assert int8["met"] is False and int8["seeds"] == 1
@@ -122,5 +122,8 @@ def test_the_record_says_what_was_met_and_what_is_missing():
         ("int8", "loss against fp32"),
         ("fp32", "its standard error (data parallel)"),
     }
-    assert curves(chosen, found)["int8"] == [(1.0, 2.1), (2.0, 1.1)]
-    assert losses_by_bytes(chosen, found) == {"fp32": [(2.0, pytest.approx(1.012))], "int8": [(2.0, 1.1)]}
+    assert curves(chosen, found)["int8"] == [(1.0, (2.1, 2.1, 2.1)), (2.0, (1.1, 1.1, 1.1))]
+    assert losses_by_bytes(chosen, found) == {
+        "fp32": (2.0, (pytest.approx(1.012), 1.011, 1.013)),
+        "int8": (2.0, (1.1, 1.1, 1.1)),
+    }

@@ -19,13 +19,19 @@ def gradients(model, seed):
 def test_singular_values_come_near_one_and_directions_stay(shape):
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     u, _, v = torch.linalg.svd(matrix, full_matrices=False)
-    found = u.T @ orthogonalized(matrix) @ v.T
+    found = u.T @ orthogonalized(matrix[None])[0] @ v.T
     assert torch.allclose(found, torch.diag(found.diag()), atol=1e-4)
     assert found.diag().min() > 0.6 and found.diag().max() < 1.3
 
 
 def test_a_matrix_of_zeros_has_no_direction():
-    assert torch.equal(orthogonalized(torch.zeros(3, 5)), torch.zeros(3, 5))
+    assert torch.equal(orthogonalized(torch.zeros(2, 3, 5)), torch.zeros(2, 3, 5))
+
+
+def test_a_batch_gives_what_each_of_its_matrices_gives_alone():
+    matrices = torch.randn(3, 8, 4, generator=torch.Generator().manual_seed(2))
+    alone = torch.cat([orthogonalized(matrix[None]) for matrix in matrices])
+    assert torch.allclose(orthogonalized(matrices), alone, atol=1e-6)
 
 
 @pytest.mark.parametrize("tied", [True, False])
