@@ -29,7 +29,7 @@ RUN = ".venv/bin/diloco run --peers 3 --max-steps 200"
 INSTALL = (
     "python3 -m venv .venv",
     ". .venv/bin/activate",
-    "pip install --constraint constraints.txt --editable .",
+    "pip install --constraint constraints.txt --editable '.[dashboard,data]'",
 )
 DHT = "diloco dht start --host-maddrs /ip4/0.0.0.0/tcp/30001"
 DISCOVERABLE = "diloco dht start --discover"
