@@ -145,7 +145,9 @@ class LocalSwarm:
             if end.restarts:
                 shown.restarted(time.time())
                 why = f": {end.reason}" if end.reason and end.num_same == 1 else ""
-                self.say(f"{shown.name} ended with {end.code}; starting it again by the same command{why}")
+                self.say(
+                    f"{shown.name} ended with exit code {end.code}; starting it again by the same command{why}"
+                )
 
         return LocalPeer(rank, Supervisor(command, on_exit, _POLICY), shown)
 

@@ -42,7 +42,9 @@ def with_peer_id(address: Maddr, *, timeout_s: float = PROBE_S) -> Maddr:
             f"cannot get the peer id from {where}: no answer within {timeout_s:g} s. {paste}"
         ) from None
     except (ssl.SSLError, EOFError, ValueError, UnsupportedAlgorithm):
-        raise UserError(f"cannot get the peer id from {where}: another program listens there. {paste}") from None
+        raise UserError(
+            f"cannot get the peer id from {where}: another program listens there. {paste}"
+        ) from None
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise UserError(f"cannot get the peer id from {where}: {reason}. {paste}") from error

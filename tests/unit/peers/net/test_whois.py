@@ -96,7 +96,9 @@ def is_no_tls(connection):
 def test_what_is_no_peer_is_told_from_one(reply):
     with (
         answering(reply) as address,
-        pytest.raises(UserError, match=r"another program listens there\. Is `diloco dht start` running there"),
+        pytest.raises(
+            UserError, match=r"another program listens there\. Is `diloco dht start` running there"
+        ),
     ):
         with_peer_id(address)
 
